@@ -1,0 +1,185 @@
+"""The options of a job: one frozen record, read once, from the arguments of `mpips.create` and the environment.
+
+Every field may be given as an argument (`create(kind, servers=2)`) or as a variable (`MPIPS_SERVERS=2`); an
+argument wins. `FIELDS` is the one table that documentation and `mpips run` are made from.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+PREFIX = "MPIPS_"
+
+# Kinds in the words of MXNet and, after the colon, the names that the paper (section 4.2.1) gives them.
+KINDS = ("local", "dist_sync", "dist_async", "mpi_sync", "mpi_async")
+ALIASES = {"synchronous-mpi": "mpi_sync", "asynchronous-mpi": "mpi_async"}
+
+
+class OptionError(ValueError):
+    """An option that makes no sense, or options that contradict each other or the size of the job."""
+
+
+class Field(NamedTuple):
+    """One option: its name, default, the least value it may take (numbers), its choices (words), what it is."""
+
+    name: str
+    default: int | float | str | bool
+    least: float | None
+    choices: tuple[str, ...]
+    text: str
+
+
+FIELDS = (
+    Field("servers", 0, 0, (), "server processes: the last ranks of the job; 0 is pure MPI"),
+    Field("clients", 1, 1, (), "MPI clients into which the workers of an mpi_* store are split evenly"),
+    Field("workers", 0, 0, (), "workers that the launcher promised; 0: every rank that is not a server"),
+    Field("masters", "one", None, ("one", "all"), "who of a client talks to the servers: its rank 0, or every worker"),
+    Field("staleness", -1, -1, (), "most steps that a worker of an asynchronous store may run ahead; -1: any number"),
+    Field("big_array", 1_000_000, 1, (), "elements from which an array is split over all servers"),
+    Field("block_bytes", 262_144, 4096, (), "bytes that a server sums and updates at a time, while they are in cache"),
+    Field("small_bytes", 32_768, 0, (), "arrays up to this many bytes are always copied, so that a push never waits"),
+    Field("chunk_bytes", 524_288, 4096, (), "bytes of one message between nodes; a larger array is sent as a pipeline"),
+    Field("chunks_in_flight", 4, 1, (), "messages of one array under way at a time between two ranks"),
+    Field("shared_memory", True, None, (), "exchange payloads in shared memory where processes share a node"),
+    Field("stall_seconds", 60.0, 0.001, (), "a wait longer than this warns, naming the key and the ranks not there"),
+    Field("timeout_seconds", 0.0, 0, (), "a wait longer than this raises StallError; 0: never"),
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a job was asked to be. Equal on every rank (compared in `layout`); see `FIELDS` for the meaning."""
+
+    servers: int = 0
+    clients: int = 1
+    workers: int = 0
+    masters: str = "one"
+    staleness: int = -1
+    big_array: int = 1_000_000
+    block_bytes: int = 262_144
+    small_bytes: int = 32_768
+    chunk_bytes: int = 524_288
+    chunks_in_flight: int = 4
+    shared_memory: bool = True
+    stall_seconds: float = 60.0
+    timeout_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        for field in FIELDS:
+            object.__setattr__(self, field.name, _checked(field, getattr(self, field.name), field.name))
+        if self.workers and self.clients > self.workers:
+            raise OptionError(f"clients={self.clients} is more than workers={self.workers}: a client needs a worker")
+
+    def environment(self) -> dict[str, str]:
+        """The variables that give another process these options: those that differ from their defaults."""
+        values = {field.name: getattr(self, field.name) for field in FIELDS if getattr(self, field.name) != field.default}
+        return {PREFIX + name.upper(): str(int(v) if isinstance(v, bool) else v) for name, v in values.items()}
+
+    def workers_of(self, world_size: int) -> int:
+        """Workers in a job of `world_size` ranks; raises OptionError where the ranks do not suffice."""
+        workers = world_size - self.servers
+        if workers < 1:
+            raise OptionError(
+                f"servers={self.servers} and at least one worker need {self.servers + 1} ranks, but the job has "
+                f"{world_size}: start more (mpirun -n {self.servers + 1}) or ask for fewer servers"
+            )
+        if self.workers and workers != self.workers:
+            raise OptionError(
+                f"workers={self.workers} and servers={self.servers} need {self.workers + self.servers} ranks, but the "
+                f"job has {world_size}: start it with mpirun -n {self.workers + self.servers} (`mpips doctor` tells "
+                "why a launcher's ranks may each be a world of their own)"
+            )
+        return workers
+
+    def clients_of(self, kind: str, world_size: int) -> int:
+        """Clients of a store of this kind: every worker is its own in dist_*; raises OptionError if they are too many."""
+        workers = self.workers_of(world_size)
+        if not kind.startswith("mpi_"):
+            return workers
+        if self.clients > workers:
+            raise OptionError(
+                f"clients={self.clients} is more than the {workers} workers of the job: a client needs a worker"
+            )
+        return self.clients
+
+
+def _checked(field: Field, value: Any, name: str) -> Any:
+    """`value` as the type of the field; raises OptionError naming `name`, the value and what is allowed."""
+    kind = type(field.default)
+    try:
+        if kind is bool:
+            return _as_bool(value)
+        if kind is str:
+            value = str(value).strip().lower()
+        elif kind is int:
+            if isinstance(value, float) and not value.is_integer():
+                raise ValueError(value)
+            value = int(value)
+        else:
+            value = float(value)
+    except (TypeError, ValueError, OverflowError):
+        word = {int: "a whole number", float: "a number", bool: "0 or 1"}[kind]
+        raise OptionError(f"{name}={value!r} is not {word} ({field.text})") from None
+    if kind is float and not math.isfinite(value):
+        raise OptionError(f"{name}={value} must be finite ({field.text})")
+    if field.choices and value not in field.choices:
+        raise OptionError(f"{name}={value!r} is none of {', '.join(field.choices)} ({field.text})")
+    if field.least is not None and value < field.least:
+        raise OptionError(f"{name}={value} is less than {field.least} ({field.text})")
+    return value
+
+
+def _as_bool(value: Any) -> bool:
+    words = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+    return words[word] if (word := str(value).strip().lower()) in words else _not_a_bool(value)
+
+
+def _not_a_bool(value: Any) -> bool:
+    raise ValueError(value)
+
+
+def read(arguments: Mapping[str, Any] | None = None, environment: Mapping[str, str] | None = None) -> Options:
+    """Options from arguments, else from `MPIPS_*` variables, else defaults.
+
+    An unknown argument or variable raises OptionError and lists the known ones; None means "not given".
+    """
+    env = os.environ if environment is None else environment
+    known = {field.name: field for field in FIELDS}
+    values: dict[str, Any] = {}
+    for variable, text in env.items():
+        if not variable.startswith(PREFIX):
+            continue
+        name = variable[len(PREFIX) :].lower()
+        if name not in known:
+            raise OptionError(f"the variable {variable} is unknown; known: {', '.join(PREFIX + n.upper() for n in known)}")
+        values[name] = _checked(known[name], text, variable)
+    for name, value in (arguments or {}).items():
+        if name not in known:
+            raise OptionError(f"create() has no option {name!r}; known: {', '.join(known)}")
+        if value is not None:
+            values[name] = _checked(known[name], value, name)
+    return Options(**values)
+
+
+def kind_of(name: object) -> str:
+    """The store kind that `name` means, in any case; TypeError unless str, OptionError listing the known kinds."""
+    if not isinstance(name, str):
+        raise TypeError(f"the kind of a store is a string, one of {', '.join(KINDS)}; got {type(name).__name__}")
+    word = name.strip().lower()
+    word = ALIASES.get(word, word)
+    if word not in KINDS:
+        raise OptionError(f"unknown kind of store {name!r}; known: {', '.join(KINDS)} (and {', '.join(ALIASES)})")
+    return word
+
+
+def table() -> str:
+    """All options as a Markdown table; docs/kvstore.md holds it and a test compares them."""
+    rows = [f"| `{f.name}` | `{PREFIX}{f.name.upper()}` | `{f.default}` | {f.text} |" for f in FIELDS]
+    return "\n".join(["| argument | variable | default | meaning |", "|---|---|---|---|", *rows])
+
+
+assert [f.name for f in FIELDS] == [f.name for f in fields(Options)], "FIELDS and Options name the same options"
