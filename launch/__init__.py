@@ -1,1 +1,1 @@
-"""Starts processes, maps ranks to hosts, emulates clusters. Knows options, hosts, schedulers; nothing of keys or arrays."""
+"""Starts processes, maps ranks to hosts, emulates clusters. Knows options, hosts, schedulers; nothing of keys."""

@@ -1,0 +1,91 @@
+"""The `mpips` command: each subcommand lives in its own module, imported only when it is called.
+
+`--ranks P`, which every ranked subcommand takes here, starts P processes of that module under mpirun.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import NamedTuple
+
+import click
+
+from launch.run import start
+
+
+class Sub(NamedTuple):
+    """A subcommand: the module of its click.Command `command`, its line of help, and whether `--ranks P` starts it by mpirun."""
+
+    module: str
+    summary: str
+    ranked: bool = False
+
+
+COMMANDS = {
+    "run": Sub("launch.run", "Start a script as one MPI job of workers and servers."),
+    "doctor": Sub("launch.doctor", "Check Python, MPI, memory, GPU, cores, scheduler and network."),
+    "script": Sub("launch.schedulers.script", "Write a batch script for Slurm, LSF or PBS."),
+    "train": Sub("mpips.parallel.__main__", "Train an MLP on a grid of batch and model parallel ranks.", ranked=True),
+    "bench": Sub("collectives.bench.__main__", "Time collectives, or `mpips bench kvstore` the store.", ranked=True),
+    "tune": Sub("collectives.tune", "Measure which algorithm is fastest here, for `auto`.", ranked=True),
+    "sim": Sub("collectives.sim", "Simulate an algorithm on a topology."),
+    "plan": Sub("mpips.overlap.__main__", "Group layers for overlap, from a profile."),
+    "lab": Sub("launch.lab.__main__", "An emulated cluster on this machine."),
+}
+KVSTORE = Sub("mpips.bench.__main__", "Time push and pull of the store.", ranked=True)
+
+
+class Lazy(click.Group):
+    """A group that imports a subcommand when it is named, so that `mpips --help` imports neither MPI nor NumPy."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in COMMANDS:
+            return None
+        return self._wrapped(name, COMMANDS[name])
+
+    def _wrapped(self, name: str, sub: Sub) -> click.Command:
+        """A command that forwards its words: help stays with the modules, and `--ranks` is taken out on the way."""
+
+        @click.command(name, help=sub.summary, add_help_option=False, context_settings={"ignore_unknown_options": True})
+        @click.argument("words", nargs=-1, type=click.UNPROCESSED)
+        def forward(words: tuple[str, ...]) -> None:
+            target, rest, full = sub, list(words), f"mpips {name}"
+            if name == "bench" and rest[:1] == ["kvstore"]:
+                target, rest, full = KVSTORE, rest[1:], "mpips bench kvstore"
+            ranks = _take_ranks(rest) if target.ranked else None
+            if ranks is not None:
+                start(ranks, ["-m", target.module.removesuffix(".__main__"), *rest])
+            module = importlib.import_module(target.module)
+            module.command.main(rest, prog_name=full)
+
+        return forward
+
+
+def _take_ranks(words: list[str]) -> int | None:
+    """Takes `--ranks P` or `--ranks=P` out of `words`, unless it stands after `--`."""
+    for i, word in enumerate(words):
+        if word == "--":
+            return None
+        if word != "--ranks" and not word.startswith("--ranks="):
+            continue
+        _, equals, value = word.partition("=")
+        if not equals:
+            value = words[i + 1] if i + 1 < len(words) else ""
+        if not value.isdigit() or int(value) < 1:
+            raise click.UsageError(f"--ranks must be a whole number of at least 1, not {value!r}")
+        del words[i : i + (1 if equals else 2)]
+        return int(value)
+    return None
+
+
+@click.command(cls=Lazy, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="mpips")
+def main() -> None:
+    """MPI parameter server and collectives runtime."""
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""Hosts: reading host files, and placing workers and servers on hosts. Pure, except `read`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?")
+
+
+class HostError(ValueError):
+    """A host file that cannot be read, or hosts that cannot hold the job."""
+
+
+class Host(NamedTuple):
+    """One machine and how many ranks it may hold; `slots` is None where the file does not say."""
+
+    name: str
+    slots: int | None = None
+
+
+class Placed(NamedTuple):
+    """`count` consecutive ranks on one host."""
+
+    host: str
+    count: int
+
+
+def parse(text: str, source: str = "host file") -> tuple[Host, ...]:
+    """Hosts of a host file in either spelling: `node1 slots=4` (Open MPI) or `node1:4` (MPICH, Intel MPI).
+
+    Blank lines and `#` comments are skipped; a host named twice has the sum of its slots. HostError names the line.
+    """
+    slots: dict[str, int | None] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.split("#", 1)[0].split()
+        if not words:
+            continue
+        host = _parse_line(words, f"{source}, line {number}")
+        if host.name not in slots:
+            slots[host.name] = host.slots
+            continue
+        earlier = slots[host.name]
+        slots[host.name] = (1 if earlier is None else earlier) + (1 if host.slots is None else host.slots)
+    if not slots:
+        raise HostError(f"{source} names no host: write one a line, as `node1 slots=4` or `node1:4`")
+    return tuple(Host(name, count) for name, count in slots.items())
+
+
+def _parse_line(words: Sequence[str], where: str) -> Host:
+    name, colon, count = words[0].partition(":")
+    given = [count] if colon else []
+    for word in words[1:]:
+        key, equals, value = word.partition("=")
+        if not equals or key not in ("slots", "max_slots", "max-slots"):
+            raise HostError(f"{where}: cannot read {word!r}; write `{name} slots=4` or `{name}:4`")
+        if key == "slots":
+            given.append(value)
+    if not NAME.fullmatch(name):
+        raise HostError(f"{where}: {name!r} is not a host name (letters, digits, '.' and '-')")
+    if len(given) > 1:
+        raise HostError(f"{where}: slots of {name} given twice ({' and '.join(given)})")
+    if not given:
+        return Host(name)
+    if not given[0].isdigit() or int(given[0]) < 1:
+        raise HostError(f"{where}: slots of {name} must be a whole number of at least 1, not {given[0]!r}")
+    return Host(name, int(given[0]))
+
+
+def read(path: str | Path) -> tuple[Host, ...]:
+    """Hosts of the file `path`. Raises HostError where it cannot be read or understood."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise HostError(f"cannot read the host file {path}: {error}") from error
+    return parse(text, str(path))
+
+
+def place(hosts: Sequence[Host], workers: int, servers: int) -> tuple[Placed, ...]:
+    """Blocks of consecutive ranks on hosts, workers first and servers last, as mpips numbers its ranks.
+
+    Servers get the last hosts for themselves, one each, as long as the other hosts hold the workers; else several
+    servers share one; else they take the free slots beside the workers. Slots are filled in the order of the file;
+    hosts without slots share evenly. Raises HostError where the slots do not suffice.
+    """
+    total = sum(h.slots for h in hosts if h.slots is not None)
+    if all(h.slots is not None for h in hosts) and total < workers + servers:
+        raise HostError(
+            f"the hosts have {total} slots, the job needs {workers + servers} ranks ({workers} workers, "
+            f"{servers} servers): add hosts or slots to the host file, or ask for fewer ranks"
+        )
+    for own in range(min(servers, len(hosts) - 1), 0, -1):
+        at_work, serving = hosts[: len(hosts) - own], hosts[len(hosts) - own :]
+        if _holds(at_work, workers) and _holds(serving, servers):
+            return _merge([*_fill(at_work, workers), *_spread(serving, servers)])
+    placed = _fill(hosts, workers)
+    return _merge([*placed, *_spread(_remaining(hosts, placed), servers)])
+
+
+def _holds(hosts: Sequence[Host], ranks: int) -> bool:
+    return any(h.slots is None for h in hosts) or sum(h.slots or 0 for h in hosts) >= ranks
+
+
+def _fill(hosts: Sequence[Host], ranks: int) -> list[Placed]:
+    """Fills given slots in order; hosts without slots share what is left, evenly, in blocks."""
+    open_hosts = [h for h in hosts if h.slots is None]
+    left = max(0, ranks - sum(h.slots or 0 for h in hosts))
+    shares = {h.name: left * (i + 1) // len(open_hosts) - left * i // len(open_hosts) for i, h in enumerate(open_hosts)}
+    placed, remaining = [], ranks
+    for host in hosts:
+        count = min(remaining, shares[host.name] if host.slots is None else host.slots)
+        if count:
+            placed.append(Placed(host.name, count))
+            remaining -= count
+    return placed
+
+
+def _spread(hosts: Iterable[Host], ranks: int) -> list[Placed]:
+    """One rank at a time to the host with the fewest of them that still has a slot; in the order of the hosts."""
+    candidates = list(hosts)
+    counts = [0] * len(candidates)
+    for _ in range(ranks):
+        free = [i for i, h in enumerate(candidates) if h.slots is None or counts[i] < h.slots]
+        counts[min(free, key=lambda i: (counts[i], i))] += 1
+    return [Placed(h.name, n) for h, n in zip(candidates, counts) if n]
+
+
+def _remaining(hosts: Sequence[Host], placed: Sequence[Placed]) -> list[Host]:
+    used = {p.host: p.count for p in placed}
+    return [Host(h.name, None if h.slots is None else h.slots - used.get(h.name, 0)) for h in hosts]
+
+
+def _merge(placed: Sequence[Placed]) -> tuple[Placed, ...]:
+    """Joins neighbouring blocks of the same host."""
+    merged: list[Placed] = []
+    for block in placed:
+        if merged and merged[-1].host == block.host:
+            merged[-1] = Placed(block.host, merged[-1].count + block.count)
+        else:
+            merged.append(block)
+    return tuple(merged)

@@ -1,0 +1,130 @@
+"""`mpips run`: one MPI job of workers and servers; and `start`, which other commands use for their ranks."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
+
+import click
+
+from launch.command import Job, LauncherError, Machine, build, find, program, this_machine
+from launch.hosts import HostError, Placed, place, read
+from mpips.options import OptionError, Options
+
+THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+def threads(ranks: int, machine: Machine, environment: Mapping[str, str]) -> dict[str, str]:
+    """Compute threads of each rank: the cores shared out, so that ranks do not fight; none where the user set them."""
+    if any(name in environment for name in THREADS):
+        return {}
+    return {"OMP_NUM_THREADS": str(max(1, machine.cores // ranks))}
+
+
+def start(ranks: int, script: Sequence[str], mpirun: str | None = None) -> NoReturn:
+    """Replaces this process by an MPI job of `ranks` processes on this machine; its exit code becomes the job's."""
+    machine = this_machine()
+    job = Job(ranks, program(script), threads(ranks, machine, os.environ))
+    try:
+        argv = build(find(mpirun), job, machine)
+    except LauncherError as error:
+        raise click.ClickException(str(error)) from error
+    execute(argv)
+
+
+def execute(argv: Sequence[str]) -> NoReturn:
+    """Becomes `argv`: signals reach mpirun itself, and its exit code is ours."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execvp(argv[0], list(argv))
+
+
+@click.command("run", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.option(
+    "-s", "--servers", type=click.IntRange(0), default=0, show_default=True, help="Server processes; 0 is pure MPI."
+)
+@click.option(
+    "-w", "--workers", type=click.IntRange(1), required=True, help="Workers in all, split evenly over the clients."
+)
+@click.option(
+    "-c", "--clients", type=click.IntRange(1), default=1, show_default=True, help="MPI clients of an mpi_* store."
+)
+@click.option(
+    "--masters",
+    type=click.Choice(["one", "all"]),
+    default="one",
+    show_default=True,
+    help="Who of a client talks to the servers: its rank 0, or every worker with its own shard.",
+)
+@click.option("--hostfile", type=click.Path(), help="Hosts, one a line: `node1 slots=4` or `node1:4`.")
+@click.option("--interface", help="Network interface for MPI's TCP traffic between hosts.")
+@click.option("--mpirun", help="The mpirun to use instead of the one found.")
+@click.option("--mpi-arg", "extra", multiple=True, help="A further word for mpirun; may be repeated.")
+@click.option("--dry-run", is_flag=True, help="Print the command and stop.")
+@click.argument("script", nargs=-1, required=True, type=click.UNPROCESSED, metavar="SCRIPT.py|-m MODULE [ARGS]...")
+def command(
+    servers: int,
+    workers: int,
+    clients: int,
+    masters: str,
+    hostfile: str | None,
+    interface: str | None,
+    mpirun: str | None,
+    extra: tuple[str, ...],
+    dry_run: bool,
+    script: tuple[str, ...],
+) -> None:
+    """Start SCRIPT.py ARGS as one MPI job of workers and servers.
+
+    The job has WORKERS + SERVERS ranks, workers first. The roles reach `mpips.create` as MPIPS_* variables. An
+    uncaught exception of one rank ends the job; the exit code is the job's.
+    """
+    script = script[1:] if script[0] == "--" else script
+    try:
+        options = Options(servers=servers, clients=clients, workers=workers, masters=masters)
+        machine = this_machine()
+        launcher = find(mpirun)
+        hosts = place(read(hostfile), workers, servers) if hostfile else ()
+        job = _job(options, script, hosts, machine, interface, extra)
+        argv = build(launcher, job, machine)
+    except (HostError, LauncherError, OptionError) as error:
+        raise click.ClickException(str(error)) from error
+    if workers % clients:
+        click.echo(f"mpips: {workers} workers do not split evenly over {clients} clients; some have one more", err=True)
+    if dry_run:
+        click.echo(shlex.join(argv))
+        return
+    _check_script(script)
+    execute(argv)
+
+
+def _job(
+    options: Options,
+    script: Sequence[str],
+    hosts: Sequence[Placed],
+    machine: Machine,
+    interface: str | None,
+    extra: Sequence[str],
+) -> Job:
+    ranks = options.workers + options.servers
+    busiest = max((block.count for block in hosts), default=ranks)
+    environment = {**options.environment(), **threads(busiest, machine, os.environ)}
+    if hosts and "PYTHONPATH" in os.environ:
+        environment["PYTHONPATH"] = os.environ["PYTHONPATH"]
+    return Job(ranks, program(script), environment, tuple(hosts), interface, tuple(extra))
+
+
+def _check_script(script: Sequence[str]) -> None:
+    """A missing script would be one error a rank; say it once."""
+    if script[0] in ("-m", "-c"):
+        if len(script) < 2:
+            raise click.UsageError(f"{script[0]} needs an argument")
+    elif not os.path.isfile(script[0]):
+        raise click.UsageError(f"there is no script {script[0]!r} here ({os.getcwd()})")
+
+
+if __name__ == "__main__":
+    command()
