@@ -1,0 +1,1 @@
+"""One algorithm a file; `collectives.catalog` knows them by name."""
