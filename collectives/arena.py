@@ -1,0 +1,261 @@
+"""Arrays that every process of the node can read and write in place.
+
+`empty` takes memory from *segments*: sparse memfd files of this process, mapped shared. A peer on the same node opens
+``/proc/<pid>/fd/<fd>`` and maps the same pages, so no call here is collective, nothing has a name in a file system and
+nothing outlives the processes. A segment is large (address space costs nothing) and few are needed, so a peer maps
+each of them once. Pages are touched when an array is made, in huge pages where the kernel offers them; pages of freed
+arrays are kept for the next array, up to `IDLE_BYTES`, and given back to the system beyond that.
+"""
+
+from __future__ import annotations
+
+import bisect
+import collections
+import contextlib
+import errno
+import math
+import mmap
+import os
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from collectives.errors import CollectiveError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+    from numpy.typing import DTypeLike, NDArray
+
+ALIGNMENT = 64
+HUGE_PAGE = 2 << 20
+SEGMENT_BYTES = 4 << 30
+IDLE_BYTES = 512 << 20
+_MADV_REMOVE = 9
+_MADV_POPULATE_WRITE = 23
+
+
+class Region(NamedTuple):
+    """Where bytes live, in terms any process of the node can follow: five integers, fit for a message."""
+
+    pid: int
+    fd: int
+    inode: int
+    offset: int
+    nbytes: int
+
+
+class _FreeList:
+    """Half-open free intervals of one segment; best fit, neighbours merge."""
+
+    def __init__(self, size: int) -> None:
+        self._by_size: list[tuple[int, int]] = [(size, 0)]
+        self._end_of: dict[int, int] = {0: size}
+        self._start_of: dict[int, int] = {size: 0}
+
+    def take(self, nbytes: int) -> int | None:
+        index = bisect.bisect_left(self._by_size, (nbytes, -1))
+        if index == len(self._by_size):
+            return None
+        size, start = self._by_size[index]
+        self._remove(start, start + size)
+        if size > nbytes:
+            self._insert(start + nbytes, start + size)
+        return start
+
+    def give(self, start: int, nbytes: int) -> None:
+        end = start + nbytes
+        if start in self._start_of:
+            before = self._start_of[start]
+            self._remove(before, start)
+            start = before
+        if end in self._end_of:
+            after = self._end_of[end]
+            self._remove(end, after)
+            end = after
+        self._insert(start, end)
+
+    def _insert(self, start: int, end: int) -> None:
+        bisect.insort(self._by_size, (end - start, start))
+        self._end_of[start] = end
+        self._start_of[end] = start
+
+    def _remove(self, start: int, end: int) -> None:
+        del self._by_size[bisect.bisect_left(self._by_size, (end - start, start))]
+        del self._end_of[start], self._start_of[end]
+
+
+class _Segment:
+    """One memfd of this process, mapped whole."""
+
+    def __init__(self, size: int) -> None:
+        self.fd = os.memfd_create("collectives", os.MFD_CLOEXEC)
+        os.ftruncate(self.fd, size)
+        self.inode = os.fstat(self.fd).st_ino
+        self.map = _map(self.fd, size)
+        self.base = np.frombuffer(self.map, np.uint8).ctypes.data
+        self.size = size
+        self.free = _FreeList(size)
+        self.idle = 0
+
+    def allocate(self, nbytes: int) -> int | None:
+        offset = self.free.take(nbytes)
+        if offset is None:
+            return None
+        try:
+            _populate(self.map, offset, nbytes)
+        except OSError as error:
+            self.free.give(offset, nbytes)
+            raise MemoryError(f"no memory for {nbytes} bytes of node-shared array: {error.strerror}") from error
+        self.idle = max(0, self.idle - nbytes)
+        return offset
+
+    def release(self, offset: int, nbytes: int) -> None:
+        self.free.give(offset, nbytes)
+        if self.idle + nbytes <= IDLE_BYTES:
+            self.idle += nbytes
+            return
+        start, end = -(-offset // HUGE_PAGE) * HUGE_PAGE, (offset + nbytes) // HUGE_PAGE * HUGE_PAGE
+        if end > start:
+            self.map.madvise(_MADV_REMOVE, start, end - start)
+
+
+class _Arena:
+    """All segments of this process."""
+
+    def __init__(self) -> None:
+        self.segments: list[_Segment] = []
+        self.bases: list[int] = []
+        self._lock = threading.Lock()
+        self._released: collections.deque[tuple[_Segment, int, int]] = collections.deque()
+
+    def allocate(self, nbytes: int) -> tuple[_Segment, int]:
+        with self._lock:
+            self._drain()
+            for segment in self.segments:
+                offset = segment.allocate(nbytes)
+                if offset is not None:
+                    return segment, offset
+            segment = _Segment(max(SEGMENT_BYTES, -(-nbytes // HUGE_PAGE) * HUGE_PAGE))
+            index = bisect.bisect(self.bases, segment.base)
+            self.bases.insert(index, segment.base)
+            self.segments.insert(index, segment)
+            offset = segment.allocate(nbytes)
+            assert offset is not None
+            return segment, offset
+
+    def release(self, segment: _Segment, offset: int, nbytes: int) -> None:
+        """Called by the garbage collector, perhaps inside `allocate`: queue, and work only if the lock is free."""
+        self._released.append((segment, offset, nbytes))
+        if self._lock.acquire(blocking=False):
+            try:
+                self._drain()
+            finally:
+                self._lock.release()
+
+    def _drain(self) -> None:
+        while self._released:
+            segment, offset, nbytes = self._released.popleft()
+            segment.release(offset, nbytes)
+
+    def find(self, address: int) -> _Segment | None:
+        index = bisect.bisect(self.bases, address) - 1
+        if index < 0:
+            return None
+        segment = self.segments[index]
+        return segment if address < segment.base + segment.size else None
+
+
+_arena = _Arena()
+_attached: weakref.WeakValueDictionary[tuple[int, int, int], NDArray[np.uint8]] = weakref.WeakValueDictionary()
+
+
+def _forget_after_fork() -> None:
+    """A child must not hand out its parent's free memory."""
+    global _arena
+    _arena = _Arena()
+
+
+os.register_at_fork(after_in_child=_forget_after_fork)
+
+
+def empty(shape: int | tuple[int, ...], dtype: DTypeLike = np.float32, comm: MPI.Comm | None = None) -> NDArray[Any]:
+    """An uninitialised C-contiguous array in node-shared memory, aligned to 64 bytes, with its pages touched.
+
+    Local, not collective; returns at once.  The memory is freed with the array and its last view.  ``comm`` is the
+    communicator the array is meant for: a communicator of one rank has nobody to share with and gets ordinary memory.
+    Raises MemoryError when the node has no memory left.
+    """
+    dtype = np.dtype(dtype)
+    if dtype.hasobject:
+        raise TypeError(f"an array of {dtype} holds Python objects, which other processes cannot read")
+    if comm is not None and comm.Get_size() == 1:
+        return np.empty(shape, dtype)
+    dimensions = (shape,) if isinstance(shape, int) else tuple(shape)
+    nbytes = max(ALIGNMENT, -(-math.prod(dimensions) * dtype.itemsize // ALIGNMENT) * ALIGNMENT)
+    segment, offset = _arena.allocate(nbytes)
+    array: NDArray[Any] = np.ndarray(dimensions, dtype, buffer=segment.map, offset=offset)
+    weakref.finalize(array, _arena.release, segment, offset, nbytes).atexit = False
+    return array
+
+
+def locate(array: NDArray[Any]) -> Region | None:
+    """The region that holds a C-contiguous array or view made by `empty`; None for any other array."""
+    address = array.__array_interface__["data"][0]
+    segment = _arena.find(address)
+    if segment is None or not array.flags.c_contiguous:
+        return None
+    return Region(os.getpid(), segment.fd, segment.inode, address - segment.base, array.nbytes)
+
+
+def attach(region: Region) -> NDArray[np.uint8]:
+    """The bytes of a region of this or another process of the node, for reading and writing.
+
+    The peer's segment stays mapped while any array over it lives.  Raises CollectiveError when the process or its
+    segment cannot be reached (another node or container, another user, or already gone).
+    """
+    key = region[:3]
+    whole = _attached.get(key)
+    if whole is None:
+        whole = _attached[key] = _open(region)
+    part = whole[region.offset : region.offset + region.nbytes]
+    if part.nbytes != region.nbytes:
+        raise CollectiveError(f"{region} reaches past the end of its segment of {whole.nbytes} bytes")
+    if region.nbytes and region.pid != os.getpid():
+        with contextlib.suppress(OSError):
+            _populate(whole.base.obj, region.offset, region.nbytes)  # type: ignore[union-attr]
+    return part
+
+
+def _open(region: Region) -> NDArray[np.uint8]:
+    path = f"/proc/{region.pid}/fd/{region.fd}"
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise CollectiveError(f"cannot map memory of process {region.pid} ({path}): {error.strerror}") from error
+    try:
+        status = os.fstat(fd)
+        if status.st_ino != region.inode:
+            raise CollectiveError(f"cannot map memory of process {region.pid}: {path} is another file by now")
+        return np.frombuffer(_map(fd, status.st_size), np.uint8)
+    finally:
+        os.close(fd)
+
+
+def _map(fd: int, size: int) -> mmap.mmap:
+    mapping = mmap.mmap(fd, size)
+    with contextlib.suppress(OSError):  # a kernel without huge pages is only slower
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    return mapping
+
+
+def _populate(mapping: mmap.mmap, offset: int, nbytes: int) -> None:
+    """Touch the pages without changing them."""
+    start = offset // mmap.PAGESIZE * mmap.PAGESIZE
+    end = -(-(offset + nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+    try:
+        mapping.madvise(_MADV_POPULATE_WRITE, start, end - start)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # EINVAL: a kernel before 5.14 cannot; the first use touches them
+            raise

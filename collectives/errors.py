@@ -1,0 +1,13 @@
+"""What can go wrong in a collective, as exceptions.  Every rank of the communicator raises the same sentence."""
+
+
+class CollectiveError(RuntimeError):
+    """A collective cannot be done; the communicator stays usable."""
+
+
+class MismatchError(CollectiveError, ValueError):
+    """Ranks called with arguments that do not fit together, or one rank's arguments are bad."""
+
+
+class StallError(CollectiveError, TimeoutError):
+    """A wait exceeded ``timeout_seconds``; the sentence names the operation and the ranks that have not come."""

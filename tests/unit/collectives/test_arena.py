@@ -1,0 +1,104 @@
+"""Node-shared arrays: layout, freeing, finding, and mapping from another process."""
+
+import gc
+import multiprocessing
+import os
+
+import numpy as np
+import pytest
+
+from collectives import arena
+from collectives.errors import CollectiveError
+
+
+@pytest.mark.parametrize("shape", [(), 0, 1, (3, 5), (0, 7), 1 << 20])
+@pytest.mark.parametrize("dtype", ["float32", "int8", "complex128"])
+def test_empty_gives_an_aligned_writable_array(shape, dtype):
+    array = arena.empty(shape, dtype)
+    assert array.shape == np.empty(shape).shape and array.dtype == np.dtype(dtype)
+    assert array.flags.c_contiguous and array.flags.writeable
+    assert array.ctypes.data % arena.ALIGNMENT == 0
+    array[...] = 3
+    assert (array == 3).all()
+
+
+def test_live_arrays_never_overlap():
+    arrays = [arena.empty(n, np.uint8) for n in (1, 63, 64, 65, 4096, 1 << 20, 0, 5)]
+    for i, array in enumerate(arrays):
+        array.fill(i)
+    assert all((array == i).all() for i, array in enumerate(arrays))
+
+
+def test_memory_is_reused_after_the_last_view_is_gone():
+    array = arena.empty(3 << 20, np.uint8)
+    where = arena.locate(array)
+    view = array[100:]
+    del array
+    gc.collect()
+    other = arena.empty(3 << 20, np.uint8)
+    assert arena.locate(other) != where
+    del view
+    gc.collect()
+    assert arena.locate(arena.empty(3 << 20, np.uint8)) == where
+
+
+def test_locate_knows_views_and_refuses_others():
+    array = arena.empty((4, 6), np.float64)
+    whole, row = arena.locate(array), arena.locate(array[2])
+    assert whole is not None and row is not None
+    assert row.offset - whole.offset == 2 * 6 * 8 and row.nbytes == 6 * 8 and whole.nbytes == 4 * 6 * 8
+    assert row.pid == os.getpid()
+    assert arena.locate(array[:, 1]) is None
+    assert arena.locate(np.empty(4)) is None
+
+
+def test_attach_is_the_same_memory():
+    array = arena.empty(1000, np.float32)
+    array[:] = np.arange(1000)
+    there = arena.attach(arena.locate(array)).view(np.float32)
+    there[7] = -1
+    assert array[7] == -1 and (there[8:] == array[8:]).all()
+
+
+def _double(region, answer):
+    there = arena.attach(arena.Region(*region)).view(np.float32)
+    there *= 2
+    answer.put(float(there.sum()))
+
+
+def test_another_process_can_attach():
+    array = arena.empty(1 << 16, np.float32)
+    array[:] = 1
+    context = multiprocessing.get_context("spawn")
+    answer = context.Queue()
+    child = context.Process(target=_double, args=(tuple(arena.locate(array)), answer))
+    child.start()
+    total = answer.get(timeout=60)
+    child.join(60)
+    assert total == 2 * (1 << 16) and (array == 2).all()
+
+
+def test_attach_names_what_it_cannot_reach():
+    region = arena.locate(arena.empty(10, np.float32))
+    with pytest.raises(CollectiveError, match=str(region.pid)):
+        arena.attach(region._replace(inode=region.inode + 1))
+    with pytest.raises(CollectiveError, match="cannot map"):
+        arena.attach(region._replace(fd=1_000_000))
+    with pytest.raises(CollectiveError, match="past the end"):
+        arena.attach(region._replace(offset=1 << 50))
+
+
+def test_objects_cannot_be_shared():
+    with pytest.raises(TypeError, match="objects"):
+        arena.empty(3, object)
+
+
+def test_freed_memory_beyond_the_pool_returns_to_the_system(monkeypatch):
+    monkeypatch.setattr(arena, "IDLE_BYTES", 0)
+    array = arena.empty(64 << 20, np.uint8)
+    array.fill(7)
+    region = arena.locate(array)
+    there = arena.attach(region)
+    del array
+    gc.collect()
+    assert (there[arena.HUGE_PAGE : -arena.HUGE_PAGE] == 0).all()  # a punched hole reads as zeros
