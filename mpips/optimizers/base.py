@@ -1,4 +1,4 @@
-"""What every optimizer is: a frozen record of numbers, a pure `init`, and an in-place `update` in cache-sized blocks."""
+"""What every optimizer is: a frozen record of numbers, a pure `init`, an in-place `update` in cache-sized blocks."""
 
 from __future__ import annotations
 
