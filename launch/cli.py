@@ -14,7 +14,7 @@ from launch.run import start
 
 
 class Sub(NamedTuple):
-    """A subcommand: the module of its click.Command `command`, its line of help, and whether `--ranks P` starts it by mpirun."""
+    """A subcommand: the module of its `command`, its help, and whether `--ranks P` starts it by mpirun."""
 
     module: str
     summary: str

@@ -76,9 +76,9 @@ def parse_version(text: str) -> tuple[Flavour, str] | None:
     return None
 
 
-def find(path: str | None = None) -> Launcher:
-    """The mpirun to use: `path`, or the one beside this Python, or the first on the PATH. Raises LauncherError."""
-    beside = [str(Path(sys.executable).parent / name) for name in ("mpirun", "mpiexec")]
+def find(path: str | None = None, python: str = sys.executable) -> Launcher:
+    """The mpirun to use: `path`, or the one beside `python`, or the first on the PATH. Raises LauncherError."""
+    beside = [str(Path(python).parent / name) for name in ("mpirun", "mpiexec")]
     candidates = [path] if path else [*beside, *(shutil.which(name) or "" for name in ("mpirun", "mpiexec"))]
     chosen = next((c for c in candidates if c and shutil.which(c)), None)
     if chosen is None:
@@ -96,13 +96,13 @@ def find(path: str | None = None) -> Launcher:
 
 
 def program(script: Sequence[str], python: str = sys.executable) -> tuple[str, ...]:
-    """What each rank runs for `script ARGS` or `-m module ARGS`: mpi4py's runner, which ends the job on an exception."""
+    """What each rank runs for `script ARGS` or `-m module ARGS`: mpi4py's runner ends the job on an exception."""
     return (python, "-m", "mpi4py", *script)
 
 
 def build(launcher: Launcher, job: Job, machine: Machine) -> list[str]:
     """The argv that starts `job`. Ranks are numbered along `job.hosts`; LauncherError where they do not fit."""
-    placed = sum(block.count for block in job.hosts)
+    placed = sum(block.ranks for block in job.hosts)
     if job.hosts and placed != job.ranks:
         raise LauncherError(f"{placed} ranks are placed on hosts, but the job has {job.ranks}")
     if launcher.flavour == "openmpi":
@@ -112,7 +112,7 @@ def build(launcher: Launcher, job: Job, machine: Machine) -> list[str]:
 
 def crowded(job: Job, machine: Machine) -> bool:
     """Do ranks outnumber cores? Remote hosts are taken to have the cores of this one."""
-    return max((b.count for b in job.hosts), default=job.ranks) > machine.cores
+    return max((b.ranks for b in job.hosts), default=job.ranks) > machine.cores
 
 
 def _open_mpi(launcher: Launcher, job: Job, machine: Machine) -> list[str]:
@@ -132,7 +132,7 @@ def _open_mpi(launcher: Launcher, job: Job, machine: Machine) -> list[str]:
         argv += ["-x", f"{name}={value}"]
     if not job.hosts:
         return [*argv, "-n", str(job.ranks), *job.program]
-    blocks = [["-n", str(b.count), "--host", f"{b.host}:{b.count}", *job.program] for b in job.hosts]
+    blocks = [["-n", str(b.ranks), "--host", f"{b.host}:{b.ranks}", *job.program] for b in job.hosts]
     return [*argv, *_joined(blocks)]
 
 
@@ -157,8 +157,8 @@ def _hydra(launcher: Launcher, job: Job) -> list[str]:
     if not job.hosts:
         return [*argv, "-n", str(job.ranks), *job.program]
     if launcher.flavour == "mpich":
-        return [*argv, "-hosts", ",".join(f"{b.host}:{b.count}" for b in job.hosts), "-n", str(job.ranks), *job.program]
-    blocks = [["-n", str(b.count), "-host", b.host, *job.program] for b in job.hosts]
+        return [*argv, "-hosts", ",".join(f"{b.host}:{b.ranks}" for b in job.hosts), "-n", str(job.ranks), *job.program]
+    blocks = [["-n", str(b.ranks), "-host", b.host, *job.program] for b in job.hosts]
     return [*argv, *_joined(blocks)]
 
 

@@ -22,10 +22,10 @@ class Host(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """`count` consecutive ranks on one host."""
+    """`ranks` consecutive ranks on one host."""
 
     host: str
-    count: int
+    ranks: int
 
 
 def parse(text: str, source: str = "host file") -> tuple[Host, ...]:
@@ -128,7 +128,7 @@ def _spread(hosts: Iterable[Host], ranks: int) -> list[Placed]:
 
 
 def _remaining(hosts: Sequence[Host], placed: Sequence[Placed]) -> list[Host]:
-    used = {p.host: p.count for p in placed}
+    used = {p.host: p.ranks for p in placed}
     return [Host(h.name, None if h.slots is None else h.slots - used.get(h.name, 0)) for h in hosts]
 
 
@@ -137,7 +137,7 @@ def _merge(placed: Sequence[Placed]) -> tuple[Placed, ...]:
     merged: list[Placed] = []
     for block in placed:
         if merged and merged[-1].host == block.host:
-            merged[-1] = Placed(block.host, merged[-1].count + block.count)
+            merged[-1] = Placed(block.host, merged[-1].ranks + block.ranks)
         else:
             merged.append(block)
     return tuple(merged)

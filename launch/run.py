@@ -110,7 +110,7 @@ def _job(
     extra: Sequence[str],
 ) -> Job:
     ranks = options.workers + options.servers
-    busiest = max((block.count for block in hosts), default=ranks)
+    busiest = max((block.ranks for block in hosts), default=ranks)
     environment = {**options.environment(), **threads(busiest, machine, os.environ)}
     if hosts and "PYTHONPATH" in os.environ:
         environment["PYTHONPATH"] = os.environ["PYTHONPATH"]

