@@ -20,7 +20,7 @@ ranks at a time, to name the fault.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,8 +78,8 @@ def _run_masks(schedule: Schedule, lane: int, first: int) -> None:
             rank, chunk = cells.first(wrong != 0)
             what = f"rank {rank} {'adds' if r.add else 'copies'} chunk {chunk} from rank {r.receive_from[rank]}"
             blame = "brings a second time" if r.add else "loses"
-            ranks = _members(wrong[wrong != 0][0], first)
-            raise place.fault(f"{what}, which {blame} the contributions of ranks {ranks}")
+            who = _members(wrong[wrong != 0][0], first)
+            raise place.fault(f"{what}, which {blame} the contributions of ranks {who}")
         cells.put(have | come if r.add else come)
     _compare(schedule, lane, state, goal, first)
 
@@ -176,8 +176,8 @@ class _Cells:
         self.rows, self.start = rows, start
         chunks = state.shape[1]
         if chunks % length == 0 and not (start % length).any():
-            self.view = state.reshape(-1, length)
-            self.index = rows * (chunks // length) + start // length
+            self.view: NDArray[Any] = state.reshape(-1, length)
+            self.index: NDArray[Any] = rows * (chunks // length) + start // length
         else:
             self.view = state.reshape(-1)
             self.index = (rows * chunks + start)[:, None] + np.arange(length)

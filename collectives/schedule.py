@@ -105,7 +105,7 @@ class Lane:
 class RankStep(NamedTuple):
     """One step as one rank takes it: its number among all steps of the lane, and the rounds in which the rank acts."""
 
-    index: int
+    number: int
     rounds: tuple[Round, ...]
 
 
