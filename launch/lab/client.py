@@ -1,0 +1,123 @@
+"""Find, make, ask and end labs. A lab is known by its keeper's abstract Unix socket: no file, and the name is free when it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from launch.lab.plan import Plan, encode
+
+END_SECONDS = 10.0
+
+
+class LabError(RuntimeError):
+    """A lab cannot be made, or there is none of that name."""
+
+
+def socket_name(name: str) -> str:
+    """The abstract socket's name (it begins with a zero byte) of this user's lab ``name``."""
+    return f"\0mpips-lab-{os.getuid()}-{name}"
+
+
+def names() -> list[str]:
+    """The names of this user's labs."""
+    prefix = "@" + socket_name("")[1:]
+    with open("/proc/net/unix") as file:
+        paths = [line.split()[-1] for line in file]
+    return sorted({path[len(prefix) :] for path in paths if path.startswith(prefix)})
+
+
+def _connect(name: str) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.settimeout(30)
+    try:
+        connection.connect(socket_name(name))
+    except ConnectionRefusedError:
+        connection.close()
+        others = ", ".join(names()) or "none"
+        raise LabError(f"no lab named {name!r} is up (there are: {others}); `mpips lab up star:3` makes one") from None
+    return connection
+
+
+def keeper_process(name: str) -> int:
+    """The pid of the keeper of lab ``name``."""
+    with _connect(name) as connection:
+        return int.from_bytes(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)[:4], sys.byteorder)
+
+
+def ask(name: str, request: dict[str, Any]) -> dict[str, Any]:
+    """Send one request (see `launch.lab.keeper.Keeper.answer`), return the reply; raises `LabError` with its sentence."""
+    with _connect(name) as connection:
+        connection.sendall(json.dumps(request).encode() + b"\n")
+        reply = json.loads(connection.makefile("r").readline() or '{"error": "the keeper ended"}')
+    if "error" in reply:
+        raise LabError(reply["error"])
+    return dict(reply)
+
+
+def up(name: str, plan: Plan) -> socket.socket:
+    """Make the lab ``name``. It lives until the socket returned is closed, or `detach` is called on it and then `down`."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        try:
+            listener.bind(socket_name(name))
+        except OSError:
+            raise LabError(f"a lab named {name!r} is up already; `mpips lab down --name {name}` ends it") from None
+        owner, theirs = socket.socketpair()
+        inherited = (listener.fileno(), theirs.fileno())
+        command = [sys.executable, "-m", "launch.lab.keeper", name, *map(str, inherited)]
+        with theirs:
+            process = subprocess.Popen(command, pass_fds=inherited, start_new_session=True, stdin=subprocess.DEVNULL)
+    owner.sendall(encode(plan).encode() + b"\n")
+    reply = json.loads(owner.makefile("r").readline() or '{"error": "it ended without a word"}')
+    process.wait()
+    if "error" in reply:
+        owner.close()
+        raise LabError(f"lab {name!r} could not be made: {reply['error']}")
+    return owner
+
+
+def detach(owner: socket.socket) -> None:
+    """Let the lab live on without this process."""
+    owner.sendall(b"detach")
+    owner.close()
+
+
+def down(name: str) -> None:
+    """End the lab ``name`` and every process in it; returns when the kernel has taken it back."""
+    process = keeper_process(name)
+    handle = os.pidfd_open(process)
+    try:
+        ask(name, {"do": "down"})
+        limit = time.monotonic() + END_SECONDS
+        while not _ended(handle):
+            if time.monotonic() > limit:
+                signal.pidfd_send_signal(handle, signal.SIGKILL)
+            time.sleep(0.01)
+    finally:
+        os.close(handle)
+
+
+def _ended(handle: int) -> bool:
+    import select
+
+    return bool(select.select([handle], [], [], 0)[0])
+
+
+@contextmanager
+def lab(name: str, plan: Plan) -> Iterator[str]:
+    """A lab for the length of a ``with`` block; it ends with the block, or with this process."""
+    owner = up(name, plan)
+    try:
+        yield name
+    finally:
+        owner.close()
+        while name in names():
+            time.sleep(0.01)

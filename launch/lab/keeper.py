@@ -1,0 +1,189 @@
+"""The process that owns a lab. Its namespaces have no names: when it ends, however it ends, the kernel takes them all back.
+
+It is process 1 of its own PID namespace, so that jobs in the lab end with it too. It is found by an abstract Unix socket
+(`launch.lab.client`), which leaves no file, and answers one JSON line with another.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import sys
+from typing import Any
+
+from launch.lab import files, kernel
+from launch.lab.build import Links, add_neighbours_and_routes, apply_settings, build
+from launch.lab.plan import Plan, decode
+
+
+def become_keeper(user: int, group: int) -> None:
+    """Take new namespaces and go on in them as process 1 (the caller's process ends; a user namespace unless root)."""
+    if user != 0:
+        kernel.unshare(kernel.NEW_USER)
+        kernel.map_root(user, group)
+    kernel.unshare(kernel.NEW_PID | kernel.NEW_NET | kernel.NEW_MOUNT | kernel.NEW_UTS)
+    if os.fork():
+        os._exit(0)
+    kernel.mount("none", "/", "", kernel.MS_RECURSIVE | kernel.MS_PRIVATE)
+    kernel.mount("proc", "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
+    kernel.mount("sysfs", "/sys", "sysfs", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
+    kernel.mount("tmpfs", files.FOLDER, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV)
+    kernel.set_hostname("launcher")
+
+
+def start_host(name: str) -> int:
+    """A process in network, mount and host-name namespaces of its own, that waits until it is killed. Returns its pid."""
+    ready, done = os.pipe()
+    process = os.fork()
+    if process == 0:
+        os.close(ready)
+        _be_host(name, done)
+    os.close(done)
+    with os.fdopen(ready) as pipe:
+        error = pipe.read()
+    if error != "ready":
+        raise RuntimeError(f"host {name}: {error or 'ended at once'}")
+    return process
+
+
+def _be_host(name: str, done: int) -> None:
+    try:
+        kernel.unshare(kernel.NEW_NET | kernel.NEW_MOUNT | kernel.NEW_UTS)
+        kernel.set_hostname(name)
+        kernel.set_process_name(f"lab-{name}")
+        kernel.mount("sysfs", "/sys", "sysfs", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
+        files.own_folder()
+        apply_settings()
+        os.write(done, b"ready")
+    except OSError as error:
+        os.write(done, str(error).encode())
+        os._exit(1)
+    os.close(done)
+    os.closerange(3, 256)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    while True:
+        signal.pause()
+
+
+class Keeper:
+    """Answers requests about one lab."""
+
+    def __init__(self, name: str, plan: Plan) -> None:
+        self.name = name
+        self.plan = plan
+        files.write_hosts(plan)
+        self.processes = [start_host(host.name) for host in plan.hosts]
+        self.outer, self.hosts = build(plan, self.processes)
+        files.write_agent(plan, self.processes)
+        self.baseline = self._counters()
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The reply to one request: ``{"do": "describe" | "status" | "reset" | "link"}``."""
+        if request["do"] == "describe":
+            return {"name": self.name, "topology": self.plan.topology, "hosts": [h.name for h in self.plan.hosts]}
+        if request["do"] == "status":
+            return self._status()
+        if request["do"] == "reset":
+            self.baseline = self._counters()
+            return {}
+        if request["do"] == "link":
+            return self._set_link(request["host"], request["nic"], request["up"])
+        return {"error": f"the keeper of lab {self.name!r} does not know the request {request['do']!r}"}
+
+    def _counters(self) -> list[dict[str, dict[str, int]]]:
+        return [_read(links) for links in self.hosts]
+
+    def _status(self) -> dict[str, Any]:
+        hosts = []
+        for host, process, now, before in zip(self.plan.hosts, self.processes, self._counters(), self.baseline):
+            nics = []
+            for nic in host.nics:
+                moved = {key: now[nic.name][key] - before[nic.name][key] for key in ("sent", "received", "dropped")}
+                record = {"name": nic.name, "level": nic.level, "switch": nic.switch, "address": nic.address}
+                nics.append(record | {"rate": nic.rate, "up": bool(now[nic.name]["up"])} | moved)
+            alive = os.path.exists(f"/proc/{process}/ns/net")
+            hosts.append({"name": host.name, "vip": host.vip, "management": host.management, "alive": alive, "nics": nics})
+        return {"name": self.name, "topology": self.plan.topology, "hosts": hosts}
+
+    def _set_link(self, name: str, nic: str, up: bool) -> dict[str, Any]:
+        for host, links in zip(self.plan.hosts, self.hosts):
+            if host.name == name and nic in [n.name for n in host.nics]:
+                links.set(nic, state="up" if up else "down")
+                if up:
+                    add_neighbours_and_routes(links, host)
+                return {}
+        return {"error": f"lab {self.name!r} has no NIC {nic!r} on a host {name!r}"}
+
+
+def _read(links: Links) -> dict[str, dict[str, int]]:
+    """Bytes through every link of a host, and what its shaping queue dropped."""
+    found = {}
+    for link in links.netlink.get_links():
+        stats = link.get_attr("IFLA_STATS64")
+        counters = {"sent": stats["tx_bytes"], "received": stats["rx_bytes"], "dropped": stats["tx_dropped"]}
+        found[link.get_attr("IFLA_IFNAME")] = counters | {"up": link["flags"] & 1}
+    return found
+
+
+def serve(keeper: Keeper, listener: socket.socket, owner: socket.socket | None) -> None:
+    """Answer until told to go down, or until ``owner`` hangs up."""
+    while True:
+        waiting = [listener] if owner is None else [listener, owner]
+        ready, _, _ = select.select(waiting, [], [])
+        if owner in ready and owner is not None:
+            if owner.recv(16) != b"detach":
+                return
+            owner.close()
+            owner = None
+        if listener in ready:
+            connection, _ = listener.accept()
+            with connection:
+                if not _serve_one(keeper, connection):
+                    return
+
+
+def _serve_one(keeper: Keeper, connection: socket.socket) -> bool:
+    """Answer one request; False when it was "down"."""
+    connection.settimeout(5)
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    if int.from_bytes(credentials[4:8], sys.byteorder) != os.getuid():
+        return True
+    try:
+        line = connection.makefile("r").readline()
+        if not line:
+            return True
+        request = json.loads(line)
+        reply = {} if request["do"] == "down" else keeper.answer(request)
+        connection.sendall(json.dumps(reply).encode() + b"\n")
+    except (TimeoutError, ConnectionError):
+        return True
+    return bool(request["do"] != "down")
+
+
+def main() -> None:
+    """``python -m launch.lab.keeper NAME LISTENER OWNER`` (two inherited sockets; the plan comes over OWNER)."""
+    name = sys.argv[1]
+    listener, owner = (socket.socket(fileno=int(number)) for number in sys.argv[2:4])
+    with owner.makefile("r") as lines:
+        plan = decode(lines.readline())
+    try:
+        become_keeper(os.getuid(), os.getgid())
+        kernel.set_process_name(f"lab-{name}")
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        keeper = Keeper(name, plan)
+    except Exception as error:
+        owner.sendall(json.dumps({"error": f"{type(error).__name__}: {error}"}).encode() + b"\n")
+        raise SystemExit(1) from error
+    listener.listen()
+    owner.sendall(b"{}\n")
+    serve(keeper, listener, owner)
+
+
+if __name__ == "__main__":
+    main()
