@@ -1,0 +1,50 @@
+"""Losses on column-wise outputs: the sum over samples, and the gradient in place.
+
+Outputs are (outputs, samples), as everything inside a network (the paper writes X_l in R^{d_l x B}).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+
+def l2(output: np.ndarray, target: np.ndarray, delta: np.ndarray, scratch: np.ndarray, scale: float) -> float:
+    """Sum over samples of ``1/2 |output - target|^2``; `delta` becomes its gradient times `scale`.
+
+    `target` is (samples, outputs) or, with one output, (samples,); `scratch` is overwritten.
+    """
+    np.subtract(output, target.reshape(output.shape[1], -1).T, out=delta)
+    np.square(delta, out=scratch)
+    total = 0.5 * float(scratch.sum(dtype=np.float64))
+    np.multiply(delta, delta.dtype.type(scale), out=delta)
+    return total
+
+
+def softmax(output: np.ndarray, target: np.ndarray, delta: np.ndarray, scratch: np.ndarray, scale: float) -> float:
+    """Sum over samples of the cross-entropy ``-log softmax(output)[target]``; `delta` becomes its gradient times
+    `scale`.
+
+    `target` is (samples,) of class numbers; `scratch` is overwritten.
+    """
+    samples = np.arange(output.shape[1])
+    np.subtract(output, output.max(axis=0, keepdims=True) if output.size else 0, out=scratch)
+    np.exp(scratch, out=delta)
+    sums = delta.sum(axis=0)
+    total = float((np.log(sums) - scratch[target, samples]).sum(dtype=np.float64))
+    np.divide(delta, sums, out=delta)
+    delta[target, samples] -= 1
+    np.multiply(delta, delta.dtype.type(scale), out=delta)
+    return total
+
+
+class Loss(NamedTuple):
+    """A loss by name, and whether its targets are class numbers."""
+
+    function: Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray, float], float]
+    classes: bool
+
+
+LOSSES = {"l2": Loss(l2, classes=False), "softmax": Loss(softmax, classes=True)}

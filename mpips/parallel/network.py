@@ -1,0 +1,256 @@
+"""One rank's part of a multi-layer perceptron: forward, loss and backward, in place, in memory laid out once.
+
+Activations are kept as (neurons, samples), so that a slice of neurons is one contiguous block: a layer writes its slice
+straight into the gathered array, and no collective ever needs a copy. All parameters lie in one flat array and all
+gradients in another, layer by layer, weights then bias, so that one allreduce and one optimizer call serve them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from .activations import ACTIVATIONS, Activation
+from .losses import LOSSES
+from .splits import Split, splits
+from .weights import bound, draw
+
+Empty = Callable[[int, np.dtype], np.ndarray]
+
+
+class Pending(Protocol):
+    """A sum on its way."""
+
+    def wait(self) -> None:
+        """Return when the array holds the sum."""
+
+
+class Exchange(Protocol):
+    """What the ranks that share one model do together."""
+
+    parts: int
+    part: int
+
+    def gather(self, full: np.ndarray) -> None:
+        """Fill (neurons, samples): every rank has written its `interval` of rows and receives the others'."""
+
+    def sum(self, array: np.ndarray) -> None:
+        """Replace a forward array by its sum over the ranks."""
+
+    def start_sum(self, array: np.ndarray) -> Pending:
+        """Begin to replace a backward array by its sum over the ranks; it may not be touched before `wait`."""
+
+
+class Alone:
+    """The exchange of a rank that holds the whole model: nothing moves, and nothing may ask for it."""
+
+    parts = 1
+    part = 0
+
+    def gather(self, full: np.ndarray) -> None:
+        raise AssertionError("a whole model gathers nothing")
+
+    def sum(self, array: np.ndarray) -> None:
+        raise AssertionError("a whole model sums nothing")
+
+    def start_sum(self, array: np.ndarray) -> Pending:
+        raise AssertionError("a whole model sums nothing")
+
+
+class Workspace(NamedTuple):
+    """Views for one number of samples, per layer: outputs (all, and this rank's), their gradients, a mask, scratch."""
+
+    full: list[np.ndarray]
+    mine: list[np.ndarray]
+    delta: list[np.ndarray]
+    delta_mine: list[np.ndarray]
+    mask: list[np.ndarray]
+    scratch: list[np.ndarray]
+
+
+def _numpy_empty(count: int, dtype: np.dtype) -> np.ndarray:
+    return np.empty(count, dtype)
+
+
+class Network:
+    """The layers of one rank. `sizes` are inputs, hidden widths, outputs; `capacity` the most samples of one step.
+
+    `empty(count, dtype)` gives the memory for what other ranks read (gradients, activations): NumPy's own, or
+    memory that ranks of a node share. `seed` fixes the weights, on every grid the same. float32 or float64.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        activation: str = "relu",
+        loss: str = "l2",
+        dtype: str = "float32",
+        seed: int = 0,
+        exchange: Exchange | None = None,
+        mode: str = "pairs",
+        empty: Empty = _numpy_empty,
+    ) -> None:
+        _check(sizes, activation, loss, dtype)
+        self.sizes = tuple(int(size) for size in sizes)
+        self.dtype = np.dtype(dtype)
+        self.activation, self.loss, self.seed, self.mode = activation, loss, seed, mode
+        self.exchange: Exchange = Alone() if exchange is None else exchange
+        self.splits = splits(self.sizes, self.exchange.parts, self.exchange.part, mode)
+        self._activation: Activation = ACTIVATIONS[activation]
+        self._loss = LOSSES[loss].function
+        self._empty = empty
+        self._capacity = 0
+        self._spaces: dict[int, Workspace] = {}
+        self._allocate_parameters()
+        self._draw()
+
+    # -- memory
+
+    def _shapes(self) -> list[tuple[int, ...]]:
+        shapes: list[tuple[int, ...]] = []
+        for split in self.splits:
+            rows = split.outputs[1] - split.outputs[0]
+            shapes += [(rows, split.inputs[1] - split.inputs[0]), (rows,)]
+        return shapes
+
+    def _allocate_parameters(self) -> None:
+        shapes = self._shapes()
+        count = sum(int(np.prod(shape)) for shape in shapes)
+        self.flat_parameters = np.empty(count, self.dtype)
+        self.flat_gradients = self._empty(count, self.dtype)
+        self.parameters = _views(self.flat_parameters, shapes)
+        self.gradients = _views(self.flat_gradients, shapes)
+        self.names = [f"layer{layer}.{part}" for layer in range(len(self.splits)) for part in ("weight", "bias")]
+
+    def _draw(self) -> None:
+        last = len(self.splits) - 1
+        for layer, split in enumerate(self.splits):
+            columns = self.sizes[layer]
+            half_width = bound("" if layer == last else self.activation, columns)
+            draw(self.weight(layer), self.seed, layer, columns, split.outputs[0], split.inputs[0], half_width)
+            self.bias(layer)[...] = 0
+
+    def weight(self, layer: int) -> np.ndarray:
+        """This rank's part of a layer's matrix, (outputs, inputs)."""
+        return self.parameters[2 * layer]
+
+    def bias(self, layer: int) -> np.ndarray:
+        """This rank's part of a layer's bias, (outputs,)."""
+        return self.parameters[2 * layer + 1]
+
+    def reserve(self, capacity: int) -> None:
+        """Lay out the memory for steps of up to `capacity` samples; later steps then allocate nothing."""
+        if capacity <= self._capacity:
+            return
+        self._capacity = capacity
+        self._spaces.clear()
+        self._blocks: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
+        for layer, split in enumerate(self.splits):
+            count = capacity * self._held(layer, split)
+            arrays = self._empty(count, self.dtype), self._empty(count, self.dtype)
+            self._blocks.append((*arrays, np.empty(count, bool), np.empty(count, self.dtype)))
+
+    def _held(self, layer: int, split: Split) -> int:
+        """Neurons of a layer that this rank keeps: all, unless the next layer wants only its own."""
+        if split.kind == "columns" and not split.gathered:
+            return split.outputs[1] - split.outputs[0]
+        return self.sizes[layer + 1]
+
+    def _space(self, samples: int) -> Workspace:
+        space = self._spaces.get(samples)
+        if space is None:
+            self.reserve(samples)
+            space = self._spaces[samples] = self._views_for(samples)
+        return space
+
+    def _views_for(self, samples: int) -> Workspace:
+        space = Workspace([], [], [], [], [], [])
+        for layer, (split, blocks) in enumerate(zip(self.splits, self._blocks)):
+            held = self._held(layer, split)
+            full, delta, mask, scratch = (block[: held * samples].reshape(held, samples) for block in blocks)
+            own = slice(*split.outputs) if split.gathered else slice(None)
+            space.full.append(full)
+            space.mine.append(full[own])
+            space.delta.append(delta)
+            space.delta_mine.append(delta[own])
+            space.mask.append(mask)
+            space.scratch.append(scratch)
+        return space
+
+    # -- computation
+
+    def forward(self, x: np.ndarray) -> np.ndarray:
+        """Outputs (outputs, samples) of inputs (samples, features); they stay valid until the next step."""
+        space = self._space(x.shape[0])
+        y = x.T
+        for layer, split in enumerate(self.splits):
+            y = self._forward_layer(layer, split, y, space)
+        return y
+
+    def _forward_layer(self, layer: int, split: Split, x: np.ndarray, space: Workspace) -> np.ndarray:
+        mine = space.mine[layer]
+        np.matmul(self.weight(layer), x, out=mine)
+        if split.kind == "rows":
+            self.exchange.sum(mine)
+        mine += self.bias(layer)[:, None]
+        if layer + 1 < len(self.splits):
+            self._activation.apply(mine)
+        if split.gathered:
+            self.exchange.gather(space.full[layer])
+        return space.full[layer]
+
+    def step(self, x: np.ndarray, y: np.ndarray, samples: int) -> float:
+        """Forward and backward of one minibatch's part; returns the *sum* of its losses.
+
+        x is (part, features), y (part, outputs) or (part,); the gradients are those of the mean over all `samples`
+        of the minibatch, so summing them over the batch ranks gives the minibatch's gradient.
+        """
+        space = self._space(x.shape[0])
+        output = self.forward(x)
+        total = self._loss(output, y, space.delta[-1], space.scratch[-1], 1.0 / samples)
+        for layer in range(len(self.splits) - 1, -1, -1):
+            self._backward_layer(layer, x.T if layer == 0 else space.full[layer - 1], space)
+        return total
+
+    def _backward_layer(self, layer: int, x: np.ndarray, space: Workspace) -> None:
+        """Gradient of the inputs first, so that its sum over the ranks runs while the weight gradient is computed."""
+        split = self.splits[layer]
+        delta = space.delta_mine[layer]
+        pending = None
+        if layer:
+            np.matmul(self.weight(layer).T, delta, out=space.delta[layer - 1])
+            if split.kind == "columns":
+                pending = self.exchange.start_sum(space.delta[layer - 1])
+        np.matmul(delta, x.T, out=self.gradients[2 * layer])
+        delta.sum(axis=1, out=self.gradients[2 * layer + 1])
+        if pending is not None:
+            pending.wait()
+        if layer:
+            self._through_activation(layer - 1, space)
+
+    def _through_activation(self, layer: int, space: Workspace) -> None:
+        own = slice(*self.splits[layer].outputs) if self.splits[layer].gathered else slice(None)
+        self._activation.backward(
+            space.delta_mine[layer], space.mine[layer], space.mask[layer][own], space.scratch[layer][own]
+        )
+
+
+def _views(flat: np.ndarray, shapes: list[tuple[int, ...]]) -> list[np.ndarray]:
+    views, offset = [], 0
+    for shape in shapes:
+        count = int(np.prod(shape))
+        views.append(flat[offset : offset + count].reshape(shape))
+        offset += count
+    return views
+
+
+def _check(sizes: Sequence[int], activation: str, loss: str, dtype: str) -> None:
+    if len(sizes) < 2 or any(size < 1 for size in sizes):
+        raise ValueError(f"sizes {list(sizes)} must be inputs, hidden widths, outputs: at least two, all at least 1")
+    for value, known, what in ((activation, ACTIVATIONS, "activation"), (loss, LOSSES, "loss")):
+        if value not in known:
+            raise ValueError(f"{what} {value!r} is unknown; choose one of {', '.join(known)}")
+    if str(np.dtype(dtype)) not in ("float32", "float64"):
+        raise ValueError(f"dtype {dtype!r} is not supported; choose float32 or float64")
