@@ -12,20 +12,20 @@ TEST = [
     "hypothesis>=6.90",
     "ruff>=0.9",
     "mypy>=1.11",
-    "setuptools>=64",
+    "setuptools>=70.1",  # the test that installs the project builds a wheel with it
 ]
 DEMO = ["scikit-learn>=1.2", *PLOT]
 
 setup(
     name="mpips",
     version="0.1.0",
-    description="MPI parameter server and collectives runtime: a KVStore for data-parallel training, on mpi4py and NumPy",
+    description="MPI parameter server and collectives runtime for data-parallel training, on mpi4py and NumPy",
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="MIT",
     python_requires=">=3.10",
     packages=find_packages(include=["mpips*", "collectives*", "launch*"]),
-    package_data={"mpips": ["py.typed"], "collectives": ["py.typed"], "launch": ["py.typed"]},
+    package_data={"": ["py.typed", "*.json"]},
     install_requires=[
         "numpy>=1.23",  # the arrays
         "mpi4py>=4.0",  # MPI; large counts and ULFM since 4.0

@@ -1,0 +1,77 @@
+"""Why a process is alone in its world though a launcher started several: told from the environment. Pure.
+
+Every launcher hands its processes what they need to find each other in variables of its own, and an MPI that does not
+know those variables starts as a world of size 1, in silence: N processes then train N models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+# What a launcher tells each process about the number of its processes.
+OPEN_MPI = "OMPI_COMM_WORLD_SIZE"
+HYDRA = "PMI_SIZE"
+SLURM = "SLURM_STEP_NUM_TASKS"
+JSRUN = "JSM_NAMESPACE_SIZE"
+MPIRUN_SIGNS = (OPEN_MPI, "PRTE_LAUNCHED", "MPI_LOCALNRANKS")
+
+
+def implementation(library: str) -> str:
+    """`openmpi`, `mpich`, `intel` or `other`, from the text of MPI_Get_library_version."""
+    text = library.lower()
+    if "open mpi" in text:
+        return "openmpi"
+    if "intel" in text:
+        return "intel"
+    return "mpich" if "mpich" in text else "other"
+
+
+def lost(environment: Mapping[str, str], size: int, library: str) -> str | None:
+    """A sentence with cause and cure where `size` is 1 but the launcher promised more ranks; None where all is well.
+
+    `library` is MPI_Get_library_version's text. Source of the rules for Slurm: `srun --mpi=pmix` is what Open MPI
+    understands, `srun --mpi=pmi2` what MPICH and Intel MPI understand.
+    """
+    if size != 1:
+        return None
+    mine = implementation(library)
+    under_mpirun = any(name in environment for name in MPIRUN_SIGNS)
+    if not under_mpirun and _count(environment, SLURM) > 1:
+        return _alone(f"srun started {environment[SLURM]} processes", *_slurm(environment, mine))
+    if _count(environment, OPEN_MPI) > 1 and mine != "openmpi":
+        started = f"Open MPI's mpirun started {environment[OPEN_MPI]} processes"
+        return _alone(started, *_foreign(library))
+    if _count(environment, HYDRA) > 1 and mine == "openmpi":
+        started = f"the mpiexec of MPICH or Intel MPI started {environment[HYDRA]} processes"
+        return _alone(started, *_foreign(library))
+    if _count(environment, JSRUN) > 1 and mine != "openmpi":
+        return _alone(f"jsrun started {environment[JSRUN]} processes", *_foreign(library))
+    return None
+
+
+def _count(environment: Mapping[str, str], name: str) -> int:
+    text = environment.get(name, "")
+    return int(text) if text.isdigit() else 0
+
+
+def _slurm(environment: Mapping[str, str], mine: str) -> tuple[str, str]:
+    if mine == "openmpi":
+        heard = "PMIX_NAMESPACE" in environment
+        cause = "it found no way to join them" if heard else "srun gave it no PMIx server, which Open MPI needs"
+        return cause, "start with `srun --mpi=pmix`, or with mpirun inside salloc or sbatch"
+    return (
+        "srun gave it no PMI-2, which MPICH needs",
+        "start with `srun --mpi=pmi2`, or with mpiexec inside salloc or sbatch",
+    )
+
+
+def _foreign(library: str) -> tuple[str, str]:
+    name = library.strip().splitlines()[0].split(",")[0]
+    return (
+        f"mpi4py runs on another MPI here ({name}), which does not hear that launcher",
+        "use the mpirun beside this Python, or install the mpi4py that belongs to that launcher",
+    )
+
+
+def _alone(started: str, cause: str, cure: str) -> str:
+    return f"{started}, but each is alone in a world of size 1: {cause}; {cure}"

@@ -1,0 +1,52 @@
+"""A world of size 1 is told with its cause."""
+
+from __future__ import annotations
+
+import pytest
+
+from mpips import world
+
+OPEN_MPI = "Open MPI v5.0.11, package: Open MPI"
+MPICH = "MPICH Version:      5.0.2\nMPICH Release date: x"
+INTEL = "Intel(R) MPI Library 2021.18 for Linux* OS"
+
+
+@pytest.mark.parametrize(
+    ("environment", "library", "cure"),
+    [
+        ({"SLURM_STEP_NUM_TASKS": "4"}, OPEN_MPI, "srun --mpi=pmix"),
+        ({"SLURM_STEP_NUM_TASKS": "4"}, MPICH, "srun --mpi=pmi2"),
+        ({"SLURM_STEP_NUM_TASKS": "4"}, INTEL, "srun --mpi=pmi2"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, MPICH, "mpirun beside this Python"),
+        ({"PMI_SIZE": "2", "MPI_LOCALNRANKS": "2"}, OPEN_MPI, "mpirun beside this Python"),
+        ({"JSM_NAMESPACE_SIZE": "6"}, MPICH, "mpirun beside this Python"),
+    ],
+)
+def test_cause_and_cure(environment: dict[str, str], library: str, cure: str) -> None:
+    sentence = world.lost(environment, 1, library)
+    assert sentence is not None
+    assert cure in sentence
+    assert "world of size 1" in sentence
+    assert "\n" not in sentence
+    assert world.lost(environment, 2, library) is None
+
+
+@pytest.mark.parametrize(
+    ("environment", "library"),
+    [
+        ({}, OPEN_MPI),
+        ({"SLURM_STEP_NUM_TASKS": "1"}, OPEN_MPI),
+        # Under mpirun inside an allocation, Slurm's step counts daemons, not ranks.
+        ({"SLURM_STEP_NUM_TASKS": "4", "OMPI_COMM_WORLD_SIZE": "1", "PRTE_LAUNCHED": "1"}, OPEN_MPI),
+        ({"OMPI_COMM_WORLD_SIZE": "1"}, MPICH),
+        ({"PMI_SIZE": "1"}, OPEN_MPI),
+        ({"PMI_SIZE": "not a number"}, OPEN_MPI),
+    ],
+)
+def test_a_world_of_one_that_was_meant(environment: dict[str, str], library: str) -> None:
+    assert world.lost(environment, 1, library) is None
+
+
+def test_implementations() -> None:
+    names = [world.implementation(text) for text in (OPEN_MPI, MPICH, INTEL, "x")]
+    assert names == ["openmpi", "mpich", "intel", "other"]

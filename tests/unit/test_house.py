@@ -1,0 +1,95 @@
+"""The house as docs/design.md tells it: who imports whom, and that it stands outside the repository."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("mpips", "collectives", "launch")
+# What each package may import of the other two.
+ALLOWED = {
+    "collectives": (),
+    "mpips": ("collectives",),
+    "launch": ("mpips.options", "collectives.topology"),
+}
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Every module that a file imports, at whatever depth of the code, with relative imports made absolute."""
+    package = path.relative_to(ROOT).with_suffix("").parts[:-1]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = [*package[: len(package) - node.level + 1]] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def allowed(module: str, package: str) -> bool:
+    return any(module == name or module.startswith(name + ".") for name in (package, *ALLOWED[package]))
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_imports_run_one_way(package: str) -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {module}"
+        for path in sorted((ROOT / package).rglob("*.py"))
+        for module in imports(path)
+        if module.split(".")[0] in PACKAGES and not allowed(module, package)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_reader_of_imports_sees_them_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    file = tmp_path / "collectives" / "deep" / "x.py"
+    file.parent.mkdir(parents=True)
+    file.write_text("import mpips.store as s\nfrom .. import cost\ndef f():\n    from mpips import options\n")
+    assert list(imports(file)) == ["mpips.store", "collectives.cost", "mpips.options"]
+    assert not allowed("mpips.options", "collectives")
+    assert allowed("mpips.options.Options", "launch")
+    assert not allowed("mpips.optionsx", "launch")
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The project as pip installs it, without its requirements."""
+    folder = tmp_path_factory.mktemp("installed")
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    source = tmp_path_factory.mktemp("source")
+    for name in ("setup.py", "pyproject.toml", "README.md", *PACKAGES):
+        (source / name).symlink_to(ROOT / name)
+    subprocess.run([*pip, "--target", str(folder), str(source)], check=True, cwd=folder, timeout=50)
+    return folder
+
+
+def outside(installed: Path, code: str) -> str:
+    """What `code` prints, run outside the repository on the installed project."""
+    environment = {"PYTHONPATH": str(installed), "PATH": "/usr/bin:/bin", "HOME": str(installed)}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=installed, env=environment, capture_output=True, text=True, timeout=50)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_installed_outside_the_repository(installed: Path, package: str) -> None:
+    assert outside(installed, f"import {package}; print({package}.__file__)").startswith(str(installed))
+    missing = [
+        str(path.relative_to(ROOT))
+        for path in (ROOT / package).rglob("*")
+        if path.suffix in (".py", ".json", ".typed") and not (installed / path.relative_to(ROOT)).is_file()
+    ]
+    assert not missing, f"not in the installed package: {missing}"
+
+
+def test_the_launcher_starts_neither_mpi_nor_numpy(installed: Path) -> None:
+    code = "import sys, launch.cli, launch.run; print([m for m in ('mpi4py.MPI', 'numpy') if m in sys.modules])"
+    assert outside(installed, code) == "[]"
