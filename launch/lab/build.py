@@ -16,7 +16,7 @@ from pyroute2.netlink.rtnl import ndmsg
 from launch.lab import kernel
 from launch.lab.plan import BURST, LAUNCHER_ADDRESS, MTU, QUEUE, Host, Nic, Plan
 
-MANAGEMENT_BRIDGE = "manage"
+MANAGEMENT_BRIDGE = "m0"
 
 # What decides whether figures are honest (docs/lab.md gives the measurement behind each), and that a dead peer is noticed.
 SETTINGS = {

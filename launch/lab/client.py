@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import select
+import shlex
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from launch.command import find
+from launch.lab import job
+from launch.lab.files import AGENT
 from launch.lab.plan import Plan, encode
 
 END_SECONDS = 10.0
@@ -106,9 +111,31 @@ def down(name: str) -> None:
 
 
 def _ended(handle: int) -> bool:
-    import select
-
     return bool(select.select([handle], [], [], 0)[0])
+
+
+def job_command(
+    name: str,
+    ranks: int,
+    program: Sequence[str],
+    *,
+    per_host: int = 1,
+    mpirun: str | None = None,
+    extra: Sequence[str] = (),
+) -> list[str]:
+    """The argv that runs ``program`` as an MPI job in lab ``name``, from outside it; it dies with its caller."""
+    hosts = ask(name, {"do": "describe"})["hosts"]
+    argv = job.command(find(mpirun), hosts, ranks, program, per_host=per_host, cores=job.cores(), extra=extra)
+    return job.enter(keeper_process(name), argv, folder=os.getcwd(), user=os.getuid())
+
+
+def host_command(name: str, host: str, program: Sequence[str]) -> list[str]:
+    """The argv that runs ``program`` on one host of lab ``name``, or on its ``launcher``."""
+    hosts = ask(name, {"do": "describe"})["hosts"]
+    if host not in [*hosts, "launcher"]:
+        raise LabError(f"lab {name!r} has no host {host!r}: it has launcher, {', '.join(hosts)}")
+    argv = list(program) if host == "launcher" else [AGENT, host, shlex.join(program)]
+    return job.enter(keeper_process(name), argv, folder=os.getcwd(), user=os.getuid())
 
 
 @contextmanager

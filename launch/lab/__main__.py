@@ -1,0 +1,176 @@
+"""`mpips lab`: an emulated cluster on this machine, of namespaces, bridges and rate limits, for a real MPI job."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from typing import Any
+
+import click
+
+from collectives.topology import parse
+from launch.command import LauncherError, find
+from launch.lab import client, job
+from launch.lab.client import LabError
+from launch.lab.needs import missing
+from launch.lab.plan import lay_out
+from launch.run import execute
+
+SUFFIXES = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+named = click.option("--name", default="lab", show_default=True, help="Which lab; several can stand side by side.")
+
+
+def rate(text: str) -> float:
+    """Bytes per second of "100mbit" or "1.5gbit". ValueError says how to write it."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", text.strip().lower())
+    if found is None or float(found[1]) <= 0:
+        raise ValueError(f"unknown rate {text!r}: write a number and kbit, mbit or gbit, as 100mbit")
+    return float(found[1]) * SUFFIXES[found[2]] / 8
+
+
+@click.group("lab", context_settings={"help_option_names": ["-h", "--help"]})
+def command() -> None:
+    """Several hosts on this machine: network namespaces as hosts, bridges as switches, every link at a given rate.
+
+    Nothing touches the machine's own network, and all of it ends with one process. docs/lab.md says what it takes.
+    """
+
+
+@command.command()
+@named
+@click.option("--rate", "speed", default="100mbit", show_default=True, help="Of every link, each direction: kbit, mbit, gbit.")
+@click.argument("topology")
+def up(topology: str, speed: str, name: str) -> None:
+    """Build TOPOLOGY: star:HOSTS, bcube:PORTS,LEVELS or fattree:PORTS."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.-]{0,40}", name):
+        raise click.UsageError(f"--name {name!r}: letters, digits, '.' and '-' only, at most 41")
+    try:
+        plan = lay_out(parse(topology, rate(speed)))
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    lacking = missing()
+    if lacking:
+        raise click.ClickException("no lab can be made here:\n" + "\n".join(f"  - {line}" for line in lacking))
+    try:
+        client.detach(client.up(name, plan))
+    except LabError as error:
+        raise click.ClickException(str(error)) from error
+    nics = len(plan.hosts[0].nics)
+    click.echo(f"lab {name}: {plan.topology}, {len(plan.hosts)} hosts with {nics} NIC{'s'[: nics > 1]} of {speed}, "
+               f"{len(plan.switches)} switch{'es' if len(plan.switches) > 1 else ''}; `mpips lab down` ends it")
+
+
+@command.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@named
+@click.option("-n", "ranks", type=click.IntRange(1), required=True, help="Ranks of the job.")
+@click.option("--per-host", type=click.IntRange(1), default=1, show_default=True, help="Ranks on each host.")
+@click.option("--mpirun", help="The mpirun to use instead of the one found (Open MPI or MPICH).")
+@click.option("--mpi-arg", "extra", multiple=True, help="A further word for mpirun; may be repeated.")
+@click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED)
+def run(
+    ranks: int, per_host: int, name: str, mpirun: str | None, extra: tuple[str, ...], program: tuple[str, ...]
+) -> None:
+    """Run PROGRAM as one MPI job across the lab's hosts; the exit code is the job's."""
+    program = program[1:] if program[0] == "--" else program
+    try:
+        argv = client.job_command(name, ranks, program, per_host=per_host, mpirun=mpirun, extra=extra)
+    except (LabError, LauncherError, ValueError) as error:
+        raise click.ClickException(str(error)) from error
+    execute(argv)
+
+
+@command.command("exec", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@named
+@click.argument("host")
+@click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED)
+def execute_on_host(name: str, host: str, program: tuple[str, ...]) -> None:
+    """Run PROGRAM on HOST alone (`launcher`: where bridges and mpirun are), for example `mpips lab exec h0 -- ip route`."""
+    program = program[1:] if program[0] == "--" else program
+    try:
+        argv = client.host_command(name, host, program)
+    except LabError as error:
+        raise click.ClickException(str(error)) from error
+    execute(argv)
+
+
+@command.command()
+@named
+@click.option("--json", "path", type=click.Path(), help="Write it as JSON to this file, or to - for the screen.")
+def status(name: str, path: str | None) -> None:
+    """Hosts, NICs, rates, and bytes through every NIC since the last reset."""
+    found = _ask(name, {"do": "status"})
+    if path == "-":
+        click.echo(json.dumps(found, indent=1))
+        return
+    if path:
+        with open(path, "w") as file:
+            json.dump(found, file, indent=1)
+    _print_status(found)
+
+
+def _print_status(found: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"lab {found['name']}: {found['topology']}")
+    for title in ("host", "vip", "NIC", "level", "switch"):
+        table.add_column(title)
+    for title in ("Mbit/s", "sent bytes", "received bytes", "dropped"):
+        table.add_column(title, justify="right")
+    table.add_column("state")
+    for host in found["hosts"]:
+        for nic in host["nics"]:
+            moved = [f"{nic[key]:,}" for key in ("sent", "received", "dropped")]
+            state = "dead" if not host["alive"] else "up" if nic["up"] else "down"
+            words = (host["name"], host["vip"], nic["name"], str(nic["level"]), nic["switch"])
+            table.add_row(*words, f"{nic['rate'] / 1e6:g}", *moved, state)
+    Console(width=None if os.isatty(1) else 120).print(table)
+
+
+@command.command()
+@named
+def reset(name: str) -> None:
+    """Count bytes from zero again."""
+    _ask(name, {"do": "reset"})
+
+
+@command.command()
+@named
+@click.argument("host")
+@click.argument("nic")
+@click.argument("state", type=click.Choice(["up", "down"]))
+def link(name: str, host: str, nic: str, state: str) -> None:
+    """Set a NIC of a host down or up again, for example `mpips lab link h2 d0 down`."""
+    _ask(name, {"do": "link", "host": host, "nic": nic, "up": state == "up"})
+
+
+@command.command("list")
+def list_labs() -> None:
+    """The labs that are up."""
+    for name in client.names():
+        found = _ask(name, {"do": "describe"})
+        click.echo(f"{name}: {found['topology']}, {len(found['hosts'])} hosts, keeper {client.keeper_process(name)}")
+
+
+@command.command()
+@named
+@click.option("--all", "every", is_flag=True, help="End all of this user's labs.")
+def down(name: str, every: bool) -> None:
+    """End the lab and every process in it; nothing stays behind."""
+    for each in client.names() if every else [name]:
+        try:
+            client.down(each)
+        except LabError as error:
+            raise click.ClickException(str(error)) from error
+
+
+def _ask(name: str, request: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return client.ask(name, request)
+    except LabError as error:
+        raise click.ClickException(str(error)) from error
+
+
+if __name__ == "__main__":
+    command(prog_name="mpips lab")

@@ -1,0 +1,79 @@
+"""Start an MPI job across the hosts of a lab. `command` is pure; `enter` is what `mpips lab run` becomes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+
+from launch.command import Job, Launcher, Machine, build
+from launch.hosts import Placed
+from launch.lab.files import AGENT, FOLDER
+from launch.lab.plan import MANAGEMENT_NETWORK
+
+
+def place(hosts: Sequence[str], ranks: int, per_host: int) -> tuple[Placed, ...]:
+    """``per_host`` consecutive ranks on each host in turn. ValueError where the hosts do not suffice."""
+    needed = -(-ranks // per_host)
+    if needed > len(hosts):
+        raise ValueError(
+            f"{ranks} ranks with {per_host} on each host need {needed} hosts, the lab has {len(hosts)}: "
+            f"use -n {len(hosts) * per_host} or less, or --per-host {-(-ranks // len(hosts))}"
+        )
+    counts = [min(per_host, ranks - place * per_host) for place in range(needed)]
+    return tuple(Placed(host, count) for host, count in zip(hosts, counts))
+
+
+def command(
+    launcher: Launcher,
+    hosts: Sequence[str],
+    ranks: int,
+    program: Sequence[str],
+    *,
+    per_host: int = 1,
+    cores: int = 1,
+    environment: Mapping[str, str] | None = None,
+    extra: Sequence[str] = (),
+) -> list[str]:
+    """The argv that starts ``program`` on ``ranks`` ranks, called from the lab's outer namespaces.
+
+    ``cores`` are the machine's, which all hosts share. Data goes by the vips, the launcher's own traffic by management.
+    """
+    placed = place(hosts, ranks, per_host)
+    open_mpi = launcher.flavour == "openmpi"
+    settings = _open_mpi_settings() if open_mpi else _hydra_settings()
+    job = Job(
+        ranks=ranks,
+        program=tuple(program),
+        environment=environment or {},
+        hosts=placed,
+        interface="vip0" if open_mpi else None,
+        extra=(*settings, *extra),
+    )
+    return build(launcher, job, Machine(cores=cores // len(hosts), root=True))
+
+
+def _open_mpi_settings() -> tuple[str, ...]:
+    """One daemon a host through the agent; nothing left in the machine's /tmp."""
+    values = {"plm_ssh_agent": AGENT, "prte_if_include": MANAGEMENT_NETWORK, "prte_tmpdir_base": FOLDER}
+    return tuple(word for name, value in values.items() for word in ("--prtemca", name, value))
+
+
+def _hydra_settings() -> tuple[str, ...]:
+    launcher = ("-launcher", "ssh", "-launcher-exec", AGENT, "-iface", "m0")
+    return (*launcher, "-genv", "FI_PROVIDER", "tcp", "-genv", "FI_TCP_IFACE", "vip0")
+
+
+def enter(keeper: int, argv: Sequence[str], *, folder: str, user: int) -> list[str]:
+    """The argv that runs ``argv`` in the outer namespaces of the lab whose keeper is process ``keeper``.
+
+    It ends when the caller does. ``user`` is the caller's id: an ordinary user's lab has a user namespace too.
+    """
+    own = [] if user == 0 else ["--user", "--preserve-credentials"]
+    namespaces = [*own, "--pid", "--net", "--uts", "--mount"]
+    inside = ["sh", "-c", 'cd "$0" && exec "$@"', folder, "setpriv", "--pdeathsig", "TERM", *argv]
+    return ["nsenter", "--target", str(keeper), *namespaces, *inside]
+
+
+def cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0))
