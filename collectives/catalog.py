@@ -1,28 +1,40 @@
 """The algorithms by name: what each can do, and its schedule.
 
-An algorithm is named as in "ring", or with parameters as in "multi_ring(rings=4)" and "bcube(n=3,k=2)".
+An algorithm is named as in "ring", or with parameters as in "multi_ring(rings=4)", "bcube(n=3,k=2)" or
+"hierarchical(local=4,between=ring)".
 """
 
 from __future__ import annotations
 
+import inspect
 import re
-from typing import Any, Protocol
+from types import ModuleType
 
-from .algorithms import direct, ring
+from .algorithms import (
+    bcube,
+    binomial,
+    direct,
+    halving_doubling,
+    hierarchical,
+    multi_ring,
+    recursive_doubling,
+    ring,
+)
 from .schedule import KINDS, Schedule
 
+ALGORITHMS: dict[str, ModuleType] = {
+    "ring": ring,
+    "multi_ring": multi_ring,
+    "direct": direct,
+    "halving_doubling": halving_doubling,
+    "recursive_doubling": recursive_doubling,
+    "binomial": binomial,
+    "bcube": bcube,
+    "hierarchical": hierarchical,
+}
+"""Each module has KINDS, the collectives it serves, and build(kind, p, **parameters), which raises ValueError where p
+or a parameter does not fit."""
 
-class Algorithm(Protocol):
-    """What each module of `collectives.algorithms` offers."""
-
-    STAGES: dict[str, Any]
-    """The kinds it serves."""
-
-    def build(self, kind: str, p: int, **parameters: int) -> Schedule:
-        """Its schedule; ValueError where p or a parameter does not fit."""
-
-
-ALGORITHMS: dict[str, Any] = {module.__name__.rpartition(".")[2]: module for module in (ring, direct)}
 ROOTED = ("broadcast", "reduce")
 
 
@@ -30,25 +42,57 @@ def names(kind: str) -> tuple[str, ...]:
     """The algorithms that serve `kind`."""
     if kind not in KINDS:
         raise ValueError(f"unknown collective {kind!r}: choose one of {', '.join(KINDS)}")
-    return tuple(name for name, module in ALGORITHMS.items() if kind in module.STAGES)
+    return tuple(name for name, module in ALGORITHMS.items() if kind in module.KINDS)
 
 
-def build(kind: str, algorithm: str, p: int, root: int = 0, **parameters: int) -> Schedule:
-    """The schedule of `algorithm` for `kind` over p ranks. `root` counts in broadcast and reduce only. ValueError with
-    the reason and the choices for an unknown name, a kind that it does not serve, or a p that does not fit."""
+def build(kind: str, algorithm: str, p: int, root: int = 0, **parameters: int | str) -> Schedule:
+    """The schedule of `algorithm` for `kind` over p ranks. Parameters may be written in the name or given by keyword;
+    `root` counts in broadcast and reduce only. ValueError with the reason and the choices for an unknown name or
+    parameter, a kind that it does not serve, or a p that does not fit."""
     name, written = parse(algorithm)
     if name not in names(kind):
         known = "does not serve" if name in ALGORITHMS else "is no algorithm for"
         raise ValueError(f"{name!r} {known} {kind}: choose one of {', '.join(names(kind))}")
+    given = {**parameters, **written}
+    _refuse_unknown(name, given)
     if kind in ROOTED:
-        parameters["root"] = root
-    return ALGORITHMS[name].build(kind, p, **written, **parameters)
+        given["root"] = root
+    if name == "hierarchical":
+        return _hierarchical(kind, p, **given)
+    return ALGORITHMS[name].build(kind, p, **given)
 
 
-def parse(algorithm: str) -> tuple[str, dict[str, int]]:
+def serves(kind: str, algorithm: str, p: int, **parameters: int | str) -> str | None:
+    """None where `build` would succeed, else its sentence."""
+    try:
+        build(kind, algorithm, p, **parameters)
+    except ValueError as refusal:
+        return str(refusal)
+    return None
+
+
+def parse(algorithm: str) -> tuple[str, dict[str, int | str]]:
     """("bcube", {"n": 3, "k": 2}) from "bcube(n=3,k=2)"."""
-    match = re.fullmatch(r"(\w+)(?:\(((?:\w+=\d+,?\s*)*)\))?", algorithm.strip())
+    match = re.fullmatch(r"(\w+)(?:\(((?:\w+=\w+[,\s]*)*)\))?", algorithm.strip())
     if not match:
-        raise ValueError(f"algorithm {algorithm!r} is not written as name or name(parameter=number, ...)")
+        raise ValueError(f"algorithm {algorithm!r} is not written as name or name(parameter=value, ...)")
     name, inside = match.groups()
-    return name, {key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", inside or "")}
+    pairs = re.findall(r"(\w+)=(\w+)", inside or "")
+    return name, {key: int(value) if value.isdigit() else value for key, value in pairs}
+
+
+def _refuse_unknown(name: str, given: dict[str, int | str]) -> None:
+    taken = [key for key in inspect.signature(ALGORITHMS[name].build).parameters if key not in ("kind", "p", "root")]
+    for key, value in given.items():
+        if key not in taken:
+            raise ValueError(f"{name} has no parameter {key!r}: it takes {', '.join(taken) or 'none'}")
+        if key != "between" and not isinstance(value, int):
+            raise ValueError(f"{name}({key}={value}): {key} must be a whole number")
+
+
+def _hierarchical(kind: str, p: int, local: int = 0, between: str = "ring") -> Schedule:
+    if local < 1 or p % local:
+        raise ValueError(
+            f"hierarchical(local={local}) does not fit {p} ranks: local, the ranks of each node, must divide them"
+        )
+    return hierarchical.build(kind, p, local, build(kind, between, p // local))

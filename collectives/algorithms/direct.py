@@ -64,6 +64,7 @@ STAGES: dict[str, Callable[[int], Stage]] = {
     "allreduce": lambda p: series(partial(reduce_scatter, p), partial(allgather, p)),
     "alltoall": lambda p: partial(alltoall, p),
 }
+KINDS = tuple(STAGES)
 
 
 def build(kind: str, p: int) -> Schedule:

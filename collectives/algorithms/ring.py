@@ -13,7 +13,11 @@ p = 3, chunk that is sent in each step:
     rank 1:  0  2 |  1  0
     rank 2:  1  0 |  2  1
 
+A broadcast of a long vector is a binomial scatter and then the ring's allgather (van de Geijn); a reduce is the ring's
+reduce-scatter and then a binomial gather.
+
 Cost, allreduce: 2(p-1) alpha + 2(p-1)/p n beta + (p-1)/p n gamma; each half of it costs half the alpha and beta.
+broadcast, m = ceil(log2 p): (m + p-1) alpha + 2(p-1)/p n beta; reduce the same + (p-1)/p n gamma.
 Limits: any p. Memory: one chunk, n/p, to receive what is to be added.
 """
 
@@ -23,6 +27,7 @@ from collections.abc import Callable
 from functools import partial
 
 from ..schedule import Index, Lane, Round, Schedule, Stage, Steps, one, series, single
+from . import binomial
 
 
 def reduce_scatter(p: int, rank: Index) -> Steps:
@@ -45,9 +50,12 @@ STAGES: dict[str, Callable[[int], Stage]] = {
     "reduce_scatter": lambda p: partial(reduce_scatter, p),
     "allgather": lambda p: partial(allgather, p),
     "allreduce": lambda p: series(partial(reduce_scatter, p), partial(allgather, p)),
+    "broadcast": lambda p: series(partial(binomial.scatter, p), partial(allgather, p)),
+    "reduce": lambda p: series(partial(reduce_scatter, p), partial(binomial.gather, p)),
 }
+KINDS = tuple(STAGES)
 
 
-def build(kind: str, p: int) -> Schedule:
-    """allreduce, reduce_scatter or allgather over a ring of p ranks."""
-    return Schedule(kind, "ring", p, (Lane(p, STAGES[kind](p)),))
+def build(kind: str, p: int, root: int = 0) -> Schedule:
+    """allreduce, reduce_scatter, allgather, broadcast or reduce over a ring of p ranks."""
+    return Schedule(kind, "ring", p, (Lane(p, STAGES[kind](p)),), root)

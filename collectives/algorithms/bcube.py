@@ -1,0 +1,106 @@
+"""BML: k lanes over the levels of a BCube(n, k), p = n^k, so that all k NICs of a host work all the time.
+
+Source: BML paper (Wang et al., "BML: a high-performance, low-cost gradient synchronization algorithm for DML training",
+NeurIPS 2018), section 3.2, Algorithm 1 and figure 4.
+
+Steps: lane t (the paper's thread t) cuts its 1/k of the vector into p chunks and takes the levels t, t+1, ..., t+k-1
+mod k. In step w of the aggregation a rank exchanges with its n-1 neighbours of that level: each pair splits what is
+still theirs by the neighbour's digit of that level, so that a rank is left with 1/n of what it had, summed over n
+times as many ranks. After k steps it holds one chunk summed over all. The broadcast goes the same way back.
+
+Chunks of lane t are numbered by the digits of their owner, digit t first, then t+1, ...; so what a rank still holds is
+always one interval, each step cuts it in n, and every message is one contiguous block. In reduce_scatter and allgather,
+where chunk r must be rank r's block, there is one lane, which takes the levels from the highest down.
+
+n = 3, k = 2, rank 0 (digits 0,0); (partner, chunks sent), aggregation | broadcast:
+
+    lane 0:  (1,3-5) (2,6-8)   (3,1) (6,2) | (3,0) (6,0)   (1,0-2) (2,0-2)
+    lane 1:  (3,3-5) (6,6-8)   (1,1) (2,2) | (1,0) (2,0)   (3,0-2) (6,0-2)
+
+Cost, on BCube(n, k): 2k(n-1) alpha + 2(p-1)/(kp) n_bytes beta + (p-1)/p n_bytes gamma: on the wire 1/k of the ring's.
+On one NIC the bytes of the lanes add up, to the ring's, in k(n-1) rather than p-1 messages. Limits: p = n^k, or any
+product of radices through `over`. Memory: (n-1)/n of a lane's share, for each lane.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from math import prod
+
+from ..schedule import Index, Lane, Round, Schedule, Step, Steps, one, series
+
+KINDS = ("allreduce", "reduce_scatter", "allgather")
+
+
+def reduce_scatter(radices: tuple[int, ...], order: tuple[int, ...], rank: Index) -> Steps:
+    """Aggregation: the chunk with the rank's digits is complete on it. `radices[l]` is the size of digit l, the least
+    significant first; `order` names the levels as they are taken."""
+    for w in range(len(order)):
+        yield Step(radices[order[w]] - 1, partial(_exchange, radices, order, w, rank, True))
+
+
+def allgather(radices: tuple[int, ...], order: tuple[int, ...], rank: Index) -> Steps:
+    """Broadcast: the way back, level by level in the reverse order."""
+    for w in reversed(range(len(order))):
+        yield Step(radices[order[w]] - 1, partial(_exchange, radices, order, w, rank, False))
+
+
+def _exchange(radices: tuple[int, ...], order: tuple[int, ...], w: int, rank: Index, aggregate: bool, i: int) -> Round:
+    """Round i of step w: with the neighbours i+1 digits away, to the right and to the left."""
+    level = order[w]
+    n, stride = radices[level], prod(radices[:level])
+    size = prod(radices[later] for later in order[w + 1 :])
+    held = 0
+    for earlier in order[:w]:
+        held = (held * radices[earlier]) + rank // prod(radices[:earlier]) % radices[earlier]
+    held = held * n * size
+    digit = rank // stride % n
+    to, come = (digit + i + 1) % n, (digit - i - 1) % n
+    mine = one(held + digit * size, size)
+    send, receive = (one(held + to * size, size), mine) if aggregate else (mine, one(held + come * size, size))
+    return Round(rank + (to - digit) * stride, send, rank + (come - digit) * stride, receive, aggregate)
+
+
+def over(kind: str, radices: tuple[int, ...], lanes: int, name: str) -> Schedule:
+    """The same exchange over digits of any sizes (least significant first), as on a fat-tree's slots, edges and
+    pods."""
+    levels = len(radices)
+    if kind == "allreduce":
+        orders = [tuple((t + w) % levels for w in range(levels)) for t in range(lanes)]
+    else:
+        orders = [tuple(reversed(range(levels)))]
+    p = prod(radices)
+    stages = [(partial(reduce_scatter, radices, order), partial(allgather, radices, order)) for order in orders]
+    chosen = {"allreduce": slice(0, 2), "reduce_scatter": slice(0, 1), "allgather": slice(1, 2)}[kind]
+    return Schedule(kind, name, p, tuple(Lane(p, series(*stage[chosen])) for stage in stages))
+
+
+def build(kind: str, p: int, n: int | None = None, k: int | None = None) -> Schedule:
+    """BML over n^k = p ranks. What is not given is inferred; with neither, k is the least of 2, 3, ... that fits."""
+    if k is None:
+        n, k = _shape(p) if n is None else (n, _exponent(p, n))
+    elif n is None:
+        n = round(p ** (1 / k))
+    if n**k != p:
+        raise ValueError(f"bcube(n={n},k={k}) is for {n**k} ranks, not for {p}: choose n and k with n^k = {p}")
+    return over(kind, (n,) * k, k, f"bcube(n={n},k={k})")
+
+
+def _shape(p: int) -> tuple[int, int]:
+    for k in range(2, p.bit_length()):
+        n = round(p ** (1 / k))
+        if n**k == p:
+            return n, k
+    if p == 1:
+        return 1, 1
+    raise ValueError(
+        f"bcube needs p = n^k ranks with k of at least 2, which {p} is not: give n={p}, k=1 for one level, or choose "
+        "another algorithm"
+    )
+
+
+def _exponent(p: int, n: int) -> int:
+    k = 1
+    while n > 1 and n**k < p:
+        k += 1
+    return k

@@ -1,0 +1,32 @@
+"""Multi-ring: r rings in turn, so that one ring's sums are made while another ring is on the wire.
+
+Source: MXNET-MPI paper, section 6.3.2 and figure 9.
+
+Steps: each of the r lanes is a `ring` over 1/r of the vector. Step s of lane l+1 takes the wire after step s of lane l,
+and lane l adds meanwhile; a single ring must wait for its own sum before it can send it on.
+
+p = 3, r = 2, time to the right (a, b the lanes' messages, A, B their sums):
+
+    wire:  a0 b0 a1 b1 a2 b2 a3 b3        a0, a1: reduce-scatter; a2, a3: allgather
+    sums:     A0 B0 A1 B1
+
+Cost: 2r(p-1) alpha + 2(p-1)/p n beta, and of the sums' (p-1)/p n gamma only those of the last ring's last step, n
+gamma/(r p), stand alone as long as a sum takes no longer than the other rings' messages: (r-1) of each step's
+messages hide one sum. Where sums are slower than that, they are the bound. Limits: any p, r >= 1. Memory: one chunk,
+n/(r p), for each lane.
+"""
+
+from __future__ import annotations
+
+from ..schedule import Lane, Schedule
+from . import ring
+
+KINDS = ("allreduce",)
+
+
+def build(kind: str, p: int, rings: int = 2) -> Schedule:
+    """allreduce over `rings` rings of p ranks, in turn."""
+    if rings < 1:
+        raise ValueError(f"multi_ring needs at least one ring, not {rings}")
+    stage = ring.STAGES[kind](p)
+    return Schedule(kind, f"multi_ring(rings={rings})", p, tuple(Lane(p, stage, turn) for turn in range(rings)))
