@@ -1,0 +1,86 @@
+"""Rare meetings of all ranks of a communicator: everybody learns everybody's bytes, and nobody hangs unheard.
+
+Used by `create`, `init` and the other calls that all workers make together. A rank whose arguments are bad comes to the
+meeting all the same and brings its refusal, so all ranks raise one sentence.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from collectives.errors import StallError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+SPIN_SECONDS = 1e-3
+SLEEP_SECONDS = 2e-4
+
+
+class Pause:
+    """What to do between two looks at something that is not there yet: yield the core, later sleep in short steps.
+
+    `describe()` says who waits for whom; it is called when the wait passes `stall_seconds` (a warning, once) or
+    `timeout_seconds` (StallError; 0: never).
+    """
+
+    __slots__ = ("_count", "_describe", "_start", "_stall", "_timeout", "_warned")
+
+    def __init__(self, describe: Callable[[], str], stall_seconds: float, timeout_seconds: float) -> None:
+        self._count = 0
+        self._start = 0.0
+        self._describe, self._stall, self._timeout = describe, stall_seconds, timeout_seconds
+        self._warned = False
+
+    def __call__(self) -> None:
+        self._count += 1
+        if self._count < 64:
+            os.sched_yield()
+            return
+        now = time.monotonic()
+        if not self._start:
+            self._start = now
+        waited = now - self._start
+        if waited < SPIN_SECONDS:
+            os.sched_yield()
+            return
+        if waited > self._stall and not self._warned:
+            self._warned = True
+            warnings.warn(f"{self._describe()} has taken {waited:.3g} s", RuntimeWarning, stacklevel=2)
+        if self._timeout and waited > self._timeout:
+            raise StallError(f"{self._describe()} has taken {waited:.3g} s (timeout_seconds={self._timeout:g})")
+        time.sleep(SLEEP_SECONDS)
+
+
+def wait(request: MPI.Request, describe: Callable[[], str], stall_seconds: float, timeout_seconds: float) -> None:
+    """Complete an MPI request by polling."""
+    pause = Pause(describe, stall_seconds, timeout_seconds)
+    while not request.Test():
+        pause()
+
+
+def exchange(
+    comm: MPI.Comm, payload: bytes, what: str, stall_seconds: float = 60.0, timeout_seconds: float = 0.0
+) -> list[bytes]:
+    """Everybody's payload, in rank order. Collective over `comm`, blocking."""
+
+    def describe() -> str:
+        return f"rank {comm.Get_rank()} waits for the other {comm.Get_size() - 1} ranks in {what}: it"
+
+    sizes = np.empty(comm.Get_size(), np.int64)
+    wait(
+        comm.Iallgather(np.array([len(payload)], np.int64), sizes), describe, stall_seconds, timeout_seconds
+    )
+    everything = np.empty(int(sizes.sum()), np.uint8)
+    displacements = np.concatenate(([0], np.cumsum(sizes)[:-1]))
+    mine = np.frombuffer(payload, np.uint8)
+    request = comm.Iallgatherv(mine, [everything, (sizes.tolist(), displacements.tolist())])
+    wait(request, describe, stall_seconds, timeout_seconds)
+    data = everything.tobytes()
+    return [data[start : start + size] for start, size in zip(displacements.tolist(), sizes.tolist(), strict=True)]

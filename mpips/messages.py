@@ -1,0 +1,165 @@
+"""What workers and servers say to each other: a 64-byte frame for everything, typed bodies (msgspec) for rare things.
+
+A frame tells an operation, a unit, a round and where the payload lies: a region of node-shared memory (pid, fd, inode,
+offset, nbytes) between processes of one node; between nodes only its nbytes count, and the payload follows as
+messages. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import struct
+from enum import IntEnum
+from typing import NamedTuple
+
+import msgspec
+
+FRAME_BYTES = 64
+FRAME = struct.Struct("<BBHiIIqiiQQQq")
+assert FRAME.size == FRAME_BYTES
+
+
+class Op(IntEnum):
+    """What a frame asks for or tells. Worker to server first, then server to worker."""
+
+    PUSH = 1
+    """Contribution to a round of a unit; the payload is a region, or messages."""
+    REFUSE = 2
+    """The worker cannot contribute to this round; the body is the sentence."""
+    PULL = 3
+    """Wants to read a unit after `round` of its own pushes."""
+    RELEASE = 4
+    """Has read the unit that was granted."""
+    SET = 5
+    """The first value of a unit; like PUSH."""
+    CONTROL = 6
+    """A typed body; the server answers with ANSWER."""
+    BYE = 7
+    """The worker has finished."""
+    CONSUMED = 16
+    """The contribution to this round has been read: the worker may overwrite it. (Between nodes; else a word tells.)"""
+    CREDIT = 17
+    """Send block `aux` of the contribution to this round."""
+    GRANT = 18
+    """The unit may be read now; it does not change until RELEASE. Between nodes its blocks follow as messages."""
+    FAILED = 19
+    """A round has failed; the body is the sentence. flags: 1 where a wait took too long."""
+    WARNING = 20
+    """A round waits for long; the body is the sentence."""
+    ANSWER = 21
+    """The typed answer to a CONTROL. flags: 1 where it is an error."""
+
+
+class Coding(IntEnum):
+    """How a payload is to be read (the `coding` of a frame)."""
+
+    PLAIN = 0
+    """The elements, all there."""
+    GROWING = 1
+    """The elements, being filled; the 8 bytes before the region count the blocks that are there."""
+    COMPRESSED = 2
+    """What the compressor of the store made of them."""
+    ROWS = 3
+    """Row numbers (int64, `aux` of them), then their values."""
+
+
+class Frame(NamedTuple):
+    """One frame, unpacked."""
+
+    op: int
+    flags: int
+    coding: int
+    priority: int
+    unit: int
+    aux: int
+    round: int
+    pid: int
+    fd: int
+    inode: int
+    offset: int
+    nbytes: int
+    token: int
+
+
+class UnitCard(msgspec.Struct, array_like=True):
+    """A unit as the server is told of it."""
+
+    number: int
+    key: int | str
+    dtype: str
+    start: int
+    stop: int
+    row_elements: int
+    block_elements: int
+    contributors: tuple[int, ...]
+
+
+class Create(msgspec.Struct, tag=True):
+    """New units; answered with Created once their memory is there."""
+
+    units: list[UnitCard]
+
+
+class Created(msgspec.Struct, tag=True):
+    """Where the new units of one server lie: a region of words and a region of values, see `arrange`."""
+
+    words: tuple[int, int, int, int, int]
+    values: tuple[int, int, int, int, int]
+
+
+class SetOptimizer(msgspec.Struct, tag=True):
+    """The optimizer of all units from now on (`mpips.optimizers.encode`)."""
+
+    optimizer: bytes
+
+
+class SetCompression(msgspec.Struct, tag=True):
+    """How compressed contributions are to be read (`mpips.compression.create`)."""
+
+    options: dict[str, str | int | float]
+
+
+class GetState(msgspec.Struct, tag=True):
+    """Ask for the optimizer's state of a unit: answered with StatePart."""
+
+    unit: int
+
+
+class StatePart(msgspec.Struct, tag=True):
+    """The optimizer's state of a unit: its step and its arrays, as bytes in their dtype."""
+
+    step: int
+    dtypes: list[str]
+    arrays: list[bytes]
+
+
+class PutState(msgspec.Struct, tag=True):
+    """Replace the optimizer's state of a unit."""
+
+    unit: int
+    state: StatePart
+
+
+class Done(msgspec.Struct, tag=True):
+    """It has been done."""
+
+
+Request = Create | SetOptimizer | SetCompression | GetState | PutState
+Answer = Created | StatePart | Done
+
+encode = msgspec.msgpack.Encoder().encode
+decode_request = msgspec.msgpack.Decoder(Request).decode
+decode_answer = msgspec.msgpack.Decoder(Answer).decode
+
+
+def arrange(cards: list[UnitCard], itemsizes: list[int]) -> tuple[list[int], int, list[int], int]:
+    """Where units lie in their regions: (first word of each, words in all, first byte of each, bytes in all).
+
+    A unit has one word of progress and one word per contributor; words and values start on cache lines.
+    """
+    words, values, word, byte = [], [], 0, 0
+    for card, itemsize in zip(cards, itemsizes, strict=True):
+        words.append(word)
+        values.append(byte)
+        word += -(-(1 + len(card.contributors)) // 8) * 8
+        byte += -(-(card.stop - card.start) * itemsize // 64) * 64
+    return words, word, values, max(byte, 64)

@@ -1,0 +1,111 @@
+"""Which server keeps what: pure functions over half-open intervals of elements.
+
+An array of `big` elements or more is cut evenly over all servers; a smaller one lies whole on the server that holds the
+fewest bytes so far. What a server keeps of an array is cut again into *units*: the atom of the server's state. A unit
+has a fixed set of contributors, the workers that push it: every worker (dist_*), the masters (masters="one"), or one
+worker of each client (masters="all", where member i of a client of p owns the i-th p-th).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Interval(NamedTuple):
+    """Elements start <= i < stop."""
+
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+
+class Unit(NamedTuple):
+    """Elements [start, stop) of the flattened array of a key, on one server, pushed by `contributors` (worker ranks)."""
+
+    key: int
+    server: int
+    start: int
+    stop: int
+    contributors: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+
+def split(interval: Interval, parts: int, grain: int = 1) -> list[Interval]:
+    """`parts` neighbouring intervals that cover `interval`; sizes differ by at most one grain, cuts lie on grains.
+
+    Grains are counted from element 0, so that cuts of a matrix with grain = row length fall between rows.
+    """
+    if parts < 1 or grain < 1:
+        raise ValueError(f"split into parts={parts} with grain={grain}: both must be at least 1")
+    first, last = -(-interval.start // grain), interval.stop // grain
+    cuts = [interval.start]
+    for part in range(1, parts):
+        cut = (first + (last - first) * part // parts) * grain
+        cuts.append(min(max(cut, cuts[-1]), interval.stop))
+    cuts.append(interval.stop)
+    return [Interval(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
+
+
+def grain_of(shape: Sequence[int], parts: int) -> int:
+    """Elements that stay together: a row of a matrix with enough rows to share evenly, else one element."""
+    if len(shape) < 2 or shape[0] < 8 * parts:
+        return 1
+    size = 1
+    for extent in shape[1:]:
+        size *= extent
+    return max(size, 1)
+
+
+class Placement:
+    """Bytes that each server holds; the same calls in the same order give the same places on every rank."""
+
+    def __init__(self, servers: int, big_array: int) -> None:
+        self.loads = [0] * servers
+        self._big_array = big_array
+
+    def place(self, shape: Sequence[int], itemsize: int) -> list[tuple[int, Interval]]:
+        """(server, interval) pairs that cover an array; empty intervals are left out (an empty array has one)."""
+        size = 1
+        for extent in shape:
+            size *= extent
+        whole = Interval(0, size)
+        if size >= self._big_array and len(self.loads) > 1:
+            parts = split(whole, len(self.loads), grain_of(shape, len(self.loads)))
+            pieces = [(server, part) for server, part in enumerate(parts) if part.size]
+        else:
+            pieces = [(min(range(len(self.loads)), key=self.loads.__getitem__), whole)]
+        for server, part in pieces:
+            self.loads[server] += part.size * itemsize
+        return pieces
+
+
+def owners(clients: Sequence[Interval], kind: str, masters: str) -> list[list[int]]:
+    """For each group that contributes once, its workers that own a slice: all workers alone, masters, or whole clients."""
+    if kind.startswith("dist_"):
+        return [[worker] for client in clients for worker in range(*client)]
+    if masters == "one":
+        return [[client.start] for client in clients]
+    return [list(range(*client)) for client in clients]
+
+
+def units(key: int, server: int, part: Interval, groups: Sequence[Sequence[int]], grain: int = 1) -> list[Unit]:
+    """The units of a server's part of a key: cut wherever any group passes from one owner to the next."""
+    slices = [split(part, len(group), grain) for group in groups]
+    cuts = sorted({part.start, part.stop, *(piece.start for pieces in slices for piece in pieces)})
+    result = []
+    for start, stop in zip(cuts, cuts[1:], strict=False):
+        contributors = tuple(
+            next(owner for owner, piece in zip(group, pieces, strict=True) if piece.start <= start < piece.stop)
+            for group, pieces in zip(groups, slices, strict=True)
+        )
+        result.append(Unit(key, server, start, stop, contributors))
+    if not result:  # an empty array still has one unit, so that a round of it can be counted
+        result.append(Unit(key, server, part.start, part.stop, tuple(group[0] for group in groups)))
+    return result
