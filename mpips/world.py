@@ -26,18 +26,19 @@ def implementation(library: str) -> str:
     return "mpich" if "mpich" in text else "other"
 
 
-def lost(environment: Mapping[str, str], size: int, library: str) -> str | None:
-    """A sentence with cause and cure where `size` is 1 but the launcher promised more ranks; None where all is well.
+def lost(environment: Mapping[str, str], library: str, size: int | None = None) -> str | None:
+    """A sentence with cause and cure where the launcher promised several ranks and this one is alone; else None.
 
-    `library` is MPI_Get_library_version's text. Source of the rules for Slurm: `srun --mpi=pmix` is what Open MPI
-    understands, `srun --mpi=pmi2` what MPICH and Intel MPI understand.
+    `library` is MPI_Get_library_version's text. `size` is that of COMM_WORLD; None, before MPI_Init, tells only what is
+    certain without it. Slurm: `srun --mpi=pmix` is what Open MPI understands, `--mpi=pmi2` what MPICH and Intel MPI do.
     """
-    if size != 1:
+    if size is not None and size > 1:
         return None
     mine = implementation(library)
     under_mpirun = any(name in environment for name in MPIRUN_SIGNS)
-    if not under_mpirun and _count(environment, SLURM) > 1:
-        return _alone(f"srun started {environment[SLURM]} processes", *_slurm(environment, mine))
+    heard = ("PMIX_NAMESPACE" if mine == "openmpi" else "PMI_FD") in environment
+    if not under_mpirun and _count(environment, SLURM) > 1 and not (heard and size is None):
+        return _alone(f"srun started {environment[SLURM]} processes", *_slurm(heard, mine))
     if _count(environment, OPEN_MPI) > 1 and mine != "openmpi":
         started = f"Open MPI's mpirun started {environment[OPEN_MPI]} processes"
         return _alone(started, *_foreign(library))
@@ -54,9 +55,8 @@ def _count(environment: Mapping[str, str], name: str) -> int:
     return int(text) if text.isdigit() else 0
 
 
-def _slurm(environment: Mapping[str, str], mine: str) -> tuple[str, str]:
+def _slurm(heard: bool, mine: str) -> tuple[str, str]:
     if mine == "openmpi":
-        heard = "PMIX_NAMESPACE" in environment
         cause = "it found no way to join them" if heard else "srun gave it no PMIx server, which Open MPI needs"
         return cause, "start with `srun --mpi=pmix`, or with mpirun inside salloc or sbatch"
     return (

@@ -23,12 +23,12 @@ INTEL = "Intel(R) MPI Library 2021.18 for Linux* OS"
     ],
 )
 def test_cause_and_cure(environment: dict[str, str], library: str, cure: str) -> None:
-    sentence = world.lost(environment, 1, library)
+    sentence = world.lost(environment, library, 1)
     assert sentence is not None
     assert cure in sentence
     assert "world of size 1" in sentence
     assert "\n" not in sentence
-    assert world.lost(environment, 2, library) is None
+    assert world.lost(environment, library, 2) is None
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,15 @@ def test_cause_and_cure(environment: dict[str, str], library: str, cure: str) ->
     ],
 )
 def test_a_world_of_one_that_was_meant(environment: dict[str, str], library: str) -> None:
-    assert world.lost(environment, 1, library) is None
+    assert world.lost(environment, library, 1) is None
+
+
+@pytest.mark.parametrize(("library", "variable"), [(OPEN_MPI, "PMIX_NAMESPACE"), (MPICH, "PMI_FD")])
+def test_before_mpi_init_only_what_is_certain(library: str, variable: str) -> None:
+    step = {"SLURM_STEP_NUM_TASKS": "4"}
+    assert world.lost(step, library) is not None
+    assert world.lost({**step, variable: "x"}, library) is None
+    assert world.lost({**step, variable: "x"}, library, size=1) is not None
 
 
 def test_implementations() -> None:
