@@ -10,8 +10,8 @@ from typing import Any
 import click
 
 from collectives.topology import parse
-from launch.command import LauncherError, find
-from launch.lab import client, job
+from launch.command import LauncherError
+from launch.lab import client
 from launch.lab.client import LabError
 from launch.lab.needs import missing
 from launch.lab.plan import lay_out
@@ -39,7 +39,9 @@ def command() -> None:
 
 @command.command()
 @named
-@click.option("--rate", "speed", default="100mbit", show_default=True, help="Of every link, each direction: kbit, mbit, gbit.")
+@click.option(
+    "--rate", "speed", default="100mbit", show_default=True, help="Of every link, each direction: kbit, mbit, gbit."
+)
 @click.argument("topology")
 def up(topology: str, speed: str, name: str) -> None:
     """Build TOPOLOGY: star:HOSTS, bcube:PORTS,LEVELS or fattree:PORTS."""
@@ -57,8 +59,10 @@ def up(topology: str, speed: str, name: str) -> None:
     except LabError as error:
         raise click.ClickException(str(error)) from error
     nics = len(plan.hosts[0].nics)
-    click.echo(f"lab {name}: {plan.topology}, {len(plan.hosts)} hosts with {nics} NIC{'s'[: nics > 1]} of {speed}, "
-               f"{len(plan.switches)} switch{'es' if len(plan.switches) > 1 else ''}; `mpips lab down` ends it")
+    click.echo(
+        f"lab {name}: {plan.topology}, {len(plan.hosts)} hosts with {nics} NIC{'s'[: nics > 1]} of {speed}, "
+        f"{len(plan.switches)} switch{'es' if len(plan.switches) > 1 else ''}; `mpips lab down` ends it"
+    )
 
 
 @command.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -85,7 +89,7 @@ def run(
 @click.argument("host")
 @click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED)
 def execute_on_host(name: str, host: str, program: tuple[str, ...]) -> None:
-    """Run PROGRAM on HOST alone (`launcher`: where bridges and mpirun are), for example `mpips lab exec h0 -- ip route`."""
+    """Run PROGRAM on HOST alone, as `mpips lab exec h0 -- ip route`; `launcher` is where bridges and mpirun are."""
     program = program[1:] if program[0] == "--" else program
     try:
         argv = client.host_command(name, host, program)

@@ -1,4 +1,4 @@
-"""Make a plan real, in namespaces that the keeper holds: NICs, bridges, addresses, routes, rates. Needs pyroute2 and root inside.
+"""Make a plan real in namespaces that the keeper holds: NICs, bridges, addresses, routes, rates. Needs pyroute2.
 
 The caller is the keeper: it sits in the outer namespaces (bridges, launcher) and has one pausing process per host.
 """
@@ -18,7 +18,7 @@ from launch.lab.plan import BURST, LAUNCHER_ADDRESS, MTU, QUEUE, Host, Nic, Plan
 
 MANAGEMENT_BRIDGE = "m0"
 
-# What decides whether figures are honest (docs/lab.md gives the measurement behind each), and that a dead peer is noticed.
+# What decides whether figures are honest (docs/lab.md says why), and whether a dead peer is noticed.
 SETTINGS = {
     "net/ipv4/ip_forward": "1",
     "net/ipv4/conf/all/rp_filter": "0",
@@ -101,7 +101,7 @@ def apply_settings() -> None:
 
 
 def build(plan: Plan, processes: list[int]) -> tuple[Links, list[Links]]:
-    """Build the network; ``processes[i]`` holds host i's namespaces. Returns the sockets of the outer namespace and the hosts'."""
+    """Build the network; ``processes[i]`` holds those of host i. Returns the outer namespace's socket and theirs."""
     outer = Links()
     outer.set("lo", state="up")
     for bridge in (MANAGEMENT_BRIDGE, *plan.switches):

@@ -1,4 +1,4 @@
-"""Find, make, ask and end labs. A lab is known by its keeper's abstract Unix socket: no file, and the name is free when it ends."""
+"""Find, make, ask and end labs. A lab is known by its keeper's abstract Unix socket: no file, and it ends with it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def keeper_process(name: str) -> int:
 
 
 def ask(name: str, request: dict[str, Any]) -> dict[str, Any]:
-    """Send one request (see `launch.lab.keeper.Keeper.answer`), return the reply; raises `LabError` with its sentence."""
+    """Send one request (see `launch.lab.keeper.Keeper.answer`), return the reply; `LabError` with its sentence."""
     with _connect(name) as connection:
         connection.sendall(json.dumps(request).encode() + b"\n")
         reply = json.loads(connection.makefile("r").readline() or '{"error": "the keeper ended"}')
@@ -69,7 +69,7 @@ def ask(name: str, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def up(name: str, plan: Plan) -> socket.socket:
-    """Make the lab ``name``. It lives until the socket returned is closed, or `detach` is called on it and then `down`."""
+    """Make the lab ``name``. It ends when the socket returned is closed, or, once `detach`ed, with `down`."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         try:
             listener.bind(socket_name(name))

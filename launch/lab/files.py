@@ -59,7 +59,7 @@ def write_agent(plan: Plan, processes: list[int]) -> None:
 
 
 def own_folder() -> None:
-    """Give this host a `FOLDER` of its own, with the keeper's `AGENT` in it: a host's MPI daemon starts other hosts' daemons."""
+    """Give this host a `FOLDER` of its own, with `AGENT` in it: a host's MPI daemon starts other hosts' daemons."""
     agent = os.open(AGENT, os.O_RDONLY)
     kernel.mount("tmpfs", FOLDER, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV)
     with open(AGENT, "w"):

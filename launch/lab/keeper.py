@@ -1,7 +1,7 @@
-"""The process that owns a lab. Its namespaces have no names: when it ends, however it ends, the kernel takes them all back.
+"""The process that owns a lab. Its namespaces have no names: when it ends, however it ends, the kernel takes all back.
 
-It is process 1 of its own PID namespace, so that jobs in the lab end with it too. It is found by an abstract Unix socket
-(`launch.lab.client`), which leaves no file, and answers one JSON line with another.
+It is process 1 of its own PID namespace, so that jobs in the lab end with it too. It is found by an abstract Unix
+socket (`launch.lab.client`), which leaves no file, and answers one JSON line with another.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ def become_keeper(user: int, group: int) -> None:
     kernel.mount("sysfs", "/sys", "sysfs", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
     kernel.mount("tmpfs", files.FOLDER, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV)
     kernel.set_hostname("launcher")
+    apply_settings()
 
 
 def start_host(name: str) -> int:
-    """A process in network, mount and host-name namespaces of its own, that waits until it is killed. Returns its pid."""
+    """A process in network, mount and host-name namespaces of its own, waiting to be killed. Returns its pid."""
     ready, done = os.pipe()
     process = os.fork()
     if process == 0:
@@ -106,7 +107,9 @@ class Keeper:
                 record = {"name": nic.name, "level": nic.level, "switch": nic.switch, "address": nic.address}
                 nics.append(record | {"rate": nic.rate, "up": bool(now[nic.name]["up"])} | moved)
             alive = os.path.exists(f"/proc/{process}/ns/net")
-            hosts.append({"name": host.name, "vip": host.vip, "management": host.management, "alive": alive, "nics": nics})
+            hosts.append(
+                {"name": host.name, "vip": host.vip, "management": host.management, "alive": alive, "nics": nics}
+            )
         return {"name": self.name, "topology": self.plan.topology, "hosts": hosts}
 
     def _set_link(self, name: str, nic: str, up: bool) -> dict[str, Any]:

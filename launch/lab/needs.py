@@ -1,4 +1,4 @@
-"""What a lab needs of this machine, and the sentence for what is missing. ``python -m launch.lab.needs`` prints them."""
+"""What a lab needs of this machine, and a sentence for what is missing; ``python -m launch.lab.needs`` prints them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from launch.lab import kernel
 
 USER_NAMESPACES = (
     "an ordinary user needs user namespaces, and this machine refuses them ({error}): run as root, or let the "
-    "administrator set `sysctl user.max_user_namespaces=10000`, on Debian also `sysctl kernel.unprivileged_userns_clone=1`, "
-    "on Ubuntu also `sysctl kernel.apparmor_restrict_unprivileged_userns=0`"
+    "administrator set `sysctl user.max_user_namespaces=10000`, on Debian also "
+    "`sysctl kernel.unprivileged_userns_clone=1`, on Ubuntu `sysctl kernel.apparmor_restrict_unprivileged_userns=0`"
 )
 ROOT_NAMESPACES = (
     "root may not make namespaces here ({error}): a container needs the capability SYS_ADMIN "
     "(`docker run --cap-add SYS_ADMIN --security-opt seccomp=unconfined`)"
 )
-KERNEL = "this kernel has no {what} ({error}): load the module `{module}` (on Debian and Ubuntu in the package linux-modules-extra)"
+KERNEL = (
+    "this kernel has no {what} ({error}): load the module `{module}` "
+    "(on Debian and Ubuntu in the package linux-modules-extra)"
+)
 
 
 def missing() -> list[str]:
@@ -29,7 +32,9 @@ def missing() -> list[str]:
     lacking = _missing_tools()
     if lacking:
         return lacking
-    done = subprocess.run([sys.executable, "-m", "launch.lab.needs"], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "launch.lab.needs"], capture_output=True, text=True, timeout=60, check=False
+    )
     if done.returncode not in (0, 1):
         return [f"the check of the kernel failed: {done.stderr.strip().splitlines()[-1:]}"]
     return done.stdout.splitlines()
@@ -67,8 +72,11 @@ def _missing_mounts() -> list[str]:
             kernel.mount("sysfs", "/sys", "sysfs", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
             kernel.mount("tmpfs", "/dev/shm", "tmpfs")
         except OSError as error:
-            print(f"mounting in a namespace of one's own is refused ({error}): in a container, unmask /proc and /sys "
-                  "(`docker run --security-opt systempaths=unconfined`)", flush=True)
+            print(
+                f"mounting in a namespace of one's own is refused ({error}): in a container, unmask /proc and /sys "
+                "(`docker run --security-opt systempaths=unconfined`)",
+                flush=True,
+            )
         os._exit(0)
     os.waitpid(child, 0)
     return []

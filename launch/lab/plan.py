@@ -1,10 +1,10 @@
-"""From a topology to what the kernel must be told: hosts, NICs, addresses, routes, switches, rates. Pure: nothing is made here.
+"""From a topology to what the kernel must be told: hosts, NICs, addresses, routes, switches, rates. Pure.
 
-Every host has data NICs ``d0 .. d(k-1)``, one a level, each in the subnet of its switch; an unshaped management NIC ``m0``;
-and one address of its own, the *vip*, on ``vip0``, by which MPI knows it. A /32 route per other vip chooses the NIC, and the
-neighbour that relays where two hosts share no switch (BCube, in dimension order). Switches are bridges that neither learn nor
-flood: the forwarding tables and the neighbours' link addresses are written down here, so that no frame travels but the
-job's own, and byte counters can be held against theory.
+Every host has data NICs ``d0 .. d(k-1)``, one a level, each in the subnet of its switch; an unshaped management NIC
+``m0``; and one address of its own, the *vip*, on ``vip0``, by which MPI knows it. A /32 route per other vip chooses
+the NIC, and the neighbour that relays where two hosts share no switch (BCube, in dimension order). Switches are bridges
+that neither learn nor flood: the forwarding tables and the neighbours' link addresses are written down here, so that
+no frame travels but the job's own, and byte counters can be held against theory.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Plan(NamedTuple):
 
 
 def lay_out(topology: Topology) -> Plan:
-    """The plan for a topology of `collectives.topology` (its rates are bytes a second). ValueError where it is too large."""
+    """The plan for a topology of `collectives.topology` (rates in bytes a second). ValueError where it is too large."""
     if topology.hosts > MOST_HOSTS:
         raise ValueError(f"{topology.name} has {topology.hosts} hosts: a lab has at most {MOST_HOSTS}")
     if len(topology.switches) > MOST_HOSTS:
