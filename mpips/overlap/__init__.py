@@ -1,0 +1,1 @@
+"""Overlap of communication and compute: profiles, timelines and strategies. Pure: nothing here imports MPI."""

@@ -1,0 +1,111 @@
+"""From a profile to plans: every strategy, in one direction or both, on any number of nodes, and predicted times."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from . import timeline
+from .profile import Profile
+from .stage import Groups
+from .strategies import NAMES, PARTITIONS, joint
+from .strategies.joint import JointPlan, Link
+from .timeline import Task
+
+Direction = Literal["push", "pull", "both"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Groups of a strategy, and what they are predicted to cost.
+
+    push, pull: groups in layer order, None in a direction that the plan does not cover. early: how many of the last
+    push groups are pulled right after their push, before the groups in `pull` (only `joint`). iteration_s and
+    hidden_share (of the communication's seconds) are those of `tasks`, the timeline of one iteration.
+    """
+
+    strategy: str
+    direction: Direction
+    nodes: int | None
+    push: Groups | None
+    pull: Groups | None
+    early: int
+    tasks: tuple[Task, ...]
+
+    @property
+    def groups(self) -> Groups:
+        """The partition of the layers: of the pushes, or of the pulls where nothing is pushed."""
+        groups = self.push if self.push is not None else self.pull
+        assert groups is not None
+        return groups
+
+    @property
+    def iteration_s(self) -> float:
+        return timeline.end(self.tasks)
+
+    @property
+    def hidden_share(self) -> float:
+        return timeline.hidden_share(self.tasks)
+
+    def row(self) -> dict[str, Any]:
+        """The plan as JSON data: strategy, nodes, iteration_s, groups, and what else there is to say."""
+        row: dict[str, Any] = {
+            "strategy": self.strategy,
+            "nodes": self.nodes,
+            "iteration_s": self.iteration_s,
+            "groups": [list(group) for group in self.groups],
+            "direction": self.direction,
+            "hidden_share": self.hidden_share,
+        }
+        if self.direction == "both":
+            row |= {"pull_groups": [list(group) for group in self.pull or ()], "early": self.early}
+        return row
+
+
+def plan(
+    profile: Profile,
+    strategy: str,
+    direction: Direction = "push",
+    nodes: int | None = None,
+    link: Link = "shared",
+) -> Plan:
+    """The plan of one strategy. `joint` always covers both directions.
+
+    nodes: size of the allreduce; ValueError where the network needs it and it is None. link: whether pushes and pulls
+    share the network ("both" only). ValueError for an unknown strategy.
+    """
+    if strategy not in NAMES:
+        raise ValueError(f"strategy {strategy!r} is unknown; known are {', '.join(NAMES)}")
+    if nodes is None:
+        nodes = getattr(profile.network, "nodes", None)
+    if strategy == "joint":
+        return _both(profile, strategy, joint.plan(profile.push(nodes), profile.pull(), link), nodes, link)
+    partition = PARTITIONS[strategy]
+    if direction == "push":
+        groups = partition(profile.push(nodes))
+        tasks = timeline.push_iteration(profile, groups, nodes)
+        return Plan(strategy, direction, nodes, groups, None, 0, tuple(tasks))
+    if direction == "pull":
+        groups = partition(profile.pull())
+        tasks = timeline.pull_iteration(profile, groups, nodes)
+        return Plan(strategy, direction, nodes, None, groups, 0, tuple(tasks))
+    in_order = JointPlan(partition(profile.push(nodes)), 0, partition(profile.pull()))
+    return _both(profile, strategy, in_order, nodes, link)
+
+
+def plans(
+    profile: Profile,
+    strategies: Iterable[str] = NAMES,
+    direction: Direction = "push",
+    nodes: Iterable[int | None] = (None,),
+    link: Link = "shared",
+) -> list[Plan]:
+    """Every strategy at every size, sizes outermost."""
+    names = list(strategies)
+    return [plan(profile, name, direction, size, link) for size in nodes for name in names]
+
+
+def _both(profile: Profile, strategy: str, groups: JointPlan, nodes: int | None, link: Link) -> Plan:
+    tasks = timeline.both(profile.push(nodes), profile.pull(), groups, link)
+    return Plan(strategy, "both", nodes, groups.push, groups.pull, groups.early, tuple(tasks))

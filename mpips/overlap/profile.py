@@ -1,0 +1,227 @@
+"""The profile of a job: compute times of its layers and costs of its network, and the JSON file that holds them.
+
+{"layers": [{"name", "parameters", "forward_s", "backward_s"}, ...] in forward order,
+ "network": {"a", "b"} or {"alpha", "beta", "gamma", "collective": "ring"},
+ "startup_s": T_s, "bandwidth_Bps": bytes/s, "nodes": optional, the size at which a and b were measured}
+
+Times are seconds, sizes bytes; a parameter is 4 bytes (float32). `network` prices an allreduce of M bytes as
+t = a + b M (MG-WFBP, Eq. 9); `startup_s` and `bandwidth_Bps` price one push or pull of a parameter server as
+T_s + M / bandwidth (iBatch, "Problem Formulation").
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .stage import Stage, stage
+
+PARAMETER_BYTES = 4
+_TIMES = ("forward_s", "backward_s")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One learnable layer. A layer without parameters belongs to the one before it, as in iBatch's case study."""
+
+    name: str
+    parameters: int
+    forward_s: float
+    backward_s: float
+
+
+@dataclass(frozen=True)
+class Linear:
+    """Allreduce time a + b M, measured on `nodes` nodes (None: not known, so never rescaled)."""
+
+    a: float
+    b: float
+    nodes: int | None = None
+
+    def at(self, nodes: int | None) -> tuple[float, float]:
+        """(a, b) at another size, by the ring's dependence on N: a ~ N - 1, b ~ (N - 1) / N."""
+        if nodes is None or self.nodes is None or self.nodes == 1:
+            return self.a, self.b
+        ratio = (nodes - 1) / (self.nodes - 1)
+        return self.a * ratio, self.b * ratio * self.nodes / nodes
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Ring allreduce from a link's costs: startup alpha, transfer beta s/B, sum gamma s/B (MG-WFBP, section II.D).
+
+    a = 2 (N - 1) alpha,  b = 2 (N - 1) / N beta + (N - 1) / N gamma.
+    """
+
+    alpha: float
+    beta: float
+    gamma: float
+
+    def at(self, nodes: int | None) -> tuple[float, float]:
+        if nodes is None:
+            raise ValueError("network alpha, beta, gamma give a ring's time only for a number of nodes: say how many")
+        share = (nodes - 1) / nodes
+        return 2 * (nodes - 1) * self.alpha, share * (2 * self.beta + self.gamma)
+
+
+Network = Linear | Ring
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What a planner needs to know of a job. Built by `create`, `loads` or `load`, which check it."""
+
+    layers: tuple[Layer, ...]
+    network: Network
+    startup_s: float
+    bandwidth_Bps: float
+
+    def push(self, nodes: int | None = None) -> Stage:
+        """Backward against allreduces of gradients on `nodes` nodes (MG-WFBP)."""
+        a, b = self.network.at(nodes)
+        return stage([x.backward_s for x in self.layers], a, b * self.nbytes)
+
+    def pull(self) -> Stage:
+        """Forward against pulls of parameters from servers (iBatch)."""
+        return stage([x.forward_s for x in self.layers], self.startup_s, self.nbytes / self.bandwidth_Bps)
+
+    @property
+    def nbytes(self) -> np.ndarray:
+        """Bytes of every layer, float64 (L,)."""
+        return PARAMETER_BYTES * np.array([x.parameters for x in self.layers], np.float64)
+
+    @property
+    def forward_s(self) -> float:
+        return math.fsum(x.forward_s for x in self.layers)
+
+    @property
+    def backward_s(self) -> float:
+        return math.fsum(x.backward_s for x in self.layers)
+
+
+def create(
+    names: Sequence[str],
+    parameters: Sequence[int],
+    forward_s: Sequence[float],
+    backward_s: Sequence[float],
+    network: Network,
+    startup_s: float,
+    bandwidth_Bps: float,
+) -> Profile:
+    """A checked profile from columns of equal length; ValueError naming the column or the value."""
+    columns = {"names": names, "parameters": parameters, "forward_s": forward_s, "backward_s": backward_s}
+    if len({len(column) for column in columns.values()}) != 1:
+        lengths = ", ".join(f"{name} has {len(column)}" for name, column in columns.items())
+        raise ValueError(f"columns of a profile need one length: {lengths}")
+    rows = zip(names, parameters, forward_s, backward_s)
+    layers = [dict(zip(("name", "parameters", *_TIMES), row)) for row in rows]
+    return from_dict({"layers": layers, "network": _network_dict(network), "startup_s": startup_s,
+                      "bandwidth_Bps": bandwidth_Bps, **_nodes_dict(network)})
+
+
+def from_dict(data: Any) -> Profile:
+    """A profile from the parsed JSON; ValueError with a sentence that names the entry that is wrong."""
+    if not isinstance(data, Mapping):
+        raise ValueError(f"a profile is a JSON object, not {type(data).__name__}")
+    _known(data, "profile", {"layers", "network", "startup_s", "bandwidth_Bps", "nodes"})
+    rows = _get(data, "profile", "layers")
+    if not isinstance(rows, Sequence) or isinstance(rows, str) or not rows:
+        raise ValueError("profile: layers must be a list of at least one layer")
+    layers = tuple(_layer(row, index) for index, row in enumerate(rows))
+    nodes = data.get("nodes")
+    if nodes is not None and (not isinstance(nodes, int) or nodes < 1):
+        raise ValueError(f"profile: nodes is {nodes!r}, not a positive integer")
+    bandwidth = _number(data, "profile", "bandwidth_Bps")
+    if bandwidth == 0:
+        raise ValueError("profile: bandwidth_Bps is 0: give bytes per second")
+    network = _network(_get(data, "profile", "network"), nodes)
+    return Profile(layers, network, _number(data, "profile", "startup_s"), bandwidth)
+
+
+def to_dict(profile: Profile) -> dict[str, Any]:
+    """The profile as JSON data; `from_dict` gives it back."""
+    layers = [vars(layer).copy() for layer in profile.layers]
+    return {"layers": layers, "network": _network_dict(profile.network), "startup_s": profile.startup_s,
+            "bandwidth_Bps": profile.bandwidth_Bps, **_nodes_dict(profile.network)}
+
+
+def load(path: str | Path) -> Profile:
+    """The profile in a JSON file; OSError or ValueError naming the file."""
+    try:
+        return from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def save(profile: Profile, path: str | Path) -> None:
+    """Writes the profile as JSON."""
+    Path(path).write_text(json.dumps(to_dict(profile), indent=1) + "\n", encoding="utf-8")
+
+
+def _layer(row: Any, index: int) -> Layer:
+    where = f"layers[{index}]"
+    if not isinstance(row, Mapping):
+        raise ValueError(f"{where} is {row!r}, not an object with name, parameters, forward_s, backward_s")
+    name = _get(row, where, "name")
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"{where}: name is {name!r}, not a non-empty string")
+    where = f"{where} ({name})"
+    _known(row, where, {"name", "parameters", *_TIMES})
+    parameters = _number(row, where, "parameters")
+    if parameters != int(parameters):
+        raise ValueError(f"{where}: parameters is {parameters!r}, not a whole number")
+    return Layer(name, int(parameters), *(_number(row, where, field) for field in _TIMES))
+
+
+def _network(data: Any, nodes: int | None) -> Network:
+    if not isinstance(data, Mapping):
+        raise ValueError(f"network is {data!r}, not an object with a and b, or alpha, beta, gamma and collective")
+    if "alpha" in data or "beta" in data or "gamma" in data:
+        _known(data, "network", {"alpha", "beta", "gamma", "collective"})
+        if data.get("collective", "ring") != "ring":
+            raise ValueError(f"network: collective is {data['collective']!r}; only 'ring' has a formula here")
+        return Ring(*(_number(data, "network", field) for field in ("alpha", "beta", "gamma")))
+    _known(data, "network", {"a", "b"})
+    return Linear(_number(data, "network", "a"), _number(data, "network", "b"), nodes)
+
+
+def _network_dict(network: Network) -> dict[str, Any]:
+    if isinstance(network, Linear):
+        return {"a": network.a, "b": network.b}
+    return {"alpha": network.alpha, "beta": network.beta, "gamma": network.gamma, "collective": "ring"}
+
+
+def _nodes_dict(network: Network) -> dict[str, int]:
+    measured = network.nodes if isinstance(network, Linear) else None
+    return {} if measured is None else {"nodes": measured}
+
+
+def _get(data: Mapping[str, Any], where: str, field: str) -> Any:
+    if field not in data:
+        raise ValueError(f"{where}: {field} is missing")
+    return data[field]
+
+
+def _number(data: Mapping[str, Any], where: str, field: str) -> float:
+    value = _get(data, where, field)
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{where}: {field} is {value!r}, not a number")
+    if not math.isfinite(value):
+        raise ValueError(f"{where}: {field} is {value}, not a finite number")
+    if value < 0:
+        raise ValueError(f"{where}: {field} is {value}, and may not be negative")
+    return value
+
+
+def _known(data: Mapping[str, Any], where: str, fields: set[str]) -> None:
+    unknown = sorted(set(data) - fields)
+    if unknown:
+        raise ValueError(f"{where}: unknown {', '.join(map(repr, unknown))}; known are {', '.join(sorted(fields))}")

@@ -1,0 +1,135 @@
+"""When every compute and communication task of an iteration starts and ends, for given groups.
+
+Recurrences, with groups g_1, .., g_K in layer order (MG-WFBP's names):
+* push: backward of layer l ends at mu_b[l] = tf + sum of tb over l..L (Eq. 4, 6). Groups go out from K to 1: tau_c[k] =
+  max(end of k + 1, mu_b of the group's first layer), ending T(M_k) later (Eq. 7, 20);
+* pull: groups come in from 1 to K without a gap, each T_s + sum of T_t; a layer is computed once its group is there and
+  the layer before it is done (iBatch, figure 4c; where Eq. 5 holds this is Eq. 1 + 2 + 3);
+* both: a push, then a pull of the next parameters, over one link or two (strategies/joint.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from .profile import Profile
+from .stage import Groups, Stage, message_times
+from .strategies.joint import JointPlan, Link
+
+Kind = Literal["forward", "backward", "push", "pull"]
+COMPUTE, SEND, RECEIVE = "compute", "network", "network (receive)"
+
+
+class Task(NamedTuple):
+    """One bar of the drawing: layers first..last, seconds from the start of the iteration, and whose time it takes."""
+
+    kind: Kind
+    first: int
+    last: int
+    start: float
+    end: float
+    lane: str
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+def push(problem: Stage, groups: Groups, start: float = 0.0) -> list[Task]:
+    """Backward from `start`, and the pushes of its gradients."""
+    tasks = _compute("backward", problem, range(problem.layers, 0, -1), start)
+    ready = {task.first: task.end for task in tasks}
+    free = start
+    for (first, last), seconds in reversed(list(zip(groups, message_times(problem, groups)))):
+        begin = max(free, ready[first])
+        free = begin + float(seconds)
+        tasks.append(Task("push", first, last, begin, free, SEND))
+    return tasks
+
+
+def pull(problem: Stage, groups: Groups, start: float = 0.0, lane: str = SEND) -> list[Task]:
+    """Pulls from `start`, and the forward pass over what they bring. Layers above the last group are there already."""
+    tasks: list[Task] = []
+    arrival = np.full(problem.layers + 1, start)
+    free = start
+    for (first, last), seconds in zip(groups, message_times(problem, groups)):
+        tasks.append(Task("pull", first, last, free, free + float(seconds), lane))
+        free += float(seconds)
+        arrival[first : last + 1] = free
+    done = start
+    for layer in range(1, problem.layers + 1):
+        begin = max(done, float(arrival[layer]))
+        done = begin + float(problem.compute[layer - 1])
+        tasks.append(Task("forward", layer, layer, begin, done, COMPUTE))
+    return tasks
+
+
+def both(push_stage: Stage, pull_stage: Stage, plan: JointPlan, link: Link) -> list[Task]:
+    """From the start of a backward pass to the end of the next forward pass (strategies/joint.py)."""
+    tasks = _compute("backward", push_stage, range(push_stage.layers, 0, -1), 0.0)
+    ready = {task.first: task.end for task in tasks}
+    receive_lane = SEND if link == "shared" else RECEIVE
+    pushed, received = 0.0, 0.0
+    sizes = zip(plan.push, message_times(push_stage, plan.push), message_times(pull_stage, plan.push))
+    for (first, last), out, back in reversed(list(sizes)):
+        begin = max(pushed, ready[first])
+        pushed = begin + float(out)
+        tasks.append(Task("push", first, last, begin, pushed, SEND))
+        if first >= plan.first_early_layer:
+            begin = max(received, pushed)
+            received = begin + float(back)
+            tasks.append(Task("pull", first, last, begin, received, receive_lane))
+            if link == "shared":
+                pushed = received
+    return tasks + pull(pull_stage, plan.pull, max(pushed, received), receive_lane)
+
+
+def push_iteration(profile: Profile, groups: Groups, nodes: int | None = None) -> list[Task]:
+    """MG-WFBP's iteration: the forward pass, then backward with allreduces (Eq. 21)."""
+    forward = _compute("forward", profile.pull(), range(1, len(profile.layers) + 1), 0.0)
+    return forward + push(profile.push(nodes), groups, forward[-1].end)
+
+
+def pull_iteration(profile: Profile, groups: Groups, nodes: int | None = None) -> list[Task]:
+    """iBatch's overlap alone: pulls with the forward pass, then the backward pass; no push."""
+    tasks = pull(profile.pull(), groups)
+    return tasks + _compute("backward", profile.push(nodes), range(len(profile.layers), 0, -1), end(tasks))
+
+
+def end(tasks: Iterable[Task]) -> float:
+    """Seconds at which the last task ends."""
+    return max(task.end for task in tasks)
+
+
+def hidden_share(tasks: Sequence[Task]) -> float:
+    """Share of the communication's seconds during which something was computed; 1.0 where nothing was sent.
+
+    Works on predicted and on measured tasks alike.
+    """
+    busy = _union([(task.start, task.end) for task in tasks if task.lane == COMPUTE])
+    messages = [task for task in tasks if task.lane != COMPUTE]
+    total = sum(task.seconds for task in messages)
+    hidden = sum(max(0.0, min(task.end, stop) - max(task.start, begin)) for task in messages for begin, stop in busy)
+    return hidden / total if total else 1.0
+
+
+def _compute(kind: Kind, problem: Stage, order: Iterable[int], start: float) -> list[Task]:
+    tasks = []
+    for layer in order:
+        stop = start + float(problem.compute[layer - 1])
+        tasks.append(Task(kind, layer, layer, start, stop, COMPUTE))
+        start = stop
+    return tasks
+
+
+def _union(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    merged: list[tuple[float, float]] = []
+    for begin, stop in sorted(intervals):
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], stop)
+        else:
+            merged.append((begin, stop))
+    return merged
