@@ -13,8 +13,8 @@ from collectives.topology import parse
 from launch.command import LauncherError
 from launch.lab import client
 from launch.lab.client import LabError
+from launch.lab.layout import lay_out
 from launch.lab.needs import missing
-from launch.lab.plan import lay_out
 from launch.run import execute
 
 SUFFIXES = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}

@@ -59,7 +59,7 @@ def _open_mpi_settings() -> tuple[str, ...]:
 
 
 def _hydra_settings() -> tuple[str, ...]:
-    """Data by libfabric's tcp over the vip: a build with UCX would choose by itself, and cross the management network."""
+    """Data by libfabric's tcp over the vip: a build with UCX, left alone, crosses the management network."""
     launcher = ("-launcher", "ssh", "-launcher-exec", AGENT, "-iface", "m0")
     values = {"MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp", "FI_TCP_IFACE": "vip0"}
     return (*launcher, *(word for name, value in values.items() for word in ("-genv", name, value)))
