@@ -8,7 +8,7 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from mpips.optimizers.base import Scaled, State, at_least_zero, below_one, scaled_gradient
+from mpips.optimizers.base import Numbers, Scaled, State, at_least_zero, below_one, scaled
 
 
 class Moments(NamedTuple):
@@ -19,11 +19,6 @@ class Moments(NamedTuple):
 
     first: np.ndarray
     second: np.ndarray
-
-
-class _Coefficients(NamedTuple):
-    rate: float
-    epsilon: float
 
 
 @dataclass(frozen=True)
@@ -48,25 +43,27 @@ class Adam(Scaled):
     def _state(self, arrays: tuple[np.ndarray, ...]) -> State:
         return Moments(*arrays)
 
-    def _coefficients(self, step: int) -> _Coefficients:
+    def _numbers(self, step: int) -> tuple[float, ...]:
         # With first = m / (1 - beta1) and second = v / (1 - beta2), all factors end in one rate and one epsilon.
         size = math.sqrt((1 - self.beta2) / (1 - self.beta2**step))
         rate = self.learning_rate * (1 - self.beta1) / (1 - self.beta1**step) / size
-        return _Coefficients(rate, self.epsilon / size)
+        return self.beta1, self.beta2, rate, self.epsilon / size, 1 - self.learning_rate * self.weight_decay
 
-    def _block(
-        self, w: np.ndarray, g: np.ndarray, state: State, scratch: np.ndarray, coefficients: _Coefficients
-    ) -> None:
+    def _block(self, w: np.ndarray, g: np.ndarray, state: State, scratch: np.ndarray, numbers: Numbers) -> None:
+        self._step(w, self._scaled(w, g, scratch), state, scratch, numbers)
+
+    def _step(self, w: np.ndarray, d: np.ndarray, state: State, scratch: np.ndarray, numbers: Numbers) -> None:
         first, second = state
-        np.multiply(first, self.beta1, out=first)
-        np.add(first, g, out=first)
-        np.multiply(g, g, out=scratch)
-        np.multiply(second, self.beta2, out=second)
+        beta1, beta2, rate, epsilon, _ = numbers
+        np.multiply(first, beta1, out=first)
+        np.add(first, d, out=first)
+        np.multiply(d, d, out=scratch)
+        np.multiply(second, beta2, out=second)
         np.add(second, scratch, out=second)
         np.sqrt(second, out=scratch)
-        np.add(scratch, coefficients.epsilon, out=scratch)
+        np.add(scratch, epsilon, out=scratch)
         np.divide(first, scratch, out=scratch)
-        np.multiply(scratch, coefficients.rate, out=scratch)
+        np.multiply(scratch, rate, out=scratch)
         np.subtract(w, scratch, out=w)
 
 
@@ -79,12 +76,7 @@ class AdamW(Adam):
 
     weight_decay: float = 0.01
 
-    def _gradient(self, weights: np.ndarray, gradient: np.ndarray, dtype: np.dtype) -> np.ndarray:
-        return scaled_gradient(weights, gradient, dtype, self.rescale, 0.0)
-
-    def _block(
-        self, w: np.ndarray, g: np.ndarray, state: State, scratch: np.ndarray, coefficients: _Coefficients
-    ) -> None:
+    def _block(self, w: np.ndarray, g: np.ndarray, state: State, scratch: np.ndarray, numbers: Numbers) -> None:
         if self.weight_decay:
-            np.multiply(w, 1 - self.learning_rate * self.weight_decay, out=w)
-        super()._block(w, g, state, scratch, coefficients)
+            np.multiply(w, numbers[-1], out=w)
+        self._step(w, scaled(g, self.rescale), state, scratch, numbers)

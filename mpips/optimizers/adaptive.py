@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from mpips.optimizers.base import Scaled, State, at_least_zero, below_one
+from mpips.optimizers.base import Numbers, Scaled, State, at_least_zero, below_one
 
 
 class Squares(NamedTuple):
@@ -33,11 +33,15 @@ class AdaGrad(Scaled):
     def _state(self, arrays: tuple[np.ndarray, ...]) -> State:
         return Squares(*arrays)
 
-    def _block(self, w: np.ndarray, g: np.ndarray, state: State, scratch: np.ndarray, coefficients: Any) -> None:
+    def _numbers(self, step: int) -> tuple[float, ...]:
+        return self.learning_rate, self.epsilon
+
+    def _block(self, w: np.ndarray, g: np.ndarray, state: State, scratch: np.ndarray, numbers: Numbers) -> None:
+        d = self._scaled(w, g, scratch)
         (squares,) = state
-        np.multiply(g, g, out=scratch)
+        np.multiply(d, d, out=scratch)
         np.add(squares, scratch, out=squares)
-        _step(w, g, squares, scratch, self.learning_rate, self.epsilon)
+        _step(w, d, squares, scratch, *numbers)
 
 
 @dataclass(frozen=True)
@@ -59,20 +63,25 @@ class RMSProp(Scaled):
     def _state(self, arrays: tuple[np.ndarray, ...]) -> State:
         return Squares(*arrays)
 
-    def _block(self, w: np.ndarray, g: np.ndarray, state: State, scratch: np.ndarray, coefficients: Any) -> None:
+    def _numbers(self, step: int) -> tuple[float, ...]:
+        return self.decay, 1 - self.decay, self.learning_rate, self.epsilon
+
+    def _block(self, w: np.ndarray, g: np.ndarray, state: State, scratch: np.ndarray, numbers: Numbers) -> None:
+        d = self._scaled(w, g, scratch)
         (squares,) = state
-        np.multiply(squares, self.decay, out=squares)
-        np.multiply(g, g, out=scratch)
-        np.multiply(scratch, 1 - self.decay, out=scratch)
+        decay, rest, rate, epsilon = numbers
+        np.multiply(squares, decay, out=squares)
+        np.multiply(d, d, out=scratch)
+        np.multiply(scratch, rest, out=scratch)
         np.add(squares, scratch, out=squares)
-        _step(w, g, squares, scratch, self.learning_rate, self.epsilon)
+        _step(w, d, squares, scratch, rate, epsilon)
 
 
 def _step(
-    w: np.ndarray, g: np.ndarray, squares: np.ndarray, scratch: np.ndarray, learning_rate: float, epsilon: float
+    w: np.ndarray, d: np.ndarray, squares: np.ndarray, scratch: np.ndarray, rate: np.ndarray, epsilon: np.ndarray
 ) -> None:
     np.sqrt(squares, out=scratch)
     np.add(scratch, epsilon, out=scratch)
-    np.divide(g, scratch, out=scratch)
-    np.multiply(scratch, learning_rate, out=scratch)
+    np.divide(d, scratch, out=scratch)
+    np.multiply(scratch, rate, out=scratch)
     np.subtract(w, scratch, out=w)

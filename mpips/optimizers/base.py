@@ -11,8 +11,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 State = Sequence[np.ndarray]
+Numbers = Sequence[np.ndarray]
 
-BLOCK_BYTES = 128 * 1024
+BLOCK_BYTES = 256 * 1024
 """Bytes of one array that a block covers: the arrays of an update then stay in cache between its passes."""
 
 _local = threading.local()
@@ -75,20 +76,21 @@ class Optimizer:
         """
         self._check(weights, gradient, state, step)
         dtype = working_dtype(weights.dtype)
-        coefficients = self._coefficients(step)
+        # As 0-d arrays: NumPy would convert a Python number again in every pass over every block.
+        numbers = [np.array(number, dtype) for number in self._numbers(step)]
         length = BLOCK_BYTES // dtype.itemsize
+        block = self._block if weights.dtype == dtype else self._wide_block
         for start in range(0, weights.size, length):
             part = slice(start, start + length)
-            w, g = weights[part], gradient[part]
-            pieces = [s[part] for s in state]
-            scratch = _scratch("update", dtype, w.size)
-            if w.dtype == dtype:
-                self._block(w, self._gradient(w, g, dtype), pieces, scratch, coefficients)
-            else:
-                wide, wide_g = _scratch("weights", dtype, w.size), _scratch("gradient", dtype, w.size)
-                wide[...], wide_g[...] = w, g
-                self._block(wide, self._gradient(wide, wide_g, dtype), pieces, scratch, coefficients)
-                w[...] = wide
+            w = weights[part]
+            block(w, gradient[part], [s[part] for s in state], _scratch("update", dtype, w.size), numbers)
+
+    def _wide_block(self, w: np.ndarray, g: np.ndarray, state: State, scratch: np.ndarray, numbers: Numbers) -> None:
+        """A block of 16-bit weights: computed in the dtype of `scratch`, rounded once."""
+        wide_w, wide_g = _scratch("weights", scratch.dtype, w.size), _scratch("gradient", scratch.dtype, w.size)
+        wide_w[...], wide_g[...] = w, g
+        self._block(wide_w, wide_g, state, scratch, numbers)
+        w[...] = wide_w
 
     def _check(self, weights: np.ndarray, gradient: np.ndarray, state: State, step: int) -> None:
         if gradient.shape != weights.shape or gradient.dtype != weights.dtype or weights.ndim != 1:
@@ -112,15 +114,12 @@ class Optimizer:
     def _state(self, arrays: tuple[np.ndarray, ...]) -> State:
         return arrays
 
-    def _gradient(self, weights: np.ndarray, gradient: np.ndarray, dtype: np.dtype) -> np.ndarray:
-        """The gradient a block works with; a subclass with rescale or weight decay gives a scratch block."""
-        return gradient
+    def _numbers(self, step: int) -> tuple[float, ...]:
+        """Numbers that all blocks of this update need."""
+        return ()
 
-    def _coefficients(self, step: int) -> Any:
-        """Numbers that are the same for all blocks of this update."""
-        return None
-
-    def _block(self, w: np.ndarray, g: np.ndarray, state: State, scratch: np.ndarray, coefficients: Any) -> None:
+    def _block(self, w: np.ndarray, g: np.ndarray, state: State, scratch: np.ndarray, numbers: Numbers) -> None:
+        """Update one block in place; `scratch` is free for use, `g` is not."""
         raise NotImplementedError
 
 
@@ -139,25 +138,22 @@ class Scaled(Optimizer):
         super().__post_init__()
         at_least_zero(self, "learning_rate", "weight_decay")
 
-    def _gradient(self, weights: np.ndarray, gradient: np.ndarray, dtype: np.dtype) -> np.ndarray:
-        return scaled_gradient(weights, gradient, dtype, self.rescale, self.weight_decay)
+    def _scaled(self, w: np.ndarray, g: np.ndarray, scratch: np.ndarray) -> np.ndarray:
+        """`rescale * g + weight_decay * w` in a block of its own, or `g` itself where that is the same."""
+        return decayed(w, scaled(g, self.rescale), self.weight_decay, scratch)
 
 
-def scaled_gradient(
-    weights: np.ndarray, gradient: np.ndarray, dtype: np.dtype, rescale: float, weight_decay: float
-) -> np.ndarray:
-    """`rescale * gradient + weight_decay * weights` in scratch, or the gradient itself where that is the same."""
-    if rescale == 1.0 and weight_decay == 0.0:
-        return gradient
-    scaled = _scratch("scaled", dtype, gradient.size)
+def scaled(g: np.ndarray, rescale: float) -> np.ndarray:
+    """`rescale * g` in a block of scratch, or `g` itself where that is the same."""
+    return g if rescale == 1.0 else np.multiply(g, rescale, out=_scratch("scaled", g.dtype, g.size))
+
+
+def decayed(w: np.ndarray, g: np.ndarray, weight_decay: float, scratch: np.ndarray) -> np.ndarray:
+    """`g + weight_decay * w` in a block of scratch, or `g` itself where that is the same."""
     if weight_decay == 0.0:
-        return np.multiply(gradient, rescale, out=scaled)
-    np.multiply(weights, weight_decay, out=scaled)
-    if rescale == 1.0:
-        return np.add(scaled, gradient, out=scaled)
-    term = _scratch("update", dtype, gradient.size)
-    np.multiply(gradient, rescale, out=term)
-    return np.add(scaled, term, out=scaled)
+        return g
+    np.multiply(w, weight_decay, out=scratch)
+    return np.add(g, scratch, out=_scratch("scaled", g.dtype, g.size))
 
 
 def at_least_zero(optimizer: Optimizer, *names: str) -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from mpips.optimizers.base import Optimizer, State, scaled_gradient
+from mpips.optimizers.base import Numbers, Optimizer, State, scaled
 
 
 @dataclass(frozen=True)
@@ -20,12 +19,12 @@ class _Elastic(Optimizer):
         if not 0 < self.alpha <= 1:
             raise ValueError(f"{type(self).__name__}(alpha={self.alpha}): give a number in (0, 1]")
 
-    def _gradient(self, weights: np.ndarray, gradient: np.ndarray, dtype: np.dtype) -> np.ndarray:
-        return scaled_gradient(weights, gradient, dtype, self.rescale, 0.0)
+    def _numbers(self, step: int) -> tuple[float, ...]:
+        return (self.alpha,)
 
-    def _block(self, w: np.ndarray, g: np.ndarray, state: State, scratch: np.ndarray, coefficients: Any) -> None:
-        np.subtract(g, w, out=scratch)
-        np.multiply(scratch, self.alpha, out=scratch)
+    def _block(self, w: np.ndarray, g: np.ndarray, state: State, scratch: np.ndarray, numbers: Numbers) -> None:
+        np.subtract(scaled(g, self.rescale), w, out=scratch)
+        np.multiply(scratch, numbers[0], out=scratch)
         np.add(w, scratch, out=w)
 
 

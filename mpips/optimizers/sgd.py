@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from mpips.optimizers.base import Optimizer, Scaled, State, below_one
+from mpips.optimizers.base import Numbers, Optimizer, Scaled, State, below_one
 
 
 class Momentum(NamedTuple):
@@ -40,20 +40,25 @@ class SGD(Scaled):
     def _state(self, arrays: tuple[np.ndarray, ...]) -> State:
         return Momentum(*arrays) if arrays else arrays
 
-    def _block(self, w: np.ndarray, g: np.ndarray, state: State, scratch: np.ndarray, coefficients: Any) -> None:
+    def _numbers(self, step: int) -> tuple[float, ...]:
+        return self.learning_rate, self.momentum
+
+    def _block(self, w: np.ndarray, g: np.ndarray, state: State, scratch: np.ndarray, numbers: Numbers) -> None:
+        d = self._scaled(w, g, scratch)
+        rate, momentum = numbers
         if not self.momentum:
-            np.multiply(g, self.learning_rate, out=scratch)
+            np.multiply(d, rate, out=scratch)
             np.subtract(w, scratch, out=w)
             return
         (velocity,) = state
-        np.multiply(velocity, self.momentum, out=velocity)
-        np.add(velocity, g, out=velocity)
+        np.multiply(velocity, momentum, out=velocity)
+        np.add(velocity, d, out=velocity)
         if self.nesterov:
-            np.multiply(velocity, self.momentum, out=scratch)
-            np.add(scratch, g, out=scratch)
-            np.multiply(scratch, self.learning_rate, out=scratch)
+            np.multiply(velocity, momentum, out=scratch)
+            np.add(scratch, d, out=scratch)
+            np.multiply(scratch, rate, out=scratch)
         else:
-            np.multiply(velocity, self.learning_rate, out=scratch)
+            np.multiply(velocity, rate, out=scratch)
         np.subtract(w, scratch, out=w)
 
 
@@ -63,6 +68,6 @@ class Add(Optimizer):
 
     rescale: float = 1.0
 
-    def _block(self, w: np.ndarray, g: np.ndarray, state: State, scratch: np.ndarray, coefficients: Any) -> None:
+    def _block(self, w: np.ndarray, g: np.ndarray, state: State, scratch: np.ndarray, numbers: Numbers) -> None:
         np.multiply(g, self.rescale, out=scratch)
         np.add(w, scratch, out=w)

@@ -1,0 +1,164 @@
+"""`mpips bench optimizers`: server-side updates beside PyTorch's fused ones, one thread each, in one run."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from mpips import optimizers
+
+CASES = (
+    optimizers.SGD(learning_rate=0.01, momentum=0.9),
+    optimizers.Adam(learning_rate=0.001),
+    optimizers.SGD(learning_rate=0.01),
+    optimizers.SGD(learning_rate=0.01, momentum=0.9, nesterov=True),
+    optimizers.AdaGrad(learning_rate=0.01),
+    optimizers.RMSProp(learning_rate=0.01),
+    optimizers.AdamW(learning_rate=0.001),
+)
+
+Step = Callable[[], Any]
+
+
+class Case(NamedTuple):
+    """One optimizer's times in ms, medians over the repeats; torch_* are None where PyTorch is not there."""
+
+    optimizer: str
+    elements: int
+    mpips_ms: float
+    copy_ms: float
+    torch_ms: float | None
+    ratio: float | None
+    torch_setting: str | None
+    largest_difference: float | None
+
+
+def label(optimizer: optimizers.Optimizer) -> str:
+    """The optimizer's name, with its kind of momentum."""
+    name = type(optimizer).__name__
+    if isinstance(optimizer, optimizers.SGD) and optimizer.momentum:
+        return f"{name} nesterov" if optimizer.nesterov else f"{name} momentum"
+    return name
+
+
+def ours(optimizer: optimizers.Optimizer, weights: np.ndarray, gradient: np.ndarray) -> Step:
+    """One update per call, on `weights` in place."""
+    state, steps = optimizer.init(weights), iter(range(1, 10**9))
+    return lambda: optimizer.update(weights, gradient, state, next(steps))
+
+
+def theirs(torch: Any, optimizer: Any, weights: np.ndarray, gradient: np.ndarray, fused: bool) -> Step:
+    """PyTorch's step for the same update, on the memory of `weights`; RuntimeError where it has no fused one."""
+    parameter = torch.nn.Parameter(torch.from_numpy(weights))
+    parameter.grad = torch.from_numpy(gradient)
+    options: dict[str, Any] = (
+        {"lr": optimizer.learning_rate, "fused": True} if fused else {"lr": optimizer.learning_rate}
+    )
+    if isinstance(optimizer, optimizers.Adam):
+        kind = torch.optim.AdamW if isinstance(optimizer, optimizers.AdamW) else torch.optim.Adam
+        options |= {"betas": (optimizer.beta1, optimizer.beta2), "eps": optimizer.epsilon}
+        options |= {"weight_decay": optimizer.weight_decay}
+    elif isinstance(optimizer, optimizers.AdaGrad):
+        kind = torch.optim.Adagrad
+    elif isinstance(optimizer, optimizers.RMSProp):
+        kind = torch.optim.RMSprop
+        options |= {"alpha": optimizer.decay}
+    else:
+        kind = torch.optim.SGD
+        options |= {"momentum": optimizer.momentum, "nesterov": optimizer.nesterov}
+    return kind([parameter], **options).step
+
+
+def best_of_torch(torch: Any, optimizer: Any, weights: np.ndarray, gradient: np.ndarray) -> tuple[Step, str]:
+    """The fused step where this PyTorch has one for the optimizer on the CPU, otherwise its default."""
+    try:
+        return theirs(torch, optimizer, weights, gradient, fused=True), "fused"
+    except (RuntimeError, TypeError):
+        return theirs(torch, optimizer, weights, gradient, fused=False), "default"
+
+
+def milliseconds(step: Step) -> float:
+    """How long one call takes."""
+    start = time.perf_counter()
+    step()
+    return 1e3 * (time.perf_counter() - start)
+
+
+def measure(optimizer: Any, elements: int, repeats: int, torch: Any) -> Case:
+    """Alternate one update of each side, `repeats` times after one untimed: medians, and the largest difference."""
+    rng = np.random.default_rng(0)
+    start, gradient = rng.random(elements, np.float32), rng.random(elements, np.float32)
+    weights, spare = start.copy(), np.zeros_like(start)
+    steps: dict[str, Step] = {"mpips": ours(optimizer, weights, gradient), "copy": lambda: np.copyto(spare, start)}
+    setting, other = None, start.copy()
+    if torch is not None:
+        steps["torch"], setting = best_of_torch(torch, optimizer, other, gradient)
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(repeats + 1):
+        for name, step in steps.items():
+            times[name].append(milliseconds(step))
+    median = {name: statistics.median(values[1:]) for name, values in times.items()}
+    return Case(
+        optimizer=label(optimizer),
+        elements=elements,
+        mpips_ms=median["mpips"],
+        copy_ms=median["copy"],
+        torch_ms=median.get("torch"),
+        ratio=median["mpips"] / median["torch"] if torch else None,
+        torch_setting=setting,
+        largest_difference=float(np.abs(weights - other).max()) if torch else None,
+    )
+
+
+def table(cases: list[Case]) -> Table:
+    """The cases as a table."""
+    view = Table(title=f"One update of {cases[0].elements:,} float32, one thread, median ms")
+    for column in ("optimizer", "mpips", "PyTorch", "mpips / PyTorch", "one copy", "largest difference"):
+        view.add_column(column, justify="left" if column == "optimizer" else "right")
+    for case in cases:
+        beside = (
+            ("-", "-")
+            if case.torch_ms is None
+            else (f"{case.torch_ms:.1f} ({case.torch_setting})", f"{case.ratio:.2f}")
+        )
+        apart = "-" if case.largest_difference is None else f"{case.largest_difference:.1e}"
+        view.add_row(case.optimizer, f"{case.mpips_ms:.1f}", *beside, f"{case.copy_ms:.1f}", apart)
+    return view
+
+
+def load_torch() -> tuple[Any, str]:
+    """PyTorch with one thread, or None and the reason why it is left out."""
+    try:
+        import torch
+    except ImportError as error:
+        return None, f"PyTorch is left out: {error}; install it beside mpips: pip install torch"
+    torch.set_num_threads(1)
+    return torch, f"PyTorch {torch.__version__}, one thread"
+
+
+@click.command("optimizers")
+@click.option("--elements", default=25_000_000, show_default=True, help="float32 elements of the array.")
+@click.option("--repeats", default=9, show_default=True, help="Timed updates of each side, alternating.")
+@click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write the cases as JSON.")
+def command(elements: int, repeats: int, json_path: Path | None) -> None:
+    """Time server-side optimizer updates, beside PyTorch's fused ones where PyTorch is installed."""
+    torch, reason = load_torch()
+    cases = [measure(optimizer, elements, repeats, torch) for optimizer in CASES]
+    console = Console()
+    console.print(table(cases))
+    console.print(reason)
+    if json_path:
+        json_path.write_text(json.dumps([case._asdict() for case in cases], indent=1))
+
+
+if __name__ == "__main__":
+    command()
