@@ -1,0 +1,1 @@
+"""Microbenchmarks of the collectives: `mpips bench` or `mpirun -n P python -m collectives.bench`."""

@@ -1,0 +1,190 @@
+"""`mpips bench COLLECTIVE --ranks P` or `mpirun -n P python -m collectives.bench COLLECTIVE`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from typing import Any
+
+import click
+import numpy as np
+from mpi4py import MPI
+from rich.console import Console
+from rich.progress import Progress
+
+from collectives.bench import overlap, pt2pt, report, rivals
+from collectives.bench.case import ARRAYS, BUS_FACTOR, MPI_NAME, Candidate, Case
+from collectives.bench.harness import Timing, measure
+from collectives.bench.report import Row
+from collectives.bench.sizes import parse_sizes
+
+CASES = (*BUS_FACTOR, "pt2pt", "overlap")
+
+
+def _words(text: str) -> list[str]:
+    """The comma-separated words of `text`, but not split inside brackets: "ring,bcube(n=2,k=2)"."""
+    words, depth = [""], 0
+    for letter in text:
+        depth += (letter == "(") - (letter == ")")
+        if letter == "," and depth == 0:
+            words.append("")
+        else:
+            words[-1] += letter
+    return [word.strip() for word in words if word.strip()]
+
+
+@click.command()
+@click.argument("collective", type=click.Choice(CASES))
+@click.option("--sizes", default="1KiB:64MiB", show_default=True, help="MIN:MAX[:FACTOR] or a list of sizes")
+@click.option("--algorithms", default="auto", show_default=True, help="comma-separated; also native and gloo")
+@click.option("--arrays", default="private,empty", show_default=True, help="private: ordinary; empty: node-shared")
+@click.option("--dtype", default="float32", show_default=True)
+@click.option("--op", type=click.Choice(tuple(rivals.OPS)), default="sum", show_default=True)
+@click.option("--seconds", default=1.0, show_default=True, help="time to spend on each size")
+@click.option("--check", is_flag=True, help="count wrong elements; exit 1 if there are any")
+@click.option("--json", "json_path", type=click.Path(dir_okay=False), help="write the rows as JSON")
+@click.option("--csv", "csv_path", type=click.Path(dir_okay=False), help="write the rows as CSV")
+@click.option("--plot", "plot_path", type=click.Path(dir_okay=False), help="draw time and bandwidth (PNG)")
+def command(
+    collective: str, sizes: str, algorithms: str, arrays: str, dtype: str, op: str, seconds: float, check: bool,
+    json_path: str | None, csv_path: str | None, plot_path: str | None,
+) -> None:  # fmt: skip
+    """Time a collective over the ranks of the job, beside the MPI's own best call in the same run.
+
+    Times are of one call on the slowest rank. `pt2pt` is a ping-pong of ranks 0 and 1; `overlap` an allreduce beside
+    compute. Start the ranks with `mpips bench ... --ranks P` or with mpirun.
+    """
+    comm = MPI.COMM_WORLD
+    try:
+        element = np.dtype(_named(dtype))
+        counts = [size // element.itemsize for size in parse_sizes(sizes)]
+    except (TypeError, ValueError) as error:
+        raise click.UsageError(str(error)) from None
+    kinds = _words(arrays)
+    if unknown := [kind for kind in kinds if kind not in ARRAYS]:
+        raise click.UsageError(f"--arrays {unknown[0]!r} is none of {', '.join(ARRAYS)}")
+    title = f"{collective}, {comm.size} ranks"
+    if collective == "overlap":
+        _overlap(comm, counts, element, _words(algorithms), kinds, seconds, title, json_path)
+        return
+    rows: list[Row] = []
+    with Progress(transient=True, console=Console(stderr=True)) if comm.rank == 0 else nullcontext() as progress:
+        advance = _advancing(progress, title, len(counts))
+        for n in counts:
+            if collective == "pt2pt":
+                rows += _pt2pt(comm, n, element, seconds)
+            else:
+                rows += _collective(Case(collective, op, element, n, comm), _words(algorithms), kinds, seconds, check)
+            advance()
+    if comm.rank == 0:
+        report.print_table(rows, title)
+        _write(rows, title, json_path, csv_path, plot_path)
+    if any(row.wrong for row in rows):
+        sys.exit(1)
+
+
+def _named(dtype: str) -> Any:
+    if dtype != "bfloat16":
+        return dtype
+    try:
+        import ml_dtypes
+    except ImportError:
+        raise ValueError("bfloat16 needs the package ml_dtypes: pip install ml_dtypes") from None
+    return ml_dtypes.bfloat16
+
+
+def _advancing(progress: Progress | None, title: str, steps: int) -> Callable[[], None]:
+    if progress is None:
+        return lambda: None
+    task = progress.add_task(title, total=steps)
+    return lambda: progress.advance(task)
+
+
+def _write(rows: list[Row], title: str, json_path: str | None, csv_path: str | None, plot_path: str | None) -> None:
+    if json_path:
+        report.write_json(rows, json_path)
+    if csv_path:
+        report.write_csv(rows, csv_path)
+    if plot_path:
+        report.draw(rows, plot_path, title)
+
+
+def _collective(case: Case, algorithms: list[str], arrays: list[str], seconds: float, check: bool) -> list[Row]:
+    """Rows of one size: the MPI's best first, then every algorithm on every kind of array."""
+    native = case.mpi()
+    chosen = list(_candidates(case, algorithms, arrays))
+    try:
+        faults = [candidate.check() if check else None for candidate in chosen]
+        timings = measure(case.comm, [c.run for c in [*native, *chosen]], seconds)
+    finally:
+        for candidate in chosen:
+            candidate.close()
+    best = min(timings[: len(native)], key=lambda t: t.median, default=None)
+    rows = [] if best is None else [_row(case, MPI_NAME, "private", best, None, best, None)]
+    for candidate, timing, wrong in zip(chosen, timings[len(native) :], faults):
+        rows.append(_row(case, candidate.algorithm, candidate.array, timing, wrong, best, candidate.predicted))
+    return rows
+
+
+def _candidates(case: Case, algorithms: list[str], arrays: list[str]) -> Iterable[Candidate]:
+    for algorithm in algorithms:
+        if algorithm == "gloo":
+            reason = rivals.why_no_gloo(case.kind, case.dtype)
+            if reason is None:
+                yield case.gloo()
+            elif case.comm.rank == 0:
+                click.echo(f"gloo is left out: {reason}", err=True)
+            continue
+        for array in arrays:
+            try:
+                yield case.plan(algorithm, array)
+            except ValueError as error:
+                raise click.UsageError(str(error)) from None
+
+
+def _row(
+    case: Case, algorithm: str, array: str, t: Timing, wrong: int | None, native: Timing | None, predicted: float | None
+) -> Row:  # fmt: skip
+    nbytes = case.n * case.dtype.itemsize
+    algbw = nbytes / t.median / 1e9
+    return Row(
+        case.kind, algorithm, array, case.dtype.name, case.op, case.comm.size, nbytes, case.n,
+        1e6 * t.least, 1e6 * t.median, 1e6 * t.p99, algbw, algbw * BUS_FACTOR[case.kind](case.comm.size), wrong,
+        None if native is None else native.median / t.median, None if predicted is None else 1e6 * predicted,
+    )  # fmt: skip
+
+
+def _pt2pt(comm: MPI.Comm, n: int, dtype: np.dtype[Any], seconds: float) -> list[Row]:
+    try:
+        timings = pt2pt.ping_pong(comm, np.zeros(n, dtype), seconds)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+    rows = []
+    for name, t in timings.items():
+        rate = n * dtype.itemsize / t.median / 1e9
+        rows.append(
+            Row("pt2pt", name, "private", dtype.name, "none", comm.size, n * dtype.itemsize, n, 1e6 * t.least,
+                1e6 * t.median, 1e6 * t.p99, rate, rate, None, timings["blocking"].median / t.median)
+        )  # fmt: skip
+    return rows
+
+
+def _overlap(
+    comm: MPI.Comm, counts: list[int], dtype: np.dtype[Any], algorithms: list[str], arrays: list[str], seconds: float,
+    title: str, json_path: str | None,
+) -> None:  # fmt: skip
+    rows = []
+    for n in counts:
+        for algorithm in algorithms:
+            for array in arrays:
+                x = Case("allreduce", "sum", dtype, n, comm).arrays(array)[0]
+                rows.append(overlap.measure_overlap(comm, algorithm, x, array, seconds))
+    if comm.rank == 0:
+        overlap.print_overlap(rows, title)
+        if json_path:
+            overlap.write_overlap(rows, json_path)
+
+
+if __name__ == "__main__":
+    command()

@@ -1,0 +1,115 @@
+"""One size of one collective: its arrays, the callables to time, and the check of what they give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from mpi4py import MPI
+from numpy.typing import NDArray
+
+import collectives
+from collectives.bench import data, rivals
+from collectives.schedule import cut
+
+ARRAYS = ("private", "empty")
+MPI_NAME = "MPI"
+
+BUS_FACTOR: dict[str, Callable[[int], float]] = {
+    "allreduce": lambda p: 2 * (p - 1) / p,
+    "reduce_scatter": lambda p: (p - 1) / p,
+    "allgather": lambda p: (p - 1) / p,
+    "alltoall": lambda p: (p - 1) / p,
+    "broadcast": lambda p: 1.0,
+    "reduce": lambda p: 1.0,
+}
+"""busbw / algbw over p ranks, as nccl-tests define it (doc/PERFORMANCE.md there); `bytes` is the larger buffer."""
+
+IN_PLACE = ("allreduce", "broadcast")
+
+
+class Candidate(NamedTuple):
+    """A way to do the collective: what to time, and the wrong elements it leaves (None: not checked)."""
+
+    algorithm: str
+    array: str
+    run: Callable[[], object]
+    check: Callable[[], int]
+    close: Callable[[], object]
+    predicted: float | None
+
+
+class Case(NamedTuple):
+    """A collective of `n` elements of `dtype` in its larger buffer, on every rank of `comm`."""
+
+    kind: str
+    op: str
+    dtype: np.dtype[Any]
+    n: int
+    comm: MPI.Comm
+
+    @property
+    def bounds(self) -> list[int]:
+        """Rank r's block is elements bounds[r] .. bounds[r+1]."""
+        return [int(cut(self.n, self.comm.size, r)) for r in range(self.comm.size + 1)]
+
+    def arrays(self, array: str) -> tuple[NDArray[Any], NDArray[Any]]:
+        """(source, result) of zeros, the same array where the collective works in place."""
+        blocks = np.diff(self.bounds)
+        own = int(blocks[self.comm.rank])
+        sizes = {
+            "reduce_scatter": (self.n, own),
+            "allgather": (own, self.n),
+            "alltoall": (self.n, own * self.comm.size),
+        }
+        into, out = sizes.get(self.kind, (self.n, self.n))
+        source = self._zeros(into, array)
+        return source, source if self.kind in IN_PLACE else self._zeros(out, array)
+
+    def _zeros(self, n: int, array: str) -> NDArray[Any]:
+        x = collectives.empty(n, self.dtype, self.comm) if array == "empty" else np.empty(n, self.dtype)
+        x.fill(0)
+        return x
+
+    def plan(self, algorithm: str, array: str) -> Candidate:
+        """Our own plan. Collective; ValueError where the algorithm does not serve this case."""
+        source, result = self.arrays(array)
+        out = None if self.kind in IN_PLACE else result
+        plan = collectives.plan(self.kind, source, self.comm, op=self.op, algorithm=algorithm, out=out)
+        check = self._check(plan, source, result)
+        return Candidate(algorithm, array, plan, check, plan.free, plan.predicted_seconds)
+
+    def mpi(self) -> list[Candidate]:
+        """The MPI's own blocking and non-blocking call, on private arrays."""
+        source, result = self.arrays("private")
+        blocks = [int(b) for b in np.diff(self.bounds)]
+        calls = rivals.mpi_calls(self.kind, self.op, self.comm, source, result, blocks)
+        return [Candidate(MPI_NAME, "private", call, lambda: 0, lambda: None, None) for call in calls]
+
+    def gloo(self) -> Candidate:
+        """PyTorch's gloo on a private array, in place."""
+        source, result = self.arrays("private")
+        call = rivals.gloo_call(self.kind, self.op, self.comm, source)
+        op = "sum" if self.op == "mean" else self.op  # gloo has no mean; dividing is not timed
+        return Candidate("gloo", "private", call, self._replace(op=op)._check(call, source, result), lambda: None, None)
+
+    def _check(self, run: Callable[[], object], source: NDArray[Any], result: NDArray[Any]) -> Callable[[], int]:
+        """Fills the source, runs, compares, and leaves zeros again."""
+        comm, rank = self.comm, self.comm.rank
+
+        def check() -> int:
+            whole = data.contribution(self.op, rank, self.n, self.dtype, comm.size)
+            own = slice(self.bounds[rank], self.bounds[rank + 1])
+            source[...] = whole[own] if self.kind == "allgather" else whole
+            run()
+            relevant = self.kind != "reduce" or rank == 0
+            wanted = data.expected(self.kind, self.op, rank, comm.size, self.n, self.dtype, self.bounds)
+            faults = np.array([data.wrong(result, wanted) if relevant else 0], np.int64)
+            comm.Allreduce(MPI.IN_PLACE, faults)
+            comm.Barrier()
+            source.fill(0)
+            comm.Barrier()
+            return int(faults[0])
+
+        return check

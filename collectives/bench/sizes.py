@@ -1,0 +1,40 @@
+"""Byte counts as people write them."""
+
+from __future__ import annotations
+
+import re
+
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def parse_bytes(text: str) -> int:
+    """4096 from "4096", "4KiB" or "4 kib"; 4,000,000 from "4MB". ValueError for anything else."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    if not match or match.group(2).upper() not in UNITS:
+        raise ValueError(f"{text!r} is no size: write 4096, 4KiB, 4MiB, 1GiB or 4MB")
+    return int(float(match.group(1)) * UNITS[match.group(2).upper()])
+
+
+def parse_sizes(text: str) -> list[int]:
+    """Sizes in bytes from "1KiB,4MiB", or from "1KiB:64MiB" in steps of 4, or "1KiB:64MiB:2" in steps of 2."""
+    if ":" not in text:
+        return [parse_bytes(part) for part in text.split(",")]
+    first, last, *rest = text.split(":")
+    factor = int(rest[0]) if rest and rest[0].isdigit() else 4
+    low, high = parse_bytes(first), parse_bytes(last)
+    if factor < 2 or len(rest) > 1 or (rest and not rest[0].isdigit()) or low < 1 or high < low:
+        raise ValueError(
+            f"{text!r} is no range of sizes: write MIN:MAX or MIN:MAX:FACTOR, with 1 <= MIN <= MAX, FACTOR >= 2"
+        )
+    sizes = [low]
+    while sizes[-1] * factor <= high:
+        sizes.append(sizes[-1] * factor)
+    return sizes
+
+
+def show_bytes(nbytes: int) -> str:
+    """ "4 MiB" for 4194304; the plain number where no unit divides it."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if nbytes >= unit and nbytes % unit == 0:
+            return f"{nbytes // unit} {name}"
+    return f"{nbytes} B"

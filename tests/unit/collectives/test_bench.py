@@ -1,0 +1,52 @@
+"""Sizes as people write them, and data that shows a wrong result."""
+
+import numpy as np
+import pytest
+
+from collectives.bench import data
+from collectives.bench.sizes import parse_bytes, parse_sizes, show_bytes
+
+
+@pytest.mark.parametrize("text, nbytes", [("4096", 4096), ("4KiB", 4096), ("4 mib", 4 << 20), ("4MB", 4_000_000)])
+def test_bytes(text: str, nbytes: int) -> None:
+    assert parse_bytes(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "KiB", "4XB", "-1", "4:2", "1:8:1", "1:8:2:3", "0:8"])
+def test_bad_sizes_are_named(text: str) -> None:
+    with pytest.raises(ValueError, match=text or "size"):
+        parse_sizes(text)
+
+
+def test_ranges() -> None:
+    assert parse_sizes("1KiB:64KiB") == [1024, 4096, 16384, 65536]
+    assert parse_sizes("8:64:2") == [8, 16, 32, 64]
+    assert parse_sizes("8,1MiB") == [8, 1 << 20]
+
+
+@pytest.mark.parametrize("nbytes", [1, 1000, 1024, 4 << 20, 3 << 30])
+def test_shown_bytes_read_back(nbytes: int) -> None:
+    assert parse_bytes(show_bytes(nbytes)) == nbytes
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int8", "int32"])
+@pytest.mark.parametrize("op", ["sum", "min", "max", "prod"])
+def test_a_single_wrong_element_is_counted(dtype: str, op: str) -> None:
+    n, p, bounds = 1000, 3, [0, 334, 667, 1000]
+    wanted = data.expected("allreduce", op, 1, p, n, np.dtype(dtype), bounds)
+    result = wanted.copy()
+    assert data.wrong(result, wanted) == 0
+    result[7] += 1
+    assert data.wrong(result, wanted) == 1
+    assert data.wrong(np.roll(wanted, 1), wanted) > n // 4
+
+
+def test_blocks_of_every_kind_are_where_they_belong() -> None:
+    n, p, bounds, dtype = 10, 3, [0, 4, 7, 10], np.dtype("int32")
+    put_in = [data.contribution("sum", r, n, dtype, p) for r in range(p)]
+    total = sum(put_in)
+    np.testing.assert_array_equal(data.expected("reduce_scatter", "sum", 1, p, n, dtype, bounds), total[4:7])
+    gathered = np.concatenate([put_in[0][:4], put_in[1][4:7], put_in[2][7:]])
+    np.testing.assert_array_equal(data.expected("allgather", "sum", 1, p, n, dtype, bounds), gathered)
+    exchanged = np.concatenate([x[7:] for x in put_in])
+    np.testing.assert_array_equal(data.expected("alltoall", "sum", 2, p, n, dtype, bounds), exchanged)
