@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 from types import ModuleType
+from typing import Any
 
 from .algorithms import (
     bcube,
@@ -45,7 +46,7 @@ def names(kind: str) -> tuple[str, ...]:
     return tuple(name for name, module in ALGORITHMS.items() if kind in module.KINDS)
 
 
-def build(kind: str, algorithm: str, p: int, root: int = 0, **parameters: int | str) -> Schedule:
+def build(kind: str, algorithm: str, p: int, root: int = 0, **parameters: Any) -> Schedule:
     """The schedule of `algorithm` for `kind` over p ranks. Parameters may be written in the name or given by keyword;
     `root` counts in broadcast and reduce only. ValueError with the reason and the choices for an unknown name or
     parameter, a kind that it does not serve, or a p that does not fit."""
@@ -62,7 +63,7 @@ def build(kind: str, algorithm: str, p: int, root: int = 0, **parameters: int | 
     return ALGORITHMS[name].build(kind, p, **given)
 
 
-def serves(kind: str, algorithm: str, p: int, **parameters: int | str) -> str | None:
+def serves(kind: str, algorithm: str, p: int, **parameters: Any) -> str | None:
     """None where `build` would succeed, else its sentence."""
     try:
         build(kind, algorithm, p, **parameters)
@@ -71,7 +72,7 @@ def serves(kind: str, algorithm: str, p: int, **parameters: int | str) -> str | 
     return None
 
 
-def parse(algorithm: str) -> tuple[str, dict[str, int | str]]:
+def parse(algorithm: str) -> tuple[str, dict[str, Any]]:
     """("bcube", {"n": 3, "k": 2}) from "bcube(n=3,k=2)"."""
     match = re.fullmatch(r"(\w+)(?:\(((?:\w+=\w+[,\s]*)*)\))?", algorithm.strip())
     if not match:
@@ -81,7 +82,7 @@ def parse(algorithm: str) -> tuple[str, dict[str, int | str]]:
     return name, {key: int(value) if value.isdigit() else value for key, value in pairs}
 
 
-def _refuse_unknown(name: str, given: dict[str, int | str]) -> None:
+def _refuse_unknown(name: str, given: dict[str, Any]) -> None:
     taken = [key for key in inspect.signature(ALGORITHMS[name].build).parameters if key not in ("kind", "p", "root")]
     for key, value in given.items():
         if key not in taken:

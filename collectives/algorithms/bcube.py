@@ -70,23 +70,30 @@ def over(kind: str, radices: tuple[int, ...], lanes: int, name: str) -> Schedule
     else:
         orders = [tuple(reversed(range(levels)))]
     p = prod(radices)
-    stages = [(partial(reduce_scatter, radices, order), partial(allgather, radices, order)) for order in orders]
-    chosen = {"allreduce": slice(0, 2), "reduce_scatter": slice(0, 1), "allgather": slice(1, 2)}[kind]
-    return Schedule(kind, name, p, tuple(Lane(p, series(*stage[chosen])) for stage in stages))
+    chosen = {"allreduce": (reduce_scatter, allgather), "reduce_scatter": (reduce_scatter,), "allgather": (allgather,)}
+    stages = [series(*(partial(stage, radices, order) for stage in chosen[kind])) for order in orders]
+    return Schedule(kind, name, p, tuple(Lane(p, stage) for stage in stages))
 
 
-def build(kind: str, p: int, n: int | None = None, k: int | None = None) -> Schedule:
-    """BML over n^k = p ranks. What is not given is inferred; with neither, k is the least of 2, 3, ... that fits."""
-    if k is None:
-        n, k = _shape(p) if n is None else (n, _exponent(p, n))
-    elif n is None:
-        n = round(p ** (1 / k))
-    if n**k != p:
-        raise ValueError(f"bcube(n={n},k={k}) is for {n**k} ranks, not for {p}: choose n and k with n^k = {p}")
+def build(kind: str, p: int, n: int = 0, k: int = 0) -> Schedule:
+    """BML over n^k = p ranks; n and k as in `shape`."""
+    n, k = shape(p, n, k)
     return over(kind, (n,) * k, k, f"bcube(n={n},k={k})")
 
 
-def _shape(p: int) -> tuple[int, int]:
+def shape(p: int, n: int = 0, k: int = 0) -> tuple[int, int]:
+    """n and k with n^k = p. What is 0 is inferred; with neither, k is the least of 2, 3, ... that fits. ValueError
+    where nothing fits."""
+    if not n and not k:
+        return _least_levels(p)
+    n = n or round(p ** (1 / k))
+    k = k or next(k for k in range(1, p + 1) if n**k >= p or n == 1)
+    if n**k != p:
+        raise ValueError(f"bcube(n={n},k={k}) is for {n**k} ranks, not for {p}: choose n and k with n^k = {p}")
+    return n, k
+
+
+def _least_levels(p: int) -> tuple[int, int]:
     for k in range(2, p.bit_length()):
         n = round(p ** (1 / k))
         if n**k == p:
@@ -97,10 +104,3 @@ def _shape(p: int) -> tuple[int, int]:
         f"bcube needs p = n^k ranks with k of at least 2, which {p} is not: give n={p}, k=1 for one level, or choose "
         "another algorithm"
     )
-
-
-def _exponent(p: int, n: int) -> int:
-    k = 1
-    while n > 1 and n**k < p:
-        k += 1
-    return k

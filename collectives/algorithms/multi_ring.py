@@ -10,9 +10,10 @@ p = 3, r = 2, time to the right (a, b the lanes' messages, A, B their sums):
     wire:  a0 b0 a1 b1 a2 b2 a3 b3        a0, a1: reduce-scatter; a2, a3: allgather
     sums:     A0 B0 A1 B1
 
-Cost: 2r(p-1) alpha + 2(p-1)/p n beta, and of the sums' (p-1)/p n gamma only those of the last ring's last step, n
-gamma/(r p), stand alone as long as a sum takes no longer than the other rings' messages: (r-1) of each step's
-messages hide one sum. Where sums are slower than that, they are the bound. Limits: any p, r >= 1. Memory: one chunk,
+Cost, with the message w = alpha + n/(rp) beta and the sum g = n/(rp) gamma of one step of a lane: where g <= w, all
+sums hide behind other rings' messages and 2(p-1) r w is left; else the sums are the bound, (p-1) r g + ((p-2) r + 2)
+w.
+Limits: any p, r >= 1. Memory: one chunk,
 n/(r p), for each lane.
 """
 
