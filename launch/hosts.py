@@ -31,9 +31,11 @@ class Placed(NamedTuple):
 def parse(text: str, source: str = "host file") -> tuple[Host, ...]:
     """Hosts of a host file in either spelling: `node1 slots=4` (Open MPI) or `node1:4` (MPICH, Intel MPI).
 
-    Blank lines and `#` comments are skipped; a host named twice has the sum of its slots. HostError names the line.
+    Blank lines and `#` comments are skipped; a host named twice has the sum of its slots. A file that repeats hosts
+    without slots has a line a slot, as PBS and LSF write it. HostError names the line.
     """
     slots: dict[str, int | None] = {}
+    line_a_slot = False
     for number, line in enumerate(text.splitlines(), 1):
         words = line.split("#", 1)[0].split()
         if not words:
@@ -42,11 +44,11 @@ def parse(text: str, source: str = "host file") -> tuple[Host, ...]:
         if host.name not in slots:
             slots[host.name] = host.slots
             continue
-        earlier = slots[host.name]
-        slots[host.name] = (1 if earlier is None else earlier) + (1 if host.slots is None else host.slots)
+        line_a_slot = line_a_slot or host.slots is None
+        slots[host.name] = (slots[host.name] or 1) + (host.slots or 1)
     if not slots:
         raise HostError(f"{source} names no host: write one a line, as `node1 slots=4` or `node1:4`")
-    return tuple(Host(name, count) for name, count in slots.items())
+    return tuple(Host(name, count or (1 if line_a_slot else None)) for name, count in slots.items())
 
 
 def _parse_line(words: Sequence[str], where: str) -> Host:

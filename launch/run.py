@@ -18,10 +18,9 @@ THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 def threads(ranks: int, machine: Machine, environment: Mapping[str, str]) -> dict[str, str]:
-    """Compute threads of each rank: the cores shared out, so that ranks do not fight; none where the user set them."""
-    if any(name in environment for name in THREADS):
-        return {}
-    return {"OMP_NUM_THREADS": str(max(1, machine.cores // ranks))}
+    """Compute threads of each rank: the cores shared out, so that ranks do not fight, or what the user set."""
+    given = {name: environment[name] for name in THREADS if name in environment}
+    return given or {"OMP_NUM_THREADS": str(max(1, machine.cores // ranks))}
 
 
 def start(ranks: int, script: Sequence[str], mpirun: str | None = None) -> NoReturn:

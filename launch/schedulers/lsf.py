@@ -1,0 +1,24 @@
+"""LSF: a script for bsub. LSF writes a line a slot into $LSB_DJOB_HOSTFILE, which `mpips run` reads."""
+
+from __future__ import annotations
+
+from launch.schedulers.request import Request, checked, mpips_run, text, threads
+
+
+def script(request: Request) -> str:
+    """The text for `bsub < SCRIPT`. Raises RequestError."""
+    request = checked(request)
+    directives = [
+        f"#BSUB -J {request.name}",
+        f"#BSUB -n {request.ranks}",
+        f'#BSUB -R "span[ptile={request.ranks_per_node}] affinity[core({request.cores_per_rank})]"',
+        f"#BSUB -W {request.minutes // 60}:{request.minutes % 60:02d}",
+        f"#BSUB -o {request.name}-%J.out",
+    ]
+    if request.queue:
+        directives.append(f"#BSUB -q {request.queue}")
+    if request.account:
+        directives.append(f"#BSUB -P {request.account}")
+    if request.gpus_per_node:
+        directives.append(f'#BSUB -gpu "num={request.gpus_per_node}"')
+    return text(directives, [threads(request), mpips_run(request, '"$LSB_DJOB_HOSTFILE"')])

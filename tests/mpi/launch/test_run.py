@@ -1,0 +1,55 @@
+"""`mpips run` starts jobs for real: roles arrive, exit codes come back, an exception ends everybody."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from mpi4py import MPI
+
+pytestmark = pytest.mark.skipif(MPI.COMM_WORLD.size != 1, reason="starts jobs of its own; once is enough")
+
+LIMIT = 40
+
+
+def run(tmp_path: Path, script: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """`mpips run WORDS` of a script, outside the job that this test runs in."""
+    file = tmp_path / "script.py"
+    file.write_text(script)
+    clean = {k: v for k, v in os.environ.items() if not re.match(r"OMPI_|PMIX_|PRTE_|PMI_|HYDRA_|MPI_|MPIPS_", k)}
+    command = [sys.executable, "-m", "launch.run", *words, str(file)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, env=clean, check=False)
+
+
+def test_roles_reach_the_ranks(tmp_path: Path) -> None:
+    script = """
+import os
+from mpi4py import MPI
+
+env = os.environ
+line = f"size {MPI.COMM_WORLD.size} servers {env['MPIPS_SERVERS']} threads {env['OMP_NUM_THREADS']}\\n"
+os.write(1, line.encode())
+"""
+    done = run(tmp_path, script, "--servers", "1", "--workers", "2")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("size 3 servers 1 threads ") == 3
+
+
+def test_an_exception_on_one_rank_ends_the_job(tmp_path: Path) -> None:
+    script = (
+        "from mpi4py import MPI\nw = MPI.COMM_WORLD\n"
+        "if w.rank == 1:\n    raise ValueError('the bad rank')\nw.Barrier()\n"
+    )
+    done = run(tmp_path, script, "--workers", "3")
+    assert done.returncode != 0
+    assert "ValueError: the bad rank" in done.stderr
+    assert re.search(r"rank 1\b|process 1\b|node 1\b", done.stderr)
+
+
+def test_an_exit_code_comes_back(tmp_path: Path) -> None:
+    done = run(tmp_path, "import sys\nfrom mpi4py import MPI\nsys.exit(3)\n", "--workers", "2")
+    assert done.returncode == 3, done.stderr
