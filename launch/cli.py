@@ -35,6 +35,28 @@ COMMANDS = {
 KVSTORE = Sub("mpips.bench.__main__", "Time push and pull of the store.", ranked=True)
 
 
+class Forward(click.Command):
+    """A command that hands its words, untouched, to the one in the module; only `--ranks P` is taken out."""
+
+    def __init__(self, name: str, sub: Sub) -> None:
+        super().__init__(name, help=sub.summary, add_help_option=False)
+        self._sub = sub
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.args = list(args)
+        return []
+
+    def invoke(self, ctx: click.Context) -> None:
+        words, name = ctx.args, str(self.name)
+        sub = self._sub
+        if name == "bench" and words[:1] == ["kvstore"]:
+            sub, words, name = KVSTORE, words[1:], "bench kvstore"
+        ranks = _take_ranks(words) if sub.ranked else None
+        if ranks is not None:
+            start(ranks, ["-m", sub.module.removesuffix(".__main__"), *words])
+        importlib.import_module(sub.module).command.main(words, prog_name=f"mpips {name}")
+
+
 class Lazy(click.Group):
     """A group that imports a subcommand when it is named, so that `mpips --help` imports neither MPI nor NumPy."""
 
@@ -42,26 +64,7 @@ class Lazy(click.Group):
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        if name not in COMMANDS:
-            return None
-        return self._wrapped(name, COMMANDS[name])
-
-    def _wrapped(self, name: str, sub: Sub) -> click.Command:
-        """A command that forwards its words: help stays with the modules, and `--ranks` is taken out on the way."""
-
-        @click.command(name, help=sub.summary, add_help_option=False, context_settings={"ignore_unknown_options": True})
-        @click.argument("words", nargs=-1, type=click.UNPROCESSED)
-        def forward(words: tuple[str, ...]) -> None:
-            target, rest, full = sub, list(words), f"mpips {name}"
-            if name == "bench" and rest[:1] == ["kvstore"]:
-                target, rest, full = KVSTORE, rest[1:], "mpips bench kvstore"
-            ranks = _take_ranks(rest) if target.ranked else None
-            if ranks is not None:
-                start(ranks, ["-m", target.module.removesuffix(".__main__"), *rest])
-            module = importlib.import_module(target.module)
-            module.command.main(rest, prog_name=full)
-
-        return forward
+        return Forward(name, COMMANDS[name]) if name in COMMANDS else None
 
 
 def _take_ranks(words: list[str]) -> int | None:

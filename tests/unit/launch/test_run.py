@@ -105,3 +105,17 @@ def test_ranks_start_the_module_under_mpirun(monkeypatch: pytest.MonkeyPatch) ->
         (2, ["-m", "collectives.bench", "allreduce"]),
     ]
     assert "--ranks" in CliRunner().invoke(cli.main, ["bench", "allreduce", "--ranks", "two"]).output
+
+
+def test_words_are_forwarded_untouched(monkeypatch: pytest.MonkeyPatch) -> None:
+    got: list[str] = []
+
+    class Module:
+        class command:
+            @staticmethod
+            def main(words: list[str], prog_name: str) -> None:
+                got.extend([prog_name, *words])
+
+    monkeypatch.setattr(cli.importlib, "import_module", lambda name: Module)
+    CliRunner().invoke(cli.main, ["lab", "run", "-n", "2", "--", "python", "x.py", "--ranks", "3", "--help"])
+    assert got == ["mpips lab", "run", "-n", "2", "--", "python", "x.py", "--ranks", "3", "--help"]
