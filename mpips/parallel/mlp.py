@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 
-from .network import Empty, Network, _numpy_empty
+from .network import Empty, Network, Specification, check, numpy_empty
 
 _PREDICT_SAMPLES = 1024
 
@@ -14,11 +15,12 @@ _PREDICT_SAMPLES = 1024
 class MLP:
     """Fully connected layers with one activation between them, trained on NumPy.
 
-    `sizes` are inputs, hidden widths, outputs. `parameters` and `gradients` are lists of arrays in the order of `names`
-    (``layer0.weight`` (outputs, inputs), ``layer0.bias`` (outputs,), ...); the arrays keep their identity and are
-    updated in place. Both are views of `flat_parameters` and `flat_gradients`, 1-D and contiguous. Pass
+    `sizes` are inputs, hidden widths, outputs. `parameters` and `gradients` are lists of arrays in the order of
+    `names` (``layer0.weight`` (outputs, inputs), ``layer0.bias`` (outputs,), ...); the arrays keep their identity and
+    are updated in place. Both are views of `flat_parameters` and `flat_gradients`, 1-D and contiguous. Pass
     ``empty=mpips.empty`` to have the gradients in memory that the ranks of a node share. After the first step of a
-    size, steps allocate no arrays of the layers' size. Nothing here talks to MPI.
+    size, steps allocate no arrays of the layers' size. The arrays are made on first use, so describing a network
+    that `train` cuts in slices costs nothing. Nothing here talks to MPI.
     """
 
     def __init__(
@@ -28,12 +30,40 @@ class MLP:
         loss: str = "l2",
         dtype: str = "float32",
         seed: int = 0,
-        empty: Empty = _numpy_empty,
+        empty: Empty = numpy_empty,
     ) -> None:
-        self._network = Network(sizes, activation, loss, dtype, seed, empty=empty)
-        self.names = self._network.names
-        self.parameters, self.flat_parameters = self._network.parameters, self._network.flat_parameters
-        self.gradients, self.flat_gradients = self._network.gradients, self._network.flat_gradients
+        self.specification = Specification(tuple(sizes), activation, loss, dtype, seed)
+        self._empty = empty
+        check(self.specification)
+
+    @cached_property
+    def _network(self) -> Network:
+        return Network(self.specification, empty=self._empty)
+
+    @property
+    def used(self) -> bool:
+        """Whether the arrays exist, so that they may hold other weights than the seed's."""
+        return "_network" in self.__dict__
+
+    @cached_property
+    def names(self) -> list[str]:
+        return self._network.names
+
+    @cached_property
+    def parameters(self) -> list[np.ndarray]:
+        return self._network.parameters
+
+    @cached_property
+    def gradients(self) -> list[np.ndarray]:
+        return self._network.gradients
+
+    @cached_property
+    def flat_parameters(self) -> np.ndarray:
+        return self._network.flat_parameters
+
+    @cached_property
+    def flat_gradients(self) -> np.ndarray:
+        return self._network.flat_gradients
 
     def loss_and_gradients(self, x: np.ndarray, y: np.ndarray) -> float:
         """Mean loss over the samples; `gradients` become its gradient.

@@ -20,6 +20,16 @@ from .weights import bound, draw
 Empty = Callable[[int, np.dtype], np.ndarray]
 
 
+class Specification(NamedTuple):
+    """What a network is, whoever holds it: sizes are inputs, hidden widths, outputs; the seed fixes the weights."""
+
+    sizes: tuple[int, ...]
+    activation: str
+    loss: str
+    dtype: str
+    seed: int
+
+
 class Pending(Protocol):
     """A sum on its way."""
 
@@ -70,36 +80,32 @@ class Workspace(NamedTuple):
     scratch: list[np.ndarray]
 
 
-def _numpy_empty(count: int, dtype: np.dtype) -> np.ndarray:
+def numpy_empty(count: int, dtype: np.dtype) -> np.ndarray:
     return np.empty(count, dtype)
 
 
 class Network:
-    """The layers of one rank. `sizes` are inputs, hidden widths, outputs; `capacity` the most samples of one step.
+    """The layers of one rank, cut as `mode` says among the ranks of `exchange`.
 
-    `empty(count, dtype)` gives the memory for what other ranks read (gradients, activations): NumPy's own, or
-    memory that ranks of a node share. `seed` fixes the weights, on every grid the same. float32 or float64.
+    `empty(count, dtype)` gives the memory for what other ranks read (gradients, activations): NumPy's own, or memory
+    that ranks of a node share. The weights are those of the specification's seed, however the network is cut.
     """
 
     def __init__(
         self,
-        sizes: Sequence[int],
-        activation: str = "relu",
-        loss: str = "l2",
-        dtype: str = "float32",
-        seed: int = 0,
+        specification: Specification,
         exchange: Exchange | None = None,
         mode: str = "pairs",
-        empty: Empty = _numpy_empty,
+        empty: Empty = numpy_empty,
     ) -> None:
-        _check(sizes, activation, loss, dtype)
-        self.sizes = tuple(int(size) for size in sizes)
-        self.dtype = np.dtype(dtype)
-        self.activation, self.loss, self.seed, self.mode = activation, loss, seed, mode
+        check(specification)
+        self.specification = specification
+        self.sizes = specification.sizes
+        self.dtype = np.dtype(specification.dtype)
         self.exchange: Exchange = Alone() if exchange is None else exchange
         self.splits = splits(self.sizes, self.exchange.parts, self.exchange.part, mode)
-        self._activation: Activation = ACTIVATIONS[activation]
-        self._loss = LOSSES[loss].function
+        self._activation: Activation = ACTIVATIONS[specification.activation]
+        self._loss = LOSSES[specification.loss].function
         self._empty = empty
         self._capacity = 0
         self._spaces: dict[int, Workspace] = {}
@@ -128,8 +134,16 @@ class Network:
         last = len(self.splits) - 1
         for layer, split in enumerate(self.splits):
             columns = self.sizes[layer]
-            half_width = bound("" if layer == last else self.activation, columns)
-            draw(self.weight(layer), self.seed, layer, columns, split.outputs[0], split.inputs[0], half_width)
+            half_width = bound("" if layer == last else self.specification.activation, columns)
+            draw(
+                self.weight(layer),
+                self.specification.seed,
+                layer,
+                columns,
+                split.outputs[0],
+                split.inputs[0],
+                half_width,
+            )
             self.bias(layer)[...] = 0
 
     def weight(self, layer: int) -> np.ndarray:
@@ -214,6 +228,20 @@ class Network:
             self._backward_layer(layer, x.T if layer == 0 else space.full[layer - 1], space)
         return total
 
+    def evaluate(self, x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
+        """Sum of the losses of (x, y), and how many samples have their largest output at the class y (0 for "l2")."""
+        output = self.forward(x)
+        space = self._space(len(x))
+        right = float((output.argmax(axis=0) == y).sum()) if LOSSES[self.specification.loss].classes else 0.0
+        return self._loss(output, y, space.delta[-1], space.scratch[-1], 1.0), right
+
+    def take(self, parameters: Sequence[np.ndarray]) -> None:
+        """Copy this rank's slices from the parameters of the whole network."""
+        for layer, split in enumerate(self.splits):
+            rows, columns = slice(*split.outputs), slice(*split.inputs)
+            self.weight(layer)[...] = parameters[2 * layer][rows, columns]
+            self.bias(layer)[...] = parameters[2 * layer + 1][rows]
+
     def _backward_layer(self, layer: int, x: np.ndarray, space: Workspace) -> None:
         """Gradient of the inputs first, so that its sum over the ranks runs while the weight gradient is computed."""
         split = self.splits[layer]
@@ -246,7 +274,9 @@ def _views(flat: np.ndarray, shapes: list[tuple[int, ...]]) -> list[np.ndarray]:
     return views
 
 
-def _check(sizes: Sequence[int], activation: str, loss: str, dtype: str) -> None:
+def check(specification: Specification) -> None:
+    """Raise ValueError, naming the argument and the choices, unless such a network can be made."""
+    sizes, activation, loss, dtype, _ = specification
     if len(sizes) < 2 or any(size < 1 for size in sizes):
         raise ValueError(f"sizes {list(sizes)} must be inputs, hidden widths, outputs: at least two, all at least 1")
     for value, known, what in ((activation, ACTIVATIONS, "activation"), (loss, LOSSES, "loss")):

@@ -1,0 +1,55 @@
+"""A process grid: nb x nm ranks, its two sets of communicators built by colour (the paper, section 7)."""
+
+from __future__ import annotations
+
+import re
+
+from mpi4py import MPI
+
+from .agreement import agree
+
+
+def factorings(ranks: int) -> list[tuple[int, int]]:
+    """All grids (batch, model) of that many ranks, from pure batch to pure model parallel."""
+    return [(ranks // model, model) for model in range(1, ranks + 1) if ranks % model == 0]
+
+
+def parse(text: str) -> tuple[int, int]:
+    """(batch, model) of a text like "4x2"."""
+    match = re.fullmatch(r"(\d+)x(\d+)", text.strip())
+    if not match or "0" in match.groups():
+        raise ValueError(f"grid {text!r} must be BATCHxMODEL, for instance 4x2, or auto")
+    return int(match[1]), int(match[2])
+
+
+class Grid:
+    """Rank r is at (batch index r // model, model index r % model).
+
+    The `model` ranks of one batch index hold slices of one network and see the same samples (`model_comm`, rank = model
+    index); the `batch` ranks of one model index hold the same slice and see different samples (`batch_comm`, rank
+    = batch index). Neighbouring ranks share a model: that traffic is the more frequent. Making a grid is
+    collective over `comm`; TrainingError on every rank if batch x model is not the number of ranks.
+    """
+
+    def __init__(self, batch: int = 1, model: int = 1, comm: MPI.Comm | None = None) -> None:
+        self.comm = MPI.COMM_WORLD if comm is None else comm
+        self.batch, self.model = int(batch), int(model)
+        agree(self.comm, _misfit(self.batch, self.model, self.comm.size))
+        self.batch_index, self.model_index = divmod(self.comm.rank, self.model)
+        self.model_comm = self.comm.Split(color=self.batch_index, key=self.model_index)
+        self.batch_comm = self.comm.Split(color=self.model_index, key=self.batch_index)
+
+    def free(self) -> None:
+        """Free both communicators. Collective."""
+        self.model_comm.Free()
+        self.batch_comm.Free()
+
+    def __str__(self) -> str:
+        return f"{self.batch}x{self.model}"
+
+
+def _misfit(batch: int, model: int, ranks: int) -> str | None:
+    if batch * model == ranks and batch > 0:
+        return None
+    fitting = ", ".join(f"{b}x{m}" for b, m in factorings(ranks))
+    return f"a grid of {batch}x{model} needs {batch * model} ranks, the job has {ranks}; choose one of {fitting}"
