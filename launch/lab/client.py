@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -79,7 +78,10 @@ def up(name: str, plan: Plan) -> socket.socket:
         inherited = (listener.fileno(), theirs.fileno())
         command = [sys.executable, "-m", "launch.lab.keeper", name, *map(str, inherited)]
         with theirs:
-            process = subprocess.Popen(command, pass_fds=inherited, start_new_session=True, stdin=subprocess.DEVNULL)
+            silent = subprocess.DEVNULL  # it outlives the caller, whose pipes must not wait for it
+            process = subprocess.Popen(
+                command, pass_fds=inherited, start_new_session=True, stdin=silent, stdout=silent, stderr=silent
+            )
     owner.sendall(encode(plan).encode() + b"\n")
     reply = json.loads(owner.makefile("r").readline() or '{"error": "it ended without a word"}')
     process.wait()
@@ -96,22 +98,20 @@ def detach(owner: socket.socket) -> None:
 
 
 def down(name: str) -> None:
-    """End the lab ``name`` and every process in it; returns when the kernel has taken it back."""
-    process = keeper_process(name)
-    handle = os.pidfd_open(process)
+    """End the lab ``name`` and every process in it; returns when they have ended."""
+    handle = os.pidfd_open(keeper_process(name))
     try:
         ask(name, {"do": "down"})
-        limit = time.monotonic() + END_SECONDS
-        while not _ended(handle):
-            if time.monotonic() > limit:
-                signal.pidfd_send_signal(handle, signal.SIGKILL)
-            time.sleep(0.01)
+        _wait_for_end(handle)
     finally:
         os.close(handle)
 
 
-def _ended(handle: int) -> bool:
-    return bool(select.select([handle], [], [], 0)[0])
+def _wait_for_end(handle: int) -> None:
+    """Wait until the process of ``handle`` (a pidfd) has ended, after `END_SECONDS` by killing it."""
+    if not select.select([handle], [], [], END_SECONDS)[0]:
+        signal.pidfd_send_signal(handle, signal.SIGKILL)
+        select.select([handle], [], [])
 
 
 def job_command(
@@ -141,10 +141,11 @@ def host_command(name: str, host: str, program: Sequence[str]) -> list[str]:
 @contextmanager
 def lab(name: str, plan: Plan) -> Iterator[str]:
     """A lab for the length of a ``with`` block; it ends with the block, or with this process."""
-    owner = up(name, plan)
-    try:
-        yield name
-    finally:
-        owner.close()
-        while name in names():
-            time.sleep(0.01)
+    with up(name, plan) as owner:
+        handle = os.pidfd_open(keeper_process(name))
+        try:
+            yield name
+        finally:
+            owner.close()
+            _wait_for_end(handle)
+            os.close(handle)

@@ -1,0 +1,215 @@
+"""Real labs of three or four hosts: separate nodes, true rates, true byte counts, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from collectives.topology import parse
+from launch.lab import client
+from launch.lab.layout import lay_out
+from tests.lab.conftest import ROOT, Run
+
+pytestmark = pytest.mark.lab
+Make = Callable[..., str]
+
+WHO = """
+from mpi4py import MPI
+c = MPI.COMM_WORLD
+node = c.Split_type(MPI.COMM_TYPE_SHARED)
+all = c.gather((MPI.Get_processor_name(), node.size))
+if c.rank == 0: print(all)
+"""
+
+SEND = """
+import numpy as np
+from mpi4py import MPI
+c = MPI.COMM_WORLD
+x = np.ones(1 << 20, np.uint8)
+if c.rank == {source}: c.Send(x, {target})
+if c.rank == {target}: c.Recv(x, {source})
+c.Barrier()
+"""
+
+
+def counters(name: str) -> dict[str, tuple[int, int]]:
+    """(sent, received) bytes of every NIC, "h0 d0"."""
+    hosts = client.ask(name, {"do": "status"})["hosts"]
+    return {f"{h['name']} {n['name']}": (n["sent"], n["received"]) for h in hosts for n in h["nics"]}
+
+
+def test_mpi_sees_a_node_in_every_host(make: Make, run: Run) -> None:
+    name = make("star:3")
+    done = run(name, 3, WHO)
+    assert done.stdout.strip() == str([("h0", 1), ("h1", 1), ("h2", 1)]), done.stderr
+    done = run(name, 5, WHO, per_host=2)
+    assert done.stdout.strip() == str([("h0", 2), ("h0", 2), ("h1", 2), ("h1", 2), ("h2", 1)]), done.stderr
+
+
+def test_bytes_are_counted_where_they_went_and_from_zero_after_a_reset(make: Make, run: Run) -> None:
+    name = make("bcube:2,2")
+    done = run(name, 4, SEND.format(source=0, target=3))
+    assert done.returncode == 0, done.stderr
+    moved = counters(name)
+    size = 1 << 20
+    # From 00 to 11: digit 1 first, to host 10 by level 1, which relays by level 0.
+    for way in ("h0 d1", "h2 d0"):
+        assert size < moved[way][0] < 1.03 * size
+    for way in ("h2 d1", "h3 d0"):
+        assert size < moved[way][1] < 1.03 * size
+    assert max(moved[idle][0] for idle in ("h0 d0", "h1 d0", "h1 d1", "h3 d1")) < 0.03 * size
+    client.ask(name, {"do": "reset"})
+    assert set(counters(name).values()) == {(0, 0)}
+
+
+def test_a_link_holds_its_rate(make: Make, run: Run) -> None:
+    name = make("star:2", 1e6)
+    code = SEND.format(source=0, target=1) + "import time; start = time.perf_counter()\n"
+    code += SEND.format(source=0, target=1) + "if c.rank == 0: print(time.perf_counter() - start)\n"
+    seconds = float(run(name, 2, code).stdout)
+    assert seconds > 0.9 * (1 << 20) / 1e6  # a bound of physics, not of this machine's speed
+
+
+def test_two_labs_stand_side_by_side(make: Make, run: Run) -> None:
+    first, second = make("star:2"), make("star:3")
+    assert {first, second} <= set(client.names())
+    assert run(first, 2, SEND.format(source=0, target=1)).returncode == 0
+    assert counters(first)["h0 d0"][0] > 1 << 20
+    assert set(counters(second).values()) == {(0, 0)}
+    with pytest.raises(client.LabError, match=f"'{first}' is up already"):
+        client.up(first, lay_out(parse("star:2")))
+
+
+def test_unknown_labs_hosts_and_nics_are_named(make: Make) -> None:
+    name = make("star:2")
+    with pytest.raises(client.LabError, match=f"no lab named 'nowhere' is up.*{name}"):
+        client.ask("nowhere", {"do": "status"})
+    with pytest.raises(client.LabError, match="no NIC 'd1' on a host 'h0'"):
+        client.ask(name, {"do": "link", "host": "h0", "nic": "d1", "up": False})
+    with pytest.raises(ValueError, match="need 3 hosts, the lab has 2"):
+        client.job_command(name, 3, ["true"])
+
+
+# Nothing hangs
+
+
+def test_a_rank_that_dies_ends_the_job(make: Make, run: Run) -> None:
+    name = make("star:3")
+    done = run(
+        name, 3, "import os, signal\n" + WHO + "if c.rank == 1: os.kill(os.getpid(), signal.SIGKILL)\nc.Barrier()"
+    )
+    assert done.returncode != 0
+
+
+def test_a_host_whose_nic_goes_down_ends_the_job(make: Make, run: Run) -> None:
+    name = make("star:3")
+    code = "import subprocess\n" + SEND.format(source=0, target=1)
+    code += 'if c.rank == 1: subprocess.run(["ip", "link", "set", "d0", "down"], check=True)\n'
+    code += "c.Barrier()\nfor _ in range(100): c.Allreduce(MPI.IN_PLACE, x)\n"
+    done = run(name, 3, code)
+    assert done.returncode != 0
+    assert not next(h for h in client.ask(name, {"do": "status"})["hosts"] if h["name"] == "h1")["nics"][0]["up"]
+
+
+def test_a_nic_that_comes_back_works_again(make: Make, run: Run) -> None:
+    name = make("bcube:2,2")
+    for up in (False, True):
+        client.ask(name, {"do": "link", "host": "h0", "nic": "d1", "up": up})
+    assert run(name, 4, SEND.format(source=0, target=3)).returncode == 0
+
+
+# Nothing stays behind
+
+
+def present() -> set[str]:
+    """All namespaces that a process holds, this machine's links and mounts, and the labs of this user."""
+    found = {*os.listdir("/sys/class/net"), *Path("/proc/self/mounts").read_text().splitlines(), *client.names()}
+    for path in Path("/proc").glob("[0-9]*/ns/*"):
+        try:
+            found.add(os.readlink(path))
+        except OSError:
+            continue  # the process has ended, or is another user's
+    return found
+
+
+def left_behind(before: set[str]) -> set[str]:
+    """What is there now and was not before; the kernel has ten seconds to clear up."""
+    for _ in range(100):
+        if present() <= before:
+            break
+        time.sleep(0.1)
+    return present() - before
+
+
+def test_fifty_labs_leave_nothing() -> None:
+    before = present()
+    for number in range(50):
+        with client.lab(f"test-fifty-{os.getpid()}", lay_out(parse("star:3" if number % 2 else "bcube:2,2"))) as name:
+            keeper = client.keeper_process(name)
+        assert not Path(f"/proc/{keeper}/ns/net").exists()
+    assert not left_behind(before)
+
+
+@pytest.mark.parametrize("how", ["keeper killed", "maker killed", "down"])
+def test_however_it_ends_nothing_is_left(how: str) -> None:
+    before = present()
+    name = f"test-end-{os.getpid()}"
+    code = (
+        "import sys, time; from launch.lab import client; from launch.lab.layout import lay_out\n"
+        "from collectives.topology import parse\n"
+        f"owner = client.up({name!r}, lay_out(parse('star:3')))\n"
+        "print('up', flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True) as maker:
+        assert maker.stdout is not None
+        assert maker.stdout.readline() == "up\n"
+        keeper = client.keeper_process(name)
+        sleeper = subprocess.Popen(client.host_command(name, "h1", ["sleep", "60"]))
+        if how == "keeper killed":
+            os.kill(keeper, signal.SIGKILL)
+        elif how == "down":
+            client.down(name)
+        maker.kill()
+    sleeper.wait(10)
+    assert not left_behind(before)
+
+
+def mpips(*words: str) -> subprocess.CompletedProcess[str]:
+    argv = [sys.executable, "-m", "launch.lab", *words]
+    return subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=30)
+
+
+def test_the_command_from_up_to_down(tmp_path: Path) -> None:
+    before = present()
+    named = ("--name", f"test-command-{os.getpid()}")
+    made = mpips("up", *named, "--rate", "200mbit", "star:2")
+    assert made.returncode == 0, made.stderr
+    try:
+        assert mpips("exec", *named, "h1", "--", "hostname").stdout == "h1\n"
+        assert mpips("reset", *named).returncode == 0
+        assert mpips("status", *named, "--json", str(tmp_path / "s.json")).returncode == 0
+        found = json.loads((tmp_path / "s.json").read_text())
+        assert [nic["rate"] for host in found["hosts"] for nic in host["nics"]] == [200_000_000] * 2
+        assert named[1] in mpips("list").stdout
+    finally:
+        done = mpips("down", *named)
+    assert done.returncode == 0, done.stderr
+    assert mpips("down", *named).returncode == 1
+    assert not left_behind(before)
+
+
+@pytest.mark.parametrize(
+    "words, said", [(("up", "ring:3"), "unknown topology"), (("up", "star:2", "--rate", "9"), "mbit")]
+)
+def test_what_is_wrong_is_said(words: tuple[str, ...], said: str) -> None:
+    done = mpips(*words)
+    assert done.returncode == 2
+    assert said in done.stderr
