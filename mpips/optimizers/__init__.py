@@ -12,6 +12,7 @@ from mpips.optimizers.adaptive import AdaGrad, RMSProp, Squares
 from mpips.optimizers.base import Optimizer, State
 from mpips.optimizers.elastic import Elastic1, Elastic2
 from mpips.optimizers.sgd import SGD, Add, Momentum
+from mpips.optimizers.updater import Updater
 
 OPTIMIZERS: dict[str, type[Optimizer]] = {
     kind.__name__.lower(): kind for kind in (SGD, AdaGrad, RMSProp, Adam, AdamW, Elastic1, Elastic2, Add)
@@ -56,5 +57,5 @@ class _Record(msgspec.Struct):
 
 __all__ = [
     "OPTIMIZERS", "SGD", "AdaGrad", "Adam", "AdamW", "Add", "Elastic1", "Elastic2", "Moments", "Momentum", "Optimizer",
-    "RMSProp", "Squares", "State", "create", "decode", "encode",
+    "RMSProp", "Squares", "State", "Updater", "create", "decode", "encode",
 ]  # fmt: skip

@@ -177,3 +177,20 @@ def test_arrays_that_do_not_fit_change_nothing(gradient, state, step):
     with pytest.raises(ValueError):
         opt.update(w, gradient, opt.init(w) if state is None else state, step)
     np.testing.assert_array_equal(w, 1)
+
+
+def test_an_updater_keeps_states_and_steps_of_a_models_arrays():
+    rng = np.random.default_rng(0)
+    parameters = [rng.normal(size=(3, 4)), rng.normal(size=5)]
+    expected = [p.copy() for p in parameters]
+    gradients = [[rng.normal(size=p.shape) for p in parameters] for _ in range(3)]
+    updater = optimizers.Updater(Adam(learning_rate=0.1), parameters)
+    for step in gradients:
+        updater.update(step)
+    for number, start in enumerate(expected):
+        flat = textbook(Adam(learning_rate=0.1), start.reshape(-1), [step[number].reshape(-1) for step in gradients])
+        np.testing.assert_allclose(parameters[number].reshape(-1), flat)
+    with pytest.raises(ValueError, match="1 gradients for 2 arrays"):
+        updater.update(gradients[0][:1])
+    with pytest.raises(ValueError, match="contiguous"):
+        optimizers.Updater(Adam(), [np.zeros((4, 4))[:, 1]])

@@ -1,0 +1,160 @@
+"""Every way to train, one after the other, each as its own job: live progress, a table, a picture, a JSON file.
+
+python examples/demo.py --out out
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+
+HERE = Path(__file__).resolve().parent
+TARGET = 0.95
+"""Test accuracy that every mode must reach."""
+
+
+class Mode(NamedTuple):
+    """One way to train: its example, and the roles it needs."""
+
+    name: str
+    script: str
+    servers: bool = True
+    clients: bool = False
+    launched: bool = True
+
+
+MODES = (
+    Mode("serial", "serial.py", servers=False, launched=False),
+    Mode("dist-SGD", "dist_sgd.py"),
+    Mode("dist-ASGD", "dist_asgd.py"),
+    Mode("dist-ESGD", "dist_esgd.py"),
+    Mode("mpi-SGD", "mpi_sgd.py", clients=True),
+    Mode("mpi-ASGD", "mpi_asgd.py", clients=True),
+    Mode("mpi-ESGD", "mpi_esgd.py", clients=True),
+    Mode("pure MPI", "pure_mpi.py", servers=False),
+)
+
+
+class JobError(RuntimeError):
+    """A mode's job ended with an error; the message holds what it printed."""
+
+
+def command(mode: Mode, options: argparse.Namespace) -> list[str]:
+    """The command that a user would type for this mode; the serial run has the mini-batch of all workers."""
+    workers = options.workers if mode.launched else 1
+    batch = options.batch_size * (1 if mode.launched else options.workers)
+    script = [str(HERE / mode.script), "--lines", "1", "--epochs", str(options.epochs), "--batch-size", str(batch)]
+    if not mode.launched:
+        return [sys.executable, *script]
+    roles = ["--workers", str(workers), "--servers", str(options.servers if mode.servers else 0)]
+    if mode.clients:
+        roles += ["--clients", str(options.clients)]
+    return [sys.executable, "-m", "launch.cli", "run", *roles, *script]
+
+
+def epochs(argv: list[str], limit: float) -> Iterator[dict[str, Any]]:
+    """Run a job and yield what it reports, an epoch at a time. Raises JobError where it fails or takes too long."""
+    with tempfile.TemporaryFile("w+") as errors:
+        job = subprocess.Popen(["timeout", str(limit), *argv], stdout=subprocess.PIPE, stderr=errors, text=True)
+        assert job.stdout is not None
+        try:
+            for line in job.stdout:
+                if line.startswith("{"):
+                    yield json.loads(line)
+        finally:
+            job.terminate() if job.poll() is None and sys.exc_info()[0] else None
+            code = job.wait()
+        if code:
+            errors.seek(0)
+            raise JobError(f"{' '.join(argv)}\nended with code {code}:\n{errors.read()}")
+
+
+class Board:
+    """The table on the screen, a row a mode."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.records: dict[str, list[dict[str, Any]]] = {}
+
+    def __rich__(self) -> Table:
+        roles = f"{self.options.workers} workers, {self.options.servers} servers, {self.options.clients} MPI clients"
+        view = Table(title=f"Handwritten digits, {roles}", title_justify="left")
+        for column in ("mode", "epochs", "loss", "test accuracy", "seconds", ""):
+            view.add_column(column, justify="left" if column in ("mode", "epochs") else "right")
+        for mode in MODES:
+            view.add_row(mode.name, *self._cells(self.records.get(mode.name, [])))
+        return view
+
+    def _cells(self, records: list[dict[str, Any]]) -> tuple[Any, ...]:
+        if not records:
+            return (ProgressBar(self.options.epochs, 0, width=20), "", "", "", "")
+        last = records[-1]
+        done = len(records) == self.options.epochs
+        verdict = ("[green]passed" if last["test_accuracy"] >= TARGET else "[red]below") if done else "..."
+        bar = ProgressBar(self.options.epochs, len(records), width=20)
+        return bar, f"{last['loss']:.4f}", f"{last['test_accuracy']:.3f}", f"{last['seconds']:.2f}", verdict
+
+
+def summary(mode: Mode, records: list[dict[str, Any]], options: argparse.Namespace, wall: float) -> dict[str, Any]:
+    """A mode's entry in demo.json. `seconds` is training alone, `job_seconds` the whole job with its start."""
+    last = records[-1]
+    return {
+        "mode": mode.name,
+        "test_accuracy": last["test_accuracy"],
+        "seconds": last["seconds"],
+        "job_seconds": wall,
+        "loss": last["loss"],
+        "epochs": len(records),
+        "workers": options.workers if mode.launched else 1,
+        "servers": options.servers if mode.servers else 0,
+        "clients": (options.clients if mode.clients else options.workers) if mode.servers else 1,
+        "passed": last["test_accuracy"] >= TARGET,
+        "curve": [[record["seconds"], record["test_accuracy"]] for record in records],
+    }
+
+
+def main() -> int:
+    """Run all modes; 0 where every one reaches the target."""
+    parser = argparse.ArgumentParser(description="Train on handwritten digits in every mode.")
+    parser.add_argument("--out", type=Path, default=Path("out"), help="folder of demo.png and demo.json")
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--servers", type=int, default=2)
+    parser.add_argument("--clients", type=int, default=2, help="MPI clients of the mpi-* modes")
+    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--batch-size", type=int, default=16, help="samples a worker and step")
+    parser.add_argument("--limit", type=float, default=60, help="seconds after which a mode's job is ended")
+    options = parser.parse_args()
+    console, board, results = Console(), Board(options), []
+    with Live(board, console=console, refresh_per_second=8):
+        for mode in MODES:
+            start = time.perf_counter()
+            records = board.records[mode.name] = []
+            for record in epochs(command(mode, options), options.limit):
+                records.append(record)
+            results.append(summary(mode, records, options, time.perf_counter() - start))
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "demo.json").write_text(json.dumps(results, indent=1) + "\n")
+    from picture import draw
+
+    draw(results, TARGET, options.out / "demo.png")
+    console.print(f"{options.out / 'demo.png'} and {options.out / 'demo.json'} are written.")
+    below = [result["mode"] for result in results if not result["passed"]]
+    if below:
+        console.print(f"[red]below a test accuracy of {TARGET}: {', '.join(below)}")
+    return 1 if below else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

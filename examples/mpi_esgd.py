@@ -1,0 +1,42 @@
+"""mpi-ESGD (figure 8): a client does synchronous SGD; now and then it and the servers' centre attract each other.
+
+mpips run --servers 2 --clients 2 --workers 4 examples/mpi_esgd.py
+"""
+
+import numpy as np
+
+import collectives
+import mpips
+from mpips.optimizers import SGD, Elastic1, Elastic2, Updater
+from task import Settings, Task, settings
+
+
+def main(options: Settings) -> Task:
+    kv = mpips.create("mpi_async")
+    task = Task("mpi-ESGD", kv, options)
+    model, keys = task.model, task.model.names
+    centers = [np.empty_like(parameter) for parameter in model.parameters]
+    kv.init(keys, model.parameters)
+    kv.set_optimizer(Elastic1(options.alpha, rescale=1 / kv.client.Get_size()))
+    kv.pull(keys, model.parameters)
+    elastic2 = Updater(Elastic2(options.alpha), model.parameters)
+    sgd = Updater(
+        SGD(options.learning_rate, momentum=options.momentum, rescale=1 / kv.client.Get_size()), model.parameters
+    )
+    iteration = 0
+    for epoch in task.epochs():
+        for x, y in task.batches(epoch):
+            task.backward(x, y)
+            if iteration % options.interval == 0:
+                kv.push(keys, model.parameters)
+                kv.pull(keys, centers)
+                elastic2.update(centers)
+            collectives.allreduce(model.flat_gradients, kv.client)
+            sgd.update(model.gradients)
+            iteration += 1
+    kv.close()
+    return task
+
+
+if __name__ == "__main__":
+    main(settings())

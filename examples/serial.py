@@ -1,0 +1,22 @@
+"""Serial SGD, one process and no servers: the program that every synchronous mode must equal.
+
+python examples/serial.py
+"""
+
+import mpips
+from mpips.optimizers import SGD, Updater
+from task import Settings, Task, settings
+
+
+def main(options: Settings) -> Task:
+    task = Task("serial", mpips.create("local"), options)
+    sgd = Updater(SGD(options.learning_rate, momentum=options.momentum), task.model.parameters)
+    for epoch in task.epochs():
+        for x, y in task.batches(epoch):
+            task.backward(x, y)
+            sgd.update(task.model.gradients)
+    return task
+
+
+if __name__ == "__main__":
+    main(settings())

@@ -1,0 +1,185 @@
+"""`Trainer`: the loops of examples/ for users who do not want to write one (MXNET-MPI, section 5, figures 6 to 8)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+import collectives
+from mpips import optimizers
+from mpips.optimizers import Elastic1, Elastic2, Optimizer, Updater
+
+INTERVAL = 64
+"""Iterations between two exchanges of elastic averaging (MXNET-MPI, section 5)."""
+
+
+class Model(Protocol):
+    """What a Trainer trains: arrays that stay where they are, and a function that fills the gradients."""
+
+    parameters: Sequence[np.ndarray]
+    gradients: Sequence[np.ndarray]
+
+    def loss_and_gradients(self, x: np.ndarray, y: np.ndarray) -> float:
+        """Mean loss of a batch; `gradients` become the gradients of that mean."""
+        ...
+
+
+class Epoch(NamedTuple):
+    """One epoch as this worker saw it: seconds since `fit` began, mean local loss, accuracy on test data if given."""
+
+    epoch: int
+    seconds: float
+    loss: float
+    accuracy: float | None
+
+
+@dataclass(frozen=True)
+class Elastic:
+    """Elastic averaging (equations 2 and 3): every `interval` iterations client and centre move together by `alpha`."""
+
+    alpha: float = 0.5
+    interval: int = INTERVAL
+
+    def __post_init__(self) -> None:
+        Elastic1(alpha=self.alpha)
+        if self.interval < 1:
+            raise ValueError(f"Elastic(interval={self.interval}): give a number of iterations >= 1")
+
+
+class Exchange(Protocol):
+    """One way to train: an iteration's compute and its communication."""
+
+    def step(self, x: np.ndarray, y: np.ndarray) -> float:
+        """Forward, backward, exchange, update; the loss of this worker's batch."""
+        ...
+
+
+def keys_of(model: Model) -> list[Any]:
+    """A key for every array of the model: its names where it has them, otherwise 0, 1, ..."""
+    return list(getattr(model, "names", range(len(model.parameters))))
+
+
+def averaged(optimizer: Optimizer, workers: int) -> Optimizer:
+    """The optimizer for gradients that arrive as a sum over workers: `rescale` divided by their number."""
+    if "rescale" not in {field.name for field in fields(optimizer)}:
+        raise ValueError(f"{optimizer!r} has no rescale: a Trainer needs an optimizer of gradients")
+    return replace(optimizer, rescale=optimizer.rescale / workers)  # type: ignore[call-arg, attr-defined]
+
+
+class Gradients:
+    """Push gradients, pull parameters; the store's optimizer updates (on servers, or on the workers without any)."""
+
+    def __init__(self, model: Model, kv: Any, optimizer: Optimizer) -> None:
+        self._model, self._kv, self._keys = model, kv, keys_of(model)
+        kv.init(self._keys, list(model.parameters))
+        kv.set_optimizer(averaged(optimizer, contributors(kv)))
+        kv.pull(self._keys, list(model.parameters))
+
+    def step(self, x: np.ndarray, y: np.ndarray) -> float:
+        loss = self._model.loss_and_gradients(x, y)
+        self._kv.pushpull(self._keys, list(self._model.gradients), out=list(self._model.parameters))
+        return loss
+
+
+class ElasticAveraging:
+    """SGD inside a client; every `interval` iterations the client and the servers' centre attract each other."""
+
+    def __init__(self, model: Model, kv: Any, optimizer: Optimizer, elastic: Elastic) -> None:
+        if not kv.type.endswith("async"):
+            raise ValueError(f"elastic averaging needs a store of kind dist_async or mpi_async, not {kv.type}")
+        self._model, self._kv, self._keys, self._interval = model, kv, keys_of(model), elastic.interval
+        workers = kv.client.Get_size()
+        kv.init(self._keys, list(model.parameters))
+        kv.set_optimizer(Elastic1(alpha=elastic.alpha, rescale=1 / workers))
+        kv.pull(self._keys, list(model.parameters))
+        self._centers = [np.empty_like(array) for array in model.parameters]
+        self._attract = Updater(Elastic2(alpha=elastic.alpha), model.parameters)
+        self._descend = Updater(averaged(optimizer, workers), model.parameters)
+        self._iteration = 0
+
+    def step(self, x: np.ndarray, y: np.ndarray) -> float:
+        loss = self._model.loss_and_gradients(x, y)
+        if self._iteration % self._interval == 0:
+            self._kv.push(self._keys, list(self._model.parameters))
+            self._kv.pull(self._keys, self._centers)
+            self._attract.update(self._centers)
+        for gradient in self._model.gradients:
+            collectives.allreduce(gradient, self._kv.client)
+        self._descend.update(self._model.gradients)
+        self._iteration += 1
+        return loss
+
+
+def contributors(kv: Any) -> int:
+    """Workers whose gradients make one update: all of a synchronous store, a client's of an asynchronous one."""
+    return kv.client.Get_size() if kv.type.endswith("async") else kv.num_workers
+
+
+class Trainer:
+    """Trains `model` through a store: synchronous, asynchronous or elastic, with servers or without.
+
+    `optimizer` is a name with options, or an Optimizer; its gradient is the mean over the samples of all workers that
+    contribute to an update. Every worker starts from rank 0's parameters. `elastic` needs an asynchronous store.
+    Collective over all workers of the store: every worker makes it, and calls `step` equally often.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        kv: Any,
+        optimizer: str | Optimizer = "sgd",
+        *,
+        elastic: Elastic | None = None,
+        **options: Any,
+    ) -> None:
+        made = optimizers.create(optimizer, **options)
+        self.model, self.kv = model, kv
+        self.exchange: Exchange = (
+            ElasticAveraging(model, kv, made, elastic) if elastic is not None else Gradients(model, kv, made)
+        )
+
+    def step(self, x: np.ndarray, y: np.ndarray) -> float:
+        """One iteration on this worker's batch, blocking until its parameters are the new ones; the batch's loss."""
+        return self.exchange.step(x, y)
+
+    def fit(
+        self,
+        x: np.ndarray,
+        y: np.ndarray,
+        *,
+        batch_size: int,
+        epochs: int,
+        seed: int = 0,
+        test: tuple[np.ndarray, np.ndarray] | None = None,
+        on_epoch: Callable[[Epoch], None] | None = None,
+    ) -> list[Epoch]:
+        """Train on x and y (samples, ...), the same on every worker, with `batch_size` samples a worker and step.
+
+        Every epoch is a new order of the samples, the same on every worker, of which each takes its share; the
+        samples that do not fill a mini-batch of all workers wait for another epoch. `test` is measured after each.
+        """
+        start, history = time.perf_counter(), []
+        for epoch in range(1, epochs + 1):
+            losses = [self.step(x[rows], y[rows]) for rows in shares(len(x), batch_size, epoch, seed, self.kv)]
+            accuracy = self.model.accuracy(*test) if test else None  # type: ignore[attr-defined]
+            history.append(Epoch(epoch, time.perf_counter() - start, float(np.mean(losses)), accuracy))
+            if on_epoch:
+                on_epoch(history[-1])
+        return history
+
+
+def shares(samples: int, batch_size: int, epoch: int, seed: int, kv: Any) -> Iterator[np.ndarray]:
+    """This worker's rows of every mini-batch of an epoch: int arrays (batch_size,)."""
+    order = np.random.default_rng([seed, epoch]).permutation(samples)
+    mini_batch = batch_size * kv.num_workers
+    if mini_batch > samples:
+        raise ValueError(
+            f"batch_size={batch_size} on {kv.num_workers} workers needs {mini_batch} samples a step, "
+            f"but there are {samples}"
+        )
+    for start in range(kv.rank * batch_size, samples - samples % mini_batch, mini_batch):
+        yield order[start : start + batch_size]
