@@ -17,8 +17,7 @@ BIN = .venv/bin
 
 demo:
 	$(VENV) --extra demo
-	@mkdir -p out
-	$(BIN)/mpips run --servers $(SERVERS) --clients $(CLIENTS) --workers $(WORKERS) examples/demo.py --out out
+	$(BIN)/python examples/demo.py --out out --servers $(SERVERS) --clients $(CLIENTS) --workers $(WORKERS)
 
 test:
 	$(VENV) --extra test

@@ -26,13 +26,17 @@ COMMANDS = {
     "doctor": Sub("launch.doctor", "Check Python, MPI, memory, GPU, cores, scheduler and network."),
     "script": Sub("launch.schedulers.script", "Write a batch script for Slurm, LSF or PBS."),
     "train": Sub("mpips.parallel.__main__", "Train an MLP on a grid of batch and model parallel ranks.", ranked=True),
-    "bench": Sub("collectives.bench.__main__", "Time collectives, or `mpips bench kvstore` the store.", ranked=True),
+    "bench": Sub("collectives.bench.__main__", "Time collectives, or `kvstore` and `optimizers`.", ranked=True),
     "tune": Sub("collectives.tune", "Measure which algorithm is fastest here, for `auto`.", ranked=True),
     "sim": Sub("collectives.sim", "Simulate an algorithm on a topology."),
     "plan": Sub("mpips.overlap.__main__", "Group layers for overlap, from a profile."),
     "lab": Sub("launch.lab.__main__", "An emulated cluster on this machine."),
 }
-KVSTORE = Sub("mpips.bench.__main__", "Time push and pull of the store.", ranked=True)
+BENCHES = {
+    "kvstore": Sub("mpips.bench.__main__", "Time push and pull of the store.", ranked=True),
+    "optimizers": Sub("mpips.bench.optimizers", "Time optimizer updates, beside PyTorch's."),
+}
+"""Benchmarks of `mpips bench NAME` that are not the collectives'."""
 
 
 class Forward(click.Command):
@@ -49,8 +53,8 @@ class Forward(click.Command):
     def invoke(self, ctx: click.Context) -> None:
         words, name = ctx.args, str(self.name)
         sub = self._sub
-        if name == "bench" and words[:1] == ["kvstore"]:
-            sub, words, name = KVSTORE, words[1:], "bench kvstore"
+        if name == "bench" and words and words[0] in BENCHES:
+            sub, words, name = BENCHES[words[0]], words[1:], f"bench {words[0]}"
         ranks = _take_ranks(words) if sub.ranked else None
         if ranks is not None:
             start(ranks, ["-m", sub.module.removesuffix(".__main__"), *words])
