@@ -13,7 +13,7 @@ CLIENTS ?= 2
 VENV = $(PYTHON) -m launch.venv .venv --mpi $(MPI)
 BIN = .venv/bin
 
-.PHONY: demo test unit lint clean
+.PHONY: demo test unit lab lint clean
 
 demo:
 	$(VENV) --extra demo
@@ -28,7 +28,7 @@ test-%:
 	$(VENV) --extra test
 	$(BIN)/python -m tests.run --stages mpi --ranks $*
 
-unit lint:
+unit lab lint:
 	$(VENV) --extra test
 	$(BIN)/python -m tests.run --stages $@
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 PLOT = ["matplotlib>=3.6"]
+LAB = ["pyroute2>=0.7.12"]
 TEST = [
     "pytest>=8",
     "pytest-mpi>=0.6",
@@ -41,8 +42,8 @@ setup(
         "plot": PLOT,
         "demo": DEMO,
         "gpu": ["cupy-cuda12x>=13"],
-        "lab": ["pyroute2>=0.7"],
-        "test": [*TEST, *DEMO],
+        "lab": LAB,
+        "test": [*TEST, *DEMO, *LAB],
         "torch": ["torch>=2.2"],
     },
     entry_points={"console_scripts": ["mpips = launch.cli:main"]},

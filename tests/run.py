@@ -1,6 +1,6 @@
 """Runs all tests and ends with one line, `N passed, N failed`; the exit code is 1 if anything failed.
 
-    python -m tests.run [--stages lint,unit,mpi] [--ranks 1,2,3,4,5,7] [--python PYTHON]... [PYTEST WORDS]
+    python -m tests.run [--stages lint,unit,lab,mpi] [--ranks 1,2,3,4,5,7] [--python PYTHON]... [PYTEST WORDS]
 
 `--python` names the interpreters under which the MPI tests run, one a flavour of MPI. Every run has a hard time limit.
 Rank 0 prints; what the other ranks print is shown if their run fails.
@@ -44,7 +44,7 @@ class Result(NamedTuple):
 def main() -> int:
     """Command line; returns the exit code."""
     parser = argparse.ArgumentParser(description="Run the tests.")
-    parser.add_argument("--stages", default="lint,unit,mpi")
+    parser.add_argument("--stages", default="lint,unit,lab,mpi")
     parser.add_argument("--ranks", default="1,2,3,4,5,7")
     parser.add_argument("--python", action="append", help="interpreter for MPI tests; may be repeated")
     parser.add_argument("--limit", type=float, default=240, help="seconds that one run may take")
@@ -55,7 +55,9 @@ def main() -> int:
         results.append(tool("ruff", [sys.executable, "-m", "ruff", "check", "."], arguments.limit))
         results.append(tool("mypy", [sys.executable, "-m", "mypy"], arguments.limit))
     if "unit" in stages:
-        results.append(unit(words, arguments.limit))
+        results.append(alone("unit", words, arguments.limit))
+    if "lab" in stages:
+        results.append(alone("lab", words, arguments.limit))
     if "mpi" in stages:
         for python in arguments.python or [sys.executable]:
             results += [ranks(python, int(count), words, arguments.limit) for count in arguments.ranks.split(",")]
@@ -72,14 +74,14 @@ def tool(name: str, argv: list[str], limit: float) -> Result:
     return Result(name, int(not failed), int(failed), 0, time.monotonic() - started)
 
 
-def unit(words: list[str], limit: float) -> Result:
-    """The tests that need no MPI, in one process."""
-    print("\n== unit tests", flush=True)
+def alone(stage: str, words: list[str], limit: float) -> Result:
+    """The tests of `tests/STAGE`, in one process: unit tests need no MPI, lab tests start it themselves."""
+    print(f"\n== {stage} tests", flush=True)
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "0.xml")
-        code = run([sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", *(words or ["tests/unit"])], limit)
-        return counted("unit", report, code, time.monotonic() - started)
+        code = run([sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", *(words or [f"tests/{stage}"])], limit)
+        return counted(stage, report, code, time.monotonic() - started)
 
 
 def ranks(python: str, count: int, words: list[str], limit: float) -> Result:

@@ -13,6 +13,7 @@ from collectives.topology import Topology, hop_links
 from launch.lab.plan import Forward, Host, Neighbour, Nic, Plan, Route, Trunk
 
 MOST_HOSTS = 250
+MOST_RATE = 2**32  # bytes a second: the rate limiter holds it in 32 bits
 
 
 def lay_out(topology: Topology) -> Plan:
@@ -21,6 +22,9 @@ def lay_out(topology: Topology) -> Plan:
         raise ValueError(f"{topology.name} has {topology.hosts} hosts: a lab has at most {MOST_HOSTS}")
     if len(topology.switches) > MOST_HOSTS:
         raise ValueError(f"{topology.name} has {len(topology.switches)} switches: a lab has at most {MOST_HOSTS}")
+    fastest = max(link.rate for link in topology.links)
+    if fastest >= MOST_RATE:
+        raise ValueError(f"{topology.name} has links of {8e-9 * fastest:g} Gbit/s: a lab's are below 34 Gbit/s")
     nics = _nics(topology)
     first_hops, forwards = _follow_routes(topology, nics)
     hosts = []

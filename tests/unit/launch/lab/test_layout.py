@@ -101,3 +101,8 @@ def test_a_plan_survives_the_way_to_the_keeper(topology: Topology) -> None:
 def test_what_is_too_large_is_refused_with_its_size(name: str, what: str) -> None:
     with pytest.raises(ValueError, match=what):
         lay_out(parse(name))
+
+
+def test_a_rate_that_the_limiter_cannot_hold_is_refused() -> None:
+    with pytest.raises(ValueError, match="40 Gbit/s"):
+        lay_out(parse("star:2", 5e9))
