@@ -20,6 +20,8 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
+from picture import draw
+
 HERE = Path(__file__).resolve().parent
 TARGET = 0.95
 """Test accuracy that every mode must reach."""
@@ -73,9 +75,11 @@ def epochs(argv: list[str], limit: float) -> Iterator[dict[str, Any]]:
             for line in job.stdout:
                 if line.startswith("{"):
                     yield json.loads(line)
-        finally:
-            job.terminate() if job.poll() is None and sys.exc_info()[0] else None
             code = job.wait()
+        finally:
+            if job.poll() is None:
+                job.terminate()
+                job.wait()
         if code:
             errors.seek(0)
             raise JobError(f"{' '.join(argv)}\nended with code {code}:\n{errors.read()}")
@@ -86,11 +90,13 @@ class Board:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
+        self.title = (
+            f"Handwritten digits: {options.workers} workers, {options.servers} servers, {options.clients} MPI clients"
+        )
         self.records: dict[str, list[dict[str, Any]]] = {}
 
     def __rich__(self) -> Table:
-        roles = f"{self.options.workers} workers, {self.options.servers} servers, {self.options.clients} MPI clients"
-        view = Table(title=f"Handwritten digits, {roles}", title_justify="left")
+        view = Table(title=self.title, title_justify="left")
         for column in ("mode", "epochs", "loss", "test accuracy", "seconds", ""):
             view.add_column(column, justify="left" if column in ("mode", "epochs") else "right")
         for mode in MODES:
@@ -146,9 +152,7 @@ def main() -> int:
             results.append(summary(mode, records, options, time.perf_counter() - start))
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "demo.json").write_text(json.dumps(results, indent=1) + "\n")
-    from picture import draw
-
-    draw(results, TARGET, options.out / "demo.png")
+    draw(results, TARGET, board.title, options.out / "demo.png")
     console.print(f"{options.out / 'demo.png'} and {options.out / 'demo.json'} are written.")
     below = [result["mode"] for result in results if not result["passed"]]
     if below:

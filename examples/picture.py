@@ -12,29 +12,43 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-COLOURS = {"SGD": "#1f77b4", "ASGD": "#d95f02", "ESGD": "#1b9e77", "MPI": "#7b3294", "serial": "#333333"}
+COLOURS = {"SGD": "#2b6cb0", "ASGD": "#dd6b20", "ESGD": "#2f855a", "MPI": "#805ad5", "serial": "#1a202c"}
+LOWEST = 0.6
 
 
 def style(mode: str) -> dict[str, Any]:
-    """A colour for the algorithm; dashed where each worker is its own client, dotted for the serial reference."""
+    """A colour for the algorithm; dashed where every worker is its own client, dotted for the serial reference."""
     algorithm = mode.replace(" ", "-").split("-")[-1]
-    line = ":" if mode == "serial" else "--" if mode.startswith("dist") else "-"
-    return {"color": COLOURS[algorithm], "linestyle": line, "linewidth": 2.0 if mode != "serial" else 2.4}
+    if mode == "serial":
+        return {"color": COLOURS[algorithm], "linestyle": ":", "linewidth": 2.2, "zorder": 5}
+    return {"color": COLOURS[algorithm], "linestyle": "--" if mode.startswith("dist") else "-", "linewidth": 1.8}
 
 
-def draw(results: Sequence[dict[str, Any]], target: float, path: Path) -> None:
+def draw(results: Sequence[dict[str, Any]], target: float, title: str, path: Path) -> None:
     """Write the picture as PNG."""
-    figure, (whole, close) = plt.subplots(1, 2, figsize=(12, 5.2), width_ratios=(1.6, 1), layout="constrained")
-    for axes in (whole, close):
-        for result in results:
-            seconds, accuracy = zip(*result["curve"])
-            name = f"{result['mode']}  {result['test_accuracy']:.3f} in {result['seconds']:.2f} s"
-            axes.plot(seconds, accuracy, label=name, marker="o", markersize=3, **style(result["mode"]))
-        decorate(axes, target)
+    figure, axes = plt.subplots(figsize=(10, 5.5), layout="constrained")
+    for result in results:
+        seconds, accuracy = zip(*result["curve"])
+        axes.plot(seconds, accuracy, label=label(result), **style(result["mode"]))
+        axes.plot(seconds[-1:], accuracy[-1:], "o", color=style(result["mode"])["color"], markersize=5, zorder=6)
+    decorate(axes, target, title)
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
 
-def decorate(axes: Axes, target: float) -> None:
-    axes.axhline(target, color="#999999", linewidth=0.8)
-    axes.set_xlabel("seconds of training")
+def label(result: dict[str, Any]) -> str:
+    return f"{result['mode']:<9} {result['test_accuracy']:.3f} {result['seconds']:6.2f} s"
+
+
+def decorate(axes: Axes, target: float, title: str) -> None:
+    """Axes, the target, and the legend, which doubles as a table."""
+    axes.axhline(target, color="#a0aec0", linewidth=1)
+    axes.annotate(f"target {target}", (1, target), xycoords=("axes fraction", "data"), xytext=(-4, 3),
+                  textcoords="offset points", ha="right", fontsize=8, color="#718096")  # fmt: skip
+    axes.set(xlabel="seconds of training", ylabel="test accuracy", ylim=(LOWEST, 1.0), title=title)
+    axes.set_xlim(left=0)
+    axes.grid(color="#edf2f7")
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    legend = axes.legend(loc="lower right", prop={"family": "monospace", "size": 9}, title="mode      accuracy  time")
+    legend.get_title().set(family="monospace", size=9)
