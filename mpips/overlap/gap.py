@@ -1,0 +1,93 @@
+"""`python -m mpips.overlap.gap`: how far each strategy is from the optimum, on random and on real profiles.
+
+The loss is the makespan over the optimum's, less one, of one direction (backward and pushes, or forward and pulls: the
+same problem, see stage.py). Random profiles draw layers' compute and bytes from exponential distributions, and the
+startup and the share of communication from log-uniform ones, so that every regime occurs. Real ones are the papers'
+networks at several sizes and rates on 10GbE.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import click
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from .models import MODELS
+from .profile import Ring
+from .reproduce.mg_wfbp import ALPHA, BETA, GAMMA
+from .stage import Stage, makespan, stage
+from .strategies import PARTITIONS
+
+RATES = (1.33e12, 5e12, 2e13)  # a K80 half, and newer devices
+NODES = (4, 8, 16, 32, 64)
+
+
+class Loss(NamedTuple):
+    """Shares over all problems of one set: median, 95th percentile, largest; and how often the optimum was found."""
+
+    problems: str
+    strategy: str
+    median: float
+    p95: float
+    worst: float
+    optimal: float
+
+
+def random_stages(count: int, seed: int) -> Iterator[Stage]:
+    """Problems of 2..100 layers: communication 0.1 to 10 times the compute, startups 0.1 % to all of it."""
+    rng = np.random.default_rng(seed)
+    for _ in range(count):
+        layers = int(rng.integers(2, 101))
+        compute, transfer = rng.exponential(size=layers), rng.exponential(size=layers)
+        communication = compute.sum() * 10 ** rng.uniform(-1, 1)
+        startups = 10 ** rng.uniform(-3, 0)
+        yield stage(compute, communication * startups / layers,
+                    transfer / transfer.sum() * communication * (1 - startups))
+
+
+def real_stages() -> Iterator[Stage]:
+    """The papers' networks, layer by layer, batch 32, ring allreduce on 10GbE."""
+    network = Ring(ALPHA, BETA, GAMMA)
+    for model in MODELS.values():
+        for rate in RATES:
+            profile = model().profile(rate, 32, network, ALPHA, 1 / BETA)
+            for nodes in NODES:
+                yield profile.push(nodes)
+
+
+def losses(name: str, problems: list[Stage]) -> list[Loss]:
+    """One row a strategy."""
+    best = np.array([makespan(p, PARTITIONS["optimal"](p)) for p in problems])
+    rows = []
+    for strategy, partition in PARTITIONS.items():
+        loss = np.array([makespan(p, partition(p)) for p in problems]) / best - 1
+        median, p95 = np.percentile(loss, [50, 95])
+        rows.append(Loss(name, strategy, float(median), float(p95), float(loss.max()), float(np.mean(loss < 1e-9))))
+    return rows
+
+
+@click.command()
+@click.option("--count", default=2000, show_default=True, help="Random profiles.")
+@click.option("--seed", default=0, show_default=True)
+@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the table here.")
+def command(count: int, seed: int, json_file: Path | None) -> None:
+    """Compare every strategy with the optimum."""
+    rows = losses(f"{count} random", list(random_stages(count, seed)))
+    real = list(real_stages())
+    rows += losses(f"{len(real)} real", real)
+    table = Table("profiles", "strategy", "median loss", "95 %", "worst", "found the optimum")
+    for row in rows:
+        table.add_row(row.problems, row.strategy, *(f"{share:.2%}" for share in row[2:5]), f"{row.optimal:.0%}")
+    Console().print(table)
+    if json_file:
+        json_file.write_text(json.dumps([row._asdict() for row in rows], indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    command()

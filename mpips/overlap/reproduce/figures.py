@@ -1,0 +1,94 @@
+"""What both reproductions have in common: speedup curves, comparisons with a paper's values, printing and drawing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+
+@dataclass(frozen=True)
+class Point:
+    """One simulated value: speedup over one node under weak scaling, N times the throughput's ratio."""
+
+    model: str
+    strategy: str
+    nodes: int
+    iteration_s: float
+    speedup: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One value that the paper states. fitted: a constant of the simulation was chosen so that it comes out."""
+
+    what: str
+    paper: float
+    ours: float
+    optimal: float | None = None
+    fitted: bool = False
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A reproduced figure. settings: every constant, and where it comes from."""
+
+    title: str
+    settings: dict[str, Any]
+    points: tuple[Point, ...]
+    comparisons: tuple[Comparison, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def speedup(points: Sequence[Point], model: str, strategy: str, nodes: int) -> float:
+    """The speedup of one point; KeyError if it was not simulated."""
+    return {(p.model, p.strategy, p.nodes): p.speedup for p in points}[model, strategy, nodes]
+
+
+def show(figure: Figure, console: Console) -> None:
+    """Prints the curves and the comparison."""
+    for model in dict.fromkeys(p.model for p in figure.points):
+        console.print(_curves(figure, model))
+    table = Table("paper's statement", "paper", "ours", "optimal", "ours / paper", title="paper, ours, optimum")
+    for c in figure.comparisons:
+        optimal = "" if c.optimal is None else f"{c.optimal:.2f}"
+        verdict = "fitted" if c.fitted else f"{c.ours / c.paper:.2f}"
+        table.add_row(c.what, f"{c.paper:.2f}", f"{c.ours:.2f}", optimal, verdict)
+    console.print(table)
+    for name, value in figure.settings.items():
+        console.print(f"{name}: {value}", highlight=False)
+
+
+def draw(figure: Figure, path: str | Path) -> None:
+    """Speedup over nodes, one panel a model. Needs matplotlib (extra `plot`)."""
+    import matplotlib.figure
+
+    models = list(dict.fromkeys(p.model for p in figure.points))
+    picture = matplotlib.figure.Figure(figsize=(4.4 * len(models), 4.2), layout="constrained")
+    for axes, model in zip(picture.subplots(1, len(models), squeeze=False)[0], models):
+        points = [p for p in figure.points if p.model == model]
+        for strategy in dict.fromkeys(p.strategy for p in points):
+            curve = [(p.nodes, p.speedup) for p in points if p.strategy == strategy]
+            axes.plot(*zip(*curve), marker="o", markersize=3, label=strategy,
+                      linestyle="--" if strategy == "optimal" else "-")
+        nodes = sorted({p.nodes for p in points})
+        axes.plot(nodes, nodes, color="grey", linewidth=0.8, label="linear")
+        axes.set(title=model, xlabel="nodes", ylabel="speedup")
+        axes.legend()
+    picture.suptitle(figure.title)
+    picture.savefig(path, dpi=110)
+
+
+def _curves(figure: Figure, model: str) -> Table:
+    points = [p for p in figure.points if p.model == model]
+    strategies = list(dict.fromkeys(p.strategy for p in points))
+    table = Table("nodes", *strategies, title=f"{model}: speedup")
+    for nodes in sorted({p.nodes for p in points}):
+        table.add_row(str(nodes), *(f"{speedup(points, model, name, nodes):.1f}" for name in strategies))
+    return table

@@ -1,0 +1,128 @@
+"""`mpips plan`, the reproductions and the table of losses, as a user runs them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from mpips.overlap import profile
+from mpips.overlap.__main__ import command, parse_nodes
+from mpips.overlap.gap import command as gap
+from mpips.overlap.reproduce.__main__ import command as reproduce
+from mpips.overlap.strategies import NAMES
+
+from .problems import random_profile
+
+
+@pytest.fixture
+def profile_file(tmp_path: Path) -> Path:
+    profile.save(random_profile(2, 15), tmp_path / "profile.json")
+    return tmp_path / "profile.json"
+
+
+def plan(*words: str) -> tuple[int, str]:
+    result = CliRunner().invoke(command, list(words))
+    return result.exit_code, result.output
+
+
+def test_json_of_all_strategies(profile_file: Path, tmp_path: Path) -> None:
+    code, output = plan(str(profile_file), "--nodes", "4:64", "--json", str(tmp_path / "out.json"))
+    assert code == 0, output
+    rows = json.loads((tmp_path / "out.json").read_text())
+    assert {(row["strategy"], row["nodes"]) for row in rows} == {(s, n) for s in NAMES for n in (4, 8, 16, 32, 64)}
+    for row in rows:
+        assert [layer for first, last in row["groups"] for layer in range(first, last + 1)] == list(range(1, 16))
+        best = min(r["iteration_s"] for r in rows if r["nodes"] == row["nodes"])
+        if row["strategy"] == "optimal":
+            assert row["iteration_s"] == pytest.approx(best, rel=1e-12)
+
+
+@pytest.mark.parametrize("direction", ["push", "pull", "both"])
+@pytest.mark.parametrize("link", ["shared", "duplex"])
+def test_directions(profile_file: Path, tmp_path: Path, direction: str, link: str) -> None:
+    out = tmp_path / "out.json"
+    words = ["--nodes", "8", "--direction", direction, "--link", link, "--json", str(out)]
+    code, output = plan(str(profile_file), *words)
+    assert code == 0, output
+    times = {row["strategy"]: row["iteration_s"] for row in json.loads(out.read_text())}
+    chains = {name: seconds for name, seconds in times.items() if name != "joint"}
+    assert times["optimal"] == pytest.approx(min(chains.values()), rel=1e-12)
+    if direction == "both":
+        assert times["joint"] <= times["optimal"] * (1 + 1e-12)
+
+
+def test_one_strategy_with_pictures(profile_file: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="pictures need the extra `plot`")
+    png, trace = tmp_path / "p.png", tmp_path / "t.json"
+    code, output = plan(str(profile_file), "--nodes", "8", "--strategy", "merged", "--strategy", "optimal",
+                        "--plot", str(png), "--trace", str(trace))
+    assert code == 0, output
+    assert "merged" in output
+    assert "layerwise" not in output
+    assert png.stat().st_size > 1000
+    assert json.loads(trace.read_text())["traceEvents"]
+
+
+def test_built_in_model_saves_its_profile(tmp_path: Path) -> None:
+    code, output = plan("--model", "lenet5", "--nodes", "4", "--save-profile", str(tmp_path / "p.json"))
+    assert code == 0, output
+    assert sum(layer.parameters for layer in profile.load(tmp_path / "p.json").layers) == 3_274_634
+
+
+def test_measured_network_without_its_size_is_said(tmp_path: Path) -> None:
+    data = profile.to_dict(random_profile(2, 5)) | {"network": {"a": 1e-4, "b": 1e-9}}
+    (tmp_path / "p.json").write_text(json.dumps(data))
+    code, output = plan(str(tmp_path / "p.json"), "--nodes", "4:8")
+    assert code == 0
+    assert "does not say on how many nodes" in output
+    code, output = plan(str(tmp_path / "p.json"))
+    assert code == 0
+    assert "note" not in output
+
+
+def test_errors_are_sentences(profile_file: Path) -> None:
+    assert plan()[0] != 0
+    code, output = plan(str(profile_file), "--nodes", "zero")
+    assert code != 0
+    assert "4:64" in output
+    profile_file.write_text(profile_file.read_text().replace('"startup_s"', '"startups"'))
+    code, output = plan(str(profile_file))
+    assert code == 1
+    assert "startups" in output
+    assert "Traceback" not in output
+
+
+@pytest.mark.parametrize(
+    "text, sizes",
+    [("8", (8,)), ("4:64", (4, 8, 16, 32, 64)), ("3:20", (3, 6, 12)), ("4:12:4", (4, 8, 12)), ("2,5", (2, 5))],
+)
+def test_nodes(text: str, sizes: tuple[int, ...]) -> None:
+    assert parse_nodes(text) == sizes
+
+
+@pytest.mark.parametrize("text", ["", "0", "8:4", "-1:4", "a", "4:8:0"])
+def test_bad_nodes(text: str) -> None:
+    with pytest.raises(ValueError):
+        parse_nodes(text)
+
+
+@pytest.mark.parametrize("paper, ours", [("mg-wfbp", "MG-WFBP"), ("ibatch", "iBatch")])
+def test_reproductions(tmp_path: Path, paper: str, ours: str) -> None:
+    result = CliRunner().invoke(reproduce, [paper, "--json", str(tmp_path / "f.json")])
+    assert result.exit_code == 0, result.output
+    points = json.loads((tmp_path / "f.json").read_text())["points"]
+    times = {(p["model"], p["nodes"], p["strategy"]): p["iteration_s"] for p in points}
+    for (model, nodes, strategy), seconds in times.items():
+        assert times[model, nodes, "optimal"] <= seconds * (1 + 1e-12), strategy
+    assert any(strategy == ours for *_, strategy in times)
+
+
+def test_table_of_losses(tmp_path: Path) -> None:
+    result = CliRunner().invoke(gap, ["--count", "20", "--json", str(tmp_path / "g.json")])
+    assert result.exit_code == 0, result.output
+    rows = json.loads((tmp_path / "g.json").read_text())
+    assert all(-1e-9 < row["median"] <= row["worst"] for row in rows)
+    assert all(row["worst"] < 1e-9 for row in rows if row["strategy"] == "optimal")

@@ -1,0 +1,87 @@
+"""Plans of both directions: exact within their family, never worse than two separate optima."""
+
+from __future__ import annotations
+
+from itertools import pairwise, product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mpips.overlap import timeline
+from mpips.overlap.stage import Stage, check_groups, makespan
+from mpips.overlap.strategies import joint, optimal
+from mpips.overlap.strategies.joint import JointPlan, Link
+
+from .problems import partitions, random_stage
+
+LINKS: tuple[Link, ...] = ("shared", "duplex")
+
+
+def enumerated(push: Stage, pull: Stage, link: Link) -> float:
+    """The least time over every push partition, every number of early groups and every partition of the rest."""
+    best = np.inf
+    for groups in partitions(push.layers):
+        for early in range(len(groups) + 1):
+            rest = groups[-early][0] - 1 if early else push.layers
+            for later in partitions(rest):
+                best = min(best, timeline.end(timeline.both(push, pull, JointPlan(groups, early, later), link)))
+    return best
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_equals_enumeration(link: Link) -> None:
+    rng = np.random.default_rng(7)
+    for _ in range(60):
+        layers = int(rng.integers(1, 6))
+        push, pull = random_stage(rng, layers), random_stage(rng, layers)
+        plan = joint.plan(push, pull, link)
+        found = timeline.end(timeline.both(push, pull, plan, link))
+        assert found == pytest.approx(enumerated(push, pull, link), rel=1e-9)
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 60), st.sampled_from(LINKS))
+@settings(deadline=None, max_examples=60)
+def test_never_worse_than_two_separate_optima(seed: int, layers: int, link: Link) -> None:
+    rng = np.random.default_rng(seed)
+    push, pull = random_stage(rng, layers), random_stage(rng, layers)
+    plan = joint.plan(push, pull, link)
+    check_groups(plan.push, layers)
+    if plan.pull:
+        check_groups(plan.pull, plan.first_early_layer - 1)
+    separate = makespan(push, optimal.partition(push)) + makespan(pull, optimal.partition(pull))
+    assert timeline.end(timeline.both(push, pull, plan, link)) <= separate * (1 + 1e-9)
+
+
+def test_in_order_plans_add_up_whatever_the_link() -> None:
+    rng = np.random.default_rng(3)
+    push, pull = random_stage(rng, 5), random_stage(rng, 5)
+    for first, second, link in product(partitions(5), partitions(5), LINKS):
+        end = timeline.end(timeline.both(push, pull, JointPlan(first, 0, second), link))
+        assert end == pytest.approx(makespan(push, first) + makespan(pull, second))
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_tasks_respect_the_job(link: Link) -> None:
+    """No layer is pushed before its gradients exist, pulled before it is pushed, computed before it is pulled; no lane
+    does two things at once."""
+    rng = np.random.default_rng(11)
+    for _ in range(50):
+        layers = int(rng.integers(1, 15))
+        push, pull = random_stage(rng, layers), random_stage(rng, layers)
+        tasks = timeline.both(push, pull, joint.plan(push, pull, link), link)
+        moments = {(t.kind, layer): t for t in tasks for layer in range(t.first, t.last + 1)}
+        slack = 1e-9 * timeline.end(tasks)
+        for layer in range(1, layers + 1):
+            order = [moments[kind, layer] for kind in ("backward", "push", "pull", "forward")]
+            assert all(a.end <= b.start + slack for a, b in pairwise(order))
+        for lane in {t.lane for t in tasks}:
+            row = sorted((t for t in tasks if t.lane == lane), key=lambda t: (t.start, t.end))
+            assert all(a.end <= b.start + slack for a, b in pairwise(row))
+
+
+def test_stages_of_different_models_are_refused() -> None:
+    rng = np.random.default_rng(0)
+    with pytest.raises(ValueError, match="push has 3 layers and the pull 4"):
+        joint.plan(random_stage(rng, 3), random_stage(rng, 4), "shared")
