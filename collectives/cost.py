@@ -24,6 +24,9 @@ class LinkCost(NamedTuple):
     beta: float
 
 
+FREE = LinkCost(0.0, 0.0)
+
+
 class Costs(NamedTuple):
     """The links between nodes (far) and inside a node (near), and gamma: seconds to add a byte."""
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .cost import Costs, LinkCost
+from .cost import FREE, Costs, LinkCost
 from .schedule import NOBODY, Schedule, Step
 from .topology import Topology
 
@@ -47,7 +47,7 @@ def simulate(
     nbytes: int,
     alpha: float = 0.0,
     gamma: float = 0.0,
-    near: LinkCost = LinkCost(0.0, 0.0),
+    near: LinkCost = FREE,
     itemsize: int = 4,
     progress: Callable[[float], None] | None = None,
 ) -> Run:

@@ -13,6 +13,7 @@ directed, one for each direction of a cable, and numbered; all arithmetic works 
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, Protocol
@@ -275,6 +276,17 @@ def bcube(n: int, k: int, rate: float | tuple[float, ...] = TEN_GIGABIT) -> BCub
 def fattree(k: int, rate: float = TEN_GIGABIT) -> FatTree:
     """k^3/4 hosts with one NIC each on 5/4 k^2 switches of k ports."""
     return FatTree(k, rate)
+
+
+RATES = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+
+
+def parse_rate(text: str) -> float:
+    """Bytes a second of "100mbit" or "1.5gbit". ValueError says how to write it."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", text.strip().lower())
+    if not found or float(found[1]) == 0:
+        raise ValueError(f"unknown rate {text!r}: write a number and kbit, mbit or gbit, as 100mbit")
+    return float(found[1]) * RATES[found[2]] / 8
 
 
 def parse(text: str, rate: float = TEN_GIGABIT) -> BCube | FatTree:

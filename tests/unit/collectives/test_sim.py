@@ -1,0 +1,82 @@
+"""`mpips sim`: what it prints and writes, and what it refuses."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from collectives.predict import figure5, predict, schedule_on
+from collectives.sim import command
+from collectives.topology import bcube, fattree, star
+
+
+def run(*words):
+    return CliRunner().invoke(command, words)
+
+
+def test_a_row_for_each_algorithm_and_size(tmp_path):
+    path = tmp_path / "rows.json"
+    words = ["--topology", "star:4", "--algorithm", "ring", "--algorithm", "bcube", "--bytes", "1MiB,4MiB"]
+    result = run(*words, "--rate", "1gbit", "--json", str(path))
+    assert result.exit_code == 0, result.output
+    rows = json.loads(path.read_text())
+    assert [(row["algorithm"], row["bytes"]) for row in rows] == [
+        ("ring", 2**20),
+        ("ring", 2**22),
+        ("bcube(n=2,k=2)", 2**20),
+        ("bcube(n=2,k=2)", 2**22),
+    ]
+    assert rows[0]["seconds"] == pytest.approx(1.5 * 2**20 / 125e6)
+    assert rows[0]["closed_form"] == pytest.approx(rows[0]["seconds"])
+    assert rows[2]["closed_form"] is None  # one wire for two lanes
+    assert "1,048,576" in result.output
+
+
+def test_beta_is_the_reciprocal_of_the_rate(tmp_path):
+    path = tmp_path / "rows.json"
+    assert (
+        run(
+            "--topology", "star:2", "--algorithm", "ring", "--bytes", "4KB", "--beta", "1e-6", "--json", str(path)
+        ).exit_code
+        == 0
+    )
+    assert json.loads(path.read_text())[0]["seconds"] == pytest.approx(4e-3)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--topology", "ring:4"], "unknown topology"),
+        (["--algorithm", "rong"], "choose one of"),
+        (["--bytes", "lots"], "is no size"),
+        (["--rate", "fast"], "unknown rate"),
+        (["--topology", "star:6"], "bcube needs p = n^k"),
+    ],
+)
+def test_what_it_cannot_do_it_says(words, sentence):
+    result = run(*words)
+    assert result.exit_code == 2
+    assert sentence in " ".join(result.output.split())
+
+
+def test_figure_5_and_pictures(tmp_path):
+    pytest.importorskip("matplotlib")
+    picture, bars, rows = tmp_path / "a.png", tmp_path / "b.png", tmp_path / "b.json"
+    assert run("--bytes", "1MB:16MB", "--plot", str(picture)).exit_code == 0
+    result = run("--figure5", "--bytes", "12.5MB", "--plot", str(bars), "--json", str(rows))
+    assert result.exit_code == 0, result.output
+    assert picture.read_bytes()[:4] == bars.read_bytes()[:4] == b"\x89PNG"
+    assert len(json.loads(rows.read_text())) == 8
+
+
+def test_figure_5_agrees_with_the_text_of_the_paper():
+    for row, said in figure5(548_000_000, 5e9):
+        relayed = row.topology.startswith("bcube") and row.algorithm == "direct"  # "it will double": 1.6 at 16 servers
+        assert row.seconds == pytest.approx(said, rel=0.2 if relayed else 1e-3)
+
+
+def test_the_schedule_suits_the_network():
+    assert schedule_on(bcube(2, 4), "allreduce", "bcube").name == "bcube(n=2,k=4)"
+    assert len(schedule_on(fattree(4), "allreduce", "bcube").lanes) == 1
+    assert schedule_on(star(3), "allreduce", "hierarchical", per_host=4).name == "hierarchical(local=4,between=ring)"
+    assert predict(star(3), "allreduce", "ring", 1200, per_host=2).closed_form is None
