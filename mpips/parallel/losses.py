@@ -16,7 +16,7 @@ def l2(output: np.ndarray, target: np.ndarray, delta: np.ndarray, scratch: np.nd
 
     `target` is (samples, outputs) or, with one output, (samples,); `scratch` is overwritten.
     """
-    np.subtract(output, target.reshape(output.shape[1], -1).T, out=delta)
+    np.subtract(output, target.reshape(output.shape[::-1]).T, out=delta)
     np.square(delta, out=scratch)
     total = 0.5 * float(scratch.sum(dtype=np.float64))
     np.multiply(delta, delta.dtype.type(scale), out=delta)
