@@ -1,0 +1,37 @@
+"""mpips: a parameter server with MPI inside its clients, after MXNET-MPI (arXiv:1801.03855).
+
+    kv = mpips.create("mpi_sync")     # a server serves inside this call
+    kv.init("w", weights)
+    kv.pushpull("w", gradient, out=total)
+
+The public names are loaded when they are first used, so that `mpips run` and `mpips doctor` start without MPI.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collectives.arena import empty
+    from mpips import optimizers
+    from mpips.options import OptionError, Options
+    from mpips.processes import create
+    from mpips.row_sparse import RowSparse
+    from mpips.store import KVStore
+    from mpips.trainer import Trainer
+
+_HOMES = {
+    "create": "mpips.processes", "KVStore": "mpips.store", "Options": "mpips.options", "OptionError": "mpips.options",
+    "RowSparse": "mpips.row_sparse", "Trainer": "mpips.trainer", "empty": "collectives.arena",
+}  # fmt: skip
+
+__all__ = ["KVStore", "OptionError", "Options", "RowSparse", "Trainer", "create", "empty", "optimizers"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "optimizers":
+        return importlib.import_module("mpips.optimizers")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'mpips' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

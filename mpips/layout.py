@@ -83,7 +83,7 @@ class Layout:
 
 
 def create(comm: MPI.Comm, kind: str, options: Options | None, refusal: str = "") -> Layout:
-    """Agree on roles. Collective over `comm`; every rank raises the same OptionError where ranks differ or one refuses."""
+    """Agree on roles. Collective over `comm`; all ranks raise the same OptionError where some differ or one refuses."""
     from mpi4py import MPI
 
     world = comm.Dup()
@@ -106,7 +106,7 @@ def create(comm: MPI.Comm, kind: str, options: Options | None, refusal: str = ""
         client_comm = role_comm.Split(number, rank)
     return Layout(
         kind=kind, options=options, world=world, rank=rank, num_workers=workers, num_servers=options.servers,
-        clients=clients, nodes=_nodes(world, options.shared_memory, MPI), workers=None if role else role_comm,
+        clients=clients, nodes=_nodes(world, options.shared_memory, MPI.COMM_TYPE_SHARED), workers=None if role else role_comm,
         client=client_comm, servers=role_comm if role else None,
     )  # fmt: skip
 
@@ -139,10 +139,10 @@ def _agree(world: MPI.Comm, card: _Card) -> None:
                 )
 
 
-def _nodes(world: MPI.Comm, shared_memory: bool, mpi: type[MPI] | object) -> tuple[int, ...]:
+def _nodes(world: MPI.Comm, shared_memory: bool, shared: int) -> tuple[int, ...]:
     if not shared_memory:
         return tuple(range(world.Get_size()))
-    node = world.Split_type(mpi.COMM_TYPE_SHARED, world.Get_rank())  # type: ignore[union-attr]
+    node = world.Split_type(shared, world.Get_rank())
     mine = meet.exchange(node, b"%d" % world.Get_rank(), "mpips.create")[0]
     node.Free()
     return tuple(int(lowest) for lowest in meet.exchange(world, mine, "mpips.create"))

@@ -30,7 +30,7 @@ class Pause:
     `timeout_seconds` (StallError; 0: never).
     """
 
-    __slots__ = ("_count", "_describe", "_start", "_stall", "_timeout", "_warned")
+    __slots__ = ("_count", "_describe", "_stall", "_start", "_timeout", "_warned")
 
     def __init__(self, describe: Callable[[], str], stall_seconds: float, timeout_seconds: float) -> None:
         self._count = 0

@@ -12,6 +12,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
 FRAME_BYTES = 64
 FRAME = struct.Struct("<BBHiIIqiiQQQq")
@@ -102,8 +103,8 @@ class Create(msgspec.Struct, tag=True):
 class Created(msgspec.Struct, tag=True):
     """Where the new units of one server lie: a region of words and a region of values, see `arrange`."""
 
-    words: tuple[int, int, int, int, int]
-    values: tuple[int, int, int, int, int]
+    words: tuple[int, ...]
+    values: tuple[int, ...]
 
 
 class SetOptimizer(msgspec.Struct, tag=True):
@@ -163,3 +164,13 @@ def arrange(cards: list[UnitCard], itemsizes: list[int]) -> tuple[list[int], int
         word += -(-(1 + len(card.contributors)) // 8) * 8
         byte += -(-(card.stop - card.start) * itemsize // 64) * 64
     return words, word, values, max(byte, 64)
+
+
+def dtype_of(name: str) -> np.dtype:
+    """The dtype of that name; bfloat16 and its like need the package ml_dtypes."""
+    try:
+        return np.dtype(name)
+    except TypeError:
+        import ml_dtypes
+
+        return np.dtype(getattr(ml_dtypes, name))

@@ -76,7 +76,7 @@ class Options:
 
     def environment(self) -> dict[str, str]:
         """The variables that give another process these options: those that differ from their defaults."""
-        values = {field.name: getattr(self, field.name) for field in FIELDS if getattr(self, field.name) != field.default}
+        values = {f.name: getattr(self, f.name) for f in FIELDS if getattr(self, f.name) != f.default}
         return {PREFIX + name.upper(): str(int(v) if isinstance(v, bool) else v) for name, v in values.items()}
 
     def workers_of(self, world_size: int) -> int:
@@ -96,7 +96,7 @@ class Options:
         return workers
 
     def clients_of(self, kind: str, world_size: int) -> int:
-        """Clients of a store of this kind: every worker is its own in dist_*; raises OptionError if they are too many."""
+        """Clients of a store of this kind (dist_*: every worker is one); raises OptionError if they are too many."""
         workers = self.workers_of(world_size)
         if not kind.startswith("mpi_"):
             return workers
@@ -155,7 +155,8 @@ def read(arguments: Mapping[str, Any] | None = None, environment: Mapping[str, s
             continue
         name = variable[len(PREFIX) :].lower()
         if name not in known:
-            raise OptionError(f"the variable {variable} is unknown; known: {', '.join(PREFIX + n.upper() for n in known)}")
+            names = ", ".join(PREFIX + known_name.upper() for known_name in known)
+            raise OptionError(f"the variable {variable} is unknown; known: {names}")
         values[name] = _checked(known[name], text, variable)
     for name, value in (arguments or {}).items():
         if name not in known:

@@ -8,6 +8,7 @@ worker of each client (masters="all", where member i of a client of p owns the i
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ class Interval(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """Elements [start, stop) of the flattened array of a key, on one server, pushed by `contributors` (worker ranks)."""
+    """Elements [start, stop) of a key's flattened array, on one server, pushed by `contributors` (worker ranks)."""
 
     key: int
     server: int
@@ -50,7 +51,7 @@ def split(interval: Interval, parts: int, grain: int = 1) -> list[Interval]:
         cut = (first + (last - first) * part // parts) * grain
         cuts.append(min(max(cut, cuts[-1]), interval.stop))
     cuts.append(interval.stop)
-    return [Interval(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
+    return [Interval(a, b) for a, b in itertools.pairwise(cuts)]
 
 
 def grain_of(shape: Sequence[int], parts: int) -> int:
@@ -87,7 +88,7 @@ class Placement:
 
 
 def owners(clients: Sequence[Interval], kind: str, masters: str) -> list[list[int]]:
-    """For each group that contributes once, its workers that own a slice: all workers alone, masters, or whole clients."""
+    """The groups that contribute once, as their owners of slices: each worker alone, each master, or whole clients."""
     if kind.startswith("dist_"):
         return [[worker] for client in clients for worker in range(*client)]
     if masters == "one":
@@ -100,7 +101,7 @@ def units(key: int, server: int, part: Interval, groups: Sequence[Sequence[int]]
     slices = [split(part, len(group), grain) for group in groups]
     cuts = sorted({part.start, part.stop, *(piece.start for pieces in slices for piece in pieces)})
     result = []
-    for start, stop in zip(cuts, cuts[1:], strict=False):
+    for start, stop in itertools.pairwise(cuts):
         contributors = tuple(
             next(owner for owner, piece in zip(group, pieces, strict=True) if piece.start <= start < piece.stop)
             for group, pieces in zip(groups, slices, strict=True)

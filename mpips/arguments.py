@@ -1,0 +1,94 @@
+"""What a caller may hand to a store, made uniform: pairs of a key and its arrays. Pure; errors name key and values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives import arrays
+from mpips.row_sparse import RowSparse
+
+Name = int | str
+Array = NDArray[Any]
+
+
+def names(key: Any) -> list[Name]:
+    """One key or a list of keys as a list; int or str, never mixed, none twice."""
+    keys = list(key) if isinstance(key, (list, tuple)) else [key]
+    for name in keys:
+        if isinstance(name, (bool, np.bool_)) or not isinstance(name, (int, str, np.integer)):
+            raise TypeError(f"a key is an int or a str, not {name!r}")
+    if len({isinstance(name, str) for name in keys}) > 1:
+        raise TypeError(f"keys are all int or all str, not mixed: {keys}")
+    if len(set(keys)) < len(keys):
+        raise ValueError(f"a key comes twice in one call: {keys}")
+    return [name if isinstance(name, str) else int(name) for name in keys]
+
+
+def pairs(key: Any, value: Any, what: str) -> list[tuple[Name, list[Any]]]:
+    """(key, its arrays) for one key or lists of equal length; a key's value is one array or a list of them."""
+    keys = names(key)
+    if not isinstance(key, (list, tuple)):
+        return [(keys[0], _arrays(value, keys[0], what))]
+    if not isinstance(value, (list, tuple)) or len(value) != len(keys):
+        given = f"{len(value)} values" if isinstance(value, (list, tuple)) else f"one {type(value).__name__}"
+        raise ValueError(f"{what}: {len(keys)} keys need a list of {len(keys)} values, not {given}")
+    return [(name, _arrays(one, name, what)) for name, one in zip(keys, value)]
+
+
+def _arrays(value: Any, name: Name, what: str) -> list[Any]:
+    if not isinstance(value, (list, tuple)):
+        return [value]
+    if not value:
+        raise ValueError(f"{what}: key {name!r} has an empty list of arrays")
+    return list(value)
+
+
+def readable(value: Any, name: Name, what: str) -> Array:
+    """A host array to read from: C-contiguous."""
+    array = _host(value, name, what)
+    if not array.flags.c_contiguous:
+        raise ValueError(f"{what}: the array of key {name!r} is not contiguous; pass numpy.ascontiguousarray of it")
+    return array
+
+
+def writable(value: Any, name: Name, what: str) -> Array:
+    """A host array to write to: C-contiguous and not read-only."""
+    array = readable(value, name, what)
+    if not array.flags.writeable:
+        raise ValueError(f"{what}: the array of key {name!r} is read-only; pass one that may be written")
+    return array
+
+
+def _host(value: Any, name: Name, what: str) -> Array:
+    if isinstance(value, RowSparse):
+        raise TypeError(f"{what}: key {name!r} got a RowSparse where an array is needed")
+    try:
+        array = value if type(value) is np.ndarray else arrays.host(value)
+    except TypeError:
+        raise TypeError(f"{what}: key {name!r} needs an array, not {type(value).__name__}") from None
+    if array.dtype.hasobject:
+        raise TypeError(f"{what}: key {name!r} has elements of dtype {array.dtype}; only numbers can be sent")
+    return array
+
+
+def fits(array: Any, shape: tuple[int, ...], dtype: np.dtype, name: Name, what: str, rank: int) -> None:
+    """Raise ValueError unless shape and dtype are those that the key was initialised with."""
+    if array.shape != shape or array.dtype != dtype:
+        raise ValueError(
+            f"{what}: key {name!r} was initialised as {dtype.name}{shape}, "
+            f"but rank {rank} gave {array.dtype.name}{tuple(array.shape)}"
+        )
+
+
+def total(values: Sequence[Array]) -> Array:
+    """The sum of a key's arrays (one per device), in their order; the array itself where there is one."""
+    if len(values) == 1:
+        return values[0]
+    result = values[0] + values[1]
+    for value in values[2:]:
+        result += value
+    return result

@@ -1,0 +1,133 @@
+"""A line carries frames, and now and then a body, between one worker and one server, in order, both ways.
+
+Two kinds: rings in shared memory between processes of one node, MPI messages between nodes. Posting never blocks: what
+finds no room waits in a backlog that the next call flushes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from collectives import arena
+from collectives.arena import Region
+from mpips.messages import FRAME, FRAME_BYTES, Frame
+from mpips.rings import SLOTS, Ring
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+NOWHERE = Region(0, 0, 0, 0, 0)
+TAG_FRAME, TAG_BODY, TAG_DATA = 1, 2, 16
+
+
+class Line(Protocol):
+    """One end of a line."""
+
+    local: bool
+
+    def post(
+        self, op: int, unit: int = 0, round_: int = 0, region: tuple[int, ...] = NOWHERE, coding: int = 0,
+        priority: int = 0, aux: int = 0, token: int = 0, flags: int = 0,
+    ) -> None: ...  # fmt: skip
+
+    def post_body(self, body: bytes, op: int, unit: int = 0, round_: int = 0, token: int = 0, flags: int = 0) -> None: ...
+
+    def waiting(self) -> bool: ...
+
+    def read(self) -> Iterator[Frame]: ...
+
+    def body(self, frame: Frame) -> bytes: ...
+
+
+class SharedLine:
+    """Frames in rings; a body lies in node-shared memory until as many frames have followed as a ring has slots."""
+
+    local = True
+
+    def __init__(self, outgoing: Ring, incoming: Ring) -> None:
+        self._out, self._in = outgoing, incoming
+        self._backlog: deque[tuple[int, ...]] = deque()
+        self._bodies: deque[np.ndarray] = deque(maxlen=2 * SLOTS)
+
+    def post(
+        self, op: int, unit: int = 0, round_: int = 0, region: tuple[int, ...] = NOWHERE, coding: int = 0,
+        priority: int = 0, aux: int = 0, token: int = 0, flags: int = 0,
+    ) -> None:  # fmt: skip
+        if self._backlog or not self._out.post(op, flags, coding, priority, unit, aux, round_, *region, token):
+            self._backlog.append((op, flags, coding, priority, unit, aux, round_, *region, token))
+            self.flush()
+
+    def post_body(self, body: bytes, op: int, unit: int = 0, round_: int = 0, token: int = 0, flags: int = 0) -> None:
+        memory = arena.empty(max(len(body), 1), np.uint8)
+        memory[: len(body)] = np.frombuffer(body, np.uint8)
+        self._bodies.append(memory)
+        region = arena.locate(memory[: len(body)])
+        assert region is not None
+        self.post(op, unit, round_, region, token=token, flags=flags)
+
+    def flush(self) -> None:
+        while self._backlog and self._out.post(*self._backlog[0]):
+            self._backlog.popleft()
+
+    def waiting(self) -> bool:
+        if self._backlog:
+            self.flush()
+        return self._in.waiting()
+
+    def read(self) -> Iterator[Frame]:
+        return map(Frame._make, self._in.read())
+
+    def body(self, frame: Frame) -> bytes:
+        return arena.attach(Region(frame.pid, frame.fd, frame.inode, frame.offset, frame.nbytes)).tobytes()
+
+
+class MessageLine:
+    """Frames and bodies as messages; the sender's copies live until MPI has taken them."""
+
+    local = False
+
+    def __init__(self, comm: MPI.Comm, peer: int) -> None:
+        from mpi4py import MPI
+
+        self._comm, self._peer = comm, peer
+        self._status = MPI.Status()
+        self._sends: list[tuple[MPI.Request, bytes]] = []
+
+    def _send(self, data: bytes, tag: int) -> None:
+        if len(self._sends) > 32:
+            self._sends = [(request, data) for request, data in self._sends if not request.Test()]
+        self._sends.append((self._comm.Isend(data, self._peer, tag), data))
+
+    def post(
+        self, op: int, unit: int = 0, round_: int = 0, region: tuple[int, ...] = NOWHERE, coding: int = 0,
+        priority: int = 0, aux: int = 0, token: int = 0, flags: int = 0,
+    ) -> None:  # fmt: skip
+        self._send(FRAME.pack(op, flags, coding, priority, unit, aux, round_, *region, token), TAG_FRAME)
+
+    def post_body(self, body: bytes, op: int, unit: int = 0, round_: int = 0, token: int = 0, flags: int = 0) -> None:
+        self.post(op, unit, round_, (0, 0, 0, 0, len(body)), token=token, flags=flags)
+        self._send(body, TAG_BODY)
+
+    def waiting(self) -> bool:
+        return self._comm.Iprobe(self._peer, TAG_FRAME)
+
+    def read(self) -> Iterator[Frame]:
+        while self._comm.Iprobe(self._peer, TAG_FRAME):
+            data = bytearray(FRAME_BYTES)
+            self._comm.Recv(data, self._peer, TAG_FRAME)
+            yield Frame._make(FRAME.unpack(data))
+
+    def body(self, frame: Frame) -> bytes:
+        data = bytearray(frame.nbytes)
+        self._comm.Recv(data, self._peer, TAG_BODY)
+        return bytes(data)
+
+    def finish(self) -> None:
+        """Wait until everything sent has been taken."""
+        for request, _ in self._sends:
+            request.Wait()
+        self._sends.clear()

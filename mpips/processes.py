@@ -1,0 +1,115 @@
+"""Processes of a job: `create` makes workers and servers of them, and an uncaught exception on one ends them all."""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+import traceback
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from mpips import layout as layouts
+from mpips import meet
+from mpips import options as option_table
+from mpips.connect import connect
+from mpips.layout import Layout
+from mpips.options import OptionError, Options
+from mpips.pure import Pure
+from mpips.served import Served
+from mpips.server import Server
+from mpips.store import KVStore
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_open: list[Layout] = []
+
+
+def create(kind: str, comm: MPI.Comm | None = None, **options: Any) -> KVStore:
+    """Make the store of a job. Collective over `comm` (COMM_WORLD; `local`: this process alone); blocking.
+
+    Options by name or `MPIPS_*` variable, see `mpips.options`. On a worker it returns the store. A server serves inside
+    this call and leaves it by SystemExit(0) when all workers have closed theirs or ended. Raises TypeError where `kind`
+    is no string and OptionError, the same on every rank, where options are bad or differ. From then on an uncaught
+    exception of this process ends the whole job.
+    """
+    from mpi4py import MPI
+
+    chosen, word, refusal = None, "", ""
+    try:
+        word = option_table.kind_of(kind)
+        chosen = option_table.read(options)
+    except OptionError as error:
+        refusal = str(error)
+    if word == "local":
+        if chosen is None:
+            raise OptionError(refusal)
+        alone = layouts.create(MPI.COMM_SELF, word, Options(stall_seconds=chosen.stall_seconds))
+        return KVStore(alone, Pure(alone))
+    comm = MPI.COMM_WORLD if comm is None else comm
+    if any(other.num_servers for other in _open):
+        raise RuntimeError("this process has a store with servers open; close() it before the next create")
+    _install_hooks()
+    layout = layouts.create(comm, word, chosen, refusal)
+    if not layout.num_servers:
+        return KVStore(layout, Pure(layout))
+    lines, rings = connect(layout)
+    if layout.is_server:
+        Server(layout, lines, rings).serve()
+        _part(layout)
+        raise SystemExit(0)
+    _open.append(layout)
+    return KVStore(layout, Served(layout, lines))
+
+
+def closed(layout: Layout) -> None:
+    """A worker's store has said goodbye: meet the others and the servers a last time, and free the communicators."""
+    if layout in _open:
+        _open.remove(layout)
+        _part(layout)
+    else:
+        layout.free()
+
+
+def _part(layout: Layout) -> None:
+    """All ranks end together: nobody's memory or messages are needed any more."""
+    meet.exchange(layout.world, b"", "close", stall_seconds=math.inf)
+    layout.free()
+
+
+_hooked = False
+
+
+def _install_hooks() -> None:
+    """An uncaught exception in any thread prints its traceback and rank and aborts the job."""
+    global _hooked
+    if _hooked:
+        return
+    _hooked = True
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if issubclass(kind, KeyboardInterrupt):
+            before(kind, error, trace)
+        else:
+            traceback.print_exception(kind, error, trace)
+        abort(kind.__name__)
+
+    def thread_hook(args: threading.ExceptHookArgs) -> None:
+        if not issubclass(args.exc_type, SystemExit):
+            traceback.print_exception(args.exc_type, args.exc_value, args.exc_traceback)
+            abort(args.exc_type.__name__)
+
+    sys.excepthook = hook
+    threading.excepthook = thread_hook
+
+
+def abort(what: str) -> None:
+    """End the job now, from this rank."""
+    from mpi4py import MPI
+
+    rank = MPI.COMM_WORLD.Get_rank()
+    print(f"mpips: {what} on rank {rank} of {MPI.COMM_WORLD.Get_size()}: the job ends", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    MPI.COMM_WORLD.Abort(1)

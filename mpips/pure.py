@@ -1,0 +1,104 @@
+"""A store without servers: every worker keeps every key, `pushpull` is an allreduce, the optimizer runs on the workers."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpips import inside
+from mpips.compression import Compressor
+from mpips.layout import Layout
+from mpips.optimizers import Optimizer, State
+from mpips.row_sparse import RowSparse
+from mpips.session import Key, Task
+
+Array = NDArray[Any]
+
+
+class Pure:
+    """The operations of a store without servers; the same values, bit for bit, on every worker."""
+
+    def __init__(self, layout: Layout) -> None:
+        assert layout.workers is not None
+        self.layout, self._comm = layout, layout.workers
+        self._stored: dict[int | str, Array] = {}
+        self._sums: dict[int | str, Array] = {}
+        self._states: dict[int | str, tuple[int, State]] = {}
+        self._optimizer: Optimizer | None = None
+        self._compressor: Compressor | None = None
+        self._residuals: dict[int | str, Array] = {}
+
+    def init(self, keys: list[Key], values: list[Array]) -> Task:
+        for key, value in zip(keys, values, strict=True):
+            stored = self._stored[key.name] = value.reshape(-1).copy()
+            yield from inside.broadcast(self._comm, stored)
+
+    def push(self, key: Key, flat: Array, priority: int, wait: bool = True) -> Task:
+        key.round += 1
+        if self._compressor is not None and key.dtype.kind == "f":
+            flat = self._compressed(key, flat)
+        if self._optimizer is None:
+            yield from inside.allreduce(self._comm, flat, self._stored[key.name])
+            return
+        total = self._sums.get(key.name)
+        if total is None:
+            total = self._sums[key.name] = np.empty_like(self._stored[key.name])
+        yield from inside.allreduce(self._comm, flat, total)
+        step, state = self._states.get(key.name) or (0, self._optimizer.init(self._stored[key.name]))
+        self._optimizer.update(self._stored[key.name], total, state, step + 1)
+        self._states[key.name] = step + 1, state
+
+    def _compressed(self, key: Key, flat: Array) -> Array:
+        """What the others would decode from this worker's payload; the rest stays in the residual."""
+        assert self._compressor is not None
+        if key.name not in self._residuals:
+            self._residuals[key.name] = self._compressor.init(flat)
+        payload = self._compressor.encode(flat, self._residuals[key.name])
+        decoded = np.zeros_like(flat)
+        self._compressor.decode(payload, decoded, add=False)
+        return decoded
+
+    def push_rows(self, key: Key, rows: RowSparse, priority: int) -> Task:
+        return self.push(key, rows.to_dense().reshape(-1), priority)
+
+    def pull(self, key: Key, flat: Array) -> Task:
+        flat[...] = self._stored[key.name]
+        yield from ()
+
+    def pushpull(self, key: Key, flat: Array, out: Array, priority: int) -> Task:
+        yield from self.push(key, flat, priority)
+        yield from self.pull(key, out)
+
+    def set_optimizer(self, optimizer: Optimizer) -> Task:
+        self._optimizer = optimizer
+        self._states.clear()
+        yield from ()
+
+    def set_compression(self, options: dict[str, Any], compressor: Compressor) -> Task:
+        self._compressor = compressor
+        self._residuals.clear()
+        yield from ()
+
+    def states(self, keys: Sequence[Key]) -> Generator[None, None, dict[Any, tuple[int, list[Array]]]]:
+        yield from ()
+        return {
+            key.name: (self._states[key.name][0], list(self._states[key.name][1])) if key.name in self._states else (0, [])
+            for key in keys
+        }
+
+    def put_states(self, keys: Sequence[Key], states: dict[Any, tuple[int, list[Array]]]) -> Task:
+        if self._optimizer is None:
+            raise ValueError("load_optimizer_states needs an optimizer; call set_optimizer first")
+        for key in keys:
+            step, arrays = states[key.name]
+            state = self._optimizer.init(self._stored[key.name])
+            for array, saved in zip(state, arrays):
+                array[...] = saved
+            self._states[key.name] = step, state
+        yield from ()
+
+    def finish(self) -> None:
+        """Nothing to tell anybody."""

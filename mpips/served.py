@@ -1,0 +1,326 @@
+"""A store with servers, on a worker: how a key's value travels between the training loop and the servers.
+
+dist_*: every worker pushes and pulls by itself. mpi_*: a client first reduces inside. With masters="one" rank 0 of the
+client pushes and pulls the whole and broadcasts it (the paper, section 4.2); with masters="all" the client
+reduce-scatters, every worker pushes and pulls its own slices, and an allgather puts them together, in pieces of which
+several are under way, so that the phases overlap on a network. A client that shares its node with all servers reads
+their memory instead of a broadcast, where the store is synchronous: nobody can overwrite it before everybody has read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives import arena
+from collectives.arena import Region
+from mpips import inside, meet, messages, optimizers
+from mpips.compression import Compressor
+from mpips.layout import Layout
+from mpips.lines import Line
+from mpips.messages import Coding, UnitCard
+from mpips.optimizers import Optimizer
+from mpips.row_sparse import RowSparse
+from mpips.session import Key, Part, Piece, Session, Task
+from mpips.sharding import Interval, Placement, grain_of, split, units
+
+Array = NDArray[Any]
+PIECES_IN_FLIGHT = 3
+
+
+class Served:
+    """The operations of a store with servers; pushes and pulls are generators for the engine."""
+
+    def __init__(self, layout: Layout, lines: list[Line]) -> None:
+        self.layout = layout
+        self.session = Session(layout, lines)
+        self._placement = Placement(layout.num_servers, layout.options.big_array)
+        self._groups = layout.groups()
+        self._grouped = layout.kind.startswith("mpi_")
+        self._all = layout.options.masters == "all"
+        self._units = 0
+        self._compressor: Compressor | None = None
+        self._residuals: dict[int, Array] = {}
+        near = self._everybody(self.session.all_local)
+        self._near = all(near[worker] for worker in range(*layout.clients[layout.client_number]))
+        self._one_node = all(near)
+
+    def _everybody(self, flag: bool) -> list[bool]:
+        assert self.layout.workers is not None
+        return [data == b"1" for data in meet.exchange(self.layout.workers, b"1" if flag else b"0", "mpips.create")]
+
+    # ---- keys
+
+    def init(self, keys: list[Key], values: list[Array]) -> Task:
+        """Make the keys on the servers, with rank 0's values. Collective over the workers."""
+        cards: dict[int, list[UnitCard]] = {server: [] for server in range(self.layout.num_servers)}
+        for key in keys:
+            self._plan(key, cards)
+        workers = self.layout.workers
+        assert workers is not None
+        answers: list[Any] = []
+        if self.layout.rank == 0:
+            for server, new in cards.items():
+                answers.append((yield from self.session.request(server, messages.Create(new))) if new else None)
+        told = meet.exchange(workers, msgspec.msgpack.encode(answers), "init")[0]
+        created = msgspec.msgpack.decode(told, type=list[messages.Created | None])
+        for server, new in cards.items():
+            if self.session.lines[server].local and (where := created[server]) is not None:
+                self._attach(new, where)
+        if self.layout.rank == 0:
+            for key, value in zip(keys, values, strict=True):
+                yield from self.session.set(key, value.reshape(-1))
+        meet.exchange(workers, b"", "init")
+
+    def _plan(self, key: Key, cards: dict[int, list[UnitCard]]) -> None:
+        """Cut a key into pieces and units, the same on every worker."""
+        options = self.layout.options
+        owners = sum(len(group) for group in self._groups)
+        grain = grain_of(key.shape, max(self.layout.num_servers * max(map(len, self._groups)), 1))
+        block_bytes = options.block_bytes if self._one_node else options.chunk_bytes
+        block = max(1, block_bytes // key.dtype.itemsize)
+        for server, part in self._placement.place(key.shape, key.dtype.itemsize):
+            chunks = 1
+            if self._all and owners > len(self._groups) and not self._one_node:
+                chunks = max(1, min(32, part.size * key.dtype.itemsize // options.chunk_bytes))
+            for chunk in split(part, chunks, grain):
+                if chunk.size or not part.size:
+                    self._plan_piece(key, server, chunk, grain, block, cards[server])
+        self.session.add(key)
+
+    def _plan_piece(
+        self, key: Key, server: int, chunk: Interval, grain: int, block: int, cards: list[UnitCard]
+    ) -> None:
+        rank = self.layout.rank
+        members = self._groups[self.layout.client_number] if self._grouped else [rank]
+        slices = split(chunk, len(members), grain)
+        piece = Piece([s.start for s in slices] + [chunk.stop], [])
+        row_elements = int(np.prod(key.shape[1:], dtype=np.int64)) if key.shape else 1
+        for unit in units(0, server, chunk, self._groups, grain):
+            card = UnitCard(
+                self._units, key.name, key.dtype.name, unit.start, unit.stop, max(1, row_elements), block,
+                unit.contributors,
+            )  # fmt: skip
+            self._units += 1
+            cards.append(card)
+            part = Part(
+                card.number, server, unit.start, unit.stop, self.session.lines[server], unit.contributors,
+                block, max(1, -(-unit.size // block)),
+            )  # fmt: skip
+            key.parts.append(part)
+            if rank in unit.contributors:
+                part.mine = 1 + unit.contributors.index(rank)
+                key.pushes.append(part)
+                piece.pushes.append(part)
+        key.pieces.append(piece)
+
+    def _attach(self, cards: list[UnitCard], created: messages.Created) -> None:
+        dtypes = [messages.dtype_of(card.dtype) for card in cards]
+        first_words, _, first_bytes, _ = messages.arrange(cards, [dtype.itemsize for dtype in dtypes])
+        words = arena.attach(Region(*created.words)).view(np.uint64)
+        values = arena.attach(Region(*created.values))
+        for card, dtype, word, byte in zip(cards, dtypes, first_words, first_bytes, strict=True):
+            part = self.session.part(card.number)
+            part.words = memoryview(words[word : word + 1 + len(card.contributors)])  # type: ignore[arg-type]
+            part.stored = values[byte : byte + (card.stop - card.start) * dtype.itemsize].view(dtype)
+
+    # ---- pushes
+
+    def push(self, key: Key, flat: Array, priority: int, wait: bool = True) -> Task:
+        """Contribute `flat` (1-D) to the key's next round."""
+        round_ = self.session.begin(key)
+        if not self._grouped:
+            return self._contribute(key, round_, flat, priority, wait)
+        if self._all:
+            return self._together([self._push_piece(key, round_, piece, flat, priority) for piece in key.pieces])
+        return self._push_master(key, round_, flat, priority)
+
+    def _contribute(
+        self, key: Key, round_: int, flat: Array, priority: int, wait: bool, own: bool = False,
+        parts: Sequence[Part] | None = None, base: int = 0,
+    ) -> Task:  # fmt: skip
+        """Push `flat`, which holds the key's elements from `base` on."""
+        session = self.session
+        parts = key.pushes if parts is None else parts
+        payloads = [(part, flat[part.start - base : part.stop - base]) for part in parts]
+        if self._compressor is None or key.dtype.kind != "f":
+            yield from session.push(key, round_, payloads, priority, wait, own)
+            return
+        for part, values in payloads:
+            yield from session.drained(key, round_ - 1, [part])
+            residual = self._residuals.get(part.number)
+            if residual is None:
+                residual = self._residuals[part.number] = self._compressor.init(values)
+            payload = self._compressor.encode(values, residual)
+            yield from session.push_coded(key, round_, part, payload, Coding.COMPRESSED, priority)
+
+    def _push_master(self, key: Key, round_: int, flat: Array, priority: int) -> Task:
+        """The client's sum goes to its rank 0, and from there to the servers."""
+        comm = self.layout.client
+        assert comm is not None
+        if comm.Get_size() == 1:
+            yield from self._contribute(key, round_, flat, priority, True)
+            return
+        piece = key.pieces[0]
+        total = None
+        if key.pushes:
+            if piece.reduced is None:
+                piece.reduced = arena.empty(key.size, key.dtype)
+            total = piece.reduced
+            yield from self.session.drained(key, round_ - 1, key.pushes)
+        yield from inside.reduce(comm, flat, total)
+        if total is not None:
+            yield from self._contribute(key, round_, total, priority, False, own=True)
+
+    def _push_piece(self, key: Key, round_: int, piece: Piece, flat: Array, priority: int) -> Task:
+        """The client's sum of a piece, scattered: every member pushes its own slice."""
+        comm = self.layout.client
+        assert comm is not None
+        start, stop = piece.cuts[0], piece.cuts[-1]
+        rank = comm.Get_rank()
+        mine = Interval(piece.cuts[rank], piece.cuts[rank + 1])
+        if piece.reduced is None:
+            piece.reduced = arena.empty(mine.size, key.dtype)
+        yield from self.session.drained(key, round_ - 1, piece.pushes)
+        cuts = [cut - start for cut in piece.cuts]
+        yield from inside.reduce_scatter(comm, flat[start:stop], piece.reduced, cuts)
+        yield from self._contribute(
+            key, round_, piece.reduced, priority, False, own=True, parts=piece.pushes, base=mine.start
+        )
+
+    def push_rows(self, key: Key, rows: RowSparse, priority: int) -> Task:
+        """Contribute rows to the key's next round; every worker that contributes sends the rows of its units."""
+        round_ = self.session.begin(key)
+        row = max(1, key.size // max(1, key.shape[0]))
+        whole_rows = all(part.start % row == 0 and part.stop % row == 0 for part in key.parts)
+        if self._grouped or self._compressor is not None or not whole_rows:
+            key.round -= 1
+            return self.push(key, rows.to_dense().reshape(-1), priority)
+        return self._push_rows(key, round_, rows.merged(), row, priority)
+
+    def _push_rows(self, key: Key, round_: int, rows: RowSparse, row: int, priority: int) -> Task:
+        for part in key.pushes:
+            chosen = rows.between(part.start // row, part.stop // row)
+            yield from self.session.drained(key, round_ - 1, [part])
+            payload = np.concatenate(
+                [chosen.rows.view(np.uint8), np.ascontiguousarray(chosen.values).reshape(-1).view(np.uint8)]
+            )
+            yield from self.session.push_coded(
+                key, round_, part, payload, Coding.ROWS, priority, count=len(chosen.rows)
+            )
+
+    # ---- pulls
+
+    def pull(self, key: Key, flat: Array) -> Task:
+        """Read the key into `flat` (1-D) on every worker that calls."""
+        if not self._grouped or (self._near and not self.layout.asynchronous):
+            return self.session.pull(key, flat, key.parts)
+        if self._all:
+            return self._together([self._pull_piece(key, piece, flat) for piece in key.pieces])
+        return self._pull_master(key, flat)
+
+    def _pull_master(self, key: Key, flat: Array) -> Task:
+        comm = self.layout.client
+        assert comm is not None
+        if comm.Get_rank() == 0:
+            yield from self.session.pull(key, flat, key.parts)
+        if comm.Get_size() > 1:
+            yield from inside.broadcast(comm, flat)
+
+    def _pull_piece(self, key: Key, piece: Piece, flat: Array) -> Task:
+        comm = self.layout.client
+        assert comm is not None
+        yield from self.session.pull(key, flat, piece.pushes)
+        if comm.Get_size() > 1:
+            start = piece.cuts[0]
+            cuts = [cut - start for cut in piece.cuts]
+            yield from inside.allgather(comm, flat[start : piece.cuts[-1]], cuts)
+
+    def pushpull(self, key: Key, flat: Array, out: Array, priority: int) -> Task:
+        """Push, then pull, in one: nothing waits between the two, and pieces go through both by themselves."""
+        if self._grouped and self._all and not self._near:
+            round_ = self.session.begin(key)
+            return self._together([self._through(key, round_, p, flat, out, priority) for p in key.pieces])
+        return self._push_then_pull(key, flat, out, priority)
+
+    def _through(self, key: Key, round_: int, piece: Piece, flat: Array, out: Array, priority: int) -> Task:
+        yield from self._push_piece(key, round_, piece, flat, priority)
+        yield from self._pull_piece(key, piece, out)
+
+    def _push_then_pull(self, key: Key, flat: Array, out: Array, priority: int) -> Task:
+        yield from self.push(key, flat, priority, wait=self.layout.asynchronous)
+        yield from self.pull(key, out)
+
+    def _together(self, tasks: list[Task]) -> Task:
+        """Run tasks with a few under way; they start in order, as the collectives in them must."""
+        if len(tasks) == 1:
+            yield from tasks[0]
+            return
+        waiting = list(reversed(tasks))
+        running: list[Generator[None, None, None]] = []
+        while waiting or running:
+            while waiting and len(running) < PIECES_IN_FLIGHT:
+                running.append(waiting.pop())
+            still = []
+            for task in running:
+                if next(task, self) is None:
+                    still.append(task)
+            running = still
+            if running:
+                yield
+
+    # ---- settings
+
+    def set_optimizer(self, optimizer: Optimizer) -> Task:
+        yield from self._tell(messages.SetOptimizer(optimizers.encode(optimizer)))
+
+    def set_compression(self, options: dict[str, Any], compressor: Compressor) -> Task:
+        """From the next push on; residuals start at zero."""
+        self._compressor = compressor
+        self._residuals.clear()
+        yield from self._tell(messages.SetCompression(options))
+
+    def _tell(self, request: Any) -> Task:
+        """Rank 0 tells all servers; nobody goes on before they have done it."""
+        assert self.layout.workers is not None
+        failure = b""
+        if self.layout.rank == 0:
+            try:
+                for server in range(self.layout.num_servers):
+                    yield from self.session.request(server, request)
+            except ValueError as error:
+                failure = str(error).encode()
+        failure = meet.exchange(self.layout.workers, failure, "set_optimizer")[0]
+        if failure:
+            raise ValueError(failure.decode())
+
+    def states(self, keys: Sequence[Key]) -> Generator[None, None, dict[Any, tuple[int, list[Array]]]]:
+        """Each key's step and optimizer state, put together from all servers; on rank 0 only."""
+        result = {}
+        for key in keys:
+            step, pieces = 0, []
+            for part in key.parts:
+                state = yield from self.session.request(part.server, messages.GetState(part.number))
+                step = max(step, state.step)
+                pieces.append(
+                    [np.frombuffer(data, messages.dtype_of(name)) for data, name in zip(state.arrays, state.dtypes)]
+                )
+            slots = max(len(piece) for piece in pieces)
+            result[key.name] = step, [np.concatenate([piece[i] for piece in pieces]) for i in range(slots)]
+        return result
+
+    def put_states(self, keys: Sequence[Key], states: dict[Any, tuple[int, list[Array]]]) -> Task:
+        """Give every unit its part of the states; on rank 0 only."""
+        for key in keys:
+            step, arrays = states[key.name]
+            for part in key.parts:
+                cut = [array[part.start : part.stop] for array in arrays]
+                state = messages.StatePart(step, [a.dtype.name for a in cut], [a.tobytes() for a in cut])
+                yield from self.session.request(part.server, messages.PutState(part.number, state))
+
+    def finish(self) -> None:
+        self.session.goodbye()

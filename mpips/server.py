@@ -1,0 +1,231 @@
+"""A server process: frames in, `ServerState` in the middle, frames out, until every worker has said goodbye."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives import arena
+from collectives.arena import Region
+from mpips import compression, messages, optimizers
+from mpips.compression import Compressor
+from mpips.layout import Layout
+from mpips.lines import Line
+from mpips.messages import Coding, Frame, Op, UnitCard
+from mpips.remote import Blocks, Postman, small_payload
+from mpips.rings import Rings
+from mpips.server_state import Replies, Reply, ServerState, Source, Unit
+from mpips.sources import Compressed, Elements, Rows
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+AHEAD_SECONDS = 2e-3
+SPIN_SECONDS = 1e-3
+TICK_SECONDS = 0.05
+VIEWS = 4096
+
+
+class Server:
+    """The loop of one server rank."""
+
+    def __init__(self, layout: Layout, lines: list[Line], rings: Rings | None) -> None:
+        options = layout.options
+        self._layout, self._lines, self._rings = layout, lines, rings
+        remote = [worker for worker, line in enumerate(lines) if not line.local]
+        self._remote = remote
+        self._state = ServerState(
+            range(layout.num_workers), layout.asynchronous, options.staleness, options.stall_seconds,
+            options.timeout_seconds, remote,
+        )  # fmt: skip
+        self._postman = Postman(layout.world, options.chunks_in_flight)
+        self._compressor: Compressor | None = None
+        self._present = set(range(layout.num_workers))
+        self._views: dict[tuple[int, ...], NDArray[Any]] = {}
+        self._granted: dict[int, list[int]] = {}
+        self._handlers: dict[int, Callable[[int, Frame], Replies]] = {
+            Op.PUSH: self._push, Op.REFUSE: self._refuse, Op.PULL: self._pull, Op.RELEASE: self._release,
+            Op.SET: self._set, Op.CONTROL: self._control, Op.BYE: self._bye,
+        }  # fmt: skip
+
+    def serve(self) -> None:
+        """Blocking: returns when every worker has left."""
+        state, rings = self._state, self._rings
+        idle_since = 0.0
+        spins = 0
+        next_tick = time.monotonic() + TICK_SECONDS
+        while self._present:
+            heard = (rings is not None and rings.rung()) or bool(self._remote)
+            heard = heard and self._listen()
+            worked, replies = state.work(idle_since > 0 and time.monotonic() - idle_since > AHEAD_SECONDS)
+            if replies:
+                self._send(replies)
+            if self._remote:
+                for unit, worker in self._postman.delivered():
+                    state.released(unit, worker)
+            if heard or worked:
+                idle_since, spins = 0.0, 0
+                continue
+            spins += 1
+            os.sched_yield()
+            if spins < 64:
+                continue
+            now = time.monotonic()
+            if not idle_since:
+                idle_since = now
+            if now > next_tick:
+                next_tick = now + TICK_SECONDS
+                self._send(state.tick(now))
+            if now - idle_since > SPIN_SECONDS and not state.ready:
+                time.sleep(1e-4 if now - idle_since < 2e-2 else 5e-4)
+        self._postman.finish(self._lines)
+
+    # ---- in
+
+    def _listen(self) -> bool:
+        heard = False
+        for worker in tuple(self._present):
+            line = self._lines[worker]
+            if line.waiting():
+                heard = True
+                for frame in line.read():
+                    replies = self._handlers[frame.op](worker, frame)
+                    if replies:
+                        self._send(replies)
+        return heard
+
+    def _push(self, worker: int, frame: Frame) -> Replies:
+        unit = self._state.units[frame.unit]
+        source = self._source(worker, frame, unit)
+        return self._state.pushed(frame.unit, worker, frame.round, source, frame.priority, time.monotonic())
+
+    def _refuse(self, worker: int, frame: Frame) -> Replies:
+        sentence = self._lines[worker].body(frame).decode()
+        return self._state.refused(frame.unit, worker, frame.round, sentence, time.monotonic())
+
+    def _pull(self, worker: int, frame: Frame) -> Replies:
+        return self._state.pulled(frame.unit, worker, frame.round)
+
+    def _release(self, worker: int, frame: Frame) -> Replies:
+        self._state.released(frame.unit, worker)
+        return []
+
+    def _set(self, worker: int, frame: Frame) -> Replies:
+        self._state.set(frame.unit, worker, self._source(worker, frame, self._state.units[frame.unit]))
+        return []
+
+    def _bye(self, worker: int, frame: Frame) -> Replies:
+        self._present.discard(worker)
+        return self._state.left(worker)
+
+    def _source(self, worker: int, frame: Frame, unit: Unit) -> Source:
+        line = self._lines[worker]
+        if frame.coding == Coding.PLAIN and not line.local:
+            return Blocks(self._postman, line, worker, unit, frame)
+        if line.local:
+            payload = self._view(frame)
+            if frame.coding == Coding.GROWING:
+                values = payload[64:].view(unit.stored.dtype)
+                filled = memoryview(payload[:8].view(np.uint64))  # type: ignore[arg-type]
+                return Elements(values, filled, (frame.round - 1) * unit.blocks)  # type: ignore[arg-type]
+        else:
+            payload = small_payload(self._layout.world, worker, unit.number, frame.nbytes)
+        if frame.coding == Coding.PLAIN:
+            return Elements(payload.view(unit.stored.dtype))
+        if frame.coding == Coding.ROWS:
+            shape = (unit.stored.size // max(1, unit.row_elements), unit.row_elements)
+            return Rows(payload, frame.aux, shape, unit.stored.dtype)
+        assert self._compressor is not None
+        return Compressed(payload, self._compressor)
+
+    def _view(self, frame: Frame) -> NDArray[np.uint8]:
+        """The payload's bytes; the same region is mapped and touched once."""
+        key = frame[7:12]
+        view = self._views.get(key)
+        if view is None:
+            if len(self._views) >= VIEWS:
+                self._views.clear()
+            view = self._views[key] = arena.attach(Region(*key))
+        return view
+
+    # ---- out
+
+    def _send(self, replies: list[Reply]) -> None:
+        for reply in replies:
+            line = self._lines[reply.worker]
+            if reply.text:
+                if reply.what == "WARNING":
+                    logging.getLogger(__name__).warning("%s", reply.text)
+                line.post_body(
+                    reply.text.encode(), Op[reply.what], reply.unit, reply.round, flags=int(reply.timed_out)
+                )
+            elif reply.what == "GRANT" and not line.local:
+                unit = self._state.units[reply.unit]
+                self._postman.ship(unit, reply.worker)
+            else:
+                line.post(Op[reply.what], reply.unit, reply.round)
+
+    # ---- rare requests
+
+    def _control(self, worker: int, frame: Frame) -> Replies:
+        line = self._lines[worker]
+        try:
+            answer: Any = self._answer(messages.decode_request(line.body(frame)))
+        except (ValueError, TypeError, MemoryError) as error:
+            line.post_body(str(error).encode(), Op.ANSWER, token=frame.token, flags=1)
+            return []
+        line.post_body(messages.encode(answer), Op.ANSWER, token=frame.token)
+        return []
+
+    def _answer(self, request: messages.Request) -> messages.Answer:
+        match request:
+            case messages.Create(units):
+                return self._create(units)
+            case messages.SetOptimizer(data):
+                self._state.set_optimizer(optimizers.decode(data))
+            case messages.SetCompression(options):
+                self._compressor = compression.create(options)
+            case messages.GetState(number):
+                unit = self._state.units[number]
+                arrays = list(unit.state or ())
+                return messages.StatePart(unit.step, [a.dtype.name for a in arrays], [a.tobytes() for a in arrays])
+            case messages.PutState(number, state):
+                self._put_state(self._state.units[number], state)
+        return messages.Done()
+
+    def _put_state(self, unit: Unit, part: messages.StatePart) -> None:
+        if self._state.optimizer is None:
+            raise ValueError("load_optimizer_states needs an optimizer; call set_optimizer first")
+        if not part.arrays and not part.step:
+            unit.state, unit.step = None, 0
+            return
+        state = self._state.optimizer.init(unit.stored)
+        given = [np.frombuffer(data, dtype) for data, dtype in zip(part.arrays, part.dtypes, strict=True)]
+        if [a.shape for a in given] != [a.shape for a in state]:
+            raise ValueError(f"key {unit.key!r}: the saved state does not fit {self._state.optimizer!r}")
+        for array, values in zip(state, given, strict=True):
+            array[...] = values
+        unit.state, unit.step = state, part.step
+
+    def _create(self, cards: list[UnitCard]) -> messages.Created:
+        itemsizes = [messages.dtype_of(card.dtype).itemsize for card in cards]
+        first_words, words, first_bytes, nbytes = messages.arrange(cards, itemsizes)
+        word_memory = arena.empty(max(words, 8), np.uint64)
+        word_memory[...] = 0
+        memory = arena.empty(nbytes, np.uint8)
+        for card, itemsize, word, byte in zip(cards, itemsizes, first_words, first_bytes, strict=True):
+            size = card.stop - card.start
+            stored = memory[byte : byte + size * itemsize].view(messages.dtype_of(card.dtype))
+            mine = memoryview(word_memory[word : word + 1 + len(card.contributors)])  # type: ignore[arg-type]
+            self._state.create(
+                Unit(card.number, card.key, stored, mine, card.contributors, card.block_elements, card.row_elements)
+            )
+        word_region, region = arena.locate(word_memory), arena.locate(memory)
+        assert word_region is not None
+        assert region is not None
+        return messages.Created(tuple(word_region), tuple(region))

@@ -1,0 +1,390 @@
+"""A worker's side of the servers: pushes and pulls of units, as generators that yield whenever they have to wait.
+
+On a node, a pull reads the server's memory behind the server's progress, block by block while it is still in cache, and
+a push is a frame that says where the payload lies: in the caller's own array if that was made by `mpips.empty`, else in
+the unit's outbox, which the worker fills while the server reads behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives import arena
+from collectives.arena import Region
+from collectives.errors import CollectiveError, StallError
+from mpips import messages
+from mpips.layout import Layout
+from mpips.lines import NOWHERE, Line
+from mpips.messages import Coding, Frame, Op
+from mpips.remote import ALONG, pull_tag, push_tag
+
+Array = NDArray[Any]
+Task = Generator[None, None, None]
+HEADER = 64
+
+
+@dataclass
+class Part:
+    """One unit of a key, as a worker sees it."""
+
+    number: int
+    server: int
+    start: int
+    stop: int
+    line: Line
+    contributors: tuple[int, ...]
+    block_elements: int
+    blocks: int
+    mine: int = -1
+    """Word that counts this worker's pushes read by the server; -1 where it does not contribute."""
+    words: Any = None
+    stored: Array | None = None
+    outbox: Array | None = None
+    """Header (its first word: blocks filled over all rounds), then a copy of what was pushed last."""
+    filled: Any = None
+    copy: Array | None = None
+    """The copy in the outbox, 1-D."""
+    growing: Region = NOWHERE
+    plain: Region = NOWHERE
+    kept: Array | None = None
+    credits: list[int] = field(default_factory=list)
+    told: int = 0
+    """Between nodes: pushes that the server said it has read."""
+    granted: bool = False
+
+    @property
+    def local(self) -> bool:
+        return self.line.local
+
+    def consumed(self) -> int:
+        """How many of this worker's pushes the server has read."""
+        return int(self.words[self.mine]) if self.local else self.told
+
+
+@dataclass
+class Piece:
+    """Elements [cuts[0], cuts[-1]) of a key, on one server; member i of this client owns [cuts[i], cuts[i+1])."""
+
+    cuts: list[int]
+    pushes: list[Part]
+    reduced: Array | None = None
+
+
+@dataclass
+class Key:
+    """One key, as a worker knows it: what all agreed on, its parts, and how often it was pushed."""
+
+    name: int | str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    parts: list[Part] = field(default_factory=list)
+    pushes: list[Part] = field(default_factory=list)
+    """Parts that this worker contributes to."""
+    pieces: list[Piece] = field(default_factory=list)
+    """What a server has of the key, or a chunk of that; the step of the pipeline inside a client."""
+    round: int = 0
+    failed: dict[int, tuple[str, bool]] = field(default_factory=dict)
+    """Rounds that failed and were not yet raised: the sentence, and whether it was a timeout."""
+
+    @property
+    def size(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.dtype.itemsize
+
+
+class Session:
+    """Lines to all servers and the units behind them. One thread."""
+
+    def __init__(self, layout: Layout, lines: list[Line]) -> None:
+        self._layout, self.lines = layout, lines
+        self._small = layout.options.small_bytes
+        self._parts: dict[int, tuple[Key, Part]] = {}
+        self.all_local = all(line.local for line in lines)
+        self._answers: dict[int, tuple[bytes, bool]] = {}
+        self._tokens = 0
+        self.warn: Callable[[str], None] = lambda text: None
+
+    def add(self, key: Key) -> None:
+        for part in key.parts:
+            self._parts[part.number] = key, part
+
+    def part(self, number: int) -> Part:
+        """The unit of that number."""
+        return self._parts[number][1]
+
+    # ---- frames from servers
+
+    def listen(self) -> None:
+        """Take in what servers have said."""
+        for line in self.lines:
+            if line.waiting():
+                for frame in line.read():
+                    self._hear(line, frame)
+
+    def _hear(self, line: Line, frame: Frame) -> None:
+        if frame.op == Op.ANSWER:
+            self._answers[frame.token] = line.body(frame), bool(frame.flags)
+            return
+        key, part = self._parts[frame.unit]
+        if frame.op == Op.CONSUMED:
+            part.told = max(part.told, frame.round)
+            if not frame.round:
+                part.granted = True
+        elif frame.op == Op.GRANT:
+            part.granted = True
+        elif frame.op == Op.CREDIT:
+            part.credits.append(frame.aux)
+        elif frame.op == Op.FAILED:
+            key.failed[frame.round] = line.body(frame).decode(), bool(frame.flags)
+        elif frame.op == Op.WARNING:
+            self.warn(line.body(frame).decode())
+
+    def check(self, key: Key) -> None:
+        """Raise what made a round of the key fail, once."""
+        self.listen()
+        if key.failed:
+            due = sorted(round_ for round_ in key.failed if round_ <= key.round)
+            if due:
+                text, timed_out = key.failed[due[0]]
+                for round_ in due:
+                    del key.failed[round_]
+                raise (StallError if timed_out else CollectiveError)(text)
+
+    # ---- pushing
+
+    def begin(self, key: Key) -> int:
+        """Count the next push of the key and return its round; raises what has already made that round fail."""
+        key.round += 1
+        if key.failed and key.round in key.failed:
+            self.refuse(key, key.failed[key.round][0])
+            self.check(key)
+        return key.round
+
+    def push(
+        self, key: Key, round_: int, payloads: Sequence[tuple[Part, Array]], priority: int, wait: bool,
+        own: bool = False,
+    ) -> Task:  # fmt: skip
+        """Contribute 1-D arrays to a round of parts of the key.
+
+        With `wait` it ends when the arrays may be overwritten. `own`: they stay as they are until the server has read
+        them (the caller sees to that), so they are read in place if they can be.
+        """
+        waits: list[Part] = []
+        grows: list[tuple[Part, Array]] = []
+        for part, values in payloads:
+            if not part.line.local:
+                yield from self._send(key, part, values, round_, priority)
+                continue
+            region = arena.locate(values) if own or values.nbytes > self._small else None
+            if region is not None:
+                part.line.post(Op.PUSH, part.number, round_, region, priority=priority)
+                waits.append(part)
+                continue
+            if part.outbox is None:
+                self._make_outbox(key, part)
+            while part.words[part.mine] < round_ - 1:
+                self.check(key)
+                yield
+            if part.blocks == 1:
+                part.copy[...] = values  # type: ignore[index]
+                part.line.post(Op.PUSH, part.number, round_, part.plain, priority=priority)
+            else:
+                part.filled[0] = (round_ - 1) * part.blocks
+                part.line.post(Op.PUSH, part.number, round_, part.growing, Coding.GROWING, priority)
+                grows.append((part, values))
+        if grows:
+            self._fill(grows)
+        if wait and not own:
+            for part in waits:
+                while part.words[part.mine] < round_:
+                    self.check(key)
+                    yield
+
+    def push_coded(
+        self, key: Key, round_: int, part: Part, payload: Array, coding: Coding, priority: int, count: int = 0
+    ) -> Task:
+        """Contribute a compressed or row-sparse payload (uint8) to a round of a part; ends when it may be forgotten."""
+        if part.line.local:
+            shared = payload if arena.locate(payload) else arena.empty(payload.size, np.uint8)
+            shared[...] = payload
+            region = arena.locate(shared)
+            assert region is not None
+            part.line.post(Op.PUSH, part.number, round_, region, coding, priority, aux=count)
+            part.kept = shared  # until the next one: that waits until this one has been read
+            return
+        server = self._layout.server_rank(part.server)
+        region = Region(0, 0, 0, 0, payload.size)
+        part.line.post(Op.PUSH, part.number, round_, region, coding, priority, aux=count, flags=ALONG)
+        request = self._layout.world.Isend(payload, server, push_tag(part.number))
+        while not request.Test():
+            yield
+
+    def drained(self, key: Key, round_: int, parts: Sequence[Part]) -> Task:
+        """Wait until the servers have read this worker's contributions up to `round_`."""
+        for part in parts:
+            while part.consumed() < round_:
+                self.check(key)
+                yield
+
+    def _make_outbox(self, key: Key, part: Part) -> None:
+        part.outbox = arena.empty(HEADER + (part.stop - part.start) * key.dtype.itemsize, np.uint8)
+        part.copy = part.outbox[HEADER:].view(key.dtype)
+        part.filled = memoryview(part.outbox[:8].view(np.uint64))  # type: ignore[arg-type]
+        growing, plain = arena.locate(part.outbox), arena.locate(part.copy)
+        assert growing is not None
+        assert plain is not None
+        part.growing, part.plain = growing, plain
+
+    def _fill(self, grows: list[tuple[Part, Array]]) -> None:
+        """Copy into outboxes block by block, in turns over the servers, each block counted as soon as it is there."""
+        for block in range(max((part.blocks for part, _ in grows), default=0)):
+            for part, values in grows:
+                if block >= part.blocks:
+                    continue
+                start, stop = block * part.block_elements, (block + 1) * part.block_elements
+                part.copy[start:stop] = values[start:stop]  # type: ignore[index]
+                part.filled[0] += 1
+
+    def _send(self, key: Key, part: Part, values: Array, round_: int, priority: int, op: Op = Op.PUSH) -> Task:
+        """Send a plain payload to another node; ends when it may be overwritten."""
+        comm = self._layout.world
+        server = self._layout.server_rank(part.server)
+        data = values.view(np.uint8)
+        region = Region(0, 0, 0, 0, data.size)
+        if data.size <= self._small:
+            part.line.post(op, part.number, round_, region, priority=priority, flags=ALONG)
+            sends = [comm.Isend(data, server, push_tag(part.number))]
+        else:
+            part.credits.clear()
+            part.line.post(op, part.number, round_, region, priority=priority)
+            sends = []
+            size = part.block_elements * values.itemsize
+            left = part.blocks
+            while left:
+                while part.credits:
+                    start = part.credits.pop(0) * size
+                    sends.append(comm.Isend(data[start : start + size], server, push_tag(part.number)))
+                    left -= 1
+                if left:
+                    self.check(key)
+                    yield
+        while sends:
+            while sends and sends[0].Test():
+                sends.pop(0)
+            if sends:
+                yield
+
+    def refuse(self, key: Key, sentence: str) -> None:
+        """Tell the servers that this worker cannot contribute to the key's round, which then fails for all."""
+        for part in key.pushes:
+            part.line.post_body(sentence.encode(), Op.REFUSE, part.number, key.round)
+
+    # ---- pulling
+
+    def pull(self, key: Key, flat: Array, parts: Sequence[Part]) -> Task:
+        """Read parts of the key into `flat` (1-D, the key's size) after this worker's pushes; ends when it is there."""
+        if self._layout.asynchronous or not self.all_local:
+            direct = [part for part in parts if part.line.local and not self._layout.asynchronous]
+            asked = [part for part in parts if part not in direct]
+            if direct:
+                yield from self._follow(key, flat, direct)
+            if asked:
+                yield from self._ask(key, flat, asked)
+        else:
+            yield from self._follow(key, flat, parts)
+
+    def _follow(self, key: Key, flat: Array, parts: Sequence[Part]) -> Task:
+        """Copy what the servers have finished, behind them. Nothing is overwritten before this worker's next push."""
+        before = key.round - 1
+        copied = [0] * len(parts)
+        left = len(parts)
+        while left:
+            moved = False
+            for index, part in enumerate(parts):
+                done = copied[index]
+                if done >= part.blocks:
+                    continue
+                there = min(part.words[0] - before * part.blocks, part.blocks)
+                if there <= done:
+                    continue
+                size = part.block_elements
+                start, stop = done * size, min(there * size, part.stop - part.start)
+                flat[part.start + start : part.start + stop] = part.stored[start:stop]  # type: ignore[index]
+                copied[index] = there
+                left -= there == part.blocks
+                moved = True
+            if not moved:
+                self.check(key)
+                yield
+        self.check(key)
+
+    def _ask(self, key: Key, flat: Array, parts: list[Part]) -> Task:
+        """Read units that must not change meanwhile: on a node under a grant, from other nodes as messages."""
+        receives = []
+        for part in parts:
+            part.granted = False
+            if not part.local:
+                receives += self._receives(part, flat[part.start : part.stop])
+            part.line.post(Op.PULL, part.number, key.round if part.mine >= 0 else 0)
+        waiting = [part for part in parts if part.local]
+        while waiting or receives:
+            self.check(key)
+            for part in waiting:
+                if part.granted:
+                    flat[part.start : part.stop] = part.stored
+                    part.line.post(Op.RELEASE, part.number)
+            waiting = [part for part in waiting if not part.granted]
+            receives = [request for request in receives if not request.Test()]
+            if waiting or receives:
+                yield
+
+    def _receives(self, part: Part, values: Array) -> list[Any]:
+        data = values.view(np.uint8)
+        size = part.block_elements * values.itemsize
+        server = self._layout.server_rank(part.server)
+        return [
+            self._layout.world.Irecv(data[start : start + size], server, pull_tag(part.number))
+            for start in range(0, max(data.size, 1), size)
+        ]
+
+    # ---- rare things
+
+    def set(self, key: Key, flat: Array) -> Task:
+        """Give the key its first value; for one worker, before anybody uses it."""
+        for part in key.parts:
+            values = flat[part.start : part.stop]
+            part.granted = False
+            if part.local:
+                part.stored[...] = values  # type: ignore[index]
+                continue
+            yield from self._send(key, part, values, 0, 0, Op.SET)
+            while not part.granted:
+                self.listen()
+                yield
+
+    def request(self, server: int, request: Any) -> Generator[None, None, Any]:
+        """Ask one server something typed and return its answer; ValueError with the server's sentence if it refuses."""
+        self._tokens += 1
+        token = self._tokens
+        self.lines[server].post_body(messages.encode(request), Op.CONTROL, token=token)
+        while token not in self._answers:
+            self.listen()
+            yield
+        data, failed = self._answers.pop(token)
+        if failed:
+            raise ValueError(data.decode())
+        return messages.decode_answer(data)
+
+    def goodbye(self) -> None:
+        """Tell all servers that this worker has finished."""
+        for line in self.lines:
+            line.post(Op.BYE)
+

@@ -1,0 +1,53 @@
+"""The optimizer's state of a store in one file, in safetensors' format: no pickle, readable by other tools."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from mpips import optimizers
+from mpips.optimizers import Optimizer
+from mpips.session import Key
+
+States = dict[Any, tuple[int, list[NDArray[Any]]]]
+
+
+def save(fname: str | os.PathLike[str], states: States, optimizer: Optimizer, dump_optimizer: bool) -> None:
+    """Write each key's step and flat arrays; the file appears whole or not at all."""
+    tensors = {f"{key!r}/{slot}": array for key, (_, arrays) in states.items() for slot, array in enumerate(arrays)}
+    header = {"steps": json.dumps({repr(key): step for key, (step, _) in states.items()})}
+    if dump_optimizer:
+        header["optimizer"] = optimizers.encode(optimizer).hex()
+    unfinished = f"{os.fspath(fname)}.part"
+    save_file(tensors, unfinished, metadata=header)
+    os.replace(unfinished, fname)
+
+
+def load(fname: str | os.PathLike[str], keys: Sequence[Key]) -> States:
+    """The states of `keys`; raises ValueError naming the key that is missing or has another size."""
+    result: States = {}
+    try:
+        with safe_open(os.fspath(fname), framework="numpy") as file:
+            steps = json.loads((file.metadata() or {})["steps"])
+            names = set(file.keys())
+            for key in keys:
+                if repr(key.name) not in steps:
+                    raise ValueError(f"{fname} has no state of key {key.name!r}")
+                arrays: list[NDArray[Any]] = []
+                while (name := f"{key.name!r}/{len(arrays)}") in names:
+                    arrays.append(np.ascontiguousarray(file.get_tensor(name)))
+                if any(array.size != key.size for array in arrays):
+                    raise ValueError(
+                        f"{fname}: the state of key {key.name!r} has {arrays[0].size} elements, the key has {key.size}"
+                    )
+                result[key.name] = steps[repr(key.name)], arrays
+    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{fname} was not written by save_optimizer_states: {error}") from error
+    return result
