@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 import threading
 import traceback
@@ -10,7 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from mpips import layout as layouts
-from mpips import meet
+from mpips import meet, world
 from mpips import options as option_table
 from mpips.connect import connect
 from mpips.layout import Layout
@@ -47,7 +48,10 @@ def create(kind: str, comm: MPI.Comm | None = None, **options: Any) -> KVStore:
             raise OptionError(refusal)
         alone = layouts.create(MPI.COMM_SELF, word, Options(stall_seconds=chosen.stall_seconds))
         return KVStore(alone, Pure(alone))
-    comm = MPI.COMM_WORLD if comm is None else comm
+    if comm is None:
+        comm = MPI.COMM_WORLD
+        if cause := world.lost(os.environ, MPI.Get_library_version(), comm.Get_size()):
+            raise RuntimeError(cause)
     if any(other.num_servers for other in _open):
         raise RuntimeError("this process has a store with servers open; close() it before the next create")
     _install_hooks()
