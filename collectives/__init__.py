@@ -2,5 +2,19 @@
 
 from collectives.arena import empty
 from collectives.errors import CollectiveError, MismatchError, StallError
+from collectives.plan import Plan, allgather, allreduce, alltoall, broadcast, plan, reduce, reduce_scatter
 
-__all__ = ["empty", "CollectiveError", "MismatchError", "StallError"]
+__all__ = [
+    "allreduce",
+    "reduce_scatter",
+    "allgather",
+    "broadcast",
+    "reduce",
+    "alltoall",
+    "plan",
+    "Plan",
+    "empty",
+    "CollectiveError",
+    "MismatchError",
+    "StallError",
+]

@@ -1,0 +1,56 @@
+"""Whatever the user calls an array, as a flat vector in memory.
+
+Anything with ``__array_interface__`` or DLPack on the host becomes a NumPy view of the same memory. Arrays with
+``__cuda_array_interface__`` live on a device and belong to `collectives.cuda`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+Vector: TypeAlias = NDArray[Any]
+
+
+class Flat(NamedTuple):
+    """A C-contiguous array as one vector: where it begins, how many elements, of what type."""
+
+    address: int
+    n: int
+    dtype: np.dtype[Any]
+
+    def vector(self) -> Vector:
+        """A view by address. It does not keep the array alive: whoever calls a collective does."""
+        nbytes = self.n * self.dtype.itemsize
+        memory = (ctypes.c_char * nbytes).from_address(self.address)
+        return np.ndarray((self.n,), self.dtype, buffer=memory)
+
+
+def is_device(x: Any) -> bool:
+    """True for an array in the memory of a GPU."""
+    return not isinstance(x, np.ndarray) and hasattr(x, "__cuda_array_interface__")
+
+
+def host(x: Any, name: str = "x") -> Vector:
+    """`x` as a NumPy array over the same memory; TypeError when it is no host array."""
+    if isinstance(x, np.ndarray):
+        return x
+    if hasattr(x, "__array_interface__"):
+        return np.asarray(x)
+    if hasattr(x, "__dlpack__") and not is_device(x):
+        return np.from_dlpack(x)
+    raise TypeError(f"{name} is a {type(x).__name__}: need an array (NumPy, or __array_interface__, or DLPack on the host)")
+
+
+def flat(array: Vector, name: str, written: bool) -> Flat:
+    """The vector of a C-contiguous array, which must be writable if it is `written`; ValueError with what to do."""
+    if not array.flags.c_contiguous:
+        raise ValueError(f"{name} of shape {array.shape} is not C-contiguous: pass numpy.ascontiguousarray({name})")
+    if written and not array.flags.writeable:
+        raise ValueError(f"{name} is read-only, and the result goes there: pass a writable array or out=")
+    if array.dtype.hasobject:
+        raise ValueError(f"{name} holds Python objects: use a numeric type")
+    return Flat(array.__array_interface__["data"][0], array.size, array.dtype)

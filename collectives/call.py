@@ -1,0 +1,82 @@
+"""One collective call, as data: what all ranks must agree on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from collectives.operations import Operation
+from collectives.schedule import KINDS, cut
+
+REDUCING = ("allreduce", "reduce_scatter", "reduce")
+ROOTED = ("broadcast", "reduce")
+
+
+@dataclass(frozen=True)
+class Call:
+    """`kind` over vectors of `n` elements between `p` ranks; `n` counts the whole vector, not a rank's block.
+
+    Rank r's block is [cut(n, p, r), cut(n, p, r + 1)), in reduce_scatter, allgather and alltoall.
+    """
+
+    kind: str
+    n: int
+    dtype: np.dtype[Any]
+    operation: Operation | None
+    root: int
+    algorithm: str
+    p: int
+    text: str = field(init=False)
+    """What ranks compare: the same on all of them, or the call is refused on all of them."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"unknown collective {self.kind!r}: choose one of {', '.join(KINDS)}")
+        parts = [f"{self.kind} of {self.n} {self.dtype.name}"]
+        if self.operation is not None:
+            parts.append(self.operation.name)
+        if self.kind in ROOTED:
+            parts.append(f"root {self.root}")
+        object.__setattr__(self, "text", f"{', '.join(parts)}, algorithm {self.algorithm}")
+
+    @property
+    def nbytes(self) -> int:
+        return self.n * self.dtype.itemsize
+
+    def block(self, rank: int) -> tuple[int, int]:
+        """Where the rank's block begins and ends."""
+        return int(cut(self.n, self.p, rank)), int(cut(self.n, self.p, rank + 1))
+
+    def arrival(self, rank: int, source: int) -> tuple[int, int]:
+        """In alltoall: where in the rank's out the block from `source` goes; all blocks there are as long as its own."""
+        start, stop = self.block(rank)
+        return source * (stop - start), (source + 1) * (stop - start)
+
+    def extent_of_x(self, rank: int, in_place: bool) -> tuple[int, int]:
+        """Which elements of the whole vector the argument `x` holds."""
+        return self.block(rank) if self.kind == "allgather" and not in_place else (0, self.n)
+
+    def extent_of_out(self, rank: int, in_place: bool) -> tuple[int, int]:
+        """Which elements of the whole vector `out` holds (`x` itself when in place)."""
+        return self.block(rank) if self.kind == "reduce_scatter" and not in_place else (0, self.n)
+
+    def sizes(self, rank: int) -> tuple[int, int]:
+        """Elements of x and of out, when both are given."""
+        start, stop = self.block(rank)
+        own = stop - start
+        x = own if self.kind == "allgather" else self.n
+        return x, {"reduce_scatter": own, "alltoall": own * self.p}.get(self.kind, self.n)
+
+    def sources(self, owner: int) -> list[int]:
+        """Whose x goes into the owner's piece of the result."""
+        if self.kind in REDUCING:
+            return list(range(self.p))
+        return [self.root if self.kind == "broadcast" else owner]
+
+    def readers(self, owner: int) -> list[int]:
+        """Whose out wants the owner's piece of the result."""
+        if self.kind == "reduce_scatter":
+            return [owner]
+        return [self.root] if self.kind == "reduce" else list(range(self.p))

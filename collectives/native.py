@@ -1,0 +1,118 @@
+"""The MPI's own collectives, behind the same interface: the blocking or the non-blocking call, whichever is faster.
+
+The blocking call is used only where all ranks have just met in shared memory (`may_block`): elsewhere a rank that never
+comes, or comes with other arguments, would hold the others for ever, and the non-blocking call can be polled.
+Counts past 2^31 go in parts. Serves all kinds but only element types that MPI can reduce.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from collectives.arrays import Flat, Vector
+from collectives.call import Call
+from collectives.operations import mpi_type, scale
+
+MOST_ELEMENTS = 1 << 28
+TRIALS = 4
+
+
+def why_not(call: Call) -> str | None:
+    """The reason why MPI cannot serve the call, or None."""
+    if call.operation is not None and mpi_type(call.dtype) is None:
+        return f"MPI has no type that it can reduce for {call.dtype.name}: choose another algorithm, or auto"
+    if call.kind in ("reduce_scatter", "allgather", "alltoall") and call.n > MOST_ELEMENTS:
+        return f"native {call.kind} takes at most {MOST_ELEMENTS} elements: choose another algorithm, or auto"
+    return None
+
+
+class NativePlan:
+    """One call by MPI's own collective. The first runs try both calls in turn and the ranks then keep the faster."""
+
+    def __init__(self, comm: MPI.Comm, call: Call, x: Flat, out: Flat, may_block: bool):
+        self._comm, self._call = comm, call
+        self._x, self._out, self._in_place = x.vector(), out.vector(), x == out
+        self._copy = self._x.copy() if self._in_place and call.kind in ("alltoall", "reduce_scatter") else None
+        self._forms = [False, True] if may_block else [False]
+        self._times: list[list[float]] = [[], []]
+        self._calls = self._arguments()
+
+    def run(self) -> Iterator[None]:
+        """The operation, in steps between which there is something to wait for."""
+        blocking = self._forms[0]
+        if len(self._forms) > 1:
+            blocking = len(self._times[True]) < len(self._times[False])
+        start = time.perf_counter()
+        if self._copy is not None:
+            np.copyto(self._copy, self._x)
+        if self._call.kind == "broadcast" and not self._in_place and self._comm.rank == self._call.root:
+            np.copyto(self._out, self._x)
+        for block, immediate, arguments in self._calls:
+            if blocking:
+                block(*arguments)
+            else:
+                request = immediate(*arguments)
+                while not request.Test():
+                    yield
+        if self._call.operation is not None and self._call.operation.is_mean:
+            function, scaling = scale(self._result(), self._call.p)
+            function(*scaling)
+        if len(self._forms) > 1:
+            self._learn(blocking, time.perf_counter() - start)
+
+    def _learn(self, blocking: bool, seconds: float) -> None:
+        self._times[blocking].append(seconds)
+        if min(map(len, self._times)) == TRIALS:
+            totals = np.array([min(times) for times in self._times])
+            self._comm.Allreduce(MPI.IN_PLACE, totals, MPI.MAX)
+            self._forms = [bool(totals[True] < totals[False])]
+
+    def _result(self) -> Vector:
+        if self._call.kind == "reduce" and self._comm.rank != self._call.root:
+            return self._out[:0]
+        if self._call.kind == "reduce_scatter" and self._in_place:
+            return self._out[slice(*self._call.block(self._comm.rank))]
+        return self._out
+
+    def _arguments(self) -> list[tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...]]]:
+        return [
+            self._call_of(slice(at, at + MOST_ELEMENTS)) for at in range(0, max(1, self._call.n), MOST_ELEMENTS)
+        ]
+
+    def _call_of(self, part: slice) -> tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...]]:
+        comm, call, in_place = self._comm, self._call, self._in_place
+        op = call.operation.mpi if call.operation is not None else None
+        datatype = mpi_type(call.dtype) if op is not None else MPI.BYTE
+        size = 1 if op is not None else call.dtype.itemsize
+
+        def buffer(vector: Vector) -> list[Any]:
+            return [vector if op is not None else vector.view(np.uint8), datatype]
+
+        rank = comm.rank
+        blocks = [call.block(other) for other in range(call.p)]
+        counts = [(stop - start) * size for start, stop in blocks]
+        starts = [start * size for start, _ in blocks]
+        x, out = self._x[part], self._out[part]
+        if call.kind == "allreduce":
+            return comm.Allreduce, comm.Iallreduce, (MPI.IN_PLACE if in_place else buffer(x), buffer(out), op)
+        if call.kind == "broadcast":
+            return comm.Bcast, comm.Ibcast, (buffer(out), call.root)
+        if call.kind == "reduce":
+            source = MPI.IN_PLACE if in_place and rank == call.root else buffer(x)
+            return comm.Reduce, comm.Ireduce, (source, buffer(out) if rank == call.root else None, op, call.root)
+        if call.kind == "reduce_scatter":
+            target = self._out[slice(*blocks[rank])] if in_place else self._out
+            source = buffer(self._x if self._copy is None else self._copy)
+            return comm.Reduce_scatter, comm.Ireduce_scatter, (source, buffer(target), counts, op)
+        if call.kind == "allgather":
+            whole = [self._out.view(np.uint8), counts, starts, MPI.BYTE]
+            return comm.Allgatherv, comm.Iallgatherv, (MPI.IN_PLACE if in_place else buffer(self._x), whole)
+        own = counts[rank]
+        source = self._x if self._copy is None else self._copy
+        arrivals = [self._out.view(np.uint8), [own] * call.p, [own * other for other in range(call.p)], MPI.BYTE]
+        return comm.Alltoallv, comm.Ialltoallv, ([source.view(np.uint8), counts, starts, MPI.BYTE], arrivals)

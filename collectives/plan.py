@@ -1,0 +1,331 @@
+"""The public calls: one-shot collectives, and plans that are compiled once and run many times.
+
+x          a C-contiguous array on the host (NumPy, or anything with __array_interface__ or DLPack), or a list of arrays,
+           one for each GPU of the worker: a *tensor*, whose vectors are reduced together and all get the result.
+comm       an mpi4py communicator (None: COMM_WORLD).
+op         "sum", "min", "max", "prod" or "mean".
+algorithm  "auto", "shared_memory" (one node), "native" (the MPI's own), or a name from `collectives.catalog`.
+out        where the result goes; None: in place, into x.
+
+Kinds, with n elements in the whole vector and rank r's block [cut(n, p, r), cut(n, p, r + 1)):
+  allreduce       x[n] -> out[n]
+  reduce_scatter  x[n] -> out[block r]; in place: x's own block, which is also what is returned; the rest of x is as before
+                  or scratch, by algorithm
+  allgather       x[block r] -> out[n]; in place: x[n], of which this rank's block is given
+  broadcast       the root's x[n] -> out[n] everywhere
+  reduce          x[n] -> the root's out[n]; other ranks' out is not touched, their x in place is scratch
+  alltoall        block d of x[n] -> place r of rank d's out; in place needs p to divide n
+
+All calls are collective: all ranks call the same with arguments that fit, in the same order; otherwise every rank raises
+`MismatchError` with the same sentence. Every rank gets bitwise the same result. One thread of a process may call.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import numpy as np
+from mpi4py import MPI
+
+from collectives import arrays, catalog, native
+from collectives.arrays import Flat, Vector
+from collectives.call import REDUCING, ROOTED, Call
+from collectives.errors import CollectiveError
+from collectives.native import NativePlan
+from collectives.operations import operation
+from collectives.session import MOST_PLANS, Operation, Session, session
+from collectives.transport.messages import MessagePlan
+from collectives.transport.room import Card
+from collectives.transport.shared_memory import MemoryPlan
+
+
+class Runner(Protocol):
+    """What carries a call out."""
+
+    def run(self) -> Iterator[None]:
+        """The operation, in steps between which there is something to wait for."""
+
+
+class Plan:
+    """One collective over fixed arrays. `plan()` runs it and gives back the result; or `start()`, then `test()` now and
+    then beside compute, then `wait()`. Arrays must stay unchanged between start and wait. All ranks start their plans
+    in the same order."""
+
+    def __init__(self, home: Session, call: Call, runner: Runner, in_place: bool):
+        self._home, self._call, self._runner, self._in_place = home, call, runner, in_place
+        self._arrays: tuple[Any, Any] | None = None
+        self._result: Any = None
+        self._run = runner.run
+        self._operation: Operation | None = None
+        self._patience = lambda: home.patience(call.text)
+
+    def __call__(self) -> Any:
+        """Run to the end. Blocking."""
+        home = self._home
+        if home.active or home.broken or self._operation is not None:
+            self.start()
+            return self.wait()
+        home.drive(self._run(), self._call.text)
+        return self._result
+
+    def keep(self, x: Any, out: Any) -> None:
+        """Hold on to the arrays, so that the plan can run as long as it lives."""
+        self._arrays = (x, out)
+        self._result = self.result_of(x, out)
+
+    def result_of(self, x: Any, out: Any) -> Any:
+        """Where the result is: out, or x, or this rank's block of x."""
+        if not self._in_place:
+            return out
+        if self._call.kind != "reduce_scatter":
+            return x
+        start, stop = self._call.block(self._home.rank)
+        return arrays.host(x).reshape(-1)[start:stop]
+
+    def start(self) -> None:
+        """Begin to run, and return as soon as there is something to wait for."""
+        if self._operation is not None:
+            raise CollectiveError(f"{self._call.text} was started twice: wait for it first")
+        self._home.check_usable()
+        self._operation = self._home.start(self._run(), self._call.text)
+
+    def test(self) -> bool:
+        """Move on as far as possible without waiting; True when done. `wait` must still be called."""
+        if self._operation is None:
+            raise CollectiveError(f"{self._call.text} was not started")
+        self._home.advance()
+        return self._operation.done
+
+    def wait(self) -> Any:
+        """Finish what `start` began and give back the result. Blocking."""
+        operation, self._operation = self._operation, None
+        if operation is None:
+            raise CollectiveError(f"{self._call.text} was not started")
+        self._home.finish(operation)
+        return self._result
+
+    @property
+    def algorithm(self) -> str:
+        """What `auto` came out as."""
+        return self._call.algorithm
+
+    @property
+    def predicted_seconds(self) -> float | None:
+        """What the fitted cost model expects; None where there is no model for the algorithm."""
+        return self._home.predict(self._call)
+
+    def free(self) -> None:
+        """Give back what the plan holds of MPI. Local; the plan cannot run any more."""
+        release = getattr(self._runner, "free", None)
+        if release is not None:
+            release()
+        self._arrays = self._result = None
+
+
+def plan(
+    kind: str,
+    x: Any,
+    comm: MPI.Comm | None = None,
+    *,
+    op: str = "sum",
+    algorithm: str = "auto",
+    out: Any = None,
+    root: int = 0,
+) -> Plan:
+    """Compile a collective; collective and blocking: the ranks compare their arguments here."""
+    home = session(comm)
+    home.check_usable()
+    home.finish_started()
+    home.plans_made += 1
+    made = _checked(home, kind, x, op, algorithm, out, root, home.plans_made)
+    made.keep(x, out)
+    home.agree("plan of " + made._call.text)
+    return made
+
+
+def _checked(
+    home: Session, kind: str, x: Any, op: str, algorithm: str, out: Any, root: int, number: int = 0
+) -> Plan:
+    """A plan from arguments that are good on this rank; or all ranks raise."""
+    try:
+        return _compile(home, kind, x, op, algorithm, out, root, number)
+    except (ValueError, TypeError) as error:
+        if isinstance(error, CollectiveError):
+            raise
+        home.refuse(f"rank {home.rank}: {error}")
+
+
+def _compile(
+    home: Session, kind: str, x: Any, op: str, algorithm: str, out: Any, root: int, number: int
+) -> Plan:
+    if isinstance(x, (list, tuple)):
+        from collectives import tensor
+
+        return tensor.compile_plan(home, kind, x, op, algorithm, out, root)
+    source = arrays.host(x, "x")
+    target = source if out is None else arrays.host(out, "out")
+    in_place = out is None
+    call = _call(home, kind, source, target, op, algorithm, in_place, root)
+    writes_x = in_place and not (kind == "broadcast" and home.rank == root)
+    x_flat = arrays.flat(source, "x", writes_x)
+    out_flat = x_flat if in_place else arrays.flat(target, "out", True)
+    runner = make_runner(home, call, x_flat, out_flat, number)
+    return Plan(home, call, runner, in_place)
+
+
+def _call(
+    home: Session, kind: str, x: Vector, out: Vector, op: str, algorithm: str, in_place: bool, root: int
+) -> Call:
+    if not 0 <= root < home.size:
+        raise ValueError(f"root {root} is no rank of {home.size}")
+    if x.dtype != out.dtype:
+        raise ValueError(f"x holds {x.dtype.name} and out {out.dtype.name}: give both the same type")
+    reduction = operation(op, x.dtype) if kind in REDUCING else None
+    n = out.size if kind == "allgather" else x.size
+    draft = Call(kind, n, x.dtype, reduction, root if kind in ROOTED else 0, "auto", home.size)
+    wanted = (draft.n, draft.n) if in_place else draft.sizes(home.rank)
+    if (x.size, out.size) != wanted:
+        raise ValueError(f"x and out have {x.size} and {out.size} elements: {kind} of {n} between {home.size} ranks "
+                         f"needs {wanted[0]} and {wanted[1]} on rank {home.rank}")
+    if kind == "alltoall" and in_place and n % home.size:
+        raise ValueError(f"alltoall in place of {n} elements needs a multiple of {home.size}: pass out=")
+    chosen = choose(home, draft) if algorithm == "auto" else algorithm
+    return Call(kind, n, x.dtype, reduction, draft.root, chosen, home.size)
+
+
+def choose(home: Session, call: Call) -> str:
+    """What `auto` means for the call; the same on all ranks."""
+    if home.nodes == 1:
+        return "shared_memory"
+    for most, name in home.table.between:
+        if call.nbytes <= most:
+            break
+    if name == "native" and native.why_not(call):
+        name = "ring"
+    return name if name == "native" or name in catalog.names(call.kind) else catalog.names(call.kind)[0]
+
+
+def make_runner(home: Session, call: Call, x: Flat, out: Flat, number: int = 0) -> Runner:
+    """Compile a call; local. `number` tells plans that may be in flight together apart (0: a one-shot call). ValueError
+    where the algorithm does not serve the call."""
+    if call.algorithm == "shared_memory":
+        if home.nodes > 1:
+            raise ValueError(f"shared_memory serves ranks of one node, but these are on {home.nodes}: use auto")
+        return MemoryPlan(home.room, call, x, out, home.table.eager(home.size))
+    if call.algorithm == "native":
+        reason = native.why_not(call)
+        if reason:
+            raise ValueError(reason)
+        return Guarded(home, call, NativePlan(home.comm, call, x, out, may_block=home.nodes == 1))
+    schedule = catalog.build(call.kind, call.algorithm, call.p, call.root)
+    return Guarded(home, call, MessagePlan(home.comm, call, schedule, x, out, number))
+
+
+class Guarded:
+    """A runner whose ranks first see that all are in the same call."""
+
+    def __init__(self, home: Session, call: Call, inner: Runner):
+        self._home, self._call, self._inner = home, call, inner
+        self._token = 0
+        self._tokens: tuple[int, ...] | None = None
+
+    def run(self) -> Iterator[None]:
+        """The operation, in steps between which there is something to wait for."""
+        home = self._home
+        if home.watch is not None:
+            home.watch.begin(self._call.text)
+        elif home.size > 1:
+            room = home.room
+            if not self._token or not room.readable(self._token):
+                self._token = room.publish(Card(self._call.text))
+            room.enter(self._token)
+            yield from room.meet(self._tokens)
+            if room.tokens_now() != self._tokens:
+                self._tokens = None
+                room.cards(room.tokens_now())
+                self._tokens = room.tokens_now()
+        yield from self._inner.run()
+
+    def free(self) -> None:
+        """Give back what the inner runner holds."""
+        release = getattr(self._inner, "free", None)
+        if release is not None:
+            release()
+
+
+# One-shot calls
+
+
+def _one_shot(kind: str, x: Any, comm: MPI.Comm | None, op: str, algorithm: str, out: Any, root: int) -> Any:
+    """Find the plan by the identity of the arrays, or by where they lie, or make it. Plans kept here hold no array."""
+    home = session(comm)
+    key = (kind, id(x), id(out), op, algorithm, root)
+    found = home.plans.get(key)
+    if found is not None:
+        made, x_then, out_then, n, dtype = found
+        if x_then() is x and (out is None or out_then() is out) and x.size == n and x.dtype is dtype:
+            made()
+            return made.result_of(x, out)
+    home.check_usable()
+    made = _by_address(home, kind, x, op, algorithm, out, root)
+    if isinstance(x, np.ndarray) and (out is None or isinstance(out, np.ndarray)):
+        if len(home.plans) >= MOST_PLANS:
+            home.plans.clear()
+        out_then = weakref.ref(x if out is None else out)
+        home.plans[key] = (made, weakref.ref(x), out_then, x.size, x.dtype)
+    made()
+    return made.result_of(x, out)
+
+
+def _by_address(home: Session, kind: str, x: Any, op: str, algorithm: str, out: Any, root: int) -> Plan:
+    """A view made anew for each call has another identity but lies where it lay."""
+    if not isinstance(x, np.ndarray) or not isinstance(out, (np.ndarray, type(None))):
+        return _checked(home, kind, x, op, algorithm, out, root)
+    places = [(a.__array_interface__["data"], a.size, a.dtype, a.flags.c_contiguous) for a in (x, out) if a is not None]
+    key = (kind, *places, op, algorithm, root)
+    made = home.by_address.get(key)
+    if made is None:
+        made = _checked(home, kind, x, op, algorithm, out, root)
+        while len(home.by_address) >= MOST_PLANS:
+            oldest = next(iter(home.by_address))
+            home.by_address.pop(oldest).free()
+        home.by_address[key] = made
+    return made
+
+
+def allreduce(
+    x: Any, comm: MPI.Comm | None = None, op: str = "sum", algorithm: str = "auto", out: Any = None
+) -> Any:
+    """The reduction of all ranks' x, on all ranks. Collective, blocking."""
+    return _one_shot("allreduce", x, comm, op, algorithm, out, 0)
+
+
+def reduce_scatter(
+    x: Any, comm: MPI.Comm | None = None, op: str = "sum", algorithm: str = "auto", out: Any = None
+) -> Any:
+    """This rank's block of the reduction of all ranks' x. Collective, blocking."""
+    return _one_shot("reduce_scatter", x, comm, op, algorithm, out, 0)
+
+
+def allgather(x: Any, comm: MPI.Comm | None = None, algorithm: str = "auto", out: Any = None) -> Any:
+    """All ranks' blocks, on all ranks. Collective, blocking."""
+    return _one_shot("allgather", x, comm, "sum", algorithm, out, 0)
+
+
+def broadcast(x: Any, comm: MPI.Comm | None = None, root: int = 0, algorithm: str = "auto", out: Any = None) -> Any:
+    """The root's x, on all ranks. Collective, blocking."""
+    return _one_shot("broadcast", x, comm, "sum", algorithm, out, root)
+
+
+def reduce(
+    x: Any, comm: MPI.Comm | None = None, op: str = "sum", root: int = 0, algorithm: str = "auto", out: Any = None
+) -> Any:
+    """The reduction of all ranks' x, on the root. Collective, blocking."""
+    return _one_shot("reduce", x, comm, op, algorithm, out, root)
+
+
+def alltoall(x: Any, comm: MPI.Comm | None = None, algorithm: str = "auto", out: Any = None) -> Any:
+    """Block d of each rank r's x, at place r of rank d's result. Collective, blocking."""
+    return _one_shot("alltoall", x, comm, "sum", algorithm, out, 0)

@@ -1,0 +1,215 @@
+"""What the package keeps for a communicator: its nodes, the room of this one, its plans. Made at first use."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+import numpy as np
+from mpi4py import MPI
+
+from collectives import tune
+from collectives.errors import CollectiveError, MismatchError, StallError
+from collectives.transport.room import Card, Room
+from collectives.watch import Patience, Watch, drive, limits
+
+_KEY = MPI.Comm.Create_keyval(delete_fn=lambda comm, key, session: session.close())
+MOST_PLANS = 1024
+
+
+def session(comm: MPI.Comm | None) -> Session:
+    """The session of a communicator (None: COMM_WORLD). The first call for a communicator is collective and blocking."""
+    comm = MPI.COMM_WORLD if comm is None else comm
+    try:
+        found = comm.Get_attr(_KEY)
+    except MPI.Exception:
+        raise MismatchError("the communicator has been freed: pass one that is in use") from None
+    if found is None:
+        if comm.Is_inter():
+            raise MismatchError("an intercommunicator has no collectives here: merge it first")
+        found = Session(comm)
+        comm.Set_attr(_KEY, found)
+    return found
+
+
+class Operation:
+    """A started run of a plan."""
+
+    def __init__(self, steps: Iterator[None], patience: Any):
+        self.steps, self.patience = steps, patience
+        self.done = False
+        self.error: Exception | None = None
+
+    def step(self) -> None:
+        try:
+            next(self.steps)
+        except StopIteration:
+            self.done = True
+        except Exception as error:
+            self.done, self.error = True, error
+
+
+class Session:
+    """One communicator. `room` holds the ranks of this node; it is everybody when `nodes` is 1."""
+
+    def __init__(self, comm: MPI.Comm):
+        self.comm = comm.Dup()
+        self.rank, self.size = comm.rank, comm.size
+        self.stall_seconds, self.timeout_seconds = limits()
+        node = self.comm.Split_type(MPI.COMM_TYPE_SHARED)
+        names = np.empty(node.size, np.int64)
+        node.Allgather(np.array([self.rank], np.int64), names)
+        self.room = Room.open(node, names.tolist())
+        if self.room is None:
+            node.Free()
+            node = self.comm.Split(self.rank)
+            self.room = Room.open(node, [self.rank])
+            assert self.room is not None
+        self.node = node
+        self.node_of = self._nodes()
+        self.nodes = len(set(self.node_of))
+        self.watch = Watch(self.comm, self.stall_seconds, self.timeout_seconds) if self.nodes > 1 else None
+        self.table = tune.shared_table(self.comm)
+        self.plans: dict[Any, Any] = {}
+        self.by_address: dict[Any, Any] = {}
+        self.active: deque[Operation] = deque()
+        self.broken = ""
+        self.plans_made = 0
+
+    def _nodes(self) -> list[int]:
+        """For each rank the lowest rank of its node."""
+        first = np.array([min(self.room.names)], np.int64)
+        everybody = np.empty(self.size, np.int64)
+        self.comm.Allgather(first, everybody)
+        return everybody.tolist()
+
+    def close(self) -> None:
+        """When the user's communicator is freed: collective, as that is."""
+        if MPI.Is_finalized():
+            return
+        self.plans.clear()
+        self.by_address.clear()
+        if self.watch is not None:
+            self.watch.free()
+        self.room.close()
+        self.node.Free()
+        self.comm.Free()
+
+    # Agreement
+
+    def agree(self, text: str) -> None:
+        """Collective, blocking: MismatchError on every rank unless all bring the same text."""
+        if self.watch is not None:
+            self._all_or_none(text)
+        elif self.size > 1:
+            self._meet(Card(text))
+
+    def _all_or_none(self, text: str) -> None:
+        assert self.watch is not None
+        try:
+            self.watch.agree(text)
+        except MismatchError:
+            self._renew()
+            raise
+
+    def refuse(self, sentence: str) -> NoReturn:
+        """This rank cannot do what is asked: it and all others raise MismatchError with the same sentence."""
+        if self.size > 1:
+            if self.watch is not None:
+                try:
+                    self.watch.refuse(sentence)
+                except MismatchError:
+                    self._renew()
+                    raise
+            self.finish_started()
+            self._meet(Card(sentence, refused=True))
+        raise MismatchError(sentence)
+
+    def _meet(self, card: Card) -> None:
+        room = self.room
+        room.enter(room.publish(card))
+        self.drive(room.meet(None), card.text)
+        room.cards(room.tokens_now())
+
+    def _renew(self) -> None:
+        """Messages of the failed operation may still be on their way: leave them behind on the old communicator."""
+        assert self.watch is not None
+        self.comm = self.watch.comm.Dup()
+        self.plans.clear()
+        self.by_address.clear()
+
+    # Running
+
+    def patience(self, what: str) -> Patience:
+        if self.watch is not None:
+            return self.watch.patience(what, self.watch.late)
+        return Patience(what, self.room.late, self.stall_seconds, self.timeout_seconds, self._keep_moving)
+
+    def _keep_moving(self, waited: float) -> None:
+        """A peer may need this rank's MPI to get its earlier messages before it can come."""
+        self.comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
+
+    def drive(self, steps: Iterator[None], what: str) -> None:
+        try:
+            drive(steps, lambda: self.patience(what))
+        except StallError as error:
+            self._stalled(error)
+            raise
+        except MismatchError:
+            if self.watch is not None:
+                self._renew()
+            raise
+
+    def _stalled(self, error: StallError) -> None:
+        if self.watch is None and self.room.withdraw(str(error)):
+            return
+        self.broken = str(error)
+
+    def check_usable(self) -> None:
+        if self.broken:
+            raise CollectiveError(f"this communicator is unusable after: {self.broken}")
+
+    def predict(self, call: Any) -> float | None:
+        """Seconds that the fitted cost model expects for a call, or None."""
+        return tune.predict(self.table, call, self.nodes)
+
+    def start(self, steps: Iterator[None], what: str) -> Operation:
+        """Begin a run; runs of one session take turns in the order in which they were started."""
+        operation = Operation(steps, lambda: self.patience(what))
+        self.active.append(operation)
+        self.advance()
+        return operation
+
+    def advance(self) -> None:
+        """Move what has been started, as far as it goes without waiting."""
+        active = self.active
+        while active:
+            active[0].step()
+            if not active[0].done:
+                return
+            active.popleft()
+
+    def finish(self, operation: Operation) -> None:
+        """Run until `operation`, and with it all that were started before it, is done; raises its error."""
+
+        def steps() -> Iterator[None]:
+            while not operation.done:
+                self.advance()
+                yield
+
+        if not operation.done:
+            self.drive(steps(), "a started collective")
+        if operation.error is not None:
+            raise operation.error
+
+    def finish_started(self) -> None:
+        """Run all that has been started to its end."""
+        if self.active:
+            self.finish(self.active[-1])
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0))

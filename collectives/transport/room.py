@@ -1,0 +1,238 @@
+"""The ranks of one node in one communicator, and the shared memory through which they signal.
+
+Every rank has a *desk* in node-shared memory (`collectives.arena`): it writes its own and reads the others'. On it lie
+  entry     two words, used in turn: the number of the operation the rank has entered, and a *token* that says with what;
+  progress  one word: how many phases the rank has finished, over all operations;
+  cards     what a token stands for: a digest and a text of the call, and where the rank's arrays are;
+  slots     two buffers, used in turn, for the vectors of small calls;
+  stages    buffers through which ordinary arrays pass, block by block.
+
+An operation starts when all ranks have entered it. A rank that sees an unknown token looks at the card, maps the arrays
+named there, and compares the calls: so bindings need no message, and ranks that call with different arguments all see
+so and raise the same sentence before any data has moved. `refuse` enters with a card that only says why not.
+
+A rank can enter operation i + 2 only after all have entered i + 1, hence two entry words and two slots suffice.
+
+Order of memory: x86 keeps stores in order and loads in order, so data written before a signal is there when the signal
+is. On other processors `MPI_Win_sync` is the fence on both sides of each signal.
+"""
+
+from __future__ import annotations
+
+import platform
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from mpi4py import MPI
+
+from collectives import arena
+from collectives.arena import Region
+from collectives.errors import CollectiveError, MismatchError
+from collectives.watch import disagreement
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+CARDS = 512
+CARD_BYTES = 512
+TEXT_BYTES = CARD_BYTES - 16 * 8
+SLOT_BYTES = 128 << 10
+STAGE_BYTES = 1 << 20
+BLOCK_BYTES = 256 << 10
+_CARDS_AT = 4096
+_SLOTS_AT = _CARDS_AT + CARDS * CARD_BYTES
+_STAGES_AT = _SLOTS_AT + 2 * SLOT_BYTES
+NOWHERE = Region(0, 0, 0, 0, 0)
+ORDERED_STORES = platform.machine().lower() in ("x86_64", "amd64", "i686", "i386")
+
+
+class Card(NamedTuple):
+    """What a rank brings to an operation: which call, and where its arrays are (NOWHERE: memory nobody else can see)."""
+
+    text: str
+    refused: bool = False
+    x: Region = NOWHERE
+    out: Region = NOWHERE
+
+
+class Room:
+    """`rank` and `size` count within the node; `names` are the ranks in the user's communicator."""
+
+    def __init__(self, node: MPI.Comm, names: Sequence[int], desks: Sequence[NDArray[np.uint8]], fence: MPI.Win | None):
+        self.rank, self.size, self.names = node.rank, node.size, tuple(names)
+        self.desks = desks
+        words = [memoryview(desk).cast("B").cast("Q") for desk in desks]
+        self._words = words
+        self._mine = words[self.rank]
+        self._others = [(other, words[other]) for other in self.turn()]
+        self._fence: Callable[[], None] | None = None if fence is None else fence.Sync
+        self._window = fence
+        self._last_token = 0
+        self._known: dict[tuple[int, int], Card] = {}
+        self.operation = 0
+        self.phase = 0
+        self.block_bytes = min(BLOCK_BYTES, STAGE_BYTES // self.size // 4096 * 4096)
+
+    @classmethod
+    def open(cls, node: MPI.Comm, names: Sequence[int], fenced: bool = not ORDERED_STORES) -> Room | None:
+        """Collective over `node`: one desk each. None, on every rank, when some rank cannot map another's desk."""
+        desk = arena.empty(_STAGES_AT + 2 * STAGE_BYTES + 3 * BLOCK_BYTES, np.uint8)
+        desk[:_SLOTS_AT] = 0
+        where = arena.locate(desk)
+        regions = np.empty((node.size, len(NOWHERE)), np.int64)
+        node.Allgather(np.array(where, np.int64), regions)
+        try:
+            desks = [arena.attach(Region(*map(int, region))) for region in regions]
+        except CollectiveError:
+            desks = []
+        everybody = np.array([len(desks)], np.int64)
+        node.Allreduce(MPI.IN_PLACE, everybody, MPI.MIN)
+        if everybody[0] < node.size:
+            return None
+        fence = None
+        if fenced:
+            fence = MPI.Win.Create(np.zeros(8, np.uint8), comm=node)
+            fence.Lock_all(MPI.MODE_NOCHECK)
+        desks[node.rank] = desk  # keeps it alive
+        return cls(node, names, desks, fence)
+
+    def close(self) -> None:
+        """Collective where a fence window exists."""
+        if self._window is not None:
+            self._window.Unlock_all()
+            self._window.Free()
+
+    def turn(self) -> list[int]:
+        """The other ranks, nearest right neighbour first, so that not all read the same memory at once."""
+        return [(self.rank + i) % self.size for i in range(1, self.size)]
+
+    # What lies on the desks
+
+    def slot(self, rank: int, parity: int) -> NDArray[np.uint8]:
+        start = _SLOTS_AT + parity * SLOT_BYTES
+        return self.desks[rank][start : start + SLOT_BYTES]
+
+    def stage_in(self, rank: int, parity: int, owner: int) -> NDArray[np.uint8]:
+        """Where `rank` puts its share of what `owner` is to reduce."""
+        start = _STAGES_AT + (parity * self.size + owner) * self.block_bytes
+        return self.desks[rank][start : start + self.block_bytes]
+
+    def stage_out(self, rank: int, third: int) -> NDArray[np.uint8]:
+        """Where `rank` puts what it has reduced."""
+        start = _STAGES_AT + 2 * STAGE_BYTES + third * BLOCK_BYTES
+        return self.desks[rank][start : start + self.block_bytes]
+
+    # Cards
+
+    def publish(self, card: Card) -> int:
+        """Put a card on the desk and give back its token. The card stays readable until CARDS more have been put."""
+        self._last_token += 1
+        token = self._last_token
+        raw = card.text.encode()
+        text = raw[:TEXT_BYTES]
+        words = np.zeros(16, np.uint64)
+        words[:4] = token, zlib.crc32(raw), card.refused, len(text)
+        words[4:9], words[9:14] = card.x, card.out
+        at = _CARDS_AT + token % CARDS * CARD_BYTES
+        desk = self.desks[self.rank]
+        desk[at : at + 128] = words.view(np.uint8)
+        desk[at + 128 : at + 128 + len(text)] = np.frombuffer(text, np.uint8)
+        self._known[self.rank, token] = card
+        return token
+
+    def readable(self, token: int) -> bool:
+        return token > self._last_token - CARDS
+
+    def card(self, rank: int, token: int) -> Card:
+        known = self._known.get((rank, token))
+        if known is None:
+            at = _CARDS_AT + token % CARDS * CARD_BYTES
+            desk = self.desks[rank]
+            words = desk[at : at + 128].view(np.uint64)
+            if words[0] != token:
+                raise CollectiveError(f"the card of rank {self.names[rank]} has been overwritten")
+            numbers = [int(word) for word in words]
+            text = bytes(desk[at + 128 : at + 128 + numbers[3]]).decode(errors="replace")
+            known = Card(text, bool(numbers[2]), Region(*numbers[4:9]), Region(*numbers[9:14]))
+            self._known[rank, token] = known
+            self._known.pop((rank, token - CARDS), None)
+        return known
+
+    # Signals
+
+    def enter(self, token: int) -> None:
+        """Say: I am in the next operation, with this token. All I wrote before is visible to who sees it."""
+        self.operation = operation = self.operation + 1
+        if self._fence is not None:
+            self._fence()
+        self._mine[operation & 1] = operation << 32 | token
+
+    def meet(self, tokens: Sequence[int] | None) -> Iterator[None]:
+        """Until all have entered this operation; returns at the first unexpected token (see `tokens_now`)."""
+        base, parity = self.operation << 32, self.operation & 1
+        if tokens is None:
+            for _, words in self._others:
+                while words[parity] < base:
+                    yield
+        else:
+            for other, words in self._others:
+                expected = base | tokens[other]
+                while words[parity] != expected:
+                    if words[parity] >= base:
+                        tokens = None
+                        break
+                    yield
+                if tokens is None:
+                    yield from self.meet(None)
+                    break
+        if self._fence is not None:
+            self._fence()
+
+    def tokens_now(self) -> tuple[int, ...]:
+        """With what each rank has entered; valid after `meet`, until this rank enters again."""
+        parity = self.operation & 1
+        return tuple(words[parity] & 0xFFFFFFFF for words in self._words)
+
+    def cards(self, tokens: Sequence[int]) -> list[Card]:
+        """The cards of all ranks, or MismatchError, the same on all of them, where the calls do not fit together."""
+        found = [self.card(rank, token) for rank, token in enumerate(tokens)]
+        refusals = [card.text for card in found if card.refused]
+        if refusals:
+            raise MismatchError(refusals[0])
+        if any(card.text != found[0].text for card in found):
+            raise MismatchError(disagreement({name: card.text for name, card in zip(self.names, found)}))
+        return found
+
+    def signal(self) -> None:
+        """Say: I have finished one more phase."""
+        self.phase += 1
+        if self._fence is not None:
+            self._fence()
+        self._mine[8] = self.phase
+
+    def follow(self) -> Iterator[None]:
+        """Until all others have finished as many phases as this rank."""
+        phase = self.phase
+        for _, words in self._others:
+            while words[8] < phase:
+                yield
+        if self._fence is not None:
+            self._fence()
+
+    def late(self) -> list[int]:
+        """Ranks of the user's communicator that have not come as far as this one."""
+        parity, base = self.operation & 1, self.operation << 32
+        return [
+            self.names[other]
+            for other, words in self._others
+            if words[parity] < base or words[8] < self.phase
+        ]
+
+    def withdraw(self, sentence: str) -> bool:
+        """Take back the entry into this operation, so that who comes late learns why. False if others count on it."""
+        if any(words[8] >= self.phase + 1 for _, words in self._others):
+            return False
+        self._mine[self.operation & 1] = self.operation << 32 | self.publish(Card(sentence, refused=True))
+        return True

@@ -1,0 +1,222 @@
+"""How nobody hangs and everybody hears the same sentence, at no cost while all is well.
+
+All waits of this package are polling loops, driven by `drive`. A wait that is short never comes here. A long one makes
+`Patience` look around now and then: it keeps MPI's own messages moving, warns after ``stall_seconds`` (naming the
+operation and the ranks that have not come) and raises StallError after ``timeout_seconds``.
+
+Ranks of one node compare their calls in shared memory (`collectives.transport.room`). For ranks on several nodes there
+is `Watch`: operations are numbered; a rank that has waited `SPEAK_SECONDS` tells all others, on a communicator used for
+nothing else, which operation it is in. Who hears of an operation that he calls by another name answers with his own
+name for it, so every rank gets all names and raises the same MismatchError.
+
+For other packages: `agree` compares any text between all ranks (call it when something new is set up), `refuse` is what
+a rank calls whose arguments are bad, and `wait` is a polled wait with warnings.
+
+    watch = Watch(comm)                       # collective; keeps its own duplicate of comm
+    watch.agree("init of key 3, (2, 3) float32")      # MismatchError on every rank, or on none
+    watch.refuse("rank 2: key 3 is read-only")        # never returns: MismatchError here and where others agree or wait
+    watch.wait(request.Test, "push of key 3")         # StallError after timeout_seconds
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from typing import NoReturn
+
+import numpy as np
+from mpi4py import MPI
+
+from collectives.errors import MismatchError, StallError
+
+SPIN = 16
+SPEAK_SECONDS = 0.05
+HISTORY = 64
+_TAG = 1
+
+
+def limits() -> tuple[float, float]:
+    """(stall_seconds, timeout_seconds) from MPIPS_STALL_SECONDS and MPIPS_TIMEOUT_SECONDS; a timeout of 0 is never."""
+    return float(os.environ.get("MPIPS_STALL_SECONDS", 60)), float(os.environ.get("MPIPS_TIMEOUT_SECONDS", 0))
+
+
+def disagreement(texts: Mapping[int, str]) -> str:
+    """The sentence for ranks that call with different arguments."""
+    by_text: dict[str, list[int]] = {}
+    for rank in sorted(texts):
+        by_text.setdefault(texts[rank], []).append(rank)
+    parts = "; ".join(f"{_ranks(ranks)}: {text}" for text, ranks in by_text.items())
+    return f"the ranks call different collectives, and must call the same: {parts}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+class Patience:
+    """Called again and again during one long wait."""
+
+    def __init__(
+        self,
+        what: str,
+        late: Callable[[], Iterable[int]],
+        stall_seconds: float,
+        timeout_seconds: float,
+        look: Callable[[float], None],
+    ):
+        self._what, self._late, self._look = what, late, look
+        self._stall, self._timeout = stall_seconds, timeout_seconds
+        self._start = time.monotonic()
+        self._warned = False
+
+    def __call__(self) -> None:
+        waited = time.monotonic() - self._start
+        self._look(waited)
+        if waited > self._stall and not self._warned:
+            self._warned = True
+            warnings.warn(self._sentence(waited), RuntimeWarning, stacklevel=2)
+        if 0 < self._timeout < waited:
+            raise StallError(self._sentence(self._timeout))
+
+    def _sentence(self, waited: float) -> str:
+        late = list(self._late())
+        missing = f": {_ranks(late)} {'have' if len(late) > 1 else 'has'} not come" if late else ""
+        return f"{self._what} has waited for {waited:.3g} s{missing}"
+
+
+def drive(steps: Iterator[None], patience: Callable[[], Patience]) -> None:
+    """Run an operation to its end: poll, then give way to other processes, then look around."""
+    turns = 0
+    waiting: Patience | None = None
+    for _ in steps:
+        turns += 1
+        if turns > SPIN:
+            os.sched_yield()
+            if not turns & 63:
+                waiting = waiting or patience()
+                waiting()
+
+
+class Watch:
+    """Agreement between ranks that share no memory. Making one is collective over `comm`."""
+
+    def __init__(self, comm: MPI.Comm, stall_seconds: float | None = None, timeout_seconds: float | None = None):
+        default = limits()
+        self.stall_seconds = default[0] if stall_seconds is None else stall_seconds
+        self.timeout_seconds = default[1] if timeout_seconds is None else timeout_seconds
+        self.comm = comm.Dup()
+        self.rank, self.size = comm.rank, comm.size
+        self._fresh(0)
+
+    def _fresh(self, sequence: int) -> None:
+        self.sequence = sequence
+        self._mine: dict[int, str] = {}
+        self._heard: dict[int, dict[int, str]] = {}
+        self._told: set[int] = set()
+        self._sends: list[tuple[MPI.Request, bytes]] = []
+
+    def free(self) -> None:
+        """Collective."""
+        self.comm.Free()
+
+    def begin(self, text: str) -> int:
+        """Number the next operation; every rank must begin the same operations in the same order."""
+        self.sequence += 1
+        self._mine[self.sequence] = text
+        self._mine.pop(self.sequence - HISTORY, None)
+        self._heard.pop(self.sequence - HISTORY, None)
+        return self.sequence
+
+    def agree(self, text: str) -> None:
+        """Collective, blocking: MismatchError on every rank unless all bring the same text."""
+        sequence = self.begin(text)
+        self._tell(sequence)
+        self._hear_all(sequence)
+
+    def refuse(self, sentence: str) -> NoReturn:
+        """Tell the others why this rank cannot take part in the next operation; they raise the same sentence."""
+        sequence = self.begin("refused: " + sentence)
+        self._tell(sequence)
+        self._hear_all(sequence)
+        raise AssertionError("a refusal is always a mismatch")
+
+    def wait(self, test: Callable[[], bool], what: str, late: Callable[[], Iterable[int]] = tuple) -> None:
+        """Poll `test` until it is true."""
+
+        def steps() -> Generator[None]:
+            while not test():
+                yield
+
+        drive(steps(), lambda: self.patience(what, late))
+
+    def patience(self, what: str, late: Callable[[], Iterable[int]] = tuple) -> Patience:
+        return Patience(what, late, self.stall_seconds, self.timeout_seconds, self.look)
+
+    def look(self, waited: float) -> None:
+        """Speak up after a while, hear what others say, and raise if it does not fit."""
+        if waited > SPEAK_SECONDS and self.sequence not in self._told and self.sequence in self._mine:
+            self._tell(self.sequence)
+        status = MPI.Status()
+        while self.comm.Iprobe(MPI.ANY_SOURCE, _TAG, status):
+            message = np.empty(status.Get_count(MPI.BYTE), np.uint8)
+            self.comm.Recv([message, MPI.BYTE], status.Get_source(), _TAG)
+            number, _, text = message.tobytes().decode().partition("\0")
+            sequence = int(number)
+            self._heard.setdefault(sequence, {})[status.Get_source()] = text
+            if sequence in self._mine and sequence not in self._told:
+                self._tell(sequence)
+        self._sends = [send for send in self._sends if not send[0].Test()]
+        for sequence in sorted(self._heard):
+            self._compare(sequence)
+
+    def late(self) -> list[int]:
+        """Ranks that have not said that they are in the present operation."""
+        heard = self._heard.get(self.sequence, {})
+        return [rank for rank in range(self.size) if rank != self.rank and rank not in heard]
+
+    def renew(self) -> None:
+        """After an error: forget what is under way, on a fresh communicator. Collective, as all ranks had the error."""
+        sequence = np.array([self.sequence], np.int64)
+        fresh = self.comm.Dup()
+        fresh.Allreduce(MPI.IN_PLACE, sequence, MPI.MAX)
+        self.comm.Free()
+        self.comm = fresh
+        self._fresh(int(sequence[0]))
+
+    def _tell(self, sequence: int) -> None:
+        self._told.add(sequence)
+        message = f"{sequence}\0{self._mine[sequence]}".encode()
+        for other in range(self.size):
+            if other != self.rank:
+                self._sends.append((self.comm.Isend([message, MPI.BYTE], other, _TAG), message))
+
+    def _hear_all(self, sequence: int) -> None:
+        text = self._mine[sequence]
+
+        def complete() -> bool:
+            self.look(0)
+            return len(self._heard.get(sequence, ())) == self.size - 1
+
+        self.wait(complete, text, self.late)
+        self._compare(sequence)
+
+    def _compare(self, sequence: int) -> None:
+        heard = self._heard[sequence] if self.size > 1 else {}
+        if len(heard) < self.size - 1 or sequence not in self._mine:
+            return
+        texts = {**heard, self.rank: self._mine[sequence]}
+        if len(set(texts.values())) == 1 and not texts[0].startswith("refused: "):
+            return
+        self._flush()
+        self.renew()
+        refusals = [texts[rank].removeprefix("refused: ") for rank in sorted(texts) if texts[rank].startswith("refused: ")]
+        raise MismatchError(refusals[0] if refusals else disagreement(texts))
+
+    def _flush(self) -> None:
+        """Others still need my names for the operation, so let them go out."""
+        for send, _ in self._sends:
+            while not send.Test():
+                self.comm.Iprobe(MPI.ANY_SOURCE, _TAG)
+                os.sched_yield()
