@@ -138,7 +138,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--servers", type=int, default=2)
     parser.add_argument("--clients", type=int, default=2, help="MPI clients of the mpi-* modes")
-    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--epochs", type=int, default=40)
     parser.add_argument("--batch-size", type=int, default=16, help="samples a worker and step")
     parser.add_argument("--limit", type=float, default=60, help="seconds after which a mode's job is ended")
     options = parser.parse_args()

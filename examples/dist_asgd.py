@@ -13,7 +13,7 @@ def main(options: Settings) -> Task:
     task = Task("dist-ASGD", kv, options)
     model, keys = task.model, task.model.names
     kv.init(keys, model.parameters)
-    kv.set_optimizer(SGD(options.learning_rate, momentum=options.momentum))
+    kv.set_optimizer(SGD(options.learning_rate))
     kv.pull(keys, model.parameters)
     for epoch in task.epochs():
         for x, y in task.batches(epoch):

@@ -13,7 +13,7 @@ def main(options: Settings) -> Task:
     task = Task("mpi-ASGD", kv, options)
     model, keys = task.model, task.model.names
     kv.init(keys, model.parameters)
-    kv.set_optimizer(SGD(options.learning_rate, momentum=options.momentum, rescale=1 / kv.client.Get_size()))
+    kv.set_optimizer(SGD(options.learning_rate, rescale=1 / kv.layout.client.Get_size()))
     kv.pull(keys, model.parameters)
     for epoch in task.epochs():
         for x, y in task.batches(epoch):

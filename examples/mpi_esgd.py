@@ -17,11 +17,11 @@ def main(options: Settings) -> Task:
     model, keys = task.model, task.model.names
     centers = [np.empty_like(parameter) for parameter in model.parameters]
     kv.init(keys, model.parameters)
-    kv.set_optimizer(Elastic1(options.alpha, rescale=1 / kv.client.Get_size()))
+    kv.set_optimizer(Elastic1(options.alpha, rescale=1 / kv.layout.client.Get_size()))
     kv.pull(keys, model.parameters)
     elastic2 = Updater(Elastic2(options.alpha), model.parameters)
     sgd = Updater(
-        SGD(options.learning_rate, momentum=options.momentum, rescale=1 / kv.client.Get_size()), model.parameters
+        SGD(options.learning_rate, momentum=options.momentum, rescale=1 / kv.layout.client.Get_size()), model.parameters
     )
     iteration = 0
     for epoch in task.epochs():
@@ -31,7 +31,7 @@ def main(options: Settings) -> Task:
                 kv.push(keys, model.parameters)
                 kv.pull(keys, centers)
                 elastic2.update(centers)
-            collectives.allreduce(model.flat_gradients, kv.client)
+            collectives.allreduce(model.flat_gradients, kv.layout.client)
             sgd.update(model.gradients)
             iteration += 1
     kv.close()

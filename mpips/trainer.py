@@ -92,7 +92,7 @@ class ElasticAveraging:
         if not kv.type.endswith("async"):
             raise ValueError(f"elastic averaging needs a store of kind dist_async or mpi_async, not {kv.type}")
         self._model, self._kv, self._keys, self._interval = model, kv, keys_of(model), elastic.interval
-        workers = kv.client.Get_size()
+        workers = kv.layout.client.Get_size()
         kv.init(self._keys, list(model.parameters))
         kv.set_optimizer(Elastic1(alpha=elastic.alpha, rescale=1 / workers))
         kv.pull(self._keys, list(model.parameters))
@@ -108,7 +108,7 @@ class ElasticAveraging:
             self._kv.pull(self._keys, self._centers)
             self._attract.update(self._centers)
         for gradient in self._model.gradients:
-            collectives.allreduce(gradient, self._kv.client)
+            collectives.allreduce(gradient, self._kv.layout.client)
         self._descend.update(self._model.gradients)
         self._iteration += 1
         return loss
@@ -116,7 +116,7 @@ class ElasticAveraging:
 
 def contributors(kv: Any) -> int:
     """Workers whose gradients make one update: all of a synchronous store, a client's of an asynchronous one."""
-    return kv.client.Get_size() if kv.type.endswith("async") else kv.num_workers
+    return kv.layout.client.Get_size() if kv.type.endswith("async") else kv.num_workers
 
 
 class Trainer:
