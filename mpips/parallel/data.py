@@ -44,11 +44,24 @@ class Data(NamedTuple):
     scaling: Scaling
 
 
-class _Shape(NamedTuple):
+class Shape(NamedTuple):
+    """What a source holds, before any row is read."""
+
     rows: int
     features: int
     targets: int
     classes: int  # -1: targets are numbers; 0: class numbers, how many is not known yet
+
+    @property
+    def outputs(self) -> int:
+        """Outputs of a network for it; at least two where the classes are not known yet."""
+        return self.targets if self.classes < 0 else max(self.classes, 2)
+
+
+def describe(open_source: Callable[[], Source], comm: MPI.Comm) -> Shape:
+    """The shape of rank 0's source, on every rank. Collective; TrainingError on every rank if rank 0 cannot open it."""
+    source, _ = _open(open_source, comm, "scatter")
+    return _agree_shape(source, comm)
 
 
 def load(
@@ -69,8 +82,8 @@ def load(
     words, if any rank finds the data bad.
     """
     agree(grid.comm, _wrong(batch, test_share, way))
-    source, way = _open(open_source, grid, way)
-    shape = _agree_shape(source, grid)
+    source, way = _open(open_source, grid.comm, way)
+    shape = _agree_shape(source, grid.comm)
     test_rows = int(shape.rows * test_share)
     if shape.rows - test_rows < 1:
         raise TrainingError(f"{shape.rows} rows with a test share of {test_share} leave none for training")
@@ -104,37 +117,37 @@ def _wrong(batch: int, test_share: float, way: str) -> str | None:
     return None
 
 
-def _open(open_source: Callable[[], Source], grid: Grid, way: str) -> tuple[Source | None, str]:
+def _open(open_source: Callable[[], Source], comm: MPI.Comm, way: str) -> tuple[Source | None, str]:
     """The source where it can be opened, and the way, "auto" if it is still to be chosen."""
     source, problem = None, None
     try:
         source = open_source()
     except TrainingError as error:
         problem = str(error)
-    needed = way == "read" or grid.comm.rank == 0
-    agree(grid.comm, problem if needed else None)
+    needed = way == "read" or comm.rank == 0
+    agree(comm, problem if needed else None)
     mark = -1 if source is None else source.fingerprint()
     marks = np.array([mark, -mark], np.int64)
-    grid.comm.Allreduce(MPI.IN_PLACE, marks, MPI.MIN)
+    comm.Allreduce(MPI.IN_PLACE, marks, MPI.MIN)
     everywhere = marks[0] == -marks[1]
     if way == "read" and not everywhere:
         raise TrainingError("the data differ between the ranks; give all ranks the same file, or choose scatter")
     return source, "read" if way in ("auto", "read") and everywhere else way
 
 
-def _agree_shape(source: Source | None, grid: Grid) -> _Shape:
+def _agree_shape(source: Source | None, comm: MPI.Comm) -> Shape:
     numbers = np.zeros(4, np.int64)
-    if grid.comm.rank == 0 and source is not None:
+    if comm.rank == 0 and source is not None:
         classes = -1 if source.classes is None else source.classes
         numbers[:] = source.rows, source.features, source.targets, classes
-    grid.comm.Bcast(numbers)
-    shape = _Shape(*(int(number) for number in numbers))
+    comm.Bcast(numbers)
+    shape = Shape(*(int(number) for number in numbers))
     if shape.classes >= 0 and shape.targets != 1:
         raise TrainingError(f"class numbers need one target column, not {shape.targets}")
     return shape
 
 
-def _classes(y: np.ndarray, shape: _Shape, grid: Grid) -> int:
+def _classes(y: np.ndarray, shape: Shape, grid: Grid) -> int:
     """How many classes there are; the labels must be whole numbers from 0."""
     bad = y[(y != np.floor(y)) | (y < 0) | (y >= (shape.classes or 2**31))]
     problem = f"label {bad[0]:g} is not a class number: classes are 0, 1, 2, ..." if len(bad) else None

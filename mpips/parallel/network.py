@@ -99,7 +99,7 @@ class Network:
         empty: Empty = numpy_empty,
     ) -> None:
         check(specification)
-        self.specification = specification
+        self.specification, self.mode = specification, mode
         self.sizes = specification.sizes
         self.dtype = np.dtype(specification.dtype)
         self.exchange: Exchange = Alone() if exchange is None else exchange
@@ -145,6 +145,14 @@ class Network:
                 half_width,
             )
             self.bias(layer)[...] = 0
+
+    def views(self, flat: np.ndarray) -> list[np.ndarray]:
+        """Views of an array laid out as the flat parameters (an optimizer's state): weight, bias, weight, ..."""
+        return _views(flat, self._shapes())
+
+    def splits_of_all(self) -> list[list[Split]]:
+        """The splits of every rank of the model."""
+        return [splits(self.sizes, self.exchange.parts, part, self.mode) for part in range(self.exchange.parts)]
 
     def weight(self, layer: int) -> np.ndarray:
         """This rank's part of a layer's matrix, (outputs, inputs)."""

@@ -1,0 +1,137 @@
+"""Checkpoints (safetensors) of the whole network and its optimizer: written from any grid, read on any other."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import msgspec
+import numpy as np
+from mpi4py import MPI
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from mpips import optimizers
+
+from .agreement import agree
+from .data import Scaling
+from .grid import Grid
+from .hybrid import Hybrid
+from .mlp import MLP
+from .network import Specification
+from .splits import Split
+
+
+class _Header(msgspec.Struct):
+    specification: dict[str, Any]
+    optimizer: str
+    updates: int
+    slots: int
+
+
+def collect(hybrid: Hybrid) -> MLP:
+    """The whole trained network, on every rank. Collective over the grid."""
+    model = MLP(*hybrid.network.specification)
+    for layer in range(len(hybrid.network.splits)):
+        for kind, target in (("weight", model.parameters[2 * layer]), ("bias", model.parameters[2 * layer + 1])):
+            whole = _gather(hybrid, layer, kind, hybrid.network.flat_parameters)
+            if hybrid.grid.model_index == 0:
+                target[...] = whole
+            hybrid.grid.model_comm.Bcast(target, root=0)
+    return model
+
+
+def save(path: str, hybrid: Hybrid, scaling: Scaling | None = None) -> None:
+    """Write the whole network, the optimizer with its state, and the scaling of the data. Collective over the grid.
+
+    Layers go one after the other to rank 0, which writes the file beside `path` and renames it. Raises
+    TrainingError on every rank where the file cannot be written.
+    """
+    arrays: dict[str, np.ndarray] = {}
+    if hybrid.grid.batch_index == 0:
+        flats = {"": hybrid.network.flat_parameters}
+        flats |= {f"state{slot}.": array for slot, array in enumerate(hybrid.state)}
+        for prefix, flat in flats.items():
+            for layer in range(len(hybrid.network.splits)):
+                for kind in ("weight", "bias"):
+                    arrays[f"{prefix}layer{layer}.{kind}"] = _gather(hybrid, layer, kind, flat)
+    problem = None
+    if hybrid.grid.comm.rank == 0:
+        if scaling is not None:
+            arrays |= {f"scaling.{name}": array for name, array in scaling._asdict().items()}
+        problem = _write(path, arrays, hybrid)
+    agree(hybrid.grid.comm, problem)
+
+
+def load(path: str, grid: Grid, mode: str = "pairs") -> Hybrid:
+    """This rank's slice of a saved network, ready to go on training on `grid`. Collective; each rank reads only
+    its slice."""
+    header = _read_header(path, grid)
+    specification = msgspec.convert(header.specification, Specification)
+    hybrid = Hybrid(MLP(*specification), grid, optimizers.decode(bytes.fromhex(header.optimizer)), mode)
+    hybrid.updates = header.updates
+    flats = {"": hybrid.network.flat_parameters}
+    flats |= {f"state{slot}.": array for slot, array in enumerate(hybrid.state)}
+    problem = None
+    try:
+        with safe_open(path, "np") as file:
+            for prefix, flat in flats.items():
+                for layer, split in enumerate(hybrid.network.splits):
+                    for kind, view in zip(("weight", "bias"), hybrid.network.views(flat)[2 * layer : 2 * layer + 2]):
+                        view[...] = file.get_slice(f"{prefix}layer{layer}.{kind}")[_where(split, kind)]
+    except (OSError, ValueError, SafetensorError) as error:
+        problem = f"checkpoint {path} cannot be read: {error}"
+    agree(grid.comm, problem)
+    return hybrid
+
+
+def _read_header(path: str, grid: Grid) -> _Header:
+    header, problem = None, None
+    try:
+        with safe_open(path, "np") as file:
+            header = msgspec.json.decode((file.metadata() or {}).get("mpips", ""), type=_Header)
+    except (OSError, SafetensorError, msgspec.MsgspecError) as error:
+        problem = f"checkpoint {path} cannot be read: {error}"
+    agree(grid.comm, problem)
+    assert header is not None
+    return header
+
+
+def _where(split: Split, kind: str) -> tuple[slice, ...]:
+    rows, columns = slice(*split.outputs), slice(*split.inputs)
+    return (rows, columns) if kind == "weight" else (rows,)
+
+
+def _gather(hybrid: Hybrid, layer: int, kind: str, flat: np.ndarray) -> np.ndarray:
+    """The whole weight or bias of a layer at model index 0, of an array laid out as the parameters; empty elsewhere."""
+    network, comm = hybrid.network, hybrid.grid.model_comm
+    mine = network.views(flat)[2 * layer + (kind == "bias")]
+    whole_shape = (network.sizes[layer + 1], network.sizes[layer]) if kind == "weight" else (network.sizes[layer + 1],)
+    cut = network.splits[layer].kind
+    if cut == "whole" or (cut == "rows" and kind == "bias"):
+        return mine.copy()
+    parts = [_where(each[layer], kind) for each in network.splits_of_all()]
+    counts = [int(np.prod([cut.stop - cut.start for cut in part])) for part in parts]
+    received = np.empty(sum(counts), flat.dtype) if comm.rank == 0 else None
+    comm.Gatherv(np.ascontiguousarray(mine), [received, counts, None, MPI._typedict[flat.dtype.char]], root=0)
+    if received is None:
+        return np.empty(0, flat.dtype)
+    whole, offset = np.empty(whole_shape, flat.dtype), 0
+    for part, count in zip(parts, counts):
+        whole[part] = received[offset : offset + count].reshape(whole[part].shape)
+        offset += count
+    return whole
+
+
+def _write(path: str, arrays: dict[str, np.ndarray], hybrid: Hybrid) -> str | None:
+    specification = hybrid.network.specification._asdict()
+    specification["sizes"] = list(specification["sizes"])
+    optimizer = optimizers.encode(hybrid.optimizer).hex()
+    header = _Header(specification, optimizer, hybrid.updates, len(hybrid.state))
+    partial = f"{path}.partial"
+    try:
+        save_file(arrays, partial, {"mpips": msgspec.json.encode(header).decode()})
+        os.replace(partial, path)
+    except (OSError, SafetensorError) as error:
+        return f"checkpoint {path} cannot be written: {error}"
+    return None

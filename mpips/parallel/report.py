@@ -1,0 +1,131 @@
+"""What training tells: tables on a terminal, one JSON record, one picture."""
+
+from __future__ import annotations
+
+import json
+import resource
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from .clock import PHASES
+from .data import Data
+from .grid import Grid
+from .network import Specification
+from .predict import Prediction
+from .train import Epoch
+
+MEANINGS = {
+    "compute": "computation and updates",
+    "forward": "forward gathers and sums",
+    "backward": "backward reductions",
+    "data": "data",
+    "evaluate": "evaluation",
+}
+
+
+def explain(predictions: list[Prediction], steps: int) -> Table:
+    """Predicted times of every grid, the fastest first; `steps` is the number of minibatches of an epoch."""
+    table = Table(title="Predicted time of a step, ms")
+    for column in (
+        "grid",
+        "compute",
+        "gradient sums",
+        "model exchange",
+        "step",
+        "epoch, s",
+        "alpha, us",
+        "1/beta, GB/s",
+    ):
+        table.add_column(column, justify="right")
+    for each in predictions:
+        links = [link for ranks, link in ((each.batch, each.batch_link), (each.model, each.model_link)) if ranks > 1]
+        table.add_row(
+            f"{each.batch}x{each.model}",
+            *(f"{1e3 * value:.3f}" for value in (each.compute, each.reduction, each.exchange, each.seconds)),
+            f"{steps * each.seconds:.2f}",
+            ", ".join(f"{1e6 * link.alpha:.1f}" for link in links),
+            ", ".join(f"{1e-9 / link.beta:.3g}" if link.beta else "-" for link in links),
+        )
+    return table
+
+
+def epoch_line(epoch: Epoch, epochs: int) -> str:
+    """One line of progress."""
+    parts = [f"epoch {epoch.epoch:>{len(str(epochs))}}/{epochs}", f"train {epoch.train_loss:.6f}"]
+    if epoch.test_loss is not None:
+        parts.append(f"test {epoch.test_loss:.6f}")
+    if epoch.test_accuracy is not None:
+        parts.append(f"accuracy {100 * epoch.test_accuracy:.2f} %")
+    return "  ".join([*parts, f"{epoch.seconds:.2f} s"])
+
+
+def total_phases(epochs: list[Epoch], data_seconds: float) -> dict[str, float]:
+    """Seconds by phase over all epochs; data includes reading and distribution before the first one."""
+    total = {phase: sum(epoch.phases[phase] for epoch in epochs) for phase in PHASES}
+    total["data"] += data_seconds
+    return total
+
+
+def budget(phases: dict[str, float]) -> Table:
+    """The time budget: seconds and share of each phase, the mean over ranks."""
+    whole = sum(phases.values()) or 1.0
+    table = Table(title="Time budget, mean over ranks")
+    table.add_column("phase")
+    for column in ("s", "%"):
+        table.add_column(column, justify="right")
+    for phase in PHASES:
+        table.add_row(MEANINGS[phase], f"{phases[phase]:.3f}", f"{100 * phases[phase] / whole:.1f}")
+    return table
+
+
+def record(
+    specification: Specification, data: Data, grid: Grid, epochs: list[Epoch], data_seconds: float, memory: list[int]
+) -> dict[str, Any]:
+    """Everything as one JSON-ready record; memory is the peak resident bytes of every rank."""
+    return {
+        "grid": {"batch": grid.batch, "model": grid.model},
+        "ranks": grid.comm.size,
+        "network": {**specification._asdict(), "sizes": list(specification.sizes)},
+        "rows": {"train": data.train_rows, "test": data.test_rows},
+        "batch": data.batch,
+        "distribution": data.way,
+        "epochs": [epoch._asdict() for epoch in epochs],
+        "phases": total_phases(epochs, data_seconds),
+        "memory_bytes": memory,
+    }
+
+
+def peak_memory() -> int:
+    """Peak resident bytes of this process."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def write_json(path: str, content: dict[str, Any]) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(content, file, indent=1)
+        file.write("\n")
+
+
+def picture(path: str, epochs: list[Epoch], phases: dict[str, float], title: str) -> None:
+    """Loss curves and the time budget, side by side. Needs matplotlib (extra `plot`)."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.5), layout="constrained")
+    curves, bars = figure.subplots(1, 2)
+    numbers = [epoch.epoch for epoch in epochs]
+    curves.plot(numbers, [epoch.train_loss for epoch in epochs], marker=".", label="train")
+    tested = [(epoch.epoch, epoch.test_loss) for epoch in epochs if epoch.test_loss is not None]
+    if tested:
+        curves.plot(*zip(*tested), marker=".", label="test")
+    curves.set(xlabel="epoch", ylabel="loss", title=title)
+    curves.legend()
+    bars.barh([MEANINGS[phase] for phase in PHASES], [phases[phase] for phase in PHASES])
+    bars.invert_yaxis()
+    bars.set(xlabel="s, mean over ranks", title="time budget")
+    figure.savefig(path, dpi=120)
+
+
+def console() -> Console:
+    return Console(highlight=False)
