@@ -1,76 +1,149 @@
-"""Operations under way: each is a generator that yields when it has to wait; operations on one key run in program order.
+"""Operations under way, off the training thread: dependencies first, then priority, errors where the user waits.
 
-One thread talks to MPI: the one that calls the store. Whatever it waits for, everything else under way goes on too, the
-highest priority first. A blocking call with nothing else under way runs its generator directly.
+An operation is a function, or a generator that yields whenever it has to wait; it names what it reads and what it
+mutates (MXNET-MPI, section 3.1, `Engine.push(fn, read, mutate)`, sections 4.2.2 and 4.2.3 for pushes and pulls). At
+most one thread advances operations at a time: the communication thread, which sleeps between two looks, or a thread
+inside `wait()`, which looks without sleeping at first and so answers sooner. So MPI_THREAD_SERIALIZED is enough as long
+as the program's own MPI calls happen while nothing is under way or inside `engine.paused()`; under MPI_THREAD_MULTIPLE
+they may happen any time.
+
+Collectives on one communicator must start in one order everywhere, so operations that use one mutate it: the order then
+is the program's, whatever the threads do.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Generator, Hashable, Sequence
+import atexit
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
+from mpips.dependencies import Tracker
 from mpips.meet import Pause
 
 Task = Generator[None, None, Any]
+Work = Task | Callable[[], Any]
+
+DUTY = 24
+"""The communication thread sleeps this many times as long as a look took: 1 / (1 + 24) = 4 % of a core."""
+SHORTEST_SLEEP, LONGEST_SLEEP = 1e-4, 1e-3
+
+
+class DependencyError(RuntimeError):
+    """An operation was not run, since one that should have written what it uses failed."""
 
 
 class Handle:
-    """An operation under way. `wait()` returns when it has ended and raises what made it fail; `test()` does not block."""
+    """An operation under way. `wait()` returns its result when it has ended; both methods raise what made it fail."""
 
-    def __init__(self, engine: Engine, keys: Sequence[Hashable], task: Task, priority: int, what: str) -> None:
-        self._engine, self._keys, self._task = engine, tuple(keys), task
-        self.priority, self.what = priority, what
+    def __init__(
+        self, engine: Engine, work: Work, mutates: frozenset[Hashable], what: str, cause: Handle | None
+    ) -> None:
+        self._engine, self._work = engine, work
+        self.mutates, self.what = mutates, what
+        self.cause = cause
+        """A failed operation because of which this one must not run."""
         self.done = False
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
+        self._result: Any = None
+
+    def __repr__(self) -> str:
+        return f"<{self.what}, {'done' if self.done else 'under way'}>"
 
     def test(self) -> bool:
-        """Make everything go on a little; whether this operation has ended. Raises what made it fail."""
+        """Make everything go on a little; whether this operation has ended. Does not block."""
         if not self.done:
-            self._engine.progress()
-        self._raise()
+            self._engine.progress(wait=False)
+        if self.done:
+            self._engine.observed(self)
         return self.done
 
-    def wait(self) -> None:
-        """Block until the operation has ended."""
+    def wait(self) -> Any:
+        """Block until the operation has ended; what it returned."""
         if not self.done:
-            pause = self._engine.pause(lambda: self.what)
-            while not self.done:
-                if not self._engine.progress():
-                    pause()
-        self._raise()
+            self._engine.drive(self)
+        self._engine.observed(self)
+        return self._result
 
-    def _raise(self) -> None:
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
-
-    def step(self) -> None:
-        """Run the generator up to its next wait; called by the engine."""
+    def step(self) -> bool:
+        """Advance to the next wait; whether the operation has ended. Called by the engine."""
         try:
-            next(self._task)
-        except StopIteration:
-            self.done = True
-        except Exception as error:
-            self._error = error
-            self.done = True
+            if self.cause is not None:
+                raise DependencyError(f"{self.what} was not run: {self.cause.what} failed: {self.cause.error}")
+            if callable(self._work):
+                self._result = self._work()
+                if not isinstance(self._result, Generator):
+                    return self._end(None)
+                self._work = self._result
+            next(self._work)
+        except StopIteration as stop:
+            self._result = stop.value
+            return self._end(None)
+        except BaseException as error:
+            self._end(error)
+            if isinstance(error, KeyboardInterrupt):
+                raise
+            return True
+        return False
+
+    def _end(self, error: BaseException | None) -> bool:
+        if not callable(self._work):
+            self._work.close()
+        self._work, self.error = _nothing, error
+        self.done = True
+        return True
 
 
 class Engine:
-    """All operations under way on this process."""
+    """All operations under way on this process.
 
-    def __init__(self, stall_seconds: float, timeout_seconds: float) -> None:
-        self._stall, self._timeout = stall_seconds, timeout_seconds
-        self._queues: dict[Hashable, deque[Handle]] = {}
-        self._active: list[Handle] = []
+    background: whether a communication thread advances them; without it they advance inside `test`, `wait`, `progress`.
+    A wait that lasts `stall_seconds` warns, `timeout_seconds` raises StallError (0: never).
+    """
 
-    def pause(self, describe: Callable[[], str]) -> Pause:
-        # The servers know best who is missing and speak at stall_seconds; this is for what they cannot see.
-        return Pause(describe, 1.5 * self._stall, 1.5 * self._timeout)
+    def __init__(self, stall_seconds: float = 60.0, timeout_seconds: float = 0.0, background: bool = True) -> None:
+        self._stall, self._timeout, self._background = stall_seconds, timeout_seconds, background
+        self._state = threading.Condition()
+        self._tracker: Tracker[Handle] = Tracker()
+        self._poisoned: dict[Hashable, Handle] = {}
+        self._failed: list[Handle] = []
+        self._driver = threading.Lock()
+        self._looking = 0
+        """Identity of the thread that is inside an operation."""
+        self._waiting = 0
+        self._thread: threading.Thread | None = None
+        self._closing = False
+
+    # ---- operations
+
+    def push(
+        self,
+        work: Work,
+        reads: Iterable[Hashable] = (),
+        mutates: Iterable[Hashable] = (),
+        priority: int = 0,
+        what: str = "operation",
+    ) -> Handle:
+        """Add an operation and return at once. `reads`, `mutates`: any hashable names.
+
+        It starts when no earlier operation under way mutates what it uses or uses what it mutates; higher priority is
+        looked at first. If an operation fails, those that use what it should have mutated are not run and raise
+        DependencyError, until the failure has been raised by `wait`, `test` or `finish`.
+        """
+        return self._add(work, frozenset(reads), frozenset(mutates), frozenset(), priority, what)
+
+    def submit(self, keys: Sequence[Hashable], task: Task, priority: int, what: str) -> Handle:
+        """Add an operation that runs after the earlier ones on the same keys, whether those failed or not."""
+        handle = self._add(task, frozenset(), frozenset(), frozenset(keys), priority, what)
+        if not self._background:
+            self.progress()
+        return handle
 
     def run(self, keys: Sequence[Hashable], task: Task, priority: int, what: Callable[[], str]) -> None:
-        """Do it, blocking."""
-        if self._active:
+        """Do it, blocking; directly where nothing else is under way."""
+        if len(self._tracker):
             self.submit(keys, task, priority, what()).wait()
             return
         for _ in task:
@@ -81,37 +154,142 @@ class Engine:
         for _ in task:
             pause()
 
-    def submit(self, keys: Sequence[Hashable], task: Task, priority: int, what: str) -> Handle:
-        """Start it; it goes on inside later calls."""
-        handle = Handle(self, keys, task, priority, what)
-        for key in keys:
-            self._queues.setdefault(key, deque()).append(handle)
-        self._active.append(handle)
-        self._active.sort(key=lambda other: -other.priority)
-        self._step(handle)
+    def finish(self) -> None:
+        """Wait for everything under way, then raise the first failure that nobody has seen yet."""
+        while True:
+            with self._state:
+                left = self._tracker.ready()
+                failed = list(self._failed)
+            if left:
+                self.drive(left[0])
+            elif failed:
+                self.observed(failed[0])
+            else:
+                return
+
+    # ---- going on
+
+    def progress(self, wait: bool = True) -> bool:
+        """Look once at everything that may go on; whether something ended. `wait`: for another thread's look to end."""
+        if not self._driver.acquire(blocking=wait):
+            return False
+        try:
+            return self._look()
+        finally:
+            self._driver.release()
+
+    def drive(self, handle: Handle) -> None:
+        """Make everything go on until the operation has ended, the communication thread standing aside."""
+        if self._looking == threading.get_ident():
+            raise RuntimeError(f"an operation waits for {handle.what}: name what it needs in `reads` instead")
+        pause = self.pause(lambda: handle.what)
+        with self._aside():
+            while not handle.done:
+                if not self._look():
+                    pause()
+
+    def paused(self) -> contextlib.AbstractContextManager[None]:
+        """Nothing goes on inside: for MPI calls of the program's own under MPI_THREAD_SERIALIZED."""
+        return self._aside()
+
+    def pause(self, describe: Callable[[], str]) -> Pause:
+        # The servers know best who is missing and speak at stall_seconds; this is for what they cannot see.
+        return Pause(describe, 1.5 * self._stall, 1.5 * self._timeout)
+
+    def observed(self, handle: Handle) -> None:
+        """Raise what made an ended operation fail; what it should have mutated may be used again from now on."""
+        if handle.error is None:
+            return
+        with self._state:
+            self._failed = [other for other in self._failed if handle not in (other, other.cause)]
+            self._poisoned = {name: by for name, by in self._poisoned.items() if by is not handle}
+        raise handle.error
+
+    def close(self) -> None:
+        """Stop the communication thread; operations under way stay where they are."""
+        with self._state:
+            self._closing = True
+            self._state.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+            atexit.unregister(self.close)
+
+    # ---- inside
+
+    def _add(
+        self,
+        work: Work,
+        reads: frozenset[Hashable],
+        mutates: frozenset[Hashable],
+        orders: frozenset[Hashable],
+        priority: int,
+        what: str,
+    ) -> Handle:
+        with self._state:
+            cause = next((self._poisoned[name] for name in reads | mutates if name in self._poisoned), None)
+            handle = Handle(self, work, mutates, what, cause)
+            self._tracker.add(handle, reads, mutates | orders, priority)
+            if self._background and self._thread is None:
+                self._start()
+            self._state.notify_all()
         return handle
 
-    def progress(self) -> bool:
-        """Step everything that may go on; whether something ended."""
-        ended = False
-        for handle in tuple(self._active):
-            ended |= self._step(handle)
-        return ended
-
-    def finish(self) -> None:
-        """Wait for everything under way."""
-        for handle in tuple(self._active):
-            handle.wait()
+    def _look(self) -> bool:
+        """Step what may go on, in order of priority, until something ends: that may free what has a higher one."""
+        with self._state:
+            ready = self._tracker.ready()
+        self._looking = threading.get_ident()
+        try:
+            return any(self._step(handle) for handle in ready)
+        finally:
+            self._looking = 0
 
     def _step(self, handle: Handle) -> bool:
-        if handle.done or any(self._queues[key][0] is not handle for key in handle._keys):
-            return False
-        handle.step()
-        if handle.done:
-            self._active.remove(handle)
-            for key in handle._keys:
-                queue = self._queues[key]
-                queue.popleft()
-                if not queue:
-                    del self._queues[key]
-        return handle.done
+        try:
+            return handle.step()
+        finally:
+            if handle.done:
+                self._ended(handle)
+
+    def _ended(self, handle: Handle) -> None:
+        with self._state:
+            if handle.error is not None:
+                cause = handle.cause or handle
+                self._failed.append(handle)
+                self._poisoned |= dict.fromkeys(handle.mutates, cause)
+                for later in self._tracker.behind(handle, handle.mutates):
+                    later.cause = later.cause or cause
+            self._tracker.remove(handle)
+            self._state.notify_all()
+
+    @contextlib.contextmanager
+    def _aside(self) -> Iterator[None]:
+        with self._state:
+            self._waiting += 1
+        try:
+            with self._driver:
+                yield
+        finally:
+            with self._state:
+                self._waiting -= 1
+                self._state.notify_all()
+
+    def _start(self) -> None:
+        self._thread = threading.Thread(target=self._communicate, name="mpips communication", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)  # before MPI is finalised
+
+    def _communicate(self) -> None:
+        """The communication thread: sleep while there is nothing to do, or while somebody waits and looks himself."""
+        while True:
+            with self._state:
+                self._state.wait_for(lambda: self._closing or (len(self._tracker) and not self._waiting))
+                if self._closing:
+                    return
+            begin = time.perf_counter()
+            if not self.progress():
+                time.sleep(min(max(DUTY * (time.perf_counter() - begin), SHORTEST_SLEEP), LONGEST_SLEEP))
+
+
+def _nothing() -> None:
+    """The work of an ended operation: its arrays may go."""

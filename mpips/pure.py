@@ -30,6 +30,8 @@ class Pure:
         self._optimizer: Optimizer | None = None
         self._compressor: Compressor | None = None
         self._residuals: dict[int | str, Array] = {}
+        self.communicators = (("communicator", "workers"),)
+        """Names of what all its operations hold collectives on."""
 
     def init(self, keys: list[Key], values: list[Array]) -> Task:
         for key, value in zip(keys, values, strict=True):

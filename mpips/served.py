@@ -48,6 +48,8 @@ class Served:
         near = self._everybody(self.session.all_local)
         self._near = all(near[worker] for worker in range(*layout.clients[layout.client_number]))
         self._one_node = all(near)
+        self.communicators = (("communicator", "client"),) if self._grouped else ()
+        """Names of what all its operations hold collectives on."""
 
     def _everybody(self, flag: bool) -> list[bool]:
         assert self.layout.workers is not None

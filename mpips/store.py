@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import atexit
 import warnings
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Hashable, Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
+from mpi4py import MPI
 from numpy.typing import NDArray
 
 from mpips import arguments, compression, meet, optimizers, states
@@ -44,7 +45,9 @@ class KVStore:
     def __init__(self, layout: Layout, backend: Served | Pure) -> None:
         options = layout.options
         self._layout, self._backend = layout, backend
-        self._engine = Engine(options.stall_seconds, options.timeout_seconds)
+        level = MPI.Query_thread()
+        self._alone = level < MPI.THREAD_MULTIPLE
+        self._engine = Engine(options.stall_seconds, options.timeout_seconds, level >= MPI.THREAD_SERIALIZED)
         self._keys: dict[Name, Key] = {}
         self._optimizer: Optimizer | None = None
         self._closed = False
@@ -203,6 +206,8 @@ class KVStore:
             return
         self._closed = True
         atexit.unregister(self.close)
+        self._engine.finish()
+        self._engine.close()
         self._backend.finish()
         from mpips import processes
 
@@ -221,6 +226,8 @@ class KVStore:
         """All workers ask for the same, or all raise the same sentence."""
         options, workers = self._layout.options, self._layout.workers
         assert workers is not None
+        if self._alone:
+            self._engine.finish()  # the communication thread may not use MPI beside this one
         mine = msgspec.msgpack.encode(_Signature([(what, ""), *items], refusal))
         everyone = [
             msgspec.msgpack.decode(data, type=_Signature)
@@ -342,14 +349,19 @@ class KVStore:
         target[...] = value[ids]
 
     def _run(self, keys: list[Name], task: Task, priority: int, what: str, name: Name | None = None) -> None:
-        self._engine.run(keys, task, priority, lambda: self._wait_text(what, name))
+        self._engine.run(self._order(keys), task, priority, lambda: self._wait_text(what, name))
 
     def _wait_text(self, what: str, name: Name | None) -> str:
         return f"rank {self.rank}: {what}" + (f" of key {name!r}" if name is not None else "")
 
     def _start(self, what: str, tasks: list[tuple[Name, Task]], priority: int) -> Handle:
         names = [name for name, _ in tasks]
-        return self._engine.submit(names, _chain([task for _, task in tasks]), priority, self._wait_text(what, names[0]))
+        task = _chain([task for _, task in tasks])
+        return self._engine.submit(self._order(names), task, priority, self._wait_text(what, names[0]))
+
+    def _order(self, names: list[Name]) -> list[Hashable]:
+        """What an operation takes turns on: its keys, and communicators: their collectives start in one order everywhere."""
+        return [*names, *self._backend.communicators]
 
     def _at_rank_0(self, task: Task, what: str, everywhere: bool = False) -> None:
         """Run it on rank 0 (or everywhere) and let everybody raise what made it fail."""
