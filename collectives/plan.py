@@ -160,10 +160,10 @@ def _checked(
 def _compile(
     home: Session, kind: str, x: Any, op: str, algorithm: str, out: Any, root: int, number: int
 ) -> Plan:
-    if isinstance(x, (list, tuple)):
+    if isinstance(x, (list, tuple)) or arrays.is_device(x):
         from collectives import tensor
 
-        return tensor.compile_plan(home, kind, x, op, algorithm, out, root)
+        return tensor.compile_plan(home, kind, x, op, algorithm, out, root, number)
     source = arrays.host(x, "x")
     target = source if out is None else arrays.host(out, "out")
     in_place = out is None
