@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -25,6 +26,8 @@ from picture import draw
 HERE = Path(__file__).resolve().parent
 TARGET = 0.95
 """Test accuracy that every mode must reach."""
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+"""One compute thread a process, also of the serial run: the ranks share the cores."""
 
 
 class Mode(NamedTuple):
@@ -69,7 +72,9 @@ def command(mode: Mode, options: argparse.Namespace) -> list[str]:
 def epochs(argv: list[str], limit: float) -> Iterator[dict[str, Any]]:
     """Run a job and yield what it reports, an epoch at a time. Raises JobError where it fails or takes too long."""
     with tempfile.TemporaryFile("w+") as errors:
-        job = subprocess.Popen(["timeout", str(limit), *argv], stdout=subprocess.PIPE, stderr=errors, text=True)
+        job = subprocess.Popen(
+            ["timeout", str(limit), *argv], stdout=subprocess.PIPE, stderr=errors, text=True, env=ENVIRONMENT
+        )
         assert job.stdout is not None
         try:
             for line in job.stdout:
@@ -150,6 +155,7 @@ def main() -> int:
             for record in epochs(command(mode, options), options.limit):
                 records.append(record)
             results.append(summary(mode, records, options, time.perf_counter() - start))
+    console.print()
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "demo.json").write_text(json.dumps(results, indent=1) + "\n")
     draw(results, TARGET, board.title, options.out / "demo.png")

@@ -13,7 +13,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
 COLOURS = {"SGD": "#2b6cb0", "ASGD": "#dd6b20", "ESGD": "#2f855a", "MPI": "#805ad5", "serial": "#1a202c"}
-LOWEST = 0.6
+LOWEST = 0.8
 
 
 def style(mode: str) -> dict[str, Any]:
@@ -26,18 +26,18 @@ def style(mode: str) -> dict[str, Any]:
 
 def draw(results: Sequence[dict[str, Any]], target: float, title: str, path: Path) -> None:
     """Write the picture as PNG."""
-    figure, axes = plt.subplots(figsize=(10, 5.5), layout="constrained")
+    figure, axes = plt.subplots(figsize=(11, 5.2), layout="constrained")
     for result in results:
         seconds, accuracy = zip(*result["curve"])
         axes.plot(seconds, accuracy, label=label(result), **style(result["mode"]))
-        axes.plot(seconds[-1:], accuracy[-1:], "o", color=style(result["mode"])["color"], markersize=5, zorder=6)
+        axes.plot(seconds[-1:], accuracy[-1:], "o", color=style(result["mode"])["color"], markersize=6, zorder=6)
     decorate(axes, target, title)
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
 
 def label(result: dict[str, Any]) -> str:
-    return f"{result['mode']:<9} {result['test_accuracy']:.3f} {result['seconds']:6.2f} s"
+    return f"{result["mode"]:<9}  {result["test_accuracy"]:.3f}  {result["seconds"]:6.2f} s"
 
 
 def decorate(axes: Axes, target: float, title: str) -> None:
@@ -45,10 +45,19 @@ def decorate(axes: Axes, target: float, title: str) -> None:
     axes.axhline(target, color="#a0aec0", linewidth=1)
     axes.annotate(f"target {target}", (1, target), xycoords=("axes fraction", "data"), xytext=(-4, 3),
                   textcoords="offset points", ha="right", fontsize=8, color="#718096")  # fmt: skip
-    axes.set(xlabel="seconds of training", ylabel="test accuracy", ylim=(LOWEST, 1.0), title=title)
-    axes.set_xlim(left=0)
+    axes.set(
+        xlabel="seconds of training (log scale), from the first epoch on",
+        ylabel="test accuracy",
+        ylim=(LOWEST, 1.0),
+        title=title,
+    )
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(lambda seconds, _: f"{seconds:g}")
     axes.grid(color="#edf2f7")
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    legend = axes.legend(loc="lower right", prop={"family": "monospace", "size": 9}, title="mode      accuracy  time")
+    legend = axes.legend(
+        loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, prop={"family": "monospace", "size": 9},
+        title="     mode     accuracy    time", alignment="left",
+    )  # fmt: skip
     legend.get_title().set(family="monospace", size=9)

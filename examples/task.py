@@ -24,7 +24,7 @@ class Settings:
 
     epochs: int = 40
     batch_size: int = 16
-    learning_rate: float = 0.1
+    learning_rate: float = 0.05
     momentum: float = 0.9
     hidden: int = 256
     alpha: float = 0.5

@@ -1,0 +1,110 @@
+"""allreduce on one node against the best call of Open MPI and of MPICH, blocking and non-blocking, and against gloo.
+
+    python examples/reproduce/allreduce.py --python .venv/bin/python --python .venv-mpich/bin/python [--gloo PYTHON]
+
+Each `--python` has one MPI; `--gloo` names one with PyTorch and mpi4py. Jobs take turns, several rounds, so that drifts
+of the machine meet all alike; the figures are medians over the rounds. Writes JSON and prints a Markdown table.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import click
+
+from launch.command import Job, build, find, this_machine
+
+ROOT = Path(__file__).resolve().parents[2]
+SIZES = "8,1KiB,16KiB,64KiB,256KiB,1MiB,4MiB,16MiB,64MiB"
+
+
+def run(python: str, ranks: int, sizes: str, algorithms: str, seconds: float) -> list[dict[str, Any]]:
+    """Rows of one job; raises CalledProcessError with its output shown."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "rows.json")
+        words = ["-m", "collectives.bench", "allreduce", "--sizes", sizes, "--algorithms", algorithms, "--check"]
+        program = (python, *words, "--seconds", str(seconds), "--json", str(report))
+        job = Job(ranks, program, {"OMP_NUM_THREADS": "1"})
+        argv = build(find(python=python), job, this_machine())
+        subprocess.run(argv, cwd=ROOT, check=True, timeout=600, stdout=subprocess.DEVNULL)
+        rows: list[dict[str, Any]] = json.loads(report.read_text())
+        return rows
+
+
+@click.command()
+@click.option("--python", "pythons", multiple=True, required=True, help="An interpreter with mpi4py; one for each MPI.")
+@click.option("--gloo", help="An interpreter with PyTorch and mpi4py.")
+@click.option("--ranks", default="2,4", show_default=True)
+@click.option("--sizes", default=SIZES, show_default=True)
+@click.option("--rounds", default=3, show_default=True)
+@click.option("--seconds", default=0.5, show_default=True, help="For each size in each job.")
+@click.option("--json", "json_path", default="out/allreduce.json", show_default=True)
+def main(
+    pythons: tuple[str, ...], gloo: str | None, ranks: str, sizes: str, rounds: int, seconds: float, json_path: str
+) -> None:
+    """Measure and print."""
+    times: dict[tuple[int, int, str], list[float]] = defaultdict(list)
+    mpis: dict[str, str] = {}
+    for count in map(int, ranks.split(",")):
+        for _ in range(rounds):
+            for python in [*pythons, *([gloo] if gloo else [])]:
+                rows = run(python, count, sizes, "auto,gloo" if python == gloo else "auto", seconds)
+                mpis[python] = "gloo" if python == gloo else rows[0]["on"]["mpi"]
+                for row in rows:
+                    if python == gloo and row["algorithm"] != "gloo":
+                        continue
+                    times[count, row["bytes"], f"{row['algorithm']} {row['array']} {python}"].append(row["p50_us"])
+            click.echo(f"{count} ranks: a round done", err=True)
+    result = summary(times, pythons)
+    Path(json_path).parent.mkdir(parents=True, exist_ok=True)
+    Path(json_path).write_text(json.dumps({"mpi": mpis, "rounds": rounds, "rows": result}, indent=1) + "\n")
+    click.echo(table(result))
+
+
+def summary(times: dict[tuple[int, int, str], list[float]], pythons: tuple[str, ...]) -> list[dict[str, Any]]:
+    """For each job size and message size: the best native median, ours for both kinds of array, gloo's."""
+    medians = {key: statistics.median(values) for key, values in times.items()}
+    result = []
+    for ranks, nbytes in dict.fromkeys((r, b) for r, b, _ in medians):
+
+        def of(name: str) -> list[float]:
+            found = [t for (r, b, who), t in medians.items() if (r, b) == (ranks, nbytes) and who.startswith(name)]
+            return found or [float("nan")]
+
+        native, gloo = min(of("MPI private")), min(of("gloo"))
+        row = {"ranks": ranks, "bytes": nbytes, "native_us": native, "gloo_us": gloo}
+        for array in ("private", "empty"):
+            ours = min(of(f"auto {array} {pythons[0]}"))
+            row |= {f"{array}_us": ours, f"{array}_vs_native": native / ours, f"{array}_vs_gloo": gloo / ours}
+        result.append(row)
+    return result
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown."""
+    lines = [
+        "| bytes | ranks | best native us | ordinary us | x native | x gloo | empty us | x native | x gloo |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        cells = [f"{row['bytes']:,}", str(row["ranks"]), f"{row['native_us']:,.1f}"]
+        for array in ("private", "empty"):
+            cells += [
+                f"{row[array + '_us']:,.1f}",
+                f"{row[array + '_vs_native']:.2f}",
+                f"{row[array + '_vs_gloo']:.1f}",
+            ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    main()
