@@ -1,0 +1,122 @@
+"""How long the network lets one synchronous push and pull take: workers, clients, servers, one host each, on links that
+they share. `collectives.flows` plays the messages; nothing here runs MPI.
+
+The exchange is cut into chunks, `in_flight` of which a worker has under way. For each chunk:
+
+    masters="one"  reduce inside the client to its first worker; that one pushes to every server its part; a server
+                   answers when the parts of all clients are there; broadcast inside the client.
+    masters="all"  reduce-scatter inside the client; every worker pushes its slice to every server and is answered;
+                   allgather inside the client.
+
+With as many clients as workers both are dist_sync. With no servers it is the collectives alone.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from collectives import catalog
+from collectives.flows import Traffic, run
+from collectives.schedule import NOBODY
+from collectives.topology import Topology, star
+
+
+class Exchange(NamedTuple):
+    """Seconds that the messages take, and the bound: the most bytes over one link in one direction, at its rate."""
+
+    seconds: float
+    bound: float
+
+
+def exchange(
+    nbytes: float,
+    workers: int,
+    servers: int,
+    clients: int,
+    masters: str = "one",
+    rate: float = 12.5e6,
+    chunks: int = 1,
+    in_flight: int = 4,
+    inside: str = "direct",
+    alpha: float = 0.0,
+    topology: Topology | None = None,
+) -> Exchange:
+    """One synchronisation of nbytes bytes between `workers` workers in `clients` equal clients and `servers` servers.
+
+    Hosts 0 .. workers-1 are the workers, the next ones the servers, of a star with links of `rate` bytes a second
+    unless a topology is given. `inside` is the catalogue's algorithm for reduce-scatter and allgather in masters="all";
+    for masters="one" reduce and broadcast are those of `ring`, or of `inside` where it has them. alpha: seconds a
+    message. ValueError where the clients are not equal or a name is unknown.
+    """
+    if workers % clients or masters not in ("one", "all"):
+        raise ValueError(f"clients={clients} must divide workers={workers}, and masters={masters!r} must be one or all")
+    network = topology or star(workers + servers, rate)
+    members = workers // clients
+    rooms = [list(range(c * members, (c + 1) * members)) for c in range(clients)]
+    post = list(range(workers, workers + servers))
+    traffic = Traffic()
+    done: list[list[list[int]]] = [[[] for _ in range(workers)] for _ in range(in_flight)]
+    chunk = _Chunk(traffic, rooms, post, nbytes / chunks, inside, alpha)
+    for number in range(chunks):
+        begin = done[number % in_flight]
+        done[number % in_flight] = chunk.one(begin) if masters == "one" else chunk.all(begin)
+    return Exchange(float(run(traffic.flows, network).max(initial=0.0)), _bound(traffic, network))
+
+
+class _Chunk(NamedTuple):
+    """Adds the flows of one chunk after another to the traffic; `begin` and the results name, for each worker, the
+    flows to wait for."""
+
+    traffic: Traffic
+    rooms: list[list[int]]
+    servers: list[int]
+    nbytes: float
+    inside: str
+    alpha: float
+
+    def one(self, begin: list[list[int]]) -> list[list[int]]:
+        reduced = self._collective("reduce", begin)
+        answers = self._served([(room[0],) for room in self.rooms], reduced, self.nbytes)
+        return self._collective("broadcast", [answers.get(w, begin[w]) for w in range(len(begin))])
+
+    def all(self, begin: list[list[int]]) -> list[list[int]]:
+        scattered = self._collective("reduce_scatter", begin)
+        answers = self._served(self.rooms, scattered, self.nbytes / len(self.rooms[0]))
+        return self._collective("allgather", [answers[w] for w in range(len(begin))])
+
+    def _collective(self, kind: str, begin: list[list[int]]) -> list[list[int]]:
+        algorithm = self.inside if self.inside in catalog.names(kind) else "ring"
+        end = list(begin)
+        for room in self.rooms:
+            schedule = catalog.build(kind, algorithm, len(room))
+            found = self.traffic.collective(schedule, self.nbytes, room, [begin[w] for w in room], self.alpha)
+            for worker, flows in zip(room, found):
+                end[worker] = flows
+        return end
+
+    def _served(self, masters: list, ready: list[list[int]], slice_bytes: float) -> dict[int, list[int]]:
+        """Member i of every client pushes its slice, cut evenly over the servers; each part is answered to all its
+        owners when it has come from all of them."""
+        if not self.servers:
+            return {worker: ready[worker] for owners in masters for worker in owners}
+        answers: dict[int, list[int]] = {}
+        part = slice_bytes / len(self.servers)
+        for owners in zip(*masters):
+            for server in self.servers:
+                pushed = [self.traffic.add(w, server, part, ready[w], self.alpha) for w in owners]
+                for worker in owners:
+                    answer = self.traffic.add(server, worker, part, pushed, self.alpha)
+                    answers.setdefault(worker, []).append(answer)
+        return answers
+
+
+def _bound(traffic: Traffic, network: Topology) -> float:
+    source, target = (np.array([flow[end] for flow in traffic.flows], dtype=np.int64) for end in (0, 1))
+    nbytes = np.array([flow.nbytes for flow in traffic.flows])
+    load = np.zeros(len(network.link_rates))
+    for link in network.route(source, target):
+        used = np.flatnonzero(link != NOBODY)
+        np.add.at(load, link[used], nbytes[used])
+    return float((load / network.link_rates).max(initial=0.0))
