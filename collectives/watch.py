@@ -33,6 +33,8 @@ from collectives.errors import MismatchError, StallError
 
 SPIN = 16
 SPEAK_SECONDS = 0.05
+SPIN_SECONDS = 2e-3  # a wait for another node that lasts longer sleeps between looks: cores may be shared by many ranks
+NAP_SECONDS = 1e-4
 HISTORY = 64
 _TAG = 1
 
@@ -65,8 +67,11 @@ class Patience:
         stall_seconds: float,
         timeout_seconds: float,
         look: Callable[[float], None],
+        sleeps: bool = False,
     ):
         self._what, self._late, self._look = what, late, look
+        self._sleeps = sleeps
+        self.drowsy = False
         self._stall, self._timeout = stall_seconds, timeout_seconds
         self._start = time.monotonic()
         self._warned = False
@@ -74,6 +79,7 @@ class Patience:
     def __call__(self) -> None:
         waited = time.monotonic() - self._start
         self._look(waited)
+        self.drowsy = self._sleeps and waited > SPIN_SECONDS
         if waited > self._stall and not self._warned:
             self._warned = True
             warnings.warn(self._sentence(waited), RuntimeWarning, stacklevel=2)
@@ -93,8 +99,12 @@ def drive(steps: Iterator[None], patience: Callable[[], Patience]) -> None:
     for _ in steps:
         turns += 1
         if turns > SPIN:
-            os.sched_yield()
-            if not turns & 63:
+            drowsy = waiting is not None and waiting.drowsy
+            if drowsy:
+                time.sleep(NAP_SECONDS)
+            else:
+                os.sched_yield()
+            if not turns & (15 if drowsy else 63):
                 waiting = waiting or patience()
                 waiting()
 
@@ -152,7 +162,7 @@ class Watch:
         drive(steps(), lambda: self.patience(what, late))
 
     def patience(self, what: str, late: Callable[[], Iterable[int]] = tuple) -> Patience:
-        return Patience(what, late, self.stall_seconds, self.timeout_seconds, self.look)
+        return Patience(what, late, self.stall_seconds, self.timeout_seconds, self.look, sleeps=True)
 
     def look(self, waited: float) -> None:
         """Speak up after a while, hear what others say, and raise if it does not fit."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 MTU = 9000  # at 1500 the cores, not the links, are the bottleneck
-BURST = 64 * 1024  # bytes a link may send at once: a whole GSO packet
+BURST = 32 * 1024  # bytes a link may send at once, so that a late timer costs nothing up to 2.6 ms at 100 Mbit/s
 QUEUE = 2 * 1024 * 1024  # bytes a link may queue: smaller queues drop under incast
 
 MANAGEMENT_NETWORK = "10.255.0.0/16"
