@@ -15,12 +15,11 @@ from typing import Any
 
 import numpy as np
 from mpi4py import MPI
-from rich.console import Console
 from rich.table import Table
 
 import collectives
 from collectives.bench.harness import measure
-from collectives.bench.report import machine
+from collectives.bench.report import console, machine
 from collectives.bench.sizes import show_bytes
 
 SLICES = 32  # how often the computing thread looks after the communication
@@ -82,7 +81,7 @@ def print_overlap(rows: Sequence[OverlapRow], title: str) -> None:
     for row in rows:
         numbers = [f"{value:.1f}" for value in (row.overall_us, row.compute_us, row.pure_us, row.overlap_percent)]
         table.add_row(show_bytes(row.bytes), row.algorithm, row.array, *numbers)
-    Console().print(table)
+    console().print(table)
 
 
 def write_overlap(rows: Sequence[OverlapRow], path: str) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 from mpi4py import MPI
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -57,16 +58,21 @@ def machine() -> dict[str, Any]:
     }
 
 
+def console() -> Console:
+    """Standard output, wide enough for a table where a launcher's pseudo-terminal claims 80 columns."""
+    narrow = Console()
+    return Console(width=max(narrow.width, 130))
+
+
 def print_table(rows: Sequence[Row], title: str) -> None:
     """The rows as a table for people, on standard output."""
-    table = Table(title=title, title_justify="left", header_style="bold")
-    table.add_column("size", justify="right")
-    for name in ("count", "type", "op"):
-        table.add_column(name, justify="right")
-    table.add_column("algorithm")
-    table.add_column("array")
+    table = Table(title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD)
+    for name in ("size", "count", "type", "op"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name in ("algorithm", "array"):
+        table.add_column(name, no_wrap=True)
     for name in ("min us", "p50 us", "p99 us", "algbw GB/s", "busbw GB/s", "#wrong", "vs native"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     last = None
     for row in rows:
         if last is not None and row.bytes != last:
@@ -78,7 +84,7 @@ def print_table(rows: Sequence[Row], title: str) -> None:
         ratio = "-" if row.vs_native is None else f"{row.vs_native:.2f}x"
         what = (show_bytes(row.bytes), str(row.count), row.dtype, row.op, row.algorithm, row.array)
         table.add_row(*what, *times, *rates, wrong, ratio)
-    Console(width=None if Console().is_terminal else 140).print(table)
+    console().print(table)
 
 
 def write_json(rows: Sequence[Row], path: str) -> None:

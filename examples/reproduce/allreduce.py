@@ -1,6 +1,6 @@
 """allreduce on one node against the best call of Open MPI and of MPICH, blocking and non-blocking, and against gloo.
 
-    python examples/reproduce/allreduce.py --python .venv/bin/python --python .venv-mpich/bin/python [--gloo PYTHON]
+    python -m examples.reproduce.allreduce --python .venv/bin/python --python .venv-mpich/bin/python [--gloo PYTHON]
 
 Each `--python` has one MPI; `--gloo` names one with PyTorch and mpi4py. Jobs take turns, several rounds, so that drifts
 of the machine meet all alike; the figures are medians over the rounds. Writes JSON and prints a Markdown table.
@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import statistics
 import subprocess
-import sys
 import tempfile
 from collections import defaultdict
 from pathlib import Path
@@ -71,20 +70,20 @@ def main(
 def summary(times: dict[tuple[int, int, str], list[float]], pythons: tuple[str, ...]) -> list[dict[str, Any]]:
     """For each job size and message size: the best native median, ours for both kinds of array, gloo's."""
     medians = {key: statistics.median(values) for key, values in times.items()}
-    result = []
-    for ranks, nbytes in dict.fromkeys((r, b) for r, b, _ in medians):
+    return [_row(medians, ranks, nbytes, pythons[0]) for ranks, nbytes in dict.fromkeys((r, b) for r, b, _ in medians)]
 
-        def of(name: str) -> list[float]:
-            found = [t for (r, b, who), t in medians.items() if (r, b) == (ranks, nbytes) and who.startswith(name)]
-            return found or [float("nan")]
 
-        native, gloo = min(of("MPI private")), min(of("gloo"))
-        row = {"ranks": ranks, "bytes": nbytes, "native_us": native, "gloo_us": gloo}
-        for array in ("private", "empty"):
-            ours = min(of(f"auto {array} {pythons[0]}"))
-            row |= {f"{array}_us": ours, f"{array}_vs_native": native / ours, f"{array}_vs_gloo": gloo / ours}
-        result.append(row)
-    return result
+def _row(medians: dict[tuple[int, int, str], float], ranks: int, nbytes: int, python: str) -> dict[str, Any]:
+    def least(name: str) -> float:
+        found = [t for (r, b, who), t in medians.items() if (r, b) == (ranks, nbytes) and who.startswith(name)]
+        return min(found, default=float("nan"))
+
+    native, gloo = least("MPI private"), least("gloo")
+    row = {"ranks": ranks, "bytes": nbytes, "native_us": native, "gloo_us": gloo}
+    for array in ("private", "empty"):
+        ours = least(f"auto {array} {python}")
+        row |= {f"{array}_us": ours, f"{array}_vs_native": native / ours, f"{array}_vs_gloo": gloo / ours}
+    return row
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -106,5 +105,4 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
     main()
