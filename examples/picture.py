@@ -37,7 +37,7 @@ def draw(results: Sequence[dict[str, Any]], target: float, title: str, path: Pat
 
 
 def label(result: dict[str, Any]) -> str:
-    return f"{result["mode"]:<9}  {result["test_accuracy"]:.3f}  {result["seconds"]:6.2f} s"
+    return f"{result['mode']:<9}  {result['test_accuracy']:.3f}  {result['seconds']:6.2f} s"
 
 
 def decorate(axes: Axes, target: float, title: str) -> None:

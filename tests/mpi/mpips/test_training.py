@@ -1,0 +1,187 @@
+"""Every way to train on digits: synchronous modes give the serial loss curve, all of them learn."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpips
+from mpips.optimizers import SGD, Updater
+from mpips.parallel.mlp import MLP
+from mpips.trainer import Elastic, Trainer, shares
+
+if importlib.util.find_spec("sklearn") is None:
+    pytest.skip("the digits come with scikit-learn", allow_module_level=True)
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
+import task
+
+WORLD = MPI.COMM_WORLD
+STEPS = 25
+TOLERANCE = {"float64": 1e-9, "float32": 1e-4}
+OPTIMIZERS = [SGD(0.1, momentum=0.9), mpips.optimizers.Adam(0.005)]
+SYNCHRONOUS = [
+    ("dist_sync", {"servers": 1}),
+    ("dist_sync", {"servers": 2}),
+    ("mpi_sync", {"servers": 1, "clients": 2}),
+    ("mpi_sync", {"servers": 2, "clients": 2, "masters": "all"}),
+    ("mpi_sync", {"servers": 1, "clients": 1}),
+    ("mpi_sync", {"servers": 0}),
+    ("dist_sync", {"servers": 0}),
+]
+
+
+def fits(kind, options):
+    workers = WORLD.size - options["servers"]
+    return workers >= (options.get("clients", 1) if kind.startswith("mpi") else 1)
+
+
+def need(kind, options):
+    if not fits(kind, options):
+        pytest.skip(f"{WORLD.size} ranks are too few for {options}")
+
+
+def network(dtype):
+    return MLP((64, 32, 10), loss="softmax", dtype=dtype, seed=1)
+
+
+def on_workers(kind, options, work):
+    """What `work(kv)` gives on a worker, None on a server; the store is closed when it is done."""
+    try:
+        kv = mpips.create(kind, **options)
+    except SystemExit:  # a server, and its workers have left
+        return None
+    result = work(kv)
+    kv.close()
+    return result
+
+
+def curve(step, data, batch_size, kv, steps=STEPS):
+    """Local losses of the first steps."""
+    x, y = data[:2]
+    losses, epoch = [], 0
+    while len(losses) < steps:
+        epoch += 1
+        for rows in shares(len(x), batch_size, epoch, 0, kv):
+            losses.append(step(x[rows], y[rows]))
+    return np.array(losses[:steps])
+
+
+def serial_curve(data, dtype, optimizer, mini_batch, steps=STEPS):
+    """The losses of a program that knows nothing of stores."""
+    model = network(dtype)
+    updater = Updater(optimizer, model.parameters)
+
+    def step(x, y):
+        loss = model.loss_and_gradients(x, y)
+        updater.update(model.gradients)
+        return loss
+
+    class Alone:
+        rank, num_workers = 0, 1
+
+    return curve(step, data, mini_batch, Alone, steps), model
+
+
+def mean_over_workers(losses, workers):
+    """The mean curve of all workers, on every rank; servers give none."""
+    total = np.empty(STEPS)
+    WORLD.Allreduce(np.zeros(STEPS) if losses is None else losses, total)
+    return total / workers
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: type(o).__name__)
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("kind, options", SYNCHRONOUS, ids=str)
+def test_synchronous_modes_give_the_serial_loss_curve(kind, options, dtype, optimizer):
+    need(kind, options)
+    workers, batch, data = WORLD.size - options["servers"], 12, task.digits(dtype)
+
+    def work(kv):
+        trainer = Trainer(network(dtype), kv, optimizer)
+        return curve(trainer.step, data, batch, kv)
+
+    losses = mean_over_workers(on_workers(kind, options, work), workers)
+    expected, _ = serial_curve(data, dtype, optimizer, batch * workers)
+    np.testing.assert_allclose(losses, expected, rtol=0, atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("kind, options", SYNCHRONOUS[:4], ids=str)
+def test_gradients_that_come_back_and_are_applied_by_workers_give_it_too(kind, options):
+    """Figure 6 of the paper: without an optimizer in the store."""
+    need(kind, options)
+    workers, batch, data = WORLD.size - options["servers"], 12, task.digits("float64")
+    sgd = OPTIMIZERS[0]
+
+    def work(kv):
+        model = network("float64")
+        kv.init(model.names, model.parameters)
+        updater = Updater(SGD(sgd.learning_rate, momentum=sgd.momentum, rescale=1 / kv.num_workers), model.parameters)
+
+        def step(x, y):
+            loss = model.loss_and_gradients(x, y)
+            kv.push(model.names, model.gradients)
+            kv.pull(model.names, model.gradients)
+            updater.update(model.gradients)
+            return loss
+
+        return curve(step, data, batch, kv)
+
+    losses = mean_over_workers(on_workers(kind, options, work), workers)
+    expected, _ = serial_curve(data, "float64", sgd, batch * workers)
+    np.testing.assert_allclose(losses, expected, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["dist_async", "mpi_async"])
+@pytest.mark.mpi(min_size=2)
+def test_one_client_that_is_asynchronous_equals_the_serial_run(kind):
+    """All workers in one MPI client, or one worker: nobody else updates."""
+    servers = 1 if kind == "mpi_async" else WORLD.size - 1
+    workers, batch, data = WORLD.size - servers, 12, task.digits("float64")
+
+    def work(kv):
+        trainer = Trainer(network("float64"), kv, OPTIMIZERS[0])
+        return curve(trainer.step, data, batch, kv)
+
+    losses = mean_over_workers(on_workers(kind, {"servers": servers, "clients": 1}, work), workers)
+    expected, _ = serial_curve(data, "float64", OPTIMIZERS[0], batch * workers)
+    np.testing.assert_allclose(losses, expected, rtol=0, atol=1e-9)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_elastic_averaging_follows_equations_2_and_3():
+    """One client: parameters and centre after a few intervals are those of the paper's equations, step by step."""
+    workers, batch, interval, alpha, data = WORLD.size - 1, 12, 4, 0.3, task.digits("float64")
+
+    def work(kv):
+        model = network("float64")
+        trainer = Trainer(model, kv, OPTIMIZERS[0], elastic=Elastic(alpha=alpha, interval=interval))
+        losses = curve(trainer.step, data, batch, kv)
+        centers = [np.empty_like(parameter) for parameter in model.parameters]
+        kv.pull(model.names, centers)
+        return losses, centers
+
+    result = on_workers("mpi_async", {"servers": 1, "clients": 1}, work)
+    losses = mean_over_workers(result and result[0], workers)
+
+    model = network("float64")
+    updater, count = Updater(OPTIMIZERS[0], model.parameters), iter(range(STEPS))
+    centers = [parameter.copy() for parameter in model.parameters]
+
+    def step(x, y):
+        loss = model.loss_and_gradients(x, y)
+        if next(count) % interval == 0:
+            for w, c in zip(model.parameters, centers):
+                c += alpha * (w - c)
+                w -= alpha * (w - c)
+        updater.update(model.gradients)
+        return loss
+
+    class Alone:
+        rank, num_workers = 0, 1
+
+    np.testing.assert_allclose(losses, curve(step, data, batch * workers, Alone), rtol=0, atol=1e-9)
