@@ -96,8 +96,8 @@ def find(path: str | None = None, python: str = sys.executable) -> Launcher:
 
 
 def program(script: Sequence[str], python: str = sys.executable) -> tuple[str, ...]:
-    """What each rank runs for `script ARGS` or `-m module ARGS`: mpi4py's runner ends the job on an exception."""
-    return (python, "-m", "mpi4py", *script)
+    """What each rank runs for `script ARGS` or `-m module ARGS`: a runner that ends the job on an exception."""
+    return (python, "-m", "mpips", *script)
 
 
 def build(launcher: Launcher, job: Job, machine: Machine) -> list[str]:

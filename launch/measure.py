@@ -11,7 +11,6 @@ import json
 import os
 import statistics
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +21,7 @@ from typing import NamedTuple
 import click
 
 from collectives.topology import parse
-from launch.command import EAGER_BYTES, Job, build, find, this_machine
+from launch.command import EAGER_BYTES, Job, build, find, program, this_machine
 from launch.lab import client
 from launch.lab.layout import lay_out
 from launch.lab.needs import missing
@@ -158,12 +157,12 @@ def without(argv: Sequence[str], words: Sequence[Sequence[str]]) -> list[str]:
 @contextmanager
 def prepared(case: Case) -> Iterator[list[str]]:
     """The argv of a case with its setting, and the lab it needs for as long as it runs."""
-    program = (sys.executable, "-m", "mpi4py", "-m", "launch.measure", "--work", case.work.__name__)
+    ranks = program(["-m", "launch.measure", "--work", case.work.__name__])
     if case.in_lab:
         with client.lab(LAB, lay_out(parse(f"star:{case.ranks}", MBIT * 1e6 / 8))):
-            yield client.job_command(LAB, case.ranks, program)
+            yield client.job_command(LAB, case.ranks, ranks)
         return
-    yield build(find(), Job(case.ranks, program), this_machine())
+    yield build(find(), Job(case.ranks, ranks), this_machine())
 
 
 def compare(case: Case) -> dict[str, object]:

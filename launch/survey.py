@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from launch import probe
-from launch.command import Job, Launcher, LauncherError, build, find, this_machine
+from launch.command import Job, Launcher, LauncherError, build, find, program, this_machine
 from mpips import world
 
 LIMIT = 60.0  # seconds for a probe
@@ -110,7 +110,7 @@ def _gpu() -> dict[str, Any]:
 
 def _started(launcher: Launcher, *words: str) -> dict[str, Any]:
     """What two ranks of the probe print, or the problem."""
-    job = Job(2, (sys.executable, "-m", "mpi4py", "-m", "launch.probe", *words))
+    job = Job(2, program(["-m", "launch.probe", *words]))
     done = _child(build(launcher, job, this_machine()))
     return done if isinstance(done, dict) else {"problem": done}
 

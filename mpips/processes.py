@@ -54,7 +54,7 @@ def create(kind: str, comm: MPI.Comm | None = None, **options: Any) -> KVStore:
             raise RuntimeError(cause)
     if any(other.num_servers for other in _open):
         raise RuntimeError("this process has a store with servers open; close() it before the next create")
-    _install_hooks()
+    install_hooks()
     layout = layouts.create(comm, word, chosen, refusal)
     if not layout.num_servers:
         return KVStore(layout, Pure(layout))
@@ -85,7 +85,7 @@ def _part(layout: Layout) -> None:
 _hooked = False
 
 
-def _install_hooks() -> None:
+def install_hooks() -> None:
     """An uncaught exception in any thread prints its traceback and rank and aborts the job."""
     global _hooked
     if _hooked:

@@ -52,7 +52,7 @@ def test_slurm() -> None:
 def test_srun_speaks_the_language_of_the_mpi(flavour: str, pmi: str) -> None:
     argv = slurm.srun(REQUEST._replace(flavour=flavour))
     assert argv[:2] == ["srun", f"--mpi={pmi}"]
-    assert argv[-5:] == ["-m", "mpi4py", *REQUEST.program]
+    assert argv[-5:] == ["-m", "mpips", *REQUEST.program]
 
 
 def test_lsf() -> None:
