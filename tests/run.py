@@ -80,7 +80,9 @@ def alone(stage: str, words: list[str], limit: float) -> Result:
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "0.xml")
-        code = run([sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", *(words or [f"tests/{stage}"])], limit)
+        code = run(
+            [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", *(words or [f"tests/{stage}"])], limit
+        )
         return counted(stage, report, code, time.monotonic() - started)
 
 

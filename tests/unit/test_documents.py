@@ -18,3 +18,12 @@ def test_links_lead_somewhere(document: Path) -> None:
     local = [target for target in targets if target and not target.startswith(("http://", "https://", "mailto:"))]
     missing = [target for target in local if not (document.parent / target).exists()]
     assert not missing, f"{document.name} links to {missing}"
+
+
+def test_the_rooms_of_the_house_are_there() -> None:
+    text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    packages = ("collectives", "mpips", "launch", "tests")
+    names = re.findall(r"`([\w/]+(?:\.py|/))`", text)
+    assert len(names) > 40
+    missing = [name for name in names if not any((ROOT / package / name).exists() for package in (*packages, "."))]
+    assert not missing
