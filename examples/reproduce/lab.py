@@ -1,0 +1,52 @@
+"""Run a measuring program on every host of an emulated network, and get its answer back. Linux; see docs/lab.md."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from collectives.topology import parse
+from launch.lab import client
+from launch.lab.layout import lay_out
+from launch.lab.needs import missing
+
+ROOT = Path(__file__).resolve().parents[2]
+MTU_PAYLOAD, MTU_FRAME = 8948, 9014  # TCP payload of a full frame, and the frame as the rate limiter counts it
+ACKNOWLEDGEMENT = 66  # bytes of a frame without payload, one for every two full frames the other way
+EFFICIENCY = MTU_PAYLOAD / (MTU_FRAME + ACKNOWLEDGEMENT / 2)
+"""Of a link's rate, what is left for payload when both directions are busy."""
+
+
+@contextmanager
+def networks(topologies: Mapping[str, str], rate: float) -> Iterator[dict[str, str]]:
+    """Labs for the length of the block, {key: name of the lab} for {key: topology}; rate in bytes a second."""
+    lacking = missing()
+    if lacking:
+        raise SystemExit("no lab can be made here:\n" + "\n".join(f"  - {line}" for line in lacking))
+    with ExitStack() as labs:
+        names = {}
+        for key, topology in topologies.items():
+            names[key] = labs.enter_context(
+                client.lab(f"reproduce-{os.getpid()}-{key}", lay_out(parse(topology, rate)))
+            )
+        yield names
+
+
+def ask(name: str, ranks: int, module: str, request: dict[str, Any], limit: float = 200, per_host: int = 1) -> Any:
+    """What rank 0 of ``python -m module REQUEST ANSWER``, on ``ranks`` ranks in lab ``name``, wrote as JSON."""
+    with tempfile.TemporaryDirectory() as folder:
+        question, answer = Path(folder, "request.json"), Path(folder, "answer.json")
+        question.write_text(json.dumps(request))
+        program = [sys.executable, "-m", "mpi4py", "-m", module, str(question), str(answer)]
+        argv = client.job_command(name, ranks, program, per_host=per_host)
+        done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=limit)
+        if done.returncode or not answer.exists():
+            raise SystemExit(f"{module} on {name} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+        return json.loads(answer.read_text())
