@@ -29,6 +29,8 @@ Work = Task | Callable[[], Any]
 DUTY = 24
 """The communication thread sleeps this many times as long as a look took: 1 / (1 + 24) = 4 % of a core."""
 SHORTEST_SLEEP, LONGEST_SLEEP = 1e-4, 1e-3
+PATIENCE = 0.02
+"""Seconds that a wait looks by itself; a longer one leaves it to the communication thread, which costs less."""
 
 
 class DependencyError(RuntimeError):
@@ -46,6 +48,8 @@ class Handle:
         self.cause = cause
         """A failed operation because of which this one must not run."""
         self.done = False
+        self.started = self.ended = 0.0
+        """time.perf_counter() when it was first looked at and when it ended."""
         self.error: BaseException | None = None
         self._result: Any = None
 
@@ -69,6 +73,7 @@ class Handle:
 
     def step(self) -> bool:
         """Advance to the next wait; whether the operation has ended. Called by the engine."""
+        self.started = self.started or time.perf_counter()
         try:
             if self.cause is not None:
                 raise DependencyError(f"{self.what} was not run: {self.cause.what} failed: {self.cause.error}")
@@ -92,6 +97,7 @@ class Handle:
         if not callable(self._work):
             self._work.close()
         self._work, self.error = _nothing, error
+        self.ended = time.perf_counter()
         self.done = True
         return True
 
@@ -154,6 +160,11 @@ class Engine:
         for _ in task:
             pause()
 
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is under way."""
+        return not len(self._tracker)
+
     def finish(self) -> None:
         """Wait for everything under way, then raise the first failure that nobody has seen yet."""
         while True:
@@ -179,14 +190,19 @@ class Engine:
             self._driver.release()
 
     def drive(self, handle: Handle) -> None:
-        """Make everything go on until the operation has ended, the communication thread standing aside."""
+        """Make everything go on until the operation has ended, the communication thread standing aside at first."""
         if self._looking == threading.get_ident():
             raise RuntimeError(f"an operation waits for {handle.what}: name what it needs in `reads` instead")
         pause = self.pause(lambda: handle.what)
+        deadline = time.monotonic() + PATIENCE
         with self._aside():
-            while not handle.done:
+            while not handle.done and (self._thread is None or time.monotonic() < deadline):
                 if not self._look():
                     pause()
+        while not handle.done:
+            with self._state:
+                self._state.wait_for(lambda: handle.done, PATIENCE)
+            pause()
 
     def paused(self) -> contextlib.AbstractContextManager[None]:
         """Nothing goes on inside: for MPI calls of the program's own under MPI_THREAD_SERIALIZED."""

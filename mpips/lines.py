@@ -34,11 +34,15 @@ class Line(Protocol):
         priority: int = 0, aux: int = 0, token: int = 0, flags: int = 0,
     ) -> None: ...  # fmt: skip
 
-    def post_body(self, body: bytes, op: int, unit: int = 0, round_: int = 0, token: int = 0, flags: int = 0) -> None: ...
+    def post_body(
+        self, body: bytes, op: int, unit: int = 0, round_: int = 0, token: int = 0, flags: int = 0
+    ) -> None: ...
 
-    def waiting(self) -> bool: ...
+    def waiting(self) -> bool:
+        """Whether a frame has come."""
+        ...
 
-    def read(self) -> Iterator[Frame]: ...
+    def read(self) -> Iterator[tuple[int, ...]]: ...
 
     def body(self, frame: Frame) -> bytes: ...
 
@@ -78,8 +82,8 @@ class SharedLine:
             self.flush()
         return self._in.waiting()
 
-    def read(self) -> Iterator[Frame]:
-        return map(Frame._make, self._in.read())
+    def read(self) -> Iterator[tuple[int, ...]]:
+        return self._in.read()
 
     def body(self, frame: Frame) -> bytes:
         return arena.attach(Region(frame.pid, frame.fd, frame.inode, frame.offset, frame.nbytes)).tobytes()
@@ -115,11 +119,11 @@ class MessageLine:
     def waiting(self) -> bool:
         return self._comm.Iprobe(self._peer, TAG_FRAME)
 
-    def read(self) -> Iterator[Frame]:
+    def read(self) -> Iterator[tuple[int, ...]]:
         while self._comm.Iprobe(self._peer, TAG_FRAME):
             data = bytearray(FRAME_BYTES)
             self._comm.Recv(data, self._peer, TAG_FRAME)
-            yield Frame._make(FRAME.unpack(data))
+            yield FRAME.unpack(data)
 
     def body(self, frame: Frame) -> bytes:
         data = bytearray(frame.nbytes)

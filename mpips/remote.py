@@ -18,7 +18,7 @@ from mpips.row_sparse import RowSparse
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from mpips.server_state import Unit
+    from mpips.unit import Unit
 
 UNITS = 8000  # tags are reused after so many units; MPI promises 32767 tags
 ALONG = 1  # flag of a frame whose payload follows at once

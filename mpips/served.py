@@ -73,6 +73,8 @@ class Served:
         for server, new in cards.items():
             if self.session.lines[server].local and (where := created[server]) is not None:
                 self._attach(new, where)
+        for key in keys:
+            self._quicken(key)
         if self.layout.rank == 0:
             for key, value in zip(keys, values, strict=True):
                 yield from self.session.set(key, value.reshape(-1))
@@ -129,6 +131,12 @@ class Served:
             part = self.session.part(card.number)
             part.words = memoryview(words[word : word + 1 + len(card.contributors)])  # type: ignore[arg-type]
             part.stored = values[byte : byte + (card.stop - card.start) * dtype.itemsize].view(dtype)
+
+    def _quicken(self, key: Key) -> None:
+        """Find out whether pushes and pulls of the key can take the short way."""
+        part = key.parts[0]
+        plain = not self._grouped and not self.layout.asynchronous and self._compressor is None
+        key.quick = part if plain and len(key.parts) == 1 and part.line.local and part.blocks == 1 else None
 
     # ---- pushes
 
@@ -284,6 +292,7 @@ class Served:
         """From the next push on; residuals start at zero."""
         self._compressor = compressor
         self._residuals.clear()
+        self.session.for_each_key(self._quicken)
         yield from self._tell(messages.SetCompression(options))
 
     def _tell(self, request: Any) -> Task:

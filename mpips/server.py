@@ -19,8 +19,9 @@ from mpips.lines import Line
 from mpips.messages import Coding, Frame, Op, UnitCard
 from mpips.remote import Blocks, Postman, small_payload
 from mpips.rings import Rings
-from mpips.server_state import Replies, Reply, ServerState, Source, Unit
+from mpips.server_state import Replies, ServerState
 from mpips.sources import Compressed, Elements, Rows
+from mpips.unit import Reply, Source, Unit
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,11 +46,11 @@ class Server:
         )  # fmt: skip
         self._postman = Postman(layout.world, options.chunks_in_flight)
         self._compressor: Compressor | None = None
-        self._present = set(range(layout.num_workers))
+        self._present = dict(enumerate(lines))
         self._views: dict[tuple[int, ...], NDArray[Any]] = {}
-        self._granted: dict[int, list[int]] = {}
+        self._sources: dict[tuple[int, ...], Elements] = {}
         self._handlers: dict[int, Callable[[int, Frame], Replies]] = {
-            Op.PUSH: self._push, Op.REFUSE: self._refuse, Op.PULL: self._pull, Op.RELEASE: self._release,
+            Op.REFUSE: self._refuse, Op.PULL: self._pull, Op.RELEASE: self._release,
             Op.SET: self._set, Op.CONTROL: self._control, Op.BYE: self._bye,
         }  # fmt: skip
 
@@ -89,24 +90,36 @@ class Server:
 
     def _listen(self) -> bool:
         heard = False
-        for worker in tuple(self._present):
-            line = self._lines[worker]
+        for worker, line in tuple(self._present.items()):
             if line.waiting():
                 heard = True
-                for frame in line.read():
-                    replies = self._handlers[frame.op](worker, frame)
+                for fields in line.read():
+                    if fields[0] == Op.PUSH:
+                        replies = self._push(worker, fields)
+                    else:
+                        frame = Frame._make(fields)
+                        replies = self._handlers[frame.op](worker, frame)
                     if replies:
                         self._send(replies)
         return heard
 
-    def _push(self, worker: int, frame: Frame) -> Replies:
-        unit = self._state.units[frame.unit]
-        source = self._source(worker, frame, unit)
-        return self._state.pushed(frame.unit, worker, frame.round, source, frame.priority, time.monotonic())
+    def _push(self, worker: int, fields: tuple[int, ...]) -> Replies | None:
+        source: Source | None = None
+        if not fields[2]:  # plain: the same region of the same unit is the same source
+            key = fields[4], *fields[7:12]
+            source = self._sources.get(key)
+        if source is None:
+            frame = Frame._make(fields)
+            source = self._source(worker, frame, self._state.units[frame.unit])
+            if isinstance(source, Elements) and source.reusable:
+                if len(self._sources) >= VIEWS:
+                    self._sources.clear()
+                self._sources[key] = source
+        return self._state.pushed(fields[4], worker, source, fields[3], time.monotonic())
 
     def _refuse(self, worker: int, frame: Frame) -> Replies:
         sentence = self._lines[worker].body(frame).decode()
-        return self._state.refused(frame.unit, worker, frame.round, sentence, time.monotonic())
+        return self._state.refused(frame.unit, worker, sentence, time.monotonic())
 
     def _pull(self, worker: int, frame: Frame) -> Replies:
         return self._state.pulled(frame.unit, worker, frame.round)
@@ -120,7 +133,7 @@ class Server:
         return []
 
     def _bye(self, worker: int, frame: Frame) -> Replies:
-        self._present.discard(worker)
+        del self._present[worker]
         return self._state.left(worker)
 
     def _source(self, worker: int, frame: Frame, unit: Unit) -> Source:
@@ -136,7 +149,7 @@ class Server:
         else:
             payload = small_payload(self._layout.world, worker, unit.number, frame.nbytes)
         if frame.coding == Coding.PLAIN:
-            return Elements(payload.view(unit.stored.dtype))
+            return Elements(payload.view(unit.stored.dtype), reusable=line.local)
         if frame.coding == Coding.ROWS:
             shape = (unit.stored.size // max(1, unit.row_elements), unit.row_elements)
             return Rows(payload, frame.aux, shape, unit.stored.dtype)

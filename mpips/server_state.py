@@ -14,100 +14,18 @@ Asynchronous: every contribution is an update of its own, in order of arrival.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, MutableSequence, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mpips.optimizers import Optimizer, State
+from mpips.optimizers import Optimizer
 from mpips.row_sparse import RowSparse, add, update_rows
+from mpips.unit import Reply, Source, Unit
 
 Array = NDArray[Any]
-Replies = list["Reply"]
-
-
-class Source(Protocol):
-    """A contribution's payload, wherever it lies."""
-
-    local: bool
-    """Whether it lies in memory of this node."""
-    coded: bool
-    """Whether it is compressed or row-sparse: then `ready(0)` is asked and it is taken whole, else block by block."""
-
-    def ready(self, block: int) -> bool:
-        """Whether this block can be read; asking may start to fetch it."""
-        ...
-
-    def part(self, block: int, start: int, stop: int) -> Array:
-        """Elements [start, stop) of the unit, which are this block's. Plain payloads only."""
-        ...
-
-    def add_to(self, out: Array) -> None:
-        """Add all elements to `out`. Coded payloads only."""
-        ...
-
-    def rows(self) -> RowSparse | None:
-        """The payload as rows, or None where it is not row-sparse."""
-        ...
-
-
-class Reply(NamedTuple):
-    """Something a worker must hear. `what` names an `Op`: CONSUMED, GRANT, FAILED or WARNING."""
-
-    what: str
-    worker: int
-    unit: int
-    round: int = 0
-    text: str = ""
-    timed_out: bool = False
-
-
-class Contribution(NamedTuple):
-    """One push in a queue: a payload, or the sentence of a refusal."""
-
-    round: int
-    source: Source | None
-    refusal: str = ""
-
-
-class Unit:
-    """One unit on its server. `words[0]` counts finished blocks over all rounds, `words[1 + i]` the rounds of
-    contributor i that have been read; both are all that readers on the same node need to see."""
-
-    def __init__(
-        self, number: int, key: int | str, stored: Array, words: MutableSequence[int] | memoryview, contributors: Sequence[int],
-        block_elements: int, row_elements: int = 1,
-    ) -> None:  # fmt: skip
-        self.number, self.key, self.stored, self.words = number, key, stored, words
-        self.contributors = tuple(contributors)
-        self.position = {worker: index for index, worker in enumerate(self.contributors)}
-        self.block_elements = max(1, block_elements)
-        self.blocks = max(1, -(-stored.size // self.block_elements))
-        self.row_elements = row_elements
-        self.queues: list[deque[Contribution]] = [deque() for _ in self.contributors]
-        self.arrivals: deque[int] = deque()  # asynchronous: positions in order of arrival
-        self.done = [0] * len(self.contributors)  # rounds of each contributor that are finished
-        self.round = 0
-        self.block = 0
-        self.part = 0  # contributors already summed into the scratch of this block
-        self.ahead = 0  # contributors already in `accumulator`, whole
-        self.ahead_block = 0
-        self.accumulator: Array | None = None
-        self.total: Array | None = None  # sum of a block so far, kept while the next contributor's is awaited
-        self.active = -1  # asynchronous: the contributor whose push is being applied
-        self.readers = 0
-        self.poison = ""
-        self.opened = 0.0
-        self.warned = False
-        self.state: State | None = None
-        self.step = 0
-        self.priority = 0
-        self.pulls: list[tuple[int, int]] = []  # (worker, its rounds) that wait for a grant
-
-    @property
-    def progress(self) -> int:
-        return int(self.words[0])
+Replies = list[Reply]
 
 
 class ServerState:
@@ -144,18 +62,43 @@ class ServerState:
         """The first value of a unit, written by one worker."""
         self.setting.append((self.units[number], source, worker))
 
-    def pushed(self, number: int, worker: int, round_: int, source: Source, priority: int, clock: float) -> Replies:
+    def pushed(self, number: int, worker: int, source: Source, priority: int, clock: float) -> Replies | None:
         """A contribution has come."""
         unit = self.units[number]
-        queue = unit.queues[unit.position[worker]]
-        queue.append(Contribution(round_, source))
-        return self._arrived(unit, worker, priority, clock)
+        unit.priority = priority
+        index = unit.position[worker]
+        if not unit.waits:
+            unit.opened, unit.warned = clock, False
+            self.open[number] = unit
+        unit.push(index, source)
+        if self.asynchronous:
+            unit.arrivals.append(index)
+            self.ready[number] = unit
+        elif not unit.missing:
+            self.ready[number] = unit
+        elif self.gone or unit.poison:
+            self.ready[number] = unit
+            return self._open_round(unit)
+        return None
 
-    def refused(self, number: int, worker: int, round_: int, sentence: str, clock: float) -> Replies:
-        """A contributor has failed locally: its round will fail for all."""
+    def refused(self, number: int, worker: int, sentence: str, clock: float) -> Replies:
+        """A worker has failed locally: the open round fails for all. The worker need not be a contributor."""
         unit = self.units[number]
-        unit.queues[unit.position[worker]].append(Contribution(round_, None, sentence))
-        return self._arrived(unit, worker, 0, clock)
+        index = unit.position.get(worker)
+        if self.asynchronous:
+            if index is not None:
+                unit.push(index, sentence)
+                unit.arrivals.append(index)
+                self.ready[number] = unit
+            return []
+        if index is None:
+            return [] if unit.poison else self._fail(unit, sentence)
+        if not unit.waits:
+            unit.opened, unit.warned = clock, False
+            self.open[number] = unit
+        unit.push(index, sentence)
+        self.ready[number] = unit
+        return self._open_round(unit)
 
     def pulled(self, number: int, worker: int, round_: int) -> Replies:
         """A worker asks to read a unit once `round_` of its own pushes count."""
@@ -167,7 +110,7 @@ class ServerState:
         """A reader has finished."""
         unit = self.units[number]
         unit.readers -= 1
-        if any(unit.queues):
+        if unit.waits:
             self.ready[number] = unit
 
     def left(self, worker: int) -> Replies:
@@ -175,7 +118,7 @@ class ServerState:
         self.gone.add(worker)
         replies: Replies = []
         for unit in list(self.units.values()):
-            if worker in unit.position and any(unit.queues):
+            if worker in unit.position and unit.waits:
                 replies += self._open_round(unit)
                 self.ready[unit.number] = unit
             replies += self._grant(unit)
@@ -186,7 +129,7 @@ class ServerState:
         replies: Replies = []
         for unit in list(self.open.values()):
             waited = clock - unit.opened
-            if unit.poison or not any(unit.queues):
+            if unit.poison or not unit.waits:
                 continue
             if self.timeout_seconds and waited > self.timeout_seconds:
                 replies += self._fail(unit, self._waiting(unit, waited), timed_out=True)
@@ -212,7 +155,7 @@ class ServerState:
                     return True, replies
         if ahead and not self.asynchronous:
             for unit in self.open.values():
-                if not unit.poison and unit.queues[unit.ahead] and unit.queues[unit.ahead][0].source:
+                if not unit.poison and unit.queues[unit.ahead] and not isinstance(unit.queues[unit.ahead][0], str):
                     worked, replies = self._accumulate(unit)
                     if worked:
                         return True, replies
@@ -228,37 +171,21 @@ class ServerState:
         while unit.block < unit.blocks:
             if not source.ready(unit.block):
                 return False, []
-            start, stop = self._bounds(unit)
+            start, stop = unit.bounds(unit.block)
             unit.stored[start:stop] = source.part(unit.block, start, stop)
             unit.block += 1
         unit.block = 0
         self.setting.popleft()
         return True, [Reply("CONSUMED", worker, unit.number)]
 
-    def _arrived(self, unit: Unit, worker: int, priority: int, clock: float) -> Replies:
-        unit.priority = priority
-        if self.asynchronous:
-            unit.arrivals.append(unit.position[worker])
-            self.ready[unit.number] = unit
-            return []
-        replies: Replies = []
-        if unit.number not in self.open:
-            unit.opened, unit.warned = clock, False
-            self.open[unit.number] = unit
-        if self.gone or not unit.queues[unit.position[worker]][-1].source:
-            replies = self._open_round(unit)
-        if all(unit.queues) or unit.poison:
-            self.ready[unit.number] = unit
-        return replies
-
     def _open_round(self, unit: Unit) -> Replies:
         """Fail the open round if one of its contributions is a refusal or can never come."""
         if unit.poison or self.asynchronous:
             return []
         for worker, queue in zip(unit.contributors, unit.queues):
-            if queue and not queue[0].source:
-                return self._fail(unit, queue[0].refusal)
-            if not queue and worker in self.gone and any(unit.queues):
+            if queue and isinstance(queue[0], str):
+                return self._fail(unit, queue[0])
+            if not queue and worker in self.gone and unit.waits:
                 return self._fail(
                     unit, f"key {unit.key!r}: round {unit.round + 1} needs rank {worker}, which has left the store"
                 )
@@ -267,11 +194,9 @@ class ServerState:
     def _fail(self, unit: Unit, sentence: str, timed_out: bool = False) -> Replies:
         unit.poison = sentence
         self.ready[unit.number] = unit
-        return [
-            Reply("FAILED", worker, unit.number, unit.round + 1, sentence, timed_out)
-            for worker in self.workers
-            if worker not in self.gone
-        ]
+        # Highest first: a client's master, its lowest rank, hears last and can count on the others' having been told.
+        present = [worker for worker in reversed(self.workers) if worker not in self.gone]
+        return [Reply("FAILED", worker, unit.number, unit.round + 1, sentence, timed_out) for worker in present]
 
     def _waiting(self, unit: Unit, waited: float) -> str:
         absent = [w for w, queue in zip(unit.contributors, unit.queues) if not queue and w not in self.gone]
@@ -280,10 +205,6 @@ class ServerState:
             f"key {unit.key!r}: round {unit.round + 1} has waited {waited:.3g} s for ranks {absent}; "
             f"ranks {came} have pushed"
         )
-
-    def _bounds(self, unit: Unit) -> tuple[int, int]:
-        start = unit.block * unit.block_elements
-        return start, min(start + unit.block_elements, unit.stored.size)
 
     def _scratch_block(self, dtype: np.dtype, size: int) -> Array:
         if self._scratch.nbytes < size * dtype.itemsize:
@@ -295,16 +216,16 @@ class ServerState:
     def _sync(self, unit: Unit) -> tuple[bool, Replies]:
         if unit.poison:
             return self._drop(unit)
-        if not all(unit.queues):
+        if unit.missing:
             self.ready.pop(unit.number, None)
             return False, []
         if unit.readers:
             return False, []
-        sources = [queue[0].source for queue in unit.queues]
+        sources: list[Source] = [queue[0] for queue in unit.queues]  # type: ignore[misc]
         try:
-            if unit.accumulator is None and not any(source.coded for source in sources):  # type: ignore[union-attr]
-                return self._sum_block(unit, sources)  # type: ignore[arg-type]
-            if unit.accumulator is None and (worked := self._apply_rows(unit, sources)) is not None:  # type: ignore[arg-type]
+            if unit.accumulator is None and not any(source.coded for source in sources):
+                return self._sum_block(unit, sources)
+            if unit.accumulator is None and (worked := self._apply_rows(unit, sources)) is not None:
                 return worked
             if unit.ahead < len(sources):
                 return self._accumulate(unit)
@@ -314,7 +235,7 @@ class ServerState:
 
     def _sum_block(self, unit: Unit, sources: Sequence[Source]) -> tuple[bool, Replies]:
         """Sum one block over the contributors in their order and apply it; goes on later where one is not there yet."""
-        start, stop = self._bounds(unit)
+        start, stop = unit.bounds(unit.block)
         number, count = unit.block, len(sources)
         if unit.total is None:
             if all(source.local and source.ready(number) for source in sources):
@@ -351,7 +272,7 @@ class ServerState:
 
     def _apply(self, unit: Unit, total: Array | None) -> Replies:
         """Update the stored block by the sum (None: it has replaced the block already); the last block ends a round."""
-        start, stop = self._bounds(unit)
+        start, stop = unit.bounds(unit.block)
         if total is not None:
             self._update(unit, start, stop, total)
         unit.block += 1
@@ -394,8 +315,8 @@ class ServerState:
 
     def _accumulate(self, unit: Unit) -> tuple[bool, Replies]:
         """Add the next contributor, or a block of it, to the accumulator."""
-        source = unit.queues[unit.ahead][0].source
-        assert source is not None
+        source = unit.queues[unit.ahead][0]
+        assert not isinstance(source, str)
         if not source.ready(unit.ahead_block):
             return False, []
         if unit.accumulator is None:
@@ -404,8 +325,7 @@ class ServerState:
             source.add_to(unit.accumulator)
             unit.ahead_block = unit.blocks
         else:
-            start = unit.ahead_block * unit.block_elements
-            stop = min(start + unit.block_elements, unit.stored.size)
+            start, stop = unit.bounds(unit.ahead_block)
             part = source.part(unit.ahead_block, start, stop)
             if unit.ahead:
                 unit.accumulator[start:stop] += part
@@ -420,7 +340,7 @@ class ServerState:
 
     def _apply_accumulator(self, unit: Unit) -> tuple[bool, Replies]:
         assert unit.accumulator is not None
-        start, stop = self._bounds(unit)
+        start, stop = unit.bounds(unit.block)
         return True, self._apply(unit, unit.accumulator[start:stop])
 
     def _consumed(self, unit: Unit, index: int, round_: int) -> Replies:
@@ -443,20 +363,23 @@ class ServerState:
         unit.round += 1
         unit.block = unit.part = unit.ahead = unit.ahead_block = 0
         unit.accumulator = unit.total = None
+        unit.pop()
+        words, round_ = unit.words, unit.round
+        for index in range(told, len(unit.queues)):
+            words[1 + index] = round_
+        words[0] = round_ * unit.blocks
+        number = unit.number
+        self.ready.pop(number, None)
+        self.open.pop(number, None)
         replies: Replies = []
-        for index, queue in enumerate(unit.queues):
-            if queue:
-                queue.popleft()
-            if index >= told:
-                replies += self._consumed(unit, index, unit.round)
-        unit.words[0] = unit.round * unit.blocks
-        self.ready.pop(unit.number, None)
-        self.open.pop(unit.number, None)
-        if any(unit.queues):
-            self.open[unit.number] = unit
+        if self.remote:
+            distant = [worker for worker in unit.contributors[told:] if worker in self.remote]
+            replies += [Reply("CONSUMED", worker, number, round_) for worker in distant]
+        if unit.waits:
+            self.open[number] = unit
             replies += self._open_round(unit)
-            if all(unit.queues):
-                self.ready[unit.number] = unit
+            if not unit.missing:
+                self.ready[number] = unit
         if unit.pulls:
             replies += self._grant(unit)
         return replies
@@ -468,17 +391,16 @@ class ServerState:
             return False, []
         if unit.active < 0:
             unit.active = next(
-                (i for i in unit.arrivals if not self._too_far(unit, unit.queues[i][0].round - 1)), -1
+                (i for i in unit.arrivals if not self._too_far(unit, unit.done[i])), -1
             )
         if unit.active < 0:
             if not unit.arrivals:
                 self.ready.pop(unit.number, None)
             return False, []
         index = unit.active
-        contribution = unit.queues[index][0]
         worker = unit.contributors[index]
         try:
-            worked, finished = self._async_block(unit, contribution)
+            worked, finished = self._async_block(unit, unit.queues[index][0])
             failure = ""
         except (TypeError, ValueError) as error:
             worked, finished, failure = True, True, f"key {unit.key!r}: the update on the server failed: {error}"
@@ -487,18 +409,18 @@ class ServerState:
         unit.arrivals.remove(index)
         unit.active = -1
         unit.queues[index].popleft()
+        unit.missing += not unit.queues[index]
         unit.block = 0
-        unit.done[index] = contribution.round
+        unit.done[index] += 1
         replies: Replies = []
         if failure:
-            replies.append(Reply("FAILED", worker, unit.number, contribution.round, failure))
-        replies += self._consumed(unit, index, contribution.round)
+            replies.append(Reply("FAILED", worker, unit.number, unit.done[index], failure))
+        replies += self._consumed(unit, index, unit.done[index])
         return True, replies + self._grant(unit)
 
-    def _async_block(self, unit: Unit, contribution: Contribution) -> tuple[bool, bool]:
+    def _async_block(self, unit: Unit, source: Source | str) -> tuple[bool, bool]:
         """Apply the next block of one contribution: (whether something was done, whether it was the last)."""
-        source = contribution.source
-        if source is None:
+        if isinstance(source, str):
             return True, True
         if self.optimizer is None:
             raise ValueError("an asynchronous store needs an optimizer; call set_optimizer before the first push")
@@ -513,7 +435,7 @@ class ServerState:
                 source.add_to(total)
                 self._update(unit, 0, total.size, total)
             return True, True
-        start, stop = self._bounds(unit)
+        start, stop = unit.bounds(unit.block)
         self._update(unit, start, stop, source.part(unit.block, start, stop))
         unit.block += 1
         return True, unit.block == unit.blocks

@@ -7,6 +7,7 @@ the unit's outbox, which the worker fills while the server reads behind it.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +27,7 @@ from mpips.remote import ALONG, pull_tag, push_tag
 Array = NDArray[Any]
 Task = Generator[None, None, None]
 HEADER = 64
+QUICK_YIELDS = 500
 
 
 @dataclass
@@ -87,6 +89,8 @@ class Key:
     """Parts that this worker contributes to."""
     pieces: list[Piece] = field(default_factory=list)
     """What a server has of the key, or a chunk of that; the step of the pipeline inside a client."""
+    quick: Part | None = None
+    """The only part, where it is one block, on this node, pushed by this worker, of a synchronous store."""
     round: int = 0
     failed: dict[int, tuple[str, bool]] = field(default_factory=dict)
     """Rounds that failed and were not yet raised: the sentence, and whether it was a timeout."""
@@ -120,14 +124,18 @@ class Session:
         """The unit of that number."""
         return self._parts[number][1]
 
+    def for_each_key(self, do: Callable[[Key], None]) -> None:
+        for key, _ in self._parts.values():
+            do(key)
+
     # ---- frames from servers
 
     def listen(self) -> None:
         """Take in what servers have said."""
         for line in self.lines:
             if line.waiting():
-                for frame in line.read():
-                    self._hear(line, frame)
+                for fields in line.read():
+                    self._hear(line, Frame._make(fields))
 
     def _hear(self, line: Line, frame: Frame) -> None:
         if frame.op == Op.ANSWER:
@@ -159,6 +167,47 @@ class Session:
                 raise (StallError if timed_out else CollectiveError)(text)
 
     # ---- pushing
+
+    def quick_push(self, key: Key, array: Array, priority: int) -> Task | None:
+        """Push a key that is one block on one server of this node: what `push` does, in a fraction of the time.
+
+        Returns what is left to be waited for, or None.
+        """
+        part = key.quick
+        assert part is not None
+        if key.failed or part.words[part.mine] != key.round:
+            return self.push(key, self.begin(key), [(part, array.reshape(-1))], priority, True)
+        if array.nbytes > self._small and (region := arena.locate(array)) is not None:
+            key.round += 1
+            part.line.post(Op.PUSH, part.number, key.round, region, 0, priority)
+            return None if self._spin(part, part.mine, key.round) else self.drained(key, key.round, [part])
+        if part.copy is None:
+            self._make_outbox(key, part)
+            assert part.copy is not None
+        part.copy.reshape(key.shape)[...] = array
+        key.round += 1
+        part.line.post(Op.PUSH, part.number, key.round, part.plain, 0, priority)
+        return None
+
+    def quick_pull(self, key: Key, out: Array) -> Task | None:
+        """The same for `pull`."""
+        part = key.quick
+        assert part is not None
+        if not self._spin(part, 0, key.round) or part.line.waiting() or key.failed:
+            return self.pull(key, out.reshape(-1), key.parts)
+        assert part.stored is not None
+        out[...] = part.stored.reshape(key.shape)
+        return None
+
+    @staticmethod
+    def _spin(part: Part, word: int, count: int) -> bool:
+        """Wait a little for a word of the server; whether it came."""
+        words = part.words
+        for _ in range(QUICK_YIELDS):
+            if words[word] >= count:
+                return True
+            os.sched_yield()
+        return False
 
     def begin(self, key: Key) -> int:
         """Count the next push of the key and return its round; raises what has already made that round fail."""

@@ -20,8 +20,10 @@ class Elements:
     local = True
     coded = False
 
-    def __init__(self, array: Array, filled: Sequence[int] | None = None, before: int = 0) -> None:
-        self.array = array
+    def __init__(
+        self, array: Array, filled: Sequence[int] | memoryview | None = None, before: int = 0, reusable: bool = False
+    ) -> None:
+        self.array, self.reusable = array, reusable
         self._filled, self._before = filled, before
 
     def ready(self, block: int) -> bool:

@@ -52,6 +52,7 @@ class KVStore:
         self._optimizer: Optimizer | None = None
         self._closed = False
         if isinstance(backend, Served):
+            self._session = backend.session
             backend.session.warn = lambda text: warnings.warn(text, RuntimeWarning, stacklevel=2)
         atexit.register(self.close)
 
@@ -156,6 +157,12 @@ class KVStore:
         Without an optimizer the stored value becomes the sum over all workers. A value may be an `mpips.RowSparse`.
         Raises ValueError or TypeError on bad arguments; the other workers then raise the same sentence.
         """
+        record = self._quick(key, value)
+        if record is not None:
+            left = self._session.quick_push(record, value, priority)
+            if left is not None:
+                self._run([key], left, priority, "push", key)
+            return
         for name, task in self._pushes(key, value, priority):
             self._run([name], task, priority, "push", name)
 
@@ -165,6 +172,12 @@ class KVStore:
 
     def pull(self, key: Any, out: Any, priority: int = 0, ignore_sparse: bool = True) -> None:
         """Write the keys' values into `out`, after this worker's pushes of them; returns when they are there."""
+        record = self._quick(key, out)
+        if record is not None and out.flags.writeable:
+            left = self._session.quick_pull(record, out)
+            if left is not None:
+                self._run([key], left, priority, "pull", key)
+            return
         for name, task in self._pulls(key, out):
             self._run([name], task, priority, "pull", name)
 
@@ -174,6 +187,11 @@ class KVStore:
 
     def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
         """`push` and `pull` in one, into `value` where `out` is None; returns when the result is there."""
+        record = self._quick(key, value)
+        if record is not None and record.nbytes <= self._layout.options.small_bytes:
+            self.push(key, value, priority)
+            self.pull(key, value if out is None else out, priority)
+            return
         for name, task in self._pushpulls(key, value, out, priority):
             self._run([name], task, priority, "pushpull", name)
 
@@ -214,6 +232,15 @@ class KVStore:
         processes.closed(self._layout)
 
     # ---- inside
+
+    def _quick(self, key: Any, array: Any) -> Key | None:
+        """The key, where a call for one plain array can take the short way; all others go the long one."""
+        if type(array) is not np.ndarray or type(key) not in (str, int) or not self._engine.idle:
+            return None
+        record = self._keys.get(key)
+        if record is None or record.quick is None or array.shape != record.shape or array.dtype != record.dtype:
+            return None
+        return record if array.flags.c_contiguous else None
 
     def _try(self, make: Any) -> tuple[Any, str]:
         """What `make` returns, or the sentence of its error, to be told to everybody."""
