@@ -1,8 +1,20 @@
-"""Collectives over arrays: one schedule proved, costed, and executed over messages and over node-shared memory."""
+"""Collectives over arrays: one schedule proved, costed, and executed over messages and over node-shared memory.
 
-from collectives.arena import empty
-from collectives.errors import CollectiveError, MismatchError, StallError
-from collectives.plan import Plan, allgather, allreduce, alltoall, broadcast, plan, reduce, reduce_scatter
+The public names are loaded when they are first used: schedules, costs and topologies need no MPI, and importing MPI
+starts it, which a launcher must not.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collectives.arena import empty
+    from collectives.errors import CollectiveError, MismatchError, StallError
+    from collectives.plan import Plan, allgather, allreduce, alltoall, broadcast, plan, reduce, reduce_scatter
 
 __all__ = [
     "allreduce",
@@ -18,3 +30,23 @@ __all__ = [
     "MismatchError",
     "StallError",
 ]
+
+_HOMES = {"empty": "arena", "CollectiveError": "errors", "MismatchError": "errors", "StallError": "errors"}
+
+
+class _Package(ModuleType):
+    """Finds public names; `collectives.plan` is the function, also after the module of that name was imported."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in __all__:
+            raise AttributeError(f"module 'collectives' has no attribute {name!r}")
+        value = getattr(importlib.import_module(f"collectives.{_HOMES.get(name, 'plan')}"), name)
+        self.__dict__[name] = value
+        return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != "plan" or not isinstance(value, ModuleType):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -11,8 +11,8 @@ from typing import NoReturn
 import click
 
 from launch.command import Job, LauncherError, Machine, build, find, program, this_machine
-from launch.hosts import HostError, Placed, place, read
-from mpips.options import OptionError, Options
+from launch.hosts import Placed, place, read
+from mpips.options import Options
 
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
@@ -59,6 +59,8 @@ def execute(argv: Sequence[str]) -> NoReturn:
     help="Who of a client talks to the servers: its rank 0, or every worker with its own shard.",
 )
 @click.option("--hostfile", type=click.Path(), help="Hosts, one a line: `node1 slots=4` or `node1:4`.")
+@click.option("--topology", help="Order the hosts by their addresses in it: bcube:3,2, star:9 or fattree:4.")
+@click.option("--nics", help="With --topology: the NIC of each level, level 0 first, as eth1,eth2.")
 @click.option("--interface", help="Network interface for MPI's TCP traffic between hosts.")
 @click.option("--mpirun", help="The mpirun to use instead of the one found.")
 @click.option("--mpi-arg", "extra", multiple=True, help="A further word for mpirun; may be repeated.")
@@ -70,6 +72,8 @@ def command(
     clients: int,
     masters: str,
     hostfile: str | None,
+    topology: str | None,
+    nics: str | None,
     interface: str | None,
     mpirun: str | None,
     extra: tuple[str, ...],
@@ -87,9 +91,14 @@ def command(
         machine = this_machine()
         launcher = find(mpirun)
         hosts = place(read(hostfile), workers, servers) if hostfile else ()
+        if topology:
+            from launch.mapped import Wanted, placed  # NumPy only where it is needed
+
+            wanted = Wanted(topology, tuple((nics or "").split(",")), interface)
+            hosts = placed(wanted, options, read(hostfile) if hostfile else (), launcher, machine, extra)
         job = _job(options, script, hosts, machine, interface, extra)
         argv = build(launcher, job, machine)
-    except (HostError, LauncherError, OptionError) as error:
+    except (LauncherError, ValueError) as error:
         raise click.ClickException(str(error)) from error
     if workers % clients:
         click.echo(f"mpips: {workers} workers do not split evenly over {clients} clients; some have one more", err=True)

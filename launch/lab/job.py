@@ -40,7 +40,7 @@ def command(
     """
     placed = place(hosts, ranks, per_host)
     open_mpi = launcher.flavour == "openmpi"
-    settings = _open_mpi_settings() if open_mpi else _hydra_settings()
+    settings = agent_settings() if open_mpi else _hydra_settings()
     job = Job(
         ranks=ranks,
         program=tuple(program),
@@ -52,7 +52,7 @@ def command(
     return build(launcher, job, Machine(cores=cores // len(hosts), root=True))
 
 
-def _open_mpi_settings() -> tuple[str, ...]:
+def agent_settings() -> tuple[str, ...]:
     """One daemon a host through the agent; nothing left in the machine's /tmp."""
     values = {"plm_ssh_agent": AGENT, "prte_if_include": MANAGEMENT_NETWORK, "prte_tmpdir_base": FOLDER}
     return tuple(word for name, value in values.items() for word in ("--prtemca", name, value))
