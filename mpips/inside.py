@@ -1,8 +1,9 @@
-"""What happens inside a client: reduce, broadcast, reduce-scatter, allgather, as generators that yield while they wait."""
+"""What happens inside a client: reduce, broadcast, reduce-scatter, allgather, as generators that yield to wait."""
 
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,12 +23,15 @@ def _until(request: MPI.Request) -> Task:
         yield
 
 
+def _all(requests: list[MPI.Request]) -> Task:
+    from mpi4py import MPI
+
+    while not MPI.Request.Testall(requests):
+        yield
+
+
 def _typed(array: Array) -> list[Any]:
     return [array, mpi_type(array.dtype)]
-
-
-def _counts(cuts: Sequence[int], itemsize: int) -> tuple[list[int], list[int]]:
-    return [(b - a) * itemsize for a, b in zip(cuts, cuts[1:])], [a * itemsize for a in cuts[:-1]]
 
 
 def allreduce(comm: MPI.Comm, x: Array, out: Array) -> Task:
@@ -56,23 +60,27 @@ def broadcast(comm: MPI.Comm, x: Array) -> Task:
     yield from _until(comm.Ibcast(x.view(np.uint8)))
 
 
-def reduce_scatter(comm: MPI.Comm, x: Array, out: Array, cuts: Sequence[int]) -> Task:
-    """out on rank i = elements [cuts[i], cuts[i+1]) of the sum of everybody's x."""
-    if mpi_type(x.dtype) is not None:
-        yield from _until(comm.Ireduce_scatter(_typed(x), _typed(out), _counts(cuts, 1)[0]))
-        return
-    counts, offsets = _counts(cuts, x.itemsize)
-    everyone = np.empty((comm.Get_size(), out.size), x.dtype)
-    mine = everyone.view(np.uint8).reshape(-1)
-    size = comm.Get_size()
-    places = ([out.nbytes] * size, [out.nbytes * i for i in range(size)])
-    yield from _until(comm.Ialltoallv([x.view(np.uint8), (counts, offsets)], [mine, places]))
-    np.add.reduce(everyone, axis=0, out=out, dtype=x.dtype)
+def reduce_scatter(comm: MPI.Comm, x: Array, out: Array, cuts: Sequence[int], tag: int) -> Task:
+    """out on rank i = elements [cuts[i], cuts[i+1]) of the sum of everybody's x.
+
+    Every rank sends every other its slice. Several may be under way in any order, with different tags: non-blocking
+    collectives would have to start in the same order everywhere.
+    """
+    rank, size = comm.Get_rank(), comm.Get_size()
+    others = np.empty((size - 1, out.size), x.dtype)
+    requests = [comm.Irecv(row.view(np.uint8), (rank - 1 - i) % size, tag) for i, row in enumerate(others)]
+    for to in ((rank + i) % size for i in range(1, size)):
+        requests.append(comm.Isend(x[cuts[to] : cuts[to + 1]].view(np.uint8), to, tag))
+    yield from _all(requests)
+    np.copyto(out, x[cuts[rank] : cuts[rank + 1]])
+    for row in others:
+        np.add(out, row, out=out)
 
 
-def allgather(comm: MPI.Comm, x: Array, cuts: Sequence[int]) -> Task:
-    """Rank i's elements [cuts[i], cuts[i+1]) of x on every rank, in place."""
-    from mpi4py import MPI
-
-    counts, offsets = _counts(cuts, x.itemsize)
-    yield from _until(comm.Iallgatherv(MPI.IN_PLACE, [x.view(np.uint8), (counts, offsets)]))
+def allgather(comm: MPI.Comm, x: Array, cuts: Sequence[int], tag: int) -> Task:
+    """Rank i's elements [cuts[i], cuts[i+1]) of x on every rank, in place; tags as in `reduce_scatter`."""
+    rank, size = comm.Get_rank(), comm.Get_size()
+    slices = [x[a:b].view(np.uint8) for a, b in pairwise(cuts)]
+    requests = [comm.Irecv(slices[(rank - i) % size], (rank - i) % size, tag) for i in range(1, size)]
+    requests += [comm.Isend(slices[rank], (rank + i) % size, tag) for i in range(1, size)]
+    yield from _all(requests)

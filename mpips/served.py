@@ -102,7 +102,7 @@ class Served:
         rank = self.layout.rank
         members = self._groups[self.layout.client_number] if self._grouped else [rank]
         slices = split(chunk, len(members), grain)
-        piece = Piece([s.start for s in slices] + [chunk.stop], [])
+        piece = Piece([s.start for s in slices] + [chunk.stop], [], len(key.pieces))
         row_elements = int(np.prod(key.shape[1:], dtype=np.int64)) if key.shape else 1
         for unit in units(0, server, chunk, self._groups, grain):
             card = UnitCard(
@@ -197,7 +197,7 @@ class Served:
             piece.reduced = arena.empty(mine.size, key.dtype)
         yield from self.session.drained(key, round_ - 1, piece.pushes)
         cuts = [cut - start for cut in piece.cuts]
-        yield from inside.reduce_scatter(comm, flat[start:stop], piece.reduced, cuts)
+        yield from inside.reduce_scatter(comm, flat[start:stop], piece.reduced, cuts, piece.number)
         yield from self._contribute(
             key, round_, piece.reduced, priority, False, own=True, parts=piece.pushes, base=mine.start
         )
@@ -248,7 +248,7 @@ class Served:
         if comm.Get_size() > 1:
             start = piece.cuts[0]
             cuts = [cut - start for cut in piece.cuts]
-            yield from inside.allgather(comm, flat[start : piece.cuts[-1]], cuts)
+            yield from inside.allgather(comm, flat[start : piece.cuts[-1]], cuts, piece.number)
 
     def pushpull(self, key: Key, flat: Array, out: Array, priority: int) -> Task:
         """Push, then pull, in one: nothing waits between the two, and pieces go through both by themselves."""
@@ -266,7 +266,7 @@ class Served:
         yield from self.pull(key, out)
 
     def _together(self, tasks: list[Task]) -> Task:
-        """Run tasks with a few under way; they start in order, as the collectives in them must."""
+        """Run tasks with a few under way; each has tags of its own."""
         if len(tasks) == 1:
             yield from tasks[0]
             return

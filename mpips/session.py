@@ -74,6 +74,8 @@ class Piece:
 
     cuts: list[int]
     pushes: list[Part]
+    number: int
+    """Its place among the pieces of the key: the tag of its messages inside the client."""
     reduced: Array | None = None
 
 
