@@ -123,12 +123,13 @@ def _order(item: Any) -> tuple[int, str, str, int]:
 
 
 def _worst_nic(topology: str, run: Run, nics: list[dict[str, list[int]]]) -> float:
-    """The largest relative difference between payload counted at a NIC and the schedule's bytes over that link."""
+    """The largest difference between payload counted at a NIC and the schedule's bytes over that link, as a share."""
     worst = 0.0
     for link, expected in zip(parse(topology).links, run.link_bytes):
         out = link.source.startswith("h")
         host = int((link.source if out else link.target)[1:])
-        worst = max(worst, abs(nics[host][f"d{link.level}"][0 if out else 1] / expected - 1))
+        counted = nics[host][f"d{link.level}"][0 if out else 1]
+        worst = max(worst, abs(counted - expected) / max(expected, run.link_bytes.mean()))
     return worst
 
 

@@ -17,6 +17,7 @@ from launch.lab import client
 from launch.lab.layout import lay_out
 from launch.lab.needs import missing
 
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # hosts share the cores
 ROOT = Path(__file__).resolve().parents[2]
 MTU_PAYLOAD, MTU_FRAME = 8948, 9014  # TCP payload of a full frame, and the frame as the rate limiter counts it
 ACKNOWLEDGEMENT = 66  # bytes of a frame without payload, one for every two full frames the other way
@@ -39,14 +40,22 @@ def networks(topologies: Mapping[str, str], rate: float) -> Iterator[dict[str, s
         yield names
 
 
-def ask(name: str, ranks: int, module: str, request: dict[str, Any], limit: float = 200, per_host: int = 1) -> Any:
-    """What rank 0 of ``python -m module REQUEST ANSWER``, on ``ranks`` ranks in lab ``name``, wrote as JSON."""
+def ask(
+    name: str,
+    ranks: int,
+    module: str,
+    request: dict[str, Any],
+    environment: Mapping[str, str] | None = None,
+    limit: float = 200,
+) -> Any:
+    """What rank 0 of ``python -m module REQUEST ANSWER``, on ``ranks`` hosts of lab ``name``, wrote as JSON."""
     with tempfile.TemporaryDirectory() as folder:
         question, answer = Path(folder, "request.json"), Path(folder, "answer.json")
         question.write_text(json.dumps(request))
-        program = [sys.executable, "-m", "mpi4py", "-m", module, str(question), str(answer)]
-        argv = client.job_command(name, ranks, program, per_host=per_host)
-        done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=limit)
+        program = [sys.executable, "-m", "mpips", "-m", module, str(question), str(answer)]
+        argv = client.job_command(name, ranks, program)
+        variables = {**os.environ, **ONE_THREAD, **(environment or {})}
+        done = subprocess.run(argv, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=limit)
         if done.returncode or not answer.exists():
             raise SystemExit(f"{module} on {name} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
         return json.loads(answer.read_text())

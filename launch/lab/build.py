@@ -28,6 +28,8 @@ SETTINGS = {
     "net/ipv4/conf/all/accept_redirects": "0",
     "net/ipv4/conf/default/accept_redirects": "0",
     "net/ipv4/tcp_congestion_control": "reno",
+    "net/ipv4/tcp_rmem": "4096 131072 524288",  # windows of all senders to one host must fit its queue
+    "net/ipv4/tcp_wmem": "4096 131072 524288",
     "net/ipv4/tcp_slow_start_after_idle": "0",
     "net/ipv4/tcp_no_metrics_save": "1",
     "net/ipv4/tcp_retries2": "5",  # about 13 s without an answer, then the connection is dead

@@ -11,7 +11,7 @@ import msgspec
 
 MTU = 9000  # at 1500 the cores, not the links, are the bottleneck
 BURST = 32 * 1024  # bytes a link may send at once, so that a late timer costs nothing up to 2.6 ms at 100 Mbit/s
-QUEUE = 2 * 1024 * 1024  # bytes a link may queue: smaller queues drop under incast
+QUEUE = 4 * 1024 * 1024  # bytes a link may queue: the windows of 8 senders to one host
 
 MANAGEMENT_NETWORK = "10.255.0.0/16"
 LAUNCHER_ADDRESS = "10.255.255.1"
