@@ -27,7 +27,7 @@ from .network import Specification
 from .predict import Prediction, predict_all
 from .sources import Source, open_source
 from .splits import MODES
-from .train import Epoch, train
+from .training import Epoch, train
 
 _OPTIMIZERS = ("sgd", "adagrad", "rmsprop", "adam", "adamw")
 

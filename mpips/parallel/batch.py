@@ -16,13 +16,11 @@ class BatchReduction:
     """Sums the flat gradients of the ranks that hold the same slice of the network."""
 
     def __init__(self, gradients: np.ndarray, comm: MPI.Comm, clock: Clock) -> None:
-        self._sum = Sum(gradients, comm) if comm.size > 1 and gradients.size else None
+        self._sum = Sum(gradients, comm)
         self._clock = clock
 
     def run(self) -> None:
         """Replace the gradients by their sum over the batch ranks; blocking."""
-        if self._sum is None:
-            return
         start = perf_counter()
-        self._sum.start().wait()
+        self._sum.run()
         self._clock.add("backward", start)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -23,10 +22,9 @@ from .splits import Split
 
 
 class _Header(msgspec.Struct):
-    specification: dict[str, Any]
+    specification: Specification
     optimizer: str
     updates: int
-    slots: int
 
 
 def collect(hybrid: Hybrid) -> MLP:
@@ -67,8 +65,7 @@ def load(path: str, grid: Grid, mode: str = "pairs") -> Hybrid:
     """This rank's slice of a saved network, ready to go on training on `grid`. Collective; each rank reads only
     its slice."""
     header = _read_header(path, grid)
-    specification = msgspec.convert(header.specification, Specification)
-    hybrid = Hybrid(MLP(*specification), grid, optimizers.decode(bytes.fromhex(header.optimizer)), mode)
+    hybrid = Hybrid(MLP(*header.specification), grid, optimizers.decode(bytes.fromhex(header.optimizer)), mode)
     hybrid.updates = header.updates
     flats = {"": hybrid.network.flat_parameters}
     flats |= {f"state{slot}.": array for slot, array in enumerate(hybrid.state)}
@@ -78,7 +75,8 @@ def load(path: str, grid: Grid, mode: str = "pairs") -> Hybrid:
             for prefix, flat in flats.items():
                 for layer, split in enumerate(hybrid.network.splits):
                     for kind, view in zip(("weight", "bias"), hybrid.network.views(flat)[2 * layer : 2 * layer + 2]):
-                        view[...] = file.get_slice(f"{prefix}layer{layer}.{kind}")[_where(split, kind)]
+                        if view.size:  # an idle rank holds an empty slice, which the library refuses to read
+                            view[...] = file.get_slice(f"{prefix}layer{layer}.{kind}")[_where(split, kind)]
     except (OSError, ValueError, SafetensorError) as error:
         problem = f"checkpoint {path} cannot be read: {error}"
     agree(grid.comm, problem)
@@ -124,10 +122,8 @@ def _gather(hybrid: Hybrid, layer: int, kind: str, flat: np.ndarray) -> np.ndarr
 
 
 def _write(path: str, arrays: dict[str, np.ndarray], hybrid: Hybrid) -> str | None:
-    specification = hybrid.network.specification._asdict()
-    specification["sizes"] = list(specification["sizes"])
     optimizer = optimizers.encode(hybrid.optimizer).hex()
-    header = _Header(specification, optimizer, hybrid.updates, len(hybrid.state))
+    header = _Header(hybrid.network.specification, optimizer, hybrid.updates)
     partial = f"{path}.partial"
     try:
         save_file(arrays, partial, {"mpips": msgspec.json.encode(header).decode()})

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from time import perf_counter
 
 import numpy as np
 from mpi4py import MPI
 
+import collectives
 from mpips.optimizers import Optimizer
 
 from .batch import BatchReduction
@@ -28,7 +30,7 @@ class Hybrid:
     def __init__(self, model: MLP, grid: Grid, optimizer: Optimizer, mode: str = "pairs") -> None:
         self.grid, self.optimizer, self.clock = grid, optimizer, Clock()
         exchange = ModelExchange(grid.model_comm, self.clock) if grid.model > 1 else None
-        self.network = Network(model.specification, exchange, mode)
+        self.network = Network(model.specification, exchange, mode, partial(collectives.empty, comm=grid.comm))
         if model.used:
             self.network.take(model.parameters)
         self.state = optimizer.init(self.network.flat_parameters)

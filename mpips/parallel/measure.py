@@ -9,6 +9,8 @@ from typing import NamedTuple
 import numpy as np
 from mpi4py import MPI
 
+import collectives
+
 from .communication import Sum
 
 _SMALL = 64  # bytes
@@ -44,13 +46,16 @@ def measure(comm: MPI.Comm, size: int, repeats: int = 7) -> Link:
 
 
 def _median(comm: MPI.Comm, nbytes: int, repeats: int) -> float:
-    running = Sum(np.zeros(nbytes // 4, np.float32), comm)
+    array = collectives.empty(nbytes // 4, np.float32, comm)
+    array[...] = 0
+    running = Sum(array, comm)
     times = np.empty(repeats)
     for index in range(-1, repeats):
         comm.Barrier()
         start = perf_counter()
-        running.start().wait()
+        running.run()
         if index >= 0:
             times[index] = perf_counter() - start
+    running.free()
     comm.Allreduce(MPI.IN_PLACE, times, MPI.MAX)
     return float(np.median(times))

@@ -107,7 +107,7 @@ class Network:
         self._activation: Activation = ACTIVATIONS[specification.activation]
         self._loss = LOSSES[specification.loss].function
         self._empty = empty
-        self._capacity = 0
+        self._capacity = -1
         self._spaces: dict[int, Workspace] = {}
         self._allocate_parameters()
         self._draw()

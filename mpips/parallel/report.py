@@ -14,7 +14,7 @@ from .data import Data
 from .grid import Grid
 from .network import Specification
 from .predict import Prediction
-from .train import Epoch
+from .training import Epoch
 
 MEANINGS = {
     "compute": "computation and updates",
