@@ -1,5 +1,5 @@
 """Hosts in the order of their addresses in a topology, so that rank digits are addresses; and routes by which each
-level's traffic takes its own NIC. Pure: in comes what the hosts say (`launch.network`), out goes an order, or a sentence.
+level's traffic takes its own NIC. Pure: in comes what hosts say (`launch.network`), out goes an order or a sentence.
 
 In BCube(n, k) two hosts share a switch of level l if and only if their addresses differ in digit l alone. So with the
 subnets of level l left out, the hosts fall into n groups that share no switch: these are the values of digit l.
