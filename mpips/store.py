@@ -166,9 +166,12 @@ class KVStore:
         for name, task in self._pushes(key, value, priority):
             self._run([name], task, priority, "push", name)
 
-    def ipush(self, key: Any, value: Any, priority: int = 0) -> Handle:
-        """`push` that returns a handle at once; the arrays must stay as they are until it is done."""
-        return self._start("push", self._pushes(key, value, priority), priority)
+    def ipush(self, key: Any, value: Any, priority: int = 0, turns: Sequence[Hashable] = ()) -> Handle:
+        """`push` that returns a handle at once; the arrays must stay as they are until it is done.
+
+        Operations on one key run in program order; so do those with one of `turns` (any hashable names) in common.
+        """
+        return self._start("push", self._pushes(key, value, priority), priority, turns)
 
     def pull(self, key: Any, out: Any, priority: int = 0, ignore_sparse: bool = True) -> None:
         """Write the keys' values into `out`, after this worker's pushes of them; returns when they are there."""
@@ -181,9 +184,9 @@ class KVStore:
         for name, task in self._pulls(key, out):
             self._run([name], task, priority, "pull", name)
 
-    def ipull(self, key: Any, out: Any, priority: int = 0) -> Handle:
+    def ipull(self, key: Any, out: Any, priority: int = 0, turns: Sequence[Hashable] = ()) -> Handle:
         """`pull` that returns a handle at once; `out` holds the values when it is done."""
-        return self._start("pull", self._pulls(key, out), priority)
+        return self._start("pull", self._pulls(key, out), priority, turns)
 
     def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
         """`push` and `pull` in one, into `value` where `out` is None; returns when the result is there."""
@@ -195,9 +198,11 @@ class KVStore:
         for name, task in self._pushpulls(key, value, out, priority):
             self._run([name], task, priority, "pushpull", name)
 
-    def ipushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> Handle:
+    def ipushpull(
+        self, key: Any, value: Any, out: Any = None, priority: int = 0, turns: Sequence[Hashable] = ()
+    ) -> Handle:
         """`pushpull` that returns a handle at once."""
-        return self._start("pushpull", self._pushpulls(key, value, out, priority), priority)
+        return self._start("pushpull", self._pushpulls(key, value, out, priority), priority, turns)
 
     def row_sparse_pull(self, key: Any, out: Any, priority: int = 0, row_ids: Any = None) -> None:
         """Write rows of the keys into `out` of shape (len(row_ids), ...), in the order of `row_ids`; blocking.
@@ -381,13 +386,16 @@ class KVStore:
     def _wait_text(self, what: str, name: Name | None) -> str:
         return f"rank {self.rank}: {what}" + (f" of key {name!r}" if name is not None else "")
 
-    def _start(self, what: str, tasks: list[tuple[Name, Task]], priority: int) -> Handle:
+    def _start(
+        self, what: str, tasks: list[tuple[Name, Task]], priority: int, turns: Sequence[Hashable]
+    ) -> Handle:
         names = [name for name, _ in tasks]
         task = _chain([task for _, task in tasks])
-        return self._engine.submit(self._order(names), task, priority, self._wait_text(what, names[0]))
+        order = [*self._order(names), *(("turns", name) for name in turns)]
+        return self._engine.submit(order, task, priority, self._wait_text(what, names[0]))
 
     def _order(self, names: list[Name]) -> list[Hashable]:
-        """What an operation takes turns on: its keys, and communicators: their collectives start in one order everywhere."""
+        """What an operation takes turns on: its keys, and communicators, used in one order everywhere."""
         return [*names, *self._backend.communicators]
 
     def _at_rank_0(self, task: Task, what: str, everywhere: bool = False) -> None:

@@ -83,7 +83,8 @@ class Job:
         """Start the message of layers first..last."""
         where = self._interval(first, last)
         if self.pulls:
-            return self.kv.ipull(str((first, last)), self.parameters[where])
+            # One after the other, as in the model: at once, the first group would share the link with those behind it.
+            return self.kv.ipull(str((first, last)), self.parameters[where], turns=["link"])
         return self.kv.ipushpull(str((first, last)), self.gradients[where], out=self.parameters[where])
 
     def slowest(self, seconds: float) -> float:
