@@ -13,7 +13,8 @@ def main(options: Settings) -> Task:
     task = Task("mpi-ASGD", kv, options)
     model, keys = task.model, task.model.names
     kv.init(keys, model.parameters)
-    kv.set_optimizer(SGD(options.learning_rate, rescale=1 / kv.layout.client.Get_size()))
+    rescale = len(kv.layout.clients) / kv.num_workers  # a push is the sum over a client's workers
+    kv.set_optimizer(SGD(options.learning_rate, rescale=rescale))
     kv.pull(keys, model.parameters)
     for epoch in task.epochs():
         for x, y in task.batches(epoch):

@@ -15,23 +15,25 @@ def main(options: Settings) -> Task:
     kv = mpips.create("mpi_async")
     task = Task("mpi-ESGD", kv, options)
     model, keys = task.model, task.model.names
+    client = kv.layout.client
     centers = [np.empty_like(parameter) for parameter in model.parameters]
     kv.init(keys, model.parameters)
-    kv.set_optimizer(Elastic1(options.alpha, rescale=1 / kv.layout.client.Get_size()))
+    kv.set_optimizer(Elastic1(options.alpha))
     kv.pull(keys, model.parameters)
     elastic2 = Updater(Elastic2(options.alpha), model.parameters)
-    sgd = Updater(
-        SGD(options.learning_rate, momentum=options.momentum, rescale=1 / kv.layout.client.Get_size()), model.parameters
-    )
+    rescale = 1 / client.Get_size()  # each gradient is the mean over a worker's batch, the allreduce gives their sum
+    sgd = Updater(SGD(options.learning_rate, momentum=options.momentum, rescale=rescale), model.parameters)
     iteration = 0
     for epoch in task.epochs():
         for x, y in task.batches(epoch):
             task.backward(x, y)
             if iteration % options.interval == 0:
-                kv.push(keys, model.parameters)
+                for center, parameter in zip(centers, model.parameters):
+                    np.multiply(parameter, rescale, out=center)  # the push sums over the client's workers
+                kv.push(keys, centers)
                 kv.pull(keys, centers)
                 elastic2.update(centers)
-            collectives.allreduce(model.flat_gradients, kv.layout.client)
+            collectives.allreduce(model.flat_gradients, client)
             sgd.update(model.gradients)
             iteration += 1
     kv.close()

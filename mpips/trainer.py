@@ -63,7 +63,7 @@ def keys_of(model: Model) -> list[Any]:
     return list(getattr(model, "names", range(len(model.parameters))))
 
 
-def averaged(optimizer: Optimizer, workers: int) -> Optimizer:
+def averaged(optimizer: Optimizer, workers: float) -> Optimizer:
     """The optimizer for gradients that arrive as a sum over workers: `rescale` divided by their number."""
     if "rescale" not in {field.name for field in fields(optimizer)}:
         raise ValueError(f"{optimizer!r} has no rescale: a Trainer needs an optimizer of gradients")
@@ -76,7 +76,7 @@ class Gradients:
     def __init__(self, model: Model, kv: Any, optimizer: Optimizer) -> None:
         self._model, self._kv, self._keys = model, kv, keys_of(model)
         kv.init(self._keys, list(model.parameters))
-        kv.set_optimizer(averaged(optimizer, contributors(kv)))
+        kv.set_optimizer(averaged(optimizer, workers_in_a_sum(kv)))
         kv.pull(self._keys, list(model.parameters))
 
     def step(self, x: np.ndarray, y: np.ndarray) -> float:
@@ -92,19 +92,21 @@ class ElasticAveraging:
         if not kv.type.endswith("async"):
             raise ValueError(f"elastic averaging needs a store of kind dist_async or mpi_async, not {kv.type}")
         self._model, self._kv, self._keys, self._interval = model, kv, keys_of(model), elastic.interval
-        workers = kv.layout.client.Get_size()
+        self._workers = kv.layout.client.Get_size()
         kv.init(self._keys, list(model.parameters))
-        kv.set_optimizer(Elastic1(alpha=elastic.alpha, rescale=1 / workers))
+        kv.set_optimizer(Elastic1(alpha=elastic.alpha))
         kv.pull(self._keys, list(model.parameters))
         self._centers = [np.empty_like(array) for array in model.parameters]
         self._attract = Updater(Elastic2(alpha=elastic.alpha), model.parameters)
-        self._descend = Updater(averaged(optimizer, workers), model.parameters)
+        self._descend = Updater(averaged(optimizer, self._workers), model.parameters)
         self._iteration = 0
 
     def step(self, x: np.ndarray, y: np.ndarray) -> float:
         loss = self._model.loss_and_gradients(x, y)
         if self._iteration % self._interval == 0:
-            self._kv.push(self._keys, list(self._model.parameters))
+            for center, parameter in zip(self._centers, self._model.parameters):
+                np.divide(parameter, self._workers, out=center)  # a push sums over the client's workers, who are equal
+            self._kv.push(self._keys, self._centers)
             self._kv.pull(self._keys, self._centers)
             self._attract.update(self._centers)
         for gradient in self._model.gradients:
@@ -114,9 +116,12 @@ class ElasticAveraging:
         return loss
 
 
-def contributors(kv: Any) -> int:
-    """Workers whose gradients make one update: all of a synchronous store, a client's of an asynchronous one."""
-    return kv.layout.client.Get_size() if kv.type.endswith("async") else kv.num_workers
+def workers_in_a_sum(kv: Any) -> float:
+    """Workers whose gradients make one update: all of a synchronous store, a client's of an asynchronous one.
+
+    Where clients differ in size it is their mean: a store has one optimizer, and larger clients take larger steps.
+    """
+    return kv.num_workers / len(kv.layout.clients) if kv.type.endswith("async") else kv.num_workers
 
 
 class Trainer:

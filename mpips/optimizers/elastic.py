@@ -32,8 +32,8 @@ class _Elastic(Optimizer):
 class Elastic1(_Elastic):
     """On the server: centre = centre + alpha * (rescale * pushed - centre) (MXNET-MPI, equation 2 and figure 8).
 
-    What is pushed is a client's parameters; an MPI client's push arrives summed over its workers, so `rescale` is
-    1 / workers of a client.
+    What is pushed is a client's parameters. An MPI client's push arrives summed over its workers: either `rescale` is
+    1 / workers of a client, or each worker pushes that share.
     """
 
 

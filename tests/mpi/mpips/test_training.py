@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import sys
 from pathlib import Path
 
@@ -45,6 +46,12 @@ def need(kind, options):
         pytest.skip(f"{WORLD.size} ranks are too few for {options}")
 
 
+class Alone:
+    """Who a serial program is among workers."""
+
+    rank, num_workers = 0, 1
+
+
 def network(dtype):
     return MLP((64, 32, 10), loss="softmax", dtype=dtype, seed=1)
 
@@ -60,18 +67,14 @@ def on_workers(kind, options, work):
     return result
 
 
-def curve(step, data, batch_size, kv, steps=STEPS):
+def curve(step, data, batch_size, kv):
     """Local losses of the first steps."""
     x, y = data[:2]
-    losses, epoch = [], 0
-    while len(losses) < steps:
-        epoch += 1
-        for rows in shares(len(x), batch_size, epoch, 0, kv):
-            losses.append(step(x[rows], y[rows]))
-    return np.array(losses[:steps])
+    batches = (rows for epoch in itertools.count(1) for rows in shares(len(x), batch_size, epoch, 0, kv))
+    return np.array([step(x[rows], y[rows]) for rows in itertools.islice(batches, STEPS)])
 
 
-def serial_curve(data, dtype, optimizer, mini_batch, steps=STEPS):
+def serial_curve(data, dtype, optimizer, mini_batch):
     """The losses of a program that knows nothing of stores."""
     model = network(dtype)
     updater = Updater(optimizer, model.parameters)
@@ -81,10 +84,7 @@ def serial_curve(data, dtype, optimizer, mini_batch, steps=STEPS):
         updater.update(model.gradients)
         return loss
 
-    class Alone:
-        rank, num_workers = 0, 1
-
-    return curve(step, data, mini_batch, Alone, steps), model
+    return curve(step, data, mini_batch, Alone)
 
 
 def mean_over_workers(losses, workers):
@@ -106,7 +106,7 @@ def test_synchronous_modes_give_the_serial_loss_curve(kind, options, dtype, opti
         return curve(trainer.step, data, batch, kv)
 
     losses = mean_over_workers(on_workers(kind, options, work), workers)
-    expected, _ = serial_curve(data, dtype, optimizer, batch * workers)
+    expected = serial_curve(data, dtype, optimizer, batch * workers)
     np.testing.assert_allclose(losses, expected, rtol=0, atol=TOLERANCE[dtype])
 
 
@@ -132,7 +132,7 @@ def test_gradients_that_come_back_and_are_applied_by_workers_give_it_too(kind, o
         return curve(step, data, batch, kv)
 
     losses = mean_over_workers(on_workers(kind, options, work), workers)
-    expected, _ = serial_curve(data, "float64", sgd, batch * workers)
+    expected = serial_curve(data, "float64", sgd, batch * workers)
     np.testing.assert_allclose(losses, expected, rtol=0, atol=1e-9)
 
 
@@ -148,7 +148,7 @@ def test_one_client_that_is_asynchronous_equals_the_serial_run(kind):
         return curve(trainer.step, data, batch, kv)
 
     losses = mean_over_workers(on_workers(kind, {"servers": servers, "clients": 1}, work), workers)
-    expected, _ = serial_curve(data, "float64", OPTIMIZERS[0], batch * workers)
+    expected = serial_curve(data, "float64", OPTIMIZERS[0], batch * workers)
     np.testing.assert_allclose(losses, expected, rtol=0, atol=1e-9)
 
 
@@ -180,8 +180,5 @@ def test_elastic_averaging_follows_equations_2_and_3():
                 w -= alpha * (w - c)
         updater.update(model.gradients)
         return loss
-
-    class Alone:
-        rank, num_workers = 0, 1
 
     np.testing.assert_allclose(losses, curve(step, data, batch * workers, Alone), rtol=0, atol=1e-9)
