@@ -86,7 +86,7 @@ class MessagePlan:
             for place, beside, add in landings:
                 if add:
                     assert self._call.operation is not None
-                    self._call.operation.ufunc(place, beside, place)
+                    self._call.operation.ufunc(place, beside, out=place)
                 else:
                     np.copyto(place, beside)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from collectives.topology import parse
+from collectives.topology import parse, parse_rate
 from launch.command import LauncherError
 from launch.lab import client
 from launch.lab.client import LabError
@@ -17,16 +17,7 @@ from launch.lab.layout import lay_out
 from launch.lab.needs import missing
 from launch.run import execute
 
-SUFFIXES = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 named = click.option("--name", default="lab", show_default=True, help="Which lab; several can stand side by side.")
-
-
-def rate(text: str) -> float:
-    """Bytes per second of "100mbit" or "1.5gbit". ValueError says how to write it."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", text.strip().lower())
-    if found is None or float(found[1]) <= 0:
-        raise ValueError(f"unknown rate {text!r}: write a number and kbit, mbit or gbit, as 100mbit")
-    return float(found[1]) * SUFFIXES[found[2]] / 8
 
 
 @click.group("lab", context_settings={"help_option_names": ["-h", "--help"]})
@@ -48,7 +39,7 @@ def up(topology: str, speed: str, name: str) -> None:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.-]{0,40}", name):
         raise click.UsageError(f"--name {name!r}: letters, digits, '.' and '-' only, at most 41")
     try:
-        plan = lay_out(parse(topology, rate(speed)))
+        plan = lay_out(parse(topology, parse_rate(speed)))
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     lacking = missing()
