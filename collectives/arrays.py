@@ -25,7 +25,7 @@ class Flat(NamedTuple):
     def vector(self) -> Vector:
         """A view by address. It does not keep the array alive: whoever calls a collective does."""
         nbytes = self.n * self.dtype.itemsize
-        memory = (ctypes.c_char * nbytes).from_address(self.address)
+        memory = memoryview((ctypes.c_char * nbytes).from_address(self.address))
         return np.ndarray((self.n,), self.dtype, buffer=memory)
 
 
@@ -42,7 +42,7 @@ def host(x: Any, name: str = "x") -> Vector:
         return np.asarray(x)
     if hasattr(x, "__dlpack__") and not is_device(x):
         return np.from_dlpack(x)
-    raise TypeError(f"{name} is a {type(x).__name__}: need an array (NumPy, or __array_interface__, or DLPack on the host)")
+    raise TypeError(f"{name} is a {type(x).__name__}: need a host array (NumPy, __array_interface__ or DLPack)")
 
 
 def flat(array: Vector, name: str, written: bool) -> Flat:

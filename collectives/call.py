@@ -50,7 +50,7 @@ class Call:
         return int(cut(self.n, self.p, rank)), int(cut(self.n, self.p, rank + 1))
 
     def arrival(self, rank: int, source: int) -> tuple[int, int]:
-        """In alltoall: where in the rank's out the block from `source` goes; all blocks there are as long as its own."""
+        """In alltoall: where in the rank's out the block from `source` goes; blocks there are as long as its own."""
         start, stop = self.block(rank)
         return source * (stop - start), (source + 1) * (stop - start)
 

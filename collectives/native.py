@@ -31,29 +31,46 @@ def why_not(call: Call) -> str | None:
     return None
 
 
-class NativePlan:
-    """One call by MPI's own collective. The first runs try both calls in turn and the ranks then keep the faster."""
+class Choice:
+    """Which of the two calls serves a sort of call better: the first runs try both in turn, then the faster is kept.
+    One for all plans of that sort, so that all ranks are always at the same trial, whatever plans each has kept."""
 
-    def __init__(self, comm: MPI.Comm, call: Call, x: Flat, out: Flat, may_block: bool):
-        self._comm, self._call = comm, call
+    def __init__(self, comm: MPI.Comm, may_block: bool):
+        self._comm = comm
+        self._times: tuple[list[float], list[float]] = ([], [])
+        self._decided = not may_block
+        self.blocking = False
+
+    def learn(self, seconds: float) -> None:
+        """How long the last run took; collective at the last trial."""
+        if self._decided:
+            return
+        self._times[self.blocking].append(seconds)
+        self.blocking = not self.blocking
+        if len(self._times[False]) == len(self._times[True]) == TRIALS:
+            least = np.array([min(times) for times in self._times])
+            self._comm.Allreduce(MPI.IN_PLACE, least, MPI.MAX)
+            self.blocking, self._decided = bool(least[1] < least[0]), True
+
+
+class NativePlan:
+    """One call by MPI's own collective."""
+
+    def __init__(self, comm: MPI.Comm, call: Call, x: Flat, out: Flat, choice: Choice):
+        self._comm, self._call, self._choice = comm, call, choice
         self._x, self._out, self._in_place = x.vector(), out.vector(), x == out
         self._copy = self._x.copy() if self._in_place and call.kind in ("alltoall", "reduce_scatter") else None
-        self._forms = [False, True] if may_block else [False]
-        self._times: list[list[float]] = [[], []]
         self._calls = self._arguments()
 
     def run(self) -> Iterator[None]:
         """The operation, in steps between which there is something to wait for."""
-        blocking = self._forms[0]
-        if len(self._forms) > 1:
-            blocking = len(self._times[True]) < len(self._times[False])
         start = time.perf_counter()
         if self._copy is not None:
             np.copyto(self._copy, self._x)
         if self._call.kind == "broadcast" and not self._in_place and self._comm.rank == self._call.root:
             np.copyto(self._out, self._x)
         for block, immediate, arguments in self._calls:
-            if blocking:
+            if self._choice.blocking:
                 block(*arguments)
             else:
                 request = immediate(*arguments)
@@ -62,15 +79,7 @@ class NativePlan:
         if self._call.operation is not None and self._call.operation.is_mean:
             function, scaling = scale(self._result(), self._call.p)
             function(*scaling)
-        if len(self._forms) > 1:
-            self._learn(blocking, time.perf_counter() - start)
-
-    def _learn(self, blocking: bool, seconds: float) -> None:
-        self._times[blocking].append(seconds)
-        if min(map(len, self._times)) == TRIALS:
-            totals = np.array([min(times) for times in self._times])
-            self._comm.Allreduce(MPI.IN_PLACE, totals, MPI.MAX)
-            self._forms = [bool(totals[True] < totals[False])]
+        self._choice.learn(time.perf_counter() - start)
 
     def _result(self) -> Vector:
         if self._call.kind == "reduce" and self._comm.rank != self._call.root:
@@ -113,6 +122,6 @@ class NativePlan:
             whole = [self._out.view(np.uint8), counts, starts, MPI.BYTE]
             return comm.Allgatherv, comm.Iallgatherv, (MPI.IN_PLACE if in_place else buffer(self._x), whole)
         own = counts[rank]
-        source = self._x if self._copy is None else self._copy
+        sent = self._x if self._copy is None else self._copy
         arrivals = [self._out.view(np.uint8), [own] * call.p, [own * other for other in range(call.p)], MPI.BYTE]
-        return comm.Alltoallv, comm.Ialltoallv, ([source.view(np.uint8), counts, starts, MPI.BYTE], arrivals)
+        return comm.Alltoallv, comm.Ialltoallv, ([sent.view(np.uint8), counts, starts, MPI.BYTE], arrivals)

@@ -1,7 +1,8 @@
 """The public calls: one-shot collectives, and plans that are compiled once and run many times.
 
-x          a C-contiguous array on the host (NumPy, or anything with __array_interface__ or DLPack), or a list of arrays,
-           one for each GPU of the worker: a *tensor*, whose vectors are reduced together and all get the result.
+x          a C-contiguous array on the host (NumPy, or anything with __array_interface__ or DLPack), or a list of
+           arrays, one for each GPU of the worker: a *tensor*, whose vectors are reduced together and all get the
+           result.
 comm       an mpi4py communicator (None: COMM_WORLD).
 op         "sum", "min", "max", "prod" or "mean".
 algorithm  "auto", "shared_memory" (one node), "native" (the MPI's own), or a name from `collectives.catalog`.
@@ -9,21 +10,22 @@ out        where the result goes; None: in place, into x.
 
 Kinds, with n elements in the whole vector and rank r's block [cut(n, p, r), cut(n, p, r + 1)):
   allreduce       x[n] -> out[n]
-  reduce_scatter  x[n] -> out[block r]; in place: x's own block, which is also what is returned; the rest of x is as before
-                  or scratch, by algorithm
+  reduce_scatter  x[n] -> out[block r]; in place: x's own block, which is also what is returned; the rest of x is as
+                  before or scratch, by algorithm
   allgather       x[block r] -> out[n]; in place: x[n], of which this rank's block is given
   broadcast       the root's x[n] -> out[n] everywhere
   reduce          x[n] -> the root's out[n]; other ranks' out is not touched, their x in place is scratch
   alltoall        block d of x[n] -> place r of rank d's out; in place needs p to divide n
 
-All calls are collective: all ranks call the same with arguments that fit, in the same order; otherwise every rank raises
-`MismatchError` with the same sentence. Every rank gets bitwise the same result. One thread of a process may call.
+All calls are collective: all ranks call the same with arguments that fit, in the same order; otherwise every rank
+raises `MismatchError` with the same sentence. Every rank gets bitwise the same result. One thread of a process may
+call.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import numpy as np
@@ -39,6 +41,7 @@ from collectives.session import MOST_PLANS, Operation, Session, session
 from collectives.transport.messages import MessagePlan
 from collectives.transport.room import Card
 from collectives.transport.shared_memory import MemoryPlan
+from collectives.transport.two_levels import TwoLevelPlan
 
 
 class Runner(Protocol):
@@ -58,16 +61,17 @@ class Plan:
         self._arrays: tuple[Any, Any] | None = None
         self._result: Any = None
         self._run = runner.run
+        self._quick: Callable[[], Iterator[None] | None] = getattr(runner, "quick", runner.run)
         self._operation: Operation | None = None
-        self._patience = lambda: home.patience(call.text)
 
     def __call__(self) -> Any:
         """Run to the end. Blocking."""
         home = self._home
-        if home.active or home.broken or self._operation is not None:
+        if home.active or home.broken:
             self.start()
             return self.wait()
-        home.drive(self._run(), self._call.text)
+        if (left := self._quick()) is not None:
+            home.drive(left, self._call.text)
         return self._result
 
     def keep(self, x: Any, out: Any) -> None:
@@ -199,9 +203,7 @@ def choose(home: Session, call: Call) -> str:
     """What `auto` means for the call; the same on all ranks."""
     if home.nodes == 1:
         return "shared_memory"
-    for most, name in home.table.between:
-        if call.nbytes <= most:
-            break
+    name = home.table.between_nodes(call.nbytes)
     if name == "native" and native.why_not(call):
         name = "ring"
     return name if name == "native" or name in catalog.names(call.kind) else catalog.names(call.kind)[0]
@@ -218,7 +220,13 @@ def make_runner(home: Session, call: Call, x: Flat, out: Flat, number: int = 0) 
         reason = native.why_not(call)
         if reason:
             raise ValueError(reason)
-        return Guarded(home, call, NativePlan(home.comm, call, x, out, may_block=home.nodes == 1))
+        return Guarded(home, call, NativePlan(home.comm, call, x, out, home.choice(call.text)))
+    name, parameters = catalog.parse(call.algorithm)
+    if name == "hierarchical" and home.nodes > 1 and "local" not in parameters:
+        if home.across is None:
+            raise ValueError("hierarchical needs nodes with equal numbers of ranks: choose another algorithm, or auto")
+        eager = home.table.eager(home.room.size)
+        return Guarded(home, call, TwoLevelPlan(home.room, home.across, call, x, out, eager, number, **parameters))
     schedule = catalog.build(call.kind, call.algorithm, call.p, call.root)
     return Guarded(home, call, MessagePlan(home.comm, call, schedule, x, out, number))
 
@@ -267,7 +275,7 @@ def _one_shot(kind: str, x: Any, comm: MPI.Comm | None, op: str, algorithm: str,
         made, x_then, out_then, n, dtype = found
         if x_then() is x and (out is None or out_then() is out) and x.size == n and x.dtype is dtype:
             made()
-            return made.result_of(x, out)
+            return out if out is not None else x if kind != "reduce_scatter" else made.result_of(x, out)
     home.check_usable()
     made = _by_address(home, kind, x, op, algorithm, out, root)
     if isinstance(x, np.ndarray) and (out is None or isinstance(out, np.ndarray)):

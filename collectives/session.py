@@ -12,25 +12,33 @@ from mpi4py import MPI
 
 from collectives import tune
 from collectives.errors import CollectiveError, MismatchError, StallError
+from collectives.native import Choice
 from collectives.transport.room import Card, Room
 from collectives.watch import Patience, Watch, drive, limits
 
 _KEY = MPI.Comm.Create_keyval(delete_fn=lambda comm, key, session: session.close())
 MOST_PLANS = 1024
+_recent: tuple[MPI.Comm | None, Session | None] = (None, None)
+"""The last answer of `session`, which is mostly the next one too."""
 
 
 def session(comm: MPI.Comm | None) -> Session:
-    """The session of a communicator (None: COMM_WORLD). The first call for a communicator is collective and blocking."""
-    comm = MPI.COMM_WORLD if comm is None else comm
+    """The session of a communicator (None: COMM_WORLD). The first call for a communicator is collective, blocking."""
+    global _recent
+    before, known = _recent
+    if comm is before and known is not None and known.open:
+        return known
+    given, comm = comm, MPI.COMM_WORLD if comm is None else comm
     try:
-        found = comm.Get_attr(_KEY)
+        found: Any = comm.Get_attr(_KEY)
     except MPI.Exception:
         raise MismatchError("the communicator has been freed: pass one that is in use") from None
-    if found is None:
-        if comm.Is_inter():
+    if not isinstance(found, Session):
+        if not isinstance(comm, MPI.Intracomm):
             raise MismatchError("an intercommunicator has no collectives here: merge it first")
         found = Session(comm)
         comm.Set_attr(_KEY, found)
+    _recent = (given, found)
     return found
 
 
@@ -54,28 +62,31 @@ class Operation:
 class Session:
     """One communicator. `room` holds the ranks of this node; it is everybody when `nodes` is 1."""
 
-    def __init__(self, comm: MPI.Comm):
+    def __init__(self, comm: MPI.Intracomm):
         self.comm = comm.Dup()
         self.rank, self.size = comm.rank, comm.size
         self.stall_seconds, self.timeout_seconds = limits()
         node = self.comm.Split_type(MPI.COMM_TYPE_SHARED)
         names = np.empty(node.size, np.int64)
         node.Allgather(np.array([self.rank], np.int64), names)
-        self.room = Room.open(node, names.tolist())
-        if self.room is None:
+        room = Room.open(node, names.tolist())
+        if room is None:
             node.Free()
             node = self.comm.Split(self.rank)
-            self.room = Room.open(node, [self.rank])
-            assert self.room is not None
-        self.node = node
+            room = Room.open(node, [self.rank])
+            assert room is not None
+        self.node, self.room = node, room
         self.node_of = self._nodes()
         self.nodes = len(set(self.node_of))
+        self.across = self._across()
         self.watch = Watch(self.comm, self.stall_seconds, self.timeout_seconds) if self.nodes > 1 else None
         self.table = tune.shared_table(self.comm)
         self.plans: dict[Any, Any] = {}
         self.by_address: dict[Any, Any] = {}
         self.active: deque[Operation] = deque()
+        self._choices: dict[str, Choice] = {}
         self.broken = ""
+        self.open = True
         self.plans_made = 0
 
     def _nodes(self) -> list[int]:
@@ -85,8 +96,15 @@ class Session:
         self.comm.Allgather(first, everybody)
         return everybody.tolist()
 
+    def _across(self) -> MPI.Comm | None:
+        """The ranks with this one's place in their nodes, one a node; None where nodes differ in size. Collective."""
+        if self.nodes == 1 or len({self.node_of.count(node) for node in self.node_of}) > 1:
+            return None
+        return self.comm.Split(self.room.rank, self.rank)
+
     def close(self) -> None:
         """When the user's communicator is freed: collective, as that is."""
+        self.open = False
         if MPI.Is_finalized():
             return
         self.plans.clear()
@@ -94,8 +112,14 @@ class Session:
         if self.watch is not None:
             self.watch.free()
         self.room.close()
+        if self.across is not None:
+            self.across.Free()
         self.node.Free()
         self.comm.Free()
+
+    def choice(self, text: str) -> Choice:
+        """The MPI call that serves a sort of call best. It may block only where all ranks meet before in a room."""
+        return self._choices.setdefault(text, Choice(self.comm, may_block=self.nodes == 1))
 
     # Agreement
 
@@ -137,6 +161,8 @@ class Session:
         """Messages of the failed operation may still be on their way: leave them behind on the old communicator."""
         assert self.watch is not None
         self.comm = self.watch.comm.Dup()
+        self.across = self._across()
+        self._choices.clear()
         self.plans.clear()
         self.by_address.clear()
 

@@ -14,6 +14,10 @@ class Table(NamedTuple):
     eager_bytes: tuple[int, ...] = (32 << 10, 16 << 10, 8 << 10, 4 << 10)
     between: tuple[tuple[int, str], ...] = ((32 << 10, "native"), (1 << 62, "ring"))
 
+    def between_nodes(self, nbytes: int) -> str:
+        """The algorithm for a vector of so many bytes between ranks on several nodes."""
+        return next(name for most, name in self.between if nbytes <= most)
+
     def eager(self, ranks: int) -> int:
         return self.eager_bytes[min(len(self.eager_bytes) - 1, max(0, (ranks - 1).bit_length() - 1))]
 

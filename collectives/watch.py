@@ -37,6 +37,7 @@ SPIN_SECONDS = 2e-3  # a wait for another node that lasts longer sleeps between 
 NAP_SECONDS = 1e-4
 HISTORY = 64
 _TAG = 1
+_REFUSED = "refused: "
 
 
 def limits() -> tuple[float, float]:
@@ -94,10 +95,8 @@ class Patience:
 
 def drive(steps: Iterator[None], patience: Callable[[], Patience]) -> None:
     """Run an operation to its end: poll, then give way to other processes, then look around."""
-    turns = 0
     waiting: Patience | None = None
-    for _ in steps:
-        turns += 1
+    for turns, _ in enumerate(steps, 1):
         if turns > SPIN:
             drowsy = waiting is not None and waiting.drowsy
             if drowsy:
@@ -112,7 +111,7 @@ def drive(steps: Iterator[None], patience: Callable[[], Patience]) -> None:
 class Watch:
     """Agreement between ranks that share no memory. Making one is collective over `comm`."""
 
-    def __init__(self, comm: MPI.Comm, stall_seconds: float | None = None, timeout_seconds: float | None = None):
+    def __init__(self, comm: MPI.Intracomm, stall_seconds: float | None = None, timeout_seconds: float | None = None):
         default = limits()
         self.stall_seconds = default[0] if stall_seconds is None else stall_seconds
         self.timeout_seconds = default[1] if timeout_seconds is None else timeout_seconds
@@ -147,7 +146,7 @@ class Watch:
 
     def refuse(self, sentence: str) -> NoReturn:
         """Tell the others why this rank cannot take part in the next operation; they raise the same sentence."""
-        sequence = self.begin("refused: " + sentence)
+        sequence = self.begin(_REFUSED + sentence)
         self._tell(sequence)
         self._hear_all(sequence)
         raise AssertionError("a refusal is always a mismatch")
@@ -217,12 +216,12 @@ class Watch:
         if len(heard) < self.size - 1 or sequence not in self._mine:
             return
         texts = {**heard, self.rank: self._mine[sequence]}
-        if len(set(texts.values())) == 1 and not texts[0].startswith("refused: "):
+        if len(set(texts.values())) == 1 and not texts[0].startswith(_REFUSED):
             return
         self._flush()
         self.renew()
-        refusals = [texts[rank].removeprefix("refused: ") for rank in sorted(texts) if texts[rank].startswith("refused: ")]
-        raise MismatchError(refusals[0] if refusals else disagreement(texts))
+        refusals = [texts[rank] for rank in sorted(texts) if texts[rank].startswith(_REFUSED)]
+        raise MismatchError(refusals[0].removeprefix(_REFUSED) if refusals else disagreement(texts))
 
     def _flush(self) -> None:
         """Others still need my names for the operation, so let them go out."""

@@ -1,7 +1,8 @@
 """The ranks of one node in one communicator, and the shared memory through which they signal.
 
 Every rank has a *desk* in node-shared memory (`collectives.arena`): it writes its own and reads the others'. On it lie
-  entry     two words, used in turn: the number of the operation the rank has entered, and a *token* that says with what;
+  entry     two words, used in turn: the number of the operation that the rank has entered, and a *token* for what
+            it came with;
   progress  one word: how many phases the rank has finished, over all operations;
   cards     what a token stands for: a digest and a text of the call, and where the rank's arrays are;
   slots     two buffers, used in turn, for the vectors of small calls;
@@ -19,9 +20,11 @@ is. On other processors `MPI_Win_sync` is the fence on both sides of each signal
 
 from __future__ import annotations
 
+import os
 import platform
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from os import sched_yield
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -44,12 +47,14 @@ BLOCK_BYTES = 256 << 10
 _CARDS_AT = 4096
 _SLOTS_AT = _CARDS_AT + CARDS * CARD_BYTES
 _STAGES_AT = _SLOTS_AT + 2 * SLOT_BYTES
+SPINS_ALONE, SPINS_SHARED = 64, 1  # looks before giving way: ranks have cores of their own, or share them
+MOST_SPINS = 256
 NOWHERE = Region(0, 0, 0, 0, 0)
 ORDERED_STORES = platform.machine().lower() in ("x86_64", "amd64", "i686", "i386")
 
 
 class Card(NamedTuple):
-    """What a rank brings to an operation: which call, and where its arrays are (NOWHERE: memory nobody else can see)."""
+    """What a rank brings to an operation: which call, and where its arrays are (NOWHERE: memory of its own)."""
 
     text: str
     refused: bool = False
@@ -63,7 +68,7 @@ class Room:
     def __init__(self, node: MPI.Comm, names: Sequence[int], desks: Sequence[NDArray[np.uint8]], fence: MPI.Win | None):
         self.rank, self.size, self.names = node.rank, node.size, tuple(names)
         self.desks = desks
-        words = [memoryview(desk).cast("B").cast("Q") for desk in desks]
+        words = [desk.data.cast("B").cast("Q") for desk in desks]
         self._words = words
         self._mine = words[self.rank]
         self._others = [(other, words[other]) for other in self.turn()]
@@ -71,6 +76,7 @@ class Room:
         self._window = fence
         self._last_token = 0
         self._known: dict[tuple[int, int], Card] = {}
+        self._spins = SPINS_ALONE if self.size <= len(os.sched_getaffinity(0)) else SPINS_SHARED
         self.operation = 0
         self.phase = 0
         self.block_bytes = min(BLOCK_BYTES, STAGE_BYTES // self.size // 4096 * 4096)
@@ -93,6 +99,7 @@ class Room:
             return None
         fence = None
         if fenced:
+            assert isinstance(node, MPI.Intracomm)
             fence = MPI.Win.Create(np.zeros(8, np.uint8), comm=node)
             fence.Lock_all(MPI.MODE_NOCHECK)
         desks[node.rank] = desk  # keeps it alive
@@ -143,6 +150,7 @@ class Room:
         return token
 
     def readable(self, token: int) -> bool:
+        """Whether a card that this rank has put is still there (a token of -CARDS never is)."""
         return token > self._last_token - CARDS
 
     def card(self, rank: int, token: int) -> Card:
@@ -189,6 +197,21 @@ class Room:
                     break
         if self._fence is not None:
             self._fence()
+
+    def met_soon(self, tokens: Sequence[int]) -> bool:
+        """True when all have entered with these tokens before patience ran out: `meet` for the usual, short wait."""
+        base, parity, spins = self.operation << 32, self.operation & 1, 0
+        for other, words in self._others:
+            expected = base | tokens[other]
+            while words[parity] != expected:
+                spins += 1
+                if spins > self._spins:
+                    if spins > MOST_SPINS or words[parity] >= base:
+                        return False
+                    sched_yield()
+        if self._fence is not None:
+            self._fence()
+        return True
 
     def tokens_now(self) -> tuple[int, ...]:
         """With what each rank has entered; valid after `meet`, until this rank enters again."""

@@ -25,7 +25,7 @@ from collectives import arena
 from collectives.arrays import Flat, Vector
 from collectives.call import Call
 from collectives.operations import scale
-from collectives.transport.room import NOWHERE, Card, Room
+from collectives.transport.room import CARDS, NOWHERE, Card, Room
 
 Step: TypeAlias = "tuple[Any, tuple[Any, ...]]"
 DIRECT_BLOCK_BYTES = 256 << 10
@@ -64,7 +64,7 @@ class MemoryPlan:
         self._x = Window(x.vector(), call.extent_of_x(room.rank, x == out)[0])
         self._out = Window(out.vector(), call.extent_of_out(room.rank, x == out)[0])
         self._eager = call.nbytes <= eager_bytes
-        self._token = 0
+        self._token = -CARDS
         self._tokens: tuple[int, ...] | None = None
         self._program = Program()
         shared = not self._eager and call.kind != "alltoall"
@@ -79,15 +79,39 @@ class MemoryPlan:
 
     def run(self) -> Iterator[None]:
         """The operation, in steps between which there is something to wait for."""
+        self._enter()
+        yield from self._met()
+
+    def quick(self) -> Iterator[None] | None:
+        """The operation, at once if the others come soon: None when it is done, else the steps that are left."""
+        self._enter()
+        room = self._room
+        if self._tokens is None or not room.met_soon(self._tokens):
+            return self._met()
+        if not self._eager:
+            return self._work()
+        for function, arguments in self._takes[room.operation & 1]:
+            function(*arguments)
+        return None
+
+    def _enter(self) -> None:
         room = self._room
         for function, arguments in self._early[room.operation + 1 & 1]:
             function(*arguments)
-        if not room.readable(self._token) or not self._token:
+        if not room.readable(self._token):
             self._publish()
         room.enter(self._token)
+
+    def _met(self) -> Iterator[None]:
+        room = self._room
         yield from room.meet(self._tokens)
-        if room.tokens_now() != self._tokens:
-            self._bind(room.tokens_now())
+        tokens = room.tokens_now()
+        if tokens != self._tokens:
+            self._bind(tokens)
+        yield from self._work()
+
+    def _work(self) -> Iterator[None]:
+        room = self._room
         if self._eager:
             for function, arguments in self._takes[room.operation & 1]:
                 function(*arguments)
