@@ -20,9 +20,8 @@ from rich.table import Table
 
 from collectives.catalog import build
 from collectives.simulate import Run, simulate
-from collectives.topology import parse
+from collectives.topology import parse, parse_rate
 from examples.reproduce import lab
-from launch.lab.__main__ import rate as bytes_a_second
 
 STAR, BCUBE = "star:9", "bcube:3,2"
 SERVER, BML = (STAR, "direct"), (BCUBE, "bcube(n=3,k=2)")
@@ -242,7 +241,7 @@ def show(report: dict[str, Any]) -> None:
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("out"))
 def command(rate: str, rounds: int, simulate_only: bool, out: Path) -> None:
     """BML's results, predicted and measured on an emulated network."""
-    speed = bytes_a_second(rate)
+    speed = parse_rate(rate)
     found = {} if simulate_only else measure(speed, rounds)
     rows = exchanges(found, speed) if found else []
     ratios = []

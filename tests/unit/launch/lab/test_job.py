@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collectives.topology import parse
+from collectives.topology import parse, parse_rate
 from launch.command import Launcher
 from launch.lab import files, job
-from launch.lab.__main__ import rate
 from launch.lab.layout import lay_out
 
 HOSTS = ["h0", "h1", "h2"]
@@ -101,10 +100,10 @@ def test_hosts_file_names_every_host_and_the_launcher() -> None:
 
 @pytest.mark.parametrize("text, expected", [("100mbit", 12.5e6), ("1.5Gbit", 187.5e6), (" 800kbit ", 1e5)])
 def test_rates_are_written_with_their_unit(text: str, expected: float) -> None:
-    assert rate(text) == pytest.approx(expected)
+    assert parse_rate(text) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("text", ["100", "fast", "0mbit", "-1mbit", "1tbit", ""])
 def test_a_rate_without_a_known_unit_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="write a number and kbit, mbit or gbit"):
-        rate(text)
+        parse_rate(text)
