@@ -1,4 +1,4 @@
-"""A store without servers: every worker keeps every key, `pushpull` is an allreduce, the optimizer runs on the workers."""
+"""A store without servers: every worker keeps every key, pushes are allreduces, the optimizer runs on the workers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpips import inside
+import collectives
+from collectives.session import session
 from mpips.compression import Compressor
 from mpips.layout import Layout
 from mpips.optimizers import Optimizer, State
@@ -36,19 +37,21 @@ class Pure:
     def init(self, keys: list[Key], values: list[Array]) -> Task:
         for key, value in zip(keys, values, strict=True):
             stored = self._stored[key.name] = value.reshape(-1).copy()
-            yield from inside.broadcast(self._comm, stored)
+            collectives.broadcast(stored, self._comm)
+        yield from ()
 
     def push(self, key: Key, flat: Array, priority: int, wait: bool = True) -> Task:
         key.round += 1
         if self._compressor is not None and key.dtype.kind == "f":
             flat = self._compressed(key, flat)
+        yield from ()
         if self._optimizer is None:
-            yield from inside.allreduce(self._comm, flat, self._stored[key.name])
+            collectives.allreduce(flat, self._comm, out=self._stored[key.name])
             return
         total = self._sums.get(key.name)
         if total is None:
             total = self._sums[key.name] = np.empty_like(self._stored[key.name])
-        yield from inside.allreduce(self._comm, flat, total)
+        collectives.allreduce(flat, self._comm, out=total)
         step, state = self._states.get(key.name) or (0, self._optimizer.init(self._stored[key.name]))
         self._optimizer.update(self._stored[key.name], total, state, step + 1)
         self._states[key.name] = step + 1, state
@@ -62,6 +65,10 @@ class Pure:
         decoded = np.zeros_like(flat)
         self._compressor.decode(payload, decoded, add=False)
         return decoded
+
+    def refuse(self, key: Key, sentence: str) -> None:
+        """This worker's arguments are bad: everybody raises."""
+        session(self._comm).refuse(sentence)
 
     def push_rows(self, key: Key, rows: RowSparse, priority: int) -> Task:
         return self.push(key, rows.to_dense().reshape(-1), priority)

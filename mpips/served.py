@@ -9,21 +9,25 @@ their memory instead of a broadcast, where the store is synchronous: nobody can 
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+import collectives
 from collectives import arena
 from collectives.arena import Region
+from collectives.errors import CollectiveError, MismatchError, StallError
+from collectives.session import session as collectives_session
 from mpips import inside, meet, messages, optimizers
 from mpips.compression import Compressor
 from mpips.layout import Layout
 from mpips.lines import Line
 from mpips.messages import Coding, UnitCard
 from mpips.optimizers import Optimizer
+from mpips.roll import Roll
 from mpips.row_sparse import RowSparse
 from mpips.session import Key, Part, Piece, Session, Task
 from mpips.sharding import Interval, Placement, grain_of, split, units
@@ -48,6 +52,7 @@ class Served:
         near = self._everybody(self.session.all_local)
         self._near = all(near[worker] for worker in range(*layout.clients[layout.client_number]))
         self._one_node = all(near)
+        self._roll = Roll(layout.client) if self._grouped and self._one_node and layout.client else None
         self.communicators = (("communicator", "client"),) if self._grouped else ()
         """Names of what all its operations hold collectives on."""
 
@@ -84,7 +89,7 @@ class Served:
         """Cut a key into pieces and units, the same on every worker."""
         options = self.layout.options
         owners = sum(len(group) for group in self._groups)
-        grain = grain_of(key.shape, max(self.layout.num_servers * max(map(len, self._groups)), 1))
+        grain = grain_of(key.shape, self.layout.num_servers) if max(map(len, self._groups)) == 1 else 1
         block_bytes = options.block_bytes if self._one_node else options.chunk_bytes
         block = max(1, block_bytes // key.dtype.itemsize)
         for server, part in self._placement.place(key.shape, key.dtype.itemsize):
@@ -142,12 +147,52 @@ class Served:
 
     def push(self, key: Key, flat: Array, priority: int, wait: bool = True) -> Task:
         """Contribute `flat` (1-D) to the key's next round."""
-        round_ = self.session.begin(key)
+        round_ = self.session.begin(key, not self._grouped)
         if not self._grouped:
             return self._contribute(key, round_, flat, priority, wait)
         if self._all:
             return self._together([self._push_piece(key, round_, piece, flat, priority) for piece in key.pieces])
         return self._push_master(key, round_, flat, priority)
+
+    def refuse(self, key: Key, sentence: str) -> None:
+        """This worker's arguments are bad: tell everybody who waits for them, then raise."""
+        if self._roll is not None:
+            self._collective(key, "push", lambda: collectives_session(self.layout.client).refuse(sentence), sentence)
+        self.session.begin(key, False)
+        self.session.refuse(key, sentence)
+
+    def _collective(self, key: Key, what: str, call: Callable[[], object], refusal: str = "") -> None:
+        """A collective inside a client on one node; where the members called with different things, all raise."""
+        assert self._roll is not None
+        self._roll.note(f"{what} of {key.name!r}")
+        try:
+            call()
+        except StallError:
+            raise
+        except CollectiveError as error:
+            self._disagree(key, what, refusal, str(error))
+        if not self._roll.agrees():
+            self._disagree(key, what, refusal, "")
+
+    def _disagree(self, key: Key, what: str, refusal: str, fallback: str) -> None:
+        """All members tell what they called; the keys among them fail their next round on all clients; all raise."""
+        client = self.layout.client
+        assert client is not None
+        card = msgspec.msgpack.encode((what, key.name, refusal))
+        cards = [msgspec.msgpack.decode(data) for data in meet.exchange(client, card, what)]
+        first = self.layout.rank - client.Get_rank()
+        calls = [f"rank {first + i}: {call} of key {name!r}" for i, (call, name, _) in enumerate(cards)]
+        sentence = next((text for _, _, text in cards if text), "")
+        if not sentence and len({tuple(other) for other in map(tuple, cards)}) > 1:
+            sentence = "the workers of a client must make the same calls in the same order, but " + "; ".join(calls)
+        sentence = sentence or fallback
+        for name in sorted({name for call, name, _ in cards if call == "push"}, key=str):
+            other = self.session.key(name)
+            if other is not None:
+                counted = other is key and what == "push" and not refusal
+                other.round += not counted
+                self.session.refuse(other, sentence)
+        raise MismatchError(sentence)
 
     def _contribute(
         self, key: Key, round_: int, flat: Array, priority: int, wait: bool, own: bool = False,
@@ -181,8 +226,12 @@ class Served:
             if piece.reduced is None:
                 piece.reduced = arena.empty(key.size, key.dtype)
             total = piece.reduced
-            yield from self.session.drained(key, round_ - 1, key.pushes)
-        yield from inside.reduce(comm, flat, total)
+            yield from self.session.drained(key, round_ - 1, key.pushes, alone=False)
+        if self._one_node:
+            out = total if total is not None else flat if flat.flags.writeable else np.empty_like(flat)
+            self._collective(key, "push", lambda: collectives.reduce(flat, comm, out=out))
+        else:
+            yield from inside.reduce(comm, flat, total)
         if total is not None:
             yield from self._contribute(key, round_, total, priority, False, own=True)
 
@@ -195,11 +244,15 @@ class Served:
         mine = Interval(piece.cuts[rank], piece.cuts[rank + 1])
         if piece.reduced is None:
             piece.reduced = arena.empty(mine.size, key.dtype)
-        yield from self.session.drained(key, round_ - 1, piece.pushes)
-        cuts = [cut - start for cut in piece.cuts]
-        yield from inside.reduce_scatter(comm, flat[start:stop], piece.reduced, cuts, piece.number)
+        reduced = piece.reduced
+        yield from self.session.drained(key, round_ - 1, piece.pushes, alone=False)
+        if self._one_node:
+            self._collective(key, "push", lambda: collectives.reduce_scatter(flat[start:stop], comm, out=reduced))
+        else:
+            cuts = [cut - start for cut in piece.cuts]
+            yield from inside.reduce_scatter(comm, flat[start:stop], reduced, cuts, piece.number)
         yield from self._contribute(
-            key, round_, piece.reduced, priority, False, own=True, parts=piece.pushes, base=mine.start
+            key, round_, reduced, priority, False, own=True, parts=piece.pushes, base=mine.start
         )
 
     def push_rows(self, key: Key, rows: RowSparse, priority: int) -> Task:
@@ -236,19 +289,39 @@ class Served:
     def _pull_master(self, key: Key, flat: Array) -> Task:
         comm = self.layout.client
         assert comm is not None
+        failure = None
         if comm.Get_rank() == 0:
-            yield from self.session.pull(key, flat, key.parts)
-        if comm.Get_size() > 1:
+            failure = yield from self._caught(self.session.pull(key, flat, key.parts))
+        if self._one_node:
+            self._collective(key, "pull", lambda: collectives.broadcast(flat, comm))
+        elif comm.Get_size() > 1:
             yield from inside.broadcast(comm, flat)
+        self._raise(key, failure)
 
     def _pull_piece(self, key: Key, piece: Piece, flat: Array) -> Task:
         comm = self.layout.client
         assert comm is not None
-        yield from self.session.pull(key, flat, piece.pushes)
-        if comm.Get_size() > 1:
-            start = piece.cuts[0]
+        failure = yield from self._caught(self.session.pull(key, flat, piece.pushes))
+        start, stop = piece.cuts[0], piece.cuts[-1]
+        if self._one_node:
+            self._collective(key, "pull", lambda: collectives.allgather(flat[start:stop], comm))
+        elif comm.Get_size() > 1:
             cuts = [cut - start for cut in piece.cuts]
-            yield from inside.allgather(comm, flat[start : piece.cuts[-1]], cuts, piece.number)
+            yield from inside.allgather(comm, flat[start:stop], cuts, piece.number)
+        self._raise(key, failure)
+
+    def _caught(self, task: Task) -> Generator[None, None, CollectiveError | None]:
+        """Run a task to its end; what failed is raised after the client's collective, so that no member waits for it."""
+        try:
+            yield from task
+        except CollectiveError as error:
+            return error
+        return None
+
+    def _raise(self, key: Key, failure: CollectiveError | None) -> None:
+        if failure is not None:
+            raise failure
+        self.session.check(key)
 
     def pushpull(self, key: Key, flat: Array, out: Array, priority: int) -> Task:
         """Push, then pull, in one: nothing waits between the two, and pieces go through both by themselves."""
@@ -273,7 +346,7 @@ class Served:
         waiting = list(reversed(tasks))
         running: list[Generator[None, None, None]] = []
         while waiting or running:
-            while waiting and len(running) < PIECES_IN_FLIGHT:
+            while waiting and len(running) < (1 if self._one_node else PIECES_IN_FLIGHT):
                 running.append(waiting.pop())
             still = []
             for task in running:

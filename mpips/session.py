@@ -94,6 +94,8 @@ class Key:
     quick: Part | None = None
     """The only part, where it is one block, on this node, pushed by this worker, of a synchronous store."""
     round: int = 0
+    excused: int = 0
+    """The last round whose failure this worker has raised, or caused and raised by itself."""
     failed: dict[int, tuple[str, bool]] = field(default_factory=dict)
     """Rounds that failed and were not yet raised: the sentence, and whether it was a timeout."""
 
@@ -112,6 +114,7 @@ class Session:
     def __init__(self, layout: Layout, lines: list[Line]) -> None:
         self._layout, self.lines = layout, lines
         self._small = layout.options.small_bytes
+        self._names: dict[int | str, Key] = {}
         self._parts: dict[int, tuple[Key, Part]] = {}
         self.all_local = all(line.local for line in lines)
         self._answers: dict[int, tuple[bytes, bool]] = {}
@@ -119,15 +122,20 @@ class Session:
         self.warn: Callable[[str], None] = lambda text: None
 
     def add(self, key: Key) -> None:
+        self._names[key.name] = key
         for part in key.parts:
             self._parts[part.number] = key, part
+
+    def key(self, name: int | str) -> Key | None:
+        """The key of that name."""
+        return self._names.get(name)
 
     def part(self, number: int) -> Part:
         """The unit of that number."""
         return self._parts[number][1]
 
     def for_each_key(self, do: Callable[[Key], None]) -> None:
-        for key, _ in self._parts.values():
+        for key in self._names.values():
             do(key)
 
     # ---- frames from servers
@@ -153,7 +161,9 @@ class Session:
         elif frame.op == Op.CREDIT:
             part.credits.append(frame.aux)
         elif frame.op == Op.FAILED:
-            key.failed[frame.round] = line.body(frame).decode(), bool(frame.flags)
+            failure = line.body(frame).decode(), bool(frame.flags)
+            if frame.round > key.excused:
+                key.failed.setdefault(frame.round, failure)
         elif frame.op == Op.WARNING:
             self.warn(line.body(frame).decode())
 
@@ -164,6 +174,7 @@ class Session:
             due = sorted(round_ for round_ in key.failed if round_ <= key.round)
             if due:
                 text, timed_out = key.failed[due[0]]
+                key.excused = max(key.excused, due[-1])
                 for round_ in due:
                     del key.failed[round_]
                 raise (StallError if timed_out else CollectiveError)(text)
@@ -211,11 +222,12 @@ class Session:
             os.sched_yield()
         return False
 
-    def begin(self, key: Key) -> int:
-        """Count the next push of the key and return its round; raises what has already made that round fail."""
+    def begin(self, key: Key, alone: bool = True) -> int:
+        """Count the next push of the key and return its round. A worker that acts `alone` raises here what has already
+        made the round fail; in a client all go through the collectives first."""
         key.round += 1
-        if key.failed and key.round in key.failed:
-            self.refuse(key, key.failed[key.round][0])
+        if alone and key.failed and key.round in key.failed:
+            self._refuse(key, key.failed[key.round][0])
             self.check(key)
         return key.round
 
@@ -278,11 +290,14 @@ class Session:
         while not request.Test():
             yield
 
-    def drained(self, key: Key, round_: int, parts: Sequence[Part]) -> Task:
-        """Wait until the servers have read this worker's contributions up to `round_`."""
+    def drained(self, key: Key, round_: int, parts: Sequence[Part], alone: bool = True) -> Task:
+        """Wait until the servers have read this worker's contributions up to `round_`; `alone` as in `begin`."""
         for part in parts:
             while part.consumed() < round_:
-                self.check(key)
+                if alone:
+                    self.check(key)
+                else:
+                    self.listen()
                 yield
 
     def _make_outbox(self, key: Key, part: Part) -> None:
@@ -334,7 +349,13 @@ class Session:
                 yield
 
     def refuse(self, key: Key, sentence: str) -> None:
-        """Tell the servers that this worker cannot contribute to the key's round, which then fails for all."""
+        """Tell the servers that this worker cannot contribute to the key's round, which then fails for all others; the
+        caller raises by itself."""
+        key.failed.pop(key.round, None)
+        key.excused = key.round
+        self._refuse(key, sentence)
+
+    def _refuse(self, key: Key, sentence: str) -> None:
         for part in key.pushes:
             part.line.post_body(sentence.encode(), Op.REFUSE, part.number, key.round)
 

@@ -39,16 +39,18 @@ class Unit(NamedTuple):
 
 
 def split(interval: Interval, parts: int, grain: int = 1) -> list[Interval]:
-    """`parts` neighbouring intervals that cover `interval`; sizes differ by at most one grain, cuts lie on grains.
+    """`parts` neighbouring intervals that cover `interval`; sizes differ by at most one grain, the larger
+    first; cuts lie on grains.
 
     Grains are counted from element 0, so that cuts of a matrix with grain = row length fall between rows.
     """
     if parts < 1 or grain < 1:
         raise ValueError(f"split into parts={parts} with grain={grain}: both must be at least 1")
     first, last = -(-interval.start // grain), interval.stop // grain
+    size, larger = divmod(max(last - first, 0), parts)
     cuts = [interval.start]
     for part in range(1, parts):
-        cut = (first + (last - first) * part // parts) * grain
+        cut = (first + part * size + min(part, larger)) * grain
         cuts.append(min(max(cut, cuts[-1]), interval.stop))
     cuts.append(interval.stop)
     return [Interval(a, b) for a, b in itertools.pairwise(cuts)]

@@ -346,7 +346,7 @@ class KVStore:
                     arguments.fits(array, key.shape, key.dtype, key.name, what, self.rank)
             return arguments.total(arrays)
         except (ValueError, TypeError) as error:
-            self._refuse(key, str(error))
+            self._backend.refuse(key, str(error))
             raise
 
     def _row_payload(self, key: Key, values: list[Any], what: str) -> RowSparse:
@@ -357,11 +357,6 @@ class KVStore:
                 raise TypeError(f"{what}: key {key.name!r} got arrays and RowSparse in one list")
             arguments.fits(value, key.shape, key.dtype, key.name, what, self.rank)
         return values[0] if len(values) == 1 else row_sparse.add(values)
-
-    def _refuse(self, key: Key, sentence: str) -> None:
-        if isinstance(self._backend, Served):
-            self._backend.session.begin(key)
-            self._backend.session.refuse(key, sentence)
 
     def _targets(self, key: Key, outs: Sequence[Any], what: str) -> list[Array]:
         targets = [arguments.writable(out, key.name, what) for out in outs]
