@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.operations import mpi_type
+from collectives.schedule import cut
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -75,6 +76,35 @@ def reduce_scatter(comm: MPI.Comm, x: Array, out: Array, cuts: Sequence[int], ta
     np.copyto(out, x[cuts[rank] : cuts[rank + 1]])
     for row in others:
         np.add(out, row, out=out)
+
+
+def reduce_to_first(comm: MPI.Comm, x: Array, out: Array | None, tag: int) -> Task:
+    """out on rank 0 = sum of everybody's x: reduce-scatter, then slices to rank 0; tags as in `reduce_scatter`."""
+    rank, size = comm.Get_rank(), comm.Get_size()
+    cuts = [int(cut(x.size, size, i)) for i in range(size + 1)]
+    mine = np.empty(cuts[rank + 1] - cuts[rank], x.dtype)
+    yield from reduce_scatter(comm, x, mine, cuts, tag)
+    if out is None:
+        yield from _all([comm.Isend(mine.view(np.uint8), 0, tag)])
+        return
+    out[: cuts[1]] = mine
+    slices = [out[a:b].view(np.uint8) for a, b in pairwise(cuts)]
+    yield from _all([comm.Irecv(slices[i], i, tag) for i in range(1, size)])
+
+
+def spread(comm: MPI.Comm, x: Array, tag: int) -> Task:
+    """Rank 0's x on every rank: slices from rank 0, then everybody's slice to all; tags as in `reduce_scatter`."""
+    rank, size = comm.Get_rank(), comm.Get_size()
+    cuts = [int(cut(x.size, size, i)) for i in range(size + 1)]
+    slices = [x[a:b].view(np.uint8) for a, b in pairwise(cuts)]
+    if rank == 0:
+        requests = [comm.Isend(slices[i], i, tag) for i in range(1, size)]
+        yield from _all(requests + [comm.Isend(slices[0], i, tag) for i in range(1, size)])
+        return
+    own = comm.Irecv(slices[rank], 0, tag)
+    others = [comm.Irecv(slices[i], i, tag) for i in range(size) if i != rank]
+    yield from _all([own])
+    yield from _all(others + [comm.Isend(slices[rank], i, tag) for i in range(1, size) if i != rank])
 
 
 def allgather(comm: MPI.Comm, x: Array, cuts: Sequence[int], tag: int) -> Task:

@@ -46,6 +46,7 @@ class Served:
         self._groups = layout.groups()
         self._grouped = layout.kind.startswith("mpi_")
         self._all = layout.options.masters == "all"
+        self._members = 1 if layout.client is None else layout.client.Get_size()
         self._units = 0
         self._compressor: Compressor | None = None
         self._residuals: dict[int, Array] = {}
@@ -88,13 +89,12 @@ class Served:
     def _plan(self, key: Key, cards: dict[int, list[UnitCard]]) -> None:
         """Cut a key into pieces and units, the same on every worker."""
         options = self.layout.options
-        owners = sum(len(group) for group in self._groups)
         grain = grain_of(key.shape, self.layout.num_servers) if max(map(len, self._groups)) == 1 else 1
         block_bytes = options.block_bytes if self._one_node else options.chunk_bytes
         block = max(1, block_bytes // key.dtype.itemsize)
         for server, part in self._placement.place(key.shape, key.dtype.itemsize):
             chunks = 1
-            if self._all and owners > len(self._groups) and not self._one_node:
+            if self._grouped and max(client.size for client in self.layout.clients) > 1 and not self._one_node:
                 chunks = max(1, min(32, part.size * key.dtype.itemsize // options.chunk_bytes))
             for chunk in split(part, chunks, grain):
                 if chunk.size or not part.size:
@@ -152,7 +152,13 @@ class Served:
             return self._contribute(key, round_, flat, priority, wait)
         if self._all:
             return self._together([self._push_piece(key, round_, piece, flat, priority) for piece in key.pieces])
+        if self._in_pieces(key):
+            return self._together([self._push_piece_by_master(key, round_, p, flat, priority) for p in key.pieces])
         return self._push_master(key, round_, flat, priority)
+
+    def _in_pieces(self, key: Key) -> bool:
+        """Whether a client on several nodes handles the key as a pipeline."""
+        return not self._one_node and len(key.pieces) > 1 and self._members > 1
 
     def refuse(self, key: Key, sentence: str) -> None:
         """This worker's arguments are bad: tell everybody who waits for them, then raise."""
@@ -255,6 +261,21 @@ class Served:
             key, round_, reduced, priority, False, own=True, parts=piece.pushes, base=mine.start
         )
 
+    def _push_piece_by_master(self, key: Key, round_: int, piece: Piece, flat: Array, priority: int) -> Task:
+        """The client's sum of a piece goes to its rank 0, and from there to the servers."""
+        comm = self.layout.client
+        assert comm is not None
+        start, stop = piece.cuts[0], piece.cuts[-1]
+        total = None
+        if piece.pushes:
+            if piece.reduced is None:
+                piece.reduced = arena.empty(stop - start, key.dtype)
+            total = piece.reduced
+            yield from self.session.drained(key, round_ - 1, piece.pushes, alone=False)
+        yield from inside.reduce_to_first(comm, flat[start:stop], total, piece.number)
+        if total is not None:
+            yield from self._contribute(key, round_, total, priority, False, own=True, parts=piece.pushes, base=start)
+
     def push_rows(self, key: Key, rows: RowSparse, priority: int) -> Task:
         """Contribute rows to the key's next round; every worker that contributes sends the rows of its units."""
         round_ = self.session.begin(key)
@@ -282,7 +303,7 @@ class Served:
         """Read the key into `flat` (1-D) on every worker that calls."""
         if not self._grouped or (self._near and not self.layout.asynchronous):
             return self.session.pull(key, flat, key.parts)
-        if self._all:
+        if self._all or self._in_pieces(key):
             return self._together([self._pull_piece(key, piece, flat) for piece in key.pieces])
         return self._pull_master(key, flat)
 
@@ -305,6 +326,8 @@ class Served:
         start, stop = piece.cuts[0], piece.cuts[-1]
         if self._one_node:
             self._collective(key, "pull", lambda: collectives.allgather(flat[start:stop], comm))
+        elif not self._all:
+            yield from inside.spread(comm, flat[start:stop], piece.number)
         elif comm.Get_size() > 1:
             cuts = [cut - start for cut in piece.cuts]
             yield from inside.allgather(comm, flat[start:stop], cuts, piece.number)
@@ -325,13 +348,14 @@ class Served:
 
     def pushpull(self, key: Key, flat: Array, out: Array, priority: int) -> Task:
         """Push, then pull, in one: nothing waits between the two, and pieces go through both by themselves."""
-        if self._grouped and self._all and not self._near:
+        if self._grouped and (self._all or self._in_pieces(key)) and not self._near:
             round_ = self.session.begin(key)
             return self._together([self._through(key, round_, p, flat, out, priority) for p in key.pieces])
         return self._push_then_pull(key, flat, out, priority)
 
     def _through(self, key: Key, round_: int, piece: Piece, flat: Array, out: Array, priority: int) -> Task:
-        yield from self._push_piece(key, round_, piece, flat, priority)
+        push = self._push_piece if self._all else self._push_piece_by_master
+        yield from push(key, round_, piece, flat, priority)
         yield from self._pull_piece(key, piece, out)
 
     def _push_then_pull(self, key: Key, flat: Array, out: Array, priority: int) -> Task:
