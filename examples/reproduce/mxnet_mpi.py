@@ -1,0 +1,168 @@
+"""MXNET-MPI (Mamidala et al., 2018) on an emulated star of 14 hosts: 12 workers, 2 servers, clients of 6 workers.
+
+    python -m examples.reproduce.mxnet_mpi --out out [--rate 100mbit] [--mxnet PYTHON] [--skip-training]
+
+1. One synchronisation of 4 MiB: dist_sync, mpi_sync through one master a client and through all, and MXNet's own
+   dist_sync where ``--mxnet`` names a Python that has mxnet 1.9.1; beside each, what the links allow (simulated).
+2. Training in the paper's six modes, handwritten digits, a hidden layer wide enough that the network matters: seconds
+   an epoch (figure 12), test accuracy against time (figures 11, 13, 14).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from collectives.topology import parse_rate
+from examples.reproduce import lab
+from examples.reproduce.mxnet_job import mxnet_seconds
+from launch.lab import client
+from mpips.options import Options
+from mpips.predict import exchange
+
+WORKERS, SERVERS, CLIENTS = 12, 2, 2
+NBYTES = 4 << 20
+PAPER_EPOCHS = 6.0  # figure 12: mpi modes take a sixth of the time of dist modes
+
+
+class Way(NamedTuple):
+    """A way to synchronise, and how often it is measured."""
+
+    name: str
+    kind: str
+    clients: int
+    masters: str
+    repeats: int
+
+    @property
+    def options(self) -> Options:
+        return Options(servers=SERVERS, workers=WORKERS, clients=self.clients, masters=self.masters)
+
+
+WAYS = (
+    Way("dist_sync", "dist_sync", 1, "one", 2),
+    Way('mpi_sync, masters="one"', "mpi_sync", CLIENTS, "one", 3),
+    Way('mpi_sync, masters="all"', "mpi_sync", CLIENTS, "all", 5),
+)
+
+
+class Mode(NamedTuple):
+    """A mode of the paper: its example, and its clients."""
+
+    name: str
+    script: str
+    clients: int
+
+
+MODES = tuple(
+    Mode(f"{group}-{kind.upper()}", f"examples/{group}_{kind}.py", clients)
+    for group, clients in (("dist", 1), ("mpi", CLIENTS))
+    for kind in ("sgd", "asgd", "esgd")
+)
+
+
+def predicted(way: Way, rate: float) -> dict[str, float]:
+    """What the links allow: messages as in the store, one host each; and the fullest link's bytes over its rate."""
+    options = way.options
+    clients = WORKERS if way.kind.startswith("dist") else way.clients
+    chunks = max(1, NBYTES // options.chunk_bytes)
+    found = exchange(
+        NBYTES, WORKERS, SERVERS, clients, way.masters, rate * lab.EFFICIENCY, chunks, options.chunks_in_flight
+    )
+    return {"predicted": found.seconds, "bound": found.bound}
+
+
+def synchronise(name: str, rate: float, mxnet: str | None) -> list[dict[str, Any]]:
+    """Rows of seconds for one synchronisation of NBYTES."""
+    rows = []
+    for way in WAYS:
+        request = {"kind": way.kind, "nbytes": NBYTES, "repeats": way.repeats}
+        found = lab.ask(name, WORKERS + SERVERS, "examples.reproduce.store_ranks", request, way.options.environment())
+        row = {"way": way.name, "measured": median(found["seconds"]), "all": found["seconds"], "idle": found["idle"]}
+        rows.append(row | predicted(way, rate))
+    if mxnet:
+        seconds = mxnet_seconds(name, mxnet, WORKERS, SERVERS, NBYTES, 2)
+        rows.append({"way": "MXNet 1.9.1 dist_sync", "measured": median(seconds), "all": seconds, "idle": None})
+        rows[-1] |= predicted(WAYS[0], rate)
+    return rows
+
+
+def train(name: str, mode: Mode, epochs: int, hidden: int, limit: float) -> dict[str, Any]:
+    """The curve of one mode: [(seconds, test accuracy)], an entry an epoch."""
+    options = Options(servers=SERVERS, workers=WORKERS, clients=mode.clients)
+    arguments = ["--lines", "1", "--epochs", str(epochs), "--hidden", str(hidden), "--batch-size", "16"]
+    argv = client.job_command(name, WORKERS + SERVERS, [sys.executable, "-m", "mpips", mode.script, *arguments])
+    variables = {**os.environ, **lab.ONE_THREAD, **options.environment(), "PYTHONPATH": str(lab.ROOT)}
+    done = subprocess.run(argv, cwd=lab.ROOT, env=variables, capture_output=True, text=True, timeout=limit)
+    if done.returncode:
+        raise SystemExit(f"{mode.name} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+    records = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    curve = [(r["seconds"], r["test_accuracy"]) for r in records]
+    return {"mode": mode.name, "curve": curve, "epoch_seconds": curve[-1][0] / len(curve)}
+
+
+def show(report: dict[str, Any]) -> None:
+    """The tables."""
+    console = Console(width=120)
+    links = f"links of {8e-6 * report['rate']:g} Mbit/s"
+    table = Table(title=f"Synchronising 4 MiB between {WORKERS} workers and {SERVERS} servers, {links} (seconds)")
+    for title in ("way", "measured", "links allow", "/ allowed", "faster than dist_sync", "idle"):
+        table.add_column(title, justify="left" if title == "way" else "right")
+    base = next(r for r in reversed(report["synchronisation"]) if r["way"].endswith("dist_sync"))
+    for r in report["synchronisation"]:
+        idle = "" if r["idle"] is None else f"{100 * r['idle']:.0f} %"
+        words = (f"{r['measured']:.3f}", f"{r['predicted']:.3f}", f"{r['measured'] / r['predicted']:.2f}")
+        table.add_row(r["way"], *words, f"{base['measured'] / r['measured']:.2f}", idle)
+    console.print(table)
+    console.print(f"compared with: {base['way']}. The paper's factor: {PAPER_EPOCHS:g} (figure 12).")
+    if not report["training"]:
+        return
+    table = Table(
+        title=f"Training on handwritten digits, hidden layer of {report['hidden']}, {report['epochs']} epochs"
+    )
+    for title in ("mode", "seconds an epoch", "last accuracy", f"seconds to {report['target']:.2f}"):
+        table.add_column(title, justify="left" if title == "mode" else "right")
+    for r in report["training"]:
+        reached = next((f"{s:.2f}" for s, accuracy in r["curve"] if accuracy >= report["target"]), "not reached")
+        table.add_row(r["mode"], f"{r['epoch_seconds']:.2f}", f"{r['curve'][-1][1]:.3f}", reached)
+    console.print(table)
+
+
+@click.command(context_settings={"show_default": True})
+@click.option("--rate", default="100mbit", help="Of every link of the lab.")
+@click.option("--mxnet", help="A Python with mxnet 1.9.1 and numpy 1.23, for MXNet's own figure in the same run.")
+@click.option("--epochs", type=click.IntRange(1), default=8)
+@click.option("--hidden", type=click.IntRange(1), default=2000, help="Width of the hidden layer: 300 bytes each.")
+@click.option("--target", type=float, default=0.9, help="Test accuracy whose time is told.")
+@click.option("--skip-training", is_flag=True)
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("out"))
+def command(
+    rate: str, mxnet: str | None, epochs: int, hidden: int, target: float, skip_training: bool, out: Path
+) -> None:
+    """MXNET-MPI's results, measured and simulated on an emulated network."""
+    speed = parse_rate(rate)
+    report: dict[str, Any] = {"rate": speed, "epochs": epochs, "hidden": hidden, "target": target, "training": []}
+    with lab.networks({"star": f"star:{WORKERS + SERVERS}"}, speed) as names:
+        report["synchronisation"] = synchronise(names["star"], speed, mxnet)
+        for mode in () if skip_training else MODES:
+            report["training"].append(train(names["star"], mode, epochs, hidden, limit=200))
+    show(report)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "reproduce-mxnet-mpi.json").write_text(json.dumps(report, indent=1))
+    from examples.reproduce.mxnet_picture import draw
+
+    draw(report, out / "reproduce-mxnet-mpi.png")
+    click.echo(f"{out / 'reproduce-mxnet-mpi.json'}, {out / 'reproduce-mxnet-mpi.png'}")
+
+
+if __name__ == "__main__":
+    command()
