@@ -81,6 +81,10 @@ class Pure:
         yield from self.push(key, flat, priority)
         yield from self.pull(key, out)
 
+    def settle(self, keys: Sequence[Key]) -> Task:
+        """Pushes have ended when they return."""
+        yield from ()
+
     def set_optimizer(self, optimizer: Optimizer) -> Task:
         self._optimizer = optimizer
         self._states.clear()

@@ -382,6 +382,11 @@ class Served:
 
     # ---- settings
 
+    def settle(self, keys: Sequence[Key]) -> Task:
+        """Wait until the servers have read everything that this worker has pushed."""
+        for key in keys:
+            yield from self.session.drained(key, key.round, key.pushes, alone=False)
+
     def set_optimizer(self, optimizer: Optimizer) -> Task:
         yield from self._tell(messages.SetOptimizer(optimizers.encode(optimizer)))
 

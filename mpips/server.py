@@ -48,6 +48,7 @@ class Server:
         self._compressor: Compressor | None = None
         self._present = dict(enumerate(lines))
         self._views: dict[tuple[int, ...], NDArray[Any]] = {}
+        self._deferred: list[tuple[int, Frame]] = []
         self._sources: dict[tuple[int, ...], Elements] = {}
         self._handlers: dict[int, Callable[[int, Frame], Replies]] = {
             Op.REFUSE: self._refuse, Op.PULL: self._pull, Op.RELEASE: self._release,
@@ -66,6 +67,8 @@ class Server:
             worked, replies = state.work(idle_since > 0 and time.monotonic() - idle_since > AHEAD_SECONDS)
             if replies:
                 self._send(replies)
+            if self._deferred and state.quiet:
+                self._answer_deferred()
             if self._remote:
                 for unit, worker in self._postman.delivered():
                     state.released(unit, worker)
@@ -186,14 +189,20 @@ class Server:
     # ---- rare requests
 
     def _control(self, worker: int, frame: Frame) -> Replies:
-        line = self._lines[worker]
-        try:
-            answer: Any = self._answer(messages.decode_request(line.body(frame)))
-        except (ValueError, TypeError, MemoryError) as error:
-            line.post_body(str(error).encode(), Op.ANSWER, token=frame.token, flags=1)
-            return []
-        line.post_body(messages.encode(answer), Op.ANSWER, token=frame.token)
+        """Settings count from the next push on, so they wait until everything pushed before has been applied."""
+        self._deferred.append((worker, frame))
         return []
+
+    def _answer_deferred(self) -> None:
+        for worker, frame in self._deferred:
+            line = self._lines[worker]
+            try:
+                answer: Any = self._answer(messages.decode_request(line.body(frame)))
+            except (ValueError, TypeError, MemoryError) as error:
+                line.post_body(str(error).encode(), Op.ANSWER, token=frame.token, flags=1)
+            else:
+                line.post_body(messages.encode(answer), Op.ANSWER, token=frame.token)
+        self._deferred.clear()
 
     def _answer(self, request: messages.Request) -> messages.Answer:
         match request:

@@ -67,14 +67,16 @@ class ServerState:
         unit = self.units[number]
         unit.priority = priority
         index = unit.position[worker]
+        if self.asynchronous:
+            unit.push(index, source)
+            unit.arrivals.append(index)
+            self.ready[number] = unit
+            return None
         if not unit.waits:
             unit.opened, unit.warned = clock, False
             self.open[number] = unit
         unit.push(index, source)
-        if self.asynchronous:
-            unit.arrivals.append(index)
-            self.ready[number] = unit
-        elif not unit.missing:
+        if not unit.missing:
             self.ready[number] = unit
         elif self.gone or unit.poison:
             self.ready[number] = unit
@@ -138,6 +140,11 @@ class ServerState:
                 came = [worker for worker, queue in zip(unit.contributors, unit.queues) if queue]
                 replies += [Reply("WARNING", w, unit.number, text=self._waiting(unit, waited)) for w in came]
         return replies
+
+    @property
+    def quiet(self) -> bool:
+        """Whether everything that was pushed has been applied, but for rounds that have failed."""
+        return not self.ready and not self.setting and all(unit.poison for unit in self.open.values())
 
     # ---- work
 

@@ -111,18 +111,18 @@ class KVStore:
         By name and keywords (`"sgd", learning_rate=0.1`) or an `mpips.optimizers` record. State starts anew.
         """
         chosen, refusal = self._try(lambda: optimizers.create(optimizer, **keywords))
+        self._settle()
         self._agree("set_optimizer", [("optimizer", repr(chosen))], refusal)
         assert chosen is not None
-        self._engine.finish()
         self._run([], self._backend.set_optimizer(chosen), 0, "set_optimizer")
         self._optimizer = chosen
 
     def set_gradient_compression(self, compression_params: dict[str, Any]) -> None:
         """Compress pushes of float keys from now on, e.g. `{"type": "2bit", "threshold": 0.5}`; all workers call; blocking."""
         compressor, refusal = self._try(lambda: compression.create(compression_params))
+        self._settle()
         self._agree("set_gradient_compression", [("compression", repr(compressor))], refusal)
         assert compressor is not None
-        self._engine.finish()
         self._run([], self._backend.set_compression(dict(compression_params), compressor), 0, "set_gradient_compression")
 
     def barrier(self) -> None:
@@ -135,15 +135,15 @@ class KVStore:
         Rank 0 writes. `dump_optimizer` stores the optimizer's name and options beside it. Blocking.
         """
         refusal = "" if self._optimizer else "save_optimizer_states needs an optimizer; call set_optimizer first"
+        self._settle()
         self._agree("save_optimizer_states", [("fname", str(fname))], refusal)
-        self._engine.finish()
         self._at_rank_0(self._save(fname, dump_optimizer), "save_optimizer_states")
 
     def load_optimizer_states(self, fname: str) -> None:
         """Read back what `save_optimizer_states` wrote, with any number of servers; all workers call; blocking."""
         refusal = "" if self._optimizer else "load_optimizer_states needs an optimizer; call set_optimizer first"
+        self._settle()
         self._agree("load_optimizer_states", [("fname", str(fname))], refusal)
-        self._engine.finish()
         if isinstance(self._backend, Pure):
             self._at_rank_0(self._load(fname), "load_optimizer_states", everywhere=True)
         else:
@@ -163,8 +163,7 @@ class KVStore:
             if left is not None:
                 self._run([key], left, priority, "push", key)
             return
-        for name, task in self._pushes(key, value, priority):
-            self._run([name], task, priority, "push", name)
+        self._each("push", self._pushes(key, value, priority), priority)
 
     def ipush(self, key: Any, value: Any, priority: int = 0, turns: Sequence[Hashable] = ()) -> Handle:
         """`push` that returns a handle at once; the arrays must stay as they are until it is done.
@@ -181,8 +180,7 @@ class KVStore:
             if left is not None:
                 self._run([key], left, priority, "pull", key)
             return
-        for name, task in self._pulls(key, out):
-            self._run([name], task, priority, "pull", name)
+        self._each("pull", self._pulls(key, out), priority)
 
     def ipull(self, key: Any, out: Any, priority: int = 0, turns: Sequence[Hashable] = ()) -> Handle:
         """`pull` that returns a handle at once; `out` holds the values when it is done."""
@@ -195,8 +193,7 @@ class KVStore:
             self.push(key, value, priority)
             self.pull(key, value if out is None else out, priority)
             return
-        for name, task in self._pushpulls(key, value, out, priority):
-            self._run([name], task, priority, "pushpull", name)
+        self._each("pushpull", self._pushpulls(key, value, out, priority), priority)
 
     def ipushpull(
         self, key: Any, value: Any, out: Any = None, priority: int = 0, turns: Sequence[Hashable] = ()
@@ -246,6 +243,11 @@ class KVStore:
         if record is None or record.quick is None or array.shape != record.shape or array.dtype != record.dtype:
             return None
         return record if array.flags.c_contiguous else None
+
+    def _settle(self) -> None:
+        """Finish what is under way, so that a setting counts from the next push on."""
+        self._engine.finish()
+        self._run([], self._backend.settle(list(self._keys.values())), 0, "settle")
 
     def _try(self, make: Any) -> tuple[Any, str]:
         """What `make` returns, or the sentence of its error, to be told to everybody."""
@@ -378,6 +380,15 @@ class KVStore:
     def _run(self, keys: list[Name], task: Task, priority: int, what: str, name: Name | None = None) -> None:
         self._engine.run(self._order(keys), task, priority, lambda: self._wait_text(what, name))
 
+    def _each(self, what: str, tasks: list[tuple[Name, Task]], priority: int) -> None:
+        """Do an operation for several keys: at the same time, unless collectives must keep their order."""
+        if len(tasks) > 1 and not self._backend.communicators:
+            names = [name for name, _ in tasks]
+            self._run(names, together([task for _, task in tasks]), priority, what, names[0])
+            return
+        for name, task in tasks:
+            self._run([name], task, priority, what, name)
+
     def _wait_text(self, what: str, name: Name | None) -> str:
         return f"rank {self.rank}: {what}" + (f" of key {name!r}" if name is not None else "")
 
@@ -411,6 +422,26 @@ class KVStore:
     def _load(self, fname: str) -> Task:
         keys = list(self._keys.values())
         yield from self._backend.put_states(keys, states.load(fname, keys))
+
+
+def together(tasks: list[Task]) -> Task:
+    """Run tasks side by side; when one has failed the others still run to their end, so that no peer waits for them."""
+    failure = None
+    while tasks:
+        left = []
+        for task in tasks:
+            try:
+                next(task)
+                left.append(task)
+            except StopIteration:
+                pass
+            except (ValueError, TypeError, RuntimeError) as error:
+                failure = failure or error
+        tasks = left
+        if tasks:
+            yield
+    if failure is not None:
+        raise failure
 
 
 def _chain(tasks: list[Task]) -> Task:

@@ -1,0 +1,129 @@
+"""Synchronous stores give exact sums: all kinds, both masters, any clients and servers, shared memory and messages."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import mpips
+from tests.mpi.mpips.exact import exact
+from tests.mpi.mpips.support import WORLD, need, run
+
+ROOT = Path(__file__).parents[3]
+SHAPES = ((2, 3), (120, 100), (1211, 1211))
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+@pytest.mark.parametrize("servers", [0, 1, 2])
+def test_every_worker_a_client(servers, shared_memory):
+    need(servers=servers)
+    run("dist_sync", lambda kv: exact(kv, shapes=SHAPES), servers=servers, shared_memory=shared_memory)
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+@pytest.mark.parametrize("masters", ["one", "all"])
+@pytest.mark.parametrize("clients", [1, 2, 3])
+@pytest.mark.parametrize("servers", [1, 2])
+def test_clients(servers, clients, masters, shared_memory):
+    options = {"servers": servers, "clients": clients, "masters": masters, "shared_memory": shared_memory}
+    need(2, **options)
+    run("mpi_sync", lambda kv: exact(kv, ("float32",), shapes=SHAPES), **options)
+
+
+@pytest.mark.skipif(WORLD.size != 1, reason="starts a job of its own; once is enough")
+def test_seven_workers_with_one_to_three_servers():
+    clean = {k: v for k, v in os.environ.items() if not re.match(r"OMPI_|PMIX_|PRTE_|PMI_|HYDRA_|MPI_|MPIPS_", k)}
+    clean["PYTHONPATH"] = str(ROOT)
+    command = [sys.executable, "-m", "launch.run", "--workers", "10", str(Path(__file__).with_name("seven.py"))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=55, env=clean, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("exact") == 21, done.stdout
+
+
+def test_compressed_pushes_keep_what_they_leave_out():
+    n = need(servers=1)
+
+    def body(kv):
+        kv.set_gradient_compression({"type": "2bit", "threshold": 0.5})
+        for shape in ((3, 5), (1300, 900)):
+            kv.init(str(shape), np.zeros(shape, np.float32))
+            out = np.ones(shape, np.float32)
+            kv.pull(str(shape), out)
+            assert (out == 0).all()  # init is not compressed, and nothing was pushed
+            for gradient, expected in ((0.0, 0.0), (0.3, 0.0), (0.3, 0.5), (0.1, 0.0), (0.4, 0.5), (-0.7, -0.5)):
+                kv.push(str(shape), np.full(shape, gradient, np.float32))
+                kv.pull(str(shape), out)
+                assert np.allclose(out, expected * n), (shape, gradient, out[0])
+
+    run("dist_sync", body, servers=1)
+
+
+@pytest.mark.parametrize("options", [{}, {"type": "1bit"}, {"type": "fp16"}, {"type": "topk", "ratio": 0.5}])
+def test_all_compressions_sum_up_in_the_long_run(options):
+    need(servers=2)
+    size = 1001
+
+    def body(kv):
+        if options:
+            kv.set_gradient_compression(options)
+        kv.init("w", np.zeros(size, np.float32))
+        kv.set_optimizer("add")
+        gradient = np.linspace(-1, 1, size, dtype=np.float32) * (kv.rank + 1)
+        out = np.zeros(size, np.float32)
+        for _ in range(20):
+            kv.pushpull("w", gradient, out)
+        total = 20 * np.linspace(-1, 1, size) * kv.num_workers * (kv.num_workers + 1) / 2
+        assert np.abs(out - total).max() < 6 * kv.num_workers * (kv.num_workers + 1)
+
+    run("dist_sync", body, servers=2, big_array=100)
+
+
+@pytest.mark.parametrize("kind, options", [
+    ("dist_sync", {"servers": 1}), ("dist_sync", {"servers": 2}), ("dist_sync", {"servers": 2, "shared_memory": False}),
+    ("mpi_sync", {"servers": 1, "clients": 2}), ("dist_sync", {"servers": 0}),
+])  # fmt: skip
+def test_row_sparse(kind, options):
+    n = need(**options)
+
+    def body(kv):
+        shape = (40, 6)
+        kv.init("e", np.zeros(shape, np.float32))
+        kv.set_optimizer("add")
+        expected = np.zeros(shape, np.float32)
+        for repeat in range(4):
+            for worker in range(n):
+                rows = np.random.default_rng(100 * repeat + worker).integers(0, 40, 9 if repeat != 2 else 0)
+                values = np.full((len(rows), 6), worker + 1, np.float32)
+                gradient = mpips.RowSparse(rows, values, shape)
+                expected += gradient.to_dense()
+                if worker == kv.rank:
+                    mine = gradient
+            kv.push("e", mine)
+            for ids in (np.array([3, 39, 3, 0]), np.array([], int), np.arange(40)[::-1]):
+                out = np.full((len(ids), 6), -1, np.float32)
+                kv.row_sparse_pull("e", out, row_ids=ids)
+                assert (out == expected[ids]).all()
+
+    run(kind, body, **{"big_array": 100, **options})
+
+
+def test_a_hundred_small_and_big_keys_in_one_call():
+    need(servers=2)
+
+    def body(kv):
+        keys = list(range(100))
+        values = [np.full((key + 1,) if key % 10 else (3000,), key, np.float32) for key in keys]
+        kv.init(keys, values)
+        outs = [np.empty_like(value) for value in values]
+        kv.pull(keys, outs)
+        assert all((out == value).all() for out, value in zip(outs, values))
+        kv.pushpull(keys, values, outs)
+        assert all((out == value * kv.num_workers).all() for out, value in zip(outs, values))
+
+    run("dist_sync", body, servers=2, big_array=1000)
