@@ -11,6 +11,7 @@ TEST = [
     "pytest-mpi>=0.6",
     "pytest-timeout>=2.2",
     "hypothesis>=6.90",
+    "ml_dtypes>=0.4",  # bfloat16 arrays
     "ruff>=0.9",
     "mypy>=1.11",
     "setuptools>=70.1",  # the test that installs the project builds a wheel with it
