@@ -10,6 +10,7 @@ emulated: ranks sleep for a given time per sample.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from collectives.catalog import build
+from collectives.flows import play
 from collectives.simulate import Run, simulate
 from collectives.topology import parse, parse_rate
 from examples.reproduce import lab
@@ -67,9 +69,11 @@ def bound(topology: str, nbytes: int, rate: float) -> float:
 
 
 def predict(topology: str, algorithm: str, nbytes: int, rate: float, alpha: float = 0.0, gamma: float = GAMMA) -> Run:
-    """The simulator's answer; `rate` is the payload's."""
+    """The simulator's answer; `rate` is the payload's. A network as small as the lab's is played message by message."""
     network = parse(topology, rate)
-    return simulate(build("allreduce", algorithm, network.hosts), network, nbytes, alpha, gamma)
+    schedule = build("allreduce", algorithm, network.hosts)
+    run = simulate(schedule, network, nbytes, alpha, gamma)
+    return replace(run, seconds=play(schedule, network, nbytes, alpha, gamma)) if network.hosts <= 16 else run
 
 
 def measure(rate: float, rounds: int) -> dict[str, Any]:

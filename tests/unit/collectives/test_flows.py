@@ -3,7 +3,7 @@
 import pytest
 
 from collectives.catalog import build
-from collectives.flows import Flow, Traffic, run
+from collectives.flows import Flow, Traffic, play, run
 from collectives.simulate import simulate
 from collectives.topology import bcube, star
 
@@ -51,11 +51,20 @@ def test_a_circle_is_refused():
 @pytest.mark.parametrize("gamma", [0.0, 0.004])
 def test_a_symmetric_collective_takes_what_the_simulator_says(name, p, gamma):
     schedule, nbytes = build("allreduce", name, p), 4 * 480
-    traffic = Traffic()
-    last = traffic.collective(schedule, nbytes, range(p), gamma=gamma)
-    end = run(traffic.flows, star(p, RATE))
-    assert end.max() == pytest.approx(simulate(schedule, star(p, RATE), nbytes, gamma=gamma).seconds)
-    assert max(end[flow] for flows in last for flow in flows) == end.max()
+    found = play(schedule, star(p, RATE), nbytes, gamma=gamma)
+    assert found == pytest.approx(simulate(schedule, star(p, RATE), nbytes, gamma=gamma).seconds)
+
+
+def test_ranks_that_are_ready_early_slow_the_others_down():
+    """In the fold of 3 ranks to 2, rank 2 sends to rank 1 while rank 0 still does, so it goes on after 1.5 units.
+    A lab of 9 hosts took 1.64 s, where the simulator, in which all wait, says 1.28 s, and the flows 1.57 s."""
+    schedule, network = build("allreduce", "halving_doubling", 3), star(3, RATE)
+    assert simulate(schedule, network, 1200).seconds == pytest.approx(12 * (1 + 0.5 + 0.5 + 1))
+    assert play(schedule, network, 1200) == pytest.approx(12 * (1.5 + 0.5 + 0.5 + 1))
+
+
+def test_one_rank_has_nothing_to_send():
+    assert play(build("allreduce", "ring", 1), star(1), 100) == 0.0
 
 
 def test_a_collective_begins_when_its_ranks_may():
