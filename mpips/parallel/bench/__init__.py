@@ -1,0 +1,1 @@
+"""Benchmarks of parallel training, beside PyTorch's."""
