@@ -12,6 +12,7 @@ import numpy as np
 import collectives
 from mpips import optimizers
 from mpips.optimizers import Elastic1, Elastic2, Optimizer, Updater
+from mpips.overlap.exchange import Overlapped
 
 INTERVAL = 64
 """Iterations between two exchanges of elastic averaging (MXNET-MPI, section 5)."""
@@ -57,6 +58,10 @@ class Exchange(Protocol):
         """Forward, backward, exchange, update; the loss of this worker's batch."""
         ...
 
+    def finish(self) -> None:
+        """Wait until the parameters are those that the last step made."""
+        ...
+
 
 def keys_of(model: Model) -> list[Any]:
     """A key for every array of the model: its names where it has them, otherwise 0, 1, ..."""
@@ -83,6 +88,9 @@ class Gradients:
         loss = self._model.loss_and_gradients(x, y)
         self._kv.pushpull(self._keys, list(self._model.gradients), out=list(self._model.parameters))
         return loss
+
+    def finish(self) -> None:
+        """`step` blocks: nothing is under way."""
 
 
 class ElasticAveraging:
@@ -115,6 +123,9 @@ class ElasticAveraging:
         self._iteration += 1
         return loss
 
+    def finish(self) -> None:
+        """`step` blocks: nothing is under way."""
+
 
 def workers_in_a_sum(kv: Any) -> float:
     """Workers whose gradients make one update: all of a synchronous store, a client's of an asynchronous one.
@@ -129,6 +140,8 @@ class Trainer:
 
     `optimizer` is a name with options, or an Optimizer; its gradient is the mean over the samples of all workers that
     contribute to an update. Every worker starts from rank 0's parameters. `elastic` needs an asynchronous store.
+    `overlap` exchanges beside the compute, by a strategy of `mpips plan` or "auto", which measures the job and takes
+    the best; the model then tells when it comes to a layer (`mpips.overlap.measure.LayeredModel`, as `MLP` does).
     Collective over all workers of the store: every worker makes it, and calls `step` equally often.
     """
 
@@ -139,17 +152,26 @@ class Trainer:
         optimizer: str | Optimizer = "sgd",
         *,
         elastic: Elastic | None = None,
+        overlap: str | None = None,
         **options: Any,
     ) -> None:
+        if elastic is not None and overlap is not None:
+            raise ValueError(f"elastic={elastic} has nothing to overlap: leave overlap={overlap!r} out")
         made = optimizers.create(optimizer, **options)
         self.model, self.kv = model, kv
-        self.exchange: Exchange = (
-            ElasticAveraging(model, kv, made, elastic) if elastic is not None else Gradients(model, kv, made)
-        )
+        self.exchange: Exchange
+        if elastic is not None:
+            self.exchange = ElasticAveraging(model, kv, made, elastic)
+        elif overlap is not None:
+            self.exchange = Overlapped(model, kv, averaged(made, workers_in_a_sum(kv)), overlap)  # type: ignore[arg-type]
+        else:
+            self.exchange = Gradients(model, kv, made)
 
     def step(self, x: np.ndarray, y: np.ndarray) -> float:
         """One iteration on this worker's batch, blocking until its parameters are the new ones; the batch's loss."""
-        return self.exchange.step(x, y)
+        loss = self.exchange.step(x, y)
+        self.exchange.finish()
+        return loss
 
     def fit(
         self,
@@ -169,7 +191,9 @@ class Trainer:
         """
         start, history = time.perf_counter(), []
         for epoch in range(1, epochs + 1):
-            losses = [self.step(x[rows], y[rows]) for rows in shares(len(x), batch_size, epoch, seed, self.kv)]
+            rows = shares(len(x), batch_size, epoch, seed, self.kv)
+            losses = [self.exchange.step(x[mine], y[mine]) for mine in rows]
+            self.exchange.finish()
             accuracy = self.model.accuracy(*test) if test else None  # type: ignore[attr-defined]
             history.append(Epoch(epoch, time.perf_counter() - start, float(np.mean(losses)), accuracy))
             if on_epoch:

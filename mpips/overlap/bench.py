@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +25,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from . import execute, fit, timeline, trace
+from . import execute, timeline, trace
+from .measure import network, sample_groups
 from .models import MODELS
 from .planner import Direction, Plan, plans
 from .profile import PARAMETER_BYTES, Linear, Profile, create, save
@@ -36,7 +37,6 @@ STRATEGIES = ("layerwise", "single", "merged", "ibatch", "optimal")  # sequentia
 STARTUPS, BYTES = 1.04, 0.45  # of the compute, see above
 FORWARD = 1 / 3  # of the compute
 HIDDEN = 0.5  # of a layer's backward pass
-IN_A_ROW = 8  # small messages, as they come where they matter
 FILE = click.Path(dir_okay=False, path_type=Path)
 
 
@@ -72,7 +72,7 @@ class Job:
         self.parameters = np.zeros(self.offsets[-1], np.float32)
         self._keys: set[tuple[int, int]] = set()
 
-    def prepare(self, groups: Groups) -> None:
+    def prepare(self, groups: Sequence[tuple[int, int]]) -> None:
         """Make the groups' keys."""
         new = [group for group in groups if group not in self._keys]
         self._keys.update(new)
@@ -103,27 +103,10 @@ class Job:
         return slice(int(self.offsets[first - 1]), int(self.offsets[last]))
 
 
-def measure_network(job: Job, layers: int, repeats: int) -> tuple[float, float]:
-    """(startup, seconds a byte) of messages of one to all layers, while the training thread sleeps."""
-    by_size = 1 + np.argsort(np.diff(job.offsets))
-    single = [(int(layer), int(layer)) for layer in by_size[[0, layers // 2, -1]]]
-    groups = tuple(dict.fromkeys(single + [(1, max(1, round(layers * share))) for share in (0.1, 0.3, 1.0)]))
-    job.prepare(groups)
-    times: dict[tuple[int, int], list[float]] = {group: [] for group in groups}
-    for repeat in range(repeats + 1):
-        for group in groups:
-            job.slowest(0.0)
-            handles = [job.message(*group) for _ in range(IN_A_ROW if group in single else 1)]
-            while not handles[-1].done:
-                time.sleep(5e-4)
-            for handle in handles:
-                handle.wait()
-            seconds = job.slowest((handles[-1].ended - handles[0].started) / len(handles))
-            if repeat:
-                times[group].append(seconds)
-    nbytes = [PARAMETER_BYTES * float(job.offsets[last] - job.offsets[first - 1]) for first, last in groups]
-    startup, per_byte = fit.line(nbytes, [float(np.median(times[group])) for group in groups])
-    startup, per_byte = job.agreed([startup, per_byte])
+def measure_network(job: Job, elements: list[int], repeats: int) -> tuple[float, float]:
+    """(startup, seconds a byte), rank 0's on all ranks."""
+    job.prepare(sample_groups(elements))
+    startup, per_byte = job.agreed(list(network(elements, job.message, job.slowest, repeats)))
     return startup, per_byte
 
 
@@ -218,7 +201,7 @@ def command(
     elements, shares = shape(setting, layers, kilobytes)
     layers = len(elements)
     job = Job(servers, elements)
-    startup, per_byte = measure_network(job, layers, repeats)
+    startup, per_byte = measure_network(job, elements, repeats)
     total = compute_seconds(setting, layers, startup, per_byte, PARAMETER_BYTES * float(job.offsets[-1]))
     forward, backward = _sleeper(total * FORWARD * shares), _sleeper(total * (1 - FORWARD) * shares)
     profile = _profile(job, elements, startup, per_byte, measure_compute(job, forward, backward, layers))
@@ -249,8 +232,8 @@ def _sleeper(seconds: np.ndarray) -> Callable[[int], None]:
 def _profile(job: Job, elements: list[int], startup: float, per_byte: float, compute: list[list[float]]) -> Profile:
     forward, backward = compute
     names = [f"layer{number}" for number in range(1, len(elements) + 1)]
-    network = Linear(startup, per_byte, job.kv.num_workers)
-    return create(names, elements, forward, backward, network, startup, 1 / per_byte)
+    allreduce = Linear(startup, per_byte, job.kv.num_workers)
+    return create(names, elements, forward, backward, allreduce, startup, 1 / per_byte)
 
 
 def _show(results: list[Result], about: dict[str, Any]) -> None:

@@ -22,6 +22,7 @@ Compute = Callable[[int], Any]
 class Handle(Protocol):
     """A message under way."""
 
+    done: bool
     started: float
     ended: float
     """time.perf_counter() when its operation began and ended."""

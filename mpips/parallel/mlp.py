@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 
-from .network import Empty, Network, Specification, check, numpy_empty
+from .network import Empty, LayerHook, Network, Specification, check, numpy_empty
 
 _PREDICT_SAMPLES = 1024
 
@@ -65,15 +66,28 @@ class MLP:
     def flat_gradients(self) -> np.ndarray:
         return self._network.flat_gradients
 
-    def loss_and_gradients(self, x: np.ndarray, y: np.ndarray) -> float:
+    @property
+    def layer_elements(self) -> list[int]:
+        """Parameters of each layer; layers lie one after the other in the flat arrays."""
+        sizes = self.specification.sizes
+        return [(inputs + 1) * outputs for inputs, outputs in pairwise(sizes)]
+
+    def loss_and_gradients(
+        self,
+        x: np.ndarray,
+        y: np.ndarray,
+        before: LayerHook | None = None,
+        ready: LayerHook | None = None,
+    ) -> float:
         """Mean loss over the samples; `gradients` become its gradient.
 
         x is (samples, features) in the network's dtype; y is (samples, outputs) or (samples,) for "l2", class numbers
-        (samples,) for "softmax". Needs at least one sample.
+        (samples,) for "softmax". Needs at least one sample. `before(layer)` is called, layers counted from 0, before a
+        layer's parameters are used, `ready(layer)` when its gradients are there: for exchanges beside the compute.
         """
         if not len(x):
             raise ValueError("a step needs at least one sample")
-        return self._network.step(x, y, len(x)) / len(x)
+        return self._network.step(x, y, len(x), before, ready) / len(x)
 
     def predict(self, x: np.ndarray) -> np.ndarray:
         """Outputs (samples, outputs) of inputs (samples, features), a new array; softmax networks return logits."""

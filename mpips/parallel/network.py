@@ -69,6 +69,10 @@ class Alone:
         raise AssertionError("a whole model sums nothing")
 
 
+LayerHook = Callable[[int], object]
+"""Called with the number of a layer, from 0."""
+
+
 class Workspace(NamedTuple):
     """Views for one number of samples, per layer: outputs (all, and this rank's), their gradients, a mask, scratch."""
 
@@ -203,11 +207,13 @@ class Network:
 
     # -- computation
 
-    def forward(self, x: np.ndarray) -> np.ndarray:
+    def forward(self, x: np.ndarray, before: LayerHook | None = None) -> np.ndarray:
         """Outputs (outputs, samples) of inputs (samples, features); they stay valid until the next step."""
         space = self._space(x.shape[0])
         y = x.T
         for layer, split in enumerate(self.splits):
+            if before is not None:
+                before(layer)
             y = self._forward_layer(layer, split, y, space)
         return y
 
@@ -223,17 +229,28 @@ class Network:
             self.exchange.gather(space.full[layer])
         return space.full[layer]
 
-    def step(self, x: np.ndarray, y: np.ndarray, samples: int) -> float:
+    def step(
+        self,
+        x: np.ndarray,
+        y: np.ndarray,
+        samples: int,
+        before: LayerHook | None = None,
+        ready: LayerHook | None = None,
+    ) -> float:
         """Forward and backward of one minibatch's part; returns the *sum* of its losses.
 
         x is (part, features), y (part, outputs) or (part,); the gradients are those of the mean over all `samples`
-        of the minibatch, so summing them over the batch ranks gives the minibatch's gradient.
+        of the minibatch, so summing them over the batch ranks gives the minibatch's gradient. `before(layer)` is
+        called before a layer's parameters are first used, `ready(layer)` when its gradients are there and its
+        parameters are no longer needed.
         """
         space = self._space(x.shape[0])
-        output = self.forward(x)
+        output = self.forward(x, before)
         total = self._loss(output, y, space.delta[-1], space.scratch[-1], 1.0 / samples)
         for layer in range(len(self.splits) - 1, -1, -1):
             self._backward_layer(layer, x.T if layer == 0 else space.full[layer - 1], space)
+            if ready is not None:
+                ready(layer)
         return total
 
     def evaluate(self, x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
