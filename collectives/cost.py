@@ -45,6 +45,10 @@ class Terms(NamedTuple):
     def __add__(self, other: tuple) -> Terms:
         return Terms(*(mine + theirs for mine, theirs in zip(self, other)))
 
+    def seconds(self, nbytes: float, link: LinkCost, gamma: float) -> float:
+        """The time for a vector of nbytes bytes."""
+        return self.alpha * link.alpha + nbytes * (self.beta * link.beta + self.gamma * gamma)
+
 
 def _floor(p: int) -> int:
     return p.bit_length() - 1
@@ -113,8 +117,7 @@ def seconds(kind: str, algorithm: str, p: int, nbytes: float, costs: Costs, **pa
         return _hierarchical(p, nbytes, costs, **parameters)
     if (kind, name) not in TERMS:
         raise ValueError(f"no closed form for {kind} by {name!r}: choose one of {', '.join(names(kind))}")
-    terms = TERMS[kind, name](p, **parameters)
-    return terms.alpha * costs.far.alpha + nbytes * (terms.beta * costs.far.beta + terms.gamma * costs.gamma)
+    return TERMS[kind, name](p, **parameters).seconds(nbytes, costs.far, costs.gamma)
 
 
 def _multi_ring(p: int, nbytes: float, costs: Costs, rings: int = 2) -> float:

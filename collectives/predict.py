@@ -1,16 +1,16 @@
-"""Tables of simulated times: algorithms on networks, and figure 5 of the BML paper."""
+"""Simulated times: algorithms on networks, calls in a job, and figure 5 of the BML paper."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from .algorithms import bcube as exchange
 from .catalog import build, parse
-from .cost import FREE, Costs, LinkCost, seconds
+from .cost import FREE, TERMS, Costs, LinkCost, seconds
 from .schedule import Schedule
 from .simulate import simulate
-from .topology import BCube, FatTree, bcube, fattree
+from .topology import BCube, FatTree, bcube, fattree, star
 
 Network = BCube | FatTree
 
@@ -76,6 +76,22 @@ def _has_form(network: Network, schedule: Schedule, per_host: int) -> bool:
     if isinstance(network, BCube) and network.k > 1:
         return schedule.name == f"bcube(n={network.n},k={network.k})" and schedule.kind == "allreduce"
     return name != "bcube"
+
+
+def on_job(kind: str, algorithm: str, nbytes: int, node_of: Sequence[int], costs: Costs) -> float | None:
+    """Seconds that a call should take in a job whose rank r is on node node_of[r]: the schedule simulated on one
+    switch between the nodes, each with one wire (costs.far), and memory inside them (costs.near). `shared_memory`,
+    the exchange on loads and stores, is `direct` with one meeting a step in place of its messages. None for what is
+    no schedule (native) and where nodes hold unlike numbers of ranks. ValueError as `catalog.build`."""
+    p, nodes = len(node_of), len(set(node_of))
+    if algorithm == "native" or len({node_of.count(node) for node in node_of}) > 1:
+        return None
+    if algorithm == "shared_memory":
+        terms = TERMS[kind, "direct" if (kind, "direct") in TERMS else "ring"](p)
+        steps = 2 if kind in ("allreduce", "broadcast", "reduce") else 1
+        return terms._replace(alpha=steps).seconds(nbytes, costs.near, costs.gamma)
+    network = star(nodes, 1 / costs.far.beta if costs.far.beta else float("inf"))
+    return predict(network, kind, algorithm, nbytes, costs.far.alpha, costs.gamma, costs.near, p // nodes).seconds
 
 
 def figure5(nbytes: int, rate: float) -> list[tuple[Prediction, float]]:
