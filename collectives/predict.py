@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from .algorithms import bcube as exchange
 from .catalog import build, parse
-from .cost import FREE, TERMS, Costs, LinkCost, seconds
+from .cost import FREE, Costs, LinkCost, seconds
 from .schedule import Schedule
 from .simulate import simulate
 from .topology import BCube, FatTree, bcube, fattree, star
@@ -78,18 +78,12 @@ def _has_form(network: Network, schedule: Schedule, per_host: int) -> bool:
     return name != "bcube"
 
 
-def on_job(kind: str, algorithm: str, nbytes: int, node_of: Sequence[int], costs: Costs) -> float | None:
-    """Seconds that a call should take in a job whose rank r is on node node_of[r]: the schedule simulated on one
-    switch between the nodes, each with one wire (costs.far), and memory inside them (costs.near). `shared_memory`,
-    the exchange on loads and stores, is `direct` with one meeting a step in place of its messages. None for what is
-    no schedule (native) and where nodes hold unlike numbers of ranks. ValueError as `catalog.build`."""
-    p, nodes = len(node_of), len(set(node_of))
-    if algorithm == "native" or len({node_of.count(node) for node in node_of}) > 1:
-        return None
-    if algorithm == "shared_memory":
-        terms = TERMS[kind, "direct" if (kind, "direct") in TERMS else "ring"](p)
-        steps = 2 if kind in ("allreduce", "broadcast", "reduce") else 1
-        return terms._replace(alpha=steps).seconds(nbytes, costs.near, costs.gamma)
+def on_job(kind: str, algorithm: str, nbytes: int, p: int, nodes: int, costs: Costs) -> float:
+    """Seconds that a call should take in a job of p ranks on `nodes` equal nodes: the schedule simulated on one switch
+    between the nodes, each with one wire (costs.far), and memory inside them (costs.near). ValueError as
+    `catalog.build`, and where p is no multiple of nodes."""
+    if p % nodes:
+        raise ValueError(f"{p} ranks on {nodes} nodes: every node must hold the same number of them")
     network = star(nodes, 1 / costs.far.beta if costs.far.beta else float("inf"))
     return predict(network, kind, algorithm, nbytes, costs.far.alpha, costs.gamma, costs.near, p // nodes).seconds
 

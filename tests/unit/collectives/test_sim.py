@@ -89,26 +89,22 @@ COSTS = Costs(far=LinkCost(1e-4, 1e-8), near=LinkCost(1e-6, 1e-10), gamma=2e-10)
 @pytest.mark.parametrize("name", ["ring", "direct", "halving_doubling", "multi_ring", "bcube"])
 def test_a_job_on_one_node_costs_memory_and_on_many_the_network(name):
     nbytes = 4 * 480_000
-    near = on_job("allreduce", name, nbytes, [0, 0, 0, 0], COSTS)
-    far = on_job("allreduce", name, nbytes, [0, 1, 2, 3], COSTS)
+    near = on_job("allreduce", name, nbytes, 4, 1, COSTS)
+    far = on_job("allreduce", name, nbytes, 4, 4, COSTS)
     if name != "bcube":  # whose closed form has two wires
         assert near == pytest.approx(seconds("allreduce", name, 4, nbytes, COSTS._replace(far=COSTS.near)))
         assert far == pytest.approx(seconds("allreduce", name, 4, nbytes, COSTS))
-    assert near < on_job("allreduce", name, nbytes, [0, 0, 1, 1], COSTS)
+    assert near < on_job("allreduce", name, nbytes, 4, 2, COSTS)
     assert near < far
 
 
 def test_hierarchical_takes_the_jobs_nodes():
     inside = 2 * 1e-6 + 4e6 * (1e-10 + 0.5 * 2e-10)
     between = 2 * 1e-4 + 4e6 * 1e-8 + 1e6 * 2e-10  # two ranks share the wire, each adds a half of its half
-    assert on_job("allreduce", "hierarchical", 4_000_000, [0, 0, 1, 1], COSTS) == pytest.approx(inside + between)
+    assert on_job("allreduce", "hierarchical", 4_000_000, 4, 2, COSTS) == pytest.approx(inside + between)
 
 
-def test_shared_memory_meets_instead_of_sending():
-    assert on_job("allreduce", "shared_memory", 0, [0] * 8, COSTS) == pytest.approx(2e-6)
-    assert on_job("allgather", "shared_memory", 800, [0] * 8, COSTS) == pytest.approx(1e-6 + 700e-10)
-
-
-def test_what_has_no_model_has_no_prediction():
-    assert on_job("allreduce", "native", 100, [0, 1], COSTS) is None
-    assert on_job("allreduce", "ring", 100, [0, 0, 1], COSTS) is None
+@pytest.mark.parametrize(("algorithm", "p"), [("native", 4), ("ring", 5)])
+def test_what_is_no_schedule_or_no_job_of_equal_nodes_is_refused(algorithm, p):
+    with pytest.raises(ValueError, match=r"choose one of|same number"):
+        on_job("allreduce", algorithm, 100, p, 2, COSTS)
