@@ -95,9 +95,9 @@ class Board:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
-        self.title = (
-            f"Handwritten digits: {options.workers} workers, {options.servers} servers, {options.clients} MPI clients"
-        )
+        roles = [(options.workers, "worker"), (options.servers, "server"), (options.clients, "MPI client")]
+        counts = ", ".join(f"{number} {role}{'s' if number != 1 else ''}" for number, role in roles)
+        self.title = f"Handwritten digits: {counts}"
         self.records: dict[str, list[dict[str, Any]]] = {}
 
     def __rich__(self) -> Table:

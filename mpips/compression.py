@@ -131,21 +131,27 @@ class OneBit(Compressor):
     def _encode(self, residual: np.ndarray, payload: np.ndarray) -> None:
         total, count = np.zeros(2), np.zeros(2)
         for part in _blocks(residual.size):
-            positive = residual[part] >= 0
+            block = residual[part]
+            positive = block >= 0
             _put_bits(payload[8:], part, positive)
-            sums = np.sum(residual[part], where=positive, dtype=np.float64), np.sum(residual[part], dtype=np.float64)
-            ones = np.count_nonzero(positive)
-            total += sums[0], sums[1] - sums[0]
+            ones, both, size = np.count_nonzero(positive), float(np.sum(block)), float(np.sum(np.abs(block)))
+            total += (size + both) / 2, (both - size) / 2
             count += ones, positive.size - ones
         payload[:8] = (total / np.maximum(count, 1)).astype(np.float32).view(np.uint8)
-        above, below = (float(mean) for mean in payload[:8].view(np.float32))
         for part in _blocks(residual.size):
-            residual[part] -= np.where(residual[part] >= 0, above, below).astype(residual.dtype)
+            residual[part] -= self._values((residual[part] >= 0).view(np.int8), payload, residual.dtype)
 
     def _decode(self, payload: np.ndarray, out: np.ndarray, add: bool) -> None:
-        above, below = (float(mean) for mean in payload[:8].copy().view(np.float32))
         for part in _blocks(out.size):
-            _put(out, part, np.where(_bits(payload[8:], part), above, below).astype(out.dtype), add)
+            _put(out, part, self._values(_bits(payload[8:], part), payload, out.dtype), add)
+
+    @staticmethod
+    def _values(bits: np.ndarray, payload: np.ndarray, dtype: np.dtype) -> np.ndarray:
+        """The mean of each element's sign, by arithmetic: choosing element by element takes three times as long."""
+        above, below = (float(mean) for mean in payload[:8].view(np.float32))
+        values = np.multiply(bits, above - below, dtype=dtype)
+        values += below
+        return values
 
 
 @dataclass(frozen=True)
@@ -158,8 +164,9 @@ class Half(Compressor):
     def _encode(self, residual: np.ndarray, payload: np.ndarray) -> None:
         halves = payload.view(np.float16)
         for part in _blocks(residual.size):
-            np.clip(residual[part], -FLOAT16_MAX, FLOAT16_MAX, out=halves[part], casting="unsafe")
-            residual[part] -= halves[part]
+            block = residual[part]
+            halves[part] = np.clip(block, -FLOAT16_MAX, FLOAT16_MAX)
+            block -= halves[part].astype(block.dtype)
 
     def _decode(self, payload: np.ndarray, out: np.ndarray, add: bool) -> None:
         halves = payload.view(np.float16)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import sys
@@ -19,6 +20,15 @@ import task
 WORLD = MPI.COMM_WORLD
 
 
+def worst_accuracy(run):
+    """The least of what `run` gives on the workers, on every rank."""
+    accuracy, worst = np.full(1, np.inf), np.empty(1)
+    with contextlib.suppress(SystemExit):  # a server, and its workers have left
+        accuracy[0] = run()
+    WORLD.Allreduce(accuracy, worst, MPI.MIN)
+    return worst[0]
+
+
 @pytest.mark.parametrize(
     "example", ["dist_sgd", "dist_asgd", "dist_esgd", "mpi_sgd", "mpi_asgd", "mpi_esgd", "pure_mpi"]
 )
@@ -28,13 +38,19 @@ def test_an_example_learns_the_digits(example, monkeypatch, capsys):
         pytest.skip(f"{example} needs {servers + clients} ranks")
     monkeypatch.setenv("MPIPS_SERVERS", str(servers))
     monkeypatch.setenv("MPIPS_CLIENTS", str(clients))
-    accuracy = np.full(1, np.inf)
-    try:
+
+    def run():
         done = importlib.import_module(example).main(task.Settings(epochs=6, interval=8))
-        accuracy[0] = done.model.accuracy(done.test_x, done.test_y)
-    except SystemExit:  # a server, and its workers have left
-        pass
-    worst, printed = np.empty(1), capsys.readouterr().out
-    WORLD.Allreduce(accuracy, worst, MPI.MIN)
-    assert worst[0] > 0.75
-    assert ("test accuracy" in printed) == (WORLD.rank == 0)
+        return done.model.accuracy(done.test_x, done.test_y)
+
+    assert worst_accuracy(run) > 0.75
+    assert ("test accuracy" in capsys.readouterr().out) == (WORLD.rank == 0)
+
+
+@pytest.mark.parametrize("kind, elastic", [("mpi_sync", False), ("mpi_async", True)])
+@pytest.mark.mpi(min_size=3)
+def test_the_trainer_example_learns_too(kind, elastic, monkeypatch, capsys):
+    monkeypatch.setenv("MPIPS_SERVERS", "1")
+    monkeypatch.setenv("MPIPS_CLIENTS", "2")
+    assert worst_accuracy(lambda: importlib.import_module("with_trainer").main(kind, elastic, 6)) > 0.75
+    assert ("test accuracy" in capsys.readouterr().out) == (WORLD.rank == 0)
