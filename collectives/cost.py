@@ -8,12 +8,11 @@ whose k lanes have a wire each. `simulate` gives the same times step by step, on
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import log2
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from .algorithms import bcube
+from .algorithms import bcube, halving_doubling
 from .catalog import names, parse
 
 
@@ -62,13 +61,18 @@ def _part(p: int) -> float:
     return (p - 1) / p
 
 
-def _fold(p: int) -> Terms:
-    """To the power of two below p and back, where p is none."""
-    return Terms(0, 0, 0) if log2(p).is_integer() else Terms(2, 2, 1)
+def _folded(p: int, q: int, terms: Terms) -> Terms:
+    """With the way from p ranks to q and back, where they differ."""
+    return terms if p == q else terms + Terms(2, 2, 1)
 
 
-def _halving(p: int) -> Terms:
-    return Terms(2 * _floor(p), 2 * _part(1 << _floor(p)), _part(1 << _floor(p))) + _fold(p)
+def _messages(p: int) -> int:
+    return sum(factor - 1 for factor in halving_doubling.factors(p))
+
+
+def _halving_doubling(p: int) -> Terms:
+    q = halving_doubling.core(p)
+    return _folded(p, q, Terms(2 * _messages(q), 2 * _part(q), _part(q)))
 
 
 def _bcube(p: int, n: int = 0, k: int = 0) -> Terms:
@@ -84,17 +88,17 @@ def _bcube_one_lane(p: int, n: int = 0, k: int = 0) -> Terms:
 TERMS: dict[tuple[str, str], Callable[..., Terms]] = {
     ("allreduce", "ring"): lambda p: Terms(2 * (p - 1), 2 * _part(p), _part(p)),
     ("allreduce", "direct"): lambda p: Terms(2 * (p - 1), 2 * _part(p), _part(p)),
-    ("allreduce", "halving_doubling"): _halving,
-    ("allreduce", "recursive_doubling"): lambda p: Terms(_floor(p), _floor(p), _floor(p)) + _fold(p),
+    ("allreduce", "halving_doubling"): _halving_doubling,
+    ("allreduce", "recursive_doubling"): lambda p: _folded(p, 1 << _floor(p), Terms(_floor(p), _floor(p), _floor(p))),
     ("allreduce", "binomial"): lambda p: Terms(2 * _ceil(p), 2 * _ceil(p), _ceil(p)),
     ("allreduce", "bcube"): _bcube,
     ("reduce_scatter", "ring"): lambda p: Terms(p - 1, _part(p), _part(p)),
     ("reduce_scatter", "direct"): lambda p: Terms(p - 1, _part(p), _part(p)),
-    ("reduce_scatter", "halving_doubling"): lambda p: Terms(_floor(p), _part(p), _part(p)),
+    ("reduce_scatter", "halving_doubling"): lambda p: Terms(_messages(p), _part(p), _part(p)),
     ("reduce_scatter", "bcube"): _bcube_one_lane,
     ("allgather", "ring"): lambda p: Terms(p - 1, _part(p), 0),
     ("allgather", "direct"): lambda p: Terms(p - 1, _part(p), 0),
-    ("allgather", "halving_doubling"): lambda p: Terms(_floor(p), _part(p), 0),
+    ("allgather", "halving_doubling"): lambda p: Terms(_messages(p), _part(p), 0),
     ("allgather", "bcube"): lambda p, n=0, k=0: _bcube_one_lane(p, n, k)._replace(gamma=0),
     ("broadcast", "ring"): lambda p: Terms(_ceil(p) + p - 1, 2 * _part(p), 0),
     ("broadcast", "binomial"): lambda p: Terms(_ceil(p), _ceil(p), 0),

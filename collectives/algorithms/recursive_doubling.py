@@ -38,10 +38,9 @@ def levels_of(p: int) -> int:
     return p.bit_length() - 1
 
 
-def folded(stage: Stage, p: int, chunks: int) -> Stage:
-    """An allreduce for any p from one for the largest power of two that is at most p."""
-    extra = p - (1 << levels_of(p))
-    return partial(_fold, stage, extra, Interval(0, chunks)) if extra else stage
+def folded(stage: Stage, p: int, q: int, chunks: int) -> Stage:
+    """An allreduce over p ranks from `stage`, which is one over q <= p <= 2q ranks, in a lane of so many chunks."""
+    return partial(_fold, stage, p - q, Interval(0, chunks)) if p > q else stage
 
 
 def _fold(stage: Stage, extra: int, whole: Interval, rank: Index) -> Steps:
@@ -62,4 +61,5 @@ def _standing_by(retired: Index, r: Round) -> Round:
 
 def build(kind: str, p: int) -> Schedule:
     """allreduce of short vectors over any p."""
-    return Schedule(kind, "recursive_doubling", p, (Lane(1, folded(partial(allreduce, levels_of(p)), p, 1)),))
+    levels = levels_of(p)
+    return Schedule(kind, "recursive_doubling", p, (Lane(1, folded(partial(allreduce, levels), p, 1 << levels, 1)),))

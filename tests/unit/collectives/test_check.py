@@ -161,7 +161,10 @@ def test_a_block_collective_of_other_chunks_is_refused():
 
 
 @pytest.mark.parametrize("seed", range(30))
-@pytest.mark.parametrize(("name", "p"), [("direct", 5), ("halving_doubling", 6), ("bcube", 16), ("multi_ring", 5)])
+@pytest.mark.parametrize(
+    ("name", "p"),
+    [("direct", 5), ("halving_doubling", 11), ("recursive_doubling", 6), ("bcube", 16), ("multi_ring", 5)],
+)
 def test_any_single_changed_number_is_caught(name, p, seed):
     """One partner, one interval bound or one `add` anywhere makes the proof fail."""
     rng = np.random.default_rng(seed)

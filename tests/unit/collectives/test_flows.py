@@ -56,11 +56,11 @@ def test_a_symmetric_collective_takes_what_the_simulator_says(name, p, gamma):
 
 
 def test_ranks_that_are_ready_early_slow_the_others_down():
-    """In the fold of 3 ranks to 2, rank 2 sends to rank 1 while rank 0 still does, so it goes on after 1.5 units.
-    A lab of 9 hosts took 1.64 s, where the simulator, in which all wait, says 1.28 s, and the flows 1.57 s."""
-    schedule, network = build("allreduce", "halving_doubling", 3), star(3, RATE)
-    assert simulate(schedule, network, 1200).seconds == pytest.approx(12 * (1 + 0.5 + 0.5 + 1))
-    assert play(schedule, network, 1200) == pytest.approx(12 * (1.5 + 0.5 + 0.5 + 1))
+    """In the fold of 3 ranks to 2, rank 2 sends to rank 1 while rank 0 still does: rank 1 goes on after 2 units, not 1.
+    In a lab of 9 hosts the flows were right within 4 %, where the simulator, in which all wait, was 30 % low."""
+    schedule, network = build("allreduce", "recursive_doubling", 3), star(3, RATE)
+    assert simulate(schedule, network, 1200).seconds == pytest.approx(12 * (1 + 1 + 1))
+    assert play(schedule, network, 1200) == pytest.approx(12 * (2 + 1 + 1))
 
 
 def test_one_rank_has_nothing_to_send():
