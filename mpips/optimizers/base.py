@@ -13,7 +13,7 @@ import numpy as np
 State = Sequence[np.ndarray]
 Numbers = Sequence[np.ndarray]
 
-BLOCK_BYTES = 256 * 1024
+BLOCK_BYTES = 384 * 1024
 """Bytes of one array that a block covers: the arrays of an update then stay in cache between its passes."""
 
 _local = threading.local()
@@ -80,10 +80,11 @@ class Optimizer:
         numbers = [np.array(number, dtype) for number in self._numbers(step)]
         length = BLOCK_BYTES // dtype.itemsize
         block = self._block if weights.dtype == dtype else self._wide_block
+        scratch = _scratch("update", dtype, min(length, weights.size))
         for start in range(0, weights.size, length):
             part = slice(start, start + length)
             w = weights[part]
-            block(w, gradient[part], [s[part] for s in state], _scratch("update", dtype, w.size), numbers)
+            block(w, gradient[part], [s[part] for s in state], scratch[: w.size], numbers)
 
     def _wide_block(self, w: np.ndarray, g: np.ndarray, state: State, scratch: np.ndarray, numbers: Numbers) -> None:
         """A block of 16-bit weights: computed in the dtype of `scratch`, rounded once."""

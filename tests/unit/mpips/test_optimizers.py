@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -194,3 +195,15 @@ def test_an_updater_keeps_states_and_steps_of_a_models_arrays():
         updater.update(gradients[0][:1])
     with pytest.raises(ValueError, match="contiguous"):
         optimizers.Updater(Adam(), [np.zeros((4, 4))[:, 1]])
+
+
+@pytest.mark.parametrize("opt", ALL, ids=repr)
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_an_update_makes_no_temporaries_of_full_size(opt, dtype):
+    w, g = np.zeros(3_000_000, dtype), np.ones(3_000_000, dtype)
+    state = opt.init(w)
+    tracemalloc.start()
+    opt.update(w, g, state, 1)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 5 * BLOCK_BYTES < w.nbytes
