@@ -62,6 +62,9 @@ def main() -> int:
         for python in arguments.python or [sys.executable]:
             results += [ranks(python, int(count), words, arguments.limit) for count in arguments.ranks.split(",")]
     print("\n" + "\n".join(map(str, results)))
+    flavours = {find(python=python).flavour for python in arguments.python or ()}
+    if len(flavours) < len(arguments.python or ()):
+        print(f"every environment has the same MPI ({NAMES[flavours.pop()]}): `make test MPI=openmpi` tests both")
     failed = sum(result.failed for result in results)
     print(f"{sum(result.passed for result in results)} passed, {failed} failed")
     return 1 if failed else 0
