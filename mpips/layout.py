@@ -106,8 +106,8 @@ def create(comm: MPI.Comm, kind: str, options: Options | None, refusal: str = ""
         client_comm = role_comm.Split(number, rank)
     return Layout(
         kind=kind, options=options, world=world, rank=rank, num_workers=workers, num_servers=options.servers,
-        clients=clients, nodes=_nodes(world, options.shared_memory, MPI.COMM_TYPE_SHARED), workers=None if role else role_comm,
-        client=client_comm, servers=role_comm if role else None,
+        clients=clients, nodes=_nodes(world, options.shared_memory, MPI.COMM_TYPE_SHARED),
+        workers=None if role else role_comm, client=client_comm, servers=role_comm if role else None,
     )  # fmt: skip
 
 

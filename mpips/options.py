@@ -40,7 +40,7 @@ FIELDS = (
     Field("masters", "one", None, ("one", "all"), "who of a client talks to the servers: its rank 0, or every worker"),
     Field("staleness", -1, -1, (), "most steps that a worker of an asynchronous store may run ahead; -1: any number"),
     Field("big_array", 1_000_000, 1, (), "elements from which an array is split over all servers"),
-    Field("block_bytes", 1_048_576, 4096, (), "bytes that a server sums and updates at a time, while they are in cache"),
+    Field("block_bytes", 1_048_576, 4096, (), "bytes that a server sums at a time, and workers read behind it"),
     Field("small_bytes", 32_768, 0, (), "arrays up to this many bytes are always copied, so that a push never waits"),
     Field("chunk_bytes", 524_288, 4096, (), "bytes of one message between nodes; a larger array is sent as a pipeline"),
     Field("chunks_in_flight", 4, 1, (), "messages of one array under way at a time between two ranks"),

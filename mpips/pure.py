@@ -97,10 +97,8 @@ class Pure:
 
     def states(self, keys: Sequence[Key]) -> Generator[None, None, dict[Any, tuple[int, list[Array]]]]:
         yield from ()
-        return {
-            key.name: (self._states[key.name][0], list(self._states[key.name][1])) if key.name in self._states else (0, [])
-            for key in keys
-        }
+        found = {key.name: self._states.get(key.name, (0, ())) for key in keys}
+        return {name: (step, list(state)) for name, (step, state) in found.items()}
 
     def put_states(self, keys: Sequence[Key], states: dict[Any, tuple[int, list[Array]]]) -> Task:
         if self._optimizer is None:

@@ -106,7 +106,7 @@ class KVStore:
         self.pull(key, out, priority)
 
     def set_optimizer(self, optimizer: str | Optimizer, **keywords: Any) -> None:
-        """Let the servers (without servers: the workers) update by this optimizer from now on; all workers call; blocking.
+        """Let the servers (without servers: the workers) update by this optimizer from now on; all workers call.
 
         By name and keywords (`"sgd", learning_rate=0.1`) or an `mpips.optimizers` record. State starts anew.
         """
@@ -118,12 +118,13 @@ class KVStore:
         self._optimizer = chosen
 
     def set_gradient_compression(self, compression_params: dict[str, Any]) -> None:
-        """Compress pushes of float keys from now on, e.g. `{"type": "2bit", "threshold": 0.5}`; all workers call; blocking."""
+        """Compress pushes of float keys from now on, e.g. `{"type": "2bit", "threshold": 0.5}`; all workers call."""
         compressor, refusal = self._try(lambda: compression.create(compression_params))
         self._settle()
         self._agree("set_gradient_compression", [("compression", repr(compressor))], refusal)
         assert compressor is not None
-        self._run([], self._backend.set_compression(dict(compression_params), compressor), 0, "set_gradient_compression")
+        task = self._backend.set_compression(dict(compression_params), compressor)
+        self._run([], task, 0, "set_gradient_compression")
 
     def barrier(self) -> None:
         """Wait until all workers have come; blocking."""

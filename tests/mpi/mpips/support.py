@@ -27,8 +27,7 @@ def run(kind: str, body: Callable[[mpips.KVStore], Any], comm: MPI.Comm = WORLD,
     """`body(kv)` on the workers of a store; the servers serve and return None."""
     try:
         kv = mpips.create(kind, comm=comm, **options)
-    except SystemExit as leave:
-        assert leave.code == 0
+    except SystemExit:
         return None
     try:
         return body(kv)

@@ -1,0 +1,166 @@
+"""`mpips bench kvstore --ranks P` or `mpirun -n P python -m mpips.bench`: push and pull of one key, by size."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import click
+import numpy as np
+from mpi4py import MPI
+from rich.console import Console
+from rich.table import Table
+
+import mpips
+from mpips.bench import floor
+
+ARRAYS = ("ordinary", "empty")
+
+
+class Row(NamedTuple):
+    """One case: medians over the repeats on worker 0, in seconds; the floor is that of `mpips.bench.floor`."""
+
+    kind: str
+    servers: int
+    workers: int
+    clients: int
+    masters: str
+    array: str
+    bytes: int
+    repeats: int
+    push_s: float
+    pull_s: float
+    push_pull_s: float
+    pushpull_s: float
+    floor_s: float | None
+    over_floor: float | None
+
+
+@click.command("kvstore")
+@click.option("--kind", default="dist_sync", show_default=True, help="dist_sync, dist_async, mpi_sync or mpi_async")
+@click.option("--servers", default=1, show_default=True, help="server ranks; the others are workers")
+@click.option("--clients", default=1, show_default=True, help="clients of an mpi_* store")
+@click.option("--masters", type=click.Choice(("one", "all")), default="one", show_default=True)
+@click.option("--sizes", default="1024,262144,4194304,67108864", show_default=True, help="bytes, comma-separated")
+@click.option("--arrays", default="ordinary,empty", show_default=True, help="ordinary; empty: made by mpips.empty")
+@click.option("--seconds", default=1.0, show_default=True, help="about so long for each case")
+@click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="write the rows as JSON")
+@click.option("--plot", "plot_path", type=click.Path(dir_okay=False, path_type=Path), help="draw latency by size (PNG)")
+def command(
+    kind: str, servers: int, clients: int, masters: str, sizes: str, arrays: str, seconds: float,
+    json_path: Path | None, plot_path: Path | None,
+) -> None:  # fmt: skip
+    """Time push and pull of one float32 key over the ranks of the job, beside the copies that must happen."""
+    world = MPI.COMM_WORLD
+    counts = [int(size) // 4 for size in sizes.split(",")]
+    kinds = arrays.split(",")
+    if unknown := [array for array in kinds if array not in ARRAYS]:
+        raise click.UsageError(f"--arrays {unknown[0]!r} is none of {', '.join(ARRAYS)}")
+    if world.size <= servers:
+        raise click.UsageError(f"{servers} servers and a worker need {servers + 1} ranks, not {world.size}: --ranks")
+    one_node = world.Split_type(MPI.COMM_TYPE_SHARED).Get_size() == world.size
+    plain = one_node and servers > 0 and kind == "dist_sync"
+    floors = {n: floor.measure(world, servers, 4 * n, 7) for n in counts} if plain else {}
+    kv = mpips.create(kind, servers=servers, clients=clients, masters=masters)
+    if kind.endswith("async"):
+        kv.set_optimizer("add")
+    rows = []
+    for n in counts:
+        kv.init(n, np.zeros(n, np.float32))
+        for array in kinds:
+            case = (kind, servers, kv.num_workers, len(kv.layout.clients), masters, array, 4 * n)
+            rows.append(Row(*case, *measure(kv, n, array, seconds), *_floor(floors, n, array)))
+            best = rows[-1].push_pull_s
+            if rows[-1].floor_s:
+                rows[-1] = rows[-1]._replace(over_floor=best / rows[-1].floor_s)
+    if kv.rank == 0:
+        Console().print(table(rows))
+        if json_path:
+            json_path.write_text(json.dumps([row._asdict() for row in rows], indent=1))
+        if plot_path:
+            draw(rows, plot_path)
+    kv.close()
+
+
+def _floor(floors: dict[int, dict[str, float]], n: int, array: str) -> tuple[float | None, None]:
+    return (floors[n][array] if n in floors else None), None
+
+
+def measure(kv: mpips.KVStore, n: int, array: str, seconds: float) -> tuple[int, float, float, float, float]:
+    """Repeats and medians of push, pull, both after each other, and pushpull, of the key `n` with n elements."""
+    make: Callable[[], np.ndarray] = (lambda: mpips.empty(n)) if array == "empty" else (lambda: np.empty(n, np.float32))
+    value, out = make(), make()
+    value[...], out[...] = 1, 0
+    pushes, pulls, fused = [], [], []
+
+    def once() -> None:
+        start = time.perf_counter()
+        kv.push(n, value)
+        pushed = time.perf_counter()
+        kv.pull(n, out)
+        pulled = time.perf_counter()
+        pushes.append(pushed - start)
+        pulls.append(pulled - pushed)
+
+    def once_fused() -> None:
+        start = time.perf_counter()
+        kv.pushpull(n, value, out)
+        fused.append(time.perf_counter() - start)
+
+    for _ in range(3):
+        once()
+        once_fused()
+    assert kv.layout.workers is not None
+    repeats = kv.layout.workers.bcast(max(5, min(2000, int(seconds / 2 / (pushes[-1] + pulls[-1])))), 0)
+    for sample in (pushes, pulls, fused):
+        sample.clear()
+    for once_more in (once, once_fused):
+        kv.barrier()
+        for _ in range(repeats):
+            once_more()
+    if kv.type.endswith("_sync"):
+        assert (out == kv.num_workers).all(), "the sums are wrong"
+    both = statistics.median(map(sum, zip(pushes, pulls)))
+    return repeats, statistics.median(pushes), statistics.median(pulls), both, statistics.median(fused)
+
+
+def table(rows: list[Row]) -> Table:
+    """The rows as a table, microseconds."""
+    first = rows[0]
+    roles = f"{first.servers} servers, {first.workers} workers, {first.clients} clients"
+    title = f"{first.kind}, {roles}; median us, worker 0"
+    view = Table(title=title)
+    for column in ("bytes", "arrays", "push", "pull", "push + pull", "pushpull", "floor", "push + pull / floor"):
+        view.add_column(column, justify="left" if column == "arrays" else "right")
+    for row in rows:
+        times = [f"{1e6 * t:,.1f}" for t in (row.push_s, row.pull_s, row.push_pull_s, row.pushpull_s)]
+        bare = "-" if row.floor_s is None else f"{1e6 * row.floor_s:,.1f}"
+        view.add_row(f"{row.bytes:,}", row.array, *times, bare, f"{row.over_floor:.2f}" if row.over_floor else "-")
+    return view
+
+
+def draw(rows: list[Row], path: Path) -> None:
+    """Latency by size, one line for each kind of array, and the floors."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots()
+    for array in dict.fromkeys(row.array for row in rows):
+        mine = [row for row in rows if row.array == array]
+        axes.loglog([r.bytes for r in mine], [1e6 * r.push_pull_s for r in mine], marker="o", label=f"{array} arrays")
+        bare = [(r.bytes, 1e6 * r.floor_s) for r in mine if r.floor_s]
+        if bare:
+            axes.loglog(*zip(*bare), linestyle=":", label=f"floor, {array}")
+    axes.set(xlabel="bytes", ylabel="push + pull, microseconds", title=f"{rows[0].kind}, {rows[0].workers} workers")
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    command()

@@ -1,0 +1,69 @@
+"""The memory copies that a push and a pull cannot do without, timed bare: no keys, no signals, only NumPy and barriers.
+
+Of n bytes, W workers and S servers on one node: ordinary arrays are copied into shared memory (each worker n); each
+server sums its n/S of all W contributions into its own memory; each worker copies n out. Arrays of `mpips.empty` need
+no copy in. Every phase is as long as its slowest rank takes, with all ranks at once.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+from mpi4py import MPI
+
+from collectives import arena
+from collectives.arena import Region
+from mpips import meet
+
+BLOCK = 262_144  # elements summed at a time, so that a block is in cache for the next contribution
+
+
+def measure(comm: MPI.Comm, servers: int, nbytes: int, repeats: int) -> dict[str, float]:
+    """Seconds of the floor for "ordinary" and "empty" arrays: medians over `repeats`. Collective over all ranks."""
+    rank, workers = comm.Get_rank(), comm.Get_size() - servers
+    n = nbytes // 4
+    shared, private, out = arena.empty(n), np.ones(n, np.float32), np.zeros(n, np.float32)
+    shared[...] = 1
+    region = arena.locate(shared)
+    regions = [msgspec.msgpack.decode(data) for data in meet.exchange(comm, msgspec.msgpack.encode(region), "floor")]
+    everyone = [arena.attach(Region(*region)).view(np.float32) for region in regions]
+    cuts = [n * server // servers for server in range(servers + 1)]
+
+    def copy_in() -> None:
+        if rank < workers:
+            shared[...] = private
+
+    def add_up() -> None:
+        if rank >= workers:
+            for start in range(cuts[rank - workers], cuts[rank - workers + 1], BLOCK):
+                part = slice(start, min(start + BLOCK, cuts[rank - workers + 1]))
+                total = shared[part]
+                np.copyto(total, everyone[0][part])
+                for other in everyone[1:workers]:
+                    np.add(total, other[part], out=total)
+
+    def copy_out() -> None:
+        if rank < workers:
+            for server in range(servers):
+                part = slice(cuts[server], cuts[server + 1])
+                out[part] = everyone[workers + server][part]
+
+    phases = [_slowest(comm, phase, repeats) for phase in (copy_in, add_up, copy_out)]
+    return {"ordinary": sum(phases), "empty": sum(phases[1:])}
+
+
+def _slowest(comm: MPI.Comm, phase: Callable[[], None], repeats: int) -> float:
+    """The median over repeats of the time that the slowest rank took."""
+    seconds = []
+    for _ in range(repeats):
+        comm.Barrier()
+        start = time.perf_counter()
+        phase()
+        seconds.append(time.perf_counter() - start)
+    every = comm.gather(seconds, 0)
+    slowest = [max(column) for column in zip(*every)] if every else seconds
+    return float(comm.bcast(statistics.median(slowest), 0))

@@ -1,0 +1,41 @@
+"""One process of an MXNet 1.9.1 job, run by `beside_mxnet` with the Python of MXNet's own environment.
+
+    python mxnet_worker.py SIZES REPEATS
+
+The role comes from DMLC_ROLE. A scheduler or a server serves while `import mxnet` runs; a worker times
+`dist_sync` push + pull of one key for each size (bytes, comma-separated; so many repeats for each, comma-separated) and
+worker 0 prints one JSON list of {"bytes", "seconds": [one per repeat]}.
+"""
+
+import json
+import sys
+import time
+
+import mxnet as mx  # type: ignore[import-not-found]  # a scheduler or server stays in here until the job ends
+
+
+def main() -> None:
+    store = mx.kv.create("dist_sync")
+    results = []
+    sizes = [int(text) for text in sys.argv[1].split(",")]
+    for key, (nbytes, repeats) in enumerate(zip(sizes, map(int, sys.argv[2].split(",")))):
+        value = mx.nd.ones(nbytes // 4)
+        out = mx.nd.zeros(nbytes // 4)
+        store.init(key, value)
+        store._barrier()
+        seconds = []
+        for _ in range(repeats):
+            start = time.perf_counter()
+            store.push(key, value)
+            store.pull(key, out)
+            out.wait_to_read()
+            seconds.append(time.perf_counter() - start)
+        # MXNet pulls into the pushed array as well, so its values double each time: nothing to compare.
+        results.append({"bytes": nbytes, "seconds": seconds})
+        store._barrier()
+    if store.rank == 0:
+        print(json.dumps(results), flush=True)
+
+
+if __name__ == "__main__":
+    main()

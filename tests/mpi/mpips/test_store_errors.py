@@ -1,0 +1,254 @@
+"""Every misuse gives every rank a sentence with key, rank and values; nothing stored is lost; the store goes on."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import mpips
+from tests.mpi.mpips.support import WORLD, failure, need, run
+
+ROOT = Path(__file__).parents[3]
+KINDS = [
+    ("dist_sync", {"servers": 1}),
+    ("dist_sync", {"servers": 1, "shared_memory": False}),
+    ("dist_sync", {"servers": 0}),
+    ("mpi_sync", {"servers": 1, "clients": 1}),
+    ("mpi_sync", {"servers": 1, "clients": 2, "masters": "all"}),
+]
+kinds = pytest.mark.parametrize("kind, options", KINDS)
+
+
+def sentences(kv, call):
+    """What each worker's error says."""
+    return kv.layout.workers.allgather(failure(call))
+
+
+def goes_on(kv, key="w", shape=(4, 3)):
+    """The store still sums."""
+    out = np.zeros(shape, np.float32)
+    kv.pushpull(key, np.full(shape, kv.rank + 1, np.float32), out)
+    return bool((out == kv.num_workers * (kv.num_workers + 1) / 2).all())
+
+
+def started(kv, shape=(4, 3)):
+    kv.init("w", np.full(shape, 5, np.float32))
+    return kv.num_workers - 1  # the rank that will do wrong
+
+
+@kinds
+@pytest.mark.parametrize("what", ["shape", "dtype", "strides", "list"])
+def test_a_bad_push_on_one_rank(kind, options, what):
+    need(2, **options)
+
+    def body(kv):
+        bad = started(kv)
+        value = np.ones((4, 3), np.float32)
+        if kv.rank == bad:
+            value = {"shape": np.ones((3, 4), np.float32), "dtype": np.ones((4, 3)),
+                     "strides": np.ones((8, 3), np.float32)[::2], "list": ["no array"]}[what]  # fmt: skip
+        said = sentences(kv, lambda: kv.pushpull("w", value, np.zeros((4, 3), np.float32)))
+        assert len(set(said)) == 1, said
+        assert "'w'" in said[0]
+        if what in ("shape", "dtype"):
+            assert f"rank {bad}" in said[0] and "float32(4, 3)" in said[0], said
+        out = np.zeros((4, 3), np.float32)
+        kv.pull("w", out)
+        assert (out == 5).all()
+        assert goes_on(kv)
+
+    run(kind, body, **options)
+
+
+@kinds
+def test_init_must_be_the_same_everywhere(kind, options):
+    need(2, **options)
+
+    def body(kv):
+        last = kv.num_workers - 1
+        wrong = kv.rank == last
+        said = sentences(kv, lambda: kv.init("w", np.zeros((3, 4) if wrong else (4, 3), np.float32)))
+        assert set(said) == {f"init: key 'w' is float32(4, 3) on rank 0 and float32(3, 4) on rank {last}"}
+        said = sentences(kv, lambda: kv.init("w", np.zeros((4, 3), "f8" if wrong else "f4")))
+        assert set(said) == {f"init: key 'w' is float32(4, 3) on rank 0 and float64(4, 3) on rank {last}"}
+        two = [np.zeros((4, 3), np.float32)] * 2
+        said = sentences(kv, lambda: kv.init(["b", "a"] if wrong else ["a", "b"], two))
+        assert set(said) == {f"init: rank 0 gives key 'a', rank {last} key 'b' in its place"}
+        said = sentences(kv, lambda: kv.init(["a", 1] if wrong else ["a", "b"], two))
+        assert len(set(said)) == 1 and f"rank {last}" in said[0] and "mixed" in said[0]
+        said = sentences(kv, lambda: kv.init(["a", "b"], two[: 1 if wrong else 2]))
+        assert len(set(said)) == 1 and f"rank {last}" in said[0] and "2 keys" in said[0]
+        kv.init("w", np.full((4, 3), 5, np.float32))
+        said = sentences(kv, lambda: kv.init("w", np.zeros((4, 3), np.float32)))
+        assert len(set(said)) == 1 and "'w' was already initialised" in said[0]
+        said = sentences(kv, lambda: kv.init(7, np.zeros((4, 3), np.float32)))
+        assert len(set(said)) == 1 and "all int or all str" in said[0]
+        out = np.zeros((4, 3), np.float32)
+        kv.pull("w", out)
+        assert (out == 5).all()
+
+    run(kind, body, **options)
+
+
+@kinds
+def test_wrong_calls_of_all_ranks(kind, options):
+    need(**options)
+
+    def body(kv):
+        started(kv)
+        good = np.zeros((4, 3), np.float32)
+        locked = good.copy()
+        locked.flags.writeable = False
+        assert "'x' was not initialised" in failure(lambda: kv.pull("x", good))
+        assert "'x' was not initialised" in failure(lambda: kv.push("x", good))
+        assert "read-only" in failure(lambda: kv.pull("w", locked))
+        assert "not contiguous" in failure(lambda: kv.pull("w", np.zeros((8, 3), np.float32)[::2]))
+        assert "float32(4, 3)" in failure(lambda: kv.pull("w", np.zeros(3, np.float32)))
+        assert "mixed" in failure(lambda: kv.push(["w", 1], [good, good]))
+        assert "2 keys need a list of 2" in failure(lambda: kv.pull(["w", "v"], [good]))
+        assert "unknown optimizer" in failure(lambda: kv.set_optimizer("sdg"))
+        assert "unknown capability" in failure(lambda: kv.is_capable("magic"))
+        assert goes_on(kv)
+
+    run(kind, body, **options)
+
+
+def test_workers_of_a_client_with_keys_in_another_order():
+    options = {"servers": 1, "clients": 1}
+    need(2, **options)
+
+    def body(kv):
+        kv.init(["a", "b"], [np.full((4, 3), 5, np.float32)] * 2)
+        mine = "a" if kv.rank else "b"
+        said = sentences(kv, lambda: kv.push(mine, np.ones((4, 3), np.float32)))
+        assert len(set(said)) == 1, said
+        assert "rank 0: push of key 'b'" in said[0] and "rank 1: push of key 'a'" in said[0]
+        out = np.zeros((4, 3), np.float32)
+        for key in ("a", "b"):
+            kv.pull(key, out)
+            assert (out == 5).all()
+            assert goes_on(kv, key)
+
+    run("mpi_sync", body, **options)
+
+
+def test_keys_in_another_order_where_workers_are_independent():
+    need(2, servers=1)
+
+    def body(kv):
+        keys = ["a", "b", "c"]
+        kv.init(keys, [np.zeros(200_000, np.float32)] * 3)
+        gradient = mpips.empty(200_000)
+        for key in keys if kv.rank % 2 else keys[::-1]:
+            gradient[...] = 1
+            kv.push(key, gradient)
+        for key in keys:
+            kv.pull(key, gradient)
+            assert (gradient == kv.num_workers).all()
+
+    run("dist_sync", body, servers=1)
+
+
+def test_options_that_make_no_sense():
+    size = WORLD.size
+    last = size - 1
+    for options, word in [
+        ({"servers": size}, "at least one worker need"),
+        ({"servers": 0, "clients": size + 1}, f"more than the {size} workers"),
+        ({"servers": 0, "stall_seconds": math.nan}, "must be finite"),
+        ({"servers": 0, "workers": size + 1}, f"but the job has {size}"),
+        ({"servers": 0, "masters": "none"}, "one, all"),
+        ({"servers": 0, "clients": 1 + (WORLD.rank == last)}, "option clients" if last else ""),
+    ]:
+        if word:
+            said = WORLD.allgather(failure(lambda options=options: mpips.create("mpi_sync", **options)))
+            assert len(set(said)) == 1 and word in said[0], said
+    said = WORLD.allgather(failure(lambda: mpips.create("dist_async")))
+    assert len(set(said)) == 1 and "needs a server" in said[0]
+    assert "dist_sync" in failure(lambda: mpips.create("synchronous"))
+    with pytest.raises(TypeError):
+        mpips.create(3)
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_a_long_wait_names_key_and_ranks(shared_memory):
+    need(2, servers=1)
+
+    def body(kv):
+        started(kv)
+        kv.barrier()
+        if kv.rank == 1:
+            time.sleep(0.6)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert goes_on(kv)
+        texts = " ".join(str(warning.message) for warning in caught)
+        if kv.rank == 0:
+            assert "key 'w'" in texts and "for ranks [1" in texts, texts
+
+    run("dist_sync", body, servers=1, stall_seconds=0.2, shared_memory=shared_memory)
+
+
+def test_a_wait_that_is_too_long_fails_for_all():
+    need(2, servers=1)
+
+    def body(kv):
+        started(kv)
+        kv.barrier()
+        if kv.rank == 1:
+            time.sleep(0.8)
+        said = failure(lambda: goes_on(kv))
+        assert "'w'" in said and "for ranks [1" in said, said
+        if kv.rank != 1:
+            time.sleep(0.8)
+        kv.layout.workers.Barrier()
+        assert goes_on(kv)
+
+    run("dist_sync", body, servers=1, stall_seconds=0.1, timeout_seconds=0.3)
+
+
+def test_a_worker_that_leaves_is_told_to_the_others():
+    need(2, servers=1)
+
+    def body(kv):
+        started(kv)
+        if kv.rank == 1:
+            return
+        said = failure(lambda: goes_on(kv))
+        assert "rank 1, which has left" in said, said
+
+    run("dist_sync", body, servers=1)
+
+
+@pytest.mark.skipif(WORLD.size != 1, reason="starts a job of its own; once is enough")
+@pytest.mark.parametrize("where", ["worker", "server"])
+def test_an_uncaught_exception_ends_the_job(tmp_path, where):
+    script = tmp_path / "job.py"
+    script.write_text(f"""
+import numpy as np, mpips
+from mpi4py import MPI
+from mpips import server
+if {where == "server"}:
+    server.ServerState.work = lambda self, ahead: 1 / 0
+kv = mpips.create("dist_sync", servers=1)
+kv.init("w", np.zeros(3, np.float32))
+if kv.rank == 1:
+    1 / 0
+kv.pushpull("w", np.zeros(3, np.float32))
+""")
+    clean = {k: v for k, v in os.environ.items() if not re.match(r"OMPI_|PMIX_|PRTE_|PMI_|HYDRA_|MPI_|MPIPS_", k)}
+    clean["PYTHONPATH"] = str(ROOT)
+    command = [sys.executable, "-m", "launch.run", "--workers", "2", "--servers", "1", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=40, env=clean, cwd=tmp_path, check=False)
+    assert done.returncode != 0
+    assert "ZeroDivisionError on rank " + ("2" if where == "server" else "1") in done.stderr
+    assert "1 / 0" in done.stderr
