@@ -167,4 +167,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except JobError as error:
+        sys.exit(f"demo: {error}")

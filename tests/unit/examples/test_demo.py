@@ -1,0 +1,53 @@
+"""The demo starts what a user would start, passes on what a job reports, and says why a job failed."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("matplotlib", reason="the demo draws with matplotlib")
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
+import demo
+import picture
+
+OPTIONS = argparse.Namespace(workers=4, servers=2, clients=2, epochs=3, batch_size=16, limit=20)
+REPORT = 'print(\'{"mode": "x", "epoch": 1, "seconds": 0.5, "loss": 0.1, "test_accuracy": 0.97}\')'
+
+
+def test_every_mode_has_its_script_and_roles():
+    words = {mode.name: " ".join(demo.command(mode, OPTIONS)[1:]) for mode in demo.MODES}
+    assert all((demo.HERE / mode.script).is_file() for mode in demo.MODES)
+    assert "--servers 2 --clients 2" in words["mpi-ESGD"]
+    assert "--servers 2" in words["dist-SGD"]
+    assert "--clients" not in words["dist-SGD"]
+    assert "--servers 0" in words["pure MPI"]
+    assert "run" not in words["serial"].split()
+    assert "--batch-size 64" in words["serial"]
+    assert all("--batch-size 16" in text for name, text in words.items() if name != "serial")
+
+
+def test_a_jobs_reports_come_and_other_output_does_not():
+    records = list(demo.epochs([sys.executable, "-c", f"print('hello'); {REPORT}"], 20))
+    assert [record["test_accuracy"] for record in records] == [0.97]
+
+
+def test_a_failing_job_is_an_error_that_holds_what_it_said():
+    with pytest.raises(demo.JobError, match="no such colour"):
+        list(demo.epochs([sys.executable, "-c", f"{REPORT}; raise ValueError('no such colour')"], 20))
+
+
+def test_a_job_that_takes_too_long_is_ended():
+    with pytest.raises(demo.JobError, match="code 124"):
+        list(demo.epochs([sys.executable, "-c", "import time; time.sleep(60)"], 0.2))
+
+
+def test_the_summary_and_the_picture_have_every_mode(tmp_path):
+    records = [{"seconds": 0.1 * i, "loss": 1 / i, "test_accuracy": 0.9 + 0.02 * i} for i in (1, 2, 3)]
+    results = [demo.summary(mode, records, OPTIONS, wall=2.0) for mode in demo.MODES]
+    assert [result["mode"] for result in results] == [mode.name for mode in demo.MODES]
+    assert all(result["passed"] and result["curve"][-1] == pytest.approx([0.3, 0.96]) for result in results)
+    picture.draw(results, 0.95, "a title", tmp_path / "demo.png")
+    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
