@@ -25,6 +25,7 @@ call.
 from __future__ import annotations
 
 import weakref
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -42,6 +43,8 @@ from collectives.transport.messages import MessagePlan
 from collectives.transport.room import Card
 from collectives.transport.shared_memory import MemoryPlan
 from collectives.transport.two_levels import TwoLevelPlan
+
+ALWAYS = ("ring", "binomial", "direct")  # between nodes, one of these serves any call
 
 
 class Runner(Protocol):
@@ -118,7 +121,9 @@ class Plan:
     @property
     def predicted_seconds(self) -> float | None:
         """What the fitted cost model expects; None where there is no model for the algorithm."""
-        return self._home.predict(self._call)
+        runner = self._runner
+        eager, direct = (runner.eager, runner.direct) if isinstance(runner, MemoryPlan) else (False, False)
+        return self._home.table.seconds(self._call, self._home.nodes, eager, direct)
 
     def free(self) -> None:
         """Give back what the plan holds of MPI. Local; the plan cannot run any more."""
@@ -155,9 +160,9 @@ def _checked(
     """A plan from arguments that are good on this rank; or all ranks raise."""
     try:
         return _compile(home, kind, x, op, algorithm, out, root, number)
-    except (ValueError, TypeError) as error:
-        if isinstance(error, CollectiveError):
-            raise
+    except CollectiveError:
+        raise
+    except Exception as error:  # whatever it is, the others must not wait for this rank
         home.refuse(f"rank {home.rank}: {error}")
 
 
@@ -167,6 +172,9 @@ def _compile(
     if isinstance(x, (list, tuple)) or arrays.is_device(x):
         from collectives import tensor
 
+        for vector in (x if isinstance(x, (list, tuple)) else [x]):
+            if not arrays.is_device(vector):
+                arrays.host(vector, "a vector of x")
         return tensor.compile_plan(home, kind, x, op, algorithm, out, root, number)
     source = arrays.host(x, "x")
     target = source if out is None else arrays.host(out, "out")
@@ -203,10 +211,12 @@ def choose(home: Session, call: Call) -> str:
     """What `auto` means for the call; the same on all ranks."""
     if home.nodes == 1:
         return "shared_memory"
-    name = home.table.between_nodes(call.nbytes)
-    if name == "native" and native.why_not(call):
-        name = "ring"
-    return name if name == "native" or name in catalog.names(call.kind) else catalog.names(call.kind)[0]
+    name = home.table.best_between(call.kind, home.nodes, home.size, call.nbytes)
+    if catalog.parse(name)[0] == "hierarchical" and home.across is not None and call.kind == "allreduce":
+        return name
+    if catalog.serves(call.kind, name, call.p) is None:
+        return name
+    return next(other for other in ALWAYS if catalog.serves(call.kind, other, call.p) is None)
 
 
 def make_runner(home: Session, call: Call, x: Flat, out: Flat, number: int = 0) -> Runner:
@@ -215,7 +225,7 @@ def make_runner(home: Session, call: Call, x: Flat, out: Flat, number: int = 0) 
     if call.algorithm == "shared_memory":
         if home.nodes > 1:
             raise ValueError(f"shared_memory serves ranks of one node, but these are on {home.nodes}: use auto")
-        return MemoryPlan(home.room, call, x, out, home.table.eager(home.size))
+        return MemoryPlan(home.room, call, x, out, home.table.eager_limits(home.size))
     if call.algorithm == "native":
         reason = native.why_not(call)
         if reason:
@@ -225,7 +235,7 @@ def make_runner(home: Session, call: Call, x: Flat, out: Flat, number: int = 0) 
     if name == "hierarchical" and home.nodes > 1 and "local" not in parameters:
         if home.across is None:
             raise ValueError("hierarchical needs nodes with equal numbers of ranks: choose another algorithm, or auto")
-        eager = home.table.eager(home.room.size)
+        eager = home.table.eager_limits(home.room.size)
         return Guarded(home, call, TwoLevelPlan(home.room, home.across, call, x, out, eager, number, **parameters))
     schedule = catalog.build(call.kind, call.algorithm, call.p, call.root)
     return Guarded(home, call, MessagePlan(home.comm, call, schedule, x, out, number))
@@ -244,6 +254,8 @@ class Guarded:
         home = self._home
         if home.watch is not None:
             home.watch.begin(self._call.text)
+            if self._call.algorithm == "native":
+                yield from self._compare()
         elif home.size > 1:
             room = home.room
             if not self._token or not room.readable(self._token):
@@ -255,6 +267,16 @@ class Guarded:
                 room.cards(room.tokens_now())
                 self._tokens = room.tokens_now()
         yield from self._inner.run()
+
+    def _compare(self) -> Iterator[None]:
+        """Between nodes MPI's own collectives, unlike our tagged messages, end in garbage where calls differ."""
+        digest = zlib.crc32(self._call.text.encode())
+        both = np.array([digest, -digest], np.int64)
+        request = self._home.comm.Iallreduce(MPI.IN_PLACE, both, MPI.MAX)
+        while not request.Test():
+            yield
+        if both[0] != -both[1] and self._home.watch is not None:
+            self._home.watch.agree(self._call.text)
 
     def free(self) -> None:
         """Give back what the inner runner holds."""
@@ -289,9 +311,9 @@ def _one_shot(kind: str, x: Any, comm: MPI.Comm | None, op: str, algorithm: str,
 
 def _by_address(home: Session, kind: str, x: Any, op: str, algorithm: str, out: Any, root: int) -> Plan:
     """A view made anew for each call has another identity but lies where it lay."""
-    if not isinstance(x, np.ndarray) or not isinstance(out, (np.ndarray, type(None))):
+    places = _places(x), _places(out)
+    if None in places:
         return _checked(home, kind, x, op, algorithm, out, root)
-    places = [(a.__array_interface__["data"], a.size, a.dtype, a.flags.c_contiguous) for a in (x, out) if a is not None]
     key = (kind, *places, op, algorithm, root)
     made = home.by_address.get(key)
     if made is None:
@@ -301,6 +323,16 @@ def _by_address(home: Session, kind: str, x: Any, op: str, algorithm: str, out: 
             home.by_address.pop(oldest).free()
         home.by_address[key] = made
     return made
+
+
+def _places(x: Any) -> tuple[Any, ...] | None:
+    """Where NumPy arrays lie and what they are; None for other arrays."""
+    vectors = x if isinstance(x, (list, tuple)) else [x] if x is not None else []
+    if not all(isinstance(vector, np.ndarray) for vector in vectors):
+        return None
+    return isinstance(x, (list, tuple)), *(
+        (v.__array_interface__["data"], v.size, v.dtype, v.flags.c_contiguous) for v in vectors
+    )
 
 
 def allreduce(

@@ -10,11 +10,11 @@ from typing import Any, NoReturn
 import numpy as np
 from mpi4py import MPI
 
-from collectives import tune
+from collectives import table
 from collectives.errors import CollectiveError, MismatchError, StallError
 from collectives.native import Choice
 from collectives.transport.room import Card, Room
-from collectives.watch import Patience, Watch, drive, limits
+from collectives.watch import Agreed, Patience, Watch, drive, limits
 
 _KEY = MPI.Comm.Create_keyval(delete_fn=lambda comm, key, session: session.close())
 MOST_PLANS = 1024
@@ -80,7 +80,7 @@ class Session:
         self.nodes = len(set(self.node_of))
         self.across = self._across()
         self.watch = Watch(self.comm, self.stall_seconds, self.timeout_seconds) if self.nodes > 1 else None
-        self.table = tune.shared_table(self.comm)
+        self.table = table.shared(self.comm)
         self.plans: dict[Any, Any] = {}
         self.by_address: dict[Any, Any] = {}
         self.active: deque[Operation] = deque()
@@ -183,9 +183,20 @@ class Session:
         except StallError as error:
             self._stalled(error)
             raise
-        except MismatchError:
-            if self.watch is not None:
-                self._renew()
+        except Agreed:
+            self._renew()
+            raise
+        except MismatchError as error:
+            if self.watch is not None:  # seen in the room of this node: the other nodes do not know
+                self._object(str(error))
+            raise
+
+    def _object(self, sentence: str) -> NoReturn:
+        assert self.watch is not None
+        try:
+            self.watch.object(sentence)
+        except Agreed:
+            self._renew()
             raise
 
     def _stalled(self, error: StallError) -> None:
@@ -196,10 +207,6 @@ class Session:
     def check_usable(self) -> None:
         if self.broken:
             raise CollectiveError(f"this communicator is unusable after: {self.broken}")
-
-    def predict(self, call: Any) -> float | None:
-        """Seconds that the fitted cost model expects for a call, or None."""
-        return tune.predict(self.table, call, self.nodes)
 
     def start(self, steps: Iterator[None], what: str) -> Operation:
         """Begin a run; runs of one session take turns in the order in which they were started."""

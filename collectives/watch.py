@@ -40,6 +40,10 @@ _TAG = 1
 _REFUSED = "refused: "
 
 
+class Agreed(MismatchError):
+    """A mismatch of which all ranks know."""
+
+
 def limits() -> tuple[float, float]:
     """(stall_seconds, timeout_seconds) from MPIPS_STALL_SECONDS and MPIPS_TIMEOUT_SECONDS; a timeout of 0 is never."""
     return float(os.environ.get("MPIPS_STALL_SECONDS", 60)), float(os.environ.get("MPIPS_TIMEOUT_SECONDS", 0))
@@ -151,6 +155,13 @@ class Watch:
         self._hear_all(sequence)
         raise AssertionError("a refusal is always a mismatch")
 
+    def object(self, sentence: str) -> NoReturn:
+        """As `refuse`, for the operation that this rank is in: the others, who wait in it, raise the same sentence."""
+        self._mine[self.sequence] = _REFUSED + sentence
+        self._tell(self.sequence)
+        self._hear_all(self.sequence)
+        raise AssertionError("a refusal is always a mismatch")
+
     def wait(self, test: Callable[[], bool], what: str, late: Callable[[], Iterable[int]] = tuple) -> None:
         """Poll `test` until it is true."""
 
@@ -221,7 +232,7 @@ class Watch:
         self._flush()
         self.renew()
         refusals = [texts[rank] for rank in sorted(texts) if texts[rank].startswith(_REFUSED)]
-        raise MismatchError(refusals[0].removeprefix(_REFUSED) if refusals else disagreement(texts))
+        raise Agreed(refusals[0].removeprefix(_REFUSED) if refusals else disagreement(texts))
 
     def _flush(self) -> None:
         """Others still need my names for the operation, so let them go out."""

@@ -198,15 +198,22 @@ class Room:
         if self._fence is not None:
             self._fence()
 
-    def met_soon(self, tokens: Sequence[int]) -> bool:
-        """True when all have entered with these tokens before patience ran out: `meet` for the usual, short wait."""
-        base, parity, spins = self.operation << 32, self.operation & 1, 0
-        for other, words in self._others:
-            expected = base | tokens[other]
-            while words[parity] != expected:
-                spins += 1
-                if spins > self._spins:
-                    if spins > MOST_SPINS or words[parity] >= base:
+    def expecting(self, tokens: Sequence[int]) -> list[tuple[memoryview, int]]:
+        """The others' words and tokens, for `met_soon`."""
+        return [(words, tokens[other]) for other, words in self._others]
+
+    def met_soon(self, token: int, others: list[tuple[memoryview, int]]) -> bool:
+        """`enter` and `meet` for the usual, short wait. False when somebody brings another token or is late."""
+        self.operation = operation = self.operation + 1
+        if self._fence is not None:
+            self._fence()
+        parity, base, spins = operation & 1, operation << 32, self._spins
+        self._mine[parity] = base | token
+        for words, expected in others:
+            while words[parity] != base | expected:
+                spins -= 1
+                if spins < 0:
+                    if spins < -MOST_SPINS or words[parity] >= base:
                         return False
                     sched_yield()
         if self._fence is not None:

@@ -4,7 +4,8 @@ Every piece of the result has an *owner*, who reads the *sources'* x, reduces bl
 cache, and hands it to the *readers'* out. It is the peer-to-peer parameter server of the BML paper (section 2), run on
 loads and stores. Rank r owns block r of the vector. Three protocols:
 
-eager    small vectors: all ranks put theirs into their slots, and each takes what it wants. One meeting.
+eager    small vectors: all ranks put theirs into their slots, and each takes what it wants. One meeting. Node-shared
+         arrays leave it for direct sooner than ordinary ones for staged; where ranks differ in this, staged serves.
 direct   all arrays are node-shared (`collectives.empty`): the owner writes finished blocks straight into the readers'
          arrays. n/p elements read from each source and written to each reader, no copy beside. Two meetings.
 staged   ordinary arrays: blocks pass through stages small enough for the cache, in a pipeline: while block k is
@@ -25,6 +26,7 @@ from collectives import arena
 from collectives.arrays import Flat, Vector
 from collectives.call import Call
 from collectives.operations import scale
+from collectives.table import Eager
 from collectives.transport.room import CARDS, NOWHERE, Card, Room
 
 Step: TypeAlias = "tuple[Any, tuple[Any, ...]]"
@@ -59,48 +61,56 @@ class Program:
 class MemoryPlan:
     """One call compiled for the ranks of a room. x and out hold the rank's part of the vector (`Call.extent_of_x`)."""
 
-    def __init__(self, room: Room, call: Call, x: Flat, out: Flat, eager_bytes: int):
+    def __init__(self, room: Room, call: Call, x: Flat, out: Flat, eager: Eager):
         self._room, self._call = room, call
         self._x = Window(x.vector(), call.extent_of_x(room.rank, x == out)[0])
         self._out = Window(out.vector(), call.extent_of_out(room.rank, x == out)[0])
-        self._eager = call.nbytes <= eager_bytes
+        shareable = call.nbytes > eager.always and call.kind != "alltoall"
         self._token = -CARDS
         self._tokens: tuple[int, ...] | None = None
+        self._others: list[tuple[memoryview, int]] = []
         self._program = Program()
-        shared = not self._eager and call.kind != "alltoall"
-        self._where = (arena.locate(self._x.vector), arena.locate(self._out.vector)) if shared else (None, None)
-        if self._eager:
+        self._where = (arena.locate(self._x.vector), arena.locate(self._out.vector)) if shareable else (None, None)
+        self.direct = None not in self._where
+        """True where this rank's arrays are node-shared and worth it; the protocol is direct if all ranks' are."""
+        self.eager = not self.direct and call.nbytes <= max(eager.always, eager.ordinary)
+        """True where this rank brings its vector in its slot; the protocol is eager if all ranks do."""
+        self._takes: list[tuple[Step, ...]] = []
+        if self.eager:
             self._early = [_eager_puts(room, call, self._x, parity) for parity in (0, 1)]
-            self._takes = [_eager_takes(room, call, self._x, self._out, parity) for parity in (0, 1)]
-        elif None in self._where:
+        elif not self.direct:
             self._early = [_Staged(room, call, self._x, self._out).puts(0)] * 2
         else:
             self._early = [(), ()]
 
     def run(self) -> Iterator[None]:
         """The operation, in steps between which there is something to wait for."""
+        for function, arguments in self._early[self._room.operation + 1 & 1]:
+            function(*arguments)
         self._enter()
         yield from self._met()
 
     def quick(self) -> Iterator[None] | None:
         """The operation, at once if the others come soon: None when it is done, else the steps that are left."""
-        self._enter()
         room = self._room
-        if self._tokens is None or not room.met_soon(self._tokens):
+        parity = room.operation + 1 & 1
+        for function, arguments in self._early[parity]:
+            function(*arguments)
+        if self._tokens is None or not room.readable(self._token):
+            self._enter()
             return self._met()
-        if not self._eager:
+        if not room.met_soon(self._token, self._others):
+            return self._met()
+        if not self._takes:
             return self._work()
-        for function, arguments in self._takes[room.operation & 1]:
+        for function, arguments in self._takes[parity]:
             function(*arguments)
         return None
 
     def _enter(self) -> None:
-        room = self._room
-        for function, arguments in self._early[room.operation + 1 & 1]:
-            function(*arguments)
-        if not room.readable(self._token):
+        if not self._room.readable(self._token):
             self._publish()
-        room.enter(self._token)
+        self._room.enter(self._token)
 
     def _met(self) -> Iterator[None]:
         room = self._room
@@ -112,7 +122,7 @@ class MemoryPlan:
 
     def _work(self) -> Iterator[None]:
         room = self._room
-        if self._eager:
+        if self._takes:
             for function, arguments in self._takes[room.operation & 1]:
                 function(*arguments)
             return
@@ -133,17 +143,18 @@ class MemoryPlan:
     def _bind(self, tokens: tuple[int, ...]) -> None:
         """The ranks' arrays are others than last time: read their cards and compile anew."""
         self._tokens = None
-        cards = self._room.cards(tokens)
-        if not self._eager:
-            self._program = self._compile(cards)
-        self._tokens = tokens
-
-    def _compile(self, cards: Sequence[Card]) -> Program:
+        room, call = self._room, self._call
+        cards = room.cards(tokens)
         shared = [card.x.pid != 0 and card.out.pid != 0 for card in cards]
+        self._takes = []
         if all(shared):
-            return _direct(self._room, self._call, self._x, self._out, cards)
-        staged = _Staged(self._room, self._call, self._x, self._out)
-        return staged.program(restage=any(shared))
+            self._program = _direct(room, call, self._x, self._out, cards)
+        elif self.eager and not any(shared):
+            self._takes = [_eager_takes(room, call, self._x, self._out, parity) for parity in (0, 1)]
+        else:
+            self._program = _Staged(room, call, self._x, self._out).program(restage=any(shared))
+        self._tokens = tokens
+        self._others = room.expecting(tokens)
 
 
 def _same(a: Vector, b: Vector) -> bool:

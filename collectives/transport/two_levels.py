@@ -18,6 +18,7 @@ from collectives import catalog
 from collectives.arrays import Flat
 from collectives.call import Call
 from collectives.schedule import cut
+from collectives.table import Eager
 from collectives.transport.messages import MessagePlan
 from collectives.transport.room import Room
 from collectives.transport.shared_memory import MemoryPlan
@@ -38,7 +39,7 @@ class TwoLevelPlan:
         call: Call,
         x: Flat,
         out: Flat,
-        eager_bytes: int,
+        eager: Eager,
         number: int,
         between: str = "ring",
     ):
@@ -58,9 +59,9 @@ class TwoLevelPlan:
             slice_ = Call("allreduce", mine.n, call.dtype, call.operation, 0, between, across.size)
             self._segments.append(
                 _Segment(
-                    MemoryPlan(room, inside[0], x_part, mine, eager_bytes),
+                    MemoryPlan(room, inside[0], x_part, mine, eager),
                     MessagePlan(across, slice_, schedule, mine, mine, number * MOST_SEGMENTS + i + 1),
-                    MemoryPlan(room, inside[1], mine, out_part, eager_bytes),
+                    MemoryPlan(room, inside[1], mine, out_part, eager),
                 )
             )
 

@@ -1,0 +1,235 @@
+"""Bad calls: every rank raises the same sentence, nobody hangs, and the communicator works afterwards."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import collectives
+from collectives.errors import CollectiveError, MismatchError, StallError
+from collectives.session import session
+from collectives.transport.room import Room
+
+WORLD = MPI.COMM_WORLD
+RANK, P = WORLD.rank, WORLD.size
+ODD = P - 1  # the rank that calls otherwise
+
+
+@pytest.fixture(params=["one node", "a node for each rank"])
+def comm(request, monkeypatch):
+    """A communicator whose ranks share memory, and one whose ranks do not."""
+    if request.param != "one node":
+        opened = Room.open
+        monkeypatch.setattr(Room, "open", lambda node, names: opened(node, names) if node.size == 1 else None)
+    made = WORLD.Dup()
+    yield made
+    made.Free()
+
+
+def sentence(function, error=MismatchError):
+    """What the call raises here, having checked that all ranks raise it."""
+    said = ""
+    try:
+        function()
+    except error as caught:
+        said = str(caught)
+    everybody = WORLD.allgather(said)
+    assert all(everybody), f"no {error.__name__}: {everybody}"
+    assert len(set(everybody)) == 1, everybody
+    return said
+
+
+def still_works(comm):
+    for n in (3, 100_000):
+        x = np.ones(n)
+        collectives.allreduce(x, comm)
+        assert WORLD.allreduce(bool((x == P).all()), MPI.LAND)
+
+
+def warmed(comm, *arrays):
+    """The calls are good alone, and known: each of the arrays has been reduced on all ranks."""
+    for array in arrays:
+        collectives.allreduce(array, comm)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("sizes", [(4, 5), (100_000, 100_001), (7, 300_000)])
+def test_lengths_differ(comm, sizes, known):
+    x, y = np.ones(sizes[0]), np.ones(sizes[1])
+    if known:
+        warmed(comm, x, y)
+    said = sentence(lambda: collectives.allreduce(y if RANK == ODD else x, comm))
+    assert f"rank {ODD}: allreduce of {sizes[1]} float64" in said
+    assert f"allreduce of {sizes[0]} float64" in said
+    still_works(comm)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("known", [False, True])
+def test_types_differ(comm, known):
+    x, y = np.ones(1000, np.float32), np.ones(1000, np.int32)
+    if known:
+        warmed(comm, x, y)
+    said = sentence(lambda: collectives.allreduce(y if RANK == ODD else x, comm))
+    assert "float32" in said
+    assert f"rank {ODD}: allreduce of 1000 int32" in said
+    still_works(comm)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_collectives_differ(comm):
+    x = np.ones(50)
+    said = sentence(lambda: (collectives.broadcast if RANK == ODD else collectives.allreduce)(x, comm))
+    assert "broadcast of 50" in said
+    assert "allreduce of 50" in said
+    still_works(comm)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_operations_roots_and_algorithms_differ(comm):
+    x = np.ones(5000)
+    assert "max" in sentence(lambda: collectives.allreduce(x, comm, op="max" if RANK == ODD else "sum"))
+    assert "root 1" in sentence(lambda: collectives.broadcast(x, comm, root=int(RANK == ODD)))
+    names = ("ring", "direct")
+    assert "direct" in sentence(lambda: collectives.allreduce(x, comm, algorithm=names[RANK == ODD]))
+    still_works(comm)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("who", ["one rank", "all ranks"])
+@pytest.mark.parametrize(
+    "spoil, words",
+    [
+        (lambda x: x.reshape(100, 10)[:, 3:7], "not C-contiguous"),
+        (lambda x: np.broadcast_to(x[:1], (400,)), "read-only|not C-contiguous"),
+        (lambda x: x[:400].astype(object), "object"),
+        (lambda x: [x[:400], "x"], "str"),
+        (lambda x: None, "NoneType"),
+        (lambda x: [x[:400], x[:300]], "size"),
+        (lambda x: x[:400].astype(">f8"), "float64"),
+    ],
+)
+def test_bad_array(comm, spoil, words, who):
+    x = np.ones(1000)
+    bad = who == "all ranks" or RANK == ODD
+    said = sentence(lambda: collectives.allreduce(spoil(x) if bad else x[:400], comm))
+    assert re.search(words, said)
+    assert f"rank {0 if who == 'all ranks' else ODD}" in said
+    still_works(comm)
+
+
+@pytest.mark.mpi
+def test_read_only(comm):
+    x = np.ones(10)
+    x.flags.writeable = RANK != ODD
+    assert "read-only" in sentence(lambda: collectives.allreduce(x, comm))
+    out = np.empty(10)
+    assert collectives.allreduce(x, comm, out=out) is out
+    still_works(comm)
+
+
+@pytest.mark.mpi
+def test_unknown_names(comm):
+    x = np.ones(10)
+    assert "quicksort" in sentence(lambda: collectives.allreduce(x, comm, algorithm="quicksort"))
+    assert "ring" in sentence(lambda: collectives.allreduce(x, comm, algorithm="quicksort"))
+    assert "xor" in sentence(lambda: collectives.allreduce(x, comm, op="xor"))
+    assert "gossip" in sentence(lambda: collectives.plan("gossip", x, comm))
+    assert "root" in sentence(lambda: collectives.broadcast(x, comm, root=P))
+    assert "mean" in sentence(lambda: collectives.allreduce(np.ones(3, int), comm, op="mean"))
+    still_works(comm)
+
+
+@pytest.mark.mpi
+def test_bcube_needs_a_power(comm):
+    said = sentence(lambda: collectives.allreduce(np.ones(10), comm, algorithm=f"bcube(n={P + 1},k=2)"))
+    assert str(P) in said
+    still_works(comm)
+
+
+@pytest.mark.mpi
+def test_out_that_does_not_fit(comm):
+    x = np.ones(10)
+    assert "needs" in sentence(lambda: collectives.allreduce(x, comm, out=np.ones(11)))
+    assert "float32" in sentence(lambda: collectives.allreduce(x, comm, out=np.ones(10, np.float32)))
+    still_works(comm)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_plans_differ(comm):
+    said = sentence(lambda: collectives.plan("allreduce", np.ones(10 + (RANK == ODD)), comm))
+    assert f"rank {ODD}: plan of allreduce of 11" in said
+    still_works(comm)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_one_plans_while_others_call(comm):
+    x = np.ones(10)
+
+    def run():
+        if RANK == ODD:
+            collectives.plan("allreduce", x, comm)
+        else:
+            collectives.allreduce(x, comm)
+
+    assert "plan of" in sentence(run)
+    still_works(comm)
+
+
+@pytest.mark.mpi
+def test_freed_communicator():
+    comm = WORLD.Dup()
+    x = np.ones(3)
+    collectives.allreduce(x, comm)
+    comm.Free()
+    assert "freed" in sentence(lambda: collectives.allreduce(x, comm))
+    still_works(WORLD)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_rank_that_does_not_come(comm):
+    """The others raise StallError naming it; when it comes at last, it hears why they left."""
+    x = np.ones(10)
+    collectives.allreduce(x, comm)
+    home = session(comm)
+    if home.watch is not None:
+        home.watch.timeout_seconds = 0.2
+    home.timeout_seconds = 0.2
+    if RANK == ODD:
+        time.sleep(0.6)
+    error = ""
+    try:
+        collectives.allreduce(x, comm)
+    except (StallError, MismatchError) as caught:
+        error = str(caught)
+    said = WORLD.allgather(error)
+    assert all(f"rank {ODD} has not come" in words for words in said[:ODD] + said[ODD + 1 :])
+    if home.watch is None:
+        home.timeout_seconds = 0
+        assert f"rank {ODD} has not come" in said[ODD]
+        still_works(comm)
+    else:
+        with pytest.raises(CollectiveError):  # it stays unusable: messages may be under way
+            collectives.allreduce(np.ones(5), comm)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_stall_is_told(comm):
+    x = np.ones(10)
+    collectives.allreduce(x, comm)
+    home = session(comm)
+    home.stall_seconds = 0.1
+    if home.watch is not None:
+        home.watch.stall_seconds = 0.1
+    if RANK == ODD:
+        time.sleep(0.4)
+        collectives.allreduce(x, comm)
+    else:
+        with pytest.warns(RuntimeWarning, match=f"rank {ODD} has not come"):
+            collectives.allreduce(x, comm)
+    assert WORLD.allreduce(bool((x == P * P).all()), MPI.LAND)
