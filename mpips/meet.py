@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 SPIN_SECONDS = 1e-3
-SLEEP_SECONDS = 2e-4
+SLEEP_SECONDS = (2e-4, 2e-3)  # the shortest and the longest sleep between two looks
+SLEEP_SHARE = 0.02  # of the time waited so far: a look costs the core that somebody else may need
 
 
 class Pause:
@@ -55,7 +56,7 @@ class Pause:
             warnings.warn(f"{self._describe()} has taken {waited:.3g} s", RuntimeWarning, stacklevel=2)
         if self._timeout and waited > self._timeout:
             raise StallError(f"{self._describe()} has taken {waited:.3g} s (timeout_seconds={self._timeout:g})")
-        time.sleep(SLEEP_SECONDS)
+        time.sleep(min(max(SLEEP_SHARE * waited, SLEEP_SECONDS[0]), SLEEP_SECONDS[1]))
 
 
 def wait(request: MPI.Request, describe: Callable[[], str], stall_seconds: float, timeout_seconds: float) -> None:

@@ -10,6 +10,7 @@ their memory instead of a broadcast, where the store is synchronous: nobody can 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import msgspec
@@ -33,7 +34,6 @@ from mpips.session import Key, Part, Piece, Session, Task
 from mpips.sharding import Interval, Placement, grain_of, split, units
 
 Array = NDArray[Any]
-PIECES_IN_FLIGHT = 3
 
 
 class Served:
@@ -92,13 +92,19 @@ class Served:
         grain = grain_of(key.shape, self.layout.num_servers) if max(map(len, self._groups)) == 1 else 1
         block_bytes = options.block_bytes if self._one_node else options.chunk_bytes
         block = max(1, block_bytes // key.dtype.itemsize)
+        by_server = []
         for server, part in self._placement.place(key.shape, key.dtype.itemsize):
+            first = len(key.pieces)
             chunks = 1
-            if self._grouped and max(client.size for client in self.layout.clients) > 1 and not self._one_node:
+            if not self._one_node:
                 chunks = max(1, min(32, part.size * key.dtype.itemsize // options.chunk_bytes))
             for chunk in split(part, chunks, grain):
                 if chunk.size or not part.size:
                     self._plan_piece(key, server, chunk, grain, block, cards[server])
+            by_server.append(key.pieces[first:])
+        # In turn, so that the few pieces under way keep all servers busy; in one order everywhere, as servers take few.
+        key.pieces = [piece for row in zip_longest(*by_server) for piece in row if piece is not None]
+        key.pushes = [part for piece in key.pieces for part in piece.pushes]
         self.session.add(key)
 
     def _plan_piece(
@@ -139,9 +145,8 @@ class Served:
 
     def _quicken(self, key: Key) -> None:
         """Find out whether pushes and pulls of the key can take the short way."""
-        part = key.parts[0]
         plain = not self._grouped and not self.layout.asynchronous and self._compressor is None
-        key.quick = part if plain and len(key.parts) == 1 and part.line.local and part.blocks == 1 else None
+        key.quick = key.parts if plain and self.session.all_local else None
 
     # ---- pushes
 
@@ -334,7 +339,7 @@ class Served:
         self._raise(key, failure)
 
     def _caught(self, task: Task) -> Generator[None, None, CollectiveError | None]:
-        """Run a task to its end; what failed is raised after the client's collective, so that no member waits for it."""
+        """Run a task to its end; its error is raised after the client's collective, so that no member waits for it."""
         try:
             yield from task
         except CollectiveError as error:
@@ -351,12 +356,20 @@ class Served:
         if self._grouped and (self._all or self._in_pieces(key)) and not self._near:
             round_ = self.session.begin(key)
             return self._together([self._through(key, round_, p, flat, out, priority) for p in key.pieces])
+        if not self._grouped and not self._one_node and not self.layout.asynchronous and len(key.pieces) > 1:
+            round_ = self.session.begin(key)
+            return self._together([self._through_alone(key, round_, p, flat, out, priority) for p in key.pieces])
         return self._push_then_pull(key, flat, out, priority)
 
     def _through(self, key: Key, round_: int, piece: Piece, flat: Array, out: Array, priority: int) -> Task:
         push = self._push_piece if self._all else self._push_piece_by_master
         yield from push(key, round_, piece, flat, priority)
         yield from self._pull_piece(key, piece, out)
+
+    def _through_alone(self, key: Key, round_: int, piece: Piece, flat: Array, out: Array, priority: int) -> Task:
+        """One piece of a worker without a client: later pieces go to the server while this one's answer comes."""
+        yield from self._contribute(key, round_, flat, priority, False, parts=piece.pushes)
+        yield from self.session.pull(key, out, piece.pushes)
 
     def _push_then_pull(self, key: Key, flat: Array, out: Array, priority: int) -> Task:
         yield from self.push(key, flat, priority, wait=self.layout.asynchronous)
@@ -370,7 +383,7 @@ class Served:
         waiting = list(reversed(tasks))
         running: list[Generator[None, None, None]] = []
         while waiting or running:
-            while waiting and len(running) < (1 if self._one_node else PIECES_IN_FLIGHT):
+            while waiting and len(running) < (1 if self._one_node else self.layout.options.chunks_in_flight):
                 running.append(waiting.pop())
             still = []
             for task in running:
