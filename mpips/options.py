@@ -42,8 +42,8 @@ FIELDS = (
     Field("big_array", 1_000_000, 1, (), "elements from which an array is split over all servers"),
     Field("block_bytes", 1_048_576, 4096, (), "bytes that a server sums at a time, and workers read behind it"),
     Field("small_bytes", 32_768, 0, (), "arrays up to this many bytes are always copied, so that a push never waits"),
-    Field("chunk_bytes", 524_288, 4096, (), "bytes of one message between nodes; a larger array is sent as a pipeline"),
-    Field("chunks_in_flight", 4, 1, (), "messages of one array under way at a time between two ranks"),
+    Field("chunk_bytes", 262_144, 4096, (), "bytes of one message between nodes; a larger array is sent as a pipeline"),
+    Field("chunks_in_flight", 8, 1, (), "messages of one array under way at a time between two ranks"),
     Field("shared_memory", True, None, (), "exchange payloads in shared memory where processes share a node"),
     Field("stall_seconds", 60.0, 0.001, (), "a wait longer than this warns, naming the key and the ranks not there"),
     Field("timeout_seconds", 0.0, 0, (), "a wait longer than this raises StallError; 0: never"),
@@ -62,8 +62,8 @@ class Options:
     big_array: int = 1_000_000
     block_bytes: int = 1_048_576
     small_bytes: int = 32_768
-    chunk_bytes: int = 524_288
-    chunks_in_flight: int = 4
+    chunk_bytes: int = 262_144
+    chunks_in_flight: int = 8
     shared_memory: bool = True
     stall_seconds: float = 60.0
     timeout_seconds: float = 0.0
