@@ -1,0 +1,116 @@
+"""Plans: reused, started beside other work, several at a time, of any length of message."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import collectives
+from collectives.errors import CollectiveError
+from collectives.transport import messages
+from collectives.transport.room import Room
+
+WORLD = MPI.COMM_WORLD
+RANK, P = WORLD.rank, WORLD.size
+TOTAL = P * (P + 1) // 2
+ALGORITHMS = ("auto", "native", "ring")
+
+
+def everybody(ok) -> bool:
+    return bool(WORLD.allreduce(bool(ok), MPI.LAND))
+
+
+@pytest.fixture(params=["one node", "a node for each rank"])
+def comm(request, monkeypatch):
+    """A communicator whose ranks share memory, and one whose ranks do not."""
+    if request.param != "one node":
+        opened = Room.open
+        monkeypatch.setattr(Room, "open", lambda node, names: opened(node, names) if node.size == 1 else None)
+    made = WORLD.Dup()
+    yield made
+    made.Free()
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("n", [3, 9000, 300_000])
+def test_a_plan_runs_again_and_again(comm, algorithm, n):
+    x = collectives.empty(n, np.float64, comm)
+    plan = collectives.plan("allreduce", x, comm, algorithm=algorithm)
+    for turn in range(12):
+        x[:] = RANK + 1 + turn
+        assert everybody(plan() is x)
+        assert everybody((x == TOTAL + turn * P).all())
+    plan.free()
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_several_plans_in_flight(comm, algorithm):
+    xs = [np.full(n, RANK + 1.0) for n in (5, 60_000, 400_000)]
+    plans = [collectives.plan("allreduce", x, comm, algorithm=algorithm) for x in xs]
+    for plan in plans:
+        plan.start()
+    while not plans[-1].test():
+        np.ones(100).sum()  # compute beside
+    for plan in reversed(plans):
+        plan.wait()
+    assert everybody(all((x == TOTAL).all() for x in xs))
+
+
+@pytest.mark.mpi
+def test_a_blocking_call_waits_its_turn(comm):
+    x, y = np.full(100_000, RANK + 1.0), np.full(10, RANK + 1.0)
+    plan = collectives.plan("allreduce", x, comm)
+    plan.start()
+    collectives.allreduce(y, comm)
+    plan.wait()
+    assert everybody((x == TOTAL).all() and (y == TOTAL).all())
+
+
+@pytest.mark.mpi
+def test_start_and_wait_come_in_pairs(comm):
+    plan = collectives.plan("allreduce", np.ones(4), comm)
+    with pytest.raises(CollectiveError, match="not started"):
+        plan.wait()
+    plan.start()
+    with pytest.raises(CollectiveError, match="twice"):
+        plan.start()
+    plan.wait()
+
+
+@pytest.mark.mpi
+def test_long_vectors_go_in_several_messages(comm, monkeypatch):
+    monkeypatch.setattr(messages, "MESSAGE_BYTES", 1000)
+    for kind in ("allreduce", "broadcast"):
+        x = np.full(5000, RANK + 1, np.int32)
+        collectives.plan(kind, x, comm, algorithm="ring")()
+        assert everybody((x == (TOTAL if kind == "allreduce" else 1)).all())
+
+
+@pytest.mark.mpi
+def test_the_model_expects_more_of_more_bytes(comm):
+    plans = [collectives.plan("allreduce", np.zeros(n), comm) for n in (1000, 1_000_000)]
+    short, long = (plan.predicted_seconds for plan in plans)
+    assert short is not None
+    assert long is not None
+    assert short < long or P == 1
+
+
+@pytest.mark.mpi
+def test_arrays_of_other_libraries(comm):
+    class Wrapped:
+        def __init__(self, array):
+            self.array = array
+            self.__array_interface__ = array.__array_interface__
+
+    class Capsule:
+        def __init__(self, array):
+            self.__dlpack__, self.__dlpack_device__ = array.__dlpack__, array.__dlpack_device__
+
+    for wrap in (Wrapped, Capsule):
+        array = np.full((3, 5), RANK + 1.0)
+        wrapped = wrap(array)
+        assert everybody(collectives.allreduce(wrapped, comm) is wrapped)
+        assert everybody((array == TOTAL).all())

@@ -1,0 +1,69 @@
+"""The tuning table: kept, read back, refused when spoilt; ranges from winners."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from collectives import table
+from collectives.call import Call
+from collectives.errors import CollectiveError
+from collectives.operations import operation
+from collectives.schedule import KINDS
+from collectives.table import EVERYTHING, Eager, Line, Range, Table
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def call(algorithm, n=1000, p=4, kind="allreduce"):
+    dtype = np.dtype(np.float32)
+    return Call(kind, n, dtype, operation("sum", dtype), 0, algorithm, p)
+
+
+def test_shipped_until_kept():
+    assert table.load() == Table()
+    mine = Table(eager={6: Eager(1, 2)}, between={"allreduce 2x4": (Range(EVERYTHING, "ring"),)}, near=Line(1e-6, 1e-9))
+    table.save(mine)
+    assert table.load() == mine
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"eager": {"2": "much"}}', "[]"])
+def test_a_spoilt_file_is_told(text):
+    table.path().parent.mkdir(parents=True)
+    table.path().write_text(text)
+    with pytest.raises(CollectiveError, match="mpips tune"):
+        table.load()
+
+
+@given(st.integers(1, 300), st.integers(0, 1 << 40), st.sampled_from(KINDS))
+def test_there_is_always_an_answer(ranks, nbytes, kind):
+    limits = Table().eager_limits(ranks)
+    assert 0 < limits.always <= limits.ordinary
+    assert Table().best_between(kind, 2, ranks, nbytes)
+
+
+def test_measured_ranges_come_before_the_shipped():
+    mine = Table(between={"reduce 3x6": (Range(100, "binomial"), Range(EVERYTHING, "ring"))})
+    assert mine.best_between("reduce", 3, 6, 100) == "binomial"
+    assert mine.best_between("reduce", 3, 6, 101) == "ring"
+
+
+def test_seconds_grow_with_bytes_and_know_the_closed_forms():
+    mine = Table(far=Line(1e-5, 1e-9), gamma=0.0)
+    ring = mine.seconds(call("ring", n=1_000_000), nodes=4, eager=False, direct=False)
+    assert ring == pytest.approx(6 * 1e-5 + 6 / 4 * 4e6 * 1e-9)
+    assert mine.seconds(call("native"), nodes=4, eager=False, direct=False) is None
+    assert mine.seconds(call("shared_memory", p=1), nodes=1, eager=True, direct=False) == 0
+    small, large = (mine.seconds(call("shared_memory", n=n), 1, False, True) for n in (10**5, 10**7))
+    assert small < large
+    two_levels = mine.seconds(call("hierarchical", n=10**6), nodes=2, eager=False, direct=False)
+    assert two_levels > 0
+
+
+def test_ranges_join_equal_winners():
+    tune = pytest.importorskip("collectives.tune")
+    found = tune.ranges([(64, "a"), (256, "a"), (1024, "b"), (4096, "b")])
+    assert found == (Range(512, "a"), Range(EVERYTHING, "b"))
