@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import isfinite
 from time import perf_counter
 from typing import NamedTuple
 
@@ -61,7 +62,7 @@ def train(
     anything at rank 0. The minibatches and so, up to rounding, the losses do not depend on the grid. `mode` is how
     model ranks cut the layers (see `splits`). `on_epoch` is called on every rank after each epoch. `hybrid`
     continues with the slice of an earlier run or of a checkpoint. TrainingError on every rank if network and data
-    do not fit.
+    do not fit, or when a loss is no longer finite.
     """
     agree(grid.comm, _misfit(model, data))
     hybrid = hybrid or Hybrid(model, grid, optimizer or SGD(learning_rate=0.01), mode)
@@ -71,6 +72,8 @@ def train(
     for epoch in range(done, done + epochs):
         start, phases = perf_counter(), dict(hybrid.clock.seconds)
         loss = _epoch(hybrid, data, epoch)
+        overflow = f"the loss of epoch {epoch + 1} is {loss}: lower the learning rate"
+        agree(grid.comm, None if isfinite(loss) else overflow)
         test_loss, accuracy = _test(hybrid, data)
         spent = _mean_phases(hybrid, phases, grid)
         record = Epoch(epoch + 1, loss, test_loss, accuracy, perf_counter() - start, spent)

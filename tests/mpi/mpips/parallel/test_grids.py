@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mpips.optimizers import SGD, Adam
-from mpips.parallel import MLP, Grid, load, train
+from mpips.parallel import MLP, Grid, TrainingError, load, train
 from mpips.parallel.grid import factorings
 from mpips.parallel.sources import SyntheticSource
 
@@ -95,6 +95,14 @@ def test_a_grid_that_does_not_fit_is_refused_on_every_rank_in_the_same_words():
     assert f"{COMM.size}x2" in message
     assert f"the job has {COMM.size}" in message
     assert f"{COMM.size}x1" in message
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_loss_that_overflows_ends_training_on_every_rank():
+    grid = Grid(COMM.size, 1)
+    with pytest.raises(TrainingError, match="lower the learning rate"):
+        run(lambda: SyntheticSource(100, 4, 2), grid, [16], "float32", optimizer=SGD(learning_rate=1e6))
+    grid.free()
 
 
 def test_a_network_that_does_not_fit_the_data_is_refused_on_every_rank():
