@@ -14,9 +14,9 @@ import msgspec
 import numpy as np
 from mpi4py import MPI
 
-from collectives import catalog, cost
 from collectives.cost import Costs, LinkCost
 from collectives.errors import CollectiveError
+from collectives.predict import on_job
 
 if TYPE_CHECKING:
     from collectives.call import Call
@@ -99,14 +99,10 @@ class Table(msgspec.Struct, frozen=True):
             return 0.0
         if call.algorithm == "shared_memory":
             return self._memory_seconds(call, "eager" if eager else "direct" if direct else "staged")
-        name, parameters = catalog.parse(call.algorithm)
-        if name == "hierarchical" and "local" not in parameters:
-            parameters["local"] = call.p // nodes
-        link = self.near if nodes == 1 else self.far
-        costs = Costs(LinkCost(link.alpha, link.beta), LinkCost(self.near.alpha, self.near.beta), self.gamma)
+        far, near = (LinkCost(line.alpha, line.beta) for line in (self.far, self.near))
         try:
-            return cost.seconds(call.kind, name, call.p, call.nbytes, costs, **parameters)
-        except ValueError:  # native, and what has no closed form
+            return on_job(call.kind, call.algorithm, call.nbytes, call.p, nodes, Costs(far, near, self.gamma))
+        except ValueError:  # native, and nodes of unlike size
             return None
 
     def _memory_seconds(self, call: Call, protocol: str) -> float | None:
