@@ -43,6 +43,7 @@ from collectives.transport.messages import MessagePlan
 from collectives.transport.room import Card
 from collectives.transport.shared_memory import MemoryPlan
 from collectives.transport.two_levels import TwoLevelPlan
+from collectives.watch import Watch
 
 ALWAYS = ("ring", "binomial", "direct")  # between nodes, one of these serves any call
 
@@ -64,6 +65,8 @@ class Plan:
         self._arrays: tuple[Any, Any] | None = None
         self._result: Any = None
         self._run = runner.run
+        beside = home.watch is not None and isinstance(runner, Guarded) and isinstance(runner.inner, MessagePlan)
+        self._exclusive = not beside  # tagged messages alone keep plans apart that run together
         self._quick: Callable[[], Iterator[None] | None] = getattr(runner, "quick", runner.run)
         self._operation: Operation | None = None
 
@@ -96,7 +99,7 @@ class Plan:
         if self._operation is not None:
             raise CollectiveError(f"{self._call.text} was started twice: wait for it first")
         self._home.check_usable()
-        self._operation = self._home.start(self._run(), self._call.text)
+        self._operation = self._home.start(self._run(), self._exclusive)
 
     def test(self) -> bool:
         """Move on as far as possible without waiting; True when done. `wait` must still be called."""
@@ -245,18 +248,25 @@ class Guarded:
     """A runner whose ranks first see that all are in the same call."""
 
     def __init__(self, home: Session, call: Call, inner: Runner):
-        self._home, self._call, self._inner = home, call, inner
+        self._home, self._call, self.inner = home, call, inner
         self._token = 0
         self._tokens: tuple[int, ...] | None = None
 
     def run(self) -> Iterator[None]:
         """The operation, in steps between which there is something to wait for."""
+        if self._home.watch is None:
+            return self._met()
+        return self._watched(self._home.watch, self._home.watch.begin(self._call.text))
+
+    def _watched(self, watch: Watch, number: int) -> Iterator[None]:
+        if self._call.algorithm == "native":
+            yield from self._compare()
+        yield from self.inner.run()
+        watch.end(number)
+
+    def _met(self) -> Iterator[None]:
         home = self._home
-        if home.watch is not None:
-            home.watch.begin(self._call.text)
-            if self._call.algorithm == "native":
-                yield from self._compare()
-        elif home.size > 1:
+        if home.size > 1:
             room = home.room
             if not self._token or not room.readable(self._token):
                 self._token = room.publish(Card(self._call.text))
@@ -266,7 +276,7 @@ class Guarded:
                 self._tokens = None
                 room.cards(room.tokens_now())
                 self._tokens = room.tokens_now()
-        yield from self._inner.run()
+        yield from self.inner.run()
 
     def _compare(self) -> Iterator[None]:
         """Between nodes MPI's own collectives, unlike our tagged messages, end in garbage where calls differ."""
@@ -280,12 +290,30 @@ class Guarded:
 
     def free(self) -> None:
         """Give back what the inner runner holds."""
-        release = getattr(self._inner, "free", None)
+        release = getattr(self.inner, "free", None)
         if release is not None:
             release()
 
 
 # One-shot calls
+
+
+def begin(
+    kind: str,
+    x: Any,
+    comm: MPI.Comm | None = None,
+    *,
+    op: str = "sum",
+    algorithm: str = "auto",
+    out: Any = None,
+    root: int = 0,
+) -> Plan:
+    """A one-shot call that has begun: `test()` now and then, then `wait()`. The caller holds on to the arrays."""
+    home = session(comm)
+    home.check_usable()
+    made = _by_address(home, kind, x, op, algorithm, out, root)
+    made.start()
+    return made
 
 
 def _one_shot(kind: str, x: Any, comm: MPI.Comm | None, op: str, algorithm: str, out: Any, root: int) -> Any:

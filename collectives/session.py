@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from collections import deque
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
@@ -43,10 +41,10 @@ def session(comm: MPI.Comm | None) -> Session:
 
 
 class Operation:
-    """A started run of a plan."""
+    """A started run of a plan. Those that are `exclusive` take turns; others run beside them."""
 
-    def __init__(self, steps: Iterator[None], patience: Any):
-        self.steps, self.patience = steps, patience
+    def __init__(self, steps: Iterator[None], exclusive: bool):
+        self.steps, self.exclusive = steps, exclusive
         self.done = False
         self.error: Exception | None = None
 
@@ -83,7 +81,7 @@ class Session:
         self.table = table.shared(self.comm)
         self.plans: dict[Any, Any] = {}
         self.by_address: dict[Any, Any] = {}
-        self.active: deque[Operation] = deque()
+        self.active: list[Operation] = []
         self._choices: dict[str, Choice] = {}
         self.broken = ""
         self.open = True
@@ -165,6 +163,9 @@ class Session:
         self._choices.clear()
         self.plans.clear()
         self.by_address.clear()
+        for operation in self.active:
+            operation.done, operation.error = True, CollectiveError("given up, as another collective failed")
+        self.active = []
 
     # Running
 
@@ -208,41 +209,35 @@ class Session:
         if self.broken:
             raise CollectiveError(f"this communicator is unusable after: {self.broken}")
 
-    def start(self, steps: Iterator[None], what: str) -> Operation:
-        """Begin a run; runs of one session take turns in the order in which they were started."""
-        operation = Operation(steps, lambda: self.patience(what))
+    def start(self, steps: Iterator[None], exclusive: bool) -> Operation:
+        """Begin a run. Exclusive runs of one session take turns in the order in which they were started."""
+        operation = Operation(steps, exclusive)
         self.active.append(operation)
         self.advance()
         return operation
 
     def advance(self) -> None:
         """Move what has been started, as far as it goes without waiting."""
-        active = self.active
-        while active:
-            active[0].step()
-            if not active[0].done:
-                return
-            active.popleft()
+        taken = False
+        for operation in self.active:
+            if not (operation.exclusive and taken):
+                operation.step()
+                taken = taken or (operation.exclusive and not operation.done)
+        self.active = [operation for operation in self.active if not operation.done]
 
     def finish(self, operation: Operation) -> None:
-        """Run until `operation`, and with it all that were started before it, is done; raises its error."""
+        """Run until `operation`, and with it what it has to wait for, is done; raises its error."""
 
         def steps() -> Iterator[None]:
             while not operation.done:
                 self.advance()
                 yield
+            if operation.error is not None:
+                raise operation.error
 
-        if not operation.done:
-            self.drive(steps(), "a started collective")
-        if operation.error is not None:
-            raise operation.error
+        self.drive(steps(), "a started collective")
 
     def finish_started(self) -> None:
         """Run all that has been started to its end."""
-        if self.active:
+        while self.active:
             self.finish(self.active[-1])
-
-
-def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0))

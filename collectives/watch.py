@@ -128,6 +128,7 @@ class Watch:
         self._mine: dict[int, str] = {}
         self._heard: dict[int, dict[int, str]] = {}
         self._told: set[int] = set()
+        self._open: set[int] = set()
         self._sends: list[tuple[MPI.Request, bytes]] = []
 
     def free(self) -> None:
@@ -138,9 +139,14 @@ class Watch:
         """Number the next operation; every rank must begin the same operations in the same order."""
         self.sequence += 1
         self._mine[self.sequence] = text
+        self._open.add(self.sequence)
         self._mine.pop(self.sequence - HISTORY, None)
         self._heard.pop(self.sequence - HISTORY, None)
         return self.sequence
+
+    def end(self, sequence: int) -> None:
+        """The operation is over on this rank."""
+        self._open.discard(sequence)
 
     def agree(self, text: str) -> None:
         """Collective, blocking: MismatchError on every rank unless all bring the same text."""
@@ -176,8 +182,9 @@ class Watch:
 
     def look(self, waited: float) -> None:
         """Speak up after a while, hear what others say, and raise if it does not fit."""
-        if waited > SPEAK_SECONDS and self.sequence not in self._told and self.sequence in self._mine:
-            self._tell(self.sequence)
+        if waited > SPEAK_SECONDS:
+            for sequence in sorted(self._open - self._told):
+                self._tell(sequence)
         status = MPI.Status()
         while self.comm.Iprobe(MPI.ANY_SOURCE, _TAG, status):
             message = np.empty(status.Get_count(MPI.BYTE), np.uint8)
@@ -220,6 +227,7 @@ class Watch:
             return len(self._heard.get(sequence, ())) == self.size - 1
 
         self.wait(complete, text, self.late)
+        self.end(sequence)
         self._compare(sequence)
 
     def _compare(self, sequence: int) -> None:

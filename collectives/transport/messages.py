@@ -43,17 +43,20 @@ class MessagePlan:
     """One call compiled to persistent requests. Making it is local.
 
     `number`, the same on all ranks, keeps messages of plans apart that are in flight together. A one-shot call has 0:
-    nothing of its sort is ever in flight beside it, and its text is enough.
+    nothing of its sort is ever in flight beside it, and a `label` (by default the text of the call) is enough. Ranks
+    whose calls differ then do not take each other's messages, and `collectives.watch` finds out why they wait.
     """
 
-    def __init__(self, comm: MPI.Comm, call: Call, schedule: Schedule, x: Flat, out: Flat, number: int):
+    def __init__(
+        self, comm: MPI.Comm, call: Call, schedule: Schedule, x: Flat, out: Flat, number: int, label: str = ""
+    ):
         self._call, self._rank = call, comm.rank
         self._x, self._out = x.vector(), out.vector()
         self._in_place = x == out
         self._work = self._working_vector()
         self._source = self._x.copy() if call.kind == "alltoall" and self._in_place else self._x
         self._comm, self._schedule = comm, schedule
-        sort, index = (0, number * len(schedule.lanes)) if number else (1, zlib.crc32(call.text.encode()))
+        sort, index = (0, number * len(schedule.lanes)) if number else (1, zlib.crc32((label or call.text).encode()))
         first_tag = FIRST_TAG + sort * TAGS + index % TAGS
         self._lanes = [
             [self._compile(lane, step, first_tag + lane) for step in steps]

@@ -56,11 +56,12 @@ class TwoLevelPlan:
             ]
             x_part, out_part = _part(x, start, stop), _part(out, start, stop)
             mine = _part(out_part, *inside[0].block(room.rank))
+            tag = number * MOST_SEGMENTS + i + 1 if number else 0
             slice_ = Call("allreduce", mine.n, call.dtype, call.operation, 0, between, across.size)
             self._segments.append(
                 _Segment(
                     MemoryPlan(room, inside[0], x_part, mine, eager),
-                    MessagePlan(across, slice_, schedule, mine, mine, number * MOST_SEGMENTS + i + 1),
+                    MessagePlan(across, slice_, schedule, mine, mine, tag, f"{call.text}, segment {i}"),
                     MemoryPlan(room, inside[1], mine, out_part, eager),
                 )
             )
