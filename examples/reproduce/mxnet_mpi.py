@@ -96,6 +96,9 @@ def synchronise(name: str, rate: float, mxnet: str | None) -> list[dict[str, Any
     return rows
 
 
+LONGER = 4  # ESGD exchanges every 64 iterations: it is given so many times the epochs, each far shorter
+
+
 def train(name: str, mode: Mode, epochs: int, hidden: int, limit: float) -> dict[str, Any]:
     """The curve of one mode: [(seconds, test accuracy)], an entry an epoch."""
     options = Options(servers=SERVERS, workers=WORKERS, clients=mode.clients)
@@ -126,21 +129,19 @@ def show(report: dict[str, Any]) -> None:
     console.print(f"compared with: {base['way']}. The paper's factor: {PAPER_EPOCHS:g} (figure 12).")
     if not report["training"]:
         return
-    table = Table(
-        title=f"Training on handwritten digits, hidden layer of {report['hidden']}, {report['epochs']} epochs"
-    )
-    for title in ("mode", "seconds an epoch", "last accuracy", f"seconds to {report['target']:.2f}"):
+    table = Table(title=f"Training on handwritten digits, hidden layer of {report['hidden']}, {WORKERS} workers")
+    for title in ("mode", "epochs", "seconds an epoch", "last accuracy", f"seconds to {report['target']:.2f}"):
         table.add_column(title, justify="left" if title == "mode" else "right")
     for r in report["training"]:
         reached = next((f"{s:.2f}" for s, accuracy in r["curve"] if accuracy >= report["target"]), "not reached")
-        table.add_row(r["mode"], f"{r['epoch_seconds']:.2f}", f"{r['curve'][-1][1]:.3f}", reached)
+        table.add_row(r["mode"], str(len(r["curve"])), f"{r['epoch_seconds']:.2f}", f"{r['curve'][-1][1]:.3f}", reached)
     console.print(table)
 
 
 @click.command(context_settings={"show_default": True})
 @click.option("--rate", default="100mbit", help="Of every link of the lab.")
 @click.option("--mxnet", help="A Python with mxnet 1.9.1 and numpy 1.23, for MXNet's own figure in the same run.")
-@click.option("--epochs", type=click.IntRange(1), default=8)
+@click.option("--epochs", type=click.IntRange(1), default=5)
 @click.option("--hidden", type=click.IntRange(1), default=2000, help="Width of the hidden layer: 300 bytes each.")
 @click.option("--target", type=float, default=0.9, help="Test accuracy whose time is told.")
 @click.option("--skip-training", is_flag=True)
@@ -154,7 +155,8 @@ def command(
     with lab.networks({"star": f"star:{WORKERS + SERVERS}"}, speed) as names:
         report["synchronisation"] = synchronise(names["star"], speed, mxnet)
         for mode in () if skip_training else MODES:
-            report["training"].append(train(names["star"], mode, epochs, hidden, limit=200))
+            longer = LONGER if mode.name.endswith("ESGD") else 1
+            report["training"].append(train(names["star"], mode, longer * epochs, hidden, limit=200))
     show(report)
     out.mkdir(parents=True, exist_ok=True)
     (out / "reproduce-mxnet-mpi.json").write_text(json.dumps(report, indent=1))
