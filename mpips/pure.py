@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import collectives
+from collectives.plan import begin
 from collectives.session import session
 from mpips.compression import Compressor
 from mpips.layout import Layout
@@ -33,6 +34,8 @@ class Pure:
         self._residuals: dict[int | str, Array] = {}
         self.communicators = (("communicator", "workers"),)
         """Names of what all its operations hold collectives on."""
+        self.stepwise = False
+        """Whether operations yield where they wait, as they must beside compute, at the cost of some microseconds."""
 
     def init(self, keys: list[Key], values: list[Array]) -> Task:
         for key, value in zip(keys, values, strict=True):
@@ -46,15 +49,24 @@ class Pure:
             flat = self._compressed(key, flat)
         yield from ()
         if self._optimizer is None:
-            collectives.allreduce(flat, self._comm, out=self._stored[key.name])
+            yield from self._sum(flat, self._stored[key.name])
             return
         total = self._sums.get(key.name)
         if total is None:
             total = self._sums[key.name] = np.empty_like(self._stored[key.name])
-        collectives.allreduce(flat, self._comm, out=total)
+        yield from self._sum(flat, total)
         step, state = self._states.get(key.name) or (0, self._optimizer.init(self._stored[key.name]))
         self._optimizer.update(self._stored[key.name], total, state, step + 1)
         self._states[key.name] = step + 1, state
+
+    def _sum(self, flat: Array, out: Array) -> Task:
+        if not self.stepwise:
+            collectives.allreduce(flat, self._comm, out=out)
+            return
+        started = begin("allreduce", flat, self._comm, out=out)
+        while not started.test():
+            yield
+        started.wait()
 
     def _compressed(self, key: Key, flat: Array) -> Array:
         """What the others would decode from this worker's payload; the rest stays in the residual."""

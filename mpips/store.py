@@ -398,6 +398,8 @@ class KVStore:
     ) -> Handle:
         names = [name for name, _ in tasks]
         task = _chain([task for _, task in tasks])
+        if isinstance(self._backend, Pure):
+            self._backend.stepwise = True
         order = [*self._order(names), *(("turns", name) for name in turns)]
         return self._engine.submit(order, task, priority, self._wait_text(what, names[0]))
 

@@ -9,7 +9,9 @@ networks at several sizes and rates on 10GbE.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,7 +24,7 @@ from .models import MODELS
 from .profile import Ring
 from .reproduce.mg_wfbp import ALPHA, BETA, GAMMA
 from .stage import Stage, makespan, stage
-from .strategies import PARTITIONS
+from .strategies import PARTITIONS, joint
 
 RATES = (1.33e12, 5e12, 2e13)  # a K80 half, and newer devices
 NODES = (4, 8, 16, 32, 64)
@@ -61,6 +63,22 @@ def real_stages() -> Iterator[Stage]:
                 yield profile.push(nodes)
 
 
+def planning_seconds(layers: int, repeats: int, seed: int) -> dict[str, float]:
+    """Median seconds to plan random problems of so many layers; joint for both kinds of link."""
+    rng = np.random.default_rng(seed)
+    times: dict[str, list[float]] = {}
+    for _ in range(repeats):
+        push, pull = (stage(rng.exponential(size=layers), 0.5, rng.exponential(size=layers)) for _ in range(2))
+        calls: dict[str, Callable[[], object]] = {name: partial(f, push) for name, f in PARTITIONS.items()}
+        calls |= {"joint, shared": partial(joint.plan, push, pull, "shared"),
+                  "joint, duplex": partial(joint.plan, push, pull, "duplex")}
+        for name, call in calls.items():
+            begin = time.perf_counter()
+            call()
+            times.setdefault(name, []).append(time.perf_counter() - begin)
+    return {name: float(np.median(seconds)) for name, seconds in times.items()}
+
+
 def losses(name: str, problems: list[Stage]) -> list[Loss]:
     """One row a strategy."""
     best = np.array([makespan(p, PARTITIONS["optimal"](p)) for p in problems])
@@ -84,9 +102,13 @@ def command(count: int, seed: int, json_file: Path | None) -> None:
     table = Table("profiles", "strategy", "median loss", "95 %", "worst", "found the optimum")
     for row in rows:
         table.add_row(row.problems, row.strategy, *(f"{share:.2%}" for share in row[2:5]), f"{row.optimal:.0%}")
-    Console().print(table)
+    console = Console()
+    console.print(table)
+    planning = planning_seconds(200, 9, seed)
+    console.print("milliseconds to plan 200 layers: " + ", ".join(f"{k} {1e3 * v:.2f}" for k, v in planning.items()))
     if json_file:
-        json_file.write_text(json.dumps([row._asdict() for row in rows], indent=1) + "\n", encoding="utf-8")
+        data = {"losses": [row._asdict() for row in rows], "planning_seconds_of_200_layers": planning}
+        json_file.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

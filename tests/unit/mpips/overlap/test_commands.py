@@ -123,6 +123,6 @@ def test_reproductions(tmp_path: Path, paper: str, ours: str) -> None:
 def test_table_of_losses(tmp_path: Path) -> None:
     result = CliRunner().invoke(gap, ["--count", "20", "--json", str(tmp_path / "g.json")])
     assert result.exit_code == 0, result.output
-    rows = json.loads((tmp_path / "g.json").read_text())
+    rows = json.loads((tmp_path / "g.json").read_text())["losses"]
     assert all(-1e-9 < row["median"] <= row["worst"] for row in rows)
     assert all(row["worst"] < 1e-9 for row in rows if row["strategy"] == "optimal")
