@@ -27,7 +27,7 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 from mpi4py import MPI
@@ -134,6 +134,10 @@ class Plan:
         if release is not None:
             release()
         self._arrays = self._result = None
+        self._run = self._quick = self._gone
+
+    def _gone(self) -> NoReturn:
+        self._home.refuse(f"rank {self._home.rank}: {self._call.text} has been freed: make a new plan")
 
 
 def plan(
@@ -349,6 +353,7 @@ def _by_address(home: Session, kind: str, x: Any, op: str, algorithm: str, out: 
         while len(home.by_address) >= MOST_PLANS:
             oldest = next(iter(home.by_address))
             home.by_address.pop(oldest).free()
+            home.plans.clear()  # which may hold it too
         home.by_address[key] = made
     return made
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import numpy as np
 import pytest
 from mpi4py import MPI
@@ -14,6 +16,7 @@ from collectives.transport.room import Room
 WORLD = MPI.COMM_WORLD
 RANK, P = WORLD.rank, WORLD.size
 TOTAL = P * (P + 1) // 2
+plan_module = importlib.import_module("collectives.plan")
 ALGORITHMS = ("auto", "native", "ring")
 
 
@@ -78,6 +81,29 @@ def test_start_and_wait_come_in_pairs(comm):
     with pytest.raises(CollectiveError, match="twice"):
         plan.start()
     plan.wait()
+
+
+@pytest.mark.mpi
+def test_a_freed_plan_is_refused(comm):
+    x = np.full(4, RANK + 1.0)
+    plan = collectives.plan("allreduce", x, comm)
+    plan.free()
+    for _ in range(2):
+        with pytest.raises(CollectiveError, match="freed"):
+            plan()
+    collectives.allreduce(x, comm)
+    assert everybody((x == TOTAL).all())
+
+
+@pytest.mark.mpi
+def test_more_plans_than_are_kept(comm, monkeypatch):
+    monkeypatch.setattr(plan_module, "MOST_PLANS", 4)
+    xs = [np.full(10 + i, RANK + 1.0) for i in range(9)]
+    for turn in range(3):
+        for x in xs:
+            x[:] = RANK + 1
+            collectives.allreduce(x, comm, algorithm="ring" if turn else "auto")
+            assert everybody((x == TOTAL).all())
 
 
 @pytest.mark.mpi
