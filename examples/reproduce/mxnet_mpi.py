@@ -56,11 +56,12 @@ WAYS = (
 
 
 class Mode(NamedTuple):
-    """A mode of the paper: its example, and its clients."""
+    """A mode of the paper: its example, and its clients; the paper has one master a client."""
 
     name: str
     script: str
     clients: int
+    masters: str = "one"
 
 
 MODES = tuple(
@@ -68,6 +69,7 @@ MODES = tuple(
     for group, clients in (("dist", 1), ("mpi", CLIENTS))
     for kind in ("sgd", "asgd", "esgd")
 )
+ALL_MASTERS = Mode("mpi-SGD, all masters", "examples/mpi_sgd.py", CLIENTS, "all")
 
 
 def predicted(way: Way, rate: float) -> dict[str, float]:
@@ -101,7 +103,7 @@ LONGER = 4  # ESGD exchanges every 64 iterations: it is given so many times the 
 
 def train(name: str, mode: Mode, epochs: int, hidden: int, limit: float) -> dict[str, Any]:
     """The curve of one mode: [(seconds, test accuracy)], an entry an epoch."""
-    options = Options(servers=SERVERS, workers=WORKERS, clients=mode.clients)
+    options = Options(servers=SERVERS, workers=WORKERS, clients=mode.clients, masters=mode.masters)
     arguments = ["--lines", "1", "--epochs", str(epochs), "--hidden", str(hidden), "--batch-size", "16"]
     argv = client.job_command(name, WORKERS + SERVERS, [sys.executable, "-m", "mpips", mode.script, *arguments])
     variables = {**os.environ, **lab.ONE_THREAD, **options.environment(), "PYTHONPATH": str(lab.ROOT)}
@@ -154,7 +156,7 @@ def command(
     report: dict[str, Any] = {"rate": speed, "epochs": epochs, "hidden": hidden, "target": target, "training": []}
     with lab.networks({"star": f"star:{WORKERS + SERVERS}"}, speed) as names:
         report["synchronisation"] = synchronise(names["star"], speed, mxnet)
-        for mode in () if skip_training else MODES:
+        for mode in () if skip_training else (*MODES, ALL_MASTERS):
             longer = LONGER if mode.name.endswith("ESGD") else 1
             report["training"].append(train(names["star"], mode, longer * epochs, hidden, limit=200))
     show(report)
