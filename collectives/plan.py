@@ -25,9 +25,8 @@ call.
 from __future__ import annotations
 
 import weakref
-import zlib
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import numpy as np
 from mpi4py import MPI
@@ -36,23 +35,15 @@ from collectives import arrays, catalog, native
 from collectives.arrays import Flat, Vector
 from collectives.call import REDUCING, ROOTED, Call
 from collectives.errors import CollectiveError
+from collectives.guard import Guarded, Runner
 from collectives.native import NativePlan
 from collectives.operations import operation
 from collectives.session import MOST_PLANS, Operation, Session, session
 from collectives.transport.messages import MessagePlan
-from collectives.transport.room import Card
 from collectives.transport.shared_memory import MemoryPlan
 from collectives.transport.two_levels import TwoLevelPlan
-from collectives.watch import Watch
 
 ALWAYS = ("ring", "binomial", "direct")  # between nodes, one of these serves any call
-
-
-class Runner(Protocol):
-    """What carries a call out."""
-
-    def run(self) -> Iterator[None]:
-        """The operation, in steps between which there is something to wait for."""
 
 
 class Plan:
@@ -246,57 +237,6 @@ def make_runner(home: Session, call: Call, x: Flat, out: Flat, number: int = 0) 
         return Guarded(home, call, TwoLevelPlan(home.room, home.across, call, x, out, eager, number, **parameters))
     schedule = catalog.build(call.kind, call.algorithm, call.p, call.root)
     return Guarded(home, call, MessagePlan(home.comm, call, schedule, x, out, number))
-
-
-class Guarded:
-    """A runner whose ranks first see that all are in the same call."""
-
-    def __init__(self, home: Session, call: Call, inner: Runner):
-        self._home, self._call, self.inner = home, call, inner
-        self._token = 0
-        self._tokens: tuple[int, ...] | None = None
-
-    def run(self) -> Iterator[None]:
-        """The operation, in steps between which there is something to wait for."""
-        if self._home.watch is None:
-            return self._met()
-        return self._watched(self._home.watch, self._home.watch.begin(self._call.text))
-
-    def _watched(self, watch: Watch, number: int) -> Iterator[None]:
-        if self._call.algorithm == "native":
-            yield from self._compare()
-        yield from self.inner.run()
-        watch.end(number)
-
-    def _met(self) -> Iterator[None]:
-        home = self._home
-        if home.size > 1:
-            room = home.room
-            if not self._token or not room.readable(self._token):
-                self._token = room.publish(Card(self._call.text))
-            room.enter(self._token)
-            yield from room.meet(self._tokens)
-            if room.tokens_now() != self._tokens:
-                self._tokens = None
-                room.cards(room.tokens_now())
-                self._tokens = room.tokens_now()
-        yield from self.inner.run()
-
-    def _compare(self) -> Iterator[None]:
-        """Between nodes MPI's own collectives, unlike our tagged messages, end in garbage where calls differ."""
-        digest = zlib.crc32(self._call.text.encode())
-        both = np.array([digest, -digest], np.int64)
-        request = self._home.comm.Iallreduce(MPI.IN_PLACE, both, MPI.MAX)
-        while not request.Test():
-            yield
-        if both[0] != -both[1] and self._home.watch is not None:
-            self._home.watch.agree(self._call.text)
-
-    def free(self) -> None:
-        """Give back what the inner runner holds."""
-        release = getattr(self.inner, "free", None)
-        if release is not None:
-            release()
 
 
 # One-shot calls
