@@ -70,16 +70,17 @@ def _eager(home: Session, comm: MPI.Comm, seconds: float) -> Eager:
 
 
 def _largest(home: Session, comm: MPI.Comm, seconds: float, make: Callable[[int, Any], Any]) -> int:
-    best = 0
+    """The largest size at which slots win, going up until they have lost twice in a row."""
+    best = losses = 0
     for size in EAGER_SIZES:
         plans = []
         for limit in (SLOT_BYTES, 0):
             home.table = msgspec.structs.replace(home.table, eager={comm.size: Eager(limit, limit)})
             plans.append(plan("allreduce", make(size // 4, np.float32), comm))
         slots, other = _medians(comm, plans, seconds)
-        if slots > other * CLEARLY:
+        best, losses = (size, 0) if slots <= other * CLEARLY else (best, losses + 1)
+        if losses == 2:
             break
-        best = size
     return best
 
 
