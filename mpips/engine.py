@@ -28,8 +28,10 @@ Work = Task | Callable[[], Any]
 
 DUTY = 24
 """The communication thread sleeps this many times as long as a look took: 1 / (1 + 24) = 4 % of a core."""
-SHORTEST_SLEEP, LONGEST_SLEEP = 1e-4, 1e-3
-QUIET, QUIET_SLEEP = 0.1, 3e-3
+WAKE = 2e-5
+"""What a look costs beside itself: falling asleep and waking up, seconds."""
+LONGEST_SLEEP = 1e-3
+QUIET, QUIET_SLEEP = 0.1, 1e-2
 """After so many seconds in which nothing ended it may sleep longer."""
 PATIENCE = 0.02
 """Seconds that a wait looks by itself; a longer one leaves it to the communication thread, which costs less."""
@@ -313,7 +315,7 @@ class Engine:
                 last = begin
                 continue
             longest = LONGEST_SLEEP if begin - last < QUIET else QUIET_SLEEP
-            time.sleep(min(max(DUTY * (time.perf_counter() - begin), SHORTEST_SLEEP), longest))
+            time.sleep(min(DUTY * (WAKE + time.perf_counter() - begin), longest))
 
 
 def _nothing() -> None:
