@@ -6,9 +6,9 @@ sleeping, so that it needs no core; messages are real and go through the store (
 First the job measures its network and how long its sleeps last, which is the profile; all predictions come from that
 profile. Settings, all chosen from the network as measured:
 
-* resnet50: the 107 layers of ResNet-50, parameters and compute scaled so that startups and bytes weigh against compute
-  as on MG-WFBP's 64 nodes (L a = 1.04, b M = 0.45 of the compute). Merging should pay.
-* uniform: a deep MLP of equal small layers under the same weights. Merging should pay; Algorithm 1 merges too much.
+* resnet50: the 107 layers of ResNet-50 scaled down, with so much compute that all startups and bytes together are 1.49
+  of it, as on MG-WFBP's 64 nodes; how they share that follows from `--kilobytes`. Merging should pay.
+* uniform: a deep MLP of equal small layers under the same weight.
 * hidden: equal layers whose messages are half as long as their backward pass. `optimal` should not merge anything.
 """
 
@@ -34,7 +34,7 @@ from .stage import Groups
 from .timeline import Task
 
 STRATEGIES = ("layerwise", "single", "merged", "ibatch", "optimal")  # sequential is single's partition
-STARTUPS, BYTES = 1.04, 0.45  # of the compute, see above
+COMMUNICATION = 1.49  # of the compute, see above
 FORWARD = 1 / 3  # of the compute
 HIDDEN = 0.5  # of a layer's backward pass
 FILE = click.Path(dir_okay=False, path_type=Path)
@@ -147,7 +147,7 @@ def shape(setting: str, layers: int, kilobytes: float) -> Shape:
 def compute_seconds(setting: str, layers: int, startup: float, per_byte: float, nbytes: float) -> float:
     """Forward and backward of all layers, for the setting."""
     total = layers * startup + per_byte * nbytes
-    return total / HIDDEN / (1 - FORWARD) if setting == "hidden" else total / (STARTUPS + BYTES)
+    return total / HIDDEN / (1 - FORWARD) if setting == "hidden" else total / COMMUNICATION
 
 
 def measure(job: Job, found: list[Plan], forward: execute.Compute, backward: execute.Compute,
