@@ -21,7 +21,7 @@ def main(folder: Path, words: list[str]) -> int:
         log = os.open(folder / f"{rank}.log", os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o644)
         os.dup2(log, 1)
         os.dup2(log, 2)
-    return int(pytest.main(["-q", "--with-mpi", f"--junitxml={folder / f'{rank}.xml'}", *words]))
+    return int(pytest.main(["-q", "--color=no", "--with-mpi", f"--junitxml={folder / f'{rank}.xml'}", *words]))
 
 
 if __name__ == "__main__":
