@@ -34,7 +34,7 @@ class Rings:
         self.memory = memory
         self.words = memoryview(memory[: WORDS * workers * 8].view(np.uint64))  # type: ignore[arg-type]
         self.slots = memoryview(memory[self.header(workers) :])  # type: ignore[arg-type]
-        self._seen = b""
+        self._seen = bytes(8 * workers)
 
     @staticmethod
     def header(workers: int) -> int:

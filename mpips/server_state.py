@@ -24,6 +24,7 @@ from mpips.optimizers import Optimizer
 from mpips.row_sparse import RowSparse, add, update_rows
 from mpips.unit import Reply, Source, Unit
 
+BURST = 4  # blocks done before the server listens again
 Array = NDArray[Any]
 Replies = list[Reply]
 
@@ -231,7 +232,7 @@ class ServerState:
         sources: list[Source] = [queue[0] for queue in unit.queues]  # type: ignore[misc]
         try:
             if unit.accumulator is None and not any(source.coded for source in sources):
-                return self._sum_block(unit, sources)
+                return self._sum_blocks(unit, sources)
             if unit.accumulator is None and (worked := self._apply_rows(unit, sources)) is not None:
                 return worked
             if unit.ahead < len(sources):
@@ -240,16 +241,28 @@ class ServerState:
         except (TypeError, ValueError) as error:
             return True, self._fail(unit, f"key {unit.key!r}: the update on the server failed: {error}")
 
-    def _sum_block(self, unit: Unit, sources: Sequence[Source]) -> tuple[bool, Replies]:
-        """Sum one block over the contributors in their order and apply it; goes on later where one is not there yet."""
-        start, stop = unit.bounds(unit.block)
-        number, count = unit.block, len(sources)
+    def _sum_blocks(self, unit: Unit, sources: Sequence[Source]) -> tuple[bool, Replies]:
+        """Sum a few blocks over the contributors, in their order, and apply them."""
+        if not all(source.local for source in sources):
+            return self._sum_arriving(unit, sources)
+        began = unit.block
+        for _ in range(BURST):
+            number = unit.block
+            if not all(source.ready(number) for source in sources):
+                return number > began, []
+            start, stop = unit.bounds(number)
+            parts = [source.part(number, start, stop) for source in sources]
+            replies = self._apply(unit, self._sum(unit, parts, start, stop))
+            if not unit.block:
+                return True, replies
+        return True, []
+
+    def _sum_arriving(self, unit: Unit, sources: Sequence[Source]) -> tuple[bool, Replies]:
+        """Sum one block whose contributions come as messages; goes on later where one is not there yet."""
+        number, count, first = unit.block, len(sources), unit.part
+        start, stop = unit.bounds(number)
         if unit.total is None:
-            if all(source.local and source.ready(number) for source in sources):
-                parts = [source.part(number, start, stop) for source in sources]
-                return True, self._apply(unit, self._sum(unit, parts, start, stop))
             unit.total = np.empty(stop - start, unit.stored.dtype)
-        first = unit.part
         while unit.part < count and sources[unit.part].ready(number):
             part = sources[unit.part].part(number, start, stop)
             if unit.part:

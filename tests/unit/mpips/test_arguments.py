@@ -1,0 +1,53 @@
+"""What a caller hands over becomes pairs of a key and its arrays, or a sentence."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mpips import arguments
+
+A = np.zeros((2, 3), np.float32)
+
+
+def test_one_key_or_lists():
+    assert arguments.pairs("a", A, "push") == [("a", [A])]
+    assert arguments.pairs("a", [A, A], "push") == [("a", [A, A])]
+    assert arguments.pairs([1, np.int64(2)], [A, [A, A]], "push") == [(1, [A]), (2, [A, A])]
+
+
+@pytest.mark.parametrize("key, value, error, words", [
+    ([1, "a"], [A, A], TypeError, "not mixed"),
+    ([1, 2], [A], ValueError, "2 keys need a list of 2 values, not 1 values"),
+    ([1, 2], A, ValueError, "not one ndarray"),
+    ([1, 1], [A, A], ValueError, "comes twice"),
+    (1.5, A, TypeError, "an int or a str, not 1.5"),
+    (True, A, TypeError, "an int or a str"),
+    ("a", [], ValueError, "'a' has an empty list"),
+])  # fmt: skip
+def test_bad_lists_are_told(key, value, error, words):
+    with pytest.raises(error, match=words):
+        arguments.pairs(key, value, "push")
+
+
+def test_arrays_must_be_readable_or_writable_as_they_lie():
+    assert arguments.readable(A, "a", "push") is A
+    locked = A.copy()
+    locked.flags.writeable = False
+    assert arguments.readable(locked, "a", "push") is locked
+    with pytest.raises(ValueError, match="pull: the array of key 'a' is read-only"):
+        arguments.writable(locked, "a", "pull")
+    with pytest.raises(ValueError, match="'a' is not contiguous"):
+        arguments.readable(A.T, "a", "push")
+    with pytest.raises(TypeError, match="needs an array, not str"):
+        arguments.readable("no", "a", "push")
+    with pytest.raises(TypeError, match="only numbers"):
+        arguments.readable(np.array([None]), "a", "push")
+    with pytest.raises(ValueError, match=r"initialised as float64\(2, 3\), but rank 4 gave float32\(2, 3\)"):
+        arguments.fits(A, (2, 3), np.dtype(float), "a", "push", 4)
+
+
+def test_a_keys_arrays_are_summed():
+    parts = [np.full(2, value) for value in (1.0, 2.0, 4.0)]
+    assert list(arguments.total(parts)) == [7, 7]
+    assert list(parts[0]) == [1, 1]

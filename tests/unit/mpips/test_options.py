@@ -1,0 +1,74 @@
+"""Options are read once, checked, and told in one table."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from mpips.options import FIELDS, KINDS, OptionError, Options, kind_of, read, table
+
+DOCS = Path(__file__).parents[3] / "docs" / "kvstore.md"
+
+
+def test_arguments_win_over_variables_over_defaults():
+    options = read({"servers": 2, "clients": None}, {"MPIPS_SERVERS": "1", "MPIPS_CLIENTS": "3", "HOME": "/"})
+    assert (options.servers, options.clients, options.masters) == (2, 3, "one")
+
+
+def test_an_option_travels_to_another_process():
+    options = read({"servers": 2, "masters": "ALL", "shared_memory": False, "stall_seconds": 2}, {})
+    assert read({}, options.environment()) == options
+    assert Options().environment() == {}
+
+
+@pytest.mark.parametrize("values, words", [
+    ({"servers": math.nan}, "servers=nan is not a whole number"),
+    ({"servers": -1}, "servers=-1 is less than 0"),
+    ({"clients": 0}, "clients=0 is less than 1"),
+    ({"clients": 1.5}, "clients=1.5 is not a whole number"),
+    ({"stall_seconds": math.nan}, "stall_seconds=nan must be finite"),
+    ({"timeout_seconds": math.inf}, "must be finite"),
+    ({"masters": "two"}, "none of one, all"),
+    ({"shared_memory": "perhaps"}, "not 0 or 1"),
+    ({"server": 1}, "no option 'server'; known: servers"),
+    ({"clients": 3, "workers": 2}, "clients=3 is more than workers=2"),
+])  # fmt: skip
+def test_what_makes_no_sense_is_told(values, words):
+    with pytest.raises(OptionError, match=words):
+        read(values, {})
+
+
+def test_a_bad_variable_is_named():
+    with pytest.raises(OptionError, match="MPIPS_SERVERS='many'"):
+        read({}, {"MPIPS_SERVERS": "many"})
+    with pytest.raises(OptionError, match="MPIPS_SERVER is unknown; known: MPIPS_SERVERS"):
+        read({}, {"MPIPS_SERVER": "1"})
+
+
+def test_roles_need_ranks():
+    assert Options(servers=2).workers_of(7) == 5
+    assert Options(servers=1, clients=2).clients_of("mpi_sync", 4) == 2
+    assert Options(servers=1, clients=2).clients_of("dist_sync", 4) == 3
+    with pytest.raises(OptionError, match="need 3 ranks, but the job has 2"):
+        Options(servers=2).workers_of(2)
+    with pytest.raises(OptionError, match="more than the 2 workers"):
+        Options(servers=1, clients=3).clients_of("mpi_sync", 3)
+    with pytest.raises(OptionError, match="need 5 ranks, but the job has 3: start it with mpirun -n 5"):
+        Options(servers=1, workers=4).workers_of(3)
+
+
+def test_kinds_in_any_case_and_in_the_words_of_the_paper():
+    assert [kind_of(kind.upper()) for kind in KINDS] == list(KINDS)
+    assert kind_of("Synchronous-MPI") == "mpi_sync"
+    assert kind_of("asynchronous-mpi") == "mpi_async"
+    with pytest.raises(OptionError, match="known: local, dist_sync"):
+        kind_of("dist")
+    with pytest.raises(TypeError, match="is a string"):
+        kind_of(1)
+
+
+def test_the_documentation_holds_the_table():
+    assert table() in DOCS.read_text()
+    assert len(table().splitlines()) == len(FIELDS) + 2
