@@ -43,6 +43,7 @@ class Result(NamedTuple):
 
 def main() -> int:
     """Command line; returns the exit code."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that `run` ends what it started
     parser = argparse.ArgumentParser(description="Run the tests.")
     parser.add_argument("--stages", default="lint,unit,lab,mpi")
     parser.add_argument("--ranks", default="1,2,3,4,5,7")
