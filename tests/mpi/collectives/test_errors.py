@@ -208,10 +208,11 @@ def test_a_rank_that_does_not_come(comm):
     except (StallError, MismatchError) as caught:
         error = str(caught)
     said = WORLD.allgather(error)
-    assert all(f"rank {ODD} has not come" in words for words in said[:ODD] + said[ODD + 1 :])
+    named = re.compile(rf": ranks? (\d+, )*{ODD} (has|have) not come")
+    assert all(named.search(words) for words in said[:ODD]), said
     if home.watch is None:
         home.timeout_seconds = 0
-        assert f"rank {ODD} has not come" in said[ODD]
+        assert named.search(said[ODD])
         still_works(comm)
     else:
         with pytest.raises(CollectiveError):  # it stays unusable: messages may be under way
