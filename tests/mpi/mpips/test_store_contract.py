@@ -1,0 +1,181 @@
+"""The rest of the store's contract: asynchronous kinds, staleness, handles, lists, optimizer states on disk."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+import mpips
+from mpips.optimizers import SGD, Adam
+from tests.mpi.mpips.support import WORLD, failure, need, run
+
+ASYNCHRONOUS = [
+    ("dist_async", {"servers": 1}),
+    ("dist_async", {"servers": 2, "big_array": 100}),
+    ("dist_async", {"servers": 1, "shared_memory": False}),
+    ("mpi_async", {"servers": 1, "clients": 2}),
+    ("mpi_async", {"servers": 1, "clients": 1, "masters": "all"}),
+]
+
+
+def serial(optimizer, gradients, size):
+    """What one process alone would have."""
+    weights = np.ones(size, np.float32)
+    state = optimizer.init(weights)
+    for step, gradient in enumerate(gradients, 1):
+        optimizer.update(weights, gradient, state, step)
+    return weights
+
+
+def gradients_of(rank, size, count=5):
+    return [np.random.default_rng(10 * rank + i).normal(size=size).astype(np.float32) for i in range(count)]
+
+
+@pytest.mark.parametrize("kind, options", ASYNCHRONOUS)
+def test_an_additive_optimizer_ends_with_the_sum_of_all_pushes(kind, options):
+    need(**options)
+
+    def body(kv):
+        for size in (6, 300_000):
+            kv.init(f"w{size}", np.zeros(size, np.float32))
+        kv.set_optimizer("add")
+        for size in (6, 300_000):
+            out = np.zeros(size, np.float32)
+            for i in range(6):
+                gradient = mpips.empty(size) if i % 2 else np.empty(size, np.float32)
+                gradient[...] = kv.rank + 1
+                kv.push(f"w{size}", gradient)
+                gradient[...] = 99
+                kv.pull(f"w{size}", out)
+                assert size > 6 or (out == out[0]).all()  # a key on one server is never read half updated
+            kv.barrier()
+            kv.pull(f"w{size}", out)
+            assert (out == 6 * kv.num_workers * (kv.num_workers + 1) / 2).all(), out
+
+    run(kind, body, **options)
+
+
+@pytest.mark.parametrize("optimizer", [SGD(0.1, momentum=0.9), Adam(0.01)])
+@pytest.mark.parametrize("kind", ["dist_async", "dist_sync", "mpi_sync", "local"])
+def test_one_worker_equals_the_serial_run(kind, optimizer):
+    options = {} if kind == "local" else {"servers": 1}
+    if kind != "local" and WORLD.size != 2:
+        pytest.skip("one worker and one server")
+    size = 5000
+
+    def body(kv):
+        kv.init("w", np.ones(size, np.float32))
+        kv.set_optimizer(optimizer)
+        out = np.zeros(size, np.float32)
+        for gradient in gradients_of(0, size):
+            kv.pushpull("w", gradient, out)
+        assert (out == serial(optimizer, gradients_of(0, size), size)).all()
+
+    run(kind, body, **options)
+
+
+def test_an_asynchronous_store_needs_an_optimizer():
+    need(servers=1)
+
+    def body(kv):
+        kv.init("w", np.ones(4, np.float32))
+        out = np.zeros(4, np.float32)
+
+        def both():
+            kv.push("w", out)
+            kv.pull("w", out)
+
+        assert "needs an optimizer" in failure(both)
+        kv.pull("w", out)
+        assert (out == 1).all()
+
+    run("dist_async", body, servers=1)
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_no_worker_runs_further_ahead_than_the_staleness(staleness):
+    n = need(2, servers=1)
+    steps = 6
+
+    def body(kv):
+        kv.init("w", np.zeros(n, np.float32))
+        kv.set_optimizer("add")
+        mine = np.zeros(n, np.float32)
+        mine[kv.rank] = 1
+        out = np.zeros(n, np.float32)
+        for step in range(1, steps + 1):
+            if kv.rank == 1:
+                time.sleep(0.01)
+            kv.push("w", mine)
+            kv.pull("w", out)
+            assert out.min() >= step - staleness, (step, out)
+            assert out[kv.rank] == step
+
+    run("dist_async", body, servers=1, staleness=staleness)
+
+
+@pytest.mark.parametrize("kind, options", [
+    ("dist_sync", {"servers": 1}), ("dist_sync", {"servers": 2, "shared_memory": False, "big_array": 100}),
+    ("mpi_sync", {"servers": 1, "clients": 2, "masters": "all"}), ("dist_sync", {"servers": 0}),
+])  # fmt: skip
+def test_handles_and_lists_of_arrays(kind, options):
+    n = need(**options)
+
+    def body(kv):
+        keys = list(range(5))
+        kv.init(keys, [np.zeros(1000, np.float32)] * 5)
+        outs = [np.zeros(1000, np.float32) for _ in keys]
+        handles = []
+        for repeat in (1, 2):
+            for key in keys:
+                handles.append(kv.ipush(key, np.full(1000, repeat * (key + 1), np.float32), priority=-key))
+                handles.append(kv.ipull(key, outs[key]))
+            for handle in handles:
+                handle.wait()
+                assert handle.test()
+            assert all((out == repeat * (key + 1) * n).all() for key, out in zip(keys, outs))
+        two = [np.ones(1000, np.float32), np.full(1000, 2, np.float32)]
+        copies = [np.zeros(1000, np.float32) for _ in range(2)]
+        kv.push(0, two)
+        kv.pull(0, copies)
+        assert all((copy == 3 * n).all() for copy in copies)
+        kv.ipushpull(1, two[1], out=copies[0]).wait()
+        assert (copies[0] == 2 * n).all()
+        kv.broadcast(9, np.full(3, kv.rank + 4, np.float32), out := np.zeros(3, "f4"))
+        assert (out == 4).all()
+        assert kv.is_capable("optimizer") and kv.type == kind and kv.num_workers == n and 0 <= kv.rank < n
+
+    run(kind, body, **options)
+
+
+@pytest.mark.parametrize("servers", [0, 1, 2])
+def test_optimizer_states_survive_in_a_file(tmp_path_factory, servers):
+    need(servers=servers)
+    path = WORLD.bcast(str(tmp_path_factory.mktemp("states") / "states.safetensors"))
+    size = 3001
+
+    def first(kv):
+        kv.init("w", np.ones(size, np.float32))
+        assert "needs an optimizer" in failure(lambda: kv.save_optimizer_states(path))
+        kv.set_optimizer(Adam(0.01))
+        out = np.zeros(size, np.float32)
+        for gradient in gradients_of(kv.rank, size):
+            kv.pushpull("w", gradient, out)
+        kv.save_optimizer_states(path)
+        kv.pushpull("w", gradients_of(kv.rank, size, 6)[5], after := np.zeros(size, np.float32))
+        return out, after
+
+    weights, after = run("dist_sync", first, servers=servers, big_array=100) or (None, None)
+
+    def second(kv):
+        kv.init("w", weights)
+        kv.set_optimizer(Adam(0.01))
+        kv.load_optimizer_states(path)
+        out = np.zeros(size, np.float32)
+        kv.pushpull("w", gradients_of(kv.rank, size, 6)[5], out)
+        assert np.allclose(out, after, atol=1e-7)
+        assert "nowhere" in failure(lambda: kv.load_optimizer_states("/nowhere"))
+
+    run("dist_sync", second, servers=servers)
