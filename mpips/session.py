@@ -427,8 +427,12 @@ class Session:
                 receives += self._receives(part, flat[part.start : part.stop])
             part.line.post(Op.PULL, part.number, key.round if part.mine >= 0 else 0)
         waiting = [part for part in parts if part.local]
+        patient = self._layout.asynchronous  # a push that failed does not keep the server from granting
         while waiting or receives:
-            self.check(key)
+            if patient:
+                self.listen()
+            else:
+                self.check(key)
             for part in waiting:
                 if part.granted:
                     flat[part.start : part.stop] = part.stored
@@ -437,6 +441,7 @@ class Session:
             receives = [request for request in receives if not request.Test()]
             if waiting or receives:
                 yield
+        self.check(key)
 
     def _receives(self, part: Part, values: Array) -> list[Any]:
         data = values.view(np.uint8)
