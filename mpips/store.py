@@ -135,14 +135,14 @@ class KVStore:
 
         Rank 0 writes. `dump_optimizer` stores the optimizer's name and options beside it. Blocking.
         """
-        refusal = "" if self._optimizer else "save_optimizer_states needs an optimizer; call set_optimizer first"
+        refusal = "" if self._optimizer else "ValueError: it needs an optimizer; call set_optimizer first"
         self._settle()
         self._agree("save_optimizer_states", [("fname", str(fname))], refusal)
         self._at_rank_0(self._save(fname, dump_optimizer), "save_optimizer_states")
 
     def load_optimizer_states(self, fname: str) -> None:
         """Read back what `save_optimizer_states` wrote, with any number of servers; all workers call; blocking."""
-        refusal = "" if self._optimizer else "load_optimizer_states needs an optimizer; call set_optimizer first"
+        refusal = "" if self._optimizer else "ValueError: it needs an optimizer; call set_optimizer first"
         self._settle()
         self._agree("load_optimizer_states", [("fname", str(fname))], refusal)
         if isinstance(self._backend, Pure):
