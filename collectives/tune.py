@@ -36,7 +36,10 @@ CLEARLY = 0.97  # a change must win by more than noise
 @click.option("--seconds", default=0.3, show_default=True, help="time to spend on each size")
 @click.option("--dry-run", is_flag=True, help="show the table, but do not keep it")
 def command(seconds: float, dry_run: bool) -> None:
-    """Measure, and keep the result for `auto` in the user's cache folder."""
+    """Measure, and keep the result for `auto` in the user's cache folder.
+
+    Start the ranks with `mpips tune --ranks P` or with mpirun.
+    """
     comm = MPI.COMM_WORLD
     home = session(comm)
     found = home.table

@@ -53,7 +53,8 @@ def command(
     """Time a collective over the ranks of the job, beside the MPI's own best call in the same run.
 
     Times are of one call on the slowest rank. `pt2pt` is a ping-pong of ranks 0 and 1; `overlap` an allreduce beside
-    compute. Start the ranks with `mpips bench ... --ranks P` or with mpirun.
+    compute. Start the ranks with `mpips bench ... --ranks P` or with mpirun. `mpips bench kvstore` and `mpips bench
+    optimizers` have helps of their own.
     """
     comm = MPI.COMM_WORLD
     try:

@@ -61,7 +61,7 @@ def machine() -> dict[str, Any]:
 def console() -> Console:
     """Standard output, wide enough for a table where a launcher's pseudo-terminal claims 80 columns."""
     narrow = Console()
-    return Console(width=max(narrow.width, 130))
+    return Console(width=max(narrow.width, 160))
 
 
 def print_table(rows: Sequence[Row], title: str) -> None:

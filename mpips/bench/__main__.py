@@ -12,10 +12,11 @@ from typing import NamedTuple
 import click
 import numpy as np
 from mpi4py import MPI
-from rich.console import Console
 from rich.table import Table
 
 import mpips
+from collectives.bench.report import console
+from collectives.bench.sizes import parse_sizes
 from mpips.bench import floor
 
 ARRAYS = ("ordinary", "empty")
@@ -45,7 +46,7 @@ class Row(NamedTuple):
 @click.option("--servers", default=1, show_default=True, help="server ranks; the others are workers")
 @click.option("--clients", default=1, show_default=True, help="clients of an mpi_* store")
 @click.option("--masters", type=click.Choice(("one", "all")), default="one", show_default=True)
-@click.option("--sizes", default="1024,262144,4194304,67108864", show_default=True, help="bytes, comma-separated")
+@click.option("--sizes", default="1024,262144,4194304,67108864", show_default=True, help="MIN:MAX[:FACTOR] or a list")
 @click.option("--arrays", default="ordinary,empty", show_default=True, help="ordinary; empty: made by mpips.empty")
 @click.option("--seconds", default=1.0, show_default=True, help="about so long for each case")
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="write the rows as JSON")
@@ -54,9 +55,17 @@ def command(
     kind: str, servers: int, clients: int, masters: str, sizes: str, arrays: str, seconds: float,
     json_path: Path | None, plot_path: Path | None,
 ) -> None:  # fmt: skip
-    """Time push and pull of one float32 key over the ranks of the job, beside the copies that must happen."""
+    """Time push and pull of one float32 key over the ranks of the job, beside the copies that must happen.
+
+    Start the ranks with `mpips bench kvstore --ranks P` or with mpirun.
+    """
     world = MPI.COMM_WORLD
-    counts = [int(size) // 4 for size in sizes.split(",")]
+    try:
+        counts = [size // 4 for size in parse_sizes(sizes)]
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    if 0 in counts:
+        raise click.UsageError(f"--sizes {sizes}: a key has at least one element, 4 bytes")
     kinds = arrays.split(",")
     if unknown := [array for array in kinds if array not in ARRAYS]:
         raise click.UsageError(f"--arrays {unknown[0]!r} is none of {', '.join(ARRAYS)}")
@@ -78,7 +87,7 @@ def command(
             if rows[-1].floor_s:
                 rows[-1] = rows[-1]._replace(over_floor=best / rows[-1].floor_s)
     if kv.rank == 0:
-        Console().print(table(rows))
+        console().print(table(rows))
         if json_path:
             json_path.write_text(json.dumps([row._asdict() for row in rows], indent=1))
         if plot_path:

@@ -115,8 +115,8 @@ def command(rounds: int, folder: Path, json_path: Path | None) -> None:
                 case = int(row["bytes"]), str(row["array"])
                 mine[case].append(row["push_pull_s"])
                 floors[case].append(row["floor_s"])
-        for (size, array), seconds in mine.items():
-            their, our = statistics.median(theirs[size]), statistics.median(seconds)
+        for (size, array), times in mine.items():
+            their, our = statistics.median(theirs[size]), statistics.median(times)
             results.append({
                 "servers": servers, "workers": workers, "bytes": size, "array": array, "mxnet_s": their,
                 "mpips_s": our, "times_faster": their / our, "over_floor": our / statistics.median(floors[size, array]),

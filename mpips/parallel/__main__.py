@@ -58,7 +58,10 @@ _OPTIMIZERS = ("sgd", "adagrad", "rmsprop", "adam", "adamw")
 @click.option("--json", "json_path", help="Write epochs, phases, memory as JSON.")
 @click.option("--plot", "plot_path", help="Write a picture of losses and time budget.")
 def command(**options: object) -> None:
-    """Train a multi-layer perceptron, batch, model or hybrid parallel over all ranks of the job."""
+    """Train a multi-layer perceptron, batch, model or hybrid parallel over all ranks of the job.
+
+    Start the ranks with `mpips train ... --ranks P` or with mpirun.
+    """
     comm = MPI.COMM_WORLD
     try:
         _Run(comm, **options).run()  # type: ignore[arg-type]

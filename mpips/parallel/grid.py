@@ -52,4 +52,5 @@ def _misfit(batch: int, model: int, ranks: int) -> str | None:
     if batch * model == ranks and batch > 0:
         return None
     fitting = ", ".join(f"{b}x{m}" for b, m in factorings(ranks))
-    return f"a grid of {batch}x{model} needs {batch * model} ranks, the job has {ranks}; choose one of {fitting}"
+    needs = f"a grid of {batch}x{model} needs {batch * model} ranks, the job has {ranks}"
+    return f"{needs}; give another --ranks or choose one of {fitting}"
