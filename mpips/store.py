@@ -328,7 +328,11 @@ class KVStore:
         ]
 
     def _pushpull(self, key: Key, values: list[Any], outs: list[Any], priority: int) -> Task:
-        targets = self._targets(key, outs, "pushpull")
+        try:
+            targets = self._targets(key, outs, "pushpull")
+        except (ValueError, TypeError) as error:
+            self._backend.refuse(key, str(error))  # the others wait for this worker's push
+            raise
         payload = self._payload(key, values, "pushpull")
         if isinstance(payload, RowSparse):
             yield from self._backend.push_rows(key, payload, priority)

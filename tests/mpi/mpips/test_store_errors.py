@@ -70,6 +70,21 @@ def test_a_bad_push_on_one_rank(kind, options, what):
 
 
 @kinds
+def test_a_bad_out_on_one_rank(kind, options):
+    need(2, **options)
+
+    def body(kv):
+        big = (300, 300)
+        kv.init("w", np.full(big, 5, np.float32))
+        value, out = np.ones(big, np.float32), np.zeros(3 if kv.rank == kv.num_workers - 1 else big, np.float32)
+        said = sentences(kv, lambda: kv.pushpull("w", value, out))
+        assert len(set(said)) == 1 and "float32(3,)" in said[0], said
+        assert goes_on(kv, "w", big)
+
+    run(kind, body, **options)
+
+
+@kinds
 def test_init_must_be_the_same_everywhere(kind, options):
     need(2, **options)
 
