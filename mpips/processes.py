@@ -109,11 +109,11 @@ def install_hooks() -> None:
     threading.excepthook = thread_hook
 
 
-def abort(what: str) -> None:
-    """End the job now, from this rank."""
+def abort(what: str, code: int = 1) -> None:
+    """End the job now, from this rank, with that exit code."""
     from mpi4py import MPI
 
     rank = MPI.COMM_WORLD.Get_rank()
     print(f"mpips: {what} on rank {rank} of {MPI.COMM_WORLD.Get_size()}: the job ends", file=sys.stderr, flush=True)
     sys.stdout.flush()
-    MPI.COMM_WORLD.Abort(1)
+    MPI.COMM_WORLD.Abort(code)

@@ -57,6 +57,16 @@ def test_an_exit_code_comes_back(tmp_path: Path) -> None:
     assert done.returncode == 3, done.stderr
 
 
+def test_an_exit_of_one_worker_ends_a_store_that_others_wait_in(tmp_path: Path) -> None:
+    script = (
+        "import sys\nimport numpy as np\nimport mpips\nkv = mpips.create('mpi_sync')\n"
+        "if kv.rank == 1:\n    sys.exit(3)\nkv.init('w', np.ones(10, np.float32))\n"
+    )
+    done = run(tmp_path, script, "--servers", "1", "--workers", "2")
+    assert done.returncode == 3, done.stderr
+    assert "exit 3 on rank 1 of 3" in done.stderr
+
+
 def readme(name: str) -> str:
     """The script that the README calls `name`."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
