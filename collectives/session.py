@@ -87,6 +87,12 @@ class Session:
         self.open = True
         self.plans_made = 0
 
+    def patient(self, stall_seconds: float, timeout_seconds: float) -> None:
+        """How long a wait may last before it warns, and before it raises (0: never)."""
+        for one in (self, self.watch):
+            if one is not None:
+                one.stall_seconds, one.timeout_seconds = stall_seconds, timeout_seconds
+
     def _nodes(self) -> list[int]:
         """For each rank the lowest rank of its node."""
         first = np.array([min(self.room.names)], np.int64)

@@ -6,6 +6,7 @@ import math
 import os
 import sys
 import threading
+import time
 import traceback
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 _open: list[Layout] = []
+
+LAST_WORDS = 0.5  # seconds for the launcher to read what was printed; MPICH's drops the rest when a rank aborts
 
 
 def create(kind: str, comm: MPI.Comm | None = None, **options: Any) -> KVStore:
@@ -116,4 +119,5 @@ def abort(what: str, code: int = 1) -> None:
     rank = MPI.COMM_WORLD.Get_rank()
     print(f"mpips: {what} on rank {rank} of {MPI.COMM_WORLD.Get_size()}: the job ends", file=sys.stderr, flush=True)
     sys.stdout.flush()
+    time.sleep(LAST_WORDS)
     MPI.COMM_WORLD.Abort(code)

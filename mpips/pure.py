@@ -26,6 +26,7 @@ class Pure:
     def __init__(self, layout: Layout) -> None:
         assert layout.workers is not None
         self.layout, self._comm = layout, layout.workers
+        session(self._comm).patient(layout.options.stall_seconds, layout.options.timeout_seconds)
         self._stored: dict[int | str, Array] = {}
         self._sums: dict[int | str, Array] = {}
         self._states: dict[int | str, tuple[int, State]] = {}

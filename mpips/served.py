@@ -47,6 +47,8 @@ class Served:
         self._grouped = layout.kind.startswith("mpi_")
         self._all = layout.options.masters == "all"
         self._members = 1 if layout.client is None else layout.client.Get_size()
+        if self._members > 1:
+            collectives_session(layout.client).patient(layout.options.stall_seconds, layout.options.timeout_seconds)
         self._units = 0
         self._compressor: Compressor | None = None
         self._residuals: dict[int, Array] = {}
