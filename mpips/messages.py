@@ -107,6 +107,12 @@ class Created(msgspec.Struct, tag=True):
     values: tuple[int, ...]
 
 
+class Forget(msgspec.Struct, tag=True):
+    """Units that nobody will use again."""
+
+    units: list[int]
+
+
 class SetOptimizer(msgspec.Struct, tag=True):
     """The optimizer of all units from now on (`mpips.optimizers.encode`)."""
 
@@ -144,7 +150,7 @@ class Done(msgspec.Struct, tag=True):
     """It has been done."""
 
 
-Request = Create | SetOptimizer | SetCompression | GetState | PutState
+Request = Create | Forget | SetOptimizer | SetCompression | GetState | PutState
 Answer = Created | StatePart | Done
 
 encode = msgspec.msgpack.Encoder().encode

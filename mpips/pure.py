@@ -44,6 +44,13 @@ class Pure:
             collectives.broadcast(stored, self._comm)
         yield from ()
 
+    def forget(self, keys: Sequence[Key]) -> Task:
+        """Give up keys."""
+        for key in keys:
+            for each in (self._stored, self._sums, self._states, self._residuals):
+                each.pop(key.name, None)
+        yield from ()
+
     def push(self, key: Key, flat: Array, priority: int, wait: bool = True) -> Task:
         key.round += 1
         if self._compressor is not None and key.dtype.kind == "f":
@@ -123,6 +130,20 @@ class Pure:
                 array[...] = saved
             self._states[key.name] = step, state
         yield from ()
+
+    def residuals(self, keys: Sequence[Key]) -> Array | None:
+        """What compression kept back, one key behind the other; None where nothing is compressed."""
+        if self._compressor is None:
+            return None
+        kept = [self._residuals.get(key.name) for key in keys]
+        return np.concatenate([np.zeros(key.size) if r is None else r for key, r in zip(keys, kept, strict=True)])
+
+    def put_residuals(self, keys: Sequence[Key], values: Sequence[Array]) -> None:
+        """Give every key what was kept back."""
+        assert self._compressor is not None
+        for key, value in zip(keys, values, strict=True):
+            residual = self._residuals[key.name] = self._compressor.init(self._stored[key.name])
+            residual[...] = value
 
     def finish(self) -> None:
         """Nothing to tell anybody."""

@@ -88,6 +88,21 @@ class Served:
                 yield from self.session.set(key, value.reshape(-1))
         meet.exchange(workers, b"", "init")
 
+    def forget(self, keys: Sequence[Key]) -> Task:
+        """Give up keys. Collective over the workers, who have nothing under way on them."""
+        assert self.layout.workers is not None
+        meet.exchange(self.layout.workers, b"", "forget")
+        for server in range(self.layout.num_servers) if self.layout.rank == 0 else ():
+            units = [part.number for key in keys for part in key.parts if part.server == server]
+            if units:
+                yield from self.session.request(server, messages.Forget(units))
+        for key in keys:
+            self.session.remove(key)
+            for part in key.parts:
+                self._residuals.pop(part.number, None)
+            self._placement.free([(part.server, part.stop - part.start) for part in key.parts], key.dtype.itemsize)
+        meet.exchange(self.layout.workers, b"", "forget")
+
     def _plan(self, key: Key, cards: dict[int, list[UnitCard]]) -> None:
         """Cut a key into pieces and units, the same on every worker."""
         options = self.layout.options
@@ -449,6 +464,32 @@ class Served:
                 cut = [array[part.start : part.stop] for array in arrays]
                 state = messages.StatePart(step, [a.dtype.name for a in cut], [a.tobytes() for a in cut])
                 yield from self.session.request(part.server, messages.PutState(part.number, state))
+
+    def residuals(self, keys: Sequence[Key]) -> Array | None:
+        """What compression kept back of this client's pushes, one key behind the other; None where nothing is
+        compressed. Collective over the client."""
+        if self._compressor is None:
+            return None
+        kept = np.zeros(sum(key.size for key in keys))
+        base = 0
+        for key in keys:
+            for part in key.pushes:
+                if part.number in self._residuals:
+                    kept[base + part.start : base + part.stop] = self._residuals[part.number]
+            base += key.size
+        if self._members > 1:
+            assert self.layout.client is not None
+            collectives.allreduce(kept, self.layout.client)
+        return kept
+
+    def put_residuals(self, keys: Sequence[Key], values: Sequence[Array]) -> None:
+        """Give every part that this worker pushes what was kept back of it."""
+        assert self._compressor is not None
+        for key, value in zip(keys, values, strict=True):
+            for part in key.pushes:
+                kept = value[part.start : part.stop].astype(key.dtype)
+                residual = self._residuals[part.number] = self._compressor.init(kept)
+                residual[...] = value[part.start : part.stop]
 
     def finish(self) -> None:
         self.session.goodbye()

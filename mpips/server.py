@@ -208,6 +208,9 @@ class Server:
         match request:
             case messages.Create(units):
                 return self._create(units)
+            case messages.Forget(units):
+                self._state.forget(units)
+                self._sources = {key: source for key, source in self._sources.items() if key[0] in self._state.units}
             case messages.SetOptimizer(data):
                 self._state.set_optimizer(optimizers.decode(data))
             case messages.SetCompression(options):

@@ -53,6 +53,12 @@ class ServerState:
     def create(self, unit: Unit) -> None:
         self.units[unit.number] = unit
 
+    def forget(self, numbers: Iterable[int]) -> None:
+        """Units that no worker will use again, though one may still say that it has read."""
+        for number in numbers:
+            for units in (self.units, self.ready, self.open):
+                units.pop(number, None)
+
     def set_optimizer(self, optimizer: Optimizer) -> None:
         """From the next update on; state starts anew."""
         self.optimizer = optimizer
@@ -111,7 +117,9 @@ class ServerState:
 
     def released(self, number: int, worker: int) -> None:
         """A reader has finished."""
-        unit = self.units[number]
+        unit = self.units.get(number)
+        if unit is None:
+            return  # forgotten
         unit.readers -= 1
         if unit.waits:
             self.ready[number] = unit

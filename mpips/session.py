@@ -126,6 +126,11 @@ class Session:
         for part in key.parts:
             self._parts[part.number] = key, part
 
+    def remove(self, key: Key) -> None:
+        del self._names[key.name]
+        for part in key.parts:
+            del self._parts[part.number]
+
     def key(self, name: int | str) -> Key | None:
         """The key of that name."""
         return self._names.get(name)

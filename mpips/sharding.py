@@ -73,6 +73,11 @@ class Placement:
         self.loads = [0] * servers
         self._big_array = big_array
 
+    def free(self, parts: Sequence[tuple[int, int]], itemsize: int) -> None:
+        """(server, elements) of an array that is no longer kept."""
+        for server, elements in parts:
+            self.loads[server] -= elements * itemsize
+
     def place(self, shape: Sequence[int], itemsize: int) -> list[tuple[int, Interval]]:
         """(server, interval) pairs that cover an array; empty intervals are left out (an empty array has one)."""
         size = 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import warnings
-from collections.abc import Generator, Hashable, Sequence
+from collections.abc import Generator, Hashable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -12,7 +12,7 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from mpips import arguments, compression, meet, optimizers, states
+from mpips import arguments, compression, meet, optimizers, recut, states
 from mpips.arguments import Name
 from mpips.engine import Engine, Handle
 from mpips.layout import Layout
@@ -125,6 +125,24 @@ class KVStore:
         assert compressor is not None
         task = self._backend.set_compression(dict(compression_params), compressor)
         self._run([], task, 0, "set_gradient_compression")
+
+    def recut(self, keys: Sequence[Name], new: Mapping[Name, int]) -> None:
+        """Cut the elements of `keys`, one behind the other, anew into 1-D keys `new` of so many elements each; blocking.
+
+        Values, the optimizer's state and what compression kept back go with them; `keys` exist no more, and their
+        memory is given back. All workers call. ValueError where the elements differ in number or dtype, a new key
+        exists already, or the optimizer has updated some of `keys` more often than others.
+        """
+        recut.recut(self, keys, new)
+
+    def forget(self, keys: Sequence[Name]) -> None:
+        """Give up `keys` and their memory on workers and servers; all workers call; blocking."""
+        records, refusal = self._try(lambda: [self._key(key, "forget") for key in keys])
+        self._settle()
+        self._agree("forget", [(key, "") for key in keys], refusal)
+        self._run([], self._backend.forget(records), 0, "forget")
+        for key in keys:
+            del self._keys[key]
 
     def barrier(self) -> None:
         """Wait until all workers have come; blocking."""

@@ -1,0 +1,82 @@
+"""The same elements under other keys: where layers are exchanged in groups, another plan needs other keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpips.arguments import Name
+from mpips.pure import Pure
+from mpips.session import Key, Task
+from mpips.states import States
+
+if TYPE_CHECKING:
+    from mpips.store import KVStore
+
+Array = NDArray[Any]
+
+
+def recut(kv: KVStore, keys: Sequence[Name], new: Mapping[Name, int]) -> None:
+    """See `KVStore.recut`."""
+    kv._settle()
+    old, refusal = kv._try(lambda: _old(kv, keys, new))
+    kv._agree("recut", [*((key, "") for key in keys), *((name, str(size)) for name, size in new.items())], refusal)
+    values = _values(kv, old)
+    states: States = {}
+    everywhere = isinstance(kv._backend, Pure)
+    if kv._optimizer is not None:
+        kv._at_rank_0(_fetch(kv, old, states), "recut", everywhere)
+    residual = kv._backend.residuals(old)
+    kv._run([], kv._backend.forget(old), 0, "recut")
+    cuts = np.cumsum(list(new.values()))[:-1]
+    made = [Key(name, (size,), values.dtype) for name, size in new.items()]
+    kv._run([], kv._backend.init(made, np.split(values, cuts)), 0, "recut")
+    for key in old:
+        del kv._keys[key.name]
+    kv._keys.update((key.name, key) for key in made)
+    if kv._optimizer is not None:
+        kv._at_rank_0(kv._backend.put_states(made, _cut(old, states, made, cuts)), "recut", everywhere)
+    if residual is not None:
+        kv._backend.put_residuals(made, np.split(residual, cuts))
+
+
+def _old(kv: KVStore, keys: Sequence[Name], new: Mapping[Name, int]) -> list[Key]:
+    old = [kv._key(key, "recut") for key in keys]
+    if not old or len({key.dtype for key in old}) > 1:
+        raise ValueError(f"recut: keys {list(keys)} must be at least one, of one dtype")
+    sizes = sum(key.size for key in old), sum(new.values())
+    if sizes[0] != sizes[1]:
+        raise ValueError(f"recut: keys {list(keys)} have {sizes[0]} elements, {list(new)} would have {sizes[1]}")
+    for name in new:
+        if name in kv._keys and name not in keys:
+            raise ValueError(f"recut: key {name!r} exists already")
+    return old
+
+
+def _values(kv: KVStore, keys: list[Key]) -> Array:
+    """What is stored, one key behind the other."""
+    values = np.empty(sum(key.size for key in keys), keys[0].dtype)
+    start = 0
+    for key in keys:
+        kv._run([key.name], kv._backend.pull(key, values[start : start + key.size]), 0, "recut", key.name)
+        start += key.size
+    return values
+
+
+def _fetch(kv: KVStore, keys: list[Key], into: States) -> Task:
+    into.update((yield from kv._backend.states(keys)))
+
+
+def _cut(old: list[Key], states: States, new: list[Key], cuts: NDArray[np.int64]) -> States:
+    """The optimizer's states of the old keys as those of the new ones."""
+    if not states:
+        return {}
+    steps = {step for step, _ in states.values()}
+    if len(steps) > 1:
+        raise ValueError(f"recut: keys {[key.name for key in old]} were updated {sorted(steps)} times, not equally often")
+    rows = zip(*(states[key.name][1] for key in old), strict=True)
+    pieces = [np.split(np.concatenate([array.reshape(-1) for array in row]), cuts) for row in rows]
+    return {key.name: (max(steps), [slot[index] for slot in pieces]) for index, key in enumerate(new)}
