@@ -76,7 +76,8 @@ def _cut(old: list[Key], states: States, new: list[Key], cuts: NDArray[np.int64]
         return {}
     steps = {step for step, _ in states.values()}
     if len(steps) > 1:
-        raise ValueError(f"recut: keys {[key.name for key in old]} were updated {sorted(steps)} times, not equally often")
+        names = [key.name for key in old]
+        raise ValueError(f"recut: keys {names} were updated {sorted(steps)} times, not equally often")
     rows = zip(*(states[key.name][1] for key in old), strict=True)
     pieces = [np.split(np.concatenate([array.reshape(-1) for array in row]), cuts) for row in rows]
     return {key.name: (max(steps), [slot[index] for slot in pieces]) for index, key in enumerate(new)}

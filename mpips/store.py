@@ -7,30 +7,26 @@ import warnings
 from collections.abc import Generator, Hashable, Mapping, Sequence
 from typing import Any
 
-import msgspec
 import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from mpips import arguments, compression, meet, optimizers, recut, states
+from mpips import arguments, calls, compression, optimizers, recut, states
 from mpips.arguments import Name
+from mpips.assembly import Assembly
+from mpips.calls import Call
 from mpips.engine import Engine, Handle
+from mpips.errands import Errands
 from mpips.layout import Layout
 from mpips.optimizers import Optimizer
 from mpips.pure import Pure
 from mpips.row_sparse import RowSparse
 from mpips.served import Served
 from mpips.session import Key
+from mpips.talk import RECENT, Talk
 
 Array = NDArray[Any]
 Task = Generator[None, None, Any]
-
-
-class _Signature(msgspec.Struct, array_like=True):
-    """What a worker brings to a call that all workers make together: what it asks for, or why it cannot."""
-
-    items: list[tuple[Name, str]]
-    refusal: str = ""
 
 
 class KVStore:
@@ -419,7 +415,8 @@ class KVStore:
         self, what: str, tasks: list[tuple[Name, Task]], priority: int, turns: Sequence[Hashable]
     ) -> Handle:
         names = [name for name, _ in tasks]
-        task = _chain([task for _, task in tasks])
+        chosen = [task for _, task in tasks]
+        task = _chain(chosen) if self._backend.communicators else together(chosen)
         if isinstance(self._backend, Pure):
             self._backend.stepwise = True
         order = [*self._order(names), *(("turns", name) for name in turns)]
