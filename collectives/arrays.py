@@ -42,7 +42,10 @@ def host(x: Any, name: str = "x") -> Vector:
         return np.asarray(x)
     if hasattr(x, "__dlpack__") and not is_device(x):
         return np.from_dlpack(x)
-    raise TypeError(f"{name} is a {type(x).__name__}: need a host array (NumPy, __array_interface__ or DLPack)")
+    raise TypeError(
+        f"{name} is of type {type(x).__name__}, which is no array in memory: pass one of NumPy, or one that has "
+        "__array_interface__ or DLPack"
+    )
 
 
 def flat(array: Vector, name: str, written: bool) -> Flat:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any, NoReturn
 
 import numpy as np
@@ -14,10 +15,15 @@ from collectives.native import Choice
 from collectives.transport.room import Card, Room
 from collectives.watch import Agreed, Patience, Watch, drive, limits
 
-_KEY = MPI.Comm.Create_keyval(delete_fn=lambda comm, key, session: session.close())
 MOST_PLANS = 1024
 _recent: tuple[MPI.Comm | None, Session | None] = (None, None)
 """The last answer of `session`, which is mostly the next one too."""
+
+
+@cache
+def _key() -> int:
+    """Under what communicators keep their session. Made at first use, so that importing this module starts no MPI."""
+    return MPI.Comm.Create_keyval(delete_fn=lambda comm, key, session: session.close())
 
 
 def session(comm: MPI.Comm | None) -> Session:
@@ -28,14 +34,14 @@ def session(comm: MPI.Comm | None) -> Session:
         return known
     given, comm = comm, MPI.COMM_WORLD if comm is None else comm
     try:
-        found: Any = comm.Get_attr(_KEY)
+        found: Any = comm.Get_attr(_key())
     except MPI.Exception:
         raise MismatchError("the communicator has been freed: pass one that is in use") from None
     if not isinstance(found, Session):
         if not isinstance(comm, MPI.Intracomm):
             raise MismatchError("an intercommunicator has no collectives here: merge it first")
         found = Session(comm)
-        comm.Set_attr(_KEY, found)
+        comm.Set_attr(_key(), found)
     _recent = (given, found)
     return found
 

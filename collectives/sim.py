@@ -10,11 +10,11 @@ from pathlib import Path
 
 import click
 import numpy as np
-from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
 from collectives.bench.sizes import parse_sizes
+from collectives.console import OutFile, Picture, console
 from collectives.cost import LinkCost
 from collectives.predict import Network, Prediction, figure5, predict
 from collectives.schedule import KINDS
@@ -36,12 +36,12 @@ MANY = 2048  # ranks from which a run may take long enough for a progress bar
 @click.option("--near-alpha", default=0.0, show_default=True, help="seconds a message inside a host")
 @click.option("--near-beta", default=0.0, show_default=True, help="seconds a byte inside a host")
 @click.option("--figure5", "figure", is_flag=True, help="figure 5 of the BML paper, for --bytes and --rate")
-@click.option("--json", "json_path", type=click.Path(dir_okay=False), help="write the rows as JSON")
-@click.option("--plot", "plot_path", type=click.Path(dir_okay=False), help="draw the times (PNG)")
+@click.option("--json", "json_path", type=OutFile(), help="write the rows as JSON")
+@click.option("--plot", "plot_path", type=Picture(), help="draw the times (PNG)")
 def command(
     topology: str, algorithms: tuple[str, ...], collective: str, sizes: str, rate: str, beta: float | None,
     alpha: float, gamma: float, per_host: int, near_alpha: float, near_beta: float, figure: bool,
-    json_path: str | None, plot_path: str | None,
+    json_path: Path | None, plot_path: Path | None,
 ) -> None:  # fmt: skip
     """Simulate a collective on a topology, and show the closed form of its cost beside it where there is one.
 
@@ -64,7 +64,7 @@ def command(
         raise click.UsageError(str(error)) from error
     _print(rows)
     if json_path:
-        Path(json_path).write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+        json_path.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
     if plot_path:
         _draw(rows, plot_path)
 
@@ -73,7 +73,7 @@ def _predicted(
     model: Callable[..., Prediction], network: Network, kind: str, algorithm: str, nbytes: int
 ) -> Prediction:
     hidden = network.hosts < MANY
-    with Progress(console=Console(stderr=True), transient=True, disable=hidden) as bar:
+    with Progress(console=console(stderr=True), transient=True, disable=hidden) as bar:
         task = bar.add_task(f"{algorithm} on {network.name}", total=1.0)
         return model(network, kind, algorithm, nbytes, progress=lambda done: bar.update(task, completed=done))
 
@@ -87,10 +87,10 @@ def _print(rows: Sequence[Prediction]) -> None:
         bandwidth = f"{row.bytes / row.seconds / 1e9:.3f}" if row.seconds else "-"
         numbers = [f"{row.ranks:,}", f"{row.bytes:,}", f"{row.seconds:.6g}", form, bandwidth]
         table.add_row(row.topology, row.collective, row.algorithm, *numbers, f"{row.busiest_link_bytes:,.0f}")
-    Console(width=None if Console().is_terminal else 160).print(table)
+    console().print(table)
 
 
-def _figure5(nbytes: int, rate: float, json_path: str | None, plot_path: str | None) -> None:
+def _figure5(nbytes: int, rate: float, json_path: Path | None, plot_path: Path | None) -> None:
     rows = figure5(nbytes, rate)
     full = nbytes / rate
     table = Table("servers", "topology", "algorithm", title=f"BML, figure 5: time over TF = {full:.4g} s")
@@ -101,15 +101,15 @@ def _figure5(nbytes: int, rate: float, json_path: str | None, plot_path: str | N
         name = {"direct": "parameter server"}.get(row.algorithm, "BML")
         ratio = f"{row.seconds / best[row.ranks]:.2f}"
         table.add_row(f"{row.ranks:,}", row.topology, name, f"{row.seconds / full:.4f}", f"{said / full:.4f}", ratio)
-    Console(width=None if Console().is_terminal else 160).print(table)
+    console().print(table)
     if json_path:
         found = [{**asdict(row), "paper_seconds": said} for row, said in rows]
-        Path(json_path).write_text(json.dumps(found, indent=1) + "\n")
+        json_path.write_text(json.dumps(found, indent=1) + "\n")
     if plot_path:
         _draw_bars(rows, full, plot_path)
 
 
-def _draw(rows: Sequence[Prediction], path: str) -> None:
+def _draw(rows: Sequence[Prediction], path: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6, 4.2), layout="constrained")
@@ -124,7 +124,7 @@ def _draw(rows: Sequence[Prediction], path: str) -> None:
     figure.savefig(path, dpi=130)
 
 
-def _draw_bars(rows: Sequence[tuple[Prediction, float]], full: float, path: str) -> None:
+def _draw_bars(rows: Sequence[tuple[Prediction, float]], full: float, path: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.2), layout="constrained")

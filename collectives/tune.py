@@ -15,11 +15,11 @@ import click
 import msgspec
 import numpy as np
 from mpi4py import MPI
-from rich.console import Console
 from rich.table import Table as Listing
 
 from collectives import arena, catalog, cost, table
 from collectives.bench.harness import measure
+from collectives.console import Seconds, console, progress
 from collectives.plan import Plan, plan
 from collectives.schedule import KINDS, cut
 from collectives.session import Session, session
@@ -33,7 +33,7 @@ CLEARLY = 0.97  # a change must win by more than noise
 
 
 @click.command()
-@click.option("--seconds", default=0.3, show_default=True, help="time to spend on each size")
+@click.option("--seconds", default=0.3, type=Seconds(), show_default=True, help="time to spend on each size")
 @click.option("--dry-run", is_flag=True, help="show the table, but do not keep it")
 def command(seconds: float, dry_run: bool) -> None:
     """Measure, and keep the result for `auto` in the user's cache folder.
@@ -44,25 +44,29 @@ def command(seconds: float, dry_run: bool) -> None:
     home = session(comm)
     found = home.table
     if comm.size > 1:
-        found = tuned(home, comm, seconds)
+        with progress("tune", 3 if home.nodes == 1 else 1 + len(KINDS), comm.rank == 0) as done:
+            found = tuned(home, comm, seconds, done)
     if comm.rank == 0:
         _show(found, comm.size, home.nodes)
         click.echo("not kept" if dry_run else f"kept in {table.save(found)}")
 
 
-def tuned(home: Session, comm: MPI.Comm, seconds: float) -> Table:
-    """The session's table with this number of ranks measured anew. Collective, blocking."""
+def tuned(home: Session, comm: MPI.Comm, seconds: float, done: Callable[[str], None] = lambda what: None) -> Table:
+    """The session's table with this number of ranks measured anew; `done` hears of parts. Collective, blocking."""
     found = home.table
     changes: dict[str, Any] = {"gamma": _gamma()}
     if home.nodes == 1:
         changes["eager"] = {**found.eager, comm.size: _eager(home, comm, seconds)}
         home.table = msgspec.structs.replace(found, eager=changes["eager"])
+        done("slots")
         changes["memory"] = {**found.memory, **_memory(home, comm, seconds)}
+        done("memory")
         changes["near"] = _message(comm, 1, seconds)
     else:
         other = next(rank for rank, node in enumerate(home.node_of) if node != home.node_of[0])
         changes["far"] = _message(comm, other, seconds)
-        changes["between"] = {**found.between, **_between(home, comm, seconds)}
+        done("messages")
+        changes["between"] = {**found.between, **_between(home, comm, seconds, done)}
     return msgspec.structs.replace(found, **changes)
 
 
@@ -109,7 +113,9 @@ def _shared_zeros(n: int, dtype: Any) -> Any:
     return x
 
 
-def _between(home: Session, comm: MPI.Comm, seconds: float) -> dict[str, tuple[Range, ...]]:
+def _between(
+    home: Session, comm: MPI.Comm, seconds: float, done: Callable[[str], None]
+) -> dict[str, tuple[Range, ...]]:
     """The fastest algorithm of every kind for each size; neighbouring sizes with one answer make one range."""
     found = {}
     for kind in KINDS:
@@ -124,6 +130,7 @@ def _between(home: Session, comm: MPI.Comm, seconds: float) -> dict[str, tuple[R
             for made in plans:
                 made.free()
         found[f"{kind} {home.nodes}x{comm.size}"] = ranges(winners)
+        done(kind)
     return found
 
 
@@ -194,7 +201,7 @@ def _show(found: Table, ranks: int, nodes: int) -> None:
                 listing.add_row(key.split()[0], ", ".join(words))
         listing.add_row("message between nodes", _line(found.far))
     listing.add_row("addition", f"{1e-9 / found.gamma:.1f} GB/s")
-    Console().print(listing)
+    console().print(listing)
 
 
 def _line(line: Line) -> str:

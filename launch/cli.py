@@ -57,8 +57,22 @@ class Forward(click.Command):
             sub, words, name = BENCHES[words[0]], words[1:], f"bench {words[0]}"
         ranks = _take_ranks(words) if sub.ranked else None
         if ranks is not None:
+            _check(sub.module, f"mpips {name}", words, ranks)
             start(ranks, ["-m", sub.module.removesuffix(".__main__"), *words])
         importlib.import_module(sub.module).command.main(words, prog_name=f"mpips {name}")
+
+
+def _check(path: str, name: str, words: list[str], ranks: int) -> None:
+    """Says once, here, what every rank would say: `--help`, and what is wrong with the words. The module is imported
+    without starting MPI; its `check(ranks, **options)`, where it has one, raises click.UsageError."""
+    import mpi4py
+
+    mpi4py.rc.initialize = False
+    module = importlib.import_module(path)
+    with module.command.make_context(name, list(words)) as context:
+        check = getattr(module, "check", None)
+        if check is not None:
+            check(ranks, **context.params)
 
 
 class Lazy(click.Group):

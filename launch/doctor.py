@@ -16,6 +16,7 @@ import click
 from rich.console import Console
 from rich.markup import escape
 
+from collectives.console import OutFile, console
 from launch.survey import EXTRAS, OURS, PACKAGES, look
 from mpips import world
 
@@ -146,8 +147,11 @@ def _scheduler(found: Mapping[str, Any]) -> Check:
 
 def _network(found: Mapping[str, Any]) -> Check:
     known = [_described(interface) for interface in found["interfaces"]]
-    alone = all(interface["name"] == "lo" for interface in found["interfaces"])
-    return Check("network", None if alone else True, ", ".join(known) or "no interface is up")
+    names = [interface["name"] for interface in found["interfaces"]]
+    text, wanted = ", ".join(known) or "no interface is up", found.get("interface")
+    if wanted and wanted not in names:
+        return Check("network", False, text, f"there is no {wanted} that is up: give --interface another of these")
+    return Check("network", True if set(names) - {"lo"} else None, text)
 
 
 def _described(interface: Mapping[str, Any]) -> str:
@@ -165,21 +169,20 @@ def show(checks: list[Check], console: Console) -> None:
 
 
 @click.command("doctor")
-@click.option(
-    "--json", "path", type=click.Path(dir_okay=False), help="Write the checks to this file, too ('-': to the terminal)."
-)
-def command(path: str | None) -> None:
+@click.option("--json", "path", type=OutFile(), help="Write the checks to this file, too ('-': to the terminal).")
+@click.option("--interface", help="Is this network interface here? As for `mpips run --interface`.")
+def command(path: Path | None, interface: str | None) -> None:
     """Check Python, MPI, memory, GPU, cores, scheduler and network. Exit code 1 if something must be done."""
-    checks = judge(look())
+    checks = judge({**look(), "interface": interface})
     if int(next((os.environ[name] for name in RANK_VARIABLES if name in os.environ), "0")):
         return
     text = json.dumps([check._asdict() for check in checks], indent=1)
-    if path == "-":
+    if path == Path("-"):
         click.echo(text)
     else:
-        show(checks, Console())
+        show(checks, console())
         if path:
-            Path(path).write_text(text + "\n", encoding="utf-8")
+            path.write_text(text + "\n", encoding="utf-8")
     if any(check.ok is False for check in checks):
         raise SystemExit(1)
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import shlex
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 import click
 
-from launch.command import Job, LauncherError, Machine, build, find, program, this_machine
+from launch import network
+from launch.command import Job, Launcher, LauncherError, Machine, build, find, program, this_machine
 from launch.hosts import Placed, place, read
 from mpips.options import Options
 
@@ -26,7 +28,10 @@ def threads(ranks: int, machine: Machine, environment: Mapping[str, str]) -> dic
 def start(ranks: int, script: Sequence[str], mpirun: str | None = None) -> NoReturn:
     """Replaces this process by an MPI job of `ranks` processes on this machine; its exit code becomes the job's."""
     machine = this_machine()
-    job = Job(ranks, program(script), threads(ranks, machine, os.environ))
+    environment = threads(ranks, machine, os.environ)
+    if sys.stdout.isatty():  # ranks cannot see how wide it is
+        environment["COLUMNS"] = str(os.get_terminal_size(sys.stdout.fileno()).columns)
+    job = Job(ranks, program(script), environment)
     try:
         argv = build(find(mpirun), job, machine)
     except LauncherError as error:
@@ -61,7 +66,7 @@ def execute(argv: Sequence[str]) -> NoReturn:
 @click.option("--hostfile", type=click.Path(), help="Hosts, one a line: `node1 slots=4` or `node1:4`.")
 @click.option("--topology", help="Order the hosts by their addresses in it: bcube:3,2, star:9 or fattree:4.")
 @click.option("--nics", help="With --topology: the NIC of each level, level 0 first, as eth1,eth2.")
-@click.option("--interface", help="Network interface for MPI's TCP traffic between hosts.")
+@click.option("--interface", help="Network interface, or subnet, for MPI's TCP traffic between hosts.")
 @click.option("--mpirun", help="The mpirun to use instead of the one found.")
 @click.option("--mpi-arg", "extra", multiple=True, help="A further word for mpirun; may be repeated.")
 @click.option("--dry-run", is_flag=True, help="Print the command and stop.")
@@ -98,6 +103,8 @@ def command(
             hosts = placed(wanted, options, read(hostfile) if hostfile else (), launcher, machine, extra)
         job = _job(options, script, hosts, machine, interface, extra)
         argv = build(launcher, job, machine)
+        if interface and not dry_run:
+            check_interface(interface, launcher, hosts, machine, extra)
     except (LauncherError, ValueError) as error:
         raise click.ClickException(str(error)) from error
     if workers % clients:
@@ -123,6 +130,26 @@ def _job(
     if hosts and "PYTHONPATH" in os.environ:
         environment["PYTHONPATH"] = os.environ["PYTHONPATH"]
     return Job(ranks, program(script), environment, tuple(hosts), interface, tuple(extra))
+
+
+def check_interface(
+    interface: str, launcher: Launcher, hosts: Sequence[Placed], machine: Machine, extra: Sequence[str] = ()
+) -> None:
+    """LauncherError, with those there are, where no machine of the job can have this interface.
+
+    One that is here passes. One that is not may be on the hosts: they are asked.
+    """
+    here = [name for _, name in socket.if_nameindex()]
+    lacking = [name for name in interface.split(",") if name not in here and "/" not in name]  # 10.0.0.0/8: a subnet
+    if not lacking:
+        return
+    if not hosts:
+        raise LauncherError(f"there is no network interface {lacking[0]!r} here: there are {', '.join(here)}")
+    for report in network.ask(launcher, list(dict.fromkeys(block.host for block in hosts)), machine, extra):
+        missing = [name for name in lacking if name not in report.nics]
+        if missing:
+            there = ", ".join(report.nics)
+            raise LauncherError(f"{report.host} has no interface {missing[0]!r} with an IPv4 address: it has {there}")
 
 
 def _check_script(script: Sequence[str]) -> None:

@@ -3,23 +3,76 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
-from typing import Any
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import click
 import numpy as np
 from mpi4py import MPI
-from rich.console import Console
-from rich.progress import Progress
 
+from collectives import catalog
 from collectives.bench import overlap, pt2pt, report, rivals
 from collectives.bench.case import ARRAYS, BUS_FACTOR, MPI_NAME, Candidate, Case
 from collectives.bench.harness import Timing, measure
 from collectives.bench.report import Row
-from collectives.bench.sizes import parse_sizes
+from collectives.bench.sizes import parse_sizes, show_bytes
+from collectives.call import REDUCING
+from collectives.console import OutFile, Picture, Seconds, progress
+from collectives.operations import operation
 
 CASES = (*BUS_FACTOR, "pt2pt", "overlap")
+ALWAYS = ("auto", "native", "gloo")  # algorithms outside the catalog
+
+
+class Wanted(NamedTuple):
+    """The words of the command line, understood."""
+
+    dtype: np.dtype[Any]
+    counts: list[int]
+    algorithms: list[str]
+    arrays: list[str]
+
+
+def check(
+    ranks: int, *, collective: str, sizes: str, algorithms: str, arrays: str, dtype: str, op: str, **_: Any
+) -> Wanted:
+    """What the command line means for that many ranks; click.UsageError where it cannot be. Starts no MPI."""
+    try:
+        element = np.dtype(_named(dtype))
+        if element.kind not in "biufc" and element.name != "bfloat16":
+            raise ValueError(f"--dtype {dtype!r} is no type of numbers")
+        if collective in (*REDUCING, "overlap"):
+            operation(op, element)
+        counts = [size // element.itemsize for size in parse_sizes(sizes)]
+    except (TypeError, ValueError) as error:
+        raise click.UsageError(str(error)) from None
+    if 0 in counts:
+        raise click.UsageError(f"--sizes {sizes}: one {element.name} alone takes {element.itemsize} bytes")
+    kinds, names = _words(arrays), _words(algorithms)
+    if unknown := [kind for kind in kinds if kind not in ARRAYS]:
+        raise click.UsageError(f"--arrays {unknown[0]!r} is none of {', '.join(ARRAYS)}")
+    if not kinds or not names:
+        raise click.UsageError(f"--{'algorithms' if kinds else 'arrays'} names none")
+    if collective == "pt2pt":
+        if ranks < 2:
+            raise click.UsageError("a ping-pong needs two ranks: --ranks 2")
+        return Wanted(element, counts, [], [])
+    kind = "allreduce" if collective == "overlap" else collective
+    for name in names:
+        if name not in ALWAYS and (reason := _refusal(kind, name, ranks)):
+            raise click.UsageError(f"--algorithms {name}: {reason}")
+    return Wanted(element, counts, names, kinds)
+
+
+def _refusal(kind: str, algorithm: str, ranks: int) -> str | None:
+    try:
+        name, parameters = catalog.parse(algorithm)
+    except ValueError as error:
+        return str(error)
+    if name == "hierarchical" and not parameters:
+        return None  # the ranks of a node are known in the job alone
+    return catalog.serves(kind, algorithm, ranks)
 
 
 def _words(text: str) -> list[str]:
@@ -41,14 +94,14 @@ def _words(text: str) -> list[str]:
 @click.option("--arrays", default="private,empty", show_default=True, help="private: ordinary; empty: node-shared")
 @click.option("--dtype", default="float32", show_default=True)
 @click.option("--op", type=click.Choice(tuple(rivals.OPS)), default="sum", show_default=True)
-@click.option("--seconds", default=1.0, show_default=True, help="time to spend on each size")
-@click.option("--check", is_flag=True, help="count wrong elements; exit 1 if there are any")
-@click.option("--json", "json_path", type=click.Path(dir_okay=False), help="write the rows as JSON")
-@click.option("--csv", "csv_path", type=click.Path(dir_okay=False), help="write the rows as CSV")
-@click.option("--plot", "plot_path", type=click.Path(dir_okay=False), help="draw time and bandwidth (PNG)")
+@click.option("--seconds", default=1.0, type=Seconds(), show_default=True, help="time to spend on each size")
+@click.option("--check", "checked", is_flag=True, help="count wrong elements; exit 1 if there are any")
+@click.option("--json", "json_path", type=OutFile(), help="write the rows as JSON")
+@click.option("--csv", "csv_path", type=OutFile(), help="write the rows as CSV")
+@click.option("--plot", "plot_path", type=Picture(), help="draw time and bandwidth (PNG)")
 def command(
-    collective: str, sizes: str, algorithms: str, arrays: str, dtype: str, op: str, seconds: float, check: bool,
-    json_path: str | None, csv_path: str | None, plot_path: str | None,
+    collective: str, sizes: str, algorithms: str, arrays: str, dtype: str, op: str, seconds: float, checked: bool,
+    json_path: Path | None, csv_path: Path | None, plot_path: Path | None,
 ) -> None:  # fmt: skip
     """Time a collective over the ranks of the job, beside the MPI's own best call in the same run.
 
@@ -57,27 +110,24 @@ def command(
     optimizers` have helps of their own.
     """
     comm = MPI.COMM_WORLD
-    try:
-        element = np.dtype(_named(dtype))
-        counts = [size // element.itemsize for size in parse_sizes(sizes)]
-    except (TypeError, ValueError) as error:
-        raise click.UsageError(str(error)) from None
-    kinds = _words(arrays)
-    if unknown := [kind for kind in kinds if kind not in ARRAYS]:
-        raise click.UsageError(f"--arrays {unknown[0]!r} is none of {', '.join(ARRAYS)}")
-    title = f"{collective}, {comm.size} ranks"
+    wanted = check(
+        comm.size, collective=collective, sizes=sizes, algorithms=algorithms, arrays=arrays, dtype=dtype, op=op
+    )
+    title = f"{collective}, {comm.size} rank{'s' * (comm.size > 1)}"
+    if comm.size == 1:
+        click.echo("one rank alone exchanges nothing: start more with --ranks P", err=True)
     if collective == "overlap":
-        _overlap(comm, counts, element, _words(algorithms), kinds, seconds, title, json_path)
+        _overlap(comm, wanted, seconds, title, json_path)
         return
     rows: list[Row] = []
-    with Progress(transient=True, console=Console(stderr=True)) if comm.rank == 0 else nullcontext() as progress:
-        advance = _advancing(progress, title, len(counts))
-        for n in counts:
+    with progress(title, len(wanted.counts), comm.rank == 0) as done:
+        for n in wanted.counts:
             if collective == "pt2pt":
-                rows += _pt2pt(comm, n, element, seconds)
+                rows += _pt2pt(comm, n, wanted.dtype, seconds)
             else:
-                rows += _collective(Case(collective, op, element, n, comm), _words(algorithms), kinds, seconds, check)
-            advance()
+                case = Case(collective, op, wanted.dtype, n, comm)
+                rows += _collective(case, wanted.algorithms, wanted.arrays, seconds, checked)
+            done(show_bytes(n * wanted.dtype.itemsize))
     if comm.rank == 0:
         report.print_table(rows, title)
         _write(rows, title, json_path, csv_path, plot_path)
@@ -95,14 +145,9 @@ def _named(dtype: str) -> Any:
     return ml_dtypes.bfloat16
 
 
-def _advancing(progress: Progress | None, title: str, steps: int) -> Callable[[], None]:
-    if progress is None:
-        return lambda: None
-    task = progress.add_task(title, total=steps)
-    return lambda: progress.advance(task)
-
-
-def _write(rows: list[Row], title: str, json_path: str | None, csv_path: str | None, plot_path: str | None) -> None:
+def _write(
+    rows: list[Row], title: str, json_path: Path | None, csv_path: Path | None, plot_path: Path | None
+) -> None:
     if json_path:
         report.write_json(rows, json_path)
     if csv_path:
@@ -157,10 +202,7 @@ def _row(
 
 
 def _pt2pt(comm: MPI.Comm, n: int, dtype: np.dtype[Any], seconds: float) -> list[Row]:
-    try:
-        timings = pt2pt.ping_pong(comm, np.zeros(n, dtype), seconds)
-    except ValueError as error:
-        raise click.UsageError(str(error)) from None
+    timings = pt2pt.ping_pong(comm, np.zeros(n, dtype), seconds)
     rows = []
     for name, t in timings.items():
         rate = n * dtype.itemsize / t.median / 1e9
@@ -171,15 +213,12 @@ def _pt2pt(comm: MPI.Comm, n: int, dtype: np.dtype[Any], seconds: float) -> list
     return rows
 
 
-def _overlap(
-    comm: MPI.Comm, counts: list[int], dtype: np.dtype[Any], algorithms: list[str], arrays: list[str], seconds: float,
-    title: str, json_path: str | None,
-) -> None:  # fmt: skip
+def _overlap(comm: MPI.Comm, wanted: Wanted, seconds: float, title: str, json_path: Path | None) -> None:
     rows = []
-    for n in counts:
-        for algorithm in algorithms:
-            for array in arrays:
-                x = Case("allreduce", "sum", dtype, n, comm).arrays(array)[0]
+    for n in wanted.counts:
+        for algorithm in wanted.algorithms:
+            for array in wanted.arrays:
+                x = Case("allreduce", "sum", wanted.dtype, n, comm).arrays(array)[0]
                 rows.append(overlap.measure_overlap(comm, algorithm, x, array, seconds))
     if comm.rank == 0:
         overlap.print_overlap(rows, title)

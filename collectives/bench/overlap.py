@@ -19,8 +19,9 @@ from rich.table import Table
 
 import collectives
 from collectives.bench.harness import measure
-from collectives.bench.report import console, machine
+from collectives.bench.report import machine
 from collectives.bench.sizes import show_bytes
+from collectives.console import console
 
 SLICES = 32  # how often the computing thread looks after the communication
 
@@ -84,6 +85,6 @@ def print_overlap(rows: Sequence[OverlapRow], title: str) -> None:
     console().print(table)
 
 
-def write_overlap(rows: Sequence[OverlapRow], path: str) -> None:
+def write_overlap(rows: Sequence[OverlapRow], path: Path) -> None:
     """The rows as a JSON list at `path`."""
-    Path(path).write_text(json.dumps([asdict(row) | {"on": machine()} for row in rows], indent=1) + "\n")
+    path.write_text(json.dumps([asdict(row) | {"on": machine()} for row in rows], indent=1) + "\n")

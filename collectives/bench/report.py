@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from collectives.bench.sizes import show_bytes
+from collectives.console import console
 
 
 @dataclass(frozen=True)
@@ -58,20 +58,16 @@ def machine() -> dict[str, Any]:
     }
 
 
-def console() -> Console:
-    """Standard output, wide enough for a table where a launcher's pseudo-terminal claims 80 columns."""
-    narrow = Console()
-    return Console(width=max(narrow.width, 160))
-
-
 def print_table(rows: Sequence[Row], title: str) -> None:
-    """The rows as a table for people, on standard output."""
-    table = Table(title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD)
-    for name in ("size", "count", "type", "op"):
-        table.add_column(name, justify="right", no_wrap=True)
+    """The rows as a table for people, on standard output; it fits 80 columns."""
+    first = rows[0]
+    what = f"{title}, {first.dtype}" + ("" if first.op == "none" else f", {first.op}")
+    table = Table(title=what, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.show_edge = False
+    table.add_column("size", justify="right", no_wrap=True)
     for name in ("algorithm", "array"):
-        table.add_column(name, no_wrap=True)
-    for name in ("min us", "p50 us", "p99 us", "algbw GB/s", "busbw GB/s", "#wrong", "vs native"):
+        table.add_column(name, overflow="fold")
+    for name in ("min us", "p50 us", "p99 us", "algbw\nGB/s", "busbw\nGB/s", "#wrong", "vs MPI"):
         table.add_column(name, justify="right", no_wrap=True)
     last = None
     for row in rows:
@@ -82,26 +78,25 @@ def print_table(rows: Sequence[Row], title: str) -> None:
         rates = [f"{r:.2f}" for r in (row.algbw_GBps, row.busbw_GBps)]
         wrong = "-" if row.wrong is None else f"[red]{row.wrong}[/red]" if row.wrong else "0"
         ratio = "-" if row.vs_native is None else f"{row.vs_native:.2f}x"
-        what = (show_bytes(row.bytes), str(row.count), row.dtype, row.op, row.algorithm, row.array)
-        table.add_row(*what, *times, *rates, wrong, ratio)
+        table.add_row(show_bytes(row.bytes), row.algorithm, row.array, *times, *rates, wrong, ratio)
     console().print(table)
 
 
-def write_json(rows: Sequence[Row], path: str) -> None:
+def write_json(rows: Sequence[Row], path: Path) -> None:
     """The rows as a JSON list at `path`, each with the machine it was measured on."""
     where = machine()
-    Path(path).write_text(json.dumps([asdict(row) | {"on": where} for row in rows], indent=1) + "\n")
+    path.write_text(json.dumps([asdict(row) | {"on": where} for row in rows], indent=1) + "\n")
 
 
-def write_csv(rows: Sequence[Row], path: str) -> None:
+def write_csv(rows: Sequence[Row], path: Path) -> None:
     """The rows as comma-separated values with a header at `path`."""
-    with open(path, "w", newline="") as file:
+    with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=list(asdict(rows[0])))
         writer.writeheader()
         writer.writerows(asdict(row) for row in rows)
 
 
-def draw(rows: Sequence[Row], path: str, title: str) -> None:
+def draw(rows: Sequence[Row], path: Path, title: str) -> None:
     """Median time and bus bandwidth against size, one line for each algorithm and kind of array, as a PNG at `path`."""
     import matplotlib
 

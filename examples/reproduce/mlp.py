@@ -20,6 +20,7 @@ import msgspec
 from rich.table import Table
 from threadpoolctl import threadpool_limits
 
+from collectives.console import console
 from mpips.optimizers import SGD
 from mpips.parallel import report
 from mpips.parallel.grid import factorings
@@ -173,7 +174,7 @@ def command(measure: bool, alpha: float, beta: float, json_path: str | None, plo
         table.add_column(column, justify="right" if column else "left")
     for name, value in ends.items():
         table.add_row(name, f"{PAPER[name]:.2f}", f"{value:.2f}")
-    report.console().print(table)
+    console().print(table)
     if json_path:
         rows = [point._asdict() for point in found]
         report.write_json(json_path, {"alpha": alpha, "beta": beta, "paper": PAPER, "predicted": ends, "points": rows})

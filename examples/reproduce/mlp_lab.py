@@ -10,6 +10,7 @@ from __future__ import annotations
 import click
 from rich.table import Table
 
+from collectives.console import console
 from collectives.topology import parse_rate
 from examples.reproduce import lab
 from mpips.parallel import report
@@ -51,7 +52,7 @@ def show(title: str, rows: list[dict]) -> None:
             f"{row['predicted'] / row['measured']:.2f}",
             "fastest" if row is fastest else "",
         )
-    report.console().print(table)
+    console().print(table)
 
 
 if __name__ == "__main__":

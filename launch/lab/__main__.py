@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from typing import Any
 
@@ -105,8 +104,9 @@ def status(name: str, path: str | None) -> None:
 
 
 def _print_status(found: dict[str, Any]) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from collectives.console import console
 
     table = Table(title=f"lab {found['name']}: {found['topology']}")
     for title in ("host", "vip", "NIC", "level", "switch"):
@@ -120,7 +120,7 @@ def _print_status(found: dict[str, Any]) -> None:
             state = "dead" if not host["alive"] else "up" if nic["up"] else "down"
             words = (host["name"], host["vip"], nic["name"], str(nic["level"]), nic["switch"])
             table.add_row(*words, f"{nic['rate'] / 1e6:g}", *moved, state)
-    Console(width=None if os.isatty(1) else 120).print(table)
+    console().print(table)
 
 
 @command.command()

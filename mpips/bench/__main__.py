@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import click
 import numpy as np
@@ -15,9 +15,10 @@ from mpi4py import MPI
 from rich.table import Table
 
 import mpips
-from collectives.bench.report import console
-from collectives.bench.sizes import parse_sizes
+from collectives.bench.sizes import parse_sizes, show_bytes
+from collectives.console import OutFile, Picture, Seconds, console, progress
 from mpips.bench import floor
+from mpips.options import Options, kind_of
 
 ARRAYS = ("ordinary", "empty")
 
@@ -41,16 +42,46 @@ class Row(NamedTuple):
     over_floor: float | None
 
 
+class Wanted(NamedTuple):
+    """The words of the command line, understood: the kind in mpips's own word, elements a key, kinds of array."""
+
+    kind: str
+    counts: list[int]
+    arrays: list[str]
+
+
+def check(
+    ranks: int, *, kind: str, servers: int, clients: int, masters: str, sizes: str, arrays: str, **_: Any
+) -> Wanted:
+    """What the command line means for that many ranks; click.UsageError where it cannot be. Starts no MPI."""
+    try:
+        word = kind_of(kind)
+        if word == "local":
+            raise ValueError("a local store has no servers to time")
+        Options(servers=servers, clients=clients, masters=masters).clients_of(word, ranks)
+        counts = [size // 4 for size in parse_sizes(sizes)]
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+    if 0 in counts:
+        raise click.UsageError(f"--sizes {sizes}: a key has at least one element, 4 bytes")
+    if len(set(counts)) < len(counts):
+        raise click.UsageError(f"--sizes {sizes}: each size once (sizes are whole elements of 4 bytes)")
+    kinds = [array.strip() for array in arrays.split(",")]
+    if unknown := [array for array in kinds if array not in ARRAYS]:
+        raise click.UsageError(f"--arrays {unknown[0]!r} is none of {', '.join(ARRAYS)}")
+    return Wanted(word, counts, kinds)
+
+
 @click.command("kvstore")
 @click.option("--kind", default="dist_sync", show_default=True, help="dist_sync, dist_async, mpi_sync or mpi_async")
-@click.option("--servers", default=1, show_default=True, help="server ranks; the others are workers")
-@click.option("--clients", default=1, show_default=True, help="clients of an mpi_* store")
+@click.option("--servers", default=1, type=click.IntRange(0), show_default=True, help="server ranks; others: workers")
+@click.option("--clients", default=1, type=click.IntRange(1), show_default=True, help="clients of an mpi_* store")
 @click.option("--masters", type=click.Choice(("one", "all")), default="one", show_default=True)
 @click.option("--sizes", default="1024,262144,4194304,67108864", show_default=True, help="MIN:MAX[:FACTOR] or a list")
 @click.option("--arrays", default="ordinary,empty", show_default=True, help="ordinary; empty: made by mpips.empty")
-@click.option("--seconds", default=1.0, show_default=True, help="about so long for each case")
-@click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="write the rows as JSON")
-@click.option("--plot", "plot_path", type=click.Path(dir_okay=False, path_type=Path), help="draw latency by size (PNG)")
+@click.option("--seconds", default=1.0, type=Seconds(), show_default=True, help="about so long for each case")
+@click.option("--json", "json_path", type=OutFile(), help="write the rows as JSON")
+@click.option("--plot", "plot_path", type=Picture(), help="draw latency by size (PNG)")
 def command(
     kind: str, servers: int, clients: int, masters: str, sizes: str, arrays: str, seconds: float,
     json_path: Path | None, plot_path: Path | None,
@@ -60,32 +91,24 @@ def command(
     Start the ranks with `mpips bench kvstore --ranks P` or with mpirun.
     """
     world = MPI.COMM_WORLD
-    try:
-        counts = [size // 4 for size in parse_sizes(sizes)]
-    except ValueError as error:
-        raise click.UsageError(str(error)) from error
-    if 0 in counts:
-        raise click.UsageError(f"--sizes {sizes}: a key has at least one element, 4 bytes")
-    kinds = arrays.split(",")
-    if unknown := [array for array in kinds if array not in ARRAYS]:
-        raise click.UsageError(f"--arrays {unknown[0]!r} is none of {', '.join(ARRAYS)}")
-    if world.size <= servers:
-        raise click.UsageError(f"{servers} servers and a worker need {servers + 1} ranks, not {world.size}: --ranks")
+    wanted = check(
+        world.size, kind=kind, servers=servers, clients=clients, masters=masters, sizes=sizes, arrays=arrays
+    )
+    kind, counts, kinds = wanted
+    cases = [(n, array) for n in counts for array in kinds]
     one_node = world.Split_type(MPI.COMM_TYPE_SHARED).Get_size() == world.size
     plain = one_node and servers > 0 and kind == "dist_sync"
     floors = {n: floor.measure(world, servers, 4 * n, 7) for n in counts} if plain else {}
     kv = mpips.create(kind, servers=servers, clients=clients, masters=masters)
     if kind.endswith("async"):
         kv.set_optimizer("add")
-    rows = []
-    for n in counts:
-        kv.init(n, np.zeros(n, np.float32))
-        for array in kinds:
-            case = (kind, servers, kv.num_workers, len(kv.layout.clients), masters, array, 4 * n)
-            rows.append(Row(*case, *measure(kv, n, array, seconds), *_floor(floors, n, array)))
-            best = rows[-1].push_pull_s
-            if rows[-1].floor_s:
-                rows[-1] = rows[-1]._replace(over_floor=best / rows[-1].floor_s)
+    rows: list[Row] = []
+    with progress("push and pull", len(cases), kv.rank == 0) as done:
+        for n, array in cases:
+            if array == kinds[0]:
+                kv.init(n, np.zeros(n, np.float32))
+            rows.append(_row(kv, (n, array), masters, seconds, floors))
+            done(f"{show_bytes(4 * n)}, {array}")
     if kv.rank == 0:
         console().print(table(rows))
         if json_path:
@@ -95,8 +118,17 @@ def command(
     kv.close()
 
 
-def _floor(floors: dict[int, dict[str, float]], n: int, array: str) -> tuple[float | None, None]:
-    return (floors[n][array] if n in floors else None), None
+def _row(
+    kv: mpips.KVStore, case: tuple[int, str], masters: str, seconds: float, floors: dict[int, dict[str, float]]
+) -> Row:
+    """One key size on one kind of array, measured."""
+    n, array = case
+    floor_s = floors[n][array] if n in floors else None
+    layout = kv.layout
+    roles = (kv.type, layout.num_servers, kv.num_workers, len(layout.clients), masters)
+    repeats, push_s, pull_s, both_s, fused_s = measure(kv, n, array, seconds)
+    over = both_s / floor_s if floor_s else None
+    return Row(*roles, array, 4 * n, repeats, push_s, pull_s, both_s, fused_s, floor_s, over)
 
 
 def measure(kv: mpips.KVStore, n: int, array: str, seconds: float) -> tuple[int, float, float, float, float]:

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import click
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
+from collectives.console import OutFile, console
 from mpips import optimizers
 
 CASES = (
@@ -26,6 +26,7 @@ CASES = (
     optimizers.AdamW(learning_rate=0.001),
 )
 
+COUNT = click.IntRange(1)
 Step = Callable[[], Any]
 
 
@@ -146,16 +147,16 @@ def load_torch() -> tuple[Any, str]:
 
 
 @click.command("optimizers")
-@click.option("--elements", default=25_000_000, show_default=True, help="float32 elements of the array.")
-@click.option("--repeats", default=9, show_default=True, help="Timed updates of each side, alternating.")
-@click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write the cases as JSON.")
+@click.option("--elements", default=25_000_000, type=COUNT, show_default=True, help="float32 elements of the array.")
+@click.option("--repeats", default=9, type=COUNT, show_default=True, help="Timed updates of each side, alternating.")
+@click.option("--json", "json_path", type=OutFile(), help="Write the cases as JSON.")
 def command(elements: int, repeats: int, json_path: Path | None) -> None:
     """Time server-side optimizer updates, beside PyTorch's fused ones where PyTorch is installed."""
     torch, reason = load_torch()
     cases = [measure(optimizer, elements, repeats, torch) for optimizer in CASES]
-    console = Console()
-    console.print(table(cases))
-    console.print(reason)
+    target = console()
+    target.print(table(cases))
+    target.print(reason)
     if json_path:
         json_path.write_text(json.dumps([case._asdict() for case in cases], indent=1))
 

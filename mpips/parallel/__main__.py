@@ -8,12 +8,14 @@ import traceback
 from collections.abc import Callable
 from functools import partial
 from time import perf_counter
+from typing import Any
 
 import click
 import numpy as np
 from mpi4py import MPI
 from threadpoolctl import threadpool_limits
 
+from collectives.console import OutFile, Picture, console
 from mpips import optimizers
 
 from . import checkpoint, report
@@ -21,24 +23,25 @@ from .activations import ACTIVATIONS
 from .agreement import TrainingError, agree
 from .data import Data, describe, load
 from .distribution import WAYS
-from .grid import Grid, parse
+from .grid import Grid, misfit, parse
 from .mlp import MLP
 from .network import Specification
 from .predict import Prediction, predict_all
-from .sources import Source, open_source
+from .sources import BUILT_IN, Source, open_source
 from .splits import MODES
 from .training import Epoch, train
 
+SHARE = click.FloatRange(0, 1, max_open=True)
 _OPTIMIZERS = ("sgd", "adagrad", "rmsprop", "adam", "adamw")
 
 
 @click.command(context_settings={"show_default": True})
 @click.option("--data", required=True, help="digits, airfoil, mnist, synthetic[:ROWS,FEATURES,TARGETS], a text, .npz.")
 @click.option("--data-directory", default=".", envvar="MPIPS_DATA", help="Where airfoil_self_noise.dat lies.")
-@click.option("--target", default="", help="Target columns of a text: names or numbers. [default: last]")
-@click.option("--features", default="", help="Feature columns of a text. [default: all others]")
+@click.option("--target", default="", show_default="last", help="Target columns of a text: names or numbers.")
+@click.option("--features", default="", show_default="all others", help="Feature columns of a text.")
 @click.option("--classify", is_flag=True, help="The target of a file is a class number (softmax loss).")
-@click.option("--test-share", default=0.2, help="Share of the rows kept for testing.")
+@click.option("--test-share", default=0.2, type=SHARE, help="Share of the rows kept for testing.")
 @click.option("--way", default="auto", type=click.Choice(["auto", *WAYS]), help="How rows reach the ranks.")
 @click.option("--hidden", default="512,512", help="Widths of the hidden layers, commas between.")
 @click.option("--activation", default="relu", type=click.Choice(list(ACTIVATIONS)))
@@ -53,18 +56,18 @@ _OPTIMIZERS = ("sgd", "adagrad", "rmsprop", "adam", "adamw")
 @click.option("--learning-rate", default=0.01)
 @click.option("--momentum", default=0.0, help="For sgd.")
 @click.option("--threads", default=0, type=click.IntRange(0), help="BLAS threads a rank; 0: cores / ranks of the node.")
-@click.option("--save", "save_path", help="Write a checkpoint (safetensors) after the last epoch.")
+@click.option("--save", "save_path", type=OutFile(), help="Write a checkpoint (safetensors) after the last epoch.")
 @click.option("--load", "load_path", help="Go on from a checkpoint of any grid, with its network and optimizer.")
-@click.option("--json", "json_path", help="Write epochs, phases, memory as JSON.")
-@click.option("--plot", "plot_path", help="Write a picture of losses and time budget.")
-def command(**options: object) -> None:
+@click.option("--json", "json_path", type=OutFile(), help="Write epochs, phases, memory as JSON.")
+@click.option("--plot", "plot_path", type=Picture(), help="Write a picture of losses and time budget.")
+def command(**options: Any) -> None:
     """Train a multi-layer perceptron, batch, model or hybrid parallel over all ranks of the job.
 
     Start the ranks with `mpips train ... --ranks P` or with mpirun.
     """
     comm = MPI.COMM_WORLD
     try:
-        _Run(comm, **options).run()  # type: ignore[arg-type]
+        _Run(comm, **options).run()
     except (TrainingError, ValueError) as error:
         if not isinstance(error, TrainingError) and comm.size > 1:
             _abort(comm)
@@ -75,6 +78,23 @@ def command(**options: object) -> None:
         if comm.size == 1:
             raise
         _abort(comm)
+
+
+def check(ranks: int, **options: Any) -> None:
+    """Refuses a command line that cannot be for that many ranks, by click.UsageError. Starts no MPI."""
+    try:
+        _widths(options["hidden"])
+        _optimizer(options["optimizer"], options["learning_rate"], options["momentum"])
+        if options["grid_text"] != "auto" and (problem := misfit(*parse(options["grid_text"]), ranks)):
+            raise TrainingError(problem)
+        if options["data"].startswith("synthetic"):
+            open_source(options["data"])
+        elif options["data"] not in BUILT_IN and not os.path.isfile(options["data"]):
+            raise TrainingError(f"there is no data file {options['data']!r}, nor is it one of {', '.join(BUILT_IN)}")
+        if options["load_path"] and not os.path.isfile(options["load_path"]):
+            raise TrainingError(f"there is no checkpoint {options['load_path']!r}")
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
 
 
 def _abort(comm: MPI.Comm) -> None:
@@ -116,20 +136,14 @@ class _Run:
         json_path: str | None,
         plot_path: str | None,
     ) -> None:
-        self.comm, self.console = comm, report.console()
+        self.comm, self.console = comm, console()
         self.open: Callable[[], Source] = partial(
             open_source, data, _words(target), _words(features), data_directory, classify
         )
         self.test_share, self.way, self.batch, self.seed, self.dtype = test_share, way, batch, seed, dtype
         self.hidden, self.activation, self.split = _widths(hidden), activation, split
         self.grid_text, self.explain, self.epochs, self.threads = grid_text, explain, epochs, threads
-        extra = {"momentum": momentum} if optimizer == "sgd" else {}
-        if momentum and not extra:
-            raise TrainingError(f"--momentum is for sgd, not for {optimizer}")
-        try:
-            self.optimizer = optimizers.create(optimizer, learning_rate=learning_rate, **extra)
-        except ValueError as error:
-            raise TrainingError(str(error)) from error
+        self.optimizer = _optimizer(optimizer, learning_rate, momentum)
         self.save_path, self.load_path, self.json_path, self.plot_path = save_path, load_path, json_path, plot_path
 
     def run(self) -> None:
@@ -204,6 +218,16 @@ class _Run:
     def _say(self, text: str) -> None:
         if self.comm.rank == 0:
             self.console.print(text)
+
+
+def _optimizer(name: str, learning_rate: float, momentum: float) -> optimizers.Optimizer:
+    if momentum and name != "sgd":
+        raise TrainingError(f"--momentum is for sgd, not for {name}")
+    extra = {"momentum": momentum} if name == "sgd" else {}
+    try:
+        return optimizers.create(name, learning_rate=learning_rate, **extra)
+    except ValueError as error:
+        raise TrainingError(str(error)) from error
 
 
 def _share_of_cores(comm: MPI.Comm) -> int:

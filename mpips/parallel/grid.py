@@ -34,7 +34,7 @@ class Grid:
     def __init__(self, batch: int = 1, model: int = 1, comm: MPI.Comm | None = None) -> None:
         self.comm = MPI.COMM_WORLD if comm is None else comm
         self.batch, self.model = int(batch), int(model)
-        agree(self.comm, _misfit(self.batch, self.model, self.comm.size))
+        agree(self.comm, misfit(self.batch, self.model, self.comm.size))
         self.batch_index, self.model_index = divmod(self.comm.rank, self.model)
         self.model_comm = self.comm.Split(color=self.batch_index, key=self.model_index)
         self.batch_comm = self.comm.Split(color=self.model_index, key=self.batch_index)
@@ -48,7 +48,8 @@ class Grid:
         return f"{self.batch}x{self.model}"
 
 
-def _misfit(batch: int, model: int, ranks: int) -> str | None:
+def misfit(batch: int, model: int, ranks: int) -> str | None:
+    """Why a grid does not fit that many ranks; None where it does."""
     if batch * model == ranks and batch > 0:
         return None
     fitting = ", ".join(f"{b}x{m}" for b, m in factorings(ranks))

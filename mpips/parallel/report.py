@@ -6,7 +6,6 @@ import json
 import resource
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from .clock import PHASES
@@ -125,7 +124,3 @@ def picture(path: str, epochs: list[Epoch], phases: dict[str, float], title: str
     bars.invert_yaxis()
     bars.set(xlabel="s, mean over ranks", title="time budget")
     figure.savefig(path, dpi=120)
-
-
-def console() -> Console:
-    return Console(highlight=False)

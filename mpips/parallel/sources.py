@@ -17,6 +17,7 @@ import numpy as np
 from .agreement import TrainingError
 from .text import TextSource, airfoil
 
+BUILT_IN = ("digits", "mnist", "airfoil", "synthetic")
 _BLOCK_ROWS = 4096
 
 

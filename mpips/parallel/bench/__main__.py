@@ -16,6 +16,7 @@ from mpi4py import MPI
 from rich.table import Table
 from threadpoolctl import threadpool_limits
 
+from collectives.console import console
 from mpips.optimizers import SGD
 
 from .. import report
@@ -125,7 +126,7 @@ def _show(rows: list[dict[str, float]]) -> None:
     for name in names:
         factor = 1.0 if name in ratios else 1e3
         table.add_row(name, *(f"{factor * row[name]:.3f}" for row in rows))
-    report.console().print(table)
+    console().print(table)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
 """Sizes as people write them, and data that shows a wrong result."""
 
+import click
 import numpy as np
 import pytest
 
 from collectives.bench import data
+from collectives.bench.__main__ import check
 from collectives.bench.sizes import parse_bytes, parse_sizes, show_bytes
 
 
@@ -50,3 +52,39 @@ def test_blocks_of_every_kind_are_where_they_belong() -> None:
     np.testing.assert_array_equal(data.expected("allgather", "sum", 1, p, n, dtype, bounds), gathered)
     exchanged = np.concatenate([x[7:] for x in put_in])
     np.testing.assert_array_equal(data.expected("alltoall", "sum", 2, p, n, dtype, bounds), exchanged)
+
+
+WORDS = {
+    "collective": "allreduce",
+    "sizes": "8",
+    "algorithms": "auto",
+    "arrays": "empty",
+    "dtype": "float32",
+    "op": "sum",
+}
+
+
+def test_the_command_line_is_understood() -> None:
+    wanted = check(4, **{**WORDS, "sizes": "8,1KiB", "algorithms": "ring,bcube(n=2,k=2)"})
+    assert wanted.counts == [2, 256]
+    assert wanted.algorithms == ["ring", "bcube(n=2,k=2)"]
+
+
+@pytest.mark.parametrize(
+    "name, value, said",
+    [
+        ("sizes", "3", "takes 4 bytes"),
+        ("sizes", "many", "no size"),
+        ("dtype", "float31", "float31"),
+        ("dtype", "object", "no type of numbers"),
+        ("algorithms", "fast", "choose one of ring"),
+        ("algorithms", "ring(", "not written as"),
+        ("algorithms", "bcube(n=3,k=2)", "9 ranks"),
+        ("algorithms", ",", "names none"),
+        ("arrays", "mine", "private, empty"),
+        ("op", "mean of ints", "unknown operation"),
+    ],
+)
+def test_what_cannot_be_is_refused(name: str, value: str, said: str) -> None:
+    with pytest.raises(click.UsageError, match=said):
+        check(4, **{**WORDS, name: value})

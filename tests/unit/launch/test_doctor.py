@@ -79,6 +79,14 @@ def test_each_finding_has_its_line(path: str, value: Any, name: str, ok: bool | 
     assert words in check.advice
 
 
+def test_an_interface_that_is_not_there() -> None:
+    assert changed("interface", "eth0")["network"].ok
+    check = changed("interface", "nope0")["network"]
+    assert check.ok is False
+    assert "nope0" in check.advice
+    assert "eth0" in check.found
+
+
 def test_advice_is_shown_only_where_something_must_be_done() -> None:
     console = Console(record=True, width=120)
     checks = [doctor.Check("a", True, "fine [x]", "never"), doctor.Check("b", False, "bad", "do this")]

@@ -5,13 +5,15 @@ from __future__ import annotations
 import shlex
 import subprocess
 import sys
+from ipaddress import IPv4Interface
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
-from launch import cli, run
-from launch.command import Machine
+from launch import cli, network, run
+from launch.command import Launcher, LauncherError, Machine
+from launch.hosts import Placed
 
 HYDRA = "HYDRA build details:\n    Version: 4.2.1"
 
@@ -65,6 +67,28 @@ def test_clear_refusals(mpirun: str) -> None:
     assert call("-w", "0", "x.py").exit_code != 0
 
 
+def test_an_interface_that_is_nowhere(mpirun: str, tmp_path: Path) -> None:
+    script = tmp_path / "x.py"
+    script.touch()
+    done = call("-w", "2", "--mpirun", mpirun, "--interface", "nope0", str(script))
+    assert done.exit_code != 0
+    assert "nope0" in done.output
+    assert "lo" in done.output
+
+
+def test_hosts_are_asked_for_an_interface_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask(launcher: Launcher, hosts: list[str], *_: object) -> list[network.Report]:
+        addresses = [IPv4Interface("10.0.0.1/24")]
+        return [network.Report(host, {"lo": (), f"fast{i}": tuple(addresses)}, ()) for i, host in enumerate(hosts)]
+
+    monkeypatch.setattr(network, "ask", ask)
+    launcher, machine = Launcher("mpiexec", "mpich", "4"), Machine(2)
+    run.check_interface("fast0", launcher, (Placed("a", 1), Placed("a", 1)), machine)
+    run.check_interface("10.0.0.0/8", launcher, (), machine)
+    with pytest.raises(LauncherError, match=r"b has no interface 'fast0'.*lo, fast1"):
+        run.check_interface("fast0", launcher, (Placed("a", 1), Placed("b", 1)), machine)
+
+
 def test_threads_share_the_cores_unless_the_user_says() -> None:
     assert run.threads(3, Machine(8), {}) == {"OMP_NUM_THREADS": "2"}
     assert run.threads(9, Machine(8), {}) == {"OMP_NUM_THREADS": "1"}
@@ -90,21 +114,46 @@ def test_an_unknown_command() -> None:
     assert "fly" in done.output
 
 
-def test_ranks_start_the_module_under_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[tuple[int, list[str]]] = []
+def ranked(*words: str) -> subprocess.CompletedProcess[str]:
+    """`mpips WORDS` in a process of its own, where starting the ranks is printed instead of done."""
+    code = (
+        "import sys, launch.cli\n"
+        "launch.cli.start = lambda ranks, script: sys.exit(f'started {ranks} {script}')\n"
+        "launch.cli.main()"
+    )
+    command = [sys.executable, "-c", code, *words]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=50)
 
-    def start(ranks: int, script: list[str]) -> None:
-        started.append((ranks, script))
-        raise SystemExit(0)
 
-    monkeypatch.setattr(cli, "start", start)
-    CliRunner().invoke(cli.main, ["bench", "kvstore", "--ranks", "3", "--sizes", "1KiB"])
-    CliRunner().invoke(cli.main, ["bench", "allreduce", "--ranks=2"])
-    assert started == [
-        (3, ["-m", "mpips.bench", "--sizes", "1KiB"]),
-        (2, ["-m", "collectives.bench", "allreduce"]),
-    ]
-    assert "--ranks" in CliRunner().invoke(cli.main, ["bench", "allreduce", "--ranks", "two"]).output
+def test_ranks_start_the_module_under_mpirun() -> None:
+    done = ranked("bench", "kvstore", "--ranks", "3", "--sizes", "1KiB")
+    assert done.stderr.strip() == "started 3 ['-m', 'mpips.bench', '--sizes', '1KiB']"
+    done = ranked("bench", "allreduce", "--ranks=2")
+    assert done.stderr.strip() == "started 2 ['-m', 'collectives.bench', 'allreduce']"
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("bench allreduce --ranks two", "two"),
+        ("bench allreduce --ranks 2 --sizes 3", "--sizes 3"),
+        ("bench kvstore --ranks 2 --servers 2", "servers=2"),
+        ("train --ranks 2 --data digits --grid 3x1", "3x1"),
+        ("tune --ranks 2 --bogus", "--bogus"),
+    ],
+)
+def test_wrong_words_are_refused_once_before_any_rank_starts(words: str, named: str) -> None:
+    done = ranked(*words.split())
+    assert done.returncode == 2
+    assert named in done.stderr
+    assert done.stderr.count("Error") == 1
+    assert "started" not in done.stderr
+
+
+def test_help_of_a_ranked_command_starts_no_ranks() -> None:
+    done = ranked("bench", "allreduce", "--ranks", "2", "--help")
+    assert done.returncode == 0
+    assert "--algorithms" in done.stdout
 
 
 def test_words_are_forwarded_untouched(monkeypatch: pytest.MonkeyPatch) -> None:

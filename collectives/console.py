@@ -1,0 +1,117 @@
+"""What all commands share at the terminal: where they print, how they show progress, which files they may write."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import Progress
+
+RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
+PLAIN_WIDTH = 160
+LINE_SECONDS = 2.0
+PICTURES = (".png", ".pdf", ".svg")
+
+
+def console(stderr: bool = False) -> Console:
+    """A console with colours where a terminal reads it, and plain text, not cut at 80 columns, everywhere else.
+
+    A rank writes to a pipe or a pseudo-terminal of its launcher, which tells nothing of where the text goes: plain.
+    """
+    found = Console(stderr=stderr, highlight=False, force_terminal=False if is_rank() else None)
+    if found.is_terminal:
+        return found
+    columns = os.environ.get("COLUMNS", "")
+    width = int(columns) if columns.isdigit() and int(columns) else PLAIN_WIDTH
+    return Console(stderr=stderr, highlight=False, force_terminal=False, width=width)
+
+
+def is_rank() -> bool:
+    """Was this process started by a launcher, as one of several?"""
+    return any(name in os.environ for name in RANK_VARIABLES)
+
+
+@contextmanager
+def progress(title: str, total: int, shown: bool = True) -> Iterator[Callable[[str], None]]:
+    """Gives `done(what)`, to be called after each of `total` steps: a bar on a terminal, else lines, on standard error.
+
+    Lines come at most every `LINE_SECONDS`, so that short work says nothing. Only the rank with `shown` says anything.
+    """
+    target = console(stderr=True)
+    if not shown:
+        yield lambda what: None
+    elif target.is_terminal:
+        with Progress(transient=True, console=target) as bar:
+            task = bar.add_task(title, total=total)
+            yield lambda what: bar.update(task, advance=1, description=f"{title}: {what}")
+    else:
+        yield _lines(target, title, total)
+
+
+def _lines(target: Console, title: str, total: int) -> Callable[[str], None]:
+    count, last = 0, time.monotonic()
+
+    def done(what: str) -> None:
+        nonlocal count, last
+        count += 1
+        if count < total and time.monotonic() - last >= LINE_SECONDS:
+            last = time.monotonic()
+            target.print(f"{title}: {what} done, {count} of {total}", markup=False)
+
+    return done
+
+
+class OutFile(click.Path):
+    """A file to be written, in a folder that is there: refused before the work is done, not after it.
+
+    Ranks do not look: only one of them writes, and others may be on hosts where the folder is not.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(dir_okay=False, writable=True, path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        path = Path(os.fsdecode(super().convert(value, param, ctx)))
+        if is_rank():
+            return path
+        if not path.parent.is_dir():
+            self.fail(f"{str(value)!r} cannot be written: there is no folder {str(path.parent)!r}", param, ctx)
+        if not path.exists() and not os.access(path.parent, os.W_OK):
+            self.fail(f"{str(value)!r} cannot be written: the folder is not writable", param, ctx)
+        return path
+
+
+class Picture(OutFile):
+    """A picture to be drawn, which takes matplotlib."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        path = super().convert(value, param, ctx)
+        if is_rank():
+            return path
+        if path.suffix.lower() not in PICTURES:
+            self.fail(f"{str(value)!r} is no picture: its name must end in {', '.join(PICTURES)}", param, ctx)
+        if importlib.util.find_spec("matplotlib") is None:
+            self.fail("a picture takes matplotlib: pip install 'mpips[plot]'", param, ctx)
+        return path
+
+
+class Seconds(click.ParamType):
+    """A time above zero."""
+
+    name = "seconds"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        try:
+            number = float(value)
+        except ValueError:
+            number = 0.0
+        if not 0 < number < float("inf"):
+            self.fail(f"{value!r} is no number of seconds above 0", param, ctx)
+        return number

@@ -1,0 +1,92 @@
+"""Plain text for files and ranks, progress as lines, and files that are refused before the work is done."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from collectives import console
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*console.RANK_VARIABLES, "COLUMNS", "NO_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("FORCE_COLOR", "1")  # what standard output claims to be: a terminal
+
+
+def shown(text: str, capsys: pytest.CaptureFixture[str]) -> str:
+    console.console().print(text)
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", console.RANK_VARIABLES)
+def test_ranks_print_plain_text(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "\x1b[" in shown("[bold red]x[/]", capsys)
+    monkeypatch.setenv(name, "0")
+    assert shown("[bold red]x[/]", capsys) == "x\n"
+
+
+def test_plain_lines_are_not_cut_at_80_columns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("FORCE_COLOR")
+    line = " ".join(["word"] * 30)
+    assert shown(line, capsys).splitlines() == [line]
+    monkeypatch.setenv("COLUMNS", "40")  # what `mpips ... --ranks` says of its own terminal
+    assert max(map(len, shown(line, capsys).splitlines())) <= 40
+
+
+@pytest.mark.parametrize(("seconds", "lines"), [(0.0, 2), (100.0, 0)])
+def test_progress_of_ranks_is_a_line_now_and_then(
+    seconds: float, lines: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PMI_RANK", "0")
+    monkeypatch.setattr(console, "LINE_SECONDS", seconds)
+    with console.progress("work", 3) as done:
+        for part in ("a", "b", "c"):
+            done(part)
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert len(said.err.splitlines()) == lines
+    assert lines == 0 or said.err.splitlines()[0] == "work: a done, 1 of 3"
+
+
+def test_progress_is_told_by_one_rank(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(console, "LINE_SECONDS", 0.0)
+    with console.progress("work", 3, shown=False) as done:
+        done("a")
+    assert capsys.readouterr().err == ""
+
+
+def given(kind: click.ParamType, value: str) -> Result:
+    @click.command()
+    @click.option("--x", type=kind)
+    def command(x: object) -> None:
+        click.echo(repr(x))
+
+    return CliRunner().invoke(command, ["--x", value])
+
+
+def test_files_are_refused_before_the_work(tmp_path: Path) -> None:
+    assert given(console.OutFile(), str(tmp_path / "x.json")).output == f"{tmp_path / 'x.json'!r}\n"
+    assert "no folder" in given(console.OutFile(), str(tmp_path / "none" / "x.json")).output
+    assert given(console.OutFile(), str(tmp_path)).exit_code == 2
+    assert ".png" in given(console.Picture(), str(tmp_path / "x.txt")).output
+
+
+def test_a_rank_leaves_the_folder_to_the_one_that_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PMIX_RANK", "1")
+    assert given(console.OutFile(), str(tmp_path / "none" / "x.json")).exit_code == 0
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "soon"])
+def test_seconds_are_above_zero(value: str) -> None:
+    assert given(console.Seconds(), "0.5").output == "0.5\n"
+    assert value in given(console.Seconds(), value).output
