@@ -1,7 +1,8 @@
 """The algorithms by name: what each can do, and its schedule.
 
 An algorithm is named as in "ring", or with parameters as in "multi_ring(rings=4)", "bcube(n=3,k=2)" or
-"hierarchical(local=4,between=ring)".
+"hierarchical(local=4,between=ring)". `over` is a parameter of all of them and says what carries the schedule: "memory"
+that the ranks of one node share, or "messages". By default it is memory where all ranks are on one node.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ ALGORITHMS: dict[str, ModuleType] = {
 or a parameter does not fit."""
 
 ROOTED = ("broadcast", "reduce")
+TRANSPORTS = ("memory", "messages")
 
 
 def names(kind: str) -> tuple[str, ...]:
@@ -73,7 +75,22 @@ def serves(kind: str, algorithm: str, p: int, **parameters: Any) -> str | None:
 
 
 def parse(algorithm: str) -> tuple[str, dict[str, Any]]:
-    """("bcube", {"n": 3, "k": 2}) from "bcube(n=3,k=2)"."""
+    """("bcube", {"n": 3, "k": 2}) from "bcube(n=3,k=2,over=messages)": `over` is no parameter of the schedule."""
+    name, written = _parse(algorithm)
+    written.pop("over", None)
+    return name, written
+
+
+def transport(algorithm: str) -> str:
+    """What `over` says, or ""; ValueError for anything but "memory" and "messages"."""
+    _, written = _parse(algorithm)
+    over = written.get("over", "")
+    if over and over not in TRANSPORTS:
+        raise ValueError(f"{algorithm}: over must be one of {', '.join(TRANSPORTS)}")
+    return str(over)
+
+
+def _parse(algorithm: str) -> tuple[str, dict[str, Any]]:
     match = re.fullmatch(r"(\w+)(?:\(((?:\w+=\w+[,\s]*)*)\))?", algorithm.strip())
     if not match:
         raise ValueError(f"algorithm {algorithm!r} is not written as name or name(parameter=value, ...)")

@@ -38,11 +38,16 @@ from collectives.errors import CollectiveError
 from collectives.guard import Guarded, Runner
 from collectives.native import NativePlan
 from collectives.operations import operation
+from collectives.schedule import Schedule
 from collectives.session import MOST_PLANS, Operation, Session, session
 from collectives.transport.messages import MessagePlan
+from collectives.transport.scheduled_memory import ScheduledMemory
 from collectives.transport.shared_memory import MemoryPlan
 from collectives.transport.two_levels import TwoLevelPlan
 
+UNEVEN = (
+    "hierarchical needs nodes with equal numbers of ranks, neighbours in rank: choose another algorithm, or auto"
+)
 ALWAYS = ("ring", "binomial", "direct")  # between nodes, one of these serves any call
 
 
@@ -230,13 +235,29 @@ def make_runner(home: Session, call: Call, x: Flat, out: Flat, number: int = 0) 
             raise ValueError(reason)
         return Guarded(home, call, NativePlan(home.comm, call, x, out, home.choice(call.text)))
     name, parameters = catalog.parse(call.algorithm)
-    if name == "hierarchical" and home.nodes > 1 and "local" not in parameters:
+    over = catalog.transport(call.algorithm)
+    if name == "hierarchical" and home.nodes > 1 and not over and "local" not in parameters:
         if home.across is None:
-            raise ValueError("hierarchical needs nodes with equal numbers of ranks: choose another algorithm, or auto")
+            raise ValueError(UNEVEN)
         eager = home.table.eager_limits(home.room.size)
         return Guarded(home, call, TwoLevelPlan(home.room, home.across, call, x, out, eager, number, **parameters))
-    schedule = catalog.build(call.kind, call.algorithm, call.p, call.root)
+    schedule = build_schedule(home, call)
+    if over == "memory" and home.nodes > 1:
+        raise ValueError(f"over=memory serves ranks of one node, but these are on {home.nodes}: use over=messages")
+    if over != "messages" and home.nodes == 1:
+        return ScheduledMemory(home.room, call, schedule, x, out)
     return Guarded(home, call, MessagePlan(home.comm, call, schedule, x, out, number))
+
+
+def build_schedule(home: Session, call: Call) -> Schedule:
+    """The schedule of a call by an algorithm of the catalogue; `hierarchical` without `local` takes the ranks of each
+    node, which must be as many on all nodes and neighbours. ValueError where the algorithm does not serve the call."""
+    name, parameters = catalog.parse(call.algorithm)
+    if name == "hierarchical" and "local" not in parameters:
+        local = parameters["local"] = call.p // home.nodes
+        if home.node_of != [rank // local * local for rank in range(call.p)]:
+            raise ValueError(UNEVEN)
+    return catalog.build(call.kind, name, call.p, call.root, **parameters)
 
 
 # One-shot calls

@@ -21,7 +21,7 @@ Ranks are counted from the root in broadcast and reduce, and `Schedule.steps` tu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -154,6 +154,16 @@ class Schedule:
         chunks = self.lanes[lane].chunks
         first, last = cut(units, len(self.lanes), lane), cut(units, len(self.lanes), lane + 1)
         return np.minimum(n, grain * (first + cut(last - first, chunks, np.arange(chunks + 1, dtype=np.int64))))
+
+
+def extent(offsets: NDArray[np.int64], interval: Interval) -> tuple[int, int]:
+    """First element of an interval of one rank, and one past its last; `offsets` as from `Schedule.offsets`."""
+    return int(offsets[interval.start]), int(offsets[interval.stop])
+
+
+def overlap(extent: tuple[int, int], others: Iterable[tuple[int, int]]) -> bool:
+    """Whether elements [start, stop) share one with any of the others."""
+    return any(max(extent[0], start) < min(extent[1], stop) for start, stop in others)
 
 
 def cut(n: int, parts: int, part: Index) -> Index:

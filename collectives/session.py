@@ -16,6 +16,7 @@ from collectives.transport.room import Card, Room
 from collectives.watch import Agreed, Patience, Watch, drive, limits
 
 MOST_PLANS = 1024
+FREED = "the communicator has been freed: use one that is still there, and make plans on it anew"
 _recent: tuple[MPI.Comm | None, Session | None] = (None, None)
 """The last answer of `session`, which is mostly the next one too."""
 
@@ -36,7 +37,7 @@ def session(comm: MPI.Comm | None) -> Session:
     try:
         found: Any = comm.Get_attr(_key())
     except MPI.Exception:
-        raise MismatchError("the communicator has been freed: pass one that is in use") from None
+        raise MismatchError(FREED) from None
     if not isinstance(found, Session):
         if not isinstance(comm, MPI.Intracomm):
             raise MismatchError("an intercommunicator has no collectives here: merge it first")
@@ -115,6 +116,8 @@ class Session:
     def close(self) -> None:
         """When the user's communicator is freed: collective, as that is."""
         self.open = False
+        self.broken = FREED
+        self._give_up(MismatchError(FREED))
         if MPI.Is_finalized():
             return
         self.plans.clear()
@@ -175,8 +178,11 @@ class Session:
         self._choices.clear()
         self.plans.clear()
         self.by_address.clear()
+        self._give_up(CollectiveError("given up, as another collective failed"))
+
+    def _give_up(self, error: CollectiveError) -> None:
         for operation in self.active:
-            operation.done, operation.error = True, CollectiveError("given up, as another collective failed")
+            operation.done, operation.error = True, error
         self.active = []
 
     # Running
@@ -218,6 +224,8 @@ class Session:
         self.broken = str(error)
 
     def check_usable(self) -> None:
+        if not self.open:
+            raise MismatchError(FREED)
         if self.broken:
             raise CollectiveError(f"this communicator is unusable after: {self.broken}")
 

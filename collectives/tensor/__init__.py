@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from collectives import arrays, catalog
+from collectives import arrays
 from collectives.call import REDUCING, ROOTED, Call
 from collectives.operations import Operation, operation
 from collectives.tensor.regular import RegularTensor
@@ -50,7 +50,7 @@ class TensorCall(Call):
 def compile_plan(home: Session, kind: str, x: Any, op: str, algorithm: str, out: Any, root: int, number: int) -> Plan:
     """A plan for the vectors `x` (or one device array), into `out` (None: in place); `number` is the same on all ranks.
     Local; ValueError or TypeError with the reason where the arguments are bad."""
-    from collectives.plan import Guarded, Plan, Runner
+    from collectives.plan import Guarded, Plan, Runner, build_schedule
 
     sources = _listed(x)
     targets = sources if out is None else _listed(out)
@@ -65,8 +65,7 @@ def compile_plan(home: Session, kind: str, x: Any, op: str, algorithm: str, out:
         elif call.algorithm == "vector_ring":
             inner = VectorRing(home.comm, call, vectors, number)
         else:
-            schedule = catalog.build(kind, call.algorithm, call.p)
-            inner = ScheduledTensor(home.comm, call, schedule, vectors, number)
+            inner = ScheduledTensor(home.comm, call, build_schedule(home, call), vectors, number)
         runner = Guarded(home, call, inner)
     return Plan(home, call, runner, out is None)
 

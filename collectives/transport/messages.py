@@ -18,8 +18,8 @@ from mpi4py import MPI
 
 from collectives.arrays import Flat, Vector
 from collectives.call import Call
-from collectives.operations import scale
-from collectives.schedule import NOBODY, Interval, RankStep, Round, Schedule
+from collectives.schedule import NOBODY, RankStep, Schedule, extent, overlap
+from collectives.transport.workspace import Workspace
 
 MESSAGE_BYTES = 1 << 30
 FIRST_TAG = 16
@@ -50,11 +50,8 @@ class MessagePlan:
     def __init__(
         self, comm: MPI.Comm, call: Call, schedule: Schedule, x: Flat, out: Flat, number: int, label: str = ""
     ):
-        self._call, self._rank = call, comm.rank
-        self._x, self._out = x.vector(), out.vector()
-        self._in_place = x == out
-        self._work = self._working_vector()
-        self._source = self._x.copy() if call.kind == "alltoall" and self._in_place else self._x
+        self._call = call
+        self._space = Workspace(call, comm.rank, x, out)
         self._comm, self._schedule = comm, schedule
         sort, index = (0, number * len(schedule.lanes)) if number else (1, zlib.crc32((label or call.text).encode()))
         first_tag = FIRST_TAG + sort * TAGS + index % TAGS
@@ -65,13 +62,13 @@ class MessagePlan:
 
     def run(self) -> Iterator[None]:
         """The operation, in steps between which there is something to wait for."""
-        self._begin()
+        self._space.begin()
         lanes = [self._run_lane(steps) for steps in self._lanes]
         while lanes:
             lanes = [lane for lane in lanes if next(lane, self) is not self]
             if lanes:
                 yield
-        self._end()
+        self._space.end()
 
     def free(self) -> None:
         """Give the requests back to MPI."""
@@ -93,71 +90,25 @@ class MessagePlan:
                 else:
                     np.copyto(place, beside)
 
-    def _working_vector(self) -> Vector:
-        """A whole vector to work in: out where it is one, else memory of its own, so that x stays as it is."""
-        call = self._call
-        beside = call.kind == "reduce" and not (self._rank == call.root or self._in_place)
-        if self._in_place or (self._out.size == call.n and not beside and call.kind != "alltoall"):
-            return self._out
-        return np.empty(call.n, call.dtype) if call.kind != "alltoall" else self._out
-
-    def _begin(self) -> None:
-        call = self._call
-        own = slice(*call.block(self._rank))
-        if call.kind == "alltoall":
-            if self._source is not self._x:
-                np.copyto(self._source, self._x)
-            to = self._out[slice(*call.arrival(self._rank, self._rank))]
-            np.copyto(to, self._source[own])
-        elif not self._in_place:
-            np.copyto(self._work[own] if call.kind == "allgather" else self._work, self._x)
-
-    def _end(self) -> None:
-        call = self._call
-        if call.kind == "reduce" and self._rank != call.root:
-            return
-        result = self._work
-        if call.kind == "reduce_scatter":
-            result = self._work[slice(*call.block(self._rank))]
-        if call.operation is not None and call.operation.is_mean:
-            function, arguments = scale(result, call.p)
-            function(*arguments)
-        if call.kind == "reduce_scatter" and not self._in_place:
-            np.copyto(self._out, result)
-
     def _compile(self, lane: int, step: RankStep, tag: int) -> _Step:
         comm, offsets = self._comm, self._schedule.offsets(self._call.n, lane)
-        sent = [_extent(offsets, r.send) for r in step.rounds if r.send_to != NOBODY]
+        sent = [extent(offsets, r.send) for r in step.rounds if r.send_to != NOBODY]
         requests: list[MPI.Prequest] = []
         landings: list[_Landing] = []
         for round_ in step.rounds:
             if round_.receive_from != NOBODY:
-                place = self._arriving(round_, offsets)
-                if round_.add or (self._call.kind != "alltoall" and _overlap(_extent(offsets, round_.receive), sent)):
+                came = extent(offsets, round_.receive)
+                place = self._space.arriving(*came, (int(round_.receive.start), int(round_.receive.stop)))
+                if round_.add or (self._call.kind != "alltoall" and overlap(came, sent)):
                     landings.append(_Landing(place, np.empty_like(place), round_.add))
                     place = landings[-1].beside
                 requests += [comm.Recv_init(piece, round_.receive_from, tag) for piece in pieces(place)]
         for round_ in step.rounds:
             if round_.send_to != NOBODY:
-                source = self._source if self._call.kind == "alltoall" else self._work
-                start, stop = _extent(offsets, round_.send)
-                requests += [comm.Send_init(piece, round_.send_to, tag) for piece in pieces(source[start:stop])]
+                start, stop = extent(offsets, round_.send)
+                part = self._space.source[start:stop]
+                requests += [comm.Send_init(piece, round_.send_to, tag) for piece in pieces(part)]
         return _Step(requests, landings)
-
-    def _arriving(self, round_: Round, offsets: Any) -> Vector:
-        if self._call.kind != "alltoall":
-            start, stop = _extent(offsets, round_.receive)
-            return self._work[start:stop]
-        first, last = int(round_.receive.start), int(round_.receive.stop)
-        return self._out[self._call.arrival(self._rank, first)[0] : self._call.arrival(self._rank, last - 1)[1]]
-
-
-def _extent(offsets: Any, interval: Interval) -> tuple[int, int]:
-    return int(offsets[interval.start]), int(offsets[interval.stop])
-
-
-def _overlap(extent: tuple[int, int], others: list[tuple[int, int]]) -> bool:
-    return any(max(extent[0], start) < min(extent[1], stop) for start, stop in others)
 
 
 def pieces(vector: Vector) -> list[list[Any]]:

@@ -4,6 +4,7 @@ Every rank has a *desk* in node-shared memory (`collectives.arena`): it writes i
   entry     two words, used in turn: the number of the operation that the rank has entered, and a *token* for what
             it came with;
   progress  one word: how many phases the rank has finished, over all operations;
+  marks     one word for each lane of a schedule: how far the rank is in it;
   cards     what a token stands for: a digest and a text of the call, and where the rank's arrays are;
   slots     two buffers, used in turn, for the vectors of small calls;
   stages    buffers through which ordinary arrays pass, block by block.
@@ -44,6 +45,8 @@ TEXT_BYTES = CARD_BYTES - 16 * 8
 SLOT_BYTES = 128 << 10
 STAGE_BYTES = 1 << 20
 BLOCK_BYTES = 256 << 10
+LANES = 256
+_MARKS_WORD = 16
 _CARDS_AT = 4096
 _SLOTS_AT = _CARDS_AT + CARDS * CARD_BYTES
 _STAGES_AT = _SLOTS_AT + 2 * SLOT_BYTES
@@ -72,13 +75,15 @@ class Room:
         self._words = words
         self._mine = words[self.rank]
         self._others = [(other, words[other]) for other in self.turn()]
-        self._fence: Callable[[], None] | None = None if fence is None else fence.Sync
+        self.fence: Callable[[], None] | None = None if fence is None else fence.Sync
         self._window = fence
         self._last_token = 0
         self._known: dict[tuple[int, int], Card] = {}
         self._spins = SPINS_ALONE if self.size <= len(os.sched_getaffinity(0)) else SPINS_SHARED
         self.operation = 0
         self.phase = 0
+        self.waiting: int | None = None
+        """The lane in which this rank waits for another's mark."""
         self.block_bytes = min(BLOCK_BYTES, STAGE_BYTES // self.size // 4096 * 4096)
 
     @classmethod
@@ -173,8 +178,8 @@ class Room:
     def enter(self, token: int) -> None:
         """Say: I am in the next operation, with this token. All I wrote before is visible to who sees it."""
         self.operation = operation = self.operation + 1
-        if self._fence is not None:
-            self._fence()
+        if self.fence is not None:
+            self.fence()
         self._mine[operation & 1] = operation << 32 | token
 
     def meet(self, tokens: Sequence[int] | None) -> Iterator[None]:
@@ -195,8 +200,8 @@ class Room:
                 if tokens is None:
                     yield from self.meet(None)
                     break
-        if self._fence is not None:
-            self._fence()
+        if self.fence is not None:
+            self.fence()
 
     def expecting(self, tokens: Sequence[int]) -> list[tuple[memoryview, int]]:
         """The others' words and tokens, for `met_soon`."""
@@ -205,8 +210,8 @@ class Room:
     def met_soon(self, token: int, others: list[tuple[memoryview, int]]) -> bool:
         """`enter` and `meet` for the usual, short wait. False when somebody brings another token or is late."""
         self.operation = operation = self.operation + 1
-        if self._fence is not None:
-            self._fence()
+        if self.fence is not None:
+            self.fence()
         parity, base, spins = operation & 1, operation << 32, self._spins
         self._mine[parity] = base | token
         for words, expected in others:
@@ -216,8 +221,8 @@ class Room:
                     if spins < -MOST_SPINS or words[parity] >= base:
                         return False
                     sched_yield()
-        if self._fence is not None:
-            self._fence()
+        if self.fence is not None:
+            self.fence()
         return True
 
     def tokens_now(self) -> tuple[int, ...]:
@@ -238,8 +243,8 @@ class Room:
     def signal(self) -> None:
         """Say: I have finished one more phase."""
         self.phase += 1
-        if self._fence is not None:
-            self._fence()
+        if self.fence is not None:
+            self.fence()
         self._mine[8] = self.phase
 
     def follow(self) -> Iterator[None]:
@@ -248,21 +253,32 @@ class Room:
         for _, words in self._others:
             while words[8] < phase:
                 yield
-        if self._fence is not None:
-            self._fence()
+        if self.fence is not None:
+            self.fence()
+
+    def marks(self, rank: int) -> memoryview:
+        """The rank's marks, a word a lane: the number of the operation << 32 | how far the rank is in it."""
+        return self._words[rank][_MARKS_WORD : _MARKS_WORD + LANES]
+
+    def mark(self, lane: int, value: int) -> None:
+        """Say how far this rank is in a lane of the present operation. All it wrote is visible to who sees it."""
+        if self.fence is not None:
+            self.fence()
+        self._mine[_MARKS_WORD + lane] = self.operation << 32 | value
 
     def late(self) -> list[int]:
         """Ranks of the user's communicator that have not come as far as this one."""
         parity, base = self.operation & 1, self.operation << 32
-        return [
-            self.names[other]
-            for other, words in self._others
-            if words[parity] < base or words[8] < self.phase
-        ]
+        late = [other for other, words in self._others if words[parity] < base or words[8] < self.phase]
+        if not late and self.waiting is not None:  # who waits waits for a lower mark: the lowest waits for nobody
+            marks = [words[_MARKS_WORD + self.waiting] for words in self._words]
+            late = [rank for rank, mark in enumerate(marks) if mark == min(marks) and rank != self.rank]
+        return [self.names[rank] for rank in late]
 
     def withdraw(self, sentence: str) -> bool:
         """Take back the entry into this operation, so that who comes late learns why. False if others count on it."""
-        if any(words[8] >= self.phase + 1 for _, words in self._others):
+        base = self.operation << 32
+        if all(words[self.operation & 1] >= base for _, words in self._others):
             return False
         self._mine[self.operation & 1] = self.operation << 32 | self.publish(Card(sentence, refused=True))
         return True

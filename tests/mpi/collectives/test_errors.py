@@ -234,3 +234,40 @@ def test_a_stall_is_told(comm):
         with pytest.warns(RuntimeWarning, match=f"rank {ODD} has not come"):
             collectives.allreduce(x, comm)
     assert WORLD.allreduce(bool((x == P * P).all()), MPI.LAND)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("algorithm", ["auto", "native", "ring", "ring(over=messages)"])
+def test_a_plan_on_a_freed_communicator(algorithm):
+    comm = WORLD.Dup()
+    x = np.ones(5000)
+    plan, started = (collectives.plan("allreduce", array, comm, algorithm=algorithm) for array in (x, np.ones(5000)))
+    plan()
+    comm.Free()
+    for use in (plan, plan.start, lambda: collectives.plan("allreduce", x, comm)):
+        assert "freed" in sentence(use)
+    plan.free()
+    started.free()
+    still_works(WORLD)
+
+
+@pytest.mark.mpi
+def test_a_started_plan_on_a_freed_communicator():
+    comm = WORLD.Dup()
+    x = np.ones(3)
+    plan = collectives.plan("allreduce", x, comm)
+    plan()
+    WORLD.Barrier()
+    if RANK == 0:
+        plan.start()
+    comm.Free()
+    said = ""
+    try:
+        if RANK == 0:
+            plan.wait()
+        else:
+            plan()
+    except MismatchError as error:
+        said = str(error)
+    assert all("freed" in words for words in WORLD.allgather(said)) or P == 1
+    still_works(WORLD)

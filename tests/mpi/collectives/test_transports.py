@@ -1,0 +1,133 @@
+"""One schedule, two transports: messages and the memory of the node give the same bits, for every algorithm."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import collectives
+from collectives import catalog
+from collectives.errors import CollectiveError, MismatchError
+from collectives.schedule import KINDS, cut
+from collectives.session import session
+
+COMM = MPI.COMM_WORLD
+RANK, P = COMM.rank, COMM.size
+ROOT = P // 2
+VARIANTS = (
+    *catalog.ALGORITHMS, "multi_ring(rings=3)", "bcube(n=2,k=2)", f"bcube(n={P},k=1)",
+    "hierarchical(local=2,between=halving_doubling)", "hierarchical(local=2,between=multi_ring)",
+)  # fmt: skip
+
+
+def serves(kind, algorithm):
+    return (algorithm, kind) == ("hierarchical", "allreduce") or catalog.serves(kind, algorithm, P) is None
+
+
+CASES = [(kind, name) for kind in KINDS for name in VARIANTS if serves(kind, name)]
+
+
+def everybody(ok) -> bool:
+    return bool(COMM.allreduce(bool(ok), MPI.LAND))
+
+
+def over(algorithm, transport):
+    name, _, rest = algorithm.partition("(")
+    return f"{name}({rest.removesuffix(')') + ',' if rest else ''}over={transport})"
+
+
+def make(array, n):
+    shared = array == "shared" or (array == "mixed" and RANK % 2)
+    return collectives.empty(n, np.float32) if shared else np.empty(n, np.float32)
+
+
+def run(kind, algorithm, array, n, in_place):
+    """What the collective leaves on this rank for random floats, three times with the same plan."""
+    own = int(cut(n, P, RANK + 1)) - int(cut(n, P, RANK))
+    wide = n if in_place or kind != "allgather" else own
+    narrow = n if in_place else {"reduce_scatter": own, "alltoall": own * P}.get(kind, n)
+    x, out = make(array, wide), None if in_place else make(array, narrow)
+    words = {"root": ROOT} if kind in ("broadcast", "reduce") else {}
+    plan = collectives.plan(kind, x, COMM, algorithm=algorithm, out=out, **words)
+    results = []
+    for turn in range(3):
+        x[:] = np.random.default_rng([RANK, turn]).standard_normal(wide)
+        result = plan()
+        results.append(result.tobytes() if kind != "reduce" or RANK == ROOT else b"")
+        unread = COMM.Ibarrier()  # others go on at once: nobody may still read what this rank writes next
+        x[:] = -1
+        unread.Wait()
+    plan.free()
+    return results
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("array", ["private", "shared", "mixed"])
+@pytest.mark.parametrize("kind, algorithm", CASES)
+def test_both_give_the_same_bits(kind, algorithm, array):
+    for n, in_place in ((0, False), (1, False), (P, True), (P + 1, False), (5003, False), (40_000 * P, True)):
+        sent, read = (run(kind, over(algorithm, way), array, n, in_place) for way in ("messages", "memory"))
+        assert everybody(sent == read), f"{n} elements, {'in place' if in_place else 'beside'}"
+
+
+@pytest.mark.mpi
+def test_memory_is_taken_where_all_are_on_one_node():
+    x = np.full(1000, RANK + 1.0)
+    collectives.plan("allreduce", x, COMM, algorithm="ring")()
+    assert everybody((x == P * (P + 1) / 2).all())
+
+
+@pytest.mark.mpi
+def test_several_started_plans_take_turns():
+    xs = [make("mixed", n) for n in (7, 50_000, 200_000)]
+    plans = [collectives.plan("allreduce", x, COMM, algorithm=name) for x, name in zip(xs, ("ring", "direct", "ring"))]
+    for turn in range(3):
+        for x, plan in zip(xs, plans):
+            x[:] = RANK + turn
+            plan.start()
+        while not plans[-1].test():
+            pass
+        for plan in plans:
+            plan.wait()
+        assert everybody(all((x == P * (P - 1) // 2 + P * turn).all() for x in xs))
+
+
+@pytest.mark.mpi
+def test_an_unknown_transport_is_refused():
+    with pytest.raises(MismatchError, match="memory, messages"):
+        collectives.allreduce(np.ones(3), COMM, algorithm="ring(over=pigeon)")
+
+
+@pytest.mark.mpi
+def test_more_lanes_than_marks_are_refused_with_the_way_out():
+    x = np.ones(3000)
+    with pytest.raises(MismatchError, match="over=messages"):
+        collectives.allreduce(x, COMM, algorithm="multi_ring(rings=300)")
+    collectives.allreduce(x, COMM, algorithm="multi_ring(rings=300,over=messages)")
+    assert everybody((x == P).all())
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_rank_that_stops_in_the_middle_is_named():
+    """It has started the collective, but does not go on with it."""
+    comm = COMM.Dup()
+    x = collectives.empty(1000, np.float32)
+    x[:] = 1
+    home = session(comm)
+    plan = collectives.plan("allreduce", x, comm, algorithm="ring")
+    plan()
+    home.timeout_seconds = 0.2
+    said = ""
+    plan.start()
+    if RANK:
+        try:
+            while not said:
+                plan.wait()
+                said = "done"
+        except CollectiveError as error:
+            said = str(error)
+    COMM.Barrier()
+    everybody_said = COMM.allgather(said)
+    comm.Free()
+    assert all("rank 0 has not come" in words or "done" in words for words in everybody_said[1:]), everybody_said
