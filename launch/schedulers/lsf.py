@@ -8,10 +8,13 @@ from launch.schedulers.request import Request, checked, mpips_run, text, threads
 def script(request: Request) -> str:
     """The text for `bsub < SCRIPT`. Raises RequestError."""
     request = checked(request)
+    wanted = f"span[ptile={request.ranks_per_node}]"
+    if request.cores_per_rank > 1:  # hosts that are not set up for affinity never get a job that asks for it
+        wanted += f" affinity[core({request.cores_per_rank})]"
     directives = [
         f"#BSUB -J {request.name}",
         f"#BSUB -n {request.ranks}",
-        f'#BSUB -R "span[ptile={request.ranks_per_node}] affinity[core({request.cores_per_rank})]"',
+        f'#BSUB -R "{wanted}"',
         f"#BSUB -W {request.minutes // 60}:{request.minutes % 60:02d}",
         f"#BSUB -o {request.name}-%J.out",
     ]

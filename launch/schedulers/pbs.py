@@ -13,6 +13,7 @@ def script(request: Request) -> str:
         chunk += f":ngpus={request.gpus_per_node}"
     directives = [
         f"#PBS -N {request.name}",
+        "#PBS -V",  # PBS starts jobs without the submitter's environment, in which mpips is found
         f"#PBS -l select={request.nodes}:{chunk}",
         "#PBS -l place=scatter",
         f"#PBS -l walltime={walltime(request.minutes)}",

@@ -12,6 +12,7 @@ import shlex
 from launch.command import Flavour, program
 from launch.schedulers.request import Request, checked, text, threads, walltime
 
+INTEL = ': "${I_MPI_PMI_LIBRARY:?must be the path of the libpmi2.so of Slurm, by which Intel MPI hears srun}"'
 PMI: dict[Flavour, str] = {"openmpi": "pmix", "mpich": "pmi2", "intel": "pmi2"}
 
 
@@ -45,4 +46,5 @@ def script(request: Request) -> str:
     }
     directives = [f"#SBATCH --{name}={value}" for name, value in options.items() if value is not None]
     roles = [f"export {name}={value}" for name, value in sorted(request.options.environment().items())]
-    return text(directives, [*roles, threads(request), shlex.join(srun(request))])
+    needs = [INTEL] if request.flavour == "intel" else []
+    return text(directives, [*needs, *roles, threads(request), shlex.join(srun(request))])

@@ -55,6 +55,21 @@ def test_srun_speaks_the_language_of_the_mpi(flavour: str, pmi: str) -> None:
     assert argv[-5:] == ["-m", "mpips", *REQUEST.program]
 
 
+def test_intel_mpi_does_not_start_without_the_library_by_which_it_hears_srun() -> None:
+    text = slurm.script(REQUEST._replace(flavour="intel"))
+    guarded = text.replace(shlex.join(slurm.srun(REQUEST._replace(flavour="intel"))), "echo started")
+    for library, code in (("", 1), ("/usr/lib/libpmi2.so", 0)):
+        environment = {"I_MPI_PMI_LIBRARY": library} if library else {}
+        done = subprocess.run(["bash"], input=guarded, env=environment, text=True, capture_output=True, timeout=20)
+        assert (done.returncode != 0) == code, done.stderr
+        assert ("libpmi2.so" in done.stderr) == code
+    assert "I_MPI" not in slurm.script(REQUEST)
+
+
+def test_lsf_asks_for_affinity_only_where_ranks_have_several_cores() -> None:
+    assert '#BSUB -R "span[ptile=4]"\n' in lsf.script(REQUEST._replace(cores_per_rank=1))
+
+
 def test_lsf() -> None:
     text = lsf.script(REQUEST)
     assert "#BSUB -n 16\n" in text
@@ -68,6 +83,7 @@ def test_pbs() -> None:
     text = pbs.script(REQUEST)
     assert "#PBS -l select=4:ncpus=12:mpiprocs=4:ngpus=2\n" in text
     assert "#PBS -l walltime=01:30:00\n" in text
+    assert "#PBS -V\n" in text
     assert '--hostfile "$PBS_NODEFILE"' in text
 
 
