@@ -18,6 +18,8 @@ Array = NDArray[Any]
 def names(key: Any) -> list[Name]:
     """One key or a list of keys as a list; int or str, never mixed, none twice."""
     keys = list(key) if isinstance(key, (list, tuple)) else [key]
+    if not keys:
+        raise ValueError("an empty list of keys: a call needs at least one")
     for name in keys:
         if isinstance(name, (bool, np.bool_)) or not isinstance(name, (int, str, np.integer)):
             raise TypeError(f"a key is an int or a str, not {name!r}")
@@ -75,12 +77,12 @@ def _host(value: Any, name: Name, what: str) -> Array:
     return array
 
 
-def fits(array: Any, shape: tuple[int, ...], dtype: np.dtype, name: Name, what: str, rank: int) -> None:
+def fits(array: Any, shape: tuple[int, ...], dtype: np.dtype, name: Name, what: str) -> None:
     """Raise ValueError unless shape and dtype are those that the key was initialised with."""
     if array.shape != shape or array.dtype != dtype:
         raise ValueError(
             f"{what}: key {name!r} was initialised as {dtype.name}{shape}, "
-            f"but rank {rank} gave {array.dtype.name}{tuple(array.shape)}"
+            f"but this array is {array.dtype.name}{tuple(array.shape)}"
         )
 
 

@@ -28,12 +28,17 @@ class Pause:
     """What to do between two looks at something that is not there yet: yield the core, later sleep in short steps.
 
     `describe()` says who waits for whom; it is called when the wait passes `stall_seconds` (a warning, once) or
-    `timeout_seconds` (StallError; 0: never).
+    `timeout_seconds` (StallError; 0: never). `look(waited)` is called at every look of a long wait.
     """
 
-    __slots__ = ("_count", "_describe", "_stall", "_start", "_timeout", "_warned")
+    __slots__ = ("_count", "_describe", "_look", "_stall", "_start", "_timeout", "_warned", "waited")
 
-    def __init__(self, describe: Callable[[], str], stall_seconds: float, timeout_seconds: float) -> None:
+    def __init__(
+        self, describe: Callable[[], str], stall_seconds: float, timeout_seconds: float,
+        look: Callable[[float], None] | None = None,
+    ) -> None:  # fmt: skip
+        self.waited = 0.0
+        self._look = look
         self._count = 0
         self._start = 0.0
         self._describe, self._stall, self._timeout = describe, stall_seconds, timeout_seconds
@@ -47,10 +52,12 @@ class Pause:
         now = time.monotonic()
         if not self._start:
             self._start = now
-        waited = now - self._start
+        waited = self.waited = now - self._start
         if waited < SPIN_SECONDS:
             os.sched_yield()
             return
+        if self._look is not None:
+            self._look(waited)
         if waited > self._stall and not self._warned:
             self._warned = True
             warnings.warn(f"{self._describe()} has taken {waited:.3g} s", RuntimeWarning, stacklevel=2)
@@ -59,29 +66,32 @@ class Pause:
         time.sleep(min(max(SLEEP_SHARE * waited, SLEEP_SECONDS[0]), SLEEP_SECONDS[1]))
 
 
-def wait(request: MPI.Request, describe: Callable[[], str], stall_seconds: float, timeout_seconds: float) -> None:
+def wait(
+    request: MPI.Request, describe: Callable[[], str], stall_seconds: float, timeout_seconds: float,
+    look: Callable[[float], None] | None = None,
+) -> None:  # fmt: skip
     """Complete an MPI request by polling."""
-    pause = Pause(describe, stall_seconds, timeout_seconds)
+    pause = Pause(describe, stall_seconds, timeout_seconds, look)
     while not request.Test():
         pause()
 
 
 def exchange(
-    comm: MPI.Comm, payload: bytes, what: str, stall_seconds: float = 60.0, timeout_seconds: float = 0.0
-) -> list[bytes]:
+    comm: MPI.Comm, payload: bytes, what: str, stall_seconds: float = 60.0, timeout_seconds: float = 0.0,
+    look: Callable[[float], None] | None = None,
+) -> list[bytes]:  # fmt: skip
     """Everybody's payload, in rank order. Collective over `comm`, blocking."""
 
     def describe() -> str:
         return f"rank {comm.Get_rank()} waits for the other {comm.Get_size() - 1} ranks in {what}: it"
 
     sizes = np.empty(comm.Get_size(), np.int64)
-    wait(
-        comm.Iallgather(np.array([len(payload)], np.int64), sizes), describe, stall_seconds, timeout_seconds
-    )
+    request = comm.Iallgather(np.array([len(payload)], np.int64), sizes)
+    wait(request, describe, stall_seconds, timeout_seconds, look)
     everything = np.empty(int(sizes.sum()), np.uint8)
     displacements = np.concatenate(([0], np.cumsum(sizes)[:-1]))
     mine = np.frombuffer(payload, np.uint8)
     request = comm.Iallgatherv(mine, [everything, (sizes.tolist(), displacements.tolist())])
-    wait(request, describe, stall_seconds, timeout_seconds)
+    wait(request, describe, stall_seconds, timeout_seconds, look)
     data = everything.tobytes()
     return [data[start : start + size] for start, size in zip(displacements.tolist(), sizes.tolist(), strict=True)]

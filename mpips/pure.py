@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+import math
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 import collectives
+from collectives.errors import MismatchError
 from collectives.plan import begin
 from collectives.session import session
+from mpips.agreement import Agreement, Card
+from mpips.arguments import Name
 from mpips.compression import Compressor
 from mpips.layout import Layout
 from mpips.optimizers import Optimizer, State
@@ -26,7 +30,11 @@ class Pure:
     def __init__(self, layout: Layout) -> None:
         assert layout.workers is not None
         self.layout, self._comm = layout, layout.workers
-        session(self._comm).patient(layout.options.stall_seconds, layout.options.timeout_seconds)
+        home = session(self._comm)
+        home.patient(layout.options.stall_seconds, layout.options.timeout_seconds)
+        self._agreement = Agreement(self._comm, 0, home.nodes == 1) if home.size > 1 else None
+        self.calling: list[Name] = []
+        """The keys that the present call is yet to use, the present one first."""
         self._stored: dict[int | str, Array] = {}
         self._sums: dict[int | str, Array] = {}
         self._states: dict[int | str, tuple[int, State]] = {}
@@ -55,17 +63,38 @@ class Pure:
         key.round += 1
         if self._compressor is not None and key.dtype.kind == "f":
             flat = self._compressed(key, flat)
-        yield from ()
-        if self._optimizer is None:
-            yield from self._sum(flat, self._stored[key.name])
-            return
         total = self._sums.get(key.name)
         if total is None:
             total = self._sums[key.name] = np.empty_like(self._stored[key.name])
-        yield from self._sum(flat, total)
+        yield from self._agreed(Card("push", self.calling or [key.name], True), lambda: self._sum(flat, total))
+        if self._optimizer is None:  # the sum replaces what is stored, once it is known to be the right one
+            self._stored[key.name], self._sums[key.name] = total, self._stored[key.name]
+            return
         step, state = self._states.get(key.name) or (0, self._optimizer.init(self._stored[key.name]))
         self._optimizer.update(self._stored[key.name], total, state, step + 1)
         self._states[key.name] = step + 1, state
+
+    def _agreed(self, card: Card, call: Callable[[], Task]) -> Task:
+        """What all workers do together: they see that they do the same, or all raise MismatchError."""
+        agreement = self._agreement
+        if agreement is None:
+            yield from call()
+            return
+        same, fallback, text = True, "", card.refusal or f"push of {card.keys[0]!r}"
+        if agreement.one_node:
+            agreement.note(text)
+            try:
+                yield from call()
+                same = agreement.noted()
+            except MismatchError as error:
+                same, fallback = False, str(error)
+        else:
+            same = yield from agreement.same(text)
+            if same:
+                yield from call()
+        if not same:
+            sentence, _ = agreement.explain(card, fallback)
+            raise MismatchError(sentence)
 
     def _sum(self, flat: Array, out: Array) -> Task:
         if not self.stepwise:
@@ -86,15 +115,36 @@ class Pure:
         self._compressor.decode(payload, decoded, add=False)
         return decoded
 
-    def refuse(self, key: Key, sentence: str) -> None:
-        """This worker's arguments are bad: everybody raises."""
+    def collective(self, pushes: bool) -> bool:
+        """Whether the other workers take part in this worker's pushes, or pulls."""
+        return pushes and self._agreement is not None
+
+    def refuse(self, what: str, keys: Sequence[Key], pushes: bool, sentence: str) -> Task:
+        """This worker's arguments are bad: everybody raises MismatchError where they push."""
+        if self.collective(pushes):
+            card = Card(what, [key.name for key in keys], pushes, sentence)
+            yield from self._agreed(card, lambda: self._refuse(sentence))
+
+    def _refuse(self, sentence: str) -> Task:
         session(self._comm).refuse(sentence)
+        yield
+
+    def skip(self, key: Key, sentence: str) -> None:
+        """Nothing to tell: all workers fail at the same key."""
+
+    def fail(self, name: Name, count: int, sentence: str) -> None:
+        """Nobody waits for a single worker."""
 
     def push_rows(self, key: Key, rows: RowSparse, priority: int) -> Task:
         return self.push(key, rows.to_dense().reshape(-1), priority)
 
     def pull(self, key: Key, flat: Array) -> Task:
         flat[...] = self._stored[key.name]
+        yield from ()
+
+    def pull_rows(self, key: Key, out: Array, ids: Array) -> Task:
+        """Write rows of the key into `out`, (len(ids), ...)."""
+        np.take(self._stored[key.name].reshape(key.shape), ids, axis=0, out=out)
         yield from ()
 
     def pushpull(self, key: Key, flat: Array, out: Array, priority: int) -> Task:
@@ -145,5 +195,11 @@ class Pure:
             residual = self._residuals[key.name] = self._compressor.init(self._stored[key.name])
             residual[...] = value
 
+    def meet(self, what: str) -> Task:
+        """MismatchError everywhere where others are in a push."""
+        session(self._comm).agree(f"{what} of the store")
+        yield from ()
+
     def finish(self) -> None:
-        """Nothing to tell anybody."""
+        """The others may come as late as they like."""
+        session(self._comm).patient(math.inf, 0.0)

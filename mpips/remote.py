@@ -88,6 +88,7 @@ class Blocks:
 
     local = False
     coded = False
+    steady: NDArray[Any] | None = None
 
     def __init__(self, postman: Postman, line: Line, worker: int, unit: Unit, frame: Frame) -> None:
         self._postman, self._line, self._worker, self._unit, self._round = postman, line, worker, unit, frame.round

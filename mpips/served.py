@@ -20,20 +20,25 @@ from numpy.typing import NDArray
 import collectives
 from collectives import arena
 from collectives.arena import Region
-from collectives.errors import CollectiveError, MismatchError, StallError
+from collectives.errors import CollectiveError, MismatchError
 from collectives.session import session as collectives_session
-from mpips import inside, meet, messages, optimizers
+from mpips import inside, meet, messages, optimizers, short
+from mpips.agreement import Agreement, Card
+from mpips.arguments import Name
 from mpips.compression import Compressor
 from mpips.layout import Layout
 from mpips.lines import Line
 from mpips.messages import Coding, UnitCard
 from mpips.optimizers import Optimizer
-from mpips.roll import Roll
 from mpips.row_sparse import RowSparse
 from mpips.session import Key, Part, Piece, Session, Task
 from mpips.sharding import Interval, Placement, grain_of, split, units
 
 Array = NDArray[Any]
+
+
+class Nameless(MismatchError):
+    """Nobody in this client could tell which keys a push was for."""
 
 
 class Served:
@@ -55,7 +60,12 @@ class Served:
         near = self._everybody(self.session.all_local)
         self._near = all(near[worker] for worker in range(*layout.clients[layout.client_number]))
         self._one_node = all(near)
-        self._roll = Roll(layout.client) if self._grouped and self._one_node and layout.client else None
+        self._agreement: Agreement | None = None
+        if self._grouped and self._members > 1 and layout.client is not None:
+            first = layout.clients[layout.client_number].start
+            self._agreement = Agreement(layout.client, first, self._one_node)
+        self.calling: list[Name] = []
+        """The keys that the present call is yet to use, the present one first."""
         self.communicators = (("communicator", "client"),) if self._grouped else ()
         """Names of what all its operations hold collectives on."""
 
@@ -82,7 +92,7 @@ class Served:
             if self.session.lines[server].local and (where := created[server]) is not None:
                 self._attach(new, where)
         for key in keys:
-            self._quicken(key)
+            self._shorten(key)
         if self.layout.rank == 0:
             for key, value in zip(keys, values, strict=True):
                 yield from self.session.set(key, value.reshape(-1))
@@ -160,10 +170,11 @@ class Served:
             part.words = memoryview(words[word : word + 1 + len(card.contributors)])  # type: ignore[arg-type]
             part.stored = values[byte : byte + (card.stop - card.start) * dtype.itemsize].view(dtype)
 
-    def _quicken(self, key: Key) -> None:
+    def _shorten(self, key: Key) -> None:
         """Find out whether pushes and pulls of the key can take the short way."""
         plain = not self._grouped and not self.layout.asynchronous and self._compressor is None
-        key.quick = key.parts if plain and self.session.all_local else None
+        near = plain and self.session.all_local
+        key.short = short.make(self.session, key, self.layout.options.small_bytes) if near else None
 
     # ---- pushes
 
@@ -173,54 +184,84 @@ class Served:
         if not self._grouped:
             return self._contribute(key, round_, flat, priority, wait)
         if self._all:
-            return self._together([self._push_piece(key, round_, piece, flat, priority) for piece in key.pieces])
+            tasks = [self._push_piece(key, round_, piece, flat, priority) for piece in key.pieces]
+            return self._pipeline(key, "push", True, tasks)
         if self._in_pieces(key):
-            return self._together([self._push_piece_by_master(key, round_, p, flat, priority) for p in key.pieces])
+            tasks = [self._push_piece_by_master(key, round_, piece, flat, priority) for piece in key.pieces]
+            return self._pipeline(key, "push", True, tasks)
         return self._push_master(key, round_, flat, priority)
 
     def _in_pieces(self, key: Key) -> bool:
         """Whether a client on several nodes handles the key as a pipeline."""
         return not self._one_node and len(key.pieces) > 1 and self._members > 1
 
-    def refuse(self, key: Key, sentence: str) -> None:
-        """This worker's arguments are bad: tell everybody who waits for them, then raise."""
-        if self._roll is not None:
-            self._collective(key, "push", lambda: collectives_session(self.layout.client).refuse(sentence), sentence)
+    # ---- calls that cannot be made
+
+    def collective(self, pushes: bool) -> bool:
+        """Whether the other members of the client take part in this worker's pushes, or pulls."""
+        return self._members > 1 and (pushes or not self._near or self.layout.asynchronous)
+
+    def refuse(self, what: str, keys: Sequence[Key], pushes: bool, sentence: str) -> Task:
+        """This worker's arguments are bad: tell those who wait. MismatchError where others take part in the call."""
+        if self.collective(pushes):
+            card = Card(what, [key.name for key in keys], pushes, sentence)
+            yield from self._collective(card, sentence, lambda: None)
+        for key in keys if pushes else ():
+            self.skip(key, sentence)
+
+    def skip(self, key: Key, sentence: str) -> None:
+        """Count a push of the key that cannot be made: the round fails for all others."""
         self.session.begin(key, False)
         self.session.refuse(key, sentence)
 
-    def _collective(self, key: Key, what: str, call: Callable[[], object], refusal: str = "") -> None:
-        """A collective inside a client on one node; where the members called with different things, all raise."""
-        assert self._roll is not None
-        self._roll.note(f"{what} of {key.name!r}")
-        try:
-            call()
-        except StallError:
-            raise
-        except CollectiveError as error:
-            self._disagree(key, what, refusal, str(error))
-        if not self._roll.agrees():
-            self._disagree(key, what, refusal, "")
+    def fail(self, name: Name, count: int, sentence: str) -> None:
+        """Skip pushes of a key until `count` are counted; at least one where that is 0."""
+        key = self.session.key(name)
+        if key is not None:
+            for _ in range(count - key.round if count else 1):
+                self.skip(key, sentence)
 
-    def _disagree(self, key: Key, what: str, refusal: str, fallback: str) -> None:
-        """All members tell what they called; the keys among them fail their next round on all clients; all raise."""
-        client = self.layout.client
-        assert client is not None
-        card = msgspec.msgpack.encode((what, key.name, refusal))
-        cards = [msgspec.msgpack.decode(data) for data in meet.exchange(client, card, what)]
-        first = self.layout.rank - client.Get_rank()
-        calls = [f"rank {first + i}: {call} of key {name!r}" for i, (call, name, _) in enumerate(cards)]
-        sentence = next((text for _, _, text in cards if text), "")
-        if not sentence and len({tuple(other) for other in map(tuple, cards)}) > 1:
-            sentence = "the workers of a client must make the same calls in the same order, but " + "; ".join(calls)
-        sentence = sentence or fallback
-        for name in sorted({name for call, name, _ in cards if call == "push"}, key=str):
-            other = self.session.key(name)
-            if other is not None:
-                counted = other is key and what == "push" and not refusal
-                other.round += not counted
-                self.session.refuse(other, sentence)
-        raise MismatchError(sentence)
+    def _agreed(self, key: Key, what: str, pushes: bool, call: Callable[[], object]) -> Task:
+        """What all members of a client do together: they see that they do the same, or all raise.
+
+        On one node `call` does it; between nodes the caller does, afterwards.
+        """
+        if self._agreement is None:
+            call()
+            return
+        card = Card(what, self.calling or [key.name], pushes)
+        yield from self._collective(card, f"{what} of {key.name!r}", call)
+
+    def _collective(self, card: Card, text: str, call: Callable[[], object]) -> Task:
+        agreement = self._agreement
+        assert agreement is not None
+        fallback = ""
+        if agreement.one_node:
+            agreement.note(text)
+            try:
+                if card.refusal:
+                    collectives_session(self.layout.client).refuse(card.refusal)
+                call()
+                same = agreement.noted()
+            except MismatchError as error:
+                same, fallback = False, str(error)
+        else:
+            same = yield from agreement.same(text)
+        if not same:
+            self._disagree(agreement, card, fallback)
+
+    def _disagree(self, agreement: Agreement, card: Card, fallback: str) -> None:
+        """All members tell what they called; what any would push fails its next round on all clients; all raise."""
+        sentence, cards = agreement.explain(card, fallback)
+        counted = card.keys[0] if card.pushes and not card.refusal else None  # by `begin`
+        names = {name for other in cards if other.pushes for name in other.keys}
+        for name in sorted(names, key=str):
+            key = self.session.key(name)
+            if key is not None:
+                key.round += name != counted
+                self.session.refuse(key, sentence)
+        self.calling = []
+        raise (MismatchError if names or not card.pushes else Nameless)(sentence)
 
     def _contribute(
         self, key: Key, round_: int, flat: Array, priority: int, wait: bool, own: bool = False,
@@ -255,10 +296,9 @@ class Served:
                 piece.reduced = arena.empty(key.size, key.dtype)
             total = piece.reduced
             yield from self.session.drained(key, round_ - 1, key.pushes, alone=False)
-        if self._one_node:
-            out = total if total is not None else flat if flat.flags.writeable else np.empty_like(flat)
-            self._collective(key, "push", lambda: collectives.reduce(flat, comm, out=out))
-        else:
+        out = total if total is not None else flat if flat.flags.writeable else np.empty_like(flat)
+        yield from self._agreed(key, "push", True, lambda: collectives.reduce(flat, comm, out=out))
+        if not self._one_node:
             yield from inside.reduce(comm, flat, total)
         if total is not None:
             yield from self._contribute(key, round_, total, priority, False, own=True)
@@ -275,7 +315,9 @@ class Served:
         reduced = piece.reduced
         yield from self.session.drained(key, round_ - 1, piece.pushes, alone=False)
         if self._one_node:
-            self._collective(key, "push", lambda: collectives.reduce_scatter(flat[start:stop], comm, out=reduced))
+            yield from self._agreed(
+                key, "push", True, lambda: collectives.reduce_scatter(flat[start:stop], comm, out=reduced)
+            )
         else:
             cuts = [cut - start for cut in piece.cuts]
             yield from inside.reduce_scatter(comm, flat[start:stop], reduced, cuts, piece.number)
@@ -326,17 +368,25 @@ class Served:
         if not self._grouped or (self._near and not self.layout.asynchronous):
             return self.session.pull(key, flat, key.parts)
         if self._all or self._in_pieces(key):
-            return self._together([self._pull_piece(key, piece, flat) for piece in key.pieces])
+            return self._pipeline(key, "pull", False, [self._pull_piece(key, piece, flat) for piece in key.pieces])
         return self._pull_master(key, flat)
+
+    def pull_rows(self, key: Key, out: Array, ids: Array) -> Task:
+        """Write rows of the key into `out`, (len(ids), ...)."""
+        whole = np.empty(key.shape, key.dtype)
+        yield from self.pull(key, whole.reshape(-1))
+        out[...] = whole[ids]
 
     def _pull_master(self, key: Key, flat: Array) -> Task:
         comm = self.layout.client
         assert comm is not None
         failure = None
+        if not self._one_node:
+            yield from self._agreed(key, "pull", False, lambda: None)
         if comm.Get_rank() == 0:
             failure = yield from self._caught(self.session.pull(key, flat, key.parts))
         if self._one_node:
-            self._collective(key, "pull", lambda: collectives.broadcast(flat, comm))
+            yield from self._agreed(key, "pull", False, lambda: collectives.broadcast(flat, comm))
         elif comm.Get_size() > 1:
             yield from inside.broadcast(comm, flat)
         self._raise(key, failure)
@@ -347,7 +397,7 @@ class Served:
         failure = yield from self._caught(self.session.pull(key, flat, piece.pushes))
         start, stop = piece.cuts[0], piece.cuts[-1]
         if self._one_node:
-            self._collective(key, "pull", lambda: collectives.allgather(flat[start:stop], comm))
+            yield from self._agreed(key, "pull", False, lambda: collectives.allgather(flat[start:stop], comm))
         elif not self._all:
             yield from inside.spread(comm, flat[start:stop], piece.number)
         elif comm.Get_size() > 1:
@@ -371,8 +421,9 @@ class Served:
     def pushpull(self, key: Key, flat: Array, out: Array, priority: int) -> Task:
         """Push, then pull, in one: nothing waits between the two, and pieces go through both by themselves."""
         if self._grouped and (self._all or self._in_pieces(key)) and not self._near:
-            round_ = self.session.begin(key)
-            return self._together([self._through(key, round_, p, flat, out, priority) for p in key.pieces])
+            round_ = self.session.begin(key, False)
+            tasks = [self._through(key, round_, piece, flat, out, priority) for piece in key.pieces]
+            return self._pipeline(key, "pushpull", True, tasks)
         if not self._grouped and not self._one_node and not self.layout.asynchronous and len(key.pieces) > 1:
             round_ = self.session.begin(key)
             return self._together([self._through_alone(key, round_, p, flat, out, priority) for p in key.pieces])
@@ -391,6 +442,12 @@ class Served:
     def _push_then_pull(self, key: Key, flat: Array, out: Array, priority: int) -> Task:
         yield from self.push(key, flat, priority, wait=self.layout.asynchronous)
         yield from self.pull(key, out)
+
+    def _pipeline(self, key: Key, what: str, pushes: bool, tasks: list[Task]) -> Task:
+        """The pieces of a key in a client; between nodes the members compare their calls once, beforehand."""
+        if not self._one_node:
+            yield from self._agreed(key, what, pushes, lambda: None)
+        yield from self._together(tasks)
 
     def _together(self, tasks: list[Task]) -> Task:
         """Run tasks with a few under way; each has tags of its own."""
@@ -424,7 +481,7 @@ class Served:
         """From the next push on; residuals start at zero."""
         self._compressor = compressor
         self._residuals.clear()
-        self.session.for_each_key(self._quicken)
+        self.session.for_each_key(self._shorten)
         yield from self._tell(messages.SetCompression(options))
 
     def _tell(self, request: Any) -> Task:
@@ -490,6 +547,10 @@ class Served:
                 kept = value[part.start : part.stop].astype(key.dtype)
                 residual = self._residuals[part.number] = self._compressor.init(kept)
                 residual[...] = value[part.start : part.stop]
+
+    def meet(self, what: str) -> Task:
+        """Nothing to do before a meeting."""
+        yield from ()
 
     def finish(self) -> None:
         self.session.goodbye()

@@ -46,7 +46,7 @@ class Server:
         )  # fmt: skip
         self._postman = Postman(layout.world, options.chunks_in_flight)
         self._compressor: Compressor | None = None
-        self._present = dict(enumerate(lines))
+        self._callers = list(enumerate(lines))
         self._views: dict[tuple[int, ...], NDArray[Any]] = {}
         self._deferred: list[tuple[int, Frame]] = []
         self._sources: dict[tuple[int, ...], Elements] = {}
@@ -61,7 +61,7 @@ class Server:
         idle_since = 0.0
         spins = 0
         next_tick = time.monotonic() + TICK_SECONDS
-        while self._present:
+        while self._callers:
             heard = (rings is not None and rings.rung()) or bool(self._remote)
             heard = heard and self._listen()
             worked, replies = state.work(idle_since > 0 and time.monotonic() - idle_since > AHEAD_SECONDS)
@@ -93,7 +93,7 @@ class Server:
 
     def _listen(self) -> bool:
         heard = False
-        for worker, line in tuple(self._present.items()):
+        for worker, line in self._callers:
             if line.waiting():
                 heard = True
                 for fields in line.read():
@@ -136,7 +136,7 @@ class Server:
         return []
 
     def _bye(self, worker: int, frame: Frame) -> Replies:
-        del self._present[worker]
+        self._callers = [caller for caller in self._callers if caller[0] != worker]
         return self._state.left(worker)
 
     def _source(self, worker: int, frame: Frame, unit: Unit) -> Source:

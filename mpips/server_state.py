@@ -79,10 +79,13 @@ class ServerState:
             unit.arrivals.append(index)
             self.ready[number] = unit
             return None
-        if not unit.waits:
-            unit.opened, unit.warned = clock, False
-            self.open[number] = unit
-        unit.push(index, source)
+        queue = unit.queues[index]
+        if not queue:
+            if unit.missing == len(unit.queues):
+                unit.opened, unit.warned = clock, False
+                self.open[number] = unit
+            unit.missing -= 1
+        queue.append(source)
         if not unit.missing:
             self.ready[number] = unit
         elif self.gone or unit.poison:
@@ -239,8 +242,12 @@ class ServerState:
             return False, []
         sources: list[Source] = [queue[0] for queue in unit.queues]  # type: ignore[misc]
         try:
-            if unit.accumulator is None and not any(source.coded for source in sources):
-                return self._sum_blocks(unit, sources)
+            if unit.accumulator is None:
+                steady = [array for source in sources if (array := source.steady) is not None]
+                if len(steady) == len(sources):
+                    return self._sum_there(unit, steady)
+                if not any(source.coded for source in sources):
+                    return self._sum_blocks(unit, sources)
             if unit.accumulator is None and (worked := self._apply_rows(unit, sources)) is not None:
                 return worked
             if unit.ahead < len(sources):
@@ -248,6 +255,16 @@ class ServerState:
             return self._apply_accumulator(unit)
         except (TypeError, ValueError) as error:
             return True, self._fail(unit, f"key {unit.key!r}: the update on the server failed: {error}")
+
+    def _sum_there(self, unit: Unit, arrays: Sequence[Array]) -> tuple[bool, Replies]:
+        """Sum and apply blocks of contributions that are all there."""
+        blocks, size = unit.blocks, unit.block_elements
+        for number in range(unit.block, min(unit.block + BURST, blocks)):
+            start = number * size
+            stop = min(start + size, unit.stored.size)
+            parts = arrays if blocks == 1 else [array[start:stop] for array in arrays]
+            replies = self._apply(unit, self._sum(unit, parts, start, stop), start, stop)
+        return True, replies
 
     def _sum_blocks(self, unit: Unit, sources: Sequence[Source]) -> tuple[bool, Replies]:
         """Sum a few blocks over the contributors, in their order, and apply them."""
@@ -260,7 +277,7 @@ class ServerState:
                 return number > began, []
             start, stop = unit.bounds(number)
             parts = [source.part(number, start, stop) for source in sources]
-            replies = self._apply(unit, self._sum(unit, parts, start, stop))
+            replies = self._apply(unit, self._sum(unit, parts, start, stop), start, stop)
             if not unit.block:
                 return True, replies
         return True, []
@@ -283,9 +300,9 @@ class ServerState:
                 sources[unit.part + 1].ready(number)  # it may start to come
             return unit.part > first, []
         total, unit.part, unit.total = unit.total, 0, None
-        return True, self._apply(unit, total)
+        return True, self._apply(unit, total, start, stop)
 
-    def _sum(self, unit: Unit, parts: list[Array], start: int, stop: int) -> Array | None:
+    def _sum(self, unit: Unit, parts: Sequence[Array], start: int, stop: int) -> Array | None:
         """The parts added from first to last; None where the stored block was replaced by the sum."""
         if len(parts) == 1:
             return parts[0]
@@ -298,9 +315,8 @@ class ServerState:
             np.add(total, part, out=total)
         return None if self.optimizer is None else total
 
-    def _apply(self, unit: Unit, total: Array | None) -> Replies:
+    def _apply(self, unit: Unit, total: Array | None, start: int, stop: int) -> Replies:
         """Update the stored block by the sum (None: it has replaced the block already); the last block ends a round."""
-        start, stop = unit.bounds(unit.block)
         if total is not None:
             self._update(unit, start, stop, total)
         unit.block += 1
@@ -369,7 +385,7 @@ class ServerState:
     def _apply_accumulator(self, unit: Unit) -> tuple[bool, Replies]:
         assert unit.accumulator is not None
         start, stop = unit.bounds(unit.block)
-        return True, self._apply(unit, unit.accumulator[start:stop])
+        return True, self._apply(unit, unit.accumulator[start:stop], start, stop)
 
     def _consumed(self, unit: Unit, index: int, round_: int) -> Replies:
         unit.words[1 + index] = round_
@@ -403,7 +419,7 @@ class ServerState:
         if self.remote:
             distant = [worker for worker in unit.contributors[told:] if worker in self.remote]
             replies += [Reply("CONSUMED", worker, number, round_) for worker in distant]
-        if unit.waits:
+        if unit.missing < len(unit.queues):
             self.open[number] = unit
             replies += self._open_round(unit)
             if not unit.missing:

@@ -7,7 +7,6 @@ the unit's outbox, which the worker fills while the server reads behind it.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,11 +22,11 @@ from mpips.layout import Layout
 from mpips.lines import NOWHERE, Line
 from mpips.messages import Coding, Frame, Op
 from mpips.remote import ALONG, pull_tag, push_tag
+from mpips.short import Short
 
 Array = NDArray[Any]
 Task = Generator[None, None, None]
 HEADER = 64
-QUICK_YIELDS = 500
 
 
 @dataclass
@@ -91,8 +90,8 @@ class Key:
     """Parts that this worker contributes to."""
     pieces: list[Piece] = field(default_factory=list)
     """What a server has of the key, or a chunk of that; the step of the pipeline inside a client."""
-    quick: list[Part] | None = None
-    """The parts, where all are on this node and pushed by this worker, of a synchronous store without compression."""
+    short: Short | None = None
+    """The short way, for a key of a synchronous store whose parts are all on this node, without compression."""
     round: int = 0
     excused: int = 0
     """The last round whose failure this worker has raised, or caused and raised by itself."""
@@ -186,66 +185,11 @@ class Session:
 
     # ---- pushing
 
-    def quick_push(self, key: Key, array: Array, priority: int) -> Task | None:
-        """Push a key whose parts are all on this node: what `push` does, in a fraction of the time.
-
-        Returns what is left to be waited for, or None.
-        """
-        parts = key.quick
-        assert parts is not None
-        if key.failed or any(part.words[part.mine] != key.round for part in parts):
-            return self._push_long(key, array, priority)
-        region = arena.locate(array) if key.nbytes > self._small else None
-        if region is None:
-            part = parts[0]
-            if len(parts) > 1 or part.blocks > 1 or part.copy is None:
-                return self._push_long(key, array, priority)
-            part.copy.reshape(key.shape)[...] = array
-            key.round += 1
-            part.line.post(Op.PUSH, part.number, key.round, part.plain, 0, priority)
-            return None
-        key.round += 1
-        itemsize = key.dtype.itemsize
-        for part in parts:
-            place = (*region[:3], region.offset + part.start * itemsize, (part.stop - part.start) * itemsize)
-            part.line.post(Op.PUSH, part.number, key.round, place, 0, priority)
-        for part in parts:
-            if not self._spin(part, part.mine, key.round):
-                return self.drained(key, key.round, parts)
-        return None
-
-    def _push_long(self, key: Key, array: Array, priority: int) -> Task:
+    def push_long(self, key: Key, array: Array, priority: int) -> Task:
+        """Push where the short way (`mpips.short`) does not do."""
         flat = array.reshape(-1)
         payloads = [(part, flat[part.start : part.stop]) for part in key.pushes]
         return self.push(key, self.begin(key), payloads, priority, True)
-
-    def quick_pull(self, key: Key, out: Array) -> Task | None:
-        """The same for `pull`."""
-        parts = key.quick
-        assert parts is not None
-        flat = out.reshape(-1)
-        for part in parts:
-            before, done, size = (key.round - 1) * part.blocks, 0, part.block_elements
-            while done < part.blocks:
-                if not self._spin(part, 0, before + done + 1) or key.failed:
-                    return self.pull(key, flat, key.parts)
-                there = min(part.words[0] - before, part.blocks)
-                stop = min(part.start + there * size, part.stop)
-                flat[part.start + done * size : stop] = part.stored[done * size : stop - part.start]  # type: ignore[index]
-                done = there
-            if part.line.waiting():
-                return self.pull(key, flat, key.parts)
-        return None
-
-    @staticmethod
-    def _spin(part: Part, word: int, count: int) -> bool:
-        """Wait a little for a word of the server; whether it came."""
-        words = part.words
-        for _ in range(QUICK_YIELDS):
-            if words[word] >= count:
-                return True
-            os.sched_yield()
-        return False
 
     def begin(self, key: Key, alone: bool = True) -> int:
         """Count the next push of the key and return its round. A worker that acts `alone` raises here what has already
@@ -276,8 +220,7 @@ class Session:
                 part.line.post(Op.PUSH, part.number, round_, region, priority=priority)
                 waits.append(part)
                 continue
-            if part.outbox is None:
-                self._make_outbox(key, part)
+            self.outbox(key, part)
             while part.words[part.mine] < round_ - 1:
                 self.check(key)
                 yield
@@ -325,7 +268,10 @@ class Session:
                     self.listen()
                 yield
 
-    def _make_outbox(self, key: Key, part: Part) -> None:
+    def outbox(self, key: Key, part: Part) -> Array:
+        """The copy in a part's outbox, which is made where there is none yet."""
+        if part.copy is not None:
+            return part.copy
         part.outbox = arena.empty(HEADER + (part.stop - part.start) * key.dtype.itemsize, np.uint8)
         part.copy = part.outbox[HEADER:].view(key.dtype)
         part.filled = memoryview(part.outbox[:8].view(np.uint64))  # type: ignore[arg-type]
@@ -333,6 +279,7 @@ class Session:
         assert growing is not None
         assert plain is not None
         part.growing, part.plain = growing, plain
+        return part.copy
 
     def _fill(self, grows: list[tuple[Part, Array]]) -> None:
         """Copy into outboxes block by block, in turns over the servers, each block counted as soon as it is there."""

@@ -24,6 +24,7 @@ class Elements:
         self, array: Array, filled: Sequence[int] | memoryview | None = None, before: int = 0, reusable: bool = False
     ) -> None:
         self.array, self.reusable = array, reusable
+        self.steady = array if filled is None else None
         self._filled, self._before = filled, before
 
     def ready(self, block: int) -> bool:
@@ -44,6 +45,7 @@ class Compressed:
 
     local = True
     coded = True
+    steady: Array | None = None
 
     def __init__(self, payload: Array, compressor: Compressor) -> None:
         self._payload, self._compressor = payload, compressor
@@ -66,6 +68,7 @@ class Rows:
 
     local = True
     coded = True
+    steady: Array | None = None
 
     def __init__(self, payload: Array, count: int, shape: tuple[int, ...], dtype: np.dtype) -> None:
         numbers = payload[: 8 * count].view(np.int64)

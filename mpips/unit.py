@@ -21,6 +21,8 @@ class Source(Protocol):
     """Whether it lies in memory of this node."""
     coded: bool
     """Whether it is compressed or row-sparse: then `ready(0)` is asked and it is taken whole, else block by block."""
+    steady: Array | None
+    """All elements of the unit, where they lie in memory of this node and are there."""
 
     def ready(self, block: int) -> bool:
         """Whether this block can be read; asking may start to fetch it."""

@@ -66,7 +66,7 @@ def _slurm(heard: bool, mine: str) -> tuple[str, str]:
 
 
 def _foreign(library: str) -> tuple[str, str]:
-    name = library.strip().splitlines()[0].split(",")[0]
+    name = " ".join(library.strip().splitlines()[0].split(",")[0].split())
     return (
         f"mpi4py runs on another MPI here ({name}), which does not hear that launcher",
         "use the mpirun beside this Python, or install the mpi4py that belongs to that launcher",

@@ -1,0 +1,84 @@
+"""Calls that all workers make together: they ask for the same, or all raise the same sentence."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
+
+from collectives.errors import CollectiveError
+from mpips.arguments import Name
+from mpips.layout import Layout
+from mpips.talk import Talk
+
+T = TypeVar("T")
+
+
+class _Signature(msgspec.Struct, array_like=True):
+    """What a worker brings to a meeting: what it asks for, or why it cannot."""
+
+    items: list[tuple[Name, str]]
+    refusal: str = ""
+
+
+class Assembly:
+    """The meetings of all workers of a store. `before(what)` is called before each, and may raise ValueError too."""
+
+    def __init__(self, layout: Layout, talk: Talk, before: Callable[[str], None]) -> None:
+        self._layout, self._talk, self._before = layout, talk, before
+
+    def attempt(self, make: Callable[[], T]) -> tuple[T | None, str]:
+        """What `make` returns, or the sentence of its error, to be told to everybody."""
+        try:
+            return make(), ""
+        except (ValueError, TypeError) as error:
+            return None, f"{type(error).__name__}: rank {self._layout.rank}: {error}"
+
+    def agree(self, what: str, items: list[tuple[Name, str]], refusal: str = "") -> None:
+        """Collective, blocking. ValueError or TypeError on every worker where one refuses or asks for anything else."""
+        options = self._layout.options
+        self._meet(what, items, refusal, options.stall_seconds, options.timeout_seconds)
+
+    def farewell(self) -> None:
+        """Meet until all workers close the store; the others hear of it meanwhile where they wait for this one."""
+        while True:
+            try:
+                self._meet("close", [], "", math.inf, 0.0)
+                return
+            except (ValueError, TypeError):
+                continue  # others were in a call that cannot be made any more, and know it now
+            except CollectiveError:
+                return  # after a wait that was given up there is nothing left to meet on
+
+    def _meet(
+        self, what: str, items: list[tuple[Name, str]], refusal: str, stall_seconds: float, timeout_seconds: float
+    ) -> None:
+        self._before(what)
+        mine = msgspec.msgpack.encode(_Signature([(what, ""), *items], refusal))
+        told = self._talk.meet(mine, what, stall_seconds, timeout_seconds)
+        everyone = [msgspec.msgpack.decode(data, type=_Signature) for data in told]
+        first = everyone[0]
+        for rank, other in enumerate(everyone):
+            if other.items[0] != first.items[0]:
+                raise ValueError(_difference(what, first.items, rank, other.items))
+        for other in everyone:
+            if other.refusal:
+                kind, _, sentence = other.refusal.partition(": ")
+                raise (TypeError if kind == "TypeError" else ValueError)(f"{what}: {sentence}")
+        for rank, other in enumerate(everyone):
+            if other.items != first.items:
+                raise ValueError(_difference(what, first.items, rank, other.items))
+
+
+def _difference(what: str, first: list[tuple[Name, str]], rank: int, other: list[tuple[Name, str]]) -> str:
+    """The sentence about the first thing in which two workers' calls differ."""
+    if first[0] != other[0]:
+        return f"rank 0 calls {first[0][0]}, rank {rank} calls {other[0][0]}: all workers make this call together"
+    for mine, theirs in zip(first[1:], other[1:]):
+        if mine[0] != theirs[0]:
+            return f"{what}: rank 0 gives key {mine[0]!r}, rank {rank} key {theirs[0]!r} in its place"
+        if mine[1] != theirs[1]:
+            return f"{what}: key {mine[0]!r} is {mine[1]} on rank 0 and {theirs[1]} on rank {rank}"
+    return f"{what}: rank 0 gives {len(first) - 1} keys, rank {rank} gives {len(other) - 1}"

@@ -1,0 +1,109 @@
+"""Pushes and pulls as data: what a caller handed over, checked as a whole before anything is sent. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpips import arguments, row_sparse
+from mpips.arguments import Name
+from mpips.row_sparse import RowSparse
+from mpips.session import Key
+
+Array = NDArray[Any]
+Known = Mapping[Name, Key]
+
+
+class Call(NamedTuple):
+    """One call for one key: what it contributes, where the result goes."""
+
+    key: Key
+    payload: Array | RowSparse | None
+    """The sum of the caller's arrays, in the key's shape; None where the call only pulls."""
+    targets: Sequence[Array]
+    """Empty where the call only pushes."""
+
+
+def check(known: Known, what: str, key: Any, value: Any = None, out: Any = None) -> list[Call]:
+    """The calls for one key or a list of keys; ValueError or TypeError where anything of any of them is bad.
+
+    `what`: push, pull, or pushpull, which writes to `value` where `out` is None.
+    """
+    values = arguments.pairs(key, value, what) if what != "pull" else None
+    outs = arguments.pairs(key, value if out is None else out, what) if what != "push" else None
+    keys = [_key(known, name, what) for name in arguments.names(key)]
+    payloads = [_payload(one, given, what) for one, (_, given) in zip(keys, values)] if values else [None] * len(keys)
+    targets = [_targets(one, given, what) for one, (_, given) in zip(keys, outs)] if outs else [[] for _ in keys]
+    return [Call(*fields) for fields in zip(keys, payloads, targets, strict=True)]
+
+
+def named(known: Known, key: Any) -> list[Key] | None:
+    """The keys of a call whose arguments are bad, so far as they are known; None where one cannot be."""
+    try:
+        return [known[name] for name in arguments.names(key)]
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
+def rows(known: Known, key: Any, out: Any, row_ids: Any) -> list[tuple[Key, Array, NDArray[np.int64]]]:
+    """(key, target, row numbers) of every target of a `row_sparse_pull`; errors as in `check`."""
+    what = "row_sparse_pull"
+    if row_ids is None:
+        raise ValueError("row_sparse_pull needs row_ids")
+    outs = arguments.pairs(key, out, what)
+    ids = arguments.pairs(key, row_ids if isinstance(key, (list, tuple)) else [row_ids], what)
+    result = []
+    for (name, targets), (_, numbers) in zip(outs, ids, strict=True):
+        record = _key(known, name, what)
+        if len(numbers) not in (1, len(targets)):
+            raise ValueError(f"{what}: key {name!r} has {len(targets)} outs and {len(numbers)} lists of row_ids")
+        for index, target in enumerate(targets):
+            chosen = _row_ids(record, numbers[index % len(numbers)])
+            array = arguments.writable(target, name, what)
+            arguments.fits(array, (len(chosen), *record.shape[1:]), record.dtype, name, what)
+            result.append((record, array, chosen))
+    return result
+
+
+def _row_ids(key: Key, row_ids: Any) -> NDArray[np.int64]:
+    ids = np.asarray(row_ids)
+    ids = ids.astype(np.int64) if ids.size == 0 else ids.reshape(-1)
+    if not key.shape:
+        raise ValueError(f"row_sparse_pull: key {key.name!r} has no rows: it was initialised with a scalar")
+    if ids.dtype.kind not in "iu" or (ids.size and not (ids.min() >= 0 and ids.max() < key.shape[0])):
+        raise ValueError(f"row_sparse_pull: key {key.name!r} has rows 0..{key.shape[0] - 1}, not {ids}")
+    return ids.astype(np.int64, copy=False)
+
+
+def _key(known: Known, name: Name, what: str) -> Key:
+    try:
+        return known[name]
+    except KeyError:
+        raise ValueError(f"{what}: key {name!r} was not initialised; call init first") from None
+
+
+def _payload(key: Key, values: Sequence[Any], what: str) -> Array | RowSparse:
+    if any(isinstance(value, RowSparse) for value in values):
+        return _row_payload(key, values, what)
+    given = [arguments.readable(value, key.name, what) for value in values]
+    for array in given:
+        arguments.fits(array, key.shape, key.dtype, key.name, what)
+    return arguments.total(given)
+
+
+def _row_payload(key: Key, values: Sequence[Any], what: str) -> RowSparse:
+    for value in values:
+        if not isinstance(value, RowSparse):
+            raise TypeError(f"{what}: key {key.name!r} got arrays and RowSparse in one list")
+        arguments.fits(value, key.shape, key.dtype, key.name, what)
+    return values[0] if len(values) == 1 else row_sparse.add(values)
+
+
+def _targets(key: Key, outs: Sequence[Any], what: str) -> list[Array]:
+    targets = [arguments.writable(out, key.name, what) for out in outs]
+    for target in targets:
+        arguments.fits(target, key.shape, key.dtype, key.name, what)
+    return targets

@@ -1,0 +1,184 @@
+"""Pushes and pulls of one worker: checked, counted, put in order, done now or started."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Hashable, Sequence
+from typing import Any
+
+import numpy as np
+
+from collectives.errors import CollectiveError, MismatchError, StallError
+from mpips import calls
+from mpips.arguments import Name
+from mpips.calls import Call
+from mpips.engine import Engine, Handle
+from mpips.layout import Layout
+from mpips.pure import Pure
+from mpips.row_sparse import RowSparse
+from mpips.served import Nameless, Served
+from mpips.session import Key
+from mpips.talk import RECENT, Talk
+
+Task = Generator[None, None, Any]
+
+
+class Operations:
+    """What `KVStore` does with keys. `known`: the keys that are initialised."""
+
+    def __init__(self, layout: Layout, backend: Served | Pure, engine: Engine, known: dict[Name, Key]) -> None:
+        options, workers = layout.options, layout.workers
+        assert workers is not None
+        self._layout, self._backend, self._engine, self._known = layout, backend, engine, known
+        self.talk = Talk(
+            workers, lambda: {key.name: key.round for key in known.values()}, backend.fail, layout.asynchronous,
+            options.stall_seconds, options.timeout_seconds,
+        )  # fmt: skip
+        engine.look = lambda waited: self.talk.look()
+        self._rounds = not layout.asynchronous and isinstance(backend, Served)
+
+    def do(self, what: str, key: Any, value: Any, out: Any, priority: int) -> None:
+        """Push, pull or pushpull, blocking."""
+        names, task = self._prepare(what, key, value, out, priority)
+        self.run(names, task, priority, what, "" if what == "push" else what)
+
+    def start(
+        self, what: str, key: Any, value: Any, out: Any, priority: int, turns: Sequence[Hashable]
+    ) -> Handle:
+        """The same, not blocking; it takes turns with others on its keys and on `turns`."""
+        names, task = self._prepare(what, key, value, out, priority)
+        if isinstance(self._backend, Pure):
+            self._backend.stepwise = True
+        order = [*self._order(names), *(("turns", name) for name in turns)]
+        return self._engine.submit(order, task, priority, self._text(what, names))
+
+    def pull_rows(self, key: Any, out: Any, row_ids: Any, priority: int) -> None:
+        """`KVStore.row_sparse_pull`."""
+        what = "row_sparse_pull"
+        self._settle()
+        try:
+            rows = calls.rows(self._known, key, out, row_ids)
+        except (ValueError, TypeError) as error:
+            known = calls.named(self._known, key)
+            self.run([one.name for one in known or ()], self.refuse(what, known, False, error), priority, what)
+            return
+        for record, target, ids in rows:
+            self.run([record.name], self._backend.pull_rows(record, target, ids), priority, what, what)
+
+    def run(self, names: Sequence[Name], task: Task, priority: int, what: str, waits: str = "") -> None:
+        """Do it, blocking. `waits`: its name, if it ends only when all workers have pushed these keys as often."""
+        text = self._text(waits, names) if waits and self._rounds else ""
+        needs = (lambda: {name: self._known[name].round for name in names}) if text else None
+        look = self.talk.waiting(text, needs)
+        try:
+            self._engine.run(self._order(names), task, priority, lambda: self._text(what, names), look)
+        finally:
+            self.talk.ended()
+
+    def count(self, key: Any) -> None:
+        """One more push, of the keys that the caller named."""
+        talk = self.talk
+        talk.calls += 1
+        talk.recent[talk.calls % RECENT] = key
+        if not talk.calls % RECENT:
+            talk.look()  # what others have said must not pile up
+
+    def refuse(self, what: str, keys: Sequence[Key] | None, pushes: bool, error: Exception) -> Task:
+        """A call whose arguments are bad: all who wait for it, or at least hear of it, get the same sentence."""
+        sentence, nameless = f"rank {self._layout.rank}: {error}", keys is None
+        try:
+            yield from self._backend.refuse(what, keys or (), pushes, sentence)
+        except Nameless as told:
+            sentence = str(told)
+        except StallError:
+            raise
+        except MismatchError as told:
+            sentence, nameless = str(told), False
+        if pushes and nameless:
+            self.talk.refused(sentence)
+        elif not pushes or self._layout.asynchronous:
+            self.talk.warn(sentence)
+        raise type(error)(sentence)
+
+    # ---- inside
+
+    def _settle(self) -> None:
+        """Learn what others wait for since a bad call of this worker, before the next one."""
+        if self.talk.debt is not None:
+            with self._engine.paused():
+                self.talk.settle()
+
+    def _prepare(self, what: str, key: Any, value: Any, out: Any, priority: int) -> tuple[list[Name], Task]:
+        self._settle()
+        pushes = what != "pull"
+        try:
+            made = calls.check(self._known, what, key, value, out)
+        except (ValueError, TypeError) as error:
+            keys = calls.named(self._known, key)
+            if pushes:
+                self.count(key if keys else ())
+            return [one.name for one in keys or ()], self.refuse(what, keys, pushes, error)
+        if pushes:
+            self.count(key)
+        return [call.key.name for call in made], self._perform(made, priority)
+
+    def _perform(self, made: list[Call], priority: int) -> Task:
+        """Several keys at the same time, unless collectives must keep their order."""
+        if len(made) == 1 or self._backend.communicators:
+            return self._in_turn(made, priority)
+        return together([self._one(call, priority) for call in made])
+
+    def _in_turn(self, made: list[Call], priority: int) -> Task:
+        for index, call in enumerate(made):
+            self._backend.calling = [later.key.name for later in made[index:]]
+            try:
+                yield from self._one(call, priority)
+            except CollectiveError as error:
+                for later in made[index + 1 :] if self._backend.calling else ():
+                    if later.payload is not None:
+                        self._backend.skip(later.key, str(error))
+                raise
+            finally:
+                self._backend.calling = []
+
+    def _one(self, call: Call, priority: int) -> Task:
+        key, payload, targets = call
+        if payload is None:
+            yield from self._backend.pull(key, targets[0].reshape(-1))
+        elif isinstance(payload, RowSparse):
+            yield from self._backend.push_rows(key, payload, priority)
+            if targets:
+                yield from self._backend.pull(key, targets[0].reshape(-1))
+        elif targets:
+            yield from self._backend.pushpull(key, payload.reshape(-1), targets[0].reshape(-1), priority)
+        else:
+            yield from self._backend.push(key, payload.reshape(-1), priority)
+        for other in targets[1:]:
+            np.copyto(other, targets[0])
+
+    def _text(self, what: str, names: Sequence[Name]) -> str:
+        word = f" of key{'s' if len(names) > 1 else ''} {', '.join(map(repr, names[:4]))}" if names else ""
+        return f"rank {self._layout.rank}: {what}{word}{', ...' if len(names) > 4 else ''}"
+
+    def _order(self, names: Sequence[Name]) -> list[Hashable]:
+        """What an operation takes turns on: its keys, and communicators, used in one order everywhere."""
+        return [*names, *self._backend.communicators]
+
+
+def together(tasks: list[Task]) -> Task:
+    """Run tasks side by side; when one has failed the others still run to their end, so that no peer waits for them."""
+    failure = None
+    while tasks:
+        left = []
+        for task in tasks:
+            try:
+                next(task)
+                left.append(task)
+            except StopIteration:
+                pass
+            except (ValueError, TypeError, RuntimeError) as error:
+                failure = failure or error
+        tasks = left
+        if tasks:
+            yield
+    if failure is not None:
+        raise failure
