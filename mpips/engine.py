@@ -125,6 +125,8 @@ class Engine:
         self._waiting = 0
         self._thread: threading.Thread | None = None
         self._closing = False
+        self.look: Callable[[float], None] | None = None
+        """Called now and then during every long wait, by the thread that waits."""
 
     # ---- operations
 
@@ -151,8 +153,15 @@ class Engine:
             self.progress()
         return handle
 
-    def run(self, keys: Sequence[Hashable], task: Task, priority: int, what: Callable[[], str]) -> None:
-        """Do it, blocking; directly where nothing else is under way."""
+    def run(
+        self,
+        keys: Sequence[Hashable],
+        task: Task,
+        priority: int,
+        what: Callable[[], str],
+        look: Callable[[float], None] | None = None,
+    ) -> None:
+        """Do it, blocking; directly where nothing else is under way: then a long wait calls `look(seconds)`."""
         if len(self._tracker):
             self.submit(keys, task, priority, what()).wait()
             return
@@ -160,7 +169,7 @@ class Engine:
             break
         else:
             return
-        pause = self.pause(what)
+        pause = self.pause(what, look)
         for _ in task:
             pause()
 
@@ -212,9 +221,17 @@ class Engine:
         """Nothing goes on inside: for MPI calls of the program's own under MPI_THREAD_SERIALIZED."""
         return self._aside()
 
-    def pause(self, describe: Callable[[], str]) -> Pause:
+    def pause(self, describe: Callable[[], str], look: Callable[[float], None] | None = None) -> Pause:
         # The servers know best who is missing and speak at stall_seconds; this is for what they cannot see.
-        return Pause(describe, 1.5 * self._stall, 1.5 * self._timeout)
+        return Pause(describe, 1.5 * self._stall, 1.5 * self._timeout, look or self._look_aside)
+
+    def _look_aside(self, waited: float) -> None:
+        """Call `look` while the communication thread stands aside."""
+        if self.look is not None and self._driver.acquire(blocking=False):
+            try:
+                self.look(waited)
+            finally:
+                self._driver.release()
 
     def observed(self, handle: Handle) -> None:
         """Raise what made an ended operation fail; what it should have mutated may be used again from now on."""

@@ -24,6 +24,7 @@ def test_one_key_or_lists():
     (1.5, A, TypeError, "an int or a str, not 1.5"),
     (True, A, TypeError, "an int or a str"),
     ("a", [], ValueError, "'a' has an empty list"),
+    ([], [], ValueError, "an empty list of keys"),
 ])  # fmt: skip
 def test_bad_lists_are_told(key, value, error, words):
     with pytest.raises(error, match=words):
@@ -43,8 +44,8 @@ def test_arrays_must_be_readable_or_writable_as_they_lie():
         arguments.readable("no", "a", "push")
     with pytest.raises(TypeError, match="only numbers"):
         arguments.readable(np.array([None]), "a", "push")
-    with pytest.raises(ValueError, match=r"initialised as float64\(2, 3\), but rank 4 gave float32\(2, 3\)"):
-        arguments.fits(A, (2, 3), np.dtype(float), "a", "push", 4)
+    with pytest.raises(ValueError, match=r"initialised as float64\(2, 3\), but this array is float32\(2, 3\)"):
+        arguments.fits(A, (2, 3), np.dtype(float), "a", "push")
 
 
 def test_a_keys_arrays_are_summed():
