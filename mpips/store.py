@@ -48,7 +48,6 @@ class KVStore:
         self._assembly = Assembly(layout, self._talk, self._meet)
         self._optimizer: Optimizer | None = None
         self._closed = False
-        self._small = options.small_bytes
         if isinstance(backend, Served):
             self._session = backend.session
             backend.session.warn = lambda text: warnings.warn(text, RuntimeWarning, stacklevel=2)
@@ -202,7 +201,7 @@ class KVStore:
     def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
         """`push` and `pull` in one, into `value` where `out` is None; returns when the result is there."""
         record = self._quick(key, value)
-        if record is None or record.nbytes > self._small or not self._quick_target(key, value, out):
+        if record is None or not self._quick_target(key, value, out):
             self._operations.do("pushpull", key, value, out, priority)
         else:
             self._quick_push(record, value, priority)
