@@ -103,15 +103,19 @@ class Picture(OutFile):
 
 
 class Seconds(click.ParamType):
-    """A time above zero."""
+    """A time above zero, or, with `zero`, not below it."""
 
     name = "seconds"
+
+    def __init__(self, zero: bool = False) -> None:
+        self._zero = zero
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         try:
             number = float(value)
         except ValueError:
-            number = 0.0
-        if not 0 < number < float("inf"):
-            self.fail(f"{value!r} is no number of seconds above 0", param, ctx)
+            number = -1.0
+        if not 0 <= number < float("inf") or (number == 0 and not self._zero):
+            least = "of at least" if self._zero else "above"
+            self.fail(f"{value!r} is no number of seconds {least} 0", param, ctx)
         return number

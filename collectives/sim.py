@@ -14,12 +14,13 @@ from rich.progress import Progress
 from rich.table import Table
 
 from collectives.bench.sizes import parse_sizes
-from collectives.console import OutFile, Picture, console
+from collectives.console import OutFile, Picture, Seconds, console
 from collectives.cost import LinkCost
 from collectives.predict import Network, Prediction, figure5, predict
 from collectives.schedule import KINDS
 from collectives.topology import parse, parse_rate
 
+TIME = Seconds(zero=True)
 MANY = 2048  # ranks from which a run may take long enough for a progress bar
 
 
@@ -29,12 +30,12 @@ MANY = 2048  # ranks from which a run may take long enough for a progress bar
 @click.option("--collective", type=click.Choice(KINDS), default="allreduce", show_default=True)
 @click.option("--bytes", "sizes", default="548MB", show_default=True, help="MIN:MAX[:FACTOR] or a list of sizes")
 @click.option("--rate", default="10gbit", show_default=True, help="of every link, each direction")
-@click.option("--beta", type=float, help="seconds a byte, in place of --rate")
-@click.option("--alpha", default=0.0, show_default=True, help="seconds a message")
-@click.option("--gamma", default=0.0, show_default=True, help="seconds to add a byte")
-@click.option("--per-host", default=1, show_default=True, help="ranks on each host")
-@click.option("--near-alpha", default=0.0, show_default=True, help="seconds a message inside a host")
-@click.option("--near-beta", default=0.0, show_default=True, help="seconds a byte inside a host")
+@click.option("--beta", type=Seconds(), help="seconds a byte, in place of --rate")
+@click.option("--alpha", default=0.0, type=TIME, show_default=True, help="seconds a message")
+@click.option("--gamma", default=0.0, type=TIME, show_default=True, help="seconds to add a byte")
+@click.option("--per-host", default=1, type=click.IntRange(1), show_default=True, help="ranks on each host")
+@click.option("--near-alpha", default=0.0, type=TIME, show_default=True, help="seconds a message inside a host")
+@click.option("--near-beta", default=0.0, type=TIME, show_default=True, help="seconds a byte inside a host")
 @click.option("--figure5", "figure", is_flag=True, help="figure 5 of the BML paper, for --bytes and --rate")
 @click.option("--json", "json_path", type=OutFile(), help="write the rows as JSON")
 @click.option("--plot", "plot_path", type=Picture(), help="draw the times (PNG)")

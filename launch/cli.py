@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import importlib
-from typing import NamedTuple
+import sys
+from typing import Any, NamedTuple
 
 import click
 
@@ -46,31 +47,56 @@ class Forward(click.Command):
         super().__init__(name, help=sub.summary, add_help_option=False)
         self._sub = sub
 
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        if not extra.get("resilient_parsing"):
+            return super().make_context(info_name, args, parent, **extra)
+        name, sub, words, _ = self._target(args)  # a shell asks how to complete these words
+        return _load(sub).make_context(name, words, parent, **extra)
+
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.args = list(args)
         return []
 
     def invoke(self, ctx: click.Context) -> None:
-        words, name = ctx.args, str(self.name)
-        sub = self._sub
-        if name == "bench" and words and words[0] in BENCHES:
-            sub, words, name = BENCHES[words[0]], words[1:], f"bench {words[0]}"
-        ranks = _take_ranks(words) if sub.ranked else None
-        if ranks is not None:
-            _check(sub.module, f"mpips {name}", words, ranks)
+        name, sub, words, ranks = self._target(ctx.args)
+        if ranks is None:
+            _load(sub, runs_here=True).main(words, prog_name=name)
+        else:
+            _check(sub, name, words, ranks)
             start(ranks, ["-m", sub.module.removesuffix(".__main__"), *words])
-        importlib.import_module(sub.module).command.main(words, prog_name=f"mpips {name}")
+
+    def _target(self, args: list[str]) -> tuple[str, Sub, list[str], int | None]:
+        """Which command is meant, its full name, its own words, and the ranks to start."""
+        name, sub, words = f"mpips {self.name}", self._sub, list(args)
+        ranks = _take_ranks(words) if sub.ranked else None
+        if self.name == "bench" and words and words[0] in BENCHES:
+            name, sub = f"{name} {words[0]}", BENCHES[words.pop(0)]
+        if ranks is not None and not sub.ranked:
+            raise click.UsageError(f"{name} is a single process and takes no --ranks")
+        return name, sub, words, ranks
 
 
-def _check(path: str, name: str, words: list[str], ranks: int) -> None:
-    """Says once, here, what every rank would say: `--help`, and what is wrong with the words. The module is imported
-    without starting MPI; its `check(ranks, **options)`, where it has one, raises click.UsageError."""
-    import mpi4py
+def _load(sub: Sub, runs_here: bool = False) -> click.Command:
+    """The command of the module, which is imported without starting MPI unless it is to run here; its help names
+    `--ranks`, though it never sees that option."""
+    if not runs_here:
+        import mpi4py
 
-    mpi4py.rc.initialize = False
-    module = importlib.import_module(path)
-    with module.command.make_context(name, list(words)) as context:
-        check = getattr(module, "check", None)
+        mpi4py.rc.initialize = False
+    command: click.Command = importlib.import_module(sub.module).command
+    if sub.ranked and all(option.name != "ranks" for option in command.params):
+        text = "start that many ranks under mpirun"
+        command.params.insert(1, click.Option(["--ranks"], type=click.IntRange(1), expose_value=False, help=text))
+    return command
+
+
+def _check(sub: Sub, name: str, words: list[str], ranks: int) -> None:
+    """Says once, here, what every rank would say: `--help`, and what is wrong with the words. The module's
+    `check(ranks, **options)`, where it has one, raises click.UsageError."""
+    with _load(sub).make_context(name, list(words)) as context:
+        check = getattr(sys.modules[sub.module], "check", None)
         if check is not None:
             check(ranks, **context.params)
 
@@ -102,11 +128,27 @@ def _take_ranks(words: list[str]) -> int | None:
     return None
 
 
+def _version(ctx: click.Context, option: click.Parameter, wanted: bool) -> None:
+    """Prints the versions of mpips and of the Python under it."""
+    if wanted and not ctx.resilient_parsing:
+        from importlib import metadata
+
+        try:
+            version = metadata.version("mpips")
+        except metadata.PackageNotFoundError:
+            version = "(not installed)"
+        click.echo(f"mpips {version}, Python {sys.version.split()[0]} ({sys.executable})")
+        ctx.exit()
+
+
 @click.command(cls=Lazy, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="mpips")
+@click.option("--version", is_flag=True, callback=_version, is_eager=True, expose_value=False, help="Show versions.")
 def main() -> None:
-    """MPI parameter server and collectives runtime."""
+    """MPI parameter server and collectives runtime.
+
+    Every command has a --help. Completion in bash: eval "$(_MPIPS_COMPLETE=bash_source mpips)", zsh_source in zsh.
+    """
 
 
 if __name__ == "__main__":
-    main()
+    main(prog_name="mpips")

@@ -68,7 +68,8 @@ def _mpi(found: Mapping[str, Any]) -> Iterator[Check]:
     if "problem" in ranks:
         yield Check("MPI", False, ranks["problem"], _INSTALL)
         return
-    yield Check("MPI", True, f"{ranks['library'].split(',')[0]}, MPI {ranks['standard']}; launcher {found['launcher']}")
+    library = " ".join(ranks["library"].split(",")[0].split())
+    yield Check("MPI", True, f"{library}, MPI {ranks['standard']}; launcher {found['launcher']}")
     yield _world(found)
     yield Check(
         "thread level",
@@ -83,7 +84,7 @@ def _mpi(found: Mapping[str, Any]) -> Iterator[Check]:
     yield Check(
         "ULFM",
         True if ranks["ulfm"] else None,
-        "here" if ranks["ulfm"] else "not in this MPI: no lost rank is survived",
+        "this MPI can tell of lost ranks" if ranks["ulfm"] else "not in this MPI: a lost rank ends the job",
     )
     yield _binding(ranks)
 

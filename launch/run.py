@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shlex
 import socket
@@ -96,6 +97,8 @@ def command(
         machine = this_machine()
         launcher = find(mpirun)
         hosts = place(read(hostfile), workers, servers) if hostfile else ()
+        if nics and not topology:
+            raise LauncherError("--nics says which NIC serves which level of a --topology: give that, too")
         if topology:
             from launch.mapped import Wanted, placed  # NumPy only where it is needed
 
@@ -157,6 +160,9 @@ def _check_script(script: Sequence[str]) -> None:
     if script[0] in ("-m", "-c"):
         if len(script) < 2:
             raise click.UsageError(f"{script[0]} needs an argument")
+        sys.path.insert(0, os.getcwd())  # where ranks look first
+        if script[0] == "-m" and importlib.util.find_spec(script[1].partition(".")[0]) is None:
+            raise click.UsageError(f"there is no module {script[1]!r} for {sys.executable}")
     elif not os.path.isfile(script[0]):
         raise click.UsageError(f"there is no script {script[0]!r} here ({os.getcwd()})")
 

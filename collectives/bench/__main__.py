@@ -88,7 +88,7 @@ def _words(text: str) -> list[str]:
 
 
 @click.command()
-@click.argument("collective", type=click.Choice(CASES))
+@click.argument("collective", metavar="COLLECTIVE", type=click.Choice(CASES))
 @click.option("--sizes", default="1KiB:64MiB", show_default=True, help="MIN:MAX[:FACTOR] or a list of sizes")
 @click.option("--algorithms", default="auto", show_default=True, help="comma-separated; also native and gloo")
 @click.option("--arrays", default="private,empty", show_default=True, help="private: ordinary; empty: node-shared")
@@ -103,9 +103,9 @@ def command(
     collective: str, sizes: str, algorithms: str, arrays: str, dtype: str, op: str, seconds: float, checked: bool,
     json_path: Path | None, csv_path: Path | None, plot_path: Path | None,
 ) -> None:  # fmt: skip
-    """Time a collective over the ranks of the job, beside the MPI's own best call in the same run.
+    """Time COLLECTIVE over the ranks of the job, beside the MPI's own best call in the same run.
 
-    Times are of one call on the slowest rank. `pt2pt` is a ping-pong of ranks 0 and 1; `overlap` an allreduce beside
+    It is allreduce, reduce_scatter, allgather, alltoall, broadcast, reduce, pt2pt or overlap. Times are of one call on the slowest rank. `pt2pt` is a ping-pong of ranks 0 and 1; `overlap` an allreduce beside
     compute. Start the ranks with `mpips bench ... --ranks P` or with mpirun. `mpips bench kvstore` and `mpips bench
     optimizers` have helps of their own.
     """

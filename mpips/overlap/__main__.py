@@ -9,6 +9,8 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from collectives.console import OutFile, Picture
+
 from . import models, trace
 from .planner import Plan, plans
 from .profile import Profile, Ring, load, save
@@ -17,7 +19,8 @@ from .strategies import NAMES
 
 DEFAULT_NODES = (4, 8, 16, 32, 64)  # MG-WFBP, figure 9
 
-FILE = click.Path(dir_okay=False, path_type=Path)
+FILE = OutFile()
+RATE, BATCH = click.FloatRange(0, min_open=True), click.IntRange(1)
 
 
 class Nodes(click.ParamType):
@@ -53,8 +56,8 @@ def parse_nodes(text: str) -> tuple[int, ...]:
 @click.command()
 @click.argument("profile_file", metavar="[PROFILE.json]", required=False, type=click.Path(exists=True, path_type=Path))
 @click.option("--model", type=click.Choice(list(models.MODELS)), help="Plan a built-in network instead of a profile.")
-@click.option("--rate", type=float, default=1.33e12, show_default=True, help="With --model: operations/s of a node.")
-@click.option("--batch", type=int, default=32, show_default=True, help="With --model: examples a node and iteration.")
+@click.option("--rate", type=RATE, default=1.33e12, show_default=True, help="With --model: operations/s of a node.")
+@click.option("--batch", type=BATCH, default=32, show_default=True, help="With --model: examples a node and iteration.")
 @click.option("--save-profile", type=FILE, help="Write the profile here, to be edited or measured again.")
 @click.option("--nodes", type=Nodes(), help="8, 4:64 (doubling), 4:64:4 (a step) or 4,6,9.")
 @click.option("--strategy", multiple=True, type=click.Choice(NAMES), help="Only these (may be repeated).")
@@ -64,7 +67,7 @@ def parse_nodes(text: str) -> tuple[int, ...]:
 @click.option("--link", type=click.Choice(["shared", "duplex"]), default="shared", show_default=True,
               help="Whether pushes and pulls share the network.")
 @click.option("--json", "json_file", type=FILE, help="Write the plans here.")
-@click.option("--plot", type=FILE, help="Draw the timelines of the largest number of nodes here (PNG).")
+@click.option("--plot", type=Picture(), help="Draw the timelines of the largest number of nodes here (PNG).")
 @click.option("--trace", "trace_file", type=FILE, help="Write those timelines as a Chrome trace.")
 def command(
     profile_file: Path | None,

@@ -90,3 +90,8 @@ def test_a_rank_leaves_the_folder_to_the_one_that_writes(tmp_path: Path, monkeyp
 def test_seconds_are_above_zero(value: str) -> None:
     assert given(console.Seconds(), "0.5").output == "0.5\n"
     assert value in given(console.Seconds(), value).output
+
+
+def test_some_times_may_be_zero() -> None:
+    assert given(console.Seconds(zero=True), "0").output == "0.0\n"
+    assert "at least 0" in given(console.Seconds(zero=True), "-1").output

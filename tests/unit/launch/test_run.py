@@ -60,10 +60,11 @@ def test_clear_refusals(mpirun: str) -> None:
     done = call("-c", "5", "-w", "4", "--mpirun", mpirun, "x.py")
     assert done.exit_code != 0
     assert "clients=5" in done.output
-    done = call("-w", "4", "--mpirun", mpirun, "no-such-script.py")
-    assert done.exit_code != 0
-    assert "no-such-script.py" in done.output
-    assert "Traceback" not in done.output
+    for script in (["no-such-script.py"], ["-m", "no_such_module.part"]):
+        done = call("-w", "4", "--mpirun", mpirun, *script)
+        assert done.exit_code == 2
+        assert script[-1] in done.output
+    assert "--topology" in call("-w", "4", "--mpirun", mpirun, "--nics", "eth0", "x.py").output
     assert call("-w", "0", "x.py").exit_code != 0
 
 
@@ -148,6 +149,42 @@ def test_wrong_words_are_refused_once_before_any_rank_starts(words: str, named: 
     assert named in done.stderr
     assert done.stderr.count("Error") == 1
     assert "started" not in done.stderr
+
+
+def test_ranks_may_stand_before_the_name_of_a_benchmark() -> None:
+    assert ranked("bench", "--ranks", "2", "kvstore").stderr.startswith("started 2 ['-m', 'mpips.bench'")
+    done = ranked("bench", "optimizers", "--ranks", "2")
+    assert done.returncode == 2
+    assert "--ranks" in done.stderr
+
+
+def completions(words: str) -> list[str]:
+    """What a shell offers after these words."""
+    environment = {"_MPIPS_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}
+    code = "import launch.cli; launch.cli.main(prog_name='mpips')"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=50, env=environment)
+    return [line.split(",")[1] for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        ("mpips d", ["doctor"]),
+        ("mpips bench kvstore --se", ["--servers", "--seconds"]),
+        ("mpips bench --ra", ["--ranks"]),
+        ("mpips lab sta", ["status"]),
+        ("mpips run --mas", ["--masters"]),
+    ],
+)
+def test_completion_reaches_into_every_command(words: str, offered: list[str]) -> None:
+    assert completions(words) == offered
+
+
+def test_version() -> None:
+    done = CliRunner().invoke(cli.main, ["--version"])
+    assert done.exit_code == 0
+    assert done.output.startswith("mpips ")
 
 
 def test_help_of_a_ranked_command_starts_no_ranks() -> None:
