@@ -105,9 +105,9 @@ def command(
 ) -> None:  # fmt: skip
     """Time COLLECTIVE over the ranks of the job, beside the MPI's own best call in the same run.
 
-    It is allreduce, reduce_scatter, allgather, alltoall, broadcast, reduce, pt2pt or overlap. Times are of one call on the slowest rank. `pt2pt` is a ping-pong of ranks 0 and 1; `overlap` an allreduce beside
-    compute. Start the ranks with `mpips bench ... --ranks P` or with mpirun. `mpips bench kvstore` and `mpips bench
-    optimizers` have helps of their own.
+    It is allreduce, reduce_scatter, allgather, alltoall, broadcast, reduce, pt2pt (a ping-pong of ranks 0 and 1) or
+    overlap (an allreduce beside compute). Times are of one call on the slowest rank. Start the ranks with `mpips bench
+    ... --ranks P` or with mpirun. `mpips bench kvstore` and `mpips bench optimizers` have helps of their own.
     """
     comm = MPI.COMM_WORLD
     wanted = check(
