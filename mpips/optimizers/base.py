@@ -28,12 +28,14 @@ def working_dtype(dtype: np.dtype) -> np.dtype:
     return dtype
 
 
-def _scratch(name: str, dtype: np.dtype, length: int) -> np.ndarray:
-    """One block of this thread's scratch memory; the same name and dtype give the same memory again."""
+def _scratch(name: str, dtype: np.dtype, length: int, like: np.ndarray) -> np.ndarray:
+    """One block of this thread's scratch memory where `like` lies, on the host or a GPU; the same name, dtype and place
+    give the same memory again."""
     buffers: dict[Any, np.ndarray] = _local.__dict__
-    block = buffers.get((name, dtype))
+    block = buffers.get((name, dtype, type(like)))
     if block is None:
-        block = buffers[name, dtype] = np.empty(BLOCK_BYTES // dtype.itemsize, dtype)
+        block = np.empty_like(like, dtype, shape=(BLOCK_BYTES // dtype.itemsize,))
+        buffers[name, dtype, type(like)] = block
     return block[:length]
 
 
@@ -65,7 +67,9 @@ class Optimizer:
     def init(self, weights: np.ndarray) -> State:
         """State for `weights` (1-D, n elements): a tuple of arrays (n,) of zeros in the working dtype."""
         dtype = working_dtype(weights.dtype)
-        return self._state(tuple(np.zeros(weights.size, dtype) for _ in range(self._slots())))
+        if isinstance(weights, np.ndarray):
+            return self._state(tuple(np.zeros(weights.size, dtype) for _ in range(self._slots())))
+        return self._state(tuple(np.zeros_like(weights, dtype) for _ in range(self._slots())))
 
     def update(self, weights: np.ndarray, gradient: np.ndarray, state: State, step: int) -> None:
         """One update in place: `weights` and `state` change, `gradient` does not.
@@ -77,10 +81,12 @@ class Optimizer:
         self._check(weights, gradient, state, step)
         dtype = working_dtype(weights.dtype)
         # As 0-d arrays: NumPy would convert a Python number again in every pass over every block.
-        numbers = [np.array(number, dtype) for number in self._numbers(step)]
+        numbers: list[Any] = [np.array(number, dtype) for number in self._numbers(step)]
+        if not isinstance(weights, np.ndarray):
+            numbers = [dtype.type(number) for number in numbers]  # a GPU's functions take no host arrays
         length = BLOCK_BYTES // dtype.itemsize
         block = self._block if weights.dtype == dtype else self._wide_block
-        scratch = _scratch("update", dtype, min(length, weights.size))
+        scratch = _scratch("update", dtype, min(length, weights.size), weights)
         for start in range(0, weights.size, length):
             part = slice(start, start + length)
             w = weights[part]
@@ -88,7 +94,7 @@ class Optimizer:
 
     def _wide_block(self, w: np.ndarray, g: np.ndarray, state: State, scratch: np.ndarray, numbers: Numbers) -> None:
         """A block of 16-bit weights: computed in the dtype of `scratch`, rounded once."""
-        wide_w, wide_g = _scratch("weights", scratch.dtype, w.size), _scratch("gradient", scratch.dtype, w.size)
+        wide_w, wide_g = (_scratch(name, scratch.dtype, w.size, w) for name in ("weights", "gradient"))
         wide_w[...], wide_g[...] = w, g
         self._block(wide_w, wide_g, state, scratch, numbers)
         w[...] = wide_w
@@ -146,7 +152,7 @@ class Scaled(Optimizer):
 
 def scaled(g: np.ndarray, rescale: float) -> np.ndarray:
     """`rescale * g` in a block of scratch, or `g` itself where that is the same."""
-    return g if rescale == 1.0 else np.multiply(g, rescale, out=_scratch("scaled", g.dtype, g.size))
+    return g if rescale == 1.0 else np.multiply(g, rescale, out=_scratch("scaled", g.dtype, g.size, g))
 
 
 def decayed(w: np.ndarray, g: np.ndarray, weight_decay: float, scratch: np.ndarray) -> np.ndarray:
@@ -154,7 +160,7 @@ def decayed(w: np.ndarray, g: np.ndarray, weight_decay: float, scratch: np.ndarr
     if weight_decay == 0.0:
         return g
     np.multiply(w, weight_decay, out=scratch)
-    return np.add(g, scratch, out=_scratch("scaled", g.dtype, g.size))
+    return np.add(g, scratch, out=_scratch("scaled", g.dtype, g.size, g))
 
 
 def at_least_zero(optimizer: Optimizer, *names: str) -> None:

@@ -22,12 +22,15 @@ from . import checkpoint, report
 from .activations import ACTIVATIONS
 from .agreement import TrainingError, agree
 from .data import Data, describe, load
+from .devices import DEVICES, array_module
 from .distribution import WAYS
 from .grid import Grid, misfit, parse
 from .mlp import MLP
-from .network import Specification
 from .predict import Prediction, predict_all
+from .served import INTERVAL, STORES, Servers
+from .served import misfit as misfit_of_servers
 from .sources import BUILT_IN, Source, open_source
+from .specification import DTYPES, Specification
 from .splits import MODES
 from .training import Epoch, train
 
@@ -51,10 +54,17 @@ _OPTIMIZERS = ("sgd", "adagrad", "rmsprop", "adam", "adamw")
 @click.option("--epochs", default=10, type=click.IntRange(1))
 @click.option("--batch", default=100, type=click.IntRange(1), help="Samples of a whole minibatch.")
 @click.option("--seed", default=1, type=click.IntRange(0))
-@click.option("--dtype", default="float32", type=click.Choice(["float32", "float64"]))
+@click.option("--dtype", default="float32", type=click.Choice(DTYPES), help="mixed: float16 travels between nodes.")
+@click.option("--device", default="cpu", type=click.Choice(DEVICES), help="gpu: CuPy; the node's GPUs are dealt out.")
 @click.option("--optimizer", default="sgd", type=click.Choice(_OPTIMIZERS))
 @click.option("--learning-rate", default=0.01)
 @click.option("--momentum", default=0.0, help="For sgd.")
+@click.option("--overlap/--no-overlap", default=None, show_default="between nodes", help="Send beside computation.")
+@click.option("--servers", default=0, type=click.IntRange(0), help="Ranks that are servers; they are the last ones.")
+@click.option("--clients", default=1, type=click.IntRange(1), help="With servers: clients, each of them a --grid.")
+@click.option("--averaging", default="sync", type=click.Choice(list(STORES)), help="With servers: what they do.")
+@click.option("--every", default=INTERVAL, type=click.IntRange(1), help="Elastic: steps between two exchanges.")
+@click.option("--alpha", default=0.5, type=click.FloatRange(0, 1, min_open=True), help="Elastic: how far they move.")
 @click.option("--threads", default=0, type=click.IntRange(0), help="BLAS threads a rank; 0: cores / ranks of the node.")
 @click.option("--save", "save_path", type=OutFile(), help="Write a checkpoint (safetensors) after the last epoch.")
 @click.option("--load", "load_path", help="Go on from a checkpoint of any grid, with its network and optimizer.")
@@ -85,7 +95,7 @@ def check(ranks: int, **options: Any) -> None:
     try:
         _widths(options["hidden"])
         _optimizer(options["optimizer"], options["learning_rate"], options["momentum"])
-        if options["grid_text"] != "auto" and (problem := misfit(*parse(options["grid_text"]), ranks)):
+        if problem := _grid_misfit(ranks, options["grid_text"], options["servers"], options["clients"]):
             raise TrainingError(problem)
         if options["data"].startswith("synthetic"):
             open_source(options["data"])
@@ -127,9 +137,16 @@ class _Run:
         batch: int,
         seed: int,
         dtype: str,
+        device: str,
         optimizer: str,
         learning_rate: float,
         momentum: float,
+        overlap: bool | None,
+        servers: int,
+        clients: int,
+        averaging: str,
+        every: int,
+        alpha: float,
         threads: int,
         save_path: str | None,
         load_path: str | None,
@@ -145,41 +162,60 @@ class _Run:
         self.grid_text, self.explain, self.epochs, self.threads = grid_text, explain, epochs, threads
         self.optimizer = _optimizer(optimizer, learning_rate, momentum)
         self.save_path, self.load_path, self.json_path, self.plot_path = save_path, load_path, json_path, plot_path
+        self.overlap, self.device, self.xp = overlap, device, np
+        if problem := _grid_misfit(comm.size, grid_text, servers, clients):
+            raise TrainingError(problem)
+        self.servers = Servers(servers, clients, averaging, every, alpha, comm) if servers else None
+        if self.servers is not None and load_path:
+            raise TrainingError("--load goes on without servers: leave --servers out")
 
     def run(self) -> None:
         with threadpool_limits(self.threads or _share_of_cores(self.comm), user_api="blas"):
-            shape = describe(self.open, self.comm)
-            sizes = (shape.features, *self.hidden, shape.outputs)
-            loss = "softmax" if shape.classes >= 0 else "l2"
-            specification = Specification(sizes, self.activation, loss, self.dtype, self.seed)
-            train_rows = shape.rows - int(shape.rows * self.test_share)
-            grid = self._grid(specification, train_rows)
-            start = perf_counter()
-            data = load(self.open, grid, self.batch, self.dtype, self.seed, self.test_share, self.way)
-            specification = specification._replace(sizes=(*sizes[:-1], data.outputs))
-            self._train(specification, data, grid, perf_counter() - start)
+            if self.servers is None:
+                self._prepare_and_train(None)
+                return
+            grid = self.servers.join(*parse(self.grid_text))
+            self.comm = grid.comm
+            try:
+                self._prepare_and_train(grid)
+            except TrainingError as error:
+                self.servers.give_up(str(error))
+                raise
+            self.servers.close()
+
+    def _prepare_and_train(self, grid: Grid | None) -> None:
+        self.xp = array_module(self.device, self.comm)
+        shape = describe(self.open, self.comm)
+        sizes = (shape.features, *self.hidden, shape.outputs)
+        loss = "softmax" if shape.classes >= 0 else "l2"
+        specification = Specification(sizes, self.activation, loss, self.dtype, self.seed)
+        if grid is None:
+            grid = self._grid(specification, shape.rows - int(shape.rows * self.test_share))
+        start = perf_counter()
+        data = load(self.open, grid, self.batch, self.dtype, self.seed, self.test_share, self.way)
+        if self.explain:
+            self._say(report.explain_way(data))
+        specification = specification._replace(sizes=(*sizes[:-1], data.outputs))
+        self._train(specification, data, grid, perf_counter() - start)
 
     def _grid(self, specification: Specification, train_rows: int) -> Grid:
-        shape, predictions = None, []
-        if self.grid_text != "auto":
-            try:
-                shape = parse(self.grid_text)
-            except ValueError as error:
-                raise TrainingError(str(error)) from error
-            grid = Grid(*shape, self.comm)
+        shape = None if self.grid_text == "auto" else parse(self.grid_text)
+        predictions = []
         if self.explain or shape is None:
+            if self.xp is not np:
+                raise TrainingError("predictions are for --device cpu: give --grid, and leave --explain out")
             predictions = predict_all(specification, self.batch, self.comm, self.optimizer, self.split)
             self._explain(predictions, -(-train_rows // self.batch))
-        if shape is None:
-            grid = Grid(predictions[0].batch, predictions[0].model, self.comm)
-        return grid
+        return Grid(*(shape or (predictions[0].batch, predictions[0].model)), self.comm)
 
     def _explain(self, predictions: list[Prediction], steps: int) -> None:
         if self.explain and self.comm.rank == 0:
             self.console.print(report.explain(predictions, steps))
 
     def _train(self, specification: Specification, data: Data, grid: Grid, data_seconds: float) -> None:
-        hybrid = checkpoint.load(self.load_path, grid, self.split) if self.load_path else None
+        hybrid = None
+        if self.load_path:
+            hybrid = checkpoint.load(self.load_path, grid, self.split, self.xp, overlap=self.overlap)
         if hybrid is not None:
             specification = hybrid.network.specification
         self._say(
@@ -187,8 +223,9 @@ class _Run:
             f"grid {grid} (batch x model), {specification.dtype}, data by {data.way}"
         )
         trained = train(
-            MLP(*specification), data, grid, self.epochs, self.optimizer, self.split, self._progress, hybrid
-        )
+            MLP(*specification, xp=self.xp), data, grid, self.epochs, self.optimizer, self.split, self._progress,
+            hybrid, overlap=self.overlap, servers=self.servers,
+        )  # fmt: skip
         if self.save_path:
             checkpoint.save(self.save_path, trained.hybrid, data.scaling)
         memory = np.zeros(self.comm.size, np.int64)
@@ -198,7 +235,9 @@ class _Run:
         problem = None
         if self.comm.rank == 0:
             self.console.print(report.budget(phases))
-            self._say(f"peak memory of a rank: {memory.max() / 2**20:,.0f} MiB")
+            peaks = ", ".join(f"{peak / 2**20:,.0f}" for peak in memory)
+            mean = report.mean_seconds(trained.epochs)
+            self._say(f"mean of an epoch: {mean:.2f} s; peak memory by rank, MiB: {peaks}")
             problem = self._write(content, trained.epochs, phases, f"grid {grid}")
         agree(self.comm, problem)
 
@@ -218,6 +257,21 @@ class _Run:
     def _say(self, text: str) -> None:
         if self.comm.rank == 0:
             self.console.print(text)
+
+
+def _grid_misfit(ranks: int, grid: str, servers: int, clients: int) -> str | None:
+    """Why the grid and the servers do not fit the ranks; None where they do."""
+    if grid == "auto":
+        if servers:
+            return "with --servers, give the --grid of a client, for instance 1x2"
+        return "--clients are clients of --servers: give some" if clients > 1 else None
+    try:
+        batch, model = parse(grid)
+    except ValueError as error:
+        return str(error)
+    if servers:
+        return misfit_of_servers(servers, clients, batch, model, ranks)
+    return "--clients are clients of --servers: give some" if clients > 1 else misfit(batch, model, ranks)
 
 
 def _optimizer(name: str, learning_rate: float, momentum: float) -> optimizers.Optimizer:

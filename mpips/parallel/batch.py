@@ -1,9 +1,16 @@
-"""Batch parallelism: one sum of all gradients per minibatch, after the backward pass (the paper, section 5,
-Algorithm 1)."""
+"""Batch parallelism: the sum of all gradients over the ranks that hold the same slice (the paper, section 5,
+Algorithm 1).
+
+The flat gradients are summed in buckets of whole layers, from the last layer to the first. Beside computation, a bucket
+is on its way from the moment its lowest layer's gradient is there; otherwise buckets go one by one after the backward
+pass. Both give the same numbers, bit for bit.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from time import perf_counter
+from typing import NamedTuple
 
 import numpy as np
 from mpi4py import MPI
@@ -11,16 +18,62 @@ from mpi4py import MPI
 from .clock import Clock
 from .communication import Sum
 
+BUCKET_BYTES = 256 << 10
+
+
+class Bucket(NamedTuple):
+    """Elements [start, stop) of the flat gradients, complete when the gradient of `layer` is there."""
+
+    layer: int
+    start: int
+    stop: int
+
+
+def buckets(elements: Sequence[int], itemsize: int) -> list[Bucket]:
+    """Layers in the order of the backward pass, put together until a bucket has `BUCKET_BYTES`; `elements` by layer."""
+    found = []
+    stop = start = sum(elements)
+    for layer in range(len(elements) - 1, -1, -1):
+        start -= elements[layer]
+        if (stop - start) * itemsize >= BUCKET_BYTES or layer == 0:
+            found.append(Bucket(layer, start, stop))
+            stop = start
+    return found
+
 
 class BatchReduction:
     """Sums the flat gradients of the ranks that hold the same slice of the network."""
 
-    def __init__(self, gradients: np.ndarray, comm: MPI.Comm, clock: Clock) -> None:
-        self._sum = Sum(gradients, comm)
-        self._clock = clock
+    def __init__(
+        self, gradients: np.ndarray, cut: Sequence[Bucket], comm: MPI.Comm, clock: Clock, overlap: bool, half: bool
+    ) -> None:
+        self.buckets = cut
+        self._sums = [Sum(gradients[bucket.start : bucket.stop], comm, half) for bucket in cut]
+        self._by_layer = {bucket.layer: sum_ for bucket, sum_ in zip(cut, self._sums)}
+        self._clock, self._overlap = clock, overlap
+        self._started: list[Sum] = []
 
-    def run(self) -> None:
-        """Replace the gradients by their sum over the batch ranks; blocking."""
-        start = perf_counter()
-        self._sum.run()
-        self._clock.add("backward", start)
+    def gradient(self, layer: int) -> None:
+        """The gradients of a layer and of all above it are there."""
+        if self._overlap and layer in self._by_layer:
+            start = perf_counter()
+            self._started.append(self._by_layer[layer].start())
+            self._clock.add("backward", start)
+
+    def poll(self) -> None:
+        """Move on what has been started."""
+        if self._started:
+            self._started[0].test()
+
+    def finish(self) -> Iterator[Bucket]:
+        """Every bucket, as its gradients become their sum over the batch ranks; blocking. One that is not beside
+        computation is begun here."""
+        for bucket, sum_ in zip(self.buckets, self._sums):
+            start = perf_counter()
+            if self._overlap:
+                sum_.wait()
+            else:
+                sum_.run()
+            self._clock.add("backward", start)
+            yield bucket
+        self._started.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -12,12 +13,13 @@ from safetensors.numpy import save_file
 
 from mpips import optimizers
 
-from .agreement import agree
+from .agreement import TrainingError, agree
+from .communication import on_host, put
 from .data import Scaling
 from .grid import Grid
 from .hybrid import Hybrid
 from .mlp import MLP
-from .network import Specification
+from .specification import Specification
 from .splits import Split
 
 
@@ -25,6 +27,7 @@ class _Header(msgspec.Struct):
     specification: Specification
     optimizer: str
     updates: int
+    loss_scale: tuple[float, int] | None = None
 
 
 def collect(hybrid: Hybrid) -> MLP:
@@ -43,8 +46,11 @@ def save(path: str, hybrid: Hybrid, scaling: Scaling | None = None) -> None:
     """Write the whole network, the optimizer with its state, and the scaling of the data. Collective over the grid.
 
     Layers go one after the other to rank 0, which writes the file beside `path` and renames it. Raises
-    TrainingError on every rank where the file cannot be written.
+    TrainingError on every rank where the file cannot be written, or where servers hold the optimizer's state.
+    With elastic averaging the network is the first client's.
     """
+    if len(hybrid.state) < len(hybrid.optimizer.init(np.empty(0, hybrid.network.dtype))):
+        raise TrainingError("the servers hold the optimizer's state: save with an optimizer without any, such as sgd")
     arrays: dict[str, np.ndarray] = {}
     if hybrid.grid.batch_index == 0:
         flats = {"": hybrid.network.flat_parameters}
@@ -61,12 +67,17 @@ def save(path: str, hybrid: Hybrid, scaling: Scaling | None = None) -> None:
     agree(hybrid.grid.comm, problem)
 
 
-def load(path: str, grid: Grid, mode: str = "pairs") -> Hybrid:
+def load(
+    path: str, grid: Grid, mode: str = "pairs", xp: Any = np, overlap: bool | None = None, half: bool | None = None
+) -> Hybrid:
     """This rank's slice of a saved network, ready to go on training on `grid`. Collective; each rank reads only
-    its slice."""
+    its slice. `overlap`, `half`: see `Hybrid`."""
     header = _read_header(path, grid)
-    hybrid = Hybrid(MLP(*header.specification), grid, optimizers.decode(bytes.fromhex(header.optimizer)), mode)
+    optimizer = optimizers.decode(bytes.fromhex(header.optimizer))
+    hybrid = Hybrid(MLP(*header.specification, xp=xp), grid, optimizer, mode, overlap, half)
     hybrid.updates = header.updates
+    if hybrid.update.loss_scale is not None and header.loss_scale is not None:
+        hybrid.update.loss_scale.scale, hybrid.update.loss_scale.good = header.loss_scale
     flats = {"": hybrid.network.flat_parameters}
     flats |= {f"state{slot}.": array for slot, array in enumerate(hybrid.state)}
     problem = None
@@ -76,7 +87,7 @@ def load(path: str, grid: Grid, mode: str = "pairs") -> Hybrid:
                 for layer, split in enumerate(hybrid.network.splits):
                     for kind, view in zip(("weight", "bias"), hybrid.network.views(flat)[2 * layer : 2 * layer + 2]):
                         if view.size:  # an idle rank holds an empty slice, which the library refuses to read
-                            view[...] = file.get_slice(f"{prefix}layer{layer}.{kind}")[_where(split, kind)]
+                            put(file.get_slice(f"{prefix}layer{layer}.{kind}")[_where(split, kind)], view)
     except (OSError, ValueError, SafetensorError) as error:
         problem = f"checkpoint {path} cannot be read: {error}"
     agree(grid.comm, problem)
@@ -103,7 +114,7 @@ def _where(split: Split, kind: str) -> tuple[slice, ...]:
 def _gather(hybrid: Hybrid, layer: int, kind: str, flat: np.ndarray) -> np.ndarray:
     """The whole weight or bias of a layer at model index 0, of an array laid out as the parameters; empty elsewhere."""
     network, comm = hybrid.network, hybrid.grid.model_comm
-    mine = network.views(flat)[2 * layer + (kind == "bias")]
+    mine = on_host(network.views(flat)[2 * layer + (kind == "bias")])
     whole_shape = (network.sizes[layer + 1], network.sizes[layer]) if kind == "weight" else (network.sizes[layer + 1],)
     cut = network.splits[layer].kind
     if cut == "whole" or (cut == "rows" and kind == "bias"):
@@ -123,7 +134,10 @@ def _gather(hybrid: Hybrid, layer: int, kind: str, flat: np.ndarray) -> np.ndarr
 
 def _write(path: str, arrays: dict[str, np.ndarray], hybrid: Hybrid) -> str | None:
     optimizer = optimizers.encode(hybrid.optimizer).hex()
-    header = _Header(hybrid.network.specification, optimizer, hybrid.updates)
+    scale = hybrid.update.loss_scale
+    header = _Header(
+        hybrid.network.specification, optimizer, hybrid.updates, None if scale is None else (scale.scale, scale.good)
+    )
     partial = f"{path}.partial"
     try:
         save_file(arrays, partial, {"mpips": msgspec.json.encode(header).decode()})

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
 
 from .agreement import TrainingError, agree
-from .distribution import WAYS, choose, distribute
+from .distribution import WAYS, distribute, measure, way_seconds
 from .grid import Grid
 from .measure import Link
 from .minibatches import Deal, deal
 from .sources import Source
+from .specification import working_dtype
 
 
 class Scaling(NamedTuple):
@@ -41,7 +42,14 @@ class Data(NamedTuple):
     batch: int
     seed: int
     way: str
+    way_seconds: dict[str, float]
+    """What sending the rows would take in the paper's two ways, by its formulas and the measured link."""
     scaling: Scaling
+
+    def on(self, xp: Any) -> Data:
+        """The same rows in arrays of the array module `xp`; themselves with NumPy."""
+        names = ("x", "y", "test_x", "test_y")
+        return self if xp is np else self._replace(**{name: xp.asarray(getattr(self, name)) for name in names})
 
 
 class Shape(NamedTuple):
@@ -78,8 +86,8 @@ def load(
 
     `batch` is the size of a whole minibatch, `test_share` the share of rows kept for testing. `way` is "read"
     (every rank reads its own rows), "scatter", "broadcast" (rank 0 reads and sends), or "auto": read where all
-    ranks can, else the cheaper of the other two for the measured `link`. TrainingError on every rank, in the same
-    words, if any rank finds the data bad.
+    ranks can, else the cheaper of the other two for the `link` (None: measured). TrainingError on every rank, in the
+    same words, if any rank finds the data bad.
     """
     agree(grid.comm, _wrong(batch, test_share, way))
     source, way = _open(open_source, grid.comm, way)
@@ -89,21 +97,22 @@ def load(
         raise TrainingError(f"{shape.rows} rows with a test share of {test_share} leave none for training")
     deals = [deal(shape.rows, test_rows, batch, grid.batch, index, seed) for index in range(grid.batch)]
     columns = shape.features + shape.targets
+    costs = way_seconds(grid.batch, grid.model, 8.0 * columns * shape.rows / grid.batch, link or measure(grid.comm))
     if way == "auto":
-        part_bytes = 8.0 * columns * shape.rows / grid.batch
-        way = choose(grid.batch, grid.model, part_bytes, *(link or Link(1e-6, 1e-10)))
+        way = min(costs, key=costs.__getitem__)
     parts = [np.concatenate([each.train, each.test]) for each in deals]
     table = distribute(grid, way, source.read if source else None, parts, columns)
     mine = deals[grid.batch_index]
     x, y = table[:, : shape.features], table[:, shape.features :]
     outputs = shape.targets if shape.classes < 0 else _classes(y, shape, grid)
     scaling = _scaling(x[: len(mine.train)], y[: len(mine.train)], shape.classes >= 0, grid)
-    x = ((x - scaling.x_mean) / scaling.x_std).astype(dtype)
-    y = y[:, 0].astype(np.int64) if shape.classes >= 0 else ((y - scaling.y_mean) / scaling.y_std).astype(dtype)
+    working = working_dtype(dtype)
+    x = ((x - scaling.x_mean) / scaling.x_std).astype(working)
+    y = y[:, 0].astype(np.int64) if shape.classes >= 0 else ((y - scaling.y_mean) / scaling.y_std).astype(working)
     cut = len(mine.train)
     return Data(
         x[:cut], y[:cut], x[cut:], y[cut:], mine, outputs, shape.classes >= 0,
-        shape.rows - test_rows, test_rows, batch, seed, way, scaling,
+        shape.rows - test_rows, test_rows, batch, seed, way, costs, scaling,
     )  # fmt: skip
 
 

@@ -4,15 +4,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from time import perf_counter
 
 import numpy as np
 from mpi4py import MPI
 
 from .agreement import TrainingError, agree
 from .grid import Grid
+from .measure import Link
 
 WAYS = ("read", "scatter", "broadcast")
 _BLOCK_BYTES = 32 << 20  # of one rank's rows that are on the way at a time, so that rank 0 never holds all parts
+_MEASURED_BYTES = 256 << 10  # a rank's part of the scatter that is timed
 
 Read = Callable[[np.ndarray], np.ndarray]
 
@@ -27,10 +30,37 @@ def broadcast_seconds(batch: int, model: int, data: float, alpha: float, beta: f
     return 2 * alpha + max(batch, model) * data * beta
 
 
-def choose(batch: int, model: int, data: float, alpha: float, beta: float) -> str:
-    """The cheaper of the two ways by the paper's rule; alpha in seconds, beta in seconds a byte."""
-    one = scatter_seconds(batch, model, data, alpha, beta)
-    return "scatter" if one <= broadcast_seconds(batch, model, data, alpha, beta) else "broadcast"
+def way_seconds(batch: int, model: int, data: float, link: Link) -> dict[str, float]:
+    """The cost of both ways of sending, by the paper's rule, the cheaper of two equal ones first."""
+    return {
+        "scatter": scatter_seconds(batch, model, data, *link),
+        "broadcast": broadcast_seconds(batch, model, data, *link),
+    }
+
+
+def measure(comm: MPI.Comm, repeats: int = 5) -> Link:
+    """The link for which `scatter_seconds` gives the measured times of a tiny and of a large scatter. Collective.
+
+    Median of `repeats`, of the slowest rank. One rank has nothing to measure: alpha and beta are 0.
+    """
+    if comm.size == 1:
+        return Link(0.0, 0.0)
+    tiny, large = (_median(comm, nbytes, repeats) for nbytes in (8, _MEASURED_BYTES))
+    return Link(tiny, max(large - tiny, 0.0) / (comm.size * _MEASURED_BYTES))
+
+
+def _median(comm: MPI.Comm, nbytes: int, repeats: int) -> float:
+    mine = np.zeros(nbytes // 8)
+    everything = np.zeros(comm.size * mine.size) if comm.rank == 0 else None
+    times = np.empty(repeats)
+    for index in range(-1, repeats):
+        comm.Barrier()
+        start = perf_counter()
+        comm.Scatter(everything, mine, root=0)
+        if index >= 0:
+            times[index] = perf_counter() - start
+    comm.Allreduce(MPI.IN_PLACE, times, MPI.MAX)
+    return float(np.median(times))
 
 
 def distribute(grid: Grid, way: str, read: Read | None, parts: list[np.ndarray], columns: int) -> np.ndarray:

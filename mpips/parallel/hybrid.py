@@ -10,32 +10,71 @@ import numpy as np
 from mpi4py import MPI
 
 import collectives
-from mpips.optimizers import Optimizer
+from mpips.optimizers import Optimizer, State
 
-from .batch import BatchReduction
 from .clock import Clock
+from .communication import nodes
 from .grid import Grid
 from .mlp import MLP
 from .model import ModelExchange
 from .network import Network
+from .served import Servers, connect
+from .updates import Update, local
 
 
 class Hybrid:
-    """The slice of a model that this rank of the grid trains, and the state of its optimizer.
+    """The slice of a model that this rank of the grid trains, and what updates it.
 
     Starts from the weights of `model`: its seed's, or, where its arrays were already used, what they hold (they
-    must then be the same on every rank). Making one is collective only in that all ranks of the grid must.
+    must then be the same on every rank). Collective over the grid. `overlap`: whether gradients travel beside the
+    computation, and `half`: whether a "mixed" network sends float16; None: where the ranks are on several nodes.
+    `servers` keep the weights and run the optimizer, or average elastically; see `served`.
     """
 
-    def __init__(self, model: MLP, grid: Grid, optimizer: Optimizer, mode: str = "pairs") -> None:
+    def __init__(
+        self,
+        model: MLP,
+        grid: Grid,
+        optimizer: Optimizer,
+        mode: str = "pairs",
+        overlap: bool | None = None,
+        half: bool | None = None,
+        servers: Servers | None = None,
+    ) -> None:
         self.grid, self.optimizer, self.clock = grid, optimizer, Clock()
-        exchange = ModelExchange(grid.model_comm, self.clock) if grid.model > 1 else None
-        self.network = Network(model.specification, exchange, mode, partial(collectives.empty, comm=grid.comm))
+        between = nodes(grid.model_comm) > 1
+        narrow = model.specification.dtype == "mixed" and (between if half is None else half)
+        self._exchange = ModelExchange(grid.model_comm, self.clock, narrow) if grid.model > 1 else None
+        empty = partial(collectives.empty, comm=grid.comm)
+        self.network = Network(model.specification, self._exchange, mode, empty, model.xp)
         if model.used:
             self.network.take(model.parameters)
-        self.state = optimizer.init(self.network.flat_parameters)
         self.updates = 0
-        self._reduction = BatchReduction(self.network.flat_gradients, grid.batch_comm, self.clock)
+        self.update: Update
+        if servers is None:
+            self.update = local(
+                self.network, grid.batch_comm, grid.model_comm, optimizer, self.clock, overlap, half
+            )
+        else:
+            self.update = connect(servers, self.network, grid, optimizer, self.clock)
+        self._polls_model = self._exchange is not None and (between if overlap is None else overlap)
+        if grid.comm.size > 1:
+            self.network.progress = self
+
+    @property
+    def state(self) -> State:
+        """The optimizer's state, as far as this rank keeps it; laid out as the flat parameters."""
+        return self.update.state
+
+    def gradient(self, layer: int) -> None:
+        """The network's word that a layer's gradients are there."""
+        self.update.gradient(layer)
+
+    def poll(self) -> None:
+        """Look after what is on its way."""
+        if self._polls_model and self._exchange is not None:
+            self._exchange.poll()
+        self.update.poll()
 
     def step(self, x: np.ndarray, y: np.ndarray, samples: int) -> float:
         """One minibatch of `samples` samples, of which this rank's batch index has (x, y), possibly none.
@@ -43,11 +82,9 @@ class Hybrid:
         Returns the sum of the losses of its own samples; the same on all ranks of a model communicator.
         """
         start, before = perf_counter(), self.clock.communication()
-        loss = self.network.step(x, y, samples)
-        self._reduction.run()
+        loss = self.network.step(x, y, self.update.share(samples))
         self.updates += 1
-        network = self.network
-        self.optimizer.update(network.flat_parameters, network.flat_gradients, self.state, self.updates)
+        self.update.run(self.updates)
         self.clock.add("compute", start + self.clock.communication() - before)
         return loss
 

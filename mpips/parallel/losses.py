@@ -6,12 +6,14 @@ Outputs are (outputs, samples), as everything inside a network (the paper writes
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 
-def l2(output: np.ndarray, target: np.ndarray, delta: np.ndarray, scratch: np.ndarray, scale: float) -> float:
+def l2(
+    output: np.ndarray, target: np.ndarray, delta: np.ndarray, scratch: np.ndarray, scale: float, xp: Any = np
+) -> float:
     """Sum over samples of ``1/2 |output - target|^2``; `delta` becomes its gradient times `scale`.
 
     `target` is (samples, outputs) or, with one output, (samples,); `scratch` is overwritten.
@@ -23,13 +25,15 @@ def l2(output: np.ndarray, target: np.ndarray, delta: np.ndarray, scratch: np.nd
     return total
 
 
-def softmax(output: np.ndarray, target: np.ndarray, delta: np.ndarray, scratch: np.ndarray, scale: float) -> float:
+def softmax(
+    output: np.ndarray, target: np.ndarray, delta: np.ndarray, scratch: np.ndarray, scale: float, xp: Any = np
+) -> float:
     """Sum over samples of the cross-entropy ``-log softmax(output)[target]``; `delta` becomes its gradient times
     `scale`.
 
-    `target` is (samples,) of class numbers; `scratch` is overwritten.
+    `target` is (samples,) of class numbers; `scratch` is overwritten; `xp` is the array module of all of them.
     """
-    samples = np.arange(output.shape[1])
+    samples = xp.arange(output.shape[1])
     np.subtract(output, output.max(axis=0, keepdims=True) if output.size else 0, out=scratch)
     np.exp(scratch, out=delta)
     sums = delta.sum(axis=0)
@@ -43,7 +47,7 @@ def softmax(output: np.ndarray, target: np.ndarray, delta: np.ndarray, scratch: 
 class Loss(NamedTuple):
     """A loss by name, and whether its targets are class numbers."""
 
-    function: Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray, float], float]
+    function: Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray, float, Any], float]
     classes: bool
 
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
-from .network import Empty, LayerHook, Network, Specification, check, numpy_empty
+from .exchange import LayerHook
+from .network import Empty, Network, numpy_empty
+from .specification import Specification, check
 
 _PREDICT_SAMPLES = 1024
 
 
 class MLP:
-    """Fully connected layers with one activation between them, trained on NumPy.
+    """Fully connected layers with one activation between them, on the array module `xp`: NumPy or CuPy.
 
     `sizes` are inputs, hidden widths, outputs. `parameters` and `gradients` are lists of arrays in the order of
     `names` (``layer0.weight`` (outputs, inputs), ``layer0.bias`` (outputs,), ...); the arrays keep their identity and
@@ -32,14 +35,15 @@ class MLP:
         dtype: str = "float32",
         seed: int = 0,
         empty: Empty = numpy_empty,
+        xp: Any = np,
     ) -> None:
         self.specification = Specification(tuple(sizes), activation, loss, dtype, seed)
-        self._empty = empty
+        self.xp, self._empty = xp, empty
         check(self.specification)
 
     @cached_property
     def _network(self) -> Network:
-        return Network(self.specification, empty=self._empty)
+        return Network(self.specification, empty=self._empty, xp=self.xp)
 
     @property
     def used(self) -> bool:
@@ -91,7 +95,7 @@ class MLP:
 
     def predict(self, x: np.ndarray) -> np.ndarray:
         """Outputs (samples, outputs) of inputs (samples, features), a new array; softmax networks return logits."""
-        outputs = np.empty((len(x), self._network.sizes[-1]), self._network.dtype)
+        outputs = self.xp.empty((len(x), self._network.sizes[-1]), self._network.dtype)
         for start in range(0, len(x), _PREDICT_SAMPLES):
             block = x[start : start + _PREDICT_SAMPLES]
             outputs[start : start + len(block)] = self._network.forward(block).T
@@ -99,4 +103,4 @@ class MLP:
 
     def accuracy(self, x: np.ndarray, y: np.ndarray) -> float:
         """Share of the samples whose largest output is the class y (samples,)."""
-        return float(np.mean(self.predict(x).argmax(axis=1) == y))
+        return float((self.predict(x).argmax(axis=1) == y).mean())

@@ -8,18 +8,19 @@ import numpy as np
 from mpi4py import MPI
 
 from .clock import Clock
-from .communication import Gather, Sum
+from .communication import Gather, Sum, address
 
 
 class ModelExchange:
     """The exchange of one model communicator. Arrays come again every step, so what moves them is made once each.
 
-    Arrays are told apart by address and shape; the network keeps them alive.
+    Arrays are told apart by address and shape; the network keeps them alive. With `half` they travel as float16.
     """
 
-    def __init__(self, comm: MPI.Comm, clock: Clock) -> None:
+    def __init__(self, comm: MPI.Comm, clock: Clock, half: bool = False) -> None:
         self.parts, self.part = comm.size, comm.rank
-        self._comm, self._clock = comm, clock
+        self._comm, self._clock, self._half = comm, clock, half
+        self._running: Sum | None = None
         self._sums: dict[tuple[int, tuple[int, ...]], Sum] = {}
         self._gathers: dict[tuple[int, tuple[int, ...]], Gather] = {}
 
@@ -28,7 +29,7 @@ class ModelExchange:
         start = perf_counter()
         key = _key(full)
         if key not in self._gathers:
-            self._gathers[key] = Gather(full, self._comm)
+            self._gathers[key] = Gather(full, self._comm, self._half)
         self._gathers[key].run()
         self._clock.add("forward", start)
 
@@ -38,29 +39,32 @@ class ModelExchange:
         self._sum(array).run()
         self._clock.add("forward", start)
 
-    def start_sum(self, array: np.ndarray) -> _Backward:
-        """Begin to sum a backward array over the ranks."""
+    def start_sum(self, array: np.ndarray) -> ModelExchange:
+        """Begin to sum a backward array over the ranks; one at a time."""
         start = perf_counter()
-        pending = _Backward(self._sum(array).start(), self._clock)
+        self._running = self._sum(array).start()
         self._clock.add("backward", start)
-        return pending
+        return self
+
+    def poll(self) -> None:
+        """Move on the sum that has been started."""
+        if self._running is not None:
+            self._running.test()
+
+    def wait(self) -> None:
+        """Finish the sum that has been started."""
+        start = perf_counter()
+        assert self._running is not None
+        self._running.wait()
+        self._running = None
+        self._clock.add("backward", start)
 
     def _sum(self, array: np.ndarray) -> Sum:
         key = _key(array)
         if key not in self._sums:
-            self._sums[key] = Sum(array, self._comm)
+            self._sums[key] = Sum(array, self._comm, self._half)
         return self._sums[key]
 
 
-class _Backward:
-    def __init__(self, running: Sum, clock: Clock) -> None:
-        self._running, self._clock = running, clock
-
-    def wait(self) -> None:
-        start = perf_counter()
-        self._running.wait()
-        self._clock.add("backward", start)
-
-
 def _key(array: np.ndarray) -> tuple[int, tuple[int, ...]]:
-    return array.ctypes.data, array.shape
+    return address(array), array.shape

@@ -8,69 +8,20 @@ gradients in another, layer by layer, weights then bias, so that one allreduce a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from .activations import ACTIVATIONS, Activation
+from .exchange import Alone, Exchange, LayerHook, Progress
 from .losses import LOSSES
+from .specification import Specification, check, working_dtype
 from .splits import Split, splits
 from .weights import bound, draw
 
 Empty = Callable[[int, np.dtype], np.ndarray]
-
-
-class Specification(NamedTuple):
-    """What a network is, whoever holds it: sizes are inputs, hidden widths, outputs; the seed fixes the weights."""
-
-    sizes: tuple[int, ...]
-    activation: str
-    loss: str
-    dtype: str
-    seed: int
-
-
-class Pending(Protocol):
-    """A sum on its way."""
-
-    def wait(self) -> None:
-        """Return when the array holds the sum."""
-
-
-class Exchange(Protocol):
-    """What the ranks that share one model do together."""
-
-    parts: int
-    part: int
-
-    def gather(self, full: np.ndarray) -> None:
-        """Fill (neurons, samples): every rank has written its `interval` of rows and receives the others'."""
-
-    def sum(self, array: np.ndarray) -> None:
-        """Replace a forward array by its sum over the ranks."""
-
-    def start_sum(self, array: np.ndarray) -> Pending:
-        """Begin to replace a backward array by its sum over the ranks; it may not be touched before `wait`."""
-
-
-class Alone:
-    """The exchange of a rank that holds the whole model: nothing moves, and nothing may ask for it."""
-
-    parts = 1
-    part = 0
-
-    def gather(self, full: np.ndarray) -> None:
-        raise AssertionError("a whole model gathers nothing")
-
-    def sum(self, array: np.ndarray) -> None:
-        raise AssertionError("a whole model sums nothing")
-
-    def start_sum(self, array: np.ndarray) -> Pending:
-        raise AssertionError("a whole model sums nothing")
-
-
-LayerHook = Callable[[int], object]
-"""Called with the number of a layer, from 0."""
+_BLOCK_FLOPS = 1e8  # about a millisecond of a core: so often what is on its way is looked after
+_FEWEST_BLOCK_ROWS = 64  # below, a matrix product loses speed
 
 
 class Workspace(NamedTuple):
@@ -92,7 +43,8 @@ class Network:
     """The layers of one rank, cut as `mode` says among the ranks of `exchange`.
 
     `empty(count, dtype)` gives the memory for what other ranks read (gradients, activations): NumPy's own, or memory
-    that ranks of a node share. The weights are those of the specification's seed, however the network is cut.
+    that ranks of a node share. The weights are those of the specification's seed, however the network is cut. `xp` is
+    the array module that holds and computes everything: NumPy, or CuPy, whose arrays NumPy's functions pass on to it.
     """
 
     def __init__(
@@ -101,16 +53,18 @@ class Network:
         exchange: Exchange | None = None,
         mode: str = "pairs",
         empty: Empty = numpy_empty,
+        xp: Any = np,
     ) -> None:
         check(specification)
-        self.specification, self.mode = specification, mode
+        self.specification, self.mode, self.xp = specification, mode, xp
         self.sizes = specification.sizes
-        self.dtype = np.dtype(specification.dtype)
+        self.dtype = working_dtype(specification.dtype)
+        self.progress: Progress | None = None
         self.exchange: Exchange = Alone() if exchange is None else exchange
         self.splits = splits(self.sizes, self.exchange.parts, self.exchange.part, mode)
         self._activation: Activation = ACTIVATIONS[specification.activation]
         self._loss = LOSSES[specification.loss].function
-        self._empty = empty
+        self._empty = empty if xp is np else xp.empty
         self._capacity = -1
         self._spaces: dict[int, Workspace] = {}
         self._allocate_parameters()
@@ -128,7 +82,7 @@ class Network:
     def _allocate_parameters(self) -> None:
         shapes = self._shapes()
         count = sum(int(np.prod(shape)) for shape in shapes)
-        self.flat_parameters = np.empty(count, self.dtype)
+        self.flat_parameters = self.xp.empty(count, self.dtype)
         self.flat_gradients = self._empty(count, self.dtype)
         self.parameters = _views(self.flat_parameters, shapes)
         self.gradients = _views(self.flat_gradients, shapes)
@@ -139,16 +93,17 @@ class Network:
         for layer, split in enumerate(self.splits):
             columns = self.sizes[layer]
             half_width = bound("" if layer == last else self.specification.activation, columns)
-            draw(
-                self.weight(layer),
-                self.specification.seed,
-                layer,
-                columns,
-                split.outputs[0],
-                split.inputs[0],
-                half_width,
-            )
+            weight = self.weight(layer)
+            drawn = weight if self.xp is np else np.empty(weight.shape, self.dtype)
+            draw(drawn, self.specification.seed, layer, columns, split.outputs[0], split.inputs[0], half_width)
+            if drawn is not weight:
+                weight[...] = self.xp.asarray(drawn)
             self.bias(layer)[...] = 0
+
+    @property
+    def layer_elements(self) -> list[int]:
+        """This rank's parameters of each layer; layers lie one after the other in the flat arrays."""
+        return [self.weight(layer).size + self.bias(layer).size for layer in range(len(self.splits))]
 
     def views(self, flat: np.ndarray) -> list[np.ndarray]:
         """Views of an array laid out as the flat parameters (an optimizer's state): weight, bias, weight, ..."""
@@ -176,7 +131,7 @@ class Network:
         for layer, split in enumerate(self.splits):
             count = capacity * self._held(layer, split)
             arrays = self._empty(count, self.dtype), self._empty(count, self.dtype)
-            self._blocks.append((*arrays, np.empty(count, bool), np.empty(count, self.dtype)))
+            self._blocks.append((*arrays, self.xp.empty(count, bool), self.xp.empty(count, self.dtype)))
 
     def _held(self, layer: int, split: Split) -> int:
         """Neurons of a layer that this rank keeps: all, unless the next layer wants only its own."""
@@ -233,20 +188,20 @@ class Network:
         self,
         x: np.ndarray,
         y: np.ndarray,
-        samples: int,
+        samples: float,
         before: LayerHook | None = None,
         ready: LayerHook | None = None,
     ) -> float:
         """Forward and backward of one minibatch's part; returns the *sum* of its losses.
 
-        x is (part, features), y (part, outputs) or (part,); the gradients are those of the mean over all `samples`
-        of the minibatch, so summing them over the batch ranks gives the minibatch's gradient. `before(layer)` is
-        called before a layer's parameters are first used, `ready(layer)` when its gradients are there and its
-        parameters are no longer needed.
+        x is (part, features), y (part, outputs) or (part,); the gradients are those of the sum of the losses divided by
+        `samples`: with the samples of the whole minibatch, summing them over the batch ranks gives the gradient of its
+        mean. `before(layer)` is called before a layer's parameters are first used, `ready(layer)` when its gradients
+        are there and its parameters are no longer needed.
         """
         space = self._space(x.shape[0])
         output = self.forward(x, before)
-        total = self._loss(output, y, space.delta[-1], space.scratch[-1], 1.0 / samples)
+        total = self._loss(output, y, space.delta[-1], space.scratch[-1], 1.0 / samples, self.xp)
         for layer in range(len(self.splits) - 1, -1, -1):
             self._backward_layer(layer, x.T if layer == 0 else space.full[layer - 1], space)
             if ready is not None:
@@ -258,30 +213,52 @@ class Network:
         output = self.forward(x)
         space = self._space(len(x))
         right = float((output.argmax(axis=0) == y).sum()) if LOSSES[self.specification.loss].classes else 0.0
-        return self._loss(output, y, space.delta[-1], space.scratch[-1], 1.0), right
+        return self._loss(output, y, space.delta[-1], space.scratch[-1], 1.0, self.xp), right
 
     def take(self, parameters: Sequence[np.ndarray]) -> None:
         """Copy this rank's slices from the parameters of the whole network."""
         for layer, split in enumerate(self.splits):
             rows, columns = slice(*split.outputs), slice(*split.inputs)
-            self.weight(layer)[...] = parameters[2 * layer][rows, columns]
-            self.bias(layer)[...] = parameters[2 * layer + 1][rows]
+            self.weight(layer)[...] = self.xp.asarray(parameters[2 * layer][rows, columns])
+            self.bias(layer)[...] = self.xp.asarray(parameters[2 * layer + 1][rows])
 
     def _backward_layer(self, layer: int, x: np.ndarray, space: Workspace) -> None:
-        """Gradient of the inputs first, so that its sum over the ranks runs while the weight gradient is computed."""
+        """Of the gradients of inputs and weights that first which has to travel: it is on its way during the other."""
         split = self.splits[layer]
-        delta = space.delta_mine[layer]
-        pending = None
-        if layer:
-            np.matmul(self.weight(layer).T, delta, out=space.delta[layer - 1])
-            if split.kind == "columns":
-                pending = self.exchange.start_sum(space.delta[layer - 1])
-        np.matmul(delta, x.T, out=self.gradients[2 * layer])
-        delta.sum(axis=1, out=self.gradients[2 * layer + 1])
-        if pending is not None:
+        if layer and split.kind == "columns":
+            self._input_gradient(layer, space)
+            pending = self.exchange.start_sum(space.delta[layer - 1])
+            self._weight_gradient(layer, x, space)
             pending.wait()
+        elif self.progress is not None:
+            self._weight_gradient(layer, x, space)
+            self._input_gradient(layer, space)
+        else:
+            self._input_gradient(layer, space)
+            self._weight_gradient(layer, x, space)
         if layer:
             self._through_activation(layer - 1, space)
+
+    def _input_gradient(self, layer: int, space: Workspace) -> None:
+        if layer:
+            self._product(self.weight(layer).T, space.delta_mine[layer], space.delta[layer - 1])
+
+    def _weight_gradient(self, layer: int, x: np.ndarray, space: Workspace) -> None:
+        delta = space.delta_mine[layer]
+        self._product(delta, x.T, self.gradients[2 * layer])
+        delta.sum(axis=1, out=self.gradients[2 * layer + 1])
+        if self.progress is not None:
+            self.progress.gradient(layer)
+
+    def _product(self, a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
+        """out = a @ b; beside messages in blocks of rows, between which they are looked after."""
+        if self.progress is None:
+            np.matmul(a, b, out=out)
+            return
+        rows = max(_FEWEST_BLOCK_ROWS, int(_BLOCK_FLOPS / (2 * max(1, b.size))))
+        for start in range(0, len(a), rows):
+            np.matmul(a[start : start + rows], b, out=out[start : start + rows])
+            self.progress.poll()
 
     def _through_activation(self, layer: int, space: Workspace) -> None:
         own = slice(*self.splits[layer].outputs) if self.splits[layer].gathered else slice(None)
@@ -298,14 +275,3 @@ def _views(flat: np.ndarray, shapes: list[tuple[int, ...]]) -> list[np.ndarray]:
         offset += count
     return views
 
-
-def check(specification: Specification) -> None:
-    """Raise ValueError, naming the argument and the choices, unless such a network can be made."""
-    sizes, activation, loss, dtype, _ = specification
-    if len(sizes) < 2 or any(size < 1 for size in sizes):
-        raise ValueError(f"sizes {list(sizes)} must be inputs, hidden widths, outputs: at least two, all at least 1")
-    for value, known, what in ((activation, ACTIVATIONS, "activation"), (loss, LOSSES, "loss")):
-        if value not in known:
-            raise ValueError(f"{what} {value!r} is unknown; choose one of {', '.join(known)}")
-    if str(np.dtype(dtype)) not in ("float32", "float64"):
-        raise ValueError(f"dtype {dtype!r} is not supported; choose float32 or float64")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from time import perf_counter
 from typing import NamedTuple
 
 import numpy as np
@@ -12,14 +10,14 @@ from mpi4py import MPI
 
 from mpips.optimizers import Optimizer
 
+from .batch import buckets
+from .communication import nodes
 from .grid import Grid, factorings
-from .measure import Link, allreduce_seconds, measure
-from .network import Network, Specification
+from .measure import Link, allreduce_seconds, gather_seconds, measure
 from .slices import interval
+from .specification import Specification, working_dtype
 from .splits import kinds
-
-_TIMED_SECONDS = 0.2
-_FEWEST_STEPS, _MOST_STEPS = 3, 20
+from .timeline import Across, Costs, Event, replay, trace
 
 
 class Message(NamedTuple):
@@ -30,25 +28,21 @@ class Message(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """Seconds of one step on a grid: computation, gradient sums over batch ranks, exchanges between model ranks."""
+    """Seconds of one step on a grid: computation, gradient sums over batch ranks, exchanges between model ranks, and
+    what of the latter two is hidden behind computation."""
 
     batch: int
     model: int
     compute: float
     reduction: float
     exchange: float
+    hidden: float
     batch_link: Link
     model_link: Link
 
     @property
     def seconds(self) -> float:
-        return self.compute + self.reduction + self.exchange
-
-
-def gather_seconds(ranks: int, size: float, link: Link) -> float:
-    """An allgather of `size` bytes in all: ``alpha ceil(log2 P) + beta (P - 1) / P size`` (a third of section 6's
-    sum)."""
-    return link.alpha * math.ceil(math.log2(ranks)) + link.beta * (ranks - 1) / ranks * size
+        return self.compute + self.reduction + self.exchange - self.hidden
 
 
 def messages(sizes: Sequence[int], model: int, samples: float, itemsize: int, mode: str = "pairs") -> list[Message]:
@@ -79,75 +73,67 @@ def exchange_seconds(moved: Sequence[Message], model: int, link: Link) -> float:
 
 def parameter_bytes(sizes: Sequence[int], model: int, itemsize: int, mode: str = "pairs") -> int:
     """Bytes of the parameters of the rank that holds the most (slice 0)."""
-    total = 0
+    return sum(largest_slice(sizes, model, mode)) * itemsize
+
+
+def largest_slice(sizes: Sequence[int], model: int, mode: str = "pairs") -> list[int]:
+    """Parameters of each layer on the rank that holds the most (slice 0)."""
+    elements = []
     for layer, kind in enumerate(kinds(sizes, model, mode)):
         rows, columns = sizes[layer + 1], sizes[layer]
         rows = interval(rows, model, 0)[1] if kind == "columns" else rows
         columns = interval(columns, model, 0)[1] if kind == "rows" else columns
-        total += rows * columns + rows
-    return total * itemsize
+        elements.append(rows * columns + rows)
+    return elements
 
 
 def compute_seconds(
     specification: Specification, model: int, samples: int, whole: int, optimizer: Optimizer, mode: str = "pairs"
 ) -> float:
-    """Measured: a step of slice 0 of `model` on `samples` samples of a minibatch of `whole`, update included, alone.
-
-    Median of at least three steps after one; local, nothing is sent.
-    """
-    network = Network(specification, Mute(model), mode, np.zeros)
-    weights = network.flat_parameters.copy()  # updated in place of the network's, which so stays sane
-    state = optimizer.init(weights)
-    rng = np.random.default_rng(0)
-    x = rng.standard_normal((samples, specification.sizes[0])).astype(specification.dtype)
-    y = np.zeros((samples, specification.sizes[-1]), specification.dtype)
-    labels = y[:, 0].astype(np.int64) if specification.loss == "softmax" else y
-    times: list[float] = []
-    while len(times) < 1 + _FEWEST_STEPS or (len(times) < _MOST_STEPS and sum(times) < _TIMED_SECONDS):
-        start = perf_counter()
-        network.step(x, labels, whole)
-        optimizer.update(weights, network.flat_gradients, state, len(times) + 1)
-        times.append(perf_counter() - start)
-    return float(np.median(times[1:]))
-
-
-class Mute:
-    """Slice 0 of a model whose other ranks do not exist: collectives take no time, and leave what is there."""
-
-    def __init__(self, parts: int) -> None:
-        self.parts, self.part = parts, 0
-
-    def gather(self, full: np.ndarray) -> None:
-        pass
-
-    def sum(self, array: np.ndarray) -> None:
-        pass
-
-    def start_sum(self, array: np.ndarray) -> Mute:
-        return self
-
-    def wait(self) -> None:
-        pass
+    """Measured: a step of slice 0 of `model` on `samples` samples of a minibatch of `whole`, update included, alone."""
+    return sum(event.compute for event in trace(specification, model, samples, whole, optimizer, mode))
 
 
 def predict(
     specification: Specification, batch: int, grid: Grid, optimizer: Optimizer, mode: str = "pairs"
 ) -> Prediction:
     """The time of a step of `batch` samples on this grid, with alpha, beta and compute measured on it. Collective."""
-    sizes, itemsize = specification.sizes, np.dtype(specification.dtype).itemsize
-    samples = interval(batch, grid.batch, 0)[1]
-    moved = messages(sizes, grid.model, samples, itemsize, mode)
-    parameters = parameter_bytes(sizes, grid.model, itemsize, mode)
-    batch_link = measure(grid.batch_comm, parameters)
-    model_link = measure(grid.model_comm, int(np.mean([message.size for message in moved])) if moved else 0)
+    sizes, samples = specification.sizes, interval(batch, grid.batch, 0)[1]
+    across = Across(nodes(grid.batch_comm) > 1, nodes(grid.model_comm) > 1)
+    narrow = [specification.dtype == "mixed" and each for each in across]
+    batch_size, model_size = (2 if half else working_dtype(specification.dtype).itemsize for half in narrow)
+    moved = messages(sizes, grid.model, samples, model_size, mode)
+    cut = buckets(largest_slice(sizes, grid.model, mode), batch_size)
+    bucket_bytes = [(bucket.stop - bucket.start) * batch_size for bucket in cut]
+    batch_link = measure(grid.batch_comm, max(bucket_bytes), narrow[0])
+    model_link = measure(
+        grid.model_comm, int(np.mean([message.size for message in moved])) if moved else 0, narrow[1]
+    )
     grid.comm.Barrier()
-    local = compute_seconds(specification, grid.model, samples, batch, optimizer, mode)
-    numbers = np.array([local, *batch_link, *model_link])
-    grid.comm.Allreduce(MPI.IN_PLACE, numbers, MPI.MAX)
-    batch_link, model_link = Link(*numbers[1:3].tolist()), Link(*numbers[3:5].tolist())
-    reduction = allreduce_seconds(grid.batch, parameters, batch_link)
-    exchange = exchange_seconds(moved, grid.model, model_link)
-    return Prediction(grid.batch, grid.model, float(numbers[0]), reduction, exchange, batch_link, model_link)
+    traced = trace(specification, grid.model, samples, batch, optimizer, mode, cut)
+    compute, *links = _greatest(grid.comm, [sum(event.compute for event in traced), *batch_link, *model_link])
+    batch_link, model_link = Link(*links[:2]), Link(*links[2:])
+    events = _mean(grid.comm, traced, compute)
+    reductions = [allreduce_seconds(grid.batch, size, batch_link) for size in bucket_bytes]
+    costs = Costs(grid.model, model_link, model_size, reductions, cut)
+    reduction, exchange = sum(reductions), exchange_seconds(moved, grid.model, model_link)
+    hidden = replay(events, costs, Across(False, False)) - replay(events, costs, across)
+    return Prediction(grid.batch, grid.model, compute, reduction, exchange, hidden, batch_link, model_link)
+
+
+def _greatest(comm: MPI.Comm, numbers: list[float]) -> list[float]:
+    """Each number's greatest value over the ranks."""
+    both = np.array(numbers)
+    comm.Allreduce(MPI.IN_PLACE, both, MPI.MAX)
+    return both.tolist()
+
+
+def _mean(comm: MPI.Comm, events: list[Event], whole: float) -> list[Event]:
+    """The mean of all ranks' events, stretched so that their computation takes `whole` seconds."""
+    seconds = np.array([event.compute for event in events])
+    comm.Allreduce(MPI.IN_PLACE, seconds)
+    seconds *= whole / max(seconds.sum(), 1e-12)
+    return [event._replace(compute=each) for event, each in zip(events, seconds.tolist())]
 
 
 def predict_all(

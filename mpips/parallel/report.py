@@ -32,6 +32,7 @@ def explain(predictions: list[Prediction], steps: int) -> Table:
         "compute",
         "gradient sums",
         "model exchange",
+        "hidden",
         "step",
         "epoch, s",
         "alpha, us",
@@ -40,14 +41,22 @@ def explain(predictions: list[Prediction], steps: int) -> Table:
         table.add_column(column, justify="right")
     for each in predictions:
         links = [link for ranks, link in ((each.batch, each.batch_link), (each.model, each.model_link)) if ranks > 1]
+        parts = (each.compute, each.reduction, each.exchange, each.hidden, each.seconds)
         table.add_row(
             f"{each.batch}x{each.model}",
-            *(f"{1e3 * value:.3f}" for value in (each.compute, each.reduction, each.exchange, each.seconds)),
+            *(f"{1e3 * seconds:.3f}" for seconds in parts),
             f"{steps * each.seconds:.2f}",
             ", ".join(f"{1e6 * link.alpha:.1f}" for link in links),
             ", ".join(f"{1e-9 / link.beta:.3g}" if link.beta else "-" for link in links),
         )
     return table
+
+
+def explain_way(data: Data) -> str:
+    """How the rows reached the ranks, and what sending them was predicted to take."""
+    costs = ", ".join(f"{way} {seconds:.3g} s" for way, seconds in data.way_seconds.items())
+    why = "every rank reads its own rows" if data.way == "read" else f"rank 0 sends them by {data.way}"
+    return f"data: {why} (sending: {costs})"
 
 
 def epoch_line(epoch: Epoch, epochs: int) -> str:
@@ -58,6 +67,11 @@ def epoch_line(epoch: Epoch, epochs: int) -> str:
     if epoch.test_accuracy is not None:
         parts.append(f"accuracy {100 * epoch.test_accuracy:.2f} %")
     return "  ".join([*parts, f"{epoch.seconds:.2f} s"])
+
+
+def mean_seconds(epochs: list[Epoch]) -> float:
+    """Seconds of an epoch, its evaluation included."""
+    return sum(epoch.seconds for epoch in epochs) / len(epochs)
 
 
 def total_phases(epochs: list[Epoch], data_seconds: float) -> dict[str, float]:
@@ -89,7 +103,7 @@ def record(
         "network": {**specification._asdict(), "sizes": list(specification.sizes)},
         "rows": {"train": data.train_rows, "test": data.test_rows},
         "batch": data.batch,
-        "distribution": data.way,
+        "distribution": {"way": data.way, "predicted_seconds": data.way_seconds},
         "epochs": [epoch._asdict() for epoch in epochs],
         "phases": total_phases(epochs, data_seconds),
         "memory_bytes": memory,

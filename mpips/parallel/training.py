@@ -19,6 +19,7 @@ from .grid import Grid
 from .hybrid import Hybrid
 from .minibatches import order
 from .mlp import MLP
+from .served import Servers
 
 _EVALUATE_SAMPLES = 1000
 
@@ -54,6 +55,9 @@ def train(
     mode: str = "pairs",
     on_epoch: Callable[[Epoch], None] | None = None,
     hybrid: Hybrid | None = None,
+    overlap: bool | None = None,
+    half: bool | None = None,
+    servers: Servers | None = None,
 ) -> Trained:
     """Train `model` on the rows that `data` gave this rank. Collective over the grid; every rank returns the same
     history.
@@ -61,11 +65,16 @@ def train(
     Algorithm 1 of the paper on a grid of nb x 1, Algorithm 2 on 1 x nm, Algorithm 3 on any other; no step gathers
     anything at rank 0. The minibatches and so, up to rounding, the losses do not depend on the grid. `mode` is how
     model ranks cut the layers (see `splits`). `on_epoch` is called on every rank after each epoch. `hybrid`
-    continues with the slice of an earlier run or of a checkpoint. TrainingError on every rank if network and data
-    do not fit, or when a loss is no longer finite.
+    continues with the slice of an earlier run or of a checkpoint. `overlap`, `half`, `servers`: see `Hybrid`; with
+    elastic averaging losses are means over the clients, each with its own weights on its own rows. TrainingError on
+    every rank if network and data do not fit, or when a loss is no longer finite.
     """
-    agree(grid.comm, _misfit(model, data))
-    hybrid = hybrid or Hybrid(model, grid, optimizer or SGD(learning_rate=0.01), mode)
+    problem = _misfit(model, data)
+    if problem and servers is not None:
+        servers.give_up(problem)
+    agree(grid.comm, problem)
+    hybrid = hybrid or Hybrid(model, grid, optimizer or SGD(learning_rate=0.01), mode, overlap, half, servers)
+    data = data.on(hybrid.network.xp)
     steps = len(data.deal.samples)
     done = hybrid.updates // steps
     history = []

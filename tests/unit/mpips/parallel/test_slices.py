@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from mpips.parallel.minibatches import deal, order
 from mpips.parallel.network import Network, Specification
-from mpips.parallel.predict import Mute
 from mpips.parallel.slices import interval, intervals
 from mpips.parallel.splits import splits
+from mpips.parallel.timeline import Mute
 
 SIZES = st.lists(st.integers(1, 12), min_size=2, max_size=6)
 

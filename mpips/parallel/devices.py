@@ -1,0 +1,35 @@
+"""Where a network computes: NumPy on the host, or CuPy on a GPU of the node."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from .agreement import agree
+
+DEVICES = ("cpu", "gpu")
+
+
+def array_module(device: str, comm: MPI.Comm) -> Any:
+    """NumPy for "cpu"; CuPy for "gpu", on a GPU that this rank shares with as few others of its node as can be.
+
+    Collective; TrainingError on every rank where one of them has no CuPy or no GPU.
+    """
+    if device == "cpu":
+        return np
+    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    place = node.rank
+    node.Free()
+    module, problem = None, None
+    try:
+        module = importlib.import_module("cupy")
+        module.cuda.Device(place % module.cuda.runtime.getDeviceCount()).use()
+    except ImportError:
+        problem = f"rank {comm.rank}: device gpu needs CuPy, which is not installed: pip install 'mpips[gpu]'"
+    except RuntimeError as error:
+        problem = f"rank {comm.rank}: device gpu finds no GPU: {error}"
+    agree(comm, problem)
+    return module

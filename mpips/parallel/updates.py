@@ -1,0 +1,81 @@
+"""What becomes of the gradients of a step: summed over the batch ranks, they update the weights on every rank."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from mpi4py import MPI
+
+from mpips.optimizers import Optimizer, State
+
+from .batch import BatchReduction, buckets
+from .clock import Clock
+from .communication import nodes
+from .loss_scale import LossScale
+from .network import Network
+
+
+class Update(Protocol):
+    """One way from gradients to new weights."""
+
+    state: State
+    """The optimizer's, as far as this rank keeps it."""
+    loss_scale: LossScale | None
+    """That of mixed precision."""
+
+    def gradient(self, layer: int) -> None:
+        """The gradients of a layer are there."""
+
+    def poll(self) -> None:
+        """Look after what is on its way."""
+
+    def share(self, samples: int) -> float:
+        """By what this rank's sum of gradients is divided in a minibatch of so many samples; 0: it takes no part."""
+
+    def run(self, step: int) -> None:
+        """Finish step number `step`, from 1: the weights become the new ones. Collective, blocking."""
+
+
+class Local:
+    """The optimizer runs on every rank, bucket by bucket as the sums arrive (Algorithms 1 and 3)."""
+
+    def __init__(
+        self, network: Network, comm: MPI.Comm, optimizer: Optimizer, clock: Clock, overlap: bool, half: bool,
+        scale: LossScale | None,
+    ) -> None:  # fmt: skip
+        self._network, self._optimizer, self.loss_scale = network, optimizer, scale
+        self.state = optimizer.init(network.flat_parameters)
+        cut = buckets(network.layer_elements, 2 if half else network.dtype.itemsize)
+        self._reduction = BatchReduction(network.flat_gradients, cut, comm, clock, overlap, half)
+        self.gradient, self.poll = self._reduction.gradient, self._reduction.poll
+
+    def share(self, samples: int) -> float:
+        return samples if self.loss_scale is None else samples / self.loss_scale.scale
+
+    def run(self, step: int) -> None:
+        parameters, gradients = self._network.flat_parameters, self._network.flat_gradients
+        if self.loss_scale is None:
+            for _, start, stop in self._reduction.finish():
+                part = slice(start, stop)
+                state = tuple(array[part] for array in self.state)
+                self._optimizer.update(parameters[part], gradients[part], state, step)
+            return
+        for _ in self._reduction.finish():
+            pass
+        if self.loss_scale.judge(gradients):
+            self._optimizer.update(parameters, gradients, self.state, step)
+
+
+def local(
+    network: Network, comm: MPI.Comm, model_comm: MPI.Comm, optimizer: Optimizer, clock: Clock, overlap: bool | None,
+    half: bool | None,
+) -> Local:  # fmt: skip
+    """A `Local` of a network; where not said, it sends beside computation and in float16 if `comm` spans nodes."""
+    between = nodes(comm) > 1
+    mixed = network.specification.dtype == "mixed"
+    scale = LossScale(model_comm) if mixed else None
+    return Local(
+        network, comm, optimizer, clock, between if overlap is None else overlap,
+        mixed and (between if half is None else half), scale,
+    )  # fmt: skip
+

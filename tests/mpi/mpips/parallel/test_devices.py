@@ -1,0 +1,40 @@
+"""Training on arrays of another module (as strict as CuPy, but on the host) gives the same numbers on every grid."""
+
+import numpy as np
+import pytest
+
+from mpips.optimizers import SGD
+from mpips.parallel import MLP, Grid, TrainingError, collect, load, train
+from mpips.parallel.devices import array_module
+from mpips.parallel.grid import factorings
+from mpips.parallel.sources import SyntheticSource
+from tests.unit.mpips.parallel.device import module
+
+from .support import COMM, curve, same_everywhere
+
+
+@pytest.mark.parametrize("dtype", ["float64", "mixed"])
+@pytest.mark.parametrize("mode", ["pairs", "columns"])
+def test_another_array_module_takes_the_same_steps_on_every_grid(mode, dtype):
+    ok = []
+    for shape in factorings(COMM.size):
+        found = []
+        for xp in (np, module):
+            grid = Grid(*shape)
+            data = load(lambda: SyntheticSource(100, 5, 3), grid, 40, dtype, seed=1)
+            model = MLP([5, 12, 11, 10, 3], dtype=dtype, seed=3, xp=xp)
+            trained = train(model, data, grid, 2, SGD(learning_rate=0.05, momentum=0.5), mode, half=True)
+            found.append((curve(trained), collect(trained.hybrid).flat_parameters.copy()))
+            grid.free()
+        ok += [np.abs(a - b).max() <= (1e-12 if dtype == "float64" else 1e-3) for a, b in zip(*found)]
+    assert same_everywhere(all(ok)), ok
+
+
+def test_a_gpu_that_is_not_there_is_refused_on_every_rank_in_the_same_words():
+    try:
+        import cupy  # noqa: F401
+    except ImportError:
+        with pytest.raises(TrainingError, match="rank 0: device gpu needs CuPy"):
+            array_module("gpu", COMM)
+    else:
+        pytest.skip("CuPy is installed")
