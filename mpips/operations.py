@@ -16,7 +16,7 @@ from mpips.layout import Layout
 from mpips.pure import Pure
 from mpips.row_sparse import RowSparse
 from mpips.served import Nameless, Served
-from mpips.session import Key
+from mpips.session import Key, together
 from mpips.talk import RECENT, Talk
 
 Task = Generator[None, None, Any]
@@ -162,23 +162,3 @@ class Operations:
     def _order(self, names: Sequence[Name]) -> list[Hashable]:
         """What an operation takes turns on: its keys, and communicators, used in one order everywhere."""
         return [*names, *self._backend.communicators]
-
-
-def together(tasks: list[Task]) -> Task:
-    """Run tasks side by side; when one has failed the others still run to their end, so that no peer waits for them."""
-    failure = None
-    while tasks:
-        left = []
-        for task in tasks:
-            try:
-                next(task)
-                left.append(task)
-            except StopIteration:
-                pass
-            except (ValueError, TypeError, RuntimeError) as error:
-                failure = failure or error
-        tasks = left
-        if tasks:
-            yield
-    if failure is not None:
-        raise failure

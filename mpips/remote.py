@@ -1,7 +1,7 @@
 """Payloads between nodes, on the server's side: blocks as messages, few at a time, in the order they are summed.
 
 A worker sends a block when the server has a buffer for it and says so (CREDIT), except for small payloads, which come
-right behind their frame. So what a server keeps for pushes under way is a few blocks, however many workers push.
+right behind their frame. So what a server keeps for pushes under way is a few blocks of every worker.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Blocks:
     def ready(self, block: int) -> bool:
         unit = self._unit
         if not self._buffers:
-            count = min(self._postman.in_flight, unit.blocks)
+            count = min(max(2, self._postman.in_flight // len(unit.contributors)), unit.blocks)
             self._buffers = [np.empty(min(unit.block_elements, unit.stored.size), self._dtype) for _ in range(count)]
         while self._asked < min(unit.blocks, block + len(self._buffers)):
             self._ask(self._asked)

@@ -46,7 +46,9 @@ class Server:
         )  # fmt: skip
         self._postman = Postman(layout.world, options.chunks_in_flight)
         self._compressor: Compressor | None = None
-        self._callers = list(enumerate(lines))
+        # From another worker on for every server, so that not all use the link of the same worker first.
+        first = (layout.rank - layout.num_workers) * len(lines) // layout.num_servers
+        self._callers = [*enumerate(lines)][first:] + [*enumerate(lines)][:first]
         self._views: dict[tuple[int, ...], NDArray[Any]] = {}
         self._deferred: list[tuple[int, Frame]] = []
         self._sources: dict[tuple[int, ...], Elements] = {}

@@ -296,8 +296,8 @@ class ServerState:
                 unit.total[...] = part
             unit.part += 1
         if unit.part < count:
-            if unit.part + 1 < count:
-                sources[unit.part + 1].ready(number)  # it may start to come
+            for source in sources[unit.part + 1 :]:
+                source.ready(number)  # it may start to come; or else all servers would wait for the same worker's link
             return unit.part > first, []
         total, unit.part, unit.total = unit.total, 0, None
         return True, self._apply(unit, total, start, stop)

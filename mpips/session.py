@@ -211,9 +211,11 @@ class Session:
         """
         waits: list[Part] = []
         grows: list[tuple[Part, Array]] = []
+        sends = [self._send(key, part, values, round_, priority) for part, values in payloads if not part.line.local]
+        if sends:
+            yield from together(self._turned(sends))
         for part, values in payloads:
             if not part.line.local:
-                yield from self._send(key, part, values, round_, priority)
                 continue
             region = arena.locate(values) if own or values.nbytes > self._small else None
             if region is not None:
@@ -238,6 +240,11 @@ class Session:
                 while part.words[part.mine] < round_:
                     self.check(key)
                     yield
+
+    def _turned(self, items: list[Any]) -> list[Any]:
+        """The items from another one on for every worker, so that not all use the link of the same server first."""
+        first = self._layout.rank * len(items) // self._layout.num_workers
+        return items[first:] + items[:first]
 
     def push_coded(
         self, key: Key, round_: int, part: Part, payload: Array, coding: Coding, priority: int, count: int = 0
@@ -373,7 +380,7 @@ class Session:
     def _ask(self, key: Key, flat: Array, parts: list[Part]) -> Task:
         """Read units that must not change meanwhile: on a node under a grant, from other nodes as messages."""
         receives = []
-        for part in parts:
+        for part in self._turned(parts):
             part.granted = False
             if not part.local:
                 receives += self._receives(part, flat[part.start : part.stop])
@@ -437,3 +444,22 @@ class Session:
         for line in self.lines:
             line.post(Op.BYE)
 
+
+def together(tasks: list[Task]) -> Task:
+    """Run tasks side by side; when one has failed the others still run to their end, so that no peer waits for them."""
+    failure = None
+    while tasks:
+        left = []
+        for task in tasks:
+            try:
+                next(task)
+                left.append(task)
+            except StopIteration:
+                pass
+            except (ValueError, TypeError, RuntimeError) as error:
+                failure = failure or error
+        tasks = left
+        if tasks:
+            yield
+    if failure is not None:
+        raise failure
