@@ -40,7 +40,7 @@ _OPTIMIZERS = ("sgd", "adagrad", "rmsprop", "adam", "adamw")
 
 @click.command(context_settings={"show_default": True})
 @click.option("--data", required=True, help="digits, airfoil, mnist, synthetic[:ROWS,FEATURES,TARGETS], a text, .npz.")
-@click.option("--data-directory", default=".", envvar="MPIPS_DATA", help="Where airfoil_self_noise.dat lies.")
+@click.option("--data-directory", default=".", envvar="MPIPS_DATA", help="Where the files of airfoil and mnist lie.")
 @click.option("--target", default="", show_default="last", help="Target columns of a text: names or numbers.")
 @click.option("--features", default="", show_default="all others", help="Feature columns of a text.")
 @click.option("--classify", is_flag=True, help="The target of a file is a class number (softmax loss).")

@@ -55,4 +55,4 @@ class Progress(Protocol):
         """The gradients of a layer are there; its parameters may still be needed."""
 
     def poll(self) -> None:
-        """Look after what is on its way. Called about once a millisecond of the backward pass."""
+        """Look after what is on its way. Called several times a millisecond of the backward pass."""

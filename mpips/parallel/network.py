@@ -20,7 +20,7 @@ from .splits import Split, splits
 from .weights import bound, draw
 
 Empty = Callable[[int, np.dtype], np.ndarray]
-_BLOCK_FLOPS = 1e8  # about a millisecond of a core: so often what is on its way is looked after
+_BLOCK_FLOPS = 3e7  # some 0.3 ms of a core: so often what is on its way is looked after
 _FEWEST_BLOCK_ROWS = 64  # below, a matrix product loses speed
 
 

