@@ -6,6 +6,7 @@ MPI has no such type, so those sums are always taken here.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,19 @@ class Operation:
     ufunc: np.ufunc
     mpi: MPI.Op
     is_mean: bool = False
+
+    @property
+    def into(self) -> Callable[[Any, Any, Any], Any]:
+        """The reduction as a call (first, second, result)."""
+        return {"min": _minimum, "max": _maximum}.get(self.name, self.ufunc)
+
+
+def _minimum(first: Any, second: Any, result: Any) -> Any:
+    return np.minimum(first, second, out=result)  # NumPy 2.5 and later want it by name
+
+
+def _maximum(first: Any, second: Any, result: Any) -> Any:
+    return np.maximum(first, second, out=result)
 
 
 OPERATIONS = {

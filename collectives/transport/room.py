@@ -203,27 +203,30 @@ class Room:
         if self.fence is not None:
             self.fence()
 
-    def expecting(self, tokens: Sequence[int]) -> list[tuple[memoryview, int]]:
-        """The others' words and tokens, for `met_soon`."""
-        return [(words, tokens[other]) for other, words in self._others]
+    def meeting(self, token: int, tokens: Sequence[int]) -> Callable[[], bool]:
+        """`enter` and `meet` for the usual, short wait, as a function that has all it needs at hand. It says False when
+        somebody brings another token or is late."""
+        mine, fence, most = self._mine, self.fence, self._spins + MOST_SPINS
+        alone, others = self._spins, [(words, tokens[other]) for other, words in self._others]
 
-    def met_soon(self, token: int, others: list[tuple[memoryview, int]]) -> bool:
-        """`enter` and `meet` for the usual, short wait. False when somebody brings another token or is late."""
-        self.operation = operation = self.operation + 1
-        if self.fence is not None:
-            self.fence()
-        parity, base, spins = operation & 1, operation << 32, self._spins
-        self._mine[parity] = base | token
-        for words, expected in others:
-            while words[parity] != base | expected:
-                spins -= 1
-                if spins < 0:
-                    if spins < -MOST_SPINS or words[parity] >= base:
-                        return False
-                    sched_yield()
-        if self.fence is not None:
-            self.fence()
-        return True
+        def met_soon() -> bool:
+            self.operation = operation = self.operation + 1
+            if fence is not None:
+                fence()
+            parity, base, looks = operation & 1, operation << 32, 0
+            mine[parity] = base | token
+            for words, expected in others:
+                while words[parity] != base | expected:
+                    looks += 1
+                    if looks > alone:
+                        if looks > most or words[parity] >= base:
+                            return False
+                        sched_yield()
+            if fence is not None:
+                fence()
+            return True
+
+        return met_soon
 
     def tokens_now(self) -> tuple[int, ...]:
         """With what each rank has entered; valid after `meet`, until this rank enters again."""

@@ -193,4 +193,4 @@ class _Lane:
         if not add:
             return _Action(NOBODY, 0, np.copyto, (place, source))
         assert self._call.operation is not None
-        return _Action(NOBODY, 0, self._call.operation.ufunc, (place, source, place))
+        return _Action(NOBODY, 0, self._call.operation.into, (place, source, place))
