@@ -15,6 +15,20 @@ from numpy.typing import NDArray
 Vector: TypeAlias = NDArray[Any]
 
 
+DLPACK_TELLS = np.lib.NumpyVersion(np.__version__) >= "2.1.0"
+"""Does DLPack, as this NumPy speaks it, know read-only arrays? Before, NumPy took all for read-only, though an exporter
+that may not be written to refused."""
+
+
+class _Writable:
+    """The memory of an array, writable."""
+
+    def __init__(self, array: Vector):
+        self._array = array
+        interface = array.__array_interface__
+        self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}
+
+
 class Flat(NamedTuple):
     """A C-contiguous array as one vector: where it begins, how many elements, of what type."""
 
@@ -41,7 +55,8 @@ def host(x: Any, name: str = "x") -> Vector:
     if hasattr(x, "__array_interface__"):
         return np.asarray(x)
     if hasattr(x, "__dlpack__") and not is_device(x):
-        return np.from_dlpack(x)
+        array = np.from_dlpack(x)
+        return array if DLPACK_TELLS else np.asarray(_Writable(array))
     raise TypeError(
         f"{name} is of type {type(x).__name__}, which is no array in memory: pass one of NumPy, or one that has "
         "__array_interface__ or DLPack"

@@ -133,7 +133,13 @@ def test_arrays_of_other_libraries(comm):
 
     class Capsule:
         def __init__(self, array):
-            self.__dlpack__, self.__dlpack_device__ = array.__dlpack__, array.__dlpack_device__
+            self.array = array
+
+        def __dlpack__(self, **wanted):
+            return self.array.__dlpack__(**wanted)
+
+        def __dlpack_device__(self):
+            return self.array.__dlpack_device__()
 
     for wrap in (Wrapped, Capsule):
         array = np.full((3, 5), RANK + 1.0)
