@@ -1,7 +1,8 @@
 """Payloads between nodes, on the server's side: blocks as messages, few at a time, in the order they are summed.
 
-A worker sends a block when the server has a buffer for it and says so (CREDIT), except for small payloads, which come
-right behind their frame. So what a server keeps for pushes under way is a few blocks of every worker.
+A worker sends a block when the server has a buffer for it and says so (CREDIT), except for payloads of one block, which
+come right behind their frame: a credit would wait in the server's link behind the answers that fill it. So what a
+server keeps for pushes under way is a few blocks of every worker.
 """
 
 from __future__ import annotations
@@ -47,6 +48,14 @@ class Postman:
     def __init__(self, comm: MPI.Comm, in_flight: int) -> None:
         self.comm, self.in_flight = comm, in_flight
         self._shipping: list[tuple[int, int, list[MPI.Request]]] = []
+        self._coming: list[tuple[MPI.Request, NDArray[np.uint8]]] = []
+
+    def receive(self, data: NDArray[np.uint8], worker: int, tag: int) -> MPI.Request:
+        """Start to receive a block; its memory lives until it is there, even where its round fails before."""
+        if len(self._coming) > 64:
+            self._coming = [(request, data) for request, data in self._coming if not request.Test()]
+        self._coming.append((self.comm.Irecv(data, worker, tag), data))
+        return self._coming[-1][0]
 
     def ship(self, unit: Unit, worker: int) -> None:
         """Start to send all blocks of a unit; it must not change until `delivered` names it."""
@@ -97,8 +106,9 @@ class Blocks:
         self._coming: dict[int, MPI.Request] = {}
         self._buffers: list[NDArray[Any]] = []
         if frame.flags & ALONG:
-            self._buffers = [small_payload(postman.comm, worker, unit.number, frame.nbytes).view(self._dtype)]
-            self._asked = unit.blocks
+            data = np.empty(frame.nbytes, np.uint8)
+            self._coming[0] = postman.receive(data, worker, push_tag(unit.number))
+            self._buffers, self._asked = [data.view(self._dtype)], 1
 
     def ready(self, block: int) -> bool:
         unit = self._unit
@@ -115,7 +125,7 @@ class Blocks:
         unit = self._unit
         size = min(unit.block_elements, unit.stored.size - block * unit.block_elements)
         buffer = self._buffers[block % len(self._buffers)][:size]
-        self._coming[block] = self._postman.comm.Irecv(buffer.view(np.uint8), self._worker, push_tag(unit.number))
+        self._coming[block] = self._postman.receive(buffer.view(np.uint8), self._worker, push_tag(unit.number))
         self._line.post(Op.CREDIT, unit.number, self._round, aux=block)
         self._asked += 1
 

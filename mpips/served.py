@@ -436,8 +436,8 @@ class Served:
 
     def _through_alone(self, key: Key, round_: int, piece: Piece, flat: Array, out: Array, priority: int) -> Task:
         """One piece of a worker without a client: later pieces go to the server while this one's answer comes."""
-        yield from self._contribute(key, round_, flat, priority, False, parts=piece.pushes)
-        yield from self.session.pull(key, out, piece.pushes)
+        push = self._contribute(key, round_, flat, priority, False, parts=piece.pushes)
+        yield from self.session.exchange(key, push, out, piece.pushes)
 
     def _push_then_pull(self, key: Key, flat: Array, out: Array, priority: int) -> Task:
         yield from self.push(key, flat, priority, wait=self.layout.asynchronous)

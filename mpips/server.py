@@ -15,7 +15,7 @@ from collectives.arena import Region
 from mpips import compression, messages, optimizers
 from mpips.compression import Compressor
 from mpips.layout import Layout
-from mpips.lines import Line
+from mpips.lines import TAG_FRAME, Line
 from mpips.messages import Coding, Frame, Op, UnitCard
 from mpips.remote import Blocks, Postman, small_payload
 from mpips.rings import Rings
@@ -36,6 +36,9 @@ class Server:
     """The loop of one server rank."""
 
     def __init__(self, layout: Layout, lines: list[Line], rings: Rings | None) -> None:
+        from mpi4py import MPI
+
+        self._anybody = MPI.ANY_SOURCE
         options = layout.options
         self._layout, self._lines, self._rings = layout, lines, rings
         remote = [worker for worker, line in enumerate(lines) if not line.local]
@@ -64,7 +67,7 @@ class Server:
         spins = 0
         next_tick = time.monotonic() + TICK_SECONDS
         while self._callers:
-            heard = (rings is not None and rings.rung()) or bool(self._remote)
+            heard = (rings is not None and rings.rung()) or self._knocked()
             heard = heard and self._listen()
             worked, replies = state.work(idle_since > 0 and time.monotonic() - idle_since > AHEAD_SECONDS)
             if replies:
@@ -87,11 +90,15 @@ class Server:
             if now > next_tick:
                 next_tick = now + TICK_SECONDS
                 self._send(state.tick(now))
-            if now - idle_since > SPIN_SECONDS and not state.ready:
+            if now - idle_since > SPIN_SECONDS and (self._remote or not state.ready):
                 time.sleep(1e-4 if now - idle_since < 2e-2 else 5e-4)
         self._postman.finish(self._lines)
 
     # ---- in
+
+    def _knocked(self) -> bool:
+        """Whether a worker of another node has sent a frame; one look for all of them."""
+        return bool(self._remote) and self._layout.world.Iprobe(self._anybody, TAG_FRAME)
 
     def _listen(self) -> bool:
         heard = False

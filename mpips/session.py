@@ -118,6 +118,7 @@ class Session:
         self.all_local = all(line.local for line in lines)
         self._answers: dict[int, tuple[bytes, bool]] = {}
         self._tokens = 0
+        self._discarded: list[tuple[list[Any], Array]] = []
         self.warn: Callable[[str], None] = lambda text: None
 
     def add(self, key: Key) -> None:
@@ -304,7 +305,7 @@ class Session:
         server = self._layout.server_rank(part.server)
         data = values.view(np.uint8)
         region = Region(0, 0, 0, 0, data.size)
-        if data.size <= self._small:
+        if part.blocks == 1:
             part.line.post(op, part.number, round_, region, priority=priority, flags=ALONG)
             sends = [comm.Isend(data, server, push_tag(part.number))]
         else:
@@ -340,15 +341,44 @@ class Session:
 
     # ---- pulling
 
-    def pull(self, key: Key, flat: Array, parts: Sequence[Part]) -> Task:
-        """Read parts of the key into `flat` (1-D, the key's size) after this worker's pushes; ends when it is there."""
+    def exchange(self, key: Key, push: Task, flat: Array, parts: Sequence[Part]) -> Task:
+        """Do `push`, a contribution to parts of the key, and pull them. Other nodes are asked for the answer as soon as
+        the payload is under way: behind the payloads of parts that follow, the question would wait in the link."""
+        asked = False
+        try:
+            for _ in push:
+                if not asked:
+                    asked = True
+                    for part in parts:
+                        if not part.local:
+                            part.line.post(Op.PULL, part.number, key.round)
+                yield
+        except CollectiveError:
+            if asked:
+                self._discard(key, parts)
+            raise
+        yield from self.pull(key, flat, parts, asked)
+
+    def _discard(self, key: Key, parts: Sequence[Part]) -> None:
+        """Take answers that nobody waits for any more, so that they are not taken for later ones."""
+        from mpi4py import MPI
+
+        self._discarded = [(requests, data) for requests, data in self._discarded if not MPI.Request.Testall(requests)]
+        for part in parts:
+            if not part.local:
+                data = np.empty(part.stop - part.start, key.dtype)
+                self._discarded.append((self._receives(part, data), data))
+
+    def pull(self, key: Key, flat: Array, parts: Sequence[Part], asked: bool = False) -> Task:
+        """Read parts of the key into `flat` (1-D, the key's size) after this worker's pushes; ends when it is there.
+        `asked`: servers on other nodes have been asked already."""
         if self._layout.asynchronous or not self.all_local:
             direct = [part for part in parts if part.line.local and not self._layout.asynchronous]
-            asked = [part for part in parts if part not in direct]
+            distant = [part for part in parts if part not in direct]
             if direct:
                 yield from self._follow(key, flat, direct)
-            if asked:
-                yield from self._ask(key, flat, asked)
+            if distant:
+                yield from self._ask(key, flat, distant, asked)
         else:
             yield from self._follow(key, flat, parts)
 
@@ -377,14 +407,15 @@ class Session:
                 yield
         self.check(key)
 
-    def _ask(self, key: Key, flat: Array, parts: list[Part]) -> Task:
+    def _ask(self, key: Key, flat: Array, parts: list[Part], asked: bool) -> Task:
         """Read units that must not change meanwhile: on a node under a grant, from other nodes as messages."""
         receives = []
         for part in self._turned(parts):
             part.granted = False
             if not part.local:
                 receives += self._receives(part, flat[part.start : part.stop])
-            part.line.post(Op.PULL, part.number, key.round if part.mine >= 0 else 0)
+            if part.local or not asked:
+                part.line.post(Op.PULL, part.number, key.round if part.mine >= 0 else 0)
         waiting = [part for part in parts if part.local]
         patient = self._layout.asynchronous  # a push that failed does not keep the server from granting
         while waiting or receives:
