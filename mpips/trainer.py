@@ -21,8 +21,11 @@ INTERVAL = 64
 class Model(Protocol):
     """What a Trainer trains: arrays that stay where they are, and a function that fills the gradients."""
 
-    parameters: Sequence[np.ndarray]
-    gradients: Sequence[np.ndarray]
+    @property
+    def parameters(self) -> Sequence[np.ndarray]: ...
+
+    @property
+    def gradients(self) -> Sequence[np.ndarray]: ...
 
     def loss_and_gradients(self, x: np.ndarray, y: np.ndarray) -> float:
         """Mean loss of a batch; `gradients` become the gradients of that mean."""
@@ -141,7 +144,7 @@ class Trainer:
     `optimizer` is a name with options, or an Optimizer; its gradient is the mean over the samples of all workers that
     contribute to an update. Every worker starts from rank 0's parameters. `elastic` needs an asynchronous store.
     `overlap` exchanges beside the compute, by a strategy of `mpips plan` or "auto", which measures the job and takes
-    the best; the model then tells when it comes to a layer (`mpips.overlap.measure.LayeredModel`, as `MLP` does).
+    the best; the model then tells when it comes to a layer (`mpips.overlap.stopwatch.LayeredModel`, as `MLP` does).
     Collective over all workers of the store: every worker makes it, and calls `step` equally often.
     """
 

@@ -1,22 +1,21 @@
 """`python -m mpips.overlap.bench`: every strategy's iteration, measured beside its prediction, on the job's own ranks.
 
-Run by all ranks of an MPI job. Without servers it pushes: backward with allreduces of the gradients (MG-WFBP). With
-`--servers S` it pulls: forward with parameters fetched from S servers (iBatch), no pushes. Compute is emulated by
-sleeping, so that it needs no core; messages are real and go through the store (ipushpull, ipull), one key a group.
-First the job measures its network and how long its sleeps last, which is the profile; all predictions come from that
-profile. Settings, all chosen from the network as measured:
+Run by all ranks of an MPI job. Compute is emulated by sleeping, so that it needs no core; messages are real and go
+through the store, on the same path as in training (wire.py, execute.py). First the job measures what messages cost
+(wire.py) and how long its sleeps last; all predictions come from that profile. Settings: settings.py.
 
-* resnet50: the 107 layers of ResNet-50 scaled down, with so much compute that all startups and bytes together are 1.49
-  of it, as on MG-WFBP's 64 nodes; how they share that follows from `--kilobytes`. Merging should pay.
-* uniform: a deep MLP of equal small layers under the same weight.
-* hidden: equal layers whose messages are half as long as their backward pass. `optimal` should not merge anything.
+Without servers an iteration is MG-WFBP's: forward, then backward with allreduces of the gradients. With `--servers S`
+it goes from the start of a backward pass to the end of the next forward pass. As in iBatch's figure 5, the strategies
+choose the pulls, and gradients are pushed in one message behind the backward pass; "joint" plans both directions, and
+"layerwise, both" and "merged, both" overlap both by the same rule. `--topk R` repeats everything with pushes of which
+the share R travels (iBatch, figure 6).
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,35 +24,35 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from . import execute, timeline, trace
-from .measure import network, sample_groups
-from .models import MODELS
-from .planner import Direction, Plan, plans
+from . import execute, planner, settings, timeline, trace
 from .profile import PARAMETER_BYTES, Linear, Profile, create, save
-from .stage import Groups
+from .strategies import PARTITIONS
+from .strategies.joint import JointPlan
 from .timeline import Task
+from .wire import Wire
 
-STRATEGIES = ("layerwise", "single", "merged", "ibatch", "optimal")  # sequential is single's partition
-COMMUNICATION = 1.49  # of the compute, see above
-FORWARD = 1 / 3  # of the compute
-HIDDEN = 0.5  # of a layer's backward pass
+PUSHES = ("layerwise", "single", "merged", "ibatch", "optimal")  # sequential is single's partition
+PULLS = ("sequential", "layerwise", "ibatch", "optimal")
+BOTH = ("layerwise", "merged", "joint")
 FILE = click.Path(dir_okay=False, path_type=Path)
 
 
 class Result(NamedTuple):
-    """One strategy: seconds an iteration, the median over iterations of the slowest rank's; shares of rank 0's
-    trace."""
+    """One strategy: seconds an iteration, the median over iterations of the slowest worker's; shares of communication
+    hidden, the measured one from rank 0's trace; numbers of messages."""
 
+    pushes: str
     strategy: str
-    groups: Groups
+    messages: list[int]
     predicted_s: float
     measured_s: float
     predicted_hidden: float
     measured_hidden: float
+    plan: JointPlan
 
 
 class Job:
-    """A store with one key for every group that is used, over one flat buffer of gradients and one of parameters."""
+    """A store, flat arrays that are exchanged, and layers that sleep."""
 
     def __init__(self, servers: int, elements: list[int]) -> None:
         from mpi4py import MPI
@@ -61,31 +60,18 @@ class Job:
         import mpips
 
         self._max = MPI.MAX
-        kind = "dist_sync" if servers else "mpi_sync"
-        self.kv = mpips.create(kind, servers=servers, big_array=1)  # every key on all servers, so that none is busiest
-        self.pulls = servers > 0
-        self.direction: Direction = "pull" if self.pulls else "push"
+        # Every key on all servers, so that none is busiest.
+        self.kv = mpips.create("dist_sync" if servers else "mpi_sync", servers=servers, big_array=1)
         assert self.kv.layout.workers is not None
+        self.kv.set_optimizer("sgd", learning_rate=1e-3)
         self.comm = self.kv.layout.workers
-        self.offsets = np.concatenate(([0], np.cumsum(elements)))
-        self.gradients = np.ones(self.offsets[-1], np.float32)
-        self.parameters = np.zeros(self.offsets[-1], np.float32)
-        self._keys: set[tuple[int, int]] = set()
+        self.elements = elements
+        self.gradients = np.random.default_rng(self.kv.rank).normal(size=sum(elements)).astype(np.float32)
+        self.parameters = np.zeros(sum(elements), np.float32)
+        self.forward = self.backward = np.zeros(len(elements))
 
-    def prepare(self, groups: Sequence[tuple[int, int]]) -> None:
-        """Make the groups' keys."""
-        new = [group for group in groups if group not in self._keys]
-        self._keys.update(new)
-        if new:
-            self.kv.init([str(group) for group in new], [self.gradients[self._interval(*group)] for group in new])
-
-    def message(self, first: int, last: int) -> Any:
-        """Start the message of layers first..last."""
-        where = self._interval(first, last)
-        if self.pulls:
-            # One after the other, as in the model: at once, the first group would share the link with those behind it.
-            return self.kv.ipull(str((first, last)), self.parameters[where], turns=["link"])
-        return self.kv.ipushpull(str((first, last)), self.gradients[where], out=self.parameters[where])
+    def wire(self, name: str) -> Wire:
+        return Wire(self.kv, self.gradients, self.parameters, self.elements, name)
 
     def slowest(self, seconds: float) -> float:
         """The largest over all workers; they start together after it."""
@@ -93,94 +79,107 @@ class Job:
         self.comm.Allreduce(box.copy(), box, op=self._max)
         return float(box[0])
 
-    def agreed(self, values: list[float]) -> list[float]:
+    def agreed(self, values: Any) -> list[float]:
         """Rank 0's values."""
         box = np.array(values, np.float64)
         self.comm.Bcast(box)
         return box.tolist()
 
-    def _interval(self, first: int, last: int) -> slice:
-        return slice(int(self.offsets[first - 1]), int(self.offsets[last]))
+    def sleep_for(self, seconds: float, shares: np.ndarray) -> None:
+        """Layers take so many seconds from now on, all together."""
+        self.forward, self.backward = seconds * settings.FORWARD * shares, seconds * (1 - settings.FORWARD) * shares
+
+    def compute_forward(self, layer: int) -> None:
+        time.sleep(self.forward[layer - 1])
+
+    def compute_backward(self, layer: int) -> None:
+        time.sleep(self.backward[layer - 1])
+
+    def costs(self, repeats: int) -> tuple[float, ...]:
+        """Startup and seconds a byte of a push, then of a pull; rank 0's on all workers."""
+        push, pull = self.wire("measured").costs(self.slowest, repeats)
+        return tuple(self.agreed([*push, *pull]))
+
+    def profile(self, costs: tuple[float, ...]) -> Profile:
+        """What messages cost, and how long layers sleep on rank 0; the same on all workers."""
+        a, b, startup, per_byte = costs
+        names = [f"layer{number}" for number in range(1, len(self.elements) + 1)]
+        forward, backward = self._clocked(self.compute_forward), self._clocked(self.compute_backward)
+        network = Linear(a, b, self.kv.num_workers)
+        return create(names, self.elements, forward, backward, network, startup, 1 / max(per_byte, 1e-15))
+
+    def _clocked(self, compute: Callable[[int], None]) -> list[float]:
+        """Seconds of every layer, as they are beside each other on all ranks: medians of 3."""
+        times = np.empty((3, len(self.elements)))
+        for row in times:
+            self.slowest(0.0)
+            for index in range(len(row)):
+                begin = time.perf_counter()
+                compute(index + 1)
+                row[index] = time.perf_counter() - begin
+        return self.agreed(np.median(times, axis=0))
 
 
-def measure_network(job: Job, elements: list[int], repeats: int) -> tuple[float, float]:
-    """(startup, seconds a byte), rank 0's on all ranks."""
-    job.prepare(sample_groups(elements))
-    startup, per_byte = job.agreed(list(network(elements, job.message, job.slowest, repeats)))
-    return startup, per_byte
+def plans(job: Job, profile: Profile) -> dict[str, JointPlan]:
+    """The strategies to compare, by name."""
+    link = link_of(job)
+    if link is None:
+        return {name: planner.to_execute(profile, name, link) for name in PUSHES}
+    behind = PARTITIONS["single"](profile.push())
+    found = {name: JointPlan(behind, 0, PARTITIONS[name](profile.pull())) for name in PULLS}
+    return found | {f"{name}, both": planner.to_execute(profile, name, link) for name in BOTH}
 
 
-def measure_compute(job: Job, forward: execute.Compute, backward: execute.Compute, layers: int) -> list[list[float]]:
-    """Seconds of every layer's forward and backward pass, as they are beside each other on all ranks: medians of 3."""
-    rows = []
-    for kind, compute in (("forward", forward), ("backward", backward)):
-        runs = []
-        for _ in range(3):
-            job.slowest(0.0)
-            clock = execute.Clock()
-            for layer in range(1, layers + 1):
-                with clock.computing(kind, layer):  # type: ignore[arg-type]
-                    compute(layer)
-            runs.append([task.seconds for task in clock.tasks])
-        rows.append(job.agreed(np.median(runs, axis=0).tolist()))
-    return rows
+def link_of(job: Job) -> Any:
+    """None where a push brings the parameters back."""
+    wire = job.wire("")
+    return None if wire.one_way else wire.link
 
 
-class Shape(NamedTuple):
-    """Layers of a setting: float32 elements of each, and its share of the compute."""
-
-    elements: list[int]
-    shares: np.ndarray
-
-
-def shape(setting: str, layers: int, kilobytes: float) -> Shape:
-    """`layers` equal layers of `kilobytes`, or ResNet-50's own with that on average."""
-    per_layer = kilobytes * 1024 / PARAMETER_BYTES
-    if setting != "resnet50":
-        return Shape([max(1, round(per_layer))] * layers, np.full(layers, 1 / layers))
-    table = MODELS["resnet50"]()
-    scale = per_layer * len(table.layers) / table.parameters
-    flops = np.array([layer.flops for layer in table.layers], np.float64)
-    return Shape([max(1, round(scale * layer.parameters)) for layer in table.layers], flops / flops.sum())
-
-
-def compute_seconds(setting: str, layers: int, startup: float, per_byte: float, nbytes: float) -> float:
-    """Forward and backward of all layers, for the setting."""
-    total = layers * startup + per_byte * nbytes
-    return total / HIDDEN / (1 - FORWARD) if setting == "hidden" else total / COMMUNICATION
-
-
-def measure(job: Job, found: list[Plan], forward: execute.Compute, backward: execute.Compute,
-            iterations: int) -> tuple[list[Result], dict[str, list[Task]]]:
+def measure(job: Job, pushes: str, profile: Profile, iterations: int) -> tuple[list[Result], dict[str, list[Task]]]:
     """Strategies in turns; the first turn warms up."""
-    run = execute.pull_iteration if job.pulls else execute.push_iteration
-    times: dict[str, list[float]] = {plan.strategy: [] for plan in found}
+    found, link, layers = plans(job, profile), link_of(job), len(job.elements)
+    messages = {}
+    for name, plan in found.items():
+        wire = job.wire(f"{pushes} {name}")
+        wire.plan(plan)
+        messages[name] = execute.Messages(wire, plan)
+    times: dict[str, list[float]] = {name: [] for name in found}
     traces: dict[str, list[Task]] = {}
     for turn in range(iterations + 1):
-        for plan in found:
-            job.prepare(plan.groups)
+        for name in found:
             job.slowest(0.0)
             begin = time.perf_counter()
-            tasks = run(plan.groups, forward, backward, job.message)
+            traces[name] = execute.iteration(messages[name], layers, job.compute_forward, job.compute_backward)
             seconds = job.slowest(time.perf_counter() - begin)
             if turn:
-                times[plan.strategy].append(seconds)
-                traces[plan.strategy] = tasks
-    results = [
-        Result(plan.strategy, plan.groups, plan.iteration_s, float(np.median(times[plan.strategy])), plan.hidden_share,
-               timeline.hidden_share(traces[plan.strategy]))
-        for plan in found
-    ]
-    return results, traces
+                times[name].append(seconds)
+    results = []
+    for name, plan in found.items():
+        expected = planner.iteration(profile, plan, link)
+        count = [len(plan.push), plan.early + len(plan.pull)] if link else [len(plan.push)]
+        results.append(
+            Result(pushes, name, count, timeline.end(expected), float(np.median(times[name])),
+                   timeline.hidden_share(expected), timeline.hidden_share(traces[name]), plan)
+        )  # fmt: skip
+    return results, {f"{pushes} {name}".strip(): tasks for name, tasks in traces.items()}
+
+
+def idle_seconds() -> np.ndarray:
+    """(idle, all) seconds of the machine's cores since it started, in ticks. Linux."""
+    ticks = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    return np.array([ticks[3] + ticks[4], sum(ticks)], np.float64)
 
 
 @click.command()
 @click.option("--servers", default=0, show_default=True, help="Servers among the ranks; 0: allreduces.")
-@click.option("--setting", type=click.Choice(["resnet50", "uniform", "hidden"]), default="resnet50", show_default=True)
+@click.option("--setting", type=click.Choice(settings.SETTINGS), default="uniform", show_default=True)
 @click.option("--layers", default=40, show_default=True, help="Of uniform and hidden.")
 @click.option("--kilobytes", default=32.0, show_default=True, help="Of a layer, on average.")
+@click.option("--weight", default=settings.WEIGHT, show_default=True, help="Communication over compute; not of hidden.")
+@click.option("--topk", type=float, help="With servers: once more with this share of the gradients pushed.")
 @click.option("--iterations", default=10, show_default=True)
-@click.option("--repeats", default=5, show_default=True, help="Of every message size when the network is measured.")
+@click.option("--repeats", default=5, show_default=True, help="Of every run when the network is measured.")
 @click.option("--json", "json_file", type=FILE, help="Write the results here.")
 @click.option("--save-profile", type=FILE, help="Write the measured profile here, for `mpips plan`.")
 @click.option("--plot", type=FILE, help="Draw rank 0's iterations here (PNG).")
@@ -190,6 +189,8 @@ def command(
     setting: str,
     layers: int,
     kilobytes: float,
+    weight: float,
+    topk: float | None,
     iterations: int,
     repeats: int,
     json_file: Path | None,
@@ -198,26 +199,32 @@ def command(
     trace_file: Path | None,
 ) -> None:
     """Measure every strategy beside its prediction; compute is emulated by sleeping."""
-    elements, shares = shape(setting, layers, kilobytes)
-    layers = len(elements)
+    if topk is not None and not servers:
+        raise click.UsageError("--topk needs --servers: sparse gradients go to servers")
+    elements, shares = settings.shape(setting, layers, kilobytes)
     job = Job(servers, elements)
-    startup, per_byte = measure_network(job, elements, repeats)
-    total = compute_seconds(setting, layers, startup, per_byte, PARAMETER_BYTES * float(job.offsets[-1]))
-    forward, backward = _sleeper(total * FORWARD * shares), _sleeper(total * (1 - FORWARD) * shares)
-    profile = _profile(job, elements, startup, per_byte, measure_compute(job, forward, backward, layers))
-    found = plans(profile, STRATEGIES, job.direction)
-    results, traces = measure(job, found, forward, backward, iterations)
+    costs = job.costs(repeats)
+    job.sleep_for(settings.compute_seconds(setting, weight, _communication(costs, job)), shares)
+    results: list[Result] = []
+    traces: dict[str, list[Task]] = {}
+    profiles, idle = {}, idle_seconds()
+    for pushes in ("dense",) if topk is None else ("dense", f"top-{topk:g}"):
+        if pushes != "dense":
+            job.kv.set_gradient_compression({"type": "topk", "ratio": topk})
+            costs = job.costs(repeats)
+        profiles[pushes] = job.profile(costs)
+        more, drawn = measure(job, pushes, profiles[pushes], iterations)
+        results += more
+        traces |= drawn
+    idle = idle_seconds() - idle
     if job.kv.rank == 0:
-        about = {"setting": setting, "workers": job.kv.num_workers, "servers": servers, "direction": job.direction,
-                 "layers": layers, "bytes": sum(elements) * PARAMETER_BYTES, "startup_s": startup,
-                 "seconds_per_byte": per_byte, "compute_s": profile.forward_s + profile.backward_s,
-                 "compute": "emulated by sleeping"}
+        about = _about(setting, servers, job, profiles) | {"cores_idle": float(idle[0] / idle[1])}
         _show(results, about)
         if json_file:
             data = about | {"strategies": [result._asdict() for result in results]}
             json_file.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
         if save_profile:
-            save(profile, save_profile)
+            save(profiles["dense"], save_profile)
         if plot:
             trace.draw(traces, plot, f"measured, {setting}, {job.kv.num_workers} workers, compute emulated by sleeping")
         if trace_file:
@@ -225,28 +232,39 @@ def command(
     job.kv.close()
 
 
-def _sleeper(seconds: np.ndarray) -> Callable[[int], None]:
-    return lambda layer: time.sleep(seconds[layer - 1])
+def _communication(costs: tuple[float, ...], job: Job) -> float:
+    """Seconds of one message a layer, pushes and, with servers, pulls."""
+    nbytes = PARAMETER_BYTES * sum(job.elements)
+    one_way = [len(job.elements) * startup + nbytes * per_byte for startup, per_byte in (costs[:2], costs[2:])]
+    return one_way[0] if link_of(job) is None else sum(one_way)
 
 
-def _profile(job: Job, elements: list[int], startup: float, per_byte: float, compute: list[list[float]]) -> Profile:
-    forward, backward = compute
-    names = [f"layer{number}" for number in range(1, len(elements) + 1)]
-    allreduce = Linear(startup, per_byte, job.kv.num_workers)
-    return create(names, elements, forward, backward, allreduce, startup, 1 / per_byte)
+def _about(setting: str, servers: int, job: Job, profiles: dict[str, Profile]) -> dict[str, Any]:
+    dense = profiles["dense"]
+    costs = {}
+    for pushes, profile in profiles.items():
+        push, pull = profile.push(), profile.pull()
+        costs[f"push, {pushes}"] = [push.startup, float(push.transfer.sum())]
+        if servers:
+            costs[f"pull, {pushes}"] = [pull.startup, float(pull.transfer.sum())]
+    return {
+        "setting": setting, "workers": job.kv.num_workers, "servers": servers, "layers": len(job.elements),
+        "bytes": float(dense.nbytes.sum()), "compute_s": dense.forward_s + dense.backward_s,
+        "compute": "emulated by sleeping", "startup_and_all_bytes_s": costs,
+    }  # fmt: skip
 
 
 def _show(results: list[Result], about: dict[str, Any]) -> None:
     console = Console(width=120)
     for name, value in about.items():
         console.print(f"{name}: {value:.4g}" if isinstance(value, float) else f"{name}: {value}", highlight=False)
-    table = Table("strategy", "groups", "predicted s", "measured s", "measured / predicted", "hidden, predicted",
-                  "hidden, measured", "measured / optimal")
-    best = {result.strategy: result.measured_s for result in results}["optimal"]
+    table = Table("pushes", "strategy", "messages", "predicted s", "measured s", "measured / predicted",
+                  "hidden, predicted", "hidden, measured", "measured / best")
+    best = min(result.measured_s for result in results)
     for r in results:
-        table.add_row(r.strategy, str(len(r.groups)), f"{r.predicted_s:.4f}", f"{r.measured_s:.4f}",
-                      f"{r.measured_s / r.predicted_s:.3f}", f"{r.predicted_hidden:.0%}", f"{r.measured_hidden:.0%}",
-                      f"{r.measured_s / best:.3f}")
+        table.add_row(r.pushes, r.strategy, " + ".join(map(str, r.messages)), f"{r.predicted_s:.4f}",
+                      f"{r.measured_s:.4f}", f"{r.measured_s / r.predicted_s:.3f}", f"{r.predicted_hidden:.0%}",
+                      f"{r.measured_hidden:.0%}", f"{r.measured_s / best:.3f}")
     console.print(table)
 
 

@@ -1,130 +1,190 @@
 """Training with the exchange beside the compute: groups of layers are pushed when their gradients are there, and the
 next forward pass takes up a layer when its parameters have come back.
 
-The gradients of a group are one interval of the model's flat array, so nothing is packed. Each group is one key of the
-store, pushed and pulled in one. Which layers make a group is a strategy's plan: `auto` measures the job on its first
-batch and takes the optimum. All strategies give the numbers of no overlap, since an iteration still uses the parameters
-that all gradients of the last one made; bit for bit, where the store sums in an order that does not depend on a key's
-size.
+The gradients of a group are one interval of the model's flat array, so nothing is packed (wire.py). Which layers make a
+group is a strategy's plan, from what is measured on the first batch: `auto` takes the optimum. Layers and waits are
+clocked in every step; every `review_every` steps all workers look together whether the plan still fits, and take
+another where that saves enough (review.py). All strategies give the numbers of no overlap, before and after a change of
+plan, since an iteration still uses the parameters that all gradients of the last one made; bit for bit, where the store
+sums in an order that does not depend on a key's size.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from . import measure
+from . import measure, review
+from .execute import Messages
+from .planner import to_execute
 from .profile import Linear, Profile, create
-from .stage import Groups, from_ends, stage
-from .strategies import PARTITIONS
+from .stage import from_ends
+from .stopwatch import LayeredModel, Stopwatch
+from .strategies import NAMES
+from .strategies.joint import JointPlan
+from .wire import Wire
 
 if TYPE_CHECKING:
     from mpips.optimizers import Optimizer
     from mpips.store import KVStore
 
-    from .measure import LayeredModel
-
 FIXED = ("sequential", "single", "layerwise")  # they need no profile
-STRATEGIES = ("auto", *PARTITIONS)
+STRATEGIES = ("auto", *NAMES)
+REVIEW = 50
+LONGEST = 64
+"""Reviews that change nothing come half as often, up to so many times `review_every` apart."""
 
 
 class Overlapped:
     """An exchange for `mpips.Trainer`. Plans and makes its keys in the first step, which all workers take together.
 
-    strategy: "auto" or the name of one in `mpips plan`. While it measures, "auto", "merged", "ibatch" and "optimal"
-    keep up to 1.4 times the model more on the servers. ValueError for another name or a model without layers.
+    strategy: "auto" or the name of one in `mpips plan`. review_every: steps between two looks at a measured plan; all
+    workers give the same. While messages are measured, up to 3.4 times the model lies more on the servers. ValueError
+    for another strategy or a model without layers.
     """
 
-    def __init__(self, model: LayeredModel, kv: KVStore, optimizer: Optimizer, strategy: str = "auto") -> None:
+    def __init__(
+        self, model: LayeredModel, kv: KVStore, optimizer: Optimizer, strategy: str = "auto",
+        review_every: int = REVIEW,
+    ) -> None:  # fmt: skip
         if strategy not in STRATEGIES:
             raise ValueError(f"overlap={strategy!r} is unknown; choose one of {', '.join(STRATEGIES)}")
         if not hasattr(model, "layer_elements"):
-            raise ValueError(f"overlap={strategy!r} needs a model in layers (mpips.overlap.measure.LayeredModel)")
+            raise ValueError(f"overlap={strategy!r} needs a model in layers (mpips.overlap.stopwatch.LayeredModel)")
+        if review_every < 1:
+            raise ValueError(f"review_every={review_every}: give a number of steps, at least 1")
+        from mpi4py import MPI
+
+        self._max = MPI.MAX
         self._model, self._kv, self._optimizer, self.strategy = model, kv, optimizer, strategy
-        self._offsets = np.concatenate(([0], np.cumsum(model.layer_elements)))
-        self._under_way: dict[tuple[int, int], Any] = {}
-        self._group_of: dict[int, tuple[int, int]] = {}
-        self.groups: Groups = ()
-        """The plan, once there was a step."""
+        self._elements = list(model.layer_elements)
+        self._wire = Wire(kv, model.flat_gradients, model.flat_parameters, self._elements)
+        self._link = None if self._wire.one_way else self._wire.link
+        self._messages: Messages | None = None
+        self._watch = Stopwatch(len(self._elements))
+        self._clocked: list[np.ndarray] = []
+        """Forward, backward and waiting seconds of steps since the last review, (2 L + 1,) each."""
+        self._waited = 0.0
+        self._interval, self._shortest = review_every, review_every
         self.profile: Profile | None = None
-        """What was measured, if anything was."""
+        """What was measured last, if anything was."""
+        self.plans: list[JointPlan] = []
+        """Every plan so far; the last one is in use."""
+
+    @property
+    def plan(self) -> JointPlan:
+        """The plan in use, once there was a step."""
+        return self.plans[-1]
 
     def step(self, x: np.ndarray, y: np.ndarray) -> float:
         """One iteration; the batch's loss. The new parameters are there after `finish`; the next step waits itself."""
-        if not self.groups:
+        if self._messages is None:
             self._prepare(x, y)
-        return self._model.loss_and_gradients(x, y, self._before, self._ready)
+        elif self.profile is not None and len(self._clocked) >= self._interval:
+            self._review()
+        assert self._messages is not None
+        self._messages.begin()
+        loss = self._watch.step(self._model, x, y, self._before, self._ready)
+        if self.profile is not None:
+            self._clocked.append(np.append(np.concatenate(self._watch.seconds()), self._waited + self._watch.waited))
+        self._waited = 0.0
+        return loss
 
     def finish(self) -> None:
         """Wait until the parameters are those of the last step. Blocking."""
-        under_way, self._under_way = self._under_way, {}
-        for handle in under_way.values():
-            handle.wait()
+        if self._messages is not None:
+            begin = time.perf_counter()
+            self._messages.finish()
+            self._waited += time.perf_counter() - begin
 
     def _before(self, layer: int) -> None:
-        handle = self._under_way.pop(self._group_of[layer + 1], None)
-        if handle is not None:
-            handle.wait()
+        assert self._messages is not None
+        self._messages.before(layer + 1)
 
     def _ready(self, layer: int) -> None:
-        first, last = self._group_of[layer + 1]
-        if layer + 1 == first:
-            where = self._interval(first, last)
-            self._under_way[first, last] = self._kv.ipushpull(
-                self._key(first, last), self._model.flat_gradients[where], out=self._model.flat_parameters[where],
-                priority=-first,
-            )  # fmt: skip
+        assert self._messages is not None
+        self._messages.ready(layer + 1)
+
+    # ---- plans
 
     def _prepare(self, x: np.ndarray, y: np.ndarray) -> None:
+        self._kv.set_optimizer(self._optimizer)  # before messages are measured, which are to cost what they will
+        problem = _unknown(self._elements)
         if self.strategy not in FIXED:
-            self.profile = self._measure(x, y)
-        self.groups = self._plan()
-        self._group_of = {layer: group for group in self.groups for layer in range(group[0], group[1] + 1)}
-        keys = [self._key(*group) for group in self.groups]
-        values = [self._model.flat_parameters[self._interval(*group)] for group in self.groups]
-        self._kv.init(keys, values)
-        self._kv.set_optimizer(self._optimizer)
-        self._kv.pull(keys, values)
+            problem = self.profile = self._measure(x, y)
+        self._take(to_execute(problem, self.strategy, self._link))
+        for group in self.plan.push:
+            self._wire.pull(*group).wait()
 
-    def _plan(self) -> Groups:
-        """Rank 0's groups, on every worker."""
-        layers = len(self._model.layer_elements)
-        problem = self.profile.push() if self.profile else stage([0.0] * layers, 0.0, [0.0] * layers)
-        groups = PARTITIONS["optimal" if self.strategy == "auto" else self.strategy](problem)
-        ends = np.zeros(layers, np.int64)
-        ends[: len(groups)] = [last for _, last in groups]
-        self._workers.Bcast(ends)
-        return from_ends(int(end) for end in ends if end)
+    def _review(self) -> None:
+        """Look at the plan again; all workers at the same step. What is under way ends first."""
+        assert self.profile is not None
+        self.finish()
+        row = np.median(self._clocked, axis=0)
+        row[-1] *= -1  # the slowest worker waits least
+        slowest = np.empty_like(row)
+        self._workers.Allreduce(row, slowest, op=self._max)
+        forward, backward = np.split(slowest[:-1], 2)
+        self.profile = review.with_compute(self.profile, forward, backward)
+        drifted = review.network_drifted(self.profile, self.plan, self._link, max(0.0, -slowest[-1]))
+        if self._from_rank_0([drifted])[0]:
+            self.profile = review.with_network(self.profile, *self._costs(), self._kv.num_workers)
+        changed = self._take(review.better(self.profile, self.plan, self.strategy, self._link))
+        longer = min(2 * self._interval, LONGEST * self._shortest)
+        self._interval = self._shortest if changed else longer
+        self._clocked.clear()
+
+    def _take(self, wanted: JointPlan) -> bool:
+        """Go on by rank 0's plan; whether it is another one."""
+        layers = len(self._elements)
+        words = np.zeros(2 * layers + 1, np.int64)
+        words[: len(wanted.push)] = [last for _, last in wanted.push]
+        words[layers : layers + len(wanted.pull)] = [last for _, last in wanted.pull]
+        words[-1] = wanted.early
+        *ends, early = self._from_rank_0(words)
+        push, pull = (from_ends(end for end in half if end) for half in (ends[:layers], ends[layers:]))
+        plan = JointPlan(push, early, pull)
+        if self.plans and plan == self.plan:
+            return False
+        self._wire.plan(plan)
+        self._messages = Messages(self._wire, plan)
+        self.plans.append(plan)
+        return True
 
     def _measure(self, x: np.ndarray, y: np.ndarray) -> Profile:
-        elements = list(self._model.layer_elements)
         forward, backward = measure.compute(self._model, x, y)
+        (a, b), (startup, per_byte) = self._costs()
+        names = [f"layer{number}" for number in range(1, len(self._elements) + 1)]
+        network = Linear(a, b, self._kv.num_workers)
+        return create(names, self._elements, forward, backward, network, startup, 1 / max(per_byte, 1e-15))
+
+    def _costs(self) -> tuple[tuple[float, float], tuple[float, float]]:
         scratch = np.zeros_like(self._model.flat_gradients), np.zeros_like(self._model.flat_gradients)
-        sampled = measure.sample_groups(elements)
-        self._kv.init([self._key(*group, "measure") for group in sampled],
-                      [scratch[0][self._interval(*group)] for group in sampled])
+        wire = Wire(self._kv, *scratch, self._elements, "measured")
+        return wire.costs(self._slowest)
 
-        def message(first: int, last: int) -> Any:
-            where = self._interval(first, last)
-            return self._kv.ipushpull(self._key(first, last, "measure"), scratch[0][where], out=scratch[1][where])
-
-        startup, per_byte = measure.network(elements, message, self._slowest)
-        names = [f"layer{number}" for number in range(len(elements))]
-        network = Linear(startup, per_byte, self._kv.num_workers)
-        return create(names, elements, forward, backward, network, startup, 1 / max(per_byte, 1e-15))
+    # ---- together
 
     @property
     def _workers(self) -> Any:
         return self._kv.layout.workers
 
     def _slowest(self, seconds: float) -> float:
-        everybody = np.empty(self._kv.num_workers)
-        self._workers.Allgather(np.array([seconds]), everybody)
-        return float(everybody.max())
+        everybody = np.empty(1)
+        self._workers.Allreduce(np.array([seconds]), everybody, op=self._max)
+        return float(everybody[0])
 
-    def _interval(self, first: int, last: int) -> slice:
-        return slice(int(self._offsets[first - 1]), int(self._offsets[last]))
+    def _from_rank_0(self, values: Sequence[int] | np.ndarray) -> list[int]:
+        box = np.array(values, np.int64)
+        self._workers.Bcast(box)
+        return box.tolist()
 
-    def _key(self, first: int, last: int, what: str = "layers") -> str:
-        return f"overlap {what} {first}-{last}"
+
+def _unknown(elements: Sequence[int]) -> Profile:
+    """A profile for strategies that look at nothing but the number of layers."""
+    nothing = [0.0] * len(elements)
+    names = [str(number) for number in range(len(elements))]
+    return create(names, elements, nothing, nothing, Linear(0.0, 0.0), 0.0, 1.0)

@@ -1,5 +1,5 @@
-"""The straight line through measured message times: t = startup + per_byte x bytes (MG-WFBP, Eq. 9; iBatch's T_s,
-T_t)."""
+"""The cost of messages from measured times: t = startup x messages + per_byte x bytes (MG-WFBP, Eq. 9; iBatch, Eq. 1
+and 2, where N batches cost N T_s)."""
 
 from __future__ import annotations
 
@@ -7,18 +7,24 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 
-def line(nbytes: ArrayLike, seconds: ArrayLike) -> tuple[float, float]:
-    """(startup, per_byte), neither negative, with the least sum of squared *relative* errors.
+def costs(messages: ArrayLike, nbytes: ArrayLike, seconds: ArrayLike) -> tuple[float, float]:
+    """(startup, per_byte) of runs of so many messages and bytes in all, neither negative, with the least sum of squared
+    *relative* errors.
 
-    Relative, so that the smallest messages, which show the startup, count as much as the largest. ValueError unless
-    there are two different sizes and all times are positive.
+    Relative, so that short runs count as much as long ones. ValueError unless all times are positive and both costs can
+    be told apart: two runs at least that differ in bytes a message.
     """
-    x, y = np.asarray(nbytes, np.float64), np.asarray(seconds, np.float64)
-    if x.shape != y.shape or len(np.unique(x)) < 2 or not (y > 0).all():
-        raise ValueError(f"a line needs positive times of two sizes at least, not {y} at {x} bytes")
-    both, *_ = np.linalg.lstsq(np.stack([1 / y, x / y], axis=1), np.ones(len(y)), rcond=None)
+    n, x, y = (np.asarray(values, np.float64) for values in (messages, nbytes, seconds))
+    if not n.shape == x.shape == y.shape or len(np.unique(x / n)) < 2 or not (y > 0).all():
+        raise ValueError(f"costs need positive times of two message sizes at least, not {y} s of {n} messages of {x}")
+    both, *_ = np.linalg.lstsq(np.stack([n / y, x / y], axis=1), np.ones(len(y)), rcond=None)
     if both[0] < 0:
-        return 0.0, float(1 / (x / y).mean())
+        return 0.0, _only(x / y)
     if both[1] < 0:
-        return float(1 / (1 / y).mean()), 0.0
+        return _only(n / y), 0.0
     return float(both[0]), float(both[1])
+
+
+def _only(shares: np.ndarray) -> float:
+    """The cost c with the least sum of squares of 1 - c x share."""
+    return float(shares.sum() / (shares * shares).sum())

@@ -1,100 +1,97 @@
 """The profile of a job, measured on its own ranks: what messages cost, and how long the layers compute.
 
-Everything that needs MPI comes from the caller: `message(first, last)` starts the exchange of layers and returns a
-handle, `slowest(seconds)` is the largest value of all workers, and brings them together.
+Messages cost what they cost in the job: sent in a row, the next one under way when the last one ends, on as many layers
+as there are, while the training thread sleeps. So what is measured is a run, a list of groups, and its seconds from the
+first start to the last end; the costs of one message follow from runs of different numbers and sizes (fit.py).
+Everything that needs MPI comes from the caller.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from . import fit
-from .execute import Send
 from .profile import PARAMETER_BYTES
+from .stage import Groups
+from .stopwatch import LayeredModel, Stopwatch
 
-Group = tuple[int, int]
-IN_A_ROW = 8  # messages of single layers, as they come where their number matters
-SHARES = (0.1, 0.3, 1.0)
-
-
-class LayeredModel(Protocol):
-    """A model whose layers lie one after the other in flat arrays, and which tells when it comes to each."""
-
-    flat_parameters: np.ndarray
-    flat_gradients: np.ndarray
-    layer_elements: Sequence[int]
-
-    def loss_and_gradients(
-        self,
-        x: np.ndarray,
-        y: np.ndarray,
-        before: Callable[[int], Any] | None = None,
-        ready: Callable[[int], Any] | None = None,
-    ) -> float:
-        """Forward and backward. `before(layer)`, from 0: its parameters come next. `ready(layer)`: its gradients are
-        there
-        and its parameters may be overwritten."""
-        ...
+SHARE = 3  # part of the layers that shorter runs have
+POLL_SECONDS = 5e-4
 
 
-def sample_groups(elements: Sequence[int]) -> tuple[Group, ...]:
-    """What `network` sends: the smallest, the median and the largest layer; the first tenth, 3 tenths, all layers."""
-    by_size = 1 + np.argsort(elements, kind="stable")
-    single = [(int(layer), int(layer)) for layer in by_size[[0, len(elements) // 2, -1]]]
-    several = [(1, max(1, round(len(elements) * share))) for share in SHARES]
-    return tuple(dict.fromkeys(single + several))
+class Waited(Protocol):
+    """A message under way."""
+
+    @property
+    def done(self) -> bool: ...
+
+    def wait(self) -> object: ...
 
 
-def network(
-    elements: Sequence[int], message: Send, slowest: Callable[[float], float], repeats: int = 5
-) -> tuple[float, float]:
-    """(startup seconds, seconds a byte) of messages of `sample_groups`, under way while the training thread sleeps.
+Start = Callable[[Groups], Sequence[Waited]]
+"""Starts the messages of a run, in order, and returns at once; the run has ended when all handles have."""
 
-    Medians over `repeats` of the slowest worker's time. Collective, blocking.
+
+def runs(elements: Sequence[int]) -> tuple[Groups, ...]:
+    """What is sent: all layers one by one, in a few groups and in one; a third of the layers one by one and in one."""
+    layers = len(elements)
+    few = max(1, layers // SHARE)
+    singles = tuple((layer, layer) for layer in range(1, layers + 1))
+    groups = tuple((first, min(first + few - 1, layers)) for first in range(1, layers + 1, few))
+    return tuple(dict.fromkeys((singles, groups, ((1, layers),), singles[:few], ((1, few),))))
+
+
+def seconds(
+    start: Start, wanted: Sequence[Groups], slowest: Callable[[float], float], repeats: int = 5
+) -> list[float]:
+    """Medians over `repeats` of the slowest worker's seconds for each run. Collective, blocking.
+
+    `slowest(seconds)` is the largest of all workers', and brings them together.
     """
-    groups = sample_groups(elements)
-    offsets = np.concatenate(([0], np.cumsum(elements)))
-    times: dict[Group, list[float]] = {group: [] for group in groups}
-    for repeat in range(repeats + 1):
-        for group in groups:
+    times = np.empty((repeats + 1, len(wanted)))
+    for repeat in range(repeats + 1):  # the first one warms up
+        for index, groups in enumerate(wanted):
             slowest(0.0)
-            handles = [message(*group) for _ in range(IN_A_ROW if group[0] == group[1] else 1)]
-            while not handles[-1].done:
-                time.sleep(5e-4)
+            begin = time.perf_counter()
+            handles = start(groups)
+            while not all(handle.done for handle in handles):
+                time.sleep(POLL_SECONDS)
+            times[repeat, index] = time.perf_counter() - begin
             for handle in handles:
                 handle.wait()
-            seconds = slowest((handles[-1].ended - handles[0].started) / len(handles))
-            if repeat:  # the first one warms up
-                times[group].append(seconds)
-    nbytes = [PARAMETER_BYTES * float(offsets[last] - offsets[first - 1]) for first, last in groups]
-    medians = [float(np.median(times[group])) for group in groups]
-    if len(set(nbytes)) == 1:
-        return medians[0], 0.0  # one layer: nothing to divide
-    return fit.line(nbytes, medians)
+            times[repeat, index] = slowest(times[repeat, index])
+    return np.median(times[1:], axis=0).tolist()
+
+
+def costs(elements: Sequence[int], wanted: Sequence[Groups], times: Sequence[float]) -> tuple[float, float]:
+    """(startup seconds, seconds a byte) of a message, from the seconds of runs."""
+    numbers = [len(groups) for groups in wanted]
+    nbytes = [sum(group_bytes(elements, *group) for group in groups) for groups in wanted]
+    if len(set(np.divide(nbytes, numbers))) == 1:
+        return float(np.median(np.divide(times, numbers))), 0.0  # one layer: nothing to divide
+    return fit.costs(numbers, nbytes, times)
+
+
+def group_bytes(elements: Sequence[int], first: int, last: int) -> float:
+    """Bytes of the layers first..last."""
+    return float(PARAMETER_BYTES * sum(elements[first - 1 : last]))
 
 
 def compute(model: LayeredModel, x: np.ndarray, y: np.ndarray, repeats: int = 3) -> tuple[list[float], list[float]]:
-    """(forward, backward) seconds of every layer on a batch, medians; the loss counts to the last layer's.
+    """(forward, backward) seconds of every layer on a batch, medians (`Stopwatch.seconds`). Only gradients are
+    written."""
+    watch = Stopwatch(len(model.layer_elements))
+    found = []
+    for _ in range(repeats):
+        watch.step(model, x, y, _nothing, _nothing)
+        found.append(watch.seconds())
+    forward, backward = np.median(found, axis=0)
+    return forward.tolist(), backward.tolist()
 
-    Only gradients are written. The turn at the last layer is not seen from outside: a third of it counts as forward.
-    """
-    layers = len(model.layer_elements)
-    forward, backward = np.empty((repeats, layers)), np.empty((repeats, layers))
-    for repeat in range(repeats):
-        begin, end = np.empty(layers), np.empty(layers)
 
-        def before(layer: int, begin: np.ndarray = begin) -> None:
-            begin[layer] = time.perf_counter()
-
-        def ready(layer: int, end: np.ndarray = end) -> None:
-            end[layer] = time.perf_counter()
-
-        model.loss_and_gradients(x, y, before, ready)
-        turn = end[-1] - begin[-1]
-        forward[repeat] = np.append(np.diff(begin), turn / 3)
-        backward[repeat] = np.append(end[:-1] - end[1:], turn * 2 / 3)
-    return np.median(forward, axis=0).tolist(), np.median(backward, axis=0).tolist()
+def _nothing(layer: int) -> None:
+    """A hook that does nothing."""

@@ -94,6 +94,25 @@ def plan(
     return _both(profile, strategy, in_order, nodes, link)
 
 
+def iteration(profile: Profile, groups: JointPlan, link: Link | None) -> list[Task]:
+    """The timeline of any plan, as execute.py carries it out: pushes that bring the parameters back (link None), or
+    pushes and pulls of a parameter server, over one link or two."""
+    if link is None:
+        return timeline.push_iteration(profile, groups.push)
+    return timeline.both(profile.push(), profile.pull(), groups, link)
+
+
+def to_execute(profile: Profile, strategy: str, link: Link | None) -> JointPlan:
+    """The groups of a strategy; "auto" is the best there is. For `link` see `iteration`."""
+    if link is None:
+        groups = PARTITIONS["optimal" if strategy in ("auto", "joint") else strategy](profile.push())
+        return JointPlan(groups, len(groups), ())
+    if strategy in ("auto", "joint"):
+        return joint.plan(profile.push(), profile.pull(), link)
+    partition = PARTITIONS[strategy]
+    return JointPlan(partition(profile.push()), 0, partition(profile.pull()))
+
+
 def plans(
     profile: Profile,
     strategies: Iterable[str] = NAMES,

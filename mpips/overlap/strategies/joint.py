@@ -23,7 +23,7 @@ on both, so keeping all undominated pairs loses nothing. The pushes below m then
 at max(s + k a + T(1..m), R[m][k]) for the best number of groups k, where R[m][k] is the least end, over partitions of
 1..m into k groups, of the paths that start with a layer's becoming ready:
 R[j][k] = min over i < j of max(ready[i + 1] + k a + T(1..j), R[i][k - 1]).
-O(L^3) in NumPy over whole rows.
+O(L^3) in NumPy over whole rows; which group attains a minimum is looked up again on the way back, for one plan.
 """
 
 from __future__ import annotations
@@ -65,60 +65,73 @@ def plan(push: Stage, pull: Stage, link: Link) -> JointPlan:
     return found[1] if found[0] < least * (1 - ROUNDING) else best
 
 
-def _forward(pull: Stage) -> tuple[Array, NDArray[np.int64]]:
-    """F[m] for m = 0..L, and last[i, m]: where the group from layer i + 1 on ends in the best pull of 1..m.
-
-    F[m]: seconds from the start of pulling 1..m, with all above m there, to the end of the forward pass.
-    """
+def _forward(pull: Stage) -> Array:
+    """to_go[i, m]: seconds from the start of pulling i + 1..m, with 1..i and all above m there and layers up to i
+    computed, to the end of the forward pass; in the best groups. to_go[0, m] is F[m]."""
     layers = pull.layers
-    transfer, rest = sums(pull.transfer), sums(pull.compute)
-    rest = rest[-1] - rest  # rest[i]: compute of layers i + 1..L
-    to_go = np.full((layers + 1, layers + 1), np.inf)  # [i, m]: layers i + 1..m still to pull
+    transfer, rest = sums(pull.transfer), _rest(pull)
+    to_go = np.full((layers + 1, layers + 1), np.inf)
     np.fill_diagonal(to_go, 0.0)
-    last = np.zeros((layers + 1, layers + 1), np.int64)
+    room = np.empty_like(to_go)
     for i in range(layers - 1, -1, -1):
-        through = transfer[i + 1 :, None] - transfer[i] + np.maximum(to_go[i + 1 :, i + 1 :], rest[i])
-        best = np.argmin(through, axis=0)
-        to_go[i, i + 1 :] = pull.startup + np.take_along_axis(through, best[None], axis=0)[0]
-        last[i, i + 1 :] = i + 1 + best
-    whole = to_go[0].copy()
-    whole[0] = rest[0]  # nothing to pull: the forward pass alone
-    return whole, last
+        through = np.maximum(to_go[i + 1 :, i + 1 :], rest[i], out=room[i + 1 :, i + 1 :])
+        through += (transfer[i + 1 :] - transfer[i])[:, None]
+        np.min(through, axis=0, out=to_go[i, i + 1 :])
+        to_go[i, i + 1 :] += pull.startup
+    to_go[0, 0] = rest[0]  # nothing to pull: the forward pass alone
+    return to_go
 
 
-def _follow(last: NDArray[np.int64], stop: int) -> Groups:
-    """Groups of 1..stop, where the one that starts at layer i + 1 ends at last[i]."""
+def _rest(pull: Stage) -> Array:
+    """rest[i]: compute of layers i + 1..L."""
+    done = sums(pull.compute)
+    return done[-1] - done
+
+
+def _pulls(pull: Stage, to_go: Array, m: int) -> Groups:
+    """The groups of 1..m that take to_go[0, m]."""
+    transfer, rest = sums(pull.transfer), _rest(pull)
     ends, i = [], 0
-    while i < stop:
-        i = int(last[i])
+    while i < m:
+        through = transfer[i + 1 : m + 1] + np.maximum(to_go[i + 1 : m + 1, m], rest[i])
+        i += 1 + int(np.argmin(through))
         ends.append(i)
     return from_ends(ends)
 
 
 def _shared(push: Stage, pull: Stage) -> tuple[float, JointPlan]:
-    """Recurrence over e[m, i] for every m at once: rows are m, columns the layers still to be pushed."""
+    """The recurrence over e[m, i] for every m at once. At i >= m all groups are early, whatever m: above[i]. At i < m
+    it is below[i, m], with above[m] at i = m."""
     layers = push.layers
-    ready = np.cumsum(push.compute[::-1])[::-1]
-    sent, fetched = sums(push.transfer), sums(pull.transfer)
-    end = np.full((layers + 1, layers + 1), np.inf)
-    end[:, layers] = 0.0
-    last = np.zeros((layers + 1, layers + 1), np.int64)
+    above = np.zeros(layers + 1)
+    below = np.full((layers + 1, layers + 1), np.inf)
+    below[layers, layers] = 0.0
+    room = np.empty_like(below)
     for i in range(layers - 1, -1, -1):
-        # Above m (rows 0..i) a push is followed by its pull; below, the group may not reach over m.
-        cost = push.startup + sent[i + 1 :] - sent[i]
-        both = cost + pull.startup + fetched[i + 1 :] - fetched[i]
-        through = np.maximum(end[:, i + 1 :], ready[i])
-        through[: i + 1] += both
-        through[i + 1 :] += cost
-        rows = np.arange(layers + 1)[:, None]
-        through[(rows > i) & (np.arange(i + 1, layers + 1)[None] > rows)] = np.inf
-        best = np.argmin(through, axis=1)
-        end[:, i] = np.take_along_axis(through, best[:, None], axis=1)[:, 0]
-        last[:, i] = i + 1 + best
-    whole, pulls = _forward(pull)
-    total = end[:, 0] + whole
+        ready, late, early = _message_costs(push, pull, i)
+        above[i] = below[i, i] = np.min(np.maximum(above[i + 1 :], ready) + early)
+        through = np.maximum(below[i + 1 :, i + 1 :], ready, out=room[i + 1 :, i + 1 :])
+        through += late[:, None]
+        np.min(through, axis=0, out=below[i, i + 1 :])
+    to_go = _forward(pull)
+    total = below[0] + to_go[0]
     m = int(np.argmin(total))
-    return float(total[m]), _joint(_follow(last[m], layers), m, _follow(pulls[:, m], m))
+    ends, i = [], 0
+    while i < layers:
+        ready, late, early = _message_costs(push, pull, i)
+        through = np.maximum(below[i + 1 : m + 1, m], ready) + late[: m - i] if i < m else (
+            np.maximum(above[i + 1 :], ready) + early
+        )
+        i += 1 + int(np.argmin(through))
+        ends.append(i)
+    return float(total[m]), _joint(from_ends(ends), m, _pulls(pull, to_go, m))
+
+
+def _message_costs(push: Stage, pull: Stage, i: int) -> tuple[float, Array, Array]:
+    """When layer i + 1 is ready; seconds to push i + 1..j, and to push and pull them, for j > i."""
+    ready = float(np.sum(push.compute[i:]))
+    late = push.startup + np.cumsum(push.transfer[i:])
+    return ready, late, late + pull.startup + np.cumsum(pull.transfer[i:])
 
 
 def _joint(push: Groups, m: int, pull: Groups) -> JointPlan:
@@ -156,28 +169,40 @@ def _fronts(push: Stage, pull: Stage) -> list[_Front]:
     return fronts
 
 
-def _paths_from_ready(push: Stage) -> tuple[Array, NDArray[np.int64]]:
-    """R[j, k] for j, k = 0..L, and the i that attains it (layers 1..i remain after the first message i + 1..j)."""
+def _paths_from_ready(push: Stage) -> Array:
+    """R[j, k] for j, k = 0..L."""
     layers = push.layers
     ready = np.cumsum(push.compute[::-1])[::-1]
     sent = sums(push.transfer)
     count = np.arange(layers + 1)
     paths = np.full((layers + 1, layers + 1), np.inf)
     paths[0, 0] = -np.inf
-    rest = np.zeros((layers + 1, layers + 1), np.int64)
+    room = np.empty_like(paths)
     for j in range(1, layers + 1):
-        start = ready[:j, None] + (count[1 : j + 1] * push.startup + sent[j])[None]
-        through = np.maximum(start, paths[:j, :j])
-        rest[j, 1 : j + 1] = np.argmin(through, axis=0)
-        paths[j, 1 : j + 1] = np.min(through, axis=0)
-    return paths, rest
+        # max(ready[i + 1] + k a + T(1..j), R[i][k - 1]) for i < j and k <= j
+        through = np.add(ready[:j, None], count[1 : j + 1] * push.startup + sent[j], out=room[:j, :j])
+        np.maximum(through, paths[:j, :j], out=through)
+        np.min(through, axis=0, out=paths[j, 1 : j + 1])
+    return paths
+
+
+def _groups_below(push: Stage, paths: Array, m: int, number: int) -> list[int]:
+    """The last layers of the `number` groups of 1..m that attain paths[m, number], from the last group down."""
+    ready = np.cumsum(push.compute[::-1])[::-1]
+    sent = sums(push.transfer)
+    ends, j = [], m
+    for k in range(number, 0, -1):
+        ends.append(j)
+        j = int(np.argmin(np.maximum(ready[:j] + k * push.startup + sent[j], paths[:j, k - 1])))
+    return ends
 
 
 def _duplex(push: Stage, pull: Stage) -> tuple[float, JointPlan]:
     layers = push.layers
-    whole, pulls = _forward(pull)
+    to_go = _forward(pull)
+    whole = to_go[0]
     fronts = _fronts(push, pull)
-    paths, rest = _paths_from_ready(push)
+    paths = _paths_from_ready(push)
     sent, count = sums(push.transfer), np.arange(layers + 1)
     best: tuple[float, int, int, int] = (np.inf, 0, 0, 0)
     for m, front in enumerate(fronts):
@@ -194,8 +219,5 @@ def _duplex(push: Stage, pull: Stage) -> tuple[float, JointPlan]:
         front = fronts[i]
         i, point = int(front.group_end[point]), int(front.parent[point])
         ends_above.append(i)
-    below, j = [], m
-    for k in range(number_of_groups if m else 0, 0, -1):
-        below.append(j)
-        j = int(rest[j, k])
-    return value, _joint(from_ends([*reversed(below), *ends_above]), m, _follow(pulls[:, m], m))
+    below = _groups_below(push, paths, m, number_of_groups) if m else []
+    return value, _joint(from_ends([*reversed(below), *ends_above]), m, _pulls(pull, to_go, m))

@@ -1,8 +1,9 @@
-"""What measured times become: the line through messages, the layers' times, the messages that are sampled."""
+"""What measured times become: costs of messages, the layers' times; and the runs that are measured."""
 
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,43 +11,76 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpips.overlap import fit, measure
+from mpips.overlap.stage import Groups, check_groups
+from mpips.overlap.stopwatch import Stopwatch
 
 
 @given(st.floats(1e-6, 1e-1), st.floats(1e-11, 1e-6))
-def test_a_line_is_found_again(startup: float, per_byte: float) -> None:
-    sizes = np.array([1e2, 1e4, 1e5, 1e6])
-    found = fit.line(sizes, startup + per_byte * sizes)
+def test_costs_are_found_again(startup: float, per_byte: float) -> None:
+    messages, nbytes = np.array([40, 3, 1, 13, 1]), np.array([1e6, 1e6, 1e6, 3e5, 3e5])
+    found = fit.costs(messages, nbytes, startup * messages + per_byte * nbytes)
     assert found == pytest.approx((startup, per_byte), rel=1e-5, abs=1e-15)
 
 
-def test_neither_part_of_a_line_is_negative() -> None:
-    assert fit.line([1, 2, 4], [4.0, 3.0, 2.0])[1] == 0.0
-    assert fit.line([1, 2, 4], [0.5, 2.0, 8.0])[0] == 0.0
+def test_no_cost_is_negative() -> None:
+    assert fit.costs([1, 1, 1], [1, 2, 4], [4.0, 3.0, 2.0])[1] == 0.0
+    assert fit.costs([1, 1, 1], [1, 2, 4], [0.5, 2.0, 8.0])[0] == 0.0
 
 
-def test_one_size_is_no_line() -> None:
-    with pytest.raises(ValueError, match="two sizes"):
-        fit.line([8, 8], [1.0, 1.0])
+def test_one_message_size_tells_nothing() -> None:
+    with pytest.raises(ValueError, match="two message sizes"):
+        fit.costs([1, 2], [8, 16], [1.0, 2.0])
     with pytest.raises(ValueError, match="positive"):
-        fit.line([8, 16], [0.0, 1.0])
+        fit.costs([1, 1], [8, 16], [0.0, 1.0])
 
 
 @pytest.mark.parametrize("elements", [[5], [3, 1, 2], list(range(1, 50))])
-def test_samples_reach_from_the_smallest_layer_to_all(elements: list[int]) -> None:
-    groups = measure.sample_groups(elements)
-    assert (1, len(elements)) in groups
-    smallest = 1 + elements.index(min(elements))
-    assert (smallest, smallest) in groups
-    assert len(set(groups)) == len(groups)
+def test_runs_reach_from_a_message_a_layer_to_one(elements: list[int]) -> None:
+    runs = measure.runs(elements)
+    whole = [groups for groups in runs if groups[-1][1] == len(elements)]
+    assert len(set(runs)) == len(runs)
+    assert {len(elements), 1} <= {len(groups) for groups in whole}
+    assert all(check_groups(groups, groups[-1][1]) == groups for groups in runs)
+
+
+class Message:
+    """Under way until so many seconds after its start."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.perf_counter() + seconds
+
+    @property
+    def done(self) -> bool:
+        return time.perf_counter() >= self._end
+
+    def wait(self) -> None:
+        while not self.done:
+            time.sleep(1e-4)
+
+
+def test_costs_of_a_link_from_its_runs() -> None:
+    elements, startup, per_byte = [500] * 12, 2e-3, 1e-6
+
+    def start(groups: Groups) -> list[Message]:
+        nbytes = sum(measure.group_bytes(elements, *group) for group in groups)
+        return [Message(startup * len(groups) + per_byte * nbytes)]
+
+    wanted = measure.runs(elements)
+    found = measure.costs(elements, wanted, measure.seconds(start, wanted, lambda seconds: seconds, repeats=3))
+    assert found == pytest.approx((startup, per_byte), rel=0.5)
+
+
+def test_one_layer_is_all_startup() -> None:
+    assert measure.costs([7], measure.runs([7]), [0.25]) == (0.25, 0.0)
 
 
 class Sleeper:
     """A model whose layers only take time."""
 
-    layer_elements = (4, 4, 4)
+    layer_elements = [4, 4, 4]  # noqa: RUF012
     flat_parameters = flat_gradients = np.zeros(12, np.float32)
 
-    def loss_and_gradients(self, x, y, before=None, ready=None) -> float:
+    def loss_and_gradients(self, x: np.ndarray, y: np.ndarray, before: Any = None, ready: Any = None) -> float:
         for layer, seconds in enumerate((0.002, 0.02, 0.002)):
             before(layer)
             time.sleep(seconds)
@@ -60,3 +94,12 @@ def test_each_layer_gets_its_own_time() -> None:
     forward, backward = measure.compute(Sleeper(), np.zeros(1), np.zeros(1))
     assert int(np.argmax(forward)) == int(np.argmax(backward)) == 1
     assert all(seconds > 0 for seconds in forward + backward)
+
+
+def test_hooks_do_not_count_as_compute() -> None:
+    """A wait for parameters before a layer, or the start of a message behind it, is not the layer's time."""
+    watch = Stopwatch(3)
+    watch.step(Sleeper(), np.zeros(1), np.zeros(1), lambda layer: time.sleep(0.03), lambda layer: time.sleep(0.03))
+    forward, backward = watch.seconds()
+    assert forward[0] + backward[0] < 0.03
+    assert watch.waited > 0.08
