@@ -3,6 +3,7 @@
     python -m examples.reproduce.mlp_lab [--rate 100mbit] [--json FILE]
 
 Every grid's step is predicted from alpha, beta and computation measured on it (as `--grid auto` does), then trained.
+Then what overlap and mixed precision bring, in turn in one run.
 """
 
 from __future__ import annotations
@@ -21,6 +22,10 @@ CASES = (
     {"name": "model", "hidden": [1024, 1024], "batch": 32},
     {"name": "hybrid", "hidden": [512, 512], "batch": 512},
 )
+COMPARISONS = (
+    {"name": "deep", "hidden": [512] * 6, "batch": 12288, "grid": [8, 1]},
+    {"name": "deep, model", "hidden": [512] * 6, "batch": 512, "grid": [1, 8]},
+)
 
 
 @click.command(context_settings={"show_default": True})
@@ -30,12 +35,15 @@ CASES = (
 def command(rate: str, steps: int, json_path: str | None) -> None:
     """Train every grid of 8 emulated hosts in three settings."""
     with lab.networks({"star": f"star:{HOSTS}"}, parse_rate(rate)) as names:
-        request = {"cases": list(CASES), "steps": steps}
+        request = {"cases": list(CASES), "comparisons": list(COMPARISONS), "steps": steps}
         found = lab.ask(names["star"], HOSTS, "examples.reproduce.mlp_ranks", request)
     for each in CASES:
         show(f"hidden {each['hidden']}, batch {each['batch']}", found[each["name"]])
+    for each in COMPARISONS:
+        compare(f"{each['grid']}, hidden {each['hidden']}, batch {each['batch']}", found[each["name"]])
     if json_path:
-        report.write_json(json_path, {"rate": rate, "hosts": HOSTS, "cases": list(CASES), "found": found})
+        asked = {"rate": rate, "hosts": HOSTS, "cases": list(CASES), "comparisons": list(COMPARISONS)}
+        report.write_json(json_path, {**asked, "found": found})
 
 
 def show(title: str, rows: list[dict]) -> None:
@@ -51,6 +59,21 @@ def show(title: str, rows: list[dict]) -> None:
             f"{1e3 * row['measured']:.1f}",
             f"{row['predicted'] / row['measured']:.2f}",
             "fastest" if row is fastest else "",
+        )
+    console().print(table)
+
+
+def compare(title: str, rows: list[dict]) -> None:
+    """A table of one comparison; gains are over float32 without overlap."""
+    table = Table(title=f"{title}: ms a step")
+    for column in ("", "predicted", "measured", "gain"):
+        table.add_column(column, justify="right" if column else "left")
+    for row in rows:
+        table.add_row(
+            f"{row['dtype']}{', overlap' if row['overlap'] else ''}",
+            f"{1e3 * row['predicted']:.1f}" if row["predicted"] else "",
+            f"{1e3 * row['measured']:.1f}",
+            f"{rows[0]['measured'] / row['measured']:.2f}",
         )
     console().print(table)
 

@@ -1,7 +1,9 @@
-"""What each host runs for `examples.reproduce.mlp_lab`: for each case every grid, predicted, then trained for a while.
+"""What each host runs for `examples.reproduce.mlp_lab`: for each case every grid, predicted, then trained for a while;
+for each comparison one grid, its steps with and without overlap and mixed precision in turn.
 
 python -m examples.reproduce.mlp_ranks REQUEST ANSWER
-REQUEST holds {"cases": [{"name", "hidden", "batch"}], "steps": S}; networks are 16-hidden-2, float32.
+REQUEST holds {"cases": [{"name", "hidden", "batch"}], "comparisons": [{"name", "hidden", "batch", "grid"}],
+"steps": S}; networks are 16-hidden-2, float32 where not said.
 """
 
 from __future__ import annotations
@@ -19,9 +21,9 @@ from mpips.optimizers import SGD
 from mpips.parallel.grid import Grid
 from mpips.parallel.hybrid import Hybrid
 from mpips.parallel.mlp import MLP
-from mpips.parallel.network import Specification
-from mpips.parallel.predict import predict_all
+from mpips.parallel.predict import predict, predict_all
 from mpips.parallel.slices import interval
+from mpips.parallel.specification import Specification
 
 OPTIMIZER = SGD(learning_rate=1e-3)
 
@@ -38,28 +40,52 @@ def case(comm: MPI.Comm, hidden: list[int], batch: int, steps: int) -> list[dict
     return rows
 
 
+def comparison(comm: MPI.Comm, hidden: list[int], batch: int, shape: list[int], steps: int) -> list[dict[str, Any]]:
+    """One grid: without and with overlap, in float32 and mixed; predictions are for overlap, as `auto` takes it."""
+    grid = Grid(*shape, comm)
+    networks = {dtype: Specification((16, *hidden, 2), "relu", "l2", dtype, 1) for dtype in ("float32", "mixed")}
+    predicted = {dtype: predict(each, batch, grid, OPTIMIZER).seconds for dtype, each in networks.items()}
+    ways = [(dtype, overlap) for dtype in networks for overlap in (False, True)]
+    hybrids = [Hybrid(MLP(*networks[dtype]), grid, OPTIMIZER, overlap=overlap) for dtype, overlap in ways]
+    seconds = in_turn(grid, hybrids, batch, steps)
+    grid.free()
+    return [
+        {"dtype": dtype, "overlap": overlap, "predicted": predicted[dtype] if overlap else None, "measured": each}
+        for (dtype, overlap), each in zip(ways, seconds)
+    ]
+
+
 def trained(grid: Grid, specification: Specification, batch: int, steps: int) -> float:
-    """Median seconds of a step on `batch` samples, of which this rank holds its batch index's."""
-    hybrid = Hybrid(MLP(*specification), grid, OPTIMIZER)
+    """Median seconds of a step on `batch` samples."""
+    return in_turn(grid, [Hybrid(MLP(*specification), grid, OPTIMIZER)], batch, steps)[0]
+
+
+def in_turn(grid: Grid, hybrids: list[Hybrid], batch: int, steps: int) -> list[float]:
+    """Median seconds of a step of each, on `batch` samples, of which this rank holds its batch index's."""
     start, stop = interval(batch, grid.batch, grid.batch_index)
     rng = np.random.default_rng(grid.batch_index)
-    x = rng.standard_normal((stop - start, specification.sizes[0]), dtype=np.float32)
-    y = rng.standard_normal((stop - start, specification.sizes[-1]), dtype=np.float32)
-    times = np.empty(steps)
-    hybrid.step(x, y, batch)
-    for index in range(steps):
-        grid.comm.Barrier()
-        begin = perf_counter()
+    x = rng.standard_normal((stop - start, 16), dtype=np.float32)
+    y = rng.standard_normal((stop - start, 2), dtype=np.float32)
+    times = np.empty((steps, len(hybrids)))
+    for hybrid in hybrids:
         hybrid.step(x, y, batch)
-        times[index] = perf_counter() - begin
+    for row in times:
+        for index, hybrid in enumerate(hybrids):
+            grid.comm.Barrier()
+            begin = perf_counter()
+            hybrid.step(x, y, batch)
+            row[index] = perf_counter() - begin
     grid.comm.Allreduce(MPI.IN_PLACE, times, MPI.MAX)
-    return float(np.median(times))
+    return np.median(times, axis=0).tolist()
 
 
 def main(request: Path, answer: Path) -> None:
     comm = MPI.COMM_WORLD
     asked = msgspec.json.decode(request.read_bytes())
-    found = {each["name"]: case(comm, each["hidden"], each["batch"], asked["steps"]) for each in asked["cases"]}
+    steps = asked["steps"]
+    found = {each["name"]: case(comm, each["hidden"], each["batch"], steps) for each in asked["cases"]}
+    for each in asked["comparisons"]:
+        found[each["name"]] = comparison(comm, each["hidden"], each["batch"], each["grid"], steps)
     if comm.rank == 0:
         answer.write_bytes(msgspec.json.encode(found))
 

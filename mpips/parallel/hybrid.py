@@ -43,6 +43,7 @@ class Hybrid:
     ) -> None:
         self.grid, self.optimizer, self.clock = grid, optimizer, Clock()
         between = nodes(grid.model_comm) > 1
+        across = between or nodes(grid.batch_comm) > 1
         narrow = model.specification.dtype == "mixed" and (between if half is None else half)
         self._exchange = ModelExchange(grid.model_comm, self.clock, narrow) if grid.model > 1 else None
         empty = partial(collectives.empty, comm=grid.comm)
@@ -58,7 +59,7 @@ class Hybrid:
         else:
             self.update = connect(servers, self.network, grid, optimizer, self.clock)
         self._polls_model = self._exchange is not None and (between if overlap is None else overlap)
-        if grid.comm.size > 1:
+        if across or overlap:
             self.network.progress = self
 
     @property

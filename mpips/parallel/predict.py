@@ -110,7 +110,7 @@ def predict(
         grid.model_comm, int(np.mean([message.size for message in moved])) if moved else 0, narrow[1]
     )
     grid.comm.Barrier()
-    traced = trace(specification, grid.model, samples, batch, optimizer, mode, cut)
+    traced = trace(specification, grid.model, samples, batch, optimizer, mode, cut, any(across))
     compute, *links = _greatest(grid.comm, [sum(event.compute for event in traced), *batch_link, *model_link])
     batch_link, model_link = Link(*links[:2]), Link(*links[2:])
     events = _mean(grid.comm, traced, compute)

@@ -92,15 +92,16 @@ class Mute:
 
 def trace(
     specification: Specification, model: int, samples: int, whole: int, optimizer: Optimizer, mode: str = "pairs",
-    cut: Sequence[Bucket] = (),
+    cut: Sequence[Bucket] = (), beside: bool = False,
 ) -> list[Event]:  # fmt: skip
-    """The events of a step of slice 0 of `model` on `samples` samples of a minibatch of `whole`, updated by `cut`.
+    """The events of a step of slice 0 of `model` on `samples` samples of a minibatch of `whole`, updated by `cut`;
+    `beside` messages, as between nodes, it computes in blocks and tells of gradients.
 
     Medians of at least three steps after one, which add up to the median step; local, nothing is sent.
     """
     mute = Mute(model)
     network = Network(specification, mute, mode, np.zeros)
-    if model > 1 or samples < whole:
+    if beside:
         network.progress = mute
     weights = network.flat_parameters.copy()  # updated in place of the network's, which so stays sane
     state = optimizer.init(weights)

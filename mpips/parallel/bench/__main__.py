@@ -52,12 +52,12 @@ def command(
         for hidden in (int(word) for word in width.split(",")):
             for samples in (int(word) for word in batch.split(",")):
                 rows.append(_case(grid, hidden, samples, seconds, rounds, with_torch))
-        if with_torch and comm.size > 1:
-            rivals.leave()
     if comm.rank == 0:
         _show(rows)
         if json_path:
             report.write_json(json_path, {"grid": str(grid), "cores": os.cpu_count(), "rows": rows})
+    if with_torch and comm.size > 1:
+        rivals.leave()
 
 
 def _case(grid: Grid, width: int, batch: int, seconds: float, rounds: int, with_torch: bool) -> dict[str, float]:

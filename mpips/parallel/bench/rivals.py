@@ -53,6 +53,7 @@ def leave() -> None:
     """Undo `join`."""
     import torch.distributed as group
 
+    group.barrier()
     group.destroy_process_group()
 
 

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from mpips.parallel.__main__ import command
+from mpips.parallel.grid import factorings
 
 from .support import COMM, same_everywhere
 
@@ -44,9 +45,59 @@ def test_auto_trains_and_writes_json_picture_and_a_checkpoint_to_go_on_from(tmp_
     assert ("epoch 1/2" in printed) == (COMM.rank == 0)
 
 
+def test_explain_shows_every_grid_and_both_ways_of_data_on_one_rank_without_colours(capfd):
+    words = ["--data", "synthetic:300,6,2", "--hidden", "12", "--epochs", "1", "--explain", "--way", "scatter"]
+    code = call(*words, "--grid", f"1x{COMM.size}", "--dtype", "mixed", "--overlap")
+    printed = capfd.readouterr().out
+    assert same_everywhere(code == 0)
+    if COMM.rank:
+        assert printed == ""
+        return
+    assert "\x1b" not in printed
+    assert "rank 0 sends them by scatter" in printed
+    assert "broadcast" in printed
+    assert all(f"{batch}x{model} " in printed for batch, model in factorings(COMM.size))
+
+
+def test_servers_and_their_clients_train(tmp_path_factory):
+    if COMM.size < 2:
+        pytest.skip("a worker and a server")
+    servers = 2 if COMM.size > 3 else 1
+    model = 2 if (COMM.size - servers) % 2 == 0 and servers > 1 else 1
+    clients = (COMM.size - servers) // model
+    out = folder(tmp_path_factory)
+    words = ["--data", "synthetic:300,6,2", "--hidden", "12,8", "--batch", "32", "--epochs", "2"]
+    served = ["--grid", f"1x{model}", "--servers", str(servers), "--clients", str(clients)]
+    losses = []
+    for averaging in ("sync", "elastic"):
+        path = f"{out}/{averaging}.json"
+        assert same_everywhere(call(*words, *served, "--averaging", averaging, "--json", path) == 0)
+        COMM.Barrier()
+        with open(path) as file:
+            losses.append([epoch["train_loss"] for epoch in json.load(file)["epochs"]])
+    assert losses[0][1] < losses[0][0]
+    assert losses[1][1] < losses[1][0]
+
+
+def test_a_bad_row_ends_every_rank_before_training_starts(tmp_path_factory, capfd):
+    path = folder(tmp_path_factory) + "/table.csv"
+    if COMM.rank == 0:
+        with open(path, "w") as file:
+            file.write("a,b,c\n" + "1,2,3\n" * 20 + "1,nan,3\n" + "1,2,3\n" * 20)
+    COMM.Barrier()
+    code = call("--data", path, "--hidden", "4", "--grid", f"{COMM.size}x1")
+    printed = capfd.readouterr()
+    assert same_everywhere(code == 1)
+    assert ("line 22: column 2 is 'nan'" in printed.err) == (COMM.rank == 0), printed.err
+    assert "epoch" not in printed.out
+
+
 @pytest.mark.parametrize(
     "words, sentence",
     [
+        (["--clients", "2"], "--clients are clients of --servers"),
+        (["--servers", "1", "--grid", "auto"], "give the --grid of a client"),
+        (["--servers", str(COMM.size)], "servers need"),
         (["--grid", f"{COMM.size + 1}x1"], f"the job has {COMM.size}"),
         (["--grid", "two"], "BATCHxMODEL"),
         (["--hidden", "12,x"], "--hidden '12,x'"),

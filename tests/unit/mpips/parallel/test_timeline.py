@@ -49,7 +49,7 @@ def test_a_model_sum_is_hidden_behind_the_weight_gradient():
 def test_a_trace_holds_the_messages_of_the_formulas(mode):
     sizes = (6, 40, 40, 40, 3)
     cut = buckets([1] * 4, 4)
-    events = trace(Specification(sizes, "relu", "l2", "float32", 1), 2, 10, 20, SGD(), mode, cut)
+    events = trace(Specification(sizes, "relu", "l2", "float32", 1), 2, 10, 20, SGD(), mode, cut, beside=True)
     moved = sorted(("sum" if e.kind == "start" else e.kind, 4 * e.number) for e in events
                    if e.kind in ("gather", "sum", "start"))  # fmt: skip
     assert moved == sorted((m.kind, m.size) for m in messages(sizes, 2, 10, 4, mode))
