@@ -75,12 +75,12 @@ def _halving_doubling(p: int) -> Terms:
     return _folded(p, q, Terms(2 * _messages(q), 2 * _part(q), _part(q)))
 
 
-def _bcube(p: int, n: int = 0, k: int = 0) -> Terms:
+def _bcube(p: int, n: int = 0, k: int = 0, depth: int = 1) -> Terms:
     n, k = bcube.shape(p, n, k)
     return Terms(2 * k * (n - 1), 2 * _part(p) / k, _part(p))
 
 
-def _bcube_one_lane(p: int, n: int = 0, k: int = 0) -> Terms:
+def _bcube_one_lane(p: int, n: int = 0, k: int = 0, depth: int = 1) -> Terms:
     n, k = bcube.shape(p, n, k)
     return Terms(k * (n - 1), _part(p), _part(p))
 
@@ -99,7 +99,7 @@ TERMS: dict[tuple[str, str], Callable[..., Terms]] = {
     ("allgather", "ring"): lambda p: Terms(p - 1, _part(p), 0),
     ("allgather", "direct"): lambda p: Terms(p - 1, _part(p), 0),
     ("allgather", "halving_doubling"): lambda p: Terms(_messages(p), _part(p), 0),
-    ("allgather", "bcube"): lambda p, n=0, k=0: _bcube_one_lane(p, n, k)._replace(gamma=0),
+    ("allgather", "bcube"): lambda p, n=0, k=0, depth=1: _bcube_one_lane(p, n, k)._replace(gamma=0),
     ("broadcast", "ring"): lambda p: Terms(_ceil(p) + p - 1, 2 * _part(p), 0),
     ("broadcast", "binomial"): lambda p: Terms(_ceil(p), _ceil(p), 0),
     ("reduce", "ring"): lambda p: Terms(_ceil(p) + p - 1, 2 * _part(p), _part(p)),

@@ -34,7 +34,8 @@ from collectives.errors import MismatchError, StallError
 SPIN = 16
 SPEAK_SECONDS = 0.05
 SPIN_SECONDS = 2e-3  # a wait for another node that lasts longer sleeps between looks: cores may be shared by many ranks
-NAP_SECONDS = 1e-4
+NAP_SECONDS = (1e-4, 3e-4)  # the shortest and the longest sleep between two looks, in between `NAP_SHARE` of the wait
+NAP_SHARE = 0.02
 HISTORY = 64
 _TAG = 1
 _REFUSED = "refused: "
@@ -76,7 +77,8 @@ class Patience:
     ):
         self._what, self._late, self._look = what, late, look
         self._sleeps = sleeps
-        self.drowsy = False
+        self.nap = 0.0
+        """Seconds to sleep before the next look; 0: do not sleep."""
         self._stall, self._timeout = stall_seconds, timeout_seconds
         self._start = time.monotonic()
         self._warned = False
@@ -84,7 +86,8 @@ class Patience:
     def __call__(self) -> None:
         waited = time.monotonic() - self._start
         self._look(waited)
-        self.drowsy = self._sleeps and waited > SPIN_SECONDS
+        if self._sleeps and waited > SPIN_SECONDS:
+            self.nap = min(max(NAP_SHARE * waited, NAP_SECONDS[0]), NAP_SECONDS[1])
         if waited > self._stall and not self._warned:
             self._warned = True
             warnings.warn(self._sentence(waited), RuntimeWarning, stacklevel=2)
@@ -102,12 +105,12 @@ def drive(steps: Iterator[None], patience: Callable[[], Patience]) -> None:
     waiting: Patience | None = None
     for turns, _ in enumerate(steps, 1):
         if turns > SPIN:
-            drowsy = waiting is not None and waiting.drowsy
-            if drowsy:
-                time.sleep(NAP_SECONDS)
+            nap = 0.0 if waiting is None else waiting.nap
+            if nap:
+                time.sleep(nap)
             else:
                 os.sched_yield()
-            if not turns & (15 if drowsy else 63):
+            if not turns & (15 if nap else 63):
                 waiting = waiting or patience()
                 waiting()
 

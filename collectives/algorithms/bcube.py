@@ -20,6 +20,9 @@ n = 3, k = 2, rank 0 (digits 0,0); (partner, chunks sent), aggregation | broadca
 Cost, on BCube(n, k): 2k(n-1) alpha + 2(p-1)/(kp) n_bytes beta + (p-1)/p n_bytes gamma: on the wire 1/k of the ring's.
 On one NIC the bytes of the lanes add up, to the ring's, in k(n-1) rather than p-1 messages. Limits: p = n^k, or any
 product of radices through `over`. Memory: (n-1)/n of a lane's share, for each lane.
+
+depth: every thread's share is cut into so many lanes with the same order of levels. While one of them goes from step to
+step, and ranks wait for the slowest of their neighbours, another one's messages fill the link.
 """
 
 from __future__ import annotations
@@ -75,10 +78,13 @@ def over(kind: str, radices: tuple[int, ...], lanes: int, name: str) -> Schedule
     return Schedule(kind, name, p, tuple(Lane(p, stage) for stage in stages))
 
 
-def build(kind: str, p: int, n: int = 0, k: int = 0) -> Schedule:
-    """BML over n^k = p ranks; n and k as in `shape`."""
+def build(kind: str, p: int, n: int = 0, k: int = 0, depth: int = 1) -> Schedule:
+    """BML over n^k = p ranks; n and k as in `shape`, depth at least 1 (it counts in allreduce only)."""
+    if depth < 1:
+        raise ValueError(f"bcube needs a depth of at least one, not {depth}")
     n, k = shape(p, n, k)
-    return over(kind, (n,) * k, k, f"bcube(n={n},k={k})")
+    deeper = f",depth={depth}" if depth > 1 else ""
+    return over(kind, (n,) * k, depth * k, f"bcube(n={n},k={k}{deeper})")
 
 
 def shape(p: int, n: int = 0, k: int = 0) -> tuple[int, int]:

@@ -1,7 +1,8 @@
 """What each host runs for `examples.reproduce.bml`: allreduces, timed, with bytes through every NIC.
 
 python -m examples.reproduce.allreduce_ranks REQUEST ANSWER
-REQUEST holds {"cases": [{"algorithm", "nbytes", "compute"}]}: each case once, after "compute" seconds of sleep.
+REQUEST holds {"cases": [{"algorithm", "nbytes", "compute"}]}: each case once, after "compute" seconds of sleep. The
+algorithm `NATIVE` is the MPI's own blocking call.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from mpi4py import MPI
 
 import collectives
 
+NATIVE = "MPI_Allreduce"
 HEADERS = 66  # Ethernet 14, IP 20, TCP with timestamps 32: what a counter holds of every frame besides payload
 SOON = 0.02  # seconds ahead at which all ranks start: hosts of a lab share one clock
 
@@ -43,15 +46,22 @@ def together(comm: MPI.Comm) -> float:
     """A moment at which all ranks go on."""
     comm.Barrier()
     start = comm.bcast(time.perf_counter() + SOON)
-    while time.perf_counter() < start:
-        pass
+    time.sleep(max(0.0, start - time.perf_counter()))
     return start
+
+
+def asleep(comm: MPI.Comm) -> None:
+    """Wait for all ranks asleep: who is done must leave the cores, which hosts share, to those that are not."""
+    done = comm.Ibarrier()
+    while not done.Test():
+        time.sleep(1e-3)
 
 
 def case(comm: MPI.Comm, algorithm: str, nbytes: int, compute: float) -> dict[str, Any]:
     """One timed allreduce after one that warms up; the result is checked exactly."""
     x = np.full(nbytes // 4, comm.rank + 1, np.float32)
-    run = collectives.plan("allreduce", x, comm, algorithm=algorithm)
+    plan = None if algorithm == NATIVE else collectives.plan("allreduce", x, comm, algorithm=algorithm)
+    run = plan or partial(comm.Allreduce, MPI.IN_PLACE, x)
     run()
     x[:] = comm.rank + 1
     comm.Barrier()
@@ -59,13 +69,16 @@ def case(comm: MPI.Comm, algorithm: str, nbytes: int, compute: float) -> dict[st
     start = together(comm)
     time.sleep(compute)
     run()
-    seconds = comm.allreduce(time.perf_counter() - start, MPI.MAX)
+    seconds = time.perf_counter() - start
+    asleep(comm)
+    seconds = comm.allreduce(seconds, MPI.MAX)
     ticks = processor()
     right = bool((x == comm.size * (comm.size + 1) / 2).all())
     after = payload()
     moved = {nic: [b - a for a, b in zip(before[nic], after[nic])] for nic in after}
     nics, all_right = comm.gather(moved), comm.allreduce(right, MPI.LAND)
-    run.free()
+    if plan is not None:
+        plan.free()
     if not all_right:
         raise ArithmeticError(f"{algorithm} of {nbytes} bytes gave a wrong sum")
     share = (ticks[0] - idle[0]) / max(1, ticks[1] - idle[1])

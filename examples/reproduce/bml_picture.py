@@ -10,8 +10,10 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+from examples.reproduce.bml import BML, SERVER
+
 MIB = 1 << 20
-NAMES = {"direct": "parameter server, star", "bcube(n=3,k=2)": "BML, BCube(3,2)"}
+NAMES = {SERVER: "parameter server, star", BML: "BML, BCube(3,2)"}
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
@@ -28,11 +30,11 @@ def draw(report: dict[str, Any], path: Path) -> None:
 
 
 def _synchronisation(axes: Any, report: dict[str, Any]) -> None:
-    for colour, (algorithm, topology) in zip(("C0", "C1"), (("direct", "star:9"), ("bcube(n=3,k=2)", "bcube:3,2"))):
-        rows = [r for r in report["exchanges"] if (r["algorithm"], r["topology"]) == (algorithm, topology)]
+    for colour, key in zip(("C0", "C1"), (SERVER, BML)):
+        rows = [r for r in report["exchanges"] if (r["topology"], r["algorithm"]) == key]
         rows.sort(key=lambda row: row["nbytes"])
         size = [row["nbytes"] / MIB for row in rows]
-        axes.plot(size, [row["bound"] for row in rows], colour, linestyle=":", label=f"{NAMES[algorithm]}: paper")
+        axes.plot(size, [row["bound"] for row in rows], colour, linestyle=":", label=f"{NAMES[key]}: paper")
         axes.plot(size, [row["predicted"] for row in rows], colour, linestyle="--", label="predicted")
         axes.plot(size, [row["measured"] for row in rows], colour, marker="o", linestyle="", label="measured")
     axes.set(xlabel="gradient (MiB)", ylabel="seconds", title="Gradient synchronisation, 9 hosts")

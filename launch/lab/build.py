@@ -28,8 +28,6 @@ SETTINGS = {
     "net/ipv4/conf/all/accept_redirects": "0",
     "net/ipv4/conf/default/accept_redirects": "0",
     "net/ipv4/tcp_congestion_control": "reno",
-    "net/ipv4/tcp_rmem": "4096 131072 524288",  # windows of all senders to one host must fit its queue
-    "net/ipv4/tcp_wmem": "4096 131072 524288",
     "net/ipv4/tcp_slow_start_after_idle": "0",
     "net/ipv4/tcp_no_metrics_save": "1",
     "net/ipv4/tcp_retries2": "5",  # about 13 s without an answer, then the connection is dead
@@ -93,9 +91,11 @@ def inside(process: int) -> Iterator[None]:
         os.close(there)
 
 
-def apply_settings() -> None:
-    """Write `SETTINGS` for this process's network namespace, leaving out what this kernel does not have."""
-    for name, value in SETTINGS.items():
+def apply_settings(window: int) -> None:
+    """Write `SETTINGS` for this process's network namespace, leaving out what this kernel does not have; a connection
+    may have `window` bytes under way."""
+    buffers = f"4096 {min(window, 131072)} {window}"
+    for name, value in {**SETTINGS, "net/ipv4/tcp_rmem": buffers, "net/ipv4/tcp_wmem": buffers}.items():
         path = f"/proc/sys/{name}"
         if os.path.exists(path):
             with open(path, "w") as file:

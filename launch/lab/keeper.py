@@ -16,10 +16,10 @@ from typing import Any
 
 from launch.lab import files, kernel
 from launch.lab.build import Links, add_neighbours_and_routes, apply_settings, build
-from launch.lab.plan import Plan, decode
+from launch.lab.plan import Plan, decode, window
 
 
-def become_keeper(user: int, group: int) -> None:
+def become_keeper(user: int, group: int, window: int) -> None:
     """Take new namespaces and go on in them as process 1 (the caller's process ends; a user namespace unless root)."""
     if user != 0:
         kernel.unshare(kernel.NEW_USER)
@@ -32,16 +32,16 @@ def become_keeper(user: int, group: int) -> None:
     kernel.mount("sysfs", "/sys", "sysfs", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
     kernel.mount("tmpfs", files.FOLDER, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV)
     kernel.set_hostname("launcher")
-    apply_settings()
+    apply_settings(window)
 
 
-def start_host(name: str) -> int:
+def start_host(name: str, window: int) -> int:
     """A process in network, mount and host-name namespaces of its own, waiting to be killed. Returns its pid."""
     ready, done = os.pipe()
     process = os.fork()
     if process == 0:
         os.close(ready)
-        _be_host(name, done)
+        _be_host(name, window, done)
     os.close(done)
     with os.fdopen(ready) as pipe:
         error = pipe.read()
@@ -50,14 +50,14 @@ def start_host(name: str) -> int:
     return process
 
 
-def _be_host(name: str, done: int) -> None:
+def _be_host(name: str, window: int, done: int) -> None:
     try:
         kernel.unshare(kernel.NEW_NET | kernel.NEW_MOUNT | kernel.NEW_UTS)
         kernel.set_hostname(name)
         kernel.set_process_name(f"lab-{name}")
         kernel.mount("sysfs", "/sys", "sysfs", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
         files.own_folder()
-        apply_settings()
+        apply_settings(window)
         os.write(done, b"ready")
     except OSError as error:
         os.write(done, str(error).encode())
@@ -77,7 +77,7 @@ class Keeper:
         self.name = name
         self.plan = plan
         files.write_hosts(plan)
-        self.processes = [start_host(host.name) for host in plan.hosts]
+        self.processes = [start_host(host.name, window(plan)) for host in plan.hosts]
         self.outer, self.hosts = build(plan, self.processes)
         files.write_agent(plan, self.processes)
         self.baseline = self._counters()
@@ -174,7 +174,7 @@ def main() -> None:
     with owner.makefile("r") as lines:
         plan = decode(lines.readline())
     try:
-        become_keeper(os.getuid(), os.getgid())
+        become_keeper(os.getuid(), os.getgid(), window(plan))
         kernel.set_process_name(f"lab-{name}")
         signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
         signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -11,7 +11,9 @@ import msgspec
 
 MTU = 9000  # at 1500 the cores, not the links, are the bottleneck
 BURST = 32 * 1024  # bytes a link may send at once, so that a late timer costs nothing up to 2.6 ms at 100 Mbit/s
-QUEUE = 4 * 1024 * 1024  # bytes a link may queue: the windows of 8 senders to one host
+QUEUE = 4 * 1024 * 1024  # bytes a link may queue: the windows of 30 senders to one host, at 100 Mbit/s
+WINDOW = (128 * 1024, 512 * 1024)  # least and most bytes of a connection under way; in between
+WINDOW_SECONDS = 0.01  # what a link carries in this time: with less in its queue, senders share a link evenly
 
 MANAGEMENT_NETWORK = "10.255.0.0/16"
 LAUNCHER_ADDRESS = "10.255.255.1"
@@ -92,3 +94,9 @@ def encode(plan: Plan) -> str:
 def decode(text: str) -> Plan:
     """The plan that `encode` wrote."""
     return msgspec.json.decode(text, type=Plan)
+
+
+def window(plan: Plan) -> int:
+    """Bytes that one connection of the lab may have under way."""
+    fastest = max(nic.rate for host in plan.hosts for nic in host.nics)
+    return min(max(WINDOW[0], round(WINDOW_SECONDS * fastest / 8)), WINDOW[1])

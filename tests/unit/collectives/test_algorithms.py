@@ -38,6 +38,14 @@ def test_hierarchical_proved_for_nodes_of_every_size(between):
                 check(build("allreduce", "hierarchical", p, local=local, between=between))
 
 
+@pytest.mark.parametrize("depth", [2, 3])
+def test_a_deeper_bcube_is_proved_and_has_its_lanes(depth):
+    schedule = build("allreduce", f"bcube(n=3,k=2,depth={depth})", 9)
+    check(schedule)
+    assert schedule.name == f"bcube(n=3,k=2,depth={depth})"
+    assert len(schedule.lanes) == 2 * depth
+
+
 @pytest.mark.parametrize(("n", "k"), [(2, 12), (3, 7), (4, 6), (8, 4), (16, 3), (64, 2), (65, 1)])
 def test_bcube_proved_up_to_4096_ranks(n, k):
     check(build("allreduce", "bcube", n**k, n=n, k=k))
@@ -120,6 +128,7 @@ def test_bml_sends_the_pieces_of_figure_4():
     [
         ("allreduce", "bcube", 6, "bcube needs p = n\\^k ranks"),
         ("allreduce", "bcube(n=3,k=2)", 8, "is for 9 ranks, not for 8"),
+        ("allreduce", "bcube(n=2,k=2,depth=0)", 4, "depth of at least one"),
         ("allreduce", "rong", 4, "choose one of ring, multi_ring"),
         ("alltoall", "ring", 4, "'ring' does not serve alltoall: choose one of direct"),
         ("gather", "ring", 4, "unknown collective 'gather'"),

@@ -6,7 +6,7 @@ import pytest
 
 from collectives.topology import Topology, bcube, hop_links, parse
 from launch.lab.layout import lay_out
-from launch.lab.plan import Host, Plan, decode, encode
+from launch.lab.plan import Host, Plan, decode, encode, window
 
 NAMES = ["star:1", "star:2", "star:9", "bcube:3,2", "bcube:2,3", "bcube:4,1", "fattree:2", "fattree:4"]
 
@@ -62,6 +62,11 @@ def test_every_nic_and_trunk_of_the_topology_is_there_at_its_rate(topology: Topo
     ]
     assert {n.rate for h in plan.hosts for n in h.nics} | {t.rate for t in plan.trunks} == {100_000_000}
     assert 2 * (len(plan.trunks) + len(topology.nics)) == len(topology.links)
+
+
+@pytest.mark.parametrize(("rate", "expected"), [(1e6, 128 * 1024), (25e6, 250_000), (1e9, 512 * 1024)])
+def test_connections_have_under_way_what_a_link_carries_in_ten_milliseconds(rate: float, expected: int) -> None:
+    assert window(lay_out(parse("star:2", rate))) == expected
 
 
 def test_levels_have_their_own_rates() -> None:
