@@ -12,7 +12,7 @@ VENV = $(PYTHON) -m launch.venv .venv --mpi $(MPI)
 BIN = .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test unit lab lint install clean \
+.PHONY: help demo test unit lab lint install clean overlap \
 	reproduce-mg-wfbp reproduce-ibatch reproduce-bml reproduce-mxnet-mpi reproduce-mlp
 
 help: ## this list
@@ -24,8 +24,8 @@ demo: ## train on real data with servers and MPI clients in every mode: out/demo
 
 test: ## lint, unit and lab tests, then MPI tests on 1, 2, 3, 4, 5 and 7 ranks with Open MPI and with MPICH
 	$(VENV) --extra test
-	$(PYTHON) -m launch.venv .venv-mpich --mpi mpich --extra test
-	$(BIN)/python -m tests.run --ranks $(RANKS) --python $(BIN)/python --python .venv-mpich/bin/python
+	$(BIN)/python -m tests.run --ranks $(RANKS) --python $(BIN)/python --python .venv-mpich/bin/python \
+		--beside "$(PYTHON) -m launch.venv .venv-mpich --mpi mpich --extra test"
 
 lint: ## ruff and mypy
 	$(VENV) --extra test
@@ -47,15 +47,18 @@ install: ## make .venv with mpips and an MPI, and look at the machine with `mpip
 	$(VENV)
 	$(BIN)/mpips doctor
 
-reproduce-mg-wfbp: ## MG-WFBP's scaling figures simulated, beside the optimum
-	$(VENV) --extra plot
-	@mkdir -p out
-	$(BIN)/python -m mpips.overlap.reproduce mg-wfbp --json out/$@.json --plot out/$@.png
+reproduce-mg-wfbp: ## MG-WFBP's scaling figures simulated beside the optimum; strategies on 8 emulated hosts
+	$(VENV) --extra plot --extra lab
+	$(BIN)/python -m examples.reproduce.overlap mg-wfbp --out out
 
-reproduce-ibatch: ## iBatch's scaling figures simulated, beside the optimum
-	$(VENV) --extra plot
-	@mkdir -p out
-	$(BIN)/python -m mpips.overlap.reproduce ibatch --json out/$@.json --plot out/$@.png
+reproduce-ibatch: ## iBatch's scaling figures simulated beside the optimum; 6 workers and 6 servers emulated
+	$(VENV) --extra plot --extra lab
+	$(BIN)/python -m examples.reproduce.overlap ibatch --out out
+
+overlap: ## how far strategies of overlap are from the optimum, how long planning takes, what waiting costs
+	$(VENV)
+	$(BIN)/python -m mpips.overlap.gap
+	$(BIN)/python -m mpips.bench.waiting
 
 reproduce-bml: ## BML on an emulated BCube beside the parameter server, measured and predicted
 	$(VENV) --extra plot --extra lab

@@ -2,8 +2,9 @@
 
     python -m tests.run [--stages lint,unit,lab,mpi] [--ranks 1,2,3,4,5,7] [--python PYTHON]... [PYTEST WORDS]
 
-`--python` names the interpreters under which the MPI tests run, one a flavour of MPI. Every run has a hard time limit.
-Rank 0 prints; what the other ranks print is shown if their run fails.
+`--python` names the interpreters under which the MPI tests run, one a flavour of MPI; `--beside COMMAND` is run beside
+lint and unit tests and must have succeeded before MPI tests begin (`make test` makes its second environment so). Every
+run has a hard time limit. Rank 0 prints; what the other ranks print is shown if their run fails.
 """
 
 from __future__ import annotations
@@ -11,12 +12,15 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 import xml.etree.ElementTree as xml
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -48,27 +52,52 @@ def main() -> int:
     parser.add_argument("--stages", default="lint,unit,lab,mpi")
     parser.add_argument("--ranks", default="1,2,3,4,5,7")
     parser.add_argument("--python", action="append", help="interpreter for MPI tests; may be repeated")
+    parser.add_argument("--beside", default="", help="a command to run beside lint and unit tests")
     parser.add_argument("--limit", type=float, default=240, help="seconds that one run may take")
     arguments, words = parser.parse_known_args()
     stages = arguments.stages.split(",")
     results: list[Result] = []
-    if "lint" in stages:
-        results.append(tool("ruff", [sys.executable, "-m", "ruff", "check", "."], arguments.limit))
-        results.append(tool("mypy", [sys.executable, "-m", "mypy"], arguments.limit))
-    if "unit" in stages:
-        results.append(alone("unit", words, arguments.limit))
+    with beside(shlex.split(arguments.beside), results, arguments.limit):
+        if "lint" in stages:
+            results.append(tool("ruff", [sys.executable, "-m", "ruff", "check", "."], arguments.limit))
+            results.append(tool("mypy", [sys.executable, "-m", "mypy"], arguments.limit))
+        if "unit" in stages:
+            results.append(alone("unit", words, arguments.limit))
     if "lab" in stages:
         results.append(alone("lab", words, arguments.limit))
+    pythons = [python for python in arguments.python or [sys.executable] if Path(python).exists()]
     if "mpi" in stages:
-        for python in arguments.python or [sys.executable]:
+        for python in pythons:
             results += [ranks(python, int(count), words, arguments.limit) for count in arguments.ranks.split(",")]
+        results += [Result(f"no {python}", 0, 1, 0, 0) for python in {*(arguments.python or ())} - {*pythons}]
     print("\n" + "\n".join(map(str, results)))
-    flavours = {find(python=python).flavour for python in arguments.python or ()}
-    if len(flavours) < len(arguments.python or ()):
+    flavours = {find(python=python).flavour for python in pythons}
+    if len(flavours) < len(pythons):
         print(f"every environment has the same MPI ({NAMES[flavours.pop()]}): `make test MPI=openmpi` tests both")
     failed = sum(result.failed for result in results)
     print(f"{sum(result.passed for result in results)} passed, {failed} failed")
     return 1 if failed else 0
+
+
+@contextmanager
+def beside(argv: list[str], results: list[Result], limit: float) -> Iterator[None]:
+    """Runs `argv` while the block runs, shows afterwards what it printed, and counts it as one test."""
+    if not argv:
+        yield
+        return
+    started = time.monotonic()
+    with tempfile.TemporaryFile("w+") as said:
+        process = subprocess.Popen(argv, cwd=ROOT, stdout=said, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            yield
+            code = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            code = 1
+        finally:
+            end(process)
+        said.seek(0)
+        print(f"\n== {shlex.join(argv)}\n{said.read().strip()}", flush=True)
+    results.append(Result("environment", int(not code), int(bool(code)), 0, time.monotonic() - started))
 
 
 def tool(name: str, argv: list[str], limit: float) -> Result:
