@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -148,13 +149,18 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=60, help="seconds after which a mode's job is ended")
     options = parser.parse_args()
     console, board, results = Console(), Board(options), []
-    with Live(board, console=console, refresh_per_second=8):
+    with Live(board, console=console, refresh_per_second=8) if console.is_terminal else nullcontext():
         for mode in MODES:
             start = time.perf_counter()
             records = board.records[mode.name] = []
             for record in epochs(command(mode, options), options.limit):
                 records.append(record)
             results.append(summary(mode, records, options, time.perf_counter() - start))
+            if not console.is_terminal:
+                last = results[-1]
+                print(f"{mode.name}: test accuracy {last['test_accuracy']:.3f} in {last['seconds']:.2f} s", flush=True)
+    if not console.is_terminal:
+        console.print(board)
     console.print()
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "demo.json").write_text(json.dumps(results, indent=1) + "\n")
