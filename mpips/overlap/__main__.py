@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Literal
 
 import click
-from rich.console import Console
+from rich import box
 from rich.table import Table
 
-from collectives.console import OutFile, Picture
+from collectives.console import OutFile, Picture, console
 
 from . import models, trace
 from .planner import Plan, plans
@@ -17,6 +18,7 @@ from .profile import Profile, Ring, load, save
 from .stage import Groups
 from .strategies import NAMES
 
+GAP = 3  # between columns of the table
 DEFAULT_NODES = (4, 8, 16, 32, 64)  # MG-WFBP, figure 9
 
 FILE = OutFile()
@@ -58,7 +60,7 @@ def parse_nodes(text: str) -> tuple[int, ...]:
 @click.option("--model", type=click.Choice(list(models.MODELS)), help="Plan a built-in network instead of a profile.")
 @click.option("--rate", type=RATE, default=1.33e12, show_default=True, help="With --model: operations/s of a node.")
 @click.option("--batch", type=BATCH, default=32, show_default=True, help="With --model: examples a node and iteration.")
-@click.option("--save-profile", type=FILE, help="Write the profile here, to be edited or measured again.")
+@click.option("--save-profile", type=OutFile(), help="Write the profile here, to be edited or measured again.")
 @click.option("--nodes", type=Nodes(), help="8, 4:64 (doubling), 4:64:4 (a step) or 4,6,9.")
 @click.option("--strategy", multiple=True, type=click.Choice(NAMES), help="Only these (may be repeated).")
 @click.option("--direction", type=click.Choice(["push", "pull", "both"]), default="push", show_default=True,
@@ -66,9 +68,9 @@ def parse_nodes(text: str) -> tuple[int, ...]:
                    "both: one after the other; joint is always both.")
 @click.option("--link", type=click.Choice(["shared", "duplex"]), default="shared", show_default=True,
               help="Whether pushes and pulls share the network.")
-@click.option("--json", "json_file", type=FILE, help="Write the plans here.")
+@click.option("--json", "json_file", type=OutFile(), help="Write the plans here.")
 @click.option("--plot", type=Picture(), help="Draw the timelines of the largest number of nodes here (PNG).")
-@click.option("--trace", "trace_file", type=FILE, help="Write those timelines as a Chrome trace.")
+@click.option("--trace", "trace_file", type=OutFile(), help="Write those timelines as a Chrome trace.")
 def command(
     profile_file: Path | None,
     model: str | None,
@@ -121,21 +123,41 @@ def _sizes(profile: Profile, nodes: tuple[int, ...] | None) -> tuple[int | None,
 
 
 def _show(found: list[Plan], profile: Profile) -> None:
-    table = Table("nodes", "strategy", "direction", "iteration s", "speedup", "hidden", "groups")
+    """A table that fits into 80 columns: groups are cut short there, and whole in --json."""
     alone = profile.forward_s + profile.backward_s
+    several = len({each.direction for each in found}) > 1
+    rows = [("nodes", "strategy", "iteration s", "speedup", "hidden", "messages")]
     for each in found:
         speedup = "" if each.nodes is None else f"{each.nodes * alone / each.iteration_s:.2f}"
         nodes = "-" if each.nodes is None else str(each.nodes)
-        table.add_row(nodes, each.strategy, each.direction, f"{each.iteration_s:.6g}", speedup,
-                      f"{each.hidden_share:.0%}", _text(each))
-    Console().print(table)
+        name = f"{each.strategy}, both" if several and each.direction == "both" else each.strategy
+        seconds, hidden = f"{each.iteration_s:.4g}", f"{each.hidden_share:.0%}"
+        rows.append((nodes, name, seconds, speedup, hidden, _messages(each)))
+    table = Table(box=box.SIMPLE_HEAD)
+    terminal = console()
+    room = terminal.width - GAP
+    for column in zip(*rows, strict=True):
+        justify: Literal["left", "right"] = "left" if column[0] == "strategy" else "right"
+        table.add_column(column[0], justify=justify, no_wrap=True)
+        room -= max(map(len, column)) + GAP
+    table.add_column("groups", no_wrap=True, max_width=max(room, len("groups")))
+    for row, each in zip(rows[1:], found, strict=True):
+        table.add_row(*row, _text(each))
+    terminal.print(table)
+
+
+def _messages(plan: Plan) -> str:
+    """How many; pushes and pulls where there are both."""
+    if plan.direction != "both":
+        return str(len(plan.groups))
+    return f"{len(plan.push or ())} + {plan.early + len(plan.pull or ())}"
 
 
 def _text(plan: Plan) -> str:
     if plan.direction != "both":
         return _groups(plan.groups)
-    early = f", the last {plan.early} of them pulled early" if plan.early else ""
-    return f"push {_groups(plan.groups)}{early}; pull {_groups(plan.pull or ())}"
+    early = f" (the last {plan.early} pulled early)" if plan.early else ""
+    return f"{_groups(plan.push or ())}{early} + {_groups(plan.pull or ())}"
 
 
 def _groups(groups: Groups) -> str:
@@ -143,7 +165,7 @@ def _groups(groups: Groups) -> str:
     shown = [str(first) if first == last else f"{first}-{last}" for first, last in groups]
     if len(shown) > 8:
         shown = [*shown[:4], "..", *shown[-3:]]
-    return f"{len(groups)}: {' '.join(shown)}"
+    return " ".join(shown)
 
 
 if __name__ == "__main__":

@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 
 import click
 import numpy as np
-from rich.console import Console
 from rich.table import Table
+
+from collectives.console import OutFile, Picture, console
 
 from . import execute, planner, settings, timeline, trace
 from .profile import PARAMETER_BYTES, Linear, Profile, create, save
@@ -34,7 +35,6 @@ from .wire import Wire
 PUSHES = ("layerwise", "single", "merged", "ibatch", "optimal")  # sequential is single's partition
 PULLS = ("sequential", "layerwise", "ibatch", "optimal")
 BOTH = ("layerwise", "merged", "joint")
-FILE = click.Path(dir_okay=False, path_type=Path)
 
 
 class Result(NamedTuple):
@@ -180,10 +180,10 @@ def idle_seconds() -> np.ndarray:
 @click.option("--topk", type=float, help="With servers: once more with this share of the gradients pushed.")
 @click.option("--iterations", default=10, show_default=True)
 @click.option("--repeats", default=5, show_default=True, help="Of every run when the network is measured.")
-@click.option("--json", "json_file", type=FILE, help="Write the results here.")
-@click.option("--save-profile", type=FILE, help="Write the measured profile here, for `mpips plan`.")
-@click.option("--plot", type=FILE, help="Draw rank 0's iterations here (PNG).")
-@click.option("--trace", "trace_file", type=FILE, help="Write them as a Chrome trace.")
+@click.option("--json", "json_file", type=OutFile(), help="Write the results here.")
+@click.option("--save-profile", type=OutFile(), help="Write the measured profile here, for `mpips plan`.")
+@click.option("--plot", type=Picture(), help="Draw rank 0's iterations here (PNG).")
+@click.option("--trace", "trace_file", type=OutFile(), help="Write them as a Chrome trace.")
 def command(
     servers: int,
     setting: str,
@@ -243,21 +243,20 @@ def _about(setting: str, servers: int, job: Job, profiles: dict[str, Profile]) -
     dense = profiles["dense"]
     costs = {}
     for pushes, profile in profiles.items():
-        push, pull = profile.push(), profile.pull()
-        costs[f"push, {pushes}"] = [push.startup, float(push.transfer.sum())]
-        if servers:
-            costs[f"pull, {pushes}"] = [pull.startup, float(pull.transfer.sum())]
+        for name, one in (("push", profile.push()), ("pull", profile.pull()))[: 2 if servers else 1]:
+            costs[f"{pushes} {name}: startup_s"] = one.startup
+            costs[f"{pushes} {name}: all_bytes_s"] = float(one.transfer.sum())
     return {
         "setting": setting, "workers": job.kv.num_workers, "servers": servers, "layers": len(job.elements),
         "bytes": float(dense.nbytes.sum()), "compute_s": dense.forward_s + dense.backward_s,
-        "compute": "emulated by sleeping", "startup_and_all_bytes_s": costs,
-    }  # fmt: skip
+        "compute": "emulated by sleeping",
+    } | costs  # fmt: skip
 
 
 def _show(results: list[Result], about: dict[str, Any]) -> None:
-    console = Console(width=120)
+    terminal = console()
     for name, value in about.items():
-        console.print(f"{name}: {value:.4g}" if isinstance(value, float) else f"{name}: {value}", highlight=False)
+        terminal.print(f"{name}: {value:.4g}" if isinstance(value, float) else f"{name}: {value}")
     table = Table("pushes", "strategy", "messages", "predicted s", "measured s", "measured / predicted",
                   "hidden, predicted", "hidden, measured", "measured / best")
     best = min(result.measured_s for result in results)
@@ -265,7 +264,7 @@ def _show(results: list[Result], about: dict[str, Any]) -> None:
         table.add_row(r.pushes, r.strategy, " + ".join(map(str, r.messages)), f"{r.predicted_s:.4f}",
                       f"{r.measured_s:.4f}", f"{r.measured_s / r.predicted_s:.3f}", f"{r.predicted_hidden:.0%}",
                       f"{r.measured_hidden:.0%}", f"{r.measured_s / best:.3f}")
-    console.print(table)
+    terminal.print(table)
 
 
 if __name__ == "__main__":

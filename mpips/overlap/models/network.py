@@ -55,6 +55,17 @@ class Table(NamedTuple):
         parts = [tuple(part) for _, part in groupby(self.layers, key=lambda layer: layer.name.split("/")[0])]
         return Table(self.name, tuple(_join(part) for part in parts))
 
+    def tensors_apart(self) -> Table:
+        """The same network with every tensor by itself, as where each is a message: a layer's first has its parameters
+        and operations, the others (biases, scales) are there but weigh nothing."""
+        parts = [
+            layer._replace(name=f"{layer.name} {number}", tensors=1) if not number
+            else Layer(f"{layer.name} {number}", 0, 1, 0)
+            for layer in self.layers
+            for number in range(layer.tensors)
+        ]  # fmt: skip
+        return Table(self.name, tuple(parts))
+
     def profile(
         self,
         rate: float,

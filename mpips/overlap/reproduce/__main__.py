@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 import click
-from rich.console import Console
+
+from collectives.console import OutFile, Picture, console
 
 from . import figures, ibatch, mg_wfbp
 
@@ -15,12 +16,17 @@ PAPERS = {"mg-wfbp": mg_wfbp.reproduce, "ibatch": ibatch.reproduce}
 
 @click.command()
 @click.argument("paper", type=click.Choice(list(PAPERS)))
-@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write all values here.")
-@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Write the figure here (PNG).")
+@click.option("--json", "json_file", type=OutFile(), help="Write all values here.")
+@click.option("--plot", type=Picture(), help="Write the figure here (PNG).")
 def command(paper: str, json_file: Path | None, plot: Path | None) -> None:
     """Simulate the scaling figure of PAPER and put its stated values beside ours and the optimum's."""
+    run(paper, json_file, plot)
+
+
+def run(paper: str, json_file: Path | None, plot: Path | None) -> None:
+    """What the command does."""
     figure = PAPERS[paper]()
-    figures.show(figure, Console())
+    figures.show(figure, console())
     if json_file:
         json_file.write_text(json.dumps(figure.as_dict(), indent=1) + "\n", encoding="utf-8")
     if plot:

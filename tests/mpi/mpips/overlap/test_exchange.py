@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 import time
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +26,7 @@ from mpips.parallel.mlp import MLP
 from mpips.trainer import Gradients, Trainer, averaged, workers_in_a_sum
 
 WORLD = MPI.COMM_WORLD
+ROOT = Path(__file__).resolve().parents[4]
 SIZES = (12, 30, 9, 40, 7, 5)
 STEPS = 4
 STORES = [("mpi_sync", {}), ("dist_sync", {"servers": 1}), ("mpi_sync", {"servers": 1})]
@@ -267,3 +273,35 @@ def test_clocked_iterations_of_a_plan() -> None:
     starts = {(t.first, t.last): t.start for t in tasks if t.kind == "push"}
     ok = set(starts) == set(groups) and all(starts[group] >= ends["backward", group[0]] for group in groups)
     assert all_ranks(ok and np.array_equal(totals, WORLD.size * np.arange(1.0, 7.0)))
+
+
+@pytest.mark.skipif(WORLD.size != 1, reason="starts a job of its own; once is enough")
+@pytest.mark.parametrize("servers", [0, 1])
+def test_serialized_threads_suffice(tmp_path: Path, servers: int) -> None:
+    """Training with overlap, plans looked at again, in a job whose MPI allows one thread at a time."""
+    script = tmp_path / "job.py"
+    script.write_text(f"""
+import mpi4py
+mpi4py.rc.thread_level = "serialized"
+import numpy as np, mpips
+from mpi4py import MPI
+from mpips.overlap.exchange import Overlapped
+from mpips.optimizers import SGD
+from mpips.parallel.mlp import MLP
+assert MPI.Query_thread() == MPI.THREAD_SERIALIZED
+kv = mpips.create("dist_sync", servers={servers})
+exchange = Overlapped(MLP([6, 9, 5, 3], loss="softmax"), kv, SGD(learning_rate=0.1), review_every=2)
+rng = np.random.default_rng(kv.rank)
+for _ in range(7):
+    exchange.step(rng.normal(size=(4, 6)).astype(np.float32), rng.integers(3, size=4))
+exchange.finish()
+kv.close()
+if kv.rank == 0:
+    print("trained")
+""")
+    clean = {k: v for k, v in os.environ.items() if not re.match(r"OMPI_|PMIX_|PRTE_|PMI_|HYDRA_|MPI_|MPIPS_", k)}
+    clean["PYTHONPATH"] = str(ROOT)
+    command = [sys.executable, "-m", "launch.run", "--workers", "2", "--servers", str(servers), str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=clean, cwd=tmp_path, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "trained" in done.stdout

@@ -1,0 +1,102 @@
+"""MG-WFBP and iBatch again: the papers' scaling figures simulated, then strategies measured on an emulated cluster.
+
+    python -m examples.reproduce.overlap mg-wfbp|ibatch [--out FOLDER] [--rate 100mbit]
+
+Simulated: `mpips.overlap.reproduce`. Measured: `mpips.overlap.bench` as one MPI job over namespaces, with real messages
+and compute emulated by sleeping; left out, with the reason, where namespaces cannot be had (docs/lab.md).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import click
+
+from collectives.console import console
+from collectives.topology import parse_rate
+from examples.reproduce import lab
+from launch.lab import client
+from launch.lab.needs import missing
+from mpips.overlap.reproduce import __main__ as simulated
+
+SECONDS = 230  # of a job, before it is given up
+
+
+class Job(NamedTuple):
+    """A measurement: the benchmark's options, and what it shows."""
+
+    name: str
+    options: tuple[str, ...]
+    shows: str
+
+
+HOSTS = {"mg-wfbp": 8, "ibatch": 12}
+JOBS = {
+    "mg-wfbp": (
+        Job("uniform", ("--setting", "uniform", "--layers", "40", "--kilobytes", "32"),
+            "merging pays: equal small layers; startups and bytes are 1.49 of the compute, as on the paper's 64 nodes"),
+        Job("hidden", ("--setting", "hidden", "--layers", "40", "--kilobytes", "16"),
+            "merging does not pay: messages half as long as a layer's backward pass"),
+    ),
+    "ibatch": (
+        Job("servers", ("--servers", "6", "--layers", "24", "--kilobytes", "128", "--topk", "0.01"),
+            "6 workers, 6 servers: pulls by strategy behind one push, dense and top-k; both directions by strategy"),
+    ),
+}  # fmt: skip
+
+
+@click.command(context_settings={"show_default": True})
+@click.argument("paper", type=click.Choice(list(JOBS)))
+@click.option("--out", default="out", type=click.Path(file_okay=False, path_type=Path), help="Folder for the results.")
+@click.option("--rate", default="100mbit", help="Rate of every link of the emulated cluster.")
+@click.option("--iterations", default=6, help="Of every strategy, in turns.")
+def command(paper: str, out: Path, rate: str, iterations: int) -> None:
+    """Simulate the scaling figure of PAPER, then measure its strategies on an emulated cluster."""
+    out.mkdir(parents=True, exist_ok=True)
+    base = out / f"reproduce-{paper}"
+    simulated.run(paper, Path(f"{base}.json"), Path(f"{base}.png"))
+    lacking = missing()
+    if lacking:
+        reasons = "\n".join(f"  - {line}" for line in lacking)
+        click.echo(f"not measured, since no emulated cluster can be made here:\n{reasons}")
+        return
+    hosts = HOSTS[paper]
+    with lab.networks({"star": f"star:{hosts}"}, parse_rate(rate)) as names:
+        for job in JOBS[paper]:
+            click.echo(f"\nmeasured on {hosts} emulated hosts, {rate} a link: {job.shows}")
+            measure(names["star"], hosts, job, f"{base}-{job.name}", iterations)
+
+
+def measure(name: str, hosts: int, job: Job, base: str, iterations: int) -> None:
+    """Run the benchmark on every host; it prints, and leaves JSON, a picture and a Chrome trace."""
+    stem = Path(base).resolve()
+    files = ["--json", f"{stem}.json", "--plot", f"{stem}.png", "--trace", f"{stem}-trace.json"]
+    program = [sys.executable, "-m", "mpips", "-m", "mpips.overlap.bench", *job.options]
+    argv = client.job_command(name, hosts, [*program, "--iterations", str(iterations), *files])
+    done = subprocess.run(argv, cwd=lab.ROOT, env={**os.environ, **lab.ONE_THREAD}, timeout=SECONDS, check=False)
+    if done.returncode:
+        raise SystemExit(f"{job.name}: the job ended with {done.returncode}")
+    summary(json.loads(Path(f"{base}.json").read_text(encoding="utf-8")))
+
+
+def summary(found: dict) -> None:
+    """What the measured times say in words."""
+    rows = {(row["pushes"], row["strategy"]): row for row in found["strategies"]}
+    worst = max(abs(row["measured_s"] / row["predicted_s"] - 1) for row in rows.values())
+    lines = [f"predictions within {worst:.1%}"]
+    for (pushes, better), row in rows.items():
+        for base in ("sequential", "single", "layerwise"):
+            if better in ("merged", "ibatch", "optimal", "joint, both") and (pushes, base) in rows:
+                ratio = rows[pushes, base]["measured_s"] / row["measured_s"]
+                lines.append(f"{pushes}: {better} is {ratio:.2f} times as fast as {base}")
+    for line in lines:
+        console().print(line)
+
+
+if __name__ == "__main__":
+    command()
