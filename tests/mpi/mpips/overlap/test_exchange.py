@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -13,12 +14,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from mpi4py import MPI
 
 import mpips
 from mpips import optimizers
 from mpips.engine import Engine
-from mpips.overlap import execute
+from mpips.overlap import bench, execute
 from mpips.overlap.exchange import STRATEGIES, Overlapped
 from mpips.overlap.strategies.joint import JointPlan
 from mpips.overlap.wire import Wire
@@ -275,14 +277,31 @@ def test_clocked_iterations_of_a_plan() -> None:
     assert all_ranks(ok and np.array_equal(totals, WORLD.size * np.arange(1.0, 7.0)))
 
 
+@pytest.mark.parametrize("servers", [0, 1])
+def test_the_benchmark_measures_every_strategy(servers: int, tmp_path: Path) -> None:
+    """All ranks run it; rank 0 writes strategies with predictions, measurements and what was hidden."""
+    if WORLD.size <= servers:
+        pytest.skip("needs a worker beside the server")
+    out = tmp_path / "bench.json"
+    words = ["--servers", str(servers), "--layers", "3", "--kilobytes", "1", "--iterations", "1", "--repeats", "1"]
+    words += ["--topk", "0.5"] if servers else ["--setting", "hidden"]
+    result = CliRunner().invoke(bench.command, [*words, "--json", str(out)])
+    ok = result.exit_code == 0
+    if WORLD.rank == 0 and ok:
+        rows = json.loads(out.read_text())["strategies"]
+        ok = {row["pushes"] for row in rows} == ({"dense", "top-0.5"} if servers else {"dense"})
+        ok &= all(row["measured_s"] > 0 < row["predicted_s"] and 0 <= row["measured_hidden"] <= 1 for row in rows)
+        optimal = {row["pushes"]: row["predicted_s"] for row in rows if row["strategy"] == "optimal"}
+        ok &= all(optimal[row["pushes"]] <= row["predicted_s"] + 1e-12 for row in rows if "both" not in row["strategy"])
+    assert all_ranks(ok), result.output
+
+
 @pytest.mark.skipif(WORLD.size != 1, reason="starts a job of its own; once is enough")
 @pytest.mark.parametrize("servers", [0, 1])
 def test_serialized_threads_suffice(tmp_path: Path, servers: int) -> None:
     """Training with overlap, plans looked at again, in a job whose MPI allows one thread at a time."""
     script = tmp_path / "job.py"
     script.write_text(f"""
-import mpi4py
-mpi4py.rc.thread_level = "serialized"
 import numpy as np, mpips
 from mpi4py import MPI
 from mpips.overlap.exchange import Overlapped
@@ -300,7 +319,7 @@ if kv.rank == 0:
     print("trained")
 """)
     clean = {k: v for k, v in os.environ.items() if not re.match(r"OMPI_|PMIX_|PRTE_|PMI_|HYDRA_|MPI_|MPIPS_", k)}
-    clean["PYTHONPATH"] = str(ROOT)
+    clean |= {"PYTHONPATH": str(ROOT), "MPI4PY_RC_THREAD_LEVEL": "serialized"}
     command = [sys.executable, "-m", "launch.run", "--workers", "2", "--servers", str(servers), str(script)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=clean, cwd=tmp_path, check=False)
     assert done.returncode == 0, done.stderr
