@@ -38,12 +38,16 @@ def all_ranks(ok: bool) -> bool:
     return bool(WORLD.allreduce(int(ok), op=MPI.MIN))
 
 
-def train(kind: str, options: dict[str, Any], overlap: str | None, seed: int = 3) -> tuple[np.ndarray, Any] | None:
+def train(
+    kind: str, options: dict[str, Any], overlap: str | None, seed: int = 3, compression: dict[str, Any] | None = None
+) -> tuple[np.ndarray, Any] | None:
     """Parameters after a few steps and the exchange, on a worker; None on a server."""
     try:
         kv = mpips.create(kind, **options)
     except SystemExit:
         return None
+    if compression is not None:
+        kv.set_gradient_compression(compression)
     model = MLP(SIZES, loss="softmax", dtype="float64", seed=seed)
     trainer = Trainer(model, kv, "sgd", learning_rate=0.1, momentum=0.9, overlap=overlap)
     rng = np.random.default_rng(kv.rank)
@@ -66,6 +70,22 @@ def test_same_numbers_as_without_overlap(kind: str, options: dict[str, Any], str
             ok = np.array_equal(plain[0], overlapped[0])
         else:  # the MPI's own allreduce may round differently in messages of another length
             ok = np.allclose(plain[0], overlapped[0], rtol=1e-12, atol=1e-14)
+    assert all_ranks(ok)
+
+
+@pytest.mark.parametrize("strategy", ["layerwise", "auto"])
+@pytest.mark.parametrize("kind, options", STORES)
+def test_groups_are_pushed_compressed(kind: str, options: dict[str, Any], strategy: str) -> None:
+    """Top-k of all elements rounds every gradient to float32 and keeps the rest back, whatever the groups."""
+    if WORLD.size <= options.get("servers", 0):
+        pytest.skip("needs a worker beside the server")
+    everything = {"type": "topk", "ratio": 1.0}
+    plain, overlapped = (train(kind, options, overlap, compression=everything) for overlap in (None, strategy))
+    exact = train(kind, options, None)
+    ok = True
+    if plain is not None and overlapped is not None and exact is not None:
+        ok = np.allclose(plain[0], overlapped[0], rtol=0, atol=0 if options else 1e-12)
+        ok &= not np.array_equal(plain[0], exact[0])
     assert all_ranks(ok)
 
 
