@@ -30,8 +30,10 @@ DUTY = 24
 """The communication thread sleeps this many times as long as a look took: 1 / (1 + 24) = 4 % of a core."""
 WAKE = 2e-5
 """What a look costs beside itself: falling asleep and waking up, seconds."""
-LONGEST_SLEEP = 3e-3
-"""However long a look took: it may have done work, after which the next is near."""
+LONGEST_SLEEP = 1e-3
+"""However long a look took. A collective of many rounds needs a look a round."""
+QUIET, QUIET_SLEEP = 0.1, 3e-3
+"""After so many seconds in which nothing ended it may sleep longer."""
 PATIENCE = 0.02
 """Seconds that a wait looks by itself; a longer one leaves it to the communication thread, which costs less."""
 
@@ -317,14 +319,21 @@ class Engine:
 
     def _communicate(self) -> None:
         """The communication thread: sleep while there is nothing to do, or while somebody waits and looks himself."""
+        last = 0.0  # when something was added or ended
         while True:
             with self._state:
+                if not len(self._tracker):
+                    last = 0.0
                 self._state.wait_for(lambda: self._closing or (len(self._tracker) and not self._waiting))
                 if self._closing:
                     return
             begin = time.perf_counter()
-            if not self.progress():
-                time.sleep(min(DUTY * (WAKE + time.perf_counter() - begin), LONGEST_SLEEP))
+            last = last or begin
+            if self.progress():
+                last = begin
+                continue
+            longest = LONGEST_SLEEP if begin - last < QUIET else QUIET_SLEEP
+            time.sleep(min(DUTY * (WAKE + time.perf_counter() - begin), longest))
 
 
 def _nothing() -> None:
