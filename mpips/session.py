@@ -19,7 +19,7 @@ from collectives.arena import Region
 from collectives.errors import CollectiveError, StallError
 from mpips import messages
 from mpips.layout import Layout
-from mpips.lines import NOWHERE, Line
+from mpips.lines import NOWHERE, TAG_FRAME, Line
 from mpips.messages import Coding, Frame, Op
 from mpips.remote import ALONG, pull_tag, push_tag
 from mpips.short import Short
@@ -147,8 +147,10 @@ class Session:
 
     def listen(self) -> None:
         """Take in what servers have said."""
+        # One look at MPI for all servers of other nodes: each costs as much as everything else here.
+        heard = not self.all_local and self._layout.world.Iprobe(tag=TAG_FRAME)
         for line in self.lines:
-            if line.waiting():
+            if (heard or line.local) and line.waiting():
                 for fields in line.read():
                     self._hear(line, Frame._make(fields))
 
@@ -428,7 +430,7 @@ class Session:
                     flat[part.start : part.stop] = part.stored
                     part.line.post(Op.RELEASE, part.number)
             waiting = [part for part in waiting if not part.granted]
-            receives = [request for request in receives if not request.Test()]
+            receives = _pending(receives)
             if waiting or receives:
                 yield
         self.check(key)
@@ -474,6 +476,13 @@ class Session:
         """Tell all servers that this worker has finished."""
         for line in self.lines:
             line.post(Op.BYE)
+
+
+def _pending(requests: list[Any]) -> list[Any]:
+    """Those that have not ended; one look at MPI for all of them."""
+    if not requests or not (ended := type(requests[0]).Testsome(requests)):
+        return requests
+    return [request for index, request in enumerate(requests) if index not in ended]
 
 
 def together(tasks: list[Task]) -> Task:
