@@ -1,7 +1,7 @@
 """The MPI's own collectives, behind the same interface: the blocking or the non-blocking call, whichever is faster.
 
-The blocking call is used only where all ranks have just met in shared memory (`may_block`): elsewhere a rank that never
-comes, or comes with other arguments, would hold the others for ever, and the non-blocking call can be polled.
+The blocking call is used only where all ranks have just met in shared memory (`Session.choice`): elsewhere a rank that
+never comes, or comes with other arguments, would hold the others for ever, and the non-blocking call can be polled.
 Counts past 2^31 go in parts. Serves all kinds but only element types that MPI can reduce.
 """
 
@@ -32,29 +32,30 @@ def why_not(call: Call) -> str | None:
 
 
 class Choice:
-    """Which of the two calls serves a sort of call better: the first runs try both in turn, then the faster is kept.
-    One for all plans of that sort, so that all ranks are always at the same trial, whatever plans each has kept."""
+    """Which of two ways serves a sort of call better: the first runs try both in turn, then the faster is kept. One for
+    all plans of that sort, so that all ranks are always at the same trial, whatever plans each has kept."""
 
-    def __init__(self, comm: MPI.Comm, may_block: bool):
+    def __init__(self, comm: MPI.Comm, decided: bool = False):
         self._comm = comm
         self._times: tuple[list[float], list[float]] = ([], [])
-        self._decided = not may_block
-        self.blocking = False
+        self._decided = decided
+        self.second = False
+        """Whether the next run takes the second way."""
 
     def learn(self, seconds: float) -> None:
         """How long the last run took; collective at the last trial."""
         if self._decided:
             return
-        self._times[self.blocking].append(seconds)
-        self.blocking = not self.blocking
+        self._times[self.second].append(seconds)
+        self.second = not self.second
         if len(self._times[False]) == len(self._times[True]) == TRIALS:
             least = np.array([min(times) for times in self._times])
             self._comm.Allreduce(MPI.IN_PLACE, least, MPI.MAX)
-            self.blocking, self._decided = bool(least[1] < least[0]), True
+            self.second, self._decided = bool(least[1] < least[0]), True
 
 
 class NativePlan:
-    """One call by MPI's own collective."""
+    """One call by MPI's own collective; the second way of `choice` is the blocking call."""
 
     def __init__(self, comm: MPI.Comm, call: Call, x: Flat, out: Flat, choice: Choice):
         self._comm, self._call, self._choice = comm, call, choice
@@ -70,7 +71,7 @@ class NativePlan:
         if self._call.kind == "broadcast" and not self._in_place and self._comm.rank == self._call.root:
             np.copyto(self._out, self._x)
         for block, immediate, arguments in self._calls:
-            if self._choice.blocking:
+            if self._choice.second:
                 block(*arguments)
             else:
                 request = immediate(*arguments)

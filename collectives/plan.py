@@ -42,12 +42,13 @@ from collectives.schedule import Schedule
 from collectives.session import MOST_PLANS, Operation, Session, session
 from collectives.transport.messages import MessagePlan
 from collectives.transport.scheduled_memory import ScheduledMemory
-from collectives.transport.shared_memory import MemoryPlan
+from collectives.transport.shared_memory import MemoryPlan, Rival
 from collectives.transport.two_levels import TwoLevelPlan
 
 UNEVEN = (
     "hierarchical needs nodes with equal numbers of ranks, neighbours in rank: choose another algorithm, or auto"
 )
+RIVAL_BYTES = 1 << 20
 ALWAYS = ("ring", "binomial", "direct")  # between nodes, one of these serves any call
 
 
@@ -228,7 +229,7 @@ def make_runner(home: Session, call: Call, x: Flat, out: Flat, number: int = 0) 
     if call.algorithm == "shared_memory":
         if home.nodes > 1:
             raise ValueError(f"shared_memory serves ranks of one node, but these are on {home.nodes}: use auto")
-        return MemoryPlan(home.room, call, x, out, home.table.eager_limits(home.size))
+        return MemoryPlan(home.room, call, x, out, home.table.eager_limits(home.size), _rival(home, call, x, out))
     if call.algorithm == "native":
         reason = native.why_not(call)
         if reason:
@@ -247,6 +248,14 @@ def make_runner(home: Session, call: Call, x: Flat, out: Flat, number: int = 0) 
     if over != "messages" and home.nodes == 1:
         return ScheduledMemory(home.room, call, schedule, x, out)
     return Guarded(home, call, MessagePlan(home.comm, call, schedule, x, out, number))
+
+
+def _rival(home: Session, call: Call, x: Flat, out: Flat) -> Rival | None:
+    """The MPI's own call where it may be the faster for ordinary arrays, and gives the same bits."""
+    if call.kind in REDUCING or call.nbytes < RIVAL_BYTES or home.size == 1 or native.why_not(call):
+        return None
+    plan = NativePlan(home.comm, call, x, out, home.choice(call.text))
+    return Rival(plan, home.choice(f"{call.text}, staged or by MPI"))
 
 
 def build_schedule(home: Session, call: Call) -> Schedule:

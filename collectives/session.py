@@ -12,7 +12,7 @@ from mpi4py import MPI
 from collectives import table
 from collectives.errors import CollectiveError, MismatchError, StallError
 from collectives.native import Choice
-from collectives.transport.room import Card, Room
+from collectives.transport.room import REFUSED, Card, Room
 from collectives.watch import Agreed, Patience, Watch, drive, limits
 
 MOST_PLANS = 1024
@@ -131,8 +131,9 @@ class Session:
         self.comm.Free()
 
     def choice(self, text: str) -> Choice:
-        """The MPI call that serves a sort of call best. It may block only where all ranks meet before in a room."""
-        return self._choices.setdefault(text, Choice(self.comm, may_block=self.nodes == 1))
+        """Which of two ways serves a sort of call best. The first where ranks do not meet in one room: the second may
+        block in MPI, and must not before all have come."""
+        return self._choices.setdefault(text, Choice(self.comm, decided=self.nodes > 1))
 
     # Agreement
 
@@ -161,7 +162,7 @@ class Session:
                     self._renew()
                     raise
             self.finish_started()
-            self._meet(Card(sentence, refused=True))
+            self._meet(Card(sentence, refused=REFUSED))
         raise MismatchError(sentence)
 
     def _meet(self, card: Card) -> None:

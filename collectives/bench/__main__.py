@@ -13,7 +13,7 @@ from mpi4py import MPI
 
 from collectives import catalog
 from collectives.bench import overlap, pt2pt, report, rivals
-from collectives.bench.case import ARRAYS, BUS_FACTOR, MPI_NAME, Candidate, Case
+from collectives.bench.case import ARRAYS, BUS_FACTOR, FLOOR_SHARE, MPI_NAME, Candidate, Case
 from collectives.bench.harness import Timing, measure
 from collectives.bench.report import Row
 from collectives.bench.sizes import parse_sizes, show_bytes
@@ -22,7 +22,7 @@ from collectives.console import OutFile, Picture, Seconds, progress
 from collectives.operations import operation
 
 CASES = (*BUS_FACTOR, "pt2pt", "overlap")
-ALWAYS = ("auto", "native", "gloo")  # algorithms outside the catalog
+ALWAYS = ("auto", "one_shot", "shared_memory", "native", "gloo")  # algorithms outside the catalog
 
 
 class Wanted(NamedTuple):
@@ -70,7 +70,7 @@ def _refusal(kind: str, algorithm: str, ranks: int) -> str | None:
         name, parameters = catalog.parse(algorithm)
     except ValueError as error:
         return str(error)
-    if name == "hierarchical" and not parameters:
+    if name == "hierarchical" and "local" not in parameters:
         return None  # the ranks of a node are known in the job alone
     return catalog.serves(kind, algorithm, ranks)
 
@@ -90,7 +90,7 @@ def _words(text: str) -> list[str]:
 @click.command()
 @click.argument("collective", metavar="COLLECTIVE", type=click.Choice(CASES))
 @click.option("--sizes", default="1KiB:64MiB", show_default=True, help="MIN:MAX[:FACTOR] or a list of sizes")
-@click.option("--algorithms", default="auto", show_default=True, help="comma-separated; also native and gloo")
+@click.option("--algorithms", default="auto", show_default=True, help="comma-separated; also native, one_shot and gloo")
 @click.option("--arrays", default="private,empty", show_default=True, help="private: ordinary; empty: node-shared")
 @click.option("--dtype", default="float32", show_default=True)
 @click.option("--op", type=click.Choice(tuple(rivals.OPS)), default="sum", show_default=True)
@@ -162,14 +162,15 @@ def _collective(case: Case, algorithms: list[str], arrays: list[str], seconds: f
     chosen = list(_candidates(case, algorithms, arrays))
     try:
         faults = [candidate.check() if check else None for candidate in chosen]
-        timings = measure(case.comm, [c.run for c in [*native, *chosen]], seconds)
+        copy, *timings = measure(case.comm, [case.copy(), *(c.run for c in [*native, *chosen])], seconds)
     finally:
         for candidate in chosen:
             candidate.close()
     best = min(timings[: len(native)], key=lambda t: t.median, default=None)
-    rows = [] if best is None else [_row(case, MPI_NAME, "private", best, None, best, None)]
+    floor = copy.median * FLOOR_SHARE[case.kind](case.comm.size)
+    rows = [] if best is None else [_row(case, MPI_NAME, "private", best, None, best, None, floor)]
     for candidate, timing, wrong in zip(chosen, timings[len(native) :], faults):
-        rows.append(_row(case, candidate.algorithm, candidate.array, timing, wrong, best, candidate.predicted))
+        rows.append(_row(case, candidate.algorithm, candidate.array, timing, wrong, best, candidate.predicted, floor))
     return rows
 
 
@@ -184,13 +185,14 @@ def _candidates(case: Case, algorithms: list[str], arrays: list[str]) -> Iterabl
             continue
         for array in arrays:
             try:
-                yield case.plan(algorithm, array)
+                yield case.one_shot(array) if algorithm == "one_shot" else case.plan(algorithm, array)
             except ValueError as error:
                 raise click.UsageError(str(error)) from None
 
 
 def _row(
-    case: Case, algorithm: str, array: str, t: Timing, wrong: int | None, native: Timing | None, predicted: float | None
+    case: Case, algorithm: str, array: str, t: Timing, wrong: int | None, native: Timing | None,
+    predicted: float | None, floor: float,
 ) -> Row:  # fmt: skip
     nbytes = case.n * case.dtype.itemsize
     algbw = nbytes / t.median / 1e9
@@ -198,6 +200,7 @@ def _row(
         case.kind, algorithm, array, case.dtype.name, case.op, case.comm.size, nbytes, case.n,
         1e6 * t.least, 1e6 * t.median, 1e6 * t.p99, algbw, algbw * BUS_FACTOR[case.kind](case.comm.size), wrong,
         None if native is None else native.median / t.median, None if predicted is None else 1e6 * predicted,
+        1e6 * floor,
     )  # fmt: skip
 
 

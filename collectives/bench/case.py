@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 
 import collectives
 from collectives.bench import data, rivals
+from collectives.call import REDUCING
 from collectives.schedule import cut
 
 ARRAYS = ("private", "empty")
@@ -27,6 +29,18 @@ BUS_FACTOR: dict[str, Callable[[int], float]] = {
 """busbw / algbw over p ranks, as nccl-tests define it (doc/PERFORMANCE.md there); `bytes` is the larger buffer."""
 
 IN_PLACE = ("allreduce", "broadcast")
+
+FLOOR_SHARE: dict[str, Callable[[int], float]] = {
+    "allreduce": lambda p: 1.0,
+    "reduce_scatter": lambda p: (1 + 1 / p) / 2,
+    "allgather": lambda p: (1 + 1 / p) / 2,
+    "alltoall": lambda p: 1.0,
+    "broadcast": lambda p: 1 / 2,
+    "reduce": lambda p: (1 + 1 / p) / 2,
+}
+"""(bytes that must be read + bytes that must be written) / (2 x bytes), a rank. To copy `bytes` bytes is to read and
+to write as many. An allreduce in place reads the p vectors once and writes them once; a reduce_scatter writes one in
+all, an allgather reads one, a broadcast in place reads one and writes p - 1."""
 
 
 class Candidate(NamedTuple):
@@ -86,6 +100,19 @@ class Case(NamedTuple):
         blocks = [int(b) for b in np.diff(self.bounds)]
         calls = rivals.mpi_calls(self.kind, self.op, self.comm, source, result, blocks)
         return [Candidate(MPI_NAME, "private", call, lambda: 0, lambda: None, None) for call in calls]
+
+    def one_shot(self, array: str) -> Candidate:
+        """`auto` through the one-shot call, which finds its plan anew each time."""
+        source, result = self.arrays(array)
+        keywords: dict[str, Any] = {} if self.kind in IN_PLACE else {"out": result}
+        if self.kind in REDUCING:
+            keywords["op"] = self.op
+        call = partial(getattr(collectives, self.kind), source, self.comm, **keywords)
+        return Candidate("one_shot", array, call, self._check(call, source, result), lambda: None, None)
+
+    def copy(self) -> Callable[[], object]:
+        """A copy of as many bytes from one private array to another: with all ranks at it, what memory allows."""
+        return partial(np.copyto, self._zeros(self.n, "private"), self._zeros(self.n, "private"))
 
     def gloo(self) -> Candidate:
         """PyTorch's gloo on a private array, in place."""

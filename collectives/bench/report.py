@@ -19,6 +19,8 @@ from rich.table import Table
 from collectives.bench.sizes import show_bytes
 from collectives.console import console
 
+FLOOR_BYTES = 1 << 16  # below, a call is no matter of bytes
+
 
 @dataclass(frozen=True)
 class Row:
@@ -26,7 +28,9 @@ class Row:
 
     `algbw` is bytes / median time; `busbw` is `algbw` times the share of the bytes that each rank's link must carry, as
     nccl-tests define it, so that it can be held against the hardware's rate. `vs_native` is the median of the MPI's own
-    best call, measured alternately in the same run, over this median: above 1 is faster than the MPI.
+    best call, measured alternately in the same run, over this median: above 1 is faster than the MPI. `floor_us` is the
+    time to read and write the bytes that the collective must, at the speed of a copy by all ranks in the same run
+    (`collectives.bench.case.FLOOR_SHARE`); a copy that finds its target in the cache can be above that speed.
     """
 
     collective: str
@@ -45,6 +49,7 @@ class Row:
     wrong: int | None
     vs_native: float | None
     predicted_us: float | None = None
+    floor_us: float | None = None
 
 
 def machine() -> dict[str, Any]:
@@ -67,7 +72,7 @@ def print_table(rows: Sequence[Row], title: str) -> None:
     table.add_column("size", justify="right", no_wrap=True)
     for name in ("algorithm", "array"):
         table.add_column(name, overflow="fold")
-    for name in ("min us", "p50 us", "p99 us", "algbw\nGB/s", "busbw\nGB/s", "#wrong", "vs MPI"):
+    for name in ("min us", "p50 us", "p99 us", "algbw\nGB/s", "busbw\nGB/s", "#wrong", "vs MPI", "/ floor"):
         table.add_column(name, justify="right", no_wrap=True)
     last = None
     for row in rows:
@@ -78,7 +83,8 @@ def print_table(rows: Sequence[Row], title: str) -> None:
         rates = [f"{r:.2f}" for r in (row.algbw_GBps, row.busbw_GBps)]
         wrong = "-" if row.wrong is None else f"[red]{row.wrong}[/red]" if row.wrong else "0"
         ratio = "-" if row.vs_native is None else f"{row.vs_native:.2f}x"
-        table.add_row(show_bytes(row.bytes), row.algorithm, row.array, *times, *rates, wrong, ratio)
+        floor = "-" if row.floor_us is None or row.bytes < FLOOR_BYTES else f"{row.p50_us / row.floor_us:.2f}"
+        table.add_row(show_bytes(row.bytes), row.algorithm, row.array, *times, *rates, wrong, ratio, floor)
     console().print(table)
 
 

@@ -1,10 +1,12 @@
 """A schedule over messages: MPI persistent requests, compiled once for a plan and its buffers.
 
-Each lane runs through its steps on its own, so that several are in flight. In a step all messages start together; what
+Each lane runs through its steps on its own, so that several are in flight; lanes of unlike `turn` take the wire one
+after the other, and one adds what it got while the next is on the wire. In a step all messages start together; what
 comes in to be added is received beside and added when it has come, in the order of the rounds, so that a run can be
 repeated bit by bit. A receive goes beside too where the same step sends from the same place.
 
-One request carries `MESSAGE_BYTES` at most, which keeps counts far below 2^31.
+One request carries `MESSAGE_BYTES` at most, which keeps counts far below 2^31, and below the sizes from which Open MPI
+asks the receiver first: that makes a TCP connection half-duplex (docs/launching.md).
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from collectives.call import Call
 from collectives.schedule import NOBODY, RankStep, Schedule, extent, overlap
 from collectives.transport.workspace import Workspace
 
-MESSAGE_BYTES = 1 << 30
+MESSAGE_BYTES = 4 << 20
 FIRST_TAG = 16
 TAGS = 8000  # of each sort; MPI promises 32,767 at least
 
@@ -55,20 +57,40 @@ class MessagePlan:
         self._comm, self._schedule = comm, schedule
         sort, index = (0, number * len(schedule.lanes)) if number else (1, zlib.crc32((label or call.text).encode()))
         first_tag = FIRST_TAG + sort * TAGS + index % TAGS
+        program = schedule.program(comm.rank)
         self._lanes = [
-            [self._compile(lane, step, first_tag + lane) for step in steps]
-            for lane, steps in enumerate(schedule.program(comm.rank))
+            [self._compile(lane, step, first_tag + lane) for step in steps] for lane, steps in enumerate(program)
         ]
+        self._queue = self._in_turn(program) if len({lane.turn for lane in schedule.lanes}) > 1 else []
 
     def run(self) -> Iterator[None]:
         """The operation, in steps between which there is something to wait for."""
         self._space.begin()
+        yield from self._one_by_one() if self._queue else self._side_by_side()
+        self._space.end()
+
+    def _side_by_side(self) -> Iterator[None]:
         lanes = [self._run_lane(steps) for steps in self._lanes]
         while lanes:
             lanes = [lane for lane in lanes if next(lane, self) is not self]
             if lanes:
                 yield
-        self._space.end()
+
+    def _one_by_one(self) -> Iterator[None]:
+        """Lanes in turn: a lane's step goes on the wire when the one before it has left it, and while it is there, what
+        the one before has brought is added."""
+        landings: list[_Landing] = []
+        lane_before = -1
+        for lane, step in self._queue:
+            if lane == lane_before:  # it may need its own sums
+                self._land(landings)
+                landings = []
+            MPI.Prequest.Startall(step.requests)
+            self._land(landings)
+            while not MPI.Request.Testall(step.requests):
+                yield
+            lane_before, landings = lane, step.landings
+        self._land(landings)
 
     def free(self) -> None:
         """Give the requests back to MPI."""
@@ -76,19 +98,31 @@ class MessagePlan:
             for step in steps:
                 for request in step.requests:
                     request.Free()
-        self._lanes = []
+        self._lanes, self._queue = [], []
 
     def _run_lane(self, steps: list[_Step]) -> Iterator[Any]:
         for requests, landings in steps:
             MPI.Prequest.Startall(requests)
             while not MPI.Request.Testall(requests):
                 yield
-            for place, beside, add in landings:
-                if add:
-                    assert self._call.operation is not None
-                    self._call.operation.ufunc(place, beside, out=place)
-                else:
-                    np.copyto(place, beside)
+            self._land(landings)
+
+    def _land(self, landings: list[_Landing]) -> None:
+        for place, beside, add in landings:
+            if add:
+                assert self._call.operation is not None
+                self._call.operation.ufunc(place, beside, out=place)
+            else:
+                np.copyto(place, beside)
+
+    def _in_turn(self, program: tuple[tuple[RankStep, ...], ...]) -> list[tuple[int, _Step]]:
+        """(lane, step) of all lanes: step by step, and within a step by turn."""
+        order = [
+            (step.number, self._schedule.lanes[lane].turn, lane, i)
+            for lane, steps in enumerate(program)
+            for i, step in enumerate(steps)
+        ]
+        return [(lane, self._lanes[lane][i]) for _, _, lane, i in sorted(order)]
 
     def _compile(self, lane: int, step: RankStep, tag: int) -> _Step:
         comm, offsets = self._comm, self._schedule.offsets(self._call.n, lane)

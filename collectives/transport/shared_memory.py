@@ -8,14 +8,18 @@ eager    small vectors: all ranks put theirs into their slots, and each takes wh
          arrays leave it for direct sooner than ordinary ones for staged; where ranks differ in this, staged serves.
 direct   all arrays are node-shared (`collectives.empty`): the owner writes finished blocks straight into the readers'
          arrays. n/p elements read from each source and written to each reader, no copy beside. Two meetings.
+         In alltoall everybody copies its blocks from the others' arrays.
 staged   ordinary arrays: blocks pass through stages small enough for the cache, in a pipeline: while block k is
-         reduced, k + 1 is staged and k - 1 copied out. One meeting a block.
+         reduced, k + 1 is staged and k - 1 copied out. One meeting a block. Where nothing is reduced, a long vector has
+         a *rival*: the MPI may copy once, from process to process. The first calls try both, and the faster stays. (A
+         sum would not keep its bits from one call to the next.)
 
 A protocol compiles to a program: lists of (function, arguments) between meetings, bound to the ranks' memory.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
@@ -25,6 +29,7 @@ import numpy as np
 from collectives import arena
 from collectives.arrays import Flat, Vector
 from collectives.call import Call
+from collectives.native import Choice, NativePlan
 from collectives.operations import scale
 from collectives.table import Eager
 from collectives.transport.room import CARDS, NOWHERE, Card, Room
@@ -58,14 +63,23 @@ class Program:
     last: tuple[Step, ...] = ()
 
 
+class Rival(NamedTuple):
+    """The MPI's own call, as the second way of a choice."""
+
+    plan: NativePlan
+    choice: Choice
+
+
 class MemoryPlan:
     """One call compiled for the ranks of a room. x and out hold the rank's part of the vector (`Call.extent_of_x`)."""
 
-    def __init__(self, room: Room, call: Call, x: Flat, out: Flat, eager: Eager):
+    def __init__(self, room: Room, call: Call, x: Flat, out: Flat, eager: Eager, rival: Rival | None = None):
         self._room, self._call = room, call
         self._x = Window(x.vector(), call.extent_of_x(room.rank, x == out)[0])
         self._out = Window(out.vector(), call.extent_of_out(room.rank, x == out)[0])
-        shareable = call.nbytes > eager.always and call.kind != "alltoall"
+        shareable = call.nbytes > eager.always and not (call.kind == "alltoall" and x == out)
+        self._rival = rival
+        self._rivalled = False
         self._token = -CARDS
         self._tokens: tuple[int, ...] | None = None
         self._met_soon: Callable[[], bool] | None = None
@@ -127,6 +141,15 @@ class MemoryPlan:
             for function, arguments in self._takes[room.operation & 1]:
                 function(*arguments)
             return
+        if not self._rivalled or self._rival is None:
+            yield from self._own()
+            return
+        start = time.perf_counter()
+        yield from self._rival.plan.run() if self._rival.choice.second else self._own()
+        self._rival.choice.learn(time.perf_counter() - start)
+
+    def _own(self) -> Iterator[None]:
+        room = self._room
         for phase in self._program.phases:
             for function, arguments in phase.before:
                 function(*arguments)
@@ -147,7 +170,7 @@ class MemoryPlan:
         room, call = self._room, self._call
         cards = room.cards(tokens)
         shared = [card.x.pid != 0 and card.out.pid != 0 for card in cards]
-        self._takes = []
+        self._takes, self._rivalled = [], not any(shared)
         if all(shared):
             self._program = _direct(room, call, self._x, self._out, cards)
         elif self.eager and not any(shared):
@@ -230,6 +253,9 @@ def _direct(room: Room, call: Call, x: Window, out: Window, cards: Sequence[Card
         xs[rank] = Window(arena.attach(card.x).view(call.dtype), call.extent_of_x(rank, in_place)[0])
         outs[rank] = Window(arena.attach(card.out).view(call.dtype), call.extent_of_out(rank, in_place)[0])
     order = [room.rank, *room.turn()]
+    if call.kind == "alltoall":
+        blocks = [(out.part(*call.arrival(room.rank, rank)), xs[rank].part(*call.block(room.rank))) for rank in order]
+        return Program((Phase(tuple(step for to, source in blocks for step in _copy(to, source))),))
     sources = [xs[rank] for rank in order if rank in call.sources(room.rank)]
     readers = [outs[rank] for rank in order if rank in call.readers(room.rank)]
     steps: list[Step] = []
