@@ -9,5 +9,9 @@ class MismatchError(CollectiveError, ValueError):
     """Ranks called with arguments that do not fit together, or one rank's arguments are bad."""
 
 
+class Withdrawn(MismatchError):
+    """This rank came so late that the others had given up: they raised StallError with this sentence."""
+
+
 class StallError(CollectiveError, TimeoutError):
     """A wait exceeded ``timeout_seconds``; the sentence names the operation and the ranks that have not come."""

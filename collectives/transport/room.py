@@ -33,7 +33,7 @@ from mpi4py import MPI
 
 from collectives import arena
 from collectives.arena import Region
-from collectives.errors import CollectiveError, MismatchError
+from collectives.errors import CollectiveError, MismatchError, Withdrawn
 from collectives.watch import disagreement
 
 if TYPE_CHECKING:
@@ -56,11 +56,15 @@ NOWHERE = Region(0, 0, 0, 0, 0)
 ORDERED_STORES = platform.machine().lower() in ("x86_64", "amd64", "i686", "i386")
 
 
+REFUSED, WITHDRAWN = 1, 2
+
+
 class Card(NamedTuple):
     """What a rank brings to an operation: which call, and where its arrays are (NOWHERE: memory of its own)."""
 
     text: str
-    refused: bool = False
+    refused: int = 0
+    """Why there is no operation: REFUSED, or WITHDRAWN by a rank that waited too long."""
     x: Region = NOWHERE
     out: Region = NOWHERE
 
@@ -168,7 +172,7 @@ class Room:
                 raise CollectiveError(f"the card of rank {self.names[rank]} has been overwritten")
             numbers = [int(word) for word in words]
             text = bytes(desk[at + 128 : at + 128 + numbers[3]]).decode(errors="replace")
-            known = Card(text, bool(numbers[2]), Region(*numbers[4:9]), Region(*numbers[9:14]))
+            known = Card(text, numbers[2], Region(*numbers[4:9]), Region(*numbers[9:14]))
             self._known[rank, token] = known
             self._known.pop((rank, token - CARDS), None)
         return known
@@ -236,6 +240,9 @@ class Room:
     def cards(self, tokens: Sequence[int]) -> list[Card]:
         """The cards of all ranks, or MismatchError, the same on all of them, where the calls do not fit together."""
         found = [self.card(rank, token) for rank, token in enumerate(tokens)]
+        withdrawals = [card.text for card in found if card.refused == WITHDRAWN]
+        if withdrawals:
+            raise Withdrawn(withdrawals[0])
         refusals = [card.text for card in found if card.refused]
         if refusals:
             raise MismatchError(refusals[0])
@@ -283,5 +290,5 @@ class Room:
         base = self.operation << 32
         if all(words[self.operation & 1] >= base for _, words in self._others):
             return False
-        self._mine[self.operation & 1] = self.operation << 32 | self.publish(Card(sentence, refused=True))
+        self._mine[self.operation & 1] = self.operation << 32 | self.publish(Card(sentence, refused=WITHDRAWN))
         return True
