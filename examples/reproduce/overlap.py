@@ -38,7 +38,7 @@ class Job(NamedTuple):
 HOSTS = {"mg-wfbp": 8, "ibatch": 12}
 JOBS = {
     "mg-wfbp": (
-        Job("uniform", ("--setting", "uniform", "--layers", "40", "--kilobytes", "32"),
+        Job("uniform", ("--setting", "uniform", "--layers", "40", "--kilobytes", "128"),
             "merging pays: equal small layers; startups and bytes are 1.49 of the compute, as on the paper's 64 nodes"),
         Job("hidden", ("--setting", "hidden", "--layers", "40", "--kilobytes", "16"),
             "merging does not pay: messages half as long as a layer's backward pass"),

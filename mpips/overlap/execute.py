@@ -24,9 +24,6 @@ class Handle(Protocol):
     ended: float
     """time.perf_counter() when its operation began and ended."""
 
-    @property
-    def done(self) -> bool: ...
-
     def wait(self) -> Any: ...
 
 

@@ -1,8 +1,9 @@
 """The profile of a job, measured on its own ranks: what messages cost, and how long the layers compute.
 
 Messages cost what they cost in the job: sent in a row, the next one under way when the last one ends, on as many layers
-as there are, while the training thread sleeps. So what is measured is a run, a list of groups, and its seconds from the
-first start to the last end; the costs of one message follow from runs of different numbers and sizes (fit.py).
+as there are, while the training thread waits for them, as it does for all that compute does not hide. So what is
+measured is a run, a list of groups, and its seconds from the first start to the last end; the costs of one message
+follow from runs of different numbers and sizes (fit.py).
 Everything that needs MPI comes from the caller.
 """
 
@@ -20,14 +21,10 @@ from .stage import Groups
 from .stopwatch import LayeredModel, Stopwatch
 
 SHARE = 3  # part of the layers that shorter runs have
-POLL_SECONDS = 5e-4
 
 
 class Waited(Protocol):
     """A message under way."""
-
-    @property
-    def done(self) -> bool: ...
 
     def wait(self) -> object: ...
 
@@ -58,12 +55,9 @@ def seconds(
             slowest(0.0)
             begin = time.perf_counter()
             handles = start(groups)
-            while not all(handle.done for handle in handles):
-                time.sleep(POLL_SECONDS)
-            times[repeat, index] = time.perf_counter() - begin
             for handle in handles:
                 handle.wait()
-            times[repeat, index] = slowest(times[repeat, index])
+            times[repeat, index] = slowest(time.perf_counter() - begin)
     return np.median(times[1:], axis=0).tolist()
 
 
