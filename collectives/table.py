@@ -1,7 +1,8 @@
 """What `auto` picks and what a call should take: a table of measurements, kept in the user's cache folder.
 
-`collectives.tune` writes it; without one the shipped values serve, measured on two cores of an AMD EPYC. Rank 0's table
-counts for all ranks of a communicator, so that all pick the same.
+`collectives.tune` writes it; without one the shipped values serve. What they say of one node was measured on two cores
+of an AMD EPYC; what they say of several nodes (SHIPPED_BETWEEN, `far`) is a guess after the closed forms of
+`collectives.cost`. Rank 0's table counts for all ranks of a communicator, so that all pick the same.
 """
 
 from __future__ import annotations

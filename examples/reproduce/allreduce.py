@@ -21,6 +21,7 @@ import click
 from launch.command import Job, build, find, this_machine
 
 ROOT = Path(__file__).resolve().parents[2]
+FLOOR_BYTES = 1 << 18  # below, a call is no matter of bytes
 SIZES = "8,1KiB,16KiB,64KiB,256KiB,1MiB,4MiB,16MiB,64MiB"
 
 
@@ -54,12 +55,13 @@ def main(
     for count in map(int, ranks.split(",")):
         for _ in range(rounds):
             for python in [*pythons, *([gloo] if gloo else [])]:
-                rows = run(python, count, sizes, "auto,gloo" if python == gloo else "auto", seconds)
+                rows = run(python, count, sizes, "auto,gloo" if python == gloo else "auto,one_shot", seconds)
                 mpis[python] = "gloo" if python == gloo else rows[0]["on"]["mpi"]
                 for row in rows:
                     if python == gloo and row["algorithm"] != "gloo":
                         continue
                     times[count, row["bytes"], f"{row['algorithm']} {row['array']} {python}"].append(row["p50_us"])
+                    times[count, row["bytes"], f"floor {python}"].append(row["floor_us"])
             click.echo(f"{count} ranks: a round done", err=True)
     result = summary(times, pythons)
     Path(json_path).parent.mkdir(parents=True, exist_ok=True)
@@ -68,7 +70,8 @@ def main(
 
 
 def summary(times: dict[tuple[int, int, str], list[float]], pythons: tuple[str, ...]) -> list[dict[str, Any]]:
-    """For each job size and message size: the best native median, ours for both kinds of array, gloo's."""
+    """For each job size and message size: the best native median, ours for both kinds of array and as a one-shot call
+    on an ordinary one, gloo's, and the floor."""
     medians = {key: statistics.median(values) for key, values in times.items()}
     return [_row(medians, ranks, nbytes, pythons[0]) for ranks, nbytes in dict.fromkeys((r, b) for r, b, _ in medians)]
 
@@ -80,6 +83,7 @@ def _row(medians: dict[tuple[int, int, str], float], ranks: int, nbytes: int, py
 
     native, gloo = least("MPI private"), least("gloo")
     row = {"ranks": ranks, "bytes": nbytes, "native_us": native, "gloo_us": gloo}
+    row |= {"one_shot_us": least(f"one_shot private {python}"), "floor_us": least(f"floor {python}")}
     for array in ("private", "empty"):
         ours = least(f"auto {array} {python}")
         row |= {f"{array}_us": ours, f"{array}_vs_native": native / ours, f"{array}_vs_gloo": gloo / ours}
@@ -89,8 +93,9 @@ def _row(medians: dict[tuple[int, int, str], float], ranks: int, nbytes: int, py
 def table(rows: list[dict[str, Any]]) -> str:
     """Markdown."""
     lines = [
-        "| bytes | ranks | best native us | ordinary us | x native | x gloo | empty us | x native | x gloo |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| bytes | ranks | best native us | ordinary us | x native | x gloo | empty us | x native | x gloo "
+        "| one-shot us | empty / floor |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         cells = [f"{row['bytes']:,}", str(row["ranks"]), f"{row['native_us']:,.1f}"]
@@ -100,6 +105,8 @@ def table(rows: list[dict[str, Any]]) -> str:
                 f"{row[array + '_vs_native']:.2f}",
                 f"{row[array + '_vs_gloo']:.1f}",
             ]
+        floor = f"{row['empty_us'] / row['floor_us']:.2f}" if row["bytes"] >= FLOOR_BYTES else "-"
+        cells += [f"{row['one_shot_us']:,.1f}", floor]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

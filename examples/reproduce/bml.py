@@ -23,6 +23,7 @@ from rich.table import Table
 
 from collectives.catalog import build
 from collectives.flows import play
+from collectives.predict import figure5 as simulated_figure5
 from collectives.simulate import Run, simulate
 from collectives.topology import parse, parse_rate
 from examples.reproduce import lab, native
@@ -187,20 +188,14 @@ def _gain(times: dict[str, list[float]]) -> dict[str, Any]:
 
 def figure5(servers: int) -> list[dict[str, Any]]:
     """GST of both algorithms on both networks, in units of T_F, the time of the full gradient over one link."""
-    n, k = {16: (4, 4), 1024: (32, 16)}[servers]
-    tree, cube = f"fattree:{k}", f"bcube:{n},2"
-    cases = (
-        ("BML on BCube", cube, f"bcube(n={n},k=2)"),
-        ("PS on BCube", cube, "direct"),
-        ("hierarchical on Fat-Tree", tree, f"hierarchical(local={k // 2},between=direct)"),
-        ("PS on Fat-Tree", tree, "direct"),
-    )
-    nbytes = LENET
-    return [
-        {"servers": servers, "case": name, "network": network,
-         "gst": predict(network, algorithm, nbytes, FORTY_GIGABIT, gamma=0.0).seconds * FORTY_GIGABIT / nbytes}
-        for name, network, algorithm in cases
-    ]  # fmt: skip
+    rows = []
+    for run, _ in simulated_figure5(LENET, FORTY_GIGABIT):
+        if run.ranks == servers:
+            algorithm = "PS" if run.algorithm == "direct" else "BML"
+            network = "BCube" if run.topology.startswith("bcube") else "Fat-Tree"
+            gst = run.seconds * FORTY_GIGABIT / LENET
+            rows.append({"servers": servers, "case": f"{algorithm} on {network}", "network": run.topology, "gst": gst})
+    return rows
 
 
 def show(report: dict[str, Any]) -> None:

@@ -22,7 +22,7 @@ def test_figure_5_needs_both_the_network_and_the_algorithm() -> None:
         gst = {row["case"]: row["gst"] for row in bml.figure5(servers)}
         theory = 2 * (servers - 1) / servers
         assert gst["PS on Fat-Tree"] == pytest.approx(theory, rel=1e-3)
-        assert gst["hierarchical on Fat-Tree"] == pytest.approx(theory, rel=1e-3)
+        assert gst["BML on Fat-Tree"] == pytest.approx(theory, rel=1e-3)
         assert gst["BML on BCube"] == pytest.approx(theory / 2, rel=1e-3)
         assert gst["BML on BCube"] < gst["PS on BCube"] < gst["PS on Fat-Tree"]
 
