@@ -111,8 +111,15 @@ class Case(NamedTuple):
         return Candidate("one_shot", array, call, self._check(call, source, result), lambda: None, None)
 
     def copy(self) -> Callable[[], object]:
-        """A copy of as many bytes from one private array to another: with all ranks at it, what memory allows."""
-        return partial(np.copyto, self._zeros(self.n, "private"), self._zeros(self.n, "private"))
+        """All ranks copy as many bytes from one private array to another, and meet: what memory and cores allow.
+        Without the meeting, ranks that share a core would each be timed while it is theirs alone."""
+        comm, to, source = self.comm, self._zeros(self.n, "private"), self._zeros(self.n, "private")
+
+        def copy() -> None:
+            np.copyto(to, source)
+            comm.Barrier()
+
+        return copy
 
     def gloo(self) -> Candidate:
         """PyTorch's gloo on a private array, in place."""

@@ -19,7 +19,7 @@ from rich.table import Table
 from collectives.bench.sizes import show_bytes
 from collectives.console import console
 
-FLOOR_BYTES = 1 << 16  # below, a call is no matter of bytes
+FLOOR_BYTES = 1 << 20  # below, a call is no matter of bytes
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ import click
 from launch.command import Job, build, find, this_machine
 
 ROOT = Path(__file__).resolve().parents[2]
-FLOOR_BYTES = 1 << 18  # below, a call is no matter of bytes
+FLOOR_BYTES = 1 << 20  # below, a call is no matter of bytes
 SIZES = "8,1KiB,16KiB,64KiB,256KiB,1MiB,4MiB,16MiB,64MiB"
 
 

@@ -182,3 +182,17 @@ def test_a_part_of_the_world(fence, monkeypatch):
         assert everybody((x == sum(rank for rank in range(P) if rank % 2 == RANK % 2)).all())
         assert everybody(root[0] == part.size - 1)
     part.Free()
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("array", ["private", "shared", "mixed"])
+@pytest.mark.parametrize("kind", ["allgather", "broadcast", "alltoall"])
+def test_long_vectors_while_it_is_tried_what_is_faster(kind, array):
+    n = 100_000 * P + 300_000
+    values, size, wanted = arrangement(kind, n, np.float32)
+    x, out = make(array, values), make(array, np.full(size, -1, np.float32))
+    for turn in range(12):
+        out[:] = -1
+        x[:] = values + turn
+        call(kind, x, out=out)
+        assert everybody(np.array_equal(out, wanted + turn)), f"call {turn}"
