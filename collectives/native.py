@@ -33,10 +33,11 @@ def why_not(call: Call) -> str | None:
 
 class Choice:
     """Which of two ways serves a sort of call better: the first runs try both in turn, then the faster is kept. One for
-    all plans of that sort, so that all ranks are always at the same trial, whatever plans each has kept."""
+    all plans of that sort, so that all ranks are always at the same trial, whatever plans each has kept. The second
+    stays unless it takes more than `favour` times as long."""
 
-    def __init__(self, comm: MPI.Comm, decided: bool = False):
-        self._comm = comm
+    def __init__(self, comm: MPI.Comm, decided: bool = False, favour: float = 1.0):
+        self._comm, self._favour = comm, favour
         self._times: tuple[list[float], list[float]] = ([], [])
         self._decided = decided
         self.second = False
@@ -51,7 +52,7 @@ class Choice:
         if len(self._times[False]) == len(self._times[True]) == TRIALS:
             least = np.array([min(times) for times in self._times])
             self._comm.Allreduce(MPI.IN_PLACE, least, MPI.MAX)
-            self.second, self._decided = bool(least[1] < least[0]), True
+            self.second, self._decided = bool(least[1] < self._favour * least[0]), True
 
 
 class NativePlan:

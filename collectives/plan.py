@@ -48,7 +48,8 @@ from collectives.transport.two_levels import TwoLevelPlan
 UNEVEN = (
     "hierarchical needs nodes with equal numbers of ranks, neighbours in rank: choose another algorithm, or auto"
 )
-RIVAL_BYTES = 1 << 20
+RIVAL_BYTES = 2 << 20
+RIVAL_FAVOUR = 1.5  # call after call, the stages find their arrays in the cache; between other work they would not
 ALWAYS = ("ring", "binomial", "direct")  # between nodes, one of these serves any call
 
 
@@ -255,7 +256,7 @@ def _rival(home: Session, call: Call, x: Flat, out: Flat) -> Rival | None:
     if call.kind in REDUCING or call.nbytes < RIVAL_BYTES or home.size == 1 or native.why_not(call):
         return None
     plan = NativePlan(home.comm, call, x, out, home.choice(call.text))
-    return Rival(plan, home.choice(f"{call.text}, staged or by MPI"))
+    return Rival(plan, home.choice(f"{call.text}, staged or by MPI", RIVAL_FAVOUR))
 
 
 def build_schedule(home: Session, call: Call) -> Schedule:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 import pytest
 from mpi4py import MPI
@@ -29,8 +31,9 @@ def contribution(rank, n, dtype):
     return ((np.arange(n) * 7 + rank * 13) % 5 + 1).astype(dtype)
 
 
+@cache
 def arrangement(kind, n, dtype):
-    """(this rank's x, the size of its out, the result it should get)."""
+    """(this rank's x, the size of its out, the result it should get); the arrays are kept for the next test."""
     b = bounds(n)
     own = slice(b[RANK], b[RANK + 1])
     xs = [contribution(rank, n, dtype) for rank in range(P)]
@@ -38,6 +41,8 @@ def arrangement(kind, n, dtype):
     gathered = np.concatenate([xs[rank][b[rank] : b[rank + 1]] for rank in range(P)])
     arrived = np.concatenate([x[own] for x in xs])
     size = own.stop - own.start
+    for kept in (*xs, total, gathered, arrived):
+        kept.flags.writeable = False
     return {
         "allreduce": (xs[RANK], n, total),
         "reduce_scatter": (xs[RANK], size, total[own]),
@@ -188,7 +193,7 @@ def test_a_part_of_the_world(fence, monkeypatch):
 @pytest.mark.parametrize("array", ["private", "shared", "mixed"])
 @pytest.mark.parametrize("kind", ["allgather", "broadcast", "alltoall"])
 def test_long_vectors_while_it_is_tried_what_is_faster(kind, array):
-    n = 100_000 * P + 300_000
+    n = 150_000 * P + 300_000
     values, size, wanted = arrangement(kind, n, np.float32)
     x, out = make(array, values), make(array, np.full(size, -1, np.float32))
     for turn in range(12):
