@@ -13,7 +13,7 @@ BIN = .venv/bin
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test unit lab lint install clean overlap \
-	reproduce-mg-wfbp reproduce-ibatch reproduce-bml reproduce-mxnet-mpi reproduce-mlp
+	reproduce-mg-wfbp reproduce-ibatch reproduce-bml reproduce-mxnet-mpi reproduce-tensor reproduce-mlp
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { printf "make %-20s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -64,9 +64,13 @@ reproduce-bml: ## BML on an emulated BCube beside the parameter server, measured
 	$(VENV) --extra plot --extra lab
 	$(BIN)/python -m examples.reproduce.bml --out out
 
-reproduce-mxnet-mpi: ## MXNET-MPI's modes on 14 emulated hosts; MXNET=PYTHON sets MXNet's own beside them
+reproduce-mxnet-mpi: reproduce-tensor ## MXNET-MPI's modes on 14 emulated hosts; MXNET=PYTHON sets MXNet's own beside
 	$(VENV) --extra demo --extra lab
 	$(BIN)/python -m examples.reproduce.mxnet_mpi --out out $(if $(MXNET),--mxnet $(MXNET))
+
+reproduce-tensor: ## allreduce of tensors between 2 to 8 emulated hosts, the paper's algorithm and its rivals
+	$(VENV) --extra plot --extra lab
+	$(BIN)/python -m examples.reproduce.tensor --out out
 
 reproduce-mlp: ## strong scaling of batch, model and hybrid parallel MLPs to 32 processes
 	$(VENV) --extra plot

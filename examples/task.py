@@ -31,6 +31,8 @@ class Settings:
     interval: int = INTERVAL
     seed: int = 0
     dtype: str = "float32"
+    sample_seconds: float = 0.0
+    """Seconds that a worker sleeps for each sample, as a larger model would compute."""
     lines: int = 0
     """1: print an epoch as a line of JSON instead of words."""
 
@@ -84,6 +86,8 @@ class Task:
     def backward(self, x: np.ndarray, y: np.ndarray) -> None:
         """Forward and backward: the model's gradients become those of this batch's mean loss."""
         self._losses.append(self.model.loss_and_gradients(x, y))
+        if self.settings.sample_seconds:
+            time.sleep(len(y) * self.settings.sample_seconds)
 
     def _report(self, epoch: int, seconds: float) -> None:
         if self.kv.rank != 0:

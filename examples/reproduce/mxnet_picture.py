@@ -25,7 +25,8 @@ def draw(report: dict[str, Any], path: Path) -> None:
     epochs.bar([row["mode"] for row in training], [row["epoch_seconds"] for row in training])
     epochs.tick_params(axis="x", rotation=30)
     epochs.set(ylabel="seconds an epoch", title="Figure 12")
-    for row in training:
+    computing = [row | {"mode": f"{row['mode']}, computing"} for row in report["computing"]]
+    for row in [*training, *computing]:
         style = "--" if row["mode"].startswith("dist") else "-"
         seconds, accuracy = zip(*row["curve"])
         curves.plot(seconds, accuracy, style, label=row["mode"])
