@@ -43,15 +43,18 @@ class Choice:
         self.second = False
         """Whether the next run takes the second way."""
 
-    def learn(self, seconds: float) -> None:
-        """How long the last run took; collective at the last trial."""
+    def learn(self, seconds: float) -> Iterator[None]:
+        """How long the last run took; at the last trial the ranks agree, in steps between which there is something to
+        wait for."""
         if self._decided:
             return
         self._times[self.second].append(seconds)
         self.second = not self.second
         if len(self._times[False]) == len(self._times[True]) == TRIALS:
             least = np.array([min(times) for times in self._times])
-            self._comm.Allreduce(MPI.IN_PLACE, least, MPI.MAX)
+            request = self._comm.Iallreduce(MPI.IN_PLACE, least, MPI.MAX)
+            while not request.Test():
+                yield
             self.second, self._decided = bool(least[1] < self._favour * least[0]), True
 
 
@@ -81,7 +84,7 @@ class NativePlan:
         if self._call.operation is not None and self._call.operation.is_mean:
             function, scaling = scale(self._result(), self._call.p)
             function(*scaling)
-        self._choice.learn(time.perf_counter() - start)
+        yield from self._choice.learn(time.perf_counter() - start)
 
     def _result(self) -> Vector:
         if self._call.kind == "reduce" and self._comm.rank != self._call.root:

@@ -36,7 +36,7 @@ from collectives.arrays import Flat, Vector
 from collectives.call import REDUCING, ROOTED, Call
 from collectives.errors import CollectiveError
 from collectives.guard import Guarded, Runner
-from collectives.native import NativePlan
+from collectives.native import Choice, NativePlan
 from collectives.operations import operation
 from collectives.schedule import Schedule
 from collectives.session import MOST_PLANS, Operation, Session, session
@@ -252,10 +252,11 @@ def make_runner(home: Session, call: Call, x: Flat, out: Flat, number: int = 0) 
 
 
 def _rival(home: Session, call: Call, x: Flat, out: Flat) -> Rival | None:
-    """The MPI's own call where it may be the faster for ordinary arrays, and gives the same bits."""
+    """The MPI's own call where it may be the faster for ordinary arrays, and gives the same bits; the non-blocking one,
+    as a started plan must give way."""
     if call.kind in REDUCING or call.nbytes < RIVAL_BYTES or home.size == 1 or native.why_not(call):
         return None
-    plan = NativePlan(home.comm, call, x, out, home.choice(call.text))
+    plan = NativePlan(home.comm, call, x, out, Choice(home.comm, decided=True))
     return Rival(plan, home.choice(f"{call.text}, staged or by MPI", RIVAL_FAVOUR))
 
 

@@ -146,7 +146,7 @@ class MemoryPlan:
             return
         start = time.perf_counter()
         yield from self._rival.plan.run() if self._rival.choice.second else self._own()
-        self._rival.choice.learn(time.perf_counter() - start)
+        yield from self._rival.choice.learn(time.perf_counter() - start)
 
     def _own(self) -> Iterator[None]:
         room = self._room

@@ -73,6 +73,26 @@ def test_a_blocking_call_waits_its_turn(comm):
 
 
 @pytest.mark.mpi
+def test_a_started_plan_does_not_hold_up_other_communicators():
+    """Ranks look after it at different times: in between they meet elsewhere."""
+    comm = WORLD.Dup()
+    x = np.full(1_000_000, RANK, np.float32)
+    plan = collectives.plan("broadcast", x, comm)
+    for turn in range(12):
+        x[:] = RANK + turn
+        if RANK % 2:
+            WORLD.Barrier()
+        plan.start()
+        plan.test()
+        if RANK % 2 == 0:
+            WORLD.Barrier()
+        WORLD.Barrier()
+        plan.wait()
+        assert everybody((x == turn).all())
+    comm.Free()
+
+
+@pytest.mark.mpi
 def test_start_and_wait_come_in_pairs(comm):
     plan = collectives.plan("allreduce", np.ones(4), comm)
     with pytest.raises(CollectiveError, match="not started"):
