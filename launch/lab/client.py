@@ -125,7 +125,11 @@ def job_command(
 ) -> list[str]:
     """The argv that runs ``program`` as an MPI job in lab ``name``, from outside it; it dies with its caller."""
     hosts = ask(name, {"do": "describe"})["hosts"]
-    argv = job.command(find(mpirun), hosts, ranks, program, per_host=per_host, cores=job.cores(), extra=extra)
+    launcher = find(mpirun)
+    environment = job.defaults(launcher, os.environ)
+    argv = job.command(
+        launcher, hosts, ranks, program, per_host=per_host, cores=job.cores(), environment=environment, extra=extra
+    )
     return job.enter(keeper_process(name), argv, folder=os.getcwd(), user=os.getuid())
 
 

@@ -10,6 +10,9 @@ from launch.hosts import Placed
 from launch.lab.files import AGENT, FOLDER
 from launch.lab.plan import MANAGEMENT_NETWORK
 
+TIMEOUT = "MPIPS_TIMEOUT_SECONDS"
+MPICH_TIMEOUT = "60"
+
 
 def place(hosts: Sequence[str], ranks: int, per_host: int) -> tuple[Placed, ...]:
     """``per_host`` consecutive ranks on each host in turn. ValueError where the hosts do not suffice."""
@@ -50,6 +53,12 @@ def command(
         extra=(*settings, *extra),
     )
     return build(launcher, job, Machine(cores=cores // len(hosts), root=True))
+
+
+def defaults(launcher: Launcher, environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables of a job that its caller's ``environment`` does not set. MPICH does not notice that a host is gone, so
+    there waits of mpips end after `MPICH_TIMEOUT` seconds."""
+    return {} if launcher.flavour == "openmpi" or TIMEOUT in environment else {TIMEOUT: MPICH_TIMEOUT}
 
 
 def agent_settings() -> tuple[str, ...]:

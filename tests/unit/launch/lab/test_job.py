@@ -49,6 +49,13 @@ def test_data_goes_by_the_vips_and_the_launcher_by_management(launcher: Launcher
         assert "-iface m0" in line
 
 
+def test_with_mpich_waits_end_unless_the_caller_says_otherwise() -> None:
+    chosen = {job.TIMEOUT: "5"}
+    assert job.defaults(OPEN_MPI, {}) == job.defaults(MPICH, chosen) == {}
+    argv = job.command(MPICH, HOSTS, 3, ["x"], environment=job.defaults(MPICH, {}))
+    assert f"-genv {job.TIMEOUT} 60" in " ".join(argv)
+
+
 def test_hosts_share_the_cores_of_the_machine() -> None:
     few = job.command(OPEN_MPI, HOSTS, 3, ["x"], cores=2)
     many = job.command(OPEN_MPI, HOSTS, 3, ["x"], cores=64)
