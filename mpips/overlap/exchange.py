@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 FIXED = ("sequential", "single", "layerwise")  # they need no profile
 STRATEGIES = ("auto", *NAMES)
+REPEATS = 3  # of every run when messages are measured
 REVIEW = 50
 LONGEST = 64
 """Reviews that change nothing come half as often, up to so many times `review_every` apart."""
@@ -164,7 +165,7 @@ class Overlapped:
     def _costs(self) -> tuple[tuple[float, float], tuple[float, float]]:
         scratch = np.zeros_like(self._model.flat_gradients), np.zeros_like(self._model.flat_gradients)
         wire = Wire(self._kv, *scratch, self._elements, "measured")
-        return wire.costs(self._slowest)
+        return wire.costs(self._slowest, REPEATS)
 
     # ---- together
 
