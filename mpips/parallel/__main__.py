@@ -160,6 +160,7 @@ class _Run:
         self.test_share, self.way, self.batch, self.seed, self.dtype = test_share, way, batch, seed, dtype
         self.hidden, self.activation, self.split = _widths(hidden), activation, split
         self.grid_text, self.explain, self.epochs, self.threads = grid_text, explain, epochs, threads
+        self.last_epoch = epochs
         self.optimizer = _optimizer(optimizer, learning_rate, momentum)
         self.save_path, self.load_path, self.json_path, self.plot_path = save_path, load_path, json_path, plot_path
         self.overlap, self.device, self.xp = overlap, device, np
@@ -218,6 +219,7 @@ class _Run:
             hybrid = checkpoint.load(self.load_path, grid, self.split, self.xp, overlap=self.overlap)
         if hybrid is not None:
             specification = hybrid.network.specification
+            self.last_epoch += hybrid.updates // len(data.deal.samples)
         self._say(
             f"{'-'.join(str(size) for size in specification.sizes)}, {data.train_rows:,} rows, batch {self.batch}, "
             f"grid {grid} (batch x model), {specification.dtype}, data by {data.way}"
@@ -252,7 +254,7 @@ class _Run:
         return None
 
     def _progress(self, epoch: Epoch) -> None:
-        self._say(report.epoch_line(epoch, self.epochs))
+        self._say(report.epoch_line(epoch, self.last_epoch))
 
     def _say(self, text: str) -> None:
         if self.comm.rank == 0:

@@ -1,5 +1,6 @@
 """What the tests of this folder share."""
 
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,8 @@ from mpips.parallel import MLP, Grid, load, train
 from mpips.parallel.sources import digits, open_source
 
 COMM = MPI.COMM_WORLD
+kept_digits = cache(digits)
+"""Read once: parsing them takes longer than training on them."""
 
 
 def directory_with_airfoil():
@@ -26,7 +29,7 @@ def source(name):
     """A function that opens the data set, or a skip where it cannot be had."""
     if name == "digits":
         pytest.importorskip("sklearn", reason="the digits come with scikit-learn")
-        return digits
+        return kept_digits
     directory = directory_with_airfoil()
     return lambda: open_source(name, directory=directory)
 

@@ -43,6 +43,7 @@ def test_auto_trains_and_writes_json_picture_and_a_checkpoint_to_go_on_from(tmp_
     with open(f"{out}/a.png", "rb") as picture:
         assert picture.read(4) == b"\x89PNG"
     assert ("epoch 1/2" in printed) == (COMM.rank == 0)
+    assert ("epoch 3/4" in printed) == (COMM.rank == 0)
 
 
 def test_explain_shows_every_grid_and_both_ways_of_data_on_one_rank_without_colours(capfd):
