@@ -179,7 +179,7 @@ def idle_seconds() -> np.ndarray:
 @click.option("--weight", default=settings.WEIGHT, show_default=True, help="Communication over compute; not of hidden.")
 @click.option("--topk", type=float, help="With servers: once more with this share of the gradients pushed.")
 @click.option("--iterations", default=10, show_default=True)
-@click.option("--repeats", default=5, show_default=True, help="Of every run when the network is measured.")
+@click.option("--repeats", default=3, show_default=True, help="Of every run when the network is measured.")
 @click.option("--json", "json_file", type=OutFile(), help="Write the results here.")
 @click.option("--save-profile", type=OutFile(), help="Write the measured profile here, for `mpips plan`.")
 @click.option("--plot", type=Picture(), help="Draw rank 0's iterations here (PNG).")

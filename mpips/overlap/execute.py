@@ -24,6 +24,9 @@ class Handle(Protocol):
     ended: float
     """time.perf_counter() when its operation began and ended."""
 
+    @property
+    def done(self) -> bool: ...
+
     def wait(self) -> Any: ...
 
 

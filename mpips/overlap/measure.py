@@ -1,9 +1,10 @@
 """The profile of a job, measured on its own ranks: what messages cost, and how long the layers compute.
 
 Messages cost what they cost in the job: sent in a row, the next one under way when the last one ends, on as many layers
-as there are, while the training thread waits for them, as it does for all that compute does not hide. So what is
-measured is a run, a list of groups, and its seconds from the first start to the last end; the costs of one message
-follow from runs of different numbers and sizes (fit.py).
+as there are. In an iteration some of them go on beside compute, looked at by the communication thread now and then,
+and some while the training thread waits and looks itself, which is faster; so half of the measurements are made while
+it sleeps, half while it waits, and the mean counts. What is measured is a run, a list of groups, and its seconds from
+the first start to the last end; the costs of one message follow from runs of different numbers and sizes (fit.py).
 Everything that needs MPI comes from the caller.
 """
 
@@ -20,11 +21,15 @@ from .profile import PARAMETER_BYTES
 from .stage import Groups
 from .stopwatch import LayeredModel, Stopwatch
 
+POLL_SECONDS = 5e-4
 SHARE = 3  # part of the layers that shorter runs have
 
 
 class Waited(Protocol):
     """A message under way."""
+
+    @property
+    def done(self) -> bool: ...
 
     def wait(self) -> object: ...
 
@@ -45,20 +50,22 @@ def runs(elements: Sequence[int]) -> tuple[Groups, ...]:
 def seconds(
     start: Start, wanted: Sequence[Groups], slowest: Callable[[float], float], repeats: int = 5
 ) -> list[float]:
-    """Medians over `repeats` of the slowest worker's seconds for each run. Collective, blocking.
+    """The slowest worker's seconds for each run: medians over `repeats` with the training thread asleep and with it
+    waiting, and the mean of the two. Collective, blocking.
 
     `slowest(seconds)` is the largest of all workers', and brings them together.
     """
-    times = np.empty((repeats + 1, len(wanted)))
-    for repeat in range(repeats + 1):  # the first one warms up
-        for index, groups in enumerate(wanted):
-            slowest(0.0)
-            begin = time.perf_counter()
-            handles = start(groups)
-            for handle in handles:
-                handle.wait()
-            times[repeat, index] = slowest(time.perf_counter() - begin)
-    return np.median(times[1:], axis=0).tolist()
+    times = np.empty((repeats + 1, 2, len(wanted)))
+    for repeat, asleep, index in np.ndindex(times.shape):  # the first repeat warms up
+        slowest(0.0)
+        begin = time.perf_counter()
+        handles = start(wanted[index])
+        while asleep and not all(handle.done for handle in handles):
+            time.sleep(POLL_SECONDS)
+        for handle in handles:
+            handle.wait()
+        times[repeat, asleep, index] = slowest(time.perf_counter() - begin)
+    return np.median(times[1:], axis=0).mean(axis=0).tolist()
 
 
 def costs(elements: Sequence[int], wanted: Sequence[Groups], times: Sequence[float]) -> tuple[float, float]:
