@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,7 @@ def put_in(op: str, n: int, dtype: str, count: int) -> list[np.ndarray[Any, Any]
     return [data.contribution(op, COMM.rank * count + v, n, np.dtype(dtype), members) for v in range(count)]
 
 
+@cache
 def want(op: str, n: int, dtype: str, count: int) -> np.ndarray[Any, Any]:
     members = COMM.size * count
     return data.expected("allreduce", op, 0, members, n, np.dtype(dtype), [0] * (members + 1))

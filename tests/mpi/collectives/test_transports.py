@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 import pytest
 from mpi4py import MPI
@@ -37,6 +39,12 @@ def over(algorithm, transport):
     return f"{name}({rest.removesuffix(')') + ',' if rest else ''}over={transport})"
 
 
+@cache
+def floats(turn, n):
+    """Random floats of this rank, kept for the next test."""
+    return np.random.default_rng([RANK, turn]).standard_normal(n).astype(np.float32)
+
+
 def make(array, n):
     shared = array == "shared" or (array == "mixed" and RANK % 2)
     return collectives.empty(n, np.float32) if shared else np.empty(n, np.float32)
@@ -52,7 +60,7 @@ def run(kind, algorithm, array, n, in_place):
     plan = collectives.plan(kind, x, COMM, algorithm=algorithm, out=out, **words)
     results = []
     for turn in range(3):
-        x[:] = np.random.default_rng([RANK, turn]).standard_normal(wide)
+        x[:] = floats(turn, wide)
         result = plan()
         results.append(result.tobytes() if kind != "reduce" or RANK == ROOT else b"")
         unread = COMM.Ibarrier()  # others go on at once: nobody may still read what this rank writes next
