@@ -35,6 +35,8 @@ class Agreement:
     def __init__(self, comm: MPI.Comm, first: int, one_node: bool) -> None:
         self._comm, self._first = comm, first
         self._roll = Roll(comm) if one_node else None
+        self.calls = 0
+        """Calls that this worker has said, the same as all have."""
 
     @property
     def one_node(self) -> bool:
@@ -44,6 +46,7 @@ class Agreement:
     def note(self, text: str) -> None:
         """On one node: what this worker calls next."""
         assert self._roll is not None
+        self.calls += 1
         self._roll.note(text)
 
     def noted(self) -> bool:
@@ -53,6 +56,7 @@ class Agreement:
 
     def same(self, text: str) -> Generator[None, None, bool]:
         """Between nodes: whether all call the same next."""
+        self.calls += 1
         digest = zlib.crc32(text.encode())
         extremes = np.array([digest, -digest], np.int64)
         request = self._comm.Iallreduce(MPI.IN_PLACE, extremes, MPI.MAX)
@@ -70,7 +74,7 @@ class Agreement:
         refusals = [other.refusal for other in cards if other.refusal]
         if refusals:
             return refusals[0], cards
-        calls = [f"{other.what} of key {other.keys[0]!r}" for other in cards]
+        calls = [f"{other.what} of key {other.keys[0]!r}" if other.keys else other.what for other in cards]
         if len(set(calls)) == 1:
             return fallback, cards
         texts = "; ".join(f"rank {self._first + index}: {call}" for index, call in enumerate(calls))

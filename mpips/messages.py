@@ -113,6 +113,10 @@ class Forget(msgspec.Struct, tag=True):
     units: list[int]
 
 
+class Flush(msgspec.Struct, tag=True):
+    """Answered when all that was pushed before has been applied, but for what staleness holds back."""
+
+
 class SetOptimizer(msgspec.Struct, tag=True):
     """The optimizer of all units from now on (`mpips.optimizers.encode`)."""
 
@@ -150,7 +154,7 @@ class Done(msgspec.Struct, tag=True):
     """It has been done."""
 
 
-Request = Create | Forget | SetOptimizer | SetCompression | GetState | PutState
+Request = Create | Forget | Flush | SetOptimizer | SetCompression | GetState | PutState
 Answer = Created | StatePart | Done
 
 encode = msgspec.msgpack.Encoder().encode

@@ -69,10 +69,14 @@ class Operations:
         text = self._text(waits, names) if waits and self._rounds else ""
         needs = (lambda: {name: self._known[name].round for name in names}) if text else None
         look = self.talk.waiting(text, needs)
+        failure = ""
         try:
             self._engine.run(self._order(names), task, priority, lambda: self._text(what, names), look)
+        except CollectiveError as error:
+            failure = str(error)
+            raise
         finally:
-            self.talk.ended()
+            self.talk.ended(failure)
 
     def count(self, key: Any) -> None:
         """One more push, of the keys that the caller named."""
@@ -86,7 +90,7 @@ class Operations:
         """A call whose arguments are bad: all who wait for it, or at least hear of it, get the same sentence."""
         sentence, nameless = f"rank {self._layout.rank}: {error}", keys is None
         try:
-            yield from self._backend.refuse(what, keys or (), pushes, sentence)
+            yield from self._backend.refuse(what, keys or (), pushes, sentence, self.talk.event())
         except Nameless as told:
             sentence = str(told)
         except StallError:
@@ -128,13 +132,14 @@ class Operations:
         return together([self._one(call, priority) for call in made])
 
     def _in_turn(self, made: list[Call], priority: int) -> Task:
+        before = [call.key.round for call in made]
         for index, call in enumerate(made):
             self._backend.calling = [later.key.name for later in made[index:]]
             try:
                 yield from self._one(call, priority)
             except CollectiveError as error:
-                for later in made[index + 1 :] if self._backend.calling else ():
-                    if later.payload is not None:
+                for later, round_ in list(zip(made, before))[index + 1 :] if self._backend.calling else ():
+                    if later.payload is not None and later.key.round == round_:
                         self._backend.skip(later.key, str(error))
                 raise
             finally:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import collectives
-from collectives.errors import MismatchError
+from collectives.errors import MismatchError, Withdrawn
 from collectives.plan import begin
 from collectives.session import session
 from mpips.agreement import Agreement, Card
@@ -80,12 +80,14 @@ class Pure:
         if agreement is None:
             yield from call()
             return
-        same, fallback, text = True, "", card.refusal or f"push of {card.keys[0]!r}"
+        same, fallback, text = True, "", card.refusal or f"{card.what} of {card.keys[:1]!r}"
         if agreement.one_node:
             agreement.note(text)
             try:
                 yield from call()
                 same = agreement.noted()
+            except Withdrawn:
+                raise
             except MismatchError as error:
                 same, fallback = False, str(error)
         else:
@@ -119,7 +121,7 @@ class Pure:
         """Whether the other workers take part in this worker's pushes, or pulls."""
         return pushes and self._agreement is not None
 
-    def refuse(self, what: str, keys: Sequence[Key], pushes: bool, sentence: str) -> Task:
+    def refuse(self, what: str, keys: Sequence[Key], pushes: bool, sentence: str, event: str) -> Task:
         """This worker's arguments are bad: everybody raises MismatchError where they push."""
         if self.collective(pushes):
             card = Card(what, [key.name for key in keys], pushes, sentence)
@@ -129,10 +131,10 @@ class Pure:
         session(self._comm).refuse(sentence)
         yield
 
-    def skip(self, key: Key, sentence: str) -> None:
+    def skip(self, key: Key, sentence: str, event: str = "") -> None:
         """Nothing to tell: all workers fail at the same key."""
 
-    def fail(self, name: Name, count: int, sentence: str) -> None:
+    def fail(self, name: Name, count: int, sentence: str, event: str) -> None:
         """Nobody waits for a single worker."""
 
     def push_rows(self, key: Key, rows: RowSparse, priority: int) -> Task:
@@ -197,6 +199,9 @@ class Pure:
 
     def meet(self, what: str) -> Task:
         """MismatchError everywhere where others are in a push."""
+        yield from self._agreed(Card(what, [], False), lambda: self._agree(what))
+
+    def _agree(self, what: str) -> Task:
         session(self._comm).agree(f"{what} of the store")
         yield from ()
 

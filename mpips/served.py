@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 import collectives
 from collectives import arena
 from collectives.arena import Region
-from collectives.errors import CollectiveError, MismatchError
+from collectives.errors import CollectiveError, MismatchError, Withdrawn
 from collectives.session import session as collectives_session
 from mpips import inside, meet, messages, optimizers, short
 from mpips.agreement import Agreement, Card
@@ -201,25 +201,25 @@ class Served:
         """Whether the other members of the client take part in this worker's pushes, or pulls."""
         return self._members > 1 and (pushes or not self._near or self.layout.asynchronous)
 
-    def refuse(self, what: str, keys: Sequence[Key], pushes: bool, sentence: str) -> Task:
+    def refuse(self, what: str, keys: Sequence[Key], pushes: bool, sentence: str, event: str) -> Task:
         """This worker's arguments are bad: tell those who wait. MismatchError where others take part in the call."""
         if self.collective(pushes):
             card = Card(what, [key.name for key in keys], pushes, sentence)
             yield from self._collective(card, sentence, lambda: None)
         for key in keys if pushes else ():
-            self.skip(key, sentence)
+            self.skip(key, sentence, event)
 
-    def skip(self, key: Key, sentence: str) -> None:
+    def skip(self, key: Key, sentence: str, event: str = "") -> None:
         """Count a push of the key that cannot be made: the round fails for all others."""
         self.session.begin(key, False)
-        self.session.refuse(key, sentence)
+        self.session.refuse(key, sentence, event)
 
-    def fail(self, name: Name, count: int, sentence: str) -> None:
-        """Skip pushes of a key until `count` are counted; at least one where that is 0."""
+    def fail(self, name: Name, count: int, sentence: str, event: str) -> None:
+        """Skip pushes of a key until `count` are counted; one where that is 0."""
         key = self.session.key(name)
         if key is not None:
             for _ in range(count - key.round if count else 1):
-                self.skip(key, sentence)
+                self.skip(key, sentence, event)
 
     def _agreed(self, key: Key, what: str, pushes: bool, call: Callable[[], object]) -> Task:
         """What all members of a client do together: they see that they do the same, or all raise.
@@ -243,6 +243,8 @@ class Served:
                     collectives_session(self.layout.client).refuse(card.refusal)
                 call()
                 same = agreement.noted()
+            except Withdrawn:
+                raise
             except MismatchError as error:
                 same, fallback = False, str(error)
         else:
@@ -259,7 +261,7 @@ class Served:
             key = self.session.key(name)
             if key is not None:
                 key.round += name != counted
-                self.session.refuse(key, sentence)
+                self.session.refuse(key, sentence, f"client {self.layout.client_number} call {agreement.calls}")
         self.calling = []
         raise (MismatchError if names or not card.pushes else Nameless)(sentence)
 
@@ -470,7 +472,11 @@ class Served:
     # ---- settings
 
     def settle(self, keys: Sequence[Key]) -> Task:
-        """Wait until the servers have read everything that this worker has pushed."""
+        """Wait until the servers have read everything that this worker has pushed, and if asynchronous, applied it."""
+        if self.layout.asynchronous:
+            for server in range(self.layout.num_servers):
+                yield from self.session.request(server, messages.Flush())
+            return
         for key in keys:
             yield from self.session.drained(key, key.round, key.pushes, alone=False)
 
@@ -549,8 +555,10 @@ class Served:
                 residual[...] = value[part.start : part.stop]
 
     def meet(self, what: str) -> Task:
-        """Nothing to do before a meeting."""
-        yield from ()
+        """MismatchError everywhere in a client of which others are in a push, or a pull."""
+        if self._agreement is not None:
+            agree = collectives_session(self.layout.client).agree
+            yield from self._collective(Card(what, [], False), what, lambda: agree(f"{what} of the store"))
 
     def finish(self) -> None:
         self.session.goodbye()

@@ -155,7 +155,7 @@ class ServerState:
 
     @property
     def quiet(self) -> bool:
-        """Whether everything that was pushed has been applied, but for rounds that have failed."""
+        """Whether everything that was pushed has been applied, but for rounds that failed or are too far ahead."""
         return not self.ready and not self.setting and all(unit.poison for unit in self.open.values())
 
     # ---- work
@@ -438,8 +438,7 @@ class ServerState:
                 (i for i in unit.arrivals if not self._too_far(unit, unit.done[i])), -1
             )
         if unit.active < 0:
-            if not unit.arrivals:
-                self.ready.pop(unit.number, None)
+            self.ready.pop(unit.number, None)  # until something comes, or somebody leaves
             return False, []
         index = unit.active
         worker = unit.contributors[index]

@@ -7,9 +7,10 @@ the unit's outbox, which the worker fills while the server reads behind it.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +28,7 @@ from mpips.short import Short
 Array = NDArray[Any]
 Task = Generator[None, None, None]
 HEADER = 64
+EVENTS = 256  # bad calls remembered
 
 
 @dataclass
@@ -78,6 +80,15 @@ class Piece:
     reduced: Array | None = None
 
 
+class Failure(NamedTuple):
+    """Why a round failed."""
+
+    text: str
+    event: str
+    """Names the bad call that made it fail: its failures of several keys are raised once. "" where there was none."""
+    timed_out: bool
+
+
 @dataclass
 class Key:
     """One key, as a worker knows it: what all agreed on, its parts, and how often it was pushed."""
@@ -95,8 +106,8 @@ class Key:
     round: int = 0
     excused: int = 0
     """The last round whose failure this worker has raised, or caused and raised by itself."""
-    failed: dict[int, tuple[str, bool]] = field(default_factory=dict)
-    """Rounds that failed and were not yet raised: the sentence, and whether it was a timeout."""
+    failed: dict[int, Failure] = field(default_factory=dict)
+    """Rounds that failed and were not yet raised."""
 
     @property
     def size(self) -> int:
@@ -118,6 +129,7 @@ class Session:
         self.all_local = all(line.local for line in lines)
         self._answers: dict[int, tuple[bytes, bool]] = {}
         self._tokens = 0
+        self._events: deque[str] = deque(maxlen=EVENTS)
         self._discarded: list[tuple[list[Any], Array]] = []
         self.warn: Callable[[str], None] = lambda text: None
 
@@ -168,9 +180,11 @@ class Session:
         elif frame.op == Op.CREDIT:
             part.credits.append(frame.aux)
         elif frame.op == Op.FAILED:
-            failure = line.body(frame).decode(), bool(frame.flags)
+            text, _, event = line.body(frame).decode().partition("\0")
+            if event in self._events:
+                key.excused = max(key.excused, frame.round)
             if frame.round > key.excused:
-                key.failed.setdefault(frame.round, failure)
+                key.failed.setdefault(frame.round, Failure(text, event, bool(frame.flags)))
         elif frame.op == Op.WARNING:
             self.warn(line.body(frame).decode())
 
@@ -180,11 +194,21 @@ class Session:
         if key.failed:
             due = sorted(round_ for round_ in key.failed if round_ <= key.round)
             if due:
-                text, timed_out = key.failed[due[0]]
+                failure = key.failed[due[0]]
                 key.excused = max(key.excused, due[-1])
                 for round_ in due:
                     del key.failed[round_]
-                raise (StallError if timed_out else CollectiveError)(text)
+                self._raised(failure.event)
+                raise (StallError if failure.timed_out else CollectiveError)(failure.text)
+
+    def _raised(self, event: str) -> None:
+        """What else fails because of the same bad call is known."""
+        if event:
+            self._events.append(event)
+            for key in self._names.values():
+                for round_ in [round_ for round_, failure in key.failed.items() if failure.event == event]:
+                    key.excused = max(key.excused, round_)
+                    del key.failed[round_]
 
     # ---- pushing
 
@@ -199,7 +223,8 @@ class Session:
         made the round fail; in a client all go through the collectives first."""
         key.round += 1
         if alone and key.failed and key.round in key.failed:
-            self._refuse(key, key.failed[key.round][0])
+            failure = key.failed[key.round]
+            self._refuse(key, failure.text, failure.event)
             self.check(key)
         return key.round
 
@@ -330,16 +355,17 @@ class Session:
             if sends:
                 yield
 
-    def refuse(self, key: Key, sentence: str) -> None:
+    def refuse(self, key: Key, sentence: str, event: str) -> None:
         """Tell the servers that this worker cannot contribute to the key's round, which then fails for all others; the
         caller raises by itself."""
         key.failed.pop(key.round, None)
         key.excused = key.round
-        self._refuse(key, sentence)
+        self._refuse(key, sentence, event)
 
-    def _refuse(self, key: Key, sentence: str) -> None:
+    def _refuse(self, key: Key, sentence: str, event: str) -> None:
+        body = f"{sentence}\0{event}".encode()
         for part in key.pushes:
-            part.line.post_body(sentence.encode(), Op.REFUSE, part.number, key.round)
+            part.line.post_body(body, Op.REFUSE, part.number, key.round)
 
     # ---- pulling
 

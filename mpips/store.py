@@ -142,7 +142,12 @@ class KVStore:
             del self._keys[key]
 
     def barrier(self) -> None:
-        """Wait until all workers have come; blocking."""
+        """Wait until all workers have come; blocking.
+
+        In an asynchronous store a pull after it sees all pushes before it, but for those that `staleness` holds back.
+        """
+        if self._layout.asynchronous:
+            self._settle()
         self._agree("barrier", [], "")
 
     def save_optimizer_states(self, fname: str, dump_optimizer: bool = False) -> None:

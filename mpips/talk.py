@@ -31,6 +31,7 @@ RECENT = 64  # calls whose keys are remembered
 SPEAK_SECONDS = 0.1
 ANSWER_SECONDS = 1.0  # a bad call waits so long for the others' answers, and, if need be, again before the next call
 TAG = 1
+STUCK = "the workers wait for one another, and must use the keys in the same order: "
 
 
 class Refused(msgspec.Struct, tag=True, array_like=True):
@@ -82,20 +83,21 @@ def stuck(waits: Mapping[int, Waits]) -> bool:
 
 def verdict(waits: Mapping[int, Waits]) -> str:
     """The sentence for workers that are stuck."""
-    return "the workers wait for one another, and must use the keys in the same order: " + "; ".join(
-        f"rank {rank} is in {waits[rank].text}" for rank in sorted(waits)
+    return STUCK + "; ".join(
+        f"{one.text}{f' (round {max(one.needs.values())})' if one.needs else ''}" for _, one in sorted(waits.items())
     )
 
 
 class Talk:
     """One worker's end. Making it is collective over `workers`.
 
-    `rounds()`: how often each key was pushed here. `refuse(key, count, sentence)`: fail this worker's rounds of a key
-    up to `count` (0: the next one) for all others. `independent`: no call of a worker waits for another worker.
+    `rounds()`: how often each key was pushed here. `refuse(key, count, sentence, event)`: fail this worker's rounds of
+    a key up to `count` (0: the next one) for all others; what fails by one event is raised once. `independent`: no call
+    of a worker waits for another worker.
     """
 
     def __init__(
-        self, workers: MPI.Comm, rounds: Callable[[], dict[Name, int]], refuse: Callable[[Name, int, str], None],
+        self, workers: MPI.Comm, rounds: Callable[[], dict[Name, int]], refuse: Callable[[Name, int, str, str], None],
         independent: bool, stall_seconds: float, timeout_seconds: float,
     ) -> None:  # fmt: skip
         self._workers = workers
@@ -125,6 +127,10 @@ class Talk:
 
     # ---- bad calls
 
+    def event(self) -> str:
+        """The name of this worker's present call."""
+        return f"rank {self._rank} call {self.calls}"
+
     def warn(self, sentence: str) -> None:
         """Let the others know, when they look."""
         self._tell(Warned(sentence))
@@ -151,7 +157,7 @@ class Talk:
         told = sorted({name for answer in self._answers.values() for name in answer}, key=str)
         self.calls -= not told  # the others had no such call
         for name in told:
-            self._refuse(name, 0, debt.sentence)
+            self._refuse(name, 0, debt.sentence, self.event())
 
     # ---- waiting
 
@@ -168,8 +174,12 @@ class Talk:
 
         return look
 
-    def ended(self) -> None:
-        """The wait is over."""
+    def ended(self, failure: str = "") -> None:
+        """The wait is over. Where the others found that all are stuck, this worker finds it too before it goes on."""
+        if failure.startswith(STUCK):
+            pause = Pause(lambda: "", math.inf, 0.0, lambda waited: self.look())
+            while self._rank in self._waits and pause.waited < ANSWER_SECONDS:
+                pause()
         self._waits.pop(self._rank, None)
 
     def meet(self, payload: bytes, what: str, stall_seconds: float, timeout_seconds: float) -> list[bytes]:
@@ -181,11 +191,12 @@ class Talk:
         self._meetings += 1
         self._meeting, self._verdict = True, ""
         try:
-            look = self.waiting(what, dict)
+            look = self.waiting(f"rank {self._rank}: {what} (meeting {self._meetings})", dict)
             told = meet.exchange(self._workers, payload, what, stall_seconds, timeout_seconds, look)
         finally:
             self._meeting = False
             self.ended()
+        self.look()
         if self._verdict:
             raise MismatchError(self._verdict)
         return told
@@ -251,7 +262,7 @@ class Talk:
         if waits[self._rank].meeting:
             self._verdict = sentence
         for name in sorted({name for one in waits.values() for name in one.needs}, key=str):
-            self._refuse(name, max(one.rounds.get(name, 0) for one in waits.values()), sentence)
+            self._refuse(name, max(one.rounds.get(name, 0) for one in waits.values()), sentence, sentence)
 
 
 def _names(key: Any) -> list[Name]:
