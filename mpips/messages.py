@@ -35,7 +35,7 @@ class Op(IntEnum):
     CONTROL = 6
     """A typed body; the server answers with ANSWER."""
     BYE = 7
-    """The worker has finished."""
+    """The worker has finished; a server of another node answers with the same."""
     CONSUMED = 16
     """The contribution to this round has been read: the worker may overwrite it. (Between nodes; else a word tells.)"""
     CREDIT = 17

@@ -146,6 +146,8 @@ class Server:
 
     def _bye(self, worker: int, frame: Frame) -> Replies:
         self._callers = [caller for caller in self._callers if caller[0] != worker]
+        if not self._lines[worker].local:
+            self._lines[worker].post(Op.BYE)
         return self._state.left(worker)
 
     def _source(self, worker: int, frame: Frame, unit: Unit) -> Source:

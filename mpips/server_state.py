@@ -149,7 +149,7 @@ class ServerState:
                 replies += self._fail(unit, self._waiting(unit, waited), timed_out=True)
             elif waited > self.stall_seconds and not unit.warned:
                 unit.warned = True
-                came = [worker for worker, queue in zip(unit.contributors, unit.queues) if queue]
+                came = [w for w, queue in zip(unit.contributors, unit.queues) if queue and w not in self.gone]
                 replies += [Reply("WARNING", w, unit.number, text=self._waiting(unit, waited)) for w in came]
         return replies
 

@@ -7,6 +7,7 @@ the unit's outbox, which the worker fills while the server reads behind it.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ from mpips.short import Short
 Array = NDArray[Any]
 Task = Generator[None, None, None]
 HEADER = 64
+GOODBYE_SECONDS = 5.0  # a server that has ended says nothing any more
 EVENTS = 256  # bad calls remembered
 
 
@@ -499,9 +501,26 @@ class Session:
         return messages.decode_answer(data)
 
     def goodbye(self) -> None:
-        """Tell all servers that this worker has finished."""
+        """Tell all servers that this worker has finished, and take in what those of other nodes have still said.
+
+        Whatever stayed would be found by the next store: MPI gives a communicator's number to another one.
+        """
         for line in self.lines:
             line.post(Op.BYE)
+        talking = [line for line in self.lines if not line.local]
+        until = time.monotonic() + GOODBYE_SECONDS
+        while talking and time.monotonic() < until:
+            talking = [line for line in talking if not self._last_words(line)]
+            time.sleep(1e-4)
+
+    @staticmethod
+    def _last_words(line: Line) -> bool:
+        """Read what there is; whether the server has said goodbye."""
+        frames = [Frame._make(fields) for fields in line.read()]
+        for frame in frames:
+            if frame.op in (Op.ANSWER, Op.FAILED, Op.WARNING):
+                line.body(frame)
+        return any(frame.op == Op.BYE for frame in frames)
 
 
 def _pending(requests: list[Any]) -> list[Any]:
