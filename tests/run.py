@@ -53,7 +53,7 @@ def main() -> int:
     parser.add_argument("--ranks", default="1,2,3,4,5,7")
     parser.add_argument("--python", action="append", help="interpreter for MPI tests; may be repeated")
     parser.add_argument("--beside", default="", help="a command to run beside lint and unit tests")
-    parser.add_argument("--limit", type=float, default=240, help="seconds that one run may take")
+    parser.add_argument("--limit", type=float, default=600, help="seconds that one run may take")
     arguments, words = parser.parse_known_args()
     stages = arguments.stages.split(",")
     results: list[Result] = []
