@@ -170,6 +170,7 @@ class Talk:
                 mine = Waits(text, needs(), meeting, self._rounds(), self._meetings)
                 self._waits[self._rank] = mine
                 self._tell(mine)
+                self._judge()  # the others may have spoken first
             self.look()
 
         return look
@@ -236,8 +237,7 @@ class Talk:
                 _warn(sentence)
             case Waits():
                 self._waits[source] = message
-                if len(self._waits) == self._size and stuck(self._waits):
-                    self._go_on()
+                self._judge()
 
     def _answer(self) -> None:
         """Tell those who made a bad call which keys they should have named, once this worker has come so far."""
@@ -253,6 +253,11 @@ class Talk:
             else:
                 left.append((source, refused))
         self._asked = left
+
+    def _judge(self) -> None:
+        """See whether nobody can go on, when all have said what they wait for."""
+        if len(self._waits) == self._size and stuck(self._waits):
+            self._go_on()
 
     def _go_on(self) -> None:
         """Nobody can go on: refuse what the others wait for, so that all raise."""
