@@ -56,7 +56,10 @@ def parse_nodes(text: str) -> tuple[int, ...]:
 
 
 @click.command()
-@click.argument("profile_file", metavar="[PROFILE.json]", required=False, type=click.Path(exists=True, path_type=Path))
+@click.argument(
+    "profile_file", metavar="[PROFILE.json]", required=False,
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+)  # fmt: skip
 @click.option("--model", type=click.Choice(list(models.MODELS)), help="Plan a built-in network instead of a profile.")
 @click.option("--rate", type=RATE, default=1.33e12, show_default=True, help="With --model: operations/s of a node.")
 @click.option("--batch", type=BATCH, default=32, show_default=True, help="With --model: examples a node and iteration.")

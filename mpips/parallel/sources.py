@@ -184,5 +184,7 @@ def _npz(path: str) -> ArraySource:
             if not {"x", "y"} <= set(arrays.files):
                 raise TrainingError(f"{path} must hold arrays named x and y, not {', '.join(arrays.files)}")
             return ArraySource(path, arrays["x"], arrays["y"])
-    except (zipfile.BadZipFile, OSError, EOFError) as error:
+    except TrainingError:
+        raise
+    except (zipfile.BadZipFile, OSError, EOFError, ValueError, TypeError) as error:
         raise TrainingError(f"{path} cannot be read as an .npz file: {error}") from error
