@@ -51,7 +51,7 @@ def up(topology: str, speed: str, name: str) -> None:
     nics = len(plan.hosts[0].nics)
     click.echo(
         f"lab {name}: {plan.topology}, {len(plan.hosts)} hosts with {nics} NIC{'s'[: nics > 1]} of {speed}, "
-        f"{len(plan.switches)} switch{'es' if len(plan.switches) > 1 else ''}; `mpips lab down` ends it"
+        f"{len(plan.switches)} switch{'es' if len(plan.switches) > 1 else ''}; `mpips lab down --name {name}` ends it"
     )
 
 
