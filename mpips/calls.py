@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from mpips import arguments, row_sparse
 from mpips.arguments import Name
+from mpips.keys import Key
 from mpips.row_sparse import RowSparse
-from mpips.session import Key
 
 Array = NDArray[Any]
 Known = Mapping[Name, Key]

@@ -12,11 +12,12 @@ from mpips import calls
 from mpips.arguments import Name
 from mpips.calls import Call
 from mpips.engine import Engine, Handle
+from mpips.keys import Key
 from mpips.layout import Layout
 from mpips.pure import Pure
 from mpips.row_sparse import RowSparse
 from mpips.served import Nameless, Served
-from mpips.session import Key, together
+from mpips.session import together
 from mpips.talk import RECENT, Talk
 
 Task = Generator[None, None, Any]

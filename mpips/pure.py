@@ -16,10 +16,11 @@ from collectives.session import session
 from mpips.agreement import Agreement, Card
 from mpips.arguments import Name
 from mpips.compression import Compressor
+from mpips.keys import Key
 from mpips.layout import Layout
 from mpips.optimizers import Optimizer, State
 from mpips.row_sparse import RowSparse
-from mpips.session import Key, Task
+from mpips.session import Task
 
 Array = NDArray[Any]
 

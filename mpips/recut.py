@@ -9,8 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpips.arguments import Name
+from mpips.keys import Key
 from mpips.pure import Pure
-from mpips.session import Key, Task
+from mpips.session import Task
 from mpips.states import States
 
 if TYPE_CHECKING:

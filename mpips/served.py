@@ -26,12 +26,13 @@ from mpips import inside, meet, messages, optimizers, short
 from mpips.agreement import Agreement, Card
 from mpips.arguments import Name
 from mpips.compression import Compressor
+from mpips.keys import Key, Part, Piece
 from mpips.layout import Layout
 from mpips.lines import Line
 from mpips.messages import Coding, UnitCard
 from mpips.optimizers import Optimizer
 from mpips.row_sparse import RowSparse
-from mpips.session import Key, Part, Piece, Session, Task
+from mpips.session import Session, Task
 from mpips.sharding import Interval, Placement, grain_of, split, units
 
 Array = NDArray[Any]

@@ -18,7 +18,8 @@ from collectives.arena import Region
 from mpips.messages import Op
 
 if TYPE_CHECKING:
-    from mpips.session import Key, Part, Session
+    from mpips.keys import Key, Part
+    from mpips.session import Session
 
 Array = NDArray[Any]
 Task = Generator[None, None, None]

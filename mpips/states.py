@@ -13,8 +13,8 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from mpips import optimizers
+from mpips.keys import Key
 from mpips.optimizers import Optimizer
-from mpips.session import Key
 
 States = dict[Any, tuple[int, list[NDArray[Any]]]]
 

@@ -15,13 +15,13 @@ from mpips import arguments, compression, optimizers, recut, states
 from mpips.arguments import Name
 from mpips.assembly import Assembly
 from mpips.engine import Engine, Handle
+from mpips.keys import Key
 from mpips.layout import Layout
 from mpips.operations import Operations
 from mpips.optimizers import Optimizer
 from mpips.pure import Pure
 from mpips.row_sparse import RowSparse
 from mpips.served import Served
-from mpips.session import Key
 
 Array = NDArray[Any]
 Task = Generator[None, None, Any]

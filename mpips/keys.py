@@ -1,0 +1,104 @@
+"""Keys as a worker knows them: what all agreed on, where the elements are, how often they were pushed. No I/O."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.arena import Region
+from mpips.lines import NOWHERE, Line
+
+if TYPE_CHECKING:
+    from mpips.short import Short
+
+Array = NDArray[Any]
+
+
+@dataclass
+class Part:
+    """One unit of a key, as a worker sees it."""
+
+    number: int
+    server: int
+    start: int
+    stop: int
+    line: Line
+    contributors: tuple[int, ...]
+    block_elements: int
+    blocks: int
+    mine: int = -1
+    """Word that counts this worker's pushes read by the server; -1 where it does not contribute."""
+    words: Any = None
+    stored: Array | None = None
+    outbox: Array | None = None
+    """Header (its first word: blocks filled over all rounds), then a copy of what was pushed last."""
+    filled: Any = None
+    copy: Array | None = None
+    """The copy in the outbox, 1-D."""
+    growing: Region = NOWHERE
+    plain: Region = NOWHERE
+    kept: Array | None = None
+    credits: list[int] = field(default_factory=list)
+    told: int = 0
+    """Between nodes: pushes that the server said it has read."""
+    granted: bool = False
+
+    @property
+    def local(self) -> bool:
+        return self.line.local
+
+    def consumed(self) -> int:
+        """How many of this worker's pushes the server has read."""
+        return int(self.words[self.mine]) if self.local else self.told
+
+
+@dataclass
+class Piece:
+    """Elements [cuts[0], cuts[-1]) of a key, on one server; member i of this client owns [cuts[i], cuts[i+1])."""
+
+    cuts: list[int]
+    pushes: list[Part]
+    number: int
+    """Its place among the pieces of the key: the tag of its messages inside the client."""
+    reduced: Array | None = None
+
+
+class Failure(NamedTuple):
+    """Why a round failed."""
+
+    text: str
+    event: str
+    """Names the bad call that made it fail: its failures of several keys are raised once. "" where there was none."""
+    timed_out: bool
+
+
+@dataclass
+class Key:
+    """One key, as a worker knows it: what all agreed on, its parts, and how often it was pushed."""
+
+    name: int | str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    parts: list[Part] = field(default_factory=list)
+    pushes: list[Part] = field(default_factory=list)
+    """Parts that this worker contributes to."""
+    pieces: list[Piece] = field(default_factory=list)
+    """What a server has of the key, or a chunk of that; the step of the pipeline inside a client."""
+    short: Short | None = None
+    """The short way, for a key of a synchronous store whose parts are all on this node, without compression."""
+    round: int = 0
+    excused: int = 0
+    """The last round whose failure this worker has raised, or caused and raised by itself."""
+    failed: dict[int, Failure] = field(default_factory=dict)
+    """Rounds that failed and were not yet raised."""
+
+    @property
+    def size(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.dtype.itemsize
