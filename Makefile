@@ -4,7 +4,7 @@
 PYTHON ?= python3
 MPI ?= auto
 RANKS ?= 1,2,3,4,5,7
-SERVERS ?= 1
+SERVERS ?= 2
 WORKERS ?= 4
 CLIENTS ?= 2
 
@@ -12,7 +12,7 @@ VENV = $(PYTHON) -m launch.venv .venv --mpi $(MPI)
 BIN = .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test unit lab lint install clean overlap \
+.PHONY: help demo test test-slow unit lab lint install clean overlap \
 	reproduce-mg-wfbp reproduce-ibatch reproduce-bml reproduce-mxnet-mpi reproduce-tensor reproduce-mlp
 
 help: ## this list
@@ -42,6 +42,10 @@ lab: ## tests of emulated clusters, skipped with a reason where namespaces canno
 test-%: ## MPI tests on that many ranks: make test-4
 	$(VENV) --extra test
 	$(BIN)/python -m tests.run --stages mpi --ranks $*
+
+test-slow: ## collectives and keys of more than 2^31 elements and bytes: 2 ranks, about 10 GiB of memory
+	$(VENV) --extra test
+	$(BIN)/python -m tests.run --stages mpi --ranks 2 -m slow tests/mpi
 
 install: ## make .venv with mpips and an MPI, and look at the machine with `mpips doctor`
 	$(VENV)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,6 +32,23 @@ def console(stderr: bool = False) -> Console:
     columns = os.environ.get("COLUMNS", "")
     width = int(columns) if columns.isdigit() and int(columns) else PLAIN_WIDTH
     return Console(stderr=stderr, highlight=False, force_terminal=False, width=width)
+
+
+def is_first() -> bool:
+    """Was this process started alone, or as rank 0 of several? Told without MPI."""
+    return next((os.environ[name] for name in RANK_VARIABLES if name in os.environ), "0") == "0"
+
+
+class RankedCommand(click.Command):
+    """A command of which every rank of a job sees the same words: rank 0 alone says what is wrong with them."""
+
+    def main(self, *args: Any, **options: Any) -> Any:
+        if is_first() or not options.get("standalone_mode", True):
+            return super().main(*args, **options)
+        try:
+            return super().main(*args, **{**options, "standalone_mode": False})
+        except click.ClickException as error:
+            sys.exit(error.exit_code)
 
 
 def is_rank() -> bool:
@@ -71,15 +89,16 @@ def _lines(target: Console, title: str, total: int) -> Callable[[str], None]:
 class OutFile(click.Path):
     """A file to be written, in a folder that is there: refused before the work is done, not after it.
 
-    Ranks do not look: only one of them writes, and others may be on hosts where the folder is not.
+    Ranks do not look: only one of them writes, and others may be on hosts where the folder is not. With `dash`, "-"
+    stands for the screen.
     """
 
-    def __init__(self) -> None:
-        super().__init__(dir_okay=False, writable=True, path_type=Path)
+    def __init__(self, dash: bool = False) -> None:
+        super().__init__(dir_okay=False, writable=True, path_type=Path, allow_dash=dash)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
         path = Path(os.fsdecode(super().convert(value, param, ctx)))
-        if is_rank():
+        if is_rank() or (self.allow_dash and path == Path("-")):
             return path
         if not path.parent.is_dir():
             self.fail(f"{str(value)!r} cannot be written: there is no folder {str(path.parent)!r}", param, ctx)
@@ -98,7 +117,7 @@ class Picture(OutFile):
         if path.suffix.lower() not in PICTURES:
             self.fail(f"{str(value)!r} is no picture: its name must end in {', '.join(PICTURES)}", param, ctx)
         if importlib.util.find_spec("matplotlib") is None:
-            self.fail("a picture takes matplotlib: pip install 'mpips[plot]'", param, ctx)
+            self.fail("a picture takes matplotlib: pip install matplotlib", param, ctx)
         return path
 
 

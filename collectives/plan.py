@@ -5,7 +5,9 @@ x          a C-contiguous array on the host (NumPy, or anything with __array_int
            result.
 comm       an mpi4py communicator (None: COMM_WORLD).
 op         "sum", "min", "max", "prod" or "mean".
-algorithm  "auto", "shared_memory" (one node), "native" (the MPI's own), or a name from `collectives.catalog`.
+algorithm  "auto", "shared_memory" (one node), "native" (the MPI's own), or a name from `collectives.catalog`;
+           "reproducible" (allreduce): `auto` among those that add the ranks' values of every element in one order,
+           wherever it stands and however long the vector is, so that cutting a vector changes no bit.
 out        where the result goes; None: in place, into x.
 
 Kinds, with n elements in the whole vector and rank r's block [cut(n, p, r), cut(n, p, r + 1)):
@@ -48,6 +50,8 @@ from collectives.transport.two_levels import TwoLevelPlan
 UNEVEN = (
     "hierarchical needs nodes with equal numbers of ranks, neighbours in rank: choose another algorithm, or auto"
 )
+DOUBLING_BYTES = 32 << 10
+"""Up to here recursive_doubling, of which every step takes the whole vector, is taken for faster than halving."""
 RIVAL_BYTES = 2 << 20
 RIVAL_FAVOUR = 1.5  # call after call, the stages find their arrays in the cache; between other work they would not
 ALWAYS = ("ring", "binomial", "direct")  # between nodes, one of these serves any call
@@ -168,7 +172,8 @@ def _checked(
     except CollectiveError:
         raise
     except Exception as error:  # whatever it is, the others must not wait for this rank
-        home.refuse(f"rank {home.rank}: {error}")
+        reason = str(error)
+    return home.refuse(f"rank {home.rank}: {reason}")  # outside of `except`: one traceback is enough
 
 
 def _compile(
@@ -208,7 +213,9 @@ def _call(
                          f"needs {wanted[0]} and {wanted[1]} on rank {home.rank}")
     if kind == "alltoall" and in_place and n % home.size:
         raise ValueError(f"alltoall in place of {n} elements needs a multiple of {home.size}: pass out=")
-    chosen = choose(home, draft) if algorithm == "auto" else algorithm
+    chosen = algorithm
+    if algorithm in ("auto", "reproducible"):
+        chosen = (choose if algorithm == "auto" else choose_reproducible)(home, draft)
     return Call(kind, n, x.dtype, reduction, draft.root, chosen, home.size)
 
 
@@ -222,6 +229,22 @@ def choose(home: Session, call: Call) -> str:
     if catalog.serves(call.kind, name, call.p) is None:
         return name
     return next(other for other in ALWAYS if catalog.serves(call.kind, other, call.p) is None)
+
+
+def choose_reproducible(home: Session, call: Call) -> str:
+    """What `reproducible` means for the call; the same on all ranks.
+
+    Shared memory adds in the order of the ranks. Between nodes recursive_doubling and halving_doubling add along one
+    tree where p is 2^m; for other p only the latter serves. Nodes with several ranks add inside first.
+    """
+    if call.kind != "allreduce":
+        raise ValueError(f"reproducible serves allreduce, not {call.kind}: choose auto")
+    if home.nodes == 1:
+        return "shared_memory"
+    if home.across is not None and home.room.size > 1:
+        return "hierarchical(between=halving_doubling)"
+    short = call.nbytes <= DOUBLING_BYTES and call.p & (call.p - 1) == 0
+    return "recursive_doubling" if short else "halving_doubling"
 
 
 def make_runner(home: Session, call: Call, x: Flat, out: Flat, number: int = 0) -> Runner:

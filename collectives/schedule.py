@@ -166,6 +166,18 @@ def overlap(extent: tuple[int, int], others: Iterable[tuple[int, int]]) -> bool:
     return any(max(extent[0], start) < min(extent[1], stop) for start, stop in others)
 
 
+def in_rank_order(rank: int, terms: Iterable[int]) -> list[tuple[int, int]]:
+    """Additions (to, of) that leave with `rank` the sum of its own vector and those of other ranks in `terms`, as if
+    added from the lowest rank up.
+
+    So the bits of an element do not depend on who owns it. x + y is y + x bit by bit; where several come before
+    `rank`, they are added to each other first.
+    """
+    first, *before = sorted(term for term in terms if term < rank) or [rank]
+    own = [] if first == rank else [(rank, first)]
+    return [(first, term) for term in before] + own + [(rank, term) for term in sorted(terms) if term > rank]
+
+
 def cut(n: int, parts: int, part: Index) -> Index:
     """First element of `part` when n elements are cut into `parts` parts whose sizes differ by one at most, the larger
     first; `part == parts` gives n. Rank r's block in reduce_scatter and allgather is [cut(n,p,r), cut(n,p,r+1))."""

@@ -13,7 +13,7 @@ from collectives import table
 from collectives.errors import CollectiveError, MismatchError, StallError
 from collectives.native import Choice
 from collectives.transport.room import REFUSED, Card, Room
-from collectives.watch import Agreed, Patience, Watch, drive, limits
+from collectives.watch import Agreed, Arrival, Patience, Watch, drive, limits
 
 MOST_PLANS = 1024
 FREED = "the communicator has been freed: use one that is still there, and make plans on it anew"
@@ -28,7 +28,11 @@ def _key() -> int:
 
 
 def session(comm: MPI.Comm | None) -> Session:
-    """The session of a communicator (None: COMM_WORLD). The first call for a communicator is collective, blocking."""
+    """The session of a communicator (None: COMM_WORLD). The first call for a communicator is collective, blocking.
+
+    StallError there means that a rank had not come within the limits of the environment. A later call waits on for it,
+    so the communicator is as good as before; what else the ranks do together on it must come after.
+    """
     global _recent
     before, known = _recent
     if comm is before and known is not None and known.open:
@@ -41,10 +45,20 @@ def session(comm: MPI.Comm | None) -> Session:
     if not isinstance(found, Session):
         if not isinstance(comm, MPI.Intracomm):
             raise MismatchError("an intercommunicator has no collectives here: merge it first")
-        found = Session(comm)
-        comm.Set_attr(_key(), found)
+        found = _meet_and_open(comm, found)
     _recent = (given, found)
     return found
+
+
+def _meet_and_open(comm: MPI.Intracomm, arrival: Arrival | None) -> Session:
+    """Wait for all ranks, from where an earlier call gave up, and make the session."""
+    if arrival is None:
+        arrival = Arrival(comm)
+        comm.Set_attr(_key(), arrival)
+    arrival.wait(*limits())
+    made = Session(comm)
+    comm.Set_attr(_key(), made)
+    return made
 
 
 class Operation:

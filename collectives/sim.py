@@ -51,7 +51,7 @@ def command(
     try:
         speed = 1 / beta if beta else parse_rate(rate)
         if figure:
-            _figure5(parse_sizes(sizes)[0], speed, json_path, plot_path)
+            _figure5(_sizes(sizes)[0], speed, json_path, plot_path)
             return
         near = LinkCost(near_alpha, near_beta)
         model = partial(predict, alpha=alpha, gamma=gamma, near=near, per_host=per_host)
@@ -59,7 +59,7 @@ def command(
         rows = [
             _predicted(model, network, collective, algorithm, nbytes)
             for algorithm in algorithms
-            for nbytes in parse_sizes(sizes)
+            for nbytes in _sizes(sizes)
         ]
     except ValueError as error:
         raise click.UsageError(str(error)) from error
@@ -68,6 +68,13 @@ def command(
         json_path.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
     if plot_path:
         _draw(rows, plot_path)
+
+
+def _sizes(text: str) -> list[int]:
+    found = parse_sizes(text)
+    if min(found) < 1:
+        raise ValueError(f"--bytes {text}: there is nothing to move")
+    return found
 
 
 def _predicted(

@@ -12,7 +12,7 @@ name for it, so every rank gets all names and raises the same MismatchError.
 For other packages: `agree` compares any text between all ranks (call it when something new is set up), `refuse` is what
 a rank calls whose arguments are bad, and `wait` is a polled wait with warnings.
 
-    watch = Watch(comm)                       # collective; keeps its own duplicate of comm
+    watch = Watch(comm)                       # collective, a polled wait; keeps its own duplicate of comm
     watch.agree("init of key 3, (2, 3) float32")      # MismatchError on every rank, or on none
     watch.refuse("rank 2: key 3 is read-only")        # never returns: MismatchError here and where others agree or wait
     watch.wait(request.Test, "push of key 3")         # StallError after timeout_seconds
@@ -115,6 +115,28 @@ def drive(steps: Iterator[None], patience: Callable[[], Patience]) -> None:
                 waiting()
 
 
+class Arrival:
+    """All ranks' first coming to a communicator: what makes something of it, as `Dup` does, blocks in MPI, and must not
+    before all are there. A rank that gave up waiting has come all the same: `wait` may be called again."""
+
+    def __init__(self, comm: MPI.Comm):
+        self._what = f"the first collective on {comm.Get_name() or 'a communicator'} ({comm.size} ranks)"
+        self._request = comm.Ibarrier()
+
+    def wait(self, stall_seconds: float, timeout_seconds: float) -> None:
+        """Blocking; warns after `stall_seconds`, StallError after `timeout_seconds` (0: never)."""
+
+        def steps() -> Iterator[None]:
+            while not self._request.Test():
+                yield
+
+        what = f"{self._what}, to which not all ranks have come,"
+        drive(steps(), lambda: Patience(what, tuple, stall_seconds, timeout_seconds, lambda waited: None, sleeps=True))
+
+    def close(self) -> None:
+        """MPI completes a barrier under way by itself."""
+
+
 class Watch:
     """Agreement between ranks that share no memory. Making one is collective over `comm`."""
 
@@ -122,6 +144,7 @@ class Watch:
         default = limits()
         self.stall_seconds = default[0] if stall_seconds is None else stall_seconds
         self.timeout_seconds = default[1] if timeout_seconds is None else timeout_seconds
+        Arrival(comm).wait(self.stall_seconds, self.timeout_seconds)
         self.comm = comm.Dup()
         self.rank, self.size = comm.rank, comm.size
         self._fresh(0)

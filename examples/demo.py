@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -137,17 +137,47 @@ def summary(mode: Mode, records: list[dict[str, Any]], options: argparse.Namespa
     }
 
 
-def main() -> int:
-    """Run all modes; 0 where every one reaches the target."""
+def number(kind: type, least: float) -> Callable[[str], float]:
+    """A number of the command line that is not below `least`."""
+
+    def read(text: str) -> float:
+        try:
+            value: float = kind(text)
+        except ValueError:
+            value = float("nan")
+        if not least <= value < float("inf"):
+            raise argparse.ArgumentTypeError(f"{text!r} is no {'whole ' * (kind is int)}number of at least {least:g}")
+        return value
+
+    return read
+
+
+def read(words: list[str] | None = None) -> argparse.Namespace:
+    """The options; what cannot be is refused before anything starts."""
+    positive = number(int, 1)
     parser = argparse.ArgumentParser(description="Train on handwritten digits in every mode.")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder of demo.png and demo.json")
-    parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--servers", type=int, default=2)
-    parser.add_argument("--clients", type=int, default=2, help="MPI clients of the mpi-* modes")
-    parser.add_argument("--epochs", type=int, default=40)
-    parser.add_argument("--batch-size", type=int, default=16, help="samples a worker and step")
-    parser.add_argument("--limit", type=float, default=60, help="seconds after which a mode's job is ended")
-    options = parser.parse_args()
+    parser.add_argument("--workers", type=positive, default=4)
+    parser.add_argument("--servers", type=positive, default=2)
+    parser.add_argument("--clients", type=positive, default=2, help="MPI clients of the mpi-* modes")
+    parser.add_argument("--epochs", type=positive, default=40)
+    parser.add_argument("--batch-size", type=positive, default=16, help="samples a worker and step")
+    parser.add_argument("--limit", type=number(float, 1), default=60, help="seconds after which a mode's job is ended")
+    options = parser.parse_args(words)
+    if options.clients > options.workers:
+        parser.error(f"{options.clients} clients need as many workers, not {options.workers}")
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out {options.out}: results cannot be written there: {error.strerror}")
+    if not os.access(options.out, os.W_OK):
+        parser.error(f"--out {options.out}: results cannot be written there")
+    return options
+
+
+def main() -> int:
+    """Run all modes; 0 where every one reaches the target."""
+    options = read()
     console, board, results = Console(), Board(options), []
     with Live(board, console=console, refresh_per_second=8) if console.is_terminal else nullcontext():
         for mode in MODES:
@@ -162,7 +192,6 @@ def main() -> int:
     if not console.is_terminal:
         console.print(board)
     console.print()
-    options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "demo.json").write_text(json.dumps(results, indent=1) + "\n")
     draw(results, TARGET, board.title, options.out / "demo.png")
     console.print(f"{options.out / 'demo.png'} and {options.out / 'demo.json'} are written.")

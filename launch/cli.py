@@ -40,6 +40,9 @@ BENCHES = {
 """Benchmarks of `mpips bench NAME` that are not the collectives'."""
 
 
+HELP = ["-h", "--help"]
+
+
 class Forward(click.Command):
     """A command that hands its words, untouched, to the one in the module; only `--ranks P` is taken out."""
 
@@ -86,6 +89,7 @@ def _load(sub: Sub, runs_here: bool = False) -> click.Command:
 
         mpi4py.rc.initialize = False
     command: click.Command = importlib.import_module(sub.module).command
+    command.context_settings["help_option_names"] = HELP
     if sub.ranked and all(option.name != "ranks" for option in command.params):
         text = "start that many ranks under mpirun"
         command.params.insert(1, click.Option(["--ranks"], type=click.IntRange(1), expose_value=False, help=text))
@@ -141,12 +145,12 @@ def _version(ctx: click.Context, option: click.Parameter, wanted: bool) -> None:
         ctx.exit()
 
 
-@click.command(cls=Lazy, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=Lazy, context_settings={"help_option_names": HELP})
 @click.option("--version", is_flag=True, callback=_version, is_eager=True, expose_value=False, help="Show versions.")
 def main() -> None:
     """MPI parameter server and collectives runtime.
 
-    Every command has a --help. Completion in bash: eval "$(_MPIPS_COMPLETE=bash_source mpips)", zsh_source in zsh.
+    Every command has a --help (-h). Completion in bash: eval "$(_MPIPS_COMPLETE=bash_source mpips)", zsh_source in zsh.
     """
 
 

@@ -123,7 +123,7 @@ def _gpus(found: Mapping[str, Any]) -> Iterator[Check]:
         yield Check("GPU", None, "none here: NumPy arrays only")
         return
     if gpu["cupy"] is None:
-        yield Check("GPU", False, "a GPU, but no CuPy", "pip install 'mpips[gpu]'")
+        yield Check("GPU", False, "a GPU, but no CuPy", "pip install cupy-cuda12x, or the CuPy of your CUDA")
         return
     if not gpu["devices"]:
         yield Check(

@@ -82,6 +82,14 @@ def ask(launcher: Launcher, hosts: Sequence[str], machine: Machine, extra: Seque
     return [said[host] for host in hosts]
 
 
+def here() -> Report:
+    """The report of this machine; LauncherError without `ip`."""
+    try:
+        return parse(socket.gethostname(), _ip("address"), _ip("route"))
+    except FileNotFoundError as error:
+        raise LauncherError("a look at this machine's addresses takes the command ip (package iproute2)") from error
+
+
 def main() -> None:
     """Prints this host's report; arguments are the hosts' names in the job, of which this one's is chosen by rank."""
     rank = int(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import os
 import shlex
 import socket
 import sys
 from collections.abc import Mapping, Sequence
+from importlib.machinery import PathFinder
+from ipaddress import IPv4Network
 from typing import NoReturn
 
 import click
@@ -71,7 +74,10 @@ def execute(argv: Sequence[str]) -> NoReturn:
 @click.option("--mpirun", help="The mpirun to use instead of the one found.")
 @click.option("--mpi-arg", "extra", multiple=True, help="A further word for mpirun; may be repeated.")
 @click.option("--dry-run", is_flag=True, help="Print the command and stop.")
-@click.argument("script", nargs=-1, required=True, type=click.UNPROCESSED, metavar="SCRIPT.py|-m MODULE [ARGS]...")
+@click.argument(
+    "script", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT.py|-m MODULE [ARGS]...",
+    is_eager=True, callback=lambda context, parameter, words: _script(words),
+)  # fmt: skip
 def command(
     servers: int,
     workers: int,
@@ -91,7 +97,6 @@ def command(
     The job has WORKERS + SERVERS ranks, workers first. The roles reach `mpips.create` as MPIPS_* variables. An
     uncaught exception of one rank ends the job; the exit code is the job's.
     """
-    script = script[1:] if script[0] == "--" else script
     try:
         options = Options(servers=servers, clients=clients, workers=workers, masters=masters)
         machine = this_machine()
@@ -140,31 +145,83 @@ def check_interface(
 ) -> None:
     """LauncherError, with those there are, where no machine of the job can have this interface.
 
-    One that is here passes. One that is not may be on the hosts: they are asked.
+    A subnet, as 10.0.0.0/8, stands for the interfaces with an address in it. One that is here passes. One that is not
+    may be on the hosts: they are asked.
     """
-    here = [name for _, name in socket.if_nameindex()]
-    lacking = [name for name in interface.split(",") if name not in here and "/" not in name]  # 10.0.0.0/8: a subnet
+    names = [name for _, name in socket.if_nameindex()]
+    words = [_subnet(word) if "/" in word else word for word in interface.split(",")]
+    lacking = [word for word in words if isinstance(word, IPv4Network) or word not in names]
+    if any(isinstance(word, IPv4Network) for word in lacking):
+        report = network.here()
+        lacking = [word for word in lacking if not _has(report, word)]
+        if lacking and not hosts:
+            raise LauncherError(_absence(report, lacking[0]))
     if not lacking:
         return
     if not hosts:
-        raise LauncherError(f"there is no network interface {lacking[0]!r} here: there are {', '.join(here)}")
+        raise LauncherError(f"there is no network interface {lacking[0]!r} here: there are {', '.join(names)}")
     for report in network.ask(launcher, list(dict.fromkeys(block.host for block in hosts)), machine, extra):
-        missing = [name for name in lacking if name not in report.nics]
+        missing = [word for word in lacking if not _has(report, word)]
         if missing:
-            there = ", ".join(report.nics)
-            raise LauncherError(f"{report.host} has no interface {missing[0]!r} with an IPv4 address: it has {there}")
+            raise LauncherError(_absence(report, missing[0]))
+
+
+def _subnet(word: str) -> IPv4Network:
+    try:
+        return IPv4Network(word, strict=False)
+    except ValueError as error:
+        raise LauncherError(f"--interface {word!r} is no IPv4 subnet: write it as 10.0.0.0/8") from error
+
+
+def _has(report: network.Report, word: str | IPv4Network) -> bool:
+    if isinstance(word, str):
+        return word in report.nics
+    return any(address.ip in word for addresses in report.nics.values() for address in addresses)
+
+
+def _absence(report: network.Report, word: str | IPv4Network) -> str:
+    if isinstance(word, str):
+        return f"{report.host} has no interface {word!r} with an IPv4 address: it has {', '.join(report.nics)}"
+    there = ", ".join(f"{address} ({name})" for name, addresses in report.nics.items() for address in addresses)
+    return f"{report.host} has no IPv4 address in the subnet {word}: it has {there}"
+
+
+def _script(words: tuple[str, ...]) -> tuple[str, ...]:
+    """The script and its words. What stands where a script should, and is none, is an option that there is not."""
+    words = words[1:] if words[:1] == ("--",) else words
+    if not words:
+        raise click.UsageError(
+            "no script is named: SCRIPT.py, -m MODULE, or, as -c alone means --clients, a line of Python by -- -c LINE"
+        )
+    word = words[0].partition("=")[0]
+    if word.startswith("-") and word not in ("-m", "-c"):
+        known = [name for option in command.params for name in option.opts if name.startswith("--")]
+        raise click.NoSuchOption(word, possibilities=difflib.get_close_matches(word, known, cutoff=0.7))
+    if word in ("-m", "-c") and len(words) < 2:
+        raise click.UsageError(f"{word} needs an argument")
+    return words
 
 
 def _check_script(script: Sequence[str]) -> None:
-    """A missing script would be one error a rank; say it once."""
-    if script[0] in ("-m", "-c"):
-        if len(script) < 2:
-            raise click.UsageError(f"{script[0]} needs an argument")
+    """A missing script would be an error of the ranks; say it before they start."""
+    if script[0] == "-m":
         sys.path.insert(0, os.getcwd())  # where ranks look first
-        if script[0] == "-m" and importlib.util.find_spec(script[1].partition(".")[0]) is None:
+        if not _exists(script[1]):
             raise click.UsageError(f"there is no module {script[1]!r} for {sys.executable}")
-    elif not os.path.isfile(script[0]):
+    elif script[0] != "-c" and not os.path.isfile(script[0]):
         raise click.UsageError(f"there is no script {script[0]!r} here ({os.getcwd()})")
+
+
+def _exists(module: str) -> bool:
+    """Is there a module of this name? Packages on the way to it are looked into, not run."""
+    top, *names = module.split(".")
+    spec = importlib.util.find_spec(top) if top else None
+    for i, name in enumerate(names):
+        if spec is None or spec.submodule_search_locations is None:
+            return False
+        full = ".".join([top, *names[: i + 1]])
+        spec = PathFinder.find_spec(full, list(spec.submodule_search_locations)) if name else None
+    return spec is not None
 
 
 if __name__ == "__main__":

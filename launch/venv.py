@@ -107,7 +107,7 @@ def _built(launcher: Launcher, python: Path) -> bool:
 
 
 def _pip(python: Path, *words: str, stop: bool = True, **environment: str) -> bool:
-    argv = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *words]
+    argv = [str(python), "-m", "pip", "install", "-qq", "--disable-pip-version-check", *words]
     done = subprocess.run(argv, env={**os.environ, **environment}, check=False)
     if done.returncode and stop:
         sys.exit(f"pip could not install {words[-1]} (see above)")

@@ -12,6 +12,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from mpips import departed as _departed  # noqa: F401  # watches how this process ends
+
 if TYPE_CHECKING:
     from collectives.arena import empty
     from mpips import optimizers

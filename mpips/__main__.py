@@ -4,21 +4,18 @@ As `python -m mpi4py`, which it builds on, but an uncaught exception, or an exit
 its rank and ends the whole job at once.
 """
 
-import sys
-
 from mpi4py.run import main
 
-from mpips.processes import abort, install_hooks
+from mpips.lastwords import end, install_hooks
 
 if __name__ == "__main__":
     install_hooks()
     try:
         main()
-    except SystemExit as end:
-        code = end.code
-        if isinstance(code, str):  # sys.exit("why") means: say why, exit with 1
-            print(code, file=sys.stderr)
-            code = 1
-        if code:  # now, because an open store would wait at exit for ranks that wait for this one
-            abort(f"exit {code}", code)
+    except SystemExit as left:
+        if left.code:  # now, because an open store would wait at exit for ranks that wait for this one
+            why = left.code if isinstance(left.code, str) else ""  # sys.exit("why") means: say why, exit with 1
+            code = 1 if why else int(left.code)
+            end(f"exit {code}", why and f"{why}\n", code, same=why)
+            raise SystemExit(code) from None
         raise

@@ -21,6 +21,7 @@ class _Signature(msgspec.Struct, array_like=True):
 
     items: list[tuple[Name, str]]
     refusal: str = ""
+    data: bytes = b""
 
 
 class Assembly:
@@ -36,16 +37,20 @@ class Assembly:
         except (ValueError, TypeError) as error:
             return None, f"{type(error).__name__}: rank {self._layout.rank}: {error}"
 
-    def agree(self, what: str, items: list[tuple[Name, str]], refusal: str = "") -> None:
-        """Collective, blocking. ValueError or TypeError on every worker where one refuses or asks for anything else."""
+    def agree(
+        self, what: str, items: list[tuple[Name, str]], refusal: str = "", noun: str = "key", data: bytes = b""
+    ) -> list[bytes]:
+        """Collective, blocking; everybody's data. ValueError or TypeError on every worker where one refuses or asks for
+        anything else. `noun`: what the items are, in that sentence."""
         options = self._layout.options
-        self._meet(what, items, refusal, options.stall_seconds, options.timeout_seconds)
+        mine = _Signature([(what, ""), *items], refusal, data)
+        return self._meet(what, mine, options.stall_seconds, options.timeout_seconds, noun)
 
     def farewell(self) -> None:
         """Meet until all workers close the store; the others hear of it meanwhile where they wait for this one."""
         while True:
             try:
-                self._meet("close", [], "", math.inf, 0.0)
+                self._meet("close", _Signature([("close", "")]), math.inf, 0.0)
                 return
             except (ValueError, TypeError):
                 continue  # others were in a call that cannot be made any more, and know it now
@@ -53,32 +58,34 @@ class Assembly:
                 return  # after a wait that was given up there is nothing left to meet on
 
     def _meet(
-        self, what: str, items: list[tuple[Name, str]], refusal: str, stall_seconds: float, timeout_seconds: float
-    ) -> None:
+        self, what: str, mine: _Signature, stall_seconds: float, timeout_seconds: float, noun: str = "key"
+    ) -> list[bytes]:
         self._before(what)
-        mine = msgspec.msgpack.encode(_Signature([(what, ""), *items], refusal))
-        told = self._talk.meet(mine, what, stall_seconds, timeout_seconds)
+        told = self._talk.meet(msgspec.msgpack.encode(mine), what, stall_seconds, timeout_seconds)
         everyone = [msgspec.msgpack.decode(data, type=_Signature) for data in told]
         first = everyone[0]
         for rank, other in enumerate(everyone):
             if other.items[0] != first.items[0]:
-                raise ValueError(_difference(what, first.items, rank, other.items))
+                raise ValueError(_difference(what, first.items, rank, other.items, noun))
         for other in everyone:
             if other.refusal:
                 kind, _, sentence = other.refusal.partition(": ")
                 raise (TypeError if kind == "TypeError" else ValueError)(f"{what}: {sentence}")
         for rank, other in enumerate(everyone):
             if other.items != first.items:
-                raise ValueError(_difference(what, first.items, rank, other.items))
+                raise ValueError(_difference(what, first.items, rank, other.items, noun))
+        return [other.data for other in everyone]
 
 
-def _difference(what: str, first: list[tuple[Name, str]], rank: int, other: list[tuple[Name, str]]) -> str:
+def _difference(
+    what: str, first: list[tuple[Name, str]], rank: int, other: list[tuple[Name, str]], noun: str
+) -> str:
     """The sentence about the first thing in which two workers' calls differ."""
     if first[0] != other[0]:
         return f"rank 0 calls {first[0][0]}, rank {rank} calls {other[0][0]}: all workers make this call together"
     for mine, theirs in zip(first[1:], other[1:]):
         if mine[0] != theirs[0]:
-            return f"{what}: rank 0 gives key {mine[0]!r}, rank {rank} key {theirs[0]!r} in its place"
+            return f"{what}: rank 0 gives {noun} {mine[0]!r}, rank {rank} {noun} {theirs[0]!r} in its place"
         if mine[1] != theirs[1]:
-            return f"{what}: key {mine[0]!r} is {mine[1]} on rank 0 and {theirs[1]} on rank {rank}"
-    return f"{what}: rank 0 gives {len(first) - 1} keys, rank {rank} gives {len(other) - 1}"
+            return f"{what}: {noun} {mine[0]!r} is {mine[1]} on rank 0 and {theirs[1]} on rank {rank}"
+    return f"{what}: rank 0 gives {len(first) - 1} {noun}s, rank {rank} gives {len(other) - 1}"

@@ -53,6 +53,9 @@ class Handle:
         self.cause = cause
         """A failed operation because of which this one must not run."""
         self.done = False
+        """Whether it has ended, and the engine knows what follows from that."""
+        self.over = False
+        """Whether its work is over; for the engine."""
         self.started = self.ended = 0.0
         """time.perf_counter() when it was first looked at and when it ended."""
         self.error: BaseException | None = None
@@ -103,7 +106,7 @@ class Handle:
             self._work.close()
         self._work, self.error = _nothing, error
         self.ended = time.perf_counter()
-        self.done = True
+        self.over = True
         return True
 
 
@@ -286,7 +289,7 @@ class Engine:
         try:
             return handle.step()
         finally:
-            if handle.done:
+            if handle.over:
                 self._ended(handle)
 
     def _ended(self, handle: Handle) -> None:
@@ -298,6 +301,7 @@ class Engine:
                 for later in self._tracker.behind(handle, handle.mutates):
                     later.cause = later.cause or cause
             self._tracker.remove(handle)
+            handle.done = True
             self._state.notify_all()
 
     @contextlib.contextmanager

@@ -42,6 +42,9 @@ class Part:
     plain: Region = NOWHERE
     kept: Array | None = None
     credits: list[int] = field(default_factory=list)
+    """Blocks that the server of another node has asked for."""
+    sending: int = -1
+    """The round whose blocks this worker sends to a server of another node."""
     told: int = 0
     """Between nodes: pushes that the server said it has read."""
     granted: bool = False

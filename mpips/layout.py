@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from mpips import meet
+from mpips import departed, meet
 from mpips.options import OptionError, Options
 from mpips.sharding import Interval, owners, split
 
@@ -86,6 +86,8 @@ def create(comm: MPI.Comm, kind: str, options: Options | None, refusal: str = ""
     """Agree on roles. Collective over `comm`; all ranks raise the same OptionError where some differ or one refuses."""
     from mpi4py import MPI
 
+    limits = options or Options()
+    departed.come(comm, limits.stall_seconds, limits.timeout_seconds)
     world = comm.Dup()
     fields = {} if options is None else {name: getattr(options, name) for name in options.__dataclass_fields__}
     if options is not None and not refusal:
@@ -125,6 +127,8 @@ def _agree(world: MPI.Comm, card: _Card) -> None:
     encoded = meet.exchange(world, msgspec.msgpack.encode(card), "mpips.create")
     cards = [msgspec.msgpack.decode(data, type=_Card) for data in encoded]
     refused = [rank for rank, other in enumerate(cards) if other.refusal]
+    if len(refused) == len(cards) and len({card.refusal for card in cards}) == 1:
+        raise OptionError(cards[0].refusal)
     if refused:
         raise OptionError(f"rank {refused[0]}: {cards[refused[0]].refusal}")
     first = cards[0]

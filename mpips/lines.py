@@ -65,6 +65,13 @@ class SharedLine:
             self._backlog.append((op, flags, coding, priority, unit, aux, round_, *region, token))
             self.flush()
 
+    def again(self, frame: bytes, round_: int) -> None:
+        """Post a packed frame with another round."""
+        if self._backlog or not self._out.again(frame, round_):
+            fields = Frame._make(FRAME.unpack(frame))
+            self._backlog.append(fields._replace(round=round_))
+            self.flush()
+
     def post_body(self, body: bytes, op: int, unit: int = 0, round_: int = 0, token: int = 0, flags: int = 0) -> None:
         memory = arena.empty(max(len(body), 1), np.uint8)
         memory[: len(body)] = np.frombuffer(body, np.uint8)

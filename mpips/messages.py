@@ -17,6 +17,8 @@ import numpy as np
 FRAME_BYTES = 64
 FRAME = struct.Struct("<BBHiIIqiiQQQq")
 assert FRAME.size == FRAME_BYTES
+ROUND = struct.Struct("<q")
+ROUND_AT = struct.calcsize("<BBHiII")  # where `round` lies in a frame
 
 
 class Op(IntEnum):
@@ -36,6 +38,8 @@ class Op(IntEnum):
     """A typed body; the server answers with ANSWER."""
     BYE = 7
     """The worker has finished; a server of another node answers with the same."""
+    PULL_ROWS = 8
+    """PULL of some rows, whose numbers (int64) are the body; between nodes."""
     CONSUMED = 16
     """The contribution to this round has been read: the worker may overwrite it. (Between nodes; else a word tells.)"""
     CREDIT = 17

@@ -14,13 +14,15 @@ from mpips.calls import Call
 from mpips.engine import Engine, Handle
 from mpips.keys import Key
 from mpips.layout import Layout
+from mpips.members import Nameless
 from mpips.pure import Pure
 from mpips.row_sparse import RowSparse
-from mpips.served import Nameless, Served
+from mpips.served import Served
 from mpips.session import together
 from mpips.talk import RECENT, Talk
 
 Task = Generator[None, None, Any]
+CLOSED = "the store is closed: make another one with mpips.create"
 
 
 class Operations:
@@ -35,6 +37,7 @@ class Operations:
             options.stall_seconds, options.timeout_seconds,
         )  # fmt: skip
         engine.look = lambda waited: self.talk.look()
+        self.closed = False
         self._rounds = not layout.asynchronous and isinstance(backend, Served)
 
     def do(self, what: str, key: Any, value: Any, out: Any, priority: int) -> None:
@@ -51,6 +54,20 @@ class Operations:
             self._backend.stepwise = True
         order = [*self._order(names), *(("turns", name) for name in turns)]
         return self._engine.submit(order, task, priority, self._text(what, names))
+
+    def taken(self, key: Any, push: Handle) -> Handle:
+        """A handle that ends when the servers have read what `push`, of these keys, sends: `push` itself ends when its
+        arrays may be overwritten, perhaps with most of it still on its way. Asynchronous stores cannot tell."""
+        keys = calls.named(self._known, key)
+        if self._layout.asynchronous or not isinstance(self._backend, Served) or keys is None:
+            return push
+        return self._engine.submit([("taken", push)], self._read(keys, push), 0, f"{push.what}, read by the servers")
+
+    def _read(self, keys: Sequence[Key], push: Handle) -> Task:
+        while not push.done:
+            yield
+        if push.error is None:
+            yield from self._backend.settle(keys)
 
     def pull_rows(self, key: Any, out: Any, row_ids: Any, priority: int) -> None:
         """`KVStore.row_sparse_pull`."""
@@ -108,6 +125,8 @@ class Operations:
 
     def _settle(self) -> None:
         """Learn what others wait for since a bad call of this worker, before the next one."""
+        if self.closed:
+            raise RuntimeError(CLOSED)
         if self.talk.debt is not None:
             with self._engine.paused():
                 self.talk.settle()

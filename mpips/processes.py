@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import math
 import os
-import sys
-import threading
-import time
-import traceback
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from mpips import layout as layouts
 from mpips import meet, world
 from mpips import options as option_table
 from mpips.connect import connect
+from mpips.lastwords import install_hooks
 from mpips.layout import Layout
 from mpips.options import OptionError, Options
 from mpips.pure import Pure
@@ -26,8 +22,6 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 _open: list[Layout] = []
-
-LAST_WORDS = 0.5  # seconds for the launcher to read what was printed; MPICH's drops the rest when a rank aborts
 
 
 def create(kind: str, comm: MPI.Comm | None = None, **options: Any) -> KVStore:
@@ -83,41 +77,3 @@ def _part(layout: Layout) -> None:
     """All ranks end together: nobody's memory or messages are needed any more."""
     meet.exchange(layout.world, b"", "close", stall_seconds=math.inf)
     layout.free()
-
-
-_hooked = False
-
-
-def install_hooks() -> None:
-    """An uncaught exception in any thread prints its traceback and rank and aborts the job."""
-    global _hooked
-    if _hooked:
-        return
-    _hooked = True
-    before = sys.excepthook
-
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if issubclass(kind, KeyboardInterrupt):
-            before(kind, error, trace)
-        else:
-            traceback.print_exception(kind, error, trace)
-        abort(kind.__name__)
-
-    def thread_hook(args: threading.ExceptHookArgs) -> None:
-        if not issubclass(args.exc_type, SystemExit):
-            traceback.print_exception(args.exc_type, args.exc_value, args.exc_traceback)
-            abort(args.exc_type.__name__)
-
-    sys.excepthook = hook
-    threading.excepthook = thread_hook
-
-
-def abort(what: str, code: int = 1) -> None:
-    """End the job now, from this rank, with that exit code."""
-    from mpi4py import MPI
-
-    rank = MPI.COMM_WORLD.Get_rank()
-    print(f"mpips: {what} on rank {rank} of {MPI.COMM_WORLD.Get_size()}: the job ends", file=sys.stderr, flush=True)
-    sys.stdout.flush()
-    time.sleep(LAST_WORDS)
-    MPI.COMM_WORLD.Abort(code)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Sequence
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -16,13 +17,17 @@ from collectives.session import session
 from mpips.agreement import Agreement, Card
 from mpips.arguments import Name
 from mpips.compression import Compressor
+from mpips.inside import until
 from mpips.keys import Key
 from mpips.layout import Layout
 from mpips.optimizers import Optimizer, State
-from mpips.row_sparse import RowSparse
+from mpips.row_sparse import RowSparse, merge, update_rows
+from mpips.rows import packed, unpacked
 from mpips.session import Task
 
 Array = NDArray[Any]
+SUMS = "reproducible"
+"""The algorithm of pushes: how keys are cut changes no bit, so that overlap changes none."""
 
 
 class Pure:
@@ -101,9 +106,9 @@ class Pure:
 
     def _sum(self, flat: Array, out: Array) -> Task:
         if not self.stepwise:
-            collectives.allreduce(flat, self._comm, out=out)
+            collectives.allreduce(flat, self._comm, algorithm=SUMS, out=out)
             return
-        started = begin("allreduce", flat, self._comm, out=out)
+        started = begin("allreduce", flat, self._comm, algorithm=SUMS, out=out)
         while not started.test():
             yield
         started.wait()
@@ -139,7 +144,33 @@ class Pure:
         """Nobody waits for a single worker."""
 
     def push_rows(self, key: Key, rows: RowSparse, priority: int) -> Task:
-        return self.push(key, rows.to_dense().reshape(-1), priority)
+        """Every worker hears of all rows that anybody pushes; those are added up in the order of the workers."""
+        if self._compressor is not None:
+            yield from self.push(key, rows.to_dense().reshape(-1), priority)
+            return
+        key.round += 1
+        everyone = [rows.merged()]
+        yield from self._agreed(
+            Card("push of rows", self.calling or [key.name], True), lambda: self._everybodys(key, everyone)
+        )
+        total, stored = reduce(merge, everyone), self._stored[key.name]
+        if self._optimizer is None:
+            stored[...] = 0
+            stored.reshape(key.shape)[total.rows] = total.values
+            return
+        step, state = self._states.get(key.name) or (0, self._optimizer.init(stored))
+        update_rows(self._optimizer, stored.reshape(key.shape), total, state, step + 1)
+        self._states[key.name] = step + 1, state
+
+    def _everybodys(self, key: Key, rows: list[RowSparse]) -> Task:
+        """This worker's rows in, those of all workers out, in their order."""
+        session(self._comm).agree(f"push of rows of key {key.name!r}")
+        mine = packed(rows.pop())
+        sizes = np.empty(self._comm.Get_size(), np.int64)
+        yield from until(self._comm.Iallgather(np.array([mine.size], np.int64), sizes))
+        data, starts = np.empty(sizes.sum(), np.uint8), np.cumsum(sizes) - sizes
+        yield from until(self._comm.Iallgatherv(mine, [data, (sizes.tolist(), starts.tolist())]))
+        rows += [unpacked(data[a : a + n], key) for a, n in zip(starts.tolist(), sizes.tolist(), strict=True)]
 
     def pull(self, key: Key, flat: Array) -> Task:
         flat[...] = self._stored[key.name]

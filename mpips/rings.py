@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives import arena
-from mpips.messages import FRAME, FRAME_BYTES
+from mpips.messages import FRAME, FRAME_BYTES, ROUND, ROUND_AT
 
 SLOTS = 256
 WORDS = 4  # of a worker: request tail, request head, reply tail, reply head
@@ -83,6 +83,17 @@ class Ring:
         if tail - self._words[self._head_word] >= SLOTS:
             return False
         FRAME.pack_into(self._slots, self._base + (tail % SLOTS) * FRAME_BYTES, *fields)
+        self._tail = self._words[self._tail_word] = tail + 1
+        return True
+
+    def again(self, frame: bytes, round_: int) -> bool:
+        """Write a packed frame with another round; False where the ring is full."""
+        tail = self._tail
+        if tail - self._words[self._head_word] >= SLOTS:
+            return False
+        slot = self._base + (tail % SLOTS) * FRAME_BYTES
+        self._slots[slot : slot + FRAME_BYTES] = frame
+        ROUND.pack_into(self._slots, slot + ROUND_AT, round_)
         self._tail = self._words[self._tail_word] = tail + 1
         return True
 

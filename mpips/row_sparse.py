@@ -9,6 +9,8 @@ import numpy as np
 
 from mpips.optimizers import Optimizer, State
 
+ROWS_AT_A_TIME = 4096  # what is gathered of weights and state beside them
+
 
 @dataclass(frozen=True, eq=False)
 class RowSparse:
@@ -52,7 +54,8 @@ class RowSparse:
         order = np.argsort(self.rows, kind="stable")
         rows = self.rows[order]
         starts = np.flatnonzero(np.concatenate(([True], rows[1:] != rows[:-1])))
-        return RowSparse(rows[starts], np.add.reduceat(self.values[order], starts, axis=0), self.shape)
+        sums = np.add.reduceat(self.values[order], starts, axis=0, dtype=self.values.dtype)
+        return RowSparse(rows[starts], sums, self.shape)
 
     def to_dense(self) -> np.ndarray:
         """The array of shape `shape`, zeros included."""
@@ -85,6 +88,17 @@ def add(parts: Sequence[RowSparse]) -> RowSparse:
     return RowSparse(rows, np.concatenate([part.values for part in parts]), first.shape).merged()
 
 
+def merge(a: RowSparse, b: RowSparse) -> RowSparse:
+    """a + b, both merged, without a copy of both beside the sum."""
+    rows = np.union1d(a.rows, b.rows)
+    values = np.zeros((len(rows), *a.shape[1:]), a.dtype)
+    values[np.searchsorted(rows, a.rows)] = a.values
+    for start in range(0, len(b.rows), ROWS_AT_A_TIME):
+        part = slice(start, start + ROWS_AT_A_TIME)
+        values[np.searchsorted(rows, b.rows[part])] += b.values[part]
+    return RowSparse(rows, values, a.shape)
+
+
 def update_rows(optimizer: Optimizer, weights: np.ndarray, gradient: RowSparse, state: State, step: int) -> None:
     """Update only the gradient's rows of `weights` (of shape `gradient.shape`) and of `state`, in place.
 
@@ -95,9 +109,11 @@ def update_rows(optimizer: Optimizer, weights: np.ndarray, gradient: RowSparse, 
         raise ValueError(f"weights {weights.shape} and RowSparse gradient {gradient.shape} differ in shape")
     once = gradient.merged()
     tables = [array.reshape(weights.shape) for array in state]
-    chosen, chosen_state = weights[once.rows], [table[once.rows] for table in tables]
-    values = np.ascontiguousarray(once.values, dtype=weights.dtype)
-    optimizer.update(chosen.reshape(-1), values.reshape(-1), [part.reshape(-1) for part in chosen_state], step)
-    weights[once.rows] = chosen
-    for table, part in zip(tables, chosen_state):
-        table[once.rows] = part
+    for start in range(0, len(once.rows), ROWS_AT_A_TIME):
+        rows = once.rows[start : start + ROWS_AT_A_TIME]
+        chosen, chosen_state = weights[rows], [table[rows] for table in tables]
+        values = np.ascontiguousarray(once.values[start : start + ROWS_AT_A_TIME], dtype=weights.dtype)
+        optimizer.update(chosen.reshape(-1), values.reshape(-1), [part.reshape(-1) for part in chosen_state], step)
+        weights[rows] = chosen
+        for table, part in zip(tables, chosen_state):
+            table[rows] = part

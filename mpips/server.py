@@ -17,7 +17,7 @@ from mpips.compression import Compressor
 from mpips.layout import Layout
 from mpips.lines import TAG_FRAME, Line
 from mpips.messages import Coding, Frame, Op, UnitCard
-from mpips.remote import Blocks, Postman, small_payload
+from mpips.remote import Blocks, Letter, Postman
 from mpips.rings import Rings
 from mpips.server_state import Replies, ServerState
 from mpips.sources import Compressed, Elements, Rows
@@ -28,8 +28,18 @@ if TYPE_CHECKING:
 
 AHEAD_SECONDS = 2e-3
 SPIN_SECONDS = 1e-3
+SLEEP_SECONDS = (1e-4, 2e-3)  # the shortest and the longest sleep between two looks
+SLEEP_SHARE = 0.02  # of the time without anything to do so far: so much later it may hear what ends that
 TICK_SECONDS = 0.05
 VIEWS = 4096
+MOST_THREADS = 4  # more than a few cores only wait for memory
+
+
+def _threads(layout: Layout) -> int:
+    """Cores for a long sum: workers wait meanwhile, so the servers of a node share all that this one may use."""
+    servers = range(layout.num_workers, layout.num_workers + layout.num_servers)
+    here = sum(layout.same_node(layout.rank, server) for server in servers)
+    return max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) // here))
 
 
 class Server:
@@ -45,7 +55,7 @@ class Server:
         self._remote = remote
         self._state = ServerState(
             range(layout.num_workers), layout.asynchronous, options.staleness, options.stall_seconds,
-            options.timeout_seconds, remote,
+            options.timeout_seconds, remote, _threads(layout),
         )  # fmt: skip
         self._postman = Postman(layout.world, options.chunks_in_flight)
         self._compressor: Compressor | None = None
@@ -56,8 +66,8 @@ class Server:
         self._deferred: list[tuple[int, Frame]] = []
         self._sources: dict[tuple[int, ...], Elements] = {}
         self._handlers: dict[int, Callable[[int, Frame], Replies]] = {
-            Op.REFUSE: self._refuse, Op.PULL: self._pull, Op.RELEASE: self._release,
-            Op.SET: self._set, Op.CONTROL: self._control, Op.BYE: self._bye,
+            Op.REFUSE: self._refuse, Op.PULL: self._pull, Op.PULL_ROWS: self._pull_rows,
+            Op.RELEASE: self._release, Op.SET: self._set, Op.CONTROL: self._control, Op.BYE: self._bye,
         }  # fmt: skip
 
     def serve(self) -> None:
@@ -91,7 +101,7 @@ class Server:
                 next_tick = now + TICK_SECONDS
                 self._send(state.tick(now))
             if now - idle_since > SPIN_SECONDS and (self._remote or not state.ready):
-                time.sleep(1e-4 if now - idle_since < 2e-2 else 5e-4)
+                time.sleep(min(max(SLEEP_SHARE * (now - idle_since), SLEEP_SECONDS[0]), SLEEP_SECONDS[1]))
         self._postman.finish(self._lines)
 
     # ---- in
@@ -136,6 +146,10 @@ class Server:
     def _pull(self, worker: int, frame: Frame) -> Replies:
         return self._state.pulled(frame.unit, worker, frame.round)
 
+    def _pull_rows(self, worker: int, frame: Frame) -> Replies:
+        rows = np.frombuffer(self._lines[worker].body(frame), np.int64)
+        return self._state.pulled(frame.unit, worker, frame.round, rows)
+
     def _release(self, worker: int, frame: Frame) -> Replies:
         self._state.released(frame.unit, worker)
         return []
@@ -154,16 +168,18 @@ class Server:
         line = self._lines[worker]
         if frame.coding == Coding.PLAIN and not line.local:
             return Blocks(self._postman, line, worker, unit, frame)
-        if line.local:
-            payload = self._view(frame)
-            if frame.coding == Coding.GROWING:
-                values = payload[64:].view(unit.stored.dtype)
-                filled = memoryview(payload[:8].view(np.uint64))  # type: ignore[arg-type]
-                return Elements(values, filled, (frame.round - 1) * unit.blocks)  # type: ignore[arg-type]
-        else:
-            payload = small_payload(self._layout.world, worker, unit.number, frame.nbytes)
+        if not line.local:
+            return Letter(self._postman, line, worker, unit, frame, lambda payload: self._coded(payload, frame, unit))
+        payload = self._view(frame)
+        if frame.coding == Coding.GROWING:
+            values = payload[64:].view(unit.stored.dtype)
+            filled = memoryview(payload[:8].view(np.uint64))  # type: ignore[arg-type]
+            return Elements(values, filled, (frame.round - 1) * unit.blocks)  # type: ignore[arg-type]
         if frame.coding == Coding.PLAIN:
-            return Elements(payload.view(unit.stored.dtype), reusable=line.local)
+            return Elements(payload.view(unit.stored.dtype), reusable=True)
+        return self._coded(payload, frame, unit)
+
+    def _coded(self, payload: NDArray[np.uint8], frame: Frame, unit: Unit) -> Source:
         if frame.coding == Coding.ROWS:
             shape = (unit.stored.size // max(1, unit.row_elements), unit.row_elements)
             return Rows(payload, frame.aux, shape, unit.stored.dtype)
@@ -184,6 +200,8 @@ class Server:
 
     def _send(self, replies: list[Reply]) -> None:
         for reply in replies:
+            if reply.worker in self._state.gone:
+                continue  # it hears nothing more; a later store would
             line = self._lines[reply.worker]
             if reply.text:
                 if reply.what == "WARNING":
@@ -193,7 +211,7 @@ class Server:
                 )
             elif reply.what == "GRANT" and not line.local:
                 unit = self._state.units[reply.unit]
-                self._postman.ship(unit, reply.worker)
+                self._postman.ship(unit, reply.worker, reply.rows)
             else:
                 line.post(Op[reply.what], reply.unit, reply.round)
 
@@ -221,6 +239,7 @@ class Server:
                 return self._create(units)
             case messages.Forget(units):
                 self._state.forget(units)
+                self._make_room()
                 self._sources = {key: source for key, source in self._sources.items() if key[0] in self._state.units}
             case messages.SetOptimizer(data):
                 self._state.set_optimizer(optimizers.decode(data))
@@ -261,7 +280,11 @@ class Server:
             self._state.create(
                 Unit(card.number, card.key, stored, mine, card.contributors, card.block_elements, card.row_elements)
             )
+        self._make_room()
         word_region, region = arena.locate(word_memory), arena.locate(memory)
         assert word_region is not None
         assert region is not None
         return messages.Created(tuple(word_region), tuple(region))
+
+    def _make_room(self) -> None:
+        self._postman.buffers.limit = sum(unit.stored.nbytes for unit in self._state.units.values())

@@ -17,36 +17,31 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from mpips.optimizers import Optimizer
-from mpips.row_sparse import RowSparse, add, update_rows
+from mpips.sums import Replies, Sums
 from mpips.unit import Reply, Source, Unit
 
-BURST = 4  # blocks done before the server listens again
 Array = NDArray[Any]
-Replies = list[Reply]
 
 
-class ServerState:
+class ServerState(Sums):
     """All units of one server. `clock` values are seconds of any monotonic clock."""
 
     def __init__(
         self, workers: Sequence[int], asynchronous: bool, staleness: int = -1, stall_seconds: float = 60.0,
-        timeout_seconds: float = 0.0, remote: Iterable[int] = (),
+        timeout_seconds: float = 0.0, remote: Iterable[int] = (), threads: int = 1,
     ) -> None:  # fmt: skip
+        super().__init__(remote, threads)
         self.workers = tuple(workers)
         self.asynchronous, self.staleness = asynchronous, staleness
         self.stall_seconds, self.timeout_seconds = stall_seconds, timeout_seconds
-        self.remote = frozenset(remote)
         self.units: dict[int, Unit] = {}
-        self.optimizer: Optimizer | None = None
         self.gone: set[int] = set()
         self.ready: dict[int, Unit] = {}  # units with work that can be done, or may be by now
         self.open: dict[int, Unit] = {}  # units with contributions that wait for others
         self.setting: deque[tuple[Unit, Source, int]] = deque()
-        self._scratch = np.empty(0, np.uint8)
 
     # ---- events
 
@@ -112,10 +107,10 @@ class ServerState:
         self.ready[number] = unit
         return self._open_round(unit)
 
-    def pulled(self, number: int, worker: int, round_: int) -> Replies:
-        """A worker asks to read a unit once `round_` of its own pushes count."""
+    def pulled(self, number: int, worker: int, round_: int, rows: Array | None = None) -> Replies:
+        """A worker asks to read a unit, or some rows of it, once `round_` of its own pushes count."""
         unit = self.units[number]
-        unit.pulls.append((worker, round_))
+        unit.pulls.append((worker, round_, rows))
         return self._grant(unit)
 
     def released(self, number: int, worker: int) -> None:
@@ -174,7 +169,9 @@ class ServerState:
                     return True, replies
         if ahead and not self.asynchronous:
             for unit in self.open.values():
-                if not unit.poison and unit.queues[unit.ahead] and not isinstance(unit.queues[unit.ahead][0], str):
+                if not unit.missing or unit.poison or not unit.queues[unit.ahead]:
+                    continue
+                if not isinstance(unit.queues[unit.ahead][0], str):
                     worked, replies = self._accumulate(unit)
                     if worked:
                         return True, replies
@@ -225,11 +222,6 @@ class ServerState:
             f"ranks {came} have pushed"
         )
 
-    def _scratch_block(self, dtype: np.dtype, size: int) -> Array:
-        if self._scratch.nbytes < size * dtype.itemsize:
-            self._scratch = np.empty(size * dtype.itemsize, np.uint8)
-        return self._scratch[: size * dtype.itemsize].view(dtype)
-
     # ---- synchronous
 
     def _sync(self, unit: Unit) -> tuple[bool, Replies]:
@@ -248,150 +240,13 @@ class ServerState:
                     return self._sum_there(unit, steady)
                 if not any(source.coded for source in sources):
                     return self._sum_blocks(unit, sources)
-            if unit.accumulator is None and (worked := self._apply_rows(unit, sources)) is not None:
-                return worked
+            if unit.accumulator is None:
+                return self._sum_rows(unit, sources)
             if unit.ahead < len(sources):
                 return self._accumulate(unit)
             return self._apply_accumulator(unit)
         except (TypeError, ValueError) as error:
             return True, self._fail(unit, f"key {unit.key!r}: the update on the server failed: {error}")
-
-    def _sum_there(self, unit: Unit, arrays: Sequence[Array]) -> tuple[bool, Replies]:
-        """Sum and apply blocks of contributions that are all there."""
-        blocks, size = unit.blocks, unit.block_elements
-        for number in range(unit.block, min(unit.block + BURST, blocks)):
-            start = number * size
-            stop = min(start + size, unit.stored.size)
-            parts = arrays if blocks == 1 else [array[start:stop] for array in arrays]
-            replies = self._apply(unit, self._sum(unit, parts, start, stop), start, stop)
-        return True, replies
-
-    def _sum_blocks(self, unit: Unit, sources: Sequence[Source]) -> tuple[bool, Replies]:
-        """Sum a few blocks over the contributors, in their order, and apply them."""
-        if not all(source.local for source in sources):
-            return self._sum_arriving(unit, sources)
-        began = unit.block
-        for _ in range(BURST):
-            number = unit.block
-            if not all(source.ready(number) for source in sources):
-                return number > began, []
-            start, stop = unit.bounds(number)
-            parts = [source.part(number, start, stop) for source in sources]
-            replies = self._apply(unit, self._sum(unit, parts, start, stop), start, stop)
-            if not unit.block:
-                return True, replies
-        return True, []
-
-    def _sum_arriving(self, unit: Unit, sources: Sequence[Source]) -> tuple[bool, Replies]:
-        """Sum one block whose contributions come as messages; goes on later where one is not there yet."""
-        number, count, first = unit.block, len(sources), unit.part
-        start, stop = unit.bounds(number)
-        if unit.total is None:
-            unit.total = np.empty(stop - start, unit.stored.dtype)
-        while unit.part < count and sources[unit.part].ready(number):
-            part = sources[unit.part].part(number, start, stop)
-            if unit.part:
-                np.add(unit.total, part, out=unit.total)
-            else:
-                unit.total[...] = part
-            unit.part += 1
-        if unit.part < count:
-            for source in sources[unit.part + 1 :]:
-                source.ready(number)  # it may start to come; or else all servers would wait for the same worker's link
-            return unit.part > first, []
-        total, unit.part, unit.total = unit.total, 0, None
-        return True, self._apply(unit, total, start, stop)
-
-    def _sum(self, unit: Unit, parts: Sequence[Array], start: int, stop: int) -> Array | None:
-        """The parts added from first to last; None where the stored block was replaced by the sum."""
-        if len(parts) == 1:
-            return parts[0]
-        if self.optimizer is None:
-            total = unit.stored[start:stop]
-        else:
-            total = self._scratch_block(unit.stored.dtype, stop - start)
-        np.add(parts[0], parts[1], out=total)
-        for part in parts[2:]:
-            np.add(total, part, out=total)
-        return None if self.optimizer is None else total
-
-    def _apply(self, unit: Unit, total: Array | None, start: int, stop: int) -> Replies:
-        """Update the stored block by the sum (None: it has replaced the block already); the last block ends a round."""
-        if total is not None:
-            self._update(unit, start, stop, total)
-        unit.block += 1
-        if unit.block == unit.blocks:
-            return self._finish(unit)
-        unit.words[0] = unit.round * unit.blocks + unit.block
-        return []
-
-    def _update(self, unit: Unit, start: int, stop: int, gradient: Array) -> None:
-        if self.optimizer is None:
-            unit.stored[start:stop] = gradient
-            return
-        if unit.state is None:
-            unit.state, unit.step = self.optimizer.init(unit.stored), 0
-        if start == 0:
-            unit.step += 1
-        state = [array[start:stop] for array in unit.state]
-        self.optimizer.update(unit.stored[start:stop], gradient, state, unit.step)
-
-    def _apply_rows(self, unit: Unit, sources: Sequence[Source]) -> tuple[bool, Replies] | None:
-        """A round to which everybody contributes rows updates only those rows; None where others contribute too."""
-        if not all(source.coded and source.ready(0) for source in sources):
-            return None
-        parts = [source.rows() for source in sources]
-        if any(part is None for part in parts):
-            return None
-        self._update_rows(unit, add(parts))  # type: ignore[arg-type]
-        return True, self._finish(unit)
-
-    def _update_rows(self, unit: Unit, gradient: RowSparse) -> None:
-        table = unit.stored.reshape(gradient.shape)
-        if self.optimizer is None:
-            table[...] = 0
-            table[gradient.rows] = gradient.values
-            return
-        if unit.state is None:
-            unit.state, unit.step = self.optimizer.init(unit.stored), 0
-        unit.step += 1
-        update_rows(self.optimizer, table, gradient, unit.state, unit.step)
-
-    def _accumulate(self, unit: Unit) -> tuple[bool, Replies]:
-        """Add the next contributor, or a block of it, to the accumulator."""
-        source = unit.queues[unit.ahead][0]
-        assert not isinstance(source, str)
-        if not source.ready(unit.ahead_block):
-            return False, []
-        if unit.accumulator is None:
-            unit.accumulator = np.zeros_like(unit.stored)
-        if source.coded:
-            source.add_to(unit.accumulator)
-            unit.ahead_block = unit.blocks
-        else:
-            start, stop = unit.bounds(unit.ahead_block)
-            part = source.part(unit.ahead_block, start, stop)
-            if unit.ahead:
-                unit.accumulator[start:stop] += part
-            else:
-                unit.accumulator[start:stop] = part
-            unit.ahead_block += 1
-        if unit.ahead_block < unit.blocks:
-            return True, []
-        unit.ahead_block = 0
-        unit.ahead += 1
-        return True, self._consumed(unit, unit.ahead - 1, unit.round + 1)
-
-    def _apply_accumulator(self, unit: Unit) -> tuple[bool, Replies]:
-        assert unit.accumulator is not None
-        start, stop = unit.bounds(unit.block)
-        return True, self._apply(unit, unit.accumulator[start:stop], start, stop)
-
-    def _consumed(self, unit: Unit, index: int, round_: int) -> Replies:
-        unit.words[1 + index] = round_
-        if unit.contributors[index] in self.remote:
-            return [Reply("CONSUMED", unit.contributors[index], unit.number, round_)]
-        return []
 
     def _drop(self, unit: Unit) -> tuple[bool, Replies]:
         """End a failed round once everybody has come to it or has left."""
@@ -399,6 +254,9 @@ class ServerState:
             self.ready.pop(unit.number, None)
             return False, []
         unit.poison = ""
+        for queue in unit.queues:
+            if queue and not isinstance(queue[0], str):
+                queue[0].drop()
         return True, self._finish(unit)
 
     def _finish(self, unit: Unit) -> Replies:
@@ -406,7 +264,7 @@ class ServerState:
         told = unit.ahead
         unit.round += 1
         unit.block = unit.part = unit.ahead = unit.ahead_block = 0
-        unit.accumulator = unit.total = None
+        unit.accumulator = unit.total = unit.rows = None
         unit.pop()
         words, round_ = unit.words, unit.round
         for index in range(told, len(unit.queues)):
@@ -461,28 +319,6 @@ class ServerState:
         replies += self._consumed(unit, index, unit.done[index])
         return True, replies + self._grant(unit)
 
-    def _async_block(self, unit: Unit, source: Source | str) -> tuple[bool, bool]:
-        """Apply the next block of one contribution: (whether something was done, whether it was the last)."""
-        if isinstance(source, str):
-            return True, True
-        if self.optimizer is None:
-            raise ValueError("an asynchronous store needs an optimizer; call set_optimizer before the first push")
-        if not source.ready(unit.block):
-            return False, False
-        if source.coded:
-            rows = source.rows()
-            if rows is not None:
-                self._update_rows(unit, rows)
-            else:
-                total = np.zeros_like(unit.stored)
-                source.add_to(total)
-                self._update(unit, 0, total.size, total)
-            return True, True
-        start, stop = unit.bounds(unit.block)
-        self._update(unit, start, stop, source.part(unit.block, start, stop))
-        unit.block += 1
-        return True, unit.block == unit.blocks
-
     def _too_far(self, unit: Unit, steps: int) -> bool:
         """Whether a worker after `steps` pushes of the unit is more than `staleness` ahead of the slowest."""
         if self.staleness < 0:
@@ -500,12 +336,12 @@ class ServerState:
             return []
         replies: Replies = []
         waiting = []
-        for worker, round_ in unit.pulls:
+        for worker, round_, rows in unit.pulls:
             if self._may_read(unit, worker, round_):
                 unit.readers += 1
-                replies.append(Reply("GRANT", worker, unit.number, round_))
+                replies.append(Reply("GRANT", worker, unit.number, round_, rows=rows))
             else:
-                waiting.append((worker, round_))
+                waiting.append((worker, round_, rows))
         unit.pulls = waiting
         return replies
 

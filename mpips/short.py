@@ -1,4 +1,4 @@
-"""The short way of a push and a pull: one key of a synchronous store whose parts are all on this node, uncompressed.
+"""The short way of push, pull and pushpull: one key of a synchronous store, all parts on this node, uncompressed.
 
 It does what `session.Session` does in the general case, in a fraction of the time, and leaves to the session whatever
 has to be waited for longer than a moment. Every call returns what is left to be waited for, or None.
@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 from numpy.typing import NDArray
 
 from collectives import arena
 from collectives.arena import Region
-from mpips.messages import Op
+from mpips.lines import SharedLine
+from mpips.messages import FRAME, Op
 
 if TYPE_CHECKING:
     from mpips.keys import Key, Part
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 
 Array = NDArray[Any]
 Task = Generator[None, None, None]
+Again = Callable[[bytes, int], None]
 YIELDS = 500
 PUSH = int(Op.PUSH)
 
@@ -33,6 +36,10 @@ class Short(Protocol):
     def push(self, array: Array, priority: int) -> Task | None: ...
 
     def pull(self, out: Array) -> Task | None: ...
+
+    def pushpull(self, array: Array, out: Array, priority: int) -> Task | None:
+        """Read the result behind the servers, while they still sum what follows."""
+        ...
 
 
 def make(session: Session, key: Key, small_bytes: int) -> Short:
@@ -52,55 +59,66 @@ def came(words: Any, word: int, count: int) -> bool:
     return False
 
 
-class Places:
-    """Where arrays lie in node-shared memory; remembers the last one, as a training loop pushes the same again."""
+class Frames:
+    """The packed frames that push an array of node-shared memory; kept, as a training loop pushes the same again."""
 
-    __slots__ = ("_last", "_region")
+    __slots__ = ("_frames", "_last", "_parts", "_priority")
 
-    def __init__(self) -> None:
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self._parts = parts
         self._last: Callable[[], Array | None] = lambda: None
-        self._region: Region | None = None
+        self._priority = 0
+        self._frames: list[tuple[Again, bytes]] = []
 
-    def find(self, array: Array) -> Region | None:
-        """As `arena.locate`."""
-        if self._last() is not array:
-            self._region, self._last = arena.locate(array), weakref.ref(array)
-        return self._region
+    def of(self, array: Array, priority: int) -> list[tuple[Again, bytes]]:
+        """For every part how to post its frame, and the frame; empty where the array lies elsewhere."""
+        if self._last() is not array or self._priority != priority:
+            region = arena.locate(array)
+            size = array.itemsize
+            self._frames = [] if region is None else [
+                packed(part, region._replace(
+                    offset=region.offset + part.start * size, nbytes=(part.stop - part.start) * size
+                ), priority)
+                for part in self._parts
+            ]  # fmt: skip
+            self._last, self._priority = weakref.ref(array), priority
+        return self._frames
+
+
+def packed(part: Part, region: Region, priority: int) -> tuple[Again, bytes]:
+    """A push of the part: how to post it, and the frame but for its round."""
+    assert isinstance(part.line, SharedLine)
+    return part.line.again, FRAME.pack(PUSH, 0, 0, priority, part.number, 0, 0, *region, 0)
+
+
+def apart(array: Array, out: Array) -> bool:
+    """Whether a result may be written to `out` while servers still read later elements of `array`."""
+    return out is array or not np.may_share_memory(array, out)
 
 
 class OneBlock:
     """A key that is one block on one server."""
 
     __slots__ = (
-        "_copy", "_in_place", "_key", "_line", "_mine", "_number", "_part", "_places", "_session", "_stored", "_words",
+        "_copies", "_copy", "_frames", "_key", "_line", "_mine", "_part", "_session", "_stored", "_words",
     )  # fmt: skip
 
     def __init__(self, session: Session, key: Key, part: Part, small_bytes: int) -> None:
         assert part.stored is not None
         self._session, self._key, self._part = session, key, part
-        self._words, self._mine, self._number, self._line = part.words, part.mine, part.number, part.line
-        self._in_place = key.nbytes > small_bytes
+        self._words, self._mine, self._line = part.words, part.mine, part.line
+        self._frames = Frames([part]) if key.nbytes > small_bytes else None
         self._stored = part.stored.reshape(key.shape)
         self._copy: Array | None = None
-        self._places = Places()
+        self._copies: dict[int, tuple[Again, bytes]] = {}
 
     def push(self, array: Array, priority: int) -> Task | None:
         key = self._key
         if key.failed or self._words[self._mine] != key.round:
             return self._session.push_long(key, array, priority)
-        if self._in_place and (region := self._places.find(array)) is not None:
-            key.round = round_ = key.round + 1
-            self._line.post(PUSH, self._number, round_, region, 0, priority)
-            if came(self._words, self._mine, round_):
-                return None
-            return self._session.drained(key, round_, [self._part])
-        copy = self._copy
-        if copy is None:
-            copy = self._copy = self._session.outbox(key, self._part).reshape(key.shape)
-        copy[...] = array
-        key.round = round_ = key.round + 1
-        self._line.post(PUSH, self._number, round_, self._part.plain, 0, priority)
-        return None
+        if not self._post(array, priority) or came(self._words, self._mine, key.round):
+            return None
+        return self._session.drained(key, key.round, [self._part])
 
     def pull(self, out: Array) -> Task | None:
         key = self._key
@@ -109,29 +127,49 @@ class OneBlock:
         out[...] = self._stored
         return None
 
+    def pushpull(self, array: Array, out: Array, priority: int) -> Task | None:
+        key = self._key
+        if key.failed or self._words[self._mine] != key.round:
+            return then_pull(self._session, key, self._session.push_long(key, array, priority), out)
+        self._post(array, priority)  # who can read the result knows that the server has read the array
+        return self.pull(out)
+
+    def _post(self, array: Array, priority: int) -> bool:
+        """Contribute; whether the array itself is read, so that it must stay as it is."""
+        frames = self._frames.of(array, priority) if self._frames is not None else None
+        post, frame = frames[0] if frames else self._copied(array, priority)
+        self._key.round += 1
+        post(frame, self._key.round)
+        return bool(frames)
+
+    def _copied(self, array: Array, priority: int) -> tuple[Again, bytes]:
+        """How to push a copy of the array, which is made."""
+        copy = self._copy
+        if copy is None:
+            copy = self._copy = self._session.outbox(self._key, self._part).reshape(self._key.shape)
+        copy[...] = array
+        if priority not in self._copies:
+            self._copies = {priority: packed(self._part, self._part.plain, priority)}
+        return self._copies[priority]
+
 
 class Blocks:
     """A key of several blocks, perhaps on several servers."""
 
-    __slots__ = ("_in_place", "_key", "_places", "_session")
+    __slots__ = ("_frames", "_key", "_session", "_small")
 
     def __init__(self, session: Session, key: Key, small_bytes: int) -> None:
-        self._session, self._key, self._in_place = session, key, key.nbytes > small_bytes
-        self._places = Places()
+        self._session, self._key, self._small = session, key, key.nbytes <= small_bytes
+        self._frames = Frames(key.parts)
 
     def push(self, array: Array, priority: int) -> Task | None:
         key, parts = self._key, self._key.parts
-        region = self._places.find(array) if self._in_place else None
-        if region is None or key.failed or any(part.words[part.mine] != key.round for part in parts):
-            return self._session.push_long(key, array, priority)
-        key.round = round_ = key.round + 1
-        itemsize = key.dtype.itemsize
+        left = self._post(array, priority)
+        if left is not None:
+            return left
         for part in parts:
-            place = (*region[:3], region.offset + part.start * itemsize, (part.stop - part.start) * itemsize)
-            part.line.post(PUSH, part.number, round_, place, 0, priority)
-        for part in parts:
-            if not came(part.words, part.mine, round_):
-                return self._session.drained(key, round_, parts)
+            if not came(part.words, part.mine, key.round):
+                return self._session.drained(key, key.round, parts)
         return None
 
     def pull(self, out: Array) -> Task | None:
@@ -149,3 +187,28 @@ class Blocks:
             if part.line.waiting():
                 return self._session.pull(key, flat, key.parts)
         return None
+
+    def pushpull(self, array: Array, out: Array, priority: int) -> Task | None:
+        left = self._post(array, priority) if apart(array, out) else self.push(array, priority)
+        return self.pull(out) if left is None else then_pull(self._session, self._key, left, out)
+
+    def _post(self, array: Array, priority: int) -> Task | None:
+        """Contribute; the array must stay as it is until the servers have read it, or the task has ended."""
+        key = self._key
+        frames = None if self._small or key.failed else self._frames.of(array, priority)
+        if not frames:
+            return self._session.push_long(key, array, priority)
+        round_ = key.round
+        for part in key.parts:
+            if part.words[part.mine] != round_:
+                return self._session.push_long(key, array, priority)
+        key.round = round_ = round_ + 1
+        for post, frame in frames:
+            post(frame, round_)
+        return None
+
+
+def then_pull(session: Session, key: Key, push: Task, out: Array) -> Task:
+    """A push that takes longer, and the pull after it."""
+    yield from push
+    yield from session.pull(key, out.reshape(-1), key.parts)

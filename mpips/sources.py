@@ -19,6 +19,7 @@ class Elements:
 
     local = True
     coded = False
+    sparse = False
 
     def __init__(
         self, array: Array, filled: Sequence[int] | memoryview | None = None, before: int = 0, reusable: bool = False
@@ -36,8 +37,11 @@ class Elements:
     def add_to(self, out: Array) -> None:
         out += self.array
 
-    def rows(self) -> RowSparse | None:
-        return None
+    def rows(self) -> RowSparse:
+        raise TypeError("the payload is not row-sparse")
+
+    def drop(self) -> None:
+        pass
 
 
 class Compressed:
@@ -45,6 +49,7 @@ class Compressed:
 
     local = True
     coded = True
+    sparse = False
     steady: Array | None = None
 
     def __init__(self, payload: Array, compressor: Compressor) -> None:
@@ -59,8 +64,11 @@ class Compressed:
     def add_to(self, out: Array) -> None:
         self._compressor.decode(self._payload, out, add=True)
 
-    def rows(self) -> RowSparse | None:
-        return None
+    def rows(self) -> RowSparse:
+        raise TypeError("the payload is not row-sparse")
+
+    def drop(self) -> None:
+        pass
 
 
 class Rows:
@@ -68,6 +76,7 @@ class Rows:
 
     local = True
     coded = True
+    sparse = True
     steady: Array | None = None
 
     def __init__(self, payload: Array, count: int, shape: tuple[int, ...], dtype: np.dtype) -> None:
@@ -84,5 +93,8 @@ class Rows:
     def add_to(self, out: Array) -> None:
         self._rows.add_to(out.reshape(self._rows.shape))
 
-    def rows(self) -> RowSparse | None:
+    def rows(self) -> RowSparse:
         return self._rows
+
+    def drop(self) -> None:
+        pass

@@ -17,7 +17,7 @@ from mpips.assembly import Assembly
 from mpips.engine import Engine, Handle
 from mpips.keys import Key
 from mpips.layout import Layout
-from mpips.operations import Operations
+from mpips.operations import CLOSED, Operations
 from mpips.optimizers import Optimizer
 from mpips.pure import Pure
 from mpips.row_sparse import RowSparse
@@ -187,9 +187,17 @@ class KVStore:
     def ipush(self, key: Any, value: Any, priority: int = 0, turns: Sequence[Hashable] = ()) -> Handle:
         """`push` that returns a handle at once; the arrays must stay as they are until it is done.
 
-        Operations on one key run in program order; so do those with one of `turns` (any hashable names) in common.
+        Operations on one key run in program order; so do those with one of `turns` (any hashable names) in common. Of
+        those that may run, higher priority goes first; but in program order where they hold collectives (`mpi_*` kinds,
+        and stores without servers), as these must start in one order on all workers.
         """
         return self._operations.start("push", key, value, None, priority, turns)
+
+    def taken(self, key: Any, push: Handle) -> Handle:
+        """A handle that ends when the servers have read what `push`, the last `ipush` of these keys, sends. (The push
+        ends when its arrays may be overwritten.) It is `push` itself where that is all that can be known: without
+        servers, and in asynchronous stores."""
+        return self._operations.taken(key, push)
 
     def pull(self, key: Any, out: Any, priority: int = 0, ignore_sparse: bool = True) -> None:
         """Write the keys' values into `out`, after this worker's pushes of them; returns when they are there."""
@@ -209,8 +217,7 @@ class KVStore:
         if record is None or not self._quick_target(key, value, out):
             self._operations.do("pushpull", key, value, out, priority)
         else:
-            self._quick_push(record, value, priority)
-            self._quick_pull(record, value if out is None else out, priority)
+            self._quick_pushpull(record, value, value if out is None else out, priority)
 
     def ipushpull(
         self, key: Any, value: Any, out: Any = None, priority: int = 0, turns: Sequence[Hashable] = ()
@@ -234,8 +241,10 @@ class KVStore:
         """
         if self._closed:
             return
-        self._closed = True
+        self._closed = self._operations.closed = True
         atexit.unregister(self.close)
+        for key in self._keys.values():
+            key.short = None
         try:
             self._engine.finish()
         finally:
@@ -276,8 +285,17 @@ class KVStore:
         if left is not None:
             self._operations.run([key.name], left, priority, "pull", "pull")
 
+    def _quick_pushpull(self, key: Key, array: Array, out: Array, priority: int) -> None:
+        self._operations.count(key.name)
+        assert key.short is not None
+        left = key.short.pushpull(array, out, priority)
+        if left is not None:
+            self._operations.run([key.name], left, priority, "pushpull", "pushpull")
+
     def _settle(self) -> None:
         """Finish what is under way, so that a setting counts from the next push on."""
+        if self._closed:
+            raise RuntimeError(CLOSED)
         self._engine.finish()
         self._run([], self._backend.settle(list(self._keys.values())), 0, "settle")
 
@@ -285,11 +303,15 @@ class KVStore:
         """What `make` returns, or the sentence of its error, to be told to everybody."""
         return self._assembly.attempt(make)
 
-    def _agree(self, what: str, items: list[tuple[Name, str]], refusal: str) -> None:
-        """All workers ask for the same, or all raise the same sentence."""
+    def _agree(
+        self, what: str, items: list[tuple[Name, str]], refusal: str, noun: str = "key", data: bytes = b""
+    ) -> list[bytes]:
+        """All workers ask for the same, and learn everybody's data, or all raise the same sentence."""
+        if self._closed:
+            raise RuntimeError(CLOSED)
         if self._alone:
             self._engine.finish()  # the communication thread may not use MPI beside this one
-        self._assembly.agree(what, items, refusal)
+        return self._assembly.agree(what, items, refusal, noun, data)
 
     def _meet(self, what: str) -> None:
         """Before a meeting: where pushes are collectives of all workers, see that nobody is in one."""

@@ -5,14 +5,22 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 import collectives
 from mpips import optimizers
+from mpips.arguments import Name
 from mpips.optimizers import Elastic1, Elastic2, Optimizer, Updater
+from mpips.overlap import job
 from mpips.overlap.exchange import Overlapped
+from mpips.overlap.model import check
+from mpips.overlap.profile import Profile
+from mpips.overlap.profile import save as save_profile
+from mpips.overlap.report import Recorder, Report, blocking
+from mpips.store import KVStore
 
 INTERVAL = 64
 """Iterations between two exchanges of elastic averaging (MXNET-MPI, section 5)."""
@@ -65,6 +73,10 @@ class Exchange(Protocol):
         """Wait until the parameters are those that the last step made."""
         ...
 
+    def report(self) -> Report:
+        """What the last steps were on this worker. Local."""
+        ...
+
 
 def keys_of(model: Model) -> list[Any]:
     """A key for every array of the model: its names where it has them, otherwise 0, 1, ..."""
@@ -78,31 +90,56 @@ def averaged(optimizer: Optimizer, workers: float) -> Optimizer:
     return replace(optimizer, rescale=optimizer.rescale / workers)  # type: ignore[call-arg, attr-defined]
 
 
-class Gradients:
+class Blocking:
+    """An exchange that ends before its step does."""
+
+    def __init__(self, model: Model, name: str) -> None:
+        self._model, self._name, self._recorder = model, name, Recorder()
+
+    def _step(self, x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
+        """An iteration: the loss, and time.perf_counter() when the gradients were there."""
+        raise NotImplementedError
+
+    def step(self, x: np.ndarray, y: np.ndarray) -> float:
+        """Forward, backward, exchange, update; the loss of this worker's batch."""
+        begin = time.perf_counter()
+        loss, computed = self._step(x, y)
+        blocking(self._recorder, len(self._model.parameters), begin, computed, time.perf_counter())
+        return loss
+
+    def finish(self) -> None:
+        """Nothing is under way."""
+
+    def report(self) -> Report:
+        """What the last steps were on this worker. Local."""
+        return self._recorder.report(self._name, ((1, len(self._model.parameters)),), (), 0, None)
+
+
+class Gradients(Blocking):
     """Push gradients, pull parameters; the store's optimizer updates (on servers, or on the workers without any)."""
 
     def __init__(self, model: Model, kv: Any, optimizer: Optimizer) -> None:
-        self._model, self._kv, self._keys = model, kv, keys_of(model)
+        super().__init__(model, "none")
+        self._kv, self._keys = kv, keys_of(model)
         kv.init(self._keys, list(model.parameters))
         kv.set_optimizer(averaged(optimizer, workers_in_a_sum(kv)))
         kv.pull(self._keys, list(model.parameters))
 
-    def step(self, x: np.ndarray, y: np.ndarray) -> float:
+    def _step(self, x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
         loss = self._model.loss_and_gradients(x, y)
+        computed = time.perf_counter()
         self._kv.pushpull(self._keys, list(self._model.gradients), out=list(self._model.parameters))
-        return loss
-
-    def finish(self) -> None:
-        """`step` blocks: nothing is under way."""
+        return loss, computed
 
 
-class ElasticAveraging:
+class ElasticAveraging(Blocking):
     """SGD inside a client; every `interval` iterations the client and the servers' centre attract each other."""
 
     def __init__(self, model: Model, kv: Any, optimizer: Optimizer, elastic: Elastic) -> None:
         if not kv.type.endswith("async"):
             raise ValueError(f"elastic averaging needs a store of kind dist_async or mpi_async, not {kv.type}")
-        self._model, self._kv, self._keys, self._interval = model, kv, keys_of(model), elastic.interval
+        super().__init__(model, "none, elastic")
+        self._kv, self._keys, self._interval = kv, keys_of(model), elastic.interval
         self._workers = kv.layout.client.Get_size()
         kv.init(self._keys, list(model.parameters))
         kv.set_optimizer(Elastic1(alpha=elastic.alpha))
@@ -112,8 +149,9 @@ class ElasticAveraging:
         self._descend = Updater(averaged(optimizer, self._workers), model.parameters)
         self._iteration = 0
 
-    def step(self, x: np.ndarray, y: np.ndarray) -> float:
+    def _step(self, x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
         loss = self._model.loss_and_gradients(x, y)
+        computed = time.perf_counter()
         if self._iteration % self._interval == 0:
             for center, parameter in zip(self._centers, self._model.parameters):
                 np.divide(parameter, self._workers, out=center)  # a push sums over the client's workers, who are equal
@@ -124,10 +162,7 @@ class ElasticAveraging:
             collectives.allreduce(gradient, self._kv.layout.client)
         self._descend.update(self._model.gradients)
         self._iteration += 1
-        return loss
-
-    def finish(self) -> None:
-        """`step` blocks: nothing is under way."""
+        return loss, computed
 
 
 def workers_in_a_sum(kv: Any) -> float:
@@ -144,8 +179,9 @@ class Trainer:
     `optimizer` is a name with options, or an Optimizer; its gradient is the mean over the samples of all workers that
     contribute to an update. Every worker starts from rank 0's parameters. `elastic` needs an asynchronous store.
     `overlap` exchanges beside the compute, by a strategy of `mpips plan` or "auto", which measures the job and takes
-    the best; the model then tells when it comes to a layer (`mpips.overlap.stopwatch.LayeredModel`, as `MLP` does).
-    Collective over all workers of the store: every worker makes it, and calls `step` equally often.
+    the best; the model then offers a little more (`mpips.overlap.model.LayeredModel`, as `MLP` does).
+    Collective over all workers of the store: every worker makes it, with equal arguments, and calls `step` equally
+    often. ValueError or TypeError on every worker where arguments are wrong or differ.
     """
 
     def __init__(
@@ -158,9 +194,21 @@ class Trainer:
         overlap: str | None = None,
         **options: Any,
     ) -> None:
-        if elastic is not None and overlap is not None:
-            raise ValueError(f"elastic={elastic} has nothing to overlap: leave overlap={overlap!r} out")
-        made = optimizers.create(optimizer, **options)
+        if not isinstance(kv, KVStore):
+            raise TypeError(f"a Trainer trains through a store, as mpips.create makes it, not {type(kv).__name__}")
+
+        def chosen() -> Optimizer:
+            if elastic is not None and overlap is not None:
+                raise ValueError(f"elastic={elastic} has nothing to overlap: leave overlap={overlap!r} out")
+            if overlap is None:  # otherwise it is a model in layers, which Overlapped checks
+                trainable(model)
+            return optimizers.create(optimizer, **options)
+
+        made, refusal = kv._try(chosen)
+        words: list[tuple[Name, str]] = [
+            ("optimizer", repr(made)), ("elastic", repr(elastic)), ("overlap", repr(overlap)),
+        ]  # fmt: skip
+        kv._agree("Trainer", words, refusal, "argument")
         self.model, self.kv = model, kv
         self.exchange: Exchange
         if elastic is not None:
@@ -175,6 +223,31 @@ class Trainer:
         loss = self.exchange.step(x, y)
         self.exchange.finish()
         return loss
+
+    def report(self) -> Report:
+        """What the last steps were on this worker: seconds of an iteration, measured and predicted, the share of the
+        communication that compute hid, groups, and the last one's tasks (`save_trace`, `save_picture`). Local.
+
+        RuntimeError before the first step has ended.
+        """
+        return self.exchange.report()
+
+    def profile(self, x: np.ndarray, y: np.ndarray, save: str | Path | None = None) -> Profile:
+        """The profile of this job, measured on its ranks now: layers on a batch, messages through the store.
+
+        Collective over the workers, blocking; gradients are overwritten, parameters stay. Rank 0 writes it to `save`,
+        for `mpips plan`. The model is one in layers, as `overlap` needs it; ValueError otherwise, and with `elastic`.
+        """
+        check(self.model, "profile")
+        if isinstance(self.exchange, ElasticAveraging):
+            raise ValueError("elastic averaging sends its model whole, every few iterations: there is nothing to plan")
+        if isinstance(self.exchange, Overlapped):
+            found = self.exchange.measure(x, y)
+        else:
+            found = job.profile_of(self.model, self.kv, x, y)  # type: ignore[arg-type]
+        if save is not None and self.kv.rank == 0:
+            save_profile(found, save)
+        return found
 
     def fit(
         self,
@@ -191,7 +264,10 @@ class Trainer:
 
         Every epoch is a new order of the samples, the same on every worker, of which each takes its share; the
         samples that do not fill a mini-batch of all workers wait for another epoch. `test` is measured after each.
+        Collective; ValueError or TypeError on every worker where arguments are wrong, or differ between workers.
         """
+        words, refusal = self.kv._try(lambda: fitting(x, y, batch_size, epochs, seed, test))
+        self.kv._agree("fit", words or [], refusal, "argument")
         start, history = time.perf_counter(), []
         for epoch in range(1, epochs + 1):
             rows = shares(len(x), batch_size, epoch, seed, self.kv)
@@ -202,6 +278,42 @@ class Trainer:
             if on_epoch:
                 on_epoch(history[-1])
         return history
+
+
+def trainable(model: object) -> None:
+    """TypeError or ValueError that says what the model lacks of `Model`."""
+    lacks = [name for name in ("parameters", "gradients", "loss_and_gradients") if not hasattr(model, name)]
+    if lacks:
+        raise TypeError(f"a Trainer's model has parameters, gradients and loss_and_gradients, but "
+                        f"{type(model).__name__} has no {', '.join(lacks)} (docs/training.md, Trainer)")
+    parameters, gradients = (
+        [f"{array.dtype}{tuple(array.shape)}" for array in getattr(model, name)] for name in ("parameters", "gradients")
+    )
+    if len(parameters) != len(gradients):
+        raise ValueError(f"the model has {len(parameters)} parameters, but {len(gradients)} gradients: one for each")
+    for number, (mine, theirs) in enumerate(zip(parameters, gradients)):
+        if mine != theirs:
+            raise ValueError(f"parameters[{number}] is {mine}, but gradients[{number}] {theirs}: they must be equal")
+
+
+def fitting(
+    x: np.ndarray, y: np.ndarray, batch_size: int, epochs: int, seed: int, test: tuple[np.ndarray, np.ndarray] | None
+) -> list[tuple[Name, str]]:
+    """The arguments of `fit` that are equal on all workers, by name; TypeError or ValueError where they are wrong."""
+    for name, pair in {"x and y": (x, y), "test": test}.items():
+        if pair is None:
+            continue
+        wrong = [type(array).__name__ for array in pair if not np.ndim(array) or not hasattr(array, "shape")]
+        if wrong or len(pair) != 2:
+            raise TypeError(f"{name}: give two arrays, inputs (samples, ...) and targets (samples, ...), "
+                            f"not {', '.join(wrong) or len(pair)}")
+        if len(pair[0]) != len(pair[1]):
+            raise ValueError(f"{name}: {len(pair[0])} inputs, but {len(pair[1])} targets: give one for each sample")
+    for name, number, least in (("batch_size", batch_size, 1), ("epochs", epochs, 0)):
+        if number < least:
+            raise ValueError(f"{name}={number}: give at least {least}")
+    return [("x", str(x.shape)), ("y", str(y.shape)), ("batch_size", str(batch_size)),
+            ("epochs", str(epochs)), ("seed", str(seed))]
 
 
 def shares(samples: int, batch_size: int, epoch: int, seed: int, kv: Any) -> Iterator[np.ndarray]:

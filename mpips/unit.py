@@ -21,6 +21,8 @@ class Source(Protocol):
     """Whether it lies in memory of this node."""
     coded: bool
     """Whether it is compressed or row-sparse: then `ready(0)` is asked and it is taken whole, else block by block."""
+    sparse: bool
+    """Whether it is row-sparse."""
     steady: Array | None
     """All elements of the unit, where they lie in memory of this node and are there."""
 
@@ -29,15 +31,20 @@ class Source(Protocol):
         ...
 
     def part(self, block: int, start: int, stop: int) -> Array:
-        """Elements [start, stop) of the unit, which are this block's. Plain payloads only."""
+        """Elements [start, stop) of the unit, which are this block's; plain payloads only. To be used at once: what
+        came as a message is forgotten when the next block is looked for."""
         ...
 
     def add_to(self, out: Array) -> None:
         """Add all elements to `out`. Coded payloads only."""
         ...
 
-    def rows(self) -> RowSparse | None:
-        """The payload as rows, or None where it is not row-sparse."""
+    def rows(self) -> RowSparse:
+        """The payload as rows. Sparse payloads only."""
+        ...
+
+    def drop(self) -> None:
+        """Nobody will ask for it: its round has failed."""
         ...
 
 
@@ -50,6 +57,8 @@ class Reply(NamedTuple):
     round: int = 0
     text: str = ""
     timed_out: bool = False
+    rows: Array | None = None
+    """GRANT: the rows that were asked for, all where None."""
 
 
 class Unit:
@@ -77,6 +86,7 @@ class Unit:
         self.ahead_block = 0
         self.accumulator: Array | None = None
         self.total: Array | None = None  # sum of a block so far, kept while the next contributor's is awaited
+        self.rows: RowSparse | None = None  # the same where all contribute rows
         self.active = -1  # asynchronous: the contributor whose push is being applied
         self.readers = 0
         self.poison = ""
@@ -85,7 +95,7 @@ class Unit:
         self.state: State | None = None
         self.step = 0
         self.priority = 0
-        self.pulls: list[tuple[int, int]] = []  # (worker, its rounds) that wait for a grant
+        self.pulls: list[tuple[int, int, Array | None]] = []  # (worker, its rounds, rows) that wait for a grant
 
     def push(self, index: int, item: Source | str) -> None:
         """Queue a contribution of the contributor at `index`."""
@@ -107,6 +117,13 @@ class Unit:
     def waits(self) -> bool:
         """Whether anybody's contribution is here."""
         return self.missing < len(self.queues)
+
+    @property
+    def turn(self) -> int:
+        """Position of the contributor whose next block is awaited."""
+        if self.active >= 0:
+            return self.active
+        return self.part if self.accumulator is None else self.ahead
 
     def bounds(self, block: int) -> tuple[int, int]:
         """Elements [start, stop) of a block."""

@@ -1,10 +1,14 @@
 """What each rank of a test run executes: pytest, with the output of all ranks but the first in files.
 
-mpirun -n P python -m tests.rank FOLDER [PYTEST WORDS]
+mpirun -n P python -m tests.rank FOLDER SECONDS [PYTEST WORDS]
+
+The report of rank r is FOLDER/r.xml, the test that it is in FOLDER/r.now, its output FOLDER/r.log (rank 0: the
+terminal). A rank that is not done after SECONDS says where it is.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import sys
 from pathlib import Path
@@ -12,17 +16,34 @@ from pathlib import Path
 import pytest
 
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
+MARGIN = 5  # seconds before the end in which to say where a rank is
 
 
-def main(folder: Path, words: list[str]) -> int:
-    """Runs pytest; the report of rank r is FOLDER/r.xml, its output FOLDER/r.log (rank 0: the terminal)."""
+class Where:
+    """Keeps the name of the running test in a file, for the case that this process does not come to its end."""
+
+    def __init__(self, place: Path) -> None:
+        self._file = os.open(place, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o644)
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        os.ftruncate(self._file, os.pwrite(self._file, nodeid.encode(), 0))
+
+
+def main(folder: Path, seconds: float, words: list[str]) -> int:
+    """Runs pytest and returns its exit code."""
     rank = next((int(os.environ[name]) for name in RANK_VARIABLES if name in os.environ), 0)
     if rank:
         log = os.open(folder / f"{rank}.log", os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o644)
         os.dup2(log, 1)
         os.dup2(log, 2)
-    return int(pytest.main(["-q", "--color=no", "--with-mpi", f"--junitxml={folder / f'{rank}.xml'}", *words]))
+    stderr = os.dup(2)  # pytest captures the other
+    faulthandler.enable(stderr)
+    faulthandler.dump_traceback_later(max(1, seconds - MARGIN), file=stderr)
+    without = ("hypothesispytest", "faulthandler")  # slow to import, not used here; cancels ours when a test fails
+    settings = ["-q", "-rfE", "--color=no", "--with-mpi", *(word for name in without for word in ("-p", f"no:{name}"))]
+    settings.append(f"--junitxml={folder / f'{rank}.xml'}")
+    return int(pytest.main([*settings, *words], plugins=[Where(folder / f"{rank}.now")]))
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))
+    sys.exit(main(Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]))

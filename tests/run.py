@@ -1,184 +1,235 @@
-"""Runs all tests and ends with one line, `N passed, N failed`; the exit code is 1 if anything failed.
+"""Runs all tests. The log ends with a line a run, the slowest tests, the failed tests, and `N passed, N failed`.
 
     python -m tests.run [--stages lint,unit,lab,mpi] [--ranks 1,2,3,4,5,7] [--python PYTHON]... [PYTEST WORDS]
 
-`--python` names the interpreters under which the MPI tests run, one a flavour of MPI; `--beside COMMAND` is run beside
-lint and unit tests and must have succeeded before MPI tests begin (`make test` makes its second environment so). Every
-run has a hard time limit. Rank 0 prints; what the other ranks print is shown if their run fails.
+The exit code is 1 if anything failed. `--python` names the interpreters under which the MPI tests run, one a flavour of
+MPI; `--beside COMMAND` runs beside the checkers and must have succeeded before MPI tests begin (`make test` makes its
+second environment so). What needs one core runs two at a time; tests on several ranks run alone. Every run has a hard
+time limit (`--limit`), and so have all together (`--total`). Rank 0 prints; other ranks' output is shown if they fail.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import re
 import shlex
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 import xml.etree.ElementTree as xml
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from io import BytesIO
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
-from launch.command import NAMES, Job, build, find, this_machine
+from launch.command import NAMES, Job, LauncherError, build, find, this_machine
+from tests import child
 
 ROOT = Path(__file__).resolve().parent.parent
 TAIL = 6000  # characters of a failing rank's output that are shown
+SLOWEST = 8
+SLOW = 1.0  # seconds
+NOTHING_COLLECTED = 5  # pytest's exit code
 
 
 class Result(NamedTuple):
-    """One run: what it was, its tests, and its seconds."""
+    """One run: what it was, its tests and seconds, what failed, and (seconds, test) of every test."""
 
     name: str
     passed: int
     failed: int
-    skipped: int
-    seconds: float
+    skipped: int = 0
+    seconds: float = 0.0
+    failures: tuple[str, ...] = ()
+    times: tuple[tuple[float, str], ...] = ()
 
     def __str__(self) -> str:
-        return (
-            f"{self.name:24} {self.passed} passed, {self.failed} failed, {self.skipped} skipped, {self.seconds:.0f} s"
-        )
+        counts = f"{self.passed} passed, {self.failed} failed, {self.skipped} skipped"
+        return f"{self.name:24} {counts}, {self.seconds:.0f} s"
+
+
+Task = Callable[[IO[bytes] | None], Result]
+
+
+class Limits:
+    """How long a run may take: `each` seconds, and no longer than what is left of `total` for all."""
+
+    def __init__(self, each: float, total: float) -> None:
+        self.each, self.total, self._start = each, total, time.monotonic()
+
+    def now(self) -> float:
+        return max(1.0, min(self.each, self._start + self.total - time.monotonic()))
 
 
 def main() -> int:
     """Command line; returns the exit code."""
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that `run` ends what it started
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, stop)
     parser = argparse.ArgumentParser(description="Run the tests.")
     parser.add_argument("--stages", default="lint,unit,lab,mpi")
     parser.add_argument("--ranks", default="1,2,3,4,5,7")
     parser.add_argument("--python", action="append", help="interpreter for MPI tests; may be repeated")
-    parser.add_argument("--beside", default="", help="a command to run beside lint and unit tests")
-    parser.add_argument("--limit", type=float, default=600, help="seconds that one run may take")
+    parser.add_argument("--beside", default="", help="a command to run beside the checkers")
+    parser.add_argument("--limit", type=float, default=900, help="seconds that one run may take")
+    parser.add_argument("--total", type=float, default=4800, help="seconds that all runs together may take")
     arguments, words = parser.parse_known_args()
-    stages = arguments.stages.split(",")
-    results: list[Result] = []
-    with beside(shlex.split(arguments.beside), results, arguments.limit):
-        if "lint" in stages:
-            results.append(tool("ruff", [sys.executable, "-m", "ruff", "check", "."], arguments.limit))
-            results.append(tool("mypy", [sys.executable, "-m", "mypy"], arguments.limit))
-        if "unit" in stages:
-            results.append(alone("unit", words, arguments.limit))
-    if "lab" in stages:
-        results.append(alone("lab", words, arguments.limit))
-    pythons = [python for python in arguments.python or [sys.executable] if Path(python).exists()]
+    limits, stages = Limits(arguments.limit, arguments.total), arguments.stages.split(",")
+    results = together(checks(stages, arguments.beside, words, limits))
     if "mpi" in stages:
-        for python in pythons:
-            results += [ranks(python, int(count), words, arguments.limit) for count in arguments.ranks.split(",")]
-        results += [Result(f"no {python}", 0, 1, 0, 0) for python in {*(arguments.python or ())} - {*pythons}]
-    print("\n" + "\n".join(map(str, results)))
+        results += mpi(arguments.python or [sys.executable], arguments.ranks, words, limits)
+    summarise(results)
+    return 1 if any(result.failed for result in results) else 0
+
+
+def stop(number: int, frame: object) -> None:
+    """Ends what was started."""
+    child.stop()
+    sys.exit(f"ended by {signal.Signals(number).name}")
+
+
+def checks(stages: Sequence[str], beside: str, words: list[str], limits: Limits) -> list[Task]:
+    """What needs no second core: the environment to be made, checkers, unit and lab tests."""
+    tasks: list[Task] = []
+    if beside:
+        tasks.append(lambda out: tool("environment", shlex.split(beside), limits, out))
+    if "lint" in stages:
+        tasks.append(lambda out: tool("ruff", [sys.executable, "-m", "ruff", "check", "."], limits, out))
+        tasks.append(lambda out: tool("mypy", [sys.executable, "-m", "mypy"], limits, out))
+    for stage in ("unit", "lab"):
+        if stage in stages:
+            tasks.append(lambda out, stage=stage: alone(stage, words, limits, out))  # type: ignore[misc]
+    return tasks
+
+
+def mpi(pythons: Sequence[str], counts: str, words: list[str], limits: Limits) -> list[Result]:
+    """The MPI tests under each interpreter: those on one rank side by side, then one run after the other."""
+    results = [Result(python, 0, 1, failures=("there is no such Python",)) for python in pythons if not usable(python)]
+    pythons = [python for python in pythons if usable(python)]
+    numbers = [int(count) for count in counts.split(",")]
+    one: list[Task] = [
+        lambda out, python=python: ranks(python, 1, words, limits, out)  # type: ignore[misc]
+        for python in pythons
+        if 1 in numbers
+    ]
+    results += together(one)
+    results += [ranks(python, count, words, limits) for python in pythons for count in numbers if count > 1]
     flavours = {find(python=python).flavour for python in pythons}
     if len(flavours) < len(pythons):
         print(f"every environment has the same MPI ({NAMES[flavours.pop()]}): `make test MPI=openmpi` tests both")
-    failed = sum(result.failed for result in results)
-    print(f"{sum(result.passed for result in results)} passed, {failed} failed")
-    return 1 if failed else 0
+    return results
 
 
-@contextmanager
-def beside(argv: list[str], results: list[Result], limit: float) -> Iterator[None]:
-    """Runs `argv` while the block runs, shows afterwards what it printed, and counts it as one test."""
-    if not argv:
-        yield
-        return
-    started = time.monotonic()
-    with tempfile.TemporaryFile("w+") as said:
-        process = subprocess.Popen(argv, cwd=ROOT, stdout=said, stderr=subprocess.STDOUT, start_new_session=True)
+def usable(python: str) -> bool:
+    try:
+        return Path(python).exists() and bool(find(python=python))
+    except LauncherError as error:
+        print(f"{python}: {error}", flush=True)
+        return False
+
+
+def together(tasks: Sequence[Task]) -> list[Result]:
+    """Runs tasks of one process each, two at a time on two cores; several show their output as they end."""
+    if len(tasks) < 2:
+        return [task(None) for task in tasks]
+
+    def whole(task: Task) -> Result:
+        out = BytesIO()
         try:
-            yield
-            code = process.wait(limit)
-        except subprocess.TimeoutExpired:
-            code = 1
+            return task(out)
         finally:
-            end(process)
-        said.seek(0)
-        print(f"\n== {shlex.join(argv)}\n{said.read().strip()}", flush=True)
-    results.append(Result("environment", int(not code), int(bool(code)), 0, time.monotonic() - started))
+            child.show(out.getvalue())
+
+    with ThreadPoolExecutor(min(2, this_machine().cores)) as pool:
+        return list(pool.map(whole, tasks))
 
 
-def tool(name: str, argv: list[str], limit: float) -> Result:
+def tool(name: str, argv: list[str], limits: Limits, out: IO[bytes] | None = None) -> Result:
     """A checker, as one test."""
     started = time.monotonic()
-    failed = run(argv, limit) != 0
-    return Result(name, int(not failed), int(failed), 0, time.monotonic() - started)
+    title(name, out)
+    code = child.run(argv, limits.now(), ROOT, out)
+    failures = (f"{shlex.join(argv)}: exit code {code}",) if code else ()
+    return Result(name, int(not code), int(bool(code)), 0, time.monotonic() - started, failures)
 
 
-def alone(stage: str, words: list[str], limit: float) -> Result:
+def alone(stage: str, words: list[str], limits: Limits, out: IO[bytes] | None = None) -> Result:
     """The tests of `tests/STAGE`, in one process: unit tests need no MPI, lab tests start it themselves."""
-    print(f"\n== {stage} tests", flush=True)
+    title(f"{stage} tests", out)
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "0.xml")
-        code = run(
-            [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", *(words or [f"tests/{stage}"])], limit
-        )
+        argv = [sys.executable, "-m", "pytest", "-q", "--color=no", f"--junitxml={report}"]
+        code = child.run([*argv, *(words or [f"tests/{stage}"])], limits.now(), ROOT, out)
         return counted(stage, report, code, time.monotonic() - started)
 
 
-def ranks(python: str, count: int, words: list[str], limit: float) -> Result:
+def ranks(python: str, count: int, words: list[str], limits: Limits, out: IO[bytes] | None = None) -> Result:
     """The MPI tests on `count` ranks of `python`, under the mpirun that belongs to it."""
     launcher = find(python=python)
-    name = f"{NAMES[launcher.flavour]}, {count} ranks"
-    print(f"\n== {name}", flush=True)
+    name = f"{NAMES[launcher.flavour]}, {count} rank{'s' if count > 1 else ''}"
+    title(name, out)
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        program = (python, "-m", "tests.rank", folder, *(words or ["tests/mpi"]))
-        threads = {"OMP_NUM_THREADS": "1"}
-        code = run(build(launcher, Job(count, program, threads), this_machine()), limit)
+        limit = limits.now()
+        program = (python, "-m", "tests.rank", folder, str(limit), *(words or ["tests/mpi"]))
+        job = Job(count, program, {"OMP_NUM_THREADS": "1"})
+        code = child.run(build(launcher, job, this_machine()), limit, ROOT, out)
         result = counted(name, Path(folder, "0.xml"), code, time.monotonic() - started)
         if result.failed:
-            show(Path(folder))
-        return result
+            show(Path(folder), out)
+        return result._replace(failures=result.failures + unfinished(Path(folder)))
+
+
+def title(name: str, out: IO[bytes] | None) -> None:
+    child.show(f"\n== {name}\n".encode(), out)
 
 
 def counted(name: str, report: Path, code: int, seconds: float) -> Result:
     """Tests as rank 0's JUnit report counts them; a run that failed without a failing test counts as one."""
-    passed = failed = skipped = 0
-    if report.is_file():
-        for suite in xml.parse(report).iter("testsuite"):
-            failed += int(suite.get("failures", 0)) + int(suite.get("errors", 0))
-            skipped += int(suite.get("skipped", 0))
-            passed += int(suite.get("tests", 0))
-        passed -= failed + skipped
-    nothing_collected = code == 5
-    return Result(name, passed, max(failed, int(code != 0 and not nothing_collected)), skipped, seconds)
+    tests, failures, skipped = [], [], 0
+    for case in xml.parse(report).iter("testcase") if report.is_file() else ():
+        test = f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}"
+        tests.append((float(case.get("time", 0)), test))
+        skipped += case.find("skipped") is not None
+        wrong = next((part for part in case if part.tag in ("failure", "error")), None)
+        if wrong is not None:
+            failures.append(f"{test}: {(wrong.get('message') or '').strip().partition(chr(10))[0]}")
+    passed = len(tests) - len(failures) - skipped
+    if code not in (0, NOTHING_COLLECTED) and not failures:
+        failures.append(
+            f"exit code {code}: " + ("no test failed" if report.is_file() else "it did not come to its end")
+        )
+    return Result(name, passed, len(failures), skipped, seconds, tuple(failures), tuple(tests))
 
 
-def run(argv: list[str], limit: float) -> int:
-    """Exit code of `argv`; past `limit` seconds its whole process group is ended."""
-    environment = {name: value for name, value in os.environ.items() if not re.match(r"MPIPS_|OMPI_|PMIX_|PMI_", name)}
-    process = subprocess.Popen(argv, cwd=ROOT, env=environment, start_new_session=True)
-    try:
-        return process.wait(limit)
-    except subprocess.TimeoutExpired:
-        print(f"-- not done after {limit:g} s: ended", flush=True)
-        return 1
-    finally:
-        end(process)
+def unfinished(folder: Path) -> tuple[str, ...]:
+    """Where the ranks were that have not come to their end."""
+    places = sorted(folder.glob("*.now"), key=lambda path: int(path.stem))
+    return tuple(f"rank {p.stem} was in {p.read_text()}" for p in places if not p.with_suffix(".xml").is_file())
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
-    """Asks mpirun to end its ranks, then ends whatever is left of its group."""
-    for number, patience in ((signal.SIGTERM, 10), (signal.SIGKILL, 10)):
-        if process.poll() is not None:
-            return
-        os.killpg(process.pid, number)
-        try:
-            process.wait(patience)
-        except subprocess.TimeoutExpired:
-            continue
-
-
-def show(folder: Path) -> None:
+def show(folder: Path, out: IO[bytes] | None) -> None:
     """The end of what each rank but the first printed."""
     for log in sorted(folder.glob("*.log"), key=lambda path: int(path.stem)):
         text = log.read_text(errors="replace").strip()
         if text:
-            print(f"-- rank {log.stem}\n{text[-TAIL:]}", flush=True)
+            child.show(f"-- rank {log.stem}\n{text[-TAIL:]}\n".encode(errors="replace"), out)
+
+
+def summarise(results: Sequence[Result]) -> None:
+    """A line a run, the slowest tests, and what failed, where a reader of a long log looks: at its end."""
+    print("\n" + "\n".join(map(str, results)))
+    times = sorted(((*one, result.name) for result in results for one in result.times), reverse=True)
+    slow = [f"{seconds:6.1f} s  {name}: {test}" for seconds, test, name in times[:SLOWEST] if seconds >= SLOW]
+    if slow:
+        print("\nslowest tests\n" + "\n".join(slow))
+    failed = sum(result.failed for result in results)
+    if failed:
+        print("\nfailed")
+        print("\n".join(f"  {result.name}: {failure}" for result in results for failure in result.failures))
+    print(f"\n{sum(result.passed for result in results)} passed, {failed} failed", flush=True)
 
 
 if __name__ == "__main__":

@@ -39,9 +39,7 @@ def check(
 ) -> Wanted:
     """What the command line means for that many ranks; click.UsageError where it cannot be. Starts no MPI."""
     try:
-        element = np.dtype(_named(dtype))
-        if element.kind not in "biufc" and element.name != "bfloat16":
-            raise ValueError(f"--dtype {dtype!r} is no type of numbers")
+        element = _element(dtype)
         if collective in (*REDUCING, "overlap"):
             operation(op, element)
         counts = [size // element.itemsize for size in parse_sizes(sizes)]
@@ -87,12 +85,27 @@ def _words(text: str) -> list[str]:
     return [word.strip() for word in words if word.strip()]
 
 
+class _Case(click.Choice):
+    """A case of this benchmark; who asks for none, or for another, hears of all benchmarks."""
+
+    def __init__(self) -> None:
+        super().__init__(CASES)
+
+    def get_missing_message(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
+        return f"It is one of {', '.join(CASES)}; or see `mpips bench kvstore --help`, `mpips bench optimizers --help`"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if value not in CASES:
+            self.fail(f"{value!r} is none of {', '.join(CASES)}, kvstore, optimizers", param, ctx)
+        return str(value)
+
+
 @click.command()
-@click.argument("collective", metavar="COLLECTIVE", type=click.Choice(CASES))
+@click.argument("collective", metavar="COLLECTIVE", type=_Case())
 @click.option("--sizes", default="1KiB:64MiB", show_default=True, help="MIN:MAX[:FACTOR] or a list of sizes")
 @click.option("--algorithms", default="auto", show_default=True, help="comma-separated; also native, one_shot and gloo")
 @click.option("--arrays", default="private,empty", show_default=True, help="private: ordinary; empty: node-shared")
-@click.option("--dtype", default="float32", show_default=True)
+@click.option("--dtype", default="float32", show_default=True, help="of the elements, a NumPy name or bfloat16")
 @click.option("--op", type=click.Choice(tuple(rivals.OPS)), default="sum", show_default=True)
 @click.option("--seconds", default=1.0, type=Seconds(), show_default=True, help="time to spend on each size")
 @click.option("--check", "checked", is_flag=True, help="count wrong elements; exit 1 if there are any")
@@ -135,14 +148,20 @@ def command(
         sys.exit(1)
 
 
-def _named(dtype: str) -> Any:
-    if dtype != "bfloat16":
-        return dtype
+def _element(dtype: str) -> np.dtype[Any]:
+    if dtype == "bfloat16":
+        try:
+            import ml_dtypes
+        except ImportError:
+            raise ValueError("bfloat16 needs the package ml_dtypes: pip install ml_dtypes") from None
+        return np.dtype(ml_dtypes.bfloat16)
     try:
-        import ml_dtypes
-    except ImportError:
-        raise ValueError("bfloat16 needs the package ml_dtypes: pip install ml_dtypes") from None
-    return ml_dtypes.bfloat16
+        element = np.dtype(dtype)
+    except TypeError:
+        element = np.dtype(object)
+    if element.kind not in "biufc":
+        raise ValueError(f"--dtype {dtype!r} is no type of numbers, such as float32, float16, bfloat16, float64, int32")
+    return element
 
 
 def _write(

@@ -2,8 +2,8 @@
 
 Each lane runs through its steps on its own, so that several are in flight; lanes of unlike `turn` take the wire one
 after the other, and one adds what it got while the next is on the wire. In a step all messages start together; what
-comes in to be added is received beside and added when it has come, in the order of the rounds, so that a run can be
-repeated bit by bit. A receive goes beside too where the same step sends from the same place.
+comes in to be added is received beside and added when all has come, in the order of the ranks
+(`schedule.in_rank_order`). A receive goes beside too where the same step sends from the same place.
 
 One request carries `MESSAGE_BYTES` at most, which keeps counts far below 2^31, and below the sizes from which Open MPI
 asks the receiver first: that makes a TCP connection half-duplex (docs/launching.md).
@@ -20,7 +20,7 @@ from mpi4py import MPI
 
 from collectives.arrays import Flat, Vector
 from collectives.call import Call
-from collectives.schedule import NOBODY, RankStep, Schedule, extent, overlap
+from collectives.schedule import NOBODY, RankStep, Schedule, extent, in_rank_order, overlap
 from collectives.transport.workspace import Workspace
 
 MESSAGE_BYTES = 4 << 20
@@ -29,7 +29,7 @@ TAGS = 8000  # of each sort; MPI promises 32,767 at least
 
 
 class _Landing(NamedTuple):
-    """What to do with a message that was received beside its place."""
+    """What to do with a message that was received beside its place, or beside another one to be added to that first."""
 
     place: Vector
     beside: Vector
@@ -129,12 +129,16 @@ class MessagePlan:
         sent = [extent(offsets, r.send) for r in step.rounds if r.send_to != NOBODY]
         requests: list[MPI.Prequest] = []
         landings: list[_Landing] = []
+        sums: dict[tuple[int, int], dict[int, Vector]] = {}
         for round_ in step.rounds:
             if round_.receive_from != NOBODY:
                 came = extent(offsets, round_.receive)
                 place = self._space.arriving(*came, (int(round_.receive.start), int(round_.receive.stop)))
-                if round_.add or (self._call.kind != "alltoall" and overlap(came, sent)):
-                    landings.append(_Landing(place, np.empty_like(place), round_.add))
+                if round_.add:
+                    terms = sums.setdefault(came, {comm.rank: place})
+                    place = terms[round_.receive_from] = np.empty_like(place)
+                elif self._call.kind != "alltoall" and overlap(came, sent):
+                    landings.append(_Landing(place, np.empty_like(place), False))
                     place = landings[-1].beside
                 requests += [comm.Recv_init(piece, round_.receive_from, tag) for piece in pieces(place)]
         for round_ in step.rounds:
@@ -142,6 +146,8 @@ class MessagePlan:
                 start, stop = extent(offsets, round_.send)
                 part = self._space.source[start:stop]
                 requests += [comm.Send_init(piece, round_.send_to, tag) for piece in pieces(part)]
+        for terms in sums.values():
+            landings += [_Landing(terms[to], terms[of], True) for to, of in in_rank_order(comm.rank, terms)]
         return _Step(requests, landings)
 
 

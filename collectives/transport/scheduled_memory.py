@@ -19,7 +19,7 @@ import numpy as np
 from collectives import arena
 from collectives.arrays import Flat, Vector
 from collectives.call import Call
-from collectives.schedule import NOBODY, Interval, RankStep, Round, Schedule, extent, overlap
+from collectives.schedule import NOBODY, Interval, RankStep, Round, Schedule, extent, in_rank_order, overlap
 from collectives.transport.room import CARDS, LANES, NOWHERE, Card, Room
 from collectives.transport.workspace import Workspace
 
@@ -128,16 +128,27 @@ class _Lane:
             if self._put is None and self._call.kind != "alltoall":
                 yield from self._freed(landings)
             yield self._mark(ready)
-            later = []
+            later: list[_Action] = []
+            sums: dict[Extent, dict[int, Vector]] = {}
             for r in takes:
                 source, place = self._from(r), self._place(r)
                 self._reached[r.receive_from] = max(self._reached[r.receive_from], ready)
                 if beside:
                     scratch = np.empty_like(place)
                     yield _Action(r.receive_from, ready, np.copyto, (scratch, source))
-                    later.append(self._land(place, scratch, r.add))
+                    source = scratch
+                if r.add:
+                    sums.setdefault(extent(self._offsets, r.receive), {self._room.rank: place})[r.receive_from] = source
+                elif beside:
+                    later.append(_Action(NOBODY, 0, np.copyto, (place, source)))
                 else:
-                    yield self._land(place, source, r.add)._replace(rank=r.receive_from, value=ready)
+                    yield _Action(r.receive_from, ready, np.copyto, (place, source))
+            for terms in sums.values():
+                adds = self._adds(terms, ready)
+                if beside:
+                    later += adds
+                else:
+                    yield from adds
             yield self._mark(taken)
             self._unread += [(sent, reader, taken) for sent, reader in sends]
             if later:
@@ -189,8 +200,15 @@ class _Lane:
     def _place(self, r: Round) -> Vector:
         return self._space.arriving(*extent(self._offsets, r.receive), (int(r.receive.start), int(r.receive.stop)))
 
-    def _land(self, place: Vector, source: Vector, add: bool) -> _Action:
-        if not add:
-            return _Action(NOBODY, 0, np.copyto, (place, source))
+    def _adds(self, terms: dict[int, Vector], ready: int) -> Iterator[_Action]:
+        """This rank's own vector becomes the sum of all terms, each read when its rank is ready; others stay."""
         assert self._call.operation is not None
-        return _Action(NOBODY, 0, self._call.operation.into, (place, source, place))
+        own = self._room.rank
+        waits, scratch = set(terms) - {own}, np.empty_like(terms[own])
+        for to, of in in_rank_order(own, terms):
+            for rank in sorted(waits & {to, of}):
+                yield _Action(rank, ready)
+            waits -= {to, of}
+            place = terms[own] if to == own else scratch
+            yield _Action(NOBODY, 0, self._call.operation.into, (terms[to], terms[of], place))
+            terms[to] = place

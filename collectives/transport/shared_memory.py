@@ -14,6 +14,9 @@ staged   ordinary arrays: blocks pass through stages small enough for the cache,
          a *rival*: the MPI may copy once, from process to process. The first calls try both, and the faster stays. (A
          sum would not keep its bits from one call to the next.)
 
+All of them add in the order of the ranks, so a sum's bits depend neither on the protocol, nor on the vector's length,
+nor on the element's place in it.
+
 A protocol compiles to a program: lists of (function, arguments) between meetings, bound to the ranks' memory.
 """
 
@@ -190,8 +193,8 @@ def _copy(to: Vector, source: Vector) -> Iterator[Step]:
         yield np.copyto, (to, source)
 
 
-def _combine(call: Call, parts: Sequence[Vector], total: Vector) -> Iterator[Step]:
-    """total = the reduction of all parts, of which one may be `total` itself."""
+def _combine(call: Call, parts: Sequence[Vector], total: Vector, scratch: Vector) -> Iterator[Step]:
+    """total = the reduction of all parts in their order, of which one may be `total` itself; `scratch` is as long."""
     if not total.size:
         return
     if len(parts) == 1:
@@ -199,10 +202,12 @@ def _combine(call: Call, parts: Sequence[Vector], total: Vector) -> Iterator[Ste
     else:
         assert call.operation is not None
         add = call.operation.into
-        first, second, *others = sorted(parts, key=lambda part: not _same(part, total))
-        yield add, (first, second, total)
-        for part in others:
-            yield add, (total, part, total)
+        first, *others = parts
+        for index, part in enumerate(others, 2):
+            unread = any(_same(later, total) for later in parts[index:])
+            to = scratch[: total.size] if unread else total
+            yield add, (first, part, to)
+            first = to
     if call.operation is not None and call.operation.is_mean:
         yield scale(total, call.p)
 
@@ -230,7 +235,8 @@ def _eager_takes(room: Room, call: Call, x: Window, out: Window, parity: int) ->
     if call.kind in ("allreduce", "reduce_scatter", "reduce"):
         start, stop = mine if call.kind == "reduce_scatter" else (0, call.n)
         if call.kind != "reduce" or room.rank == call.root:
-            steps += _combine(call, [slot.part(start, stop) for slot in slots], out.part(start, stop))
+            total = out.part(start, stop)
+            steps += _combine(call, [slot.part(start, stop) for slot in slots], total, total)
     elif call.kind == "broadcast":
         steps += _copy(out.part(0, call.n), (x if room.rank == call.root else slots[call.root]).part(0, call.n))
     else:
@@ -256,16 +262,17 @@ def _direct(room: Room, call: Call, x: Window, out: Window, cards: Sequence[Card
     if call.kind == "alltoall":
         blocks = [(out.part(*call.arrival(room.rank, rank)), xs[rank].part(*call.block(room.rank))) for rank in order]
         return Program((Phase(tuple(step for to, source in blocks for step in _copy(to, source))),))
-    sources = [xs[rank] for rank in order if rank in call.sources(room.rank)]
+    sources = [xs[rank] for rank in call.sources(room.rank)]
     readers = [outs[rank] for rank in order if rank in call.readers(room.rank)]
     steps: list[Step] = []
     start, end = call.block(room.rank)
     block = DIRECT_BLOCK_BYTES // call.dtype.itemsize
+    scratch = np.empty(min(block, end - start), call.dtype)
     for first in range(start, end, block):
         last = min(first + block, end)
         parts = [source.part(first, last) for source in sources]
         total = parts[0] if len(parts) == 1 else readers[0].part(first, last)
-        steps += _combine(call, parts, total)
+        steps += _combine(call, parts, total, scratch)
         for reader in readers:
             steps += _copy(reader.part(first, last), total)
     return Program((Phase(tuple(steps)),))
@@ -282,6 +289,7 @@ class _Staged:
         self._block = max(1, room.block_bytes // call.dtype.itemsize)
         self._pieces = [self._piece(owner) for owner in range(room.size)]
         self._count = max(-(-(stop - start) // self._block) for start, stop in self._pieces)
+        self._scratch = np.empty(min(self._block, call.n), call.dtype)
 
     def program(self, restage: bool) -> Program:
         """`restage`: some rank came without its first block staged."""
@@ -314,16 +322,15 @@ class _Staged:
         parts = [
             self._stage(room.stage_in(rank, k % 2, room.rank), stop - start) if rank != room.rank
             else self._x.part(start, stop)
-            for rank in [room.rank, *room.turn()]
-            if rank in call.sources(room.rank)
+            for rank in call.sources(room.rank)
         ]
         if wanted == [room.rank]:
-            return tuple(_combine(call, parts, self._out.part(start, stop))), ()
+            return tuple(_combine(call, parts, self._out.part(start, stop), self._scratch)), ()
         total = self._stage(room.stage_out(room.rank, k % 3), stop - start)
         home = tuple(_copy(self._out.part(start, stop), total)) if room.rank in wanted else ()
         if room.rank in wanted and len(parts) == 1 and _same(parts[0], self._out.part(start, stop)):
             home = ()
-        return tuple(_combine(call, parts, total)), home
+        return tuple(_combine(call, parts, total, total)), home
 
     def _takes(self, k: int) -> tuple[Step, ...]:
         """Block k of every other owner, into my out."""

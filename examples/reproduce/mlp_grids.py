@@ -49,7 +49,7 @@ def table(rows: list[dict]) -> Table:
 
 @click.command(context_settings={"show_default": True})
 @click.option("--processes", default="1,2,3,4,5,6,7,8", help="Numbers of processes, commas between.")
-@click.option("--data-directory", default=".", envvar="MPIPS_DATA", help="Where airfoil_self_noise.dat lies.")
+@click.option("--data-directory", default=".", help="Where airfoil_self_noise.dat lies.")
 @click.option("--json", "json_path", type=OutFile())
 def command(processes: str, data_directory: str, json_path: str | None) -> None:
     """Compare every grid with the serial run."""

@@ -23,23 +23,28 @@ from examples.reproduce import lab
 from launch.lab import client
 from launch.lab.needs import missing
 from mpips.overlap.reproduce import __main__ as simulated
+from mpips.overlap.reproduce import mg_wfbp
 
 SECONDS = 230  # of a job, before it is given up
 
 
 class Job(NamedTuple):
-    """A measurement: the benchmark's options, and what it shows."""
+    """A measurement: the benchmark's options, and what it shows. `like` (model, nodes, batch): startups and bytes weigh
+    as much against compute as those of that network on MG-WFBP's cluster of so many nodes."""
 
     name: str
     options: tuple[str, ...]
     shows: str
+    like: tuple[str, int, int] | None = None
 
 
 HOSTS = {"mg-wfbp": 8, "ibatch": 12}
 JOBS = {
     "mg-wfbp": (
-        Job("uniform", ("--setting", "uniform", "--layers", "40", "--kilobytes", "128"),
-            "merging pays: equal small layers; startups and bytes are 1.49 of the compute, as on the paper's 64 nodes"),
+        Job("uniform", ("--setting", "uniform", "--layers", "80", "--asleep"),
+            "merging pays: 80 equal layers; startups and bytes weigh against compute as those of ResNet-50, "
+            "24 images a node, on 28 nodes of the paper",
+            ("resnet50", 28, 24)),
         Job("hidden", ("--setting", "hidden", "--layers", "40", "--kilobytes", "16"),
             "merging does not pay: messages half as long as a layer's backward pass"),
     ),
@@ -54,7 +59,7 @@ JOBS = {
 @click.argument("paper", type=click.Choice(list(JOBS)))
 @click.option("--out", default="out", type=click.Path(file_okay=False, path_type=Path), help="Folder for the results.")
 @click.option("--rate", default="100mbit", help="Rate of every link of the emulated cluster.")
-@click.option("--iterations", default=6, help="Of every strategy, in turns.")
+@click.option("--iterations", default=4, help="Of every strategy, in turns.")
 def command(paper: str, out: Path, rate: str, iterations: int) -> None:
     """Simulate the scaling figure of PAPER, then measure its strategies on an emulated cluster."""
     out.mkdir(parents=True, exist_ok=True)
@@ -76,12 +81,20 @@ def measure(name: str, hosts: int, job: Job, base: str, iterations: int) -> None
     """Run the benchmark on every host; it prints, and leaves JSON, a picture and a Chrome trace."""
     stem = Path(base).resolve()
     files = ["--json", f"{stem}.json", "--plot", f"{stem}.png", "--trace", f"{stem}-trace.json"]
-    program = [sys.executable, "-m", "mpips", "-m", "mpips.overlap.bench", *job.options]
+    program = [sys.executable, "-m", "mpips", "-m", "mpips.overlap.bench", *job.options, *_weights(job)]
     argv = client.job_command(name, hosts, [*program, "--iterations", str(iterations), *files])
     done = subprocess.run(argv, cwd=lab.ROOT, env={**os.environ, **lab.ONE_THREAD}, timeout=SECONDS, check=False)
     if done.returncode:
         raise SystemExit(f"{job.name}: the job ended with {done.returncode}")
     summary(json.loads(Path(f"{base}.json").read_text(encoding="utf-8")))
+
+
+def _weights(job: Job) -> list[str]:
+    if job.like is None:
+        return []
+    startups, volume = mg_wfbp.communication(*job.like)
+    weight = startups + volume
+    return ["--weight", f"{weight:.4f}", "--startups", f"{startups / weight:.4f}", "--kilobytes", "32"]
 
 
 def summary(found: dict) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import click
 
+from collectives.console import OutFile
 from collectives.topology import parse, parse_rate
 from launch.command import LauncherError
 from launch.lab import client
@@ -90,16 +92,16 @@ def execute_on_host(name: str, host: str, program: tuple[str, ...]) -> None:
 
 @command.command()
 @named
-@click.option("--json", "path", type=click.Path(), help="Write it as JSON to this file, or to - for the screen.")
-def status(name: str, path: str | None) -> None:
+@click.option("--json", "path", type=OutFile(dash=True), help="Write it as JSON to this file, or to - for the screen.")
+def status(name: str, path: Path | None) -> None:
     """Hosts, NICs, rates, and bytes through every NIC since the last reset."""
     found = _ask(name, {"do": "status"})
-    if path == "-":
-        click.echo(json.dumps(found, indent=1))
+    text = json.dumps(found, indent=1) + "\n"
+    if path == Path("-"):
+        click.echo(text, nl=False)
         return
     if path:
-        with open(path, "w") as file:
-            json.dump(found, file, indent=1)
+        path.write_text(text)
     _print_status(found)
 
 
@@ -153,11 +155,15 @@ def list_labs() -> None:
 @click.option("--all", "every", is_flag=True, help="End all of this user's labs.")
 def down(name: str, every: bool) -> None:
     """End the lab and every process in it; nothing stays behind."""
-    for each in client.names() if every else [name]:
+    labs = client.names()
+    if not every and name not in labs:
+        raise click.ClickException(f"no lab named {name!r} is up" + (f": there are {', '.join(labs)}" if labs else ""))
+    for each in labs if every else [name]:
         try:
             client.down(each)
         except LabError as error:
             raise click.ClickException(str(error)) from error
+    click.echo(f"ended: {', '.join(labs if every else [name]) or 'none was up'}")
 
 
 def _ask(name: str, request: dict[str, Any]) -> dict[str, Any]:

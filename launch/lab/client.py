@@ -46,8 +46,9 @@ def _connect(name: str) -> socket.socket:
         connection.connect(socket_name(name))
     except ConnectionRefusedError:
         connection.close()
-        others = ", ".join(names()) or "none"
-        raise LabError(f"no lab named {name!r} is up (there are: {others}); `mpips lab up star:3` makes one") from None
+        others = ", ".join(names())
+        others = f"there are {others}" if others else "there is none; `mpips lab up star:3` makes one"
+        raise LabError(f"no lab named {name!r} is up: {others}") from None
     return connection
 
 

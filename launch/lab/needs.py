@@ -43,7 +43,7 @@ def missing() -> list[str]:
 def _missing_tools() -> list[str]:
     lacking = []
     if importlib.util.find_spec("pyroute2") is None:
-        lacking.append("the Python package pyroute2 is missing: `pip install 'mpips[lab]'` or `pip install pyroute2`")
+        lacking.append("the Python package pyroute2 is missing: `pip install pyroute2`")
     for tool in ("nsenter", "setpriv"):
         if shutil.which(tool) is None:
             lacking.append(f"the command {tool} is missing: the package util-linux brings it")

@@ -38,15 +38,29 @@ def environment(folder: Path) -> tuple[Path | None, str]:
         found = next((path for minor in (11, 10, 9, 8) if (path := shutil.which(f"python3.{minor}"))), None)
         if found is None:
             return None, "MXNet 1.9.1 needs Python 3.8 to 3.11, and none is on the PATH"
-        for command in ([found, "-m", "venv", str(folder)], [str(python), "-m", "pip", "install", "-q", *PACKAGES]):
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            if done.returncode:
-                shutil.rmtree(folder, ignore_errors=True)
-                return None, f"{' '.join(command)} failed: {done.stderr.strip().splitlines()[-1:]}"
+        if folder.exists():
+            return None, f"{folder} is there and is no environment: name another folder with --environment"
+        if reason := _make(folder, found):
+            return None, reason
     probe = subprocess.run([str(python), "-c", "import mxnet"], capture_output=True, text=True, check=False)
     if probe.returncode:
-        return None, f"{python} cannot import mxnet: {probe.stderr.strip().splitlines()[-1:]}"
+        why = probe.stderr.strip().splitlines()[-1:]
+        return None, f"{python} cannot import mxnet: {why}; remove {folder} and it is made anew"
     return python, ""
+
+
+def _make(folder: Path, found: str) -> str:
+    """Make the environment beside `folder` and move it there when it is whole; what went wrong, or nothing."""
+    part = folder.with_name(f"{folder.name}.part")
+    shutil.rmtree(part, ignore_errors=True)  # of a run that was interrupted
+    pip = [str(part / "bin" / "python"), "-m", "pip", "install", "-q", *PACKAGES]
+    for command in ([found, "-m", "venv", str(part)], pip):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            shutil.rmtree(part, ignore_errors=True)
+            return f"{' '.join(command)} failed: {done.stderr.strip().splitlines()[-1:]}"
+    part.rename(folder)
+    return ""
 
 
 def _clean() -> dict[str, str]:

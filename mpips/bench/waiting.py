@@ -63,7 +63,7 @@ CASES: dict[str, Callable[[Engine, float], float]] = {
 
 @click.command()
 @click.option("--seconds", default=2.0, show_default=True, help="Of every wait.")
-@click.option("--repeats", default=3, show_default=True, help="The median counts.")
+@click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="The median counts.")
 def command(seconds: float, repeats: int) -> None:
     """CPU of a process that waits for messages, as a share of one core."""
     engine = Engine()

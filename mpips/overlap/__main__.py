@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import click
+from click.core import ParameterSource
 from rich import box
 from rich.table import Table
 
@@ -14,7 +16,7 @@ from collectives.console import OutFile, Picture, console
 
 from . import models, trace
 from .planner import Plan, plans
-from .profile import Profile, Ring, load, save
+from .profile import LARGEST, Profile, Ring, load, save
 from .stage import Groups
 from .strategies import NAMES
 
@@ -22,7 +24,26 @@ GAP = 3  # between columns of the table
 DEFAULT_NODES = (4, 8, 16, 32, 64)  # MG-WFBP, figure 9
 
 FILE = OutFile()
-RATE, BATCH = click.FloatRange(0, min_open=True), click.IntRange(1)
+BATCH = click.IntRange(1)
+
+
+class Refused(click.ClickException):
+    """What was given is no profile that can be planned."""
+
+    exit_code = 2
+
+
+class Rate(click.FloatRange):
+    """A finite number above 0."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        rate = super().convert(value, param, ctx)
+        if not math.isfinite(rate):
+            self.fail(f"{value} is no rate: give a finite number of operations/s", param, ctx)
+        return rate
+
+
+RATE = Rate(0, min_open=True)
 
 
 class Nodes(click.ParamType):
@@ -50,7 +71,7 @@ def parse_nodes(text: str) -> tuple[int, ...]:
     else:
         stop, step = map(int, rest)
         sizes = list(range(int(first), stop + 1, step))
-    if not sizes or min(sizes) < 1 or (rest and int(rest[0]) < sizes[0]):
+    if not sizes or min(sizes) < 1 or max(sizes) > LARGEST or (rest and int(rest[0]) < sizes[0]):
         raise ValueError(text)
     return tuple(sizes)
 
@@ -91,11 +112,17 @@ def command(
     """Print the groups and predicted iteration times of all strategies for PROFILE.json, or for a built-in --model."""
     if (profile_file is None) == (model is None):
         raise click.UsageError("give either a PROFILE.json or --model NAME")
+    context = click.get_current_context()
+    for option in ("rate", "batch"):
+        if profile_file and context.get_parameter_source(option) is ParameterSource.COMMANDLINE:
+            raise click.UsageError(f"--{option} goes with --model: {profile_file} holds the times of its layers")
     try:
         profile = load(profile_file) if profile_file else _model_profile(str(model), rate, batch)
         found = plans(profile, strategy or NAMES, direction, _sizes(profile, nodes), link)  # type: ignore[arg-type]
-    except ValueError as error:
-        raise click.ClickException(str(error)) from error
+        if not all(each.iteration_s for each in found):
+            raise ValueError(f"{profile_file}: neither layers nor messages take any time: there is nothing to plan")
+    except (ValueError, OSError) as error:
+        raise Refused(str(error)) from error
     _show(found, profile)
     if save_profile:
         save(profile, save_profile)

@@ -25,7 +25,7 @@ from rich.table import Table
 
 from collectives.console import OutFile, Picture, console
 
-from . import execute, planner, settings, timeline, trace
+from . import execute, job, planner, settings, timeline, trace
 from .profile import PARAMETER_BYTES, Linear, Profile, create, save
 from .strategies import PARTITIONS
 from .strategies.joint import JointPlan
@@ -54,7 +54,7 @@ class Result(NamedTuple):
 class Job:
     """A store, flat arrays that are exchanged, and layers that sleep."""
 
-    def __init__(self, servers: int, elements: list[int]) -> None:
+    def __init__(self, servers: int, elements: list[int], asleep: bool = False) -> None:
         from mpi4py import MPI
 
         import mpips
@@ -65,6 +65,11 @@ class Job:
         assert self.kv.layout.workers is not None
         self.kv.set_optimizer("sgd", learning_rate=1e-3)
         self.comm = self.kv.layout.workers
+        self.asleep = asleep
+        self.hold(elements)
+
+    def hold(self, elements: list[int]) -> None:
+        """Layers of so many parameters from now on."""
         self.elements = elements
         self.gradients = np.random.default_rng(self.kv.rank).normal(size=sum(elements)).astype(np.float32)
         self.parameters = np.zeros(sum(elements), np.float32)
@@ -97,7 +102,7 @@ class Job:
 
     def costs(self, repeats: int) -> tuple[float, ...]:
         """Startup and seconds a byte of a push, then of a pull; rank 0's on all workers."""
-        push, pull = self.wire("measured").costs(self.slowest, repeats)
+        push, pull = self.wire("measured").costs(self.slowest, repeats, (True,) if self.asleep else (True, False))
         return tuple(self.agreed([*push, *pull]))
 
     def profile(self, costs: tuple[float, ...]) -> Profile:
@@ -105,7 +110,7 @@ class Job:
         a, b, startup, per_byte = costs
         names = [f"layer{number}" for number in range(1, len(self.elements) + 1)]
         forward, backward = self._clocked(self.compute_forward), self._clocked(self.compute_backward)
-        network = Linear(a, b, self.kv.num_workers)
+        network = Linear(a, b, self.kv.num_workers, job.collective(self.kv))
         return create(names, self.elements, forward, backward, network, startup, 1 / max(per_byte, 1e-15))
 
     def _clocked(self, compute: Callable[[int], None]) -> list[float]:
@@ -143,7 +148,7 @@ def measure(job: Job, pushes: str, profile: Profile, iterations: int) -> tuple[l
     for name, plan in found.items():
         wire = job.wire(f"{pushes} {name}")
         wire.plan(plan)
-        messages[name] = execute.Messages(wire, plan)
+        messages[name] = execute.Messages(wire, plan, execute.wait_asleep if job.asleep else None)
     times: dict[str, list[float]] = {name: [] for name in found}
     traces: dict[str, list[Task]] = {}
     for turn in range(iterations + 1):
@@ -172,14 +177,22 @@ def idle_seconds() -> np.ndarray:
 
 
 @click.command()
-@click.option("--servers", default=0, show_default=True, help="Servers among the ranks; 0: allreduces.")
+@click.option("--servers", type=click.IntRange(0), default=0, show_default=True,
+              help="Servers among the ranks; 0: allreduces.")
 @click.option("--setting", type=click.Choice(settings.SETTINGS), default="uniform", show_default=True)
-@click.option("--layers", default=40, show_default=True, help="Of uniform and hidden.")
+@click.option("--layers", type=click.IntRange(1), default=40, show_default=True, help="Of uniform and hidden.")
 @click.option("--kilobytes", default=32.0, show_default=True, help="Of a layer, on average.")
+@click.option("--startups", type=click.FloatRange(0, 1, min_open=True, max_open=True),
+              help="Without servers: layers so large that startups are this share of communication; --kilobytes to "
+                   "begin with.")
 @click.option("--weight", default=settings.WEIGHT, show_default=True, help="Communication over compute; not of hidden.")
 @click.option("--topk", type=float, help="With servers: once more with this share of the gradients pushed.")
-@click.option("--iterations", default=10, show_default=True)
-@click.option("--repeats", default=3, show_default=True, help="Of every run when the network is measured.")
+@click.option("--asleep", is_flag=True,
+              help="Waits leave messages to the communication thread too, so that a startup is the same beside compute "
+                   "and behind it, as in the papers' models.")
+@click.option("--iterations", type=click.IntRange(1), default=10, show_default=True)
+@click.option("--repeats", type=click.IntRange(1), default=3, show_default=True,
+              help="Of every run when the network is measured.")
 @click.option("--json", "json_file", type=OutFile(), help="Write the results here.")
 @click.option("--save-profile", type=OutFile(), help="Write the measured profile here, for `mpips plan`.")
 @click.option("--plot", type=Picture(), help="Draw rank 0's iterations here (PNG).")
@@ -189,8 +202,10 @@ def command(
     setting: str,
     layers: int,
     kilobytes: float,
+    startups: float | None,
     weight: float,
     topk: float | None,
+    asleep: bool,
     iterations: int,
     repeats: int,
     json_file: Path | None,
@@ -199,12 +214,21 @@ def command(
     trace_file: Path | None,
 ) -> None:
     """Measure every strategy beside its prediction; compute is emulated by sleeping."""
+    if startups is not None and servers:
+        raise click.UsageError("--startups is for allreduces: leave --servers out, or give --kilobytes")
     if topk is not None and not servers:
         raise click.UsageError("--topk needs --servers: sparse gradients go to servers")
     elements, shares = settings.shape(setting, layers, kilobytes)
-    job = Job(servers, elements)
+    job = Job(servers, elements, asleep)
     costs = job.costs(repeats)
-    job.sleep_for(settings.compute_seconds(setting, weight, _communication(costs, job)), shares)
+    if startups is not None:
+        fitting = settings.kilobytes(costs[0], costs[1], startups)
+        job.hold(settings.shape(setting, layers, fitting).elements)
+        costs = job.costs(repeats)
+    communication = _communication(costs, job)
+    if startups is not None:
+        communication = len(elements) * costs[0] / startups  # that startups weigh exactly as asked
+    job.sleep_for(settings.compute_seconds(setting, weight, communication), shares)
     results: list[Result] = []
     traces: dict[str, list[Task]] = {}
     profiles, idle = {}, idle_seconds()
@@ -246,9 +270,13 @@ def _about(setting: str, servers: int, job: Job, profiles: dict[str, Profile]) -
         for name, one in (("push", profile.push()), ("pull", profile.pull()))[: 2 if servers else 1]:
             costs[f"{pushes} {name}: startup_s"] = one.startup
             costs[f"{pushes} {name}: all_bytes_s"] = float(one.transfer.sum())
+    compute_s = dense.forward_s + dense.backward_s
+    if not servers:
+        costs["startups over compute"] = len(dense.layers) * dense.push().startup / compute_s
+        costs["bytes over compute"] = float(dense.push().transfer.sum()) / compute_s
     return {
         "setting": setting, "workers": job.kv.num_workers, "servers": servers, "layers": len(job.elements),
-        "bytes": float(dense.nbytes.sum()), "compute_s": dense.forward_s + dense.backward_s,
+        "bytes": float(dense.nbytes.sum()), "compute_s": compute_s,
         "compute": "emulated by sleeping",
     } | costs  # fmt: skip
 

@@ -5,35 +5,37 @@ The gradients of a group are one interval of the model's flat array, so nothing 
 group is a strategy's plan, from what is measured on the first batch: `auto` takes the optimum. Layers and waits are
 clocked in every step; every `review_every` steps all workers look together whether the plan still fits, and take
 another where that saves enough (review.py). All strategies give the numbers of no overlap, before and after a change of
-plan, since an iteration still uses the parameters that all gradients of the last one made; bit for bit, where the store
-sums in an order that does not depend on a key's size.
+plan, bit for bit where the store is synchronous: an iteration uses the parameters that all gradients of the last one
+made, and a store adds the workers' gradients in an order that does not depend on how keys are cut.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from . import measure, review
+from . import job, planner, review
 from .execute import Messages
+from .model import LayeredModel, check
 from .planner import to_execute
 from .profile import Linear, Profile, create
+from .report import Recorder, Report, compute_tasks
 from .stage import from_ends
-from .stopwatch import LayeredModel, Stopwatch
+from .stopwatch import Stopwatch
 from .strategies import NAMES
 from .strategies.joint import JointPlan
 from .wire import Wire
 
 if TYPE_CHECKING:
+    from mpips.arguments import Name
     from mpips.optimizers import Optimizer
     from mpips.store import KVStore
 
 FIXED = ("sequential", "single", "layerwise")  # they need no profile
 STRATEGIES = ("auto", *NAMES)
-REPEATS = 3  # of every run when messages are measured
 REVIEW = 50
 LONGEST = 64
 """Reviews that change nothing come half as often, up to so many times `review_every` apart."""
@@ -43,35 +45,31 @@ class Overlapped:
     """An exchange for `mpips.Trainer`. Plans and makes its keys in the first step, which all workers take together.
 
     strategy: "auto" or the name of one in `mpips plan`. review_every: steps between two looks at a measured plan; all
-    workers give the same. While messages are measured, up to 3.4 times the model lies more on the servers. ValueError
-    for another strategy or a model without layers.
+    workers give the same. While messages are measured, up to 3.4 times the model lies more on the servers. Making it is
+    collective: ValueError on all workers for another strategy, a model without layers, or arguments that differ.
     """
 
     def __init__(
         self, model: LayeredModel, kv: KVStore, optimizer: Optimizer, strategy: str = "auto",
         review_every: int = REVIEW,
     ) -> None:  # fmt: skip
-        if strategy not in STRATEGIES:
-            raise ValueError(f"overlap={strategy!r} is unknown; choose one of {', '.join(STRATEGIES)}")
-        if not hasattr(model, "layer_elements"):
-            raise ValueError(f"overlap={strategy!r} needs a model in layers (mpips.overlap.stopwatch.LayeredModel)")
-        if review_every < 1:
-            raise ValueError(f"review_every={review_every}: give a number of steps, at least 1")
-        from mpi4py import MPI
-
-        self._max = MPI.MAX
+        items, refusal = kv._try(lambda: _arguments(model, strategy, review_every))
+        kv._agree("overlap", items or [], refusal, "argument")
         self._model, self._kv, self._optimizer, self.strategy = model, kv, optimizer, strategy
         self._elements = list(model.layer_elements)
         self._wire = Wire(kv, model.flat_gradients, model.flat_parameters, self._elements)
         self._link = None if self._wire.one_way else self._wire.link
         self._messages: Messages | None = None
         self._watch = Stopwatch(len(self._elements))
+        self._recorder = Recorder()
         self._clocked: list[np.ndarray] = []
         """Forward, backward and waiting seconds of steps since the last review, (2 L + 1,) each."""
         self._waited = 0.0
         self._interval, self._shortest = review_every, review_every
         self.profile: Profile | None = None
         """What was measured last, if anything was."""
+        self._known: Profile | None = None
+        """What `measure` was told to find out."""
         self.plans: list[JointPlan] = []
         """Every plan so far; the last one is in use."""
 
@@ -87,8 +85,11 @@ class Overlapped:
         elif self.profile is not None and len(self._clocked) >= self._interval:
             self._review()
         assert self._messages is not None
+        begin = time.perf_counter()
         self._messages.begin()
         loss = self._watch.step(self._model, x, y, self._before, self._ready)
+        compute = compute_tasks(*self._watch.clocks())
+        self._recorder.step(time.perf_counter() - begin, compute, self._messages.sent)
         if self.profile is not None:
             self._clocked.append(np.append(np.concatenate(self._watch.seconds()), self._waited + self._watch.waited))
         self._waited = 0.0
@@ -100,6 +101,26 @@ class Overlapped:
             begin = time.perf_counter()
             self._messages.finish()
             self._waited += time.perf_counter() - begin
+            self._recorder.waited(time.perf_counter() - begin)
+
+    def measure(self, x: np.ndarray, y: np.ndarray) -> Profile:
+        """The profile of the job as it is now, on a batch. Collective, blocking; what is under way ends first."""
+        self.finish()
+        if self._messages is None:
+            self._kv.set_optimizer(self._optimizer)
+        self._known = job.profile_of(self._model, self._kv, x, y, self._costs())
+        return self._known
+
+    def report(self) -> Report:
+        """What the last steps were on this worker. Local."""
+        profile, predicted = self.profile or self._known, None
+        if not self.plans:
+            raise RuntimeError("a report needs a step that has ended: call step or fit first")
+        if profile is not None:
+            predicted = planner.iteration(profile, self.plan, self._link)
+        pull = () if self._link is None else self.plan.pull
+        early = 0 if self._link is None else self.plan.early
+        return self._recorder.report(self.strategy, self.plan.push, pull, early, predicted)
 
     def _before(self, layer: int) -> None:
         assert self._messages is not None
@@ -115,7 +136,7 @@ class Overlapped:
         self._kv.set_optimizer(self._optimizer)  # before messages are measured, which are to cost what they will
         problem = _unknown(self._elements)
         if self.strategy not in FIXED:
-            problem = self.profile = self._measure(x, y)
+            problem = self.profile = job.profile_of(self._model, self._kv, x, y, self._costs())
         self._take(to_execute(problem, self.strategy, self._link))
         for group in self.plan.push:
             self._wire.pull(*group).wait()
@@ -126,8 +147,7 @@ class Overlapped:
         self.finish()
         row = np.median(self._clocked, axis=0)
         row[-1] *= -1  # the slowest worker waits least
-        slowest = np.empty_like(row)
-        self._workers.Allreduce(row, slowest, op=self._max)
+        slowest = np.max(self._told("a look at the plan", row), axis=0)
         forward, backward = np.split(slowest[:-1], 2)
         self.profile = review.with_compute(self.profile, forward, backward)
         drifted = review.network_drifted(self.profile, self.plan, self._link, max(0.0, -slowest[-1]))
@@ -155,33 +175,31 @@ class Overlapped:
         self.plans.append(plan)
         return True
 
-    def _measure(self, x: np.ndarray, y: np.ndarray) -> Profile:
-        forward, backward = measure.compute(self._model, x, y)
-        (a, b), (startup, per_byte) = self._costs()
-        names = [f"layer{number}" for number in range(1, len(self._elements) + 1)]
-        network = Linear(a, b, self._kv.num_workers)
-        return create(names, self._elements, forward, backward, network, startup, 1 / max(per_byte, 1e-15))
-
-    def _costs(self) -> tuple[tuple[float, float], tuple[float, float]]:
-        scratch = np.zeros_like(self._model.flat_gradients), np.zeros_like(self._model.flat_gradients)
-        wire = Wire(self._kv, *scratch, self._elements, "measured")
-        return wire.costs(self._slowest, REPEATS)
+    def _costs(self) -> job.Costs:
+        return job.message_costs(self._model, self._kv)
 
     # ---- together
 
-    @property
-    def _workers(self) -> Any:
-        return self._kv.layout.workers
-
-    def _slowest(self, seconds: float) -> float:
-        everybody = np.empty(1)
-        self._workers.Allreduce(np.array([seconds]), everybody, op=self._max)
-        return float(everybody[0])
-
     def _from_rank_0(self, values: Sequence[int] | np.ndarray) -> list[int]:
-        box = np.array(values, np.int64)
-        self._workers.Bcast(box)
-        return box.tolist()
+        return self._told("a plan from rank 0", np.array(values, np.int64))[0].tolist()
+
+    def _told(self, what: str, mine: np.ndarray) -> list[np.ndarray]:
+        """Everybody's array of one length and dtype; the store's own meeting, so that nobody waits unheard."""
+        told = self._kv._agree(f"overlap: {what}", [], "", data=mine.tobytes())
+        return [np.frombuffer(data, mine.dtype) for data in told]
+
+
+def _arguments(model: LayeredModel, strategy: str, review_every: int) -> list[tuple[Name, str]]:
+    """What must be equal on all workers, by name; ValueError where it is wrong."""
+    if strategy not in STRATEGIES:
+        raise ValueError(f"overlap={strategy!r} is unknown; choose one of {', '.join(STRATEGIES)}")
+    check(model, strategy)
+    if review_every < 1:
+        raise ValueError(f"review_every={review_every}: give a number of steps, at least 1")
+    layers = model.layer_elements
+    return [("overlap", repr(strategy)), ("review_every", str(review_every)),
+            ("dtype of flat_parameters", str(model.flat_parameters.dtype)), ("number of layers", str(len(layers))),
+            *((f"layer_elements[{at}]", str(count)) for at, count in enumerate(layers))]
 
 
 def _unknown(elements: Sequence[int]) -> Profile:

@@ -6,9 +6,9 @@ The caller says when it comes to a layer, be it a model in training (exchange.py
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from .strategies.joint import JointPlan
 from .timeline import COMPUTE, RECEIVE, SEND, Kind, Task
@@ -20,14 +20,44 @@ Compute = Callable[[int], Any]
 class Handle(Protocol):
     """A message under way."""
 
-    started: float
-    ended: float
-    """time.perf_counter() when its operation began and ended."""
+    @property
+    def started(self) -> float:
+        """time.perf_counter() when its operation began."""
+        ...
+
+    @property
+    def ended(self) -> float:
+        """And when it ended."""
+        ...
 
     @property
     def done(self) -> bool: ...
 
     def wait(self) -> Any: ...
+
+
+class Sent(NamedTuple):
+    """A push from its start until it was taken in."""
+
+    push: Handle
+    taken: Handle
+
+    @property
+    def started(self) -> float:
+        return self.push.started
+
+    @property
+    def ended(self) -> float:
+        return self.taken.ended
+
+    @property
+    def done(self) -> bool:
+        return self.taken.done
+
+    def wait(self) -> None:
+        """Until both have ended. Blocking."""
+        self.push.wait()
+        self.taken.wait()
 
 
 class Carrier(Protocol):
@@ -40,17 +70,34 @@ class Carrier(Protocol):
 
     def push(self, first: int, last: int) -> Handle: ...
 
-    def pull(self, first: int, last: int) -> Handle: ...
+    def taken(self, first: int, last: int, push: Any) -> Handle:
+        """Ends when what `push` sends is where it is to be."""
+        ...
+
+    def pull(self, first: int, last: int, early: bool = False) -> Handle:
+        """`early`: right behind its push, while others are to be pushed."""
+        ...
+
+
+POLL_SECONDS = 5e-4
+
+
+def wait_asleep(handle: Handle) -> None:
+    """Wait without moving any message: that is left to the communication thread, as beside compute."""
+    while not handle.done:
+        time.sleep(POLL_SECONDS)
+    handle.wait()
 
 
 class Messages:
-    """The messages of one plan, iteration after iteration.
+    """The messages of one plan, iteration after iteration; `wait` is how to wait for one (None: its own way).
 
     A group is pushed as soon as its first layer's gradients are there, the last of the group's to come. Early groups
     are pulled right behind their push, the others in layer order behind the last push.
     """
 
-    def __init__(self, carrier: Carrier, plan: JointPlan) -> None:
+    def __init__(self, carrier: Carrier, plan: JointPlan, wait: Callable[[Handle], object] | None = None) -> None:
+        self._wait: Callable[[Handle], object] = wait or (lambda handle: handle.wait())
         self._carrier, self.plan, self.one_way = carrier, plan, carrier.one_way
         self._last_of = dict(plan.push)
         early = plan.push[len(plan.push) - plan.early :]
@@ -63,7 +110,7 @@ class Messages:
     def begin(self) -> None:
         """A new iteration: what was pushed in the last one has come back by now."""
         for handle in self._pushes.values():
-            handle.wait()
+            self._wait(handle)
         self._pushes.clear()
         self.sent.clear()
 
@@ -71,32 +118,39 @@ class Messages:
         """The gradients of `layer` are there, and its parameters may be overwritten."""
         last = self._last_of.get(layer)
         if last is not None:
-            handle = self._start("push", layer, last)
+            handle = self._push(layer, last)
             if self.one_way:
                 self._awaited[layer, last] = handle
             else:
                 self._pushes[layer, last] = handle
                 if layer >= self.plan.first_early_layer:
-                    self._awaited[layer, last] = self._start("pull", layer, last)
+                    self._awaited[layer, last] = self._pull(layer, last, early=True)
         if layer == 1:
             for group in self.plan.pull:
-                self._awaited[group] = self._start("pull", *group)
+                self._awaited[group] = self._pull(*group)
 
     def before(self, layer: int) -> None:
         """Wait for the parameters of `layer`. Blocking; raises what made its messages fail."""
         handle = self._awaited.pop(self._comes_with[layer], None)
         if handle is not None:
-            handle.wait()
+            self._wait(handle)
 
     def finish(self) -> None:
         """Wait for everything under way. Blocking."""
         for under_way in (self._awaited, self._pushes):
             while under_way:
-                under_way.pop(next(iter(under_way))).wait()
+                self._wait(under_way.pop(next(iter(under_way))))
 
-    def _start(self, kind: Kind, first: int, last: int) -> Handle:
-        handle = self._carrier.push(first, last) if kind == "push" else self._carrier.pull(first, last)
-        self.sent.append((kind, first, last, handle))
+    def _push(self, first: int, last: int) -> Handle:
+        handle = self._carrier.push(first, last)
+        if not self.one_way:
+            handle = Sent(handle, self._carrier.taken(first, last, handle))
+        self.sent.append(("push", first, last, handle))
+        return handle
+
+    def _pull(self, first: int, last: int, early: bool = False) -> Handle:
+        handle = self._carrier.pull(first, last, early)
+        self.sent.append(("pull", first, last, handle))
         return handle
 
 
@@ -124,16 +178,28 @@ def iteration(messages: Messages, layers: int, forward: Compute, backward: Compu
     for half in (up, down) if messages.one_way else (down, up):
         half()
     messages.finish()
-    for kind, first, last, handle in messages.sent:
-        clock.add(kind, first, last, handle.started, handle.ended, SEND if kind == "push" else RECEIVE)
-    return clock.tasks
+    return [*clock.tasks, *sent_tasks(messages.sent, clock.begin)]
+
+
+def sent_tasks(sent: Iterable[tuple[Kind, int, int, Handle]], begin: float = 0.0) -> Iterator[Task]:
+    """Ended messages as tasks, in seconds from `begin`. One that was started while the one before it was on its way, or
+    a pull while the servers lacked its push, is counted from that one's end: until then it waited."""
+    before: dict[Kind, float] = {"push": 0.0, "pull": 0.0}
+    pushed: dict[tuple[int, int], float] = {}
+    for kind, first, last, handle in sent:
+        waited = max(before[kind], pushed.get((first, last), 0.0) if kind == "pull" else 0.0)
+        start = min(max(handle.started, waited), handle.ended)
+        before[kind] = max(before[kind], handle.ended)
+        if kind == "push":
+            pushed[first, last] = handle.ended
+        yield Task(kind, first, last, start - begin, handle.ended - begin, SEND if kind == "push" else RECEIVE)
 
 
 class _Clock:
     """Tasks of one iteration, in seconds since it began."""
 
     def __init__(self) -> None:
-        self._begin = time.perf_counter()
+        self.begin = time.perf_counter()
         self.tasks: list[Task] = []
 
     @contextmanager
@@ -143,4 +209,4 @@ class _Clock:
         self.add(kind, layer, layer, start, time.perf_counter(), COMPUTE)
 
     def add(self, kind: Kind, first: int, last: int, start: float, end: float, lane: str) -> None:
-        self.tasks.append(Task(kind, first, last, start - self._begin, end - self._begin, lane))
+        self.tasks.append(Task(kind, first, last, start - self.begin, end - self.begin, lane))

@@ -93,7 +93,7 @@ def losses(name: str, problems: list[Stage]) -> list[Loss]:
 
 
 @click.command()
-@click.option("--count", default=2000, show_default=True, help="Random profiles.")
+@click.option("--count", type=click.IntRange(1), default=2000, show_default=True, help="Random profiles.")
 @click.option("--seed", default=0, show_default=True)
 @click.option("--json", "json_file", type=OutFile(), help="Write the table here.")
 def command(count: int, seed: int, json_file: Path | None) -> None:

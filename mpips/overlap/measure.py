@@ -17,9 +17,10 @@ from typing import Protocol
 import numpy as np
 
 from . import fit
+from .model import LayeredModel
 from .profile import PARAMETER_BYTES
 from .stage import Groups
-from .stopwatch import LayeredModel, Stopwatch
+from .stopwatch import Stopwatch
 
 POLL_SECONDS = 5e-4
 SHARE = 3  # part of the layers that shorter runs have
@@ -48,23 +49,24 @@ def runs(elements: Sequence[int]) -> tuple[Groups, ...]:
 
 
 def seconds(
-    start: Start, wanted: Sequence[Groups], slowest: Callable[[float], float], repeats: int = 5
-) -> list[float]:
+    start: Start, wanted: Sequence[Groups], slowest: Callable[[float], float], repeats: int = 5,
+    modes: Sequence[bool] = (True, False),
+) -> list[float]:  # fmt: skip
     """The slowest worker's seconds for each run: medians over `repeats` with the training thread asleep and with it
-    waiting, and the mean of the two. Collective, blocking.
+    waiting, and the mean of the two; `modes` are whether it is asleep. Collective, blocking.
 
     `slowest(seconds)` is the largest of all workers', and brings them together.
     """
-    times = np.empty((repeats + 1, 2, len(wanted)))
-    for repeat, asleep, index in np.ndindex(times.shape):  # the first repeat warms up
+    times = np.empty((repeats + 1, len(modes), len(wanted)))
+    for repeat, mode, index in np.ndindex(times.shape):  # the first repeat warms up
         slowest(0.0)
         begin = time.perf_counter()
         handles = start(wanted[index])
-        while asleep and not all(handle.done for handle in handles):
+        while modes[mode] and not all(handle.done for handle in handles):
             time.sleep(POLL_SECONDS)
         for handle in handles:
             handle.wait()
-        times[repeat, asleep, index] = slowest(time.perf_counter() - begin)
+        times[repeat, mode, index] = slowest(time.perf_counter() - begin)
     return np.median(times[1:], axis=0).mean(axis=0).tolist()
 
 

@@ -1,12 +1,13 @@
 """The profile of a job: compute times of its layers and costs of its network, and the JSON file that holds them.
 
 {"layers": [{"name", "parameters", "forward_s", "backward_s"}, ...] in forward order,
- "network": {"a", "b"} or {"alpha", "beta", "gamma", "collective": "ring"},
+ "network": {"a", "b", "collective": "allreduce" (the default) or "servers"}
+            or {"alpha", "beta", "gamma", "collective": "ring"},
  "startup_s": T_s, "bandwidth_Bps": bytes/s, "nodes": optional, the size at which a and b were measured}
 
 Times are seconds, sizes bytes; a parameter is 4 bytes (float32). `network` prices an allreduce of M bytes as
-t = a + b M (MG-WFBP, Eq. 9); `startup_s` and `bandwidth_Bps` price one push or pull of a parameter server as
-T_s + M / bandwidth (iBatch, "Problem Formulation").
+t = a + b M (MG-WFBP, Eq. 9), or so a push to servers; `startup_s` and `bandwidth_Bps` price one push or pull of a
+parameter server as T_s + M / bandwidth (iBatch, "Problem Formulation").
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -24,6 +25,8 @@ from .stage import Stage, stage
 
 PARAMETER_BYTES = 4
 _TIMES = ("forward_s", "backward_s")
+LARGEST = 10**18
+"""Of all numbers of a profile, so that no sum or product of some overflows."""
 
 
 @dataclass(frozen=True)
@@ -36,17 +39,33 @@ class Layer:
     backward_s: float
 
 
+Collective = Literal["allreduce", "servers"]
+COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
+
+
 @dataclass(frozen=True)
 class Linear:
-    """Allreduce time a + b M, measured on `nodes` nodes (None: not known, so never rescaled)."""
+    """Time a + b M of an allreduce, or of a push to servers, on `nodes` nodes (None: not known, so never rescaled)."""
 
     a: float
     b: float
     nodes: int | None = None
+    collective: Collective = "allreduce"
 
     def at(self, nodes: int | None) -> tuple[float, float]:
-        """(a, b) at another size, by the ring's dependence on N: a ~ N - 1, b ~ (N - 1) / N."""
-        if nodes is None or self.nodes is None or self.nodes == 1:
+        """(a, b) at another size, by the ring's dependence on N: a ~ N - 1, b ~ (N - 1) / N.
+
+        ValueError where that does not follow: from one node, which has no network, and from pushes to servers.
+        """
+        if nodes is None or nodes == self.nodes:
+            return self.a, self.b
+        if self.collective == "servers":
+            raise ValueError(f"network: a and b are those of a push to servers, which do not scale as a ring does: "
+                             f"measured with {self.nodes}, they say nothing of {nodes}; plan without --nodes")
+        if self.nodes == 1:
+            raise ValueError(f"network: a and b were measured on 1 node, which says nothing of a network of {nodes}: "
+                             "plan without --nodes, or measure a profile on at least 2")
+        if self.nodes is None:
             return self.a, self.b
         ratio = (nodes - 1) / (self.nodes - 1)
         return self.a * ratio, self.b * ratio * self.nodes / nodes
@@ -135,11 +154,11 @@ def from_dict(data: Any) -> Profile:
         raise ValueError("profile: layers must be a list of at least one layer")
     layers = tuple(_layer(row, index) for index, row in enumerate(rows))
     nodes = data.get("nodes")
-    if nodes is not None and (not isinstance(nodes, int) or nodes < 1):
-        raise ValueError(f"profile: nodes is {nodes!r}, not a positive integer")
+    if nodes is not None and (not isinstance(nodes, int) or isinstance(nodes, bool) or not 1 <= nodes <= LARGEST):
+        raise ValueError(f"profile: nodes is {_shown(nodes)}, not a number of nodes")
     bandwidth = _number(data, "profile", "bandwidth_Bps")
-    if bandwidth == 0:
-        raise ValueError("profile: bandwidth_Bps is 0: give bytes per second")
+    if bandwidth < 1 / LARGEST:
+        raise ValueError(f"profile: bandwidth_Bps is {bandwidth}: give bytes per second")
     network = _network(_get(data, "profile", "network"), nodes)
     return Profile(layers, network, _number(data, "profile", "startup_s"), bandwidth)
 
@@ -155,6 +174,10 @@ def load(path: str | Path) -> Profile:
     """The profile in a JSON file; OSError or ValueError naming the file."""
     try:
         return from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not a text file, so no profile in JSON") from error
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"{path}: not JSON ({error}); a profile is a JSON object with layers and network") from error
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
@@ -187,13 +210,17 @@ def _network(data: Any, nodes: int | None) -> Network:
         if data.get("collective", "ring") != "ring":
             raise ValueError(f"network: collective is {data['collective']!r}; only 'ring' has a formula here")
         return Ring(*(_number(data, "network", field) for field in ("alpha", "beta", "gamma")))
-    _known(data, "network", {"a", "b"})
-    return Linear(_number(data, "network", "a"), _number(data, "network", "b"), nodes)
+    _known(data, "network", {"a", "b", "collective"})
+    collective = data.get("collective", "allreduce")
+    if collective not in COLLECTIVES:
+        raise ValueError(f"network: collective is {_shown(collective)}; a and b are of one of {', '.join(COLLECTIVES)}")
+    return Linear(_number(data, "network", "a"), _number(data, "network", "b"), nodes, collective)
 
 
 def _network_dict(network: Network) -> dict[str, Any]:
     if isinstance(network, Linear):
-        return {"a": network.a, "b": network.b}
+        marked = {} if network.collective == "allreduce" else {"collective": network.collective}
+        return {"a": network.a, "b": network.b, **marked}
     return {"alpha": network.alpha, "beta": network.beta, "gamma": network.gamma, "collective": "ring"}
 
 
@@ -214,11 +241,21 @@ def _number(data: Mapping[str, Any], where: str, field: str) -> float:
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{where}: {field} is {value!r}, not a number")
-    if not math.isfinite(value):
+    if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{where}: {field} is {value}, not a finite number")
     if value < 0:
-        raise ValueError(f"{where}: {field} is {value}, and may not be negative")
+        raise ValueError(f"{where}: {field} is {_shown(value)}, and may not be negative")
+    if value > LARGEST:
+        raise ValueError(f"{where}: {field} is {_shown(value)}: above {LARGEST:.0e} it fits no machine")
     return value
+
+
+def _shown(value: Any) -> str:
+    """The value in a sentence, cut short."""
+    if isinstance(value, int) and abs(value) > LARGEST:
+        return f"an integer of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:40]}.."
 
 
 def _known(data: Mapping[str, Any], where: str, fields: set[str]) -> None:

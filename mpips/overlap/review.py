@@ -26,7 +26,8 @@ def with_compute(profile: Profile, forward_s: NDArray[np.float64], backward_s: N
 
 def with_network(profile: Profile, push: tuple[float, float], pull: tuple[float, float], nodes: int) -> Profile:
     """The profile with other costs (startup, seconds a byte) of messages."""
-    network = Linear(*push, nodes)
+    assert isinstance(profile.network, Linear)
+    network = Linear(*push, nodes, profile.network.collective)
     return replace(profile, network=network, startup_s=pull[0], bandwidth_Bps=1 / max(pull[1], 1e-15))
 
 

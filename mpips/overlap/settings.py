@@ -1,7 +1,8 @@
 """Jobs for the benchmark (bench.py): layers, and how long they compute, chosen from the network as measured. Pure.
 
 * a network's name, as resnet50: its layers, scaled down, with so much compute that all startups and bytes of an
-  iteration together are `weight` of it; how startups and bytes share that follows from the bytes a layer;
+  iteration together are `weight` of it; how startups and bytes share that follows from the bytes a layer, or those
+  follow from the share (`kilobytes`);
 * uniform: a deep MLP of equal small layers under the same weight;
 * hidden: equal layers whose messages are half as long as their backward pass. Merging cannot pay.
 """
@@ -17,7 +18,7 @@ from .profile import PARAMETER_BYTES
 
 SETTINGS = ("uniform", "hidden", *MODELS)
 WEIGHT = 1.49
-"""Communication of an iteration over its compute: that of ResNet-50 on MG-WFBP's 64 nodes."""
+"""Communication of an iteration over its compute, where nothing else is said."""
 FORWARD = 1 / 3
 """Of the compute."""
 HIDDEN = 0.5
@@ -40,6 +41,11 @@ def shape(setting: str, layers: int, kilobytes: float) -> Shape:
     scale = per_layer * len(table.layers) / table.parameters
     flops = np.array([layer.flops for layer in table.layers], np.float64)
     return Shape([max(1, round(scale * layer.parameters)) for layer in table.layers], flops / flops.sum())
+
+
+def kilobytes(startup_s: float, per_byte_s: float, share: float) -> float:
+    """Of a layer, on average, so that startups are such a share of the communication of one message a layer."""
+    return startup_s * (1 - share) / share / per_byte_s / 1024
 
 
 def compute_seconds(setting: str, weight: float, communication_s: float) -> float:

@@ -3,35 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-Hook = Callable[[int], Any]
-
-
-class LayeredModel(Protocol):
-    """A model whose layers lie one after the other in flat arrays, and which tells when it comes to each."""
-
-    @property
-    def flat_parameters(self) -> np.ndarray: ...
-
-    @property
-    def flat_gradients(self) -> np.ndarray: ...
-
-    @property
-    def layer_elements(self) -> list[int]:
-        """Parameters of each layer."""
-        ...
-
-    def loss_and_gradients(
-        self, x: np.ndarray, y: np.ndarray, before: Hook | None = None, ready: Hook | None = None
-    ) -> float:
-        """Forward and backward; the loss. `before(layer)`, from 0: its parameters come next. `ready(layer)`: its
-        gradients are there, and its parameters may be overwritten."""
-        ...
+from .model import Hook, LayeredModel
 
 
 class Stopwatch:
@@ -57,6 +33,10 @@ class Stopwatch:
         turn = came_b[-1] - went_f[-1]
         forward = np.append(came_f[1:] - went_f[:-1], turn / 3)
         return forward, np.append(came_b[:-1] - went_b[1:], turn * 2 / 3)
+
+    def clocks(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """When the model came to each layer's hooks and went on, (2, layers) each: forward, backward."""
+        return self._came.copy(), self._went.copy()
 
     @property
     def waited(self) -> float:

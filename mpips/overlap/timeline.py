@@ -19,7 +19,7 @@ from .profile import Profile
 from .stage import Groups, Stage, message_times
 from .strategies.joint import JointPlan, Link
 
-Kind = Literal["forward", "backward", "push", "pull"]
+Kind = Literal["forward", "backward", "compute", "push", "pull"]
 COMPUTE, SEND, RECEIVE = "compute", "network", "network (receive)"
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from .timeline import Task
 
-_COLOURS = {"forward": "#4c72b0", "backward": "#55a868", "push": "#c44e52", "pull": "#dd8452"}
+_COLOURS = {"forward": "#4c72b0", "backward": "#55a868", "compute": "#4c72b0", "push": "#c44e52", "pull": "#dd8452"}
 
 
 def draw(timelines: Mapping[str, Sequence[Task]], path: str | Path, title: str = "") -> None:

@@ -81,17 +81,24 @@ class Wire:
             return self._kv.ipushpull(names, gradients, out=[self._parameters[self._interval(key)] for key in keys])
         return self._kv.ipush(names, gradients, turns=["push"])
 
-    def pull(self, first: int, last: int) -> Handle:
+    def taken(self, first: int, last: int, push: Handle) -> Handle:
+        """When what `push` sends has come to the servers."""
+        return self._kv.taken([self._key(key) for key in self._keys[first, last]], push)
+
+    def pull(self, first: int, last: int, early: bool = False) -> Handle:
         """Start to pull the parameters of layers first..last, after the pulls before and after the layers' pushes.
 
         One after the other, as in the model: at once, the first would share the servers' links with those behind it.
+        But `early` ones are asked for right behind their push, and the servers answer when it has come from all, which
+        keeps the order too: a question that waits for the pull before would then wait in the link behind later pushes.
         """
         keys = self._keys[first, last]
         names = [self._key(key) for key in keys]
-        return self._kv.ipull(names, [self._parameters[self._interval(key)] for key in keys], turns=["pull"])
+        parameters = [self._parameters[self._interval(key)] for key in keys]
+        return self._kv.ipull(names, parameters, turns=() if early else ["pull"])
 
     def costs(
-        self, slowest: Callable[[float], float], repeats: int = 5
+        self, slowest: Callable[[float], float], repeats: int = 5, modes: Sequence[bool] = (True, False)
     ) -> tuple[tuple[float, float], tuple[float, float]]:
         """(startup seconds, seconds a byte) of a push and of a pull, as this job's messages cost in a row (measure.py).
 
@@ -102,8 +109,9 @@ class Wire:
         self.sample(dict.fromkeys(group for groups in wanted for group in groups))
         pull = 0.0, 0.0
         if not self.one_way:
-            pull = measure.costs(self._elements, wanted, measure.seconds(self._pull_all, wanted, slowest, repeats))
-        times = measure.seconds(self._push_all, wanted, slowest, repeats)
+            times = measure.seconds(self._pull_all, wanted, slowest, repeats, modes)
+            pull = measure.costs(self._elements, wanted, times)
+        times = measure.seconds(self._push_all, wanted, slowest, repeats, modes)
         if not self.one_way:
             behind = [pull[0] + pull[1] * measure.group_bytes(self._elements, *groups[0]) for groups in wanted]
             times = [max(both - back, SHORTEST) for both, back in zip(times, behind, strict=True)]

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from .checkpoint import save as save_checkpoint
     from .data import load
     from .grid import Grid
-    from .predict import predict_all
+    from .predict import choose_grid, predict_all
+    from .served import Servers
+    from .sources import open_source
     from .training import train
 
 _WHERE = {
@@ -28,6 +30,9 @@ _WHERE = {
     "save_checkpoint": ("checkpoint", "save"),
     "load": ("data", "load"),
     "Grid": ("grid", "Grid"),
+    "choose_grid": ("predict", "choose_grid"),
+    "Servers": ("served", "Servers"),
+    "open_source": ("sources", "open_source"),
     "predict_all": ("predict", "predict_all"),
     "train": ("training", "train"),
 }
@@ -43,5 +48,6 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
-    "MLP", "Grid", "TrainingError", "collect", "load", "load_checkpoint", "predict_all", "save_checkpoint", "train",
+    "MLP", "Grid", "Servers", "TrainingError", "choose_grid", "collect", "load", "load_checkpoint", "open_source",
+    "predict_all", "save_checkpoint", "train",
 ]  # fmt: skip

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
+import msgspec
 import numpy as np
 from mpi4py import MPI
 
+from mpips.meet import exchange
+
+_NAMED = 8  # ranks that a sentence lists one by one
+
 
 class TrainingError(ValueError):
-    """Training cannot start: bad data, or a grid that does not fit the job. Every rank raises the same sentence."""
+    """Training cannot start: bad data, or a grid that does not fit the job. Every rank raises the same sentence.
+
+    `everywhere`: every rank of the world does, so that an uncaught one needs no abort and only one rank to tell.
+    """
+
+    everywhere = False
 
 
 def agree(comm: MPI.Comm, problem: str | None) -> None:
@@ -15,9 +27,50 @@ def agree(comm: MPI.Comm, problem: str | None) -> None:
     mine = comm.rank if problem is not None else comm.size
     first = np.array([mine], np.int64)
     comm.Allreduce(MPI.IN_PLACE, first, MPI.MIN)
-    if first[0] == comm.size:
+    if first[0] < comm.size:
+        raise _error(comm, broadcast_bytes(comm, (problem or "").encode(), root=int(first[0])).decode())
+
+
+def alike(
+    comm: MPI.Comm, call: str, arguments: Mapping[str, object], problem: str | None = None,
+    cure: str = "give all ranks the same",
+) -> None:  # fmt: skip
+    """Return if all ranks of `comm` make this call with the same arguments and none has a problem with them.
+
+    Otherwise every rank raises one sentence: the first argument that differs with its values and their ranks, else the
+    lowest rank's problem. Arguments are compared as texts. Collective, before anything that ranks must do alike.
+    """
+    mine = [("the call", call), *((name, str(value)) for name, value in arguments.items())]
+    payloads = exchange(comm, msgspec.json.encode((mine, problem)), call)
+    if problem is None and all(payload == payloads[0] for payload in payloads):
         return
-    raise TrainingError(broadcast_bytes(comm, (problem or "").encode(), root=int(first[0])).decode())
+    come = [msgspec.json.decode(payload, type=tuple[list[tuple[str, str]], str | None]) for payload in payloads]
+    told = [dict(each) for each, _ in come]
+    if difference := _difference(told):
+        raise _error(comm, f"{told[0]['the call']}: {difference}; {cure}")
+    raise _error(comm, next(each for _, each in come if each is not None))
+
+
+def _difference(told: Sequence[Mapping[str, str]]) -> str | None:
+    """The first argument that is not the same on all ranks, with its values."""
+    for name in dict.fromkeys(name for each in told for name in each):
+        ranks: dict[str, list[int]] = {}
+        for rank, each in enumerate(told):
+            ranks.setdefault(each.get(name, "not given"), []).append(rank)
+        if len(ranks) > 1:
+            return f"{name} is {' but '.join(f'{value} on {_named(some)}' for value, some in ranks.items())}"
+    return None
+
+
+def _named(ranks: Sequence[int]) -> str:
+    more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:_NAMED]))}{more}"
+
+
+def _error(comm: MPI.Comm, sentence: str) -> TrainingError:
+    error = TrainingError(sentence)
+    error.everywhere = comm.size == MPI.COMM_WORLD.size
+    return error
 
 
 def broadcast_bytes(comm: MPI.Comm, data: bytes, root: int = 0) -> bytes:

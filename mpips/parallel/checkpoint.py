@@ -13,12 +13,14 @@ from safetensors.numpy import save_file
 
 from mpips import optimizers
 
-from .agreement import TrainingError, agree
+from .agreement import agree
 from .communication import on_host, put
 from .data import Scaling
 from .grid import Grid
 from .hybrid import Hybrid
 from .mlp import MLP
+from .network import Network
+from .served import Servers
 from .specification import Specification
 from .splits import Split
 
@@ -46,15 +48,14 @@ def save(path: str, hybrid: Hybrid, scaling: Scaling | None = None) -> None:
     """Write the whole network, the optimizer with its state, and the scaling of the data. Collective over the grid.
 
     Layers go one after the other to rank 0, which writes the file beside `path` and renames it. Raises
-    TrainingError on every rank where the file cannot be written, or where servers hold the optimizer's state.
-    With elastic averaging the network is the first client's.
+    TrainingError on every rank where the file cannot be written. Servers send what they keep of the state. With elastic
+    averaging network and state are the first client's.
     """
-    if len(hybrid.state) < len(hybrid.optimizer.init(np.empty(0, hybrid.network.dtype))):
-        raise TrainingError("the servers hold the optimizer's state: save with an optimizer without any, such as sgd")
+    state = hybrid.update.fetch()
     arrays: dict[str, np.ndarray] = {}
     if hybrid.grid.batch_index == 0:
         flats = {"": hybrid.network.flat_parameters}
-        flats |= {f"state{slot}.": array for slot, array in enumerate(hybrid.state)}
+        flats |= {f"state{slot}.": array for slot, array in enumerate(state)}
         for prefix, flat in flats.items():
             for layer in range(len(hybrid.network.splits)):
                 for kind in ("weight", "bias"):
@@ -67,41 +68,56 @@ def save(path: str, hybrid: Hybrid, scaling: Scaling | None = None) -> None:
     agree(hybrid.grid.comm, problem)
 
 
+def specification(path: str, comm: MPI.Comm) -> Specification:
+    """The network of a checkpoint. Collective; TrainingError on every rank where it cannot be read."""
+    return _read_header(path, comm).specification
+
+
 def load(
-    path: str, grid: Grid, mode: str = "pairs", xp: Any = np, overlap: bool | None = None, half: bool | None = None
-) -> Hybrid:
+    path: str, grid: Grid, mode: str = "pairs", xp: Any = np, overlap: bool | None = None, half: bool | None = None,
+    servers: Servers | None = None,
+) -> Hybrid:  # fmt: skip
     """This rank's slice of a saved network, ready to go on training on `grid`. Collective; each rank reads only
-    its slice. `overlap`, `half`: see `Hybrid`."""
-    header = _read_header(path, grid)
+    its slice. `overlap`, `half`, `servers`: see `Hybrid`."""
+    header = _read_header(path, grid.comm)
     optimizer = optimizers.decode(bytes.fromhex(header.optimizer))
-    hybrid = Hybrid(MLP(*header.specification, xp=xp), grid, optimizer, mode, overlap, half)
+
+    def start(network: Network) -> None:
+        _read(path, grid, network, {"": network.flat_parameters})
+
+    hybrid = Hybrid(MLP(*header.specification, xp=xp), grid, optimizer, mode, overlap, half, servers, start)
     hybrid.updates = header.updates
     if hybrid.update.loss_scale is not None and header.loss_scale is not None:
         hybrid.update.loss_scale.scale, hybrid.update.loss_scale.good = header.loss_scale
-    flats = {"": hybrid.network.flat_parameters}
-    flats |= {f"state{slot}.": array for slot, array in enumerate(hybrid.state)}
+    state = optimizer.init(hybrid.network.flat_parameters)
+    _read(path, grid, hybrid.network, {f"state{slot}.": array for slot, array in enumerate(state)})
+    hybrid.update.restore(state, header.updates)
+    return hybrid
+
+
+def _read(path: str, grid: Grid, network: Network, flats: dict[str, Any]) -> None:
+    """This rank's slice of arrays laid out as the flat parameters, by the prefix of their names. Collective."""
     problem = None
     try:
         with safe_open(path, "np") as file:
             for prefix, flat in flats.items():
-                for layer, split in enumerate(hybrid.network.splits):
-                    for kind, view in zip(("weight", "bias"), hybrid.network.views(flat)[2 * layer : 2 * layer + 2]):
+                for layer, split in enumerate(network.splits):
+                    for kind, view in zip(("weight", "bias"), network.views(flat)[2 * layer : 2 * layer + 2]):
                         if view.size:  # an idle rank holds an empty slice, which the library refuses to read
                             put(file.get_slice(f"{prefix}layer{layer}.{kind}")[_where(split, kind)], view)
     except (OSError, ValueError, SafetensorError) as error:
         problem = f"checkpoint {path} cannot be read: {error}"
     agree(grid.comm, problem)
-    return hybrid
 
 
-def _read_header(path: str, grid: Grid) -> _Header:
+def _read_header(path: str, comm: MPI.Comm) -> _Header:
     header, problem = None, None
     try:
         with safe_open(path, "np") as file:
             header = msgspec.json.decode((file.metadata() or {}).get("mpips", ""), type=_Header)
     except (OSError, SafetensorError, msgspec.MsgspecError) as error:
         problem = f"checkpoint {path} cannot be read: {error}"
-    agree(grid.comm, problem)
+    agree(comm, problem)
     assert header is not None
     return header
 

@@ -28,7 +28,7 @@ def array_module(device: str, comm: MPI.Comm) -> Any:
         module = importlib.import_module("cupy")
         module.cuda.Device(place % module.cuda.runtime.getDeviceCount()).use()
     except ImportError:
-        problem = f"rank {comm.rank}: device gpu needs CuPy, which is not installed: pip install 'mpips[gpu]'"
+        problem = f"rank {comm.rank}: device gpu needs CuPy, which is not installed: pip install cupy-cuda12x"
     except RuntimeError as error:
         problem = f"rank {comm.rank}: device gpu finds no GPU: {error}"
     agree(comm, problem)

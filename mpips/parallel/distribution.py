@@ -1,9 +1,10 @@
-"""How rows reach the ranks: every rank reads its own, or rank 0 sends them in one of the paper's two ways (section
-7)."""
+"""How rows reach the ranks: every rank reads a part and they exchange, or rank 0 reads and sends in one of the paper's
+two ways (section 7). Rows are read in the order of the file, each once."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from time import perf_counter
 
 import numpy as np
@@ -14,10 +15,10 @@ from .grid import Grid
 from .measure import Link
 
 WAYS = ("read", "scatter", "broadcast")
-_BLOCK_BYTES = 32 << 20  # of one rank's rows that are on the way at a time, so that rank 0 never holds all parts
+_BLOCK_BYTES = 32 << 20  # of rows that a reader has on the way at a time, so that nobody holds all
 _MEASURED_BYTES = 256 << 10  # a rank's part of the scatter that is timed
 
-Read = Callable[[np.ndarray], np.ndarray]
+Read = Callable[[int, int], np.ndarray]
 
 
 def scatter_seconds(batch: int, model: int, data: float, alpha: float, beta: float) -> float:
@@ -63,50 +64,66 @@ def _median(comm: MPI.Comm, nbytes: int, repeats: int) -> float:
     return float(np.median(times))
 
 
-def distribute(grid: Grid, way: str, read: Read | None, parts: list[np.ndarray], columns: int) -> np.ndarray:
+def distribute(
+    grid: Grid, way: str, read: Read | None, starts: np.ndarray, parts: list[np.ndarray], columns: int
+) -> np.ndarray:
     """The rows ``parts[grid.batch_index]`` on every rank, (rows, columns) float64. Collective.
 
-    `read` gives rows by their numbers; only rank 0 needs one unless the way is "read". `parts` holds the row numbers of
-    every batch index. A TrainingError of one reader is raised by all ranks.
+    `parts` holds the row numbers of every batch index. Rank r reads rows [starts[r], starts[r + 1]), which
+    `read(start, stop)` gives, counted from its first one; unless the way is "read", rank 0 reads all of them. A
+    TrainingError of a reader is raised by all ranks.
     """
-    if way == "read":
-        table, problem = _attempt(read, parts[grid.batch_index])
-        agree(grid.comm, problem)
-        return table
-    mine = np.empty((len(parts[grid.batch_index]), columns))
+    comm = grid.comm
+    wanted = parts[grid.batch_index]
+    mine = np.empty((len(wanted), columns))
+    by_row = np.argsort(wanted)
+    in_order = [np.sort(part) for part in parts]
     block = max(1, _BLOCK_BYTES // (8 * columns))
-    send = _scatter if way == "scatter" else _scatter_broadcast
-    for start in range(0, max(len(part) for part in parts), block):
-        wanted = [part[start : start + block] for part in parts]
-        tables, problem = [], None
-        if grid.comm.rank == 0:
-            attempts = [_attempt(read, rows) for rows in wanted]
-            tables = [table for table, _ in attempts]
-            problem = next((problem for _, problem in attempts if problem), None)
-        agree(grid.comm, problem)
-        send(grid, tables, [len(rows) * columns for rows in wanted], mine[start : start + block])
+    send = {"read": _exchange, "scatter": _scatter, "broadcast": _scatter_broadcast}[way]
+    first = int(starts[comm.rank])
+    for offset in range(0, int(np.diff(starts).max(initial=0)), block):
+        windows = [(min(start + offset, stop), min(start + offset + block, stop)) for start, stop in pairwise(starts)]
+        start, stop = windows[comm.rank]
+        table, problem = _attempt(read, start - first, stop - first, columns)
+        agree(comm, problem)
+        chunks = [table[part[slice(*np.searchsorted(part, (start, stop)))] - start] for part in in_order]
+        cuts = [tuple(np.searchsorted(in_order[grid.batch_index], window)) for window in windows]
+        received = np.empty((sum(b - a for a, b in cuts), columns))
+        send(grid, chunks, received, [(b - a) * columns for a, b in cuts])
+        mine[np.concatenate([by_row[a:b] for a, b in cuts])] = received
     return mine
 
 
-def _attempt(read: Read | None, rows: np.ndarray) -> tuple[np.ndarray, str | None]:
-    if read is None:
-        return np.empty((0, 0)), "this rank has no source to read its rows from"
+def _attempt(read: Read | None, start: int, stop: int, columns: int) -> tuple[np.ndarray, str | None]:
+    if read is None or start == stop:
+        return np.empty((0, columns)), None
     try:
-        return read(rows), None
+        return read(start, stop), None
     except TrainingError as error:
-        return np.empty((0, 0)), str(error)
+        return np.empty((0, columns)), str(error)
 
 
-def _scatter(grid: Grid, tables: list[np.ndarray], counts: list[int], mine: np.ndarray) -> None:
-    """Rank 0 sends every rank its block, the ranks of one model the same one."""
-    repeated = [count for count in counts for _ in range(grid.model)]
-    flat = np.concatenate([table.ravel() for table in tables for _ in range(grid.model)]) if tables else None
-    grid.comm.Scatterv([flat, repeated, None, MPI.DOUBLE] if tables else None, mine, root=0)
+def _exchange(grid: Grid, chunks: list[np.ndarray], received: np.ndarray, counts: list[int]) -> None:
+    """Every rank sends every rank what it has read of the other's rows; `counts` elements come from each."""
+    outgoing = [chunk for chunk in chunks for _ in range(grid.model)]
+    flat, sizes = np.concatenate(outgoing), [chunk.size for chunk in outgoing]
+    grid.comm.Alltoallv([flat, sizes, None, MPI.DOUBLE], [received, counts, None, MPI.DOUBLE])
 
 
-def _scatter_broadcast(grid: Grid, tables: list[np.ndarray], counts: list[int], mine: np.ndarray) -> None:
-    """Rank 0 sends each block to one rank, which broadcasts it to those that share its model."""
+def _scatter(grid: Grid, chunks: list[np.ndarray], received: np.ndarray, counts: list[int]) -> None:
+    """Rank 0 sends every rank its rows, the ranks of one model the same ones."""
+    outgoing = [chunk for chunk in chunks for _ in range(grid.model)]
+    grid.comm.Scatterv(_root(grid, outgoing), received, root=0)
+
+
+def _scatter_broadcast(grid: Grid, chunks: list[np.ndarray], received: np.ndarray, counts: list[int]) -> None:
+    """Rank 0 sends rows to one rank of each model, which broadcasts them to the others."""
     if grid.model_index == 0:
-        flat = np.concatenate([table.ravel() for table in tables]) if tables else None
-        grid.batch_comm.Scatterv([flat, counts, None, MPI.DOUBLE] if tables else None, mine, root=0)
-    grid.model_comm.Bcast(mine, root=0)
+        grid.batch_comm.Scatterv(_root(grid, chunks), received, root=0)
+    grid.model_comm.Bcast(received, root=0)
+
+
+def _root(grid: Grid, outgoing: list[np.ndarray]) -> list[object] | None:
+    if grid.comm.rank:
+        return None
+    return [np.concatenate(outgoing), [chunk.size for chunk in outgoing], None, MPI.DOUBLE]

@@ -6,7 +6,9 @@ import re
 
 from mpi4py import MPI
 
-from .agreement import agree
+from mpips.processes import install_hooks
+
+from .agreement import TrainingError, alike
 
 
 def factorings(ranks: int) -> list[tuple[int, int]]:
@@ -28,13 +30,20 @@ class Grid:
     The `model` ranks of one batch index hold slices of one network and see the same samples (`model_comm`, rank = model
     index); the `batch` ranks of one model index hold the same slice and see different samples (`batch_comm`, rank
     = batch index). Neighbouring ranks share a model: that traffic is the more frequent. Making a grid is
-    collective over `comm`; TrainingError on every rank if batch x model is not the number of ranks.
+    collective over `comm`; TrainingError on every rank if they ask for different grids, or if batch x model is not
+    the number of ranks. From then on an uncaught exception of this process ends the whole job.
     """
 
     def __init__(self, batch: int = 1, model: int = 1, comm: MPI.Comm | None = None) -> None:
         self.comm = MPI.COMM_WORLD if comm is None else comm
+        if isinstance(batch, str):
+            raise TrainingError(
+                f"Grid({batch!r}): a grid is Grid(batch=2, model=1); to have one chosen for a network call "
+                f"choose_grid(model, batch), or train(model, open_source, grid='auto', batch=...)"
+            )
+        install_hooks()
         self.batch, self.model = int(batch), int(model)
-        agree(self.comm, misfit(self.batch, self.model, self.comm.size))
+        alike(self.comm, "Grid", {"the grid": self}, misfit(self.batch, self.model, self.comm.size))
         self.batch_index, self.model_index = divmod(self.comm.rank, self.model)
         self.model_comm = self.comm.Split(color=self.batch_index, key=self.model_index)
         self.batch_comm = self.comm.Split(color=self.model_index, key=self.batch_index)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from time import perf_counter
 
@@ -10,7 +11,7 @@ import numpy as np
 from mpi4py import MPI
 
 import collectives
-from mpips.optimizers import Optimizer, State
+from mpips.optimizers import Optimizer
 
 from .clock import Clock
 from .communication import nodes
@@ -18,7 +19,8 @@ from .grid import Grid
 from .mlp import MLP
 from .model import ModelExchange
 from .network import Network
-from .served import Servers, connect
+from .served import Servers
+from .serving import connect
 from .updates import Update, local
 
 
@@ -28,7 +30,8 @@ class Hybrid:
     Starts from the weights of `model`: its seed's, or, where its arrays were already used, what they hold (they
     must then be the same on every rank). Collective over the grid. `overlap`: whether gradients travel beside the
     computation, and `half`: whether a "mixed" network sends float16; None: where the ranks are on several nodes.
-    `servers` keep the weights and run the optimizer, or average elastically; see `served`.
+    `servers` keep the weights and run the optimizer, or average elastically; see `served`. `start` may write the first
+    weights.
     """
 
     def __init__(
@@ -40,6 +43,7 @@ class Hybrid:
         overlap: bool | None = None,
         half: bool | None = None,
         servers: Servers | None = None,
+        start: Callable[[Network], None] | None = None,
     ) -> None:
         self.grid, self.optimizer, self.clock = grid, optimizer, Clock()
         between = nodes(grid.model_comm) > 1
@@ -50,6 +54,8 @@ class Hybrid:
         self.network = Network(model.specification, self._exchange, mode, empty, model.xp)
         if model.used:
             self.network.take(model.parameters)
+        if start is not None:
+            start(self.network)
         self.updates = 0
         self.update: Update
         if servers is None:
@@ -57,15 +63,10 @@ class Hybrid:
                 self.network, grid.batch_comm, grid.model_comm, optimizer, self.clock, overlap, half
             )
         else:
-            self.update = connect(servers, self.network, grid, optimizer, self.clock)
+            self.update = connect(servers, self.network, grid, optimizer, self.clock, overlap)
         self._polls_model = self._exchange is not None and (between if overlap is None else overlap)
-        if across or overlap:
+        if across or overlap or (servers is not None and servers.between):
             self.network.progress = self
-
-    @property
-    def state(self) -> State:
-        """The optimizer's state, as far as this rank keeps it; laid out as the flat parameters."""
-        return self.update.state
 
     def gradient(self, layer: int) -> None:
         """The network's word that a layer's gradients are there."""

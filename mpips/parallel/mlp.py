@@ -91,6 +91,10 @@ class MLP:
         """
         if not len(x):
             raise ValueError("a step needs at least one sample")
+        features = self.specification.sizes[0]
+        if x.ndim != 2 or x.shape[1] != features or len(y) != len(x):
+            raise ValueError(f"x is {x.shape} with {len(y)} targets: this network takes x (samples, {features}), and "
+                             "a target for every sample")
         return self._network.step(x, y, len(x), before, ready) / len(x)
 
     def predict(self, x: np.ndarray) -> np.ndarray:

@@ -21,6 +21,7 @@ from .weights import bound, draw
 
 Empty = Callable[[int, np.dtype], np.ndarray]
 _BLOCK_FLOPS = 3e7  # some 0.3 ms of a core: so often what is on its way is looked after
+_CACHED_BYTES = 512 << 10  # of an array that is passed over more than once, half of a usual core's own cache
 _FEWEST_BLOCK_ROWS = 64  # below, a matrix product loses speed
 
 
@@ -177,9 +178,12 @@ class Network:
         np.matmul(self.weight(layer), x, out=mine)
         if split.kind == "rows":
             self.exchange.sum(mine)
-        mine += self.bias(layer)[:, None]
-        if layer + 1 < len(self.splits):
-            self._activation.apply(mine)
+        bias, hidden = self.bias(layer)[:, None], layer + 1 < len(self.splits)
+        for rows in self._row_blocks(mine):
+            part = mine[rows]
+            part += bias[rows]
+            if hidden:
+                self._activation.apply(part)
         if split.gathered:
             self.exchange.gather(space.full[layer])
         return space.full[layer]
@@ -262,9 +266,15 @@ class Network:
 
     def _through_activation(self, layer: int, space: Workspace) -> None:
         own = slice(*self.splits[layer].outputs) if self.splits[layer].gathered else slice(None)
-        self._activation.backward(
-            space.delta_mine[layer], space.mine[layer], space.mask[layer][own], space.scratch[layer][own]
-        )
+        arrays = space.delta_mine[layer], space.mine[layer], space.mask[layer][own], space.scratch[layer][own]
+        for rows in self._row_blocks(arrays[0]):
+            self._activation.backward(*(array[rows] for array in arrays))
+
+    def _row_blocks(self, array: np.ndarray) -> list[slice]:
+        """Blocks of rows that stay in a core's cache from one function to the next; a GPU takes all rows at once."""
+        rows, columns = array.shape
+        block = max(1, _CACHED_BYTES // max(1, columns * self.dtype.itemsize)) if self.xp is np else max(1, rows)
+        return [slice(start, start + block) for start in range(0, rows, block)]
 
 
 def _views(flat: np.ndarray, shapes: list[tuple[int, ...]]) -> list[np.ndarray]:

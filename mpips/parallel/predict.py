@@ -8,12 +8,15 @@ from typing import NamedTuple
 import numpy as np
 from mpi4py import MPI
 
-from mpips.optimizers import Optimizer
+from mpips.optimizers import SGD, Optimizer
 
+from .agreement import alike
+from .arguments import of_network, of_optimizer
 from .batch import buckets
 from .communication import nodes
 from .grid import Grid, factorings
 from .measure import Link, allreduce_seconds, gather_seconds, measure
+from .mlp import MLP
 from .slices import interval
 from .specification import Specification, working_dtype
 from .splits import kinds
@@ -146,3 +149,17 @@ def predict_all(
         result.append(predict(specification, batch, grid, optimizer, mode))
         grid.free()
     return sorted(result, key=lambda prediction: prediction.seconds)
+
+
+def choose_grid(
+    model: MLP, batch: int, optimizer: Optimizer | None = None, mode: str = "pairs", comm: MPI.Comm | None = None
+) -> Grid:
+    """The grid of all ranks of `comm` (None: COMM_WORLD) with the shortest predicted step on minibatches of `batch`
+    samples. Collective; what `mpips train --grid auto` does."""
+    comm = MPI.COMM_WORLD if comm is None else comm
+    optimizer = optimizer or SGD(learning_rate=0.01)
+    problem = None if model.xp is np else "predictions are for NumPy: give a Grid(batch=..., model=...)"
+    arguments = {**of_network(model.specification), "batch": batch, **of_optimizer(optimizer), "mode": mode}
+    alike(comm, "choose_grid", arguments, problem)
+    best = predict_all(model.specification, batch, comm, optimizer, mode)[0]
+    return Grid(best.batch, best.model, comm)

@@ -55,7 +55,7 @@ def explain(predictions: list[Prediction], steps: int) -> Table:
 def explain_way(data: Data) -> str:
     """How the rows reached the ranks, and what sending them was predicted to take."""
     costs = ", ".join(f"{way} {seconds:.3g} s" for way, seconds in data.way_seconds.items())
-    why = "every rank reads its own rows" if data.way == "read" else f"rank 0 sends them by {data.way}"
+    why = "every rank reads one part of the rows" if data.way == "read" else f"rank 0 sends them by {data.way}"
     return f"data: {why} (sending: {costs})"
 
 

@@ -5,23 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import isfinite
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
 
 from mpips.optimizers import SGD, Optimizer
 
-from .agreement import agree
+from .agreement import TrainingError, agree, alike
+from .arguments import check_weights, of_data, of_network, of_optimizer, of_past
 from .clock import PHASES
-from .data import Data
-from .grid import Grid
+from .data import Data, load
+from .grid import Grid, parse
 from .hybrid import Hybrid
 from .minibatches import order
 from .mlp import MLP
+from .predict import choose_grid
 from .served import Servers
+from .sources import Source
 
 _EVALUATE_SAMPLES = 1000
+_LOADING = ("batch", "seed", "test_share", "way", "link")
 
 
 class Epoch(NamedTuple):
@@ -48,8 +52,8 @@ class Trained(NamedTuple):
 
 def train(
     model: MLP,
-    data: Data,
-    grid: Grid,
+    data: Data | Callable[[], Source],
+    grid: Grid | str = "auto",
     epochs: int = 10,
     optimizer: Optimizer | None = None,
     mode: str = "pairs",
@@ -58,6 +62,7 @@ def train(
     overlap: bool | None = None,
     half: bool | None = None,
     servers: Servers | None = None,
+    **loading: Any,
 ) -> Trained:
     """Train `model` on the rows that `data` gave this rank. Collective over the grid; every rank returns the same
     history.
@@ -66,14 +71,39 @@ def train(
     anything at rank 0. The minibatches and so, up to rounding, the losses do not depend on the grid. `mode` is how
     model ranks cut the layers (see `splits`). `on_epoch` is called on every rank after each epoch. `hybrid`
     continues with the slice of an earlier run or of a checkpoint. `overlap`, `half`, `servers`: see `Hybrid`; with
-    elastic averaging losses are means over the clients, each with its own weights on its own rows. TrainingError on
-    every rank if network and data do not fit, or when a loss is no longer finite.
+    elastic averaging losses are means over the clients, each with its own weights on its own rows.
+
+    In place of loaded data, `data` may be the function that opens them, with `batch` and other arguments of `load`:
+    then `grid` may be "auto", the one with the shortest predicted step (`choose_grid`), or a text like "2x2", of all
+    ranks of the job. TrainingError on every rank if the ranks give different arguments, if grid, network and data do
+    not fit, or when a loss is no longer finite.
     """
-    problem = _misfit(model, data)
-    if problem and servers is not None:
-        servers.give_up(problem)
-    agree(grid.comm, problem)
-    hybrid = hybrid or Hybrid(model, grid, optimizer or SGD(learning_rate=0.01), mode, overlap, half, servers)
+    optimizer = optimizer or SGD(learning_rate=0.01)
+    if servers is not None and isinstance(grid, str):
+        refusal = f"with servers, give train the Grid that their join returned, not {grid!r}"
+        servers.give_up(refusal)
+        raise TrainingError(refusal)
+    comm = MPI.COMM_WORLD if isinstance(grid, str) else grid.comm
+    problem = _wrong_loading(data, grid, loading)
+    arguments = {
+        **of_network(model.specification), "array module": model.xp.__name__, "the grid": grid, "epochs": epochs,
+        **of_optimizer(optimizer), "mode": mode, "overlap": overlap, "half": half,
+        **(of_data(data) if isinstance(data, Data) else {"data": "a function that opens them", **loading}),
+        **of_past(hybrid), **(servers.arguments() if servers is not None else {"servers": "not given"}),
+    }  # fmt: skip
+    try:
+        alike(comm, "train", arguments, problem)
+        if hybrid is None:
+            check_weights(model, comm)
+        if not isinstance(data, Data):
+            grid, data = _load(model, data, grid, optimizer, mode, loading)
+        assert not isinstance(grid, str), "rows that are loaded come with their Grid"
+        agree(comm, _misfit(model, data, grid))
+    except TrainingError as error:
+        if servers is not None:
+            servers.give_up(str(error))
+        raise
+    hybrid = hybrid or Hybrid(model, grid, optimizer, mode, overlap, half, servers)
     data = data.on(hybrid.network.xp)
     steps = len(data.deal.samples)
     done = hybrid.updates // steps
@@ -92,7 +122,33 @@ def train(
     return Trained(history, hybrid)
 
 
-def _misfit(model: MLP, data: Data) -> str | None:
+def _wrong_loading(data: Data | Callable[[], Source], grid: Grid | str, loading: dict[str, Any]) -> str | None:
+    """Why the data cannot be loaded so; None where they can, or already are."""
+    if isinstance(data, Data):
+        if not loading and not isinstance(grid, str):
+            return None
+        return (
+            f"these rows were loaded for a grid {data.grid}: give train that Grid, not {grid!r}, nor how to load; "
+            f"or give it the function that opens the data, with grid='auto' and batch=..."
+        )
+    if unknown := [name for name in loading if name not in _LOADING] or ("batch" not in loading and ["no batch"]):
+        return f"train with data to open takes batch=..., and may take {_LOADING}; here is {unknown[0]}"
+    return None
+
+
+def _load(
+    model: MLP, opened: Callable[[], Source], grid: Grid | str, optimizer: Optimizer, mode: str,
+    loading: dict[str, Any],
+) -> tuple[Grid, Data]:  # fmt: skip
+    """The grid, chosen if it is to be, and this rank's rows."""
+    if isinstance(grid, str):
+        grid = choose_grid(model, loading["batch"], optimizer, mode) if grid == "auto" else Grid(*parse(grid))
+    return grid, load(opened, grid, dtype=model.specification.dtype, **loading)
+
+
+def _misfit(model: MLP, data: Data, grid: Grid) -> str | None:
+    if str(grid) != data.grid:
+        return f"the data were loaded for a grid {data.grid}, not for {grid}: load them for the grid that trains"
     sizes, loss = model.specification.sizes, model.specification.loss
     features = data.x.shape[1]
     if (sizes[0], sizes[-1]) != (features, data.outputs):

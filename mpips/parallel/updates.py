@@ -18,8 +18,6 @@ from .network import Network
 class Update(Protocol):
     """One way from gradients to new weights."""
 
-    state: State
-    """The optimizer's, as far as this rank keeps it."""
     loss_scale: LossScale | None
     """That of mixed precision."""
 
@@ -34,6 +32,12 @@ class Update(Protocol):
 
     def run(self, step: int) -> None:
         """Finish step number `step`, from 1: the weights become the new ones. Collective, blocking."""
+
+    def fetch(self) -> State:
+        """The optimizer's state, laid out as the flat parameters; valid on the ranks of batch index 0. Collective."""
+
+    def restore(self, state: State, step: int) -> None:
+        """Go on from such a state, the same on all batch indices, after `step` updates. Collective."""
 
 
 class Local:
@@ -64,6 +68,13 @@ class Local:
             pass
         if self.loss_scale.judge(gradients):
             self._optimizer.update(parameters, gradients, self.state, step)
+
+    def fetch(self) -> State:
+        return self.state
+
+    def restore(self, state: State, step: int) -> None:
+        for mine, array in zip(self.state, state):
+            mine[...] = array
 
 
 def local(

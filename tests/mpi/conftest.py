@@ -36,7 +36,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, Any, None
         time.sleep(0.0005)
     if verdicts.any() and not failed:
         ranks = ", ".join(map(str, np.flatnonzero(verdicts)))
-        outcome.force_exception(AssertionError(f"failed on rank {ranks}; passed on rank {VERDICTS.rank}"))
+        verdict = f"failed on rank {ranks}; passed on rank {VERDICTS.rank}"
+        outcome.force_exception(pytest.fail.Exception(verdict, pytrace=False))
 
 
 def _give_up(test: str, error: BaseException | None) -> None:

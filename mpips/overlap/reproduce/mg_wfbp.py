@@ -67,6 +67,14 @@ def _profile(model: str, rate: float, tensors: bool = False) -> Profile:
     return table.profile(rate, BATCH[model], network, startup_s=ALPHA, bandwidth_Bps=1 / BETA)
 
 
+def communication(model: str, nodes: int, batch: int) -> tuple[float, float]:
+    """What the messages of WFBP cost in an iteration of `batch` images a node, over its compute: all startups, all
+    bytes."""
+    profile = _profile(model, fit_rate() * BATCH[model] / batch)
+    push, compute = profile.push(nodes), profile.forward_s + profile.backward_s
+    return len(profile.layers) * push.startup / compute, float(push.transfer.sum()) / compute
+
+
 def _ratio(profile: Profile, other: str, nodes: int) -> float:
     return plan(profile, other, nodes=nodes).iteration_s / plan(profile, "merged", nodes=nodes).iteration_s
 

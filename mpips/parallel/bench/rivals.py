@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable
 from datetime import timedelta
@@ -11,7 +12,11 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from ..agreement import TrainingError, agree
+
 Step = Callable[[], object]
+_ATTEMPTS = 3
+_SECONDS = 60.0  # for a collective of gloo's; rank 0 waits as long for the others to join
 
 
 def torch_step(sizes: tuple[int, ...], x: np.ndarray, y: np.ndarray, threads: int, fused: bool) -> Step:
@@ -35,8 +40,25 @@ def ddp_step(
     return _step(network, x, y, fused)
 
 
-def join(comm: MPI.Comm) -> None:
-    """Make PyTorch's gloo process group of the ranks of `comm`, over the loopback. Collective."""
+def join(comm: MPI.Comm) -> str | None:
+    """Make PyTorch's gloo process group of the ranks of `comm`, over the loopback; the reason why there is none after
+    some attempts. Collective.
+
+    A port that was free may be taken by another process before gloo binds it.
+    """
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    refusal = None
+    for _ in range(_ATTEMPTS):
+        try:
+            agree(comm, _join(comm))
+            return None
+        except TrainingError as error:
+            refusal = str(error)
+    return refusal
+
+
+def _join(comm: MPI.Comm) -> str | None:
+    """One attempt; why it failed on this rank."""
     import torch.distributed as group
 
     port = np.zeros(1, np.int64)
@@ -46,15 +68,23 @@ def join(comm: MPI.Comm) -> None:
             port[0] = free.getsockname()[1]
     comm.Bcast(port)
     address = f"tcp://127.0.0.1:{port[0]}"
-    group.init_process_group("gloo", address, timedelta(seconds=60), comm.size, comm.rank)
+    try:
+        group.init_process_group("gloo", address, timedelta(seconds=_SECONDS), comm.size, comm.rank)
+        group.barrier()
+    except RuntimeError as error:  # DistNetworkError and others are among them
+        if group.is_initialized():
+            group.destroy_process_group()
+        return f"gloo on rank {comm.rank}: {str(error).splitlines()[0]}"
+    return None
 
 
-def leave() -> None:
-    """Undo `join`."""
+def leave(comm: MPI.Comm) -> None:
+    """Undo `join`, when nobody has anything under way. Collective."""
     import torch.distributed as group
 
-    group.barrier()
+    comm.Barrier()
     group.destroy_process_group()
+    comm.Barrier()
 
 
 def _network(sizes: tuple[int, ...]) -> Any:

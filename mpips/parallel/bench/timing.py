@@ -1,4 +1,4 @@
-"""Timing of several contenders in one run: alternating rounds, the slowest rank counts, medians over rounds."""
+"""Timing of several contenders in one run: alternating rounds, in each of which the slowest rank counts."""
 
 from __future__ import annotations
 
@@ -18,14 +18,17 @@ class Contender(NamedTuple):
     everyone: bool
 
 
-def compare(contenders: list[Contender], comm: MPI.Comm, seconds: float, rounds: int) -> dict[str, float]:
-    """Median seconds of a step of each contender: `rounds` rounds of about `seconds` in all. Collective."""
+def compare(contenders: list[Contender], comm: MPI.Comm, seconds: float, rounds: int) -> dict[str, np.ndarray]:
+    """Seconds of a step of each contender in each of `rounds` rounds, which take about `seconds` in all. Collective.
+
+    Every other round goes through the contenders backwards, so that what changes slowly on the machine favours none.
+    """
     steps = {each.name: _calibrate(each, comm, seconds / rounds / len(contenders)) for each in contenders}
     times: dict[str, list[float]] = {each.name: [] for each in contenders}
-    for _ in range(rounds):
-        for each in contenders:
+    for number in range(rounds):
+        for each in contenders[:: -1 if number % 2 else 1]:
             times[each.name].append(_round(each, comm, steps[each.name]) / steps[each.name])
-    return {name: float(np.median(values)) for name, values in times.items()}
+    return {name: np.array(values) for name, values in times.items()}
 
 
 def _calibrate(each: Contender, comm: MPI.Comm, seconds: float) -> int:

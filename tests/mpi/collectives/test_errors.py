@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+import warnings
 
 import numpy as np
 import pytest
@@ -13,10 +14,12 @@ import collectives
 from collectives.errors import CollectiveError, MismatchError, StallError
 from collectives.session import session
 from collectives.transport.room import Room
+from tests.mpi.sizes import only_on
 
 WORLD = MPI.COMM_WORLD
 RANK, P = WORLD.rank, WORLD.size
 ODD = P - 1  # the rank that calls otherwise
+TAG = 77  # of what tests say to each other
 
 
 @pytest.fixture(params=["one node", "a node for each rank"])
@@ -191,7 +194,17 @@ def test_freed_communicator():
     still_works(WORLD)
 
 
-@pytest.mark.mpi(min_size=2)
+def comes_when_told():
+    """Wait until all others have said so, for half a minute at most."""
+    until = time.monotonic() + 30
+    for rank in range(P):
+        while rank != ODD and not WORLD.Iprobe(rank, TAG) and time.monotonic() < until:
+            time.sleep(0.01)
+        if rank != ODD and WORLD.Iprobe(rank, TAG):
+            WORLD.Recv(bytearray(1), rank, TAG)
+
+
+@only_on(2, 4)
 def test_a_rank_that_does_not_come(comm):
     """The others raise StallError naming it; when it comes at last, it hears why they left."""
     x = np.ones(10)
@@ -201,12 +214,14 @@ def test_a_rank_that_does_not_come(comm):
         home.watch.timeout_seconds = 0.2
     home.timeout_seconds = 0.2
     if RANK == ODD:
-        time.sleep(1.5)  # the first look around comes late where the cores are busy with other things
+        comes_when_told()
     error = ""
     try:
         collectives.allreduce(x, comm)
     except (StallError, MismatchError) as caught:
         error = str(caught)
+    if RANK != ODD:
+        WORLD.Send(b"1", ODD, TAG)
     said = WORLD.allgather(error)
     named = re.compile(rf": ranks? (\d+, )*{ODD} (has|have) not come")
     assert all(named.search(words) for words in said[:ODD]), said
@@ -219,7 +234,7 @@ def test_a_rank_that_does_not_come(comm):
             collectives.allreduce(np.ones(5), comm)
 
 
-@pytest.mark.mpi(min_size=2)
+@only_on(2, 4)
 def test_a_stall_is_told(comm):
     x = np.ones(10)
     collectives.allreduce(x, comm)
@@ -227,12 +242,22 @@ def test_a_stall_is_told(comm):
     home.stall_seconds = 0.1
     if home.watch is not None:
         home.watch.stall_seconds = 0.1
+    texts = []
+
+    def heard(message, *_):
+        texts.append(str(message))
+        if len(texts) == 1:
+            WORLD.Send(b"1", ODD, TAG)
+
     if RANK == ODD:
-        time.sleep(1)
+        comes_when_told()
         collectives.allreduce(x, comm)
     else:
-        with pytest.warns(RuntimeWarning, match=f"rank {ODD} has not come"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            warnings.showwarning = heard
             collectives.allreduce(x, comm)
+    assert RANK == ODD or f"rank {ODD} has not come" in texts[0], texts
     assert WORLD.allreduce(bool((x == P * P).all()), MPI.LAND)
 
 
@@ -271,3 +296,41 @@ def test_a_started_plan_on_a_freed_communicator():
         said = str(error)
     assert all("freed" in words for words in WORLD.allgather(said)) or P == 1
     still_works(WORLD)
+
+
+@only_on(2, 4)
+def test_a_rank_that_is_late_for_the_first_collective(comm):
+    """The others hear that they wait and raise StallError; they may call again, and go on when it comes."""
+    if RANK == ODD:
+        comes_when_told()
+    else:
+        with pytest.MonkeyPatch.context() as environment:
+            environment.setenv("MPIPS_STALL_SECONDS", "0.1")
+            environment.setenv("MPIPS_TIMEOUT_SECONDS", "0.3")
+            with pytest.warns(RuntimeWarning, match="not all ranks"), pytest.raises(StallError, match="waited"):
+                collectives.allreduce(np.ones(10), comm)
+        WORLD.Send(b"1", ODD, TAG)
+    still_works(comm)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"kind": "allreduce", "op": "summ"},
+        {"kind": "allreduce", "algorithm": "rung"},
+        {"kind": "allreduced"},
+        {"kind": "broadcast", "root": P},
+        {"kind": "allreduce", "dtype": "complex64"},
+    ],
+)
+def test_a_refusal_shows_one_traceback(comm, arguments):
+    given = dict(arguments)
+    x = np.ones(4, given.pop("dtype", "float32"))
+    error = None
+    try:
+        collectives.plan(x=x, comm=comm, **given)
+    except MismatchError as caught:
+        error = caught
+    alone = error is not None and (error.__suppress_context__ or error.__context__ is None)
+    assert WORLD.allreduce(alone, MPI.LAND), error.__context__ if error else "no error"
+    still_works(comm)

@@ -52,6 +52,28 @@ def test_an_exception_on_one_rank_ends_the_job(tmp_path: Path) -> None:
     assert "ValueError on rank 1 of 3" in done.stderr
 
 
+def test_an_error_of_all_ranks_is_said_once_and_one_of_a_single_rank_beside_it(tmp_path: Path) -> None:
+    script = (
+        "from mpi4py import MPI\nif MPI.COMM_WORLD.rank == 2:\n    raise KeyError('another')\n"
+        "import mpips\nraise ValueError('all have it')\n"
+    )
+    done = run(tmp_path, script, "--workers", "4")
+    assert done.returncode != 0
+    assert done.stderr.count("Traceback") == 2, done.stderr
+    assert done.stderr.count("ValueError: all have it") == done.stderr.count("KeyError: 'another'") == 1, done.stderr
+    assert "ValueError on rank 0 of 4 and 2 others" in done.stderr
+    assert "KeyError on rank 2 of 4: the job ends" in done.stderr
+
+
+@pytest.mark.parametrize("words, said", [
+    (["--sever", "1", "--workers", "2"], "No such option '--sever'"),
+    (["--workers", "2", "-m", "mpips.nosuch"], "there is no module 'mpips.nosuch'"),
+])  # fmt: skip
+def test_words_that_cannot_be_are_refused_before_ranks_start(tmp_path: Path, words: list[str], said: str) -> None:
+    done = run(tmp_path, "", *words)
+    assert done.returncode == 2 and said in done.stderr, done.stderr
+
+
 def test_an_exit_code_comes_back(tmp_path: Path) -> None:
     done = run(tmp_path, "import sys\nfrom mpi4py import MPI\nsys.exit(3)\n", "--workers", "2")
     assert done.returncode == 3, done.stderr

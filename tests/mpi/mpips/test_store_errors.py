@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -16,8 +17,10 @@ import pytest
 
 import mpips
 from tests.mpi.mpips.support import WORLD, failure, need, run
+from tests.mpi.sizes import only_on
 
 ROOT = Path(__file__).parents[3]
+TAG = 77  # of what tests say to each other
 KINDS = [
     ("dist_sync", {"servers": 1}),
     ("dist_sync", {"servers": 1, "shared_memory": False}),
@@ -194,6 +197,17 @@ def test_options_that_make_no_sense():
         mpips.create(3)
 
 
+def tells(kv, sources):
+    """Wait until these ranks have said "go on" (or for half a minute)."""
+    comm, until = kv.layout.workers, time.monotonic() + 30
+    for source in sources:
+        while not comm.Iprobe(source, TAG) and time.monotonic() < until:
+            time.sleep(0.01)
+        if comm.Iprobe(source, TAG):
+            comm.Recv(bytearray(1), source, TAG)
+
+
+@only_on(3, 5)
 @pytest.mark.parametrize("shared_memory", [True, False])
 def test_a_long_wait_names_key_and_ranks(shared_memory):
     need(2, servers=1)
@@ -201,18 +215,27 @@ def test_a_long_wait_names_key_and_ranks(shared_memory):
     def body(kv):
         started(kv)
         kv.barrier()
+        texts = []
+
+        def heard(message, *_):
+            texts.append(str(message))
+            if "for ranks [" in texts[-1] and len(texts) == 1:
+                kv.layout.workers.Send(b"1", 1, TAG)
+
         if kv.rank == 1:
-            time.sleep(0.6)
-        with warnings.catch_warnings(record=True) as caught:
+            tells(kv, [0])
+        with warnings.catch_warnings():
             warnings.simplefilter("always")
+            if kv.rank == 0:
+                warnings.showwarning = heard
             assert goes_on(kv)
-        texts = " ".join(str(warning.message) for warning in caught)
         if kv.rank == 0:
-            assert "key 'w'" in texts and "for ranks [1" in texts, texts
+            assert re.search(r"key 'w'.*for ranks \[1\b", texts[0]), texts
 
     run("dist_sync", body, servers=1, stall_seconds=0.2, shared_memory=shared_memory)
 
 
+@only_on(3, 5)
 def test_a_wait_that_is_too_long_fails_for_all():
     need(2, servers=1)
 
@@ -220,11 +243,11 @@ def test_a_wait_that_is_too_long_fails_for_all():
         started(kv)
         kv.barrier()
         if kv.rank == 1:
-            time.sleep(0.8)
+            tells(kv, [rank for rank in range(kv.num_workers) if rank != 1])
         said = failure(lambda: goes_on(kv))
-        assert "'w'" in said and "for ranks [1" in said, said
+        assert re.search(r"key 'w'.*for ranks \[.*\b1\b.*\]", said), said
         if kv.rank != 1:
-            time.sleep(0.8)
+            kv.layout.workers.Send(b"1", 1, TAG)
         kv.layout.workers.Barrier()
         assert goes_on(kv)
 
@@ -267,3 +290,59 @@ kv.pushpull("w", np.zeros(3, np.float32))
     assert done.returncode != 0
     assert "ZeroDivisionError on rank " + ("2" if where == "server" else "1") in done.stderr
     assert "1 / 0" in done.stderr
+
+
+@pytest.mark.skipif(WORLD.size != 1, reason="starts a job of its own; once is enough")
+@pytest.mark.parametrize("end, ranks", [("1 / 0", "1,"), ("sys.exit(3)", "1,"), ("sys.exit(3)", "0, 1")])
+def test_a_rank_that_ends_before_create_ends_a_bare_job(tmp_path, end, ranks):
+    script = tmp_path / "job.py"
+    script.write_text(f"""
+import sys, mpips
+from mpi4py import MPI
+if MPI.COMM_WORLD.rank in ({ranks}):
+    {end}
+mpips.create("dist_sync", servers=1)
+""")
+    clean = {k: v for k, v in os.environ.items() if not re.match(r"OMPI_|PMIX_|PRTE_|PMI_|HYDRA_|MPI_|MPIPS_", k)}
+    clean["PYTHONPATH"] = str(ROOT)
+    options = {"capture_output": True, "text": True, "timeout": 40, "env": clean, "cwd": tmp_path, "check": False}
+    asked = [sys.executable, "-m", "launch.run", "--workers", "2", "--servers", "1", "--dry-run", str(script)]
+    words = shlex.split(subprocess.run(asked, **options).stdout)
+    at = words.index("mpips")  # python -m mpips job.py, which has means of its own
+    done = subprocess.run(words[: at - 1] + words[at + 1 :], **options)
+    assert done.returncode != 0
+    assert re.search(r"rank [01] has ended before|,[01]\]", done.stderr), done.stderr  # ours, or Open MPI's own words
+
+
+def test_create_keeps_its_limits():
+    """A rank comes late to `create` itself."""
+    if WORLD.size < 2:
+        pytest.skip("needs 2 ranks")
+    late = WORLD.rank == WORLD.size - 1
+    if late:
+        time.sleep(1.0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        kv = mpips.create("dist_sync", stall_seconds=0.2)
+    kv.close()
+    said = [str(warning.message) for warning in caught]
+    assert late or any("mpips.create, to which not all" in text for text in said), said
+
+
+@pytest.mark.parametrize("servers", [0, 1])
+def test_a_closed_store_says_so(servers):
+    need(1, servers=servers)
+
+    def body(kv):
+        kv.init("w", np.zeros(5000, np.float32))
+        value = np.ones(5000, np.float32)
+        kv.pushpull("w", value)
+        kv.close()
+        for call in (
+            lambda: kv.push("w", value), lambda: kv.pull("w", value), lambda: kv.ipushpull("w", value), kv.barrier,
+            lambda: kv.init("v", value), lambda: kv.set_optimizer("sgd"),
+            lambda: kv.row_sparse_pull("w", value[:1], row_ids=[0]),
+        ):  # fmt: skip
+            assert "the store is closed" in failure(call)
+
+    run("dist_sync", body, servers=servers)

@@ -51,3 +51,16 @@ def test_the_summary_and_the_picture_have_every_mode(tmp_path):
     assert all(result["passed"] and result["curve"][-1] == pytest.approx([0.3, 0.96]) for result in results)
     picture.draw(results, 0.95, "a title", tmp_path / "demo.png")
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("words, said", [
+    ("--epochs 0", "'0' is no whole number of at least 1"), ("--workers 0", "at least 1"), ("--servers x", "'x' is no"),
+    ("--limit nan", "'nan' is no number"), ("--clients 9 --workers 4", "9 clients need as many workers, not 4"),
+    ("--out FILE", "results cannot be written there"),
+])  # fmt: skip
+def test_options_that_cannot_be_are_refused_before_anything_starts(words, said, tmp_path, capsys):
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(SystemExit):
+        demo.read(words.replace("FILE", str(file)).split())
+    assert said in capsys.readouterr().err

@@ -66,7 +66,7 @@ def test_a_healthy_machine() -> None:
         ("ranks.memfd", "Permission denied", "shared memory, memfd", False, "/proc"),
         ("ranks.ulfm", False, "ULFM", None, ""),
         ("ranks.affinities", [[0], [1]], "binding", None, ""),
-        ("gpu", {"present": True, "cupy": None}, "GPU", False, "mpips[gpu]"),
+        ("gpu", {"present": True, "cupy": None}, "GPU", False, "pip install cupy-cuda12x"),
         ("gpu", {"present": True, "cupy": "13", "devices": [], "problem": "x"}, "GPU", False, "nvidia-smi"),
         ("gpu", {"present": False, "cupy": None}, "GPU", None, ""),
         ("cuda", {"problem": "exit code 139"}, "CUDA-aware MPI", None, ""),

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from ipaddress import IPv4Interface
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from click.testing import CliRunner, Result
@@ -85,9 +86,36 @@ def test_hosts_are_asked_for_an_interface_that_is_not_here(monkeypatch: pytest.M
     monkeypatch.setattr(network, "ask", ask)
     launcher, machine = Launcher("mpiexec", "mpich", "4"), Machine(2)
     run.check_interface("fast0", launcher, (Placed("a", 1), Placed("a", 1)), machine)
-    run.check_interface("10.0.0.0/8", launcher, (), machine)
+    run.check_interface("10.0.0.0/8", launcher, (Placed("a", 1),), machine)
     with pytest.raises(LauncherError, match=r"b has no interface 'fast0'.*lo, fast1"):
         run.check_interface("fast0", launcher, (Placed("a", 1), Placed("b", 1)), machine)
+    with pytest.raises(LauncherError, match=r"a has no IPv4 address in the subnet 10\.9\.0\.0/16.*10\.0\.0\.1"):
+        run.check_interface("10.9.0.0/16", launcher, (Placed("a", 1),), machine)
+
+
+def test_a_subnet_is_looked_for_among_the_addresses_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    nics = {"lo": (IPv4Interface("127.0.0.1/8"),), "eth0": (IPv4Interface("10.0.0.1/24"), IPv4Interface("10.7.0.1/24"))}
+    monkeypatch.setattr(network, "here", lambda: network.Report("here", nics, ()))
+    launcher, machine = Launcher("mpiexec", "mpich", "4"), Machine(2)
+    run.check_interface("10.7.0.0/16", launcher, (), machine)
+    with pytest.raises(LauncherError, match=r"no IPv4 address in the subnet 10\.9\.0\.0/16.*10\.0\.0\.1"):
+        run.check_interface("127.0.0.0/8,10.9.0.0/16", launcher, (), machine)
+    with pytest.raises(LauncherError, match=r"'10\.0\.0\.0/99' is no IPv4 subnet"):
+        run.check_interface("10.0.0.0/99", launcher, (), machine)
+
+
+def test_a_line_of_python_stands_after_two_dashes(mpirun: str) -> None:
+    done = call("-w", "2", "--mpirun", mpirun, "-c", "1/0")
+    assert done.exit_code == 2
+    assert "-- -c" in done.output
+    assert call("-w", "2", "--mpirun", mpirun, "--dry-run", "--", "-c", "1/0").output.split()[-2:] == ["-c", "1/0"]
+
+
+@pytest.mark.parametrize("name", ["run", "sim", "plan", "lab", "doctor"])
+def test_every_command_has_a_short_help(name: str) -> None:
+    done = ranked(name, "-h")
+    assert done.returncode == 0
+    assert f"Usage: mpips {name}" in done.stdout
 
 
 def test_threads_share_the_cores_unless_the_user_says() -> None:
@@ -138,6 +166,10 @@ def test_ranks_start_the_module_under_mpirun() -> None:
     [
         ("bench allreduce --ranks two", "two"),
         ("bench allreduce --ranks 2 --sizes 3", "--sizes 3"),
+        ("bench allreduce --ranks 2 --dtype float23", "'float23' is no type of numbers"),
+        ("bench --ranks 2", "mpips bench kvstore"),
+        ("sim --bytes 0", "--bytes 0"),
+        ("lab status --json /nosuch/x.json", "there is no folder '/nosuch'"),
         ("bench kvstore --ranks 2 --servers 2", "servers=2"),
         ("train --ranks 2 --data digits --grid 3x1", "3x1"),
         ("tune --ranks 2 --bogus", "--bogus"),
@@ -198,6 +230,8 @@ def test_words_are_forwarded_untouched(monkeypatch: pytest.MonkeyPatch) -> None:
 
     class Module:
         class command:
+            context_settings: ClassVar[dict[str, object]] = {}
+
             @staticmethod
             def main(words: list[str], prog_name: str) -> None:
                 got.extend([prog_name, *words])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -205,3 +206,24 @@ def test_closing_ends_the_thread(background: Engine) -> None:
     background.push(lambda: None).wait()
     background.close()
     assert all(thread.name != "mpips communication" for thread in threading.enumerate())
+
+
+@pytest.fixture
+def restless() -> Iterator[None]:
+    """Threads take turns after every few instructions."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-7)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("restless")
+def test_an_error_that_was_seen_is_not_raised_again(background: Engine) -> None:
+    """However soon its owner sees it: he may look while the communication thread is just ending the operation."""
+    for _ in range(1500):
+        handle = background.push(fails("once"), reads=[], mutates=["a"])
+        while not handle.done:
+            pass
+        with pytest.raises(ValueError, match="once"):
+            handle.wait()
+        background.finish()

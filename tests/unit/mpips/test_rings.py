@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpips.lines import SharedLine
-from mpips.messages import Frame
+from mpips.messages import FRAME, Frame
 from mpips.rings import SLOTS, Rings
 
 
@@ -31,6 +31,18 @@ def test_nothing_is_lost_or_reordered(bursts):
                 received += 1
             worker.waiting()  # what found no room follows
     assert sent == received
+
+
+def test_a_packed_frame_goes_again_with_its_round():
+    _, worker, server = pair()
+    frame = FRAME.pack(1, 7, 2, -4, 2**31 - 1, 5, 0, 11, 12, 2**63, 14, 15, -6)
+    for round_ in range(2 * SLOTS):  # more than find room
+        worker.again(frame, round_)
+    received = []
+    while server.waiting():
+        received += [Frame._make(fields) for fields in server.read()]
+        worker.waiting()
+    assert received == [Frame._make(FRAME.unpack(frame))._replace(round=round_) for round_ in range(2 * SLOTS)]
 
 
 def test_all_fields_and_bodies_arrive():

@@ -93,6 +93,13 @@ def test_what_does_not_fit_is_named(rows, values, shape, words):
     assert all(word in str(caught.value) for word in words)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "int8", "int32", "float64"])
+def test_adding_repeated_rows_keeps_the_dtype(dtype):
+    merged = RowSparse([2, 0, 2], np.array([[1, 2], [3, 4], [5, 6]], dtype), (3, 2)).merged()
+    assert merged.values.dtype == dtype
+    assert merged.values.tolist() == [[3, 4], [6, 8]]
+
+
 def test_different_arrays_do_not_add():
     one, two = RowSparse([0], np.ones((1, 2)), (3, 2)), RowSparse([0], np.ones((1, 2)), (4, 2))
     with pytest.raises(ValueError, match="cannot add"):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mpips import compression
-from mpips.optimizers import SGD, Add
+from mpips.optimizers import SGD, Adam, Add
 from mpips.row_sparse import RowSparse
 from mpips.server_state import ServerState
 from mpips.sources import Compressed, Elements, Rows
@@ -98,6 +100,41 @@ def test_blocks_are_published_one_by_one():
         machine.work()
         seen.append((machine.unit.words[0], list(machine.unit.stored).count(3)))
     assert seen == [(1, 4), (2, 8), (3, 10)]
+
+
+@given(st.integers(1, 60), st.integers(1, 7), st.integers(1, 4), st.sampled_from([None, Adam(0.1)]))
+def test_several_threads_change_no_bit(size, block, threads, optimizer):
+    values = np.random.default_rng(size).normal(size=(3, WORKERS, size)).astype(np.float32)
+    ends = []
+    for number in (1, threads):
+        machine = Machine(size, block, threads=number)
+        if optimizer:
+            machine.state.set_optimizer(optimizer)
+        for round_ in values:
+            for worker, value in enumerate(round_):
+                machine.push(worker, Elements(value, [1000] if worker and size % 2 else None))
+            machine.work()
+        assert machine.unit.words == [3 * machine.unit.blocks, 3, 3, 3]
+        ends.append(machine.unit.stored)
+    assert (ends[0] == ends[1]).all()
+
+
+def test_what_fails_on_any_thread_fails_the_round():
+    machine = Machine(size=64, block=4, threads=3)
+    machine.state.set_optimizer(Broken())
+    for worker in range(WORKERS):
+        machine.push(worker, 1)
+    machine.work()
+    said = {text for _, text in machine.heard("FAILED")}
+    assert said == {"key 'w': the update on the server failed: no such element"}
+
+
+class Broken(SGD):
+    """Fails where a thread other than the first one works."""
+
+    def update(self, weights, gradient, state, step):
+        if threading.current_thread() is not threading.main_thread():
+            raise ValueError("no such element")
 
 
 def test_an_optimizer_updates_once_a_round():
@@ -217,3 +254,54 @@ def test_a_pull_waits_for_the_workers_own_pushes():
     assert not machine.heard("GRANT")
     machine.work()
     assert machine.heard("GRANT") == [(0, "")]
+
+
+class Arriving(Elements):
+    """Blocks that come as messages: each is there once, in order, as far as `there` says."""
+
+    local = False
+
+    def __init__(self, array, there):
+        super().__init__(array)
+        self.steady, self.there, self.taken = None, there, 0
+
+    def ready(self, block):
+        return block < self.there[0]
+
+    def part(self, block, start, stop):
+        assert block == self.taken, (block, self.taken)
+        self.taken += 1
+        return self.array[start:stop]
+
+
+def test_blocks_of_messages_are_taken_once_however_long_they_take():
+    machine, values = Machine(), [np.random.default_rng(worker).normal(size=10).astype("f4") for worker in range(3)]
+    there = [[0] for _ in range(WORKERS)]
+    for worker in range(WORKERS):
+        machine.push(worker, Arriving(values[worker], there[worker]))
+    for _ in range(3):
+        for worker in reversed(range(WORKERS)):
+            there[worker][0] += 1
+            machine.work(ahead=True)
+    assert machine.work(ahead=True) == list((values[0] + values[1]) + values[2])
+
+
+def test_rows_and_dense_contributions_add_up_in_one_round():
+    machine = Machine(size=12, block=4)
+    rows = RowSparse(np.array([0, 3]), np.ones((2, 3), np.float32), (4, 3))
+    packed = np.concatenate([rows.rows.view(np.uint8), rows.values.reshape(-1).view(np.uint8)])
+    machine.push(0, Rows(packed, 2, (4, 3), np.dtype("f4")))
+    machine.push(1, 2)
+    machine.push(2, Rows(packed, 2, (4, 3), np.dtype("f4")))
+    assert machine.work() == [4] * 3 + [2] * 6 + [4] * 3
+    assert machine.unit.words == [3, 1, 1, 1]  # every contributor hears that its push was read
+
+
+def test_rows_that_are_asked_for_are_named_in_the_grant():
+    machine = Machine(workers=1, remote=[0])
+    numbers = np.array([1])
+    assert machine.state.pulled(0, 0, 1, numbers) == []
+    machine.push(0, 1)
+    machine.work()
+    (grant,) = [reply for reply in machine.said if reply.what == "GRANT"]
+    assert grant.rows is numbers

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpips import optimizers
-from mpips.trainer import Elastic, averaged, shares
+from mpips.parallel.mlp import MLP
+from mpips.trainer import Elastic, averaged, fitting, shares, trainable
 
 
 def workers(number):
@@ -49,3 +50,43 @@ def test_elastic_options_are_checked(options):
     (name,) = options
     with pytest.raises(ValueError, match=name):
         Elastic(**options)
+
+
+W = np.zeros((2, 3))
+
+
+@pytest.mark.parametrize(
+    "model, words",
+    [
+        (object(), "object has no parameters, gradients, loss_and_gradients"),
+        (SimpleNamespace(parameters=[W], gradients=[], loss_and_gradients=print), "1 parameters, but 0 gradients"),
+        (SimpleNamespace(parameters=[W], gradients=[W.T], loss_and_gradients=print), r"gradients\[0\] float64\(3, 2\)"),
+    ],
+)
+def test_what_a_model_lacks_is_said(model, words):
+    with pytest.raises((TypeError, ValueError), match=words):
+        trainable(model)
+
+
+X, Y = np.zeros((9, 4)), np.zeros(9)
+
+
+@pytest.mark.parametrize(
+    "given_, words",
+    [
+        ({"y": Y[:7]}, "x and y: 9 inputs, but 7 targets"),
+        ({"test": (X, Y[1:])}, "test: 9 inputs, but 8 targets"),
+        ({"y": 9}, "x and y: give two arrays.*not int"),
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"epochs": -1}, "epochs=-1"),
+    ],
+)
+def test_what_cannot_be_fitted_is_said(given_, words):
+    with pytest.raises((TypeError, ValueError), match=words):
+        fitting(**{"x": X, "y": Y, "batch_size": 3, "epochs": 1, "seed": 0, "test": None, **given_})
+
+
+@pytest.mark.parametrize("x, y", [(X[:, :3], Y), (X, Y[:5]), (X[0], Y)])
+def test_a_network_says_what_it_takes(x, y):
+    with pytest.raises(ValueError, match=r"this network takes x \(samples, 4\)"):
+        MLP((4, 1), dtype="float64").loss_and_gradients(x, y)

@@ -8,7 +8,8 @@ import pytest
 from mpi4py import MPI
 
 from mpips.parallel import MLP, Grid, load, train
-from mpips.parallel.sources import digits, open_source
+from mpips.parallel.arrays import digits
+from mpips.parallel.sources import open_source
 
 COMM = MPI.COMM_WORLD
 kept_digits = cache(digits)

@@ -17,7 +17,7 @@ def folder(tmp_path_factory):
 def call(*words):
     """The exit code on this rank."""
     try:
-        command.main(list(words), standalone_mode=False)
+        command.main(list(words))
     except SystemExit as end:
         return end.code
     return 0
@@ -29,7 +29,8 @@ def test_auto_trains_and_writes_json_picture_and_a_checkpoint_to_go_on_from(tmp_
     words = ["--data", "synthetic:300,6,2", "--hidden", "12,8", "--batch", "32", "--epochs", "2", "--explain"]
     written = ["--json", f"{out}/a.json", "--plot", f"{out}/a.png", "--save", f"{out}/a.safetensors"]
     assert same_everywhere(call(*words, *written) == 0)
-    assert same_everywhere(call(*words, "--load", f"{out}/a.safetensors", "--json", f"{out}/b.json") == 0)
+    again = [*words[:2], "--batch", "32", "--epochs", "2", "--explain"]
+    assert same_everywhere(call(*again, "--load", f"{out}/a.safetensors", "--json", f"{out}/b.json") == 0)
     printed = capfd.readouterr().out
     COMM.Barrier()
     with open(f"{out}/a.json") as a, open(f"{out}/b.json") as b:
@@ -89,28 +90,72 @@ def test_a_bad_row_ends_every_rank_before_training_starts(tmp_path_factory, capf
     code = call("--data", path, "--hidden", "4", "--grid", f"{COMM.size}x1")
     printed = capfd.readouterr()
     assert same_everywhere(code == 1)
-    assert ("line 22: column 2 is 'nan'" in printed.err) == (COMM.rank == 0), printed.err
+    assert ("line 22: column 2 (b) is 'nan'" in printed.err) == (COMM.rank == 0), printed.err
     assert "epoch" not in printed.out
 
 
 @pytest.mark.parametrize(
     "words, sentence",
     [
+        (["--test-share", "nan"], "nan"),
+        (["--test-share", "1"], "test-share"),
+        (["--learning-rate", "inf"], "inf"),
+        (["--learning-rate", "-1"], "learning-rate"),
+        (["--momentum", "1"], "momentum"),
+        (["--epochs", "0"], "epochs"),
+        (["--batch", "x"], "batch"),
+        (["--alpha", "0.2"], "--alpha says what --servers do"),
+        (["--every", "3"], "--every says what --servers do"),
+        (["--averaging", "elastic"], "--averaging says what --servers do"),
+        (["--servers", "1", "--alpha", "0.2"], "--alpha is for --averaging elastic"),
+        (["--servers", "1", "--explain"], "--explain predicts"),
+        (["--servers", "1", "--dtype", "mixed"], "choose --dtype float32"),
+        (["--load", "x.safetensors", "--dtype", "float64"], "--dtype is the checkpoint's"),
+        (["--classify"], "--classify is for a file"),
+        (["--header"], "--header is for a file"),
+        (["--device", "gpu", "--explain"], "--device cpu"),
+        (["--data", "synthetic:0"], "each must be at least 1"),
         (["--clients", "2"], "--clients are clients of --servers"),
         (["--servers", "1", "--grid", "auto"], "give the --grid of a client"),
         (["--servers", str(COMM.size)], "servers need"),
         (["--grid", f"{COMM.size + 1}x1"], f"the job has {COMM.size}"),
         (["--grid", "two"], "BATCHxMODEL"),
         (["--hidden", "12,x"], "--hidden '12,x'"),
-        (["--data", "nowhere.csv"], "nowhere.csv does not exist"),
-        (["--target", "3"], "columns can be chosen"),
-        (["--learning-rate", "-1"], "learning_rate"),
+        (["--target", "3"], "--target is for a file"),
         (["--optimizer", "adam", "--momentum", "0.9"], "--momentum is for sgd"),
-        (["--json", "/nowhere/x.json", "--epochs", "1"], "cannot be written"),
+    ],
+)
+def test_words_that_make_no_job_end_every_rank_with_one_sentence_and_code_2(words, sentence, capfd):
+    hidden = [] if "--load" in words else ["--hidden", "4"]
+    grid = ["--grid", f"{COMM.size}x1"]
+    if words[:2] == ["--servers", "1"]:
+        grid = ["--grid", "1x1", "--clients", str(max(1, COMM.size - 1))]
+        if COMM.size == 1:
+            pytest.skip("a worker and a server")
+    code = call("--data", "synthetic:100,3,1", *hidden, *grid, *words)
+    error = capfd.readouterr().err
+    assert same_everywhere(code == 2), code
+    assert (sentence in error) == (COMM.rank == 0), error
+    assert COMM.rank == 0 or not error
+
+
+@pytest.mark.parametrize(
+    "words, sentence",
+    [
+        (["--data", "nowhere.csv"], "nowhere.csv does not exist"),
+        (["--load", "nowhere.safetensors"], "nowhere.safetensors cannot be read"),
+        (["--json", "/nowhere/x.json", "--epochs", "1000000"], "cannot be written"),
+        (["--learning-rate", "1e30", "--epochs", "3"], "lower the learning rate"),
     ],
 )
 def test_what_cannot_be_trained_ends_every_rank_with_one_sentence(words, sentence, capfd):
-    code = call("--data", "synthetic:100,3,1", "--hidden", "4", "--grid", f"{COMM.size}x1", *words)
+    hidden = [] if "--load" in words else ["--hidden", "4"]
+    code = call("--data", "synthetic:100,3,1", *hidden, "--grid", f"{COMM.size}x1", *words)
     error = capfd.readouterr().err
     assert same_everywhere(code == 1), code
     assert (sentence in error) == (COMM.rank == 0), error
+
+
+def test_no_option_is_a_variable_that_a_store_would_refuse_as_unknown():
+    variables = [str(option.envvar) for option in command.params if option.envvar]
+    assert not [name for name in variables if name.startswith("MPIPS_")]

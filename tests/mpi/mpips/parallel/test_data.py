@@ -5,8 +5,9 @@ import pytest
 from mpi4py import MPI
 
 from mpips.parallel import Grid, TrainingError, load
+from mpips.parallel.arrays import ArraySource
 from mpips.parallel.grid import factorings
-from mpips.parallel.sources import ArraySource, SyntheticSource
+from mpips.parallel.sources import SyntheticSource, open_source
 from mpips.parallel.text import TextSource
 
 from .support import COMM, same_everywhere
@@ -29,7 +30,8 @@ def test_every_way_brings_the_same_rows(way):
     for batch, model in factorings(COMM.size):
         grid = Grid(batch, model)
         data = load(only_at_rank_0, grid, 60, "float64", seed=2, way=way)
-        table = SyntheticSource(501, 6, 2).read(np.arange(501))
+        source = SyntheticSource(501, 6, 2)
+        table = source.read(0, source.open_part(1, 0))
         x = data.x * data.scaling.x_std + data.scaling.x_mean
         y = data.y * data.scaling.y_std + data.scaling.y_mean
         ok.append(np.allclose(x, table[data.deal.train, :6]) and np.allclose(y, table[data.deal.train, 6:]))
@@ -38,6 +40,77 @@ def test_every_way_brings_the_same_rows(way):
         rows[data.deal.test] += 1
         grid.batch_comm.Allreduce(MPI.IN_PLACE, rows)
         ok.append((rows == 1).all() and data.train_rows == 401 and data.test_rows == 100)
+        grid.free()
+    assert same_everywhere(all(ok)), ok
+
+
+class Spy(ArraySource):
+    """Notes which rows are asked for."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.asked = []
+
+    def read(self, start, stop):
+        self.asked += range(self._first + start, self._first + stop)
+        return super().read(start, stop)
+
+
+@pytest.mark.parametrize("way", ["read", "scatter", "broadcast"])
+def test_no_row_is_read_twice_and_no_rank_reads_what_another_does(way):
+    x = np.random.default_rng(0).standard_normal((203, 3))
+    ok = []
+    for batch, model in factorings(COMM.size):
+        opened = []
+
+        def spied(opened=opened):
+            opened.append(Spy("spied", x, x[:, 0]))
+            return opened[-1]
+
+        grid = Grid(batch, model)
+        data = load(spied, grid, 20, way=way)
+        grid.free()
+        asked = [row for spy in opened for row in spy.asked]
+        times = np.zeros(203)
+        times[asked] += 1
+        COMM.Allreduce(MPI.IN_PLACE, times)
+        even = 203 // COMM.size <= len(asked) <= -(-203 // COMM.size)
+        ok.append((times == 1).all() and data.way == way and (even if way == "read" else not COMM.rank or not opened))
+    assert same_everywhere(all(ok)), ok
+
+
+def test_what_has_no_parts_is_opened_by_one_rank_only():
+    opened = []
+
+    def compressed():
+        opened.append(1)
+        return ArraySource("packed", np.ones((40, 2)), np.arange(40.0), apart=False)
+
+    grid = Grid(COMM.size, 1)
+    data = load(compressed, grid, 10)
+    assert same_everywhere(len(opened) == (COMM.rank == 0) and (data.way == "read") == (COMM.size == 1))
+    if COMM.size > 1:
+        with pytest.raises(TrainingError, match="cannot be read in parts"):
+            load(compressed, grid, 10, way="read")
+    grid.free()
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_scaling_and_rows_are_those_of_one_process(tmp_path_factory, save):
+    path = shared_path(tmp_path_factory, "data.npz")
+    if COMM.rank == 0:
+        rng = np.random.default_rng(1)
+        save(path, x=5 + 3 * rng.standard_normal((150, 4)), y=rng.standard_normal((150, 2)))
+    COMM.Barrier()
+    alone = Grid(1, 1, MPI.COMM_SELF)
+    whole = load(lambda: open_source(path), alone, 20, "float64")
+    ok = []
+    for batch, model in factorings(COMM.size):
+        grid = Grid(batch, model)
+        data = load(lambda: open_source(path), grid, 20, "float64")
+        order = [np.flatnonzero(whole.deal.train == row)[0] for row in data.deal.train]
+        ok += [np.allclose(a, b, rtol=1e-12, atol=1e-14) for a, b in zip(data.scaling, whole.scaling)]
+        ok.append(np.allclose(data.x, whole.x[order], atol=1e-12) and np.allclose(data.y, whole.y[order], atol=1e-12))
         grid.free()
     assert same_everywhere(all(ok)), ok
 
@@ -111,7 +184,7 @@ def test_labels_must_be_class_numbers_and_their_count_is_found_over_all_ranks():
     y = np.arange(50) % 4
     grid = Grid(COMM.size, 1)
     data = load(lambda: ArraySource("labels", x, y, classes=0), grid, 10)
-    with pytest.raises(TrainingError, match="is not a class number"):
+    with pytest.raises(TrainingError, match=r"y\[3\] is 2.5, not a class number"):
         load(lambda: ArraySource("labels", x, np.where(y == 3, 2.5, y), classes=0), grid, 10)
     grid.free()
     assert same_everywhere(data.outputs == 4 and data.classes)

@@ -83,6 +83,41 @@ def test_measured_network_without_its_size_is_said(tmp_path: Path) -> None:
     assert "note" not in output
 
 
+@pytest.mark.parametrize("network, nodes, words", [
+    ({"a": 1e-4, "b": 1e-9}, 1, "measured on 1 node"),
+    ({"a": 1e-4, "b": 1e-9, "collective": "servers"}, 4, "a push to servers"),
+])  # fmt: skip
+def test_what_no_other_size_follows_from_is_planned_as_measured(
+    tmp_path: Path, network: dict[str, float | str], nodes: int, words: str
+) -> None:
+    data = profile.to_dict(random_profile(2, 5)) | {"network": network, "nodes": nodes}
+    (tmp_path / "p.json").write_text(json.dumps(data))
+    code, output = plan(str(tmp_path / "p.json"), "--nodes", "8:64")
+    assert code == 2
+    assert words in output
+    assert plan(str(tmp_path / "p.json"))[0] == plan(str(tmp_path / "p.json"), "--nodes", str(nodes))[0] == 0
+
+
+@pytest.mark.parametrize("rate", ["inf", "nan", "0"])
+def test_a_rate_is_finite(rate: str) -> None:
+    code, output = plan("--model", "lenet5", "--rate", rate)
+    assert code == 2
+    assert "--rate" in output
+
+
+@pytest.mark.parametrize("option", ["--rate", "--batch"])
+def test_options_of_built_in_networks_are_refused_with_a_profile(profile_file: Path, option: str) -> None:
+    code, output = plan(str(profile_file), option, "3")
+    assert code == 2
+    assert f"{option} goes with --model" in output
+
+
+def test_a_table_of_no_problems_is_refused() -> None:
+    result = CliRunner().invoke(gap, ["--count", "0"])
+    assert result.exit_code == 2
+    assert "--count" in result.output
+
+
 def test_errors_are_sentences(profile_file: Path) -> None:
     assert plan()[0] != 0
     code, output = plan(str(profile_file), "--nodes", "zero")
@@ -90,9 +125,34 @@ def test_errors_are_sentences(profile_file: Path) -> None:
     assert "4:64" in output
     profile_file.write_text(profile_file.read_text().replace('"startup_s"', '"startups"'))
     code, output = plan(str(profile_file))
-    assert code == 1
+    assert code == 2
     assert "startups" in output
     assert "Traceback" not in output
+
+
+NOTHING = {"layers": [{"name": "a", "parameters": 0, "forward_s": 0, "backward_s": 0}],
+           "network": {"a": 0, "b": 0}, "startup_s": 0, "bandwidth_Bps": 1}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        (b"layers: none", "not JSON"),
+        (b"\x89PNG\xff", "not a text file"),
+        (b"[" * 100_000, "not JSON"),
+        (b"[1]", "a profile is a JSON object"),
+        (json.dumps(NOTHING).encode(), "nothing to plan"),
+        (json.dumps(NOTHING | {"nodes": True}).encode(), "nodes is True"),
+        (json.dumps(NOTHING | {"startup_s": 10**400}).encode(), "startup_s"),
+    ],
+)
+def test_no_profile_is_one_sentence(tmp_path: Path, content: bytes, words: str) -> None:
+    (tmp_path / "p.json").write_bytes(content)
+    code, output = plan(str(tmp_path / "p.json"))
+    assert code == 2
+    assert words in output
+    assert "p.json" in output
+    assert output.count("\n") == 1
 
 
 @pytest.mark.parametrize(

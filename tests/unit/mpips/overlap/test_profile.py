@@ -44,6 +44,9 @@ def test_file_round_trip(tmp_path: Path) -> None:
     measured = profile.from_dict(GOOD | {"network": {"a": 1e-4, "b": 1e-9}, "nodes": 8})
     profile.save(measured, tmp_path / "q.json")
     assert profile.load(tmp_path / "q.json") == measured
+    served = profile.from_dict(GOOD | {"network": {"a": 1e-4, "b": 1e-9, "collective": "servers"}, "nodes": 8})
+    profile.save(served, tmp_path / "r.json")
+    assert profile.load(tmp_path / "r.json") == served != measured
 
 
 def test_stages_price_bytes() -> None:
@@ -69,6 +72,15 @@ def test_measured_network_rescales_as_a_ring() -> None:
 
 
 @pytest.mark.parametrize(
+    "measured, words", [(Linear(1.0, 2.0, 1), "1 node"), (Linear(1.0, 2.0, 4, "servers"), "push to servers")]
+)
+def test_what_cannot_be_rescaled_is_refused(measured: Linear, words: str) -> None:
+    assert measured.at(measured.nodes) == measured.at(None) == (1.0, 2.0)
+    with pytest.raises(ValueError, match=words):
+        measured.at(8)
+
+
+@pytest.mark.parametrize(
     "path, value, words",
     [
         (("layers",), KeyError, ["layers is missing"]),
@@ -87,11 +99,17 @@ def test_measured_network_rescales_as_a_ring() -> None:
         (("network", "alpha"), math.nan, ["network", "alpha", "nan"]),
         (("network", "collective"), "tree", ["network", "'tree'", "'ring'"]),
         (("network",), {"a": 1.0}, ["network", "b is missing"]),
+        (("network",), {"a": 1.0, "b": 1.0, "collective": "tree"}, ["network", "'tree'", "allreduce, servers"]),
         (("startup_s",), KeyError, ["startup_s is missing"]),
         (("startup_s",), -1, ["startup_s", "-1"]),
         (("bandwidth_Bps",), 0, ["bandwidth_Bps", "0"]),
         (("bandwidth_Bps",), KeyError, ["bandwidth_Bps is missing"]),
         (("nodes",), 0, ["nodes", "0"]),
+        (("nodes",), True, ["nodes", "True"]),
+        (("nodes",), 10**400, ["nodes", "1329 bits"]),
+        (("layers", 0, "parameters"), 10**400, ["layers[0] (conv)", "parameters", "1329 bits"]),
+        (("layers", 0, "backward_s"), 1e300, ["layers[0] (conv)", "backward_s", "1e+300"]),
+        (("bandwidth_Bps",), 1e-300, ["bandwidth_Bps", "1e-300"]),
     ],
 )
 def test_errors_name_the_value(path: tuple[Any, ...], value: Any, words: list[str]) -> None:

@@ -1,0 +1,87 @@
+"""A model of one's own, whose exchange goes on beside its compute: Trainer(..., overlap="auto").
+
+mpips run --servers 1 --workers 4 examples/overlap.py --trace trace.json --profile job.json
+mpips plan job.json
+"""
+
+import argparse
+from itertools import pairwise
+
+import numpy as np
+
+import mpips
+from mpips.overlap.model import Hook, lay_out
+from task import digits
+
+Array = np.ndarray
+
+
+class Network:
+    """Layers with a ReLU between them. All it does for overlap: flat arrays, and a word at every layer."""
+
+    def __init__(self, *sizes: int) -> None:
+        shapes = [[(inputs, outputs), (outputs,)] for inputs, outputs in pairwise(sizes)]
+        self.flat_parameters, self.layers, self.layer_elements = lay_out(shapes, empty=mpips.empty)
+        self.flat_gradients, self.slopes, _ = lay_out(shapes, empty=mpips.empty)
+        self.parameters, self.gradients = [self.flat_parameters], [self.flat_gradients]
+        rng = np.random.default_rng(0)
+        for weight, bias in self.layers:
+            weight[:] = rng.normal(0, np.sqrt(2 / len(weight)), weight.shape)
+            bias[:] = 0
+
+    def forward(self, x: Array, before: Hook | None = None) -> tuple[list[Array], Array]:
+        """What every layer is given, and what the last one says."""
+        given = []
+        for layer, (weight, bias) in enumerate(self.layers):
+            if before:
+                before(layer)  # its parameters are used from here on
+            given.append(x if not layer else np.maximum(x, 0))
+            x = given[-1] @ weight + bias
+        return given, x
+
+    def loss_and_gradients(self, x: Array, y: Array, before: Hook | None = None, ready: Hook | None = None) -> float:
+        given, scores = self.forward(x, before)
+        chances = np.exp(scores - scores.max(axis=1, keepdims=True))
+        chances /= chances.sum(axis=1, keepdims=True)
+        loss = -np.log(chances[np.arange(len(y)), y]).mean()
+        chances[np.arange(len(y)), y] -= 1
+        slope = chances / len(y)
+        for layer in reversed(range(len(self.layers))):
+            weight_slope, bias_slope = self.slopes[layer]
+            np.matmul(given[layer].T, slope, out=weight_slope)
+            slope.sum(axis=0, out=bias_slope)
+            if layer:
+                slope = slope @ self.layers[layer][0].T * (given[layer] > 0)
+            if ready:
+                ready(layer)  # its gradients are there, and its parameters are used no more
+        return float(loss)
+
+    def accuracy(self, x: Array, y: Array) -> float:
+        return float((self.forward(x)[1].argmax(axis=1) == y).mean())
+
+
+def main(kind: str, overlap: str, epochs: int, profile: str = "", trace: str = "") -> float:
+    """The test accuracy after training."""
+    kv = mpips.create(kind)
+    x, y, *test = digits("float32")
+    trainer = mpips.Trainer(Network(64, 256, 64, 10), kv, "sgd", learning_rate=0.05, momentum=0.9, overlap=overlap)
+    history = trainer.fit(x, y, batch_size=16, epochs=epochs, test=(test[0], test[1]))
+    if profile:
+        trainer.profile(x[:16], y[:16], save=profile)
+    if kv.rank == 0:
+        print(f"test accuracy {history[-1].accuracy:.3f} in {history[-1].seconds:.2f} s")
+        print(trainer.report())
+        if trace:
+            trainer.report().save_trace(trace)
+    kv.close()
+    return history[-1].accuracy or 0.0
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Train on handwritten digits with the exchange beside the compute.")
+    parser.add_argument("--kind", default="dist_sync")
+    parser.add_argument("--overlap", default="auto")
+    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--profile", default="", help="write the profile of the job here, for mpips plan")
+    parser.add_argument("--trace", default="", help="write the last iteration here, as a Chrome trace")
+    main(**vars(parser.parse_args()))

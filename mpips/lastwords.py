@@ -1,0 +1,158 @@
+"""How an error ends a job: it is said once for all ranks that share it, and then all are ended.
+
+A rank with an uncaught error that is not rank 0 waits a moment whether another says the same: the same type and
+sentence, from the same place of the user's program. If so it keeps silent; if another error is said, or none, it says
+its own, tells the others so, and ends the job. So an error that one rank alone has is always said.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Hashable, Iterator
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+OURS = ("mpips", "collectives")
+RUNNERS = (os.path.join("mpips", "__main__.py"), os.path.join("mpi4py", "run.py"), "<frozen runpy>", "runpy.py")
+SAID, SHARED = 32101, 32102  # tags on COMM_WORLD of a job that ends: "I say this error", "I have it, too"
+DIGEST_BYTES = 16
+PATIENCE = 0.4  # seconds to wait whether another rank says it, and a little more on every rank
+STAGGER = 0.01
+LAST_WORDS = 0.5  # seconds for the launcher to read what was printed; MPICH's drops the rest when a rank aborts
+ABORTED = 10.0  # seconds to be ended by the rank that has said it
+_hooked = False
+
+
+def install_hooks() -> None:
+    """From now on an uncaught exception in any thread is said, with its rank, and ends the job."""
+    global _hooked
+    if _hooked:
+        return
+    _hooked = True
+
+    def thread_hook(args: threading.ExceptHookArgs) -> None:
+        if not issubclass(args.exc_type, SystemExit):
+            _raised(args.exc_type, args.exc_value, args.exc_traceback)
+
+    sys.excepthook = _raised
+    threading.excepthook = thread_hook
+
+
+def end(what: str, text: str = "", code: int = 1, same: Hashable = None) -> None:
+    """Say `text` and `what` it was, unless a rank with an equal `what` and `same` does; end the job with `code`.
+
+    Comes back only in a world of size 1, which ends as any Python program does, and only in its main thread.
+    """
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    sys.stdout.flush()
+    if world.size == 1 and threading.current_thread() is threading.main_thread():
+        os.write(2, text.encode(errors="backslashreplace"))
+        return
+    mark = hashlib.blake2b(repr((what, same)).encode(), digest_size=DIGEST_BYTES).digest()
+    shared = threading.current_thread() is threading.main_thread() or MPI.Query_thread() == MPI.THREAD_MULTIPLE
+    sayer = _sayer(world, mark) if shared else None
+    if sayer is None:
+        os.write(2, text.encode(errors="backslashreplace"))
+        others = _tell(world, mark) if shared else 0
+        os.write(2, f"mpips: {what} on {_where(world.rank, others, world.size)}: the job ends\n".encode())
+        time.sleep(LAST_WORDS)
+    else:
+        message = world.Isend(bytearray(mark), sayer, SHARED)
+        _wait(ABORTED, lambda: message.Test() and False)  # the rank that says it ends all
+    world.Abort(code)
+
+
+def _raised(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
+    if getattr(error, "everywhere", False):
+        _say_once(error)
+        return
+    trace = _without_runner(trace)
+    text = "".join(traceback.format_exception(kind, error, trace))
+    frames = [] if trace is None else list(traceback.walk_tb(trace))
+    end(kind.__name__, text, same=(str(error), *_lines(frames)))
+
+
+def _say_once(error: BaseException | None) -> None:
+    """An error that says of itself that all ranks raise it: rank 0 says it, and each ends by itself, with code 1."""
+    from mpi4py import MPI
+
+    MPI._set_abort_status(0)  # type: ignore[attr-defined]  # mpi4py.run has set it, and cannot take it back
+    if MPI.COMM_WORLD.rank == 0:
+        os.write(2, f"{type(error).__name__}: {error}\n".encode(errors="backslashreplace"))
+
+
+def _without_runner(trace: TracebackType | None) -> TracebackType | None:
+    """The part of a traceback that is the user's: what runs the script is left out."""
+    while trace is not None and trace.tb_frame.f_code.co_filename.endswith(RUNNERS):
+        trace = trace.tb_next
+    return trace
+
+
+def _lines(frames: list[tuple[FrameType, int]]) -> Iterator[tuple[str, int]]:
+    """Files and lines of the user's program; ranks of different roles may be at different places of ours."""
+    for frame, line in frames:
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in OURS:
+            yield frame.f_code.co_filename, line
+
+
+def _sayer(world: MPI.Comm, mark: bytes) -> int | None:
+    """The rank that says this error already; None where this one is to say it, after a while or because another error
+    is being said. Rank 0 does not wait."""
+    found: list[tuple[int, bytes]] = []
+
+    def heard() -> bool:
+        found.extend(_receive(world, SAID))
+        return bool(found)
+
+    _wait(PATIENCE + STAGGER * min(world.rank, PATIENCE / STAGGER) if world.rank else 0.0, heard)
+    return next((rank for rank, said in found if said == mark), None)
+
+
+def _tell(world: MPI.Comm, mark: bytes) -> int:
+    """Tells all others that this rank says it; the number of those that have it, too."""
+    if world.size == 1:
+        return 0
+    messages = [world.Isend(bytearray(mark), rank, SAID) for rank in range(world.size) if rank != world.rank]
+    ranks: set[int] = set()
+
+    def all_have() -> bool:
+        for message in messages:
+            message.Test()
+        ranks.update(rank for rank, _ in _receive(world, SHARED))
+        return len(ranks) == world.size - 1
+
+    _wait(PATIENCE, all_have)
+    return len(ranks)
+
+
+def _receive(world: MPI.Comm, tag: int) -> Iterator[tuple[int, bytes]]:
+    from mpi4py import MPI
+
+    status = MPI.Status()
+    while world.Iprobe(MPI.ANY_SOURCE, tag, status):
+        mark = bytearray(DIGEST_BYTES)
+        world.Recv(mark, status.source, tag)
+        yield status.source, bytes(mark)
+
+
+def _wait(seconds: float, done: Callable[[], object]) -> None:
+    deadline = time.monotonic() + seconds
+    while not done() and time.monotonic() < deadline:
+        time.sleep(0.002)
+
+
+def _where(rank: int, others: int, size: int) -> str:
+    if others and others == size - 1:
+        return f"all {size} ranks"
+    more = f" and {others} other{'s' if others > 1 else ''}" if others else ""
+    return f"rank {rank} of {size}{more}"

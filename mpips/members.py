@@ -1,0 +1,180 @@
+"""The workers of a client, who make their calls together: all see that they do the same, or all raise one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+from numpy.typing import NDArray
+
+from collectives.errors import CollectiveError, MismatchError, Withdrawn
+from collectives.session import session as collectives_session
+from mpips import meet
+from mpips.agreement import Agreement, Card
+from mpips.arguments import Name
+from mpips.keys import Key, Piece
+from mpips.layout import Layout
+from mpips.lines import Line
+from mpips.session import Session, Task
+
+Array = NDArray[Any]
+Failing = Generator[None, None, CollectiveError | None]
+
+
+class Nameless(MismatchError):
+    """Nobody in this client could tell which keys a push was for."""
+
+
+class Members:
+    """One worker among the members of its client."""
+
+    def __init__(self, layout: Layout, lines: list[Line]) -> None:
+        self.layout = layout
+        self.session = Session(layout, lines)
+        self._grouped = layout.kind.startswith("mpi_")
+        self._members = 1 if layout.client is None else layout.client.Get_size()
+        if self._members > 1:
+            collectives_session(layout.client).patient(layout.options.stall_seconds, layout.options.timeout_seconds)
+        near = self._everybody(self.session.all_local)
+        self._near = all(near[worker] for worker in range(*layout.clients[layout.client_number]))
+        self._one_node = all(near)
+        self._agreement: Agreement | None = None
+        if self._grouped and self._members > 1 and layout.client is not None:
+            first = layout.clients[layout.client_number].start
+            self._agreement = Agreement(layout.client, first, self._one_node)
+        self.calling: list[Name] = []
+        """The keys that the present call is yet to use, the present one first."""
+        self.communicators = (("communicator", "client"),) if self._grouped else ()
+        """Names of what all its operations hold collectives on."""
+
+    def _everybody(self, flag: bool) -> list[bool]:
+        assert self.layout.workers is not None
+        return [data == b"1" for data in meet.exchange(self.layout.workers, b"1" if flag else b"0", "mpips.create")]
+
+    def collective(self, pushes: bool) -> bool:
+        """Whether the other members of the client take part in this worker's pushes, or pulls."""
+        return self._members > 1 and (pushes or not self._near or self.layout.asynchronous)
+
+    def refuse(self, what: str, keys: Sequence[Key], pushes: bool, sentence: str, event: str) -> Task:
+        """This worker's arguments are bad: tell those who wait. MismatchError where others take part in the call."""
+        if self.collective(pushes):
+            card = Card(what, [key.name for key in keys], pushes, sentence)
+            yield from self._collective(card, sentence, lambda: None)
+        for key in keys if pushes else ():
+            self.skip(key, sentence, event)
+
+    def skip(self, key: Key, sentence: str, event: str = "") -> None:
+        """Count a push of the key that cannot be made: the round fails for all others."""
+        self.session.begin(key, False)
+        self.session.refuse(key, sentence, event)
+
+    def fail(self, name: Name, count: int, sentence: str, event: str) -> None:
+        """Skip pushes of a key until `count` are counted; one where that is 0."""
+        key = self.session.key(name)
+        if key is not None:
+            for _ in range(count - key.round if count else 1):
+                self.skip(key, sentence, event)
+
+    def _agreed(self, key: Key, what: str, pushes: bool, call: Callable[[], object]) -> Task:
+        """On one node, what all members of a client do together: they see that they do the same, or all raise."""
+        if self._agreement is None:
+            call()
+            return
+        card = Card(what, self.calling or [key.name], pushes)
+        yield from self._collective(card, f"{what} of {key.name!r}", call)
+
+    def _collective(self, card: Card, text: str, call: Callable[[], object]) -> Task:
+        agreement = self._agreement
+        assert agreement is not None
+        fallback = ""
+        if agreement.one_node:
+            agreement.note(text)
+            try:
+                if card.refusal:
+                    collectives_session(self.layout.client).refuse(card.refusal)
+                call()
+                same = agreement.noted()
+            except Withdrawn:
+                raise
+            except MismatchError as error:
+                same, fallback = False, str(error)
+        else:
+            same = yield from agreement.same(text)
+        if not same:
+            self._disagree(agreement, card, fallback)
+
+    def _compared(self, key: Key, what: str, pushes: bool, task: Task) -> Task:
+        """Between nodes, what all members of a client do together: they compare their calls beside it, and where these
+        differ all give up and raise. Until then nothing reaches the servers that needs all members."""
+        agreement = self._agreement
+        if agreement is None:
+            yield from task
+            return
+        card = Card(what, self.calling or [key.name], pushes)
+        agreement.compare(f"{what} of {key.name!r}")
+        same: bool | None = None
+        failure: CollectiveError | None = None
+        try:
+            for _ in task:
+                same = agreement.compared() if same is None else same
+                if same is False:
+                    break
+                yield
+        except CollectiveError as error:
+            failure = error
+        while same is None:
+            same = agreement.compared()
+            if same is None:
+                yield
+        if not same:
+            task.close()
+            self._disagree(agreement, card, "")
+        if failure is not None:
+            raise failure
+
+    def _tag(self, piece: Piece) -> int:
+        """The tag of a piece's messages inside the client in this call."""
+        return piece.number if self._agreement is None else self._agreement.tag(piece.number)
+
+    def _disagree(self, agreement: Agreement, card: Card, fallback: str) -> None:
+        """All members tell what they called; what any would push fails its next round on all clients; all raise."""
+        sentence, cards = agreement.explain(card, fallback)
+        counted = card.keys[0] if card.pushes and not card.refusal else None  # by `begin`
+        names = {name for other in cards if other.pushes for name in other.keys}
+        for name in sorted(names, key=str):
+            key = self.session.key(name)
+            if key is not None:
+                key.round += name != counted
+                self.session.refuse(key, sentence, f"client {self.layout.client_number} call {agreement.calls}")
+        self.calling = []
+        raise (MismatchError if names or not card.pushes else Nameless)(sentence)
+
+    def _agreed_rows(self, key: Key, what: str, pushes: bool) -> Task:
+        """All members of the client exchange rows of the key now, or all raise."""
+        agree = collectives_session(self.layout.client).agree
+        yield from self._agreed(key, what, pushes, lambda: agree(f"{what} of {key.name!r}"))
+
+    def _raising(self, task: Failing) -> Task:
+        """Raise at the end what the task returns."""
+        failure = yield from task
+        if failure is not None:
+            raise failure
+
+    def _caught(self, task: Task) -> Failing:
+        """Run a task to its end; its error is raised after the client's collective, so that no member waits for it."""
+        try:
+            yield from task
+        except CollectiveError as error:
+            return error
+        return None
+
+    def _raise(self, key: Key, failure: CollectiveError | None) -> None:
+        if failure is not None:
+            raise failure
+        self.session.check(key)
+
+    def meet(self, what: str) -> Task:
+        """MismatchError everywhere in a client of which others are in a push, or a pull."""
+        if self._agreement is not None:
+            agree = collectives_session(self.layout.client).agree
+            yield from self._collective(Card(what, [], False), what, lambda: agree(f"{what} of the store"))

@@ -1,0 +1,204 @@
+"""What updates a worker's slice where servers keep the network: see `served`."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from mpips import states
+from mpips.engine import Handle
+from mpips.keys import Key
+from mpips.optimizers import Elastic1, Elastic2, Optimizer, State
+
+from .agreement import TrainingError, agree, broadcast_bytes
+from .clock import Clock
+from .funnel import Funnel
+from .grid import Grid
+from .loss_scale import LossScale
+from .network import Network
+from .served import Servers
+from .slices import interval
+from .updates import Local, Update
+
+
+def connect(
+    servers: Servers, network: Network, grid: Grid, optimizer: Optimizer, clock: Clock, overlap: bool | None
+) -> Update:
+    """What updates a worker's slice. `overlap`: whether gradients leave during the backward pass; None: where ranks are
+    on several nodes. Collective over the job."""
+    if problem := _refusal(servers, network, overlap):
+        servers.give_up(problem)
+        raise TrainingError(problem)
+    kind = Sync if servers.kind == "sync" else Elastic
+    return kind(servers, network, grid, optimizer, clock, servers.between if overlap is None else overlap)
+
+
+def _refusal(servers: Servers, network: Network, overlap: bool | None) -> str | None:
+    if network.specification.dtype == "mixed":
+        return "servers keep weights and take gradients in one dtype: choose float32, not mixed"
+    if overlap and servers.kind == "sync" and servers.groups < network.exchange.parts:
+        return (
+            f"{servers.count} servers for {network.exchange.parts} slices: gradients pass through one rank of several, "
+            f"all at once, so there is nothing to overlap; give a server for each slice"
+        )
+    return None
+
+
+class Sync:
+    """Push gradients, pull weights: one key a layer of each slice."""
+
+    def __init__(
+        self, servers: Servers, network: Network, grid: Grid, optimizer: Optimizer, clock: Clock, overlap: bool
+    ) -> None:
+        self._grid, self._network, self._optimizer, self._clock = grid, network, optimizer, clock
+        self.loss_scale: LossScale | None = None
+        self._funnel = funnel = Funnel(network, grid.model_comm, servers.groups)
+        self._overlap = overlap and funnel.alone
+        self._gradients, self._weights = (
+            funnel.whole(flat) for flat in (network.flat_gradients, network.flat_parameters)
+        )
+        funnel.up(network.flat_parameters, self._weights)
+        self._kv: Any = servers.open()
+        self._pushes: list[Handle] = []
+        if self._kv is not None:
+            self._out, self._in = funnel.keyed(self._gradients), funnel.keyed(self._weights)
+            self._keys = list(self._out)
+            self._kv.init(self._keys, list(self._in.values()))
+            self._kv.set_optimizer(optimizer)
+
+    def gradient(self, layer: int) -> None:
+        """The gradients of a layer leave, the first layers' with the highest priority."""
+        key = f"slice{self._funnel.first}.layer{layer}"
+        if self._overlap and key in self._out:
+            start = perf_counter()
+            self._pushes.append(self._kv.ipush(key, self._out[key], priority=-layer))
+            self._clock.add("backward", start)
+
+    def poll(self) -> None:
+        """Move on what has left."""
+        if self._pushes:
+            self._pushes[0].test()
+
+    def share(self, samples: int) -> float:
+        return samples
+
+    def run(self, step: int) -> None:
+        start = perf_counter()
+        if self._pushes:
+            pulls = [
+                self._kv.ipull(key, array, priority=-number) for number, (key, array) in enumerate(self._in.items())
+            ]
+            for handle in (*self._pushes, *pulls):
+                handle.wait()
+            self._pushes.clear()
+        else:
+            self._funnel.up(self._network.flat_gradients, self._gradients)
+            if self._kv is not None:
+                self._kv.pushpull(self._keys, list(self._out.values()), out=list(self._in.values()))
+            self._funnel.down(self._weights, self._network.flat_parameters)
+        self._clock.add("backward", start)
+
+    def fetch(self) -> State:
+        state = self._optimizer.init(self._network.flat_parameters)
+        wholes = [self._funnel.whole(array) for array in state]
+
+        def work(path: str) -> None:
+            self._kv.save_optimizer_states(path)
+            if self._grid.batch_index == 0:
+                views = [self._funnel.keyed(whole) for whole in wholes]
+                keys = [Key(name, array.shape, array.dtype) for name, array in self._in.items()]
+                for name, (_, arrays) in states.load(path, keys).items():
+                    for view, array in zip(views, arrays):
+                        view[name][...] = array
+
+        if state:
+            self._with_file(work)
+        for whole, array in zip(wholes, state):
+            self._funnel.down(whole, array)
+        return state
+
+    def restore(self, state: State, step: int) -> None:
+        wholes = [self._funnel.whole(array) for array in state]
+        for whole, array in zip(wholes, state):
+            self._funnel.up(array, whole)
+
+        def work(path: str) -> None:
+            if self._grid.batch_index == 0:
+                views = [self._funnel.keyed(whole) for whole in wholes]
+                found = {name: (step, [view[name] for view in views]) for name in self._keys}
+                states.save(path, found, self._optimizer, dump_optimizer=False)
+            self._kv.load_optimizer_states(path)
+
+        if state:
+            self._with_file(work)
+
+    def _with_file(self, work: Callable[[str], None]) -> None:
+        """Let the speakers of a group work with a file of the first of them, which is gone afterwards."""
+        problem = None
+        if self._kv is not None:
+            with tempfile.TemporaryDirectory() as folder:
+                mine = os.path.join(folder, "states").encode()
+                try:
+                    work(broadcast_bytes(self._grid.batch_comm, mine).decode())
+                except (OSError, ValueError) as error:
+                    problem = f"the servers' optimizer states: {error}"
+        agree(self._grid.comm, problem)
+
+
+class Elastic:
+    """SGD inside the client, on the mean over the client's share of each minibatch; elastic averaging now and then."""
+
+    def __init__(
+        self, servers: Servers, network: Network, grid: Grid, optimizer: Optimizer, clock: Clock, overlap: bool
+    ) -> None:
+        self._clock, self._every, self._weights = clock, servers.every, network.flat_parameters
+        self._ranks, self._members = grid.batch, grid.batch // servers.clients
+        client, place = divmod(grid.batch_index, self._members)
+        self._first, self._samples = grid.batch_index - place, 0
+        comm = grid.batch_comm.Split(client, place)
+        self._local = Local(network, comm, optimizer, clock, overlap, half=False, scale=None)
+        self.loss_scale: LossScale | None = None
+        self.fetch, self.restore, self.poll = self._local.fetch, self._local.restore, self._local.poll
+        self._attract = Elastic2(alpha=servers.alpha)
+        self._centre = np.empty_like(network.flat_parameters)
+        self._funnel = Funnel(network, grid.model_comm, servers.groups)
+        self._whole = self._funnel.whole(self._centre)
+        self._centre[...] = self._weights
+        self._funnel.up(self._centre, self._whole)
+        self._kv: Any = servers.open()
+        if self._kv is not None:
+            self._centres = self._funnel.keyed(self._whole)
+            self._kv.init(list(self._centres), list(self._centres.values()))
+            self._kv.set_optimizer(Elastic1(alpha=servers.alpha))
+
+    def gradient(self, layer: int) -> None:
+        """The gradients of a layer are summed over the client."""
+        if self._samples:
+            self._local.gradient(layer)
+
+    def share(self, samples: int) -> float:
+        """The samples of this client."""
+        last = self._first + self._members - 1
+        start, stop = interval(samples, self._ranks, self._first)[0], interval(samples, self._ranks, last)[1]
+        self._samples = stop - start
+        return max(1, self._samples)
+
+    def run(self, step: int) -> None:
+        if (step - 1) % self._every == 0:
+            start = perf_counter()
+            np.divide(self._weights, self._members, out=self._centre)  # a push sums over the client, who are equal
+            self._funnel.up(self._centre, self._whole)
+            if self._kv is not None:
+                names, arrays = list(self._centres), list(self._centres.values())
+                self._kv.push(names, arrays)
+                self._kv.pull(names, arrays)
+            self._funnel.down(self._whole, self._centre)
+            self._attract.update(self._weights, self._centre, (), 1)
+            self._clock.add("backward", start)
+        if self._samples:
+            self._local.run(step)

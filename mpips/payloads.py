@@ -1,0 +1,145 @@
+"""Payloads between a worker and servers of other nodes, on the worker's side: messages out of arrays and into them.
+
+Whatever a server has begun to receive is sent, and whatever it has yet to answer is received, even where the round has
+failed meanwhile: nothing stays pending that a later call could take for its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+from numpy.typing import NDArray
+
+from collectives.arena import Region
+from mpips.buffers import Window
+from mpips.keys import Key, Part
+from mpips.layout import Layout
+from mpips.messages import Coding, Op
+from mpips.remote import ALONG, pull_tag, push_tag
+
+Array = NDArray[Any]
+Task = Generator[None, None, None]
+
+
+class Payloads:
+    """One worker's messages with payloads. `check(key, since)` hears servers and raises what made a round of the key
+    fail, `listen` only hears."""
+
+    def __init__(self, layout: Layout, check: Callable[[Key, int], None], listen: Callable[[], None]) -> None:
+        self._layout, self._check, self._listen = layout, check, listen
+        self._discarded: list[tuple[list[Any], Any]] = []
+        """Messages that nobody waits for, and their memory."""
+        self._windows = [Window() for _ in range(layout.num_servers)]
+        self._stored = [0] * layout.num_servers
+        self._senders = sum(map(len, layout.groups()))
+
+    def stored(self, server: int, nbytes: int) -> None:
+        """A server keeps so many bytes of keys more."""
+        self._stored[server] += nbytes
+
+    # ---- out
+
+    def send(
+        self, key: Key, part: Part, data: Array, round_: int, op: Op, priority: int, coding: Coding = Coding.PLAIN,
+        count: int = 0, alone: bool = True,
+    ) -> Task:  # fmt: skip
+        """Send a payload (uint8) to another node; ends when it may be overwritten. What is one message goes at once if
+        the server has room for it, all else as the server asks for it, block by block. What has failed is raised here
+        by a worker that acts `alone`; in a client all members raise it in their next pull."""
+        region = Region(0, 0, 0, 0, data.size)
+        blocks = part.blocks if coding == Coding.PLAIN else 1
+        window = self._windows[part.server]
+        if blocks == 1 and window.admits(data.size, self._unasked(part.server)):
+            window.add(part.consumed, round_, data.size)
+            part.line.post(op, part.number, round_, region, coding, priority, count, flags=ALONG)
+            yield from self._sent([self._isend(part, data)], data)
+            return
+        size = data.size if blocks == 1 else part.block_elements * key.dtype.itemsize
+        sends: list[Any] = []
+        part.sending = round_
+        part.line.post(op, part.number, round_, region, coding, priority, count)
+        try:
+            while len(sends) < blocks:
+                for block in part.credits:
+                    sends.append(self._isend(part, data[block * size : (block + 1) * size]))
+                part.credits.clear()
+                if len(sends) < blocks:
+                    self._check(key, round_) if alone else self._listen()
+                    if 0 < round_ <= key.excused or round_ in key.failed:  # nobody asks for more
+                        self._discard(sends, data)
+                        return
+                    yield
+        except BaseException:
+            self._discard(sends, data)
+            raise
+        finally:
+            part.sending = -1
+            self.decline(part)
+        yield from self._sent(sends, data)
+
+    def _unasked(self, server: int) -> int:
+        """Bytes that this worker may send to a server unasked: its share of what lies there, but some messages."""
+        options = self._layout.options
+        share = max(self._stored[server] // self._senders, options.chunk_bytes)
+        return min(options.chunks_in_flight * options.chunk_bytes, share)
+
+    def _isend(self, part: Part, data: Array) -> Any:
+        return self._layout.world.Isend(data, self._layout.server_rank(part.server), push_tag(part.number))
+
+    def _sent(self, sends: list[Any], data: Array) -> Task:
+        """Wait until MPI has taken the messages out of `data`."""
+        try:
+            while sends := pending(sends):
+                yield
+        finally:
+            if sends:
+                self._discard(sends, data)
+
+    def decline(self, part: Part) -> None:
+        """Send nothing for blocks of a failed round: the server has begun to receive them."""
+        nothing = np.empty(0, np.uint8)
+        for _ in part.credits:
+            self._discard([self._isend(part, nothing)], nothing)
+        part.credits.clear()
+
+    # ---- in
+
+    def blocks(self, part: Part, values: Array) -> list[Array]:
+        """What each message of an answer holds."""
+        data = values.view(np.uint8)
+        size = part.block_elements * values.itemsize
+        return [data[start : start + size] for start in range(0, max(data.size, 1), size)]
+
+    def receive(self, part: Part, slices: Sequence[Array]) -> list[Any]:
+        server = self._layout.server_rank(part.server)
+        return [self._layout.world.Irecv(data, server, pull_tag(part.number)) for data in slices]
+
+    def give_up(self, part: Part, requests: list[Any], slices: Sequence[Array]) -> None:
+        """Let what the server has yet to answer come to other memory: the caller's is his again."""
+        status, cancelled = MPI.Status(), 0
+        for request in reversed(requests):  # what comes meanwhile belongs to an earlier one
+            if request:
+                request.Cancel()
+                request.Wait(status)
+                cancelled += status.Is_cancelled()
+        self.swallow(part, slices[len(slices) - cancelled :])
+
+    def swallow(self, part: Part, slices: Sequence[Array]) -> None:
+        """Take messages of an answer that nobody waits for any more, lest they be taken for those of a later one."""
+        memory = [np.empty_like(data) for data in slices]
+        self._discard(self.receive(part, memory), memory)
+
+    def _discard(self, requests: list[Any], data: Any) -> None:
+        """Messages that nobody waits for: their memory is kept until they have ended."""
+        self._discarded = [item for item in self._discarded if not MPI.Request.Testall(item[0])]
+        self._discarded.append((requests, data))
+
+
+def pending(requests: list[Any]) -> list[Any]:
+    """Those that have not ended; one look at MPI for all of them."""
+    if not requests or not (ended := MPI.Request.Testsome(requests)):
+        return requests
+    return [request for index, request in enumerate(requests) if index not in ended]

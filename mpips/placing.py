@@ -1,0 +1,142 @@
+"""Keys of a store with servers: which server keeps what, in which units and pieces, and how it gets there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives import arena
+from collectives.arena import Region
+from mpips import meet, messages, short
+from mpips.compression import Compressor
+from mpips.keys import Key, Part, Piece
+from mpips.layout import Layout
+from mpips.lines import Line
+from mpips.members import Members
+from mpips.messages import UnitCard
+from mpips.session import Task
+from mpips.sharding import Interval, Placement, grain_of, split, units
+
+Array = NDArray[Any]
+MOST_CHUNKS = 32  # of what a server has of a key
+
+
+class Placing(Members):
+    """Makes and forgets keys, the same on every worker."""
+
+    def __init__(self, layout: Layout, lines: list[Line]) -> None:
+        super().__init__(layout, lines)
+        self._placement = Placement(layout.num_servers, layout.options.big_array)
+        self._groups = layout.groups()
+        self._units = 0
+        self._compressor: Compressor | None = None
+        self._residuals: dict[int, Array] = {}
+
+    def init(self, keys: list[Key], values: list[Array]) -> Task:
+        """Make the keys on the servers, with rank 0's values. Collective over the workers."""
+        cards: dict[int, list[UnitCard]] = {server: [] for server in range(self.layout.num_servers)}
+        for key in keys:
+            self._plan(key, cards)
+        workers = self.layout.workers
+        assert workers is not None
+        answers: list[Any] = []
+        if self.layout.rank == 0:
+            for server, new in cards.items():
+                answers.append((yield from self.session.request(server, messages.Create(new))) if new else None)
+        told = meet.exchange(workers, msgspec.msgpack.encode(answers), "init")[0]
+        created = msgspec.msgpack.decode(told, type=list[messages.Created | None])
+        for server, new in cards.items():
+            if self.session.lines[server].local and (where := created[server]) is not None:
+                self._attach(new, where)
+        for key in keys:
+            self._shorten(key)
+        if self.layout.rank == 0:
+            for key, value in zip(keys, values, strict=True):
+                yield from self.session.set(key, value.reshape(-1))
+        meet.exchange(workers, b"", "init")
+
+    def forget(self, keys: Sequence[Key]) -> Task:
+        """Give up keys. Collective over the workers, who have nothing under way on them."""
+        assert self.layout.workers is not None
+        meet.exchange(self.layout.workers, b"", "forget")
+        for server in range(self.layout.num_servers) if self.layout.rank == 0 else ():
+            units = [part.number for key in keys for part in key.parts if part.server == server]
+            if units:
+                yield from self.session.request(server, messages.Forget(units))
+        for key in keys:
+            self.session.remove(key)
+            for part in key.parts:
+                self._residuals.pop(part.number, None)
+            self._placement.free([(part.server, part.stop - part.start) for part in key.parts], key.dtype.itemsize)
+        meet.exchange(self.layout.workers, b"", "forget")
+
+    def _plan(self, key: Key, cards: dict[int, list[UnitCard]]) -> None:
+        """Cut a key into pieces and units, the same on every worker."""
+        options = self.layout.options
+        sharers = max(map(len, self._groups))
+        grain = grain_of(key.shape, self.layout.num_servers * (sharers * MOST_CHUNKS if sharers > 1 else 1))
+        if self._one_node and sharers > 1:
+            grain = 1  # as `collectives.reduce_scatter` cuts
+        block_bytes = options.block_bytes if self._one_node else options.chunk_bytes
+        block = max(1, block_bytes // key.dtype.itemsize)
+        by_server = []
+        for server, part in self._placement.place(key.shape, key.dtype.itemsize):
+            first = len(key.pieces)
+            chunks = 1
+            if not self._one_node:
+                chunks = max(1, min(MOST_CHUNKS, part.size * key.dtype.itemsize // options.chunk_bytes))
+            for chunk in split(part, chunks, grain):
+                if chunk.size or not part.size:
+                    self._plan_piece(key, server, chunk, grain, block, cards[server])
+            by_server.append(key.pieces[first:])
+        # In turn, so that the few pieces under way keep all servers busy; in one order everywhere, as servers take few.
+        key.pieces = [piece for row in zip_longest(*by_server) for piece in row if piece is not None]
+        key.pushes = [part for piece in key.pieces for part in piece.pushes]
+        self.session.add(key)
+
+    def _plan_piece(
+        self, key: Key, server: int, chunk: Interval, grain: int, block: int, cards: list[UnitCard]
+    ) -> None:
+        rank = self.layout.rank
+        members = self._groups[self.layout.client_number] if self._grouped else [rank]
+        slices = split(chunk, len(members), grain)
+        piece = Piece([s.start for s in slices] + [chunk.stop], [], len(key.pieces))
+        row_elements = int(np.prod(key.shape[1:], dtype=np.int64)) if key.shape else 1
+        for unit in units(0, server, chunk, self._groups, grain):
+            card = UnitCard(
+                self._units, key.name, key.dtype.name, unit.start, unit.stop, max(1, row_elements), block,
+                unit.contributors,
+            )  # fmt: skip
+            self._units += 1
+            cards.append(card)
+            part = Part(
+                card.number, server, unit.start, unit.stop, self.session.lines[server], unit.contributors,
+                block, max(1, -(-unit.size // block)),
+            )  # fmt: skip
+            key.parts.append(part)
+            if rank in unit.contributors:
+                part.mine = 1 + unit.contributors.index(rank)
+                key.pushes.append(part)
+                piece.pushes.append(part)
+        key.pieces.append(piece)
+
+    def _attach(self, cards: list[UnitCard], created: messages.Created) -> None:
+        dtypes = [messages.dtype_of(card.dtype) for card in cards]
+        first_words, _, first_bytes, _ = messages.arrange(cards, [dtype.itemsize for dtype in dtypes])
+        words = arena.attach(Region(*created.words)).view(np.uint64)
+        values = arena.attach(Region(*created.values))
+        for card, dtype, word, byte in zip(cards, dtypes, first_words, first_bytes, strict=True):
+            part = self.session.part(card.number)
+            part.words = memoryview(words[word : word + 1 + len(card.contributors)])  # type: ignore[arg-type]
+            part.stored = values[byte : byte + (card.stop - card.start) * dtype.itemsize].view(dtype)
+
+    def _shorten(self, key: Key) -> None:
+        """Find out whether pushes and pulls of the key can take the short way."""
+        plain = not self._grouped and not self.layout.asynchronous and self._compressor is None
+        near = plain and self.session.all_local
+        key.short = short.make(self.session, key, self.layout.options.small_bytes) if near else None

@@ -1,0 +1,106 @@
+"""What all keys of a store with servers have in common: optimizer, compression, and their state to be saved."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import collectives
+from mpips import meet, messages, optimizers
+from mpips.compression import Compressor
+from mpips.keys import Key
+from mpips.optimizers import Optimizer
+from mpips.placing import Placing
+from mpips.session import Task
+
+Array = NDArray[Any]
+
+
+class Settings(Placing):
+    """Settings that the workers make together, and state that goes to files and comes back."""
+
+    def settle(self, keys: Sequence[Key]) -> Task:
+        """Wait until the servers have read everything that this worker has pushed, and if asynchronous, applied it."""
+        if self.layout.asynchronous:
+            for server in range(self.layout.num_servers):
+                yield from self.session.request(server, messages.Flush())
+            return
+        for key in keys:
+            yield from self.session.drained(key, key.round, key.pushes, alone=False)
+
+    def set_optimizer(self, optimizer: Optimizer) -> Task:
+        yield from self._tell(messages.SetOptimizer(optimizers.encode(optimizer)))
+
+    def set_compression(self, options: dict[str, Any], compressor: Compressor) -> Task:
+        """From the next push on; residuals start at zero."""
+        self._compressor = compressor
+        self._residuals.clear()
+        self.session.for_each_key(self._shorten)
+        yield from self._tell(messages.SetCompression(options))
+
+    def _tell(self, request: Any) -> Task:
+        """Rank 0 tells all servers; nobody goes on before they have done it."""
+        assert self.layout.workers is not None
+        failure = b""
+        if self.layout.rank == 0:
+            try:
+                for server in range(self.layout.num_servers):
+                    yield from self.session.request(server, request)
+            except ValueError as error:
+                failure = str(error).encode()
+        failure = meet.exchange(self.layout.workers, failure, "set_optimizer")[0]
+        if failure:
+            raise ValueError(failure.decode())
+
+    def states(self, keys: Sequence[Key]) -> Generator[None, None, dict[Any, tuple[int, list[Array]]]]:
+        """Each key's step and optimizer state, put together from all servers; on rank 0 only."""
+        result = {}
+        for key in keys:
+            step, pieces = 0, []
+            for part in key.parts:
+                state = yield from self.session.request(part.server, messages.GetState(part.number))
+                step = max(step, state.step)
+                pieces.append(
+                    [np.frombuffer(data, messages.dtype_of(name)) for data, name in zip(state.arrays, state.dtypes)]
+                )
+            slots = max(len(piece) for piece in pieces)
+            result[key.name] = step, [np.concatenate([piece[i] for piece in pieces]) for i in range(slots)]
+        return result
+
+    def put_states(self, keys: Sequence[Key], states: dict[Any, tuple[int, list[Array]]]) -> Task:
+        """Give every unit its part of the states; on rank 0 only."""
+        for key in keys:
+            step, arrays = states[key.name]
+            for part in key.parts:
+                cut = [array[part.start : part.stop] for array in arrays]
+                state = messages.StatePart(step, [a.dtype.name for a in cut], [a.tobytes() for a in cut])
+                yield from self.session.request(part.server, messages.PutState(part.number, state))
+
+    def residuals(self, keys: Sequence[Key]) -> Array | None:
+        """What compression kept back of this client's pushes, one key behind the other; None where nothing is
+        compressed. Collective over the client."""
+        if self._compressor is None:
+            return None
+        kept = np.zeros(sum(key.size for key in keys))
+        base = 0
+        for key in keys:
+            for part in key.pushes:
+                if part.number in self._residuals:
+                    kept[base + part.start : base + part.stop] = self._residuals[part.number]
+            base += key.size
+        if self._members > 1:
+            assert self.layout.client is not None
+            collectives.allreduce(kept, self.layout.client)
+        return kept
+
+    def put_residuals(self, keys: Sequence[Key], values: Sequence[Array]) -> None:
+        """Give every part that this worker pushes what was kept back of it."""
+        assert self._compressor is not None
+        for key, value in zip(keys, values, strict=True):
+            for part in key.pushes:
+                kept = value[part.start : part.stop].astype(key.dtype)
+                residual = self._residuals[part.number] = self._compressor.init(kept)
+                residual[...] = value[part.start : part.stop]

@@ -1,0 +1,248 @@
+"""How a server adds up contributions to a unit and applies them, block by block; in the order of the contributors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpips.optimizers import Optimizer
+from mpips.row_sparse import RowSparse, merge, update_rows
+from mpips.unit import Reply, Source, Unit
+
+BURST = 4  # blocks done before the server listens again
+Array = NDArray[Any]
+Replies = list[Reply]
+
+
+class Sums:
+    """Arithmetic of one server; `remote`: workers of other nodes, who are told when a contribution has been read.
+
+    `threads`: cores that it may use for long sums at once.
+    """
+
+    def __init__(self, remote: Iterable[int], threads: int = 1) -> None:
+        self.remote = frozenset(remote)
+        self.optimizer: Optimizer | None = None
+        self._threads = threads
+        self._pool = ThreadPoolExecutor(threads - 1) if threads > 1 else None
+        self._scratch = [np.empty(0, np.uint8)] * threads
+
+    def _finish(self, unit: Unit) -> Replies:
+        """What follows the last block of a round."""
+        raise NotImplementedError
+
+    def _scratch_block(self, dtype: np.dtype, size: int, thread: int) -> Array:
+        if self._scratch[thread].nbytes < size * dtype.itemsize:
+            self._scratch[thread] = np.empty(size * dtype.itemsize, np.uint8)
+        return self._scratch[thread][: size * dtype.itemsize].view(dtype)
+
+    def _sum_there(self, unit: Unit, arrays: Sequence[Array]) -> tuple[bool, Replies]:
+        """Sum and apply contributions that are all there: one block, or the next ones."""
+        if unit.blocks == 1:
+            size = unit.stored.size
+            return True, self._apply(unit, self._sum(unit, arrays, 0, size), 0, size)
+        return True, self._sum_run(unit, arrays, min(unit.block + BURST * self._threads, unit.blocks))
+
+    def _sum_blocks(self, unit: Unit, sources: Sequence[Source]) -> tuple[bool, Replies]:
+        """Sum and apply those of the next blocks that are there."""
+        if not all(source.local for source in sources):
+            return self._sum_arriving(unit, sources)
+        stop = unit.block
+        limit = min(stop + BURST * self._threads, unit.blocks)
+        while stop < limit and all(source.ready(stop) for source in sources):
+            stop += 1
+        if stop == unit.block:
+            return False, []
+        return True, self._sum_run(unit, [source.part(0, 0, unit.stored.size) for source in sources], stop)
+
+    def _sum_run(self, unit: Unit, arrays: Sequence[Array], stop: int) -> Replies:
+        """Sum and apply the blocks from the next to `stop`, in shares of at least two blocks on all threads at once."""
+        first = unit.block
+        if self.optimizer is not None and first == 0:
+            self._next_step(unit)
+        shares = self._threads if stop - first >= 2 * self._threads else 1
+        cuts = [first + (stop - first) * share // shares for share in range(shares + 1)]
+        others = [
+            self._pool.submit(self._sum_share, unit, arrays, range(cuts[thread], cuts[thread + 1]), thread)
+            for thread in range(1, shares)
+            if self._pool is not None
+        ]
+        try:
+            self._sum_share(unit, arrays, range(first, cuts[1]), 0)
+        finally:
+            wait(others)
+        for other in others:
+            other.result()
+        unit.block = stop
+        if stop == unit.blocks:
+            return self._finish(unit)
+        unit.words[0] = unit.round * unit.blocks + stop
+        return []
+
+    def _sum_share(self, unit: Unit, arrays: Sequence[Array], blocks: range, thread: int) -> None:
+        """Sum and apply some blocks; thread 0, which has the first ones, tells readers of each."""
+        for block in blocks:
+            start, stop = unit.bounds(block)
+            total = self._sum(unit, [array[start:stop] for array in arrays], start, stop, thread)
+            if total is not None:
+                self._renew(unit, start, stop, total)
+            if not thread and block + 1 < unit.blocks:
+                unit.words[0] = unit.round * unit.blocks + block + 1
+
+    def _sum_arriving(self, unit: Unit, sources: Sequence[Source]) -> tuple[bool, Replies]:
+        """Sum one block whose contributions come as messages; goes on later where one is not there yet."""
+        number, count, first = unit.block, len(sources), unit.part
+        start, stop = unit.bounds(number)
+        if unit.total is None:
+            unit.total = np.empty(stop - start, unit.stored.dtype)
+        while unit.part < count and sources[unit.part].ready(number):
+            part = sources[unit.part].part(number, start, stop)
+            if unit.part:
+                np.add(unit.total, part, out=unit.total)
+            else:
+                unit.total[...] = part
+            unit.part += 1
+        if unit.part < count:
+            for source in sources[unit.part + 1 :]:
+                source.ready(number)  # it may start to come; or else all servers would wait for the same worker's link
+            return unit.part > first, []
+        total, unit.part, unit.total = unit.total, 0, None
+        return True, self._apply(unit, total, start, stop)
+
+    def _sum(self, unit: Unit, parts: Sequence[Array], start: int, stop: int, thread: int = 0) -> Array | None:
+        """The parts added from first to last; None where the stored block was replaced by the sum."""
+        if len(parts) == 1:
+            return parts[0]
+        if self.optimizer is None:
+            total = unit.stored[start:stop]
+        else:
+            total = self._scratch_block(unit.stored.dtype, stop - start, thread)
+        np.add(parts[0], parts[1], out=total)
+        for part in parts[2:]:
+            np.add(total, part, out=total)
+        return None if self.optimizer is None else total
+
+    def _apply(self, unit: Unit, total: Array | None, start: int, stop: int) -> Replies:
+        """Update the stored block by the sum (None: it has replaced the block already); the last block ends a round."""
+        if total is not None:
+            self._update(unit, start, stop, total)
+        unit.block += 1
+        if unit.block == unit.blocks:
+            return self._finish(unit)
+        unit.words[0] = unit.round * unit.blocks + unit.block
+        return []
+
+    def _update(self, unit: Unit, start: int, stop: int, gradient: Array) -> None:
+        if self.optimizer is not None and start == 0:
+            self._next_step(unit)
+        self._renew(unit, start, stop, gradient)
+
+    def _next_step(self, unit: Unit) -> None:
+        """Another update of the unit begins."""
+        assert self.optimizer is not None
+        if unit.state is None:
+            unit.state, unit.step = self.optimizer.init(unit.stored), 0
+        unit.step += 1
+
+    def _renew(self, unit: Unit, start: int, stop: int, gradient: Array) -> None:
+        """Update stored elements [start, stop) in the step that has begun."""
+        if self.optimizer is None:
+            unit.stored[start:stop] = gradient
+            return
+        assert unit.state is not None
+        state = [array[start:stop] for array in unit.state]
+        self.optimizer.update(unit.stored[start:stop], gradient, state, unit.step)
+
+    def _sum_rows(self, unit: Unit, sources: Sequence[Source]) -> tuple[bool, Replies]:
+        """A round to which everybody contributes rows updates only those; where others contribute too, it is dense."""
+        first = unit.part
+        while unit.part < len(sources):
+            source = sources[unit.part]
+            if source.sparse:
+                if not source.ready(0):
+                    return unit.part > first, []
+                rows = source.rows().merged()
+                unit.rows = rows if unit.rows is None else merge(unit.rows, rows)
+                unit.part += 1
+                continue
+            if unit.rows is not None:
+                unit.accumulator = unit.rows.to_dense().reshape(-1)
+            read = range(unit.part)
+            unit.rows, unit.ahead, unit.part = None, unit.part, 0
+            told = [reply for index in read for reply in self._consumed(unit, index, unit.round + 1)]
+            worked, replies = self._accumulate(unit)
+            return worked, told + replies
+        assert unit.rows is not None
+        self._update_rows(unit, unit.rows)
+        return True, self._finish(unit)
+
+    def _update_rows(self, unit: Unit, gradient: RowSparse) -> None:
+        table = unit.stored.reshape(gradient.shape)
+        if self.optimizer is None:
+            table[...] = 0
+            table[gradient.rows] = gradient.values
+            return
+        self._next_step(unit)
+        assert unit.state is not None
+        update_rows(self.optimizer, table, gradient, unit.state, unit.step)
+
+    def _accumulate(self, unit: Unit) -> tuple[bool, Replies]:
+        """Add the next contributor, or a block of it, to the accumulator."""
+        source = unit.queues[unit.ahead][0]
+        assert not isinstance(source, str)
+        if not source.ready(unit.ahead_block):
+            return False, []
+        if unit.accumulator is None:
+            unit.accumulator = np.zeros_like(unit.stored)
+        if source.coded:
+            source.add_to(unit.accumulator)
+            unit.ahead_block = unit.blocks
+        else:
+            start, stop = unit.bounds(unit.ahead_block)
+            part = source.part(unit.ahead_block, start, stop)
+            if unit.ahead:
+                unit.accumulator[start:stop] += part
+            else:
+                unit.accumulator[start:stop] = part
+            unit.ahead_block += 1
+        if unit.ahead_block < unit.blocks:
+            return True, []
+        unit.ahead_block = 0
+        unit.ahead += 1
+        return True, self._consumed(unit, unit.ahead - 1, unit.round + 1)
+
+    def _apply_accumulator(self, unit: Unit) -> tuple[bool, Replies]:
+        assert unit.accumulator is not None
+        start, stop = unit.bounds(unit.block)
+        return True, self._apply(unit, unit.accumulator[start:stop], start, stop)
+
+    def _consumed(self, unit: Unit, index: int, round_: int) -> Replies:
+        unit.words[1 + index] = round_
+        if unit.contributors[index] in self.remote:
+            return [Reply("CONSUMED", unit.contributors[index], unit.number, round_)]
+        return []
+
+    def _async_block(self, unit: Unit, source: Source | str) -> tuple[bool, bool]:
+        """Apply the next block of one contribution: (whether something was done, whether it was the last)."""
+        if isinstance(source, str):
+            return True, True
+        if self.optimizer is None:
+            raise ValueError("an asynchronous store needs an optimizer; call set_optimizer before the first push")
+        if not source.ready(unit.block):
+            return False, False
+        if source.coded:
+            if source.sparse:
+                self._update_rows(unit, source.rows())
+            else:
+                total = np.zeros_like(unit.stored)
+                source.add_to(total)
+                self._update(unit, 0, total.size, total)
+            return True, True
+        start, stop = unit.bounds(unit.block)
+        self._update(unit, start, stop, source.part(unit.block, start, stop))
+        unit.block += 1
+        return True, unit.block == unit.blocks

@@ -1,0 +1,117 @@
+"""A command with a time limit: its output comes through clean and at once, and nothing of it stays behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import IO
+from uuid import uuid4
+
+TOKEN = "TESTS_RUN_TOKEN"  # in the environment of everything that a run starts
+PATIENCE = 10  # seconds to end when asked, and again when killed
+UNPRINTABLE = bytes({*range(32), 127} - {*b"\n\t"})  # a log is text: a NUL in it, which Open MPI prints, breaks readers
+LAUNCHER_VARIABLES = re.compile(r"MPIPS_|OMPI_|PMIX_|PRTE_|PMI_|HYDRA_|MPI_LOCAL")
+_screen = threading.Lock()
+_running: set[subprocess.Popen[bytes]] = set()
+_stopped = threading.Event()
+
+
+def run(argv: list[str], limit: float, folder: Path, out: IO[bytes] | None = None) -> int:
+    """Exit code of `argv`, run in `folder`. Past `limit` seconds it is ended, says so, and the code is 1.
+
+    What it prints goes to `out`, or to standard output as it comes. Processes that it leaves behind are ended.
+    """
+    out = out or sys.stdout.buffer
+    token = f"{TOKEN}={uuid4().hex}"
+    environment = {name: value for name, value in os.environ.items() if not LAUNCHER_VARIABLES.match(name)}
+    environment[TOKEN] = token.partition("=")[2]
+    sys.stdout.flush()
+    if _stopped.is_set():
+        return 1
+    process = subprocess.Popen(
+        argv,
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    _running.add(process)
+    relay = threading.Thread(target=_relay, args=(process.stdout, out), daemon=True)
+    relay.start()
+    try:
+        return process.wait(limit)
+    except subprocess.TimeoutExpired:
+        show(f"\n-- not done after {limit:.0f} s, ended: {' '.join(argv)}\n".encode(), out)
+        return 1
+    finally:
+        _end(process)
+        _running.discard(process)
+        for pid in _left(token):
+            show(f"-- left behind, ended: process {pid}, {_words(pid)}\n".encode(), out)
+            _kill(pid)
+        relay.join(PATIENCE)
+
+
+def stop() -> None:
+    """Ends all that runs, and starts nothing more."""
+    _stopped.set()
+    for process in tuple(_running):
+        _end(process)
+
+
+def _relay(pipe: IO[bytes], out: IO[bytes]) -> None:
+    while text := os.read(pipe.fileno(), 1 << 16):
+        show(text, out)
+
+
+def show(text: bytes, out: IO[bytes] | None = None) -> None:
+    """Writes `text`, without what is no text in it, to `out` or standard output."""
+    out = out or sys.stdout.buffer
+    with _screen:
+        out.write(text.translate(None, UNPRINTABLE))
+        out.flush()
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Asks mpirun to end its ranks, then ends whatever is left of its group."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        if process.poll() is not None:
+            return
+        os.killpg(process.pid, number)
+        try:
+            process.wait(PATIENCE)
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def _left(token: str) -> list[int]:
+    """Processes that carry `token` in their environment."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if token.encode() in (folder / "environ").read_bytes().split(b"\0"):
+                found.append(int(folder.name))
+        except OSError:  # of another user, or gone
+            continue
+    return found
+
+
+def _words(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        return "gone"
+
+
+def _kill(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return

@@ -1,0 +1,69 @@
+"""Cutting a vector into calls changes no bit: on one node, between nodes, and between nodes of several ranks."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import collectives
+from collectives.errors import MismatchError
+
+N = 70_001
+CUTS = (0, 1, 3, 10, 300, 2_500, 12_000, 40_000, N)
+
+
+class Alone(MPI.Intracomm):
+    """A communicator whose nodes hold one rank each."""
+
+    def Split_type(self, split_type, key=0, info=MPI.INFO_NULL):
+        return self.Split(self.rank)
+
+
+class Pairs(MPI.Intracomm):
+    """A communicator whose nodes hold two ranks each, but perhaps the last."""
+
+    def Split_type(self, split_type, key=0, info=MPI.INFO_NULL):
+        return self.Split(self.rank // 2)
+
+
+@pytest.fixture(scope="module", params=[MPI.Intracomm, Alone, Pairs])
+def comm(request):
+    made = request.param(MPI.COMM_WORLD.Dup())
+    yield made
+    made.Free()
+
+
+def values(comm, shared, dtype="float32"):
+    x = collectives.empty((N,), dtype) if shared else np.empty(N, dtype)
+    x[:] = np.random.default_rng(comm.rank).normal(size=N) * 10.0 ** (comm.rank % 3)
+    return x
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("algorithm", ["reproducible", "halving_doubling", "direct"])
+def test_pieces_have_the_bits_of_the_whole(comm, algorithm, shared, in_place):
+    whole = collectives.allreduce(values(comm, shared), comm, algorithm=algorithm)
+    x = values(comm, shared)
+    out = x if in_place else np.empty_like(x)
+    for start, stop in pairwise(CUTS):
+        there = None if in_place else out[start:stop]
+        collectives.allreduce(x[start:stop], comm, algorithm=algorithm, out=there)
+    assert out.tobytes() == whole.tobytes()
+
+
+def test_memory_adds_in_the_order_of_the_ranks():
+    comm = MPI.COMM_WORLD
+    everybody = [np.random.default_rng(rank).normal(size=N).astype(np.float32) for rank in range(comm.size)]
+    expected = np.cumsum(everybody, axis=0, dtype=np.float32)[-1]
+    for make in (np.empty, collectives.empty):
+        for n in (10, 3_000, N):
+            x = make(n, np.float32)
+            x[:] = everybody[comm.rank][:n]
+            assert collectives.allreduce(x, comm).tobytes() == expected[:n].tobytes()
+
+
+def test_it_serves_sums_of_whole_vectors_alone(comm):
+    with pytest.raises(MismatchError, match="reproducible serves allreduce, not reduce_scatter"):
+        collectives.reduce_scatter(values(comm, False), comm, algorithm="reproducible")

@@ -1,0 +1,51 @@
+"""A grid that is chosen, from Python; data for another grid are refused."""
+
+import numpy as np
+import pytest
+
+from mpips.parallel import MLP, Grid, TrainingError, choose_grid, load, train
+from mpips.parallel.grid import factorings
+from mpips.parallel.sources import SyntheticSource
+
+from .support import COMM, alone, curve, same_everywhere
+
+
+def synthetic():
+    return SyntheticSource(103, 5, 3)
+
+
+def mlp():
+    return MLP([5, 8, 3], dtype="float64", seed=3)
+
+
+@pytest.mark.parametrize("grid", ["auto", f"{COMM.size}x1", f"1x{COMM.size}"])
+def test_train_opens_the_data_for_the_grid_that_is_chosen(grid):
+    serial = curve(train(mlp(), load(synthetic, alone(), 20, "float64", seed=1), alone(), 2))
+    found = train(mlp(), synthetic, grid, 2, batch=20, seed=1)
+    chosen = found.hybrid.grid
+    assert same_everywhere(np.abs(curve(found) - serial).max() <= 1e-10)
+    assert same_everywhere((chosen.batch, chosen.model) in factorings(COMM.size))
+
+
+def test_a_chosen_grid_is_the_same_on_every_rank():
+    grid = choose_grid(mlp(), batch=20)
+    shapes = COMM.allgather(str(grid))
+    grid.free()
+    assert len(set(shapes)) == 1
+
+
+def test_what_cannot_be_chosen_says_what_to_call():
+    with pytest.raises(TrainingError, match="choose_grid"):
+        Grid("auto")
+    data = load(synthetic, alone(), 20, "float64")
+    with pytest.raises(TrainingError, match="loaded for a grid 1x1"):
+        train(mlp(), data, "auto")
+    with pytest.raises(TrainingError, match="batch="):
+        train(mlp(), synthetic, "auto")
+    with pytest.raises(TrainingError, match="here is bach"):
+        train(mlp(), synthetic, "auto", bach=3)
+    if COMM.size > 1:
+        grid = Grid(COMM.size, 1)
+        with pytest.raises(TrainingError, match=f"loaded for a grid 1x1, not for {COMM.size}x1"):
+            train(mlp(), data, grid)
+        grid.free()

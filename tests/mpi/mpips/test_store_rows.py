@@ -1,0 +1,191 @@
+"""Row-sparse pushes and pulls are exact in every kind of store, and move only the rows that are named."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpips
+from tests.mpi.mpips.support import WORLD, failure, need, run
+
+STORES = [
+    ("local", {}),
+    ("dist_sync", {"servers": 0}),
+    ("mpi_sync", {"servers": 0, "clients": 1}),
+    ("dist_async", {"servers": 1}),
+    ("dist_async", {"servers": 2, "shared_memory": False}),
+    ("mpi_async", {"servers": 1, "clients": 2, "masters": "all"}),
+    ("mpi_async", {"servers": 1, "clients": 1, "shared_memory": False}),
+]
+STORES += [
+    (kind, {"servers": servers, "shared_memory": shared_memory} | options)
+    for servers, shared_memory, (kind, options) in itertools.product(
+        (1, 2, 3), (True, False),
+        [("dist_sync", {}), ("mpi_sync", {"clients": 2}), ("mpi_sync", {"clients": 1, "masters": "all"})],
+    )
+]  # fmt: skip
+SHAPE = (600, 6)
+
+
+def gradient(repeat, worker):
+    """A few rows, some of them twice; none in one repeat."""
+    rows = np.random.default_rng(100 * repeat + worker).integers(0, SHAPE[0], 9 if repeat != 2 else 0)
+    return mpips.RowSparse(rows, np.full((len(rows), 6), worker + 1, np.float32), SHAPE)
+
+
+@pytest.mark.parametrize("kind, options", STORES)
+def test_rows_add_up_exactly(kind, options):
+    need(**options)
+
+    def body(kv):
+        kv.init("e", np.zeros(SHAPE, np.float32))
+        kv.set_optimizer("add")
+        expected = np.zeros(SHAPE, np.float32)
+        for repeat in range(4):
+            for worker in range(kv.num_workers):
+                expected += gradient(repeat, worker).to_dense()
+            kv.push("e", gradient(repeat, kv.rank))
+            if kv.type.endswith("_async"):
+                kv.barrier()
+            for ids in (np.array([3, 599, 3, kv.rank]), np.array([], int), np.arange(600)[:: -1 - kv.rank]):
+                out = np.full((len(ids), 6), -1, np.float32)
+                kv.row_sparse_pull("e", out, row_ids=ids)
+                assert (out == expected[ids]).all()
+            kv.barrier()
+        out = np.empty(SHAPE, np.float32)
+        kv.pull("e", out)
+        assert (out == expected).all()
+
+    run(kind, body, **{"big_array": 100, **options})
+
+
+@pytest.mark.parametrize("kind, options", [
+    ("local", {}), ("dist_sync", {"servers": 0}), ("dist_sync", {"servers": 1}),
+    ("dist_sync", {"servers": 1, "shared_memory": False}), ("mpi_sync", {"servers": 1, "clients": 1}),
+])  # fmt: skip
+def test_a_row_that_nobody_pushes_keeps_its_value_and_its_momentum(kind, options):
+    n = 1 if kind == "local" else need(**options)
+
+    def body(kv):
+        kv.init("e", np.zeros(SHAPE, np.float32))
+        kv.set_optimizer("sgd", learning_rate=1.0, momentum=0.5)
+        for row in (3, 4, 3):
+            kv.push("e", mpips.RowSparse(np.array([row]), np.full((1, 6), -1, np.float32), SHAPE))
+        out = np.empty((3, 6), np.float32)
+        kv.row_sparse_pull("e", out, row_ids=np.array([3, 4, 5]))
+        assert (out[0] == 2.5 * n).all() and (out[1] == n).all() and (out[2] == 0).all(), out
+
+    run(kind, body, **options)
+
+
+class Counting(MPI.Intracomm):
+    """A communicator that counts the bytes that this process sends to others through it and what is made of it."""
+
+    sent = 0
+
+    def Isend(self, buf, *args, **options):
+        data = buf[0] if isinstance(buf, (list, tuple)) else buf
+        Counting.sent += memoryview(data).nbytes
+        return super().Isend(buf, *args, **options)
+
+    def Iallgatherv(self, sendbuf, *args, **options):
+        Counting.sent += memoryview(sendbuf).nbytes * (self.size - 1)
+        return super().Iallgatherv(sendbuf, *args, **options)
+
+    def Split(self, color=0, key=0):
+        part = super().Split(color, key)
+        return Counting(part) if part else part
+
+
+@pytest.mark.parametrize("masters", ["one", "all"])
+@pytest.mark.parametrize("kind, servers", [("dist_sync", 1), ("mpi_sync", 1), ("mpi_sync", 0), ("dist_async", 2)])
+def test_bytes_grow_with_the_rows_and_not_with_the_table(kind, servers, masters):
+    options = {"servers": servers, "shared_memory": False, "masters": masters}
+    need(2, **options)
+    shape, named = (20_000, 64), 50  # 5 MB
+    before = []
+
+    def body(kv):
+        kv.init("e", np.zeros(shape, np.float32))
+        kv.set_optimizer("add")
+        kv.barrier()
+        before.append(Counting.sent)
+        rows = np.arange(named) * 397 + kv.rank
+        kv.push("e", mpips.RowSparse(rows, np.ones((named, 64), np.float32), shape))
+        kv.barrier()
+        out = np.empty((named, 64), np.float32)
+        kv.row_sparse_pull("e", out, row_ids=rows)
+        assert (out == 1).all()
+
+    Counting.sent = 0
+    run(kind, body, comm=Counting(WORLD), **options)
+    sent = np.array([Counting.sent - sum(before)])
+    WORLD.Allreduce(MPI.IN_PLACE, sent)
+    table = shape[0] * shape[1] * 4
+    moved = WORLD.size * WORLD.size * named * (64 * 4 + 8)  # every row to everybody
+    assert sent[0] < moved + 200_000 < table, (sent[0], moved, table)
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_sorted_rows_of_many_messages_add_up_exactly(servers):
+    """More rows than one message holds, in order, so that the server reads them where they arrived."""
+    need(2, servers=servers)
+    shape = (5000, 8)
+
+    def body(kv):
+        kv.init("e", np.zeros(shape, np.float32))
+        for repeat in range(6):
+            random = np.random.default_rng(repeat)
+            pushes = [np.sort(random.choice(shape[0], 400, replace=False)) for _ in range(kv.num_workers)]
+            values = [random.integers(-3, 4, (400, 8)).astype(np.float32) for _ in range(kv.num_workers)]
+            kv.push("e", mpips.RowSparse(pushes[kv.rank], values[kv.rank], shape))
+            kv.pull("e", out := np.empty(shape, np.float32))
+            expected = np.zeros(shape, np.float32)
+            for rows, value in zip(pushes, values):
+                expected[rows] += value
+            assert (out == expected).all(), (repeat, int((out != expected).sum()))
+
+    run("dist_sync", body, servers=servers, shared_memory=False, chunk_bytes=4096, chunks_in_flight=1)
+
+
+@pytest.mark.parametrize("options", [{}, {"shared_memory": False}])
+def test_rows_and_dense_pushes_of_a_round_add_up_round_after_round(options):
+    need(2, servers=1)
+
+    def body(kv):
+        kv.init("e", np.zeros(SHAPE, np.float32))
+        for repeat in range(3):
+            rows = gradient(repeat, kv.rank)
+            kv.push("e", rows if kv.rank % 2 == repeat % 2 else rows.to_dense())
+            kv.pull("e", out := np.empty(SHAPE, np.float32))
+            assert (out == sum(gradient(repeat, worker).to_dense() for worker in range(kv.num_workers))).all()
+
+    run("dist_sync", body, servers=1, **options)
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_a_push_after_one_that_failed_counts(servers):
+    """Its worker hears later, but the others do not wait for ever."""
+    need(2, servers=servers)
+
+    def body(kv):
+        kv.init("e", np.zeros(SHAPE, np.float32))
+        late = kv.num_workers - 1
+        for repeat in range(30):
+            try:
+                if kv.rank == late:
+                    time.sleep(0.0005 * (repeat % 10))
+                kv.push("e", np.ones(7 if kv.rank == late else SHAPE, np.float32))
+            except (ValueError, RuntimeError):
+                pass
+            pushed = kv.layout.workers.allgather(failure(lambda: kv.push("e", gradient(repeat, kv.rank))))  # noqa: B023
+            out = np.empty(SHAPE, np.float32)
+            pulled = kv.layout.workers.allgather(failure(lambda: kv.pull("e", out)))  # noqa: B023
+            if set(pushed + pulled) == {"nothing was raised"}:
+                assert (out == sum(gradient(repeat, worker).to_dense() for worker in range(kv.num_workers))).all()
+
+    run("dist_sync", body, servers=servers, shared_memory=False, chunk_bytes=4096, big_array=100)

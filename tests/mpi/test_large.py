@@ -1,0 +1,62 @@
+"""Counts and bytes past 2^31, where an int of C ends. Slow: see `make test-slow`."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import collectives
+import mpips
+from collectives.schedule import cut
+from tests.mpi.mpips.support import run
+from tests.mpi.sizes import only_on
+
+COMM = MPI.COMM_WORLD
+BEYOND = 2**31 + 3
+BLOCK = 1 << 24
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(280), only_on(2)]
+
+
+def all_are(x: np.ndarray, value: int) -> bool:
+    """Is every element of `x` this value, on all ranks? Block by block: nothing of the size of `x` is made."""
+    here = all((x[first : first + BLOCK] == value).all() for first in range(0, x.size, BLOCK))
+    return bool(COMM.allreduce(here, MPI.LAND))
+
+
+@pytest.mark.parametrize("make", [np.empty, collectives.empty])
+@pytest.mark.parametrize("algorithm", ["auto", "ring(over=messages)", "ring(over=memory)"])
+def test_an_allreduce_of_more_elements_than_an_int_counts(algorithm, make):
+    x = make(BEYOND, np.int8)
+    x[:] = COMM.rank + 1
+    collectives.allreduce(x, COMM, algorithm=algorithm)
+    assert all_are(x, 3)
+
+
+@pytest.mark.parametrize("kind", ["broadcast", "allgather"])
+def test_other_collectives_of_as_many(kind):
+    x = np.zeros(BEYOND, np.int8)
+    if kind == "broadcast":
+        x[:] = 7 * COMM.rank
+        collectives.broadcast(x, COMM, root=1)
+    else:
+        x[int(cut(BEYOND, COMM.size, COMM.rank)) : int(cut(BEYOND, COMM.size, COMM.rank + 1))] = 7
+        collectives.allgather(x, COMM)
+    assert all_are(x, 7)
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_a_key_of_more_bytes_than_an_int_counts(shared_memory):
+    n = 2**29 + 3
+
+    def body(kv):
+        kv.init("w", np.zeros(n, np.float32))
+        kv.set_optimizer("sgd", learning_rate=1.0)
+        gradient = mpips.empty(n, np.float32)
+        gradient[:] = -2
+        kv.pushpull("w", gradient, gradient)
+        return all((gradient[first : first + BLOCK] == 2).all() for first in range(0, n, BLOCK))
+
+    right = run("dist_sync", body, servers=1, shared_memory=shared_memory)
+    assert COMM.allreduce(right in (None, True), MPI.LAND)

@@ -1,0 +1,59 @@
+"""The driver of the tests ends what it starts, and its log is text."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from io import BytesIO
+from pathlib import Path
+
+from tests import child
+from tests.run import counted
+
+LEAVES_ONE_BEHIND = """
+import subprocess, sys
+left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+print(left.pid, flush=True)
+"""
+
+
+def run(code: str, limit: float, tmp_path: Path) -> tuple[int, str]:
+    out = BytesIO()
+    return child.run([sys.executable, "-c", code], limit, tmp_path, out), out.getvalue().decode()
+
+
+def test_what_is_no_text_is_left_out_and_the_exit_code_comes_back(tmp_path: Path) -> None:
+    code = r"import os, sys; os.write(1, b'a\0b\x1b[1mc\n'); os.write(2, b'd\n'); sys.exit(3)"
+    assert run(code, 30, tmp_path) == (3, "ab[1mc\nd\n")
+
+
+def test_a_run_past_its_limit_is_ended_and_says_so(tmp_path: Path) -> None:
+    started = time.monotonic()
+    code, text = run("import time; print('begun', flush=True); time.sleep(60)", 1.5, tmp_path)
+    assert code == 1 and time.monotonic() - started < 30
+    assert "begun" in text and "not done after" in text
+
+
+def test_what_is_left_behind_is_named_and_ended(tmp_path: Path) -> None:
+    code, text = run(LEAVES_ONE_BEHIND, 30, tmp_path)
+    pid = int(text.split()[0])
+    assert code == 0 and f"left behind, ended: process {pid}" in text
+    for _ in range(100):
+        if not os.path.exists(f"/proc/{pid}") or "Z" in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"process {pid} lives")
+
+
+def test_a_run_that_broke_off_counts_as_failed_and_a_report_names_its_failures(tmp_path: Path) -> None:
+    report = tmp_path / "0.xml"
+    assert counted("x", report, 139, 1.0).failures == ("exit code 139: it did not come to its end",)
+    report.write_text(
+        '<testsuites><testsuite><testcase classname="tests.unit.test_a" name="test_b" time="2.5">'
+        '<failure message="assert 1 == 2&#10;more">...</failure></testcase>'
+        '<testcase classname="tests.unit.test_a" name="test_c" time="0.1"/></testsuite></testsuites>'
+    )
+    result = counted("x", report, 1, 1.0)
+    assert (result.passed, result.failed) == (1, 1)
+    assert result.failures == ("tests/unit/test_a.py::test_b: assert 1 == 2",)
