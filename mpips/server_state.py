@@ -172,7 +172,7 @@ class ServerState(Sums):
                 if not unit.missing or unit.poison or not unit.queues[unit.ahead]:
                     continue
                 if not isinstance(unit.queues[unit.ahead][0], str):
-                    worked, replies = self._accumulate(unit)
+                    worked, replies = self._read_next(unit)
                     if worked:
                         return True, replies
         return False, []
@@ -241,9 +241,9 @@ class ServerState(Sums):
                 if not any(source.coded for source in sources):
                     return self._sum_blocks(unit, sources)
             if unit.accumulator is None:
-                return self._sum_rows(unit, sources)
+                return self._sum_rows(unit)
             if unit.ahead < len(sources):
-                return self._accumulate(unit)
+                return self._read_next(unit)
             return self._apply_accumulator(unit)
         except (TypeError, ValueError) as error:
             return True, self._fail(unit, f"key {unit.key!r}: the update on the server failed: {error}")

@@ -157,25 +157,10 @@ class Sums:
         state = [array[start:stop] for array in unit.state]
         self.optimizer.update(unit.stored[start:stop], gradient, state, unit.step)
 
-    def _sum_rows(self, unit: Unit, sources: Sequence[Source]) -> tuple[bool, Replies]:
-        """A round to which everybody contributes rows updates only those; where others contribute too, it is dense."""
-        first = unit.part
-        while unit.part < len(sources):
-            source = sources[unit.part]
-            if source.sparse:
-                if not source.ready(0):
-                    return unit.part > first, []
-                rows = source.rows().merged()
-                unit.rows = rows if unit.rows is None else merge(unit.rows, rows)
-                unit.part += 1
-                continue
-            if unit.rows is not None:
-                unit.accumulator = unit.rows.to_dense().reshape(-1)
-            read = range(unit.part)
-            unit.rows, unit.ahead, unit.part = None, unit.part, 0
-            told = [reply for index in read for reply in self._consumed(unit, index, unit.round + 1)]
-            worked, replies = self._accumulate(unit)
-            return worked, told + replies
+    def _sum_rows(self, unit: Unit) -> tuple[bool, Replies]:
+        """Read the next contributor; a round to which all gave rows updates only those, any other is dense."""
+        if unit.ahead < len(unit.queues):
+            return self._read_next(unit)
         assert unit.rows is not None
         self._update_rows(unit, unit.rows)
         return True, self._finish(unit)
@@ -190,14 +175,27 @@ class Sums:
         assert unit.state is not None
         update_rows(self.optimizer, table, gradient, unit.state, unit.step)
 
-    def _accumulate(self, unit: Unit) -> tuple[bool, Replies]:
-        """Add the next contributor, or a block of it, to the accumulator."""
+    def _read_next(self, unit: Unit) -> tuple[bool, Replies]:
+        """Add the next contributor, or a block of it, to what was read of the round: rows as long as all gave rows."""
         source = unit.queues[unit.ahead][0]
         assert not isinstance(source, str)
         if not source.ready(unit.ahead_block):
             return False, []
+        if not source.sparse or unit.accumulator is not None:
+            return True, self._accumulate(unit, source)
+        rows = source.rows().merged()
+        if unit.rows is None:  # copied: the worker may write there again once it hears that its push was read
+            unit.rows = RowSparse(rows.rows.copy(), rows.values.copy(), rows.shape)
+        else:
+            unit.rows = merge(unit.rows, rows)
+        unit.ahead += 1
+        return True, self._consumed(unit, unit.ahead - 1, unit.round + 1)
+
+    def _accumulate(self, unit: Unit, source: Source) -> Replies:
+        """Add a contribution, or the next block of it, to the accumulator."""
         if unit.accumulator is None:
-            unit.accumulator = np.zeros_like(unit.stored)
+            unit.accumulator = np.zeros_like(unit.stored) if unit.rows is None else unit.rows.to_dense().reshape(-1)
+            unit.rows = None
         if source.coded:
             source.add_to(unit.accumulator)
             unit.ahead_block = unit.blocks
@@ -210,10 +208,10 @@ class Sums:
                 unit.accumulator[start:stop] = part
             unit.ahead_block += 1
         if unit.ahead_block < unit.blocks:
-            return True, []
+            return []
         unit.ahead_block = 0
         unit.ahead += 1
-        return True, self._consumed(unit, unit.ahead - 1, unit.round + 1)
+        return self._consumed(unit, unit.ahead - 1, unit.round + 1)
 
     def _apply_accumulator(self, unit: Unit) -> tuple[bool, Replies]:
         assert unit.accumulator is not None

@@ -82,11 +82,11 @@ class Unit:
         self.round = 0
         self.block = 0
         self.part = 0  # contributors already summed into the scratch of this block
-        self.ahead = 0  # contributors already in `accumulator`, whole
+        self.ahead = 0  # contributors already in `rows` or `accumulator`, whole
         self.ahead_block = 0
         self.accumulator: Array | None = None
         self.total: Array | None = None  # sum of a block so far, kept while the next contributor's is awaited
-        self.rows: RowSparse | None = None  # the same where all contribute rows
+        self.rows: RowSparse | None = None  # in place of the accumulator as long as all contribute rows
         self.active = -1  # asynchronous: the contributor whose push is being applied
         self.readers = 0
         self.poison = ""
@@ -123,7 +123,7 @@ class Unit:
         """Position of the contributor whose next block is awaited."""
         if self.active >= 0:
             return self.active
-        return self.part if self.accumulator is None else self.ahead
+        return self.part or self.ahead
 
     def bounds(self, block: int) -> tuple[int, int]:
         """Elements [start, stop) of a block."""

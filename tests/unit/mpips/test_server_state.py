@@ -297,6 +297,33 @@ def test_rows_and_dense_contributions_add_up_in_one_round():
     assert machine.unit.words == [3, 1, 1, 1]  # every contributor hears that its push was read
 
 
+def packed_rows(rows):
+    """Rows of a (4, 3) table of ones, as a worker sends them."""
+    values = np.ones((len(rows), 3), np.float32)
+    return np.concatenate([np.array(rows, np.int64).view(np.uint8), values.reshape(-1).view(np.uint8)])
+
+
+@given(st.lists(st.tuples(st.permutations(range(WORKERS)), st.booleans(), st.booleans(), st.booleans()), max_size=4))
+def test_reading_rows_ahead_changes_nothing(rounds):
+    """A row that nobody names keeps its momentum, whenever the server reads and whatever a worker does afterwards."""
+    early, late = Machine(size=12, block=4), Machine(size=12, block=4)
+    for machine in early, late:
+        machine.unit.row_elements = 3
+        machine.state.set_optimizer(SGD(learning_rate=1.0, momentum=0.5))
+    for number, (order, *dense) in enumerate(rounds):
+        payloads = [packed_rows([worker, 3] if number % 2 else [0]) for worker in range(WORKERS)]
+        for worker in order:
+            for machine in early, late:
+                mine = payloads[worker].copy()
+                machine.push(worker, 2 if dense[worker] else Rows(mine, mine.size // 20, (4, 3), np.dtype("f4")))
+                if machine is early:
+                    machine.work(ahead=True)
+                    if machine.unit.words[1 + worker] > number:
+                        mine[mine.size // 20 * 8 :] = 0xFF  # the worker has heard that its push was read
+        assert early.work(ahead=True) == late.work()
+    assert early.unit.words == late.unit.words
+
+
 def test_rows_that_are_asked_for_are_named_in_the_grant():
     machine = Machine(workers=1, remote=[0])
     numbers = np.array([1])
