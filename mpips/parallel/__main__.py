@@ -185,7 +185,7 @@ class _Run:
         phases = report.total_phases(trained.epochs, data_seconds)
         problem = None
         if self.comm.rank == 0:
-            self.console.print(report.budget(phases))
+            self.console.print(report.budget(phases, report.total_hidden(trained.epochs)))
             peaks = ", ".join(f"{peak / 2**20:,.0f}" for peak in memory)
             mean = report.mean_seconds(trained.epochs)
             self._say(f"mean of an epoch: {mean:.2f} s; peak memory by rank, MiB: {peaks}")

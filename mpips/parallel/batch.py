@@ -57,13 +57,16 @@ class BatchReduction:
         """The gradients of a layer and of all above it are there."""
         if self._overlap and layer in self._by_layer:
             start = perf_counter()
-            self._started.append(self._by_layer[layer].start())
+            sum_ = self._by_layer[layer].start()
+            if sum_.moves:
+                self._clock.sent()
+                self._started.append(sum_)
             self._clock.add("backward", start)
 
     def poll(self) -> None:
         """Move on what has been started."""
-        if self._started:
-            self._started[0].test()
+        while self._started and self._started[0].test():
+            self._arrived()
 
     def finish(self) -> Iterator[Bucket]:
         """Every bucket, as its gradients become their sum over the batch ranks; blocking. One that is not beside
@@ -72,8 +75,16 @@ class BatchReduction:
             start = perf_counter()
             if self._overlap:
                 sum_.wait()
-            else:
+                if self._started and self._started[0] is sum_:
+                    self._arrived()
+            elif sum_.moves:
+                self._clock.sent()
                 sum_.run()
+                self._clock.arrived()
             self._clock.add("backward", start)
             yield bucket
-        self._started.clear()
+
+    def _arrived(self) -> None:
+        """The sum that was started first, of those under way, is known to be there."""
+        del self._started[0]
+        self._clock.arrived()

@@ -49,10 +49,14 @@ class Sum:
             self._plan.start()
         return self
 
-    def test(self) -> None:
-        """Move on as far as possible without waiting."""
-        if self._plan:
-            self._plan.test()
+    @property
+    def moves(self) -> bool:
+        """Whether there is anything to send."""
+        return self._plan is not None
+
+    def test(self) -> bool:
+        """Move on as far as possible without waiting; whether it has arrived."""
+        return self._plan is None or self._plan.test()
 
     def wait(self) -> None:
         if self._plan:

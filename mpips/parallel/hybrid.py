@@ -95,11 +95,12 @@ class Hybrid:
 
         `block` is the most samples of one forward pass; every rank of a model communicator has the same (x, y).
         """
-        start, before = perf_counter(), dict(self.clock.seconds)
+        start, before, under_way = perf_counter(), dict(self.clock.seconds), self.clock.under_way
         totals = np.zeros(2)
         for first in range(0, len(x), block):
             totals += self.network.evaluate(x[first : first + block], y[first : first + block])
         self.grid.batch_comm.Allreduce(MPI.IN_PLACE, totals)
         self.clock.seconds.update(before)
+        self.clock.under_way = under_way
         self.clock.add("evaluate", start)
         return float(totals[0]), float(totals[1])

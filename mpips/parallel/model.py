@@ -21,6 +21,7 @@ class ModelExchange:
         self.parts, self.part = comm.size, comm.rank
         self._comm, self._clock, self._half = comm, clock, half
         self._running: Sum | None = None
+        self._under_way = False
         self._sums: dict[tuple[int, tuple[int, ...]], Sum] = {}
         self._gathers: dict[tuple[int, tuple[int, ...]], Gather] = {}
 
@@ -30,26 +31,33 @@ class ModelExchange:
         key = _key(full)
         if key not in self._gathers:
             self._gathers[key] = Gather(full, self._comm, self._half)
+        self._clock.sent()
         self._gathers[key].run()
+        self._clock.arrived()
         self._clock.add("forward", start)
 
     def sum(self, array: np.ndarray) -> None:
         """Sum a forward array over the ranks; blocking."""
         start = perf_counter()
-        self._sum(array).run()
+        sum_ = self._sum(array)
+        self._clock.sent()
+        sum_.run()
+        self._clock.arrived()
         self._clock.add("forward", start)
 
     def start_sum(self, array: np.ndarray) -> ModelExchange:
         """Begin to sum a backward array over the ranks; one at a time."""
         start = perf_counter()
         self._running = self._sum(array).start()
+        self._clock.sent()
+        self._under_way = True
         self._clock.add("backward", start)
         return self
 
     def poll(self) -> None:
         """Move on the sum that has been started."""
-        if self._running is not None:
-            self._running.test()
+        if self._running is not None and self._running.test():
+            self._arrived()
 
     def wait(self) -> None:
         """Finish the sum that has been started."""
@@ -57,7 +65,13 @@ class ModelExchange:
         assert self._running is not None
         self._running.wait()
         self._running = None
+        self._arrived()
         self._clock.add("backward", start)
+
+    def _arrived(self) -> None:
+        if self._under_way:
+            self._under_way = False
+            self._clock.arrived()
 
     def _sum(self, array: np.ndarray) -> Sum:
         key = _key(array)

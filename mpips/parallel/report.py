@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from .clock import PHASES
+from .clock import PHASES, hidden
 from .data import Data
 from .grid import Grid
 from .network import Specification
@@ -81,10 +81,16 @@ def total_phases(epochs: list[Epoch], data_seconds: float) -> dict[str, float]:
     return total
 
 
-def budget(phases: dict[str, float]) -> Table:
-    """The time budget: seconds and share of each phase, the mean over ranks."""
+def total_hidden(epochs: list[Epoch]) -> float | None:
+    """The share of communication that was hidden behind computation over all epochs; None where nothing moved."""
+    return hidden(total_phases(epochs, 0.0), sum(epoch.under_way for epoch in epochs))
+
+
+def budget(phases: dict[str, float], share: float | None) -> Table:
+    """The time budget: seconds and share of each phase, the mean over ranks; `share` of communication is hidden."""
     whole = sum(phases.values()) or 1.0
-    table = Table(title="Time budget, mean over ranks")
+    caption = "nothing was sent" if share is None else f"{share:.0%} of the time that messages took is hidden"
+    table = Table(title="Time budget, mean over ranks", caption=caption)
     table.add_column("phase")
     for column in ("s", "%"):
         table.add_column(column, justify="right")
@@ -106,6 +112,7 @@ def record(
         "distribution": {"way": data.way, "predicted_seconds": data.way_seconds},
         "epochs": [epoch._asdict() for epoch in epochs],
         "phases": total_phases(epochs, data_seconds),
+        "hidden": total_hidden(epochs),
         "memory_bytes": memory,
     }
 

@@ -65,6 +65,7 @@ class Sync:
         funnel.up(network.flat_parameters, self._weights)
         self._kv: Any = servers.open()
         self._pushes: list[Handle] = []
+        self._read = 0  # pushes, from the first on, that are known to have been read
         if self._kv is not None:
             self._out, self._in = funnel.keyed(self._gradients), funnel.keyed(self._weights)
             self._keys = list(self._out)
@@ -77,30 +78,37 @@ class Sync:
         if self._overlap and key in self._out:
             start = perf_counter()
             self._pushes.append(self._kv.ipush(key, self._out[key], priority=-layer))
+            self._clock.sent()
             self._clock.add("backward", start)
 
     def poll(self) -> None:
         """Move on what has left."""
-        if self._pushes:
-            self._pushes[0].test()
+        while self._read < len(self._pushes) and self._pushes[self._read].test():
+            self._read += 1
+            self._clock.arrived()
 
     def share(self, samples: int) -> float:
         return samples
 
     def run(self, step: int) -> None:
         start = perf_counter()
+        self._clock.sent()
         if self._pushes:
             pulls = [
                 self._kv.ipull(key, array, priority=-number) for number, (key, array) in enumerate(self._in.items())
             ]
             for handle in (*self._pushes, *pulls):
                 handle.wait()
+            for _ in self._pushes[self._read :]:
+                self._clock.arrived()
             self._pushes.clear()
+            self._read = 0
         else:
             self._funnel.up(self._network.flat_gradients, self._gradients)
             if self._kv is not None:
                 self._kv.pushpull(self._keys, list(self._out.values()), out=list(self._in.values()))
             self._funnel.down(self._weights, self._network.flat_parameters)
+        self._clock.arrived()
         self._clock.add("backward", start)
 
     def fetch(self) -> State:
@@ -191,6 +199,7 @@ class Elastic:
     def run(self, step: int) -> None:
         if (step - 1) % self._every == 0:
             start = perf_counter()
+            self._clock.sent()
             np.divide(self._weights, self._members, out=self._centre)  # a push sums over the client, who are equal
             self._funnel.up(self._centre, self._whole)
             if self._kv is not None:
@@ -199,6 +208,7 @@ class Elastic:
                 self._kv.pull(names, arrays)
             self._funnel.down(self._whole, self._centre)
             self._attract.update(self._weights, self._centre, (), 1)
+            self._clock.arrived()
             self._clock.add("backward", start)
         if self._samples:
             self._local.run(step)

@@ -32,7 +32,8 @@ class Epoch(NamedTuple):
     """One epoch (from 1). Losses are means over samples; `test_loss` is None without test rows, `test_accuracy`
     with "l2".
 
-    `phases` are seconds of this epoch by phase, the mean over ranks.
+    `phases` are seconds of this epoch by phase, the mean over ranks; `under_way` those with messages under way, waited
+    for or not.
     """
 
     epoch: int
@@ -41,6 +42,7 @@ class Epoch(NamedTuple):
     test_accuracy: float | None
     seconds: float
     phases: dict[str, float]
+    under_way: float
 
 
 class Trained(NamedTuple):
@@ -109,13 +111,15 @@ def train(
     done = hybrid.updates // steps
     history = []
     for epoch in range(done, done + epochs):
-        start, phases = perf_counter(), dict(hybrid.clock.seconds)
+        start, before = perf_counter(), _clocked(hybrid)
         loss = _epoch(hybrid, data, epoch)
         overflow = f"the loss of epoch {epoch + 1} is {loss}: lower the learning rate"
         agree(grid.comm, None if isfinite(loss) else overflow)
         test_loss, accuracy = _test(hybrid, data)
-        spent = _mean_phases(hybrid, phases, grid)
-        record = Epoch(epoch + 1, loss, test_loss, accuracy, perf_counter() - start, spent)
+        *spent, under_way = _mean(_clocked(hybrid) - before, grid)
+        record = Epoch(
+            epoch + 1, loss, test_loss, accuracy, perf_counter() - start, dict(zip(PHASES, spent)), under_way
+        )
         history.append(record)
         if on_epoch:
             on_epoch(record)
@@ -182,7 +186,13 @@ def _test(hybrid: Hybrid, data: Data) -> tuple[float | None, float | None]:
     return loss / data.test_rows, right / data.test_rows if data.classes else None
 
 
-def _mean_phases(hybrid: Hybrid, before: dict[str, float], grid: Grid) -> dict[str, float]:
-    spent = np.array([hybrid.clock.seconds[phase] - before[phase] for phase in PHASES])
-    grid.comm.Allreduce(MPI.IN_PLACE, spent)
-    return dict(zip(PHASES, (spent / grid.comm.size).tolist()))
+def _clocked(hybrid: Hybrid) -> np.ndarray:
+    """Seconds of each phase so far, and with messages under way."""
+    return np.array([*(hybrid.clock.seconds[phase] for phase in PHASES), hybrid.clock.under_way])
+
+
+def _mean(seconds: np.ndarray, grid: Grid) -> list[float]:
+    """The mean over the ranks."""
+    grid.comm.Allreduce(MPI.IN_PLACE, seconds)
+    means: list[float] = (seconds / grid.comm.size).tolist()
+    return means

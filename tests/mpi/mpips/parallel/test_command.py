@@ -41,6 +41,7 @@ def test_auto_trains_and_writes_json_picture_and_a_checkpoint_to_go_on_from(tmp_
     assert {"epoch", "train_loss", "test_loss", "seconds"} <= set(first["epochs"][0])
     assert first["grid"]["batch"] * first["grid"]["model"] == COMM.size == len(first["memory_bytes"])
     assert set(first["phases"]) == {"compute", "forward", "backward", "data", "evaluate"}
+    assert first["hidden"] is None if COMM.size == 1 else 0 <= first["hidden"] < 1
     with open(f"{out}/a.png", "rb") as picture:
         assert picture.read(4) == b"\x89PNG"
     assert ("epoch 1/2" in printed) == (COMM.rank == 0)

@@ -7,6 +7,7 @@ from mpips.optimizers import SGD, Adam
 from mpips.parallel import MLP, Grid, collect, load, load_checkpoint, save_checkpoint, train
 from mpips.parallel.grid import factorings
 from mpips.parallel.hybrid import Hybrid
+from mpips.parallel.report import total_hidden
 from mpips.parallel.sources import SyntheticSource
 
 from .support import COMM, alone, curve, same_everywhere, source
@@ -32,6 +33,14 @@ def test_overlap_changes_no_bit(mode):
         beside, behind = (trained(shape, mode=mode, overlap=overlap) for overlap in (True, False))
         ok.append(np.array_equal(beside[0], behind[0]) and np.array_equal(beside[1], behind[1]))
     assert same_everywhere(all(ok)), ok
+
+
+def test_sends_that_are_not_beside_computation_hide_nothing():
+    grid = Grid(COMM.size, 1)
+    data = load(lambda: SyntheticSource(150, 5, 3), grid, 40, seed=1)
+    share = total_hidden(train(MLP([5, *WIDE, 3], seed=3), data, grid, 2, overlap=False).epochs)
+    grid.free()
+    assert same_everywhere(share == (None if COMM.size == 1 else 0.0)), share
 
 
 @pytest.mark.parametrize("overlap", [True, False])

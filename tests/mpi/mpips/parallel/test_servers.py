@@ -6,6 +6,7 @@ import pytest
 from mpips.optimizers import SGD, Adam
 from mpips.parallel import MLP, Grid, TrainingError, collect, load, load_checkpoint, save_checkpoint, train
 from mpips.parallel.minibatches import order
+from mpips.parallel.report import total_hidden
 from mpips.parallel.served import Servers
 from mpips.parallel.sources import SyntheticSource
 
@@ -72,6 +73,9 @@ def test_gradients_that_leave_during_the_backward_pass_give_the_same_curve(kind)
         found = [run(Servers(count, clients, kind, 2), batch, model, overlap=overlap) for overlap in (False, True)]
         if found[0] is not None and not np.abs(curve(found[0]) - curve(found[1])).max() <= 1e-12:
             wrong.append((clients, batch, model, count))
+        shares = [total_hidden(each.epochs) for each in found if each is not None]
+        if not all(0 <= share < 1 for share in shares) or shares[:1] not in ([], [0.0]):
+            wrong.append((clients, batch, model, count, shares))
     assert same_everywhere(not wrong), wrong
 
 
