@@ -36,6 +36,8 @@ SPEAK_SECONDS = 0.05
 SPIN_SECONDS = 2e-3  # a wait for another node that lasts longer sleeps between looks: cores may be shared by many ranks
 NAP_SECONDS = (1e-4, 3e-4)  # the shortest and the longest sleep between two looks, in between `NAP_SHARE` of the wait
 NAP_SHARE = 0.02
+LOOK_SECONDS = 1e-4  # between two looks around; yields are not counted, as each may cost a slice of a busy core
+LOOK_NAPS = 16  # and at least so many naps
 HISTORY = 64
 _TAG = 1
 _REFUSED = "refused: "
@@ -103,16 +105,22 @@ class Patience:
 def drive(steps: Iterator[None], patience: Callable[[], Patience]) -> None:
     """Run an operation to its end: poll, then give way to other processes, then look around."""
     waiting: Patience | None = None
+    nap = due = 0.0
     for turns, _ in enumerate(steps, 1):
-        if turns > SPIN:
-            nap = 0.0 if waiting is None else waiting.nap
-            if nap:
-                time.sleep(nap)
-            else:
-                os.sched_yield()
-            if not turns & (15 if nap else 63):
-                waiting = waiting or patience()
-                waiting()
+        if turns <= SPIN:
+            continue
+        if nap:
+            time.sleep(nap)
+        else:
+            os.sched_yield()
+        now = time.monotonic()
+        if not due:
+            due = now + LOOK_SECONDS
+        elif now >= due:
+            waiting = waiting or patience()
+            waiting()
+            nap = waiting.nap
+            due = now + max(LOOK_SECONDS, LOOK_NAPS * nap)
 
 
 class Arrival:

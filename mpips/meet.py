@@ -19,6 +19,7 @@ from collectives.errors import StallError
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+YIELDS = 8  # before the clock is looked at; where cores are busy each may cost a slice
 SPIN_SECONDS = 1e-3
 SLEEP_SECONDS = (2e-4, 2e-3)  # the shortest and the longest sleep between two looks
 SLEEP_SHARE = 0.02  # of the time waited so far: a look costs the core that somebody else may need
@@ -46,7 +47,7 @@ class Pause:
 
     def __call__(self) -> None:
         self._count += 1
-        if self._count < 64:
+        if self._count < YIELDS:
             os.sched_yield()
             return
         now = time.monotonic()

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 AHEAD_SECONDS = 2e-3
+YIELDS = 8  # before the clock is looked at; where cores are busy each may cost a slice
 SPIN_SECONDS = 1e-3
 SLEEP_SECONDS = (1e-4, 2e-3)  # the shortest and the longest sleep between two looks
 SLEEP_SHARE = 0.02  # of the time without anything to do so far: so much later it may hear what ends that
@@ -92,7 +93,7 @@ class Server:
                 continue
             spins += 1
             os.sched_yield()
-            if spins < 64:
+            if spins < YIELDS:
                 continue
             now = time.monotonic()
             if not idle_since:

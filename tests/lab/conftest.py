@@ -20,7 +20,7 @@ from launch.lab.layout import lay_out
 from launch.lab.needs import missing
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT = 40  # seconds for a job
+LIMIT = 180  # seconds for a job
 _numbers = count()
 
 Run = Callable[..., subprocess.CompletedProcess[str]]

@@ -122,12 +122,12 @@ def is_down(name: str, host: str) -> bool:
 
 
 def test_a_host_whose_nic_goes_down_ends_the_job(make: Make, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MPIPS_TIMEOUT_SECONDS", "3")
+    monkeypatch.setenv("MPIPS_TIMEOUT_SECONDS", "8")
     name = make("star:3")
     code = SEND.format(source=0, target=1) + "import collectives\nx = x.view(np.float32)\ncollectives.allreduce(x)\n"
     done = run(name, 3, code + LOSE + "for _ in range(100): collectives.allreduce(x)\n")
     assert done.returncode != 0
-    assert "has waited for 3 s" in done.stderr + done.stdout
+    assert "has waited for 8 s" in done.stderr + done.stdout
     assert is_down(name, "h1")
 
 
@@ -199,13 +199,13 @@ def test_however_it_ends_nothing_is_left(how: str) -> None:
         elif how == "down":
             client.down(name)
         maker.kill()
-    sleeper.wait(10)
+    sleeper.wait(60)
     assert not left_behind(before)
 
 
 def mpips(*words: str) -> subprocess.CompletedProcess[str]:
     argv = [sys.executable, "-m", "launch.lab", *words]
-    return subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=30)
+    return subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=180)
 
 
 def test_the_command_from_up_to_down(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def run(make: Callable[..., str], tmp_path: Path) -> Callable[..., subprocess.Co
         words = ["--topology", "bcube:2,2", "--nics", nics, "--interface", "vip0", "--hostfile", str(hosts), "-w", "4"]
         command = [sys.executable, "-m", "launch.run", *words, *agent, str(script)]
         argv = client.host_command(lab, "launcher", command)
-        return subprocess.run(argv, capture_output=True, text=True, timeout=50, check=False)
+        return subprocess.run(argv, capture_output=True, text=True, timeout=180, check=False)
 
     return started
 

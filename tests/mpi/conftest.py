@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-PATIENCE = 20.0  # seconds to wait for ranks that are still in the test after this one has failed or passed
+PATIENCE = 60.0  # seconds to wait for ranks that are still in the test after this one has failed or passed
 VERDICTS = MPI.COMM_WORLD.Dup()
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from mpi4py import MPI
 
+JOB_LIMIT = 180  # seconds for a job that a test starts, while other jobs may have the cores, too
+
 
 def only_on(*sizes: int) -> pytest.MarkDecorator:
     """For tests that sleep, or start jobs of their own: worlds of these sizes are enough."""

@@ -66,7 +66,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = tmp_path_factory.mktemp("source")
     for name in ("setup.py", "pyproject.toml", "README.md", *PACKAGES):
         (source / name).symlink_to(ROOT / name)
-    subprocess.run([*pip, "--target", str(folder), str(source)], check=True, cwd=folder, timeout=50)
+    subprocess.run([*pip, "--target", str(folder), str(source)], check=True, cwd=folder, timeout=180)
     return folder
 
 
@@ -74,7 +74,7 @@ def outside(installed: Path, code: str) -> str:
     """What `code` prints, run outside the repository on the installed project."""
     environment = {"PYTHONPATH": str(installed), "PATH": "/usr/bin:/bin", "HOME": str(installed)}
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=installed, env=environment, capture_output=True, text=True, timeout=50)
+    done = subprocess.run(command, cwd=installed, env=environment, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 
 import numpy as np
@@ -125,7 +126,7 @@ def test_a_rank_that_stops_in_the_middle_is_named():
     home = session(comm)
     plan = collectives.plan("allreduce", x, comm, algorithm="ring")
     plan()
-    home.timeout_seconds = 0.2
+    home.timeout_seconds = 1
     said = ""
     plan.start()
     if RANK:
@@ -138,4 +139,5 @@ def test_a_rank_that_stops_in_the_middle_is_named():
     COMM.Barrier()
     everybody_said = COMM.allgather(said)
     comm.Free()
-    assert all("rank 0 has not come" in words or "done" in words for words in everybody_said[1:]), everybody_said
+    named = re.compile(r": ranks? 0\b.* (has|have) not come")  # others may be slow too
+    assert all(named.search(words) or words == "done" for words in everybody_said[1:]), everybody_said

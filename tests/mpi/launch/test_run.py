@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 from mpi4py import MPI
 
+from tests.mpi.sizes import JOB_LIMIT
+
 pytestmark = pytest.mark.skipif(MPI.COMM_WORLD.size != 1, reason="starts jobs of its own; once is enough")
 
-LIMIT = 40
 ROOT = Path(__file__).parents[3]
 
 
@@ -24,7 +25,9 @@ def run(tmp_path: Path, script: str, *words: str) -> subprocess.CompletedProcess
     clean = {k: v for k, v in os.environ.items() if not re.match(r"OMPI_|PMIX_|PRTE_|PMI_|HYDRA_|MPI_|MPIPS_", k)}
     clean["PYTHONPATH"] = str(ROOT)
     command = [sys.executable, "-m", "launch.run", *words, str(file)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, env=clean, cwd=tmp_path, check=False)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=JOB_LIMIT, env=clean, cwd=tmp_path, check=False
+    )
 
 
 def test_roles_reach_the_ranks(tmp_path: Path) -> None:
@@ -54,7 +57,9 @@ def test_an_exception_on_one_rank_ends_the_job(tmp_path: Path) -> None:
 
 def test_an_error_of_all_ranks_is_said_once_and_one_of_a_single_rank_beside_it(tmp_path: Path) -> None:
     script = (
-        "from mpi4py import MPI\nif MPI.COMM_WORLD.rank == 2:\n    raise KeyError('another')\n"
+        "from mpi4py import MPI\nfrom mpips import lastwords\nlastwords.PATIENCE, lastwords.LAST_WORDS = 2, 4\n"
+        "MPI.COMM_WORLD.Barrier()\n"
+        "if MPI.COMM_WORLD.rank == 2:\n    raise KeyError('another')\n"
         "import mpips\nraise ValueError('all have it')\n"
     )
     done = run(tmp_path, script, "--workers", "4")

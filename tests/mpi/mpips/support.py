@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from mpi4py import MPI
 import mpips
 
 WORLD = MPI.COMM_WORLD
+TAG = 77  # of what tests say to each other
 
 
 def need(workers: int = 1, **options: Any) -> int:
@@ -44,3 +46,13 @@ def failure(call: Callable[[], Any]) -> str:
         except (ValueError, TypeError, RuntimeError) as error:
             return str(error)
     return "nothing was raised"
+
+
+def tells(kv: mpips.KVStore, sources: Iterable[int]) -> None:
+    """Wait until these workers have said "go on" (or for half a minute)."""
+    comm, until = kv.layout.workers, time.monotonic() + 30
+    for source in sources:
+        while not comm.Iprobe(source, TAG) and time.monotonic() < until:
+            time.sleep(0.01)
+        if comm.Iprobe(source, TAG):
+            comm.Recv(bytearray(1), source, TAG)

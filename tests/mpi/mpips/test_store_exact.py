@@ -13,6 +13,7 @@ import pytest
 
 from tests.mpi.mpips.exact import exact
 from tests.mpi.mpips.support import WORLD, need, run
+from tests.mpi.sizes import JOB_LIMIT
 
 ROOT = Path(__file__).parents[3]
 SHAPES = ((2, 3), (120, 100), (411, 411))  # test_seven_workers has the big ones
@@ -43,7 +44,7 @@ def test_seven_workers_with_one_to_three_servers():
     clean = {k: v for k, v in os.environ.items() if not re.match(r"OMPI_|PMIX_|PRTE_|PMI_|HYDRA_|MPI_|MPIPS_", k)}
     clean["PYTHONPATH"] = str(ROOT)
     command = [sys.executable, "-m", "launch.run", "--workers", "10", str(Path(__file__).with_name("seven.py"))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=55, env=clean, cwd=ROOT, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=JOB_LIMIT, env=clean, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("exact") == 21, done.stdout
 

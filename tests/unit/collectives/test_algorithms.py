@@ -82,7 +82,7 @@ def promised(kind, vectors, root, rank):
     return slice(None), total
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(data=st.data(), p=st.integers(1, 9), n=st.integers(0, 40))
 def test_numbers_of_any_size_come_out_right(data, p, n):
     kind, name = data.draw(st.sampled_from([pair for pair in SINGLE if not serves(*pair, p)]))

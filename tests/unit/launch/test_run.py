@@ -132,7 +132,7 @@ atexit.register(lambda: print([m for m in sys.modules if m.startswith(("collecti
 sys.argv[1:] = ["--help"]
 launch.cli.main()
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=50)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=180)
     assert all(name in done.stdout for name in cli.COMMANDS)
     assert done.stdout.endswith("[]\n")
 
@@ -151,7 +151,7 @@ def ranked(*words: str) -> subprocess.CompletedProcess[str]:
         "launch.cli.main()"
     )
     command = [sys.executable, "-c", code, *words]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=50)
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=180)
 
 
 def test_ranks_start_the_module_under_mpirun() -> None:
@@ -195,7 +195,7 @@ def completions(words: str) -> list[str]:
     environment = {"_MPIPS_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}
     code = "import launch.cli; launch.cli.main(prog_name='mpips')"
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=50, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=180, env=environment)
     return [line.split(",")[1] for line in done.stdout.splitlines()]
 
 

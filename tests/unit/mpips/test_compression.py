@@ -26,7 +26,7 @@ def send(compressor, gradient, residual, dtype=None):
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(
     n=st.one_of(st.integers(0, 70), st.sampled_from([compression.BLOCK, compression.BLOCK * 2 + 13])),
     sends=st.integers(1, 5),

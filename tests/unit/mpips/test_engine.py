@@ -192,12 +192,14 @@ def test_a_wait_that_is_too_long_says_for_what() -> None:
 
 
 def test_waiting_in_the_background_is_cheap(background: Engine) -> None:
-    """Looks cost about a twenty-fifth of the time; the test allows a noisy machine five times that."""
-    gate = threading.Event()
+    """Looks cost about a twenty-fifth of the time; the test allows a noisy machine five times that, in one of three."""
+    gate, shares = threading.Event(), []
     handle = background.push(lambda: until(gate), mutates=["x"])
-    begin, cpu = time.monotonic(), time.process_time()
-    time.sleep(0.5)
-    assert time.process_time() - cpu < 0.2 * (time.monotonic() - begin)
+    for _ in range(3):
+        begin, cpu = time.monotonic(), time.process_time()
+        time.sleep(0.3)
+        shares.append((time.process_time() - cpu) / (time.monotonic() - begin))
+    assert min(shares) < 0.2
     gate.set()
     handle.wait()
 

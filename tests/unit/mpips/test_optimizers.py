@@ -77,7 +77,7 @@ def draw(n, steps, dtype, seed):
 
 
 @pytest.mark.parametrize("opt", ALL, ids=repr)
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(n=st.integers(0, 300), steps=st.integers(1, 6), seed=st.integers(0, 2**32 - 1))
 def test_float64_follows_the_equation(opt, n, steps, seed):
     w, gradients = draw(n, steps, np.float64, seed)
@@ -86,7 +86,7 @@ def test_float64_follows_the_equation(opt, n, steps, seed):
 
 
 @pytest.mark.parametrize("opt", ALL, ids=repr)
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 @given(data=st.data(), extra=st.integers(1, 5000), dtype=st.sampled_from(["float16", "float32", "float64"]))
 def test_any_pieces_give_the_same_bits_as_the_whole(opt, data, extra, dtype):
     n = BLOCK_BYTES // 8 + extra

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mpips import optimizers, row_sparse
@@ -53,7 +53,6 @@ def test_between_gives_shards_that_make_the_whole(array, cut):
     np.testing.assert_array_equal(np.concatenate(shards), dense(array))
 
 
-@settings(deadline=None)
 @given(array=sparse(shape=(7, 3)), other=sparse(shape=(7, 3)))
 def test_an_update_of_rows_is_the_dense_update_on_those_rows(array, other):
     opt = optimizers.SGD(learning_rate=0.5, momentum=0.5)

@@ -26,7 +26,7 @@ from mpips.overlap.strategies.joint import JointPlan
 from mpips.overlap.wire import Wire
 from mpips.parallel.mlp import MLP
 from mpips.trainer import Gradients, Trainer, averaged, workers_in_a_sum
-from tests.mpi.sizes import only_on
+from tests.mpi.sizes import JOB_LIMIT, only_on
 
 WORLD = MPI.COMM_WORLD
 ROOT = Path(__file__).resolve().parents[4]
@@ -233,7 +233,7 @@ def test_slower_layers_change_the_plan_and_no_number(kind: str, options: dict[st
         exchange.finish()
         if overlap:
             ok &= same_plans(exchange, kv.layout.workers)
-            ok &= len(exchange.plans[0].push) == 1 < len(exchange.plan.push)
+            ok &= len(exchange.plans[0].push) < len(exchange.plan.push)
             slowest = max(layer.backward_s for layer in exchange.profile.layers)
             ok &= slowest >= 0.01
         results.append(model.flat_parameters.copy())
@@ -450,6 +450,8 @@ if kv.rank == 0:
     clean = {k: v for k, v in os.environ.items() if not re.match(r"OMPI_|PMIX_|PRTE_|PMI_|HYDRA_|MPI_|MPIPS_", k)}
     clean |= {"PYTHONPATH": str(ROOT), "MPI4PY_RC_THREAD_LEVEL": "serialized"}
     command = [sys.executable, "-m", "launch.run", "--workers", "2", "--servers", str(servers), str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=clean, cwd=tmp_path, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=JOB_LIMIT, env=clean, cwd=tmp_path, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert "trained" in done.stdout

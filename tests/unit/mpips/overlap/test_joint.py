@@ -42,7 +42,7 @@ def test_equals_enumeration(link: Link) -> None:
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 60), st.sampled_from(LINKS))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_never_worse_than_two_separate_optima(seed: int, layers: int, link: Link) -> None:
     rng = np.random.default_rng(seed)
     push, pull = random_stage(rng, layers), random_stage(rng, layers)

@@ -36,7 +36,7 @@ def test_slower_layers_bring_another_plan(link: Link | None) -> None:
 
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from(LINKS), st.sampled_from(NAMES))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_a_plan_never_changes_for_little(seed: int, link: Link | None, strategy: str) -> None:
     rng = np.random.default_rng(seed)
     profile = job(10 ** rng.uniform(-5, -2))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from mpips.overlap import timeline
 from mpips.overlap.stage import Stage, check_groups, from_ends, makespan, message_times, stage
@@ -37,7 +37,6 @@ def test_optimal_equals_enumeration(layers: int) -> None:
 
 
 @given(stages(max_layers=120))
-@settings(deadline=None)
 def test_strategies_are_partitions_and_never_beat_the_optimum(problem: Stage) -> None:
     least = makespan(problem, optimal.partition(problem))
     for name, partition in PARTITIONS.items():
@@ -46,7 +45,6 @@ def test_strategies_are_partitions_and_never_beat_the_optimum(problem: Stage) ->
 
 
 @given(stages(max_layers=8))
-@settings(deadline=None)
 def test_pull_is_the_mirror_of_push(problem: Stage) -> None:
     for groups in partitions(problem.layers):
         pushed, pulled = timeline.push(problem, groups), timeline.pull(problem, groups)
@@ -55,7 +53,6 @@ def test_pull_is_the_mirror_of_push(problem: Stage) -> None:
 
 
 @given(stages())
-@settings(deadline=None)
 def test_strategies_do_not_write_to_the_problem(problem: Stage) -> None:
     before = problem.compute.copy(), problem.transfer.copy()
     for partition in PARTITIONS.values():
@@ -95,7 +92,6 @@ def test_startups_that_dominate_merge_everything() -> None:
 
 
 @given(stages())
-@settings(deadline=None)
 def test_ibatch_batches_overlap_as_equation_5_asks_wherever_possible(problem: Stage) -> None:
     """Algorithm 1: a batch after the second could not be shorter and still exceed the compute before it."""
     if problem.layers < 2:
@@ -112,7 +108,6 @@ def test_ibatch_batches_overlap_as_equation_5_asks_wherever_possible(problem: St
 
 
 @given(stages())
-@settings(deadline=None)
 def test_ibatch_takes_the_better_of_its_two_algorithms(problem: Stage) -> None:
     if problem.layers < 2:
         assert ibatch.partition(problem) == ((1, 1),)
