@@ -18,7 +18,8 @@ from mpips.buffers import Window
 from mpips.keys import Key, Part
 from mpips.layout import Layout
 from mpips.messages import Coding, Op
-from mpips.remote import ALONG, pull_tag, push_tag
+from mpips.remote import ALONG
+from mpips.tags import pull_tag, push_tag
 
 Array = NDArray[Any]
 Task = Generator[None, None, None]

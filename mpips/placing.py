@@ -21,6 +21,7 @@ from mpips.members import Members
 from mpips.messages import UnitCard
 from mpips.session import Task
 from mpips.sharding import Interval, Placement, grain_of, split, units
+from mpips.tags import Numbers
 
 Array = NDArray[Any]
 MOST_CHUNKS = 32  # of what a server has of a key
@@ -33,15 +34,21 @@ class Placing(Members):
         super().__init__(layout, lines)
         self._placement = Placement(layout.num_servers, layout.options.big_array)
         self._groups = layout.groups()
-        self._units = 0
+        self._numbers = Numbers()
         self._compressor: Compressor | None = None
         self._residuals: dict[int, Array] = {}
 
     def init(self, keys: list[Key], values: list[Array]) -> Task:
         """Make the keys on the servers, with rank 0's values. Collective over the workers."""
         cards: dict[int, list[UnitCard]] = {server: [] for server in range(self.layout.num_servers)}
+        try:
+            for key in keys:
+                self._plan(key, cards)
+        except ValueError:
+            self._drop(keys)
+            raise
         for key in keys:
-            self._plan(key, cards)
+            self.session.add(key)
         workers = self.layout.workers
         assert workers is not None
         answers: list[Any] = []
@@ -72,8 +79,14 @@ class Placing(Members):
             self.session.remove(key)
             for part in key.parts:
                 self._residuals.pop(part.number, None)
-            self._placement.free([(part.server, part.stop - part.start) for part in key.parts], key.dtype.itemsize)
+        self._drop(keys)
         meet.exchange(self.layout.workers, b"", "forget")
+
+    def _drop(self, keys: Sequence[Key]) -> None:
+        """Take back what `_plan` gave."""
+        for key in keys:
+            self._placement.free([(part.server, part.stop - part.start) for part in key.parts], key.dtype.itemsize)
+            self._numbers.give(part.number for part in key.parts)
 
     def _plan(self, key: Key, cards: dict[int, list[UnitCard]]) -> None:
         """Cut a key into pieces and units, the same on every worker."""
@@ -97,7 +110,6 @@ class Placing(Members):
         # In turn, so that the few pieces under way keep all servers busy; in one order everywhere, as servers take few.
         key.pieces = [piece for row in zip_longest(*by_server) for piece in row if piece is not None]
         key.pushes = [part for piece in key.pieces for part in piece.pushes]
-        self.session.add(key)
 
     def _plan_piece(
         self, key: Key, server: int, chunk: Interval, grain: int, block: int, cards: list[UnitCard]
@@ -109,10 +121,9 @@ class Placing(Members):
         row_elements = int(np.prod(key.shape[1:], dtype=np.int64)) if key.shape else 1
         for unit in units(0, server, chunk, self._groups, grain):
             card = UnitCard(
-                self._units, key.name, key.dtype.name, unit.start, unit.stop, max(1, row_elements), block,
-                unit.contributors,
+                self._numbers.take(key.name), key.name, key.dtype.name, unit.start, unit.stop, max(1, row_elements),
+                block, unit.contributors,
             )  # fmt: skip
-            self._units += 1
             cards.append(card)
             part = Part(
                 card.number, server, unit.start, unit.stop, self.session.lines[server], unit.contributors,

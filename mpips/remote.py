@@ -16,9 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpips.buffers import Buffers
-from mpips.lines import TAG_DATA, Line, MessageLine
+from mpips.lines import Line, MessageLine
 from mpips.messages import Coding, Frame, Op
 from mpips.row_sparse import RowSparse
+from mpips.tags import pull_tag, push_tag
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -27,19 +28,8 @@ if TYPE_CHECKING:
 
     from mpips.unit import Source, Unit
 
-UNITS = 8000  # tags are reused after so many units; MPI promises 32767 tags
 ROW_MESSAGES = 2  # messages with rows that are under way to a worker
 ALONG = 1  # flag of a frame whose payload follows at once
-
-
-def push_tag(unit: int) -> int:
-    """The tag of payloads that go to the server."""
-    return TAG_DATA + 2 * (unit % UNITS)
-
-
-def pull_tag(unit: int) -> int:
-    """The tag of payloads that come from the server."""
-    return TAG_DATA + 2 * (unit % UNITS) + 1
 
 
 class Block(NamedTuple):
