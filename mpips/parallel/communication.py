@@ -6,7 +6,7 @@ the sender too, takes the result from it, so that all ranks go on with the same 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
@@ -15,12 +15,28 @@ import collectives
 from collectives import plan
 from collectives.session import session
 
+from .grid import Grid
 from .slices import interval, intervals
 
 
 def nodes(comm: MPI.Comm) -> int:
     """On how many nodes the ranks are. Collective at first use of the communicator."""
     return session(comm).nodes if comm.size > 1 else 1
+
+
+class Across(NamedTuple):
+    """Whether the ranks of any batch and of any model communicator of a grid are on several nodes: then messages travel
+    beside computation, and may be float16."""
+
+    batch: bool
+    model: bool
+
+
+def across(grid: Grid) -> Across:
+    """The same on every rank, though nodes may hold ranks that the grid does not divide evenly. Collective."""
+    most = np.array([nodes(grid.batch_comm), nodes(grid.model_comm)])
+    grid.comm.Allreduce(MPI.IN_PLACE, most, MPI.MAX)
+    return Across(*(most > 1).tolist())
 
 
 def narrow(array: Any, half: Any) -> None:

@@ -14,14 +14,15 @@ import collectives
 from mpips.optimizers import Optimizer
 
 from .clock import Clock
-from .communication import nodes
+from .communication import across
 from .grid import Grid
+from .loss_scale import LossScale
 from .mlp import MLP
 from .model import ModelExchange
 from .network import Network
 from .served import Servers
 from .serving import connect
-from .updates import Update, local
+from .updates import Local, Update
 
 
 class Hybrid:
@@ -46,10 +47,9 @@ class Hybrid:
         start: Callable[[Network], None] | None = None,
     ) -> None:
         self.grid, self.optimizer, self.clock = grid, optimizer, Clock()
-        between = nodes(grid.model_comm) > 1
-        across = between or nodes(grid.batch_comm) > 1
-        narrow = model.specification.dtype == "mixed" and (between if half is None else half)
-        self._exchange = ModelExchange(grid.model_comm, self.clock, narrow) if grid.model > 1 else None
+        spans, mixed = across(grid), model.specification.dtype == "mixed"
+        narrow = [mixed and (each if half is None else half) for each in spans]
+        self._exchange = ModelExchange(grid.model_comm, self.clock, narrow[1]) if grid.model > 1 else None
         empty = partial(collectives.empty, comm=grid.comm)
         self.network = Network(model.specification, self._exchange, mode, empty, model.xp)
         if model.used:
@@ -59,13 +59,15 @@ class Hybrid:
         self.updates = 0
         self.update: Update
         if servers is None:
-            self.update = local(
-                self.network, grid.batch_comm, grid.model_comm, optimizer, self.clock, overlap, half
+            beside = spans.batch if overlap is None else overlap
+            scale = LossScale(grid.model_comm) if mixed else None
+            self.update = Local(
+                self.network, grid.batch_comm, optimizer, self.clock, beside, narrow[0], scale
             )
         else:
             self.update = connect(servers, self.network, grid, optimizer, self.clock, overlap)
-        self._polls_model = self._exchange is not None and (between if overlap is None else overlap)
-        if across or overlap or (servers is not None and servers.between):
+        self._polls_model = self._exchange is not None and (spans.model if overlap is None else overlap)
+        if any(spans) or overlap or (servers is not None and servers.between):
             self.network.progress = self
 
     def gradient(self, layer: int) -> None:

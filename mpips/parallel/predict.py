@@ -13,14 +13,14 @@ from mpips.optimizers import SGD, Optimizer
 from .agreement import alike
 from .arguments import of_network, of_optimizer
 from .batch import buckets
-from .communication import nodes
+from .communication import Across, across
 from .grid import Grid, factorings
 from .measure import Link, allreduce_seconds, gather_seconds, measure
 from .mlp import MLP
 from .slices import interval
 from .specification import Specification, working_dtype
 from .splits import kinds
-from .timeline import Across, Costs, Event, replay, trace
+from .timeline import Costs, Event, replay, trace
 
 
 class Message(NamedTuple):
@@ -102,8 +102,8 @@ def predict(
 ) -> Prediction:
     """The time of a step of `batch` samples on this grid, with alpha, beta and compute measured on it. Collective."""
     sizes, samples = specification.sizes, interval(batch, grid.batch, 0)[1]
-    across = Across(nodes(grid.batch_comm) > 1, nodes(grid.model_comm) > 1)
-    narrow = [specification.dtype == "mixed" and each for each in across]
+    spans = across(grid)
+    narrow = [specification.dtype == "mixed" and each for each in spans]
     batch_size, model_size = (2 if half else working_dtype(specification.dtype).itemsize for half in narrow)
     moved = messages(sizes, grid.model, samples, model_size, mode)
     cut = buckets(largest_slice(sizes, grid.model, mode), batch_size)
@@ -113,14 +113,14 @@ def predict(
         grid.model_comm, int(np.mean([message.size for message in moved])) if moved else 0, narrow[1]
     )
     grid.comm.Barrier()
-    traced = trace(specification, grid.model, samples, batch, optimizer, mode, cut, any(across))
+    traced = trace(specification, grid.model, samples, batch, optimizer, mode, cut, any(spans))
     compute, *links = _greatest(grid.comm, [sum(event.compute for event in traced), *batch_link, *model_link])
     batch_link, model_link = Link(*links[:2]), Link(*links[2:])
     events = _mean(grid.comm, traced, compute)
     reductions = [allreduce_seconds(grid.batch, size, batch_link) for size in bucket_bytes]
     costs = Costs(grid.model, model_link, model_size, reductions, cut)
     reduction, exchange = sum(reductions), exchange_seconds(moved, grid.model, model_link)
-    hidden = replay(events, costs, Across(False, False)) - replay(events, costs, across)
+    hidden = replay(events, costs, Across(False, False)) - replay(events, costs, spans)
     return Prediction(grid.batch, grid.model, compute, reduction, exchange, hidden, batch_link, model_link)
 
 

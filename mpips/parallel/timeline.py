@@ -11,6 +11,7 @@ import numpy as np
 from mpips.optimizers import Optimizer
 
 from .batch import Bucket
+from .communication import Across
 from .measure import Link, allreduce_seconds, gather_seconds
 from .network import Network
 from .specification import Specification, working_dtype
@@ -32,14 +33,6 @@ class Event(NamedTuple):
     kind: str
     number: int
     compute: float
-
-
-class Across(NamedTuple):
-    """Whether the ranks of a batch and of a model communicator are on several nodes: then messages travel beside
-    computation."""
-
-    batch: bool
-    model: bool
 
 
 class Costs(NamedTuple):

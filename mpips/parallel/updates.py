@@ -10,7 +10,6 @@ from mpips.optimizers import Optimizer, State
 
 from .batch import BatchReduction, buckets
 from .clock import Clock
-from .communication import nodes
 from .loss_scale import LossScale
 from .network import Network
 
@@ -75,18 +74,4 @@ class Local:
     def restore(self, state: State, step: int) -> None:
         for mine, array in zip(self.state, state):
             mine[...] = array
-
-
-def local(
-    network: Network, comm: MPI.Comm, model_comm: MPI.Comm, optimizer: Optimizer, clock: Clock, overlap: bool | None,
-    half: bool | None,
-) -> Local:  # fmt: skip
-    """A `Local` of a network; where not said, it sends beside computation and in float16 if `comm` spans nodes."""
-    between = nodes(comm) > 1
-    mixed = network.specification.dtype == "mixed"
-    scale = LossScale(model_comm) if mixed else None
-    return Local(
-        network, comm, optimizer, clock, between if overlap is None else overlap,
-        mixed and (between if half is None else half), scale,
-    )  # fmt: skip
 

@@ -7,10 +7,11 @@ from hypothesis import strategies as st
 
 from mpips.optimizers import SGD
 from mpips.parallel.batch import BUCKET_BYTES, Bucket, buckets
+from mpips.parallel.communication import Across
 from mpips.parallel.measure import Link
 from mpips.parallel.network import Specification
 from mpips.parallel.predict import messages
-from mpips.parallel.timeline import Across, Costs, Event, replay, trace
+from mpips.parallel.timeline import Costs, Event, replay, trace
 
 LINK = Link(alpha=1.0, beta=0.0)
 BESIDE, BEHIND = Across(True, True), Across(False, False)
