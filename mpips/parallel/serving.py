@@ -49,6 +49,20 @@ def _refusal(servers: Servers, network: Network, overlap: bool | None) -> str | 
     return None
 
 
+def _opened(
+    servers: Servers, funnel: Funnel, whole: np.ndarray, optimizer: Optimizer
+) -> tuple[Any, dict[str, np.ndarray]]:
+    """The store that keeps `whole`, and the array of each of its keys. (None, {}) where this rank does not speak to
+    servers, and where there is nothing to keep: slices may be empty. Collective over the job."""
+    kv = servers.open()
+    named = funnel.keyed(whole) if kv is not None else {}
+    if kv is None or not named:
+        return None, {}
+    kv.init(list(named), list(named.values()))
+    kv.set_optimizer(optimizer)
+    return kv, named
+
+
 class Sync:
     """Push gradients, pull weights: one key a layer of each slice."""
 
@@ -63,14 +77,11 @@ class Sync:
             funnel.whole(flat) for flat in (network.flat_gradients, network.flat_parameters)
         )
         funnel.up(network.flat_parameters, self._weights)
-        self._kv: Any = servers.open()
+        self._kv, self._in = _opened(servers, funnel, self._weights, optimizer)
+        self._out = funnel.keyed(self._gradients) if self._in else {}
+        self._keys = list(self._out)
         self._pushes: list[Handle] = []
         self._read = 0  # pushes, from the first on, that are known to have been read
-        if self._kv is not None:
-            self._out, self._in = funnel.keyed(self._gradients), funnel.keyed(self._weights)
-            self._keys = list(self._out)
-            self._kv.init(self._keys, list(self._in.values()))
-            self._kv.set_optimizer(optimizer)
 
     def gradient(self, layer: int) -> None:
         """The gradients of a layer leave, the first layers' with the highest priority."""
@@ -178,11 +189,7 @@ class Elastic:
         self._whole = self._funnel.whole(self._centre)
         self._centre[...] = self._weights
         self._funnel.up(self._centre, self._whole)
-        self._kv: Any = servers.open()
-        if self._kv is not None:
-            self._centres = self._funnel.keyed(self._whole)
-            self._kv.init(list(self._centres), list(self._centres.values()))
-            self._kv.set_optimizer(Elastic1(alpha=servers.alpha))
+        self._kv, self._centres = _opened(servers, self._funnel, self._whole, Elastic1(alpha=servers.alpha))
 
     def gradient(self, layer: int) -> None:
         """The gradients of a layer are summed over the client."""

@@ -9,6 +9,7 @@ from mpips.parallel.minibatches import order
 from mpips.parallel.report import total_hidden
 from mpips.parallel.served import Servers
 from mpips.parallel.sources import SyntheticSource
+from tests.mpi.sizes import only_on
 
 from .support import COMM, alone, curve, same_everywhere
 
@@ -102,6 +103,34 @@ def test_training_goes_on_from_a_checkpoint_with_the_servers_optimizer_state(tmp
     went_on = curve(train(MLP([5, *HIDDEN, 3], dtype="float64", seed=3), data, here, 2, hybrid=hybrid))
     here.free()
     assert same_everywhere(np.abs(went_on - serial[2:]).max() <= 1e-10)
+
+
+@only_on(4)
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("kind", ["sync", "elastic"])
+def test_servers_of_a_slice_without_elements_keep_nothing_and_training_goes_on(kind, overlap, tmp_path_factory):
+    path = COMM.bcast(str(tmp_path_factory.mktemp("empty")) if COMM.rank == 0 else "") + "/x.safetensors"
+    found = []
+    for saved, kept in ((None, path), (path, None)):
+        servers = Servers(2, 1, kind)  # the first step is the only one that averages, and centre and weights are equal
+        try:
+            grid = servers.join(1, 2)
+        except SystemExit:
+            COMM.Barrier()
+            continue
+        data = load(lambda: SyntheticSource(103, 4, 1), grid, 20, "float64", seed=1)
+        mlp = MLP([4, 1, 1], dtype="float64", seed=3)
+        hybrid = load_checkpoint(saved, grid, "columns", servers=servers, overlap=overlap) if saved else None
+        done = train(mlp, data, grid, 2, Adam(), "columns", hybrid=hybrid, overlap=overlap, servers=servers)
+        if kept:
+            save_checkpoint(kept, done.hybrid)
+        servers.close()
+        found.append(curve(done))
+        assert (grid.model_index == 0) == bool(done.hybrid.network.flat_parameters.size)
+        COMM.Barrier()
+    data = load(lambda: SyntheticSource(103, 4, 1), alone(), 20, "float64", seed=1)
+    serial = curve(train(MLP([4, 1, 1], dtype="float64", seed=3), data, alone(), 4, Adam()))
+    assert same_everywhere(not found or np.abs(np.concatenate(found) - serial).max() <= 1e-10), found
 
 
 @pytest.mark.mpi(min_size=3)
