@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from mpips import departed as _departed  # noqa: F401  # watches how this process ends
+from mpips.lastwords import install_hooks as _install_hooks
 
 if TYPE_CHECKING:
     from collectives.arena import empty
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from mpips.row_sparse import RowSparse
     from mpips.store import KVStore
     from mpips.trainer import Trainer
+
+_install_hooks()
 
 _HOMES = {
     "create": "mpips.processes", "KVStore": "mpips.store", "Options": "mpips.options", "OptionError": "mpips.options",

@@ -6,10 +6,9 @@ its rank and ends the whole job at once.
 
 from mpi4py.run import main
 
-from mpips.lastwords import end, install_hooks
+from mpips.lastwords import end
 
 if __name__ == "__main__":
-    install_hooks()
     try:
         main()
     except SystemExit as left:

@@ -14,6 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Hashable, Iterator
+from functools import cache
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING
 
@@ -28,22 +29,36 @@ PATIENCE = 0.4  # seconds to wait whether another rank says it, and a little mor
 STAGGER = 0.01
 LAST_WORDS = 0.5  # seconds for the launcher to read what was printed; MPICH's drops the rest when a rank aborts
 ABORTED = 10.0  # seconds to be ended by the rank that has said it
-_hooked = False
 
 
+@cache
 def install_hooks() -> None:
-    """From now on an uncaught exception in any thread is said, with its rank, and ends the job."""
-    global _hooked
-    if _hooked:
-        return
-    _hooked = True
+    """From now on an uncaught exception in any thread of a process that others share a job with is said, with its rank,
+    and ends the job. Called when mpips is imported; does not need MPI."""
+    before, before_in_threads = sys.excepthook, threading.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if _alone():
+            before(kind, error, trace)
+        else:
+            _raised(kind, error, trace)
 
     def thread_hook(args: threading.ExceptHookArgs) -> None:
-        if not issubclass(args.exc_type, SystemExit):
+        if _alone():
+            before_in_threads(args)
+        elif not issubclass(args.exc_type, SystemExit):
             _raised(args.exc_type, args.exc_value, args.exc_traceback)
 
-    sys.excepthook = _raised
+    sys.excepthook = hook
     threading.excepthook = thread_hook
+
+
+def _alone() -> bool:
+    """Whether no other process depends on this one: a program without MPI, or a world of size 1."""
+    module = sys.modules.get("mpi4py.MPI")
+    if module is None or not module.Is_initialized() or module.Is_finalized():
+        return True
+    return bool(module.COMM_WORLD.size == 1)
 
 
 def end(what: str, text: str = "", code: int = 1, same: Hashable = None) -> None:

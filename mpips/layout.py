@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from mpips import departed, meet
+from mpips import meet
 from mpips.options import OptionError, Options
 from mpips.sharding import Interval, owners, split
 
@@ -87,7 +87,7 @@ def create(comm: MPI.Comm, kind: str, options: Options | None, refusal: str = ""
     from mpi4py import MPI
 
     limits = options or Options()
-    departed.come(comm, limits.stall_seconds, limits.timeout_seconds)
+    meet.come(comm, limits.stall_seconds, limits.timeout_seconds)
     world = comm.Dup()
     fields = {} if options is None else {name: getattr(options, name) for name in options.__dataclass_fields__}
     if options is not None and not refusal:

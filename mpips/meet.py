@@ -77,6 +77,12 @@ def wait(
         pause()
 
 
+def come(comm: MPI.Comm, stall_seconds: float, timeout_seconds: float) -> None:
+    """Wait until all ranks of `comm` have come to `create`; collective."""
+    what = f"mpips.create, to which not all {comm.Get_size()} ranks have come,"
+    wait(comm.Ibarrier(), lambda: what, stall_seconds, timeout_seconds)
+
+
 def exchange(
     comm: MPI.Comm, payload: bytes, what: str, stall_seconds: float = 60.0, timeout_seconds: float = 0.0,
     look: Callable[[float], None] | None = None,

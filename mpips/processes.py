@@ -10,7 +10,6 @@ from mpips import layout as layouts
 from mpips import meet, world
 from mpips import options as option_table
 from mpips.connect import connect
-from mpips.lastwords import install_hooks
 from mpips.layout import Layout
 from mpips.options import OptionError, Options
 from mpips.pure import Pure
@@ -29,8 +28,7 @@ def create(kind: str, comm: MPI.Comm | None = None, **options: Any) -> KVStore:
 
     Options by name or `MPIPS_*` variable, see `mpips.options`. On a worker it returns the store. A server serves inside
     this call and leaves it by SystemExit(0) when all workers have closed theirs or ended. Raises TypeError where `kind`
-    is no string and OptionError, the same on every rank, where options are bad or differ. From then on an uncaught
-    exception of this process ends the whole job.
+    is no string and OptionError, the same on every rank, where options are bad or differ.
     """
     from mpi4py import MPI
 
@@ -51,7 +49,6 @@ def create(kind: str, comm: MPI.Comm | None = None, **options: Any) -> KVStore:
             raise RuntimeError(cause)
     if any(other.num_servers for other in _open):
         raise RuntimeError("this process has a store with servers open; close() it before the next create")
-    install_hooks()
     layout = layouts.create(comm, word, chosen, refusal)
     if not layout.num_servers:
         return KVStore(layout, Pure(layout))

@@ -6,8 +6,6 @@ import re
 
 from mpi4py import MPI
 
-from mpips.processes import install_hooks
-
 from .agreement import TrainingError, alike
 
 
@@ -41,7 +39,6 @@ class Grid:
                 f"Grid({batch!r}): a grid is Grid(batch=2, model=1); to have one chosen for a network call "
                 f"choose_grid(model, batch), or train(model, open_source, grid='auto', batch=...)"
             )
-        install_hooks()
         self.batch, self.model = int(batch), int(model)
         alike(self.comm, "Grid", {"the grid": self}, misfit(self.batch, self.model, self.comm.size))
         self.batch_index, self.model_index = divmod(self.comm.rank, self.model)

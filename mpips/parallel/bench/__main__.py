@@ -19,7 +19,6 @@ from threadpoolctl import threadpool_limits
 
 from collectives.console import RankedCommand, console
 from mpips.optimizers import SGD
-from mpips.processes import install_hooks
 
 from .. import report
 from ..grid import Grid, parse
@@ -63,7 +62,6 @@ def command(
 ) -> None:
     """Time steps of a 16-width-width-2 network, float32, one BLAS thread a rank, beside PyTorch."""
     comm = MPI.COMM_WORLD
-    install_hooks()
     try:
         grid = Grid(*(parse(grid_text) if grid_text else (comm.size, 1)), comm)
     except ValueError as error:

@@ -284,14 +284,13 @@ kv.pushpull("w", np.zeros(3, np.float32))
 
 
 @pytest.mark.skipif(WORLD.size != 1, reason="starts a job of its own; once is enough")
-@pytest.mark.parametrize("end, ranks", [("1 / 0", "1,"), ("sys.exit(3)", "1,"), ("sys.exit(3)", "0, 1")])
-def test_a_rank_that_ends_before_create_ends_a_bare_job(tmp_path, end, ranks):
+def test_an_exception_before_create_ends_a_bare_job(tmp_path):
     script = tmp_path / "job.py"
-    script.write_text(f"""
-import sys, mpips
+    script.write_text("""
+import mpips
 from mpi4py import MPI
-if MPI.COMM_WORLD.rank in ({ranks}):
-    {end}
+if MPI.COMM_WORLD.rank == 1:
+    1 / 0
 mpips.create("dist_sync", servers=1)
 """)
     clean = {k: v for k, v in os.environ.items() if not re.match(r"OMPI_|PMIX_|PRTE_|PMI_|HYDRA_|MPI_|MPIPS_", k)}
@@ -302,7 +301,7 @@ mpips.create("dist_sync", servers=1)
     at = words.index("mpips")  # python -m mpips job.py, which has means of its own
     done = subprocess.run(words[: at - 1] + words[at + 1 :], **options)
     assert done.returncode != 0
-    assert re.search(r"rank [01] has ended before|,[01]\]", done.stderr), done.stderr  # ours, or Open MPI's own words
+    assert "1 / 0" in done.stderr and "ZeroDivisionError on rank 1 of 3" in done.stderr, done.stderr
 
 
 def test_create_keeps_its_limits():
