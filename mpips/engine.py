@@ -174,8 +174,11 @@ class Engine:
         else:
             return
         pause = self.pause(what, look)
-        for _ in task:
-            pause()
+        try:
+            for _ in task:
+                pause()
+        finally:
+            task.close()  # at once, not when the last who holds the error forgets it
 
     @property
     def idle(self) -> bool:

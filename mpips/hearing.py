@@ -103,7 +103,7 @@ class Hearing:
             due = sorted(round_ for round_ in rounds if round_ >= since or key.failed[round_].timed_out)
             if due:
                 failure = key.failed[due[0]]
-                key.excused = max(key.excused, due[-1])
+                key.excused, key.excuse = max(key.excused, due[-1]), failure
                 for round_ in due:
                     del key.failed[round_]
                 self._raised(failure.event)
@@ -125,8 +125,7 @@ class Hearing:
         made the round fail; in a client all go through the collectives first."""
         key.round += 1
         if alone and key.failed and key.round in key.failed:
-            failure = key.failed[key.round]
-            self._refuse(key, failure.text, failure.event)
+            self._refuse(key, key.round, key.pushes, key.failed[key.round])
             self.check(key)
         return key.round
 
@@ -143,16 +142,27 @@ class Hearing:
     def refuse(self, key: Key, sentence: str, event: str) -> None:
         """Tell the servers that this worker cannot contribute to the key's round, which then fails for all others; the
         caller raises by itself."""
-        key.failed.pop(key.round, None)
-        key.excused = key.round
-        self._refuse(key, sentence, event)
+        self._excuse(key, key.round, key.pushes, Failure(sentence, event, False))
 
-    def _refuse(self, key: Key, sentence: str, event: str) -> None:
+    def withdraw(self, key: Key, round_: int, parts: Sequence[Part], error: BaseException) -> None:
+        """Contribute nothing to a round of these parts, as `error` is raised here in place of that: the others are told
+        the same, or that this worker has given up."""
+        sentence = f"key {key.name!r}: rank {self._layout.rank} has given up its push of round {round_}"
+        heard = key.excuse if isinstance(error, CollectiveError) else None
+        self._excuse(key, round_, parts, heard or Failure(sentence, "", False))
+
+    def _excuse(self, key: Key, round_: int, parts: Sequence[Part], why: Failure) -> None:
+        """Make a round fail for all others."""
+        key.failed.pop(round_, None)
+        key.excused, key.excuse = round_, why
+        self._refuse(key, round_, parts, why)
+
+    def _refuse(self, key: Key, round_: int, parts: Sequence[Part], why: Failure) -> None:
         if self._left:
             return  # the servers have failed what waited for this worker
-        body = f"{sentence}\0{event}".encode()
-        for part in key.pushes:
-            part.line.post_body(body, Op.REFUSE, part.number, key.round)
+        body = f"{why.text}\0{why.event}".encode()
+        for part in parts:
+            part.line.post_body(body, Op.REFUSE, part.number, round_)
 
     # ---- rare things
 

@@ -95,6 +95,8 @@ class Key:
     round: int = 0
     excused: int = 0
     """The last round whose failure this worker has raised, or caused and raised by itself."""
+    excuse: Failure | None = None
+    """That failure."""
     failed: dict[int, Failure] = field(default_factory=dict)
     """Rounds that failed and were not yet raised."""
 

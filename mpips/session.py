@@ -40,34 +40,46 @@ class Session(Pulls):
         With `wait` it ends when the arrays may be overwritten. `own`: they stay as they are until the server has read
         them (the caller sees to that), so they are read in place if they can be.
         """
-        waits: list[Part] = []
-        grows: list[tuple[Part, Array]] = []
+        here = [(part, values) for part, values in payloads if part.line.local]
+        if len(here) == len(payloads):
+            return self._push_here(key, round_, here, priority, wait, own)
         sends = [
             self._payloads.send(key, part, values.view(np.uint8), round_, Op.PUSH, priority, alone=not own)
             for part, values in payloads
             if not part.line.local
         ]
-        if sends:
-            yield from together(self._turned(sends))
-        for part, values in payloads:
-            if not part.line.local:
-                continue
-            region = arena.locate(values) if own or values.nbytes > self._layout.options.small_bytes else None
-            if region is not None:
-                part.line.post(Op.PUSH, part.number, round_, region, priority=priority)
-                waits.append(part)
-                continue
-            self.outbox(key, part)
-            while part.words[part.mine] < round_ - 1:
-                self.check(key, round_)
-                yield
-            if part.blocks == 1:
-                part.copy[...] = values  # type: ignore[index]
-                part.line.post(Op.PUSH, part.number, round_, part.plain, priority=priority)
-            else:
-                part.filled[0] = (round_ - 1) * part.blocks
-                part.line.post(Op.PUSH, part.number, round_, part.growing, Coding.GROWING, priority)
-                grows.append((part, values))
+        return together([*self._turned(sends), self._push_here(key, round_, here, priority, wait, own)])
+
+    def _push_here(
+        self, key: Key, round_: int, payloads: Sequence[tuple[Part, Array]], priority: int, wait: bool, own: bool
+    ) -> Task:
+        """`push` to servers of this node. Who raises on the way withdraws from the parts that he has not come to."""
+        waits: list[Part] = []
+        grows: list[tuple[Part, Array]] = []
+        come_to = 0
+        try:
+            for part, values in payloads:
+                region = arena.locate(values) if own or values.nbytes > self._layout.options.small_bytes else None
+                if region is not None:
+                    part.line.post(Op.PUSH, part.number, round_, region, priority=priority)
+                    waits.append(part)
+                else:
+                    self.outbox(key, part)
+                    while part.words[part.mine] < round_ - 1:
+                        self.check(key, round_)
+                        yield
+                    if part.blocks == 1:
+                        part.copy[...] = values  # type: ignore[index]
+                        part.line.post(Op.PUSH, part.number, round_, part.plain, priority=priority)
+                    else:
+                        part.filled[0] = (round_ - 1) * part.blocks
+                        part.line.post(Op.PUSH, part.number, round_, part.growing, Coding.GROWING, priority)
+                        grows.append((part, values))
+                come_to += 1
+        except BaseException as error:
+            self._fill(grows)
+            self.withdraw(key, round_, [part for part, _ in payloads[come_to:]], error)
+            raise
         if grows:
             self._fill(grows)
         if wait and not own:
@@ -131,18 +143,22 @@ class Session(Pulls):
 def together(tasks: list[Task]) -> Task:
     """Run tasks side by side; when one has failed the others still run to their end, so that no peer waits for them."""
     failure = None
-    while tasks:
-        left = []
+    try:
+        while tasks:
+            left = []
+            for task in tasks:
+                try:
+                    next(task)
+                    left.append(task)
+                except StopIteration:
+                    pass
+                except (ValueError, TypeError, RuntimeError) as error:
+                    failure = failure or error
+            tasks = left
+            if tasks:
+                yield
+    finally:
         for task in tasks:
-            try:
-                next(task)
-                left.append(task)
-            except StopIteration:
-                pass
-            except (ValueError, TypeError, RuntimeError) as error:
-                failure = failure or error
-        tasks = left
-        if tasks:
-            yield
+            task.close()
     if failure is not None:
         raise failure
