@@ -6,7 +6,7 @@ The caller is the keeper: it sits in the outer namespaces (bridges, launcher) an
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -146,7 +146,7 @@ def _configure(links: Links, host: Host) -> None:
     links.add_address("m0", host.management, 16)
     for nic in host.nics:
         _bring_up(links, nic)
-    add_neighbours_and_routes(links, host)
+    add_neighbours_and_routes(links, host, [nic.name for nic in host.nics])
 
 
 def _bring_up(links: Links, nic: Nic) -> None:
@@ -156,11 +156,11 @@ def _bring_up(links: Links, nic: Nic) -> None:
     links.shape(nic.name, nic.rate)
 
 
-def add_neighbours_and_routes(links: Links, host: Host) -> None:
-    """What the kernel forgets when a NIC goes down; also the way to bring it back."""
-    for neighbour in host.neighbours:
+def add_neighbours_and_routes(links: Links, host: Host, nics: Collection[str]) -> None:
+    """What the kernel forgets when a NIC goes down, for ``nics``, which must be up; also the way to bring one back."""
+    for neighbour in (each for each in host.neighbours if each.nic in nics):
         index = links.index(neighbour.nic)
         links.netlink.neigh("replace", dst=neighbour.address, lladdr=neighbour.mac, ifindex=index, state="permanent")
-    for route in host.routes:
+    for route in (each for each in host.routes if each.nic in nics):
         where = {"gateway": route.gateway, "oif": links.index(route.nic), "prefsrc": host.vip}
         links.netlink.route("replace", dst=f"{route.vip}/32", **where)

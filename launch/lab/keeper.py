@@ -117,7 +117,8 @@ class Keeper:
             if host.name == name and nic in [n.name for n in host.nics]:
                 links.set(nic, state="up" if up else "down")
                 if up:
-                    add_neighbours_and_routes(links, host)
+                    now = _read(links)
+                    add_neighbours_and_routes(links, host, [each.name for each in host.nics if now[each.name]["up"]])
                 return {}
         return {"error": f"lab {self.name!r} has no NIC {nic!r} on a host {name!r}"}
 
@@ -156,15 +157,24 @@ def _serve_one(keeper: Keeper, connection: socket.socket) -> bool:
     if int.from_bytes(credentials[4:8], sys.byteorder) != os.getuid():
         return True
     try:
-        line = connection.makefile("r").readline()
+        line = connection.makefile("rb").readline()
         if not line:
             return True
-        request = json.loads(line)
-        reply = {} if request["do"] == "down" else keeper.answer(request)
+        reply, stays = _reply(keeper, line)
         connection.sendall(json.dumps(reply).encode() + b"\n")
     except (TimeoutError, ConnectionError):
         return True
-    return bool(request["do"] != "down")
+    return stays
+
+
+def _reply(keeper: Keeper, line: bytes) -> tuple[dict[str, Any], bool]:
+    """The reply to a line, and whether the lab stays. What fails is a sentence: the keeper's end would be the lab's."""
+    try:
+        request = json.loads(line)
+        return ({}, False) if request["do"] == "down" else (keeper.answer(request), True)
+    except Exception as error:
+        words = line.decode(errors="replace").strip()
+        return {"error": f"lab {keeper.name!r} cannot do {words}: {type(error).__name__}: {error}"}, True
 
 
 def main() -> None:

@@ -142,9 +142,17 @@ def test_open_mpi_itself_gives_up_when_a_nic_goes_down(make: Make, run: Run) -> 
 
 def test_a_nic_that_comes_back_works_again(make: Make, run: Run) -> None:
     name = make("bcube:2,2")
-    for up in (False, True):
-        client.ask(name, {"do": "link", "host": "h0", "nic": "d1", "up": up})
+    for nic, up in (("d0", False), ("d1", False), ("d0", True), ("d1", True)):
+        client.ask(name, {"do": "link", "host": "h0", "nic": nic, "up": up})
     assert run(name, 4, SEND.format(source=0, target=3)).returncode == 0
+
+
+def test_a_request_that_fails_is_an_error_and_the_lab_stays(make: Make) -> None:
+    name = make("star:2")
+    with pytest.raises(client.LabError, match=r"cannot do {.do.: .link.}: KeyError: 'host'"):
+        client.ask(name, {"do": "link"})
+    assert name in client.names()
+    assert len(client.ask(name, {"do": "status"})["hosts"]) == 2
 
 
 # Nothing stays behind
