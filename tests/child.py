@@ -53,7 +53,7 @@ def run(argv: list[str], limit: float, folder: Path, out: IO[bytes] | None = Non
     finally:
         _end(process)
         _running.discard(process)
-        for pid in _left(token):
+        for pid in carriers(token):
             show(f"-- left behind, ended: process {pid}, {_words(pid)}\n".encode(), out)
             _kill(pid)
         relay.join(PATIENCE)
@@ -91,8 +91,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             continue
 
 
-def _left(token: str) -> list[int]:
-    """Processes that carry `token` in their environment."""
+def carriers(token: str) -> list[int]:
+    """Processes that were started with `token`, as NAME=VALUE, in their environment."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:

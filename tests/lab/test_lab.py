@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 
@@ -17,6 +18,7 @@ from collectives.topology import parse
 from launch.command import find
 from launch.lab import client
 from launch.lab.layout import lay_out
+from tests.child import TOKEN, carriers
 from tests.lab.conftest import ROOT, Run
 
 pytestmark = pytest.mark.lab
@@ -158,14 +160,22 @@ def test_a_request_that_fails_is_an_error_and_the_lab_stays(make: Make) -> None:
 # Nothing stays behind
 
 
+@pytest.fixture(autouse=True)
+def token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that these tests start carries a token, from the run or from here: others may have labs at the same time."""
+    monkeypatch.setenv(TOKEN, os.environ.get(TOKEN) or uuid4().hex)
+
+
 def present() -> set[str]:
-    """All namespaces that a process holds, this machine's links and mounts, and the labs of this user."""
-    found = {*os.listdir("/sys/class/net"), *Path("/proc/self/mounts").read_text().splitlines(), *client.names()}
-    for path in Path("/proc").glob("[0-9]*/ns/*"):
-        try:
-            found.add(os.readlink(path))
-        except OSError:
-            continue  # the process has ended, or is another user's
+    """This machine's links and mounts, and of what carries our token or process number the namespaces and labs."""
+    labs = (name for name in client.names() if str(os.getpid()) in name.split("-"))
+    found = {*os.listdir("/sys/class/net"), *Path("/proc/self/mounts").read_text().splitlines(), *labs}
+    for process in carriers(f"{TOKEN}={os.environ[TOKEN]}"):
+        for path in Path(f"/proc/{process}/ns").glob("*"):
+            try:
+                found.add(os.readlink(path))
+            except OSError:
+                continue  # the process has ended
     return found
 
 
@@ -182,6 +192,7 @@ def test_fifty_labs_leave_nothing() -> None:
     before = present()
     for number in range(50):
         with client.lab(f"test-fifty-{os.getpid()}", lay_out(parse("star:3" if number % 2 else "bcube:2,2"))) as name:
+            assert number or len(present() - before) > 8  # what is left behind would be seen
             keeper = client.keeper_process(name)
         assert not Path(f"/proc/{keeper}/ns/net").exists()
     assert not left_behind(before)
