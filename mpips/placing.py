@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -44,19 +44,12 @@ class Placing(Members):
         try:
             for key in keys:
                 self._plan(key, cards)
+            created = yield from self._created(keys, cards)
         except ValueError:
             self._drop(keys)
             raise
         for key in keys:
             self.session.add(key)
-        workers = self.layout.workers
-        assert workers is not None
-        answers: list[Any] = []
-        if self.layout.rank == 0:
-            for server, new in cards.items():
-                answers.append((yield from self.session.request(server, messages.Create(new))) if new else None)
-        told = meet.exchange(workers, msgspec.msgpack.encode(answers), "init")[0]
-        created = msgspec.msgpack.decode(told, type=list[messages.Created | None])
         for server, new in cards.items():
             if self.session.lines[server].local and (where := created[server]) is not None:
                 self._attach(new, where)
@@ -65,12 +58,43 @@ class Placing(Members):
         if self.layout.rank == 0:
             for key, value in zip(keys, values, strict=True):
                 yield from self.session.set(key, value.reshape(-1))
-        meet.exchange(workers, b"", "init")
+        self._exchange(b"", "init")
+
+    def _created(
+        self, keys: Sequence[Key], cards: dict[int, list[UnitCard]]
+    ) -> Generator[None, None, list[messages.Created | None]]:
+        """Rank 0 tells the servers; where each has put its units. ValueError on every worker where one cannot."""
+        answers: list[Any] = []
+        failure = ""
+        for server, new in cards.items() if self.layout.rank == 0 else ():
+            try:
+                answers.append((yield from self.session.request(server, messages.Create(new))) if new else None)
+            except ValueError as error:
+                names = ", ".join(repr(key.name) for key in keys[:4]) + ", ..." * (len(keys) > 4)
+                failure = f"init of keys {names}: server rank {self.layout.server_rank(server)}: {error}"
+                yield from self._undo(list(cards.values())[:server])
+                break
+        told = self._exchange(msgspec.msgpack.encode((failure, answers)), "init")[0]
+        failure, created = msgspec.msgpack.decode(told, type=tuple[str, list[messages.Created | None]])
+        if failure:
+            raise ValueError(failure)
+        return created
+
+    def _undo(self, cards: Sequence[list[UnitCard]]) -> Task:
+        """Let the servers from the first on forget what they have made."""
+        for server, new in enumerate(cards):
+            if new:
+                yield from self.session.request(server, messages.Forget([card.number for card in new]))
+
+    def _exchange(self, payload: bytes, what: str) -> list[bytes]:
+        """All workers' payloads; collective over them, blocking."""
+        workers, options = self.layout.workers, self.layout.options
+        assert workers is not None
+        return meet.exchange(workers, payload, what, options.stall_seconds, options.timeout_seconds)
 
     def forget(self, keys: Sequence[Key]) -> Task:
         """Give up keys. Collective over the workers, who have nothing under way on them."""
-        assert self.layout.workers is not None
-        meet.exchange(self.layout.workers, b"", "forget")
+        self._exchange(b"", "forget")
         for server in range(self.layout.num_servers) if self.layout.rank == 0 else ():
             units = [part.number for key in keys for part in key.parts if part.server == server]
             if units:
@@ -80,7 +104,7 @@ class Placing(Members):
             for part in key.parts:
                 self._residuals.pop(part.number, None)
         self._drop(keys)
-        meet.exchange(self.layout.workers, b"", "forget")
+        self._exchange(b"", "forget")
 
     def _drop(self, keys: Sequence[Key]) -> None:
         """Take back what `_plan` gave."""

@@ -64,7 +64,7 @@ class Server:
         first = (layout.rank - layout.num_workers) * len(lines) // layout.num_servers
         self._callers = [*enumerate(lines)][first:] + [*enumerate(lines)][:first]
         self._views: dict[tuple[int, ...], NDArray[Any]] = {}
-        self._deferred: list[tuple[int, Frame]] = []
+        self._deferred: list[tuple[int, int, messages.Request]] = []
         self._sources: dict[tuple[int, ...], Elements] = {}
         self._handlers: dict[int, Callable[[int, Frame], Replies]] = {
             Op.REFUSE: self._refuse, Op.PULL: self._pull, Op.PULL_ROWS: self._pull_rows,
@@ -219,20 +219,35 @@ class Server:
     # ---- rare requests
 
     def _control(self, worker: int, frame: Frame) -> Replies:
-        """Settings count from the next push on, so they wait until everything pushed before has been applied."""
-        self._deferred.append((worker, frame))
+        """Settings count from the next push on, so they wait until everything pushed before has been applied. What
+        concerns no push is answered at once: others may push only after it."""
+        request = messages.decode_request(self._lines[worker].body(frame))
+        match request:
+            case messages.Create():
+                at_once = True
+            case messages.Forget(units):
+                at_once = self._state.idle(units)
+            case _:
+                at_once = False
+        if at_once:
+            self._reply(worker, frame.token, request)
+        else:
+            self._deferred.append((worker, frame.token, request))
         return []
 
     def _answer_deferred(self) -> None:
-        for worker, frame in self._deferred:
-            line = self._lines[worker]
-            try:
-                answer: Any = self._answer(messages.decode_request(line.body(frame)))
-            except (ValueError, TypeError, MemoryError) as error:
-                line.post_body(str(error).encode(), Op.ANSWER, token=frame.token, flags=1)
-            else:
-                line.post_body(messages.encode(answer), Op.ANSWER, token=frame.token)
+        for worker, token, request in self._deferred:
+            self._reply(worker, token, request)
         self._deferred.clear()
+
+    def _reply(self, worker: int, token: int, request: messages.Request) -> None:
+        line = self._lines[worker]
+        try:
+            answer: Any = self._answer(request)
+        except (ValueError, TypeError, MemoryError) as error:
+            line.post_body(str(error).encode(), Op.ANSWER, token=token, flags=1)
+        else:
+            line.post_body(messages.encode(answer), Op.ANSWER, token=token)
 
     def _answer(self, request: messages.Request) -> messages.Answer:
         match request:

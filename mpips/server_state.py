@@ -54,6 +54,10 @@ class ServerState(Sums):
             for units in (self.units, self.ready, self.open):
                 units.pop(number, None)
 
+    def idle(self, numbers: Iterable[int]) -> bool:
+        """Whether all that was pushed of these units has been applied."""
+        return not any(number in self.ready or number in self.open for number in numbers)
+
     def set_optimizer(self, optimizer: Optimizer) -> None:
         """From the next update on; state starts anew."""
         self.optimizer = optimizer

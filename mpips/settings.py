@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import collectives
-from mpips import meet, messages, optimizers
+from mpips import messages, optimizers
 from mpips.compression import Compressor
 from mpips.keys import Key
 from mpips.optimizers import Optimizer
@@ -32,18 +32,17 @@ class Settings(Placing):
             yield from self.session.drained(key, key.round, key.pushes, alone=False)
 
     def set_optimizer(self, optimizer: Optimizer) -> Task:
-        yield from self._tell(messages.SetOptimizer(optimizers.encode(optimizer)))
+        yield from self._tell("set_optimizer", messages.SetOptimizer(optimizers.encode(optimizer)))
 
     def set_compression(self, options: dict[str, Any], compressor: Compressor) -> Task:
         """From the next push on; residuals start at zero."""
         self._compressor = compressor
         self._residuals.clear()
         self.session.for_each_key(self._shorten)
-        yield from self._tell(messages.SetCompression(options))
+        yield from self._tell("set_gradient_compression", messages.SetCompression(options))
 
-    def _tell(self, request: Any) -> Task:
+    def _tell(self, what: str, request: Any) -> Task:
         """Rank 0 tells all servers; nobody goes on before they have done it."""
-        assert self.layout.workers is not None
         failure = b""
         if self.layout.rank == 0:
             try:
@@ -51,7 +50,7 @@ class Settings(Placing):
                     yield from self.session.request(server, request)
             except ValueError as error:
                 failure = str(error).encode()
-        failure = meet.exchange(self.layout.workers, failure, "set_optimizer")[0]
+        failure = self._exchange(failure, what)[0]
         if failure:
             raise ValueError(failure.decode())
 
