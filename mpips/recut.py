@@ -68,17 +68,19 @@ def _values(kv: KVStore, keys: list[Key]) -> Array:
 
 
 def _fetch(kv: KVStore, keys: list[Key], into: States) -> Task:
-    into.update((yield from kv._backend.states(keys)))
+    """The optimizer's states of the keys; ValueError where they cannot be those of one key."""
+    found = yield from kv._backend.states(keys)
+    steps = sorted({step for step, _ in found.values()})
+    if len(steps) > 1:
+        raise ValueError(f"keys {[key.name for key in keys]} were updated {steps} times, not equally often")
+    into.update(found)
 
 
 def _cut(old: list[Key], states: States, new: list[Key], cuts: NDArray[np.int64]) -> States:
-    """The optimizer's states of the old keys as those of the new ones."""
+    """The optimizer's states of the old keys, updated equally often, as those of the new ones."""
     if not states:
         return {}
-    steps = {step for step, _ in states.values()}
-    if len(steps) > 1:
-        names = [key.name for key in old]
-        raise ValueError(f"recut: keys {names} were updated {sorted(steps)} times, not equally often")
     rows = zip(*(states[key.name][1] for key in old), strict=True)
     pieces = [np.split(np.concatenate([array.reshape(-1) for array in row]), cuts) for row in rows]
-    return {key.name: (max(steps), [slot[index] for slot in pieces]) for index, key in enumerate(new)}
+    step = states[old[0].name][0]
+    return {key.name: (step, [slot[index] for slot in pieces]) for index, key in enumerate(new)}

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from mpips import optimizers
@@ -26,12 +26,15 @@ def save(fname: str | os.PathLike[str], states: States, optimizer: Optimizer, du
     if dump_optimizer:
         header["optimizer"] = optimizers.encode(optimizer).hex()
     unfinished = f"{os.fspath(fname)}.part"
-    save_file(tensors, unfinished, metadata=header)
-    os.replace(unfinished, fname)
+    try:
+        save_file(tensors, unfinished, metadata=header)
+        os.replace(unfinished, fname)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{fname} cannot be written: {error}") from error
 
 
 def load(fname: str | os.PathLike[str], keys: Sequence[Key]) -> States:
-    """The states of `keys`; raises ValueError naming the key that is missing or has another size."""
+    """The states of `keys`; raises ValueError naming the file, and the key that is missing or has another size."""
     result: States = {}
     try:
         with safe_open(os.fspath(fname), framework="numpy") as file:
@@ -48,6 +51,8 @@ def load(fname: str | os.PathLike[str], keys: Sequence[Key]) -> States:
                         f"{fname}: the state of key {key.name!r} has {arrays[0].size} elements, the key has {key.size}"
                     )
                 result[key.name] = steps[repr(key.name)], arrays
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{fname} cannot be read: {error}") from error
     except (KeyError, TypeError, json.JSONDecodeError) as error:
         raise ValueError(f"{fname} was not written by save_optimizer_states: {error}") from error
     return result

@@ -344,7 +344,7 @@ class KVStore:
         if self.rank == 0 or everywhere:
             try:
                 self._run([], task, 0, what)
-            except (ValueError, TypeError, OSError) as error:
+            except (ValueError, TypeError) as error:
                 failure = f"ValueError: rank {self.rank}: {error}"
         self._agree(what, [], failure)
 

@@ -98,3 +98,24 @@ def test_what_does_not_fit_is_told() -> None:
             kv.recut(keys, new)
     kv.recut(["a"], {"a": 2, "c": 3})
     kv.close()
+
+
+@pytest.mark.parametrize("kind, options", STORES)
+def test_keys_that_were_not_updated_equally_often_stay(kind: str, options: dict[str, Any]) -> None:
+    kv, ok = worker(kind, options), True
+    if kv is not None:
+        kv.init(["a", "b"], [np.zeros(5), np.zeros(4)])
+        kv.set_optimizer("sgd", learning_rate=1.0, momentum=0.5)
+        a, b = np.empty(5), np.empty(4)
+        kv.pushpull("a", np.ones(5), out=a)
+        try:
+            kv.recut(["a", "b"], {"c": 9})
+            said = "nothing was raised"
+        except ValueError as error:
+            said = str(error)
+        ok = all("keys ['a', 'b'] were updated [0, 1] times" in each for each in kv.layout.workers.allgather(said))
+        kv.pushpull(["a", "b"], [np.ones(5), np.ones(4)], out=[a, b])
+        ok &= np.array_equal(a, np.full(5, -2.5 * kv.num_workers)) and np.array_equal(b, np.full(4, -kv.num_workers))
+        kv.recut(["b"], {"c": 4})
+        kv.close()
+    assert all_ranks(ok)

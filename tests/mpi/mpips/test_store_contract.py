@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 import mpips
 from mpips.optimizers import SGD, Adam
@@ -179,3 +181,27 @@ def test_optimizer_states_survive_in_a_file(tmp_path_factory, servers):
         assert "nowhere" in failure(lambda: kv.load_optimizer_states("/nowhere"))
 
     run("dist_sync", second, servers=servers)
+
+
+@pytest.mark.parametrize("servers", [0, 1, 2])
+def test_files_that_cannot_be_used_are_named_everywhere(tmp_path_factory, servers):
+    need(servers=servers)
+    folder = WORLD.bcast(str(tmp_path_factory.mktemp("states")))
+    corrupt, other = f"{folder}/corrupt", f"{folder}/other"
+    if WORLD.rank == 0:
+        Path(corrupt).write_bytes(b"no tensors")
+        save_file({"x": np.zeros(3)}, other)
+
+    def body(kv):
+        kv.init("w", np.zeros(5))
+        kv.set_optimizer(SGD(1.0, momentum=0.5))
+        kv.barrier()
+        for call, path in ((kv.save_optimizer_states, f"{folder}/nowhere/x"), (kv.load_optimizer_states, corrupt),
+                           (kv.load_optimizer_states, other), (kv.load_optimizer_states, folder)):  # fmt: skip
+            said = kv.layout.workers.allgather(failure(lambda: call(path)))  # noqa: B023
+            assert len(set(said)) == 1 and path in said[0] and "rank 0" in said[0], said
+        out = np.empty(5)
+        kv.pushpull("w", np.ones(5), out)
+        assert (out == -kv.num_workers).all()
+
+    run("dist_sync", body, servers=servers)
