@@ -74,6 +74,9 @@ class Hearing:
         if frame.op == Op.ANSWER:
             self._answers[frame.token] = line.body(frame), bool(frame.flags)
             return
+        text = line.body(frame).decode() if frame.op in (Op.FAILED, Op.WARNING) else ""
+        if frame.unit not in self._parts:
+            return  # forgotten
         key, part = self._parts[frame.unit]
         if frame.op == Op.CONSUMED:
             part.told = max(part.told, frame.round)
@@ -86,13 +89,13 @@ class Hearing:
             if frame.round != part.sending:
                 self._payloads.decline(part)
         elif frame.op == Op.FAILED:
-            text, _, event = line.body(frame).decode().partition("\0")
+            text, _, event = text.partition("\0")
             if event in self._events:
                 key.excused = max(key.excused, frame.round)
             if frame.round > key.excused:
                 key.failed.setdefault(frame.round, Failure(text, event, bool(frame.flags)))
         elif frame.op == Op.WARNING:
-            self.warn(line.body(frame).decode())
+            self.warn(text)
 
     def check(self, key: Key, since: int = 0) -> None:
         """Raise what made a round of the key fail, once. Who is about to contribute to a round asks only for failures

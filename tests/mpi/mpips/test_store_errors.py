@@ -175,6 +175,28 @@ def test_keys_in_another_order_where_workers_are_independent():
     run("dist_sync", body, servers=1)
 
 
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_what_failed_is_forgotten_with_its_key(shared_memory):
+    options = {"servers": 1, "shared_memory": shared_memory}
+    need(2, **options)
+
+    def body(kv):
+        kv.init(["a", "b"], [np.zeros(5, np.float32), np.full(5, 7, np.float32)])
+        workers, value, out = kv.layout.workers, np.ones(5, np.float32), np.zeros(5, np.float32)
+        if kv.rank:
+            kv.push("a", value)
+        else:
+            failure(lambda: kv.push("a", np.ones(3, np.float32)))
+            kv.pull("a", out)  # the round has ended: all have been told
+        workers.Barrier()
+        kv.forget(["a"])
+        kv.pull("b", out)
+        assert (out == 7).all()
+        assert goes_on(kv, "b", (5,))
+
+    run("dist_sync", body, **options)
+
+
 def test_options_that_make_no_sense():
     size = WORLD.size
     last = size - 1
