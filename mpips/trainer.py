@@ -78,9 +78,12 @@ class Exchange(Protocol):
         ...
 
 
-def keys_of(model: Model) -> list[Any]:
-    """A key for every array of the model: its names where it has them, otherwise 0, 1, ..."""
-    return list(getattr(model, "names", range(len(model.parameters))))
+def keys_of(model: Model) -> list[Name]:
+    """A key for every array of the model: its names where it has them, otherwise "0", "1", ...
+
+    Texts, as the keys are with which messages are measured: a store's keys are of one type.
+    """
+    return list(getattr(model, "names", map(str, range(len(model.parameters)))))
 
 
 def averaged(optimizer: Optimizer, workers: float) -> Optimizer:

@@ -26,7 +26,19 @@ def all_ranks(ok: bool) -> bool:
     return bool(WORLD.allreduce(int(ok), op=MPI.MIN))
 
 
-def trainer_of(kind: str, options: dict[str, Any], **words: Any) -> Trainer | None:
+class Nameless:
+    """A model in layers whose arrays have no names."""
+
+    def __init__(self, mlp: MLP) -> None:
+        self._mlp = mlp
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "names":
+            raise AttributeError(name)
+        return getattr(self._mlp, name)
+
+
+def trainer_of(kind: str, options: dict[str, Any], named: bool = True, **words: Any) -> Trainer | None:
     """None on a server, whose work is done by then."""
     if WORLD.size <= options.get("servers", 0):
         pytest.skip("needs a worker beside the server")
@@ -34,7 +46,8 @@ def trainer_of(kind: str, options: dict[str, Any], **words: Any) -> Trainer | No
         kv = mpips.create(kind, **options)
     except SystemExit:
         return None
-    return Trainer(MLP(SIZES, loss="softmax", dtype="float64", seed=3), kv, "sgd", learning_rate=0.1, **words)
+    mlp = MLP(SIZES, loss="softmax", dtype="float64", seed=3)
+    return Trainer(mlp if named else Nameless(mlp), kv, "sgd", learning_rate=0.1, **words)
 
 
 def batch(seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -92,6 +105,16 @@ def test_a_profile_of_the_job_is_one_that_plan_reads(
         parameters.append(trainer.model.parameters)
         trainer.kv.close()
     ok &= all(np.array_equal(a, b) for a, b in zip(*parameters)) if parameters else True
+    assert all_ranks(ok)
+
+
+@pytest.mark.parametrize("kind, options", STORES[:2])
+def test_a_model_without_names_has_a_profile(kind: str, options: dict[str, Any]) -> None:
+    trainer, ok = trainer_of(kind, options, named=False), True
+    if trainer is not None:
+        trainer.step(*batch(0))
+        ok = len(trainer.profile(*batch(1)).layers) == len(SIZES) - 1
+        trainer.kv.close()
     assert all_ranks(ok)
 
 
