@@ -87,6 +87,7 @@ class Overlapped:
         assert self._messages is not None
         begin = time.perf_counter()
         self._messages.begin()
+        self._waited += time.perf_counter() - begin
         loss = self._watch.step(self._model, x, y, self._before, self._ready)
         compute = compute_tasks(*self._watch.clocks())
         self._recorder.step(time.perf_counter() - begin, compute, self._messages.sent)

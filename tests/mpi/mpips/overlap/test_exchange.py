@@ -209,6 +209,23 @@ def step(exchange: Overlapped, seed: int) -> None:
     exchange.step(rng.normal(size=(8, SIZES[0])), rng.integers(SIZES[-1], size=8))
 
 
+@pytest.mark.parametrize("kind, options", STORES)
+def test_waiting_for_the_pushes_of_the_step_before_counts_as_waiting(
+    kind: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kv, ok = worker(kind, options), True
+    if kv is not None:
+        begin = execute.Messages.begin
+        monkeypatch.setattr(execute.Messages, "begin", lambda messages: (time.sleep(0.3), begin(messages)))
+        exchange = exchange_of(kv, Sluggish(), strategy="optimal")
+        for seed in range(2):
+            step(exchange, seed)
+        exchange.finish()
+        ok = all(row[-1] >= 0.3 for row in exchange._clocked) and len(exchange._clocked) == 2
+        kv.close()
+    assert all_ranks(ok)
+
+
 @only_on(3, 4)
 @pytest.mark.parametrize("kind, options", STORES)
 def test_slower_layers_change_the_plan_and_no_number(kind: str, options: dict[str, Any]) -> None:
