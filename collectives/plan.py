@@ -45,6 +45,7 @@ from collectives.session import MOST_PLANS, Operation, Session, session
 from collectives.transport.messages import MessagePlan
 from collectives.transport.scheduled_memory import ScheduledMemory
 from collectives.transport.shared_memory import MemoryPlan, Rival
+from collectives.transport.tags import Tags
 from collectives.transport.two_levels import TwoLevelPlan
 
 UNEVEN = (
@@ -67,8 +68,7 @@ class Plan:
         self._arrays: tuple[Any, Any] | None = None
         self._result: Any = None
         self._run = runner.run
-        beside = home.watch is not None and isinstance(runner, Guarded) and isinstance(runner.inner, MessagePlan)
-        self._exclusive = not beside  # tagged messages alone keep plans apart that run together
+        self._exclusive = True
         self._quick: Callable[[], Iterator[None] | None] = getattr(runner, "quick", runner.run)
         self._operation: Operation | None = None
 
@@ -83,7 +83,11 @@ class Plan:
         return self._result
 
     def keep(self, x: Any, out: Any) -> None:
-        """Hold on to the arrays, so that the plan can run as long as it lives."""
+        """Hold on to the arrays, so that the plan can run as long as it lives; beside others, if its messages have tags
+        of their own, which alone keep plans apart."""
+        runner = self._runner
+        tagged = isinstance(runner, Guarded) and isinstance(runner.inner, MessagePlan)
+        self._exclusive = self._home.watch is None or not tagged
         self._arrays = (x, out)
         self._result = self.result_of(x, out)
 
@@ -156,19 +160,20 @@ def plan(
     home = session(comm)
     home.check_usable()
     home.finish_started()
-    home.plans_made += 1
-    made = _checked(home, kind, x, op, algorithm, out, root, home.plans_made)
+    tags = Tags(home.tags_dealt)
+    made = _checked(home, kind, x, op, algorithm, out, root, tags)
     made.keep(x, out)
     home.agree("plan of " + made._call.text)
+    home.tags_dealt += tags.count  # by all ranks or none
     return made
 
 
 def _checked(
-    home: Session, kind: str, x: Any, op: str, algorithm: str, out: Any, root: int, number: int = 0
+    home: Session, kind: str, x: Any, op: str, algorithm: str, out: Any, root: int, tags: Tags
 ) -> Plan:
     """A plan from arguments that are good on this rank; or all ranks raise."""
     try:
-        return _compile(home, kind, x, op, algorithm, out, root, number)
+        return _compile(home, kind, x, op, algorithm, out, root, tags)
     except CollectiveError:
         raise
     except Exception as error:  # whatever it is, the others must not wait for this rank
@@ -177,7 +182,7 @@ def _checked(
 
 
 def _compile(
-    home: Session, kind: str, x: Any, op: str, algorithm: str, out: Any, root: int, number: int
+    home: Session, kind: str, x: Any, op: str, algorithm: str, out: Any, root: int, tags: Tags
 ) -> Plan:
     if isinstance(x, (list, tuple)) or arrays.is_device(x):
         from collectives import tensor
@@ -185,7 +190,7 @@ def _compile(
         for vector in (x if isinstance(x, (list, tuple)) else [x]):
             if not arrays.is_device(vector):
                 arrays.host(vector, "a vector of x")
-        return tensor.compile_plan(home, kind, x, op, algorithm, out, root, number)
+        return tensor.compile_plan(home, kind, x, op, algorithm, out, root, tags)
     source = arrays.host(x, "x")
     target = source if out is None else arrays.host(out, "out")
     in_place = out is None
@@ -193,7 +198,7 @@ def _compile(
     writes_x = in_place and not (kind == "broadcast" and home.rank == root)
     x_flat = arrays.flat(source, "x", writes_x)
     out_flat = x_flat if in_place else arrays.flat(target, "out", True)
-    runner = make_runner(home, call, x_flat, out_flat, number)
+    runner = make_runner(home, call, x_flat, out_flat, tags)
     return Plan(home, call, runner, in_place)
 
 
@@ -247,9 +252,8 @@ def choose_reproducible(home: Session, call: Call) -> str:
     return "recursive_doubling" if short else "halving_doubling"
 
 
-def make_runner(home: Session, call: Call, x: Flat, out: Flat, number: int = 0) -> Runner:
-    """Compile a call; local. `number` tells plans that may be in flight together apart (0: a one-shot call). ValueError
-    where the algorithm does not serve the call."""
+def make_runner(home: Session, call: Call, x: Flat, out: Flat, tags: Tags) -> Runner:
+    """Compile a call; local. ValueError where the algorithm does not serve the call."""
     if call.algorithm == "shared_memory":
         if home.nodes > 1:
             raise ValueError(f"shared_memory serves ranks of one node, but these are on {home.nodes}: use auto")
@@ -265,13 +269,14 @@ def make_runner(home: Session, call: Call, x: Flat, out: Flat, number: int = 0) 
         if home.across is None:
             raise ValueError(UNEVEN)
         eager = home.table.eager_limits(home.room.size)
-        return Guarded(home, call, TwoLevelPlan(home.room, home.across, call, x, out, eager, number, **parameters))
+        return Guarded(home, call, TwoLevelPlan(home.room, home.across, call, x, out, eager, tags, **parameters))
     schedule = build_schedule(home, call)
     if over == "memory" and home.nodes > 1:
         raise ValueError(f"over=memory serves ranks of one node, but these are on {home.nodes}: use over=messages")
     if over != "messages" and home.nodes == 1:
         return ScheduledMemory(home.room, call, schedule, x, out)
-    return Guarded(home, call, MessagePlan(home.comm, call, schedule, x, out, number))
+    taken = tags.take(len(schedule.lanes), call.text)
+    return Guarded(home, call, MessagePlan(home.comm, call, schedule, x, out, taken))
 
 
 def _rival(home: Session, call: Call, x: Flat, out: Flat) -> Rival | None:
@@ -340,11 +345,11 @@ def _by_address(home: Session, kind: str, x: Any, op: str, algorithm: str, out: 
     """A view made anew for each call has another identity but lies where it lay."""
     places = _places(x), _places(out)
     if None in places:
-        return _checked(home, kind, x, op, algorithm, out, root)
+        return _checked(home, kind, x, op, algorithm, out, root, Tags())
     key = (kind, *places, op, algorithm, root)
     made = home.by_address.get(key)
     if made is None:
-        made = _checked(home, kind, x, op, algorithm, out, root)
+        made = _checked(home, kind, x, op, algorithm, out, root, Tags())
         while len(home.by_address) >= MOST_PLANS:
             oldest = next(iter(home.by_address))
             home.by_address.pop(oldest).free()

@@ -106,7 +106,8 @@ class Session:
         self._choices: dict[str, Choice] = {}
         self.broken = ""
         self.open = True
-        self.plans_made = 0
+        self.tags_dealt = 0
+        """To plans, whose messages they keep apart."""
 
     def patient(self, stall_seconds: float, timeout_seconds: float) -> None:
         """How long a wait may last before it warns, and before it raises (0: never)."""

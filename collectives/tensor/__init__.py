@@ -27,6 +27,7 @@ from collectives.tensor.scheduled import ScheduledTensor
 from collectives.tensor.staged import StagedTensor
 from collectives.tensor.vector_ring import VectorRing
 from collectives.tensor.vectors import HostVectors, Vectors
+from collectives.transport.tags import Tags
 
 if TYPE_CHECKING:
     from collectives.plan import Plan
@@ -47,9 +48,9 @@ class TensorCall(Call):
         object.__setattr__(self, "text", f"{self.text}, {self.vectors} vectors a rank")
 
 
-def compile_plan(home: Session, kind: str, x: Any, op: str, algorithm: str, out: Any, root: int, number: int) -> Plan:
-    """A plan for the vectors `x` (or one device array), into `out` (None: in place); `number` is the same on all ranks.
-    Local; ValueError or TypeError with the reason where the arguments are bad."""
+def compile_plan(home: Session, kind: str, x: Any, op: str, algorithm: str, out: Any, root: int, tags: Tags) -> Plan:
+    """A plan for the vectors `x` (or one device array), into `out` (None: in place). Local; ValueError or TypeError
+    with the reason where the arguments are bad."""
     from collectives.plan import Guarded, Plan, Runner, build_schedule
 
     sources = _listed(x)
@@ -58,14 +59,14 @@ def compile_plan(home: Session, kind: str, x: Any, op: str, algorithm: str, out:
     vectors = _vectors(sources, targets, call.operation, out is None)
     runner: Runner
     if call.kind != "allreduce" or call.algorithm in ("shared_memory", "native", "host_ring"):
-        runner = _staged(home, call, vectors, out is None, number)
+        runner = _staged(home, call, vectors, out is None, tags)
     else:
         if call.algorithm == "reg":
             inner: Runner = RegularTensor(home.comm, call, vectors)
         elif call.algorithm == "vector_ring":
-            inner = VectorRing(home.comm, call, vectors, number)
+            inner = VectorRing(home.comm, call, vectors, tags)
         else:
-            inner = ScheduledTensor(home.comm, call, build_schedule(home, call), vectors, number)
+            inner = ScheduledTensor(home.comm, call, build_schedule(home, call), vectors, tags)
         runner = Guarded(home, call, inner)
     return Plan(home, call, runner, out is None)
 
@@ -130,7 +131,7 @@ def _vectors(x: list[Any], out: list[Any], reduction: Operation | None, in_place
     return HostVectors([v.reshape(-1) for v in sources], [v.reshape(-1) for v in targets], ufunc)
 
 
-def _staged(home: Session, call: TensorCall, vectors: Vectors, in_place: bool, number: int) -> StagedTensor:
+def _staged(home: Session, call: TensorCall, vectors: Vectors, in_place: bool, tags: Tags) -> StagedTensor:
     from collectives.plan import make_runner
 
     inner_name = {"host_ring": "ring"}.get(call.algorithm, call.algorithm)
@@ -142,7 +143,7 @@ def _staged(home: Session, call: TensorCall, vectors: Vectors, in_place: bool, n
     separate = not in_place and call.kind in ("reduce_scatter", "allgather")
     host_out = vectors.host(out_size) if separate else host_x
     x_flat = arrays.flat(host_x, "x", True)
-    runner = make_runner(home, inner_call, x_flat, arrays.flat(host_out, "out", True) if separate else x_flat, number)
+    runner = make_runner(home, inner_call, x_flat, arrays.flat(host_out, "out", True) if separate else x_flat, tags)
     at_root = home.rank == call.root
     gives, takes = call.kind != "broadcast" or at_root, call.kind != "reduce" or at_root
     return StagedTensor(call, vectors, runner, host_x, host_out, gives, takes)

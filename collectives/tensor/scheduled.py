@@ -24,7 +24,8 @@ from collectives.call import Call
 from collectives.operations import scale
 from collectives.schedule import NOBODY, Interval, RankStep, Schedule
 from collectives.tensor.vectors import Ticket, Vectors, until
-from collectives.transport.messages import FIRST_TAG, TAGS, pieces
+from collectives.transport.messages import pieces
+from collectives.transport.tags import Tags
 
 
 class _Landing(NamedTuple):
@@ -45,9 +46,9 @@ class _Step(NamedTuple):
 
 
 class ScheduledTensor:
-    """An allreduce of a tensor by a schedule. `number` is the same on all ranks."""
+    """An allreduce of a tensor by a schedule."""
 
-    def __init__(self, comm: MPI.Comm, call: Call, schedule: Schedule, vectors: Vectors, number: int):
+    def __init__(self, comm: MPI.Comm, call: Call, schedule: Schedule, vectors: Vectors, tags: Tags):
         self._call, self._vectors = call, vectors
         self._contributions = call.p * vectors.count
         self._is_mean = call.operation is not None and call.operation.is_mean
@@ -55,9 +56,9 @@ class ScheduledTensor:
         self._lanes: list[list[_Step]] = []
         self._rest: list[tuple[int, int]] = []
         self._unfilled: list[tuple[int, int]] = []
+        taken = tags.take(len(schedule.lanes), call.text)
         for lane, steps in enumerate(schedule.program(comm.rank)):
-            tag = FIRST_TAG + (number * len(schedule.lanes) + lane) % TAGS
-            self._compile_lane(comm, schedule.offsets(call.n, lane), steps, tag)
+            self._compile_lane(comm, schedule.offsets(call.n, lane), steps, taken[lane])
 
     def run(self) -> Iterator[None]:
         """The operation, in steps between which there is something to wait for."""

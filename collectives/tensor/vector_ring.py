@@ -20,7 +20,8 @@ from collectives.call import Call
 from collectives.operations import scale
 from collectives.schedule import cut
 from collectives.tensor.vectors import Ticket, Vectors, until
-from collectives.transport.messages import FIRST_TAG, TAGS, pieces
+from collectives.transport.messages import pieces
+from collectives.transport.tags import Tags
 
 
 class _Step(NamedTuple):
@@ -35,14 +36,14 @@ class _Step(NamedTuple):
 
 
 class VectorRing:
-    """An allreduce of a tensor by a ring through all vectors. `number` is the same on all ranks."""
+    """An allreduce of a tensor by a ring through all vectors."""
 
-    def __init__(self, comm: MPI.Comm, call: Call, vectors: Vectors, number: int):
+    def __init__(self, comm: MPI.Comm, call: Call, vectors: Vectors, tags: Tags):
         self._call, self._vectors = call, vectors
         self._members = call.p * vectors.count
         longest = -(-call.n // self._members)
         self._outgoing, self._incoming = vectors.host(longest), vectors.host(longest)
-        self._steps = list(self._compile(comm, FIRST_TAG + number % TAGS))
+        self._steps = list(self._compile(comm, *tags.take(1, call.text)))
 
     def run(self) -> Iterator[None]:
         """The operation, in steps between which there is something to wait for."""

@@ -11,8 +11,7 @@ asks the receiver first: that makes a TCP connection half-duplex (docs/launching
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,8 +23,6 @@ from collectives.schedule import NOBODY, RankStep, Schedule, extent, in_rank_ord
 from collectives.transport.workspace import Workspace
 
 MESSAGE_BYTES = 4 << 20
-FIRST_TAG = 16
-TAGS = 8000  # of each sort; MPI promises 32,767 at least
 
 
 class _Landing(NamedTuple):
@@ -42,24 +39,15 @@ class _Step(NamedTuple):
 
 
 class MessagePlan:
-    """One call compiled to persistent requests. Making it is local.
+    """One call compiled to persistent requests, with a tag for each lane. Making it is local."""
 
-    `number`, the same on all ranks, keeps messages of plans apart that are in flight together. A one-shot call has 0:
-    nothing of its sort is ever in flight beside it, and a `label` (by default the text of the call) is enough. Ranks
-    whose calls differ then do not take each other's messages, and `collectives.watch` finds out why they wait.
-    """
-
-    def __init__(
-        self, comm: MPI.Comm, call: Call, schedule: Schedule, x: Flat, out: Flat, number: int, label: str = ""
-    ):
+    def __init__(self, comm: MPI.Comm, call: Call, schedule: Schedule, x: Flat, out: Flat, tags: Sequence[int]):
         self._call = call
         self._space = Workspace(call, comm.rank, x, out)
         self._comm, self._schedule = comm, schedule
-        sort, index = (0, number * len(schedule.lanes)) if number else (1, zlib.crc32((label or call.text).encode()))
-        first_tag = FIRST_TAG + sort * TAGS + index % TAGS
         program = schedule.program(comm.rank)
         self._lanes = [
-            [self._compile(lane, step, first_tag + lane) for step in steps] for lane, steps in enumerate(program)
+            [self._compile(lane, step, tags[lane]) for step in steps] for lane, steps in enumerate(program)
         ]
         self._queue = self._in_turn(program) if len({lane.turn for lane in schedule.lanes}) > 1 else []
 

@@ -22,6 +22,7 @@ from collectives.table import Eager
 from collectives.transport.messages import MessagePlan
 from collectives.transport.room import Room
 from collectives.transport.shared_memory import MemoryPlan
+from collectives.transport.tags import Tags
 
 SEGMENT_BYTES = 1 << 20
 MOST_SEGMENTS = 8
@@ -30,7 +31,7 @@ MOST_SEGMENTS = 8
 class TwoLevelPlan:
     """One allreduce compiled for this rank. `room` holds the ranks of the node, `across` the ranks with the same place
     in theirs, one of each node; all nodes hold equally many. `between` names the algorithm over messages. Making it is
-    local; `number` as in `MessagePlan`."""
+    local."""
 
     def __init__(
         self,
@@ -40,7 +41,7 @@ class TwoLevelPlan:
         x: Flat,
         out: Flat,
         eager: Eager,
-        number: int,
+        tags: Tags,
         between: str = "ring",
     ):
         if call.kind != "allreduce":
@@ -48,6 +49,8 @@ class TwoLevelPlan:
         schedule = catalog.build("allreduce", between, across.size)
         count = min(MOST_SEGMENTS, max(1, call.nbytes // SEGMENT_BYTES))
         self._segments = []
+        lanes = len(schedule.lanes)
+        taken = tags.take(count * lanes, call.text)
         for i in range(count):
             start, stop = int(cut(call.n, count, i)), int(cut(call.n, count, i + 1))
             inside = [
@@ -56,12 +59,11 @@ class TwoLevelPlan:
             ]
             x_part, out_part = _part(x, start, stop), _part(out, start, stop)
             mine = _part(out_part, *inside[0].block(room.rank))
-            tag = number * MOST_SEGMENTS + i + 1 if number else 0
             slice_ = Call("allreduce", mine.n, call.dtype, call.operation, 0, between, across.size)
             self._segments.append(
                 _Segment(
                     MemoryPlan(room, inside[0], x_part, mine, eager),
-                    MessagePlan(across, slice_, schedule, mine, mine, tag, f"{call.text}, segment {i}"),
+                    MessagePlan(across, slice_, schedule, mine, mine, taken[i * lanes :]),
                     MemoryPlan(room, inside[1], mine, out_part, eager),
                 )
             )

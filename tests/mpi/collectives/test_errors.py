@@ -48,9 +48,10 @@ def sentence(function, error=MismatchError):
 
 def still_works(comm):
     for n in (3, 100_000):
-        x = np.ones(n)
+        x, y = np.ones(n), np.ones(n)
         collectives.allreduce(x, comm)
-        assert WORLD.allreduce(bool((x == P).all()), MPI.LAND)
+        collectives.plan("allreduce", y, comm, algorithm="ring(over=messages)")()
+        assert WORLD.allreduce(bool((x == P).all() and (y == P).all()), MPI.LAND)
 
 
 def warmed(comm, *arrays):

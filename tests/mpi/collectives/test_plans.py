@@ -62,6 +62,49 @@ def test_several_plans_in_flight(comm, algorithm):
     assert everybody(all((x == TOTAL).all() for x in xs))
 
 
+def planned(algorithm):
+    def make(x, comm):
+        plan = collectives.plan("allreduce", x, comm, algorithm=algorithm)
+        return lambda: plan.start() or plan
+
+    return make
+
+
+def begun(algorithm, vectors=False):
+    return lambda x, comm: lambda: plan_module.begin("allreduce", [x] if vectors else x, comm, algorithm=algorithm)
+
+
+RINGS = "multi_ring(rings=2,over=messages)"
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize(
+    "first, second",
+    [
+        (planned(RINGS), planned("ring(over=messages)")),
+        (planned(RINGS), begun("multi_ring(rings=3)", vectors=True)),
+        (begun("ring"), begun("ring")),
+    ],
+)
+def test_messages_in_flight_together_are_kept_apart(comm, first, second):
+    """The other ranks have started both when rank 0 comes to the first, and goes through it alone."""
+    x, y = (np.full(6 * P, RANK + 1.0) for _ in range(2))
+    collectives.allreduce(np.ones(1), comm)  # the first call meets
+    start_first, start_second = first(x, comm), second(y, comm)
+    if RANK:
+        started = [start_first(), start_second()]
+        WORLD.Barrier()
+    else:
+        WORLD.Barrier()
+        started = [start_first()]
+        while not started[0].test():
+            pass
+        started.append(start_second())
+    for plan in started:
+        plan.wait()
+    assert everybody((x == TOTAL).all() and (y == TOTAL).all())
+
+
 @pytest.mark.mpi
 def test_a_blocking_call_waits_its_turn(comm):
     x, y = np.full(100_000, RANK + 1.0), np.full(10, RANK + 1.0)

@@ -1,0 +1,29 @@
+"""The tags of a plan's messages: the same on all ranks, and others than those of plans in flight beside it."""
+
+from __future__ import annotations
+
+import zlib
+
+FIRST_TAG = 16
+TAGS = 8000  # of each sort; MPI promises 32,767 at least
+
+
+class Tags:
+    """The tags of one plan. `first` counts the tags that were dealt before, on all ranks alike.
+
+    None is a one-shot call: nothing of its sort is ever in flight beside it, so what a text of it makes is enough.
+    Ranks whose calls differ then do not take each other's messages, and `collectives.watch` finds out why they wait.
+    """
+
+    def __init__(self, first: int | None = None):
+        self._first = first
+        self.count = 0
+        """How many were taken."""
+
+    def take(self, count: int, text: str) -> list[int]:
+        """All tags of the plan, one for each lane. ValueError where there are not so many."""
+        if count > TAGS:
+            raise ValueError(f"{text} has {count} lanes, and there are tags for {TAGS}: choose fewer rings")
+        self.count = count
+        first, sort = (zlib.crc32(text.encode()), 1) if self._first is None else (self._first, 0)
+        return [FIRST_TAG + sort * TAGS + (first + lane) % TAGS for lane in range(count)]
