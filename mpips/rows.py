@@ -8,8 +8,10 @@ of the members, or asks the servers once for what anybody wants.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import reduce
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,13 +33,13 @@ TAG = 32001  # of a client's messages with rows; those with pieces of keys have 
 
 def elements(key: Key) -> int:
     """Elements of one row."""
-    return max(1, key.size // max(1, key.shape[0])) if key.shape else 1
+    return math.prod(key.shape[1:])
 
 
 def whole(key: Key) -> bool:
-    """Whether every unit of the key is whole rows."""
+    """Whether every unit of the key is whole rows, and has any elements."""
     row = elements(key)
-    return all(part.start % row == 0 and part.stop % row == 0 for part in key.parts)
+    return key.size > 0 and all(part.start % row == 0 and part.stop % row == 0 for part in key.parts)
 
 
 def swap(comm: MPI.Comm, sends: Mapping[int, Array], sources: Sequence[int]) -> Generator[None, None, dict[int, Array]]:
@@ -84,8 +86,8 @@ class Rows:
         """The member of the client that exchanges each of these rows with the servers."""
         if self._layout.options.masters == "one":
             return np.zeros(len(ids), np.int64)
-        starts = [(start, member) for piece in key.pieces for member, start in enumerate(piece.cuts[:-1])]
-        starts.sort()
+        slices = [(member, *cuts) for piece in key.pieces for member, cuts in enumerate(pairwise(piece.cuts))]
+        starts = sorted((start, member) for member, start, stop in slices if stop > start)
         first = np.array([start for start, _ in starts]) // elements(key)
         return np.array([member for _, member in starts])[np.searchsorted(first, ids, side="right") - 1]
 

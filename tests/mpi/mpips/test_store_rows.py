@@ -152,6 +152,50 @@ def test_sorted_rows_of_many_messages_add_up_exactly(servers):
     run("dist_sync", body, servers=servers, shared_memory=False, chunk_bytes=4096, chunks_in_flight=1)
 
 
+@pytest.mark.parametrize("shape", [(2,), (2, 3)])
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_fewer_rows_than_members_and_servers(shared_memory, shape):
+    """Some members own nothing of what a server keeps."""
+    options = {"servers": 2, "masters": "all", "clients": 1, "big_array": 2, "shared_memory": shared_memory}
+    need(2, **options)
+
+    def body(kv):
+        kv.init("e", np.zeros(shape))
+        for step in range(1, 3):
+            rows = np.arange(shape[0])[kv.rank % 2 :]
+            kv.push("e", mpips.RowSparse(rows, np.full((len(rows), *shape[1:]), float(step)), shape))
+            out = np.empty(shape)
+            kv.row_sparse_pull("e", out, row_ids=np.arange(shape[0]))
+            assert (out[0] == step * -(-kv.num_workers // 2)).all(), out
+            assert (out[1:] == step * kv.num_workers).all(), out
+
+    run("mpi_sync", body, **options)
+
+
+@pytest.mark.parametrize("shape", [(3, 0), (0, 4)])
+@pytest.mark.parametrize("kind, options", [
+    ("dist_sync", {"servers": 0}), ("dist_sync", {"servers": 1, "shared_memory": False}),
+    ("dist_async", {"servers": 1}), ("mpi_sync", {"servers": 1, "masters": "all"}),
+    ("mpi_sync", {"servers": 1, "shared_memory": False}),
+])  # fmt: skip
+def test_rows_without_elements(kind, options, shape):
+    need(**options)
+
+    def body(kv):
+        kv.init(["e", "w"], [np.zeros(shape), np.zeros(2)])
+        kv.set_optimizer("add")
+        rows = np.arange(shape[0])
+        for _ in range(2):
+            kv.push("e", mpips.RowSparse(rows, np.zeros(shape), shape))
+            kv.row_sparse_pull("e", np.zeros((2 * len(rows), *shape[1:])), row_ids=np.tile(rows, 2))
+        kv.push("w", np.ones(2))
+        kv.barrier()
+        kv.pull("w", out := np.zeros(2))
+        assert (out == kv.num_workers).all()
+
+    run(kind, body, **options)
+
+
 @pytest.mark.parametrize("options", [{}, {"shared_memory": False}])
 def test_rows_and_dense_pushes_of_a_round_add_up_round_after_round(options):
     need(2, servers=1)
