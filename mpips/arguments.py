@@ -72,8 +72,12 @@ def _host(value: Any, name: Name, what: str) -> Array:
         array = value if type(value) is np.ndarray else arrays.host(value)
     except TypeError:
         raise TypeError(f"{what}: key {name!r} needs an array, not {type(value).__name__}") from None
-    if array.dtype.hasobject:
-        raise TypeError(f"{what}: key {name!r} has elements of dtype {array.dtype}; only numbers can be sent")
+    dtype = array.dtype
+    if not (dtype.kind in "iuf" and dtype.isnative) and dtype.name != "bfloat16":
+        raise TypeError(
+            f"{what}: key {name!r} has elements of dtype {_called(dtype)}; pass float16, bfloat16, "
+            "float32, float64 or integers, in this machine's byte order"
+        )
     return array
 
 
@@ -82,8 +86,12 @@ def fits(array: Any, shape: tuple[int, ...], dtype: np.dtype, name: Name, what: 
     if array.shape != shape or array.dtype != dtype:
         raise ValueError(
             f"{what}: key {name!r} was initialised as {dtype.name}{shape}, "
-            f"but this array is {array.dtype.name}{tuple(array.shape)}"
+            f"but this array is {_called(array.dtype)}{tuple(array.shape)}"
         )
+
+
+def _called(dtype: np.dtype) -> str:
+    return dtype.name if dtype.isnative else dtype.str
 
 
 def total(values: Sequence[Array]) -> Array:

@@ -98,6 +98,9 @@ def test_init_must_be_the_same_everywhere(kind, options):
         said = sentences(kv, lambda: kv.init("w", np.zeros((4, 3), "f8" if wrong else "f4")))
         assert set(said) == {f"init: key 'w' is float32(4, 3) on rank 0 and float64(4, 3) on rank {last}"}
         two = [np.zeros((4, 3), np.float32)] * 2
+        foreign = np.dtype("f4").newbyteorder() if wrong else np.float32
+        said = sentences(kv, lambda: kv.init("w", np.zeros((4, 3), foreign)))
+        assert len(set(said)) == 1 and f"rank {last}: init: key 'w' has elements of dtype" in said[0], said
         said = sentences(kv, lambda: kv.init(["b", "a"] if wrong else ["a", "b"], two))
         assert set(said) == {f"init: rank 0 gives key 'a', rank {last} key 'b' in its place"}
         said = sentences(kv, lambda: kv.init(["a", 1] if wrong else ["a", "b"], two))
@@ -132,6 +135,8 @@ def test_wrong_calls_of_all_ranks(kind, options):
         assert "float32(4, 3)" in failure(lambda: kv.pull("w", np.zeros(3, np.float32)))
         assert "mixed" in failure(lambda: kv.push(["w", 1], [good, good]))
         assert "2 keys need a list of 2" in failure(lambda: kv.pull(["w", "v"], [good]))
+        for dtype in (np.dtype("f4").newbyteorder(), "S5", bool):
+            assert "pass float16" in failure(lambda: kv.init("v", np.zeros(3, dtype)))  # noqa: B023
         assert "unknown optimizer" in failure(lambda: kv.set_optimizer("sdg"))
         assert "unknown capability" in failure(lambda: kv.is_capable("magic"))
         assert goes_on(kv)

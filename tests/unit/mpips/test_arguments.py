@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from mpips import arguments
+from mpips.row_sparse import RowSparse
 
 A = np.zeros((2, 3), np.float32)
 
@@ -42,10 +43,30 @@ def test_arrays_must_be_readable_or_writable_as_they_lie():
         arguments.readable(A.T, "a", "push")
     with pytest.raises(TypeError, match="needs an array, not str"):
         arguments.readable("no", "a", "push")
-    with pytest.raises(TypeError, match="only numbers"):
-        arguments.readable(np.array([None]), "a", "push")
     with pytest.raises(ValueError, match=r"initialised as float64\(2, 3\), but this array is float32\(2, 3\)"):
         arguments.fits(A, (2, 3), np.dtype(float), "a", "push")
+
+
+@pytest.mark.parametrize("dtype, called", [
+    (np.dtype("f4").newbyteorder(), f"'a' has elements of dtype {np.dtype('f4').newbyteorder().str}; pass float16"),
+    (np.dtype("i8").newbyteorder(), "pass float16"), (object, "dtype object"), ("S5", "dtype bytes40"),
+    (bool, "dtype bool"), (complex, "dtype complex128"), ("M8[s]", "dtype datetime64"), ([("x", "f4")], "dtype void32"),
+])  # fmt: skip
+def test_what_servers_cannot_sum_is_told(dtype, called):
+    with pytest.raises(TypeError, match=called):
+        arguments.readable(np.zeros(3, dtype), "a", "push")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int8", "uint64", "bfloat16"])
+def test_numbers_may_be_of_any_size(dtype):
+    dtype = pytest.importorskip("ml_dtypes").bfloat16 if dtype == "bfloat16" else dtype
+    assert arguments.readable(np.zeros(3, dtype), "a", "push").size == 3
+
+
+def test_foreign_byte_order_is_told_from_a_keys_own():
+    rows = RowSparse(np.array([1]), np.zeros((1, 3), np.dtype("f4").newbyteorder()), (2, 3))
+    with pytest.raises(ValueError, match=r"but this array is [<>]f4\(2, 3\)"):
+        arguments.fits(rows, (2, 3), np.dtype("f4"), "a", "push")
 
 
 def test_a_keys_arrays_are_summed():
