@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from picture import draw
+from words import number
 
 HERE = Path(__file__).resolve().parent
 TARGET = 0.95
@@ -137,21 +138,6 @@ def summary(mode: Mode, records: list[dict[str, Any]], options: argparse.Namespa
     }
 
 
-def number(kind: type, least: float) -> Callable[[str], float]:
-    """A number of the command line that is not below `least`."""
-
-    def read(text: str) -> float:
-        try:
-            value: float = kind(text)
-        except ValueError:
-            value = float("nan")
-        if not least <= value < float("inf"):
-            raise argparse.ArgumentTypeError(f"{text!r} is no {'whole ' * (kind is int)}number of at least {least:g}")
-        return value
-
-    return read
-
-
 def read(words: list[str] | None = None) -> argparse.Namespace:
     """The options; what cannot be is refused before anything starts."""
     positive = number(int, 1)
@@ -176,8 +162,20 @@ def read(words: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> int:
-    """Run all modes; 0 where every one reaches the target."""
+    """The exit code: 0 where every mode reaches the target, 130 after Ctrl-C."""
     options = read()
+    try:
+        return run(options)
+    except JobError as error:
+        print(f"demo: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("demo: interrupted; no results are written", file=sys.stderr)
+        return 130
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run all modes; 0 where every one reaches the target."""
     console, board, results = Console(), Board(options), []
     with Live(board, console=console, refresh_per_second=8) if console.is_terminal else nullcontext():
         for mode in MODES:
@@ -202,7 +200,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except JobError as error:
-        sys.exit(f"demo: {error}")
+    sys.exit(main())

@@ -12,6 +12,7 @@ import numpy as np
 import mpips
 from mpips.overlap.model import Hook, lay_out
 from task import digits
+from words import number
 
 Array = np.ndarray
 
@@ -81,7 +82,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Train on handwritten digits with the exchange beside the compute.")
     parser.add_argument("--kind", default="dist_sync")
     parser.add_argument("--overlap", default="auto")
-    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--epochs", type=number(int, 1), default=20)
     parser.add_argument("--profile", default="", help="write the profile of the job here, for mpips plan")
     parser.add_argument("--trace", default="", help="write the last iteration here, as a Chrome trace")
     main(**vars(parser.parse_args()))

@@ -16,6 +16,10 @@ import numpy as np
 import mpips
 from mpips.parallel.mlp import MLP
 from mpips.trainer import INTERVAL, shares
+from words import number
+
+AT_LEAST_ONE = ("epochs", "batch_size", "hidden", "interval")
+DTYPES = ("float32", "float64")
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,11 @@ def settings() -> Settings:
     parser = argparse.ArgumentParser(description="Train a small network on handwritten digits.")
     for field in fields(Settings):
         flag = "--" + field.name.replace("_", "-")
-        parser.add_argument(flag, type=type(field.default), default=field.default)
+        kind, least = type(field.default), 1 if field.name in AT_LEAST_ONE else 0
+        if kind is str:
+            parser.add_argument(flag, choices=DTYPES, default=field.default)
+        else:
+            parser.add_argument(flag, type=number(kind, least), default=field.default)
     return Settings(**vars(parser.parse_args()))
 
 

@@ -9,6 +9,7 @@ import mpips
 from mpips.parallel.mlp import MLP
 from mpips.trainer import Elastic, Epoch
 from task import digits
+from words import number
 
 
 def main(kind: str, elastic: bool, epochs: int) -> float:
@@ -32,5 +33,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Train on handwritten digits through mpips.Trainer.")
     parser.add_argument("--kind", default="mpi_sync")
     parser.add_argument("--elastic", type=int, default=0)
-    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--epochs", type=number(int, 1), default=20)
     main(**vars(parser.parse_args()))

@@ -53,6 +53,19 @@ def test_the_summary_and_the_picture_have_every_mode(tmp_path):
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("raised, code, said", [
+    (KeyboardInterrupt(), 130, "demo: interrupted"), (demo.JobError("a job ended with code 3"), 1, "demo: a job ended"),
+])  # fmt: skip
+def test_ctrl_c_and_a_failed_job_end_the_demo_with_a_sentence(raised, code, said, monkeypatch, tmp_path, capsys):
+    def fails(argv, limit):
+        raise raised
+
+    monkeypatch.setattr(demo, "epochs", fails)
+    monkeypatch.setattr(sys, "argv", ["demo", "--out", str(tmp_path)])
+    assert demo.main() == code
+    assert said in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("words, said", [
     ("--epochs 0", "'0' is no whole number of at least 1"), ("--workers 0", "at least 1"), ("--servers x", "'x' is no"),
     ("--limit nan", "'nan' is no number"), ("--clients 9 --workers 4", "9 clients need as many workers, not 4"),

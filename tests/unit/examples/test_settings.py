@@ -1,0 +1,29 @@
+"""What the examples refuse of the command line."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
+import task
+
+
+@pytest.mark.parametrize("words, said", [
+    ("--epochs -1", "argument --epochs: '-1' is no whole number of at least 1"), ("--batch-size 0", "at least 1"),
+    ("--hidden 1.5", "'1.5' is no whole number"), ("--interval 0", "at least 1"), ("--seed -1", "at least 0"),
+    ("--learning-rate nan", "'nan' is no number"), ("--sample-seconds -1", "at least 0"), ("--dtype int8", "float32"),
+])  # fmt: skip
+def test_numbers_that_cannot_be_are_refused_with_a_sentence(words, said, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["example", *words.split()])
+    with pytest.raises(SystemExit) as end:
+        task.settings()
+    assert end.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_settings_come_from_the_command_line(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["example", "--batch-size", "32", "--alpha", "0.25", "--dtype", "float64"])
+    assert task.settings() == task.Settings(batch_size=32, alpha=0.25, dtype="float64")
