@@ -174,13 +174,20 @@ class Watch:
         self.sequence += 1
         self._mine[self.sequence] = text
         self._open.add(self.sequence)
-        self._mine.pop(self.sequence - HISTORY, None)
-        self._heard.pop(self.sequence - HISTORY, None)
+        self._forget(self.sequence - HISTORY)
         return self.sequence
 
     def end(self, sequence: int) -> None:
         """The operation is over on this rank."""
         self._open.discard(sequence)
+        if sequence <= self.sequence - HISTORY:
+            self._forget(sequence)
+
+    def _forget(self, sequence: int) -> None:
+        if sequence not in self._open:
+            self._mine.pop(sequence, None)
+            self._heard.pop(sequence, None)
+            self._told.discard(sequence)
 
     def agree(self, text: str) -> None:
         """Collective, blocking: MismatchError on every rank unless all bring the same text."""

@@ -32,11 +32,14 @@ class StagedTensor:
         self._x, self._out, self._gives, self._takes = x, out, gives, takes
 
     def run(self) -> Iterator[None]:
-        """The operation, in steps between which there is something to wait for."""
+        """The operation, in steps between which there is something to wait for. The inner plan counts as called."""
+        return self._steps(self._inner.run())
+
+    def _steps(self, inner: Iterator[None]) -> Iterator[None]:
         self._vectors.begin()
         if self._gives:
             yield from until(self._vectors.gather(0, self._x.size, None, self._x))
-        yield from self._inner.run()
+        yield from inner
         if not self._takes:
             return
         operation = self._call.operation

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import time
 
 import numpy as np
 import pytest
@@ -10,8 +11,10 @@ from mpi4py import MPI
 
 import collectives
 from collectives.errors import CollectiveError
+from collectives.session import session
 from collectives.transport import messages
 from collectives.transport.room import Room
+from collectives.watch import HISTORY, SPEAK_SECONDS
 
 WORLD = MPI.COMM_WORLD
 RANK, P = WORLD.rank, WORLD.size
@@ -103,6 +106,53 @@ def test_messages_in_flight_together_are_kept_apart(comm, first, second):
     for plan in started:
         plan.wait()
     assert everybody((x == TOTAL).all() and (y == TOTAL).all())
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_that_run_started_tensors_at_other_times(comm):
+    """A tensor counts as called when it is started, not when its turn comes: all see that they do the same."""
+    xs = [np.full(n, RANK + 1.0) for n in (5, 6, 7)]
+    plans = [collectives.plan("allreduce", [x], comm, algorithm="host_ring") for x in xs[:2]]
+    plans.append(collectives.plan("allreduce", xs[2], comm, algorithm="ring"))
+    for plan in plans if RANK == 0 else plans[:1]:
+        plan.start()
+    while not plans[0].test():
+        pass
+    for plan in plans[1:] if RANK else ():
+        plan.start()
+    watch = session(comm).watch
+    said = WORLD.allgather(watch._mine if watch is not None else None)
+    for plan in plans:
+        plan.wait()
+    assert all(numbered == said[0] for numbered in said), said
+    assert everybody(all((x == TOTAL).all() for x in xs))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_more_plans_under_way_than_names_are_kept(comm):
+    """All are still to come to rank 0 when the others have waited so long that they say what they wait for."""
+    xs = [np.full(2, RANK + 1.0) for _ in range(HISTORY + 2)]
+    plans = [collectives.plan("allreduce", x, comm, algorithm="ring") for x in xs]
+    if RANK == 0:
+        for other in range(1, P):
+            WORLD.Recv(bytearray(1), other)
+    for plan in plans:
+        plan.start()
+    if RANK:
+        until = time.monotonic() + 2 * SPEAK_SECONDS
+
+        def late():
+            while time.monotonic() < until:
+                session(comm).advance()
+                yield
+
+        try:
+            session(comm).drive(late(), "a wait")
+        finally:
+            WORLD.Send(b"1", 0)
+    for plan in plans:
+        plan.wait()
+    assert everybody(all((x == TOTAL).all() for x in xs))
 
 
 @pytest.mark.mpi
