@@ -19,6 +19,7 @@ from collectives.call import Call
 from collectives.operations import mpi_type, scale
 
 MOST_ELEMENTS = 1 << 28
+MOST_BYTES = (1 << 31) - 1  # where elements go as bytes: an int of C counts no further
 TRIALS = 4
 
 
@@ -26,9 +27,14 @@ def why_not(call: Call) -> str | None:
     """The reason why MPI cannot serve the call, or None."""
     if call.operation is not None and mpi_type(call.dtype) is None:
         return f"MPI has no type that it can reduce for {call.dtype.name}: choose another algorithm, or auto"
-    if call.kind in ("reduce_scatter", "allgather", "alltoall") and call.n > MOST_ELEMENTS:
-        return f"native {call.kind} takes at most {MOST_ELEMENTS} elements: choose another algorithm, or auto"
+    if call.kind in ("reduce_scatter", "allgather", "alltoall") and call.n > (most := _most(call)):
+        return f"native {call.kind} takes at most {most} {call.dtype.name}: choose another algorithm, or auto"
     return None
+
+
+def _most(call: Call) -> int:
+    """How many elements one call of MPI takes."""
+    return MOST_ELEMENTS if call.operation is not None else min(MOST_ELEMENTS, MOST_BYTES // call.dtype.itemsize)
 
 
 class Choice:
@@ -94,9 +100,8 @@ class NativePlan:
         return self._out
 
     def _arguments(self) -> list[tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...]]]:
-        return [
-            self._call_of(slice(at, at + MOST_ELEMENTS)) for at in range(0, max(1, self._call.n), MOST_ELEMENTS)
-        ]
+        most = _most(self._call)
+        return [self._call_of(slice(at, at + most)) for at in range(0, max(1, self._call.n), most)]
 
     def _call_of(self, part: slice) -> tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...]]:
         comm, call, in_place = self._comm, self._call, self._in_place

@@ -155,8 +155,12 @@ class Room:
         desk = self.desks[self.rank]
         desk[at : at + 128] = words.view(np.uint8)
         desk[at + 128 : at + 128 + len(text)] = np.frombuffer(text, np.uint8)
-        self._known[self.rank, token] = card
+        self._keep(self.rank, token, card)
         return token
+
+    def _keep(self, rank: int, token: int, card: Card) -> None:
+        self._known[rank, token] = card
+        self._known.pop((rank, token - CARDS), None)
 
     def readable(self, token: int) -> bool:
         """Whether a card that this rank has put is still there (a token of -CARDS never is)."""
@@ -173,8 +177,7 @@ class Room:
             numbers = [int(word) for word in words]
             text = bytes(desk[at + 128 : at + 128 + numbers[3]]).decode(errors="replace")
             known = Card(text, numbers[2], Region(*numbers[4:9]), Region(*numbers[9:14]))
-            self._known[rank, token] = known
-            self._known.pop((rank, token - CARDS), None)
+            self._keep(rank, token, known)
         return known
 
     # Signals

@@ -13,7 +13,7 @@ from mpi4py import MPI
 import collectives
 from collectives.errors import CollectiveError, MismatchError, StallError
 from collectives.session import session
-from collectives.transport.room import Room
+from collectives.transport.room import CARDS, Room
 from tests.mpi.sizes import only_on
 
 WORLD = MPI.COMM_WORLD
@@ -183,6 +183,16 @@ def test_one_plans_while_others_call(comm):
 
     assert "plan of" in sentence(run)
     still_works(comm)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_no_more_cards_are_kept_than_stand_on_the_desks():
+    comm = WORLD.Dup()
+    home = session(comm)
+    for turn in range(2 * CARDS):
+        home.agree(f"turn {turn}")
+    assert WORLD.allreduce(len(home.room._known) <= CARDS * P, MPI.LAND)
+    comm.Free()
 
 
 @pytest.mark.mpi
