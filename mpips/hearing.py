@@ -32,7 +32,7 @@ class Hearing:
         self._tokens = 0
         self._left = False
         self._events: deque[str] = deque(maxlen=EVENTS)
-        self._payloads = Payloads(layout, self.check, self.listen)
+        self._payloads = Payloads(layout, self.check, self.listen, self.withdraw)
         self.warn: Callable[[str], None] = lambda text: None
 
     def add(self, key: Key) -> None:
@@ -89,6 +89,7 @@ class Hearing:
             if frame.round != part.sending:
                 self._payloads.decline(part)
         elif frame.op == Op.FAILED:
+            part.failed = max(part.failed, frame.round)
             text, _, event = text.partition("\0")
             if event in self._events:
                 key.excused = max(key.excused, frame.round)
@@ -147,12 +148,16 @@ class Hearing:
         caller raises by itself."""
         self._excuse(key, key.round, key.pushes, Failure(sentence, event, False))
 
-    def withdraw(self, key: Key, round_: int, parts: Sequence[Part], error: BaseException) -> None:
-        """Contribute nothing to a round of these parts, as `error` is raised here in place of that: the others are told
-        the same, or that this worker has given up."""
+    def withdraw(self, key: Key, round_: int, parts: Sequence[Part], error: BaseException | None = None) -> None:
+        """Contribute nothing to a round of these parts, as it has failed elsewhere or `error` is raised here: the
+        others are told the same, or that this worker has given up."""
         sentence = f"key {key.name!r}: rank {self._layout.rank} has given up its push of round {round_}"
-        heard = key.excuse if isinstance(error, CollectiveError) else None
-        self._excuse(key, round_, parts, heard or Failure(sentence, "", False))
+        heard = key.excuse if error is None or isinstance(error, CollectiveError) else None
+        why = key.failed.get(round_) or heard or Failure(sentence, "", False)
+        if error is None:
+            self._refuse(key, round_, parts, why)
+        else:
+            self._excuse(key, round_, parts, why)
 
     def _excuse(self, key: Key, round_: int, parts: Sequence[Part], why: Failure) -> None:
         """Make a round fail for all others."""

@@ -48,6 +48,8 @@ class Part:
     told: int = 0
     """Between nodes: pushes that the server said it has read."""
     granted: bool = False
+    failed: int = 0
+    """The last round that failed on this unit."""
 
     @property
     def local(self) -> bool:

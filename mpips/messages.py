@@ -27,7 +27,7 @@ class Op(IntEnum):
     PUSH = 1
     """Contribution to a round of a unit; the payload is a region, or messages."""
     REFUSE = 2
-    """The worker cannot contribute to this round; the body is the sentence."""
+    """The worker cannot contribute to this round, or withdraws what it has contributed; the body is the sentence."""
     PULL = 3
     """Wants to read a unit after `round` of its own pushes."""
     RELEASE = 4

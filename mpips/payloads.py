@@ -1,7 +1,8 @@
 """Payloads between a worker and servers of other nodes, on the worker's side: messages out of arrays and into them.
 
 Whatever a server has begun to receive is sent, and whatever it has yet to answer is received, even where the round has
-failed meanwhile: nothing stays pending that a later call could take for its own.
+failed meanwhile: nothing stays pending that a later call could take for its own. What is sent in place of blocks that
+the worker keeps back is empty; where the server still counts on them, the worker withdraws its contribution.
 """
 
 from __future__ import annotations
@@ -27,10 +28,13 @@ Task = Generator[None, None, None]
 
 class Payloads:
     """One worker's messages with payloads. `check(key, since)` hears servers and raises what made a round of the key
-    fail, `listen` only hears."""
+    fail, `listen` only hears; `withdraw(key, round, parts, error)` as in `Hearing`."""
 
-    def __init__(self, layout: Layout, check: Callable[[Key, int], None], listen: Callable[[], None]) -> None:
-        self._layout, self._check, self._listen = layout, check, listen
+    def __init__(
+        self, layout: Layout, check: Callable[[Key, int], None], listen: Callable[[], None],
+        withdraw: Callable[[Key, int, Sequence[Part], BaseException | None], None],
+    ) -> None:  # fmt: skip
+        self._layout, self._check, self._listen, self._withdraw = layout, check, listen, withdraw
         self._discarded: list[tuple[list[Any], Any]] = []
         """Messages that nobody waits for, and their memory."""
         self._windows = [Window() for _ in range(layout.num_servers)]
@@ -69,17 +73,24 @@ class Payloads:
                 part.credits.clear()
                 if len(sends) < blocks:
                     self._check(key, round_) if alone else self._listen()
-                    if 0 < round_ <= key.excused or round_ in key.failed:  # nobody asks for more
-                        self._discard(sends, data)
+                    if 0 < round_ <= key.excused or round_ in key.failed:
+                        self._give_up_sending(key, part, round_, sends, data, None)
                         return
                     yield
-        except BaseException:
-            self._discard(sends, data)
+        except BaseException as error:
+            self._give_up_sending(key, part, round_, sends, data, error)
             raise
         finally:
             part.sending = -1
             self.decline(part)
         yield from self._sent(sends, data)
+
+    def _give_up_sending(
+        self, key: Key, part: Part, round_: int, sends: list[Any], data: Array, error: BaseException | None
+    ) -> None:
+        self._discard(sends, data)
+        if part.failed < round_:  # else the server has no use for it
+            self._withdraw(key, round_, [part], error)
 
     def _unasked(self, server: int) -> int:
         """Bytes that this worker may send to a server unasked: its share of what lies there, but some messages."""

@@ -2,7 +2,8 @@
 
 A worker sends a block when the server has a buffer for it and says so (CREDIT), except for payloads of one block, which
 come right behind their frame: a credit would wait in the server's link behind the answers that fill it. Every credit is
-answered, even where the round has failed meanwhile. What all that may fill at a server says `mpips.buffers`.
+answered, by nothing where the worker has given up meanwhile; then the round has failed, or a REFUSE withdraws the rest.
+What all that may fill at a server says `mpips.buffers`.
 """
 
 from __future__ import annotations
@@ -55,7 +56,10 @@ class Postman:
     """Sends stored units to workers of other nodes and knows when they have gone."""
 
     def __init__(self, comm: MPI.Comm, in_flight: int) -> None:
+        from mpi4py import MPI
+
         self.comm, self.in_flight = comm, in_flight
+        self._status = MPI.Status()
         self._shipping: list[Shipment] = []
         self.buffers = Buffers()
         self._forgotten: list[Block] = []
@@ -63,6 +67,10 @@ class Postman:
     def receive(self, data: NDArray[np.uint8], worker: int, tag: int) -> MPI.Request:
         """Start to receive a block."""
         return self.comm.Irecv(data, worker, tag)
+
+    def came(self, request: MPI.Request) -> int:
+        """How many bytes have come, -1 where the message has not ended."""
+        return self._status.Get_count() if request.Test(self._status) else -1
 
     def forget(self, coming: list[Block]) -> None:
         """Blocks that nobody waits for any more; workers send them all the same, as they were asked to."""
@@ -138,6 +146,7 @@ class Blocks:
         self._coming: deque[Block] = deque()
         """Blocks `_asked - len(_coming)` up to `_asked`."""
         self._asked = 0
+        self._whole = False
         if frame.flags & ALONG:
             data = postman.buffers.take(frame.nbytes, True, sent=True)
             assert data is not None
@@ -147,7 +156,13 @@ class Blocks:
     def ready(self, block: int) -> bool:
         while self._asked < min(self._blocks, block + self._early) and self._ask(self._asked == block):
             self._asked += 1
-        return block < self._asked and self._coming[0].request.Test()
+        return block < self._asked and self._came(self._coming[0])
+
+    def _came(self, block: Block) -> bool:
+        """Whether the block asked for first has come: one that the worker keeps back never does."""
+        if block.request:  # it is null once it has ended
+            self._whole = self._postman.came(block.request) == block.data.size
+        return self._whole
 
     def _ask(self, next_one: bool) -> bool:
         """Ask for one more block; False where there is no room for it."""

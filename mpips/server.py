@@ -142,7 +142,7 @@ class Server:
 
     def _refuse(self, worker: int, frame: Frame) -> Replies:
         sentence = self._lines[worker].body(frame).decode()
-        return self._state.refused(frame.unit, worker, sentence, time.monotonic())
+        return self._state.refused(frame.unit, worker, sentence, frame.round, time.monotonic())
 
     def _pull(self, worker: int, frame: Frame) -> Replies:
         return self._state.pulled(frame.unit, worker, frame.round)

@@ -92,22 +92,25 @@ class ServerState(Sums):
             return self._open_round(unit)
         return None
 
-    def refused(self, number: int, worker: int, sentence: str, clock: float) -> Replies:
-        """A worker has failed locally: the open round fails for all. The worker need not be a contributor."""
+    def refused(self, number: int, worker: int, sentence: str, round_: int, clock: float) -> Replies:
+        """A worker has failed locally: its contribution to the round will not come, or is withdrawn, so the round fails
+        for all. The worker need not be a contributor."""
         unit = self.units[number]
         index = unit.position.get(worker)
-        if self.asynchronous:
-            if index is not None:
-                unit.push(index, sentence)
-                unit.arrivals.append(index)
-                self.ready[number] = unit
-            return []
         if index is None:
-            return [] if unit.poison else self._fail(unit, sentence)
-        if not unit.waits:
-            unit.opened, unit.warned = clock, False
-            self.open[number] = unit
-        unit.push(index, sentence)
+            return [] if unit.poison or self.asynchronous else self._fail(unit, sentence)
+        place = round_ - 1 - (unit.done[index] if self.asynchronous else unit.round)
+        if place < 0:
+            return []  # it has ended
+        if place < len(unit.queues[index]):
+            unit.withdraw(index, place, sentence)
+        else:
+            if self.asynchronous:
+                unit.arrivals.append(index)
+            elif not unit.waits:
+                unit.opened, unit.warned = clock, False
+                self.open[number] = unit
+            unit.push(index, sentence)
         self.ready[number] = unit
         return self._open_round(unit)
 

@@ -104,6 +104,14 @@ class Unit:
             self.missing -= 1
         queue.append(item)
 
+    def withdraw(self, index: int, place: int, sentence: str) -> None:
+        """Replace a contribution in the queue of the contributor at `index`."""
+        queue = self.queues[index]
+        source = queue[place]
+        if not isinstance(source, str):
+            source.drop()
+            queue[place] = sentence
+
     def pop(self) -> None:
         """Take the first contribution of every contributor that has one."""
         self.missing = 0

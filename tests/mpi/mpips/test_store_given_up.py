@@ -7,8 +7,9 @@ import time
 import numpy as np
 import pytest
 
-from collectives.errors import CollectiveError
+from collectives.errors import CollectiveError, StallError
 from tests.mpi.mpips.support import failure, need, run
+from tests.mpi.sizes import only_on
 
 LONG = 30.0  # seconds after which a test says that it hangs
 
@@ -62,3 +63,50 @@ def test_a_push_that_raises_halfway_withdraws_the_rest(servers, abandoned):
         sums(kv)
 
     run("dist_sync", body, servers=servers, big_array=1000, block_bytes=4096, timeout_seconds=20)
+
+
+FAR = {"servers": 1, "shared_memory": False, "chunk_bytes": 4096, "block_bytes": 4096}
+
+
+def test_blocks_that_a_worker_keeps_back_fail_the_round():
+    need(2, **FAR)
+    size = 4000
+
+    def body(kv):
+        kv.init("w", np.zeros(size, np.float32))
+        value = np.ones(size, np.float32)
+        if kv.rank == kv.num_workers - 1:
+            push = kv._session.push_long(kv._keys["w"], value, 0)
+            next(push)
+            push.close()
+        kv.layout.workers.Barrier()
+        if kv.rank < kv.num_workers - 1:
+            said = failure(lambda: kv.pushpull("w", value))
+            assert f"rank {kv.num_workers - 1} has given up its push of round 1" in said
+        sums(kv)
+
+    run("dist_sync", body, **FAR)
+
+
+@only_on(3, 4)
+def test_a_push_that_raises_what_failed_before_fails_its_own_round():
+    """Rank 1 comes to both rounds of rank 0 when the first, for which rank 0 has waited too long, has failed."""
+    need(2, **FAR)
+    size = 4000
+
+    def body(kv):
+        kv.init("w", np.full(size, 7, np.float32))
+        value, out = np.ones(size, np.float32), np.zeros(size, np.float32)
+        if kv.rank == 0:
+            kv.push("w", value)
+            with pytest.raises(StallError):
+                kv.push("w", value)
+        kv.layout.workers.Barrier()
+        if kv.rank:
+            assert "for ranks" in failure(lambda: kv.push("w", value))
+            assert "for ranks" in failure(lambda: kv.pushpull("w", value, out))
+        kv.pull("w", out)
+        assert (out == 7).all()
+        sums(kv)
+
+    run("dist_sync", body, **FAR, timeout_seconds=2)

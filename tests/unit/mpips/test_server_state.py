@@ -32,8 +32,8 @@ class Machine:
         source = value if hasattr(value, "coded") else Elements(np.full(self.unit.stored.size, value, np.float32))
         self.said += self.state.pushed(0, worker, source, 0, clock) or []
 
-    def refuse(self, worker, sentence):
-        self.said += self.state.refused(0, worker, sentence, 0.0)
+    def refuse(self, worker, sentence, round_=None):
+        self.said += self.state.refused(0, worker, sentence, round_ or self.unit.round + 1, 0.0)
 
     def work(self, ahead=False):
         while True:
@@ -181,6 +181,28 @@ def test_a_refusal_after_reading_ahead_drops_the_partial_sum():
     assert machine.work(ahead=True) == [3] * 10
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_contribution_that_is_withdrawn_is_never_read(asynchronous):
+    machine = Machine(workers=2, asynchronous=asynchronous, staleness=0)
+    machine.state.set_optimizer(Add())
+    held = Arriving(np.full(10, 100, "f4"), [0])
+    machine.push(0, 1)
+    machine.push(0, held)
+    machine.refuse(0, "rank 0: no", 2)
+    assert held.dropped
+    held.there[0] = 3
+    machine.refuse(0, "too late", 2)
+    machine.push(1, 10)
+    assert machine.work() == [11] * 10
+    machine.push(1, 20)
+    assert machine.work() == [31 if asynchronous else 11] * 10
+    machine.refuse(0, "it has ended", 1)
+    for worker in range(2):
+        machine.push(worker, 1)
+    assert machine.work() == [33 if asynchronous else 13] * 10
+    assert machine.heard("FAILED") == ([] if asynchronous else [(worker, "rank 0: no") for worker in (1, 0)])
+
+
 def test_an_update_that_raises_fails_the_round():
     machine = Machine(workers=1)
     machine.unit.stored = np.zeros(10, np.int64)
@@ -263,7 +285,7 @@ class Arriving(Elements):
 
     def __init__(self, array, there):
         super().__init__(array)
-        self.steady, self.there, self.taken = None, there, 0
+        self.steady, self.there, self.taken, self.dropped = None, there, 0, False
 
     def ready(self, block):
         return block < self.there[0]
@@ -272,6 +294,9 @@ class Arriving(Elements):
         assert block == self.taken, (block, self.taken)
         self.taken += 1
         return self.array[start:stop]
+
+    def drop(self):
+        self.dropped = True
 
 
 def test_blocks_of_messages_are_taken_once_however_long_they_take():
