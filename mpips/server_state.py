@@ -15,13 +15,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import Any
 
 from numpy.typing import NDArray
 
 from mpips.optimizers import Optimizer
 from mpips.sums import Replies, Sums
-from mpips.unit import Reply, Source, Unit
+from mpips.unit import Reply, Source, Unit, drop
 
 Array = NDArray[Any]
 
@@ -51,6 +52,8 @@ class ServerState(Sums):
     def forget(self, numbers: Iterable[int]) -> None:
         """Units that no worker will use again, though one may still say that it has read."""
         for number in numbers:
+            for queue in self.units[number].queues:
+                drop(queue)
             for units in (self.units, self.ready, self.open):
                 units.pop(number, None)
 
@@ -144,9 +147,11 @@ class ServerState(Sums):
         """Look for waits that have become too long; call now and then while idle."""
         replies: Replies = []
         for unit in list(self.open.values()):
-            waited = clock - unit.opened
-            if unit.poison or not unit.waits:
+            if unit.poison or not unit.waits or not unit.missing:
                 continue
+            if unit.opened is None:
+                unit.opened = clock
+            waited = clock - unit.opened
             if self.timeout_seconds and waited > self.timeout_seconds:
                 replies += self._fail(unit, self._waiting(unit, waited), timed_out=True)
             elif waited > self.stall_seconds and not unit.warned:
@@ -262,8 +267,7 @@ class ServerState(Sums):
             return False, []
         unit.poison = ""
         for queue in unit.queues:
-            if queue and not isinstance(queue[0], str):
-                queue[0].drop()
+            drop(islice(queue, 1))
         return True, self._finish(unit)
 
     def _finish(self, unit: Unit) -> Replies:
@@ -286,6 +290,7 @@ class ServerState(Sums):
             replies += [Reply("CONSUMED", worker, number, round_) for worker in distant]
         if unit.missing < len(unit.queues):
             self.open[number] = unit
+            unit.opened, unit.warned = None, False
             replies += self._open_round(unit)
             if not unit.missing:
                 self.ready[number] = unit
@@ -314,6 +319,8 @@ class ServerState(Sums):
             worked, finished, failure = True, True, f"key {unit.key!r}: the update on the server failed: {error}"
         if not finished:
             return worked, []
+        if failure:
+            drop(islice(unit.queues[index], 1))
         unit.arrivals.remove(index)
         unit.active = -1
         unit.queues[index].popleft()

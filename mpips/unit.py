@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import MutableSequence, Sequence
+from collections.abc import Iterable, MutableSequence, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from numpy.typing import NDArray
@@ -48,6 +48,13 @@ class Source(Protocol):
         ...
 
 
+def drop(contributions: Iterable[Source | str]) -> None:
+    """Let go of contributions that nobody will read."""
+    for source in contributions:
+        if not isinstance(source, str):
+            source.drop()
+
+
 class Reply(NamedTuple):
     """Something a worker must hear. `what` names an `Op`: CONSUMED, GRANT, FAILED or WARNING."""
 
@@ -90,7 +97,7 @@ class Unit:
         self.active = -1  # asynchronous: the contributor whose push is being applied
         self.readers = 0
         self.poison = ""
-        self.opened = 0.0
+        self.opened: float | None = 0.0  # when the open round began to wait; None: since the next look at the clock
         self.warned = False
         self.state: State | None = None
         self.step = 0
@@ -107,9 +114,8 @@ class Unit:
     def withdraw(self, index: int, place: int, sentence: str) -> None:
         """Replace a contribution in the queue of the contributor at `index`."""
         queue = self.queues[index]
-        source = queue[place]
-        if not isinstance(source, str):
-            source.drop()
+        if not isinstance(queue[place], str):
+            drop([queue[place]])
             queue[place] = sentence
 
     def pop(self) -> None:

@@ -203,6 +203,20 @@ def test_a_contribution_that_is_withdrawn_is_never_read(asynchronous):
     assert machine.heard("FAILED") == ([] if asynchronous else [(worker, "rank 0: no") for worker in (1, 0)])
 
 
+@pytest.mark.parametrize("forgotten", [False, True])
+def test_nothing_is_received_for_what_is_given_up(forgotten):
+    machine = Machine(workers=2, asynchronous=not forgotten)
+    sources = [Arriving(np.ones(10, "f4"), [0]) for _ in range(2)]
+    for source in sources:
+        machine.push(0, source)
+    if forgotten:
+        machine.state.forget([0])
+    else:
+        machine.work()  # without an optimizer
+        assert len(machine.heard("FAILED")) == 2
+    assert all(source.dropped for source in sources)
+
+
 def test_an_update_that_raises_fails_the_round():
     machine = Machine(workers=1)
     machine.unit.stored = np.zeros(10, np.int64)
@@ -229,6 +243,32 @@ def test_a_long_wait_warns_once_and_then_fails():
     machine.said += machine.state.tick(13.5)
     assert all(reply.timed_out for reply in machine.said if reply.what == "FAILED")
     assert len(machine.heard("FAILED")) == WORKERS
+
+
+def test_a_round_that_has_begun_to_count_is_not_given_up():
+    machine = Machine(stall_seconds=1, timeout_seconds=3)
+    there = [2]
+    for worker in range(WORKERS):
+        machine.push(worker, Elements(np.ones(10, np.float32), there))
+    assert machine.work() == [3] * 8 + [0] * 2
+    assert machine.state.tick(100.0) == []
+    there[0] = 3
+    assert machine.work() == [3] * 10
+
+
+def test_a_round_waits_from_the_end_of_the_one_before():
+    machine = Machine(workers=2, stall_seconds=1, timeout_seconds=3)
+    machine.push(0, 1, clock=10.0)
+    machine.push(0, 1, clock=10.1)
+    machine.said += machine.state.tick(12.5)
+    machine.push(1, 1, clock=12.9)
+    machine.work()
+    machine.said += machine.state.tick(13.2)
+    assert len(machine.heard("WARNING")) == 1 and not machine.heard("FAILED")
+    machine.said += machine.state.tick(14.5)
+    assert len(machine.heard("WARNING")) == 2 and not machine.heard("FAILED")
+    machine.said += machine.state.tick(16.5)
+    assert len(machine.heard("FAILED")) == 2
 
 
 def test_readers_hold_updates_back():
