@@ -83,7 +83,10 @@ class Hearing:
             if not frame.round:
                 part.granted = True
         elif frame.op == Op.GRANT:
-            part.granted = True
+            if part.given_up:
+                part.given_up -= 1
+            else:
+                part.granted = True
         elif frame.op == Op.CREDIT:
             part.credits.append(frame.aux)
             if frame.round != part.sending:

@@ -48,6 +48,8 @@ class Part:
     told: int = 0
     """Between nodes: pushes that the server said it has read."""
     granted: bool = False
+    given_up: int = 0
+    """Grants still to come that nobody waits for any more."""
     failed: int = 0
     """The last round that failed on this unit."""
 

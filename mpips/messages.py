@@ -31,7 +31,7 @@ class Op(IntEnum):
     PULL = 3
     """Wants to read a unit after `round` of its own pushes."""
     RELEASE = 4
-    """Has read the unit that was granted."""
+    """Has read the unit that was granted, or waits for its grant no more; that comes all the same."""
     SET = 5
     """The first value of a unit; like PUSH."""
     CONTROL = 6

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.errors import CollectiveError
 from mpips.hearing import Hearing, Task
 from mpips.keys import Key, Part
 from mpips.messages import Op
@@ -36,7 +35,7 @@ class Pulls(Hearing):
                         if not part.local:
                             part.line.post(Op.PULL, part.number, key.round)
                 yield
-        except CollectiveError:
+        except BaseException:
             for part in parts if asked else ():
                 if not part.local:
                     self._payloads.swallow(part, self._payloads.blocks(part, flat[part.start : part.stop]))
@@ -109,8 +108,7 @@ class Pulls(Hearing):
                 if waiting or receives:
                     yield
         finally:
-            for part, requests, slices in coming if receives else ():
-                self._payloads.give_up(part, requests, slices)
+            self._give_up(waiting, coming if receives else [])
         self.check(key)
 
     def pull_rows(self, key: Key, row: int, wanted: Sequence[tuple[Part, Array, Array]]) -> Task:
@@ -141,9 +139,17 @@ class Pulls(Hearing):
                 if waiting or receives:
                     yield
         finally:
-            for part, requests, slices in coming if receives else ():
-                self._payloads.give_up(part, requests, slices)
+            granting = [part for part, _, _ in waiting] if self._layout.asynchronous else []
+            self._give_up(granting, coming if receives else [])
         self.check(key)
+
+    def _give_up(self, waiting: Sequence[Part], coming: Sequence[tuple[Part, list[Any], list[Array]]]) -> None:
+        """End what this worker has asked for and waits for no more: units to be granted, and messages."""
+        for part in waiting:
+            part.given_up += not part.granted
+            part.line.post(Op.RELEASE, part.number)
+        for part, requests, slices in coming:
+            self._payloads.give_up(part, requests, slices)
 
     def _take_rows(self, key: Key, row: int, part: Part, numbers: Array, table: Array) -> bool:
         """Copy rows out of a server's memory on this node, if they may be read now."""

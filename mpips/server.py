@@ -152,8 +152,7 @@ class Server:
         return self._state.pulled(frame.unit, worker, frame.round, rows)
 
     def _release(self, worker: int, frame: Frame) -> Replies:
-        self._state.released(frame.unit, worker)
-        return []
+        return self._state.released(frame.unit, worker)
 
     def _set(self, worker: int, frame: Frame) -> Replies:
         self._state.set(frame.unit, worker, self._source(worker, frame, self._state.units[frame.unit]))

@@ -123,21 +123,30 @@ class ServerState(Sums):
         unit.pulls.append((worker, round_, rows))
         return self._grant(unit)
 
-    def released(self, number: int, worker: int) -> None:
-        """A reader has finished."""
+    def released(self, number: int, worker: int) -> Replies:
+        """A reader has finished; one that gives up before it may read gets its answer all the same, but reads not."""
         unit = self.units.get(number)
         if unit is None:
-            return  # forgotten
-        unit.readers -= 1
-        if unit.waits:
-            self.ready[number] = unit
+            return []  # forgotten
+        if worker in unit.readers:
+            unit.readers.remove(worker)
+            if unit.waits:
+                self.ready[number] = unit
+            return []
+        kept = [pull for pull in unit.pulls if pull[0] != worker]
+        replies = [Reply("GRANT", worker, number)] * (len(unit.pulls) - len(kept))
+        unit.pulls = kept
+        return replies
 
     def left(self, worker: int) -> Replies:
         """A worker has closed the store: rounds that wait for it fail, nothing waits for it any more."""
         self.gone.add(worker)
         replies: Replies = []
         for unit in list(self.units.values()):
-            if worker in unit.position and unit.waits:
+            unit.pulls = [pull for pull in unit.pulls if pull[0] != worker]
+            if worker not in self.remote:  # what is on its way to it ends by itself
+                unit.readers = [reader for reader in unit.readers if reader != worker]
+            if unit.waits:
                 replies += self._open_round(unit)
                 self.ready[unit.number] = unit
             replies += self._grant(unit)
@@ -352,7 +361,7 @@ class ServerState(Sums):
         waiting = []
         for worker, round_, rows in unit.pulls:
             if self._may_read(unit, worker, round_):
-                unit.readers += 1
+                unit.readers.append(worker)
                 replies.append(Reply("GRANT", worker, unit.number, round_, rows=rows))
             else:
                 waiting.append((worker, round_, rows))

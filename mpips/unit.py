@@ -95,7 +95,7 @@ class Unit:
         self.total: Array | None = None  # sum of a block so far, kept while the next contributor's is awaited
         self.rows: RowSparse | None = None  # in place of the accumulator as long as all contribute rows
         self.active = -1  # asynchronous: the contributor whose push is being applied
-        self.readers = 0
+        self.readers: list[int] = []  # workers that read now
         self.poison = ""
         self.opened: float | None = 0.0  # when the open round began to wait; None: since the next look at the clock
         self.warned = False

@@ -110,3 +110,36 @@ def test_a_push_that_raises_what_failed_before_fails_its_own_round():
         sums(kv)
 
     run("dist_sync", body, **FAR, timeout_seconds=2)
+
+
+@pytest.mark.parametrize("rows", [False, True])
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_a_pull_that_is_given_up_holds_nobody_back(shared_memory, rows):
+    """Rank 0 is too far ahead to read, gives up, and reads when the others have come."""
+    need(2, servers=1)
+
+    def body(kv):
+        kv.init("w", np.zeros((4, 3), np.float32))
+        kv.set_optimizer("add")
+        value, out = np.full((4, 3), kv.rank + 1, np.float32), np.zeros((4, 3), np.float32)
+        if kv.rank == 0:
+            kv.push("w", value)
+            key = kv._keys["w"]
+            if rows:
+                pull = kv._session.pull_rows(key, 3, [(key.parts[0], np.arange(4), np.zeros((4, 3), np.float32))])
+            else:
+                pull = kv._session.pull(key, np.zeros(12, np.float32), key.parts)
+            next(pull)
+            pull.close()
+        kv.layout.workers.Barrier()
+        if kv.rank:
+            kv.push("w", value)
+        for round_ in (1, 2):
+            kv.pull("w", out)
+            assert (out == round_ * kv.num_workers * (kv.num_workers + 1) / 2).all()
+            kv.barrier()
+            if round_ == 1:
+                kv.push("w", value)
+        kv.barrier()
+
+    run("dist_async", body, servers=1, staleness=0, shared_memory=shared_memory, timeout_seconds=20)

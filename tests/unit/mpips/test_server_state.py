@@ -283,6 +283,50 @@ def test_readers_hold_updates_back():
     assert machine.work() == [2] * 10
 
 
+def abandoned_pull(abandon):
+    """A machine where worker 0 was too far ahead to read, and gave that up."""
+    machine = Machine(workers=2, asynchronous=True, staleness=0)
+    machine.state.set_optimizer(Add())
+    machine.push(0, 1)
+    machine.work()
+    machine.said += machine.state.pulled(0, 0, 1)
+    assert not machine.heard("GRANT")
+    machine.said += abandon(machine.state)
+    return machine
+
+
+@pytest.mark.parametrize("granted_first", [False, True])
+def test_a_pull_that_is_given_up_holds_nobody_back(granted_first):
+    machine = abandoned_pull(lambda state: [] if granted_first else state.released(0, 0))
+    machine.push(1, 10)
+    assert machine.work() == [11] * 10
+    if granted_first:
+        machine.said += machine.state.released(0, 0)
+    assert machine.heard("GRANT") == [(0, "")]  # each question has one answer
+    for worker in range(2):
+        machine.push(worker, 1)
+    assert machine.work() == [13] * 10
+
+
+def test_a_worker_that_leaves_reads_no_more():
+    machine = abandoned_pull(lambda state: state.left(0))
+    machine.push(1, 10)
+    assert machine.work() == [11] * 10
+    machine.push(1, 10)
+    assert machine.work() == [21] * 10
+    assert not machine.heard("GRANT")
+
+
+def test_a_reader_that_leaves_lets_the_others_go_on():
+    machine = Machine(workers=2, asynchronous=True)
+    machine.state.set_optimizer(Add())
+    machine.said += machine.state.pulled(0, 0, 0)
+    machine.push(1, 10)
+    assert machine.work() == [0] * 10
+    machine.said += machine.state.left(0)
+    assert machine.work() == [10] * 10
+
+
 def test_rows_and_compressed_payloads_add_up_with_plain_ones():
     machine = Machine(size=12)
     machine.unit.row_elements = 3
