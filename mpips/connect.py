@@ -44,10 +44,10 @@ def connect(layout: Layout) -> tuple[list[Line], Rings | None]:
         if not both:
             lines.append(MessageLine(layout.world, peer))
         elif own:
-            lines.append(SharedLine(own.reply_ring(peer), own.request_ring(peer)))
+            lines.append(SharedLine(own.reply_ring(peer), own.request_ring(peer), patient=False))
         else:
             theirs = Rings(layout.num_workers, mapped[peer])  # type: ignore[arg-type]
-            lines.append(SharedLine(theirs.request_ring(layout.rank), theirs.reply_ring(layout.rank)))
+            lines.append(SharedLine(theirs.request_ring(layout.rank), theirs.reply_ring(layout.rank), patient=True))
     return lines, own
 
 

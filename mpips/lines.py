@@ -1,11 +1,12 @@
 """A line carries frames, and now and then a body, between one worker and one server, in order, both ways.
 
-Two kinds: rings in shared memory between processes of one node, MPI messages between nodes. Posting never blocks: what
-finds no room waits in a backlog that the next call flushes.
+Two kinds: rings in shared memory between processes of one node, MPI messages between nodes. Where a ring is full, a
+worker waits, as servers always read on. A server must not wait for a worker: it keeps a backlog, which it flushes.
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Protocol
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 NOWHERE = Region(0, 0, 0, 0, 0)
+ROOM_SECONDS = 1e-4  # between two looks whether there is room
 TAG_FRAME, TAG_BODY, TAG_DATA = 1, 2, 16
 
 
@@ -38,6 +40,10 @@ class Line(Protocol):
         self, body: bytes, op: int, unit: int = 0, round_: int = 0, token: int = 0, flags: int = 0
     ) -> None: ...
 
+    def flush(self) -> bool:
+        """Send what found no room before; whether nothing is left of it."""
+        ...
+
     def waiting(self) -> bool:
         """Whether a frame has come."""
         ...
@@ -48,13 +54,14 @@ class Line(Protocol):
 
 
 class SharedLine:
-    """Frames in rings; a body lies in node-shared memory until as many frames have followed as a ring has slots."""
+    """Frames in rings; a body lies in node-shared memory until as many frames have followed as two rings have slots.
+    `patient`: it waits for room."""
 
     local = True
 
-    def __init__(self, outgoing: Ring, incoming: Ring) -> None:
-        self._out, self._in = outgoing, incoming
-        self._backlog: deque[tuple[int, ...]] = deque()
+    def __init__(self, outgoing: Ring, incoming: Ring, patient: bool) -> None:
+        self._out, self._in, self._patient = outgoing, incoming, patient
+        self._backlog: deque[tuple[tuple[int, ...], np.ndarray | None]] = deque()
         self._bodies: deque[np.ndarray] = deque(maxlen=2 * SLOTS)
 
     def post(
@@ -62,27 +69,35 @@ class SharedLine:
         priority: int = 0, aux: int = 0, token: int = 0, flags: int = 0,
     ) -> None:  # fmt: skip
         if self._backlog or not self._out.post(op, flags, coding, priority, unit, aux, round_, *region, token):
-            self._backlog.append((op, flags, coding, priority, unit, aux, round_, *region, token))
-            self.flush()
+            self._late((op, flags, coding, priority, unit, aux, round_, *region, token), None)
 
     def again(self, frame: bytes, round_: int) -> None:
         """Post a packed frame with another round."""
         if self._backlog or not self._out.again(frame, round_):
             fields = Frame._make(FRAME.unpack(frame))
-            self._backlog.append(fields._replace(round=round_))
-            self.flush()
+            self._late(fields._replace(round=round_), None)
 
     def post_body(self, body: bytes, op: int, unit: int = 0, round_: int = 0, token: int = 0, flags: int = 0) -> None:
         memory = arena.empty(max(len(body), 1), np.uint8)
         memory[: len(body)] = np.frombuffer(body, np.uint8)
-        self._bodies.append(memory)
         region = arena.locate(memory[: len(body)])
         assert region is not None
-        self.post(op, unit, round_, region, token=token, flags=flags)
+        self._late((op, flags, 0, 0, unit, 0, round_, *region, token), memory)
 
-    def flush(self) -> None:
-        while self._backlog and self._out.post(*self._backlog[0]):
+    def _late(self, fields: tuple[int, ...], body: np.ndarray | None) -> None:
+        self._backlog.append((fields, body))
+        while not self.flush() and self._patient:
+            time.sleep(ROOM_SECONDS)
+
+    def flush(self) -> bool:
+        while self._backlog:
+            fields, body = self._backlog[0]
+            if not self._out.post(*fields):
+                return False
             self._backlog.popleft()
+            if body is not None:
+                self._bodies.append(body)
+        return True
 
     def waiting(self) -> bool:
         if self._backlog:
@@ -122,6 +137,9 @@ class MessageLine:
     def post_body(self, body: bytes, op: int, unit: int = 0, round_: int = 0, token: int = 0, flags: int = 0) -> None:
         self.post(op, unit, round_, (0, 0, 0, 0, len(body)), token=token, flags=flags)
         self._send(body, TAG_BODY)
+
+    def flush(self) -> bool:
+        return True  # MPI has it
 
     def waiting(self) -> bool:
         return self._comm.Iprobe(self._peer, TAG_FRAME)

@@ -143,3 +143,31 @@ def test_a_pull_that_is_given_up_holds_nobody_back(shared_memory, rows):
         kv.barrier()
 
     run("dist_async", body, servers=1, staleness=0, shared_memory=shared_memory, timeout_seconds=20)
+
+
+def test_more_failures_than_a_ring_holds_are_heard_before_the_answer():
+    """Rank 0 hears nothing while it pushes, then asks the server for something."""
+    need(2, servers=1)
+    names = [f"k{number}" for number in range(300)]
+
+    def body(kv):
+        kv.init(names, [np.zeros(1, np.float32)] * len(names))
+        last, value = kv.num_workers - 1, np.ones(1, np.float32)
+        if kv.rank < last:
+            for name in names:
+                kv.push(name, value)
+        else:
+            values = [value] * (len(names) - 1) + [np.ones(2, np.float32)]
+            assert f"rank {last}" in failure(lambda: kv.push(names, values))
+        end = time.monotonic() + LONG
+        while any(not key.parts[0].words[0] for key in kv._keys.values()) and time.monotonic() < end:
+            time.sleep(1e-3)
+        kv.set_optimizer("add")
+        out = np.zeros(1, np.float32)
+        if kv.rank < last:
+            assert f"rank {last}" in failure(lambda: kv.pull(names[0], out))
+        for name in names:
+            kv.pushpull(name, value, out)
+            assert out[0] == kv.num_workers
+
+    run("dist_sync", body, servers=1, timeout_seconds=20)

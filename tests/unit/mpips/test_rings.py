@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,35 +15,53 @@ from mpips.rings import SLOTS, Rings
 
 def pair(workers=3, worker=1):
     rings = Rings.create(workers)
-    server = SharedLine(rings.reply_ring(worker), rings.request_ring(worker))
-    return rings, SharedLine(rings.request_ring(worker), rings.reply_ring(worker)), server
+    server = SharedLine(rings.reply_ring(worker), rings.request_ring(worker), patient=False)
+    return rings, SharedLine(rings.request_ring(worker), rings.reply_ring(worker), patient=True), server
 
 
 @given(st.lists(st.integers(0, 3 * SLOTS), max_size=6))
-def test_nothing_is_lost_or_reordered(bursts):
+def test_nothing_that_a_server_says_is_lost_or_reordered(bursts):
     _, worker, server = pair()
     sent = received = 0
     for burst in bursts:
         for _ in range(burst):
-            worker.post(1, round_=sent)
+            server.post(1, round_=sent)
             sent += 1
-        while server.waiting():
-            for fields in server.read():
+        while worker.waiting():
+            for fields in worker.read():
                 assert Frame._make(fields).round == received
                 received += 1
-            worker.waiting()  # what found no room follows
+            server.flush()  # what found no room follows
     assert sent == received
 
 
-def test_a_packed_frame_goes_again_with_its_round():
+def test_sentences_that_wait_for_room_keep_their_memory():
+    _, worker, server = pair()
+    said = [f"sentence {number}" for number in range(4 * SLOTS)]
+    for sentence in said:
+        server.post_body(sentence.encode(), 19)
+    assert not server.flush()
+    heard = []
+    while worker.waiting():
+        heard += [worker.body(Frame._make(fields)).decode() for fields in worker.read()]
+        server.flush()
+    assert heard == said and server.flush()
+
+
+def test_a_worker_waits_until_the_server_has_room():
     _, worker, server = pair()
     frame = FRAME.pack(1, 7, 2, -4, 2**31 - 1, 5, 0, 11, 12, 2**63, 14, 15, -6)
-    for round_ in range(2 * SLOTS):  # more than find room
-        worker.again(frame, round_)
     received = []
-    while server.waiting():
-        received += [Frame._make(fields) for fields in server.read()]
-        worker.waiting()
+
+    def read():
+        while len(received) < 2 * SLOTS:
+            received.extend(Frame._make(fields) for fields in server.read())
+
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(read)
+        for round_ in range(2 * SLOTS):  # more than find room
+            worker.again(frame, round_)
+        reading.result()
     assert received == [Frame._make(FRAME.unpack(frame))._replace(round=round_) for round_ in range(2 * SLOTS)]
 
 
