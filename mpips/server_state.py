@@ -16,31 +16,23 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import islice
-from typing import Any
-
-from numpy.typing import NDArray
 
 from mpips.optimizers import Optimizer
-from mpips.sums import Replies, Sums
+from mpips.reads import Reads
+from mpips.sums import Replies
 from mpips.unit import Reply, Source, Unit, drop
 
-Array = NDArray[Any]
 
-
-class ServerState(Sums):
+class ServerState(Reads):
     """All units of one server. `clock` values are seconds of any monotonic clock."""
 
     def __init__(
         self, workers: Sequence[int], asynchronous: bool, staleness: int = -1, stall_seconds: float = 60.0,
         timeout_seconds: float = 0.0, remote: Iterable[int] = (), threads: int = 1,
     ) -> None:  # fmt: skip
-        super().__init__(remote, threads)
+        super().__init__(asynchronous, staleness, remote, threads)
         self.workers = tuple(workers)
-        self.asynchronous, self.staleness = asynchronous, staleness
         self.stall_seconds, self.timeout_seconds = stall_seconds, timeout_seconds
-        self.units: dict[int, Unit] = {}
-        self.gone: set[int] = set()
-        self.ready: dict[int, Unit] = {}  # units with work that can be done, or may be by now
         self.open: dict[int, Unit] = {}  # units with contributions that wait for others
         self.setting: deque[tuple[Unit, Source, int]] = deque()
 
@@ -117,35 +109,12 @@ class ServerState(Sums):
         self.ready[number] = unit
         return self._open_round(unit)
 
-    def pulled(self, number: int, worker: int, round_: int, rows: Array | None = None) -> Replies:
-        """A worker asks to read a unit, or some rows of it, once `round_` of its own pushes count."""
-        unit = self.units[number]
-        unit.pulls.append((worker, round_, rows))
-        return self._grant(unit)
-
-    def released(self, number: int, worker: int) -> Replies:
-        """A reader has finished; one that gives up before it may read gets its answer all the same, but reads not."""
-        unit = self.units.get(number)
-        if unit is None:
-            return []  # forgotten
-        if worker in unit.readers:
-            unit.readers.remove(worker)
-            if unit.waits:
-                self.ready[number] = unit
-            return []
-        kept = [pull for pull in unit.pulls if pull[0] != worker]
-        replies = [Reply("GRANT", worker, number)] * (len(unit.pulls) - len(kept))
-        unit.pulls = kept
-        return replies
-
     def left(self, worker: int) -> Replies:
         """A worker has closed the store: rounds that wait for it fail, nothing waits for it any more."""
         self.gone.add(worker)
         replies: Replies = []
         for unit in list(self.units.values()):
-            unit.pulls = [pull for pull in unit.pulls if pull[0] != worker]
-            if worker not in self.remote:  # what is on its way to it ends by itself
-                unit.readers = [reader for reader in unit.readers if reader != worker]
+            self._read_no_more(unit, worker)
             if unit.waits:
                 replies += self._open_round(unit)
                 self.ready[unit.number] = unit
@@ -341,35 +310,3 @@ class ServerState(Sums):
             replies.append(Reply("FAILED", worker, unit.number, unit.done[index], failure))
         replies += self._consumed(unit, index, unit.done[index])
         return True, replies + self._grant(unit)
-
-    def _too_far(self, unit: Unit, steps: int) -> bool:
-        """Whether a worker after `steps` pushes of the unit is more than `staleness` ahead of the slowest."""
-        if self.staleness < 0:
-            return False
-        slowest = min(
-            (done for worker, done in zip(unit.contributors, unit.done) if worker not in self.gone), default=steps
-        )
-        return steps - slowest > self.staleness
-
-    # ---- reading
-
-    def _grant(self, unit: Unit) -> Replies:
-        """Let those read whose own pushes count by now; nothing is written until they have finished."""
-        if unit.block or not unit.pulls:
-            return []
-        replies: Replies = []
-        waiting = []
-        for worker, round_, rows in unit.pulls:
-            if self._may_read(unit, worker, round_):
-                unit.readers.append(worker)
-                replies.append(Reply("GRANT", worker, unit.number, round_, rows=rows))
-            else:
-                waiting.append((worker, round_, rows))
-        unit.pulls = waiting
-        return replies
-
-    def _may_read(self, unit: Unit, worker: int, round_: int) -> bool:
-        if not self.asynchronous:
-            return unit.round >= round_
-        index = unit.position.get(worker)
-        return (index is None or unit.done[index] >= round_) and not self._too_far(unit, round_)

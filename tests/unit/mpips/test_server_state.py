@@ -12,38 +12,8 @@ from hypothesis import strategies as st
 from mpips import compression
 from mpips.optimizers import SGD, Adam, Add
 from mpips.row_sparse import RowSparse
-from mpips.server_state import ServerState
 from mpips.sources import Compressed, Elements, Rows
-from mpips.unit import Unit
-
-WORKERS = 3
-
-
-class Machine:
-    """A server with one unit "w" of `size` elements, and what it has said."""
-
-    def __init__(self, size=10, block=4, workers=WORKERS, asynchronous=False, **options):
-        self.state = ServerState(range(workers), asynchronous, **options)
-        self.unit = Unit(0, "w", np.zeros(size, np.float32), [0] * (1 + workers), range(workers), block, 1)
-        self.state.create(self.unit)
-        self.said = []
-
-    def push(self, worker, value, clock=0.0):
-        source = value if hasattr(value, "coded") else Elements(np.full(self.unit.stored.size, value, np.float32))
-        self.said += self.state.pushed(0, worker, source, 0, clock) or []
-
-    def refuse(self, worker, sentence, round_=None):
-        self.said += self.state.refused(0, worker, sentence, round_ or self.unit.round + 1, 0.0)
-
-    def work(self, ahead=False):
-        while True:
-            worked, replies = self.state.work(ahead)
-            self.said += replies
-            if not worked:
-                return list(self.unit.stored)
-
-    def heard(self, what):
-        return [(reply.worker, reply.text) for reply in self.said if reply.what == what]
+from tests.unit.mpips.machine import WORKERS, Arriving, Machine
 
 
 def test_a_round_is_complete_when_all_have_pushed():
@@ -181,42 +151,6 @@ def test_a_refusal_after_reading_ahead_drops_the_partial_sum():
     assert machine.work(ahead=True) == [3] * 10
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_contribution_that_is_withdrawn_is_never_read(asynchronous):
-    machine = Machine(workers=2, asynchronous=asynchronous, staleness=0)
-    machine.state.set_optimizer(Add())
-    held = Arriving(np.full(10, 100, "f4"), [0])
-    machine.push(0, 1)
-    machine.push(0, held)
-    machine.refuse(0, "rank 0: no", 2)
-    assert held.dropped
-    held.there[0] = 3
-    machine.refuse(0, "too late", 2)
-    machine.push(1, 10)
-    assert machine.work() == [11] * 10
-    machine.push(1, 20)
-    assert machine.work() == [31 if asynchronous else 11] * 10
-    machine.refuse(0, "it has ended", 1)
-    for worker in range(2):
-        machine.push(worker, 1)
-    assert machine.work() == [33 if asynchronous else 13] * 10
-    assert machine.heard("FAILED") == ([] if asynchronous else [(worker, "rank 0: no") for worker in (1, 0)])
-
-
-@pytest.mark.parametrize("forgotten", [False, True])
-def test_nothing_is_received_for_what_is_given_up(forgotten):
-    machine = Machine(workers=2, asynchronous=not forgotten)
-    sources = [Arriving(np.ones(10, "f4"), [0]) for _ in range(2)]
-    for source in sources:
-        machine.push(0, source)
-    if forgotten:
-        machine.state.forget([0])
-    else:
-        machine.work()  # without an optimizer
-        assert len(machine.heard("FAILED")) == 2
-    assert all(source.dropped for source in sources)
-
-
 def test_an_update_that_raises_fails_the_round():
     machine = Machine(workers=1)
     machine.unit.stored = np.zeros(10, np.int64)
@@ -224,107 +158,6 @@ def test_an_update_that_raises_fails_the_round():
     machine.push(0, Elements(np.ones(10, np.int64)))
     machine.work()
     assert "float weights" in machine.heard("FAILED")[0][1]
-
-
-def test_a_worker_that_left_fails_what_waits_for_it():
-    machine = Machine()
-    machine.push(0, 1)
-    machine.said += machine.state.left(1)
-    assert [worker for worker, text in machine.heard("FAILED") if "rank 1, which has left" in text] == [2, 0]
-
-
-def test_a_long_wait_warns_once_and_then_fails():
-    machine = Machine(stall_seconds=1, timeout_seconds=3)
-    machine.push(0, 1, clock=10)
-    for clock in (10.5, 11.5, 12):
-        machine.said += machine.state.tick(clock)
-    assert [worker for worker, _ in machine.heard("WARNING")] == [0]
-    assert "key 'w'" in machine.heard("WARNING")[0][1] and "ranks [1, 2]" in machine.heard("WARNING")[0][1]
-    machine.said += machine.state.tick(13.5)
-    assert all(reply.timed_out for reply in machine.said if reply.what == "FAILED")
-    assert len(machine.heard("FAILED")) == WORKERS
-
-
-def test_a_round_that_has_begun_to_count_is_not_given_up():
-    machine = Machine(stall_seconds=1, timeout_seconds=3)
-    there = [2]
-    for worker in range(WORKERS):
-        machine.push(worker, Elements(np.ones(10, np.float32), there))
-    assert machine.work() == [3] * 8 + [0] * 2
-    assert machine.state.tick(100.0) == []
-    there[0] = 3
-    assert machine.work() == [3] * 10
-
-
-def test_a_round_waits_from_the_end_of_the_one_before():
-    machine = Machine(workers=2, stall_seconds=1, timeout_seconds=3)
-    machine.push(0, 1, clock=10.0)
-    machine.push(0, 1, clock=10.1)
-    machine.said += machine.state.tick(12.5)
-    machine.push(1, 1, clock=12.9)
-    machine.work()
-    machine.said += machine.state.tick(13.2)
-    assert len(machine.heard("WARNING")) == 1 and not machine.heard("FAILED")
-    machine.said += machine.state.tick(14.5)
-    assert len(machine.heard("WARNING")) == 2 and not machine.heard("FAILED")
-    machine.said += machine.state.tick(16.5)
-    assert len(machine.heard("FAILED")) == 2
-
-
-def test_readers_hold_updates_back():
-    machine = Machine(workers=1)
-    machine.push(0, 1)
-    machine.work()
-    machine.said += machine.state.pulled(0, 0, 1)
-    assert machine.heard("GRANT") == [(0, "")]
-    machine.push(0, 2)
-    assert machine.work() == [1] * 10
-    machine.state.released(0, 0)
-    assert machine.work() == [2] * 10
-
-
-def abandoned_pull(abandon):
-    """A machine where worker 0 was too far ahead to read, and gave that up."""
-    machine = Machine(workers=2, asynchronous=True, staleness=0)
-    machine.state.set_optimizer(Add())
-    machine.push(0, 1)
-    machine.work()
-    machine.said += machine.state.pulled(0, 0, 1)
-    assert not machine.heard("GRANT")
-    machine.said += abandon(machine.state)
-    return machine
-
-
-@pytest.mark.parametrize("granted_first", [False, True])
-def test_a_pull_that_is_given_up_holds_nobody_back(granted_first):
-    machine = abandoned_pull(lambda state: [] if granted_first else state.released(0, 0))
-    machine.push(1, 10)
-    assert machine.work() == [11] * 10
-    if granted_first:
-        machine.said += machine.state.released(0, 0)
-    assert machine.heard("GRANT") == [(0, "")]  # each question has one answer
-    for worker in range(2):
-        machine.push(worker, 1)
-    assert machine.work() == [13] * 10
-
-
-def test_a_worker_that_leaves_reads_no_more():
-    machine = abandoned_pull(lambda state: state.left(0))
-    machine.push(1, 10)
-    assert machine.work() == [11] * 10
-    machine.push(1, 10)
-    assert machine.work() == [21] * 10
-    assert not machine.heard("GRANT")
-
-
-def test_a_reader_that_leaves_lets_the_others_go_on():
-    machine = Machine(workers=2, asynchronous=True)
-    machine.state.set_optimizer(Add())
-    machine.said += machine.state.pulled(0, 0, 0)
-    machine.push(1, 10)
-    assert machine.work() == [0] * 10
-    machine.said += machine.state.left(0)
-    assert machine.work() == [10] * 10
 
 
 def test_rows_and_compressed_payloads_add_up_with_plain_ones():
@@ -338,49 +171,6 @@ def test_rows_and_compressed_payloads_add_up_with_plain_ones():
     machine.push(1, Compressed(compressor.encode(np.full(12, 0.5, np.float32), residual), compressor))
     machine.push(2, 10)
     assert machine.work() == list((rows.to_dense() + 10.5).reshape(-1))
-
-
-def test_asynchronous_pushes_count_at_once_within_the_staleness():
-    machine = Machine(workers=2, asynchronous=True, staleness=1)
-    machine.state.set_optimizer(Add())
-    for _ in range(4):
-        machine.push(0, 1)
-    assert machine.work() == [2] * 10  # worker 1 has done nothing: the third push would be two ahead
-    machine.push(1, 10)
-    assert machine.work() == [13] * 10
-    machine.said += machine.state.left(1)
-    assert machine.work() == [14] * 10
-
-
-def test_a_pull_waits_for_the_workers_own_pushes():
-    machine = Machine(workers=2, asynchronous=True)
-    machine.state.set_optimizer(Add())
-    machine.push(0, 1)
-    machine.said += machine.state.pulled(0, 0, 1)
-    assert not machine.heard("GRANT")
-    machine.work()
-    assert machine.heard("GRANT") == [(0, "")]
-
-
-class Arriving(Elements):
-    """Blocks that come as messages: each is there once, in order, as far as `there` says."""
-
-    local = False
-
-    def __init__(self, array, there):
-        super().__init__(array)
-        self.steady, self.there, self.taken, self.dropped = None, there, 0, False
-
-    def ready(self, block):
-        return block < self.there[0]
-
-    def part(self, block, start, stop):
-        assert block == self.taken, (block, self.taken)
-        self.taken += 1
-        return self.array[start:stop]
-
-    def drop(self):
-        self.dropped = True
 
 
 def test_blocks_of_messages_are_taken_once_however_long_they_take():
