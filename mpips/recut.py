@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from mpips import arguments
 from mpips.arguments import Name
 from mpips.keys import Key
 from mpips.pure import Pure
@@ -24,7 +26,10 @@ def recut(kv: KVStore, keys: Sequence[Name], new: Mapping[Name, int]) -> None:
     """See `KVStore.recut`."""
     kv._settle()
     old, refusal = kv._try(lambda: _old(kv, keys, new))
-    kv._agree("recut", [*((key, "") for key in keys), *((name, str(size)) for name, size in new.items())], refusal)
+    asked = [*((key, "") for key in keys), *((name, str(size)) for name, size in new.items())]
+    rounds = [key.round for key in old or ()]
+    told = kv._agree("recut", asked, refusal, data=msgspec.msgpack.encode(rounds))
+    _none_ahead(kv, old, [msgspec.msgpack.decode(data, type=list[int]) for data in told])
     values = _values(kv, old)
     states: States = {}
     everywhere = isinstance(kv._backend, Pure)
@@ -45,9 +50,9 @@ def recut(kv: KVStore, keys: Sequence[Name], new: Mapping[Name, int]) -> None:
 
 
 def _old(kv: KVStore, keys: Sequence[Name], new: Mapping[Name, int]) -> list[Key]:
-    old = [kv._key(key, "recut") for key in keys]
-    if not old or len({key.dtype for key in old}) > 1:
-        raise ValueError(f"recut: keys {list(keys)} must be at least one, of one dtype")
+    old = [kv._key(key, "recut") for key in arguments.names(list(keys))]
+    if len({key.dtype for key in old}) > 1:
+        raise ValueError(f"recut: keys {list(keys)} must be of one dtype")
     sizes = sum(key.size for key in old), sum(new.values())
     if sizes[0] != sizes[1]:
         raise ValueError(f"recut: keys {list(keys)} have {sizes[0]} elements, {list(new)} would have {sizes[1]}")
@@ -55,6 +60,19 @@ def _old(kv: KVStore, keys: Sequence[Name], new: Mapping[Name, int]) -> list[Key
         if name in kv._keys and name not in keys:
             raise ValueError(f"recut: key {name!r} exists already")
     return old
+
+
+def _none_ahead(kv: KVStore, keys: list[Key], rounds: list[list[int]]) -> None:
+    """ValueError where a worker, whose pushes of the keys are given by rank, is so far ahead of another that servers
+    hold back its pushes, and its pulls."""
+    staleness = kv.layout.options.staleness
+    for key, counts in zip(keys, zip(*rounds)):
+        if kv.layout.asynchronous and 0 <= staleness < max(counts) - min(counts):
+            raise ValueError(
+                f"recut: key {key.name!r} was pushed {max(counts)} times by rank {counts.index(max(counts))} and "
+                f"{min(counts)} times by rank {counts.index(min(counts))}, which staleness={staleness} holds back; "
+                "let all push it as often first"
+            )
 
 
 def _values(kv: KVStore, keys: list[Key]) -> Array:

@@ -128,13 +128,14 @@ class KVStore:
 
         Values, the optimizer's state and what compression kept back go with them; `keys` exist no more, and their
         memory is given back. All workers call. ValueError where the elements differ in number or dtype, a new key
-        exists already, or the optimizer has updated some of `keys` more often than others.
+        exists already, the optimizer has updated some of `keys` more often than others, or `staleness` holds a push of
+        them back.
         """
         recut.recut(self, keys, new)
 
     def forget(self, keys: Sequence[Name]) -> None:
         """Give up `keys` and their memory on workers and servers; all workers call; blocking."""
-        records, refusal = self._try(lambda: [self._key(key, "forget") for key in keys])
+        records, refusal = self._try(lambda: [self._key(key, "forget") for key in arguments.names(list(keys))])
         self._settle()
         self._agree("forget", [(key, "") for key in keys], refusal)
         self._run([], self._backend.forget(records), 0, "forget")

@@ -89,15 +89,42 @@ def test_a_forgotten_key_is_unknown_and_may_come_again(kind: str, options: dict[
     assert all_ranks(ok)
 
 
-def test_what_does_not_fit_is_told() -> None:
-    kv = mpips.create("mpi_sync")
-    kv.init(["a", "b"], [np.zeros(5), np.zeros(5, np.float32)])
-    for keys, new, sentence in ((["a"], {"c": 4}, "5 elements"), (["a", "b"], {"c": 10}, "one dtype"),
-                                (["a"], {"b": 5}, "exists already"), (["x"], {"c": 5}, "not initialised")):
-        with pytest.raises(ValueError, match=sentence):
-            kv.recut(keys, new)
-    kv.recut(["a"], {"a": 2, "c": 3})
-    kv.close()
+@pytest.mark.parametrize("kind, options", STORES)
+def test_what_does_not_fit_is_told(kind: str, options: dict[str, Any]) -> None:
+    kv = worker(kind, options)
+    if kv is not None:
+        kv.init(["a", "b"], [np.zeros(5), np.zeros(5, np.float32)])
+        for keys, new, sentence in ((["a"], {"c": 4}, "5 elements"), (["a", "b"], {"c": 10}, "one dtype"),
+                                    (["a"], {"b": 5}, "exists already"), (["x"], {"c": 5}, "not initialised"),
+                                    (["a", "a"], {"c": 10}, "comes twice"), ([], {"c": 0}, "at least one")):
+            with pytest.raises(ValueError, match=sentence):
+                kv.recut(keys, new)
+        for keys, sentence in ((["a", "x"], "not initialised"), (["a", "a"], "comes twice")):
+            with pytest.raises(ValueError, match=sentence):
+                kv.forget(keys)
+        kv.recut(["a"], {"a": 2, "c": 3})
+        kv.forget(["c", "b"])
+        kv.close()
+
+
+def test_keys_whose_pushes_staleness_holds_back_stay() -> None:
+    options = {"servers": 1, "staleness": 1}
+    if COMM.size < 3:
+        pytest.skip("needs 2 workers beside the server")
+    kv = worker("dist_async", options)
+    if kv is not None:
+        kv.init("b", np.zeros(5))
+        kv.set_optimizer("add")
+        for _ in range(0 if kv.rank else 3):
+            kv.push("b", np.ones(5))
+        with pytest.raises(ValueError, match=r"'b' was pushed 3 times by rank 0 and 0 times by rank 1.*staleness=1"):
+            kv.recut(["b"], {"c": 5})
+        for _ in range(3 if kv.rank else 0):
+            kv.push("b", np.ones(5))
+        kv.recut(["b"], {"c": 5})
+        kv.pull("c", out := np.empty(5))
+        assert (out == 3.0 * kv.num_workers).all()
+        kv.close()
 
 
 @pytest.mark.parametrize("kind, options", STORES)
