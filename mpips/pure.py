@@ -209,8 +209,13 @@ class Pure:
             raise ValueError("load_optimizer_states needs an optimizer; call set_optimizer first")
         for key in keys:
             step, arrays = states[key.name]
+            if not step and not arrays:
+                self._states.pop(key.name, None)
+                continue
             state = self._optimizer.init(self._stored[key.name])
-            for array, saved in zip(state, arrays):
+            if [array.size for array in arrays] != [array.size for array in state]:
+                raise ValueError(f"key {key.name!r}: the saved state does not fit {self._optimizer!r}")
+            for array, saved in zip(state, arrays, strict=True):
                 array[...] = saved
             self._states[key.name] = step, state
         yield from ()

@@ -171,7 +171,7 @@ class Server:
         if frame.coding == Coding.PLAIN and not line.local:
             return Blocks(self._postman, line, worker, unit, frame)
         if not line.local:
-            return Letter(self._postman, line, worker, unit, frame, lambda payload: self._coded(payload, frame, unit))
+            return Letter(self._postman, line, worker, unit, frame, self._reader(frame, unit))
         payload = self._view(frame)
         if frame.coding == Coding.GROWING:
             values = payload[64:].view(unit.stored.dtype)
@@ -179,14 +179,16 @@ class Server:
             return Elements(values, filled, (frame.round - 1) * unit.blocks)  # type: ignore[arg-type]
         if frame.coding == Coding.PLAIN:
             return Elements(payload.view(unit.stored.dtype), reusable=True)
-        return self._coded(payload, frame, unit)
+        return self._reader(frame, unit)(payload)
 
-    def _coded(self, payload: NDArray[np.uint8], frame: Frame, unit: Unit) -> Source:
+    def _reader(self, frame: Frame, unit: Unit) -> Callable[[NDArray[np.uint8]], Source]:
+        """What makes a source of a coded payload, whenever it is read: with the compressor of when it was pushed."""
         if frame.coding == Coding.ROWS:
             shape = (unit.stored.size // max(1, unit.row_elements), unit.row_elements)
-            return Rows(payload, frame.aux, shape, unit.stored.dtype)
-        assert self._compressor is not None
-        return Compressed(payload, self._compressor)
+            return lambda payload: Rows(payload, frame.aux, shape, unit.stored.dtype)
+        compressor = self._compressor
+        assert compressor is not None
+        return lambda payload: Compressed(payload, compressor)
 
     def _view(self, frame: Frame) -> NDArray[np.uint8]:
         """The payload's bytes; the same region is mapped and touched once."""

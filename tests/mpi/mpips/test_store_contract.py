@@ -183,6 +183,65 @@ def test_optimizer_states_survive_in_a_file(tmp_path_factory, servers):
     run("dist_sync", second, servers=servers)
 
 
+@pytest.mark.parametrize("servers", [0, 1])
+def test_the_state_of_another_optimizer_is_refused(tmp_path_factory, servers):
+    need(servers=servers)
+    path = WORLD.bcast(str(tmp_path_factory.mktemp("states") / "states.safetensors"))
+
+    def body(kv):
+        kv.init("w", np.zeros(5))
+        kv.set_optimizer(SGD(1.0, momentum=0.5))
+        kv.push("w", np.ones(5))
+        kv.save_optimizer_states(path)
+        kv.set_optimizer(Adam(0.5))
+        said = kv.layout.workers.allgather(failure(lambda: kv.load_optimizer_states(path)))
+        assert len(set(said)) == 1 and "key 'w': the saved state does not fit Adam" in said[0], said
+        out = np.empty(5)
+        kv.pushpull("w", np.ones(5), out)
+        assert np.allclose(out, -kv.num_workers - 0.5)
+
+    run("dist_sync", body, servers=servers)
+
+
+def test_a_state_of_no_update_yet_comes_back(tmp_path_factory):
+    path = WORLD.bcast(str(tmp_path_factory.mktemp("states") / "states.safetensors"))
+
+    def body(kv):
+        kv.init("w", np.zeros(5))
+        kv.set_optimizer(SGD(1.0, momentum=0.5))
+        kv.save_optimizer_states(path)
+        kv.push("w", np.ones(5))
+        kv.load_optimizer_states(path)
+        out = np.empty(5)
+        kv.pushpull("w", np.ones(5), out)
+        assert (out == -2 * kv.num_workers).all()
+
+    run("dist_sync", body, servers=0)
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_a_push_that_staleness_holds_back_is_read_as_it_was_compressed(shared_memory):
+    options = {"servers": 1, "staleness": 0, "shared_memory": shared_memory}
+    need(2, **options)
+
+    def body(kv):
+        kv.init("w", np.zeros(5))
+        kv.set_optimizer("add")
+        kv.set_gradient_compression({"type": "2bit", "threshold": 0.5})
+        for _ in range(0 if kv.rank else 2):
+            kv.push("w", np.ones(5))
+        kv.set_gradient_compression({"type": "2bit", "threshold": 2})
+        if kv.rank:
+            kv.push("w", np.full(5, 2.0))
+        kv.barrier()
+        if kv.rank:
+            out = np.empty(5)
+            kv.pull("w", out)
+            assert (out == 2 * 0.5 + 2 * (kv.num_workers - 1)).all(), out
+
+    run("dist_async", body, **options)
+
+
 @pytest.mark.parametrize("servers", [0, 1, 2])
 def test_files_that_cannot_be_used_are_named_everywhere(tmp_path_factory, servers):
     need(servers=servers)
