@@ -114,8 +114,11 @@ class Members:
         agreement.compare(f"{what} of {key.name!r}")
         same: bool | None = None
         failure: CollectiveError | None = None
+        while 0 in key.shape and same is None:  # no message of the members holds back what goes to the servers
+            same = agreement.compared()
+            yield
         try:
-            for _ in task:
+            for _ in task if same is not False else ():
                 same = agreement.compared() if same is None else same
                 if same is False:
                     break

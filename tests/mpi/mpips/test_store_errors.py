@@ -163,6 +163,26 @@ def test_workers_of_a_client_with_keys_in_another_order():
     run("mpi_sync", body, **options)
 
 
+@pytest.mark.parametrize("options", [{}, {"masters": "all"}, {"shared_memory": False},
+                                     {"masters": "all", "shared_memory": False}])  # fmt: skip
+def test_workers_of_a_client_with_another_key_than_one_without_elements(options):
+    options = {"servers": 1, "clients": 1, **options}
+    need(2, **options)
+
+    def body(kv):
+        kv.init(["none", "some"], [np.zeros(0), np.zeros(5)])
+        none, some = np.zeros(0), np.zeros(5)
+        for _ in range(2):
+            said = sentences(kv, lambda: kv.push("some", some + 1) if kv.rank % 2 else kv.push("none", none))
+            assert len(set(said)) == 1 and "rank 0: push of key 'none'" in said[0], said
+            for _ in range(3):
+                kv.pushpull("none", none)
+                kv.pushpull("some", np.ones(5), some)
+                assert (some == kv.num_workers).all()
+
+    run("mpi_sync", body, **options)
+
+
 def test_keys_in_another_order_where_workers_are_independent():
     need(2, servers=1)
 
