@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NoReturn
 
 import numpy as np
@@ -63,14 +64,22 @@ class Plan:
     then beside compute, then `wait()`. Arrays must stay unchanged between start and wait. All ranks start their plans
     in the same order."""
 
-    def __init__(self, home: Session, call: Call, runner: Runner, in_place: bool):
-        self._home, self._call, self._runner, self._in_place = home, call, runner, in_place
+    def __init__(self, home: Session, call: Call, make: Callable[[], Runner], in_place: bool):
+        """`make` compiles the call for the session as it is; local."""
+        self._home, self._call, self._make, self._in_place = home, call, make, in_place
         self._arrays: tuple[Any, Any] | None = None
         self._result: Any = None
-        self._run = runner.run
         self._exclusive = True
-        self._quick: Callable[[], Iterator[None] | None] = getattr(runner, "quick", runner.run)
         self._operation: Operation | None = None
+        self._runner: Runner
+        self._run: Callable[[], Iterator[None]]
+        self._quick: Callable[[], Iterator[None] | None]
+        self._compile()
+        home.made.add(self)
+
+    def _compile(self) -> None:
+        runner = self._runner = self._make()
+        self._run, self._quick = runner.run, getattr(runner, "quick", runner.run)
 
     def __call__(self) -> Any:
         """Run to the end. Blocking."""
@@ -136,11 +145,21 @@ class Plan:
 
     def free(self) -> None:
         """Give back what the plan holds of MPI. Local; the plan cannot run any more."""
+        self.release()
+        self._home.made.discard(self)
+        self._arrays = self._result = None
+        self._run = self._quick = self._gone
+
+    def release(self) -> None:
+        """Give back what the plan holds of MPI; it is compiled anew when it runs again. Local."""
         release = getattr(self._runner, "free", None)
         if release is not None:
             release()
-        self._arrays = self._result = None
-        self._run = self._quick = self._gone
+        self._run = self._quick = self._anew
+
+    def _anew(self) -> Iterator[None]:
+        self._compile()
+        return self._run()
 
     def _gone(self) -> NoReturn:
         self._home.refuse(f"rank {self._home.rank}: {self._call.text} has been freed: make a new plan")
@@ -198,8 +217,7 @@ def _compile(
     writes_x = in_place and not (kind == "broadcast" and home.rank == root)
     x_flat = arrays.flat(source, "x", writes_x)
     out_flat = x_flat if in_place else arrays.flat(target, "out", True)
-    runner = make_runner(home, call, x_flat, out_flat, tags)
-    return Plan(home, call, runner, in_place)
+    return Plan(home, call, partial(make_runner, home, call, x_flat, out_flat, tags), in_place)
 
 
 def _call(

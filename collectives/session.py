@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cache
 from typing import Any, NoReturn
+from weakref import WeakSet
 
 import numpy as np
 from mpi4py import MPI
@@ -102,6 +103,8 @@ class Session:
         self.table = table.shared(self.comm)
         self.plans: dict[Any, Any] = {}
         self.by_address: dict[Any, Any] = {}
+        self.made: WeakSet[Any] = WeakSet()
+        """Plans that hold something of MPI, kept here or by the user."""
         self.active: list[Operation] = []
         self._choices: dict[str, Choice] = {}
         self.broken = ""
@@ -135,8 +138,7 @@ class Session:
         self._give_up(MismatchError(FREED))
         if MPI.Is_finalized():
             return
-        self.plans.clear()
-        self.by_address.clear()
+        self._let_go()
         if self.watch is not None:
             self.watch.free()
         self.room.close()
@@ -187,14 +189,24 @@ class Session:
         room.cards(room.tokens_now())
 
     def _renew(self) -> None:
-        """Messages of the failed operation may still be on their way: leave them behind on the old communicator."""
+        """Messages of the failed operation may still be on their way: leave them behind on the old communicator. Ranks
+        that had entered it on their node and others that had not go on as one."""
         assert self.watch is not None
         self.comm = self.watch.comm.Dup()
         self.across = self._across()
         self._choices.clear()
+        counts = np.array([self.room.operation, self.room.phase], np.int64)
+        self.node.Allreduce(MPI.IN_PLACE, counts, MPI.MAX)
+        self.room.skip_to(*counts.tolist())
+        self._let_go()
+        self._give_up(CollectiveError("given up, as another collective failed"))
+
+    def _let_go(self) -> None:
+        """Plans give back what they hold of the communicators."""
+        for plan in list(self.made):
+            plan.release()
         self.plans.clear()
         self.by_address.clear()
-        self._give_up(CollectiveError("given up, as another collective failed"))
 
     def _give_up(self, error: CollectiveError) -> None:
         for operation in self.active:

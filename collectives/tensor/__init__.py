@@ -15,6 +15,7 @@ first one is what the worker gives; all get the result.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from collectives.tensor.vectors import HostVectors, Vectors
 from collectives.transport.tags import Tags
 
 if TYPE_CHECKING:
+    from collectives.guard import Runner
     from collectives.plan import Plan
     from collectives.session import Session
 
@@ -51,24 +53,28 @@ class TensorCall(Call):
 def compile_plan(home: Session, kind: str, x: Any, op: str, algorithm: str, out: Any, root: int, tags: Tags) -> Plan:
     """A plan for the vectors `x` (or one device array), into `out` (None: in place). Local; ValueError or TypeError
     with the reason where the arguments are bad."""
-    from collectives.plan import Guarded, Plan, Runner, build_schedule
+    from collectives.plan import Plan
 
     sources = _listed(x)
     targets = sources if out is None else _listed(out)
     call = _call(home, kind, sources, targets, op, algorithm, out is None, root)
     vectors = _vectors(sources, targets, call.operation, out is None)
-    runner: Runner
+    return Plan(home, call, partial(_runner, home, call, vectors, out is None, tags), out is None)
+
+
+def _runner(home: Session, call: TensorCall, vectors: Vectors, in_place: bool, tags: Tags) -> Runner:
+    from collectives.guard import Guarded
+    from collectives.plan import build_schedule
+
     if call.kind != "allreduce" or call.algorithm in ("shared_memory", "native", "host_ring"):
-        runner = _staged(home, call, vectors, out is None, tags)
+        return _staged(home, call, vectors, in_place, tags)
+    if call.algorithm == "reg":
+        inner: Runner = RegularTensor(home.comm, call, vectors)
+    elif call.algorithm == "vector_ring":
+        inner = VectorRing(home.comm, call, vectors, tags)
     else:
-        if call.algorithm == "reg":
-            inner: Runner = RegularTensor(home.comm, call, vectors)
-        elif call.algorithm == "vector_ring":
-            inner = VectorRing(home.comm, call, vectors, tags)
-        else:
-            inner = ScheduledTensor(home.comm, call, build_schedule(home, call), vectors, tags)
-        runner = Guarded(home, call, inner)
-    return Plan(home, call, runner, out is None)
+        inner = ScheduledTensor(home.comm, call, build_schedule(home, call), vectors, tags)
+    return Guarded(home, call, inner)
 
 
 def _listed(x: Any) -> list[Any]:

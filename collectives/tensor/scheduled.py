@@ -24,7 +24,7 @@ from collectives.call import Call
 from collectives.operations import scale
 from collectives.schedule import NOBODY, Interval, RankStep, Schedule
 from collectives.tensor.vectors import Ticket, Vectors, until
-from collectives.transport.messages import pieces
+from collectives.transport.messages import pieces, release
 from collectives.transport.tags import Tags
 
 
@@ -82,8 +82,7 @@ class ScheduledTensor:
         """Give the requests back to MPI."""
         for steps in self._lanes:
             for step in steps:
-                for request in step.requests:
-                    request.Free()
+                release(step.requests)
         self._lanes = []
 
     def _run_lane(self, steps: list[_Step], spreads: list[Ticket]) -> Iterator[Any]:

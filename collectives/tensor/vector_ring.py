@@ -20,7 +20,7 @@ from collectives.call import Call
 from collectives.operations import scale
 from collectives.schedule import cut
 from collectives.tensor.vectors import Ticket, Vectors, until
-from collectives.transport.messages import pieces
+from collectives.transport.messages import pieces, release
 from collectives.transport.tags import Tags
 
 
@@ -63,8 +63,7 @@ class VectorRing:
     def free(self) -> None:
         """Give the requests back to MPI."""
         for step in self._steps:
-            for request in step.requests:
-                request.Free()
+            release(step.requests)
         self._steps = []
 
     def _average(self) -> Iterator[None]:

@@ -23,6 +23,8 @@ from collectives.schedule import NOBODY, RankStep, Schedule, extent, in_rank_ord
 from collectives.transport.workspace import Workspace
 
 MESSAGE_BYTES = 4 << 20
+_LEFT: list[MPI.Prequest] = []
+"""What was under way when an error ended its operation. A request holds its memory."""
 
 
 class _Landing(NamedTuple):
@@ -84,8 +86,7 @@ class MessagePlan:
         """Give the requests back to MPI."""
         for steps in self._lanes:
             for step in steps:
-                for request in step.requests:
-                    request.Free()
+                release(step.requests)
         self._lanes, self._queue = [], []
 
     def _run_lane(self, steps: list[_Step]) -> Iterator[Any]:
@@ -137,6 +138,15 @@ class MessagePlan:
         for terms in sums.values():
             landings += [_Landing(terms[to], terms[of], True) for to, of in in_rank_order(comm.rank, terms)]
         return _Step(requests, landings)
+
+
+def release(requests: Sequence[MPI.Prequest]) -> None:
+    """Give the requests back to MPI, but for those under way, whose memory MPI may still write to."""
+    for request in requests:
+        if request.Test():
+            request.Free()
+        else:
+            _LEFT.append(request)
 
 
 def pieces(vector: Vector) -> list[list[Any]]:

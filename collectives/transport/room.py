@@ -189,6 +189,11 @@ class Room:
             self.fence()
         self._mine[operation & 1] = operation << 32 | token
 
+    def skip_to(self, operation: int, phase: int) -> None:
+        """Go on, as all ranks must, after this operation and this phase, wherever this rank is."""
+        self.operation, self.phase = operation, phase
+        self._mine[8] = phase
+
     def meet(self, tokens: Sequence[int] | None) -> Iterator[None]:
         """Until all have entered this operation; returns at the first unexpected token (see `tokens_now`)."""
         base, parity = self.operation << 32, self.operation & 1

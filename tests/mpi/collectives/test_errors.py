@@ -195,6 +195,27 @@ def test_no_more_cards_are_kept_than_stand_on_the_desks():
     comm.Free()
 
 
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("algorithm", ["auto", "native", "ring", "multi_ring(rings=2)"])
+@pytest.mark.parametrize("vectors", [False, True])
+def test_plans_go_on_after_ranks_have_differed(comm, algorithm, vectors):
+    """Rank 0 is in the plan, with messages under way and others started, when it hears that the rest is not."""
+    x, y, z = np.empty(6 * P), np.ones(5), np.ones(7)
+    plan = collectives.plan("allreduce", [x] if vectors else x, comm, algorithm=algorithm)
+    other = collectives.plan("allreduce", z, comm, algorithm=algorithm)
+    plan()
+    said = sentence(lambda: plan() if RANK == 0 else collectives.allreduce(y, comm))
+    assert "allreduce of 5" in said
+    for _ in range(3):
+        x[:] = RANK + 1
+        z[:] = 1
+        other.start()
+        plan()
+        other.wait()
+        assert WORLD.allreduce(bool((x == P * (P + 1) // 2).all() and (z == P).all()), MPI.LAND)
+    still_works(comm)
+
+
 @pytest.mark.mpi
 def test_freed_communicator():
     comm = WORLD.Dup()

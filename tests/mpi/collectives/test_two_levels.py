@@ -79,6 +79,19 @@ def test_all_ranks_get_the_same_bits(comm):
     assert (everybody.view(np.int32) == x.view(np.int32)).all()
 
 
+@EVEN
+def test_nodes_of_which_one_rank_called_another_collective_go_on(comm):
+    """It has entered an operation in the memory of its node that its neighbour knows nothing of."""
+    x, beside = vector(1000, np.float32, False, comm.rank), np.ones(7)
+    plan = collectives.plan("allreduce", x, comm, algorithm="hierarchical")
+    with pytest.raises(MismatchError, match="hierarchical"):
+        _ = plan() if comm.rank == 0 else collectives.allreduce(beside, comm, algorithm="ring")
+    for _ in range(3):
+        x[:] = comm.rank
+        plan()
+        assert (x == comm.size * (comm.size - 1) / 2).all()
+
+
 @pytest.mark.skipif(MPI.COMM_WORLD.size != 3, reason="needs 3 ranks")
 @pytest.mark.parametrize("algorithm", ["hierarchical", "hierarchical(over=messages)"])
 def test_nodes_of_unlike_size_are_refused_on_all_ranks(comm, algorithm):
