@@ -55,7 +55,7 @@ class Line(Protocol):
 
 class SharedLine:
     """Frames in rings; a body lies in node-shared memory until as many frames have followed as two rings have slots.
-    `patient`: it waits for room."""
+    `patient`: it waits for room, and reads all that the other end keeps for want of room."""
 
     local = True
 
@@ -90,13 +90,16 @@ class SharedLine:
             time.sleep(ROOM_SECONDS)
 
     def flush(self) -> bool:
+        post = self._out.post if self._patient else self._out.post_kept
         while self._backlog:
             fields, body = self._backlog[0]
-            if not self._out.post(*fields):
+            if not post(*fields):
                 return False
             self._backlog.popleft()
             if body is not None:
                 self._bodies.append(body)
+            if not self._backlog and not self._patient:
+                self._out.none_kept()
         return True
 
     def waiting(self) -> bool:

@@ -3,12 +3,13 @@
 A ring has one writer and one reader. The writer fills a slot, then raises its tail; the reader reads up to the tail,
 then raises its head. That order is kept by processors with total store order (x86), which is asked for in `usable`;
 elsewhere frames travel as messages. A server's tails lie side by side, so that one comparison tells whether any worker
-has written.
+has written. A tail plus MORE tells the reader that the writer keeps frames for which there is no room yet.
 """
 
 from __future__ import annotations
 
 import platform
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -18,6 +19,8 @@ from collectives import arena
 from mpips.messages import FRAME, FRAME_BYTES, ROUND, ROUND_AT
 
 SLOTS = 256
+MORE = 1 << 62
+MORE_SECONDS = 1e-4  # between two looks at what a server has kept
 WORDS = 4  # of a worker: request tail, request head, reply tail, reply head
 
 
@@ -86,6 +89,18 @@ class Ring:
         self._tail = self._words[self._tail_word] = tail + 1
         return True
 
+    def post_kept(self, *fields: int) -> bool:
+        """`post` where more is kept, until `none_kept`."""
+        posted = self._tail - self._words[self._head_word] < SLOTS
+        if posted:
+            FRAME.pack_into(self._slots, self._base + (self._tail % SLOTS) * FRAME_BYTES, *fields)
+            self._tail += 1
+        self._words[self._tail_word] = self._tail + MORE
+        return posted
+
+    def none_kept(self) -> None:
+        self._words[self._tail_word] = self._tail
+
     def again(self, frame: bytes, round_: int) -> bool:
         """Write a packed frame with another round; False where the ring is full."""
         tail = self._tail
@@ -101,10 +116,15 @@ class Ring:
         return self._words[self._tail_word] != self._head
 
     def read(self) -> Iterator[tuple[int, ...]]:
-        """The frames that are there, unpacked, in order."""
-        tail = self._words[self._tail_word]
-        while self._head < tail:
-            fields = FRAME.unpack_from(self._slots, self._base + (self._head % SLOTS) * FRAME_BYTES)
-            self._head += 1
-            self._words[self._head_word] = self._head
-            yield fields
+        """The frames that are there, or kept for want of room; unpacked, in order."""
+        tail = MORE
+        while tail >= MORE:
+            tail = self._words[self._tail_word]
+            stop = tail % MORE
+            if self._head == stop and tail != stop:
+                time.sleep(MORE_SECONDS)
+            while self._head < stop:
+                fields = FRAME.unpack_from(self._slots, self._base + (self._head % SLOTS) * FRAME_BYTES)
+                self._head += 1
+                self._words[self._head_word] = self._head
+                yield fields
