@@ -5,6 +5,7 @@ Every rank has a *desk* in node-shared memory (`collectives.arena`): it writes i
             it came with;
   progress  one word: how many phases the rank has finished, over all operations;
   marks     one word for each lane of a schedule: how far the rank is in it;
+  left      one byte for each rank of the node: that it reads this desk no more;
   cards     what a token stands for: a digest and a text of the call, and where the rank's arrays are;
   slots     two buffers, used in turn, for the vectors of small calls;
   stages    buffers through which ordinary arrays pass, block by block.
@@ -47,9 +48,11 @@ STAGE_BYTES = 1 << 20
 BLOCK_BYTES = 256 << 10
 LANES = 256
 _MARKS_WORD = 16
+_LEFT_AT = (_MARKS_WORD + LANES) * 8
 _CARDS_AT = 4096
 _SLOTS_AT = _CARDS_AT + CARDS * CARD_BYTES
 _STAGES_AT = _SLOTS_AT + 2 * SLOT_BYTES
+DESK_BYTES = _STAGES_AT + 2 * STAGE_BYTES + 3 * BLOCK_BYTES
 SPINS_ALONE, SPINS_SHARED = 64, 1  # looks before giving way: ranks have cores of their own, or share them
 MOST_SPINS = 256
 NOWHERE = Region(0, 0, 0, 0, 0)
@@ -88,12 +91,14 @@ class Room:
         self.phase = 0
         self.waiting: int | None = None
         """The lane in which this rank waits for another's mark."""
-        self.block_bytes = min(BLOCK_BYTES, STAGE_BYTES // self.size // 4096 * 4096)
+        grain = 4096 if self.size <= STAGE_BYTES // 4096 else arena.ALIGNMENT
+        self.block_bytes = min(BLOCK_BYTES, STAGE_BYTES // self.size // grain * grain)
 
     @classmethod
     def open(cls, node: MPI.Comm, names: Sequence[int], fenced: bool = not ORDERED_STORES) -> Room | None:
         """Collective over `node`: one desk each. None, on every rank, when some rank cannot map another's desk."""
-        desk = arena.empty(_STAGES_AT + 2 * STAGE_BYTES + 3 * BLOCK_BYTES, np.uint8)
+        _clear()
+        desk = arena.empty(DESK_BYTES, np.uint8)
         desk[:_SLOTS_AT] = 0
         where = arena.locate(desk)
         regions = np.empty((node.size, len(NOWHERE)), np.int64)
@@ -115,7 +120,13 @@ class Room:
         return cls(node, names, desks, fence)
 
     def close(self) -> None:
-        """Collective where a fence window exists."""
+        """Collective where a fence window exists. The desk stays until all others have closed: they may still read."""
+        if self.fence is not None:
+            self.fence()
+        for desk in self.desks:
+            desk[_LEFT_AT + self.rank] = 1
+        _closed.append(self)
+        _clear()
         if self._window is not None:
             self._window.Unlock_all()
             self._window.Free()
@@ -300,3 +311,12 @@ class Room:
             return False
         self._mine[self.operation & 1] = self.operation << 32 | self.publish(Card(sentence, refused=WITHDRAWN))
         return True
+
+
+_closed: list[Room] = []
+"""Whose desks others may still read."""
+
+
+def _clear() -> None:
+    """Forget closed rooms that all ranks have left."""
+    _closed[:] = [room for room in _closed if not room.desks[room.rank][_LEFT_AT : _LEFT_AT + room.size].all()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import time
 import warnings
@@ -13,6 +14,7 @@ from mpi4py import MPI
 import collectives
 from collectives.errors import CollectiveError, MismatchError, StallError
 from collectives.session import session
+from collectives.transport import room
 from collectives.transport.room import CARDS, Room
 from tests.mpi.sizes import only_on
 
@@ -183,6 +185,37 @@ def test_one_plans_while_others_call(comm):
 
     assert "plan of" in sentence(run)
     still_works(comm)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_communicator_freed_while_another_rank_still_reads():
+    """What stands on the desk of the rank that has left must stay until all have read it."""
+    comm = WORLD.Dup()
+    x = np.empty(1000)
+    collectives.allreduce(x, comm)
+    x[:] = RANK + 1
+    if RANK == 1:
+        until = time.monotonic() + 5  # should freeing ever wait for the others
+
+        def wait():
+            while not WORLD.Iprobe(0, TAG) and time.monotonic() < until:
+                time.sleep(0.01)
+
+        (plan,) = session(comm).by_address.values()
+        plan._runner._takes = [((wait, ()), *steps) for steps in plan._runner._takes]
+    collectives.allreduce(x, comm)
+    comm.Free()
+    kept = []
+    if RANK == 0:
+        collectives.allreduce(np.ones(3), MPI.COMM_SELF)  # of the session nothing is kept
+        gc.collect()
+        for _ in range(4):
+            kept.append(collectives.empty(room.DESK_BYTES, np.uint8))
+            kept[-1][:] = 255
+        WORLD.Send(b"1", 1, TAG)
+    elif RANK == 1:
+        WORLD.Recv(bytearray(1), 0, TAG)
+    assert WORLD.allreduce(bool((x == P * (P + 1) // 2).all()), MPI.LAND)
 
 
 @pytest.mark.mpi(min_size=2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import cache
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from collectives import catalog
 from collectives.errors import CollectiveError, MismatchError
 from collectives.schedule import KINDS, cut
 from collectives.session import session
+from collectives.transport import room
 
 COMM = MPI.COMM_WORLD
 RANK, P = COMM.rank, COMM.size
@@ -115,6 +117,15 @@ def test_more_lanes_than_marks_are_refused_with_the_way_out():
         collectives.allreduce(x, COMM, algorithm="multi_ring(rings=300)")
     collectives.allreduce(x, COMM, algorithm="multi_ring(rings=300,over=messages)")
     assert everybody((x == P).all())
+
+
+@pytest.mark.parametrize("size", [1, 3, 256, 257, 1000])
+def test_all_ranks_of_a_large_node_have_a_stage_for_each(size):
+    desk = np.zeros(room.DESK_BYTES, np.uint8)
+    there = room.Room(SimpleNamespace(rank=0, size=size), range(size), [desk] * size, None)
+    last = there.stage_in(0, 1, size - 1)
+    assert there.block_bytes == last.size > 0
+    assert last.size % 64 == 0
 
 
 @pytest.mark.mpi(min_size=2)
