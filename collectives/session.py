@@ -226,10 +226,12 @@ class Session:
 
     def drive(self, steps: Iterator[None], what: str) -> None:
         try:
-            drive(steps, lambda: self.patience(what))
-        except StallError as error:
-            self._stalled(error)
-            raise
+            while True:
+                try:
+                    return drive(steps, lambda: self.patience(what))
+                except StallError as error:
+                    if self._stalled(error):
+                        raise
         except Agreed:
             self._renew()
             raise
@@ -246,10 +248,12 @@ class Session:
             self._renew()
             raise
 
-    def _stalled(self, error: StallError) -> None:
-        if self.watch is None and self.room.withdraw(str(error)):
-            return
+    def _stalled(self, error: StallError) -> bool:
+        """Whether the operation has failed; not so if those have come meanwhile for whom this rank waited."""
+        if self.watch is None and not self.room.complete():
+            return self.room.withdraw(str(error))
         self.broken = str(error)
+        return True
 
     def check_usable(self) -> None:
         if not self.open:

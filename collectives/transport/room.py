@@ -304,12 +304,18 @@ class Room:
             late = [rank for rank, mark in enumerate(marks) if mark == min(marks) and rank != self.rank]
         return [self.names[rank] for rank in late]
 
+    def complete(self) -> bool:
+        """Whether all have entered this operation, and count on each other."""
+        base, parity = self.operation << 32, self.operation & 1
+        return all(words[parity] >= base for _, words in self._others)
+
     def withdraw(self, sentence: str) -> bool:
-        """Take back the entry into this operation, so that who comes late learns why. False if others count on it."""
-        base = self.operation << 32
-        if all(words[self.operation & 1] >= base for _, words in self._others):
+        """Take back the entry into this operation, so that who comes late learns why. False if all have come meanwhile;
+        the card is written before that is looked at, as writing takes its time."""
+        token = self.publish(Card(sentence, refused=WITHDRAWN))
+        if self.complete():
             return False
-        self._mine[self.operation & 1] = self.operation << 32 | self.publish(Card(sentence, refused=WITHDRAWN))
+        self._mine[self.operation & 1] = self.operation << 32 | token
         return True
 
 

@@ -302,6 +302,35 @@ def test_a_rank_that_does_not_come(comm):
 
 
 @only_on(2, 4)
+def test_a_rank_that_comes_while_the_others_give_up():
+    """Rank 0 has begun to take back its entry: it goes on with the others, and all have the result."""
+    comm = WORLD.Dup()
+    x = np.ones(10)
+    collectives.allreduce(x, comm)
+    home = session(comm)
+    if RANK == 0:
+        home.timeout_seconds = 0.2
+        publish = home.room.publish
+
+        def slowly(card):
+            for other in range(1, P):
+                WORLD.Send(b"1", other, TAG)
+            while not home.room.complete():
+                time.sleep(0.001)
+            return publish(card)
+
+        home.room.publish = slowly
+    else:
+        WORLD.Recv(bytearray(1), 0, TAG)
+    collectives.allreduce(x, comm)
+    assert WORLD.allreduce(bool((x == P * P).all()), MPI.LAND)
+    if RANK == 0:
+        home.room.publish, home.timeout_seconds = publish, 0
+    still_works(comm)
+    comm.Free()
+
+
+@only_on(2, 4)
 def test_a_stall_is_told(comm):
     x = np.ones(10)
     collectives.allreduce(x, comm)
