@@ -333,7 +333,7 @@ def begin(
     """A one-shot call that has begun: `test()` now and then, then `wait()`. The caller holds on to the arrays."""
     home = session(comm)
     home.check_usable()
-    made = _by_address(home, kind, x, op, algorithm, out, root)
+    made, _ = _by_address(home, kind, x, op, algorithm, out, root)
     made.start()
     return made
 
@@ -349,21 +349,26 @@ def _one_shot(kind: str, x: Any, comm: MPI.Comm | None, op: str, algorithm: str,
             made()
             return out if out is not None else x if kind != "reduce_scatter" else made.result_of(x, out)
     home.check_usable()
-    made = _by_address(home, kind, x, op, algorithm, out, root)
+    made, kept = _by_address(home, kind, x, op, algorithm, out, root)
     if isinstance(x, np.ndarray) and (out is None or isinstance(out, np.ndarray)):
         if len(home.plans) >= MOST_PLANS:
             home.plans.clear()
         out_then = weakref.ref(x if out is None else out)
         home.plans[key] = (made, weakref.ref(x), out_then, x.size, x.dtype)
     made()
-    return made.result_of(x, out)
+    result = made.result_of(x, out)
+    if not kept:
+        made.free()
+    return result
 
 
-def _by_address(home: Session, kind: str, x: Any, op: str, algorithm: str, out: Any, root: int) -> Plan:
-    """A view made anew for each call has another identity but lies where it lay."""
+def _by_address(
+    home: Session, kind: str, x: Any, op: str, algorithm: str, out: Any, root: int
+) -> tuple[Plan, bool]:
+    """The plan, and whether it is kept. A view made anew for each call has another identity but lies where it lay."""
     places = _places(x), _places(out)
     if None in places:
-        return _checked(home, kind, x, op, algorithm, out, root, Tags())
+        return _checked(home, kind, x, op, algorithm, out, root, Tags()), False
     key = (kind, *places, op, algorithm, root)
     made = home.by_address.get(key)
     if made is None:
@@ -373,7 +378,7 @@ def _by_address(home: Session, kind: str, x: Any, op: str, algorithm: str, out: 
             home.by_address.pop(oldest).free()
             home.plans.clear()  # which may hold it too
         home.by_address[key] = made
-    return made
+    return made, True
 
 
 def _places(x: Any) -> tuple[Any, ...] | None:

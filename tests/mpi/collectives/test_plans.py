@@ -237,6 +237,22 @@ def test_the_model_expects_more_of_more_bytes(comm):
     assert short < long or P == 1
 
 
+@pytest.mark.mpi(min_size=2)
+def test_calls_that_are_not_kept_leave_no_request(comm, monkeypatch):
+    class Wrapped:
+        def __init__(self, array):
+            self.__array_interface__ = array.__array_interface__
+
+    given_back = []
+    release = messages.release
+    monkeypatch.setattr(messages, "release", lambda requests: (given_back.extend(requests), release(requests)))
+    array = np.ones(5 * P)
+    for turn in range(1, 4):
+        collectives.allreduce(Wrapped(array), comm, algorithm="ring(over=messages)")
+        assert everybody(len(given_back) == turn * 4 * (P - 1))
+    assert everybody((array == P**3).all())
+
+
 @pytest.mark.mpi
 def test_arrays_of_other_libraries(comm):
     class Wrapped:
