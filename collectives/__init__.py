@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collectives.arena import empty
     from collectives.errors import CollectiveError, MismatchError, StallError
-    from collectives.plan import Plan, allgather, allreduce, alltoall, broadcast, plan, reduce, reduce_scatter
+    from collectives.one_shot import allgather, allreduce, alltoall, broadcast, reduce, reduce_scatter
+    from collectives.plan import Plan, plan
 
 __all__ = [
     "allreduce",
@@ -31,7 +32,10 @@ __all__ = [
     "StallError",
 ]
 
-_HOMES = {"empty": "arena", "CollectiveError": "errors", "MismatchError": "errors", "StallError": "errors"}
+_HOMES = {
+    "plan": "plan", "Plan": "plan", "empty": "arena",
+    "CollectiveError": "errors", "MismatchError": "errors", "StallError": "errors",
+}  # fmt: skip
 
 
 class _Package(ModuleType):
@@ -40,7 +44,7 @@ class _Package(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name not in __all__:
             raise AttributeError(f"module 'collectives' has no attribute {name!r}")
-        value = getattr(importlib.import_module(f"collectives.{_HOMES.get(name, 'plan')}"), name)
+        value = getattr(importlib.import_module(f"collectives.{_HOMES.get(name, 'one_shot')}"), name)
         self.__dict__[name] = value
         return value
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 import collectives
 from collectives.errors import MismatchError, Withdrawn
-from collectives.plan import begin
+from collectives.one_shot import begin
 from collectives.session import session
 from mpips.agreement import Agreement, Card
 from mpips.arguments import Name

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import time
 
 import numpy as np
@@ -10,6 +9,7 @@ import pytest
 from mpi4py import MPI
 
 import collectives
+from collectives import one_shot
 from collectives.errors import CollectiveError
 from collectives.session import session
 from collectives.transport import messages
@@ -19,7 +19,7 @@ from collectives.watch import HISTORY, SPEAK_SECONDS
 WORLD = MPI.COMM_WORLD
 RANK, P = WORLD.rank, WORLD.size
 TOTAL = P * (P + 1) // 2
-plan_module = importlib.import_module("collectives.plan")
+
 ALGORITHMS = ("auto", "native", "ring")
 
 
@@ -74,7 +74,7 @@ def planned(algorithm):
 
 
 def begun(algorithm, vectors=False):
-    return lambda x, comm: lambda: plan_module.begin("allreduce", [x] if vectors else x, comm, algorithm=algorithm)
+    return lambda x, comm: lambda: one_shot.begin("allreduce", [x] if vectors else x, comm, algorithm=algorithm)
 
 
 RINGS = "multi_ring(rings=2,over=messages)"
@@ -210,7 +210,7 @@ def test_a_freed_plan_is_refused(comm):
 
 @pytest.mark.mpi
 def test_more_plans_than_are_kept(comm, monkeypatch):
-    monkeypatch.setattr(plan_module, "MOST_PLANS", 4)
+    monkeypatch.setattr(one_shot, "MOST_PLANS", 4)
     xs = [np.full(10 + i, RANK + 1.0) for i in range(9)]
     for turn in range(3):
         for x in xs:
