@@ -65,19 +65,37 @@ def plan(push: Stage, pull: Stage, link: Link) -> JointPlan:
     return found[1] if found[0] < least * (1 - ROUNDING) else best
 
 
+def _table(problem: Stage, rest: Array, last: Array) -> Array:
+    """end[i, m] = startup + min over i < j <= m of transfer(i + 1..j) + max(end[j, m], rest[i]), with end[m, m] =
+    last[m]; infinite below the diagonal.
+
+    end[j, m] + transfer(1..j) falls with j (leave a layer out of the first message), and so does end[j, m]; so the
+    minimum is where end[j, m] falls below rest[i], at that j or the one before. No row behind the last such j of all
+    columns is looked at; rest[i] grows as i falls, so these rows are never needed again.
+    """
+    layers = problem.layers
+    transfer = sums(problem.transfer)
+    end = np.full((layers + 1, layers + 1), np.inf)
+    np.fill_diagonal(end, last)
+    highest = last.copy()  # of each row's finite elements
+    room = np.empty_like(end)
+    stop = layers + 1
+    for i in range(layers - 1, -1, -1):
+        while stop > i + 2 and highest[stop - 2] < rest[i]:
+            stop -= 1
+        through = np.maximum(end[i + 1 : stop, i + 1 :], rest[i], out=room[i + 1 : stop, i + 1 :])
+        through += (transfer[i + 1 : stop] - transfer[i])[:, None]
+        np.min(through, axis=0, out=end[i, i + 1 :])
+        end[i, i + 1 :] += problem.startup
+        highest[i] = max(last[i], end[i, i + 1 :].max())
+    return end
+
+
 def _forward(pull: Stage) -> Array:
     """to_go[i, m]: seconds from the start of pulling i + 1..m, with 1..i and all above m there and layers up to i
     computed, to the end of the forward pass; in the best groups. to_go[0, m] is F[m]."""
-    layers = pull.layers
-    transfer, rest = sums(pull.transfer), _rest(pull)
-    to_go = np.full((layers + 1, layers + 1), np.inf)
-    np.fill_diagonal(to_go, 0.0)
-    room = np.empty_like(to_go)
-    for i in range(layers - 1, -1, -1):
-        through = np.maximum(to_go[i + 1 :, i + 1 :], rest[i], out=room[i + 1 :, i + 1 :])
-        through += (transfer[i + 1 :] - transfer[i])[:, None]
-        np.min(through, axis=0, out=to_go[i, i + 1 :])
-        to_go[i, i + 1 :] += pull.startup
+    rest = _rest(pull)
+    to_go = _table(pull, rest, np.zeros(pull.layers + 1))
     to_go[0, 0] = rest[0]  # nothing to pull: the forward pass alone
     return to_go
 
@@ -104,15 +122,10 @@ def _shared(push: Stage, pull: Stage) -> tuple[float, JointPlan]:
     it is below[i, m], with above[m] at i = m."""
     layers = push.layers
     above = np.zeros(layers + 1)
-    below = np.full((layers + 1, layers + 1), np.inf)
-    below[layers, layers] = 0.0
-    room = np.empty_like(below)
     for i in range(layers - 1, -1, -1):
-        ready, late, early = _message_costs(push, pull, i)
-        above[i] = below[i, i] = np.min(np.maximum(above[i + 1 :], ready) + early)
-        through = np.maximum(below[i + 1 :, i + 1 :], ready, out=room[i + 1 :, i + 1 :])
-        through += late[:, None]
-        np.min(through, axis=0, out=below[i, i + 1 :])
+        ready, _, early = _message_costs(push, pull, i)
+        above[i] = np.min(np.maximum(above[i + 1 :], ready) + early)
+    below = _table(push, _rest(push), above)
     to_go = _forward(pull)
     total = below[0] + to_go[0]
     m = int(np.argmin(total))
