@@ -32,7 +32,7 @@ WAKE = 2e-5
 """What a look costs beside itself: falling asleep and waking up, seconds."""
 LONGEST_SLEEP = 1e-3
 """However long a look took. A collective of many rounds needs a look a round."""
-QUIET, QUIET_SLEEP = 0.1, 3e-3
+QUIET, QUIET_SLEEP = 0.1, 4e-3
 """After so many seconds in which nothing ended it may sleep longer."""
 PATIENCE = 0.02
 """Seconds that a wait looks by itself; a longer one leaves it to the communication thread, which costs less."""
