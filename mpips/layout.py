@@ -60,11 +60,6 @@ class Layout:
         """The client of this worker."""
         return next(number for number, client in enumerate(self.clients) if self.rank < client.stop)
 
-    @property
-    def is_master(self) -> bool:
-        """Whether this worker exchanges anything with the servers."""
-        return any(self.rank in group for group in self.groups())
-
     def groups(self) -> list[list[int]]:
         """The groups that contribute once to a round, each as the workers that own its slices."""
         return owners(self.clients, self.kind, self.options.masters)

@@ -25,18 +25,12 @@ from mpips.overlap.exchange import STRATEGIES, Overlapped
 from mpips.overlap.strategies.joint import JointPlan
 from mpips.overlap.wire import Wire
 from mpips.parallel.mlp import MLP
-from mpips.trainer import Gradients, Trainer, averaged, workers_in_a_sum
+from mpips.trainer import Gradients, Trainer
+from tests.mpi.mpips.overlap.support import SIZES, STORES, WORLD, all_ranks, exchange_of, worker
 from tests.mpi.sizes import JOB_LIMIT, only_on
 
-WORLD = MPI.COMM_WORLD
 ROOT = Path(__file__).resolve().parents[4]
-SIZES = (12, 30, 9, 40, 7, 5)
 STEPS = 4
-STORES = [("mpi_sync", {}), ("dist_sync", {"servers": 1}), ("mpi_sync", {"servers": 1})]
-
-
-def all_ranks(ok: bool) -> bool:
-    return bool(WORLD.allreduce(int(ok), op=MPI.MIN))
 
 
 def train(
@@ -180,30 +174,6 @@ class Sluggish(MLP):
         return super().loss_and_gradients(x, y, sooner, later)
 
 
-class SlowNetwork(Overlapped):
-    """A startup takes 6 ms, the bytes of all layers 40 ms, or so it measures; whatever the test machine does."""
-
-    def _costs(self) -> tuple[tuple[float, float], tuple[float, float]]:
-        super()._costs()
-        per_byte = 0.04 / 4 / sum(self._model.layer_elements)
-        return (6e-3, per_byte), (6e-3, per_byte)
-
-
-def worker(kind: str, options: dict[str, Any]) -> Any:
-    """A store; None on a server, whose work is done by then."""
-    if WORLD.size <= options.get("servers", 0):
-        pytest.skip("needs a worker beside the servers")
-    try:
-        return mpips.create(kind, **options)
-    except SystemExit:
-        return None
-
-
-def exchange_of(kv: Any, model: MLP, **options: Any) -> Overlapped:
-    optimizer = averaged(optimizers.create("adam", learning_rate=0.01), workers_in_a_sum(kv))
-    return SlowNetwork(model, kv, optimizer, **options)
-
-
 def step(exchange: Overlapped, seed: int) -> None:
     rng = np.random.default_rng([seed, exchange._kv.rank])
     exchange.step(rng.normal(size=(8, SIZES[0])), rng.integers(SIZES[-1], size=8))
@@ -298,85 +268,6 @@ def test_pushes_and_pulls_cut_differently() -> None:
                 ok &= pulled == {*plan.pull, *plan.push[len(plan.push) - plan.early :]}
         kv.close()
     assert all_ranks(ok)
-
-
-def test_bad_words_are_told() -> None:
-    kv = mpips.create("mpi_sync")
-    model = MLP(SIZES)
-    with pytest.raises(ValueError, match="overlap='fast' is unknown"):
-        Trainer(model, kv, "sgd", overlap="fast")
-    with pytest.raises(TypeError, match="object has no parameters"):
-        Trainer(object(), kv, "sgd")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"a store, as mpips\.create makes it, not object"):
-        Trainer(model, object(), "sgd")
-    with pytest.raises(ValueError, match="needs a model in layers"):
-        Trainer(object(), kv, "sgd", overlap="auto")  # type: ignore[arg-type]
-    kv.close()
-
-
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("kind, options", STORES)
-@pytest.mark.parametrize("name, there, here", [
-    ("overlap", {"overlap": "auto"}, {"overlap": "layerwise"}),
-    ("overlap", {"overlap": "single"}, {}),
-    ("optimizer", {"learning_rate": 0.2}, {"learning_rate": 0.1}),
-])  # fmt: skip
-def test_arguments_that_differ_are_told_to_all(
-    kind: str, options: dict[str, Any], name: str, there: dict[str, Any], here: dict[str, Any]
-) -> None:
-    def make(kv: Any) -> Any:
-        return Trainer(MLP(SIZES), kv, "sgd", **(here if kv.rank else there))
-
-    assert all_ranks(refused(kind, options, make, f"Trainer: argument {name!r} is .* on rank 0 and .* on rank 1"))
-
-
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("name", ["review_every", "layer_elements[1]", "number of layers", "dtype of flat_parameters"])
-def test_jobs_that_differ_are_told_to_all(name: str) -> None:
-    def make(kv: Any) -> Any:
-        other = name if kv.rank else ""
-        hidden = [9, 5 if "elements" in other else 6, *([3] if "number" in other else [])]
-        model = MLP([6, *hidden, 4], dtype="float64" if "dtype" in other else "float32")
-        return exchange_of(kv, model, review_every=3 if "review" in other else 2)
-
-    sentence = f"overlap: argument {re.escape(repr(name))} is .* on rank 0 and .* on rank 1"
-    assert all_ranks(refused("mpi_sync", {}, make, sentence))
-
-
-@pytest.mark.mpi(min_size=2)
-def test_data_that_differ_are_told_to_all() -> None:
-    def fit(kv: Any) -> Any:
-        rows = 40 + kv.rank
-        data = np.zeros((rows, 6), np.float32), np.zeros((rows, 4), np.float32)
-        return Trainer(MLP([6, 4]), kv, "sgd", overlap="auto").fit(*data, batch_size=2, epochs=1)
-
-    assert all_ranks(refused("mpi_sync", {}, fit, r"fit: argument 'x' is \(40, 6\) on rank 0 and \(41, 6\) on rank 1"))
-
-
-def test_a_batch_of_one_rank_that_cannot_be_is_told_to_all() -> None:
-    """While the layers are measured, before anything is sent."""
-    def step(kv: Any) -> Any:
-        features = 6 if kv.rank < kv.num_workers - 1 else 5
-        trainer = Trainer(MLP([6, 4]), kv, "sgd", overlap="auto")
-        return trainer.step(np.zeros((2, features), np.float32), np.zeros((2, 4), np.float32))
-
-    assert all_ranks(refused("mpi_sync", {}, step, f"profile: rank {WORLD.size - 1}: x is .2, 5."))
-
-
-def refused(kind: str, options: dict[str, Any], make: Any, sentence: str) -> bool:
-    """Whether `make(kv)` raises this sentence; True on a server, and where one worker has nobody to differ from."""
-    kv = worker(kind, options)
-    if kv is None or (kv.num_workers == 1 and "on rank 1" in sentence):
-        if kv is not None:
-            kv.close()
-        return True
-    try:
-        make(kv)
-    except (ValueError, TypeError) as error:
-        return re.search(sentence, str(error)) is not None
-    finally:
-        kv.close()
-    return False
 
 
 class Reducer:
