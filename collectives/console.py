@@ -49,6 +49,8 @@ class RankedCommand(click.Command):
             return super().main(*args, **{**options, "standalone_mode": False})
         except click.ClickException as error:
             sys.exit(error.exit_code)
+        except click.Abort:
+            sys.exit(1)
 
 
 def is_rank() -> bool:

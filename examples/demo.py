@@ -54,6 +54,9 @@ MODES = (
 )
 
 
+EXPIRED = 124  # the code of `timeout` where the limit was reached
+
+
 class JobError(RuntimeError):
     """A mode's job ended with an error; the message holds what it printed."""
 
@@ -89,7 +92,8 @@ def epochs(argv: list[str], limit: float) -> Iterator[dict[str, Any]]:
                 job.wait()
         if code:
             errors.seek(0)
-            raise JobError(f"{' '.join(argv)}\nended with code {code}:\n{errors.read()}")
+            how = f"did not end within {limit:g} seconds (--limit)" if code == EXPIRED else f"ended with code {code}"
+            raise JobError(f"{' '.join(argv)}\n{how}:\n{errors.read()}")
 
 
 class Board:
@@ -148,7 +152,7 @@ def read(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--clients", type=positive, default=2, help="MPI clients of the mpi-* modes")
     parser.add_argument("--epochs", type=positive, default=40)
     parser.add_argument("--batch-size", type=positive, default=16, help="samples a worker and step")
-    parser.add_argument("--limit", type=number(float, 1), default=60, help="seconds after which a mode's job is ended")
+    parser.add_argument("--limit", type=number(float, 1), default=240, help="seconds after which a mode's job is ended")
     options = parser.parse_args(words)
     if options.clients > options.workers:
         parser.error(f"{options.clients} clients need as many workers, not {options.workers}")

@@ -4,7 +4,6 @@ mpips run --servers 1 --workers 4 examples/overlap.py --trace trace.json --profi
 mpips plan job.json
 """
 
-import argparse
 from itertools import pairwise
 
 import numpy as np
@@ -12,7 +11,7 @@ import numpy as np
 import mpips
 from mpips.overlap.model import Hook, lay_out
 from task import digits
-from words import number
+from words import Parser, number
 
 Array = np.ndarray
 
@@ -79,7 +78,7 @@ def main(kind: str, overlap: str, epochs: int, profile: str = "", trace: str = "
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Train on handwritten digits with the exchange beside the compute.")
+    parser = Parser(description="Train on handwritten digits with the exchange beside the compute.")
     parser.add_argument("--kind", default="dist_sync")
     parser.add_argument("--overlap", default="auto")
     parser.add_argument("--epochs", type=number(int, 1), default=20)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import time
@@ -16,7 +15,7 @@ import numpy as np
 import mpips
 from mpips.parallel.mlp import MLP
 from mpips.trainer import INTERVAL, shares
-from words import number
+from words import Parser, number
 
 AT_LEAST_ONE = ("epochs", "batch_size", "hidden", "interval")
 DTYPES = ("float32", "float64")
@@ -43,7 +42,7 @@ class Settings:
 
 def settings() -> Settings:
     """The settings of the command line."""
-    parser = argparse.ArgumentParser(description="Train a small network on handwritten digits.")
+    parser = Parser(description="Train a small network on handwritten digits.")
     for field in fields(Settings):
         flag = "--" + field.name.replace("_", "-")
         kind, least = type(field.default), 1 if field.name in AT_LEAST_ONE else 0

@@ -3,13 +3,12 @@
 mpips run --servers 1 --clients 2 --workers 4 examples/with_trainer.py --kind mpi_async --elastic 1
 """
 
-import argparse
 
 import mpips
 from mpips.parallel.mlp import MLP
 from mpips.trainer import Elastic, Epoch
 from task import digits
-from words import number
+from words import Parser, number
 
 
 def main(kind: str, elastic: bool, epochs: int) -> float:
@@ -30,7 +29,7 @@ def main(kind: str, elastic: bool, epochs: int) -> float:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Train on handwritten digits through mpips.Trainer.")
+    parser = Parser(description="Train on handwritten digits through mpips.Trainer.")
     parser.add_argument("--kind", default="mpi_sync")
     parser.add_argument("--elastic", type=int, default=0)
     parser.add_argument("--epochs", type=number(int, 1), default=20)

@@ -3,7 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
+from typing import IO, NoReturn
+
+from collectives.console import is_first
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser of which rank 0 alone tells what it says on every rank."""
+
+    def error(self, message: str) -> NoReturn:
+        if is_first():
+            super().error(message)
+        sys.exit(2)
+
+    def print_help(self, file: IO[str] | None = None) -> None:  # type: ignore[override]
+        if is_first():
+            super().print_help(file)
 
 
 def number(kind: type, least: float) -> Callable[[str], float]:

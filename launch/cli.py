@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import click
 
-from launch.run import start
+from launch.run import options_of, start
 
 
 class Sub(NamedTuple):
@@ -97,9 +97,10 @@ def _load(sub: Sub, runs_here: bool = False) -> click.Command:
 
 
 def _check(sub: Sub, name: str, words: list[str], ranks: int) -> None:
-    """Says once, here, what every rank would say: `--help`, and what is wrong with the words. The module's
-    `check(ranks, **options)`, where it has one, raises click.UsageError."""
+    """Says once, here, what every rank would say: `--help`, and what is wrong with the words and MPIPS_* variables.
+    The module's `check(ranks, **options)`, where it has one, raises click.UsageError."""
     with _load(sub).make_context(name, list(words)) as context:
+        options_of({})
         check = getattr(sys.modules[sub.module], "check", None)
         if check is not None:
             check(ranks, **context.params)

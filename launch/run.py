@@ -15,11 +15,13 @@ from typing import NoReturn
 
 import click
 
-from launch import network
+from launch import network, watched
 from launch.command import Job, Launcher, LauncherError, Machine, build, find, program, this_machine
 from launch.hosts import Placed, place, read
-from mpips.options import Options
+from mpips.options import PREFIX, OptionError, Options
+from mpips.options import read as read_options
 
+ROLES = ("servers", "clients", "workers", "masters")
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
@@ -30,7 +32,7 @@ def threads(ranks: int, machine: Machine, environment: Mapping[str, str]) -> dic
 
 
 def start(ranks: int, script: Sequence[str], mpirun: str | None = None) -> NoReturn:
-    """Replaces this process by an MPI job of `ranks` processes on this machine; its exit code becomes the job's."""
+    """Runs, and ends with, an MPI job of `ranks` processes on this machine; its exit code becomes the job's."""
     machine = this_machine()
     environment = threads(ranks, machine, os.environ)
     if sys.stdout.isatty():  # ranks cannot see how wide it is
@@ -40,14 +42,7 @@ def start(ranks: int, script: Sequence[str], mpirun: str | None = None) -> NoRet
         argv = build(find(mpirun), job, machine)
     except LauncherError as error:
         raise click.ClickException(str(error)) from error
-    execute(argv)
-
-
-def execute(argv: Sequence[str]) -> NoReturn:
-    """Becomes `argv`: signals reach mpirun itself, and its exit code is ours."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.execvp(argv[0], list(argv))
+    watched.run(argv)
 
 
 @click.command("run", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -98,7 +93,7 @@ def command(
     uncaught exception of one rank ends the job; the exit code is the job's.
     """
     try:
-        options = Options(servers=servers, clients=clients, workers=workers, masters=masters)
+        options = options_of({"servers": servers, "clients": clients, "workers": workers, "masters": masters})
         machine = this_machine()
         launcher = find(mpirun)
         hosts = place(read(hostfile), workers, servers) if hostfile else ()
@@ -121,7 +116,15 @@ def command(
         click.echo(shlex.join(argv))
         return
     _check_script(script)
-    execute(argv)
+    watched.run(argv)
+
+
+def options_of(roles: Mapping[str, int | str]) -> Options:
+    """The options of a job with these roles, the others by variables; click.UsageError says what is wrong with one."""
+    try:
+        return read_options(roles)
+    except OptionError as error:
+        raise click.UsageError(str(error)) from None
 
 
 def _job(
@@ -134,7 +137,8 @@ def _job(
 ) -> Job:
     ranks = options.workers + options.servers
     busiest = max((block.ranks for block in hosts), default=ranks)
-    environment = {**options.environment(), **threads(busiest, machine, os.environ)}
+    roles = {PREFIX + name.upper(): str(getattr(options, name)) for name in ROLES}
+    environment = {**options.environment(), **roles, **threads(busiest, machine, os.environ)}
     if hosts and "PYTHONPATH" in os.environ:
         environment["PYTHONPATH"] = os.environ["PYTHONPATH"]
     return Job(ranks, program(script), environment, tuple(hosts), interface, tuple(extra))
@@ -208,6 +212,8 @@ def _check_script(script: Sequence[str]) -> None:
         sys.path.insert(0, os.getcwd())  # where ranks look first
         if not _exists(script[1]):
             raise click.UsageError(f"there is no module {script[1]!r} for {sys.executable}")
+    elif os.path.isdir(script[0]):
+        raise click.UsageError(f"{script[0]!r} is a folder: name a script in it, or a module by -m")
     elif script[0] != "-c" and not os.path.isfile(script[0]):
         raise click.UsageError(f"there is no script {script[0]!r} here ({os.getcwd()})")
 

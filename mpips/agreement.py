@@ -8,16 +8,20 @@ between nodes they compare a checksum while the messages of the call are under w
 from __future__ import annotations
 
 import zlib
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 
 import msgspec
 import numpy as np
 from mpi4py import MPI
 
-from mpips import meet
+from collectives.errors import CollectiveError, MismatchError, Withdrawn
+from collectives.session import session
 from mpips.arguments import Name
+from mpips.meetings import Meetings, fresh_number
+from mpips.options import Options
 from mpips.roll import Roll
 
+GIVEN_UP = "workers that sum together make other calls than one of them that has waited too long and given up"
 LEAST_TAGS = 32767  # that MPI promises
 
 
@@ -31,31 +35,20 @@ class Card(msgspec.Struct, array_like=True):
     refusal: str = ""
 
 
-_numbers = [0]
-
-
-def _next_number(comm: MPI.Comm) -> int:
-    """A number that no two members of `comm` had in common before. Collective.
-
-    What was sent in a call that was given up stays behind, and MPI may give a later communicator the same context.
-    """
-    highest = np.array(_numbers, np.int64)
-    comm.Allreduce(MPI.IN_PLACE, highest, MPI.MAX)
-    _numbers[0] = int(highest[0]) + 1
-    return _numbers[0]
-
-
 class Agreement:
     """The calls of the workers of `comm`, from worker `first` on, in program order. Making it is collective."""
 
-    def __init__(self, comm: MPI.Comm, first: int, one_node: bool) -> None:
+    def __init__(self, comm: MPI.Comm, first: int, one_node: bool, options: Options) -> None:
         self._comm, self._first = comm, first
-        self._number = _next_number(comm)
+        self._meetings = Meetings(comm, options.stall_seconds, options.timeout_seconds, first)
+        self._number = fresh_number(comm)
         self._roll = Roll(comm) if one_node else None
         self.calls = 0
         """Calls that this worker has said, the same as all have."""
         self._extremes = np.zeros(2, np.int64)
         self._request = MPI.REQUEST_NULL
+        self._given_up: list[MPI.Request] = []
+        """Comparisons that others may yet come to; they hold their memory."""
         self._call = 0
         self._tags = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or LEAST_TAGS)
 
@@ -64,26 +57,36 @@ class Agreement:
         """Whether calls are noted before and compared after; else they are compared before."""
         return self._roll is not None
 
-    def note(self, text: str) -> None:
-        """On one node: what this worker calls next."""
-        assert self._roll is not None
+    def guarded(self, card: Card, text: str, call: Callable[[], object]) -> Generator[None, None, str | None]:
+        """See that all make the same call, `text`: None, or else what to say where `explain` finds no difference.
+
+        On one node the call is made within; it is a function, or a generator. Between nodes it is yet to be made.
+        """
+        if self._roll is None:
+            self.compare(text)
+            while (same := self.compared()) is None:
+                yield
+            return None if same else ""
         self.calls += 1
         self._roll.note(text)
-
-    def noted(self) -> bool:
-        """On one node: whether all have made the same call; to be asked when it is over."""
-        assert self._roll is not None
-        return self._roll.agrees()
-
-    def same(self, text: str) -> Generator[None, None, bool]:
-        """Between nodes: whether all call the same next."""
-        self.compare(text)
-        while (verdict := self.compared()) is None:
-            yield
-        return verdict
+        try:
+            if card.refusal:
+                session(self._comm).refuse(card.refusal)
+            left = call()
+            if isinstance(left, Generator):
+                yield from left
+        except Withdrawn:
+            raise
+        except MismatchError as error:
+            return str(error)
+        return None if self._roll.agrees() else ""
 
     def compare(self, text: str) -> None:
         """Between nodes: start to compare what all call next."""
+        if self._request:
+            self._given_up.append(self._request)
+            self._meetings.refuse("a call", CollectiveError(GIVEN_UP), self.calls)
+            self._extremes = np.zeros_like(self._extremes)
         self.calls += 1
         digest = zlib.crc32(text.encode())
         self._call = zlib.crc32(f"{self._number} {self.calls} {text}".encode())
@@ -105,7 +108,7 @@ class Agreement:
 
         Collective, blocking; `fallback` where all called the same.
         """
-        told = meet.exchange(self._comm, msgspec.msgpack.encode(card), card.what)
+        told = self._meetings.exchange(msgspec.msgpack.encode(card), card.what, number=self.calls)
         cards = [msgspec.msgpack.decode(data, type=Card) for data in told]
         refusals = [other.refusal for other in cards if other.refusal]
         if refusals:

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import msgspec
 
-from collectives.errors import CollectiveError
+from collectives.errors import CollectiveError, MismatchError, StallError
 from mpips.arguments import Name
 from mpips.layout import Layout
 from mpips.talk import Talk
@@ -25,10 +25,13 @@ class _Signature(msgspec.Struct, array_like=True):
 
 
 class Assembly:
-    """The meetings of all workers of a store. `before(what)` is called before each, and may raise ValueError too."""
+    """The meetings of all workers of a store. `before(what)` is called before each, and may raise ValueError too.
 
-    def __init__(self, layout: Layout, talk: Talk, before: Callable[[str], None]) -> None:
-        self._layout, self._talk, self._before = layout, talk, before
+    `withdraws`: where `before` has waited too long on one rank, it raises the same on those who come late.
+    """
+
+    def __init__(self, layout: Layout, talk: Talk, before: Callable[[str], None], withdraws: bool) -> None:
+        self._layout, self._talk, self._before, self._withdraws = layout, talk, before, withdraws
 
     def attempt(self, make: Callable[[], T]) -> tuple[T | None, str]:
         """What `make` returns, or the sentence of its error, to be told to everybody."""
@@ -44,23 +47,34 @@ class Assembly:
         anything else. `noun`: what the items are, in that sentence."""
         options = self._layout.options
         mine = _Signature([(what, ""), *items], refusal, data)
-        return self._meet(what, mine, options.stall_seconds, options.timeout_seconds, noun)
+        try:
+            self._before(what)
+        except MismatchError:
+            raise
+        except BaseException as error:
+            if not (self._withdraws and isinstance(error, StallError)):
+                self._talk.absent(what, error)
+            raise
+        return self._gather(what, mine, options.stall_seconds, options.timeout_seconds, noun)
 
     def farewell(self) -> None:
         """Meet until all workers close the store; the others hear of it meanwhile where they wait for this one."""
         while True:
             try:
-                self._meet("close", _Signature([("close", "")]), math.inf, 0.0)
-                return
-            except (ValueError, TypeError):
+                self._before("close")
+            except MismatchError:
                 continue  # others were in a call that cannot be made any more, and know it now
             except CollectiveError:
-                return  # after a wait that was given up there is nothing left to meet on
+                pass  # after a wait that was given up there is nothing left to compare on
+            try:
+                self._gather("close", _Signature([("close", "")]), math.inf, 0.0)
+                return
+            except (ValueError, TypeError, CollectiveError):
+                continue
 
-    def _meet(
+    def _gather(
         self, what: str, mine: _Signature, stall_seconds: float, timeout_seconds: float, noun: str = "key"
     ) -> list[bytes]:
-        self._before(what)
         told = self._talk.meet(msgspec.msgpack.encode(mine), what, stall_seconds, timeout_seconds)
         everyone = [msgspec.msgpack.decode(data, type=_Signature) for data in told]
         first = everyone[0]

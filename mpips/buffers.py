@@ -2,15 +2,16 @@
 
 Beside weights and optimizer state, pushes keep at a server at most one copy of the model in sums that wait for other
 contributors, and a second one in payloads: what workers send without being asked, which each of them limits to its
-share of a copy (`Window`), and blocks that the server asks for while there is room (`Buffers`). A block whose turn in
-the sum it is may be asked for at any rate where no other such block is on its way: it comes, is added and gone, so
-nothing waits for ever.
+share of a copy or to two messages (`Window`), and blocks that the server asks for while there is room (`Buffers`). A
+block whose turn in the sum it is may be asked for at any rate where no other such block is on its way: it comes, is
+added and gone, so nothing waits for ever.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,6 +50,15 @@ class Buffers:
             self._spare.append(buffer)
 
 
+class _Sent(NamedTuple):
+    """A payload on its way."""
+
+    key: Hashable
+    settled: Callable[[], int]
+    round: int
+    nbytes: int
+
+
 class Window:
     """What a worker has sent to one server without being asked, and the server has not read yet.
 
@@ -56,16 +66,20 @@ class Window:
     """
 
     def __init__(self) -> None:
-        self._open: deque[tuple[Callable[[], int], int, int]] = deque()
+        self._open: deque[_Sent] = deque()
         self._bytes = 0
 
     def admits(self, nbytes: int, limit: int) -> bool:
         """Whether so many bytes more may be sent now."""
-        while self._open and self._open[0][0]() >= self._open[0][1]:
-            self._bytes -= self._open.popleft()[2]
+        while self._open and self._open[0].settled() >= self._open[0].round:
+            self._bytes -= self._open.popleft().nbytes
         return not self._open or self._bytes + nbytes + FRAME_COST <= limit
 
-    def add(self, consumed: Callable[[], int], round_: int, nbytes: int) -> None:
-        """It is sent; it has been read when `consumed()` reaches `round_`."""
-        self._open.append((consumed, round_, nbytes + FRAME_COST))
+    def holds(self, key: Hashable) -> bool:
+        """Whether a payload of the key was still under way when `admits` looked."""
+        return any(sent.key == key for sent in self._open)
+
+    def add(self, key: Hashable, settled: Callable[[], int], round_: int, nbytes: int) -> None:
+        """A payload of the key is sent; it has been read, or is of no use, when `settled()` reaches `round_`."""
+        self._open.append(_Sent(key, settled, round_, nbytes + FRAME_COST))
         self._bytes += nbytes + FRAME_COST

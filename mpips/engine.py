@@ -32,10 +32,10 @@ WAKE = 2e-5
 """What a look costs beside itself: falling asleep and waking up, seconds."""
 LONGEST_SLEEP = 1e-3
 """However long a look took. A collective of many rounds needs a look a round."""
-QUIET, QUIET_SLEEP = 0.1, 4e-3
-"""After so many seconds in which nothing ended it may sleep longer."""
-PATIENCE = 0.02
-"""Seconds that a wait looks by itself; a longer one leaves it to the communication thread, which costs less."""
+QUIET, QUIET_SLEEP, QUIET_DUTY = 0.1, (4e-3, 8e-3), 32
+"""After so many seconds in which nothing ended it sleeps longer: looks and wakes then take 1 / 33 of its time."""
+PATIENCE, NOTICE = 0.02, 0.1
+"""Seconds that a wait looks by itself; a longer one leaves it to the communication thread, and notices stalls."""
 
 
 class DependencyError(RuntimeError):
@@ -221,7 +221,7 @@ class Engine:
                     pause()
         while not handle.done:
             with self._state:
-                self._state.wait_for(lambda: handle.done, PATIENCE)
+                self._state.wait_for(lambda: handle.done, NOTICE)
             pause()
 
     def paused(self) -> contextlib.AbstractContextManager[None]:
@@ -326,7 +326,7 @@ class Engine:
 
     def _communicate(self) -> None:
         """The communication thread: sleep while there is nothing to do, or while somebody waits and looks himself."""
-        last = 0.0  # when something was added or ended
+        last, used = 0.0, time.thread_time()  # when something was added or ended; CPU seconds
         while True:
             with self._state:
                 if not len(self._tracker):
@@ -339,8 +339,11 @@ class Engine:
             if self.progress():
                 last = begin
                 continue
-            longest = LONGEST_SLEEP if begin - last < QUIET else QUIET_SLEEP
-            time.sleep(min(DUTY * (WAKE + time.perf_counter() - begin), longest))
+            before, used = used, time.thread_time()
+            if begin - last < QUIET:
+                time.sleep(min(DUTY * (WAKE + time.perf_counter() - begin), LONGEST_SLEEP))
+            else:
+                time.sleep(min(max(QUIET_DUTY * (used - before), QUIET_SLEEP[0]), QUIET_SLEEP[1]))
 
 
 def _nothing() -> None:

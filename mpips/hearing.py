@@ -47,6 +47,12 @@ class Hearing:
             del self._parts[part.number]
             self._payloads.stored(part.server, -(part.stop - part.start) * key.dtype.itemsize)
 
+    def abandon(self, key: Key) -> None:
+        """Give up a key that could not be made. Where a server still asks for its first value, it gets nothing."""
+        if self._names.pop(key.name, None) is not None:
+            for part in key.parts:
+                self._payloads.stored(part.server, -(part.stop - part.start) * key.dtype.itemsize)
+
     def key(self, name: int | str) -> Key | None:
         """The key of that name."""
         return self._names.get(name)
@@ -151,16 +157,39 @@ class Hearing:
         caller raises by itself."""
         self._excuse(key, key.round, key.pushes, Failure(sentence, event, False))
 
+    def withdrawing(self, key: Key, round_: int, parts: Sequence[Part], push: Task) -> Task:
+        """Run a push of these parts; where it breaks off, the others do not wait for what it has not come to."""
+        try:
+            yield from push
+        except BaseException as error:
+            self.break_off(key, round_, parts, error)
+            raise
+
+    def break_off(self, key: Key, round_: int, parts: Sequence[Part], error: BaseException) -> None:
+        """Withdraw from those of these parts to which this worker has neither contributed nor refused to."""
+        left = [part for part in parts if part.said != round_]
+        if left:
+            self.withdraw(key, round_, left, error)
+
     def withdraw(self, key: Key, round_: int, parts: Sequence[Part], error: BaseException | None = None) -> None:
         """Contribute nothing to a round of these parts, as it has failed elsewhere or `error` is raised here: the
         others are told the same, or that this worker has given up."""
-        sentence = f"key {key.name!r}: rank {self._layout.rank} has given up its push of round {round_}"
-        heard = key.excuse if error is None or isinstance(error, CollectiveError) else None
-        why = key.failed.get(round_) or heard or Failure(sentence, "", False)
+        why = self._why(key, round_, error)
         if error is None:
             self._refuse(key, round_, parts, why)
         else:
             self._excuse(key, round_, parts, why)
+
+    def _why(self, key: Key, round_: int, error: BaseException | None) -> Failure:
+        """What the others are told of a contribution that will not come."""
+        if round_ in key.failed:
+            return key.failed[round_]
+        if key.excuse is not None and (error is None or key.excuse.text == str(error)):
+            return key.excuse
+        if isinstance(error, CollectiveError):
+            return Failure(str(error), "", isinstance(error, StallError))
+        text = f"key {key.name!r}: rank {self._layout.rank} has given up its push of round {round_}"
+        return Failure(text, "", False)
 
     def _excuse(self, key: Key, round_: int, parts: Sequence[Part], why: Failure) -> None:
         """Make a round fail for all others."""
@@ -173,15 +202,20 @@ class Hearing:
             return  # the servers have failed what waited for this worker
         body = f"{why.text}\0{why.event}".encode()
         for part in parts:
+            part.said = round_
             part.line.post_body(body, Op.REFUSE, part.number, round_)
 
     # ---- rare things
 
+    def order(self, server: int, request: Any) -> int:
+        """Tell one server something typed; the token that its answer will have."""
+        self._tokens += 1
+        self.lines[server].post_body(messages.encode(request), Op.CONTROL, token=self._tokens)
+        return self._tokens
+
     def request(self, server: int, request: Any) -> Generator[None, None, Any]:
         """Ask one server something typed and return its answer; ValueError with the server's sentence if it refuses."""
-        self._tokens += 1
-        token = self._tokens
-        self.lines[server].post_body(messages.encode(request), Op.CONTROL, token=token)
+        token = self.order(server, request)
         while token not in self._answers:
             self.listen()
             yield

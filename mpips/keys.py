@@ -45,6 +45,8 @@ class Part:
     """Blocks that the server of another node has asked for."""
     sending: int = -1
     """The round whose blocks this worker sends to a server of another node."""
+    said: int = 0
+    """The last round to which this worker, where it does not go the short way, has contributed or refused to."""
     told: int = 0
     """Between nodes: pushes that the server said it has read."""
     granted: bool = False
@@ -60,6 +62,10 @@ class Part:
     def consumed(self) -> int:
         """How many of this worker's pushes the server has read."""
         return int(self.words[self.mine]) if self.local else self.told
+
+    def settled(self) -> int:
+        """The last of this worker's pushes between nodes that the server has read, or for which it has no use."""
+        return max(self.told, self.failed)
 
 
 @dataclass

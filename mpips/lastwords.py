@@ -1,14 +1,16 @@
 """How an error ends a job: it is said once for all ranks that share it, and then all are ended.
 
 A rank with an uncaught error that is not rank 0 waits a moment whether another says the same: the same type and
-sentence, from the same place of the user's program. If so it keeps silent; if another error is said, or none, it says
-its own, tells the others so, and ends the job. So an error that one rank alone has is always said.
+sentence (but for the rank in front of it), from the same place of the user's program. If so it keeps silent; if another
+error is said, or none, it says its own, tells the others so, and ends the job. So an error that one rank alone has is
+always said.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import re
 import sys
 import threading
 import time
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 
 OURS = ("mpips", "collectives")
 RUNNERS = (os.path.join("mpips", "__main__.py"), os.path.join("mpi4py", "run.py"), "<frozen runpy>", "runpy.py")
+INTERRUPTED = 130  # the exit code after Ctrl-C, as of shells
 SAID, SHARED = 32101, 32102  # tags on COMM_WORLD of a job that ends: "I say this error", "I have it, too"
 DIGEST_BYTES = 16
 PATIENCE = 0.4  # seconds to wait whether another rank says it, and a little more on every rank
@@ -38,6 +41,7 @@ def install_hooks() -> None:
     before, before_in_threads = sys.excepthook, threading.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        trace = error.__traceback__ = _users(error, _without_runner(trace))
         if _alone():
             before(kind, error, trace)
         else:
@@ -91,10 +95,17 @@ def _raised(kind: type[BaseException], error: BaseException | None, trace: Trace
     if getattr(error, "everywhere", False):
         _say_once(error)
         return
-    trace = _without_runner(trace)
+    if issubclass(kind, KeyboardInterrupt):
+        end("interrupted", code=INTERRUPTED)
+        return
     text = "".join(traceback.format_exception(kind, error, trace))
     frames = [] if trace is None else list(traceback.walk_tb(trace))
-    end(kind.__name__, text, same=(str(error), *_lines(frames)))
+    end(kind.__name__, text, same=(_nameless(str(error)), *_lines(frames)))
+
+
+def _nameless(sentence: str) -> str:
+    """A sentence without the rank in front: what others say in the same words, of whichever rank, is the same."""
+    return re.sub(r"^rank \d+: ", "", sentence)
 
 
 def _say_once(error: BaseException | None) -> None:
@@ -113,10 +124,26 @@ def _without_runner(trace: TracebackType | None) -> TracebackType | None:
     return trace
 
 
+def _users(error: BaseException, trace: TracebackType | None) -> TracebackType | None:
+    """The part of a traceback down to the user's last line, of an error that says that the caller is wrong."""
+    if not getattr(error, "of_caller", False):
+        return trace
+    last, inner = None, trace
+    while inner is not None:
+        last, inner = (last if _is_ours(inner.tb_frame) else inner), inner.tb_next
+    if last is not None:
+        last.tb_next = None
+    return trace
+
+
+def _is_ours(frame: FrameType) -> bool:
+    return frame.f_globals.get("__name__", "").partition(".")[0] in OURS
+
+
 def _lines(frames: list[tuple[FrameType, int]]) -> Iterator[tuple[str, int]]:
     """Files and lines of the user's program; ranks of different roles may be at different places of ours."""
     for frame, line in frames:
-        if frame.f_globals.get("__name__", "").partition(".")[0] not in OURS:
+        if not _is_ours(frame):
             yield frame.f_code.co_filename, line
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from mpips import meet
+from mpips.meetings import Meetings
 from mpips.options import OptionError, Options
 from mpips.sharding import Interval, owners, split
 
@@ -46,6 +47,8 @@ class Layout:
     """The workers of this worker's client; None on a server."""
     servers: MPI.Comm | None
     """All servers; None on a worker."""
+    meetings: Meetings | None
+    """Those of all workers; None on a server."""
 
     @property
     def is_server(self) -> bool:
@@ -101,10 +104,12 @@ def create(comm: MPI.Comm, kind: str, options: Options | None, refusal: str = ""
     if not role:
         number = next(number for number, client in enumerate(clients) if rank < client.stop)
         client_comm = role_comm.Split(number, rank)
+    meetings = None if role else Meetings(role_comm, options.stall_seconds, options.timeout_seconds)
     return Layout(
         kind=kind, options=options, world=world, rank=rank, num_workers=workers, num_servers=options.servers,
         clients=clients, nodes=_nodes(world, options.shared_memory, MPI.COMM_TYPE_SHARED),
         workers=None if role else role_comm, client=client_comm, servers=role_comm if role else None,
+        meetings=meetings,
     )  # fmt: skip
 
 

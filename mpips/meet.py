@@ -1,7 +1,7 @@
 """Rare meetings of all ranks of a communicator: everybody learns everybody's bytes, and nobody hangs unheard.
 
-Used by `create`, `init` and the other calls that all workers make together. A rank whose arguments are bad comes to the
-meeting all the same and brings its refusal, so all ranks raise one sentence.
+Used by `create`, and when a store ends. A rank whose arguments are bad comes to the meeting all the same and brings its
+refusal, so all ranks raise one sentence. Who gives up one of these cannot come to another: that is for `meetings`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ YIELDS = 8  # before the clock is looked at; where cores are busy each may cost 
 SPIN_SECONDS = 1e-3
 SLEEP_SECONDS = (2e-4, 2e-3)  # the shortest and the longest sleep between two looks
 SLEEP_SHARE = 0.02  # of the time waited so far: a look costs the core that somebody else may need
+
+_given_up: list[MPI.Request] = []
+"""Requests that others may yet complete; they hold their memory."""
 
 
 class Pause:
@@ -67,14 +70,15 @@ class Pause:
         time.sleep(min(max(SLEEP_SHARE * waited, SLEEP_SECONDS[0]), SLEEP_SECONDS[1]))
 
 
-def wait(
-    request: MPI.Request, describe: Callable[[], str], stall_seconds: float, timeout_seconds: float,
-    look: Callable[[float], None] | None = None,
-) -> None:  # fmt: skip
+def wait(request: MPI.Request, describe: Callable[[], str], stall_seconds: float, timeout_seconds: float) -> None:
     """Complete an MPI request by polling."""
-    pause = Pause(describe, stall_seconds, timeout_seconds, look)
-    while not request.Test():
-        pause()
+    pause = Pause(describe, stall_seconds, timeout_seconds)
+    try:
+        while not request.Test():
+            pause()
+    except BaseException:
+        _given_up.append(request)
+        raise
 
 
 def come(comm: MPI.Comm, stall_seconds: float, timeout_seconds: float) -> None:
@@ -83,10 +87,7 @@ def come(comm: MPI.Comm, stall_seconds: float, timeout_seconds: float) -> None:
     wait(comm.Ibarrier(), lambda: what, stall_seconds, timeout_seconds)
 
 
-def exchange(
-    comm: MPI.Comm, payload: bytes, what: str, stall_seconds: float = 60.0, timeout_seconds: float = 0.0,
-    look: Callable[[float], None] | None = None,
-) -> list[bytes]:  # fmt: skip
+def exchange(comm: MPI.Comm, payload: bytes, what: str, stall_seconds: float = 60.0) -> list[bytes]:
     """Everybody's payload, in rank order. Collective over `comm`, blocking."""
 
     def describe() -> str:
@@ -94,11 +95,11 @@ def exchange(
 
     sizes = np.empty(comm.Get_size(), np.int64)
     request = comm.Iallgather(np.array([len(payload)], np.int64), sizes)
-    wait(request, describe, stall_seconds, timeout_seconds, look)
+    wait(request, describe, stall_seconds, 0.0)
     everything = np.empty(int(sizes.sum()), np.uint8)
     displacements = np.concatenate(([0], np.cumsum(sizes)[:-1]))
     mine = np.frombuffer(payload, np.uint8)
     request = comm.Iallgatherv(mine, [everything, (sizes.tolist(), displacements.tolist())])
-    wait(request, describe, stall_seconds, timeout_seconds, look)
+    wait(request, describe, stall_seconds, 0.0)
     data = everything.tobytes()
     return [data[start : start + size] for start, size in zip(displacements.tolist(), sizes.tolist(), strict=True)]

@@ -7,7 +7,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from collectives.errors import CollectiveError, MismatchError, Withdrawn
+from collectives.errors import CollectiveError, MismatchError
 from collectives.session import session as collectives_session
 from mpips import meet
 from mpips.agreement import Agreement, Card
@@ -37,11 +37,11 @@ class Members:
             collectives_session(layout.client).patient(layout.options.stall_seconds, layout.options.timeout_seconds)
         near = self._everybody(self.session.all_local)
         self._near = all(near[worker] for worker in range(*layout.clients[layout.client_number]))
-        self._one_node = all(near)
+        self.one_node = all(near)
         self._agreement: Agreement | None = None
         if self._grouped and self._members > 1 and layout.client is not None:
             first = layout.clients[layout.client_number].start
-            self._agreement = Agreement(layout.client, first, self._one_node)
+            self._agreement = Agreement(layout.client, first, self.one_node, layout.options)
         self.calling: list[Name] = []
         """The keys that the present call is yet to use, the present one first."""
         self.communicators = (("communicator", "client"),) if self._grouped else ()
@@ -86,21 +86,8 @@ class Members:
     def _collective(self, card: Card, text: str, call: Callable[[], object]) -> Task:
         agreement = self._agreement
         assert agreement is not None
-        fallback = ""
-        if agreement.one_node:
-            agreement.note(text)
-            try:
-                if card.refusal:
-                    collectives_session(self.layout.client).refuse(card.refusal)
-                call()
-                same = agreement.noted()
-            except Withdrawn:
-                raise
-            except MismatchError as error:
-                same, fallback = False, str(error)
-        else:
-            same = yield from agreement.same(text)
-        if not same:
+        fallback = yield from agreement.guarded(card, text, call)
+        if fallback is not None:
             self._disagree(agreement, card, fallback)
 
     def _compared(self, key: Key, what: str, pushes: bool, task: Task) -> Task:

@@ -31,10 +31,11 @@ class Operations:
     def __init__(self, layout: Layout, backend: Served | Pure, engine: Engine, known: dict[Name, Key]) -> None:
         options, workers = layout.options, layout.workers
         assert workers is not None
+        assert layout.meetings is not None
         self._layout, self._backend, self._engine, self._known = layout, backend, engine, known
         self.talk = Talk(
-            workers, lambda: {key.name: key.round for key in known.values()}, backend.fail, layout.asynchronous,
-            options.stall_seconds, options.timeout_seconds,
+            workers, layout.meetings, lambda: {key.name: key.round for key in known.values()}, backend.fail,
+            layout.asynchronous, options.stall_seconds, options.timeout_seconds,
         )  # fmt: skip
         engine.look = lambda waited: self.talk.look()
         self.closed = False
@@ -87,11 +88,11 @@ class Operations:
         text = self._text(waits, names) if waits and self._rounds else ""
         needs = (lambda: {name: self._known[name].round for name in names}) if text else None
         look = self.talk.waiting(text, needs)
-        failure = ""
+        failure: BaseException | None = None
         try:
             self._engine.run(self._order(names), task, priority, lambda: self._text(what, names), look)
-        except CollectiveError as error:
-            failure = str(error)
+        except BaseException as error:
+            failure = error
             raise
         finally:
             self.talk.ended(failure)

@@ -22,6 +22,8 @@ ALIASES = {"synchronous-mpi": "mpi_sync", "asynchronous-mpi": "mpi_async"}
 class OptionError(ValueError):
     """An option that makes no sense, or options that contradict each other or the size of the job."""
 
+    of_caller = True  # an uncaught one is shown with the user's lines alone
+
 
 class Field(NamedTuple):
     """One option: its name, default, the least value it may take (numbers), its choices (words), what it is."""
@@ -42,7 +44,7 @@ FIELDS = (
     Field("big_array", 1_000_000, 1, (), "elements from which an array is split over all servers"),
     Field("block_bytes", 1_048_576, 4096, (), "bytes that a server sums at a time, and workers read behind it"),
     Field("small_bytes", 32_768, 0, (), "arrays up to this many bytes are always copied, so that a push never waits"),
-    Field("chunk_bytes", 262_144, 4096, (), "bytes of one message between nodes; a larger array is sent as a pipeline"),
+    Field("chunk_bytes", 131_072, 4096, (), "bytes of one message between nodes; a larger array is sent as a pipeline"),
     Field("chunks_in_flight", 8, 1, (), "messages of one array under way at a time between two ranks"),
     Field("shared_memory", True, None, (), "exchange payloads in shared memory where processes share a node"),
     Field("stall_seconds", 60.0, 0.001, (), "a wait longer than this warns, naming the key and the ranks not there"),
@@ -62,7 +64,7 @@ class Options:
     big_array: int = 1_000_000
     block_bytes: int = 1_048_576
     small_bytes: int = 32_768
-    chunk_bytes: int = 262_144
+    chunk_bytes: int = 131_072
     chunks_in_flight: int = 8
     shared_memory: bool = True
     stall_seconds: float = 60.0

@@ -7,6 +7,7 @@ the worker keeps back is empty; where the server still counts on them, the worke
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from collectives.arena import Region
-from mpips.buffers import Window
+from mpips.buffers import FRAME_COST, Window
 from mpips.keys import Key, Part
 from mpips.layout import Layout
 from mpips.messages import Coding, Op
@@ -38,6 +39,8 @@ class Payloads:
         self._discarded: list[tuple[list[Any], Any]] = []
         """Messages that nobody waits for, and their memory."""
         self._windows = [Window() for _ in range(layout.num_servers)]
+        self._lines: dict[tuple[int, int | str], deque[object]] = {}
+        """A place for each part of a key that waits to be sent to a server."""
         self._stored = [0] * layout.num_servers
         self._senders = sum(map(len, layout.groups()))
 
@@ -51,14 +54,17 @@ class Payloads:
         self, key: Key, part: Part, data: Array, round_: int, op: Op, priority: int, coding: Coding = Coding.PLAIN,
         count: int = 0, alone: bool = True,
     ) -> Task:  # fmt: skip
-        """Send a payload (uint8) to another node; ends when it may be overwritten. What is one message goes at once if
-        the server has room for it, all else as the server asks for it, block by block. What has failed is raised here
-        by a worker that acts `alone`; in a client all members raise it in their next pull."""
+        """Send a payload (uint8) to another node; ends when it may be overwritten. What is one message goes unasked,
+        behind earlier parts of its key, if the server has room for it; all else as the server asks for it, block by
+        block. What has failed is raised here by a worker that acts `alone`; in a client all members raise it in their
+        next pull."""
+        part.said = round_
         region = Region(0, 0, 0, 0, data.size)
         blocks = part.blocks if coding == Coding.PLAIN else 1
-        window = self._windows[part.server]
-        if blocks == 1 and window.admits(data.size, self._unasked(part.server)):
-            window.add(part.consumed, round_, data.size)
+        if blocks == 1 and not (yield from self._turn(key, part, data, round_, alone)):
+            return
+        if blocks == 1 and self._admits(part, data):
+            self._windows[part.server].add(key.name, part.settled, round_, data.size)
             part.line.post(op, part.number, round_, region, coding, priority, count, flags=ALONG)
             yield from self._sent([self._isend(part, data)], data)
             return
@@ -72,8 +78,7 @@ class Payloads:
                     sends.append(self._isend(part, data[block * size : (block + 1) * size]))
                 part.credits.clear()
                 if len(sends) < blocks:
-                    self._check(key, round_) if alone else self._listen()
-                    if 0 < round_ <= key.excused or round_ in key.failed:
+                    if self._has_failed(key, round_, alone):
                         self._give_up_sending(key, part, round_, sends, data, None)
                         return
                     yield
@@ -85,6 +90,33 @@ class Payloads:
             self.decline(part)
         yield from self._sent(sends, data)
 
+    def _turn(self, key: Key, part: Part, data: Array, round_: int, alone: bool) -> Generator[None, None, bool]:
+        """Wait until the server has room, behind earlier parts of the key, which it reads without this one: so they end
+        in turn, and are answered while later ones come. Behind another key's, workers could wait for each other. False
+        where the round has failed meanwhile."""
+        window, line = self._windows[part.server], self._lines.setdefault((part.server, key.name), deque())
+        place = object()
+        line.append(place)
+        try:
+            while line[0] is not place or (not self._admits(part, data) and window.holds(key.name)):
+                if self._has_failed(key, round_, alone):
+                    self._withdraw(key, round_, [part], None)  # a failed round, too, ends when all have come to it
+                    return False
+                yield
+        except BaseException as error:
+            self._withdraw(key, round_, [part], error)
+            raise
+        finally:
+            line.remove(place)
+            if not line:
+                del self._lines[part.server, key.name]
+        return True
+
+    def _has_failed(self, key: Key, round_: int, alone: bool) -> bool:
+        """Hear the servers; whether the round has failed. What failed is raised by a worker that acts `alone`."""
+        self._check(key, round_) if alone else self._listen()
+        return 0 < round_ <= key.excused or round_ in key.failed
+
     def _give_up_sending(
         self, key: Key, part: Part, round_: int, sends: list[Any], data: Array, error: BaseException | None
     ) -> None:
@@ -92,11 +124,13 @@ class Payloads:
         if part.failed < round_:  # else the server has no use for it
             self._withdraw(key, round_, [part], error)
 
-    def _unasked(self, server: int) -> int:
-        """Bytes that this worker may send to a server unasked: its share of what lies there, but some messages."""
+    def _admits(self, part: Part, data: Array) -> bool:
+        """Whether the payload may go to its server unasked: this worker may have its share of what lies there under
+        way, or two messages: one is on the link while the word that the other has been read is on its way."""
         options = self._layout.options
-        share = max(self._stored[server] // self._senders, options.chunk_bytes)
-        return min(options.chunks_in_flight * options.chunk_bytes, share)
+        share = max(self._stored[part.server] // self._senders, 2 * (options.chunk_bytes + FRAME_COST))
+        most = min(options.chunks_in_flight * options.chunk_bytes, share)
+        return self._windows[part.server].admits(data.size, most)
 
     def _isend(self, part: Part, data: Array) -> Any:
         return self._layout.world.Isend(data, self._layout.server_rank(part.server), push_tag(part.number))

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from collectives import arena
 from collectives.arena import Region
-from mpips import meet, messages, short
+from mpips import messages, short
 from mpips.compression import Compressor
 from mpips.keys import Key, Part, Piece
 from mpips.layout import Layout
@@ -44,53 +44,66 @@ class Placing(Members):
         try:
             for key in keys:
                 self._plan(key, cards)
-            created = yield from self._created(keys, cards)
-        except ValueError:
-            self._drop(keys)
+            told = yield from self._from_rank_0(self._create(keys, cards), "init")
+            created = msgspec.msgpack.decode(told, type=list[messages.Created | None])
+            for key in keys:
+                self.session.add(key)
+            for server, new in cards.items():
+                if self.session.lines[server].local and (where := created[server]) is not None:
+                    self._attach(new, where)
+            for key in keys:
+                self._shorten(key)
+            flat = (value.reshape(-1) for value in values)
+            yield from self._from_rank_0(self.session.set(zip(keys, flat, strict=True)), "init")
+        except BaseException:
+            self._undo(keys, cards)
             raise
-        for key in keys:
-            self.session.add(key)
-        for server, new in cards.items():
-            if self.session.lines[server].local and (where := created[server]) is not None:
-                self._attach(new, where)
-        for key in keys:
-            self._shorten(key)
-        if self.layout.rank == 0:
-            for key, value in zip(keys, values, strict=True):
-                yield from self.session.set(key, value.reshape(-1))
-        self._exchange(b"", "init")
 
-    def _created(
-        self, keys: Sequence[Key], cards: dict[int, list[UnitCard]]
-    ) -> Generator[None, None, list[messages.Created | None]]:
-        """Rank 0 tells the servers; where each has put its units. ValueError on every worker where one cannot."""
+    def _create(self, keys: Sequence[Key], cards: dict[int, list[UnitCard]]) -> Generator[None, None, bytes]:
+        """Tell the servers; where each has put its units. ValueError where one cannot."""
         answers: list[Any] = []
-        failure = ""
-        for server, new in cards.items() if self.layout.rank == 0 else ():
+        for server, new in cards.items():
             try:
                 answers.append((yield from self.session.request(server, messages.Create(new))) if new else None)
             except ValueError as error:
                 names = ", ".join(repr(key.name) for key in keys[:4]) + ", ..." * (len(keys) > 4)
-                failure = f"init of keys {names}: server rank {self.layout.server_rank(server)}: {error}"
-                yield from self._undo(list(cards.values())[:server])
-                break
-        told = self._exchange(msgspec.msgpack.encode((failure, answers)), "init")[0]
-        failure, created = msgspec.msgpack.decode(told, type=tuple[str, list[messages.Created | None]])
+                where = f"server rank {self.layout.server_rank(server)}"
+                raise ValueError(f"init of keys {names}: {where}: {error}") from error
+        return msgspec.msgpack.encode(answers)
+
+    def _undo(self, keys: Sequence[Key], cards: dict[int, list[UnitCard]]) -> None:
+        """Nobody has used these keys: the servers forget what they may have made of them."""
+        for key in keys:
+            self.session.abandon(key)
+        for server, new in cards.items() if self.layout.rank == 0 else ():
+            if new:
+                self.session.order(server, messages.Forget([card.number for card in new]))
+        self._drop(keys)
+
+    def _from_rank_0(
+        self, task: Generator[None, None, bytes | None], what: str
+    ) -> Generator[None, None, bytes]:
+        """Rank 0 does it; every worker learns what it returns, or raises what made it fail."""
+        assert self.layout.meetings is not None
+        done, failure = b"", ""
+        if self.layout.rank == 0:
+            try:
+                done = (yield from task) or b""
+            except ValueError as error:
+                failure = str(error)
+            except BaseException as error:
+                self.layout.meetings.refuse(what, error)
+                raise
+        told = self._exchange(msgspec.msgpack.encode((failure, done)), what)[0]
+        failure, done = msgspec.msgpack.decode(told, type=tuple[str, bytes])
         if failure:
             raise ValueError(failure)
-        return created
-
-    def _undo(self, cards: Sequence[list[UnitCard]]) -> Task:
-        """Let the servers from the first on forget what they have made."""
-        for server, new in enumerate(cards):
-            if new:
-                yield from self.session.request(server, messages.Forget([card.number for card in new]))
+        return done
 
     def _exchange(self, payload: bytes, what: str) -> list[bytes]:
         """All workers' payloads; collective over them, blocking."""
-        workers, options = self.layout.workers, self.layout.options
-        assert workers is not None
-        return meet.exchange(workers, payload, what, options.stall_seconds, options.timeout_seconds)
+        assert self.layout.meetings is not None
+        return self.layout.meetings.exchange(payload, what)
 
     def forget(self, keys: Sequence[Key]) -> Task:
         """Give up keys. Collective over the workers, who have nothing under way on them."""
@@ -117,15 +130,15 @@ class Placing(Members):
         options = self.layout.options
         sharers = max(map(len, self._groups))
         grain = grain_of(key.shape, self.layout.num_servers * (sharers * MOST_CHUNKS if sharers > 1 else 1))
-        if self._one_node and sharers > 1:
+        if self.one_node and sharers > 1:
             grain = 1  # as `collectives.reduce_scatter` cuts
-        block_bytes = options.block_bytes if self._one_node else options.chunk_bytes
+        block_bytes = options.block_bytes if self.one_node else options.chunk_bytes
         block = max(1, block_bytes // key.dtype.itemsize)
         by_server = []
         for server, part in self._placement.place(key.shape, key.dtype.itemsize):
             first = len(key.pieces)
             chunks = 1
-            if not self._one_node:
+            if not self.one_node:
                 chunks = max(1, min(MOST_CHUNKS, part.size * key.dtype.itemsize // options.chunk_bytes))
             for chunk in split(part, chunks, grain):
                 if chunk.size or not part.size:

@@ -6,7 +6,7 @@ in cache; an asynchronous one when the server has granted it. Servers of other n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -164,7 +164,8 @@ class Pulls(Hearing):
                 part.line.post(Op.RELEASE, part.number)
         return ready
 
-    def _turned(self, items: list[Any]) -> list[Any]:
-        """The items from another one on for every worker, so that not all use the link of the same server first."""
-        first = self._layout.rank * len(items) // self._layout.num_workers
-        return items[first:] + items[:first]
+    def _turned(self, parts: Iterable[Part]) -> list[Part]:
+        """The parts from another server on for every worker, so that not all use the link of the same server first.
+        What one server has stays in order: it can answer the first part when that has come from everybody."""
+        first = self._layout.rank * self._layout.num_servers // self._layout.num_workers
+        return sorted(parts, key=lambda part: (part.server - first) % self._layout.num_servers)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import reduce
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import collectives
-from collectives.errors import MismatchError, Withdrawn
+from collectives.errors import MismatchError
 from collectives.one_shot import begin
 from collectives.session import session
 from mpips.agreement import Agreement, Card
@@ -38,7 +38,8 @@ class Pure:
         self.layout, self._comm = layout, layout.workers
         home = session(self._comm)
         home.patient(layout.options.stall_seconds, layout.options.timeout_seconds)
-        self._agreement = Agreement(self._comm, 0, home.nodes == 1) if home.size > 1 else None
+        self._agreement = Agreement(self._comm, 0, home.nodes == 1, layout.options) if home.size > 1 else None
+        self.one_node = home.nodes == 1
         self.calling: list[Name] = []
         """The keys that the present call is yet to use, the present one first."""
         self._stored: dict[int | str, Array] = {}
@@ -80,29 +81,19 @@ class Pure:
         self._optimizer.update(self._stored[key.name], total, state, step + 1)
         self._states[key.name] = step + 1, state
 
-    def _agreed(self, card: Card, call: Callable[[], Task]) -> Task:
+    def _agreed(self, card: Card, call: Callable[[], Iterable[None]]) -> Task:
         """What all workers do together: they see that they do the same, or all raise MismatchError."""
         agreement = self._agreement
         if agreement is None:
             yield from call()
             return
-        same, fallback, text = True, "", card.refusal or f"{card.what} of {card.keys[:1]!r}"
-        if agreement.one_node:
-            agreement.note(text)
-            try:
-                yield from call()
-                same = agreement.noted()
-            except Withdrawn:
-                raise
-            except MismatchError as error:
-                same, fallback = False, str(error)
-        else:
-            same = yield from agreement.same(text)
-            if same:
-                yield from call()
-        if not same:
+        text = card.refusal or f"{card.what} of {card.keys[:1]!r}"
+        fallback = yield from agreement.guarded(card, text, call)
+        if fallback is not None:
             sentence, _ = agreement.explain(card, fallback)
             raise MismatchError(sentence)
+        if not agreement.one_node:
+            yield from call()
 
     def _sum(self, flat: Array, out: Array) -> Task:
         if not self.stepwise:
@@ -131,11 +122,7 @@ class Pure:
         """This worker's arguments are bad: everybody raises MismatchError where they push."""
         if self.collective(pushes):
             card = Card(what, [key.name for key in keys], pushes, sentence)
-            yield from self._agreed(card, lambda: self._refuse(sentence))
-
-    def _refuse(self, sentence: str) -> Task:
-        session(self._comm).refuse(sentence)
-        yield
+            yield from self._agreed(card, lambda: ())
 
     def skip(self, key: Key, sentence: str, event: str = "") -> None:
         """Nothing to tell: all workers fail at the same key."""

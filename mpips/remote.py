@@ -147,6 +147,7 @@ class Blocks:
         """Blocks `_asked - len(_coming)` up to `_asked`."""
         self._asked = 0
         self._whole = False
+        self.complete = bool(frame.flags & ALONG)
         if frame.flags & ALONG:
             data = postman.buffers.take(frame.nbytes, True, sent=True)
             assert data is not None

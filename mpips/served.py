@@ -46,6 +46,10 @@ class Served(Settings):
     def push(self, key: Key, flat: Array, priority: int, wait: bool = True) -> Task:
         """Contribute `flat` (1-D) to the key's next round."""
         round_ = self.session.begin(key, not self._grouped)
+        push = self._push(key, round_, flat, priority, wait)
+        return self.session.withdrawing(key, round_, key.pushes, push)
+
+    def _push(self, key: Key, round_: int, flat: Array, priority: int, wait: bool) -> Task:
         if not self._grouped:
             return self._contribute(key, round_, flat, priority, wait)
         if self._all:
@@ -58,7 +62,7 @@ class Served(Settings):
 
     def _in_pieces(self, key: Key) -> bool:
         """Whether a client on several nodes handles the key as a pipeline."""
-        return not self._one_node and len(key.pieces) > 1 and self._members > 1
+        return not self.one_node and len(key.pieces) > 1 and self._members > 1
 
     def _contribute(
         self, key: Key, round_: int, flat: Array, priority: int, wait: bool, own: bool = False,
@@ -97,7 +101,7 @@ class Served(Settings):
                 piece.reduced = arena.empty(key.size, key.dtype)
             total = piece.reduced
             yield from self.session.drained(key, round_ - 1, key.pushes, alone=False)
-        if self._one_node:
+        if self.one_node:
             out = total if total is not None else flat if flat.flags.writeable else np.empty_like(flat)
             yield from self._agreed(key, "push", True, lambda: collectives.reduce(flat, comm, out=out))
         else:
@@ -120,7 +124,7 @@ class Served(Settings):
             piece.reduced = arena.empty(mine.size, key.dtype)
         reduced = piece.reduced
         yield from self.session.drained(key, round_ - 1, piece.pushes, alone=False)
-        if self._one_node:
+        if self.one_node:
             yield from self._agreed(
                 key, "push", True, lambda: collectives.reduce_scatter(flat[start:stop], comm, out=reduced)
             )
@@ -151,7 +155,8 @@ class Served(Settings):
         """Contribute rows to the key's next round."""
         if self._compressor is not None or not whole(key):
             return self.push(key, rows.to_dense().reshape(-1), priority)
-        return self._rows.push(key, self.session.begin(key, not self._grouped), rows, priority)
+        round_ = self.session.begin(key, not self._grouped)
+        return self.session.withdrawing(key, round_, key.pushes, self._rows.push(key, round_, rows, priority))
 
     # ---- pulls
 
@@ -174,7 +179,7 @@ class Served(Settings):
 
     def _pull_master(self, key: Key, flat: Array) -> Task:
         task = self._pull_and_broadcast(key, flat)
-        return task if self._one_node else self._compared(key, "pull", False, task)
+        return task if self.one_node else self._compared(key, "pull", False, task)
 
     def _pull_and_broadcast(self, key: Key, flat: Array) -> Task:
         comm = self.layout.client
@@ -182,7 +187,7 @@ class Served(Settings):
         failure = None
         if comm.Get_rank() == 0:
             failure = yield from self._caught(self.session.pull(key, flat, key.parts))
-        if self._one_node:
+        if self.one_node:
             yield from self._agreed(key, "pull", False, lambda: collectives.broadcast(flat, comm))
         elif comm.Get_size() > 1:
             yield from inside.broadcast(comm, flat, self._tag(key.pieces[0]))
@@ -195,7 +200,7 @@ class Served(Settings):
         if failure is None:
             failure = yield from self._caught(self.session.pull(key, flat, piece.pushes))
         start, stop = piece.cuts[0], piece.cuts[-1]
-        if self._one_node:
+        if self.one_node:
             yield from self._agreed(key, "pull", False, lambda: collectives.allgather(flat[start:stop], comm))
         elif not self._all:
             yield from inside.spread(comm, flat[start:stop], self._tag(piece))
@@ -209,10 +214,11 @@ class Served(Settings):
         if self._grouped and (self._all or self._in_pieces(key)) and not self._near:
             round_ = self.session.begin(key, False)
             tasks = [self._through(key, round_, piece, flat, out, priority) for piece in key.pieces]
-            return self._pipeline(key, "pushpull", True, tasks)
-        if not self._grouped and not self._one_node and not self.layout.asynchronous and len(key.pieces) > 1:
+            return self.session.withdrawing(key, round_, key.pushes, self._pipeline(key, "pushpull", True, tasks))
+        if not self._grouped and not self.one_node and not self.layout.asynchronous and len(key.pieces) > 1:
             round_ = self.session.begin(key)
-            return self._together([self._through_alone(key, round_, p, flat, out, priority) for p in key.pieces])
+            tasks = [self._through_alone(key, round_, piece, flat, out, priority) for piece in key.pieces]
+            return self.session.withdrawing(key, round_, key.pushes, self._together(tasks))
         return self._push_then_pull(key, flat, out, priority)
 
     def _through(self, key: Key, round_: int, piece: Piece, flat: Array, out: Array, priority: int) -> Task:
@@ -232,7 +238,7 @@ class Served(Settings):
     def _pipeline(self, key: Key, what: str, pushes: bool, tasks: list[Task]) -> Task:
         """The pieces of a key in a client; between nodes the members compare their calls once."""
         task = self._together(tasks)
-        return task if self._one_node else self._compared(key, what, pushes, task)
+        return task if self.one_node else self._compared(key, what, pushes, task)
 
     def _together(self, tasks: list[Task]) -> Task:
         """Run tasks with a few under way; each has tags of its own. If servers fail some, all run to their end."""
@@ -242,23 +248,27 @@ class Served(Settings):
         waiting = list(reversed(tasks))
         running: list[Generator[None, None, None]] = []
         failure: CollectiveError | None = None
-        while waiting or running:
-            while waiting and len(running) < (1 if self._one_node else self.layout.options.chunks_in_flight):
-                running.append(waiting.pop())
-            still = []
+        try:
+            while waiting or running:
+                while waiting and len(running) < (1 if self.one_node else self.layout.options.chunks_in_flight):
+                    running.append(waiting.pop())
+                still = []
+                for task in running:
+                    try:
+                        next(task)
+                        still.append(task)
+                    except StopIteration:
+                        pass
+                    except MismatchError:  # on all members, at the same piece
+                        raise
+                    except CollectiveError as error:
+                        failure = failure or error
+                running = still
+                if running:
+                    yield
+        finally:
             for task in running:
-                try:
-                    next(task)
-                    still.append(task)
-                except StopIteration:
-                    pass
-                except MismatchError:  # on all members, at the same piece
-                    raise
-                except CollectiveError as error:
-                    failure = failure or error
-            running = still
-            if running:
-                yield
+                task.close()
         if failure is not None:
             raise failure
 

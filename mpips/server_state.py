@@ -8,6 +8,7 @@ the contributors (so results are bitwise reproducible), block by block while a b
 by the optimizer (or replaces the stored one), and the unit's progress word tells readers how many blocks are done.
 A contributor that has waited long is read ahead of the others into an accumulator, so that pushes of different
 orders on different workers do not wait in a circle. A refusal fails the round for everybody; what is stored stays.
+A contribution that is there and has begun to count is not taken back.
 Asynchronous: every contribution is an update of its own, in order of arrival.
 """
 
@@ -42,8 +43,12 @@ class ServerState(Reads):
         self.units[unit.number] = unit
 
     def forget(self, numbers: Iterable[int]) -> None:
-        """Units that no worker will use again, though one may still say that it has read."""
-        for number in numbers:
+        """Units that no worker will use again, though one may still say that it has read. Some may not be there, and
+        some not have got their first value yet."""
+        gone = [self.units[number] for number in numbers if number in self.units]
+        drop(source for unit, source, _ in self.setting if unit in gone)
+        self.setting = deque(item for item in self.setting if item[0] not in gone)
+        for number in [unit.number for unit in gone]:
             for queue in self.units[number].queues:
                 drop(queue)
             for units in (self.units, self.ready, self.open):
@@ -97,6 +102,8 @@ class ServerState(Reads):
         place = round_ - 1 - (unit.done[index] if self.asynchronous else unit.round)
         if place < 0:
             return []  # it has ended
+        if place == 0 and unit.counts(index):
+            return []  # it is finished
         if place < len(unit.queues[index]):
             unit.withdraw(index, place, sentence)
         else:

@@ -6,13 +6,15 @@ On a node, a push is a frame that says where the payload lies: in the caller's o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from collectives import arena
+from mpips.buffers import FRAME_COST
 from mpips.hearing import Task
 from mpips.keys import Key, Part
 from mpips.messages import Coding, Op
@@ -29,7 +31,8 @@ class Session(Pulls):
         """Push where the short way (`mpips.short`) does not do."""
         flat = array.reshape(-1)
         payloads = [(part, flat[part.start : part.stop]) for part in key.pushes]
-        return self.push(key, self.begin(key), payloads, priority, True)
+        round_ = self.begin(key)
+        return self.withdrawing(key, round_, key.pushes, self.push(key, round_, payloads, priority, True))
 
     def push(
         self, key: Key, round_: int, payloads: Sequence[tuple[Part, Array]], priority: int, wait: bool,
@@ -43,12 +46,14 @@ class Session(Pulls):
         here = [(part, values) for part, values in payloads if part.line.local]
         if len(here) == len(payloads):
             return self._push_here(key, round_, here, priority, wait, own)
+        given = {part.number: values for part, values in payloads if not part.line.local}
         sends = [
-            self._payloads.send(key, part, values.view(np.uint8), round_, Op.PUSH, priority, alone=not own)
-            for part, values in payloads
-            if not part.line.local
+            self._payloads.send(
+                key, part, given[part.number].view(np.uint8), round_, Op.PUSH, priority, alone=not own
+            )
+            for part in self._turned(part for part, _ in payloads if not part.line.local)
         ]
-        return together([*self._turned(sends), self._push_here(key, round_, here, priority, wait, own)])
+        return together([*sends, self._push_here(key, round_, here, priority, wait, own)])
 
     def _push_here(
         self, key: Key, round_: int, payloads: Sequence[tuple[Part, Array]], priority: int, wait: bool, own: bool
@@ -56,7 +61,6 @@ class Session(Pulls):
         """`push` to servers of this node. Who raises on the way withdraws from the parts that he has not come to."""
         waits: list[Part] = []
         grows: list[tuple[Part, Array]] = []
-        come_to = 0
         try:
             for part, values in payloads:
                 region = arena.locate(values) if own or values.nbytes > self._layout.options.small_bytes else None
@@ -75,10 +79,10 @@ class Session(Pulls):
                         part.filled[0] = (round_ - 1) * part.blocks
                         part.line.post(Op.PUSH, part.number, round_, part.growing, Coding.GROWING, priority)
                         grows.append((part, values))
-                come_to += 1
+                part.said = round_
         except BaseException as error:
             self._fill(grows)
-            self.withdraw(key, round_, [part for part, _ in payloads[come_to:]], error)
+            self.break_off(key, round_, [part for part, _ in payloads], error)
             raise
         if grows:
             self._fill(grows)
@@ -99,6 +103,7 @@ class Session(Pulls):
             region = arena.locate(shared)
             assert region is not None
             part.line.post(Op.PUSH, part.number, round_, region, coding, priority, aux=count)
+            part.said = round_
             part.kept = shared  # until the next one: that waits until this one has been read
             return
         yield from self._payloads.send(key, part, payload, round_, Op.PUSH, priority, coding, count, alone)
@@ -126,18 +131,46 @@ class Session(Pulls):
                 part.copy[start:stop] = values[start:stop]  # type: ignore[index]
                 part.filled[0] += 1
 
-    def set(self, key: Key, flat: Array) -> Task:
-        """Give the key its first value; for one worker, before anybody uses it."""
-        for part in key.parts:
-            values = flat[part.start : part.stop]
-            part.granted = False
-            if part.local:
-                part.stored[...] = values  # type: ignore[index]
-                continue
-            yield from self._payloads.send(key, part, values.view(np.uint8), 0, Op.SET, 0)
-            while not part.granted:
+    def set(self, pairs: Iterable[tuple[Key, Array]]) -> Task:
+        """Give keys their first values; for one worker, before anybody uses them. Parts for other nodes go side by
+        side, so many as servers keep for a worker."""
+        waiting = deque((key, part, flat[part.start : part.stop]) for key, flat in pairs for part in key.parts)
+        room = self._layout.options.chunks_in_flight * self._layout.options.chunk_bytes
+        running: deque[tuple[Task, int]] = deque()
+        try:
+            while waiting or running:
+                while waiting and (not running or waiting[0][2].nbytes + FRAME_COST <= room):
+                    key, part, values = waiting.popleft()
+                    running.append((self._set_part(key, part, values), values.nbytes + FRAME_COST))
+                    room -= running[-1][1]
                 self.listen()
-                yield
+                for _ in range(len(running)):
+                    task, cost = running.popleft()
+                    if goes_on(task):
+                        running.append((task, cost))
+                    else:
+                        room += cost
+                if running:
+                    yield
+        finally:
+            for task, _ in running:
+                task.close()
+
+    def _set_part(self, key: Key, part: Part, values: Array) -> Task:
+        if part.local:
+            part.stored[...] = values  # type: ignore[index]
+            return
+        part.granted = False
+        yield from self._payloads.send(key, part, values.view(np.uint8), 0, Op.SET, 0)
+        while not part.granted:
+            yield
+
+
+def goes_on(task: Task) -> bool:
+    """Take a task one step further; whether it has not ended."""
+    for _ in task:
+        return True
+    return False
 
 
 def together(tasks: list[Task]) -> Task:

@@ -43,16 +43,11 @@ class Settings(Placing):
 
     def _tell(self, what: str, request: Any) -> Task:
         """Rank 0 tells all servers; nobody goes on before they have done it."""
-        failure = b""
-        if self.layout.rank == 0:
-            try:
-                for server in range(self.layout.num_servers):
-                    yield from self.session.request(server, request)
-            except ValueError as error:
-                failure = str(error).encode()
-        failure = self._exchange(failure, what)[0]
-        if failure:
-            raise ValueError(failure.decode())
+        yield from self._from_rank_0(self._told(request), what)
+
+    def _told(self, request: Any) -> Task:
+        for server in range(self.layout.num_servers):
+            yield from self.session.request(server, request)
 
     def states(self, keys: Sequence[Key]) -> Generator[None, None, dict[Any, tuple[int, list[Array]]]]:
         """Each key's step and optimizer state, put together from all servers; on rank 0 only."""

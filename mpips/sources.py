@@ -18,6 +18,7 @@ class Elements:
     """All elements of a unit, perhaps still being written: `filled[0]` counts the blocks written over all rounds."""
 
     local = True
+    complete = True
     coded = False
     sparse = False
 
@@ -48,6 +49,7 @@ class Compressed:
     """What a compressor made of a unit's elements; `payload` is uint8."""
 
     local = True
+    complete = True
     coded = True
     sparse = False
     steady: Array | None = None
@@ -75,6 +77,7 @@ class Rows:
     """Rows of a unit whose elements are whole rows: `payload` holds `count` row numbers (int64), then their values."""
 
     local = True
+    complete = True
     coded = True
     sparse = True
     steady: Array | None = None

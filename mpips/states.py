@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,8 +15,42 @@ from safetensors.numpy import save_file
 from mpips import optimizers
 from mpips.keys import Key
 from mpips.optimizers import Optimizer
+from mpips.pure import Pure
+from mpips.session import Task
+
+if TYPE_CHECKING:
+    from mpips.store import KVStore
 
 States = dict[Any, tuple[int, list[NDArray[Any]]]]
+
+
+def gather(kv: KVStore, fname: str, dump_optimizer: bool) -> None:
+    """See `KVStore.save_optimizer_states`."""
+    _all_come(kv, "save_optimizer_states", fname)
+    kv._at_rank_0(_gathered(kv, fname, dump_optimizer), "save_optimizer_states")
+
+
+def spread(kv: KVStore, fname: str) -> None:
+    """See `KVStore.load_optimizer_states`."""
+    _all_come(kv, "load_optimizer_states", fname)
+    kv._at_rank_0(_spread(kv, fname), "load_optimizer_states", everywhere=isinstance(kv._backend, Pure))
+
+
+def _all_come(kv: KVStore, what: str, fname: str) -> None:
+    refusal = "" if kv._optimizer else "ValueError: it needs an optimizer; call set_optimizer first"
+    kv._settle()
+    kv._agree(what, [("fname", str(fname))], refusal)
+
+
+def _gathered(kv: KVStore, fname: str, dump_optimizer: bool) -> Task:
+    found = yield from kv._backend.states(list(kv._keys.values()))
+    assert kv._optimizer is not None
+    save(fname, found, kv._optimizer, dump_optimizer)
+
+
+def _spread(kv: KVStore, fname: str) -> Task:
+    keys = list(kv._keys.values())
+    yield from kv._backend.put_states(keys, load(fname, keys))
 
 
 def save(fname: str | os.PathLike[str], states: States, optimizer: Optimizer, dump_optimizer: bool) -> None:

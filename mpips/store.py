@@ -45,7 +45,7 @@ class KVStore:
         self._keys: dict[Name, Key] = {}
         self._operations = Operations(layout, backend, self._engine, self._keys)
         self._talk = self._operations.talk
-        self._assembly = Assembly(layout, self._talk, self._meet)
+        self._assembly = Assembly(layout, self._talk, self._meet, backend.one_node)
         self._optimizer: Optimizer | None = None
         self._closed = False
         if isinstance(backend, Served):
@@ -156,20 +156,11 @@ class KVStore:
 
         Rank 0 writes. `dump_optimizer` stores the optimizer's name and options beside it. Blocking.
         """
-        refusal = "" if self._optimizer else "ValueError: it needs an optimizer; call set_optimizer first"
-        self._settle()
-        self._agree("save_optimizer_states", [("fname", str(fname))], refusal)
-        self._at_rank_0(self._save(fname, dump_optimizer), "save_optimizer_states")
+        states.gather(self, fname, dump_optimizer)
 
     def load_optimizer_states(self, fname: str) -> None:
         """Read back what `save_optimizer_states` wrote, with any number of servers; all workers call; blocking."""
-        refusal = "" if self._optimizer else "ValueError: it needs an optimizer; call set_optimizer first"
-        self._settle()
-        self._agree("load_optimizer_states", [("fname", str(fname))], refusal)
-        if isinstance(self._backend, Pure):
-            self._at_rank_0(self._load(fname), "load_optimizer_states", everywhere=True)
-        else:
-            self._at_rank_0(self._load(fname), "load_optimizer_states")
+        states.spread(self, fname)
 
     # ---- pushes and pulls
 
@@ -348,12 +339,3 @@ class KVStore:
             except (ValueError, TypeError) as error:
                 failure = f"ValueError: rank {self.rank}: {error}"
         self._agree(what, [], failure)
-
-    def _save(self, fname: str, dump_optimizer: bool) -> Task:
-        found = yield from self._backend.states(list(self._keys.values()))
-        assert self._optimizer is not None
-        states.save(fname, found, self._optimizer, dump_optimizer)
-
-    def _load(self, fname: str) -> Task:
-        keys = list(self._keys.values())
-        yield from self._backend.put_states(keys, states.load(fname, keys))

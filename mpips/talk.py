@@ -9,7 +9,8 @@ A worker looks for them when a wait has become long and when all meet. Three thi
 - *What a worker waits for.* If every worker waits and for each there is another that has not come to what it waits
   for, none can ever go on, since who waits in a call makes no other: keys were used in another order. All workers see
   the same, and each refuses what the others miss of it, so that all raise one sentence. Statements may be old: for a
-  worker to go on after its statement, the one it waits for must go on before, so nobody has gone on first.
+  worker to go on after its statement, the one it waits for must go on before, so nobody has gone on first. Who gives
+  up waiting takes its statement back.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ from typing import Any
 import msgspec
 from mpi4py import MPI
 
-from collectives.errors import MismatchError
-from mpips import arguments, meet
+from collectives.errors import MismatchError, StallError
+from mpips import arguments
 from mpips.arguments import Name
 from mpips.meet import Pause
+from mpips.meetings import Meetings
 
 RECENT = 64  # calls whose keys are remembered
 SPEAK_SECONDS = 0.1
@@ -67,7 +69,11 @@ class Waits(msgspec.Struct, tag=True, array_like=True):
     """How many meetings it has come to."""
 
 
-Message = Refused | Keys | Warned | Waits
+class Waited(msgspec.Struct, tag=True, array_like=True):
+    """The sender has given up what it said that it waits for."""
+
+
+Message = Refused | Keys | Warned | Waits | Waited
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Message).decode
 
@@ -97,10 +103,10 @@ class Talk:
     """
 
     def __init__(
-        self, workers: MPI.Comm, rounds: Callable[[], dict[Name, int]], refuse: Callable[[Name, int, str, str], None],
-        independent: bool, stall_seconds: float, timeout_seconds: float,
+        self, workers: MPI.Comm, meetings: Meetings, rounds: Callable[[], dict[Name, int]],
+        refuse: Callable[[Name, int, str, str], None], independent: bool, stall_seconds: float, timeout_seconds: float,
     ) -> None:  # fmt: skip
-        self._workers = workers
+        self._gatherings = meetings
         self._rank, self._size = workers.Get_rank(), workers.Get_size()
         self._comm = workers.Dup() if self._size > 1 else None
         self._rounds, self._refuse, self._independent = rounds, refuse, independent
@@ -175,13 +181,15 @@ class Talk:
 
         return look
 
-    def ended(self, failure: str = "") -> None:
+    def ended(self, error: BaseException | None = None) -> None:
         """The wait is over. Where the others found that all are stuck, this worker finds it too before it goes on."""
-        if failure.startswith(STUCK):
+        if str(error).startswith(STUCK):
             pause = Pause(lambda: "", math.inf, 0.0, lambda waited: self.look())
             while self._rank in self._waits and pause.waited < ANSWER_SECONDS:
                 pause()
-        self._waits.pop(self._rank, None)
+        spoken = self._waits.pop(self._rank, None) is not None
+        if spoken and error is not None and (isinstance(error, StallError) or not isinstance(error, Exception)):
+            self._tell(Waited())
 
     def meet(self, payload: bytes, what: str, stall_seconds: float, timeout_seconds: float) -> list[bytes]:
         """Everybody's payload, in rank order. Collective over the workers, blocking.
@@ -191,16 +199,27 @@ class Talk:
         self.settle()
         self._meetings += 1
         self._meeting, self._verdict = True, ""
+        given_up: BaseException | None = None
         try:
             look = self.waiting(f"rank {self._rank}: {what} (meeting {self._meetings})", dict)
-            told = meet.exchange(self._workers, payload, what, stall_seconds, timeout_seconds, look)
+            told = self._gatherings.exchange(
+                payload, what, look, stall_seconds=stall_seconds, timeout_seconds=timeout_seconds
+            )
+        except BaseException as error:
+            given_up = error
+            raise
         finally:
             self._meeting = False
-            self.ended()
+            self.ended(given_up)
         self.look()
         if self._verdict:
             raise MismatchError(self._verdict)
         return told
+
+    def absent(self, what: str, error: BaseException) -> None:
+        """This worker has come to the next meeting, and raises `error` instead of taking part: so will the others."""
+        self._meetings += 1
+        self._gatherings.refuse(what, error)
 
     # ---- messages
 
@@ -238,6 +257,8 @@ class Talk:
             case Waits():
                 self._waits[source] = message
                 self._judge()
+            case Waited():
+                self._waits.pop(source, None)
 
     def _answer(self) -> None:
         """Tell those who made a bad call which keys they should have named, once this worker has come so far."""

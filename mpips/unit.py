@@ -26,6 +26,9 @@ class Source(Protocol):
     steady: Array | None
     """All elements of the unit, where they lie in memory of this node and are there."""
 
+    complete: bool
+    """Whether all of it comes, even if its worker takes it back."""
+
     def ready(self, block: int) -> bool:
         """Whether this block can be read; asking may start to fetch it."""
         ...
@@ -110,6 +113,14 @@ class Unit:
         if not queue:
             self.missing -= 1
         queue.append(item)
+
+    def counts(self, index: int) -> bool:
+        """Whether blocks are updated already by the next contribution of the contributor at `index`, and all of it
+        comes: then it is too late to take it back."""
+        if not self.block or not self.queues[index] or self.active not in (-1, index):
+            return False
+        source = self.queues[index][0]
+        return not isinstance(source, str) and source.complete
 
     def withdraw(self, index: int, place: int, sentence: str) -> None:
         """Replace a contribution in the queue of the contributor at `index`."""

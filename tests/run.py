@@ -11,6 +11,7 @@ time limit (`--limit`), and so have all together (`--total`). Rank 0 prints; oth
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import signal
 import sys
@@ -76,11 +77,19 @@ def main() -> int:
     parser.add_argument("--total", type=float, default=4800, help="seconds that all runs together may take")
     arguments, words = parser.parse_known_args()
     limits, stages = Limits(arguments.limit, arguments.total), arguments.stages.split(",")
-    results = together(checks(stages, arguments.beside, words, limits))
-    if "mpi" in stages:
-        results += mpi(arguments.python or [sys.executable], arguments.ranks, words, limits)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        compile_once(folder)
+        results = together(checks(stages, arguments.beside, words, limits))
+        if "mpi" in stages:
+            results += mpi(arguments.python or [sys.executable], arguments.ranks, words, limits)
     summarise(results)
     return 1 if any(result.failed for result in results) else 0
+
+
+def compile_once(folder: str) -> None:
+    """Where no bytecode is to lie beside the sources it lies in `folder`, or every rank would compile them again."""
+    if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
+        os.environ.setdefault("PYTHONPYCACHEPREFIX", folder)
 
 
 def stop(number: int, frame: object) -> None:

@@ -24,46 +24,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 
 from collectives import arena
-from collectives.arrays import Flat, Vector
+from collectives.arrays import Flat
 from collectives.call import Call
 from collectives.native import Choice, NativePlan
-from collectives.operations import scale
 from collectives.table import Eager
+from collectives.transport.program import Phase, Program, Step, Window, combine, copy
 from collectives.transport.room import CARDS, NOWHERE, Card, Room
+from collectives.transport.staged import Staged
 
-Step: TypeAlias = "tuple[Any, tuple[Any, ...]]"
 DIRECT_BLOCK_BYTES = 256 << 10
-
-
-class Window(NamedTuple):
-    """A part of the whole vector that is somewhere in memory: elements [first, first + vector.size)."""
-
-    vector: Vector
-    first: int = 0
-
-    def part(self, start: int, stop: int) -> Vector:
-        return self.vector[start - self.first : stop - self.first]
-
-
-class Phase(NamedTuple):
-    """Work before this rank says it is done with the phase, and work after that needs nobody."""
-
-    before: tuple[Step, ...]
-    after: tuple[Step, ...] = ()
-
-
-@dataclass
-class Program:
-    """What a rank does once all have entered; phases end with a meeting, `last` needs none."""
-
-    phases: tuple[Phase, ...] = ()
-    last: tuple[Step, ...] = ()
 
 
 class Rival(NamedTuple):
@@ -96,7 +70,7 @@ class MemoryPlan:
         if self.eager:
             self._early = [_eager_puts(room, call, self._x, parity) for parity in (0, 1)]
         elif not self.direct:
-            self._early = [_Staged(room, call, self._x, self._out).puts(0)] * 2
+            self._early = [Staged(room, call, self._x, self._out).puts(0)] * 2
         else:
             self._early = [(), ()]
 
@@ -179,37 +153,9 @@ class MemoryPlan:
         elif self.eager and not any(shared):
             self._takes = [_eager_takes(room, call, self._x, self._out, parity) for parity in (0, 1)]
         else:
-            self._program = _Staged(room, call, self._x, self._out).program(restage=any(shared))
+            self._program = Staged(room, call, self._x, self._out).program(restage=any(shared))
         self._tokens = tokens
         self._met_soon = room.meeting(self._token, tokens)
-
-
-def _same(a: Vector, b: Vector) -> bool:
-    return bool(a.__array_interface__["data"][0] == b.__array_interface__["data"][0])
-
-
-def _copy(to: Vector, source: Vector) -> Iterator[Step]:
-    if to.size and not _same(to, source):
-        yield np.copyto, (to, source)
-
-
-def _combine(call: Call, parts: Sequence[Vector], total: Vector, scratch: Vector) -> Iterator[Step]:
-    """total = the reduction of all parts in their order, of which one may be `total` itself; `scratch` is as long."""
-    if not total.size:
-        return
-    if len(parts) == 1:
-        yield from _copy(total, parts[0])
-    else:
-        assert call.operation is not None
-        add = call.operation.into
-        first, *others = parts
-        for index, part in enumerate(others, 2):
-            unread = any(_same(later, total) for later in parts[index:])
-            to = scratch[: total.size] if unread else total
-            yield add, (first, part, to)
-            first = to
-    if call.operation is not None and call.operation.is_mean:
-        yield scale(total, call.p)
 
 
 # eager
@@ -236,15 +182,15 @@ def _eager_takes(room: Room, call: Call, x: Window, out: Window, parity: int) ->
         start, stop = mine if call.kind == "reduce_scatter" else (0, call.n)
         if call.kind != "reduce" or room.rank == call.root:
             total = out.part(start, stop)
-            steps += _combine(call, [slot.part(start, stop) for slot in slots], total, total)
+            steps += combine(call, [slot.part(start, stop) for slot in slots], total, total)
     elif call.kind == "broadcast":
-        steps += _copy(out.part(0, call.n), (x if room.rank == call.root else slots[call.root]).part(0, call.n))
+        steps += copy(out.part(0, call.n), (x if room.rank == call.root else slots[call.root]).part(0, call.n))
     else:
         for rank in [room.rank, *room.turn()]:
             block = call.block(rank)
             source = slots[rank].part(*(mine if call.kind == "alltoall" else block))
             to = call.arrival(room.rank, rank) if call.kind == "alltoall" else block
-            steps += _copy(out.part(*to), x.part(*block) if rank == room.rank else source)
+            steps += copy(out.part(*to), x.part(*block) if rank == room.rank else source)
     return tuple(steps)
 
 
@@ -261,7 +207,7 @@ def _direct(room: Room, call: Call, x: Window, out: Window, cards: Sequence[Card
     order = [room.rank, *room.turn()]
     if call.kind == "alltoall":
         blocks = [(out.part(*call.arrival(room.rank, rank)), xs[rank].part(*call.block(room.rank))) for rank in order]
-        return Program((Phase(tuple(step for to, source in blocks for step in _copy(to, source))),))
+        return Program((Phase(tuple(step for to, source in blocks for step in copy(to, source))),))
     sources = [xs[rank] for rank in call.sources(room.rank)]
     readers = [outs[rank] for rank in order if rank in call.readers(room.rank)]
     steps: list[Step] = []
@@ -272,102 +218,7 @@ def _direct(room: Room, call: Call, x: Window, out: Window, cards: Sequence[Card
         last = min(first + block, end)
         parts = [source.part(first, last) for source in sources]
         total = parts[0] if len(parts) == 1 else readers[0].part(first, last)
-        steps += _combine(call, parts, total, scratch)
+        steps += combine(call, parts, total, scratch)
         for reader in readers:
-            steps += _copy(reader.part(first, last), total)
+            steps += copy(reader.part(first, last), total)
     return Program((Phase(tuple(steps)),))
-
-
-# staged
-
-
-class _Staged:
-    """The pipeline of one rank. Block k of owner q is part k of q's piece of the vector."""
-
-    def __init__(self, room: Room, call: Call, x: Window, out: Window):
-        self._room, self._call, self._x, self._out = room, call, x, out
-        self._block = max(1, room.block_bytes // call.dtype.itemsize)
-        self._pieces = [self._piece(owner) for owner in range(room.size)]
-        self._count = max(-(-(stop - start) // self._block) for start, stop in self._pieces)
-        self._scratch = np.empty(min(self._block, call.n), call.dtype)
-
-    def program(self, restage: bool) -> Program:
-        """`restage`: some rank came without its first block staged."""
-        phases = [Phase(self.puts(0))] if restage else []
-        for k in range(self._count):
-            if self._call.kind == "alltoall":
-                phases.append(Phase(self._takes(k) + self.puts(k + 1)))
-            else:
-                total, home = self._reduces(k)
-                phases.append(Phase(total + self.puts(k + 1), home + self._takes(k - 1)))
-        return Program(tuple(phases), self._takes(self._count - 1) if self._call.kind != "alltoall" else ())
-
-    def puts(self, k: int) -> tuple[Step, ...]:
-        """My share of block k of every other owner, into my stage."""
-        call, room = self._call, self._room
-        steps: list[Step] = []
-        for owner in room.turn():
-            if call.kind == "alltoall" or room.rank in call.sources(owner):
-                part = self._x.part(*self._range(owner, k))
-                steps += _copy(self._stage(room.stage_in(room.rank, k % 2, owner), part.size), part)
-        return tuple(steps)
-
-    def _reduces(self, k: int) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
-        """Block k of mine into the stage, and from there to my own out."""
-        call, room = self._call, self._room
-        start, stop = self._range(room.rank, k)
-        wanted = call.readers(room.rank)
-        if start == stop:
-            return (), ()
-        parts = [
-            self._stage(room.stage_in(rank, k % 2, room.rank), stop - start) if rank != room.rank
-            else self._x.part(start, stop)
-            for rank in call.sources(room.rank)
-        ]
-        if wanted == [room.rank]:
-            return tuple(_combine(call, parts, self._out.part(start, stop), self._scratch)), ()
-        total = self._stage(room.stage_out(room.rank, k % 3), stop - start)
-        home = tuple(_copy(self._out.part(start, stop), total)) if room.rank in wanted else ()
-        if room.rank in wanted and len(parts) == 1 and _same(parts[0], self._out.part(start, stop)):
-            home = ()
-        return tuple(_combine(call, parts, total, total)), home
-
-    def _takes(self, k: int) -> tuple[Step, ...]:
-        """Block k of every other owner, into my out."""
-        call, room = self._call, self._room
-        steps: list[Step] = []
-        if k < 0:
-            return ()
-        if call.kind == "alltoall":
-            return tuple(self._arrivals(k))
-        for owner in room.turn():
-            start, stop = self._range(owner, k)
-            if room.rank in call.readers(owner):
-                stage = self._stage(room.stage_out(owner, k % 3), stop - start)
-                steps += _copy(self._out.part(start, stop), stage)
-        return tuple(steps)
-
-    def _arrivals(self, k: int) -> Iterator[Step]:
-        """alltoall: block k of what every rank, and this one too, has for me."""
-        room, (begin, _) = self._room, self._call.block(self._room.rank)
-        start, stop = self._range(room.rank, k)
-        for source in [room.rank, *room.turn()]:
-            at, _ = self._call.arrival(room.rank, source)
-            to = self._out.part(at + start - begin, at + stop - begin)
-            if source == room.rank:
-                yield from _copy(to, self._x.part(start, stop))
-            else:
-                yield from _copy(to, self._stage(room.stage_in(source, k % 2, room.rank), stop - start))
-
-    def _piece(self, owner: int) -> tuple[int, int]:
-        """A broadcast has nothing to reduce: the root owns it all."""
-        if self._call.kind == "broadcast":
-            return (0, self._call.n) if owner == self._call.root else (self._call.n, self._call.n)
-        return self._call.block(owner)
-
-    def _range(self, owner: int, k: int) -> tuple[int, int]:
-        start, stop = self._pieces[owner]
-        return min(start + k * self._block, stop), min(start + (k + 1) * self._block, stop)
-
-    def _stage(self, memory: Vector, size: int) -> Vector:
-        return memory[: size * self._call.dtype.itemsize].view(self._call.dtype)

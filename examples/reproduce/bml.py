@@ -186,15 +186,27 @@ def _gain(times: dict[str, list[float]]) -> dict[str, Any]:
     return {**times, **{f"{name}_gain": 1 - bml / server for name, (server, bml) in times.items()}}
 
 
-def figure5(servers: int) -> list[dict[str, Any]]:
-    """GST of both algorithms on both networks, in units of T_F, the time of the full gradient over one link."""
+def models() -> list[dict[str, Any]]:
+    """Rows of gradient synchronisation time of the paper's networks on its links, simulated: (parameter server, BML)
+    pairs of the paper's bound and of the prediction."""
+    rows = []
+    for model in MODELS:
+        pair = (SERVER, BML)
+        bounds = [bound(topology, model.nbytes, FORTY_GIGABIT) for topology, _ in pair]
+        seconds = [predict(*key, model.nbytes, FORTY_GIGABIT, gamma=0.0).seconds for key in pair]
+        rows.append({"model": model.name, "nbytes": model.nbytes, "paper": bounds, "predicted": seconds})
+    return rows
+
+
+def figure5() -> list[dict[str, Any]]:
+    """GST of both algorithms on both networks with 16 and with 1,024 servers, in units of T_F, the time of the full
+    gradient over one link."""
     rows = []
     for run, _ in simulated_figure5(LENET, FORTY_GIGABIT):
-        if run.ranks == servers:
-            algorithm = "PS" if run.algorithm == "direct" else "BML"
-            network = "BCube" if run.topology.startswith("bcube") else "Fat-Tree"
-            gst = run.seconds * FORTY_GIGABIT / LENET
-            rows.append({"servers": servers, "case": f"{algorithm} on {network}", "network": run.topology, "gst": gst})
+        algorithm = "PS" if run.algorithm == "direct" else "BML"
+        network = "BCube" if run.topology.startswith("bcube") else "Fat-Tree"
+        gst = run.seconds * FORTY_GIGABIT / LENET
+        rows.append({"servers": run.ranks, "case": f"{algorithm} on {network}", "network": run.topology, "gst": gst})
     return rows
 
 
@@ -230,6 +242,14 @@ def show(report: dict[str, Any]) -> None:
         for r in report["ratios"]:
             console.print(f"BML / parameter server at {r['nbytes'] / MIB:.4g} MiB: measured {r['measured']:.3f}, "
                           f"predicted {r['predicted']:.3f}, paper 0.500")  # fmt: skip
+    table = Table(title="Gradient synchronisation, 9 servers, links of 40 Gbit/s, simulated (milliseconds)")
+    for title in ("model", "MiB", "PS paper", "PS predicted", "BML paper", "BML predicted", "BML / PS"):
+        table.add_column(title, justify="left" if title == "model" else "right")
+    for r in report["models"]:
+        pairs = [f"{1e3 * v:.2f}" for both in zip(r["paper"], r["predicted"]) for v in both]
+        ratio = f"{r['predicted'][1] / r['predicted'][0]:.3f}"
+        table.add_row(r["model"], f"{r['nbytes'] / MIB:.4g}", *pairs, ratio)
+    console.print(table)
     table = Table(title="Job completion time, 1,000 iterations, compute emulated by sleeping (seconds)")
     for title in (
         "model",
@@ -261,7 +281,7 @@ def show(report: dict[str, Any]) -> None:
 
 @click.command(context_settings={"show_default": True})
 @click.option("--rate", default="100mbit", help="Of every link of the lab.")
-@click.option("--rounds", type=click.IntRange(1), default=3, help="How often the networks take turns.")
+@click.option("--rounds", type=click.IntRange(1), default=5, help="How often the networks take turns.")
 @click.option("--simulate-only", is_flag=True, help="No lab: predictions alone.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("out"))
 def command(rate: str, rounds: int, simulate_only: bool, out: Path) -> None:
@@ -285,7 +305,7 @@ def command(rate: str, rounds: int, simulate_only: bool, out: Path) -> None:
     }
     report |= {"exchanges": rows, "ratios": ratios, "jobs": jobs(found, speed)}
     report["native"] = natives(found, speed) if found else []
-    report["figure5"] = [row for servers in (16, 1024) for row in figure5(servers)]
+    report["models"], report["figure5"] = models(), figure5()
     show(report)
     out.mkdir(parents=True, exist_ok=True)
     (out / "reproduce-bml.json").write_text(json.dumps(report, indent=1))

@@ -49,7 +49,7 @@ def command(rate: str, steps: int, json_path: str | None) -> None:
 def show(title: str, rows: list[dict]) -> None:
     """A table of one case, the order predicted; the fastest measured is marked."""
     table = Table(title=f"{title}: ms a step")
-    for column in ("grid", "predicted", "measured", "predicted / measured", ""):
+    for column in ("grid", "predicted", "measured", "predicted / measured", "hidden", ""):
         table.add_column(column, justify="right")
     fastest = min(rows, key=lambda row: row["measured"])
     for row in rows:
@@ -58,6 +58,7 @@ def show(title: str, rows: list[dict]) -> None:
             f"{1e3 * row['predicted']:.1f}",
             f"{1e3 * row['measured']:.1f}",
             f"{row['predicted'] / row['measured']:.2f}",
+            percent(row["measured_hidden"]),
             "fastest" if row is fastest else "",
         )
     console().print(table)
@@ -66,7 +67,7 @@ def show(title: str, rows: list[dict]) -> None:
 def compare(title: str, rows: list[dict]) -> None:
     """A table of one comparison; gains are over float32 without overlap."""
     table = Table(title=f"{title}: ms a step")
-    for column in ("", "predicted", "measured", "gain"):
+    for column in ("", "predicted", "measured", "gain", "hidden"):
         table.add_column(column, justify="right" if column else "left")
     for row in rows:
         table.add_row(
@@ -74,8 +75,14 @@ def compare(title: str, rows: list[dict]) -> None:
             f"{1e3 * row['predicted']:.1f}" if row["predicted"] else "",
             f"{1e3 * row['measured']:.1f}",
             f"{rows[0]['measured'] / row['measured']:.2f}",
+            percent(row["measured_hidden"]),
         )
     console().print(table)
+
+
+def percent(share: float | None) -> str:
+    """The share of the time that messages took which was hidden, from the ranks' clocks."""
+    return "" if share is None else f"{share:.0%}"
 
 
 if __name__ == "__main__":

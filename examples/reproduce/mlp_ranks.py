@@ -11,13 +11,14 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 from mpi4py import MPI
 
 from mpips.optimizers import SGD
+from mpips.parallel.clock import share
 from mpips.parallel.grid import Grid
 from mpips.parallel.hybrid import Hybrid
 from mpips.parallel.mlp import MLP
@@ -34,9 +35,9 @@ def case(comm: MPI.Comm, hidden: list[int], batch: int, steps: int) -> list[dict
     rows = []
     for each in predict_all(specification, batch, comm, OPTIMIZER):
         grid = Grid(each.batch, each.model, comm)
-        seconds = trained(grid, specification, batch, steps)
+        found = in_turn(grid, [Hybrid(MLP(*specification), grid, OPTIMIZER)], batch, steps)[0]
         grid.free()
-        rows.append({**each._asdict(), "predicted": each.seconds, "measured": seconds})
+        rows.append({**each._asdict(), "predicted": each.seconds, **found._asdict()})
     return rows
 
 
@@ -47,21 +48,24 @@ def comparison(comm: MPI.Comm, hidden: list[int], batch: int, shape: list[int], 
     predicted = {dtype: predict(each, batch, grid, OPTIMIZER).seconds for dtype, each in networks.items()}
     ways = [(dtype, overlap) for dtype in networks for overlap in (False, True)]
     hybrids = [Hybrid(MLP(*networks[dtype]), grid, OPTIMIZER, overlap=overlap) for dtype, overlap in ways]
-    seconds = in_turn(grid, hybrids, batch, steps)
+    found = in_turn(grid, hybrids, batch, steps)
     grid.free()
     return [
-        {"dtype": dtype, "overlap": overlap, "predicted": predicted[dtype] if overlap else None, "measured": each}
-        for (dtype, overlap), each in zip(ways, seconds)
+        {"dtype": dtype, "overlap": overlap, "predicted": predicted[dtype] if overlap else None, **each._asdict()}
+        for (dtype, overlap), each in zip(ways, found)
     ]
 
 
-def trained(grid: Grid, specification: Specification, batch: int, steps: int) -> float:
-    """Median seconds of a step on `batch` samples."""
-    return in_turn(grid, [Hybrid(MLP(*specification), grid, OPTIMIZER)], batch, steps)[0]
+class Measured(NamedTuple):
+    """Median seconds of a step, of its slowest rank; and the share of the time that messages took on all ranks for
+    which computation did not wait, None where nothing was sent."""
+
+    measured: float
+    measured_hidden: float | None
 
 
-def in_turn(grid: Grid, hybrids: list[Hybrid], batch: int, steps: int) -> list[float]:
-    """Median seconds of a step of each, on `batch` samples, of which this rank holds its batch index's."""
+def in_turn(grid: Grid, hybrids: list[Hybrid], batch: int, steps: int) -> list[Measured]:
+    """Steps of each in turn, on `batch` samples, of which this rank holds its batch index's."""
     start, stop = interval(batch, grid.batch, grid.batch_index)
     rng = np.random.default_rng(grid.batch_index)
     x = rng.standard_normal((stop - start, 16), dtype=np.float32)
@@ -69,6 +73,7 @@ def in_turn(grid: Grid, hybrids: list[Hybrid], batch: int, steps: int) -> list[f
     times = np.empty((steps, len(hybrids)))
     for hybrid in hybrids:
         hybrid.step(x, y, batch)
+        hybrid.clock.reset()
     for row in times:
         for index, hybrid in enumerate(hybrids):
             grid.comm.Barrier()
@@ -76,7 +81,10 @@ def in_turn(grid: Grid, hybrids: list[Hybrid], batch: int, steps: int) -> list[f
             hybrid.step(x, y, batch)
             row[index] = perf_counter() - begin
     grid.comm.Allreduce(MPI.IN_PLACE, times, MPI.MAX)
-    return np.median(times, axis=0).tolist()
+    waits = np.array([(hybrid.clock.communication(), hybrid.clock.under_way) for hybrid in hybrids])
+    grid.comm.Allreduce(MPI.IN_PLACE, waits, MPI.SUM)
+    shares = [share(exposed, under_way) for exposed, under_way in waits.tolist()]
+    return [Measured(*each) for each in zip(np.median(times, axis=0).tolist(), shares)]
 
 
 def main(request: Path, answer: Path) -> None:

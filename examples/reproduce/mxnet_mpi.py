@@ -187,6 +187,7 @@ def show(report: dict[str, Any]) -> None:
         table.add_row(r["mode"], *words, f"{100 * r['idle']:.0f} %")
     console.print(table)
     console.print("idle: of the machine's cores, the start of the processes included.")
+    console.print("Nothing of the communication is hidden: push and pull block in these modes.")
     epoch = {r["mode"]: r["epoch_seconds"] for r in report["training"]}
     console.print(f"dist-SGD / mpi-SGD, seconds an epoch: {epoch['dist-SGD'] / epoch['mpi-SGD']:.2f}, with all masters "
                   f"{epoch['dist-SGD'] / epoch[ALL_MASTERS.name]:.2f}; paper: {PAPER_EPOCHS:g}.")  # fmt: skip

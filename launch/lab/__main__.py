@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,12 @@ import click
 
 from collectives.console import OutFile
 from collectives.topology import parse, parse_rate
+from launch import watched
 from launch.command import LauncherError
 from launch.lab import client
 from launch.lab.client import LabError
 from launch.lab.layout import lay_out
 from launch.lab.needs import missing
-from launch.run import execute
 
 named = click.option("--name", default="lab", show_default=True, help="Which lab; several can stand side by side.")
 
@@ -73,7 +74,12 @@ def run(
         argv = client.job_command(name, ranks, program, per_host=per_host, mpirun=mpirun, extra=extra)
     except (LabError, LauncherError, ValueError) as error:
         raise click.ClickException(str(error)) from error
-    execute(argv)
+    code = watched.wait(argv)
+    used = _ask(name, {"do": "status"})["hosts"][: -(-ranks // per_host)]
+    dead = [host["name"] for host in used if not host["alive"]]
+    if dead and not code:  # Open MPI takes a host whose processes were all killed for one that has ended well
+        raise click.ClickException(f"host {', '.join(dead)} died; end the lab with `mpips lab down --name {name}`")
+    raise SystemExit(code)
 
 
 @command.command("exec", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -87,7 +93,7 @@ def execute_on_host(name: str, host: str, program: tuple[str, ...]) -> None:
         argv = client.host_command(name, host, program)
     except LabError as error:
         raise click.ClickException(str(error)) from error
-    execute(argv)
+    os.execvp(argv[0], argv)
 
 
 @command.command()
@@ -146,8 +152,12 @@ def link(name: str, host: str, nic: str, state: str) -> None:
 def list_labs() -> None:
     """The labs that are up."""
     for name in client.names():
-        found = _ask(name, {"do": "describe"})
-        click.echo(f"{name}: {found['topology']}, {len(found['hosts'])} hosts, keeper {client.keeper_process(name)}")
+        try:
+            found, keeper = client.ask(name, {"do": "describe"}), client.keeper_process(name)
+        except LabError as error:
+            click.echo(f"{name}: {error}")
+        else:
+            click.echo(f"{name}: {found['topology']}, {len(found['hosts'])} hosts, keeper {keeper}")
 
 
 @command.command()
@@ -158,12 +168,17 @@ def down(name: str, every: bool) -> None:
     labs = client.names()
     if not every and name not in labs:
         raise click.ClickException(f"no lab named {name!r} is up" + (f": there are {', '.join(labs)}" if labs else ""))
+    ended, failures = [], []
     for each in labs if every else [name]:
         try:
             client.down(each)
+            ended.append(each)
         except LabError as error:
-            raise click.ClickException(str(error)) from error
-    click.echo(f"ended: {', '.join(labs if every else [name]) or 'none was up'}")
+            failures.append(str(error))
+    if ended or not failures:
+        click.echo(f"ended: {', '.join(ended) or 'none was up'}")
+    if failures:
+        raise click.ClickException("; ".join(failures))
 
 
 def _ask(name: str, request: dict[str, Any]) -> dict[str, Any]:

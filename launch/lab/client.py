@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -46,7 +47,10 @@ def _connect(name: str) -> socket.socket:
         connection.connect(socket_name(name))
     except ConnectionRefusedError:
         connection.close()
-        others = ", ".join(names())
+        labs = names()
+        if name in labs:
+            raise LabError(f"lab {name!r} is being made or ended: ask again in some seconds") from None
+        others = ", ".join(labs)
         others = f"there are {others}" if others else "there is none; `mpips lab up star:3` makes one"
         raise LabError(f"no lab named {name!r} is up: {others}") from None
     return connection
@@ -78,18 +82,31 @@ def up(name: str, plan: Plan) -> socket.socket:
         owner, theirs = socket.socketpair()
         inherited = (listener.fileno(), theirs.fileno())
         command = [sys.executable, "-m", "launch.lab.keeper", name, *map(str, inherited)]
-        with theirs:
+        with theirs, tempfile.TemporaryFile("w+") as words:
             silent = subprocess.DEVNULL  # it outlives the caller, whose pipes must not wait for it
             process = subprocess.Popen(
-                command, pass_fds=inherited, start_new_session=True, stdin=silent, stdout=silent, stderr=silent
+                command, pass_fds=inherited, start_new_session=True, stdin=silent, stdout=silent, stderr=words
             )
-    owner.sendall(encode(plan).encode() + b"\n")
-    reply = json.loads(owner.makefile("r").readline() or '{"error": "it ended without a word"}')
-    process.wait()
+            theirs.close()
+            reply = _first_word(owner, plan)
+            process.wait()
+            if reply is None:
+                words.seek(0)
+                reply = {"error": (words.read().strip() or "it ended without a word").splitlines()[-1]}
     if "error" in reply:
         owner.close()
         raise LabError(f"lab {name!r} could not be made: {reply['error']}")
     return owner
+
+
+def _first_word(owner: socket.socket, plan: Plan) -> dict[str, Any] | None:
+    """Send a keeper its plan; what it answers, None where it has ended before."""
+    try:
+        owner.sendall(encode(plan).encode() + b"\n")
+        line = owner.makefile("r").readline()
+    except ConnectionError:
+        return None
+    return dict(json.loads(line)) if line else None
 
 
 def detach(owner: socket.socket) -> None:

@@ -1,4 +1,4 @@
-"""Start an MPI job across the hosts of a lab. `command` is pure; `enter` is what `mpips lab run` becomes."""
+"""Start an MPI job across the hosts of a lab. `command` is pure; `enter` is what `mpips lab run` runs."""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ ROOT_NAMESPACES = (
     "root may not make namespaces here ({error}): a container needs the capability SYS_ADMIN "
     "(`docker run --cap-add SYS_ADMIN --security-opt seccomp=unconfined`)"
 )
+LACKING = 3  # the exit code of what found something missing: 1 is that of a crash
 KERNEL = (
     "this kernel has no {what} ({error}): load the module `{module}` "
     "(on Debian and Ubuntu in the package linux-modules-extra)"
@@ -35,7 +36,7 @@ def missing() -> list[str]:
     done = subprocess.run(
         [sys.executable, "-m", "launch.lab.needs"], capture_output=True, text=True, timeout=60, check=False
     )
-    if done.returncode not in (0, 1):
+    if done.returncode not in (0, LACKING):
         return [f"the check of the kernel failed: {done.stderr.strip().splitlines()[-1:]}"]
     return done.stdout.splitlines()
 
@@ -104,4 +105,4 @@ def _missing_links() -> list[str]:
 if __name__ == "__main__":
     found = _missing_in_kernel()
     print("\n".join(found), end="\n" if found else "")
-    raise SystemExit(1 if found else 0)
+    raise SystemExit(LACKING if found else 0)

@@ -58,6 +58,8 @@ def check(
         word = kind_of(kind)
         if word == "local":
             raise ValueError("a local store has no servers to time")
+        if servers >= ranks:
+            raise ValueError(f"--servers {servers} and a worker need --ranks {servers + 1}, or ask for fewer servers")
         Options(servers=servers, clients=clients, masters=masters).clients_of(word, ranks)
         counts = [size // 4 for size in parse_sizes(sizes)]
     except ValueError as error:

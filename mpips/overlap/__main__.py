@@ -33,17 +33,19 @@ class Refused(click.ClickException):
     exit_code = 2
 
 
-class Rate(click.FloatRange):
+class Rate(click.ParamType):
     """A finite number above 0."""
 
+    name = "rate"
+
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        rate = super().convert(value, param, ctx)
-        if not math.isfinite(rate):
-            self.fail(f"{value} is no rate: give a finite number of operations/s", param, ctx)
+        try:
+            rate = float(value)
+        except ValueError:
+            rate = math.nan
+        if not 0 < rate < math.inf:
+            self.fail(f"{value!r} is no rate: give the operations/s of a node, as 1.33e12", param, ctx)
         return rate
-
-
-RATE = Rate(0, min_open=True)
 
 
 class Nodes(click.ParamType):
@@ -82,7 +84,7 @@ def parse_nodes(text: str) -> tuple[int, ...]:
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
 )  # fmt: skip
 @click.option("--model", type=click.Choice(list(models.MODELS)), help="Plan a built-in network instead of a profile.")
-@click.option("--rate", type=RATE, default=1.33e12, show_default=True, help="With --model: operations/s of a node.")
+@click.option("--rate", type=Rate(), default=1.33e12, show_default=True, help="With --model: operations/s of a node.")
 @click.option("--batch", type=BATCH, default=32, show_default=True, help="With --model: examples a node and iteration.")
 @click.option("--save-profile", type=OutFile(), help="Write the profile here, to be edited or measured again.")
 @click.option("--nodes", type=Nodes(), help="8, 4:64 (doubling), 4:64:4 (a step) or 4,6,9.")

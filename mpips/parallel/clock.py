@@ -17,10 +17,14 @@ class Clock:
     """
 
     def __init__(self) -> None:
-        self.seconds = dict.fromkeys(PHASES, 0.0)
-        self.under_way = 0.0
+        self.reset()
         self._messages = 0
         self._since = 0.0
+
+    def reset(self) -> None:
+        """Begin to count anew."""
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+        self.under_way = 0.0
 
     def sent(self) -> None:
         """A message has left."""
@@ -52,4 +56,9 @@ def exposed(seconds: Mapping[str, float]) -> float:
 
 def hidden(seconds: Mapping[str, float], under_way: float) -> float | None:
     """The share of the seconds with messages under way that computation did not wait for; None without messages."""
-    return max(0.0, 1 - exposed(seconds) / under_way) if under_way else None
+    return share(exposed(seconds), under_way)
+
+
+def share(waited: float, under_way: float) -> float | None:
+    """`hidden`, where computation waited so many seconds."""
+    return max(0.0, 1 - waited / under_way) if under_way else None

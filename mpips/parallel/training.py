@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from math import isfinite
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -81,49 +82,40 @@ def train(
     not fit, or when a loss is no longer finite.
     """
     optimizer = optimizer or SGD(learning_rate=0.01)
-    if servers is not None and isinstance(grid, str):
-        refusal = f"with servers, give train the Grid that their join returned, not {grid!r}"
-        servers.give_up(refusal)
-        raise TrainingError(refusal)
-    comm = MPI.COMM_WORLD if isinstance(grid, str) else grid.comm
-    problem = _wrong_loading(data, grid, loading)
     arguments = {
         **of_network(model.specification), "array module": model.xp.__name__, "the grid": grid, "epochs": epochs,
         **of_optimizer(optimizer), "mode": mode, "overlap": overlap, "half": half,
         **(of_data(data) if isinstance(data, Data) else {"data": "a function that opens them", **loading}),
         **of_past(hybrid), **(servers.arguments() if servers is not None else {"servers": "not given"}),
     }  # fmt: skip
-    try:
-        alike(comm, "train", arguments, problem)
+    with _told_to(servers, grid):
+        comm = MPI.COMM_WORLD if isinstance(grid, str) else grid.comm
+        alike(comm, "train", arguments, _wrong_loading(data, grid, loading))
         if hybrid is None:
             check_weights(model, comm)
-        if not isinstance(data, Data):
-            grid, data = _load(model, data, grid, optimizer, mode, loading)
-        assert not isinstance(grid, str), "rows that are loaded come with their Grid"
-        agree(comm, _misfit(model, data, grid))
+        grid, data = _load(model, data, grid, optimizer, mode, loading)
+    hybrid = hybrid or Hybrid(model, grid, optimizer, mode, overlap, half, servers)
+    data = data.on(hybrid.network.xp)
+    done = hybrid.updates // len(data.deal.samples)
+    history = []
+    for epoch in range(done, done + epochs):
+        history.append(_epoch(hybrid, data, epoch))
+        if on_epoch:
+            on_epoch(history[-1])
+    return Trained(history, hybrid)
+
+
+@contextmanager
+def _told_to(servers: Servers | None, grid: Grid | str) -> Iterator[None]:
+    """Servers end, with the sentence, where the training cannot begin."""
+    try:
+        if servers is not None and isinstance(grid, str):
+            raise TrainingError(f"with servers, give train the Grid that their join returned, not {grid!r}")
+        yield
     except TrainingError as error:
         if servers is not None:
             servers.give_up(str(error))
         raise
-    hybrid = hybrid or Hybrid(model, grid, optimizer, mode, overlap, half, servers)
-    data = data.on(hybrid.network.xp)
-    steps = len(data.deal.samples)
-    done = hybrid.updates // steps
-    history = []
-    for epoch in range(done, done + epochs):
-        start, before = perf_counter(), _clocked(hybrid)
-        loss = _epoch(hybrid, data, epoch)
-        overflow = f"the loss of epoch {epoch + 1} is {loss}: lower the learning rate"
-        agree(grid.comm, None if isfinite(loss) else overflow)
-        test_loss, accuracy = _test(hybrid, data)
-        *spent, under_way = _mean(_clocked(hybrid) - before, grid)
-        record = Epoch(
-            epoch + 1, loss, test_loss, accuracy, perf_counter() - start, dict(zip(PHASES, spent)), under_way
-        )
-        history.append(record)
-        if on_epoch:
-            on_epoch(record)
-    return Trained(history, hybrid)
 
 
 def _wrong_loading(data: Data | Callable[[], Source], grid: Grid | str, loading: dict[str, Any]) -> str | None:
@@ -141,13 +133,17 @@ def _wrong_loading(data: Data | Callable[[], Source], grid: Grid | str, loading:
 
 
 def _load(
-    model: MLP, opened: Callable[[], Source], grid: Grid | str, optimizer: Optimizer, mode: str,
+    model: MLP, data: Data | Callable[[], Source], grid: Grid | str, optimizer: Optimizer, mode: str,
     loading: dict[str, Any],
 ) -> tuple[Grid, Data]:  # fmt: skip
-    """The grid, chosen if it is to be, and this rank's rows."""
+    """The grid, chosen if it is to be, and this rank's rows, loaded if they are to be; TrainingError on every rank
+    where they do not fit."""
     if isinstance(grid, str):
         grid = choose_grid(model, loading["batch"], optimizer, mode) if grid == "auto" else Grid(*parse(grid))
-    return grid, load(opened, grid, dtype=model.specification.dtype, **loading)
+    if not isinstance(data, Data):
+        data = load(data, grid, dtype=model.specification.dtype, **loading)
+    agree(grid.comm, _misfit(model, data, grid))
+    return grid, data
 
 
 def _misfit(model: MLP, data: Data, grid: Grid) -> str | None:
@@ -164,7 +160,19 @@ def _misfit(model: MLP, data: Data, grid: Grid) -> str | None:
     return None
 
 
-def _epoch(hybrid: Hybrid, data: Data, epoch: int) -> float:
+def _epoch(hybrid: Hybrid, data: Data, epoch: int) -> Epoch:
+    """One pass over the minibatches and the test rows; TrainingError on every rank if the loss is not finite."""
+    start, before = perf_counter(), _clocked(hybrid)
+    loss = _pass(hybrid, data, epoch)
+    overflow = f"the loss of epoch {epoch + 1} is {loss}: lower the learning rate"
+    agree(hybrid.grid.comm, None if isfinite(loss) else overflow)
+    test_loss, accuracy = _test(hybrid, data)
+    *spent, under_way = _mean(_clocked(hybrid) - before, hybrid.grid)
+    phases = dict(zip(PHASES, spent))
+    return Epoch(epoch + 1, loss, test_loss, accuracy, perf_counter() - start, phases, under_way)
+
+
+def _pass(hybrid: Hybrid, data: Data, epoch: int) -> float:
     """Mean training loss of one pass over the minibatches, each loss taken before its update."""
     bounds, samples = data.deal.bounds, data.deal.samples
     total = 0.0

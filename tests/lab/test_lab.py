@@ -112,6 +112,30 @@ def test_a_rank_that_dies_ends_the_job(make: Make, run: Run) -> None:
     assert done.returncode != 0
 
 
+DIE = """
+import os, signal
+here = os.readlink("/proc/self/ns/net")
+for process in filter(str.isdigit, os.listdir("/proc")):
+    if int(process) != os.getpid() and os.readlink(f"/proc/{process}/ns/net") == here:
+        os.kill(int(process), signal.SIGKILL)
+"""
+
+
+def test_a_host_all_of_whose_processes_are_killed_ends_the_job(make: Make, run: Run) -> None:
+    name = make("star:3")
+    code = "import time\nfrom mpi4py import MPI\nc = MPI.COMM_WORLD\nc.Barrier()\n"
+    code += "if c.rank == 0: print('up', flush=True)\ntime.sleep(100)"
+    words = ["launch.lab", "run", "--name", name, "-n", "3", "--", sys.executable, "-c", code]
+    pipe = subprocess.PIPE
+    job = subprocess.Popen([sys.executable, "-m", *words], cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
+    assert job.stdout is not None
+    assert job.stdout.readline() == "up\n"
+    subprocess.run(client.host_command(name, "h1", [sys.executable, "-c", DIE]), cwd=ROOT, check=False)  # it dies, too
+    assert not client.ask(name, {"do": "status"})["hosts"][1]["alive"]
+    said = job.communicate(timeout=90)[1]
+    assert job.returncode != 0, said
+
+
 LOSE = """
 import subprocess
 if c.rank == 1: subprocess.run(["ip", "link", "set", "d0", "down"], check=True)

@@ -9,6 +9,6 @@ JOB_LIMIT = 180  # seconds for a job that a test starts, while other jobs may ha
 
 
 def only_on(*sizes: int) -> pytest.MarkDecorator:
-    """For tests that sleep, or start jobs of their own: worlds of these sizes are enough."""
+    """For tests that sleep, start jobs of their own, or ask what more ranks do not change: these worlds are enough."""
     size, wanted = MPI.COMM_WORLD.size, " or ".join(map(str, sizes))
-    return pytest.mark.skipif(size not in sizes, reason=f"takes its time; {wanted} ranks are enough")
+    return pytest.mark.skipif(size not in sizes, reason=f"{wanted} ranks are enough")

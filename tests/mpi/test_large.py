@@ -46,6 +46,15 @@ def test_other_collectives_of_as_many(kind):
     assert all_are(x, 7)
 
 
+@pytest.mark.parametrize("make", [np.empty, collectives.empty])
+def test_a_broadcast_of_more_bytes_than_an_int_counts(make):
+    """2 GiB of float64: few enough elements, too many bytes."""
+    x = make(2**28 + 3, np.float64)
+    x[:] = 7 * COMM.rank
+    collectives.broadcast(x, COMM, root=1)
+    assert all_are(x, 7)
+
+
 @pytest.mark.parametrize("shared_memory", [True, False])
 def test_a_key_of_more_bytes_than_an_int_counts(shared_memory):
     n = 2**29 + 3

@@ -1,4 +1,4 @@
-"""The driver of the tests ends what it starts, and its log is text."""
+"""The driver of the tests ends what it starts, its log is text, and sources are compiled once."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import time
 from io import BytesIO
 from pathlib import Path
 
+import pytest
+
 from tests import child
-from tests.run import counted
+from tests.run import compile_once, counted
 
 LEAVES_ONE_BEHIND = """
 import subprocess, sys
@@ -34,6 +36,19 @@ def test_a_run_past_its_limit_is_ended_and_says_so(tmp_path: Path) -> None:
     code, text = run("import time; print('begun', flush=True); time.sleep(60)", 5, tmp_path)
     assert code == 1 and time.monotonic() - started < 30
     assert "begun" in text and "not done after" in text
+
+
+@pytest.mark.parametrize("forbidden", [True, False])
+def test_bytecode_outlives_a_process_also_where_none_is_to_lie_beside_the_sources(
+    forbidden: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = {"PYTHONDONTWRITEBYTECODE": "1" if forbidden else ""}
+    monkeypatch.setattr(os, "environ", {k: v for k, v in os.environ.items() if k != "PYTHONPYCACHEPREFIX"} | words)
+    compile_once(str(tmp_path / "kept"))
+    Path(tmp_path, "module.py").touch()
+    assert run("import module", 30, tmp_path)[0] == 0
+    kept, beside = (len(list(Path(tmp_path, folder).rglob("module*.pyc"))) for folder in ("kept", "__pycache__"))
+    assert (kept, beside) == ((1, 0) if forbidden else (0, 1))
 
 
 def test_what_is_left_behind_is_named_and_ended(tmp_path: Path) -> None:

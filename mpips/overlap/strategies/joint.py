@@ -23,7 +23,8 @@ on both, so keeping all undominated pairs loses nothing. The pushes below m then
 at max(s + k a + T(1..m), R[m][k]) for the best number of groups k, where R[m][k] is the least end, over partitions of
 1..m into k groups, of the paths that start with a layer's becoming ready:
 R[j][k] = min over i < j of max(ready[i + 1] + k a + T(1..j), R[i][k - 1]).
-O(L^3) in NumPy over whole rows; which group attains a minimum is looked up again on the way back, for one plan.
+O(L^3) in NumPy over whole rows; which group attains a minimum is looked up again on the way back, for one plan. The
+separate optima say how long a plan may take at most, so an m whose plans must take longer (`_worth`) is left out.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from . import optimal
 
 Link = Literal["shared", "duplex"]
 Array = NDArray[np.float64]
+Numbers = NDArray[np.int64]
 ROUNDING = 1e-12
 """Relative gain below which pulling early is not worth its name."""
 
@@ -61,13 +63,13 @@ def plan(push: Stage, pull: Stage, link: Link) -> JointPlan:
         raise ValueError(f"the push has {push.layers} layers and the pull {pull.layers}: give two stages of one model")
     best = JointPlan(optimal.partition(push), 0, optimal.partition(pull))
     least = makespan(push, best.push) + makespan(pull, best.pull)
-    found = _shared(push, pull) if link == "shared" else _duplex(push, pull)
+    found = (_shared if link == "shared" else _duplex)(push, pull, least)
     return found[1] if found[0] < least * (1 - ROUNDING) else best
 
 
-def _table(problem: Stage, rest: Array, last: Array) -> Array:
-    """end[i, m] = startup + min over i < j <= m of transfer(i + 1..j) + max(end[j, m], rest[i]), with end[m, m] =
-    last[m]; infinite below the diagonal.
+def _table(problem: Stage, rest: Array, last: Array, of: Numbers) -> Array:
+    """Columns end[i, m] for the m in `of`, which ascend: end[m, m] = last[m], and for i < m end[i, m] = startup + min
+    over i < j <= m of transfer(i + 1..j) + max(end[j, m], rest[i]); infinite for i > m.
 
     end[j, m] + transfer(1..j) falls with j (leave a layer out of the first message), and so does end[j, m]; so the
     minimum is where end[j, m] falls below rest[i], at that j or the one before. No row behind the last such j of all
@@ -75,29 +77,42 @@ def _table(problem: Stage, rest: Array, last: Array) -> Array:
     """
     layers = problem.layers
     transfer = sums(problem.transfer)
-    end = np.full((layers + 1, layers + 1), np.inf)
-    np.fill_diagonal(end, last)
-    highest = last.copy()  # of each row's finite elements
+    end = np.full((layers + 1, len(of)), np.inf)
+    end[of, np.arange(len(of))] = last[of]
+    first = np.searchsorted(of, np.arange(layers + 1), side="right")  # of each row: the first column with m > i
+    highest = end.max(axis=1, initial=-np.inf, where=np.isfinite(end))
     room = np.empty_like(end)
     stop = layers + 1
     for i in range(layers - 1, -1, -1):
         while stop > i + 2 and highest[stop - 2] < rest[i]:
             stop -= 1
-        through = np.maximum(end[i + 1 : stop, i + 1 :], rest[i], out=room[i + 1 : stop, i + 1 :])
+        if (c := first[i]) == len(of):
+            continue
+        through = np.maximum(end[i + 1 : stop, c:], rest[i], out=room[i + 1 : stop, c:])
         through += (transfer[i + 1 : stop] - transfer[i])[:, None]
-        np.min(through, axis=0, out=end[i, i + 1 :])
-        end[i, i + 1 :] += problem.startup
-        highest[i] = max(last[i], end[i, i + 1 :].max())
+        np.min(through, axis=0, out=end[i, c:])
+        end[i, c:] += problem.startup
+        highest[i] = max(highest[i], end[i, c:].max())
     return end
 
 
-def _forward(pull: Stage) -> Array:
-    """to_go[i, m]: seconds from the start of pulling i + 1..m, with 1..i and all above m there and layers up to i
-    computed, to the end of the forward pass; in the best groups. to_go[0, m] is F[m]."""
+def _forward(pull: Stage, of: Numbers) -> Array:
+    """to_go[i, m] for the m in `of`: seconds from the start of pulling i + 1..m, with 1..i and all above m there and
+    layers up to i computed, to the end of the forward pass; in the best groups. to_go[0, m] is F[m]."""
     rest = _rest(pull)
-    to_go = _table(pull, rest, np.zeros(pull.layers + 1))
-    to_go[0, 0] = rest[0]  # nothing to pull: the forward pass alone
+    to_go = _table(pull, rest, np.zeros(pull.layers + 1), of)
+    to_go[0, of == 0] = rest[0]  # nothing to pull: the forward pass alone
     return to_go
+
+
+def _worth(pull: Stage, pushed: Array, least: float) -> Numbers:
+    """The m whose plans may take no longer than `least`, where pushes and early pulls take at least pushed[m]. After
+    them comes layer 1's pull and then all compute, or the pulls of 1..m and then layer m's and the later ones'."""
+    m = np.arange(pull.layers + 1)
+    rest, fetched = _rest(pull), sums(pull.transfer)
+    forward = pull.startup + np.maximum(fetched[1] + rest[0], fetched + rest[np.maximum(m - 1, 0)])
+    forward[0] = rest[0]
+    return np.flatnonzero(pushed + forward <= least * (1 + ROUNDING))
 
 
 def _rest(pull: Stage) -> Array:
@@ -107,17 +122,17 @@ def _rest(pull: Stage) -> Array:
 
 
 def _pulls(pull: Stage, to_go: Array, m: int) -> Groups:
-    """The groups of 1..m that take to_go[0, m]."""
+    """The groups of 1..m that take to_go[0]: the column of m."""
     transfer, rest = sums(pull.transfer), _rest(pull)
     ends, i = [], 0
     while i < m:
-        through = transfer[i + 1 : m + 1] + np.maximum(to_go[i + 1 : m + 1, m], rest[i])
+        through = transfer[i + 1 : m + 1] + np.maximum(to_go[i + 1 : m + 1], rest[i])
         i += 1 + int(np.argmin(through))
         ends.append(i)
     return from_ends(ends)
 
 
-def _shared(push: Stage, pull: Stage) -> tuple[float, JointPlan]:
+def _shared(push: Stage, pull: Stage, least: float) -> tuple[float, JointPlan]:
     """The recurrence over e[m, i] for every m at once. At i >= m all groups are early, whatever m: above[i]. At i < m
     it is below[i, m], with above[m] at i = m."""
     layers = push.layers
@@ -125,19 +140,23 @@ def _shared(push: Stage, pull: Stage) -> tuple[float, JointPlan]:
     for i in range(layers - 1, -1, -1):
         ready, _, early = _message_costs(push, pull, i)
         above[i] = np.min(np.maximum(above[i + 1 :], ready) + early)
-    below = _table(push, _rest(push), above)
-    to_go = _forward(pull)
+    pushed = push.startup + np.maximum(above + sums(push.transfer), _rest(push)[0] + push.transfer[0])
+    pushed[0] = above[0]
+    of = _worth(pull, pushed, least)
+    below = _table(push, _rest(push), above, of)
+    to_go = _forward(pull, of)
     total = below[0] + to_go[0]
-    m = int(np.argmin(total))
+    column = int(np.argmin(total))
+    m = int(of[column])
     ends, i = [], 0
     while i < layers:
         ready, late, early = _message_costs(push, pull, i)
-        through = np.maximum(below[i + 1 : m + 1, m], ready) + late[: m - i] if i < m else (
+        through = np.maximum(below[i + 1 : m + 1, column], ready) + late[: m - i] if i < m else (
             np.maximum(above[i + 1 :], ready) + early
         )
         i += 1 + int(np.argmin(through))
         ends.append(i)
-    return float(total[m]), _joint(from_ends(ends), m, _pulls(pull, to_go, m))
+    return float(total[column]), _joint(from_ends(ends), m, _pulls(pull, to_go[:, column], m))
 
 
 def _message_costs(push: Stage, pull: Stage, i: int) -> tuple[float, Array, Array]:
@@ -151,51 +170,58 @@ def _joint(push: Groups, m: int, pull: Groups) -> JointPlan:
     return JointPlan(push, sum(first > m for first, _ in push), pull)
 
 
-class _Front(NamedTuple):
-    """Undominated (send, receive) times at which layers i + 1..L are pushed and pulled, and how each came about."""
+class _Fronts(NamedTuple):
+    """Undominated (send, receive) times at which layers i + 1..L are pushed and pulled: points, those of each i in
+    `of[i]`. A point's last group goes up to the layer of its parent, a point too."""
 
     send: Array
     receive: Array
-    group_end: NDArray[np.int64]
-    parent: NDArray[np.int64]
+    layer: Numbers
+    parent: Numbers
+    of: dict[int, slice]
 
 
-def _fronts(push: Stage, pull: Stage) -> list[_Front]:
+def _fronts(push: Stage, pull: Stage, lowest: int) -> _Fronts:
+    """The fronts of every i from `lowest` on."""
     layers = push.layers
-    ready = np.cumsum(push.compute[::-1])[::-1]
-    sent, fetched = sums(push.transfer), sums(pull.transfer)
-    fronts = [_Front(*(np.empty(0),) * 2, *(np.empty(0, np.int64),) * 2)] * layers
-    fronts.append(_Front(np.zeros(1), np.zeros(1), np.zeros(1, np.int64), np.zeros(1, np.int64)))
-    # All fronts behind i, flat: one candidate each.
-    send, receive = fronts[layers].send, fronts[layers].receive
-    where, index = np.full(1, layers), np.zeros(1, np.int64)
-    for i in range(layers - 1, -1, -1):
-        pushed = np.maximum(send, ready[i]) + push.startup + sent[where] - sent[i]
-        pulled = np.maximum(receive, pushed) + pull.startup + fetched[where] - fetched[i]
-        order = np.lexsort((pulled, pushed))
+    ready, sent, fetched = _rest(push), sums(push.transfer), sums(pull.transfer)
+    pushing, pulling = push.startup + sent, pull.startup + fetched  # of a group up to there, but for what lies below it
+    points = np.array([[0.0], [0.0], [pushing[-1]], [pulling[-1]]])
+    of, parents = {layers: slice(0, 1)}, [np.zeros(1, np.int64)]
+    for i in range(layers - 1, lowest - 1, -1):
+        pushed = np.maximum(points[0], ready[i])
+        pushed += points[2]
+        pushed -= sent[i]
+        pulled = np.maximum(points[1], pushed)
+        pulled += points[3]
+        pulled -= fetched[i]
+        order = np.argsort(pushed)  # a dominated point may stay beside one that is pushed at the same time
         least = np.minimum.accumulate(pulled[order])
-        kept = order[np.concatenate(([True], least[1:] < least[:-1]))]
-        fronts[i] = _Front(pushed[kept], pulled[kept], where[kept], index[kept])
-        send, receive = np.concatenate((send, pushed[kept])), np.concatenate((receive, pulled[kept]))
-        where = np.concatenate((where, np.full(len(kept), i)))
-        index = np.concatenate((index, np.arange(len(kept))))
-    return fronts
+        kept = order[np.concatenate(([0], np.flatnonzero(least[1:] < least[:-1]) + 1))]
+        of[i] = slice(len(pushed), len(pushed) + len(kept))
+        parents.append(kept)
+        new = np.empty((4, len(kept)))
+        new[0], new[1], new[2], new[3] = pushed[kept], pulled[kept], pushing[i], pulling[i]
+        points = np.concatenate((points, new), axis=1)
+    layer = np.concatenate([np.full(len(parent), layers - number) for number, parent in enumerate(parents)])
+    return _Fronts(points[0], points[1], layer, np.concatenate(parents), of)
 
 
-def _paths_from_ready(push: Stage) -> Array:
-    """R[j, k] for j, k = 0..L."""
+def _paths_from_ready(push: Stage, most: int) -> Array:
+    """R[j, k] for j = 0..L and k = 0..most."""
     layers = push.layers
     ready = np.cumsum(push.compute[::-1])[::-1]
     sent = sums(push.transfer)
-    count = np.arange(layers + 1)
-    paths = np.full((layers + 1, layers + 1), np.inf)
+    count = np.arange(most + 1)
+    paths = np.full((layers + 1, most + 1), np.inf)
     paths[0, 0] = -np.inf
-    room = np.empty_like(paths)
+    room = np.empty((layers, most))
     for j in range(1, layers + 1):
         # max(ready[i + 1] + k a + T(1..j), R[i][k - 1]) for i < j and k <= j
-        through = np.add(ready[:j, None], count[1 : j + 1] * push.startup + sent[j], out=room[:j, :j])
-        np.maximum(through, paths[:j, :j], out=through)
-        np.min(through, axis=0, out=paths[j, 1 : j + 1])
+        k = min(j, most)
+        through = np.add(ready[:j, None], count[1 : k + 1] * push.startup + sent[j], out=room[:j, :k])
+        np.maximum(through, paths[:j, :k], out=through)
+        np.min(through, axis=0, out=paths[j, 1 : k + 1])
     return paths
 
 
@@ -210,27 +236,36 @@ def _groups_below(push: Stage, paths: Array, m: int, number: int) -> list[int]:
     return ends
 
 
-def _duplex(push: Stage, pull: Stage) -> tuple[float, JointPlan]:
+def _duplex(push: Stage, pull: Stage, least: float) -> tuple[float, JointPlan]:
     layers = push.layers
-    to_go = _forward(pull)
-    whole = to_go[0]
-    fronts = _fronts(push, pull)
-    paths = _paths_from_ready(push)
-    sent, count = sums(push.transfer), np.arange(layers + 1)
-    best: tuple[float, int, int, int] = (np.inf, 0, 0, 0)
-    for m, front in enumerate(fronts):
-        ends = np.maximum(front.send[:, None] + (count * push.startup + sent[m])[None], paths[m][None])
-        number = np.argmin(ends, axis=1)
-        pushed = np.take_along_axis(ends, number[:, None], axis=1)[:, 0] if m else front.send
-        total = np.maximum(pushed, front.receive) + whole[m]
-        point = int(np.argmin(total))
-        if total[point] < best[0]:
-            best = float(total[point]), m, point, int(number[point])
-    value, m, point, number_of_groups = best
-    ends_above, i = [], m
-    while i < layers:
-        front = fronts[i]
-        i, point = int(front.group_end[point]), int(front.parent[point])
-        ends_above.append(i)
-    below = _groups_below(push, paths, m, number_of_groups) if m else []
-    return value, _joint(from_ends([*reversed(below), *ends_above]), m, _pulls(pull, to_go, m))
+    ready, sent, fetched = _rest(push), sums(push.transfer), sums(pull.transfer)
+    # The send link takes what it takes alone; the other has the early pulls behind the first push.
+    first = ready[-2] + push.startup + push.transfer[-1] + pull.startup
+    pushed = np.full(layers + 1, makespan(push, optimal.partition(push)))
+    pushed[:-1] = np.maximum(pushed[:-1], first + fetched[-1] - fetched[:-1])
+    of = _worth(pull, pushed, least)
+    to_go = _forward(pull, of)
+    fronts = _fronts(push, pull, int(of[0]))
+    # So many messages below m that they alone, from when m + 1 is ready, take as long as a plan may: more are too many.
+    room = max(0.0, float(np.max(least - to_go[0] - ready[of] - sent[of])))
+    most = layers if push.startup * layers <= room else int(room / push.startup)
+    paths = _paths_from_ready(push, max(most, 1))
+    count = np.arange(paths.shape[1])
+    best: tuple[float, int, int] = (np.inf, 0, 0)
+    for column, m in enumerate(of):
+        front = fronts.of[int(m)]
+        send = fronts.send[front, None]
+        below = np.maximum(send + (count * push.startup + sent[m]), paths[m]) if m else send
+        total = np.maximum(np.min(below, axis=1), fronts.receive[front]) + to_go[0, column]
+        place = int(np.argmin(total))
+        if total[place] < best[0]:
+            best = float(total[place]), column, front.start + place
+    value, column, point = best
+    m = int(of[column])
+    number = int(np.argmin(np.maximum(fronts.send[point] + count * push.startup + sent[m], paths[m])))
+    ends_above = []
+    while fronts.layer[point] < layers:
+        point = int(fronts.parent[point])
+        ends_above.append(int(fronts.layer[point]))
+    ends_below = _groups_below(push, paths, m, number)[::-1] if m else []
+    return value, _joint(from_ends([*ends_below, *ends_above]), m, _pulls(pull, to_go[:, column], m))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,19 +16,29 @@ from tests.mpi.sizes import JOB_LIMIT
 
 pytestmark = pytest.mark.skipif(MPI.COMM_WORLD.size != 1, reason="starts jobs of its own; once is enough")
 
+PATIENT = "import mpips\nfrom mpips import lastwords\nlastwords.PATIENCE = 20\n"  # cores may be busy
 ROOT = Path(__file__).parents[3]
 
 
-def run(tmp_path: Path, script: str, *words: str) -> subprocess.CompletedProcess[str]:
+def start(tmp_path: Path, script: str, *words: str) -> subprocess.Popen[str]:
     """`mpips run WORDS` of a script, outside the job that this test runs in and the folder of the project."""
     file = tmp_path / "script.py"
     file.write_text(script)
     clean = {k: v for k, v in os.environ.items() if not re.match(r"OMPI_|PMIX_|PRTE_|PMI_|HYDRA_|MPI_|MPIPS_", k)}
     clean["PYTHONPATH"] = str(ROOT)
     command = [sys.executable, "-m", "launch.run", *words, str(file)]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=JOB_LIMIT, env=clean, cwd=tmp_path, check=False
-    )
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=clean, cwd=tmp_path)
+
+
+def run(tmp_path: Path, script: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """The same, to its end."""
+    process = start(tmp_path, script, *words)
+    try:
+        out, said = process.communicate(timeout=JOB_LIMIT)
+    finally:
+        process.kill()
+    return subprocess.CompletedProcess(process.args, process.returncode, out, said)
 
 
 def test_roles_reach_the_ranks(tmp_path: Path) -> None:
@@ -70,6 +81,24 @@ def test_an_error_of_all_ranks_is_said_once_and_one_of_a_single_rank_beside_it(t
     assert "KeyError on rank 2 of 4: the job ends" in done.stderr
 
 
+@pytest.mark.parametrize("workers", ["1", "3"])
+def test_wrong_options_of_create_are_told_once_with_the_lines_of_the_user_alone(tmp_path: Path, workers: str) -> None:
+    script = PATIENT + "def main():\n    mpips.create('mpi_sync', clients=9)\nmain()\n"
+    done = run(tmp_path, script, "--workers", workers)
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.count("OptionError: clients=9 is more than workers=") == 1, done.stderr
+    assert re.findall(r'script.py", line (\d)', done.stderr) == ["6", "5"], done.stderr
+    assert done.stderr.count('  File "') == 2, done.stderr
+
+
+def test_a_sentence_that_differs_by_the_name_of_the_rank_alone_is_said_once(tmp_path: Path) -> None:
+    script = PATIENT + "kv = mpips.create('dist_sync')\nkv.pull('v', [0.0])\n"
+    done = run(tmp_path, script, "--workers", "3")
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.count("rank 0: pull: ") == done.stderr.count(": pull: ") == 1, done.stderr
+    assert "on all 3 ranks" in done.stderr
+
+
 @pytest.mark.parametrize("words, said", [
     (["--sever", "1", "--workers", "2"], "No such option '--sever'"),
     (["--workers", "2", "-m", "mpips.nosuch"], "there is no module 'mpips.nosuch'"),
@@ -82,6 +111,18 @@ def test_words_that_cannot_be_are_refused_before_ranks_start(tmp_path: Path, wor
 def test_an_exit_code_comes_back(tmp_path: Path) -> None:
     done = run(tmp_path, "import sys\nfrom mpi4py import MPI\nsys.exit(3)\n", "--workers", "2")
     assert done.returncode == 3, done.stderr
+
+
+def test_an_interrupt_ends_all_with_130_and_without_a_traceback(tmp_path: Path) -> None:
+    script = "import os, signal\nfrom mpi4py import MPI\nos.write(1, b'up\\n')\nsignal.pause()\n"
+    process = start(tmp_path, script, "--workers", "3")
+    assert process.stdout is not None
+    for _ in range(3):
+        assert process.stdout.readline() == "up\n"
+    process.send_signal(signal.SIGINT)
+    said = process.communicate(timeout=JOB_LIMIT)[1]  # returns when no rank holds standard output or error any more
+    assert process.returncode == 130, said
+    assert "Traceback" not in said, said
 
 
 def test_an_exit_of_one_worker_ends_a_store_that_others_wait_in(tmp_path: Path) -> None:

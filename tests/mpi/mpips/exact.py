@@ -10,6 +10,8 @@ from mpips.optimizers import Add
 RATE = 2
 REPEATS = 3
 SHAPES = ((2, 3), (1200, 1200), (1211, 1211))
+SMALLER = ((2, 3), (120, 100), (411, 411))
+BIG = 100_000  # elements from which on servers share an array of SMALLER
 
 
 def exact(kv: mpips.KVStore, dtypes: tuple[str, ...] = ("float32", "float16"), shapes: tuple = SHAPES) -> None:

@@ -12,12 +12,15 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
+from tests.mpi.sizes import only_on
+
 if importlib.util.find_spec("sklearn") is None:
     pytest.skip("the digits come with scikit-learn", allow_module_level=True)
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
 import task
 
 WORLD = MPI.COMM_WORLD
+pytestmark = only_on(1, 2, 3, 4)
 
 
 def worst_accuracy(run):

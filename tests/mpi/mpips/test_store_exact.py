@@ -11,13 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.mpi.mpips.exact import exact
+from tests.mpi.mpips.exact import BIG, SMALLER, exact
 from tests.mpi.mpips.support import WORLD, need, run
 from tests.mpi.sizes import JOB_LIMIT
 
 ROOT = Path(__file__).parents[3]
-SHAPES = ((2, 3), (120, 100), (411, 411))  # test_seven_workers has the big ones
-BIG = 100_000  # elements from which on servers share an array
 
 
 @pytest.mark.parametrize("shared_memory", [True, False])
@@ -25,7 +23,7 @@ BIG = 100_000  # elements from which on servers share an array
 def test_every_worker_a_client(servers, shared_memory):
     need(servers=servers)
     options = {"servers": servers, "shared_memory": shared_memory, "big_array": BIG}
-    run("dist_sync", lambda kv: exact(kv, shapes=SHAPES), **options)
+    run("dist_sync", lambda kv: exact(kv, shapes=SMALLER), **options)
 
 
 @pytest.mark.parametrize("shared_memory", [True, False])
@@ -36,7 +34,7 @@ def test_clients(servers, clients, masters, shared_memory):
     options = {"servers": servers, "clients": clients, "masters": masters, "shared_memory": shared_memory}
     need(2, **options)
     options["big_array"] = BIG
-    run("mpi_sync", lambda kv: exact(kv, ("float32",), shapes=SHAPES), **options)
+    run("mpi_sync", lambda kv: exact(kv, ("float32",), shapes=SMALLER), **options)
 
 
 @pytest.mark.skipif(WORLD.size != 1, reason="starts a job of its own; once is enough")

@@ -7,6 +7,8 @@ import time
 import numpy as np
 import pytest
 
+import collectives
+import mpips
 from collectives.errors import CollectiveError, StallError
 from tests.mpi.mpips.support import failure, need, run
 from tests.mpi.sizes import only_on
@@ -65,6 +67,78 @@ def test_a_push_that_raises_halfway_withdraws_the_rest(servers, abandoned):
     run("dist_sync", body, servers=servers, big_array=1000, block_bytes=4096, timeout_seconds=20)
 
 
+def left_before(push, key):
+    """Break a push off where it waits for a server that has not read the one before."""
+    words = [(part, part.words) for part in key.pushes]
+    for part in key.pushes:
+        part.words = [0] * len(part.words)
+    task = push()
+    next(task)
+    task.close()
+    for part, there in words:
+        part.words = there
+
+
+@pytest.mark.parametrize("what", ["compressed", "rows"])
+def test_a_coded_push_that_is_given_up_is_told_to_the_others(what):
+    need(2, servers=1)
+    shape = (40, 3)
+
+    def body(kv):
+        value = out = np.ones(shape, np.float32)
+        if what == "rows":
+            value = mpips.RowSparse(np.arange(0, 40, 2), np.ones((20, 3), np.float32), shape)
+        kv.init("w", np.zeros(shape, np.float32))
+        if what == "compressed":
+            kv.set_gradient_compression({"type": "2bit", "threshold": 0.5})
+        kv.push("w", value)
+        kv.pull("w", out)
+        expected = out.copy()
+        if kv.rank == 0:
+            push = kv._backend.push_rows if what == "rows" else kv._backend.push
+            flat = value if what == "rows" else value.reshape(-1)
+            left_before(lambda: push(kv._keys["w"], flat, 0), kv._keys["w"])
+        else:
+            said = failure(lambda: (kv.push("w", value), kv.pull("w", out)))
+            assert "rank 0 has given up its push of round 2" in said, said
+        kv.barrier()
+        kv.pull("w", out)
+        assert (out == expected).all()
+        kv.push("w", value)
+        kv.pull("w", out)
+        assert (out[::2] > 0).all()
+
+    run("dist_sync", body, servers=1, timeout_seconds=20)
+
+
+@only_on(4)
+@pytest.mark.parametrize("masters", ["one", "all"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, StallError])
+def test_a_push_that_is_given_up_inside_a_client_is_told_to_the_others(monkeypatch, masters, error):
+    """The members of the client with two workers are interrupted, or wait too long for one another."""
+    need(3, servers=1)
+
+    def raises(*what, **named):
+        raise error("interrupted")
+
+    def body(kv):
+        kv.init("w", np.zeros(4000, np.float32))
+        value = np.ones(4000, np.float32)
+        kv.pushpull("w", value)
+        if kv.layout.client.Get_size() == 2:
+            with monkeypatch.context() as patch:
+                for name in ("reduce", "reduce_scatter"):
+                    patch.setattr(collectives, name, raises)
+                with pytest.raises(error):
+                    kv.push("w", value)
+        else:
+            said = failure(lambda: kv.pushpull("w", value))
+            assert ("interrupted" if error is StallError else "has given up its push of round 2") in said, said
+        kv.layout.workers.Barrier()
+
+    run("mpi_sync", body, servers=1, clients=2, masters=masters, big_array=1000, timeout_seconds=20)
+
+
 FAR = {"servers": 1, "shared_memory": False, "chunk_bytes": 4096, "block_bytes": 4096}
 
 
@@ -86,6 +160,41 @@ def test_blocks_that_a_worker_keeps_back_fail_the_round():
         sums(kv)
 
     run("dist_sync", body, **FAR)
+
+
+def test_parts_that_wait_for_their_turn_do_not_make_workers_wait_for_each_other():
+    """Two keys of many messages, begun in the opposite order by every other worker."""
+    need(2, **FAR)
+    size = 40_000
+
+    def body(kv):
+        names = ["a", "b"] if kv.rank % 2 else ["b", "a"]
+        for name in "ab":
+            kv.init(name, np.zeros(size, np.float32))
+        outs = {name: np.zeros(size, np.float32) for name in names}
+        for round_ in range(1, 4):
+            value = np.full(size, round_ * (kv.rank + 1), np.float32)
+            for handle in [kv.ipushpull(name, value, outs[name]) for name in names]:
+                handle.wait()
+            for out in outs.values():
+                assert (out == round_ * kv.num_workers * (kv.num_workers + 1) / 2).all()
+
+    run("dist_sync", body, **FAR, timeout_seconds=LONG)
+
+
+def test_parts_that_wait_for_their_turn_are_withdrawn_with_those_that_went():
+    need(2, **FAR)
+    size = 40_000
+
+    def body(kv):
+        kv.init("w", np.zeros(size, np.float32))
+        value, out = np.ones(size, np.float32), np.zeros(size, np.float32)
+        last = kv.num_workers - 1
+        bad = ["ones"] if kv.rank == last else value
+        assert f"rank {last}: " in failure(lambda: kv.pushpull("w", bad, out))
+        sums(kv, size=size)
+
+    run("dist_sync", body, **FAR, timeout_seconds=LONG)
 
 
 @only_on(3, 4)

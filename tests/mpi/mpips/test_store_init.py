@@ -7,7 +7,7 @@ import warnings
 import numpy as np
 import pytest
 
-from mpips import server
+from mpips import server, server_state
 from tests.mpi.mpips.support import TAG, failure, need, run, tells
 from tests.mpi.sizes import only_on
 
@@ -88,6 +88,101 @@ def test_a_server_without_memory_is_told_to_every_worker(monkeypatch, servers, s
         kv.init("large", large)
         kv.pushpull("large", large + 1, large)
         assert (large == kv.num_workers).all()
+
+    run("dist_sync", body, **options)
+
+
+def test_the_first_values_of_many_keys_are_under_way_side_by_side(monkeypatch):
+    """A server that sets none before 50 have come hears of 50."""
+    options = {"servers": 1, "shared_memory": False, "timeout_seconds": 20}
+    need(1, **options)
+    held, step = [True], server_state.ServerState._set_next
+
+    def late(self):
+        held[0] = held[0] and len(self.setting) < 50
+        return (False, []) if held[0] else step(self)
+
+    monkeypatch.setattr(server_state.ServerState, "_set_next", late)
+
+    def body(kv):
+        sizes = [*range(50), 5000, 20_000]
+        kv.init(list(range(len(sizes))), [np.full(size, size, np.float32) for size in sizes])
+        for key, size in enumerate(sizes):
+            out = np.zeros(size, np.float32)
+            kv.pull(key, out)
+            assert (out == size).all()
+
+    run("dist_sync", body, chunk_bytes=16_384, block_bytes=16_384, **options)
+
+
+@memory
+@pytest.mark.parametrize("servers", [1, 2])
+def test_an_init_that_rank_0_gives_up_is_told_to_all_and_can_be_made_again(servers, shared_memory):
+    options = {"servers": servers, "shared_memory": shared_memory, "big_array": 1000, "chunk_bytes": 4096}
+    need(2, **options)
+
+    def body(kv):
+        kv.init("a", np.zeros(10))
+        first = kv._session.set
+
+        def interrupted(pairs):
+            task = first(pairs)
+            next(task, None)
+            task.close()
+            raise KeyboardInterrupt
+            yield
+
+        if kv.rank:
+            assert "rank 0 has given up init" in failure(lambda: kv.init(["b", "c"], [np.ones(4000), np.ones(3)]))
+        else:
+            kv._session.set = interrupted
+            with pytest.raises(KeyboardInterrupt):
+                kv.init(["b", "c"], [np.ones(4000), np.ones(3)])
+            kv._session.set = first
+        out, other = np.zeros(4000), np.zeros(10)
+        assert "'b' was not initialised" in failure(lambda: kv.pull("b", out))
+        kv.pushpull("a", np.ones(10), other)
+        kv.init(["d", "b"], [np.full(5000, 5.0), np.full(4000, 7.0)])
+        kv.pull("b", out)
+        assert (out == 7).all() and (other == kv.num_workers).all()
+        kv.pushpull("b", np.ones(4000), out)
+        assert (out == kv.num_workers).all()
+
+    run("dist_sync", body, **options, timeout_seconds=20)
+
+
+@only_on(3, 4)
+def test_an_init_that_another_worker_gives_up_is_told_to_all_and_can_be_made_again():
+    options = {"servers": 1, "stall_seconds": 0.2}
+    need(2, **options)
+
+    def body(kv):
+        last, request = kv.num_workers - 1, kv._session.request
+
+        def late(*what):
+            tells(kv, [last])
+            return (yield from request(*what))
+
+        def interrupt(*_):
+            raise KeyboardInterrupt
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            if kv.rank == last:
+                warnings.showwarning = interrupt
+                with pytest.raises(KeyboardInterrupt):
+                    kv.init("b", np.ones(10))
+                kv.layout.workers.Send(b"1", 0, TAG)
+            else:
+                warnings.showwarning = lambda *_: None
+                if not kv.rank:
+                    kv._session.request = late
+                assert f"rank {last} has given up init" in failure(lambda: kv.init("b", np.ones(10)))
+                kv._session.request = request
+        kv.init("b", np.full(10, 7.0))
+        out = np.zeros(10)
+        kv.pull("b", out)
+        assert (out == 7).all()
 
     run("dist_sync", body, **options)
 

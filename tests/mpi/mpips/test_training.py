@@ -15,6 +15,7 @@ import mpips
 from mpips.optimizers import SGD, Updater
 from mpips.parallel.mlp import MLP
 from mpips.trainer import Elastic, Trainer, shares
+from tests.mpi.sizes import only_on
 
 if importlib.util.find_spec("sklearn") is None:
     pytest.skip("the digits come with scikit-learn", allow_module_level=True)
@@ -94,6 +95,7 @@ def mean_over_workers(losses, workers):
     return total / workers
 
 
+@only_on(1, 2, 3, 4, 5)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: type(o).__name__)
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("kind, options", SYNCHRONOUS, ids=str)

@@ -95,3 +95,17 @@ def test_seconds_are_above_zero(value: str) -> None:
 def test_some_times_may_be_zero() -> None:
     assert given(console.Seconds(zero=True), "0").output == "0.0\n"
     assert "at least 0" in given(console.Seconds(zero=True), "-1").output
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_an_interrupt_is_told_by_rank_0_alone(
+    rank: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setenv("PMI_RANK", rank)
+    with pytest.raises(SystemExit) as end:
+        console.RankedCommand("train", callback=interrupted).main([])
+    assert end.value.code == 1
+    assert ("Aborted!" in capsys.readouterr().err) == (rank == "0")

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from collectives.console import RANK_VARIABLES
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
 import task
 
@@ -22,6 +24,18 @@ def test_numbers_that_cannot_be_are_refused_with_a_sentence(words, said, monkeyp
         task.settings()
     assert end.value.code == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("word, code", [("--epochs=-1", 2), ("--help", 0)])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_0_alone_speaks(word, code, rank, monkeypatch, capsys):
+    for name in RANK_VARIABLES:
+        monkeypatch.setenv(name, str(rank))
+    monkeypatch.setattr(sys, "argv", ["example", word])
+    with pytest.raises(SystemExit) as end:
+        task.settings()
+    assert end.value.code == code
+    assert any(capsys.readouterr()) == (rank == 0)
 
 
 def test_settings_come_from_the_command_line(monkeypatch):

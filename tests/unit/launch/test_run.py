@@ -69,6 +69,40 @@ def test_clear_refusals(mpirun: str) -> None:
     assert call("-w", "0", "x.py").exit_code != 0
 
 
+@pytest.mark.parametrize("variable, said", [
+    ("MPIPS_STALL_SECONDS=soon", "MPIPS_STALL_SECONDS='soon' is not a number"),
+    ("MPIPS_SEVERS=1", "MPIPS_SEVERS is unknown"),
+])  # fmt: skip
+def test_variables_are_checked_before_ranks_start(
+    mpirun: str, monkeypatch: pytest.MonkeyPatch, variable: str, said: str
+) -> None:
+    monkeypatch.setenv(*variable.split("="))
+    done = call("-w", "2", "--mpirun", mpirun, "--dry-run", "x.py")
+    assert done.exit_code == 2
+    assert said in done.output
+    done = ranked("bench", "allreduce", "--ranks", "2")
+    assert done.returncode == 2
+    assert said in done.stderr
+
+
+def test_the_command_line_wins_over_variables_and_the_others_reach_all_ranks(
+    mpirun: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MPIPS_SERVERS", "2")
+    monkeypatch.setenv("MPIPS_TIMEOUT_SECONDS", "9")
+    words = shlex.split(call("-w", "2", "-s", "0", "--mpirun", mpirun, "--dry-run", "x.py").output)
+    pairs = {words[i + 1]: words[i + 2] for i, word in enumerate(words) if word == "-genv"}
+    assert words[words.index("-n") + 1] == "2"
+    assert pairs["MPIPS_SERVERS"] == "0"
+    assert float(pairs["MPIPS_TIMEOUT_SECONDS"]) == 9
+
+
+def test_a_folder_is_no_script(mpirun: str, tmp_path: Path) -> None:
+    done = call("-w", "2", "--mpirun", mpirun, str(tmp_path))
+    assert done.exit_code == 2
+    assert "is a folder" in done.output
+
+
 def test_an_interface_that_is_nowhere(mpirun: str, tmp_path: Path) -> None:
     script = tmp_path / "x.py"
     script.touch()
@@ -170,7 +204,8 @@ def test_ranks_start_the_module_under_mpirun() -> None:
         ("bench --ranks 2", "mpips bench kvstore"),
         ("sim --bytes 0", "--bytes 0"),
         ("lab status --json /nosuch/x.json", "there is no folder '/nosuch'"),
-        ("bench kvstore --ranks 2 --servers 2", "servers=2"),
+        ("bench kvstore --ranks 2 --servers 2", "--servers 2 and a worker need --ranks 3"),
+        ("plan --rate fast", "'fast' is no rate: give the operations/s of a node, as 1.33e12"),
         ("train --ranks 2 --data digits --grid 3x1", "3x1"),
         ("tune --ranks 2 --bogus", "--bogus"),
     ],

@@ -42,6 +42,7 @@ class Arriving(Elements):
     """Blocks that come as messages: each is there once, in order, as far as `there` says."""
 
     local = False
+    complete = False
 
     def __init__(self, array, there):
         super().__init__(array)

@@ -40,9 +40,19 @@ def test_a_window_opens_when_the_server_has_read():
     limit = 2 * (100 + FRAME_COST)
     for round_ in (1, 2):
         assert window.admits(100, limit)
-        window.add(lambda: read[0], round_, 100)
+        window.add("w", lambda: read[0], round_, 100)
     assert not window.admits(1, limit)
     read[0] = 1
     assert window.admits(100, limit) and not window.admits(101, limit)
     read[0] = 2
     assert window.admits(10**9, limit)  # one payload may always go
+
+
+def test_a_window_knows_whose_payloads_are_under_way():
+    window, read = Window(), {"a": 0, "b": 0}
+    for key in read:
+        window.add(key, lambda key=key: read[key], 1, 100)
+    assert window.holds("a") and window.holds("b") and not window.holds("c")
+    read["a"] = 1
+    assert window.admits(100, 2 * (100 + FRAME_COST))
+    assert not window.holds("a") and window.holds("b")

@@ -32,6 +32,35 @@ def test_a_contribution_that_is_withdrawn_is_never_read(asynchronous):
     assert machine.heard("FAILED") == ([] if asynchronous else [(worker, "rank 0: no") for worker in (1, 0)])
 
 
+@pytest.mark.parametrize("worker, kept", [(0, True), (1, False)])
+def test_what_has_begun_to_count_is_withdrawn_only_where_the_rest_of_it_does_not_come(worker, kept):
+    machine = Machine(workers=2)
+    arriving = Arriving(np.full(10, 10, "f4"), [1])
+    machine.push(0, 1)
+    machine.push(1, arriving)
+    assert machine.work() == [11] * 4 + [0] * 6
+    machine.refuse(worker, "given up")
+    arriving.there[0] = 3
+    assert machine.work() == ([11] * 10 if kept else [11] * 4 + [0] * 6)
+    assert machine.heard("FAILED") == ([] if kept else [(1, "given up"), (0, "given up")])
+    machine.push(0, 2)
+    machine.push(1, 20)
+    assert machine.work() == [22] * 10
+
+
+def test_what_has_begun_to_count_in_an_asynchronous_store_is_finished():
+    machine = Machine(workers=2, asynchronous=True)
+    machine.state.set_optimizer(Add())
+    there = [1]
+    machine.push(0, Elements(np.full(10, 1, "f4"), there))
+    assert machine.work() == [1] * 4 + [0] * 6
+    machine.push(1, 10)
+    machine.refuse(0, "given up", 1)
+    machine.refuse(1, "given up", 1)
+    there[0] = 3
+    assert machine.work() == [1] * 10
+
+
 @pytest.mark.parametrize("forgotten", [False, True])
 def test_nothing_is_received_for_what_is_given_up(forgotten):
     machine = Machine(workers=2, asynchronous=not forgotten)

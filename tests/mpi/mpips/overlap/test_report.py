@@ -16,8 +16,10 @@ from mpips.overlap import profile
 from mpips.overlap.__main__ import command as plan
 from mpips.parallel.mlp import MLP
 from mpips.trainer import Elastic, Trainer
+from tests.mpi.sizes import only_on
 
 WORLD = MPI.COMM_WORLD
+pytestmark = only_on(1, 2, 3, 4)
 SIZES = (12, 30, 9, 5)
 STORES = [("mpi_sync", {}), ("dist_sync", {"servers": 1}), ("mpi_async", {"servers": 1})]
 

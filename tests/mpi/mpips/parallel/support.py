@@ -10,8 +10,11 @@ from mpi4py import MPI
 from mpips.parallel import MLP, Grid, load, train
 from mpips.parallel.arrays import digits
 from mpips.parallel.sources import open_source
+from tests.mpi.sizes import only_on
 
 COMM = MPI.COMM_WORLD
+GRIDS = only_on(1, 2, 3, 4, 5)
+"""For tests of grids alone: 7 ranks make a row or a column, as 5 do."""
 kept_digits = cache(digits)
 """Read once: parsing them takes longer than training on them."""
 

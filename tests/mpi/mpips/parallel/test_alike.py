@@ -9,10 +9,10 @@ from mpips.parallel.arrays import ArraySource
 from mpips.parallel.served import Servers
 from mpips.parallel.sources import SyntheticSource, open_source
 
-from .support import COMM, curve, same_everywhere
+from .support import COMM, GRIDS, curve, same_everywhere
 
 ODD = COMM.rank == COMM.size - 1
-pytestmark = pytest.mark.mpi(min_size=2)
+pytestmark = [GRIDS, pytest.mark.mpi(min_size=2)]
 
 
 def synthetic():

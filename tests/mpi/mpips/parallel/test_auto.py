@@ -7,7 +7,9 @@ from mpips.parallel import MLP, Grid, TrainingError, choose_grid, load, train
 from mpips.parallel.grid import factorings
 from mpips.parallel.sources import SyntheticSource
 
-from .support import COMM, alone, curve, same_everywhere
+from .support import COMM, GRIDS, alone, curve, same_everywhere
+
+pytestmark = GRIDS
 
 
 def synthetic():

@@ -8,7 +8,9 @@ from mpips.parallel import MLP, Grid, TrainingError, collect, load, load_checkpo
 from mpips.parallel.grid import factorings
 from mpips.parallel.sources import SyntheticSource
 
-from .support import COMM, alone, curve, same_everywhere
+from .support import COMM, GRIDS, alone, curve, same_everywhere
+
+pytestmark = GRIDS
 
 SIZES = [5, 11, 7, 9, 2]
 

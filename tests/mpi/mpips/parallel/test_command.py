@@ -6,8 +6,11 @@ import pytest
 
 from mpips.parallel.__main__ import command
 from mpips.parallel.grid import factorings
+from tests.mpi.sizes import only_on
 
-from .support import COMM, same_everywhere
+from .support import COMM, GRIDS, same_everywhere
+
+pytestmark = GRIDS
 
 
 def folder(tmp_path_factory):
@@ -23,6 +26,7 @@ def call(*words):
     return 0
 
 
+@only_on(1, 2, 3, 4)
 def test_auto_trains_and_writes_json_picture_and_a_checkpoint_to_go_on_from(tmp_path_factory, capfd):
     pytest.importorskip("matplotlib")
     out = folder(tmp_path_factory)

@@ -10,7 +10,9 @@ from mpips.parallel.grid import factorings
 from mpips.parallel.sources import SyntheticSource, open_source
 from mpips.parallel.text import TextSource
 
-from .support import COMM, same_everywhere
+from .support import COMM, GRIDS, same_everywhere
+
+pytestmark = GRIDS
 
 
 def shared_path(tmp_path_factory, name):

@@ -8,11 +8,15 @@ from mpips.parallel import MLP, Grid, TrainingError, collect, load, train
 from mpips.parallel.devices import array_module
 from mpips.parallel.grid import factorings
 from mpips.parallel.sources import SyntheticSource
+from tests.mpi.sizes import only_on
 from tests.unit.mpips.parallel.device import module
 
-from .support import COMM, curve, same_everywhere
+from .support import COMM, GRIDS, curve, same_everywhere
+
+pytestmark = GRIDS
 
 
+@only_on(1, 2, 3, 4)
 @pytest.mark.parametrize("dtype", ["float64", "mixed"])
 @pytest.mark.parametrize("mode", ["pairs", "columns"])
 def test_another_array_module_takes_the_same_steps_on_every_grid(mode, dtype):

@@ -7,6 +7,7 @@ from mpips.optimizers import SGD, Adam
 from mpips.parallel import MLP, Grid, TrainingError, load, train
 from mpips.parallel.grid import factorings
 from mpips.parallel.sources import SyntheticSource
+from tests.mpi.sizes import only_on
 
 from .support import COMM, alone, curve, run, same_everywhere, source
 
@@ -18,6 +19,7 @@ LAYERS = {
 }
 
 
+@only_on(1, 2, 3, 4)
 @pytest.mark.parametrize("mode", ["pairs", "columns"])
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("name", ["airfoil", "digits"])

@@ -9,8 +9,11 @@ from mpips.parallel.grid import factorings
 from mpips.parallel.hybrid import Hybrid
 from mpips.parallel.report import total_hidden
 from mpips.parallel.sources import SyntheticSource
+from tests.mpi.sizes import only_on
 
-from .support import COMM, alone, curve, same_everywhere, source
+from .support import COMM, GRIDS, alone, curve, same_everywhere, source
+
+pytestmark = GRIDS
 
 WIDE = [300, 310, 290]  # several buckets of gradients, several blocks of rows
 
@@ -43,6 +46,7 @@ def test_sends_that_are_not_beside_computation_hide_nothing():
     assert same_everywhere(share == (None if COMM.size == 1 else 0.0)), share
 
 
+@only_on(1, 2, 3, 4)
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("mode", ["pairs", "columns"])
 def test_mixed_precision_stays_close_on_every_grid(mode, overlap):

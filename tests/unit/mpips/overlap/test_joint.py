@@ -30,6 +30,12 @@ def enumerated(push: Stage, pull: Stage, link: Link) -> float:
     return best
 
 
+def is_no_worse(push: Stage, pull: Stage, plan: JointPlan, link: Link) -> None:
+    """The plan takes no longer than two separate optima."""
+    separate = makespan(push, optimal.partition(push)) + makespan(pull, optimal.partition(pull))
+    assert timeline.end(timeline.both(push, pull, plan, link)) <= separate * (1 + 1e-9)
+
+
 @pytest.mark.parametrize("link", LINKS)
 def test_equals_enumeration(link: Link) -> None:
     rng = np.random.default_rng(7)
@@ -41,6 +47,16 @@ def test_equals_enumeration(link: Link) -> None:
         assert found == pytest.approx(enumerated(push, pull, link), rel=1e-9)
 
 
+@pytest.mark.parametrize("link", LINKS)
+def test_messages_without_startup_and_layers_without_compute(link: Link) -> None:
+    rng = np.random.default_rng(5)
+    for _ in range(300):
+        layers = int(rng.integers(1, 8))
+        push, pull = random_stage(rng, layers), random_stage(rng, layers)
+        push = push._replace(startup=0.0, compute=push.compute * rng.choice([0.0, 1.0], layers))
+        is_no_worse(push, pull, joint.plan(push, pull, link), link)
+
+
 @given(st.integers(0, 2**32 - 1), st.integers(1, 60), st.sampled_from(LINKS))
 @settings(max_examples=60)
 def test_never_worse_than_two_separate_optima(seed: int, layers: int, link: Link) -> None:
@@ -50,8 +66,7 @@ def test_never_worse_than_two_separate_optima(seed: int, layers: int, link: Link
     check_groups(plan.push, layers)
     if plan.pull:
         check_groups(plan.pull, plan.first_early_layer - 1)
-    separate = makespan(push, optimal.partition(push)) + makespan(pull, optimal.partition(pull))
-    assert timeline.end(timeline.both(push, pull, plan, link)) <= separate * (1 + 1e-9)
+    is_no_worse(push, pull, plan, link)
 
 
 def test_in_order_plans_add_up_whatever_the_link() -> None:

@@ -1,0 +1,70 @@
+"""What a rank does in one collective over shared memory: steps between meetings, bound to the ranks' arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from collectives.arrays import Vector
+from collectives.call import Call
+from collectives.operations import scale
+
+Step: TypeAlias = "tuple[Any, tuple[Any, ...]]"
+
+
+class Window(NamedTuple):
+    """A part of the whole vector that is somewhere in memory: elements [first, first + vector.size)."""
+
+    vector: Vector
+    first: int = 0
+
+    def part(self, start: int, stop: int) -> Vector:
+        return self.vector[start - self.first : stop - self.first]
+
+
+class Phase(NamedTuple):
+    """Work before this rank says it is done with the phase, and work after that needs nobody."""
+
+    before: tuple[Step, ...]
+    after: tuple[Step, ...] = ()
+
+
+@dataclass
+class Program:
+    """What a rank does once all have entered; phases end with a meeting, `last` needs none."""
+
+    phases: tuple[Phase, ...] = ()
+    last: tuple[Step, ...] = ()
+
+
+def same(a: Vector, b: Vector) -> bool:
+    """Whether they begin at the same place in memory."""
+    return bool(a.__array_interface__["data"][0] == b.__array_interface__["data"][0])
+
+
+def copy(to: Vector, source: Vector) -> Iterator[Step]:
+    """A copy, where there is anything to copy."""
+    if to.size and not same(to, source):
+        yield np.copyto, (to, source)
+
+
+def combine(call: Call, parts: Sequence[Vector], total: Vector, scratch: Vector) -> Iterator[Step]:
+    """total = the reduction of all parts in their order, of which one may be `total` itself; `scratch` is as long."""
+    if not total.size:
+        return
+    if len(parts) == 1:
+        yield from copy(total, parts[0])
+    else:
+        assert call.operation is not None
+        add = call.operation.into
+        first, *others = parts
+        for index, part in enumerate(others, 2):
+            unread = any(same(later, total) for later in parts[index:])
+            to = scratch[: total.size] if unread else total
+            yield add, (first, part, to)
+            first = to
+    if call.operation is not None and call.operation.is_mean:
+        yield scale(total, call.p)

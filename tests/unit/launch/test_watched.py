@@ -1,0 +1,89 @@
+"""A job that is watched: signals reach it once, and its exit code comes back."""
+
+from __future__ import annotations
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+WATCH = "import sys; from launch import watched; watched.run([sys.executable, '-c', *sys.argv[1:]])"
+WAITS = "import os, signal\nprint(os.getpid(), flush=True)\nsignal.pause()"
+COUNTS = """
+import signal, sys
+count = 0
+def heard(*_):
+    global count
+    count += 1
+    print("heard", flush=True)
+signal.signal(signal.SIGINT, heard)
+print("up", flush=True)
+for line in sys.stdin:
+    sys.exit(count)
+"""
+
+
+def heed() -> None:
+    """Ctrl-C counts, also where these tests run in the background of a shell, which ignores it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def watched(code: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", WATCH, code]
+    pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
+    return subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=nothing, text=True, preexec_fn=heed)
+
+
+def test_the_exit_code_comes_back() -> None:
+    assert watched("raise SystemExit(7)").wait(60) == 7
+    assert watched("import os, signal; os.kill(os.getpid(), signal.SIGKILL)").wait(60) == 128 + signal.SIGKILL
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 128 + signal.SIGTERM)])
+def test_a_signal_to_the_command_reaches_the_job(number: signal.Signals, code: int) -> None:
+    process = watched(WAITS)
+    assert process.stdout is not None
+    job = int(process.stdout.readline())
+    process.send_signal(number)
+    assert process.wait(60) == code
+    with pytest.raises(ProcessLookupError):
+        os.kill(job, 0)
+
+
+def test_a_job_that_ends_well_after_an_interrupt_has_ended_well() -> None:
+    process = watched("import signal\ntry:\n    print(flush=True); signal.pause()\nexcept KeyboardInterrupt:\n    pass")
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 0
+
+
+def test_the_job_ends_with_a_command_that_is_killed() -> None:
+    process = watched(WAITS)
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.kill()
+    assert process.stdout.read() == ""  # ends when the job, which holds the other end, does
+    assert process.wait(60) == -signal.SIGKILL
+
+
+def test_ctrl_c_at_a_terminal_reaches_the_job_once() -> None:
+    child, terminal = pty.fork()
+    if not child:
+        os.chdir(ROOT)
+        heed()
+        os.execv(sys.executable, [sys.executable, "-c", WATCH, COUNTS])
+    text = b""
+    for typed, answer in ((b"", b"up"), (b"\x03", b"heard"), (b"\n", b"")):
+        os.write(terminal, typed)
+        while answer not in text:
+            text += os.read(terminal, 100)
+    _, status = os.waitpid(child, 0)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(status) == 130
+    assert text.count(b"heard") == 1
