@@ -7,11 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 INTERRUPTED = 128 + signal.SIGINT
+LOOK_SECONDS = 1.0  # seldom enough to cost a job nothing
 PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
 
@@ -21,8 +22,8 @@ def run(argv: Sequence[str]) -> NoReturn:
     sys.exit(wait(argv))
 
 
-def wait(argv: Sequence[str]) -> int:
-    """Run `argv`; the exit code of `run`."""
+def wait(argv: Sequence[str], hopeless: Callable[[], bool] | None = None) -> int:
+    """Run `argv`; the exit code of `run`. The job is ended once `hopeless`, asked every `LOOK_SECONDS`, says yes."""
     heeded = {number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN}
     waited = {*heeded, signal.SIGCHLD}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, waited)
@@ -37,7 +38,11 @@ def wait(argv: Sequence[str]) -> int:
     job = subprocess.Popen(argv, preexec_fn=prepare)
     interrupted = False
     while job.poll() is None:
-        heard = signal.sigwaitinfo(waited)
+        heard = signal.sigtimedwait(waited, LOOK_SECONDS) if hopeless else signal.sigwaitinfo(waited)
+        if heard is None:
+            if hopeless and hopeless():
+                job.terminate()
+            continue
         interrupted |= heard.si_signo == signal.SIGINT
         if heard.si_signo in heeded and heard.si_code <= 0:  # from a process; what a terminal sends, the job has, too
             job.send_signal(heard.si_signo)

@@ -18,6 +18,7 @@ from launch.lab import client
 from launch.lab.client import LabError
 from launch.lab.layout import lay_out
 from launch.lab.needs import missing
+from launch.lab.watch import PATIENCE, Watch
 
 named = click.option("--name", default="lab", show_default=True, help="Which lab; several can stand side by side.")
 
@@ -64,21 +65,38 @@ def up(topology: str, speed: str, name: str) -> None:
 @click.option("--per-host", type=click.IntRange(1), default=1, show_default=True, help="Ranks on each host.")
 @click.option("--mpirun", help="The mpirun to use instead of the one found (Open MPI or MPICH).")
 @click.option("--mpi-arg", "extra", multiple=True, help="A further word for mpirun; may be repeated.")
+@click.option(
+    "--patience",
+    type=click.FloatRange(0),
+    default=PATIENCE,
+    show_default=True,
+    help="Seconds after which a job ends whose network is broken: a NIC down, a connection lost. 0: never.",
+)
 @click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED)
 def run(
-    ranks: int, per_host: int, name: str, mpirun: str | None, extra: tuple[str, ...], program: tuple[str, ...]
+    ranks: int,
+    per_host: int,
+    name: str,
+    mpirun: str | None,
+    extra: tuple[str, ...],
+    patience: float,
+    program: tuple[str, ...],
 ) -> None:
     """Run PROGRAM as one MPI job across the lab's hosts; the exit code is the job's."""
     program = program[1:] if program[0] == "--" else program
+    hosts = -(-ranks // per_host)
     try:
         argv = client.job_command(name, ranks, program, per_host=per_host, mpirun=mpirun, extra=extra)
+        watch = Watch(name, hosts, patience) if patience else None
     except (LabError, LauncherError, ValueError) as error:
         raise click.ClickException(str(error)) from error
-    code = watched.wait(argv)
-    used = _ask(name, {"do": "status"})["hosts"][: -(-ranks // per_host)]
-    dead = [host["name"] for host in used if not host["alive"]]
-    if dead and not code:  # Open MPI takes a host whose processes were all killed for one that has ended well
+    code = watched.wait(argv, watch)
+    reason = watch.reason if watch else ""
+    dead = [host["name"] for host in _ask(name, {"do": "status"})["hosts"][:hosts] if not host["alive"]]
+    if dead and (reason or not code):  # Open MPI takes a host whose processes were all killed for one that ended well
         raise click.ClickException(f"host {', '.join(dead)} died; end the lab with `mpips lab down --name {name}`")
+    if reason:
+        raise click.ClickException(reason)
     raise SystemExit(code)
 
 

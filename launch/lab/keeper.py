@@ -14,9 +14,9 @@ import socket
 import sys
 from typing import Any
 
-from launch.lab import files, kernel
+from launch.lab import files, health, kernel
 from launch.lab.build import Links, add_neighbours_and_routes, apply_settings, build
-from launch.lab.plan import Plan, decode, window
+from launch.lab.plan import Nic, Plan, decode, window
 
 
 def become_keeper(user: int, group: int, window: int) -> None:
@@ -81,9 +81,10 @@ class Keeper:
         self.outer, self.hosts = build(plan, self.processes)
         files.write_agent(plan, self.processes)
         self.baseline = self._counters()
+        self._crossed: dict[int, list[tuple[str, Nic]]] = {}
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The reply to one request: ``{"do": "describe" | "status" | "reset" | "link"}``."""
+        """The reply to one request: ``{"do": "describe" | "status" | "reset" | "link" | "health"}``."""
         if request["do"] == "describe":
             return {"name": self.name, "topology": self.plan.topology, "hosts": [h.name for h in self.plan.hosts]}
         if request["do"] == "status":
@@ -93,6 +94,8 @@ class Keeper:
             return {}
         if request["do"] == "link":
             return self._set_link(request["host"], request["nic"], request["up"])
+        if request["do"] == "health":
+            return self._health(request["hosts"])
         return {"error": f"the keeper of lab {self.name!r} does not know the request {request['do']!r}"}
 
     def _counters(self) -> list[dict[str, dict[str, int]]]:
@@ -121,6 +124,14 @@ class Keeper:
                     add_neighbours_and_routes(links, host, [each.name for each in host.nics if now[each.name]["up"]])
                 return {}
         return {"error": f"lab {self.name!r} has no NIC {nic!r} on a host {name!r}"}
+
+    def _health(self, hosts: int) -> dict[str, Any]:
+        """What is down between the first ``hosts`` hosts, and the connections that TCP gave up on each, ever."""
+        if hosts not in self._crossed:
+            self._crossed[hosts] = health.crossed(self.plan, hosts)
+        down = [(host, nic.name) for host, nic in self._crossed[hosts] if health.unplugged(nic.port)]
+        used = zip(self.plan.hosts[:hosts], self.processes)
+        return {"down": down, "given_up": {host.name: health.given_up(process) for host, process in used}}
 
 
 def _read(links: Links) -> dict[str, dict[str, int]]:

@@ -157,13 +157,51 @@ def test_a_host_whose_nic_goes_down_ends_the_job(make: Make, run: Run, monkeypat
     assert is_down(name, "h1")
 
 
+BLOCKED = """
+import numpy as np
+from mpi4py import MPI
+c = MPI.COMM_WORLD
+x = np.ones(1 << 18, np.uint8)
+c.Allreduce(MPI.IN_PLACE, x)
+if c.rank == 0: print("up", flush=True)
+while True: c.Allreduce(MPI.IN_PLACE, x)
+"""
+
+
+@pytest.mark.parametrize("how", ["lab link", "ip link"])
+def test_a_nic_that_goes_down_ends_a_job_that_is_in_a_blocking_call(make: Make, run: Run, how: str) -> None:
+    name = make("star:3")
+    words = ["launch.lab", "run", "--name", name, "-n", "3", "--patience", "2", "--", sys.executable, "-c", BLOCKED]
+    pipe = subprocess.PIPE
+    job = subprocess.Popen([sys.executable, "-m", *words], cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
+    assert job.stdout is not None
+    assert job.stdout.readline() == "up\n"
+    if how == "lab link":
+        client.ask(name, {"do": "link", "host": "h1", "nic": "d0", "up": False})
+    else:
+        subprocess.run(client.host_command(name, "h1", ["ip", "link", "set", "d0", "down"]), check=True)
+    said = job.communicate(timeout=90)[1]
+    assert job.returncode == 1, said
+    assert "NIC d0 of host h1 has been down" in said
+
+
 def test_open_mpi_itself_gives_up_when_a_nic_goes_down(make: Make, run: Run) -> None:
     if find().flavour != "openmpi":
-        pytest.skip("MPICH waits on for ever: with it the timeout of mpips ends the job, as in the test before")
+        pytest.skip("MPICH waits on for ever: with it `mpips lab run` ends the job, as in the test before")
     name = make("star:3")
     code = SEND.format(source=0, target=1) + LOSE + "for _ in range(100): c.Allreduce(MPI.IN_PLACE, x)\n"
     assert run(name, 3, code).returncode != 0
     assert is_down(name, "h1")
+    found = client.ask(name, {"do": "health", "hosts": 3})
+    assert found["down"] == [["h1", "d0"]]
+    assert sum(found["given_up"].values()) > 0
+
+
+def test_a_healthy_job_leaves_no_connection_given_up(make: Make, run: Run) -> None:
+    name = make("bcube:2,2")
+    assert run(name, 4, SEND.format(source=0, target=3)).returncode == 0
+    found = client.ask(name, {"do": "health", "hosts": 4})
+    assert found == {"down": [], "given_up": dict.fromkeys(("h0", "h1", "h2", "h3"), 0)}
 
 
 def test_a_nic_that_comes_back_works_again(make: Make, run: Run) -> None:

@@ -28,6 +28,15 @@ for line in sys.stdin:
 """
 
 
+HOPEFUL = """
+import sys
+from launch import watched
+looks = []
+code = watched.wait([sys.executable, "-c", sys.argv[1]], lambda: looks.append(0) or len(looks) == int(sys.argv[2]))
+print(len(looks), code)
+"""
+
+
 def heed() -> None:
     """Ctrl-C counts, also where these tests run in the background of a shell, which ignores it."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -70,6 +79,16 @@ def test_the_job_ends_with_a_command_that_is_killed() -> None:
     process.kill()
     assert process.stdout.read() == ""  # ends when the job, which holds the other end, does
     assert process.wait(60) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    "code, hopeless_at, said",
+    [("import signal; signal.pause()", "2", f"2 {128 + signal.SIGTERM}"), ("raise SystemExit(7)", "0", "7")],
+)
+def test_a_job_is_ended_when_it_has_become_hopeless_only(code: str, hopeless_at: str, said: str) -> None:
+    command = [sys.executable, "-c", HOPEFUL, code, hopeless_at]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip().endswith(said), done.stderr
 
 
 def test_ctrl_c_at_a_terminal_reaches_the_job_once() -> None:
