@@ -168,6 +168,17 @@ def read(arguments: Mapping[str, Any] | None = None, environment: Mapping[str, s
     return Options(**values)
 
 
+def check_alone(arguments: Mapping[str, Any]) -> None:
+    """OptionError where arguments of a `local` store ask for other processes. Variables are those of the job, in which
+    such a store may stand beside others."""
+    chosen = read(arguments, {})
+    for name, most in (("servers", 0), ("workers", 1), ("clients", 1)):
+        value = getattr(chosen, name)
+        if value > most:
+            others = ", ".join(KINDS[1:])
+            raise OptionError(f"{name}={value} in a store of kind local, which is one process alone: ask for {others}")
+
+
 def kind_of(name: object) -> str:
     """The store kind that `name` means, in any case; TypeError unless str, OptionError listing the known kinds."""
     if not isinstance(name, str):

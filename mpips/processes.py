@@ -36,10 +36,12 @@ def create(kind: str, comm: MPI.Comm | None = None, **options: Any) -> KVStore:
     try:
         word = option_table.kind_of(kind)
         chosen = option_table.read(options)
+        if word == "local":
+            option_table.check_alone(options)
     except OptionError as error:
         refusal = str(error)
     if word == "local":
-        if chosen is None:
+        if chosen is None or refusal:
             raise OptionError(refusal)
         alone = layouts.create(MPI.COMM_SELF, word, Options(stall_seconds=chosen.stall_seconds))
         return KVStore(alone, Pure(alone))

@@ -12,6 +12,7 @@ from safetensors.numpy import save_file
 import mpips
 from mpips.optimizers import SGD, Adam
 from tests.mpi.mpips.support import WORLD, failure, need, run
+from tests.mpi.sizes import only_on
 
 ASYNCHRONOUS = [
     ("dist_async", {"servers": 1}),
@@ -76,6 +77,14 @@ def test_one_worker_equals_the_serial_run(kind, optimizer):
         assert (out == serial(optimizer, gradients_of(0, size), size)).all()
 
     run(kind, body, **options)
+
+
+@only_on(1)
+def test_a_local_store_refuses_arguments_that_ask_for_other_processes(monkeypatch):
+    monkeypatch.setenv("MPIPS_SERVERS", "1")  # of the job, beside whose store it stands
+    mpips.create("local").close()
+    with pytest.raises(mpips.OptionError, match="servers=1 in a store of kind local"):
+        mpips.create("local", servers=1)
 
 
 def test_an_asynchronous_store_needs_an_optimizer():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mpips.options import FIELDS, KINDS, OptionError, Options, kind_of, read, table
+from mpips.options import FIELDS, KINDS, OptionError, Options, check_alone, kind_of, read, table
 
 DOCS = Path(__file__).parents[3] / "docs" / "kvstore.md"
 
@@ -38,6 +38,13 @@ def test_an_option_travels_to_another_process():
 def test_what_makes_no_sense_is_told(values, words):
     with pytest.raises(OptionError, match=words):
         read(values, {})
+
+
+@pytest.mark.parametrize("name, value", [("servers", 1), ("workers", 2), ("clients", 2)])
+def test_one_process_alone_has_no_others(name, value):
+    with pytest.raises(OptionError, match=f"{name}={value} in a store of kind local, .* dist_sync"):
+        check_alone({name: value})
+    check_alone({"servers": None, "workers": 1, "clients": 1, "stall_seconds": 3})
 
 
 def test_a_bad_variable_is_named():
