@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -75,6 +76,8 @@ def read(path: str | Path) -> tuple[Host, ...]:
     """Hosts of the file `path`. Raises HostError where it cannot be read or understood."""
     try:
         text = Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise HostError(f"there is no host file {str(path)!r} here ({os.getcwd()})") from error
     except (OSError, UnicodeDecodeError) as error:
         raise HostError(f"cannot read the host file {path}: {error}") from error
     return parse(text, str(path))

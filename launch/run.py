@@ -15,7 +15,7 @@ from typing import NoReturn
 
 import click
 
-from launch import network, watched
+from launch import network, room, watched
 from launch.command import Job, Launcher, LauncherError, Machine, build, find, program, this_machine
 from launch.hosts import Placed, place, read
 from mpips.options import PREFIX, OptionError, Options
@@ -39,6 +39,7 @@ def start(ranks: int, script: Sequence[str], mpirun: str | None = None) -> NoRet
         environment["COLUMNS"] = str(os.get_terminal_size(sys.stdout.fileno()).columns)
     job = Job(ranks, program(script), environment)
     try:
+        room.check(job, room.here(), os.environ)
         argv = build(find(mpirun), job, machine)
     except LauncherError as error:
         raise click.ClickException(str(error)) from error
@@ -106,6 +107,8 @@ def command(
             hosts = placed(wanted, options, read(hostfile) if hostfile else (), launcher, machine, extra)
         job = _job(options, script, hosts, machine, interface, extra)
         argv = build(launcher, job, machine)
+        if not dry_run:
+            room.check(job, room.here(), os.environ)
         if interface and not dry_run:
             check_interface(interface, launcher, hosts, machine, extra)
     except (LauncherError, ValueError) as error:

@@ -175,6 +175,31 @@ def test_an_unknown_command() -> None:
     done = CliRunner().invoke(cli.main, ["fly"])
     assert done.exit_code == 2
     assert "fly" in done.output
+    assert "mean" not in done.output
+
+
+@pytest.mark.parametrize("word, meant", [("runn", "run"), ("doctr", "doctor")])
+def test_a_mistyped_command_is_told_which_one_is_near(word: str, meant: str) -> None:
+    done = CliRunner().invoke(cli.main, [word, "-w", "2"])
+    assert done.exit_code == 2
+    assert f"No such command {word!r}. Did you mean {meant!r}?" in done.output
+
+
+def test_more_ranks_than_the_machine_can_hold_are_refused_before_anything_starts(mpirun: str, tmp_path: Path) -> None:
+    script = tmp_path / "x.py"
+    script.touch()
+    done = call("-w", "1000000000", "--mpirun", mpirun, str(script))
+    assert done.exit_code != 0
+    assert "1000000000 ranks cannot start on this machine" in done.output
+    done = call("-w", "1000000000", "--mpirun", mpirun, "--dry-run", str(script))
+    assert done.exit_code == 0  # the command may be for another machine
+
+
+def test_a_host_file_that_is_not_there(mpirun: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = call("-w", "2", "--mpirun", mpirun, "--hostfile", "hosts.txt", "x.py")
+    assert done.exit_code != 0
+    assert f"there is no host file 'hosts.txt' here ({tmp_path})" in done.output
 
 
 def ranked(*words: str) -> subprocess.CompletedProcess[str]:

@@ -1,0 +1,81 @@
+"""How many ranks this machine can hold. Cores are no bound, as ranks may share them; processes and memory are."""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from launch.command import Job, LauncherError
+
+RANK_BYTES = 10 << 20  # no rank has less of its own once MPI is started: Open MPI's have 11 MiB, MPICH's 16
+ALLOCATIONS = ("SLURM_JOB_ID", "LSB_JOBID", "PBS_JOBID", "PE_HOSTFILE")
+HOST_WORDS = ("host", "hosts", "hostfile", "machinefile", "f", "rankfile", "configfile", "app")
+
+
+class Room(NamedTuple):
+    """The most ranks that fit, and what bounds them."""
+
+    ranks: int
+    why: str
+
+
+def here() -> Room:
+    """The room of this machine, from its kernel's own figures."""
+    return min([*_processes(), _memory()])
+
+
+def check(job: Job, room: Room, environment: Mapping[str, str]) -> None:
+    """LauncherError where more ranks than fit are to start on this machine; other hosts know their own."""
+    ranks = _ranks_here(job, environment)
+    if ranks > room.ranks:
+        raise LauncherError(f"{ranks} ranks cannot start on this machine: {room.why}; ask for at most {room.ranks}")
+
+
+def _ranks_here(job: Job, environment: Mapping[str, str]) -> int:
+    """The ranks of the job that are sure to start on this machine; mpirun itself may know of an allocation."""
+    if job.hosts:
+        return sum(block.ranks for block in job.hosts if block.host in ("localhost", socket.gethostname()))
+    if any(name in environment for name in ALLOCATIONS) or any(word.lstrip("-") in HOST_WORDS for word in job.extra):
+        return 0
+    return job.ranks
+
+
+def _processes() -> Iterator[Room]:
+    """A rank is a process, at least."""
+    pids = _number("/proc/sys/kernel/pid_max")
+    if pids is not None:
+        yield Room(pids, f"its kernel has room for {pids} processes (kernel.pid_max)")
+    mine = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+    if mine != resource.RLIM_INFINITY and os.geteuid():  # root has no such limit
+        yield Room(mine, f"you may have {mine} processes there (ulimit -u)")
+
+
+def _memory() -> Room:
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = _number("/sys/fs/cgroup/memory.max")
+    total = min(total, total if limit is None else limit) + _swap()
+    return Room(
+        total // RANK_BYTES,
+        f"each takes {RANK_BYTES >> 20} MiB of memory and more, and there are {total / 2**30:.1f} GiB",
+    )
+
+
+def _swap() -> int:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("SwapTotal:")), 0)
+
+
+def _number(path: str) -> int | None:
+    """The whole number in a file of the kernel; None where there is no such file, or no limit in it."""
+    try:
+        text = Path(path).read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None

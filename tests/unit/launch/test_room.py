@@ -1,0 +1,44 @@
+"""How many ranks a machine can hold: which ranks count, and what is said of those that do not fit."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from launch import room
+from launch.command import Job, LauncherError
+from launch.hosts import Placed
+from launch.room import Room
+
+SMALL = Room(8, "it is small")
+
+
+def test_ranks_may_outnumber_cores_but_not_what_fits() -> None:
+    room.check(Job(8, ()), SMALL, {})
+    with pytest.raises(LauncherError, match="9 ranks cannot start on this machine: it is small; ask for at most 8"):
+        room.check(Job(9, ()), SMALL, {})
+
+
+def test_only_ranks_of_this_machine_count() -> None:
+    room.check(Job(9, (), hosts=(Placed("far", 9),)), SMALL, {})
+    here = (Placed("far", 9), Placed("localhost", 5), Placed(socket.gethostname(), 4))
+    with pytest.raises(LauncherError, match="9 ranks cannot"):
+        room.check(Job(18, (), hosts=here), SMALL, {})
+
+
+@pytest.mark.parametrize("extra, variables", [
+    (("--hostfile", "f"), {}),
+    (("-hosts", "a,b"), {}),
+    ((), {"SLURM_JOB_ID": "1"}),
+])  # fmt: skip
+def test_where_mpirun_finds_hosts_by_itself_nothing_is_known(
+    extra: tuple[str, ...], variables: dict[str, str]
+) -> None:
+    room.check(Job(9, (), extra=extra), SMALL, variables)
+
+
+def test_this_machine_holds_some_and_not_any_number() -> None:
+    found = room.here()
+    assert 1 < found.ranks < 10**9
+    assert found.why
