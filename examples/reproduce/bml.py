@@ -21,7 +21,6 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from collectives.catalog import build
 from collectives.flows import play
 from collectives.predict import figure5 as simulated_figure5
 from collectives.simulate import Run, simulate
@@ -76,7 +75,7 @@ def bound(topology: str, nbytes: int, rate: float) -> float:
 def predict(topology: str, algorithm: str, nbytes: int, rate: float, alpha: float = 0.0, gamma: float = GAMMA) -> Run:
     """The simulator's answer; `rate` is the payload's. A network as small as the lab's is played message by message."""
     network = parse(topology, rate)
-    schedule = build("allreduce", algorithm, network.hosts)
+    schedule = native.schedule(algorithm, network.hosts)
     run = simulate(schedule, network, nbytes, alpha, gamma)
     return replace(run, seconds=play(schedule, network, nbytes, alpha, gamma)) if network.hosts <= 16 else run
 
@@ -107,7 +106,7 @@ def _own(name: str, variant: native.Variant) -> dict[str, Any]:
     """One MPI_Allreduce of 4 MiB on the star."""
     request = {"cases": [{"algorithm": NATIVE, "nbytes": 4 * MIB, "compute": 0.0}]}
     (found,) = lab.ask(name, 9, "examples.reproduce.allreduce_ranks", request, variant.variables)["cases"]
-    return {"name": variant.name, "like": variant.like(9)} | found
+    return {"name": variant.name, "like": variant.blocking} | found
 
 
 def _keys(topology: str, first: bool) -> list[tuple[str, str, int, int]]:
@@ -134,12 +133,12 @@ def exchanges(found: dict[str, Any], rate: float) -> list[dict[str, Any]]:
 
 
 def natives(found: dict[str, Any], rate: float) -> list[dict[str, Any]]:
-    """Rows of the MPI's own allreduce, 4 MiB on the star; predicted where its algorithm is known."""
+    """Rows of the MPI's own allreduce, 4 MiB on the star."""
     rows = []
     for one in found["native"]:
-        run = predict(STAR, one["like"], 4 * MIB, rate * lab.EFFICIENCY, found["alpha"]) if one["like"] else None
+        run = predict(STAR, one["like"], 4 * MIB, rate * lab.EFFICIENCY, found["alpha"])
         row = {"topology": STAR, "algorithm": f"{NATIVE}, {one['name']}", "nbytes": 4 * MIB}
-        row |= {"bound": bound(STAR, 4 * MIB, rate), "predicted": run.seconds if run else None}
+        row |= {"bound": bound(STAR, 4 * MIB, rate), "predicted": run.seconds}
         rows.append(row | {"measured": one["seconds"], "all": [one["seconds"]], "idle": one["idle"], "worst_nic": None})
     return rows
 
@@ -230,8 +229,8 @@ def show(report: dict[str, Any]) -> None:
         for title in titles:
             table.add_column(title, justify="left" if title in ("network", "algorithm") else "right")
         for r in [*report["exchanges"], *report["native"]]:
-            ratios = [f"{r['measured'] / r[k]:.3f}" if r[k] else "" for k in ("bound", "predicted")]
-            seconds = [f"{r[k]:.4f}" if r[k] else "" for k in ("bound", "predicted", "measured")]
+            ratios = [f"{r['measured'] / r[k]:.3f}" for k in ("bound", "predicted")]
+            seconds = [f"{r[k]:.4f}" for k in ("bound", "predicted", "measured")]
             nics = "" if r["worst_nic"] is None else f"{100 * r['worst_nic']:.2f} %"
             ends = (nics, f"{100 * r['idle']:.0f} %")
             table.add_row(r["topology"], r["algorithm"], f"{r['nbytes'] / MIB:.4g}", *seconds, *ratios, *ends)

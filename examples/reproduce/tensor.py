@@ -68,14 +68,12 @@ def _best(name: str, p: int, vectors: int) -> tuple[str, native.Variant]:
     return call, variant
 
 
-def model(algorithm: str, net: Network, nbytes: int, vectors: int, memory: Memory, best: Any) -> float | None:
-    """Predicted seconds; None where what the MPI does is not known."""
+def model(algorithm: str, net: Network, nbytes: int, vectors: int, memory: Memory, best: Any) -> float:
+    """Predicted seconds."""
     if algorithm in MODELS:
         return MODELS[algorithm](net, nbytes, vectors, memory)
     call, variant = best if algorithm == BEST else (REG, native.variants()[0])
-    like = variant.like(net.p, call == BLOCKING)
-    if like is None:
-        return None
+    like = variant.blocking if call == BLOCKING else variant.immediate
     return staged(net, nbytes, memory, like) if call == BLOCKING else piped(net, nbytes, memory, like)
 
 
@@ -90,7 +88,7 @@ def rows(found: dict[str, Any], p: int, rate: float, vectors: int) -> list[dict[
     for row in made:
         ours = next(r for r in made if r["nbytes"] == row["nbytes"] and r["algorithm"] == "multi_ring")
         row["times"] = row["measured"] / ours["measured"]
-        row["predicted_times"] = row["predicted"] and row["predicted"] / ours["predicted"]
+        row["predicted_times"] = row["predicted"] / ours["predicted"]
     order = {algorithm: place for place, algorithm in enumerate((*MODELS, REG, BEST))}
     return sorted(made, key=lambda row: (row["nbytes"], order[row["algorithm"]]))
 
@@ -107,24 +105,20 @@ def reasons(report: dict[str, Any]) -> list[str]:
     least, more = 2 * (p - 1) / p, 2 * (p * vectors - 1) / (p * vectors)
     return [
         f"reg against multi_ring, {p} hosts, {nbytes / MIB:g} MiB: measured {of[REG]['times']:.2f}, model "
-        f"{_figure(of[REG]['predicted_times'])}, paper {PAPER[REG]:g}. The MPI's choice of algorithm decides: "
+        f"{of[REG]['predicted_times']:.2f}, paper {PAPER[REG]:g}. The MPI's choice of algorithm decides: "
         f"a tree sends whole vectors, a ring 2(p-1)/p = {least:.2f} of one.",
         f"With the MPI's best algorithm ({report['best'][str(p)]}): measured {of[BEST]['times']:.2f}, model "
-        f"{_figure(of[BEST]['predicted_times'])}: it sends the same bytes. What multi_ring hides behind them, reducing "
+        f"{of[BEST]['predicted_times']:.2f}: it sends the same bytes. What multi_ring hides behind them, reducing "
         f"and spreading {vectors} vectors, takes {busy:.3f} s of {of['host_ring']['measured']:.2f} s "
         f"({100 * busy / of['host_ring']['measured']:.1f} %): slow links leave nothing to gain. On links of 100 Gbit/s "
         f"and this memory the model gives host_ring / multi_ring = {quick['host_ring']:.2f}.",
         f"vector_ring against multi_ring: measured {of['vector_ring']['times']:.2f}, model "
-        f"{_figure(of['vector_ring']['predicted_times'])}, paper {PAPER['vector_ring']:g}. A ring through every vector "
+        f"{of['vector_ring']['predicted_times']:.2f}, paper {PAPER['vector_ring']:g}. A ring through every vector "
         f"sends 2(pk-1)/(pk) = {more:.3f} vectors instead of {least:.3f}, in {vectors} times as many steps; its copies "
         "in each step hide behind nothing, but cost little beside such links. On links of "
         f"100 Gbit/s and this memory the model gives {quick['vector_ring']:.2f}; the paper's copies crossed NVLink and "
         "were made by one thread block.",
     ]
-
-
-def _figure(value: float | None) -> str:
-    return "unknown" if value is None else f"{value:.2f}"
 
 
 def show(report: dict[str, Any]) -> None:
@@ -140,17 +134,13 @@ def show(report: dict[str, Any]) -> None:
             table.add_section()
         last = (r["hosts"], r["nbytes"])
         name = f"{r['algorithm']}: {report['best'][str(r['hosts'])]}" if r["algorithm"] == BEST else r["algorithm"]
-        predicted = ("", "") if r["predicted"] is None else (f"{r['predicted']:.3f}", _over(r))
-        words = (f"{r['bound']:.3f}", predicted[0], f"{r['measured']:.3f}", predicted[1], f"{r['times']:.2f}")
+        seconds = [f"{r[key]:.3f}" for key in ("bound", "predicted", "measured")]
+        words = (*seconds, f"{r['measured'] / r['predicted']:.3f}", f"{r['times']:.2f}")
         table.add_row(str(r["hosts"]), f"{r['nbytes'] / MIB:g}", name, *words, f"{100 * r['idle']:.0f} %")
     console.print(table)
     console.print("bound: 2(p-1)/p bytes / rate.  idle: of the machine's cores; blocking MPI calls spin.")
     for line in report["reasons"]:
         console.print(f"- {line}")
-
-
-def _over(row: dict[str, Any]) -> str:
-    return f"{row['measured'] / row['predicted']:.3f}"
 
 
 @click.command(context_settings={"show_default": True})

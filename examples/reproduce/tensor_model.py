@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from collectives.catalog import build
 from collectives.flows import Traffic, play, run
 from collectives.tensor.regular import PART_BYTES
 from collectives.topology import star
+from examples.reproduce.native import schedule
 
 
 class Memory(NamedTuple):
@@ -55,7 +55,7 @@ def vector_ring(net: Network, nbytes: int, vectors: int, memory: Memory) -> floa
 
 
 def staged(net: Network, nbytes: int, memory: Memory, algorithm: str) -> float:
-    """reg with the MPI's blocking call: reduce, allreduce by `algorithm` of the catalogue, spread."""
+    """reg with the MPI's blocking call: reduce, allreduce by `algorithm`, spread."""
     return nbytes * (memory.gather + memory.spread) + _wire(net, algorithm, nbytes, memory.add)
 
 
@@ -78,13 +78,13 @@ MODELS: dict[str, Callable[[Network, int, int, Memory], float]] = {
 
 
 def _wire(net: Network, algorithm: str, nbytes: float, gamma: float) -> float:
-    return play(build("allreduce", algorithm, net.p), star(net.p, net.rate), nbytes, net.alpha, gamma)
+    return play(schedule(algorithm, net.p), star(net.p, net.rate), nbytes, net.alpha, gamma)
 
 
 def _parts(net: Network, algorithm: str, parts: int, nbytes: float, gamma: float) -> float:
-    traffic, schedule = Traffic(), build("allreduce", algorithm, net.p)
+    traffic, steps = Traffic(), schedule(algorithm, net.p)
     ends: list[list[list[int]]] = []
     for number in range(parts):
         after = ends[number - 2] if number >= 2 else None
-        ends.append(traffic.collective(schedule, nbytes, range(net.p), after, net.alpha, gamma))
+        ends.append(traffic.collective(steps, nbytes, range(net.p), after, net.alpha, gamma))
     return float(run(traffic.flows, star(net.p, net.rate)).max(initial=0.0))

@@ -43,8 +43,7 @@ def _scaling(axes: Any, rows: list[dict[str, Any]]) -> None:
         line = lines[name]
         hosts = [row["hosts"] for row in line]
         axes.plot(hosts, [row["hosts"] / row["measured"] for row in line], colour, marker="o", label=name)
-        if all(row["predicted"] for row in line):
-            axes.plot(hosts, [row["hosts"] / row["predicted"] for row in line], colour, linestyle="--")
+        axes.plot(hosts, [row["hosts"] / row["predicted"] for row in line], colour, linestyle="--")
     axes.set(xlabel="hosts", ylabel="tensors a second", title=f"Figure 15, {rows[0]['nbytes'] // MIB} MiB", ylim=0)
     axes.legend(fontsize=8)
 
@@ -53,8 +52,7 @@ def _times(axes: Any, rows: list[dict[str, Any]], number: int, nbytes: int) -> N
     for place, (name, line) in enumerate(_lines(rows).items()):
         hosts = [row["hosts"] for row in line]
         axes.plot(hosts, [row["measured"] for row in line], f"C{place}", marker="o", label=name)
-        if all(row["predicted"] for row in line):
-            axes.plot(hosts, [row["predicted"] for row in line], f"C{place}", linestyle="--")
+        axes.plot(hosts, [row["predicted"] for row in line], f"C{place}", linestyle="--")
     axes.set(xlabel="hosts", ylabel="seconds", title=f"Figure {number}, {nbytes // MIB} MiB", ylim=0)
     axes.legend(fontsize=8)
 
