@@ -4,6 +4,8 @@
 class CollectiveError(RuntimeError):
     """A collective cannot be done; the communicator stays usable."""
 
+    of_caller = True  # the sentence tells all: no line of ours is to be shown beside it
+
 
 class MismatchError(CollectiveError, ValueError):
     """Ranks called with arguments that do not fit together, or one rank's arguments are bad."""

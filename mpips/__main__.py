@@ -15,6 +15,6 @@ if __name__ == "__main__":
         if left.code:  # now, because an open store would wait at exit for ranks that wait for this one
             why = left.code if isinstance(left.code, str) else ""  # sys.exit("why") means: say why, exit with 1
             code = 1 if why else int(left.code)
-            end(f"exit {code}", why and f"{why}\n", code, same=why)
+            end(f"exit {code}", why and f"{why}\n", code, same=(code, why))
             raise SystemExit(code) from None
         raise

@@ -10,6 +10,7 @@ import msgspec
 
 from collectives.errors import CollectiveError, MismatchError, StallError
 from mpips.arguments import Name
+from mpips.errors import of_caller
 from mpips.layout import Layout
 from mpips.talk import Talk
 
@@ -80,14 +81,14 @@ class Assembly:
         first = everyone[0]
         for rank, other in enumerate(everyone):
             if other.items[0] != first.items[0]:
-                raise ValueError(_difference(what, first.items, rank, other.items, noun))
+                raise of_caller(ValueError(_difference(what, first.items, rank, other.items, noun)))
         for other in everyone:
             if other.refusal:
                 kind, _, sentence = other.refusal.partition(": ")
-                raise (TypeError if kind == "TypeError" else ValueError)(f"{what}: {sentence}")
+                raise of_caller((TypeError if kind == "TypeError" else ValueError)(f"{what}: {sentence}"))
         for rank, other in enumerate(everyone):
             if other.items != first.items:
-                raise ValueError(_difference(what, first.items, rank, other.items, noun))
+                raise of_caller(ValueError(_difference(what, first.items, rank, other.items, noun)))
         return [other.data for other in everyone]
 
 

@@ -1,9 +1,10 @@
 """How an error ends a job: it is said once for all ranks that share it, and then all are ended.
 
 A rank with an uncaught error that is not rank 0 waits a moment whether another says the same: the same type and
-sentence (but for the rank in front of it), from the same place of the user's program. If so it keeps silent; if another
-error is said, or none, it says its own, tells the others so, and ends the job. So an error that one rank alone has is
-always said.
+sentence (but for the rank in front of it), from the same place of the user's program; or, where the sentence is ours,
+the same sentence. If so it keeps silent; if another error is said, or none, it says its own, tells the others so, and
+ends the job. So an error that one rank alone has is always said. Who only heard that another rank has made a mistake
+waits longer: the lines to be seen are that rank's.
 """
 
 from __future__ import annotations
@@ -65,9 +66,10 @@ def _alone() -> bool:
     return bool(module.COMM_WORLD.size == 1)
 
 
-def end(what: str, text: str = "", code: int = 1, same: Hashable = None) -> None:
-    """Say `text` and `what` it was, unless a rank with an equal `what` and `same` does; end the job with `code`.
+def end(what: str, text: str = "", code: int = 1, same: Hashable = None, told: bool = False) -> None:
+    """Say `text` and `what` it was, unless a rank with an equal `same` does; end the job with `code`.
 
+    `told`: another rank has more to show of it, and is given the time. The default of `same` is `what`.
     Comes back only in a world of size 1, which ends as any Python program does, and only in its main thread.
     """
     from mpi4py import MPI
@@ -77,9 +79,9 @@ def end(what: str, text: str = "", code: int = 1, same: Hashable = None) -> None
     if world.size == 1 and threading.current_thread() is threading.main_thread():
         os.write(2, text.encode(errors="backslashreplace"))
         return
-    mark = hashlib.blake2b(repr((what, same)).encode(), digest_size=DIGEST_BYTES).digest()
+    mark = hashlib.blake2b(repr(same or what).encode(), digest_size=DIGEST_BYTES).digest()
     shared = threading.current_thread() is threading.main_thread() or MPI.Query_thread() == MPI.THREAD_MULTIPLE
-    sayer = _sayer(world, mark) if shared else None
+    sayer = _sayer(world, mark, told) if shared else None
     if sayer is None:
         os.write(2, text.encode(errors="backslashreplace"))
         others = _tell(world, mark) if shared else 0
@@ -99,13 +101,30 @@ def _raised(kind: type[BaseException], error: BaseException | None, trace: Trace
         end("interrupted", code=INTERRUPTED)
         return
     text = "".join(traceback.format_exception(kind, error, trace))
+    end(kind.__name__, text, same=_identity(error, trace), told=_is_told(error))
+
+
+def _identity(error: BaseException | None, trace: TracebackType | None) -> Hashable:
+    """What errors have in common that are said once. On the rank with the mistake our sentence may be a ValueError, and
+    on those that wait for it, at other lines, a CollectiveError."""
+    sentence = _nameless(str(error))
+    if getattr(error, "of_caller", False):
+        return sentence
     frames = [] if trace is None else list(traceback.walk_tb(trace))
-    end(kind.__name__, text, same=(_nameless(str(error)), *_lines(frames)))
+    return (type(error).__name__, sentence, *_lines(frames))
 
 
 def _nameless(sentence: str) -> str:
     """A sentence without the rank in front: what others say in the same words, of whichever rank, is the same."""
     return re.sub(r"^rank \d+: ", "", sentence)
+
+
+def _is_told(error: BaseException | None) -> bool:
+    """Whether the sentence is ours and about the mistake of another rank."""
+    from mpi4py import MPI
+
+    named = re.match(r"(?:\w+: )?rank (\d+): ", str(error)) if getattr(error, "of_caller", False) else None
+    return named is not None and int(named[1]) != MPI.COMM_WORLD.rank
 
 
 def _say_once(error: BaseException | None) -> None:
@@ -125,9 +144,13 @@ def _without_runner(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _users(error: BaseException, trace: TracebackType | None) -> TracebackType | None:
-    """The part of a traceback down to the user's last line, of an error that says that the caller is wrong."""
+    """The part of a traceback down to the user's last line, of an error that says that the caller is wrong. What was
+    caught on the way to it, by us, is left out, too."""
     if not getattr(error, "of_caller", False):
         return trace
+    before = error.__cause__ or error.__context__
+    if before is not None and before.__traceback__ is not None and _is_ours(before.__traceback__.tb_frame):
+        error.__cause__, error.__suppress_context__ = None, True
     last, inner = None, trace
     while inner is not None:
         last, inner = (last if _is_ours(inner.tb_frame) else inner), inner.tb_next
@@ -147,16 +170,17 @@ def _lines(frames: list[tuple[FrameType, int]]) -> Iterator[tuple[str, int]]:
             yield frame.f_code.co_filename, line
 
 
-def _sayer(world: MPI.Comm, mark: bytes) -> int | None:
+def _sayer(world: MPI.Comm, mark: bytes, told: bool) -> int | None:
     """The rank that says this error already; None where this one is to say it, after a while or because another error
-    is being said. Rank 0 does not wait."""
+    is being said. Rank 0 does not wait, unless it was told of another rank's mistake."""
     found: list[tuple[int, bytes]] = []
 
     def heard() -> bool:
         found.extend(_receive(world, SAID))
         return bool(found)
 
-    _wait(PATIENCE + STAGGER * min(world.rank, PATIENCE / STAGGER) if world.rank else 0.0, heard)
+    turn = PATIENCE + STAGGER * min(world.rank, PATIENCE / STAGGER) if world.rank else 0.0
+    _wait(turn + 2 * PATIENCE * told, heard)
     return next((rank for rank, said in found if said == mark), None)
 
 

@@ -12,6 +12,7 @@ from mpips import calls
 from mpips.arguments import Name
 from mpips.calls import Call
 from mpips.engine import Engine, Handle
+from mpips.errors import of_caller
 from mpips.keys import Key
 from mpips.layout import Layout
 from mpips.members import Nameless
@@ -120,14 +121,14 @@ class Operations:
             self.talk.refused(sentence)
         elif not pushes or self._layout.asynchronous:
             self.talk.warn(sentence)
-        raise type(error)(sentence)
+        raise of_caller(type(error)(sentence))
 
     # ---- inside
 
     def _settle(self) -> None:
         """Learn what others wait for since a bad call of this worker, before the next one."""
         if self.closed:
-            raise RuntimeError(CLOSED)
+            raise of_caller(RuntimeError(CLOSED))
         if self.talk.debt is not None:
             with self._engine.paused():
                 self.talk.settle()

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
+from mpips.errors import of_caller
+
 PREFIX = "MPIPS_"
 
 # Kinds in the words of MXNet and, after the colon, the names that the paper (section 4.2.1) gives them.
@@ -22,7 +24,7 @@ ALIASES = {"synchronous-mpi": "mpi_sync", "asynchronous-mpi": "mpi_async"}
 class OptionError(ValueError):
     """An option that makes no sense, or options that contradict each other or the size of the job."""
 
-    of_caller = True  # an uncaught one is shown with the user's lines alone
+    of_caller = True  # see `mpips.errors`
 
 
 class Field(NamedTuple):
@@ -182,7 +184,8 @@ def check_alone(arguments: Mapping[str, Any]) -> None:
 def kind_of(name: object) -> str:
     """The store kind that `name` means, in any case; TypeError unless str, OptionError listing the known kinds."""
     if not isinstance(name, str):
-        raise TypeError(f"the kind of a store is a string, one of {', '.join(KINDS)}; got {type(name).__name__}")
+        known = ", ".join(KINDS)
+        raise of_caller(TypeError(f"the kind of a store is a string, one of {known}; got {type(name).__name__}"))
     word = name.strip().lower()
     word = ALIASES.get(word, word)
     if word not in KINDS:

@@ -14,6 +14,7 @@ from collectives import arena
 from collectives.arena import Region
 from mpips import messages, short
 from mpips.compression import Compressor
+from mpips.errors import of_caller
 from mpips.keys import Key, Part, Piece
 from mpips.layout import Layout
 from mpips.lines import Line
@@ -97,7 +98,7 @@ class Placing(Members):
         told = self._exchange(msgspec.msgpack.encode((failure, done)), what)[0]
         failure, done = msgspec.msgpack.decode(told, type=tuple[str, bytes])
         if failure:
-            raise ValueError(failure)
+            raise of_caller(ValueError(failure))
         return done
 
     def _exchange(self, payload: bytes, what: str) -> list[bytes]:

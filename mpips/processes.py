@@ -10,6 +10,7 @@ from mpips import layout as layouts
 from mpips import meet, world
 from mpips import options as option_table
 from mpips.connect import connect
+from mpips.errors import of_caller
 from mpips.layout import Layout
 from mpips.options import OptionError, Options
 from mpips.pure import Pure
@@ -48,9 +49,10 @@ def create(kind: str, comm: MPI.Comm | None = None, **options: Any) -> KVStore:
     if comm is None:
         comm = MPI.COMM_WORLD
         if cause := world.lost(os.environ, MPI.Get_library_version(), comm.Get_size()):
-            raise RuntimeError(cause)
+            raise of_caller(RuntimeError(cause))
     if any(other.num_servers for other in _open):
-        raise RuntimeError("this process has a store with servers open; close() it before the next create")
+        still = "this process has a store with servers open; close() it before the next create"
+        raise of_caller(RuntimeError(still))
     layout = layouts.create(comm, word, chosen, refusal)
     if not layout.num_servers:
         return KVStore(layout, Pure(layout))

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from mpips import arguments
 from mpips.arguments import Name
+from mpips.errors import of_caller
 from mpips.keys import Key
 from mpips.pure import Pure
 from mpips.session import Task
@@ -68,11 +69,12 @@ def _none_ahead(kv: KVStore, keys: list[Key], rounds: list[list[int]]) -> None:
     staleness = kv.layout.options.staleness
     for key, counts in zip(keys, zip(*rounds)):
         if kv.layout.asynchronous and 0 <= staleness < max(counts) - min(counts):
-            raise ValueError(
+            sentence = (
                 f"recut: key {key.name!r} was pushed {max(counts)} times by rank {counts.index(max(counts))} and "
                 f"{min(counts)} times by rank {counts.index(min(counts))}, which staleness={staleness} holds back; "
                 "let all push it as often first"
             )
+            raise of_caller(ValueError(sentence))
 
 
 def _values(kv: KVStore, keys: list[Key]) -> Array:

@@ -15,6 +15,7 @@ from mpips import arguments, compression, optimizers, recut, states
 from mpips.arguments import Name
 from mpips.assembly import Assembly
 from mpips.engine import Engine, Handle
+from mpips.errors import of_caller
 from mpips.keys import Key
 from mpips.layout import Layout
 from mpips.operations import CLOSED, Operations
@@ -79,7 +80,7 @@ class KVStore:
     def is_capable(capability: str) -> bool:
         """Whether the store can do it; the one capability that is asked for is "optimizer"."""
         if capability.lower() != "optimizer":
-            raise ValueError(f"unknown capability {capability!r}; known: optimizer")
+            raise of_caller(ValueError(f"unknown capability {capability!r}; known: optimizer"))
         return True
 
     # ---- calls that all workers make together
@@ -287,7 +288,7 @@ class KVStore:
     def _settle(self) -> None:
         """Finish what is under way, so that a setting counts from the next push on."""
         if self._closed:
-            raise RuntimeError(CLOSED)
+            raise of_caller(RuntimeError(CLOSED))
         self._engine.finish()
         self._run([], self._backend.settle(list(self._keys.values())), 0, "settle")
 
@@ -300,7 +301,7 @@ class KVStore:
     ) -> list[bytes]:
         """All workers ask for the same, and learn everybody's data, or all raise the same sentence."""
         if self._closed:
-            raise RuntimeError(CLOSED)
+            raise of_caller(RuntimeError(CLOSED))
         if self._alone:
             self._engine.finish()  # the communication thread may not use MPI beside this one
         return self._assembly.agree(what, items, refusal, noun, data)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -17,23 +18,30 @@ from tests.mpi.sizes import JOB_LIMIT
 pytestmark = pytest.mark.skipif(MPI.COMM_WORLD.size != 1, reason="starts jobs of its own; once is enough")
 
 PATIENT = "import mpips\nfrom mpips import lastwords\nlastwords.PATIENCE = 20\n"  # cores may be busy
+STORE = "import numpy as np\nkv = mpips.create('dist_sync')\nw = np.ones(3, np.float32)\nkv.init('w', w)\n"
 ROOT = Path(__file__).parents[3]
 
 
-def start(tmp_path: Path, script: str, *words: str) -> subprocess.Popen[str]:
-    """`mpips run WORDS` of a script, outside the job that this test runs in and the folder of the project."""
+def start(tmp_path: Path, script: str, *words: str, bare: bool = False) -> subprocess.Popen[str]:
+    """`mpips run WORDS` of a script, outside the job that this test runs in and the folder of the project.
+
+    `bare`: the command that it would run, without the runner of the script.
+    """
     file = tmp_path / "script.py"
     file.write_text(script)
     clean = {k: v for k, v in os.environ.items() if not re.match(r"OMPI_|PMIX_|PRTE_|PMI_|HYDRA_|MPI_|MPIPS_", k)}
     clean["PYTHONPATH"] = str(ROOT)
     command = [sys.executable, "-m", "launch.run", *words, str(file)]
+    if bare:
+        shown = subprocess.run([*command[:-1], "--dry-run", command[-1]], capture_output=True, text=True, env=clean)
+        command = shlex.split(shown.stdout.replace(" -m mpips ", " "))
     pipe = subprocess.PIPE
     return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=clean, cwd=tmp_path)
 
 
-def run(tmp_path: Path, script: str, *words: str) -> subprocess.CompletedProcess[str]:
+def run(tmp_path: Path, script: str, *words: str, bare: bool = False) -> subprocess.CompletedProcess[str]:
     """The same, to its end."""
-    process = start(tmp_path, script, *words)
+    process = start(tmp_path, script, *words, bare=bare)
     try:
         out, said = process.communicate(timeout=JOB_LIMIT)
     finally:
@@ -97,6 +105,37 @@ def test_a_sentence_that_differs_by_the_name_of_the_rank_alone_is_said_once(tmp_
     assert done.returncode == 1, done.stderr
     assert done.stderr.count("rank 0: pull: ") == done.stderr.count(": pull: ") == 1, done.stderr
     assert "on all 3 ranks" in done.stderr
+
+
+MISTAKES = [
+    ("mpips.create(None)", "TypeError: the kind of a store is a string"),
+    ("kv.init('v', 3)", "TypeError: init: rank 0: "),
+    ("kv.push('w', w[:2])", "ValueError: rank 0: push: "),
+    ("kv.close(), kv.pull('w', w)", "RuntimeError: the store is closed"),
+]
+
+
+@pytest.mark.parametrize("call, said, bare", [(*MISTAKES[0], True), *((*mistake, False) for mistake in MISTAKES)])
+def test_a_mistake_is_shown_with_the_lines_of_the_user_alone(tmp_path: Path, call: str, said: str, bare: bool) -> None:
+    script = PATIENT + STORE + f"def main():\n    {call}\nmain()\n"
+    done = run(tmp_path, script, "--workers", "2", bare=bare)
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.count(said) == done.stderr.count("Traceback") == 1, done.stderr
+    assert re.findall(r'  File ".*script.py", line (\d+)', done.stderr) == ["10", "9"], done.stderr
+    assert done.stderr.count('  File "') == 2, done.stderr
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_the_mistake_of_one_rank_that_others_hear_of_is_said_once_with_its_lines(tmp_path: Path, bad: int) -> None:
+    script = PATIENT.replace("20", "3") + STORE + (  # the server has no error to say, and is waited for
+        f"if kv.rank == {bad}:\n    kv.push('w', np.ones(4, np.float32))\nelse:\n    kv.pushpull('w', w)\n"
+    )
+    done = run(tmp_path, script, "--servers", "1", "--workers", "3")
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.count(f"ValueError: rank {bad}: push: ") == done.stderr.count(": push: ") == 1, done.stderr
+    assert done.stderr.count("Traceback") == 1, done.stderr
+    assert re.findall(r'script.py", line (\d+)', done.stderr) == ["9"], done.stderr
+    assert f"ValueError on rank {bad} of 4 and 2 others: the job ends" in done.stderr
 
 
 @pytest.mark.parametrize("words, said", [
