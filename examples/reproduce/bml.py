@@ -18,8 +18,6 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import click
-from rich.console import Console
-from rich.table import Table
 
 from collectives.flows import play
 from collectives.predict import figure5 as simulated_figure5
@@ -58,6 +56,10 @@ class Model(NamedTuple):
         """Seconds per sample, in units of the parameter server's exchange, such that exchanging in half the time
         shortens the job with the largest batch by the paper's least gain: gain = (1/2) / (1 + batch x this)."""
         return (0.5 / self.least - 1) / self.batches[-1]
+
+    def gain(self, batch: int) -> float | None:
+        """The paper's gain: its most with the smallest batch, its least with the largest; others it only draws."""
+        return {self.batches[0]: self.most, self.batches[-1]: self.least}.get(batch)
 
 
 MODELS = (
@@ -128,7 +130,7 @@ def exchanges(found: dict[str, Any], rate: float) -> list[dict[str, Any]]:
         row = {"topology": topology, "algorithm": algorithm, "nbytes": nbytes, "bound": bound(topology, nbytes, rate)}
         row |= {"predicted": run.seconds, "measured": median(a["seconds"] for a in answers)}
         row |= {"all": [a["seconds"] for a in answers], "idle": median(a["idle"] for a in answers)}
-        rows.append(row | {"worst_nic": _worst_nic(topology, run, answers[-1]["nics"])})
+        rows.append(row | {"nics": nics(topology, run, answers[-1]["nics"])})
     return rows
 
 
@@ -139,7 +141,7 @@ def natives(found: dict[str, Any], rate: float) -> list[dict[str, Any]]:
         run = predict(STAR, one["like"], 4 * MIB, rate * lab.EFFICIENCY, found["alpha"])
         row = {"topology": STAR, "algorithm": f"{NATIVE}, {one['name']}", "nbytes": 4 * MIB}
         row |= {"bound": bound(STAR, 4 * MIB, rate), "predicted": run.seconds}
-        rows.append(row | {"measured": one["seconds"], "all": [one["seconds"]], "idle": one["idle"], "worst_nic": None})
+        rows.append(row | {"measured": one["seconds"], "all": [one["seconds"]], "idle": one["idle"], "nics": []})
     return rows
 
 
@@ -148,15 +150,21 @@ def _order(item: Any) -> tuple[int, str, str, int]:
     return (0 if (topology, algorithm) in (SERVER, BML) else 1, topology, algorithm, nbytes)
 
 
-def _worst_nic(topology: str, run: Run, nics: list[dict[str, list[int]]]) -> float:
-    """The largest difference between payload counted at a NIC and the schedule's bytes over that link, as a share."""
-    worst = 0.0
+def nics(topology: str, run: Run, counted: list[dict[str, list[int]]]) -> list[dict[str, Any]]:
+    """Payload bytes through every NIC, out of the host and into it: (counted, what the schedule sends over that link).
+
+    ``difference`` is the larger of the two, as a share of the theory, or of an average link's where a NIC has less."""
+    theory: dict[tuple[str, str], list[float]] = {}
     for link, expected in zip(parse(topology).links, run.link_bytes):
         out = link.source.startswith("h")
-        host = int((link.source if out else link.target)[1:])
-        counted = nics[host][f"d{link.level}"][0 if out else 1]
-        worst = max(worst, abs(counted - expected) / max(expected, run.link_bytes.mean()))
-    return worst
+        host = link.source if out else link.target
+        theory.setdefault((host, f"d{link.level}"), [0.0, 0.0])[0 if out else 1] = float(expected)
+    rows = []
+    for (host, nic), expected in sorted(theory.items()):
+        pairs = list(zip(counted[int(host[1:])][nic], expected))
+        off = max(abs(have - want) / max(want, run.link_bytes.mean()) for have, want in pairs)
+        rows.append({"host": host, "nic": nic, "out": pairs[0], "in": pairs[1], "difference": off})
+    return rows
 
 
 def jobs(found: dict[str, Any], rate: float) -> list[dict[str, Any]]:
@@ -168,6 +176,7 @@ def jobs(found: dict[str, Any], rate: float) -> list[dict[str, Any]]:
         for batch in model.batches:
             compute = batch * model.compute_over_exchange() * bound(STAR, model.nbytes, FORTY_GIGABIT)
             row = {"model": model.name, "batch": batch, "where": "simulated, 40 Gbit/s", "measured": None}
+            row["paper_gain"] = model.gain(batch)
             rows.append(row | _gain({"predicted": [1000 * (compute + exchange[key]) for key in (SERVER, BML)]}))
     for batch in MODELS[0].batches if found else ():
         compute = batch * found["per_sample"]
@@ -176,7 +185,8 @@ def jobs(found: dict[str, Any], rate: float) -> list[dict[str, Any]]:
             run = predict(*key, LENET, rate * lab.EFFICIENCY, found["alpha"])
             times["predicted"].append(1000 * (compute + run.seconds))
             times["measured"].append(1000 * found["answers"][(*key, LENET, batch)][0]["seconds"])
-        rows.append({"model": "LeNet-5", "batch": batch, "where": f"lab, {8e-6 * rate:g} Mbit/s"} | _gain(times))
+        row = {"model": "LeNet-5", "batch": batch, "where": f"lab, {8e-6 * rate:g} Mbit/s"}
+        rows.append(row | {"paper_gain": MODELS[0].gain(batch)} | _gain(times))
     return rows
 
 
@@ -199,83 +209,20 @@ def models() -> list[dict[str, Any]]:
 
 def figure5() -> list[dict[str, Any]]:
     """GST of both algorithms on both networks with 16 and with 1,024 servers, in units of T_F, the time of the full
-    gradient over one link."""
+    gradient over one link, beside what the paper's sections 3.2 and 3.3 say."""
     rows = []
     for run, _ in simulated_figure5(LENET, FORTY_GIGABIT):
         algorithm = "PS" if run.algorithm == "direct" else "BML"
         network = "BCube" if run.topology.startswith("bcube") else "Fat-Tree"
         gst = run.seconds * FORTY_GIGABIT / LENET
-        rows.append({"servers": run.ranks, "case": f"{algorithm} on {network}", "network": run.topology, "gst": gst})
+        row = {"servers": run.ranks, "case": f"{algorithm} on {network}", "network": run.topology, "gst": gst}
+        rows.append(row | {"paper": paper_gst(run.ranks, algorithm, network)})
     return rows
 
 
-def show(report: dict[str, Any]) -> None:
-    """The tables."""
-    console = Console(width=140)
-    if report["exchanges"]:
-        table = Table(title=f"Gradient synchronisation, 9 hosts, links of {8e-6 * report['rate']:g} Mbit/s (seconds)")
-        titles = (
-            "network",
-            "algorithm",
-            "MiB",
-            "paper",
-            "predicted",
-            "measured",
-            "/ paper",
-            "/ predicted",
-            "NICs",
-            "idle",
-        )
-        for title in titles:
-            table.add_column(title, justify="left" if title in ("network", "algorithm") else "right")
-        for r in [*report["exchanges"], *report["native"]]:
-            ratios = [f"{r['measured'] / r[k]:.3f}" for k in ("bound", "predicted")]
-            seconds = [f"{r[k]:.4f}" for k in ("bound", "predicted", "measured")]
-            nics = "" if r["worst_nic"] is None else f"{100 * r['worst_nic']:.2f} %"
-            ends = (nics, f"{100 * r['idle']:.0f} %")
-            table.add_row(r["topology"], r["algorithm"], f"{r['nbytes'] / MIB:.4g}", *seconds, *ratios, *ends)
-        console.print(table)
-        console.print("paper: 2(N-1)/(kN) bytes / rate.  NICs: worst difference of a NIC's payload bytes from theory.  "
-                      "idle: of the machine's cores.")  # fmt: skip
-        console.print("MPI_Allreduce blocks: nine ranks that spin leave no core idle.")
-        for r in report["ratios"]:
-            console.print(f"BML / parameter server at {r['nbytes'] / MIB:.4g} MiB: measured {r['measured']:.3f}, "
-                          f"predicted {r['predicted']:.3f}, paper 0.500")  # fmt: skip
-    table = Table(title="Gradient synchronisation, 9 servers, links of 40 Gbit/s, simulated (milliseconds)")
-    for title in ("model", "MiB", "PS paper", "PS predicted", "BML paper", "BML predicted", "BML / PS"):
-        table.add_column(title, justify="left" if title == "model" else "right")
-    for r in report["models"]:
-        pairs = [f"{1e3 * v:.2f}" for both in zip(r["paper"], r["predicted"]) for v in both]
-        ratio = f"{r['predicted'][1] / r['predicted'][0]:.3f}"
-        table.add_row(r["model"], f"{r['nbytes'] / MIB:.4g}", *pairs, ratio)
-    console.print(table)
-    table = Table(title="Job completion time, 1,000 iterations, compute emulated by sleeping (seconds)")
-    for title in (
-        "model",
-        "where",
-        "batch",
-        "PS predicted",
-        "BML predicted",
-        "gain",
-        "PS measured",
-        "BML measured",
-        "gain",
-    ):
-        table.add_column(title, justify="left" if title in ("model", "where") else "right")
-    for r in report["jobs"]:
-        words = [f"{v:,.1f}" for v in r["predicted"]] + [f"{100 * r['predicted_gain']:.1f} %"]
-        if r["measured"]:
-            words += [f"{v:,.1f}" for v in r["measured"]] + [f"{100 * r['measured_gain']:.1f} %"]
-        table.add_row(r["model"], r["where"], str(r["batch"]), *words)
-    console.print(table)
-    console.print("paper: 18.7 to 56.4 % (LeNet-5, figure 6), 29.2 to 52.1 % (VGG-19, figure 7); its upper ends hold "
-                  "the imbalance of TensorFlow's servers. Compute per sample fits the paper's lower ends.")  # fmt: skip
-    table = Table(title="Figure 5: GST in units of T_F, simulated")
-    for title in ("servers", "case", "network", "GST / T_F"):
-        table.add_column(title)
-    for r in report["figure5"]:
-        table.add_row(str(r["servers"]), r["case"], r["network"], f"{r['gst']:.3f}")
-    console.print(table)
+def paper_gst(servers: int, algorithm: str, network: str) -> float:
+    """In units of T_F: 2(N-1)/N, and 1/k of it, k = 2, for BML on BCube; the server there takes "double" of that."""
+    return 2 * (servers - 1) / servers / (2 if (algorithm, network) == ("BML", "BCube") else 1)
 
 
 @click.command(context_settings={"show_default": True})
@@ -305,6 +252,8 @@ def command(rate: str, rounds: int, simulate_only: bool, out: Path) -> None:
     report |= {"exchanges": rows, "ratios": ratios, "jobs": jobs(found, speed)}
     report["native"] = natives(found, speed) if found else []
     report["models"], report["figure5"] = models(), figure5()
+    from examples.reproduce.bml_tables import show
+
     show(report)
     out.mkdir(parents=True, exist_ok=True)
     (out / "reproduce-bml.json").write_text(json.dumps(report, indent=1))

@@ -60,7 +60,9 @@ def _figure5(axes: Any, rows: list[dict[str, Any]]) -> None:
     cases = list(dict.fromkeys(row["case"] for row in rows))
     for number, case in enumerate(cases):
         values = [row for row in rows if row["case"] == case]
-        axes.bar([p + 0.2 * number for p in range(len(values))], [row["gst"] for row in values], 0.2, label=case)
+        places = [p + 0.2 * number for p in range(len(values))]
+        axes.bar(places, [row["gst"] for row in values], 0.2, label=case)
+        axes.plot(places, [row["paper"] for row in values], "k_", markersize=14, label="paper" if not number else None)
     axes.set_xticks([0.3, 1.3], sorted({str(row["servers"]) for row in rows}, key=int))
     axes.set(xlabel="servers", ylabel="GST / T_F", ylim=(0, 2.8), title="Figure 5, simulated")
     axes.legend(fontsize=8)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from examples.reproduce import bml
+from examples.reproduce.bml_tables import show
 
 RATE = 12.5e6
 
@@ -38,10 +41,55 @@ def test_jobs_gain_what_the_paper_says_and_more_with_smaller_batches() -> None:
         assert max(gains) < model.most
 
 
-def test_counted_bytes_are_held_against_the_schedule() -> None:
+def test_counted_bytes_are_held_against_the_schedule_nic_by_nic() -> None:
     run = bml.predict(bml.STAR, "ring", bml.MIB, RATE)
     expected = 16 / 9 * bml.MIB
-    exact = [{"d0": [round(expected), round(expected)]} for _ in range(9)]
-    assert bml._worst_nic(bml.STAR, run, exact) < 1e-4
-    exact[4]["d0"][1] = round(1.05 * expected)
-    assert bml._worst_nic(bml.STAR, run, exact) == pytest.approx(0.05, abs=1e-3)
+    counted = [{"d0": [round(expected), round(expected)]} for _ in range(9)]
+    rows = bml.nics(bml.STAR, run, counted)
+    assert [(row["host"], row["nic"]) for row in rows] == [(f"h{host}", "d0") for host in range(9)]
+    assert all(theory == pytest.approx(expected, rel=1e-4) for row in rows for _, theory in (row["out"], row["in"]))
+    assert max(row["difference"] for row in rows) < 1e-4
+    counted[4]["d0"][1] = round(1.05 * expected)
+    off = [row["difference"] for row in bml.nics(bml.STAR, run, counted)]
+    assert off[4] == pytest.approx(0.05, abs=1e-3)
+    assert max(off[:4] + off[5:]) < 1e-4
+
+
+def test_figure_5_has_the_papers_value_and_where_it_is_rough() -> None:
+    for row in bml.figure5():
+        if row["case"] == "PS on BCube":  # the paper doubles BML's; pairs under one switch of n servers need one hop
+            n = {16: 4, 1024: 32}[row["servers"]]
+            assert row["paper"] == pytest.approx(2 * (1 - 1 / row["servers"]))
+            assert row["gst"] == pytest.approx(2 * (n - 1) / n, rel=1e-3)
+        else:
+            assert row["gst"] == pytest.approx(row["paper"], rel=1e-3)
+
+
+def test_the_papers_end_points_stand_beside_the_gains() -> None:
+    rows = [row for row in bml.jobs({}, RATE) if row["model"] == "VGG-19"]
+    assert [row["paper_gain"] for row in rows] == [0.521, None, None, 0.292]
+
+
+def test_the_tables_of_a_simulation_have_the_papers_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    empty: dict[str, list[Any]] = {"exchanges": [], "ratios": [], "native": []}
+    show({**empty, "models": bml.models(), "jobs": bml.jobs({}, RATE), "figure5": bml.figure5()})
+    said = capsys.readouterr().out
+    for words in ("paper: gain", "56.4 %", "drawn", "GST in units of T_F", "1.938"):
+        assert words in said
+
+
+def test_the_tables_of_a_measurement_have_every_nic(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = []
+    for topology, algorithm in (bml.SERVER, bml.BML):
+        run = bml.predict(topology, algorithm, 4 * bml.MIB, RATE)
+        row = {"topology": topology, "algorithm": algorithm, "nbytes": 4 * bml.MIB, "bound": 1.0, "predicted": 1.0}
+        levels = 1 + (topology == bml.BCUBE)
+        counted = [{f"d{level}": [7_400_000 // levels] * 2 for level in range(levels)} for _ in range(9)]
+        rows.append(row | {"measured": 1.0, "idle": 0.5, "nics": bml.nics(topology, run, counted)})
+    report = {"rate": RATE, "exchanges": rows, "ratios": [], "native": [], "models": [], "jobs": [], "figure5": []}
+    show(report)
+    said = capsys.readouterr().out
+    assert said.count("7,400,000") == 2 * 9  # out and in, and beside each what the theory has
+    assert said.count("3,700,000") == 2 * 18
+    assert said.count("7,456,5") == 2 * 9
+    assert said.count("3,728,2") == 2 * 18
