@@ -132,17 +132,22 @@ class Session(Pulls):
                 part.filled[0] += 1
 
     def set(self, pairs: Iterable[tuple[Key, Array]]) -> Task:
-        """Give keys their first values; for one worker, before anybody uses them. Parts for other nodes go side by
-        side, so many as servers keep for a worker."""
-        waiting = deque((key, part, flat[part.start : part.stop]) for key, flat in pairs for part in key.parts)
+        """Give keys their first values; for one worker, before anybody uses them."""
+        parts = ((key, part, flat[part.start : part.stop]) for key, flat in pairs for part in key.parts)
+        return self.in_window((self._set_part(*part), part[2].nbytes) for part in parts)
+
+    def in_window(self, tasks: Iterable[tuple[Task, int]]) -> Task:
+        """Run tasks side by side, so many of them as servers keep the bytes of, given with each, for a worker."""
+        waiting = iter(tasks)
         room = self._layout.options.chunks_in_flight * self._layout.options.chunk_bytes
         running: deque[tuple[Task, int]] = deque()
+        following = next(waiting, None)
         try:
-            while waiting or running:
-                while waiting and (not running or waiting[0][2].nbytes + FRAME_COST <= room):
-                    key, part, values = waiting.popleft()
-                    running.append((self._set_part(key, part, values), values.nbytes + FRAME_COST))
+            while following is not None or running:
+                while following is not None and (not running or following[1] + FRAME_COST <= room):
+                    running.append((following[0], following[1] + FRAME_COST))
                     room -= running[-1][1]
+                    following = next(waiting, None)
                 self.listen()
                 for _ in range(len(running)):
                     task, cost = running.popleft()

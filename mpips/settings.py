@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 import collectives
 from mpips import messages, optimizers
 from mpips.compression import Compressor
-from mpips.keys import Key
+from mpips.keys import Key, Part
 from mpips.optimizers import Optimizer
 from mpips.placing import Placing
 from mpips.session import Task
@@ -51,27 +51,25 @@ class Settings(Placing):
 
     def states(self, keys: Sequence[Key]) -> Generator[None, None, dict[Any, tuple[int, list[Array]]]]:
         """Each key's step and optimizer state, put together from all servers; on rank 0 only."""
-        result = {}
-        for key in keys:
-            step, pieces = 0, []
-            for part in key.parts:
-                state = yield from self.session.request(part.server, messages.GetState(part.number))
-                step = max(step, state.step)
-                pieces.append(
-                    [np.frombuffer(data, messages.dtype_of(name)) for data, name in zip(state.arrays, state.dtypes)]
-                )
-            slots = max(len(piece) for piece in pieces)
-            result[key.name] = step, [np.concatenate([piece[i] for piece in pieces]) for i in range(slots)]
-        return result
+        found: dict[int, messages.StatePart] = {}
+        asked = ((self._get_state(part, found), _nbytes(key, part)) for key in keys for part in key.parts)
+        yield from self.session.in_window(asked)
+        return {key.name: _joined([found[part.number] for part in key.parts]) for key in keys}
+
+    def _get_state(self, part: Part, found: dict[int, messages.StatePart]) -> Task:
+        found[part.number] = yield from self.session.request(part.server, messages.GetState(part.number))
 
     def put_states(self, keys: Sequence[Key], states: dict[Any, tuple[int, list[Array]]]) -> Task:
         """Give every unit its part of the states; on rank 0 only."""
-        for key in keys:
-            step, arrays = states[key.name]
-            for part in key.parts:
-                cut = [array[part.start : part.stop] for array in arrays]
-                state = messages.StatePart(step, [a.dtype.name for a in cut], [a.tobytes() for a in cut])
-                yield from self.session.request(part.server, messages.PutState(part.number, state))
+        told = (
+            (self._put_state(part, *states[key.name]), _nbytes(key, part)) for key in keys for part in key.parts
+        )
+        yield from self.session.in_window(told)
+
+    def _put_state(self, part: Part, step: int, arrays: list[Array]) -> Task:
+        cut = [array[part.start : part.stop] for array in arrays]
+        state = messages.StatePart(step, [a.dtype.name for a in cut], [a.tobytes() for a in cut])
+        yield from self.session.request(part.server, messages.PutState(part.number, state))
 
     def residuals(self, keys: Sequence[Key]) -> Array | None:
         """What compression kept back of this client's pushes, one key behind the other; None where nothing is
@@ -98,3 +96,17 @@ class Settings(Placing):
                 kept = value[part.start : part.stop].astype(key.dtype)
                 residual = self._residuals[part.number] = self._compressor.init(kept)
                 residual[...] = value[part.start : part.stop]
+
+
+def _nbytes(key: Key, part: Part) -> int:
+    """Bytes of a unit's state, at most: no optimizer keeps more than two arrays."""
+    return 2 * (part.stop - part.start) * key.dtype.itemsize
+
+
+def _joined(parts: list[messages.StatePart]) -> tuple[int, list[Array]]:
+    """A key's step and state from those of its units; one that was not updated yet has none."""
+    pieces = [
+        [np.frombuffer(data, messages.dtype_of(name)) for data, name in zip(part.arrays, part.dtypes)] for part in parts
+    ]
+    slots = max(len(piece) for piece in pieces)
+    return max(part.step for part in parts), [np.concatenate([piece[i] for piece in pieces]) for i in range(slots)]

@@ -192,6 +192,30 @@ def test_optimizer_states_survive_in_a_file(tmp_path_factory, servers):
     run("dist_sync", second, servers=servers)
 
 
+@only_on(3)
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_states_of_more_keys_than_are_under_way_at_a_time_go_to_their_own(tmp_path_factory, shared_memory):
+    path = WORLD.bcast(str(tmp_path_factory.mktemp("states") / "states.safetensors"))
+    keys = list(range(700))
+
+    def body(kv):
+        def pushed(scale):
+            out = [np.zeros(1 + i % 5) for i in keys]
+            kv.pushpull(keys, [np.full(1 + i % 5, scale * (i + 1.0)) for i in keys], out)
+            return out
+
+        kv.init(keys, [np.zeros(1 + i % 5) for i in keys])
+        kv.set_optimizer(SGD(1.0, momentum=0.5))
+        pushed(1)
+        kv.save_optimizer_states(path)
+        before = pushed(7)
+        kv.load_optimizer_states(path)
+        for i, was, now in zip(keys, before, pushed(0)):
+            assert (now - was == -0.5 * (i + 1)).all(), (i, was, now)
+
+    run("dist_sync", body, servers=2, shared_memory=shared_memory, chunks_in_flight=1)
+
+
 @pytest.mark.parametrize("servers", [0, 1])
 def test_the_state_of_another_optimizer_is_refused(tmp_path_factory, servers):
     need(servers=servers)
