@@ -138,8 +138,13 @@ class OneBlock:
         """Contribute; whether the array itself is read, so that it must stay as it is."""
         frames = self._frames.of(array, priority) if self._frames is not None else None
         post, frame = frames[0] if frames else self._copied(array, priority)
-        self._key.round += 1
-        post(frame, self._key.round)
+        key = self._key
+        key.round += 1
+        try:
+            post(frame, key.round)
+        except BaseException as error:
+            self._session.break_off(key, key.round, [self._part], error)
+            raise
         return bool(frames)
 
     def _copied(self, array: Array, priority: int) -> tuple[Again, bytes]:
@@ -203,8 +208,12 @@ class Blocks:
             if part.words[part.mine] != round_:
                 return self._session.push_long(key, array, priority)
         key.round = round_ = round_ + 1
-        for post, frame in frames:
-            post(frame, round_)
+        try:
+            for post, frame in frames:
+                post(frame, round_)
+        except BaseException as error:
+            self._session.break_off(key, round_, key.parts, error)
+            raise
         return None
 
 

@@ -67,6 +67,37 @@ def test_a_push_that_raises_halfway_withdraws_the_rest(servers, abandoned):
     run("dist_sync", body, servers=servers, big_array=1000, block_bytes=4096, timeout_seconds=20)
 
 
+@pytest.mark.parametrize("servers", [1, 2])
+def test_an_interrupt_between_the_frames_of_a_short_push_is_told_to_the_others(servers):
+    need(2, servers=servers)
+    size = 4000
+
+    def body(kv):
+        kv.init("w", np.zeros(size, np.float32))
+        value = mpips.empty(size)
+        value[...] = 1
+        if kv.rank == 0:
+            line = kv._keys["w"].parts[-1].line
+            again = line.again
+
+            def interrupted(frame, round_):
+                if round_ == 2:
+                    raise KeyboardInterrupt
+                again(frame, round_)
+
+            line.again = interrupted
+        kv.push("w", value)
+        if kv.rank == 0:
+            with pytest.raises(KeyboardInterrupt):
+                kv.push("w", value)
+        else:
+            said = failure(lambda: kv.pushpull("w", value, np.zeros(size, np.float32)))
+            assert "rank 0 has given up its push of round 2" in said, said
+        sums(kv)
+
+    run("dist_sync", body, servers=servers, big_array=1000, small_bytes=0, timeout_seconds=5)
+
+
 def left_before(push, key):
     """Break a push off where it waits for a server that has not read the one before."""
     words = [(part, part.words) for part in key.pushes]
