@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from typing import Any
 
 from examples.reproduce import lab
 from launch.lab import client
@@ -13,9 +14,9 @@ WORKER = lab.ROOT / "mpips" / "bench" / "mxnet_worker.py"
 PORT = 9091
 
 
-def mxnet_seconds(name: str, python: str, workers: int, servers: int, nbytes: int, repeats: int) -> list[float]:
-    """Seconds of each push + pull of one key, as worker 0 sees them. ``python`` has mxnet 1.9.1. Raises SystemExit
-    with what a process said if one fails or the job takes too long."""
+def synchronised(name: str, python: str, workers: int, servers: int, nbytes: int, repeats: int) -> dict[str, Any]:
+    """{"seconds": of each push + pull of one key, as worker 0 sees them, "idle": the share of idle cores meanwhile}.
+    ``python`` has mxnet 1.9.1. Raises SystemExit with what a process said if one fails or the job takes too long."""
     hosts = client.ask(name, {"do": "status"})["hosts"]
     common = {
         "DMLC_PS_ROOT_URI": hosts[workers]["vip"],
@@ -44,4 +45,4 @@ def mxnet_seconds(name: str, python: str, workers: int, servers: int, nbytes: in
     lines = [line for out, _ in said for line in out.splitlines() if line.startswith("[")]
     if not lines:
         raise SystemExit("the MXNet job gave no times:\n" + "\n".join(error[-400:] for _, error in said))
-    return list(json.loads(lines[0])[0]["seconds"])
+    return dict(json.loads(lines[0])[0])

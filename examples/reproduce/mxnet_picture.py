@@ -22,11 +22,14 @@ def draw(report: dict[str, Any], path: Path) -> None:
     sync.set(xlabel="seconds", title="4 MiB, 12 workers, 2 servers")
     sync.legend(fontsize=8)
     training = report["training"]
-    epochs.bar([row["mode"] for row in training], [row["epoch_seconds"] for row in training])
-    epochs.tick_params(axis="x", rotation=30)
-    epochs.set(ylabel="seconds an epoch", title="Figure 12")
-    computing = [row | {"mode": f"{row['mode']}, computing"} for row in report["computing"]]
-    for row in [*training, *computing]:
+    modes = [row["mode"] for row in training]
+    epochs.barh(modes, [row["epoch_seconds"] for row in training], label="measured")
+    for mark, place, name in (("b|", 0, "predicted, overlapped"), ("k|", 1, "predicted, in turn")):
+        epochs.plot([row["predicted"][place] for row in training], modes, mark, markersize=16, label=name)
+    epochs.set(xlabel="seconds an epoch", title="Figure 12")
+    if training:
+        epochs.legend(fontsize=8)
+    for row in training:
         style = "--" if row["mode"].startswith("dist") else "-"
         seconds, accuracy = zip(*row["curve"])
         curves.plot(seconds, accuracy, style, label=row["mode"])

@@ -4,7 +4,8 @@
 
 The role comes from DMLC_ROLE. A scheduler or a server serves while `import mxnet` runs; a worker times
 `dist_sync` push + pull of one key for each size (bytes, comma-separated; so many repeats for each, comma-separated) and
-worker 0 prints one JSON list of {"bytes", "seconds": [one per repeat]}.
+worker 0 prints one JSON list of {"bytes", "seconds": [one per repeat], "idle": the share of the machine's cores that
+was idle meanwhile}.
 """
 
 import json
@@ -12,6 +13,13 @@ import sys
 import time
 
 import mxnet as mx  # type: ignore[import-not-found]  # a scheduler or server stays in here until the job ends
+
+
+def processor() -> tuple[int, int]:
+    """(idle, all) ticks of the machine's cores so far."""
+    with open("/proc/stat") as file:
+        ticks = [int(word) for word in file.readline().split()[1:]]
+    return ticks[3] + ticks[4], sum(ticks)
 
 
 def main() -> None:
@@ -23,7 +31,7 @@ def main() -> None:
         out = mx.nd.zeros(nbytes // 4)
         store.init(key, value)
         store._barrier()
-        seconds = []
+        seconds, before = [], processor()
         for _ in range(repeats):
             start = time.perf_counter()
             store.push(key, value)
@@ -31,7 +39,9 @@ def main() -> None:
             out.wait_to_read()
             seconds.append(time.perf_counter() - start)
         # MXNet pulls into the pushed array as well, so its values double each time: nothing to compare.
-        results.append({"bytes": nbytes, "seconds": seconds})
+        after = processor()
+        idle = (after[0] - before[0]) / max(1, after[1] - before[1])
+        results.append({"bytes": nbytes, "seconds": seconds, "idle": idle})
         store._barrier()
     if store.rank == 0:
         print(json.dumps(results), flush=True)

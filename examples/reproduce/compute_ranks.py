@@ -1,0 +1,48 @@
+"""What each worker runs for `examples.reproduce.mxnet_training`: the compute of an epoch, all workers at once.
+
+python -m examples.reproduce.compute_ranks REQUEST ANSWER
+REQUEST holds {"hidden", "batch", "iterations", "repeats"}: a network of 64-hidden-10 on so many samples an iteration.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+from mpi4py import MPI
+
+from examples.reproduce.allreduce_ranks import asleep, together
+from mpips.optimizers import SGD, Updater
+from mpips.parallel.mlp import MLP
+
+
+def epoch(comm: MPI.Comm, hidden: int, batch: int, iterations: int) -> float:
+    """Seconds of the slowest worker, for gradients and updates."""
+    model = MLP((64, hidden, 10), loss="softmax", dtype="float32", seed=0)
+    updater = Updater(SGD(learning_rate=0.05, momentum=0.9), model.parameters)
+    rng = np.random.default_rng(comm.rank)
+    x, y = rng.random((batch, 64), dtype=np.float32), rng.integers(0, 10, batch)
+    start = together(comm)
+    for _ in range(iterations):
+        model.loss_and_gradients(x, y)
+        updater.update(model.gradients)
+    seconds = time.perf_counter() - start
+    asleep(comm)
+    return float(comm.allreduce(seconds, MPI.MAX))
+
+
+def main() -> None:
+    comm = MPI.COMM_WORLD
+    request = json.loads(Path(sys.argv[1]).read_text())
+    seconds = [epoch(comm, request["hidden"], request["batch"], request["iterations"])
+               for _ in range(request["repeats"])]  # fmt: skip
+    if comm.rank == 0:
+        Path(sys.argv[2]).write_text(json.dumps({"seconds": median(seconds)}))
+
+
+if __name__ == "__main__":
+    main()
