@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import click
 
+from collectives import caches
 from collectives.topology import parse
 from launch.command import EAGER_BYTES, Job, build, find, program, this_machine
 from launch.lab import client
@@ -102,6 +103,14 @@ def two_threads() -> float:
     return _median(both, 10)
 
 
+def copy() -> float:
+    """Seconds to copy 64 MiB."""
+    import numpy as np
+
+    source, target = np.ones(1 << 24, np.float32), np.zeros(1 << 24, np.float32)
+    return _median(lambda: np.copyto(target, source), 20)
+
+
 def _median(work: Callable[[], object], count: int) -> float:
     """Median seconds of `count` runs that all ranks start together; the slowest rank's."""
     from mpi4py import MPI
@@ -140,6 +149,12 @@ CASES = (
         multiply,
         environment=(("OMP_NUM_THREADS", "1"),),
     ),
+    Case(
+        f"{caches.VARIABLE}: a copy of 64 MiB on {CORES} ranks, {CORES} cores",
+        CORES,
+        copy,
+        environment=tuple(caches.long_copies({}).items()),
+    ),
 )
 
 
@@ -171,12 +186,14 @@ def compare(case: Case) -> dict[str, object]:
         return {"setting": case.name, "skipped": "a setting of Open MPI"}
     if case.in_lab and (lacking := missing()):
         return {"setting": case.name, "skipped": "; ".join(lacking)}
+    if not case.words and not case.environment:
+        return {"setting": case.name, "skipped": "not needed on this machine"}
     times: dict[bool, list[float]] = {True: [], False: []}
     with prepared(case) as argv:
         bare = without(argv, case.words)
         for _ in range(REPEATS):
             for present in (True, False):
-                environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+                environment = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", caches.VARIABLE)}
                 environment |= dict(case.environment) if present else {}
                 times[present].append(_seconds(argv if present else bare, environment))
     yes, no = (statistics.median(times[present]) for present in (True, False))

@@ -31,10 +31,17 @@ def threads(ranks: int, machine: Machine, environment: Mapping[str, str]) -> dic
     return given or {"OMP_NUM_THREADS": str(max(1, machine.cores // ranks))}
 
 
+def settings(ranks: int, machine: Machine, environment: Mapping[str, str]) -> dict[str, str]:
+    """What each rank needs to compute and to copy well, but for what the user set."""
+    from collectives.caches import long_copies  # `mpips --help` does without
+
+    return {**threads(ranks, machine, environment), **long_copies(environment)}
+
+
 def start(ranks: int, script: Sequence[str], mpirun: str | None = None) -> NoReturn:
     """Runs, and ends with, an MPI job of `ranks` processes on this machine; its exit code becomes the job's."""
     machine = this_machine()
-    environment = threads(ranks, machine, os.environ)
+    environment = settings(ranks, machine, os.environ)
     if sys.stdout.isatty():  # ranks cannot see how wide it is
         environment["COLUMNS"] = str(os.get_terminal_size(sys.stdout.fileno()).columns)
     job = Job(ranks, program(script), environment)
@@ -141,7 +148,7 @@ def _job(
     ranks = options.workers + options.servers
     busiest = max((block.ranks for block in hosts), default=ranks)
     roles = {PREFIX + name.upper(): str(getattr(options, name)) for name in ROLES}
-    environment = {**options.environment(), **roles, **threads(busiest, machine, os.environ)}
+    environment = {**options.environment(), **roles, **settings(busiest, machine, os.environ)}
     if hosts and "PYTHONPATH" in os.environ:
         environment["PYTHONPATH"] = os.environ["PYTHONPATH"]
     return Job(ranks, program(script), environment, tuple(hosts), interface, tuple(extra))

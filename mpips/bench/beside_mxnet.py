@@ -22,6 +22,8 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from collectives.caches import long_copies
+
 SIZES = (1024, 262_144, 4_194_304, 67_108_864)
 MXNET_REPEATS = (400, 200, 40, 8)
 SETTINGS = ((1, 2), (2, 4))  # servers, workers
@@ -73,7 +75,8 @@ def mxnet(python: Path, servers: int, workers: int) -> dict[int, float]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     env = {
-        **_clean(), "DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": str(port), "DMLC_NODE_HOST": "127.0.0.1",
+        **_clean(), **long_copies(os.environ),
+        "DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": str(port), "DMLC_NODE_HOST": "127.0.0.1",
         "DMLC_NUM_SERVER": str(servers), "DMLC_NUM_WORKER": str(workers), "OMP_NUM_THREADS": "1",
     }  # fmt: skip
     words = [str(python), str(WORKER), ",".join(map(str, SIZES)), ",".join(map(str, MXNET_REPEATS))]

@@ -1,0 +1,40 @@
+"""Copies longer than the last cache go past it, where glibc takes the cache for larger than it is."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from collectives import caches
+from collectives.caches import VARIABLE, corrected, long_copies
+
+MIB = 1 << 20
+
+
+def test_a_cache_taken_for_a_larger_one_is_corrected():
+    assert corrected(384 * MIB, 32 * MIB, {}) == {VARIABLE: f"glibc.cpu.x86_non_temporal_threshold={24 * MIB:#x}"}
+
+
+@pytest.mark.parametrize("believed, real", [(32 * MIB, 32 * MIB), (0, 32 * MIB), (-1, 32 * MIB), (384 * MIB, 0)])
+def test_a_cache_that_is_right_or_unknown_is_left_alone(believed, real):
+    assert corrected(believed, real, {}) == {}
+
+
+def test_what_the_user_set_stays():
+    other = "glibc.malloc.check=3"
+    assert corrected(384 * MIB, 32 * MIB, {VARIABLE: "glibc.cpu.x86_non_temporal_threshold=0x8000000"}) == {}
+    assert corrected(384 * MIB, 32 * MIB, {VARIABLE: other})[VARIABLE].split(":")[0] == other
+
+
+def test_a_machine_without_that_file_sets_nothing(monkeypatch, tmp_path):
+    monkeypatch.setattr(caches, "LEVEL3", tmp_path / "size")
+    assert long_copies({}) == {}
+
+
+def test_a_process_with_the_variable_starts():
+    variables = {**os.environ, **corrected(384 * MIB, 32 * MIB, {})}
+    done = subprocess.run([sys.executable, "-c", "print(1)"], env=variables, capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("1\n", "")
