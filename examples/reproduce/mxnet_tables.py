@@ -23,8 +23,8 @@ def show(report: dict[str, Any]) -> None:
     console.print(_training(report))
     console.print(f"predicted: an epoch's compute, measured without messages ({report['compute']:.2f} s, and what is "
                   "slept), and its exchanges as the links allow, push and pull overlapped, and in turn, as the modes "
-                  "call them: where chunks are answered early a mode lies between. idle: of the machine's cores, the "
-                  "start of the processes included.")  # fmt: skip
+                  "call them: where chunks are answered early a mode lies between. Seconds are worker 0's. idle: of "
+                  "the machine's cores, the start of the processes included.")  # fmt: skip
     console.print(_claims(report))
     console.print("The paper draws figures 11 to 14: \"> 1\" is what its text says of who is before whom, 1 that two "
                   "epochs are the same, 6 is read from figure 12. On ImageNet mpi-ESGD reaches 0.67.")  # fmt: skip
@@ -54,8 +54,8 @@ def _training(report: dict[str, Any]) -> Table:
     target = f"{report['target']:.2f}"
     table = Table(title=f"{title}; computing: {SAMPLE_SECONDS:g} s a sample are slept")
     table.add_column("mode", no_wrap=True)
-    for column in ("epochs", "epoch, s: overlapped", "in turn", "measured", "last accuracy", f"epochs to {target}",
-                   f"seconds to {target}", "idle"):  # fmt: skip
+    for column in ("epochs", "epoch, s, predicted: overlapped", "in turn", "measured", "last accuracy",
+                   f"epochs to {target}", f"seconds to {target}", "idle"):  # fmt: skip
         table.add_column(column, justify="right")
     for r in report["training"]:
         found = reached(r, report["target"])
