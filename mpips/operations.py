@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Hashable, Sequence
+import contextlib
+from collections.abc import Generator, Hashable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,8 @@ class Operations:
             layout.asynchronous, options.stall_seconds, options.timeout_seconds,
         )  # fmt: skip
         engine.look = lambda waited: self.talk.look()
-        self.closed = False
+        self.closed = ""
+        """Why no call can be made any more."""
         self._rounds = not layout.asynchronous and isinstance(backend, Served)
 
     def do(self, what: str, key: Any, value: Any, out: Any, priority: int) -> None:
@@ -106,6 +108,24 @@ class Operations:
         if not talk.calls % RECENT:
             talk.look()  # what others have said must not pile up
 
+    def check_open(self) -> None:
+        """RuntimeError where no call can be made any more."""
+        if self.closed:
+            raise of_caller(RuntimeError(self.closed))
+
+    @contextlib.contextmanager
+    def whole(self, what: str) -> Iterator[None]:
+        """A change of keys that all workers and servers make. Where it breaks off they may differ, so no call can be
+        made any more."""
+        try:
+            yield
+        except BaseException as error:
+            why = str(error) or type(error).__name__
+            self.closed = f"{what} broke off ({why}), so workers and servers may differ: close, and make another store"
+            for key in self._known.values():
+                key.short = None
+            raise
+
     def refuse(self, what: str, keys: Sequence[Key] | None, pushes: bool, error: Exception) -> Task:
         """A call whose arguments are bad: all who wait for it, or at least hear of it, get the same sentence."""
         sentence, nameless = f"rank {self._layout.rank}: {error}", keys is None
@@ -127,8 +147,7 @@ class Operations:
 
     def _settle(self) -> None:
         """Learn what others wait for since a bad call of this worker, before the next one."""
-        if self.closed:
-            raise of_caller(RuntimeError(CLOSED))
+        self.check_open()
         if self.talk.debt is not None:
             with self._engine.paused():
                 self.talk.settle()

@@ -109,6 +109,15 @@ class Placing(Members):
     def forget(self, keys: Sequence[Key]) -> Task:
         """Give up keys. Collective over the workers, who have nothing under way on them."""
         self._exchange(b"", "forget")
+        try:
+            yield from self._forget(keys)
+        except BaseException as error:
+            assert self.layout.meetings is not None
+            self.layout.meetings.refuse("forget", error)  # in which the others wait
+            raise
+        self._exchange(b"", "forget")
+
+    def _forget(self, keys: Sequence[Key]) -> Task:
         for server in range(self.layout.num_servers) if self.layout.rank == 0 else ():
             units = [part.number for key in keys for part in key.parts if part.server == server]
             if units:
@@ -118,7 +127,6 @@ class Placing(Members):
             for part in key.parts:
                 self._residuals.pop(part.number, None)
         self._drop(keys)
-        self._exchange(b"", "forget")
 
     def _drop(self, keys: Sequence[Key]) -> None:
         """Take back what `_plan` gave."""

@@ -37,17 +37,28 @@ def recut(kv: KVStore, keys: Sequence[Name], new: Mapping[Name, int]) -> None:
     if kv._optimizer is not None:
         kv._at_rank_0(_fetch(kv, old, states), "recut", everywhere)
     residual = kv._backend.residuals(old)
-    kv._run([], kv._backend.forget(old), 0, "recut")
-    cuts = np.cumsum(list(new.values()))[:-1]
+    with kv._operations.whole("recut"):
+        kv._run([], kv._backend.forget(old), 0, "recut")
+        _make(kv, old, new, values, states, everywhere)
+        if residual is not None:
+            kv._backend.put_residuals([kv._keys[name] for name in new], np.split(residual, _cuts(new)))
+
+
+def _make(
+    kv: KVStore, old: list[Key], new: Mapping[Name, int], values: Array, states: States, everywhere: bool
+) -> None:
+    """The new keys with what the forgotten ones had."""
     made = [Key(name, (size,), values.dtype) for name, size in new.items()]
-    kv._run([], kv._backend.init(made, np.split(values, cuts)), 0, "recut")
+    kv._run([], kv._backend.init(made, np.split(values, _cuts(new))), 0, "recut")
     for key in old:
         del kv._keys[key.name]
     kv._keys.update((key.name, key) for key in made)
     if kv._optimizer is not None:
-        kv._at_rank_0(kv._backend.put_states(made, _cut(old, states, made, cuts)), "recut", everywhere)
-    if residual is not None:
-        kv._backend.put_residuals(made, np.split(residual, cuts))
+        kv._at_rank_0(kv._backend.put_states(made, _cut(old, states, made, _cuts(new))), "recut", everywhere)
+
+
+def _cuts(new: Mapping[Name, int]) -> NDArray[np.int64]:
+    return np.cumsum(list(new.values()))[:-1]
 
 
 def _old(kv: KVStore, keys: Sequence[Name], new: Mapping[Name, int]) -> list[Key]:

@@ -139,9 +139,10 @@ class KVStore:
         records, refusal = self._try(lambda: [self._key(key, "forget") for key in arguments.names(list(keys))])
         self._settle()
         self._agree("forget", [(key, "") for key in keys], refusal)
-        self._run([], self._backend.forget(records), 0, "forget")
-        for key in keys:
-            del self._keys[key]
+        with self._operations.whole("forget"):
+            self._run([], self._backend.forget(records), 0, "forget")
+            for key in keys:
+                del self._keys[key]
 
     def barrier(self) -> None:
         """Wait until all workers have come; blocking.
@@ -234,7 +235,7 @@ class KVStore:
         """
         if self._closed:
             return
-        self._closed = self._operations.closed = True
+        self._closed, self._operations.closed = True, CLOSED
         atexit.unregister(self.close)
         for key in self._keys.values():
             key.short = None
@@ -287,8 +288,7 @@ class KVStore:
 
     def _settle(self) -> None:
         """Finish what is under way, so that a setting counts from the next push on."""
-        if self._closed:
-            raise of_caller(RuntimeError(CLOSED))
+        self._operations.check_open()
         self._engine.finish()
         self._run([], self._backend.settle(list(self._keys.values())), 0, "settle")
 
@@ -300,8 +300,7 @@ class KVStore:
         self, what: str, items: list[tuple[Name, str]], refusal: str, noun: str = "key", data: bytes = b""
     ) -> list[bytes]:
         """All workers ask for the same, and learn everybody's data, or all raise the same sentence."""
-        if self._closed:
-            raise of_caller(RuntimeError(CLOSED))
+        self._operations.check_open()
         if self._alone:
             self._engine.finish()  # the communication thread may not use MPI beside this one
         return self._assembly.agree(what, items, refusal, noun, data)
