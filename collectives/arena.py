@@ -185,14 +185,14 @@ def empty(shape: int | tuple[int, ...], dtype: DTypeLike = np.float32, comm: MPI
 
     Local, not collective; returns at once.  The memory is freed with the array and its last view.  ``comm`` is the
     communicator the array is meant for: a communicator of one rank has nobody to share with and gets ordinary memory.
-    Raises MemoryError when the node has no memory left.
+    Raises MemoryError when the node has no memory left, ValueError or TypeError for what is no shape, as `numpy.empty`.
     """
     dtype = np.dtype(dtype)
     if dtype.hasobject:
         raise TypeError(f"an array of {dtype} holds Python objects, which other processes cannot read")
     if comm is not None and comm.Get_size() == 1:
         return np.empty(shape, dtype)
-    dimensions = (shape,) if isinstance(shape, int) else tuple(shape)
+    dimensions = np.broadcast_shapes(shape)  # a tuple of what NumPy takes for a shape, else its error
     nbytes = max(ALIGNMENT, -(-math.prod(dimensions) * dtype.itemsize // ALIGNMENT) * ALIGNMENT)
     segment, offset = _arena.allocate(nbytes)
     array: NDArray[Any] = np.ndarray(dimensions, dtype, buffer=segment.map, offset=offset)

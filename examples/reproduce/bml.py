@@ -1,6 +1,6 @@
 """BML (Wang et al., NeurIPS 2018) on an emulated BCube(3,2) beside the P2P parameter server on one switch.
 
-    python -m examples.reproduce.bml --out out [--rate 100mbit] [--rounds 3] [--simulate-only]
+    python -m examples.reproduce.bml --out out [--rate 100mbit] [--rounds 5] [--simulate-only]
 
 Every row has what the paper's formula says (full link rate, no latency), what the simulator predicts for this network,
 and what was measured. The two networks take turns, round by round; figures are medians over the rounds. Compute is
@@ -168,8 +168,8 @@ def nics(topology: str, run: Run, counted: list[dict[str, list[int]]]) -> list[d
 
 
 def jobs(found: dict[str, Any], rate: float) -> list[dict[str, Any]]:
-    """Rows of job completion time, seconds for 1,000 iterations, by sub-minibatch: both models simulated on the paper's
-    links, LeNet-5 also predicted and measured here."""
+    """Rows of job completion time, 1,000 times the seconds of an iteration, by sub-minibatch: both models simulated on
+    the paper's links, LeNet-5 also predicted and measured here."""
     rows = []
     for model in MODELS:
         exchange = {key: predict(*key, model.nbytes, FORTY_GIGABIT, gamma=0.0).seconds for key in (SERVER, BML)}

@@ -81,7 +81,7 @@ def _models(rows: list[dict[str, Any]]) -> Table:
 
 
 def _jobs(rows: list[dict[str, Any]]) -> Table:
-    title = "Job completion time, 1,000 iterations, compute emulated by sleeping (seconds)"
+    title = "Job completion time: 1,000 times an iteration of which compute is emulated by sleeping (seconds)"
     predicted, measured = ("PS predicted", "BML predicted", "gain"), ("PS measured", "BML measured", "gain")
     table = _table(title, ("model", "where"), ("batch", "paper: gain", *predicted, *measured))
     for r in rows:

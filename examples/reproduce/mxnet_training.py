@@ -1,8 +1,9 @@
 """The paper's six modes of training in a lab: their curves, what their epochs should take, what the paper says of them.
 
 Seconds an epoch are predicted as what the workers compute, measured without messages, and as many exchanges as an epoch
-has, each as long as the links allow (`mpips.predict.exchange`), twice: with push and pull overlapped, which no mode can
-be faster than, and one after the other, as the modes call them; where chunks are answered early a mode lies between.
+has, each as long as the links allow (`mpips.predict.exchange`), twice: with push and pull overlapped, and one after the
+other, as the modes call them. Where chunks are answered early a mode lies between, but for some percent: seconds are
+those of worker 0, whose last exchange need not be the last of all, and Python between the exchanges takes its own.
 """
 
 from __future__ import annotations

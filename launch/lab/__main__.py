@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from pathlib import Path
@@ -70,7 +71,8 @@ def up(topology: str, speed: str, name: str) -> None:
     type=click.FloatRange(0),
     default=PATIENCE,
     show_default=True,
-    help="Seconds after which a job ends whose network is broken: a NIC down, a connection lost. 0: never.",
+    help="Seconds after which a job ends whose network is broken: a NIC down, a connection lost. 0: never. A host that "
+    "dies ends it at once.",
 )
 @click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED)
 def run(
@@ -87,16 +89,13 @@ def run(
     hosts = -(-ranks // per_host)
     try:
         argv = client.job_command(name, ranks, program, per_host=per_host, mpirun=mpirun, extra=extra)
-        watch = Watch(name, hosts, patience) if patience else None
+        watch = Watch(name, hosts, patience or math.inf)
     except (LabError, LauncherError, ValueError) as error:
         raise click.ClickException(str(error)) from error
     code = watched.wait(argv, watch)
-    reason = watch.reason if watch else ""
-    dead = [host["name"] for host in _ask(name, {"do": "status"})["hosts"][:hosts] if not host["alive"]]
-    if dead and (reason or not code):  # Open MPI takes a host whose processes were all killed for one that ended well
-        raise click.ClickException(f"host {', '.join(dead)} died; end the lab with `mpips lab down --name {name}`")
-    if reason:
-        raise click.ClickException(reason)
+    watch()  # a host may have died last; Open MPI takes one whose processes were all killed for one that ended well
+    if watch.dead or (code and watch.reason):
+        raise click.ClickException(watch.reason)
     raise SystemExit(code)
 
 

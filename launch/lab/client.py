@@ -18,6 +18,7 @@ from typing import Any
 from launch.command import find
 from launch.lab import job
 from launch.lab.files import AGENT
+from launch.lab.health import died
 from launch.lab.plan import Plan, encode
 
 END_SECONDS = 10.0
@@ -142,7 +143,10 @@ def job_command(
     extra: Sequence[str] = (),
 ) -> list[str]:
     """The argv that runs ``program`` as an MPI job in lab ``name``, from outside it; it dies with its caller."""
-    hosts = ask(name, {"do": "describe"})["hosts"]
+    described = ask(name, {"do": "describe"})
+    hosts, needed = described["hosts"], -(-ranks // per_host)
+    if dead := [host for host in hosts[:needed] if host in described["dead"]]:
+        raise LabError(died(name, dead))
     launcher = find(mpirun)
     environment = job.defaults(launcher, os.environ)
     argv = job.command(
@@ -153,9 +157,11 @@ def job_command(
 
 def host_command(name: str, host: str, program: Sequence[str]) -> list[str]:
     """The argv that runs ``program`` on one host of lab ``name``, or on its ``launcher``."""
-    hosts = ask(name, {"do": "describe"})["hosts"]
-    if host not in [*hosts, "launcher"]:
-        raise LabError(f"lab {name!r} has no host {host!r}: it has launcher, {', '.join(hosts)}")
+    described = ask(name, {"do": "describe"})
+    if host not in [*described["hosts"], "launcher"]:
+        raise LabError(f"lab {name!r} has no host {host!r}: it has launcher, {', '.join(described['hosts'])}")
+    if host in described["dead"]:
+        raise LabError(died(name, [host]))
     argv = list(program) if host == "launcher" else [AGENT, host, shlex.join(program)]
     return job.enter(keeper_process(name), argv, folder=os.getcwd(), user=os.getuid())
 

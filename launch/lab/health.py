@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from launch.lab.plan import Nic, Plan
@@ -42,3 +43,8 @@ def given_up(process: int, processes: Path = Path("/proc")) -> int:
         return 0
     names, values = (line.split() for line in text.splitlines() if line.startswith(NETSTAT))
     return int(values[names.index(GIVEN_UP)])
+
+
+def died(lab: str, hosts: Sequence[str]) -> str:
+    """The sentence about hosts whose own process has ended."""
+    return f"host {', '.join(hosts)} died: `mpips lab down --name {lab}` ends the lab, `mpips lab up` makes another"

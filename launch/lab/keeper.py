@@ -16,6 +16,7 @@ from typing import Any
 
 from launch.lab import files, health, kernel
 from launch.lab.build import Links, add_neighbours_and_routes, apply_settings, build
+from launch.lab.health import died
 from launch.lab.plan import Nic, Plan, decode, window
 
 
@@ -86,7 +87,8 @@ class Keeper:
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """The reply to one request: ``{"do": "describe" | "status" | "reset" | "link" | "health"}``."""
         if request["do"] == "describe":
-            return {"name": self.name, "topology": self.plan.topology, "hosts": [h.name for h in self.plan.hosts]}
+            names = [host.name for host in self.plan.hosts]
+            return {"name": self.name, "topology": self.plan.topology, "hosts": names, "dead": self._dead()}
         if request["do"] == "status":
             return self._status()
         if request["do"] == "reset":
@@ -109,13 +111,18 @@ class Keeper:
                 moved = {key: now[nic.name][key] - before[nic.name][key] for key in ("sent", "received", "dropped")}
                 record = {"name": nic.name, "level": nic.level, "switch": nic.switch, "address": nic.address}
                 nics.append(record | {"rate": nic.rate, "up": bool(now[nic.name]["up"])} | moved)
-            alive = os.path.exists(f"/proc/{process}/ns/net")
+            alive = _lives(process)
             hosts.append(
                 {"name": host.name, "vip": host.vip, "management": host.management, "alive": alive, "nics": nics}
             )
         return {"name": self.name, "topology": self.plan.topology, "hosts": hosts}
 
+    def _dead(self) -> list[str]:
+        return [host.name for host, process in zip(self.plan.hosts, self.processes) if not _lives(process)]
+
     def _set_link(self, name: str, nic: str, up: bool) -> dict[str, Any]:
+        if name in self._dead():
+            return {"error": died(self.name, [name])}
         for host, links in zip(self.plan.hosts, self.hosts):
             if host.name == name and nic in [n.name for n in host.nics]:
                 links.set(nic, state="up" if up else "down")
@@ -126,12 +133,19 @@ class Keeper:
         return {"error": f"lab {self.name!r} has no NIC {nic!r} on a host {name!r}"}
 
     def _health(self, hosts: int) -> dict[str, Any]:
-        """What is down between the first ``hosts`` hosts, and the connections that TCP gave up on each, ever."""
+        """What is down between the first ``hosts`` hosts, who of them and of those that relay for them is dead, and the
+        connections that TCP gave up on each, ever."""
         if hosts not in self._crossed:
             self._crossed[hosts] = health.crossed(self.plan, hosts)
         down = [(host, nic.name) for host, nic in self._crossed[hosts] if health.unplugged(nic.port)]
-        used = zip(self.plan.hosts[:hosts], self.processes)
-        return {"down": down, "given_up": {host.name: health.given_up(process) for host, process in used}}
+        used = list(zip(self.plan.hosts[:hosts], self.processes))
+        needed = {host.name for host, _ in used} | {host for host, _ in self._crossed[hosts]}
+        given_up = {host.name: health.given_up(process) for host, process in used}
+        return {"down": down, "dead": [name for name in self._dead() if name in needed], "given_up": given_up}
+
+
+def _lives(process: int) -> bool:
+    return os.path.exists(f"/proc/{process}/ns/net")
 
 
 def _read(links: Links) -> dict[str, dict[str, int]]:

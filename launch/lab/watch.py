@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from launch.lab import client
+from launch.lab.health import died
 
 PATIENCE = 20.0
 """Seconds that a network may be broken: longer than TCP waits, so that a program that notices by itself, by its MPI or
@@ -16,13 +17,15 @@ TCP_SECONDS = 13.0
 
 
 class Watch:
-    """Whether the network between the first ``hosts`` hosts of lab ``name`` has been broken for ``patience`` seconds: a
-    NIC is down, or TCP gave up a connection after the watch began. ``reason`` then says so in one sentence."""
+    """Whether a host that a job on the first ``hosts`` hosts of lab ``name`` needs is ``dead``, or the network between
+    them has been broken for ``patience`` seconds: a NIC is down, or TCP gave up a connection after the watch began.
+    ``reason`` then says so in one sentence."""
 
     def __init__(
         self, name: str, hosts: int, patience: float = PATIENCE, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.reason = ""
+        self.dead: list[str] = []
         self._name, self._hosts, self._patience, self._clock = name, hosts, patience, clock
         self._down: dict[tuple[str, str], float] = {}
         self._given_up: dict[str, float] = {}
@@ -34,7 +37,7 @@ class Watch:
             found = self._ask()
         except (client.LabError, OSError):
             return False
-        now = self._clock()
+        now, self.dead = self._clock(), found["dead"]
         self._down = {(host, nic): self._down.get((host, nic), now) for host, nic in found["down"]}
         for host, count in found["given_up"].items():
             if count > self._before[host]:
@@ -47,6 +50,8 @@ class Watch:
 
     def _say(self, now: float) -> str:
         named = f"--name {self._name}"
+        if self.dead:
+            return died(self._name, self.dead)
         for (host, nic), since in self._down.items():
             if now - since >= self._patience:
                 return (

@@ -121,6 +121,34 @@ for process in filter(str.isdigit, os.listdir("/proc")):
 """
 
 
+DIE_ALONE = """
+import os, signal
+for process in filter(str.isdigit, os.listdir("/proc")):
+    if open(f"/proc/{process}/comm").read().strip() == "lab-h1":
+        os.kill(int(process), signal.SIGKILL)
+"""
+
+
+def test_a_host_whose_own_process_is_killed_ends_the_job_and_takes_no_other(make: Make, run: Run) -> None:
+    name = make("star:3")
+    words = ["launch.lab", "run", "--name", name, "-n", "3", "--patience", "0", "--", sys.executable, "-c", BLOCKED]
+    pipe = subprocess.PIPE
+    job = subprocess.Popen([sys.executable, "-m", *words], cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
+    assert job.stdout is not None
+    assert job.stdout.readline() == "up\n"
+    subprocess.run(client.host_command(name, "launcher", [sys.executable, "-c", DIE_ALONE]), check=True)
+    said = job.communicate(timeout=60)[1]
+    assert job.returncode == 1, said
+    assert "host h1 died" in said
+    for call in (
+        lambda: client.job_command(name, 3, ["true"]),
+        lambda: client.host_command(name, "h1", ["true"]),
+        lambda: client.ask(name, {"do": "link", "host": "h1", "nic": "d0", "up": False}),
+    ):
+        with pytest.raises(client.LabError, match="host h1 died"):
+            call()
+
+
 def test_a_host_all_of_whose_processes_are_killed_ends_the_job(make: Make, run: Run) -> None:
     name = make("star:3")
     code = "import time\nfrom mpi4py import MPI\nc = MPI.COMM_WORLD\nc.Barrier()\n"

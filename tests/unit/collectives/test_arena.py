@@ -102,3 +102,16 @@ def test_freed_memory_beyond_the_pool_returns_to_the_system(monkeypatch):
     del array
     gc.collect()
     assert (there[arena.HUGE_PAGE : -arena.HUGE_PAGE] == 0).all()  # a punched hole reads as zeros
+
+
+@pytest.mark.parametrize("shape", [-1, (2, -3), 1.5, "x"])
+def test_what_is_no_shape_is_refused_as_numpy_does(shape):
+    with pytest.raises((ValueError, TypeError)) as ours:
+        arena.empty(shape, np.float32)
+    with pytest.raises(type(ours.value)):
+        np.empty(shape, np.float32)
+
+
+@pytest.mark.parametrize("shape", [3, (2, 3), [2, 2], np.int64(4), (0,), ()])
+def test_what_numpy_takes_for_a_shape_is_one(shape):
+    assert arena.empty(shape, np.float32).shape == np.empty(shape, np.float32).shape

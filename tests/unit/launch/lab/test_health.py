@@ -48,13 +48,14 @@ class Network:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.down: list[list[str]] = []
+        self.dead: list[str] = []
         self.given_up = {"h0": 2, "h1": 0}
         self.seconds = 100.0
         monkeypatch.setattr(client, "ask", self.ask)
 
     def ask(self, name: str, request: dict[str, Any]) -> dict[str, Any]:
         assert (name, request) == ("x", {"do": "health", "hosts": 2})
-        return {"down": list(self.down), "given_up": dict(self.given_up)}
+        return {"down": list(self.down), "dead": list(self.dead), "given_up": dict(self.given_up)}
 
     def after(self, watch: Watch, seconds: float) -> bool:
         self.seconds += seconds
@@ -98,6 +99,14 @@ def test_a_connection_lost_during_the_job_ends_it_though_the_nic_is_back(network
     assert not network.after(watch, 20 - TCP_SECONDS - 1)
     assert network.after(watch, 1)
     assert "TCP on host h1" in watch.reason
+
+
+def test_a_host_that_died_ends_the_job_at_once(network: Network, watch: Watch) -> None:
+    assert not network.after(watch, 1)
+    network.dead = ["h1"]
+    assert network.after(watch, 1)
+    assert "host h1 died" in watch.reason
+    assert "`mpips lab down --name x`" in watch.reason
 
 
 def test_a_lab_that_has_gone_is_no_reason(
