@@ -52,7 +52,7 @@ def _jobs(axes: Any, model: str, rows: list[dict[str, Any]]) -> None:
     for p, row in zip(place, measured):
         axes.text(p, max(row[kind]), f"-{100 * row[f'{kind}_gain']:.0f} %", ha="center", va="bottom", fontsize=8)
     axes.set_xticks(list(place), [str(row["batch"]) for row in measured])
-    axes.set(xlabel="sub-minibatch", ylabel="seconds for 1,000 times an iteration", title=f"{model}, {measured[0]['where']}")
+    axes.set(xlabel="sub-minibatch", ylabel="1,000 x seconds of an iteration", title=f"{model}, {measured[0]['where']}")
     axes.legend(fontsize=8)
 
 
