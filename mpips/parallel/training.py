@@ -163,10 +163,11 @@ def _misfit(model: MLP, data: Data, grid: Grid) -> str | None:
 def _epoch(hybrid: Hybrid, data: Data, epoch: int) -> Epoch:
     """One pass over the minibatches and the test rows; TrainingError on every rank if the loss is not finite."""
     start, before = perf_counter(), _clocked(hybrid)
-    loss = _pass(hybrid, data, epoch)
-    overflow = f"the loss of epoch {epoch + 1} is {loss}: lower the learning rate"
-    agree(hybrid.grid.comm, None if isfinite(loss) else overflow)
-    test_loss, accuracy = _test(hybrid, data)
+    with np.errstate(all="ignore"):  # the sentence tells what NumPy would warn of, once
+        loss = _pass(hybrid, data, epoch)
+        overflow = f"the loss of epoch {epoch + 1} is {loss}: lower the learning rate"
+        agree(hybrid.grid.comm, None if isfinite(loss) else overflow)
+        test_loss, accuracy = _test(hybrid, data)
     *spent, under_way = _mean(_clocked(hybrid) - before, hybrid.grid)
     phases = dict(zip(PHASES, spent))
     return Epoch(epoch + 1, loss, test_loss, accuracy, perf_counter() - start, phases, under_way)
