@@ -181,7 +181,9 @@ class _Run:
             checkpoint.save(str(o.save_path), trained.hybrid, data.scaling)
         memory = np.zeros(self.comm.size, np.int64)
         self.comm.Gather(np.array([report.peak_memory()], np.int64), memory, root=0)
-        content = report.record(specification, data, grid, trained.epochs, data_seconds, memory.tolist())
+        content = report.record(
+            trained.hybrid, data, trained.epochs, data_seconds, memory.tolist(), o.overlap, self.servers
+        )
         phases = report.total_phases(trained.epochs, data_seconds)
         problem = None
         if self.comm.rank == 0:

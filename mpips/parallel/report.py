@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import resource
+from dataclasses import asdict
 from typing import Any
 
 from rich.table import Table
 
 from .clock import PHASES, hidden
 from .data import Data
-from .grid import Grid
-from .network import Specification
+from .hybrid import Hybrid
 from .predict import Prediction
+from .served import Servers
 from .training import Epoch
 
 MEANINGS = {
@@ -100,13 +101,22 @@ def budget(phases: dict[str, float], share: float | None) -> Table:
 
 
 def record(
-    specification: Specification, data: Data, grid: Grid, epochs: list[Epoch], data_seconds: float, memory: list[int]
-) -> dict[str, Any]:
-    """Everything as one JSON-ready record; memory is the peak resident bytes of every rank."""
+    hybrid: Hybrid, data: Data, epochs: list[Epoch], data_seconds: float, memory: list[int], overlap: bool | None,
+    servers: Servers | None,
+) -> dict[str, Any]:  # fmt: skip
+    """Everything as one JSON-ready record; memory is the peak resident bytes of every rank that trains.
+
+    `overlap` is None where nodes decided, `averaging` without servers, `every` and `alpha` without elastic averaging.
+    """
+    grid, specification = hybrid.grid, hybrid.network.specification
     return {
         "grid": {"batch": grid.batch, "model": grid.model},
         "ranks": grid.comm.size,
+        **_servers(servers),
         "network": {**specification._asdict(), "sizes": list(specification.sizes)},
+        "split": hybrid.network.mode,
+        "overlap": overlap,
+        "optimizer": {"name": type(hybrid.optimizer).__name__.lower(), **asdict(hybrid.optimizer)},
         "rows": {"train": data.train_rows, "test": data.test_rows},
         "batch": data.batch,
         "distribution": {"way": data.way, "predicted_seconds": data.way_seconds},
@@ -115,6 +125,16 @@ def record(
         "hidden": total_hidden(epochs),
         "memory_bytes": memory,
     }
+
+
+def _servers(servers: Servers | None) -> dict[str, Any]:
+    if servers is None:
+        return {"servers": 0, "clients": 1, "averaging": None, "every": None, "alpha": None}
+    moves = (servers.every, servers.alpha) if servers.kind == "elastic" else (None, None)
+    return {
+        "servers": servers.count, "clients": servers.clients, "averaging": servers.kind,
+        "every": moves[0], "alpha": moves[1],
+    }  # fmt: skip
 
 
 def peak_memory() -> int:

@@ -32,8 +32,8 @@ def test_auto_trains_and_writes_json_picture_and_a_checkpoint_to_go_on_from(tmp_
     out = folder(tmp_path_factory)
     words = ["--data", "synthetic:300,6,2", "--hidden", "12,8", "--batch", "32", "--epochs", "2", "--explain"]
     written = ["--json", f"{out}/a.json", "--plot", f"{out}/a.png", "--save", f"{out}/a.safetensors"]
-    assert same_everywhere(call(*words, *written) == 0)
-    again = [*words[:2], "--batch", "32", "--epochs", "2", "--explain"]
+    assert same_everywhere(call(*words, *written, "--learning-rate", "0.05", "--momentum", "0.5") == 0)
+    again = [*words[:2], "--batch", "32", "--epochs", "2", "--explain", "--split", "columns", "--no-overlap"]
     assert same_everywhere(call(*again, "--load", f"{out}/a.safetensors", "--json", f"{out}/b.json") == 0)
     printed = capfd.readouterr().out
     COMM.Barrier()
@@ -45,6 +45,8 @@ def test_auto_trains_and_writes_json_picture_and_a_checkpoint_to_go_on_from(tmp_
     assert {"epoch", "train_loss", "test_loss", "seconds"} <= set(first["epochs"][0])
     assert first["grid"]["batch"] * first["grid"]["model"] == COMM.size == len(first["memory_bytes"])
     assert set(first["phases"]) == {"compute", "forward", "backward", "data", "evaluate"}
+    assert {"name": "sgd", "learning_rate": 0.05, "momentum": 0.5}.items() <= second["optimizer"].items()
+    assert (second["split"], second["overlap"], second["servers"], second["averaging"]) == ("columns", False, 0, None)
     assert first["hidden"] is None if COMM.size == 1 else 0 <= first["hidden"] < 1
     with open(f"{out}/a.png", "rb") as picture:
         assert picture.read(4) == b"\x89PNG"
@@ -75,15 +77,16 @@ def test_servers_and_their_clients_train(tmp_path_factory):
     out = folder(tmp_path_factory)
     words = ["--data", "synthetic:300,6,2", "--hidden", "12,8", "--batch", "32", "--epochs", "2"]
     served = ["--grid", f"1x{model}", "--servers", str(servers), "--clients", str(clients)]
-    losses = []
-    for averaging in ("sync", "elastic"):
+    elastic = ["--every", "2", "--alpha", "0.25"]
+    for averaging, more, told in (("sync", [], (None, None)), ("elastic", elastic, (2, 0.25))):
         path = f"{out}/{averaging}.json"
-        assert same_everywhere(call(*words, *served, "--averaging", averaging, "--json", path) == 0)
+        assert same_everywhere(call(*words, *served, "--averaging", averaging, *more, "--json", path) == 0)
         COMM.Barrier()
         with open(path) as file:
-            losses.append([epoch["train_loss"] for epoch in json.load(file)["epochs"]])
-    assert losses[0][1] < losses[0][0]
-    assert losses[1][1] < losses[1][0]
+            written = json.load(file)
+        assert written["epochs"][1]["train_loss"] < written["epochs"][0]["train_loss"]
+        assert (written["servers"], written["clients"], written["averaging"]) == (servers, clients, averaging)
+        assert (written["every"], written["alpha"]) == told
 
 
 def test_a_bad_row_ends_every_rank_before_training_starts(tmp_path_factory, capfd):
@@ -153,12 +156,13 @@ def test_words_that_make_no_job_end_every_rank_with_one_sentence_and_code_2(word
         (["--learning-rate", "1e30", "--epochs", "3"], "lower the learning rate"),
     ],
 )
-def test_what_cannot_be_trained_ends_every_rank_with_one_sentence(words, sentence, capfd):
+def test_what_cannot_be_trained_ends_every_rank_with_one_sentence(words, sentence, capfd, recwarn):
     hidden = [] if "--load" in words else ["--hidden", "4"]
     code = call("--data", "synthetic:100,3,1", *hidden, "--grid", f"{COMM.size}x1", *words)
     error = capfd.readouterr().err
     assert same_everywhere(code == 1), code
     assert (sentence in error) == (COMM.rank == 0), error
+    assert not [each for each in recwarn if issubclass(each.category, RuntimeWarning)]
 
 
 def test_no_option_is_a_variable_that_a_store_would_refuse_as_unknown():
