@@ -15,6 +15,7 @@ from .text import TextSource, airfoil
 
 BUILT_IN = ("digits", "mnist", "airfoil", "synthetic")
 _BLOCK_ROWS = 4096
+_GREATEST = 1e140  # squares of such numbers can still be summed, over more rows than there are
 
 
 class Source(Protocol):
@@ -46,12 +47,20 @@ class Source(Protocol):
 
 
 def read_checked(source: Source, start: int, stop: int) -> np.ndarray:
-    """`source.read`; raises TrainingError, too, on what is not finite or, where classes are wanted, no class number."""
+    """`source.read`; raises TrainingError, too, on what is not finite, is too large to be squared or, where classes are
+    wanted, is no class number."""
     table = source.read(start, stop)
     bad = ~np.isfinite(table)
     if bad.any():
         row, column = np.argwhere(bad)[0].tolist()
         raise TrainingError(f"{source.where(start + row, column)}, not a finite number; mend or remove the row")
+    huge = np.abs(table) > _GREATEST
+    if huge.any():
+        row, column = np.argwhere(huge)[0].tolist()
+        raise TrainingError(
+            f"{source.where(start + row, column)}, whose size is above {_GREATEST:g}: the column's deviation would be "
+            f"infinite; divide the column by a number, or mend or remove the row"
+        )
     if source.classes is not None and source.targets == 1:
         label = table[:, -1]
         wrong = np.flatnonzero((label != np.floor(label)) | (label < 0) | (label >= (source.classes or 2**31)))

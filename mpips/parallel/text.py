@@ -49,10 +49,14 @@ class TextSource:
         self._width, self._names = len(fields), [""] * len(fields)
         if self._is_header(fields) if header is None else header:
             self._names, self._begin = fields, after
-            self._check_names()
+            self._check_names({""} if header else _MISSING)
         targets = [self._column(column) for column in target] or [self._width - 1]
         inputs = [self._column(column) for column in features]
         inputs = inputs or [column for column in range(self._width) if column not in targets]
+        if self._width == 1:
+            raise TrainingError(
+                f"{path} has 1 column, but some must be features: fields must be separated by commas, tabs or blanks"
+            )
         if not inputs or set(inputs) & set(targets):
             raise TrainingError(f"{path} has {self._width} columns, of which some must be features, not targets")
         self._columns = inputs + targets
@@ -117,11 +121,11 @@ class TextSource:
     def _is_header(self, fields: list[str]) -> bool:
         return not any(_number(field) is not None for field in fields)
 
-    def _check_names(self) -> None:
-        """A first line of names must not be a row that is broken."""
+    def _check_names(self, missing: set[str]) -> None:
+        """A first line of names must not be a row that is broken; `missing` are no names."""
         for column, name in enumerate(self._names):
-            if name.lower() in _MISSING or name in self._names[:column]:
-                why = "is missing" if name.lower() in _MISSING else f"is {name!r} as a column before"
+            if name.lower() in missing or name in self._names[:column]:
+                why = "is missing" if name.lower() in missing else f"is {name!r} as a column before"
                 raise TrainingError(
                     f"{self.name}, line {self._first_number}: column {column + 1} {why}; a line without numbers must "
                     f"name every column, each differently: mend it, or remove it if it is a broken row"

@@ -170,6 +170,27 @@ def test_bad_text_names_line_and_column(tmp_path, text, words):
         everything(TextSource(write(tmp_path, text)))
 
 
+@pytest.mark.parametrize("value", ["1e300", "-1e300"])
+def test_a_number_that_is_too_large_to_be_squared_is_named_with_its_place(tmp_path, value):
+    path = write(tmp_path, f"size,price\n1,1e100\n2,{value}\n")
+    with pytest.raises(TrainingError, match=rf"line 3: column 2 \(price\) is '{value}', whose size is above 1e\+140"):
+        everything(TextSource(path))
+    np.testing.assert_array_equal(everything(TextSource(write(tmp_path, "1,-1e100\n"))), [[1, -1e100]])
+
+
+def test_a_separator_that_is_not_known_is_answered_with_those_that_are(tmp_path):
+    with pytest.raises(TrainingError, match=r"1 column.*separated by commas, tabs or blanks"):
+        TextSource(write(tmp_path, "a;b;c\n1;2;3\n"))
+
+
+@pytest.mark.parametrize("name", ["nan", "NA", "none", "-"])
+def test_a_column_may_have_the_name_of_a_missing_value_where_the_user_says_that_these_are_names(tmp_path, name):
+    path = write(tmp_path, f"a,{name}\n1,2\n")
+    np.testing.assert_array_equal(everything(TextSource(path, target=[name], header=True)), [[1, 2]])
+    with pytest.raises(TrainingError, match="column 2 is missing"):
+        TextSource(write(tmp_path, "a,\n1,2\n"), header=True)
+
+
 def test_an_unknown_column_lists_the_known_ones(tmp_path):
     path = write(tmp_path, "speed,angle,noise\n1,2,3\n")
     with pytest.raises(TrainingError, match="speed, angle, noise"):
