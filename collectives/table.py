@@ -127,7 +127,7 @@ def load() -> Table:
     try:
         return msgspec.json.decode(file.read_bytes(), type=Table)
     except (msgspec.MsgspecError, OSError) as error:
-        raise CollectiveError(f"cannot read {file}: {error}; delete it, or run `mpips tune` again") from error
+        raise CollectiveError(f"cannot read {file}: {error}; delete it; `mpips tune` makes another") from error
 
 
 def save(table: Table) -> Path:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import re
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from collectives.console import OutFile
 from collectives.topology import parse, parse_rate
 from launch import watched
 from launch.command import LauncherError
-from launch.lab import client
+from launch.lab import client, leftovers
 from launch.lab.client import LabError
 from launch.lab.layout import lay_out
 from launch.lab.needs import missing
@@ -92,7 +94,10 @@ def run(
         watch = Watch(name, hosts, patience or math.inf)
     except (LabError, LauncherError, ValueError) as error:
         raise click.ClickException(str(error)) from error
+    os.environ[leftovers.VARIABLE] = own = uuid.uuid4().hex
     code = watched.wait(argv, watch)
+    with contextlib.suppress(LabError, OSError):  # where the lab has gone, so have they
+        client.ask(name, {"do": "clear", "job": own})
     watch()  # a host may have died last; Open MPI takes one whose processes were all killed for one that ended well
     if watch.dead or (code and watch.reason):
         raise click.ClickException(watch.reason)

@@ -14,7 +14,7 @@ import socket
 import sys
 from typing import Any
 
-from launch.lab import files, health, kernel
+from launch.lab import files, health, kernel, leftovers
 from launch.lab.build import Links, add_neighbours_and_routes, apply_settings, build
 from launch.lab.health import died
 from launch.lab.plan import Nic, Plan, decode, window
@@ -85,7 +85,7 @@ class Keeper:
         self._crossed: dict[int, list[tuple[str, Nic]]] = {}
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The reply to one request: ``{"do": "describe" | "status" | "reset" | "link" | "health"}``."""
+        """The reply to one request: ``{"do": "describe" | "status" | "reset" | "link" | "health" | "clear"}``."""
         if request["do"] == "describe":
             names = [host.name for host in self.plan.hosts]
             return {"name": self.name, "topology": self.plan.topology, "hosts": names, "dead": self._dead()}
@@ -98,6 +98,8 @@ class Keeper:
             return self._set_link(request["host"], request["nic"], request["up"])
         if request["do"] == "health":
             return self._health(request["hosts"])
+        if request["do"] == "clear":
+            return {"killed": leftovers.end(request["job"])}
         return {"error": f"the keeper of lab {self.name!r} does not know the request {request['do']!r}"}
 
     def _counters(self) -> list[dict[str, dict[str, int]]]:

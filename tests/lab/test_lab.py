@@ -16,7 +16,7 @@ import pytest
 
 from collectives.topology import parse
 from launch.command import find
-from launch.lab import client
+from launch.lab import client, leftovers
 from launch.lab.layout import lay_out
 from tests.child import TOKEN, carriers
 from tests.lab.conftest import ROOT, Run
@@ -149,6 +149,18 @@ def test_a_host_whose_own_process_is_killed_ends_the_job_and_takes_no_other(make
             call()
 
 
+def test_processes_that_a_job_left_on_a_host_are_ended(make: Make) -> None:
+    name = make("star:2")
+    argv = client.host_command(name, "h1", ["sh", "-c", "echo up; exec sleep 600"])
+    left = subprocess.Popen(argv, env={**os.environ, leftovers.VARIABLE: "a job"}, stdout=subprocess.PIPE, text=True)
+    assert left.stdout is not None
+    assert left.stdout.readline() == "up\n"
+    assert client.ask(name, {"do": "clear", "job": "another"}) == {"killed": 0}
+    assert client.ask(name, {"do": "clear", "job": "a job"})["killed"] > 0
+    assert left.stdout.read() == ""
+    assert left.wait(10) != 0
+
+
 def test_a_host_all_of_whose_processes_are_killed_ends_the_job(make: Make, run: Run) -> None:
     name = make("star:3")
     code = "import time\nfrom mpi4py import MPI\nc = MPI.COMM_WORLD\nc.Barrier()\n"
@@ -229,7 +241,7 @@ def test_a_healthy_job_leaves_no_connection_given_up(make: Make, run: Run) -> No
     name = make("bcube:2,2")
     assert run(name, 4, SEND.format(source=0, target=3)).returncode == 0
     found = client.ask(name, {"do": "health", "hosts": 4})
-    assert found == {"down": [], "given_up": dict.fromkeys(("h0", "h1", "h2", "h3"), 0)}
+    assert found == {"down": [], "dead": [], "given_up": dict.fromkeys(("h0", "h1", "h2", "h3"), 0)}
 
 
 def test_a_nic_that_comes_back_works_again(make: Make, run: Run) -> None:
