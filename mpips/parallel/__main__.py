@@ -49,8 +49,8 @@ from .usage import Finite, options_of, widths, words
 @click.option("--grid", "grid_text", default="auto", help="BATCHxMODEL ranks, for instance 4x2, or auto.")
 @click.option("--explain", is_flag=True, help="Print the predicted time of every grid.")
 @click.option("--epochs", default=10, type=click.IntRange(1))
-@click.option("--batch", default=100, type=click.IntRange(1), help="Samples of a whole minibatch.")
-@click.option("--seed", default=1, type=click.IntRange(0))
+@click.option("--batch", default=100, type=click.IntRange(1), help="Samples of a whole minibatch; --load: as before.")
+@click.option("--seed", default=1, type=click.IntRange(0), help="Of weights and of how rows are dealt.")
 @click.option("--dtype", default="float32", type=click.Choice(DTYPES), help="mixed: float16 travels between nodes.")
 @click.option("--device", default="cpu", type=click.Choice(DEVICES), help="gpu: CuPy; the node's GPUs are dealt out.")
 @click.option("--optimizer", default="sgd", type=click.Choice(usage.OPTIMIZERS))
@@ -125,6 +125,8 @@ class _Run:
         o = self.options
         agree(self.comm, _unwritable(o.save_path, o.json_path, o.plot_path) if self.comm.rank == 0 else None)
         self.xp = array_module(o.device, self.comm)
+        if o.load_path and (rule := checkpoint.rule(o.load_path, self.comm)):
+            usage.deal_by(rule, o)
         start = perf_counter()
         opened = open_everywhere(
             partial(
@@ -136,7 +138,8 @@ class _Run:
         if grid is None:
             grid = self._grid(specification, opened.shape.rows - int(opened.shape.rows * o.test_share))
         start = perf_counter()
-        data = load_opened(opened, grid, o.batch, specification.dtype, o.seed, o.test_share)
+        scaling = checkpoint.scaling(o.load_path, grid.comm) if o.load_path else None
+        data = load_opened(opened, grid, o.batch, specification.dtype, o.seed, o.test_share, scaling=scaling)
         if o.explain:
             self._say(report.explain_way(data))
         if not o.load_path:
@@ -178,7 +181,7 @@ class _Run:
             hybrid, overlap=o.overlap, servers=self.servers,
         )  # fmt: skip
         if o.save_path:
-            checkpoint.save(str(o.save_path), trained.hybrid, data.scaling)
+            checkpoint.save(str(o.save_path), trained.hybrid, data)
         memory = np.zeros(self.comm.size, np.int64)
         self.comm.Gather(np.array([report.peak_memory()], np.int64), memory, root=0)
         content = report.record(

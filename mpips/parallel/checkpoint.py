@@ -15,9 +15,10 @@ from mpips import optimizers
 
 from .agreement import agree
 from .communication import on_host, put
-from .data import Scaling
+from .data import Data, Scaling
 from .grid import Grid
 from .hybrid import Hybrid
+from .minibatches import Rule
 from .mlp import MLP
 from .network import Network
 from .served import Servers
@@ -30,6 +31,7 @@ class _Header(msgspec.Struct):
     optimizer: str
     updates: int
     loss_scale: tuple[float, int] | None = None
+    rule: Rule | None = None
 
 
 def collect(hybrid: Hybrid) -> MLP:
@@ -44,8 +46,9 @@ def collect(hybrid: Hybrid) -> MLP:
     return model
 
 
-def save(path: str, hybrid: Hybrid, scaling: Scaling | None = None) -> None:
-    """Write the whole network, the optimizer with its state, and the scaling of the data. Collective over the grid.
+def save(path: str, hybrid: Hybrid, data: Data | None = None) -> None:
+    """Write the whole network, the optimizer with its state, and how the data were scaled and dealt. Collective over
+    the grid.
 
     Layers go one after the other to rank 0, which writes the file beside `path` and renames it. Raises
     TrainingError on every rank where the file cannot be written. Servers send what they keep of the state. With elastic
@@ -62,15 +65,34 @@ def save(path: str, hybrid: Hybrid, scaling: Scaling | None = None) -> None:
                     arrays[f"{prefix}layer{layer}.{kind}"] = _gather(hybrid, layer, kind, flat)
     problem = None
     if hybrid.grid.comm.rank == 0:
-        if scaling is not None:
-            arrays |= {f"scaling.{name}": array for name, array in scaling._asdict().items()}
-        problem = _write(path, arrays, hybrid)
+        if data is not None:
+            arrays |= {f"scaling.{name}": array for name, array in data.scaling._asdict().items()}
+        problem = _write(path, arrays, hybrid, None if data is None else data.rule)
     agree(hybrid.grid.comm, problem)
 
 
 def specification(path: str, comm: MPI.Comm) -> Specification:
     """The network of a checkpoint. Collective; TrainingError on every rank where it cannot be read."""
     return _read_header(path, comm).specification
+
+
+def rule(path: str, comm: MPI.Comm) -> Rule | None:
+    """By what the rows were dealt that trained a checkpoint; None where it was saved without data. Collective."""
+    return _read_header(path, comm).rule
+
+
+def scaling(path: str, comm: MPI.Comm) -> Scaling | None:
+    """The scaling that a checkpoint's inputs and targets have; None where it was saved without data. Collective."""
+    found, problem = None, None
+    try:
+        with safe_open(path, "np") as file:
+            names = file.keys()
+            if "scaling.x_mean" in names:
+                found = Scaling(*(file.get_tensor(f"scaling.{name}") for name in Scaling._fields))
+    except (OSError, SafetensorError) as error:
+        problem = f"checkpoint {path} cannot be read: {error}"
+    agree(comm, problem)
+    return found
 
 
 def load(
@@ -148,12 +170,13 @@ def _gather(hybrid: Hybrid, layer: int, kind: str, flat: np.ndarray) -> np.ndarr
     return whole
 
 
-def _write(path: str, arrays: dict[str, np.ndarray], hybrid: Hybrid) -> str | None:
+def _write(path: str, arrays: dict[str, np.ndarray], hybrid: Hybrid, rule: Rule | None) -> str | None:
     optimizer = optimizers.encode(hybrid.optimizer).hex()
     scale = hybrid.update.loss_scale
     header = _Header(
-        hybrid.network.specification, optimizer, hybrid.updates, None if scale is None else (scale.scale, scale.good)
-    )
+        hybrid.network.specification, optimizer, hybrid.updates, None if scale is None else (scale.scale, scale.good),
+        rule,
+    )  # fmt: skip
     partial = f"{path}.partial"
     try:
         save_file(arrays, partial, {"mpips": msgspec.json.encode(header).decode()})

@@ -13,7 +13,7 @@ from .agreement import TrainingError, alike
 from .distribution import distribute, measure, way_seconds
 from .grid import Grid
 from .measure import Link
-from .minibatches import Deal, deal
+from .minibatches import Deal, Rule, deal
 from .opening import Opened, Shape, open_everywhere
 from .sources import Source, read_checked
 from .specification import working_dtype
@@ -43,11 +43,17 @@ class Data(NamedTuple):
     test_rows: int
     batch: int
     seed: int
+    test_share: float
     grid: str
     way: str
     way_seconds: dict[str, float]
     """What sending the rows would take in the paper's two ways, by its formulas and the measured link."""
     scaling: Scaling
+
+    @property
+    def rule(self) -> Rule:
+        """By what the rows were dealt."""
+        return Rule(self.seed, self.test_share, self.batch)
 
     def on(self, xp: Any) -> Data:
         """The same rows in arrays of the array module `xp`; themselves with NumPy."""
@@ -79,9 +85,10 @@ def load(
 
 def load_opened(
     opened: Opened, grid: Grid, batch: int, dtype: str = "float32", seed: int = 0, test_share: float = 0.2,
-    link: Link | None = None,
+    link: Link | None = None, scaling: Scaling | None = None,
 ) -> Data:  # fmt: skip
-    """`load` of what the ranks of the grid have opened."""
+    """`load` of what the ranks of the grid have opened; `scaling` is an earlier run's, taken in place of these rows'
+    own where it has their columns, and must be the same on every rank."""
     _check(grid, batch, dtype, seed, test_share, link)
     _, way, shape, starts, _ = opened
     test_rows = int(shape.rows * test_share)
@@ -98,14 +105,15 @@ def load_opened(
     mine = deals[grid.batch_index]
     x, y = table[:, : shape.features], table[:, shape.features :]
     outputs = shape.targets if shape.classes < 0 else _classes(y, shape, grid)
-    scaling = _scaling(x[: len(mine.train)], y[: len(mine.train)], shape.classes >= 0, grid)
+    if scaling is None or (scaling.x_mean.size, scaling.y_mean.size) != (shape.features, shape.targets):
+        scaling = _scaling(x[: len(mine.train)], y[: len(mine.train)], shape.classes >= 0, grid)
     working = working_dtype(dtype)
     x = ((x - scaling.x_mean) / scaling.x_std).astype(working)
     y = y[:, 0].astype(np.int64) if shape.classes >= 0 else ((y - scaling.y_mean) / scaling.y_std).astype(working)
     cut = len(mine.train)
     return Data(
         x[:cut], y[:cut], x[cut:], y[cut:], mine, outputs, shape.classes >= 0,
-        shape.rows - test_rows, test_rows, batch, seed, str(grid), way, costs, scaling,
+        shape.rows - test_rows, test_rows, batch, seed, test_share, str(grid), way, costs, scaling,
     )  # fmt: skip
 
 

@@ -15,6 +15,14 @@ import numpy as np
 from .slices import interval
 
 
+class Rule(NamedTuple):
+    """By what rows are dealt: the same seed and share (of a file's rows, for testing) give the same test rows."""
+
+    seed: int
+    test_share: float
+    batch: int
+
+
 class Deal(NamedTuple):
     """What one batch index holds. Its slice of minibatch k is ``train[bounds[k]:bounds[k + 1]]``, maybe empty."""
 

@@ -14,6 +14,7 @@ from mpips import optimizers
 
 from .agreement import TrainingError
 from .grid import misfit, parse
+from .minibatches import Rule
 from .served import misfit as misfit_of_servers
 from .sources import BUILT_IN, open_source
 
@@ -64,6 +65,19 @@ def check_words(ranks: int, **options: Any) -> None:
                 raise TrainingError(problem)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
+
+
+def deal_by(rule: Rule, o: SimpleNamespace) -> None:
+    """Let the options deal rows as a checkpoint's were; TrainingError where the user says other test rows."""
+    for name, before in (("seed", rule.seed), ("test_share", rule.test_share)):
+        if given(name) and (now := getattr(o, name)) != before:
+            raise TrainingError(
+                f"--{name.replace('_', '-')} {now} would test rows that the checkpoint was trained on: its rows were "
+                f"dealt by {before}; leave the option out"
+            )
+        setattr(o, name, before)
+    if not given("batch"):
+        o.batch = rule.batch
 
 
 def words(text: str) -> list[str]:

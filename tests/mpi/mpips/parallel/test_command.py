@@ -2,8 +2,10 @@
 
 import json
 
+import numpy as np
 import pytest
 
+from mpips.parallel import checkpoint
 from mpips.parallel.__main__ import command
 from mpips.parallel.grid import factorings
 from tests.mpi.sizes import only_on
@@ -52,6 +54,35 @@ def test_auto_trains_and_writes_json_picture_and_a_checkpoint_to_go_on_from(tmp_
         assert picture.read(4) == b"\x89PNG"
     assert ("epoch 1/2" in printed) == (COMM.rank == 0)
     assert ("epoch 3/4" in printed) == (COMM.rank == 0)
+
+
+def test_going_on_tests_the_rows_that_were_tested_before_and_scales_as_before(tmp_path_factory, capfd):
+    out = folder(tmp_path_factory)
+    path = f"{out}/x.safetensors"
+    grid = ["--grid", f"{COMM.size}x1"]
+    dealt = ["--seed", "7", "--test-share", "0.25", "--batch", "40"]
+    data = ["--data", "synthetic:300,6,2", *grid, "--learning-rate", "0", "--hidden", "12", *dealt]
+    more = ["--data", "synthetic:200,6,2", *grid]
+    assert same_everywhere(call(*data, "--epochs", "1", "--save", path, "--json", f"{out}/a.json") == 0)
+    assert same_everywhere(call(*data[:4], "--load", path, "--epochs", "1", "--json", f"{out}/b.json") == 0)
+    assert same_everywhere(call(*data[:4], "--load", path, *dealt[:4], "--epochs", "1", "--batch", "20") == 0)
+    assert same_everywhere(call(*more, "--load", path, "--save", f"{out}/y.safetensors", "--epochs", "1") == 0)
+    COMM.Barrier()
+    with open(f"{out}/a.json") as a, open(f"{out}/b.json") as b:
+        first, second = json.load(a), json.load(b)
+    assert second["rows"] == {"train": 225, "test": 75}
+    assert second["batch"] == 40
+    assert second["epochs"][0]["epoch"] == 2
+    assert second["epochs"][0]["test_loss"] == pytest.approx(first["epochs"][0]["test_loss"], rel=1e-5)
+    old, new = (checkpoint.scaling(f"{out}/{name}.safetensors", COMM) for name in "xy")
+    assert same_everywhere(all(np.array_equal(a, b) for a, b in zip(old, new, strict=True)))
+    capfd.readouterr()
+    for option, value, before in (("--seed", "1", "7"), ("--test-share", "0.2", "0.25")):
+        code = call(*data[:4], "--load", path, option, value)
+        error = capfd.readouterr().err
+        assert same_everywhere(code == 1)
+        assert (f"{option} {value} would test rows" in error) == (COMM.rank == 0)
+        assert (f"dealt by {before};" in error) == (COMM.rank == 0)
 
 
 def test_explain_shows_every_grid_and_both_ways_of_data_on_one_rank_without_colours(capfd):
