@@ -100,7 +100,7 @@ class Hearing:
         elif frame.op == Op.FAILED:
             part.failed = max(part.failed, frame.round)
             text, _, event = text.partition("\0")
-            if event in self._events:
+            if event in self._events or (frame.round <= key.raised and not frame.flags):
                 key.excused = max(key.excused, frame.round)
             if frame.round > key.excused:
                 key.failed.setdefault(frame.round, Failure(text, event, bool(frame.flags)))
@@ -108,16 +108,18 @@ class Hearing:
             self.warn(text)
 
     def check(self, key: Key, since: int = 0) -> None:
-        """Raise what made a round of the key fail, once. Who is about to contribute to a round asks only for failures
-        `since` that one: for what failed before, it still comes to its own, or others would wait for it."""
+        """Raise what made rounds of the key fail, once: the first failure stands for all rounds so far, those that will
+        yet be heard to have failed too, or the next call would raise or not as it happens. Who is about to contribute
+        to a round raises only where one `since` that has failed: for what failed before, it still comes to its own, or
+        others would wait for it."""
         self.listen()
         if key.failed:
-            rounds = [round_ for round_ in key.failed if round_ <= key.round]
-            due = sorted(round_ for round_ in rounds if round_ >= since or key.failed[round_].timed_out)
-            if due:
-                failure = key.failed[due[0]]
-                key.excused, key.excuse = max(key.excused, due[-1]), failure
-                for round_ in due:
+            rounds = sorted(round_ for round_ in key.failed if round_ <= key.round)
+            if any(round_ >= since or key.failed[round_].timed_out for round_ in rounds):
+                failure = key.failed[rounds[0]]
+                key.excused, key.excuse = max(key.excused, rounds[-1]), failure
+                key.raised = key.round
+                for round_ in rounds:
                     del key.failed[round_]
                 self._raised(failure.event)
                 raise (StallError if failure.timed_out else CollectiveError)(failure.text)

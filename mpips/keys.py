@@ -107,6 +107,9 @@ class Key:
     """The last round whose failure this worker has raised, or caused and raised by itself."""
     excuse: Failure | None = None
     """That failure."""
+    raised: int = 0
+    """The last round begun when a failure was last raised: that error stood for all rounds up to it, but for those that
+    have waited too long, of which a later push must hear, as it would wait for them."""
     failed: dict[int, Failure] = field(default_factory=dict)
     """Rounds that failed and were not yet raised."""
 

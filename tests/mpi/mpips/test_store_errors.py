@@ -72,6 +72,21 @@ def test_a_bad_push_on_one_rank(kind, options, what):
 
 
 @kinds
+def test_two_bad_calls_on_one_rank_do_not_spoil_a_good_one(kind, options):
+    need(2, **options)
+
+    def body(kv):
+        bad = started(kv)
+        value = np.ones((3, 4) if kv.rank == bad else (4, 3), np.float32)
+        for _ in range(20):
+            failure(lambda: kv.push("w", value))
+            assert "'w'" in failure(lambda: kv.pushpull("w", value, np.zeros((4, 3), np.float32)))
+            assert goes_on(kv)
+
+    run(kind, body, **options)
+
+
+@kinds
 def test_a_bad_out_on_one_rank(kind, options):
     need(2, **options)
 

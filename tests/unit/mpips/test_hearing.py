@@ -1,0 +1,87 @@
+"""What a worker raises of what servers say has failed, whenever it hears it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from collectives.errors import CollectiveError, StallError
+from mpips.hearing import Hearing
+from mpips.keys import Key, Part
+from mpips.messages import Frame, Op
+
+
+class Spoken:
+    """A line on which the test speaks for the server."""
+
+    local = True
+
+    def __init__(self):
+        self.frames, self.texts = [], {}
+
+    def fails(self, round_, text, timed_out=False):
+        fields = dict.fromkeys(Frame._fields, 0) | {"op": Op.FAILED, "round": round_, "flags": int(timed_out)}
+        self.texts[len(self.texts)] = text
+        self.frames.append(Frame(**(fields | {"token": len(self.texts) - 1})))
+
+    def waiting(self):
+        return bool(self.frames)
+
+    def read(self):
+        frames, self.frames = self.frames, []
+        return frames
+
+    def body(self, frame):
+        return self.texts[frame.token].encode()
+
+
+@pytest.fixture
+def store():
+    line = Spoken()
+    hearing = Hearing(SimpleNamespace(num_servers=1, groups=lambda: [[0]]), [line])
+    part = Part(0, 0, 0, 5, line, (0, 1), 5, 1)
+    key = Key("w", (5,), np.dtype(float), [part], [part])
+    hearing.add(key)
+    return hearing, key, line
+
+
+def test_an_error_stands_for_all_rounds_so_far_whenever_the_others_fail(store):
+    hearing, key, line = store
+    hearing.begin(key)
+    hearing.begin(key)
+    line.fails(1, "first\0call 1")
+    with pytest.raises(CollectiveError, match="first"):
+        hearing.check(key)
+    line.fails(2, "second\0call 2")
+    hearing.begin(key)
+    hearing.check(key)
+    line.fails(3, "third\0call 3")
+    with pytest.raises(CollectiveError, match="third"):
+        hearing.check(key)
+
+
+def test_a_push_that_raises_stands_for_what_failed_before_too(store):
+    hearing, key, line = store
+    hearing.begin(key)
+    line.fails(1, "first\0call 1")
+    hearing.begin(key)
+    hearing.check(key, key.round)  # it comes to its own round
+    line.fails(2, "second\0call 2")
+    with pytest.raises(CollectiveError, match="first"):
+        hearing.check(key, key.round)
+    hearing.check(key)
+
+
+def test_a_round_that_has_waited_too_long_is_raised_by_a_later_push(store):
+    hearing, key, line = store
+    hearing.begin(key)
+    hearing.begin(key)
+    line.fails(1, "first\0call 1")
+    with pytest.raises(CollectiveError, match="first"):
+        hearing.check(key)
+    line.fails(2, "has waited", timed_out=True)
+    hearing.begin(key)
+    with pytest.raises(StallError, match="has waited"):
+        hearing.check(key, key.round)
