@@ -108,7 +108,7 @@ def load(
         _read(path, grid, network, {"": network.flat_parameters})
 
     hybrid = Hybrid(MLP(*header.specification, xp=xp), grid, optimizer, mode, overlap, half, servers, start)
-    hybrid.updates = header.updates
+    hybrid.updates, hybrid.rule = header.updates, header.rule
     if hybrid.update.loss_scale is not None and header.loss_scale is not None:
         hybrid.update.loss_scale.scale, hybrid.update.loss_scale.good = header.loss_scale
     state = optimizer.init(hybrid.network.flat_parameters)

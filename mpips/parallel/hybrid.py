@@ -17,6 +17,7 @@ from .clock import Clock
 from .communication import across
 from .grid import Grid
 from .loss_scale import LossScale
+from .minibatches import Rule
 from .mlp import MLP
 from .model import ModelExchange
 from .network import Network
@@ -57,6 +58,8 @@ class Hybrid:
         if start is not None:
             start(self.network)
         self.updates = 0
+        self.rule: Rule | None = None
+        """By what the rows were dealt that it was trained on; None where that is not known."""
         self.update: Update
         if servers is None:
             beside = spans.batch if overlap is None else overlap

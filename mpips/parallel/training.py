@@ -93,7 +93,7 @@ def train(
         alike(comm, "train", arguments, _wrong_loading(data, grid, loading))
         if hybrid is None:
             check_weights(model, comm)
-        grid, data = _load(model, data, grid, optimizer, mode, loading)
+        grid, data = _load(model, data, grid, optimizer, mode, hybrid, loading)
     hybrid = hybrid or Hybrid(model, grid, optimizer, mode, overlap, half, servers)
     data = data.on(hybrid.network.xp)
     done = hybrid.updates // len(data.deal.samples)
@@ -134,7 +134,7 @@ def _wrong_loading(data: Data | Callable[[], Source], grid: Grid | str, loading:
 
 def _load(
     model: MLP, data: Data | Callable[[], Source], grid: Grid | str, optimizer: Optimizer, mode: str,
-    loading: dict[str, Any],
+    hybrid: Hybrid | None, loading: dict[str, Any],
 ) -> tuple[Grid, Data]:  # fmt: skip
     """The grid, chosen if it is to be, and this rank's rows, loaded if they are to be; TrainingError on every rank
     where they do not fit."""
@@ -142,7 +142,7 @@ def _load(
         grid = choose_grid(model, loading["batch"], optimizer, mode) if grid == "auto" else Grid(*parse(grid))
     if not isinstance(data, Data):
         data = load(data, grid, dtype=model.specification.dtype, **loading)
-    agree(grid.comm, _misfit(model, data, grid))
+    agree(grid.comm, _misfit(model, data, grid) or _mixture(hybrid, data))
     return grid, data
 
 
@@ -158,6 +158,18 @@ def _misfit(model: MLP, data: Data, grid: Grid) -> str | None:
     if (loss == "softmax") != data.classes:
         return f"loss {loss!r} does not fit the targets, which are {'class numbers' if data.classes else 'numbers'}"
     return None
+
+
+def _mixture(hybrid: Hybrid | None, data: Data) -> str | None:
+    """Why rows that were for testing would be trained on, or the other way round; None where they would not."""
+    before = None if hybrid is None else hybrid.rule
+    if before is None or before[:2] == data.rule[:2]:
+        return None
+    return (
+        f"the rows were dealt by seed {data.seed} and test share {data.test_share}, but those of the checkpoint by "
+        f"seed {before.seed} and test share {before.test_share}: rows for training and rows for testing would mix; load "
+        f"the data with the checkpoint's"
+    )
 
 
 def _epoch(hybrid: Hybrid, data: Data, epoch: int) -> Epoch:

@@ -68,12 +68,12 @@ def check_words(ranks: int, **options: Any) -> None:
 
 
 def deal_by(rule: Rule, o: SimpleNamespace) -> None:
-    """Let the options deal rows as a checkpoint's were; TrainingError where the user says other test rows."""
+    """Let the options deal rows as a checkpoint's were; TrainingError where the user says otherwise."""
     for name, before in (("seed", rule.seed), ("test_share", rule.test_share)):
         if given(name) and (now := getattr(o, name)) != before:
             raise TrainingError(
-                f"--{name.replace('_', '-')} {now} would test rows that the checkpoint was trained on: its rows were "
-                f"dealt by {before}; leave the option out"
+                f"--{name.replace('_', '-')} {now} would mix rows for training and rows for testing: the checkpoint's "
+                f"is {before}; leave the option out"
             )
         setattr(o, name, before)
     if not given("batch"):

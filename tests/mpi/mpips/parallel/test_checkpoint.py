@@ -40,6 +40,21 @@ def test_training_goes_on_on_another_grid(tmp_path_factory, mode):
     assert same_everywhere(all(ok)), ok
 
 
+@pytest.mark.parametrize("dealt, words", [((2, 0.2), "seed 2 and test share 0.2"), ((1, 0.4), "test share 0.4")])
+def test_rows_that_were_dealt_otherwise_are_refused(tmp_path_factory, dealt, words):
+    path = COMM.bcast(str(tmp_path_factory.mktemp("dealt")) if COMM.rank == 0 else "") + "/x.safetensors"
+    grid = Grid(COMM.size, 1)
+    model = MLP([5, 4, 2], dtype="float64", seed=3)
+    rows = [load(lambda: SyntheticSource(150, 5, 2), grid, 30, "float64", *each) for each in ((1, 0.2), dealt)]
+    first = train(model, rows[0], grid, 1)
+    save_checkpoint(path, first.hybrid, rows[0])
+    again = load_checkpoint(path, grid)
+    with pytest.raises(TrainingError, match=f"{words}, but those of the checkpoint by seed 1 and test share 0.2"):
+        train(model, rows[1], grid, 1, hybrid=again)
+    assert [epoch.epoch for epoch in train(model, rows[0], grid, 1, hybrid=again).epochs] == [2]
+    grid.free()
+
+
 def test_collect_gives_every_rank_the_whole_network():
     expected = fresh(alone(), 1)
     whole = collect(expected.hybrid)

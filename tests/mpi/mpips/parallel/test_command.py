@@ -81,8 +81,8 @@ def test_going_on_tests_the_rows_that_were_tested_before_and_scales_as_before(tm
         code = call(*data[:4], "--load", path, option, value)
         error = capfd.readouterr().err
         assert same_everywhere(code == 1)
-        assert (f"{option} {value} would test rows" in error) == (COMM.rank == 0)
-        assert (f"dealt by {before};" in error) == (COMM.rank == 0)
+        assert (f"{option} {value} would mix rows" in error) == (COMM.rank == 0)
+        assert (f"is {before};" in error) == (COMM.rank == 0)
 
 
 def test_explain_shows_every_grid_and_both_ways_of_data_on_one_rank_without_colours(capfd):
