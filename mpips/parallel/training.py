@@ -167,8 +167,8 @@ def _mixture(hybrid: Hybrid | None, data: Data) -> str | None:
         return None
     return (
         f"the rows were dealt by seed {data.seed} and test share {data.test_share}, but those of the checkpoint by "
-        f"seed {before.seed} and test share {before.test_share}: rows for training and rows for testing would mix; load "
-        f"the data with the checkpoint's"
+        f"seed {before.seed} and test share {before.test_share}: rows for training and rows for testing would mix; "
+        f"load the data with the checkpoint's"
     )
 
 
