@@ -126,10 +126,8 @@ def draw(path: str, found: list[Point]) -> None:
         axis.set(xscale="log", yscale="log", xlabel="processes", ylabel="speedup over one process")
         axis.set_xticks(PROCESSES, [str(p) for p in PROCESSES])
         axis.legend(fontsize=7)
-    for p in PROCESSES[2:]:
-        row = sorted((point.model, point) for point in found if _is(point, FIGURE_7_WIDTH, p))
-        whole = row[0][1].predicted
-        seven.plot([model for model, _ in row], [whole / point.predicted for _, point in row], "o-", label=f"P = {p}")
+    for index, p in enumerate(PROCESSES[1:]):
+        _hybrids(seven, [point for point in found if _is(point, FIGURE_7_WIDTH, p)], f"C{index}", f"P = {p}")
     seven.axhline(PAPER["figure 7, best hybrid over batch"], color="k", linestyle=":", label="paper, best hybrid")
     seven.set(xscale="log", xlabel="model ranks of P", ylabel="speedup over Px1", title="Figure 7: hybrid, width 512")
     seven.set_xticks(PROCESSES, [str(p) for p in PROCESSES])
@@ -140,6 +138,17 @@ def draw(path: str, found: list[Point]) -> None:
 
 def _is(point: Point, width: int, ranks: int) -> bool:
     return point.width == width and point.batch * point.model == ranks
+
+
+def _hybrids(axis: Any, points: list[Point], colour: str, label: str) -> None:
+    """One P of figure 7: the speedup of each of its grids over Px1."""
+    row = sorted(points, key=lambda point: point.model)
+    whole = row[0]
+    models = [point.model for point in row]
+    axis.plot(models, [whole.predicted / point.predicted for point in row], "o-", color=colour, label=label)
+    real = [(point.model, whole.measured / point.measured) for point in row if whole.measured and point.measured]
+    if real:
+        axis.plot(*zip(*real), "x", color=colour, markersize=9)
 
 
 def _speedups(axis: Any, found: list[Point], batch: bool) -> None:
