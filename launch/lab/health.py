@@ -1,4 +1,5 @@
-"""Whether the network between hosts of a lab still carries. The keeper asks here; a few small files are read."""
+"""Whether hosts of a lab live, and the network between them carries; what is said of a host that died. The keeper asks
+here; a few small files are read."""
 
 from __future__ import annotations
 
@@ -43,6 +44,11 @@ def given_up(process: int, processes: Path = Path("/proc")) -> int:
         return 0
     names, values = (line.split() for line in text.splitlines() if line.startswith(NETSTAT))
     return int(values[names.index(GIVEN_UP)])
+
+
+def lives(process: int) -> bool:
+    """Whether a host is there: its own ``process``."""
+    return Path(f"/proc/{process}/ns/net").exists()
 
 
 def died(lab: str, hosts: Sequence[str]) -> str:

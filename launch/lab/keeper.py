@@ -16,7 +16,6 @@ from typing import Any
 
 from launch.lab import files, health, kernel, leftovers
 from launch.lab.build import Links, add_neighbours_and_routes, apply_settings, build
-from launch.lab.health import died
 from launch.lab.plan import Nic, Plan, decode, window
 
 
@@ -113,18 +112,18 @@ class Keeper:
                 moved = {key: now[nic.name][key] - before[nic.name][key] for key in ("sent", "received", "dropped")}
                 record = {"name": nic.name, "level": nic.level, "switch": nic.switch, "address": nic.address}
                 nics.append(record | {"rate": nic.rate, "up": bool(now[nic.name]["up"])} | moved)
-            alive = _lives(process)
+            alive = health.lives(process)
             hosts.append(
                 {"name": host.name, "vip": host.vip, "management": host.management, "alive": alive, "nics": nics}
             )
         return {"name": self.name, "topology": self.plan.topology, "hosts": hosts}
 
     def _dead(self) -> list[str]:
-        return [host.name for host, process in zip(self.plan.hosts, self.processes) if not _lives(process)]
+        return [host.name for host, process in zip(self.plan.hosts, self.processes) if not health.lives(process)]
 
     def _set_link(self, name: str, nic: str, up: bool) -> dict[str, Any]:
         if name in self._dead():
-            return {"error": died(self.name, [name])}
+            return {"error": health.died(self.name, [name])}
         for host, links in zip(self.plan.hosts, self.hosts):
             if host.name == name and nic in [n.name for n in host.nics]:
                 links.set(nic, state="up" if up else "down")
@@ -144,10 +143,6 @@ class Keeper:
         needed = {host.name for host, _ in used} | {host for host, _ in self._crossed[hosts]}
         given_up = {host.name: health.given_up(process) for host, process in used}
         return {"down": down, "dead": [name for name in self._dead() if name in needed], "given_up": given_up}
-
-
-def _lives(process: int) -> bool:
-    return os.path.exists(f"/proc/{process}/ns/net")
 
 
 def _read(links: Links) -> dict[str, dict[str, int]]:

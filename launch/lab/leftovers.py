@@ -7,7 +7,7 @@ import os
 import signal
 from pathlib import Path
 
-VARIABLE = "MPIPS_LAB_JOB"
+VARIABLE = "LAB_JOB_OF_MPIPS"  # no MPIPS_*: those are options of a store, which refuses what it does not know
 
 
 def end(job: str) -> int:

@@ -16,7 +16,7 @@ import mxnet as mx  # type: ignore[import-not-found]  # a scheduler or server st
 
 
 def processor() -> tuple[int, int]:
-    """(idle, all) ticks of the machine's cores so far."""
+    """(idle, all) ticks of the machine's cores so far; as in `examples`, which MXNet's Python does not have."""
     with open("/proc/stat") as file:
         ticks = [int(word) for word in file.readline().split()[1:]]
     return ticks[3] + ticks[4], sum(ticks)

@@ -121,6 +121,24 @@ for process in filter(str.isdigit, os.listdir("/proc")):
 """
 
 
+def started(name: str, code: str, *options: str) -> subprocess.Popen[str]:
+    """`mpips lab run` of a program on three hosts, once it has said "up"."""
+    words = ["launch.lab", "run", "--name", name, "-n", "3", *options, "--", sys.executable, "-c", code]
+    pipe = subprocess.PIPE
+    job = subprocess.Popen([sys.executable, "-m", *words], cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
+    assert job.stdout is not None
+    assert job.stdout.readline() == "up\n"
+    return job
+
+
+def test_a_store_works_under_lab_run(make: Make) -> None:
+    name = make("star:3")
+    code = "import mpips\nkv = mpips.create('dist_sync', servers=1)\n"
+    job = started(name, code + "if kv.rank == 0: print('up', flush=True)\nkv.close()")
+    said = job.communicate(timeout=60)[1]
+    assert job.returncode == 0, said
+
+
 DIE_ALONE = """
 import os, signal
 for process in filter(str.isdigit, os.listdir("/proc")):
@@ -131,11 +149,7 @@ for process in filter(str.isdigit, os.listdir("/proc")):
 
 def test_a_host_whose_own_process_is_killed_ends_the_job_and_takes_no_other(make: Make, run: Run) -> None:
     name = make("star:3")
-    words = ["launch.lab", "run", "--name", name, "-n", "3", "--patience", "0", "--", sys.executable, "-c", BLOCKED]
-    pipe = subprocess.PIPE
-    job = subprocess.Popen([sys.executable, "-m", *words], cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
-    assert job.stdout is not None
-    assert job.stdout.readline() == "up\n"
+    job = started(name, BLOCKED, "--patience", "0")
     subprocess.run(client.host_command(name, "launcher", [sys.executable, "-c", DIE_ALONE]), check=True)
     said = job.communicate(timeout=60)[1]
     assert job.returncode == 1, said
@@ -165,11 +179,7 @@ def test_a_host_all_of_whose_processes_are_killed_ends_the_job(make: Make, run: 
     name = make("star:3")
     code = "import time\nfrom mpi4py import MPI\nc = MPI.COMM_WORLD\nc.Barrier()\n"
     code += "if c.rank == 0: print('up', flush=True)\ntime.sleep(100)"
-    words = ["launch.lab", "run", "--name", name, "-n", "3", "--", sys.executable, "-c", code]
-    pipe = subprocess.PIPE
-    job = subprocess.Popen([sys.executable, "-m", *words], cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
-    assert job.stdout is not None
-    assert job.stdout.readline() == "up\n"
+    job = started(name, code)
     subprocess.run(client.host_command(name, "h1", [sys.executable, "-c", DIE]), cwd=ROOT, check=False)  # it dies, too
     assert not client.ask(name, {"do": "status"})["hosts"][1]["alive"]
     said = job.communicate(timeout=90)[1]
@@ -211,11 +221,7 @@ while True: c.Allreduce(MPI.IN_PLACE, x)
 @pytest.mark.parametrize("how", ["lab link", "ip link"])
 def test_a_nic_that_goes_down_ends_a_job_that_is_in_a_blocking_call(make: Make, run: Run, how: str) -> None:
     name = make("star:3")
-    words = ["launch.lab", "run", "--name", name, "-n", "3", "--patience", "2", "--", sys.executable, "-c", BLOCKED]
-    pipe = subprocess.PIPE
-    job = subprocess.Popen([sys.executable, "-m", *words], cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
-    assert job.stdout is not None
-    assert job.stdout.readline() == "up\n"
+    job = started(name, BLOCKED, "--patience", "2")
     if how == "lab link":
         client.ask(name, {"do": "link", "host": "h1", "nic": "d0", "up": False})
     else:

@@ -47,13 +47,19 @@ def store():
     return hearing, key, line
 
 
-def test_an_error_stands_for_all_rounds_so_far_whenever_the_others_fail(store):
+def first_of_two_failed(store):
+    """Two rounds have begun; the first has failed, and was raised."""
     hearing, key, line = store
     hearing.begin(key)
     hearing.begin(key)
     line.fails(1, "first\0call 1")
     with pytest.raises(CollectiveError, match="first"):
         hearing.check(key)
+    return store
+
+
+def test_an_error_stands_for_all_rounds_so_far_whenever_the_others_fail(store):
+    hearing, key, line = first_of_two_failed(store)
     line.fails(2, "second\0call 2")
     hearing.begin(key)
     hearing.check(key)
@@ -75,12 +81,7 @@ def test_a_push_that_raises_stands_for_what_failed_before_too(store):
 
 
 def test_a_round_that_has_waited_too_long_is_raised_by_a_later_push(store):
-    hearing, key, line = store
-    hearing.begin(key)
-    hearing.begin(key)
-    line.fails(1, "first\0call 1")
-    with pytest.raises(CollectiveError, match="first"):
-        hearing.check(key)
+    hearing, key, line = first_of_two_failed(store)
     line.fails(2, "has waited", timed_out=True)
     hearing.begin(key)
     with pytest.raises(StallError, match="has waited"):
