@@ -13,6 +13,7 @@ from mpi4py import MPI
 from collectives import table
 from collectives.errors import CollectiveError, MismatchError, StallError
 from collectives.native import Choice
+from collectives.table import Table
 from collectives.transport.room import REFUSED, Card, Room
 from collectives.watch import Agreed, Arrival, Patience, Watch, drive, limits
 
@@ -28,11 +29,12 @@ def _key() -> int:
     return MPI.Comm.Create_keyval(delete_fn=lambda comm, key, session: session.close())
 
 
-def session(comm: MPI.Comm | None) -> Session:
+def session(comm: MPI.Comm | None, known_table: Table | None = None) -> Session:
     """The session of a communicator (None: COMM_WORLD). The first call for a communicator is collective, blocking.
 
     StallError there means that a rank had not come within the limits of the environment. A later call waits on for it,
-    so the communicator is as good as before; what else the ranks do together on it must come after.
+    so the communicator is as good as before; what else the ranks do together on it must come after. `known_table`, the
+    same on all ranks, counts in the first call, in place of the user's.
     """
     global _recent
     before, known = _recent
@@ -46,18 +48,18 @@ def session(comm: MPI.Comm | None) -> Session:
     if not isinstance(found, Session):
         if not isinstance(comm, MPI.Intracomm):
             raise MismatchError("an intercommunicator has no collectives here: merge it first")
-        found = _meet_and_open(comm, found)
+        found = _meet_and_open(comm, found, known_table)
     _recent = (given, found)
     return found
 
 
-def _meet_and_open(comm: MPI.Intracomm, arrival: Arrival | None) -> Session:
+def _meet_and_open(comm: MPI.Intracomm, arrival: Arrival | None, known_table: Table | None) -> Session:
     """Wait for all ranks, from where an earlier call gave up, and make the session."""
     if arrival is None:
         arrival = Arrival(comm)
         comm.Set_attr(_key(), arrival)
     arrival.wait(*limits())
-    made = Session(comm)
+    made = Session(comm, known_table)
     comm.Set_attr(_key(), made)
     return made
 
@@ -82,7 +84,7 @@ class Operation:
 class Session:
     """One communicator. `room` holds the ranks of this node; it is everybody when `nodes` is 1."""
 
-    def __init__(self, comm: MPI.Intracomm):
+    def __init__(self, comm: MPI.Intracomm, known_table: Table | None):
         self.comm = comm.Dup()
         self.rank, self.size = comm.rank, comm.size
         self.stall_seconds, self.timeout_seconds = limits()
@@ -100,7 +102,7 @@ class Session:
         self.nodes = len(set(self.node_of))
         self.across = self._across()
         self.watch = Watch(self.comm, self.stall_seconds, self.timeout_seconds) if self.nodes > 1 else None
-        self.table = table.shared(self.comm)
+        self.table = known_table or table.shared(self.comm)
         self.plans: dict[Any, Any] = {}
         self.by_address: dict[Any, Any] = {}
         self.made: WeakSet[Any] = WeakSet()

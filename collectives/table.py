@@ -7,7 +7,10 @@ of an AMD EPYC; what they say of several nodes (SHIPPED_BETWEEN, `far`) is a gue
 
 from __future__ import annotations
 
+import errno
 import os
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -131,21 +134,41 @@ def load() -> Table:
 
 
 def save(table: Table) -> Path:
-    """Write the table for later runs; gives back where."""
+    """Write the table for later runs; gives back where. CollectiveError where it cannot be written."""
     file = path()
-    file.parent.mkdir(parents=True, exist_ok=True)
-    beside = file.with_suffix(f".{os.getpid()}")
-    beside.write_bytes(msgspec.json.format(msgspec.json.encode(table)))
-    beside.replace(file)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        beside = file.with_suffix(f".{os.getpid()}")
+        beside.write_bytes(msgspec.json.format(msgspec.json.encode(table)))
+        beside.replace(file)
+    except OSError as error:
+        raise _unwritable(file, error) from error
     return file
 
 
-def shared(comm: MPI.Comm) -> Table:
-    """Rank 0's table on every rank, or its error. Collective, blocking."""
+def see_writable() -> None:
+    """Make the folder that `save` writes to; CollectiveError where it cannot be written."""
+    file = path()
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=file.parent):
+            pass
+        if file.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    except OSError as error:
+        raise _unwritable(file, error) from error
+
+
+def _unwritable(file: Path, error: OSError) -> CollectiveError:
+    return CollectiveError(f"cannot write {file}: {error.strerror}; set XDG_CACHE_HOME to a folder that can be written")
+
+
+def shared(comm: MPI.Comm, read: Callable[[], Table] = load) -> Table:
+    """Rank 0's table, as `read` there gives it, on every rank, or its CollectiveError. Collective, blocking."""
     message = b""
     if comm.rank == 0:
         try:
-            message = b"+" + msgspec.json.encode(load())
+            message = b"+" + msgspec.json.encode(read())
         except CollectiveError as error:
             message = b"-" + str(error).encode()
     size = np.array([len(message)], np.int64)

@@ -7,7 +7,8 @@ an addition (gamma). The results join those of other numbers of ranks in the use
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -19,7 +20,8 @@ from rich.table import Table as Listing
 
 from collectives import arena, catalog, cost, table
 from collectives.bench.harness import measure
-from collectives.console import Seconds, console, progress
+from collectives.console import RankedCommand, Seconds, console, progress
+from collectives.errors import CollectiveError
 from collectives.plan import Plan, plan
 from collectives.schedule import KINDS, cut
 from collectives.session import Session, session
@@ -32,7 +34,14 @@ BETWEEN_SIZES = tuple(1 << e for e in range(6, 25, 3))
 CLEARLY = 0.97  # a change must win by more than noise
 
 
-@click.command()
+def check(ranks: int, *, dry_run: bool, **_: Any) -> None:
+    """click.ClickException, before anything is measured, where the result could not be kept."""
+    if not dry_run:
+        with _told():
+            table.see_writable()
+
+
+@click.command(cls=RankedCommand)
 @click.option("--seconds", default=0.3, type=Seconds(), show_default=True, help="time to spend on each size")
 @click.option("--dry-run", is_flag=True, help="show the table, but do not keep it")
 def command(seconds: float, dry_run: bool) -> None:
@@ -41,14 +50,35 @@ def command(seconds: float, dry_run: bool) -> None:
     Start the ranks with `mpips tune --ranks P` or with mpirun.
     """
     comm = MPI.COMM_WORLD
-    home = session(comm)
-    found = home.table
+    with _told():
+        found = table.shared(comm, lambda: _known(dry_run))
+    home = session(comm, found)
     if comm.size > 1:
         with progress("tune", 3 if home.nodes == 1 else 1 + len(KINDS), comm.rank == 0) as done:
             found = tuned(home, comm, seconds, done)
     if comm.rank == 0:
         _show(found, comm.size, home.nodes)
-        click.echo("not kept" if dry_run else f"kept in {table.save(found)}")
+        with _told():
+            click.echo("not kept" if dry_run else f"kept in {table.save(found)}")
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    try:
+        yield
+    except CollectiveError as error:
+        raise click.ClickException(str(error)) from None
+
+
+def _known(dry_run: bool) -> Table:
+    """The table to go on from: the shipped one where the user's is spoilt. CollectiveError where it cannot be kept."""
+    if not dry_run:
+        table.see_writable()
+    try:
+        return table.load()
+    except CollectiveError as error:
+        click.echo(f"note: {table.path()} is spoilt ({error.__cause__}); starting from the shipped table", err=True)
+        return Table()
 
 
 def tuned(home: Session, comm: MPI.Comm, seconds: float, done: Callable[[str], None] = lambda what: None) -> Table:

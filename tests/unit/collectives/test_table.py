@@ -1,7 +1,9 @@
 """The tuning table: kept, read back, refused when spoilt; ranges from winners."""
 
+import click
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -36,6 +38,39 @@ def test_a_spoilt_file_is_told(text):
     table.path().write_text(text)
     with pytest.raises(CollectiveError, match="mpips tune"):
         table.load()
+
+
+@pytest.mark.parametrize("words, kept", [([], True), (["--dry-run"], False)])
+def test_tune_makes_a_spoilt_table_anew(words, kept):
+    tune = pytest.importorskip("collectives.tune")
+    table.path().parent.mkdir(parents=True)
+    table.path().write_text("{")
+    done = CliRunner().invoke(tune.command, words)
+    assert done.exit_code == 0, done.output
+    assert f"{table.path()} is spoilt" in done.output
+    if kept:
+        assert table.load() == Table()
+    else:
+        assert table.path().read_text() == "{"
+
+
+@pytest.mark.parametrize("place", ["", "mpips", "mpips/collectives.json"])
+def test_tune_sees_first_whether_the_table_can_be_kept(monkeypatch, tmp_path, place):
+    tune = pytest.importorskip("collectives.tune")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    blocked = tmp_path / "cache" / place
+    blocked.parent.mkdir(parents=True, exist_ok=True)
+    if place.endswith("json"):
+        blocked.mkdir()
+    else:
+        blocked.write_text("a file where a folder should be")
+    with pytest.raises(click.ClickException, match="XDG_CACHE_HOME"):
+        tune.check(2, dry_run=False)
+    tune.check(2, dry_run=True)
+    done = CliRunner().invoke(tune.command, [])
+    assert done.exit_code == 1
+    assert f"cannot write {table.path()}" in done.output
+    assert "measured with" not in done.output
 
 
 @given(st.integers(1, 300), st.integers(0, 1 << 40), st.sampled_from(KINDS))
