@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 
 KINDS = ("allreduce", "reduce_scatter", "allgather", "broadcast", "reduce", "alltoall")
 NOBODY = -1
+MOST_LANES = 1024  # more make no collective faster
 
 Index: TypeAlias = Any
 """An int (one rank) or an int64 array with one entry for each rank (all ranks at once)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -21,6 +22,7 @@ from collectives.schedule import KINDS
 from collectives.topology import parse, parse_rate
 
 TIME = Seconds(zero=True)
+MOST_RANKS = 1 << 20  # whose clocks and links fit into memory
 MANY = 2048  # ranks from which a run may take long enough for a progress bar
 
 
@@ -55,7 +57,7 @@ def command(
             return
         near = LinkCost(near_alpha, near_beta)
         model = partial(predict, alpha=alpha, gamma=gamma, near=near, per_host=per_host)
-        network = parse(topology, speed)
+        network = _network(topology, speed, per_host)
         rows = [
             _predicted(model, network, collective, algorithm, nbytes)
             for algorithm in algorithms
@@ -70,8 +72,21 @@ def command(
         _draw(rows, plot_path)
 
 
+def _network(topology: str, rate: float, per_host: int) -> Network:
+    try:
+        found = parse(topology, rate)
+    except ValueError as error:
+        raise ValueError(f"--topology: {error}") from None
+    if found.hosts * per_host > MOST_RANKS:
+        raise ValueError(f"--per-host {per_host} on {found.hosts:,} hosts: at most {MOST_RANKS:,} ranks in all")
+    return found
+
+
 def _sizes(text: str) -> list[int]:
-    found = parse_sizes(text)
+    try:
+        found = parse_sizes(text)
+    except ValueError as error:
+        raise ValueError(f"--bytes: {error}") from None
     if min(found) < 1:
         raise ValueError(f"--bytes {text}: there is nothing to move")
     return found
@@ -83,7 +98,11 @@ def _predicted(
     hidden = network.hosts < MANY
     with Progress(console=console(stderr=True), transient=True, disable=hidden) as bar:
         task = bar.add_task(f"{algorithm} on {network.name}", total=1.0)
-        return model(network, kind, algorithm, nbytes, progress=lambda done: bar.update(task, completed=done))
+        with np.errstate(over="ignore", invalid="ignore"):
+            row = model(network, kind, algorithm, nbytes, progress=lambda done: bar.update(task, completed=done))
+    if not math.isfinite(row.seconds):
+        raise ValueError("--alpha, --beta and --gamma (or --near-*) give a time beyond all numbers: lower them")
+    return row
 
 
 def _print(rows: Sequence[Prediction]) -> None:

@@ -14,6 +14,7 @@ directed, one for each direction of a cable, and numbered; all arithmetic works 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, Protocol
@@ -25,6 +26,7 @@ from .schedule import NOBODY, Index, where
 
 TEN_GIGABIT = 1.25e9
 """Bytes a second of a 10 Gbit/s link, the rate where none is given."""
+MOST_HOSTS = 1 << 20
 
 
 class Nic(NamedTuple):
@@ -290,14 +292,16 @@ def parse_rate(text: str) -> float:
 
 
 def parse(text: str, rate: float = TEN_GIGABIT) -> BCube | FatTree:
-    """The network written as "star:9", "bcube:3,2" or "fattree:4"; rate in bytes a second. ValueError says what is
-    wrong and how to write it."""
+    """The network written as "star:9", "bcube:3,2" or "fattree:4", of at most `MOST_HOSTS`; rate in bytes a second.
+    ValueError says what is wrong and how to write it."""
     kind, _, rest = text.strip().lower().partition(":")
-    numbers = [int(part) if part.strip().isdigit() else -1 for part in rest.split(",")]
-    if kind == "star" and len(numbers) == 1 and numbers[0] > 0:
-        return star(numbers[0], rate)
-    if kind == "fattree" and len(numbers) == 1 and numbers[0] > 0:
-        return fattree(numbers[0], rate)
-    if kind == "bcube" and len(numbers) == 2 and min(numbers) > 0:
-        return bcube(numbers[0], numbers[1], rate)
-    raise ValueError(f"unknown topology {text!r}: write star:HOSTS, bcube:PORTS,LEVELS or fattree:PORTS (as bcube:3,2)")
+    numbers = [int(part) if part.strip().isdecimal() else -1 for part in rest.split(",")]
+    if (kind, len(numbers)) not in (("star", 1), ("fattree", 1), ("bcube", 2)) or min(numbers) < 1:
+        raise ValueError(
+            f"unknown topology {text!r}: write star:HOSTS, bcube:PORTS,LEVELS or fattree:PORTS (as bcube:3,2)"
+        )
+    makers: dict[str, Callable[..., BCube | FatTree]] = {"star": star, "fattree": fattree, "bcube": bcube}
+    found = makers[kind](*numbers, rate)
+    if max(numbers) > MOST_HOSTS or found.hosts > MOST_HOSTS:
+        raise ValueError(f"topology {text!r} is too large: at most {MOST_HOSTS:,} hosts")
+    return found

@@ -30,7 +30,7 @@ from __future__ import annotations
 from functools import partial
 from math import prod
 
-from ..schedule import Index, Lane, Round, Schedule, Step, Steps, one, series
+from ..schedule import MOST_LANES, Index, Lane, Round, Schedule, Step, Steps, one, series
 
 KINDS = ("allreduce", "reduce_scatter", "allgather")
 
@@ -79,9 +79,9 @@ def over(kind: str, radices: tuple[int, ...], lanes: int, name: str) -> Schedule
 
 
 def build(kind: str, p: int, n: int = 0, k: int = 0, depth: int = 1) -> Schedule:
-    """BML over n^k = p ranks; n and k as in `shape`, depth at least 1 (it counts in allreduce only)."""
-    if depth < 1:
-        raise ValueError(f"bcube needs a depth of at least one, not {depth}")
+    """BML over n^k = p ranks; n and k as in `shape`, depth from 1 to `MOST_LANES` (it counts in allreduce only)."""
+    if not 1 <= depth <= MOST_LANES:
+        raise ValueError(f"bcube needs a depth of 1 to {MOST_LANES}, not {depth}")
     n, k = shape(p, n, k)
     deeper = f",depth={depth}" if depth > 1 else ""
     return over(kind, (n,) * k, depth * k, f"bcube(n={n},k={k}{deeper})")
@@ -94,8 +94,8 @@ def shape(p: int, n: int = 0, k: int = 0) -> tuple[int, int]:
         return _least_levels(p)
     n = n or round(p ** (1 / k))
     k = k or next(k for k in range(1, p + 1) if n**k >= p or n == 1)
-    if n**k != p:
-        raise ValueError(f"bcube(n={n},k={k}) is for {n**k} ranks, not for {p}: choose n and k with n^k = {p}")
+    if n ** min(k, p.bit_length()) != p:  # 2^bit_length is above p already
+        raise ValueError(f"bcube(n={n},k={k}) is for {n}^{k} ranks, not for {p}: choose n and k with n^k = {p}")
     return n, k
 
 

@@ -13,13 +13,13 @@ p = 3, r = 2, time to the right (a, b the lanes' messages, A, B their sums):
 Cost, with the message w = alpha + n/(rp) beta and the sum g = n/(rp) gamma of one step of a lane: where g <= w, all
 sums hide behind other rings' messages and 2(p-1) r w is left; else the sums are the bound, (p-1) r g + ((p-2) r + 2)
 w.
-Limits: any p, r >= 1. Memory: one chunk,
+Limits: any p, 1 <= r <= MOST_LANES. Memory: one chunk,
 n/(r p), for each lane.
 """
 
 from __future__ import annotations
 
-from ..schedule import Lane, Schedule
+from ..schedule import MOST_LANES, Lane, Schedule
 from . import ring
 
 KINDS = ("allreduce",)
@@ -27,7 +27,7 @@ KINDS = ("allreduce",)
 
 def build(kind: str, p: int, rings: int = 2) -> Schedule:
     """allreduce over `rings` rings of p ranks, in turn."""
-    if rings < 1:
-        raise ValueError(f"multi_ring needs at least one ring, not {rings}")
+    if not 1 <= rings <= MOST_LANES:
+        raise ValueError(f"multi_ring needs 1 to {MOST_LANES} rings, not {rings}")
     stage = ring.STAGES[kind](p)
     return Schedule(kind, f"multi_ring(rings={rings})", p, tuple(Lane(p, stage, turn) for turn in range(rings)))

@@ -5,14 +5,19 @@ from __future__ import annotations
 import re
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+MOST = 10**18
+"""Bytes, so that counts of them fit 64-bit integers."""
 
 
 def parse_bytes(text: str) -> int:
-    """4096 from "4096", "4KiB" or "4 kib"; 4,000,000 from "4MB". ValueError for anything else."""
+    """4096 from "4096", "4KiB" or "4 kib"; 4,000,000 from "4MB". ValueError for anything else, or above `MOST`."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     if not match or match.group(2).upper() not in UNITS:
         raise ValueError(f"{text!r} is no size: write 4096, 4KiB, 4MiB, 1GiB or 4MB")
-    return int(float(match.group(1)) * UNITS[match.group(2).upper()])
+    found = float(match.group(1)) * UNITS[match.group(2).upper()]
+    if found > MOST:
+        raise ValueError(f"{text!r} is above {MOST:.0e} bytes, the most there is")
+    return int(found)
 
 
 def parse_sizes(text: str) -> list[int]:

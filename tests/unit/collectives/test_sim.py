@@ -52,6 +52,17 @@ def test_beta_is_the_reciprocal_of_the_rate(tmp_path):
         (["--bytes", "lots"], "is no size"),
         (["--rate", "fast"], "unknown rate"),
         (["--topology", "star:6"], "bcube needs p = n^k"),
+        (["--bytes", "1e30"], "--bytes: '1e30' is no size"),
+        (["--bytes", "9999999999GB"], "--bytes: '9999999999GB' is above 1e+18 bytes"),
+        (["--figure5", "--bytes", "9" * 400], "is above 1e+18 bytes"),
+        (["--topology", "star:²"], "--topology: unknown topology"),
+        (["--topology", "star:1000000000"], "--topology: topology 'star:1000000000' is too large: at most 1,048,576"),
+        (["--topology", "bcube:1000000,4"], "is too large: at most 1,048,576 hosts"),
+        (["--topology", "bcube:9,99999999999"], "is too large: at most 1,048,576 hosts"),
+        (["--topology", "fattree:1000000"], "is too large: at most 1,048,576 hosts"),
+        (["--per-host", "1000000"], "--per-host 1000000 on 9 hosts: at most 1,048,576 ranks"),
+        (["--alpha", "1e308"], "a time beyond all numbers"),
+        (["--beta", "1e300"], "a time beyond all numbers"),
     ],
 )
 def test_what_it_cannot_do_it_says(words, sentence):
