@@ -75,19 +75,16 @@ def serves(kind: str, algorithm: str, p: int, **parameters: Any) -> str | None:
 
 
 def parse(algorithm: str) -> tuple[str, dict[str, Any]]:
-    """("bcube", {"n": 3, "k": 2}) from "bcube(n=3,k=2,over=messages)": `over` is no parameter of the schedule."""
+    """("bcube", {"n": 3, "k": 2}) from "bcube(n=3,k=2,over=messages)": `over` is no parameter of the schedule.
+    ValueError where it is not so written, or `over` is none of "memory" and "messages"."""
     name, written = _parse(algorithm)
     written.pop("over", None)
     return name, written
 
 
 def transport(algorithm: str) -> str:
-    """What `over` says, or ""; ValueError for anything but "memory" and "messages"."""
-    _, written = _parse(algorithm)
-    over = written.get("over", "")
-    if over and over not in TRANSPORTS:
-        raise ValueError(f"{algorithm}: over must be one of {', '.join(TRANSPORTS)}")
-    return str(over)
+    """What `over` says, or ""; ValueError as `parse`."""
+    return str(_parse(algorithm)[1].get("over", ""))
 
 
 def _parse(algorithm: str) -> tuple[str, dict[str, Any]]:
@@ -96,7 +93,10 @@ def _parse(algorithm: str) -> tuple[str, dict[str, Any]]:
         raise ValueError(f"algorithm {algorithm!r} is not written as name or name(parameter=value, ...)")
     name, inside = match.groups()
     pairs = re.findall(r"(\w+)=(\w+)", inside or "")
-    return name, {key: int(value) if value.isdigit() else value for key, value in pairs}
+    written = {key: int(value) if value.isdecimal() else value for key, value in pairs}
+    if written.get("over", TRANSPORTS[0]) not in TRANSPORTS:
+        raise ValueError(f"{algorithm}: over must be one of {', '.join(TRANSPORTS)}")
+    return name, written
 
 
 def _refuse_unknown(name: str, given: dict[str, Any]) -> None:

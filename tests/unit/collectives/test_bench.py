@@ -86,6 +86,8 @@ def test_the_command_line_is_understood() -> None:
         ("algorithms", "fast", "choose one of ring"),
         ("algorithms", "ring(", "not written as"),
         ("algorithms", "bcube(n=3,k=2)", r"3\^2 ranks"),
+        ("algorithms", "ring(over=air)", "over must be one of memory, messages"),
+        ("algorithms", "hierarchical(over=air)", "over must be one of memory, messages"),
         ("algorithms", ",", "names none"),
         ("arrays", "mine", "private, empty"),
         ("op", "mean of ints", "unknown operation"),

@@ -49,6 +49,7 @@ def test_beta_is_the_reciprocal_of_the_rate(tmp_path):
     [
         (["--topology", "ring:4"], "unknown topology"),
         (["--algorithm", "rong"], "choose one of"),
+        (["--algorithm", "ring(over=air)"], "over must be one of memory, messages"),
         (["--bytes", "lots"], "is no size"),
         (["--rate", "fast"], "unknown rate"),
         (["--topology", "star:6"], "bcube needs p = n^k"),
