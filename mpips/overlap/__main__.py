@@ -87,7 +87,8 @@ def parse_nodes(text: str) -> tuple[int, ...]:
 @click.option("--rate", type=Rate(), default=1.33e12, show_default=True, help="With --model: operations/s of a node.")
 @click.option("--batch", type=BATCH, default=32, show_default=True, help="With --model: examples a node and iteration.")
 @click.option("--save-profile", type=OutFile(), help="Write the profile here, to be edited or measured again.")
-@click.option("--nodes", type=Nodes(), help="8, 4:64 (doubling), 4:64:4 (a step) or 4,6,9.")
+@click.option("--nodes", type=Nodes(),
+              help="8, 4:64 (doubling), 4:64:4 (a step) or 4,6,9; a profile measured with servers has one size only.")
 @click.option("--strategy", multiple=True, type=click.Choice(NAMES), help="Only these (may be repeated).")
 @click.option("--direction", type=click.Choice(["push", "pull", "both"]), default="push", show_default=True,
               help="push: backward with allreduces (network). pull: forward with pulls (startup_s, bandwidth_Bps). "
@@ -148,7 +149,7 @@ def _model_profile(model: str, rate: float, batch: int) -> Profile:
 def _sizes(profile: Profile, nodes: tuple[int, ...] | None) -> tuple[int | None, ...]:
     if isinstance(profile.network, Ring):
         return nodes or DEFAULT_NODES
-    if nodes and profile.network.nodes is None:
+    if nodes and profile.network.nodes is None and profile.network.collective == "allreduce":
         click.echo("note: the profile does not say on how many nodes a and b were measured (\"nodes\"), "
                    "so they are taken as they are for every number of nodes", err=True)
     return nodes or (profile.network.nodes,)

@@ -60,8 +60,9 @@ class Linear:
         if nodes is None or nodes == self.nodes:
             return self.a, self.b
         if self.collective == "servers":
+            measured = "" if self.nodes is None else f"measured on {self.nodes}, "
             raise ValueError(f"network: a and b are those of a push to servers, which do not scale as a ring does: "
-                             f"measured with {self.nodes}, they say nothing of {nodes}; plan without --nodes")
+                             f"{measured}they say nothing of {nodes} nodes; plan without --nodes")
         if self.nodes == 1:
             raise ValueError(f"network: a and b were measured on 1 node, which says nothing of a network of {nodes}: "
                              "plan without --nodes, or measure a profile on at least 2")

@@ -98,6 +98,17 @@ def test_what_no_other_size_follows_from_is_planned_as_measured(
     assert plan(str(tmp_path / "p.json"))[0] == plan(str(tmp_path / "p.json"), "--nodes", str(nodes))[0] == 0
 
 
+def test_servers_of_an_unknown_size_are_refused_other_sizes_in_one_sentence(tmp_path: Path) -> None:
+    network = {"a": 1e-4, "b": 1e-9, "collective": "servers"}
+    (tmp_path / "p.json").write_text(json.dumps(profile.to_dict(random_profile(2, 5)) | {"network": network}))
+    code, output = plan(str(tmp_path / "p.json"), "--nodes", "8")
+    assert code == 2
+    assert output.startswith("Error: network: a and b are those of a push to servers")
+    assert "None" not in output
+    assert output.count("\n") == 1
+    assert plan(str(tmp_path / "p.json"))[0] == 0
+
+
 @pytest.mark.parametrize("rate", ["inf", "nan", "0"])
 def test_a_rate_is_finite(rate: str) -> None:
     code, output = plan("--model", "lenet5", "--rate", rate)
