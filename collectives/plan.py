@@ -35,15 +35,16 @@ from mpi4py import MPI
 from collectives import arrays, catalog, native
 from collectives.arrays import Flat, Vector
 from collectives.call import REDUCING, ROOTED, Call
+from collectives.choice import Choice
 from collectives.errors import CollectiveError
 from collectives.guard import Guarded, Runner
-from collectives.native import Choice, NativePlan
+from collectives.native import NativePlan
 from collectives.operations import operation
 from collectives.schedule import Schedule
 from collectives.session import Operation, Session, session
 from collectives.transport.messages import MessagePlan
 from collectives.transport.scheduled_memory import ScheduledMemory
-from collectives.transport.shared_memory import MemoryPlan, Rival
+from collectives.transport.shared_memory import MemoryPlan
 from collectives.transport.tags import Tags
 from collectives.transport.two_levels import TwoLevelPlan
 
@@ -52,8 +53,9 @@ UNEVEN = (
 )
 DOUBLING_BYTES = 32 << 10
 """Up to here recursive_doubling, of which every step takes the whole vector, is taken for faster than halving."""
-RIVAL_BYTES = 2 << 20
-RIVAL_FAVOUR = 1.5  # call after call, the stages find their arrays in the cache; between other work they would not
+REACH_BYTES = 128 << 10
+"""An owner's part of the vector from which on reach may be faster than stages."""
+REACH_FAVOUR = 1.5  # call after call, the stages find their arrays in the cache; between other work they would not
 ALWAYS = ("ring", "binomial", "direct")  # between nodes, one of these serves any call
 
 
@@ -273,7 +275,7 @@ def make_runner(home: Session, call: Call, x: Flat, out: Flat, tags: Tags) -> Ru
     if call.algorithm == "shared_memory":
         if home.nodes > 1:
             raise ValueError(f"shared_memory serves ranks of one node, but these are on {home.nodes}: use auto")
-        return MemoryPlan(home.room, call, x, out, home.table.eager_limits(home.size), _rival(home, call, x, out))
+        return MemoryPlan(home.room, call, x, out, home.table.eager_limits(home.size), _reach(home, call, x == out))
     if call.algorithm == "native":
         reason = native.why_not(call)
         if reason:
@@ -295,13 +297,11 @@ def make_runner(home: Session, call: Call, x: Flat, out: Flat, tags: Tags) -> Ru
     return Guarded(home, call, MessagePlan(home.comm, call, schedule, x, out, taken))
 
 
-def _rival(home: Session, call: Call, x: Flat, out: Flat) -> Rival | None:
-    """The MPI's own call where it may be the faster for ordinary arrays, and gives the same bits; the non-blocking one,
-    as a started plan must give way."""
-    if call.kind in REDUCING or call.nbytes < RIVAL_BYTES or home.size == 1 or native.why_not(call):
+def _reach(home: Session, call: Call, in_place: bool) -> Choice | None:
+    """The choice between stages and reach, one for all calls of a kind and about a size; None where only stages do."""
+    if not home.room.pids or call.nbytes < REACH_BYTES * home.size or (call.kind == "alltoall" and in_place):
         return None
-    plan = NativePlan(home.comm, call, x, out, Choice(home.comm, decided=True))
-    return Rival(plan, home.choice(f"{call.text}, staged or by MPI", RIVAL_FAVOUR))
+    return home.choice(f"{call.kind} of some 2^{call.nbytes.bit_length()} bytes, staged or by reach", REACH_FAVOUR)
 
 
 def build_schedule(home: Session, call: Call) -> Schedule:

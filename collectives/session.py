@@ -11,8 +11,8 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives import table
+from collectives.choice import Choice
 from collectives.errors import CollectiveError, MismatchError, StallError
-from collectives.native import Choice
 from collectives.table import Table
 from collectives.transport.room import REFUSED, Card, Room
 from collectives.watch import Agreed, Arrival, Patience, Watch, drive, limits

@@ -38,6 +38,8 @@ class Program:
 
     phases: tuple[Phase, ...] = ()
     last: tuple[Step, ...] = ()
+    reaches: bool = False
+    """Whether ranks touch each other's arrays in it."""
 
 
 def same(a: Vector, b: Vector) -> bool:

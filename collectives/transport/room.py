@@ -4,6 +4,7 @@ Every rank has a *desk* in node-shared memory (`collectives.arena`): it writes i
   entry     two words, used in turn: the number of the operation that the rank has entered, and a *token* for what
             it came with;
   progress  one word: how many phases the rank has finished, over all operations;
+  off       one word: the last operation that the rank left early, since when it touches nobody's arrays;
   marks     one word for each lane of a schedule: how far the rank is in it;
   left      one byte for each rank of the node: that it reads this desk no more;
   cards     what a token stands for: a digest and a text of the call, and where the rank's arrays are;
@@ -24,6 +25,7 @@ from __future__ import annotations
 
 import os
 import platform
+import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from os import sched_yield
@@ -35,6 +37,7 @@ from mpi4py import MPI
 from collectives import arena
 from collectives.arena import Region
 from collectives.errors import CollectiveError, MismatchError, Withdrawn
+from collectives.transport import reach
 from collectives.watch import disagreement
 
 if TYPE_CHECKING:
@@ -55,6 +58,7 @@ _STAGES_AT = _SLOTS_AT + 2 * SLOT_BYTES
 DESK_BYTES = _STAGES_AT + 2 * STAGE_BYTES + 3 * BLOCK_BYTES
 SPINS_ALONE, SPINS_SHARED = 64, 1  # looks before giving way: ranks have cores of their own, or share them
 MOST_SPINS = 256
+LEAVING_SECONDS = 5.0
 NOWHERE = Region(0, 0, 0, 0, 0)
 ORDERED_STORES = platform.machine().lower() in ("x86_64", "amd64", "i686", "i386")
 
@@ -70,14 +74,22 @@ class Card(NamedTuple):
     """Why there is no operation: REFUSED, or WITHDRAWN by a rank that waited too long."""
     x: Region = NOWHERE
     out: Region = NOWHERE
+    x_at: int = 0
+    """The address of x in the rank's own memory."""
+    out_at: int = 0
 
 
 class Room:
     """`rank` and `size` count within the node; `names` are the ranks in the user's communicator."""
 
-    def __init__(self, node: MPI.Comm, names: Sequence[int], desks: Sequence[NDArray[np.uint8]], fence: MPI.Win | None):
+    def __init__(
+        self, node: MPI.Comm, names: Sequence[int], desks: Sequence[NDArray[np.uint8]], fence: MPI.Win | None,
+        pids: Sequence[int] = (),
+    ):  # fmt: skip
         self.rank, self.size, self.names = node.rank, node.size, tuple(names)
         self.desks = desks
+        self.pids = pids
+        """The ranks' processes, where every one can reach the others' own memory (`reach`); else empty."""
         words = [desk.data.cast("B").cast("Q") for desk in desks]
         self._words = words
         self._mine = words[self.rank]
@@ -117,7 +129,8 @@ class Room:
             fence = MPI.Win.Create(np.zeros(8, np.uint8), comm=node)
             fence.Lock_all(MPI.MODE_NOCHECK)
         desks[node.rank] = desk  # keeps it alive
-        return cls(node, names, desks, fence)
+        pids = [int(region[0]) for region in regions] if reach.open_to_all(node) else []
+        return cls(node, names, desks, fence, pids)
 
     def close(self) -> None:
         """Collective where a fence window exists. The desk stays until all others have closed: they may still read."""
@@ -161,7 +174,7 @@ class Room:
         text = raw[:TEXT_BYTES]
         words = np.zeros(16, np.uint64)
         words[:4] = token, zlib.crc32(raw), card.refused, len(text)
-        words[4:9], words[9:14] = card.x, card.out
+        words[4:9], words[9:14], words[14:16] = card.x, card.out, (card.x_at, card.out_at)
         at = _CARDS_AT + token % CARDS * CARD_BYTES
         desk = self.desks[self.rank]
         desk[at : at + 128] = words.view(np.uint8)
@@ -187,7 +200,8 @@ class Room:
                 raise CollectiveError(f"the card of rank {self.names[rank]} has been overwritten")
             numbers = [int(word) for word in words]
             text = bytes(desk[at + 128 : at + 128 + numbers[3]]).decode(errors="replace")
-            known = Card(text, numbers[2], Region(*numbers[4:9]), Region(*numbers[9:14]))
+            regions = Region(*numbers[4:9]), Region(*numbers[9:14])
+            known = Card(text, numbers[2], *regions, *numbers[14:16])
             self._keep(rank, token, known)
         return known
 
@@ -284,6 +298,16 @@ class Room:
                 yield
         if self.fence is not None:
             self.fence()
+
+    def leave_off(self, phase: int) -> None:
+        """Say that this rank leaves the operation early and touches nobody's arrays any more, and wait until the others
+        have finished the phase or left off too, as until then they may write into this rank's arrays."""
+        self._mine[9] = self.operation
+        deadline = time.monotonic() + LEAVING_SECONDS
+        while time.monotonic() < deadline:
+            if all(words[8] >= phase or words[9] >= self.operation for _, words in self._others):
+                return
+            sched_yield()
 
     def marks(self, rank: int) -> memoryview:
         """The rank's marks, a word a lane: the number of the operation << 32 | how far the rank is in it."""

@@ -10,9 +10,10 @@ direct   all arrays are node-shared (`collectives.empty`): the owner writes fini
          arrays. n/p elements read from each source and written to each reader, no copy beside. Two meetings.
          In alltoall everybody copies its blocks from the others' arrays.
 staged   ordinary arrays: blocks pass through stages small enough for the cache, in a pipeline: while block k is
-         reduced, k + 1 is staged and k - 1 copied out. One meeting a block. Where nothing is reduced, a long vector has
-         a *rival*: the MPI may copy once, from process to process. The first calls try both, and the faster stays. (A
-         sum would not keep its bits from one call to the next.)
+         reduced, k + 1 is staged and k - 1 copied out. One meeting a block.
+reach    ordinary arrays, where the kernel copies between processes (`reach`): as direct, but the owner fetches blocks
+         from the sources and delivers finished ones. Two meetings. Long vectors try stages and this in their first
+         calls, and the faster stays; also where only some ranks' arrays are node-shared.
 
 All of them add in the order of the ranks, so a sum's bits depend neither on the protocol, nor on the vector's length,
 nor on the element's place in it.
@@ -24,15 +25,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
 from collectives import arena
 from collectives.arrays import Flat
 from collectives.call import Call
-from collectives.native import Choice, NativePlan
+from collectives.choice import Choice
 from collectives.table import Eager
+from collectives.transport import reach
 from collectives.transport.program import Phase, Program, Step, Window, combine, copy
 from collectives.transport.room import CARDS, NOWHERE, Card, Room
 from collectives.transport.staged import Staged
@@ -40,27 +41,21 @@ from collectives.transport.staged import Staged
 DIRECT_BLOCK_BYTES = 256 << 10
 
 
-class Rival(NamedTuple):
-    """The MPI's own call, as the second way of a choice."""
-
-    plan: NativePlan
-    choice: Choice
-
-
 class MemoryPlan:
-    """One call compiled for the ranks of a room. x and out hold the rank's part of the vector (`Call.extent_of_x`)."""
+    """One call compiled for the ranks of a room. x and out hold the rank's part of the vector (`Call.extent_of_x`).
+    `choice`: between stages and, second, reach, where ordinary arrays may go either way."""
 
-    def __init__(self, room: Room, call: Call, x: Flat, out: Flat, eager: Eager, rival: Rival | None = None):
+    def __init__(self, room: Room, call: Call, x: Flat, out: Flat, eager: Eager, choice: Choice | None = None):
         self._room, self._call = room, call
         self._x = Window(x.vector(), call.extent_of_x(room.rank, x == out)[0])
         self._out = Window(out.vector(), call.extent_of_out(room.rank, x == out)[0])
         shareable = call.nbytes > eager.always and not (call.kind == "alltoall" and x == out)
-        self._rival = rival
-        self._rivalled = False
+        self._choice = choice
         self._token = -CARDS
         self._tokens: tuple[int, ...] | None = None
         self._met_soon: Callable[[], bool] | None = None
         self._program = Program()
+        self._reach: Program | None = None
         self._where = (arena.locate(self._x.vector), arena.locate(self._out.vector)) if shareable else (None, None)
         self.direct = None not in self._where
         """True where this rank's arrays are node-shared and worth it; the protocol is direct if all ranks' are."""
@@ -76,8 +71,7 @@ class MemoryPlan:
 
     def run(self) -> Iterator[None]:
         """The operation, in steps between which there is something to wait for."""
-        for function, arguments in self._early[self._room.operation + 1 & 1]:
-            function(*arguments)
+        self._bring(self._room.operation + 1 & 1)
         self._enter()
         yield from self._met()
 
@@ -85,8 +79,7 @@ class MemoryPlan:
         """The operation, at once if the others come soon: None when it is done, else the steps that are left."""
         room = self._room
         parity = room.operation + 1 & 1
-        for function, arguments in self._early[parity]:
-            function(*arguments)
+        self._bring(parity)
         met_soon = self._met_soon
         if met_soon is None or not room.readable(self._token):
             self._enter()
@@ -98,6 +91,12 @@ class MemoryPlan:
         for function, arguments in self._takes[parity]:
             function(*arguments)
         return None
+
+    def _bring(self, parity: int) -> None:
+        """What others will look for as soon as this rank has entered."""
+        if self._choice is None or not self._choice.second:
+            for function, arguments in self._early[parity]:
+                function(*arguments)
 
     def _enter(self) -> None:
         if not self._room.readable(self._token):
@@ -118,28 +117,35 @@ class MemoryPlan:
             for function, arguments in self._takes[room.operation & 1]:
                 function(*arguments)
             return
-        if not self._rivalled or self._rival is None:
-            yield from self._own()
+        if self._reach is None or self._choice is None:
+            yield from self._carry_out(self._program)
             return
         start = time.perf_counter()
-        yield from self._rival.plan.run() if self._rival.choice.second else self._own()
-        yield from self._rival.choice.learn(time.perf_counter() - start)
+        yield from self._carry_out(self._reach if self._choice.second else self._program)
+        yield from self._choice.learn(time.perf_counter() - start)
 
-    def _own(self) -> Iterator[None]:
+    def _carry_out(self, program: Program) -> Iterator[None]:
         room = self._room
-        for phase in self._program.phases:
-            for function, arguments in phase.before:
+        end = room.phase + len(program.phases)
+        try:
+            for phase in program.phases:
+                for function, arguments in phase.before:
+                    function(*arguments)
+                room.signal()
+                for function, arguments in phase.after:
+                    function(*arguments)
+                yield from room.follow()
+            for function, arguments in program.last:
                 function(*arguments)
-            room.signal()
-            for function, arguments in phase.after:
-                function(*arguments)
-            yield from room.follow()
-        for function, arguments in self._program.last:
-            function(*arguments)
+        except BaseException:
+            if program.reaches:
+                room.leave_off(end)
+            raise
 
     def _publish(self) -> None:
         x, out = self._where
-        self._token = self._room.publish(Card(self._call.text, False, x or NOWHERE, out or NOWHERE))
+        x_at, out_at = (window.vector.__array_interface__["data"][0] for window in (self._x, self._out))
+        self._token = self._room.publish(Card(self._call.text, 0, x or NOWHERE, out or NOWHERE, x_at, out_at))
 
     def _bind(self, tokens: tuple[int, ...]) -> None:
         """The ranks' arrays are others than last time: read their cards and compile anew."""
@@ -147,13 +153,18 @@ class MemoryPlan:
         room, call = self._room, self._call
         cards = room.cards(tokens)
         shared = [card.x.pid != 0 and card.out.pid != 0 for card in cards]
-        self._takes, self._rivalled = [], not any(shared)
+        self._takes, self._reach = [], None
         if all(shared):
             self._program = _direct(room, call, self._x, self._out, cards)
         elif self.eager and not any(shared):
             self._takes = [_eager_takes(room, call, self._x, self._out, parity) for parity in (0, 1)]
         else:
-            self._program = Staged(room, call, self._x, self._out).program(restage=any(shared))
+            if self._choice is not None:
+                self._reach = reach.program(room, call, self._x, self._out, cards)
+            if any(shared) and self._reach is not None:
+                self._program, self._reach = self._reach, None
+            else:
+                self._program = Staged(room, call, self._x, self._out).program(restage=any(shared))
         self._tokens = tokens
         self._met_soon = room.meeting(self._token, tokens)
 
@@ -221,4 +232,4 @@ def _direct(room: Room, call: Call, x: Window, out: Window, cards: Sequence[Card
         steps += combine(call, parts, total, scratch)
         for reader in readers:
             steps += copy(reader.part(first, last), total)
-    return Program((Phase(tuple(steps)),))
+    return Program((Phase(tuple(steps)),), reaches=True)

@@ -1,0 +1,152 @@
+"""Ordinary arrays by reach: the bits of stages, whatever the sizes, and nobody's memory touched after he has left."""
+
+from __future__ import annotations
+
+import importlib
+import time
+
+import ml_dtypes
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import collectives
+from collectives import errors
+from collectives.schedule import KINDS, cut
+from collectives.session import session
+from collectives.table import Eager, Table
+from collectives.transport import reach
+from tests.mpi.sizes import only_on
+
+COMM = MPI.COMM_WORLD
+RANK, P = COMM.rank, COMM.size
+ROOT = P // 2
+TURNS = 10  # the first eight go by stages and by reach in turn
+REDUCING = ("allreduce", "reduce_scatter", "reduce")
+BLOCK = 1 << 10
+
+
+@pytest.fixture
+def comm(monkeypatch):
+    """A communicator on which vectors of any length try both ways, in blocks of 1 KiB."""
+    monkeypatch.setattr(importlib.import_module("collectives.plan"), "REACH_BYTES", 0)
+    monkeypatch.setattr(Table, "eager_limits", lambda table, ranks: Eager(-1, -1))
+    monkeypatch.setattr(reach, "BLOCK_BYTES", BLOCK)
+    comm = COMM.Dup()
+    yield comm
+    comm.Free()
+
+
+def values(rank, turn, n, dtype):
+    return (np.random.default_rng([rank, turn]).standard_normal(n) * 50).astype(dtype)
+
+
+def expected(kind, turn, n, dtype, ufunc):
+    """What this rank gets: sums in the order of the ranks."""
+    mine = slice(int(cut(n, P, RANK)), int(cut(n, P, RANK + 1)))
+    every = [values(rank, turn, n, dtype) for rank in range(P)]
+    if kind in REDUCING:
+        total = every[0]
+        for other in every[1:]:
+            total = ufunc(total, other)
+        return total[mine] if kind == "reduce_scatter" else total
+    if kind == "broadcast":
+        return every[ROOT]
+    if kind == "allgather":
+        return np.concatenate([every[r][int(cut(n, P, r)) : int(cut(n, P, r + 1))] for r in range(P)])
+    return np.concatenate([vector[mine] for vector in every])
+
+
+def make(array, n, dtype):
+    shared = array == "shared" or (array == "mixed" and RANK % 2)
+    return collectives.empty(n, dtype) if shared else np.empty(n, dtype)
+
+
+def wrong_turns(comm, kind, n, in_place, array="private", dtype="float32", op="sum"):
+    """Turns of one plan in which this rank got anything but the expected bits."""
+    mine = slice(int(cut(n, P, RANK)), int(cut(n, P, RANK + 1)))
+    own = mine.stop - mine.start
+    wide = n if in_place or kind != "allgather" else own
+    narrow = {"reduce_scatter": own, "alltoall": own * P}.get(kind, n)
+    x, out = make(array, wide, dtype), None if in_place else make(array, narrow, dtype)
+    words = {"root": ROOT} if kind in ("broadcast", "reduce") else {"op": op} if kind in REDUCING else {}
+    plan = collectives.plan(kind, x, comm, out=out, **words)
+    ufunc, wrong = {"sum": np.add, "max": np.maximum}[op], []
+    for turn in range(TURNS):
+        given = values(RANK, turn, n, dtype)
+        x[:] = given if wide == n else given[mine]
+        result = plan()
+        if kind == "reduce" and RANK != ROOT:
+            continue
+        if result.tobytes() != expected(kind, turn, n, dtype, ufunc).tobytes():
+            wrong.append(turn)
+    plan.free()
+    return wrong
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("array", ["private", "mixed"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_bits_are_those_of_the_sum_in_order(comm, kind, array):
+    wrong = {}
+    for n in (0, 1, P - 1, P + 1, 5003, BLOCK // 4 * P, BLOCK // 2 * P + 7):
+        for in_place in (False, True):
+            if kind == "alltoall" and in_place and n % P:
+                continue
+            if turns := wrong_turns(comm, kind, n, in_place, array):
+                wrong[n, in_place] = turns
+    assert not wrong
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("dtype", ["float16", ml_dtypes.bfloat16, "float64", "int8", "int64"])
+def test_other_elements_and_operations(comm, dtype):
+    wrong = {}
+    for kind in ("allreduce", "reduce_scatter", "allgather"):
+        for op in ("sum", "max"):
+            if turns := wrong_turns(comm, kind, 3001, kind == "allreduce", dtype=dtype, op=op):
+                wrong[kind, op] = turns
+    assert not wrong
+
+
+@pytest.mark.mpi
+def test_where_the_kernel_forbids_it_stages_serve(monkeypatch, comm):
+    monkeypatch.setattr(reach, "_FETCH", None)
+    alone = COMM.Dup()
+    wrong = {kind: turns for kind in KINDS if (turns := wrong_turns(alone, kind, 2003, False))}
+    alone.Free()
+    assert not wrong
+
+
+@pytest.mark.mpi
+@only_on(2, 3)
+def test_who_breaks_off_waits_until_nobody_writes_into_his_array(monkeypatch, comm):
+    """Rank 0 is interrupted in its part of a sum, while the others are slow to deliver theirs into its array."""
+    move, armed, late = reach._move, [], []
+
+    def slow(*arguments):
+        if armed:
+            if RANK == 0:
+                raise KeyboardInterrupt
+            time.sleep(0.05)
+        move(*arguments)
+
+    monkeypatch.setattr(reach, "_move", slow)
+    x = np.ones(BLOCK * P, np.float32)
+    collectives.allreduce(x, comm)  # the first goes by stages
+    session(comm).patient(60.0, 3.0)
+    armed.append(True)
+    x[:] = 1
+    heard = ""
+    try:
+        collectives.allreduce(x, comm)
+    except KeyboardInterrupt:
+        left = x.copy()
+        time.sleep(1)
+        heard = f"interrupted; then {(x != left).sum()} elements were written"
+        late = [int((left != 1).sum())]
+    except errors.StallError as error:
+        heard = str(error)
+    everybody = COMM.allgather((heard, late))
+    assert everybody[0] == ("interrupted; then 0 elements were written", [BLOCK * (P - 1)])
+    assert all("rank 0 has not come" in sentence for sentence, _ in everybody[1:])
