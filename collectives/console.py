@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
+INTERRUPTED = 130  # the exit code after Ctrl-C, as of shells
 PLAIN_WIDTH = 160
 LINE_SECONDS = 2.0
 PICTURES = (".png", ".pdf", ".svg")
@@ -39,7 +40,23 @@ def is_first() -> bool:
     return next((os.environ[name] for name in RANK_VARIABLES if name in os.environ), "0") == "0"
 
 
-class RankedCommand(click.Command):
+class Interruptible(click.Command):
+    """A command that ends with the exit code of shells after Ctrl-C; rank 0 alone says so."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            if is_first():
+                click.echo(f"\n{ctx.command_path}: interrupted", err=True)
+            sys.exit(INTERRUPTED)
+
+
+class InterruptibleGroup(Interruptible, click.Group):
+    """Such a command, with commands of its own."""
+
+
+class RankedCommand(Interruptible):
     """A command of which every rank of a job sees the same words: rank 0 alone says what is wrong with them."""
 
     def main(self, *args: Any, **options: Any) -> Any:
@@ -50,7 +67,7 @@ class RankedCommand(click.Command):
         except click.ClickException as error:
             sys.exit(error.exit_code)
         except click.Abort:
-            sys.exit(1)
+            sys.exit(INTERRUPTED)
 
 
 def is_rank() -> bool:

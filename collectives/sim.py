@@ -15,7 +15,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from collectives.bench.sizes import parse_sizes
-from collectives.console import OutFile, Picture, Seconds, console
+from collectives.console import Interruptible, OutFile, Picture, Seconds, console
 from collectives.cost import LinkCost
 from collectives.predict import Network, Prediction, figure5, predict
 from collectives.schedule import KINDS
@@ -26,7 +26,7 @@ MOST_RANKS = 1 << 20  # whose clocks and links fit into memory
 MANY = 2048  # ranks from which a run may take long enough for a progress bar
 
 
-@click.command()
+@click.command(cls=Interruptible)
 @click.option("--topology", default="bcube:3,2", show_default=True, help="star:N, fattree:K or bcube:N,K")
 @click.option("--algorithm", "algorithms", default=("bcube",), show_default=True, multiple=True, help="may be repeated")
 @click.option("--collective", type=click.Choice(KINDS), default="allreduce", show_default=True)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import click
 
 from launch.run import options_of, start
+from launch.watched import INTERRUPTED
 
 
 class Sub(NamedTuple):
@@ -109,6 +110,12 @@ def _check(sub: Sub, name: str, words: list[str], ranks: int) -> None:
 
 class Lazy(click.Group):
     """A group that imports a subcommand when it is named, so that `mpips --help` imports neither MPI nor NumPy."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:  # while a command is imported
+            sys.exit(INTERRUPTED)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)

@@ -16,7 +16,7 @@ import click
 from rich.console import Console
 from rich.markup import escape
 
-from collectives.console import OutFile, console
+from collectives.console import Interruptible, OutFile, console
 from launch.survey import EXTRAS, OURS, PACKAGES, look
 from mpips import world
 
@@ -169,7 +169,7 @@ def show(checks: list[Check], console: Console) -> None:
             console.print(f"     [bold]{escape(check.advice)}[/]", highlight=False, soft_wrap=True)
 
 
-@click.command("doctor")
+@click.command("doctor", cls=Interruptible)
 @click.option("--json", "path", type=OutFile(), help="Write the checks to this file, too ('-': to the terminal).")
 @click.option("--interface", help="Is this network interface here? As for `mpips run --interface`.")
 def command(path: Path | None, interface: str | None) -> None:

@@ -18,7 +18,7 @@ from collectives.bench.harness import Timing, measure
 from collectives.bench.report import Row
 from collectives.bench.sizes import parse_sizes, show_bytes
 from collectives.call import REDUCING
-from collectives.console import OutFile, Picture, Seconds, progress
+from collectives.console import OutFile, Picture, RankedCommand, Seconds, progress
 from collectives.operations import operation
 
 CASES = (*BUS_FACTOR, "pt2pt", "overlap")
@@ -100,7 +100,7 @@ class _Case(click.Choice):
         return str(value)
 
 
-@click.command()
+@click.command(cls=RankedCommand)
 @click.argument("collective", metavar="COLLECTIVE", type=_Case())
 @click.option("--sizes", default="1KiB:64MiB", show_default=True, help="MIN:MAX[:FACTOR] or a list of sizes")
 @click.option("--algorithms", default="auto", show_default=True, help="comma-separated; also native, one_shot and gloo")

@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from collectives.console import OutFile
+from collectives.console import InterruptibleGroup, OutFile
 from collectives.topology import parse, parse_rate
 from launch import watched
 from launch.command import LauncherError
@@ -26,7 +26,7 @@ from launch.lab.watch import PATIENCE, Watch
 named = click.option("--name", default="lab", show_default=True, help="Which lab; several can stand side by side.")
 
 
-@click.group("lab", context_settings={"help_option_names": ["-h", "--help"]})
+@click.group("lab", cls=InterruptibleGroup, context_settings={"help_option_names": ["-h", "--help"]})
 def command() -> None:
     """Several hosts on this machine: network namespaces as hosts, bridges as switches, every link at a given rate.
 

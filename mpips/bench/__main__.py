@@ -16,7 +16,7 @@ from rich.table import Table
 
 import mpips
 from collectives.bench.sizes import parse_sizes, show_bytes
-from collectives.console import OutFile, Picture, Seconds, console, progress
+from collectives.console import OutFile, Picture, RankedCommand, Seconds, console, progress
 from mpips.bench import floor
 from mpips.options import Options, kind_of
 
@@ -74,7 +74,7 @@ def check(
     return Wanted(word, counts, kinds)
 
 
-@click.command("kvstore")
+@click.command("kvstore", cls=RankedCommand)
 @click.option("--kind", default="dist_sync", show_default=True, help="dist_sync, dist_async, mpi_sync or mpi_async")
 @click.option("--servers", default=1, type=click.IntRange(0), show_default=True, help="server ranks; others: workers")
 @click.option("--clients", default=1, type=click.IntRange(1), show_default=True, help="clients of an mpi_* store")

@@ -13,7 +13,7 @@ import click
 import numpy as np
 from rich.table import Table
 
-from collectives.console import OutFile, console
+from collectives.console import Interruptible, OutFile, console
 from mpips import optimizers
 
 CASES = (
@@ -146,7 +146,7 @@ def load_torch() -> tuple[Any, str]:
     return torch, f"PyTorch {torch.__version__}, one thread"
 
 
-@click.command("optimizers")
+@click.command("optimizers", cls=Interruptible)
 @click.option("--elements", default=25_000_000, type=COUNT, show_default=True, help="float32 elements of the array.")
 @click.option("--repeats", default=9, type=COUNT, show_default=True, help="Timed updates of each side, alternating.")
 @click.option("--json", "json_path", type=OutFile(), help="Write the cases as JSON.")

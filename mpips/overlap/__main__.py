@@ -12,7 +12,7 @@ from click.core import ParameterSource
 from rich import box
 from rich.table import Table
 
-from collectives.console import OutFile, Picture, console
+from collectives.console import Interruptible, OutFile, Picture, console
 
 from . import models, trace
 from .planner import Plan, plans
@@ -78,7 +78,7 @@ def parse_nodes(text: str) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-@click.command()
+@click.command(cls=Interruptible)
 @click.argument(
     "profile_file", metavar="[PROFILE.json]", required=False,
     type=click.Path(exists=True, dir_okay=False, path_type=Path),

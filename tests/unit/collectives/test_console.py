@@ -106,6 +106,6 @@ def test_an_interrupt_is_told_by_rank_0_alone(
 
     monkeypatch.setenv("PMI_RANK", rank)
     with pytest.raises(SystemExit) as end:
-        console.RankedCommand("train", callback=interrupted).main([])
-    assert end.value.code == 1
-    assert ("Aborted!" in capsys.readouterr().err) == (rank == "0")
+        console.RankedCommand("train", callback=interrupted).main([], "mpips train")
+    assert end.value.code == 130
+    assert ("mpips train: interrupted" in capsys.readouterr().err) == (rank == "0")

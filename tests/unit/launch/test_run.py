@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import shlex
 import subprocess
 import sys
@@ -271,6 +272,28 @@ def completions(words: str) -> list[str]:
 )
 def test_completion_reaches_into_every_command(words: str, offered: list[str]) -> None:
     assert completions(words) == offered
+
+
+@pytest.mark.parametrize("words", ["sim", "plan", "doctor", "lab status"])
+def test_an_interrupt_of_a_command_is_130(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    name, *rest = words.split()
+    module = importlib.import_module(cli.COMMANDS[name].module)
+    command = module.command.commands[rest[0]] if name == "lab" else module.command
+    monkeypatch.setattr(command, "callback", interrupted)
+    done = CliRunner().invoke(cli.main, words.split())
+    assert done.exit_code == 130
+    assert f"mpips {name}: interrupted" in done.output
+
+
+def test_an_interrupt_while_a_command_is_imported_is_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli.importlib, "import_module", interrupted)
+    assert CliRunner().invoke(cli.main, ["sim"]).exit_code == 130
 
 
 def test_version() -> None:
