@@ -85,7 +85,8 @@ class Assembly:
         for other in everyone:
             if other.refusal:
                 kind, _, sentence = other.refusal.partition(": ")
-                raise of_caller((TypeError if kind == "TypeError" else ValueError)(f"{what}: {sentence}"))
+                sentence = f"{what}: {sentence}".replace(f": {what}: ", ": ", 1)  # what a call may have said itself
+                raise of_caller((TypeError if kind == "TypeError" else ValueError)(sentence))
         for rank, other in enumerate(everyone):
             if other.items != first.items:
                 raise of_caller(ValueError(_difference(what, first.items, rank, other.items, noun)))
