@@ -6,12 +6,15 @@ socket (`launch.lab.client`), which leaves no file, and answers one JSON line wi
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import select
 import signal
 import socket
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from launch.lab import files, health, kernel, leftovers
@@ -199,6 +202,28 @@ def _reply(keeper: Keeper, line: bytes) -> tuple[dict[str, Any], bool]:
         return {"error": f"lab {keeper.name!r} cannot do {words}: {type(error).__name__}: {error}"}, True
 
 
+@contextmanager
+def ending_with(owner: socket.socket) -> Iterator[None]:
+    """In this block the process ends at once when the other side of ``owner`` is closed, whatever it is doing."""
+
+    def look(*_: object) -> None:
+        try:
+            hung_up = not owner.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return
+        if hung_up:
+            os._exit(1)
+
+    signal.signal(signal.SIGIO, look)
+    fcntl.fcntl(owner, fcntl.F_SETOWN, os.getpid())
+    flags = fcntl.fcntl(owner, fcntl.F_GETFL)
+    fcntl.fcntl(owner, fcntl.F_SETFL, flags | os.O_ASYNC)
+    look()  # it may have gone before
+    yield
+    fcntl.fcntl(owner, fcntl.F_SETFL, flags)
+    signal.signal(signal.SIGIO, signal.SIG_IGN)
+
+
 def main() -> None:
     """``python -m launch.lab.keeper NAME LISTENER OWNER`` (two inherited sockets; the plan comes over OWNER)."""
     name = sys.argv[1]
@@ -211,7 +236,8 @@ def main() -> None:
         signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-        keeper = Keeper(name, plan)
+        with ending_with(owner):
+            keeper = Keeper(name, plan)
     except Exception as error:
         owner.sendall(json.dumps({"error": f"{type(error).__name__}: {error}"}).encode() + b"\n")
         raise SystemExit(1) from error
