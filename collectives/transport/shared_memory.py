@@ -144,8 +144,8 @@ class MemoryPlan:
 
     def _publish(self) -> None:
         x, out = self._where
-        x_at, out_at = (window.vector.__array_interface__["data"][0] for window in (self._x, self._out))
-        self._token = self._room.publish(Card(self._call.text, 0, x or NOWHERE, out or NOWHERE, x_at, out_at))
+        places = (0, 0) if self._choice is None else (reach.place(self._x.vector), reach.place(self._out.vector, True))
+        self._token = self._room.publish(Card(self._call.text, 0, x or NOWHERE, out or NOWHERE, *places))
 
     def _bind(self, tokens: tuple[int, ...]) -> None:
         """The ranks' arrays are others than last time: read their cards and compile anew."""
@@ -159,12 +159,13 @@ class MemoryPlan:
         elif self.eager and not any(shared):
             self._takes = [_eager_takes(room, call, self._x, self._out, parity) for parity in (0, 1)]
         else:
-            if self._choice is not None:
+            if self._choice is not None and all(card.x_at and card.out_at for card in cards):
                 self._reach = reach.program(room, call, self._x, self._out, cards)
             if any(shared) and self._reach is not None:
                 self._program, self._reach = self._reach, None
             else:
-                self._program = Staged(room, call, self._x, self._out).program(restage=any(shared))
+                restage = any(shared) or (self._choice is not None and self._reach is None)
+                self._program = Staged(room, call, self._x, self._out).program(restage)
         self._tokens = tokens
         self._met_soon = room.meeting(self._token, tokens)
 

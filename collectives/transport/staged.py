@@ -23,7 +23,7 @@ class Staged:
         self._scratch = np.empty(min(self._block, call.n), call.dtype)
 
     def program(self, restage: bool) -> Program:
-        """`restage`: some rank came without its first block staged."""
+        """`restage`: some rank may have come without its first block staged."""
         phases = [Phase(self.puts(0))] if restage else []
         for k in range(self._count):
             if self._call.kind == "alltoall":

@@ -16,7 +16,10 @@ PACKAGES = ("mpips", "collectives", "launch")
 ALLOWED = {
     "collectives": (),
     "mpips": ("collectives",),
-    "launch": ("mpips.options", "mpips.world", "collectives.topology", "collectives.caches", "collectives.console"),
+    "launch": (
+        "mpips.options", "mpips.world", "collectives.topology", "collectives.caches", "collectives.console",
+        "collectives.transport.reach",
+    ),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import time
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -11,11 +12,12 @@ import pytest
 from mpi4py import MPI
 
 import collectives
-from collectives import errors
+from collectives import arrays, errors
 from collectives.schedule import KINDS, cut
 from collectives.session import session
 from collectives.table import Eager, Table
 from collectives.transport import reach
+from collectives.transport.program import same
 from tests.mpi.sizes import only_on
 
 COMM = MPI.COMM_WORLD
@@ -116,6 +118,31 @@ def test_where_the_kernel_forbids_it_stages_serve(monkeypatch, comm):
     wrong = {kind: turns for kind in KINDS if (turns := wrong_turns(alone, kind, 2003, False))}
     alone.Free()
     assert not wrong
+
+
+@pytest.mark.mpi
+def test_where_one_array_is_of_a_device_stages_serve(monkeypatch, comm):
+    """The last rank has one that can be reached and one that cannot; calls of their size are at any trial by then."""
+    n, place, wrong = BLOCK * P, reach.place, []
+    near, device = np.empty(n, np.float32), np.empty(n, np.float32)
+    if RANK == P - 1:
+        monkeypatch.setattr(reach, "place", lambda x, written=False: place(x, written) * (not same(x, device)))
+    for turn in range(TURNS):
+        for x in (near, device):
+            x[:] = values(RANK, turn, n, "float32")
+            if collectives.allreduce(x, comm).tobytes() != expected("allreduce", turn, n, "float32", np.add).tobytes():
+                wrong.append((turn, x is device))
+    assert not wrong
+
+
+def test_memory_of_the_kernel_cannot_be_reached():
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    start = next((int(line.split("-")[0], 16) for line in lines if "[vvar]" in line), None)
+    if start is None:
+        pytest.skip("this process shares no page with its kernel")
+    assert reach.place(arrays.Flat(start, 64, np.dtype(np.uint8)).vector()) == 0
+    own = np.zeros(64, np.uint8)
+    assert reach.place(own, True) == own.ctypes.data
 
 
 @pytest.mark.mpi

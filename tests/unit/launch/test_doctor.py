@@ -33,6 +33,7 @@ HEALTHY: dict[str, Any] = {
         "affinities": [[0, 1], [0, 1]],
         "window": "",
         "memfd": "",
+        "reach": "",
     },
 }
 
@@ -64,6 +65,7 @@ def test_a_healthy_machine() -> None:
         ("ranks.threads", "SINGLE", "thread level", False, "SERIALIZED"),
         ("ranks.window", "no space", "shared memory, windows", False, "/dev/shm"),
         ("ranks.memfd", "Permission denied", "shared memory, memfd", False, "/proc"),
+        ("ranks.reach", "not allowed here", "copies by the kernel", None, ""),
         ("ranks.ulfm", False, "ULFM", None, ""),
         ("ranks.affinities", [[0], [1]], "binding", None, ""),
         ("gpu", {"present": True, "cupy": None}, "GPU", False, "pip install cupy-cuda12x"),
