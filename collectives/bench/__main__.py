@@ -104,7 +104,7 @@ class _Case(click.Choice):
 @click.argument("collective", metavar="COLLECTIVE", type=_Case())
 @click.option("--sizes", default="1KiB:64MiB", show_default=True, help="MIN:MAX[:FACTOR] or a list of sizes")
 @click.option("--algorithms", default="auto", show_default=True, help="comma-separated; also native, one_shot and gloo")
-@click.option("--arrays", default="private,empty", show_default=True, help="private: ordinary; empty: node-shared")
+@click.option("--arrays", default="ordinary,empty", show_default=True, help="ordinary; empty: of collectives.empty")
 @click.option("--dtype", default="float32", show_default=True, help="of the elements, a NumPy name or bfloat16")
 @click.option("--op", type=click.Choice(tuple(rivals.OPS)), default="sum", show_default=True)
 @click.option("--seconds", default=1.0, type=Seconds(), show_default=True, help="time to spend on each size")
@@ -187,7 +187,7 @@ def _collective(case: Case, algorithms: list[str], arrays: list[str], seconds: f
             candidate.close()
     best = min(timings[: len(native)], key=lambda t: t.median, default=None)
     floor = copy.median * FLOOR_SHARE[case.kind](case.comm.size)
-    rows = [] if best is None else [_row(case, MPI_NAME, "private", best, None, best, None, floor)]
+    rows = [] if best is None else [_row(case, MPI_NAME, "ordinary", best, None, best, None, floor)]
     for candidate, timing, wrong in zip(chosen, timings[len(native) :], faults):
         rows.append(_row(case, candidate.algorithm, candidate.array, timing, wrong, best, candidate.predicted, floor))
     return rows
@@ -229,7 +229,7 @@ def _pt2pt(comm: MPI.Comm, n: int, dtype: np.dtype[Any], seconds: float) -> list
     for name, t in timings.items():
         rate = n * dtype.itemsize / t.median / 1e9
         rows.append(
-            Row("pt2pt", name, "private", dtype.name, "none", comm.size, n * dtype.itemsize, n, 1e6 * t.least,
+            Row("pt2pt", name, "ordinary", dtype.name, "none", comm.size, n * dtype.itemsize, n, 1e6 * t.least,
                 1e6 * t.median, 1e6 * t.p99, rate, rate, None, timings["blocking"].median / t.median)
         )  # fmt: skip
     return rows

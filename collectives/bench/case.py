@@ -15,7 +15,7 @@ from collectives.bench import data, rivals
 from collectives.call import REDUCING
 from collectives.schedule import cut
 
-ARRAYS = ("private", "empty")
+ARRAYS = ("ordinary", "empty")
 MPI_NAME = "MPI"
 
 BUS_FACTOR: dict[str, Callable[[int], float]] = {
@@ -95,11 +95,11 @@ class Case(NamedTuple):
         return Candidate(algorithm, array, plan, check, plan.free, plan.predicted_seconds)
 
     def mpi(self) -> list[Candidate]:
-        """The MPI's own blocking and non-blocking call, on private arrays."""
-        source, result = self.arrays("private")
+        """The MPI's own blocking and non-blocking call, on ordinary arrays."""
+        source, result = self.arrays("ordinary")
         blocks = [int(b) for b in np.diff(self.bounds)]
         calls = rivals.mpi_calls(self.kind, self.op, self.comm, source, result, blocks)
-        return [Candidate(MPI_NAME, "private", call, lambda: 0, lambda: None, None) for call in calls]
+        return [Candidate(MPI_NAME, "ordinary", call, lambda: 0, lambda: None, None) for call in calls]
 
     def one_shot(self, array: str) -> Candidate:
         """`auto` through the one-shot call, which finds its plan anew each time."""
@@ -111,9 +111,9 @@ class Case(NamedTuple):
         return Candidate("one_shot", array, call, self._check(call, source, result), lambda: None, None)
 
     def copy(self) -> Callable[[], object]:
-        """All ranks copy as many bytes from one private array to another, and meet: what memory and cores allow.
+        """All ranks copy as many bytes from one ordinary array to another, and meet: what memory and cores allow.
         Without the meeting, ranks that share a core would each be timed while it is theirs alone."""
-        comm, to, source = self.comm, self._zeros(self.n, "private"), self._zeros(self.n, "private")
+        comm, to, source = self.comm, self._zeros(self.n, "ordinary"), self._zeros(self.n, "ordinary")
 
         def copy() -> None:
             np.copyto(to, source)
@@ -122,11 +122,12 @@ class Case(NamedTuple):
         return copy
 
     def gloo(self) -> Candidate:
-        """PyTorch's gloo on a private array, in place."""
-        source, result = self.arrays("private")
+        """PyTorch's gloo on an ordinary array, in place."""
+        source, result = self.arrays("ordinary")
         call = rivals.gloo_call(self.kind, self.op, self.comm, source)
         op = "sum" if self.op == "mean" else self.op  # gloo has no mean; dividing is not timed
-        return Candidate("gloo", "private", call, self._replace(op=op)._check(call, source, result), lambda: None, None)
+        check = self._replace(op=op)._check(call, source, result)
+        return Candidate("gloo", "ordinary", call, check, lambda: None, None)
 
     def _check(self, run: Callable[[], object], source: NDArray[Any], result: NDArray[Any]) -> Callable[[], int]:
         """Fills the source, runs, compares, and leaves zeros again."""

@@ -81,10 +81,10 @@ def _row(medians: dict[tuple[int, int, str], float], ranks: int, nbytes: int, py
         found = [t for (r, b, who), t in medians.items() if (r, b) == (ranks, nbytes) and who.startswith(name)]
         return min(found, default=float("nan"))
 
-    native, gloo = least("MPI private"), least("gloo")
+    native, gloo = least("MPI ordinary"), least("gloo")
     row = {"ranks": ranks, "bytes": nbytes, "native_us": native, "gloo_us": gloo}
-    row |= {"one_shot_us": least(f"one_shot private {python}"), "floor_us": least(f"floor {python}")}
-    for array in ("private", "empty"):
+    row |= {"one_shot_us": least(f"one_shot ordinary {python}"), "floor_us": least(f"floor {python}")}
+    for array in ("ordinary", "empty"):
         ours = least(f"auto {array} {python}")
         row |= {f"{array}_us": ours, f"{array}_vs_native": native / ours, f"{array}_vs_gloo": gloo / ours}
     return row
@@ -99,7 +99,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     ]
     for row in rows:
         cells = [f"{row['bytes']:,}", str(row["ranks"]), f"{row['native_us']:,.1f}"]
-        for array in ("private", "empty"):
+        for array in ("ordinary", "empty"):
             cells += [
                 f"{row[array + '_us']:,.1f}",
                 f"{row[array + '_vs_native']:.2f}",

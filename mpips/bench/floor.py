@@ -26,7 +26,7 @@ def measure(comm: MPI.Comm, servers: int, nbytes: int, repeats: int) -> dict[str
     """Seconds of the floor for "ordinary" and "empty" arrays: medians over `repeats`. Collective over all ranks."""
     rank, workers = comm.Get_rank(), comm.Get_size() - servers
     n = nbytes // 4
-    shared, private, out = arena.empty(n), np.ones(n, np.float32), np.zeros(n, np.float32)
+    shared, ordinary, out = arena.empty(n), np.ones(n, np.float32), np.zeros(n, np.float32)
     shared[...] = 1
     region = arena.locate(shared)
     regions = [msgspec.msgpack.decode(data) for data in meet.exchange(comm, msgspec.msgpack.encode(region), "floor")]
@@ -35,7 +35,7 @@ def measure(comm: MPI.Comm, servers: int, nbytes: int, repeats: int) -> dict[str
 
     def copy_in() -> None:
         if rank < workers:
-            shared[...] = private
+            shared[...] = ordinary
 
     def add_up() -> None:
         if rank >= workers:

@@ -89,7 +89,7 @@ def test_the_command_line_is_understood() -> None:
         ("algorithms", "ring(over=air)", "over must be one of memory, messages"),
         ("algorithms", "hierarchical(over=air)", "over must be one of memory, messages"),
         ("algorithms", ",", "names none"),
-        ("arrays", "mine", "private, empty"),
+        ("arrays", "mine", "ordinary, empty"),
         ("op", "mean of ints", "unknown operation"),
     ],
 )
