@@ -222,8 +222,10 @@ COMPRESSORS: dict[str, type[Compressor]] = {"2bit": TwoBit, "1bit": OneBit, "fp1
 def create(options: Mapping[str, Any]) -> Compressor:
     """The compressor of `options`: {"type": name, ...its options}, as `{"type": "2bit", "threshold": 0.5}`.
 
-    Raises ValueError for an unknown type or a bad value, TypeError for an unknown option.
+    Raises ValueError for an unknown type or a bad value, TypeError for an unknown option, or no mapping.
     """
+    if not isinstance(options, Mapping):
+        raise TypeError(f'compression is given as {{"type": "2bit", "threshold": 0.5}}, not as {options!r}')
     given = dict(options)
     name = given.pop("type", None)
     if name not in COMPRESSORS:

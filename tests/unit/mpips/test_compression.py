@@ -129,6 +129,8 @@ def test_decode_adds_or_writes(options):
         ({"type": "2bit", "threshold": "big"}, ValueError, ["big"]),
         ({"type": "2bit", "threshold": None}, ValueError, ["None"]),
         ({"type": "topk", "ratio": 1.5}, ValueError, ["ratio", "1.5"]),
+        ("2bit", TypeError, ["'2bit'", '{"type": "2bit"']),
+        (None, TypeError, ["None", '{"type": "2bit"']),
     ],
 )
 def test_wrong_options_are_named(options, error, words):
