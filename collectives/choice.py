@@ -1,4 +1,4 @@
-"""Which of two ways is the faster, found out by the first calls."""
+"""Which of some ways is the fastest, found out by the first calls."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ TRIALS = 4
 
 
 class Choice:
-    """Which of two ways serves a sort of call better: the first runs try both in turn, then the faster is kept. One for
-    all plans of that sort, so that all ranks are always at the same trial, whatever plans each has kept. The second
-    stays unless it takes more than `favour` times as long."""
+    """Which way serves a sort of call best: the first runs try all in turn, then the fastest is kept. One for all plans
+    of that sort, so that all ranks are always at the same trial, whatever plans each has kept. The first way is kept
+    only if every other takes more than `favour` times as long. `decided`: there is no trial, the first stays."""
 
-    def __init__(self, comm: MPI.Comm, decided: bool = False, favour: float = 1.0):
-        self._comm, self._favour = comm, favour
-        self._times: tuple[list[float], list[float]] = ([], [])
-        self._decided = decided
-        self.second = False
-        """Whether the next run takes the second way."""
+    def __init__(self, comm: MPI.Comm, ways: int = 2, favour: float = 1.0, decided: bool = False):
+        self._comm, self._favour, self._decided = comm, favour, decided
+        self._times: list[list[float]] = [[] for _ in range(ways)]
+        self.way = 0
+        """The one that the next run takes."""
 
     def learn(self, seconds: float) -> Iterator[None]:
         """How long the last run took; at the last trial the ranks agree, in steps between which there is something to
         wait for."""
         if self._decided:
             return
-        self._times[self.second].append(seconds)
-        self.second = not self.second
-        if len(self._times[False]) == len(self._times[True]) == TRIALS:
+        self._times[self.way].append(seconds)
+        self.way = (self.way + 1) % len(self._times)
+        if len(self._times[-1]) == TRIALS:
             least = np.array([min(times) for times in self._times])
+            least[0] *= self._favour
             request = self._comm.Iallreduce(MPI.IN_PLACE, least, MPI.MAX)
             while not request.Test():
                 yield
-            self.second, self._decided = bool(least[1] < self._favour * least[0]), True
+            self.way, self._decided = int(least.argmin()), True

@@ -54,7 +54,7 @@ class NativePlan:
         if self._call.kind == "broadcast" and not self._in_place and self._comm.rank == self._call.root:
             np.copyto(self._out, self._x)
         for block, immediate, arguments in self._calls:
-            if self._choice.second:
+            if self._choice.way:
                 block(*arguments)
             else:
                 request = immediate(*arguments)

@@ -44,7 +44,7 @@ from collectives.schedule import Schedule
 from collectives.session import Operation, Session, session
 from collectives.transport.messages import MessagePlan
 from collectives.transport.scheduled_memory import ScheduledMemory
-from collectives.transport.shared_memory import MemoryPlan
+from collectives.transport.shared_memory import MemoryPlan, Trial
 from collectives.transport.tags import Tags
 from collectives.transport.two_levels import TwoLevelPlan
 
@@ -53,9 +53,9 @@ UNEVEN = (
 )
 DOUBLING_BYTES = 32 << 10
 """Up to here recursive_doubling, of which every step takes the whole vector, is taken for faster than halving."""
-REACH_BYTES = 128 << 10
-"""An owner's part of the vector from which on reach may be faster than stages."""
-REACH_FAVOUR = 1.5  # call after call, the stages find their arrays in the cache; between other work they would not
+TRY_BYTES = 128 << 10
+"""An owner's part of the vector from which on another way may be faster than stages."""
+FAVOUR = 1.5  # call after call, the stages find their arrays in the cache; between other work they would not
 ALWAYS = ("ring", "binomial", "direct")  # between nodes, one of these serves any call
 
 
@@ -275,7 +275,7 @@ def make_runner(home: Session, call: Call, x: Flat, out: Flat, tags: Tags) -> Ru
     if call.algorithm == "shared_memory":
         if home.nodes > 1:
             raise ValueError(f"shared_memory serves ranks of one node, but these are on {home.nodes}: use auto")
-        return MemoryPlan(home.room, call, x, out, home.table.eager_limits(home.size), _reach(home, call, x == out))
+        return MemoryPlan(home.room, call, x, out, home.table.eager_limits(home.size), _trial(home, call, x, out))
     if call.algorithm == "native":
         reason = native.why_not(call)
         if reason:
@@ -297,11 +297,19 @@ def make_runner(home: Session, call: Call, x: Flat, out: Flat, tags: Tags) -> Ru
     return Guarded(home, call, MessagePlan(home.comm, call, schedule, x, out, taken))
 
 
-def _reach(home: Session, call: Call, in_place: bool) -> Choice | None:
-    """The choice between stages and reach, one for all calls of a kind and about a size; None where only stages do."""
-    if not home.room.pids or call.nbytes < REACH_BYTES * home.size or (call.kind == "alltoall" and in_place):
+def _trial(home: Session, call: Call, x: Flat, out: Flat) -> Trial | None:
+    """The choice between stages, reach and the MPI's own call, one for all calls of a kind and about a size; None where
+    only stages do. The MPI takes part where it gives the same bits; its non-blocking call, as a started plan must give
+    way."""
+    if call.nbytes < TRY_BYTES * home.size or (call.kind == "alltoall" and x == out):
         return None
-    return home.choice(f"{call.kind} of some 2^{call.nbytes.bit_length()} bytes, staged or by reach", REACH_FAVOUR)
+    rival = None
+    if call.kind not in REDUCING and home.size > 1 and not native.why_not(call):
+        rival = NativePlan(home.comm, call, x, out, Choice(home.comm, decided=True))
+    ways = 1 + bool(home.room.pids) + (rival is not None)
+    if ways == 1:
+        return None
+    return Trial(home.choice(f"{call.kind} of some 2^{call.nbytes.bit_length()} bytes", ways, FAVOUR), rival)
 
 
 def build_schedule(home: Session, call: Call) -> Schedule:

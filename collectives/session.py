@@ -149,10 +149,10 @@ class Session:
         self.node.Free()
         self.comm.Free()
 
-    def choice(self, text: str, favour: float = 1.0) -> Choice:
-        """Which of two ways serves a sort of call best. The first where ranks do not meet in one room: the second may
-        block in MPI, and must not before all have come."""
-        return self._choices.setdefault(text, Choice(self.comm, self.nodes > 1, favour))
+    def choice(self, text: str, ways: int = 2, favour: float = 1.0) -> Choice:
+        """Which way serves a sort of call best. The first where ranks do not meet in one room: another may block in
+        MPI, and must not before all have come."""
+        return self._choices.setdefault(text, Choice(self.comm, ways, favour, decided=self.nodes > 1))
 
     # Agreement
 

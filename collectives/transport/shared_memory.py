@@ -12,8 +12,10 @@ direct   all arrays are node-shared (`collectives.empty`): the owner writes fini
 staged   ordinary arrays: blocks pass through stages small enough for the cache, in a pipeline: while block k is
          reduced, k + 1 is staged and k - 1 copied out. One meeting a block.
 reach    ordinary arrays, where the kernel copies between processes (`reach`): as direct, but the owner fetches blocks
-         from the sources and delivers finished ones. Two meetings. Long vectors try stages and this in their first
-         calls, and the faster stays; also where only some ranks' arrays are node-shared.
+         from the sources and delivers finished ones. Two meetings. Also where only some ranks' arrays are node-shared.
+
+Long vectors in ordinary arrays try stages and reach, and where nothing is reduced the MPI's own call, in their first
+calls, and the fastest stays. (The MPI's sums would not keep their bits from one call to the next.)
 
 All of them add in the order of the ranks, so a sum's bits depend neither on the protocol, nor on the vector's length,
 nor on the element's place in it.
@@ -25,6 +27,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -32,6 +36,7 @@ from collectives import arena
 from collectives.arrays import Flat
 from collectives.call import Call
 from collectives.choice import Choice
+from collectives.native import NativePlan
 from collectives.table import Eager
 from collectives.transport import reach
 from collectives.transport.program import Phase, Program, Step, Window, combine, copy
@@ -41,21 +46,28 @@ from collectives.transport.staged import Staged
 DIRECT_BLOCK_BYTES = 256 << 10
 
 
-class MemoryPlan:
-    """One call compiled for the ranks of a room. x and out hold the rank's part of the vector (`Call.extent_of_x`).
-    `choice`: between stages and, second, reach, where ordinary arrays may go either way."""
+class Trial(NamedTuple):
+    """The ways that a long vector in ordinary arrays may go: stages, reach if the room has it, the rival if there is
+    one."""
 
-    def __init__(self, room: Room, call: Call, x: Flat, out: Flat, eager: Eager, choice: Choice | None = None):
+    choice: Choice
+    rival: NativePlan | None
+
+
+class MemoryPlan:
+    """One call compiled for the ranks of a room. x and out hold the rank's part of the vector (`Call.extent_of_x`)."""
+
+    def __init__(self, room: Room, call: Call, x: Flat, out: Flat, eager: Eager, trial: Trial | None = None):
         self._room, self._call = room, call
         self._x = Window(x.vector(), call.extent_of_x(room.rank, x == out)[0])
         self._out = Window(out.vector(), call.extent_of_out(room.rank, x == out)[0])
         shareable = call.nbytes > eager.always and not (call.kind == "alltoall" and x == out)
-        self._choice = choice
+        self._trial = trial
+        self._ways: list[Callable[[], Iterator[None]]] = []
         self._token = -CARDS
         self._tokens: tuple[int, ...] | None = None
         self._met_soon: Callable[[], bool] | None = None
         self._program = Program()
-        self._reach: Program | None = None
         self._where = (arena.locate(self._x.vector), arena.locate(self._out.vector)) if shareable else (None, None)
         self.direct = None not in self._where
         """True where this rank's arrays are node-shared and worth it; the protocol is direct if all ranks' are."""
@@ -94,7 +106,7 @@ class MemoryPlan:
 
     def _bring(self, parity: int) -> None:
         """What others will look for as soon as this rank has entered."""
-        if self._choice is None or not self._choice.second:
+        if self._trial is None or not self._trial.choice.way:
             for function, arguments in self._early[parity]:
                 function(*arguments)
 
@@ -117,12 +129,12 @@ class MemoryPlan:
             for function, arguments in self._takes[room.operation & 1]:
                 function(*arguments)
             return
-        if self._reach is None or self._choice is None:
+        if not self._ways or self._trial is None:
             yield from self._carry_out(self._program)
             return
-        start = time.perf_counter()
-        yield from self._carry_out(self._reach if self._choice.second else self._program)
-        yield from self._choice.learn(time.perf_counter() - start)
+        choice, start = self._trial.choice, time.perf_counter()
+        yield from self._ways[choice.way]()
+        yield from choice.learn(time.perf_counter() - start)
 
     def _carry_out(self, program: Program) -> Iterator[None]:
         room = self._room
@@ -144,7 +156,7 @@ class MemoryPlan:
 
     def _publish(self) -> None:
         x, out = self._where
-        places = (0, 0) if self._choice is None else (reach.place(self._x.vector), reach.place(self._out.vector, True))
+        places = (0, 0) if not self._reaches() else (reach.place(self._x.vector), reach.place(self._out.vector, True))
         self._token = self._room.publish(Card(self._call.text, 0, x or NOWHERE, out or NOWHERE, *places))
 
     def _bind(self, tokens: tuple[int, ...]) -> None:
@@ -153,21 +165,36 @@ class MemoryPlan:
         room, call = self._room, self._call
         cards = room.cards(tokens)
         shared = [card.x.pid != 0 and card.out.pid != 0 for card in cards]
-        self._takes, self._reach = [], None
+        self._takes, self._ways = [], []
         if all(shared):
             self._program = _direct(room, call, self._x, self._out, cards)
         elif self.eager and not any(shared):
             self._takes = [_eager_takes(room, call, self._x, self._out, parity) for parity in (0, 1)]
         else:
-            if self._choice is not None and all(card.x_at and card.out_at for card in cards):
-                self._reach = reach.program(room, call, self._x, self._out, cards)
-            if any(shared) and self._reach is not None:
-                self._program, self._reach = self._reach, None
-            else:
-                restage = any(shared) or (self._choice is not None and self._reach is None)
-                self._program = Staged(room, call, self._x, self._out).program(restage)
+            self._bind_ordinary(cards, any(shared))
         self._tokens = tokens
         self._met_soon = room.meeting(self._token, tokens)
+
+    def _bind_ordinary(self, cards: Sequence[Card], mixed: bool) -> None:
+        """Some arrays are not node-shared: the ways that these can go."""
+        room, call, x, out = self._room, self._call, self._x, self._out
+        in_reach = self._reaches() and all(card.x_at and card.out_at for card in cards)
+        if mixed and in_reach:
+            self._program = reach.program(room, call, x, out, cards)
+            return
+        tried = self._trial is not None and not mixed and in_reach == self._reaches()
+        self._program = Staged(room, call, x, out).program(restage=mixed or (self._trial is not None and not tried))
+        if not tried or self._trial is None:
+            return
+        self._ways = [partial(self._carry_out, self._program)]
+        if in_reach:
+            self._ways.append(partial(self._carry_out, reach.program(room, call, x, out, cards)))
+        if self._trial.rival is not None:
+            self._ways.append(self._trial.rival.run)
+
+    def _reaches(self) -> bool:
+        """Whether reach is one of the ways."""
+        return self._trial is not None and bool(self._room.pids)
 
 
 # eager

@@ -1,4 +1,4 @@
-"""Ordinary arrays by reach: the bits of stages, whatever the sizes, and nobody's memory touched after he has left."""
+"""Ordinary arrays by stages, by reach and by the MPI: the same bits, and nobody's memory touched after he has left."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.mpi.sizes import only_on
 COMM = MPI.COMM_WORLD
 RANK, P = COMM.rank, COMM.size
 ROOT = P // 2
-TURNS = 10  # the first eight go by stages and by reach in turn
+TURNS = 14  # the first twelve go by stages, by reach and by the MPI in turn
 REDUCING = ("allreduce", "reduce_scatter", "reduce")
 BLOCK = 1 << 10
 
@@ -31,7 +31,7 @@ BLOCK = 1 << 10
 @pytest.fixture
 def comm(monkeypatch):
     """A communicator on which vectors of any length try both ways, in blocks of 1 KiB."""
-    monkeypatch.setattr(importlib.import_module("collectives.plan"), "REACH_BYTES", 0)
+    monkeypatch.setattr(importlib.import_module("collectives.plan"), "TRY_BYTES", 0)
     monkeypatch.setattr(Table, "eager_limits", lambda table, ranks: Eager(-1, -1))
     monkeypatch.setattr(reach, "BLOCK_BYTES", BLOCK)
     comm = COMM.Dup()
