@@ -309,7 +309,8 @@ def _trial(home: Session, call: Call, x: Flat, out: Flat) -> Trial | None:
     ways = 1 + bool(home.room.pids) + (rival is not None)
     if ways == 1:
         return None
-    return Trial(home.choice(f"{call.kind} of some 2^{call.nbytes.bit_length()} bytes", ways, FAVOUR), rival)
+    sort = f"{call.kind} of some 2^{call.nbytes.bit_length()} bytes, {ways} ways"
+    return Trial(home.choice(sort, ways, FAVOUR), rival)
 
 
 def build_schedule(home: Session, call: Call) -> Schedule:

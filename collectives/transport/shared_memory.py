@@ -2,7 +2,7 @@
 
 Every piece of the result has an *owner*, who reads the *sources'* x, reduces block by block so that a block stays in
 cache, and hands it to the *readers'* out. It is the peer-to-peer parameter server of the BML paper (section 2), run on
-loads and stores. Rank r owns block r of the vector. Three protocols:
+loads and stores. Rank r owns block r of the vector. Four protocols:
 
 eager    small vectors: all ranks put theirs into their slots, and each takes what it wants. One meeting. Node-shared
          arrays leave it for direct sooner than ordinary ones for staged; where ranks differ in this, staged serves.

@@ -12,7 +12,7 @@ import pytest
 from mpi4py import MPI
 
 import collectives
-from collectives import arrays, errors
+from collectives import arrays, errors, native
 from collectives.schedule import KINDS, cut
 from collectives.session import session
 from collectives.table import Eager, Table
@@ -132,6 +132,19 @@ def test_where_one_array_is_of_a_device_stages_serve(monkeypatch, comm):
             x[:] = values(RANK, turn, n, "float32")
             if collectives.allreduce(x, comm).tobytes() != expected("allreduce", turn, n, "float32", np.add).tobytes():
                 wrong.append((turn, x is device))
+    assert not wrong
+
+
+@pytest.mark.mpi
+def test_calls_of_as_many_bytes_need_not_have_the_same_ways(monkeypatch, comm):
+    """The MPI serves the short elements' call no more, as they are too many."""
+    monkeypatch.setattr(native, "MOST_ELEMENTS", 1500)
+    wide, narrow, wrong = np.empty(1100, np.float32), np.empty(2200, np.float16), []
+    for turn in range(TURNS):
+        for x in (wide, wide, narrow):
+            x[:] = values(RANK, turn, x.size, x.dtype)
+            if collectives.allgather(x, comm).tobytes() != expected("allgather", turn, x.size, x.dtype, None).tobytes():
+                wrong.append((turn, x.dtype.name))
     assert not wrong
 
 
