@@ -140,6 +140,25 @@ class Picture(OutFile):
         return path
 
 
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Around the writing of a file that an option names: click.ClickException with a sentence where that fails."""
+    try:
+        yield
+    except OSError as error:
+        context = click.get_current_context(silent=True)
+        options = context.command.params if context else []
+        given = next((option for option in options if context and context.params.get(str(option.name)) is path), None)
+        name = f"{given.opts[0]} " if given else ""
+        raise click.ClickException(f"{name}{path} cannot be written: {error.strerror or error}") from None
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file that an option names, in UTF-8; click.ClickException with a sentence where that fails."""
+    with writing(path):
+        path.write_text(text, encoding="utf-8")
+
+
 class Seconds(click.ParamType):
     """A time above zero, or, with `zero`, not below it."""
 

@@ -15,7 +15,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from collectives.bench.sizes import parse_sizes
-from collectives.console import Interruptible, OutFile, Picture, Seconds, console
+from collectives.console import Interruptible, OutFile, Picture, Seconds, console, write_text, writing
 from collectives.cost import LinkCost
 from collectives.predict import Network, Prediction, figure5, predict
 from collectives.schedule import KINDS
@@ -67,7 +67,7 @@ def command(
         raise click.UsageError(str(error)) from error
     _print(rows)
     if json_path:
-        json_path.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+        write_text(json_path, json.dumps([asdict(row) for row in rows], indent=1) + "\n")
     if plot_path:
         _draw(rows, plot_path)
 
@@ -131,7 +131,7 @@ def _figure5(nbytes: int, rate: float, json_path: Path | None, plot_path: Path |
     console().print(table)
     if json_path:
         found = [{**asdict(row), "paper_seconds": said} for row, said in rows]
-        json_path.write_text(json.dumps(found, indent=1) + "\n")
+        write_text(json_path, json.dumps(found, indent=1) + "\n")
     if plot_path:
         _draw_bars(rows, full, plot_path)
 
@@ -148,7 +148,8 @@ def _draw(rows: Sequence[Prediction], path: Path) -> None:
         axes.plot(*np.array(forms).reshape(-1, 2).T, color=drawn.get_color())
     axes.grid(alpha=0.3)
     axes.legend(title="points: simulated; lines: closed form", fontsize=8, title_fontsize=8)
-    figure.savefig(path, dpi=130)
+    with writing(path):
+        figure.savefig(path, dpi=130)
 
 
 def _draw_bars(rows: Sequence[tuple[Prediction, float]], full: float, path: Path) -> None:
@@ -162,7 +163,8 @@ def _draw_bars(rows: Sequence[tuple[Prediction, float]], full: float, path: Path
         axes.bar(names, [row.seconds / full for row, _ in here], label="simulated")
         axes.plot(names, [said / full for _, said in here], "k_", ms=30, label="paper's text")
         axes.legend(fontsize=8, markerscale=0.5)
-    figure.savefig(path, dpi=130)
+    with writing(path):
+        figure.savefig(path, dpi=130)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import click
 from rich.console import Console
 from rich.markup import escape
 
-from collectives.console import Interruptible, OutFile, console
+from collectives.console import Interruptible, OutFile, console, write_text
 from launch.survey import EXTRAS, OURS, PACKAGES, look
 from mpips import world
 
@@ -190,7 +190,7 @@ def command(path: Path | None, interface: str | None) -> None:
     else:
         show(checks, console())
         if path:
-            path.write_text(text + "\n", encoding="utf-8")
+            write_text(path, text + "\n")
     if any(check.ok is False for check in checks):
         raise SystemExit(1)
 

@@ -21,7 +21,7 @@ import collectives
 from collectives.bench.harness import measure
 from collectives.bench.report import machine
 from collectives.bench.sizes import show_bytes
-from collectives.console import console
+from collectives.console import console, write_text
 
 SLICES = 32  # how often the computing thread looks after the communication
 
@@ -87,4 +87,4 @@ def print_overlap(rows: Sequence[OverlapRow], title: str) -> None:
 
 def write_overlap(rows: Sequence[OverlapRow], path: Path) -> None:
     """The rows as a JSON list at `path`."""
-    path.write_text(json.dumps([asdict(row) | {"on": machine()} for row in rows], indent=1) + "\n")
+    write_text(path, json.dumps([asdict(row) | {"on": machine()} for row in rows], indent=1) + "\n")

@@ -17,7 +17,7 @@ from rich import box
 from rich.table import Table
 
 from collectives.bench.sizes import show_bytes
-from collectives.console import console
+from collectives.console import console, write_text, writing
 
 FLOOR_BYTES = 1 << 20  # below, a call is no matter of bytes
 
@@ -91,12 +91,12 @@ def print_table(rows: Sequence[Row], title: str) -> None:
 def write_json(rows: Sequence[Row], path: Path) -> None:
     """The rows as a JSON list at `path`, each with the machine it was measured on."""
     where = machine()
-    path.write_text(json.dumps([asdict(row) | {"on": where} for row in rows], indent=1) + "\n")
+    write_text(path, json.dumps([asdict(row) | {"on": where} for row in rows], indent=1) + "\n")
 
 
 def write_csv(rows: Sequence[Row], path: Path) -> None:
     """The rows as comma-separated values with a header at `path`."""
-    with path.open("w", newline="") as file:
+    with writing(path), path.open("w", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=list(asdict(rows[0])))
         writer.writeheader()
         writer.writerows(asdict(row) for row in rows)
@@ -122,5 +122,6 @@ def draw(rows: Sequence[Row], path: Path, title: str) -> None:
         axes.set_xscale("log", base=2)
     left.legend(fontsize=8)
     figure.suptitle(title, fontsize=11)
-    figure.savefig(path, dpi=130)
+    with writing(path):
+        figure.savefig(path, dpi=130)
     plt.close(figure)

@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from collectives.console import InterruptibleGroup, OutFile
+from collectives.console import InterruptibleGroup, OutFile, write_text
 from collectives.topology import parse, parse_rate
 from launch import watched
 from launch.command import LauncherError
@@ -129,7 +129,7 @@ def status(name: str, path: Path | None) -> None:
         click.echo(text, nl=False)
         return
     if path:
-        path.write_text(text)
+        write_text(path, text)
     _print_status(found)
 
 

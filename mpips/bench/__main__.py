@@ -16,7 +16,7 @@ from rich.table import Table
 
 import mpips
 from collectives.bench.sizes import parse_sizes, show_bytes
-from collectives.console import OutFile, Picture, RankedCommand, Seconds, console, progress
+from collectives.console import OutFile, Picture, RankedCommand, Seconds, console, progress, write_text, writing
 from mpips.bench import floor
 from mpips.options import Options, kind_of
 
@@ -111,13 +111,14 @@ def command(
                 kv.init(n, np.zeros(n, np.float32))
             rows.append(_row(kv, (n, array), masters, seconds, floors))
             done(f"{show_bytes(4 * n)}, {array}")
-    if kv.rank == 0:
+    first = kv.rank == 0
+    kv.close()  # before files are written: nobody waits where that fails
+    if first:
         console().print(table(rows))
         if json_path:
-            json_path.write_text(json.dumps([row._asdict() for row in rows], indent=1))
+            write_text(json_path, json.dumps([row._asdict() for row in rows], indent=1))
         if plot_path:
             draw(rows, plot_path)
-    kv.close()
 
 
 def _row(
@@ -202,7 +203,8 @@ def draw(rows: list[Row], path: Path) -> None:
             axes.loglog(*zip(*bare), linestyle=":", label=f"floor, {array}")
     axes.set(xlabel="bytes", ylabel="push + pull, microseconds", title=f"{rows[0].kind}, {rows[0].workers} workers")
     axes.legend()
-    figure.savefig(path, dpi=120)
+    with writing(path):
+        figure.savefig(path, dpi=120)
 
 
 if __name__ == "__main__":

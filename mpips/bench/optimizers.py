@@ -13,7 +13,7 @@ import click
 import numpy as np
 from rich.table import Table
 
-from collectives.console import Interruptible, OutFile, console
+from collectives.console import Interruptible, OutFile, console, write_text
 from mpips import optimizers
 
 CASES = (
@@ -158,7 +158,7 @@ def command(elements: int, repeats: int, json_path: Path | None) -> None:
     target.print(table(cases))
     target.print(reason)
     if json_path:
-        json_path.write_text(json.dumps([case._asdict() for case in cases], indent=1))
+        write_text(json_path, json.dumps([case._asdict() for case in cases], indent=1))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from click.core import ParameterSource
 from rich import box
 from rich.table import Table
 
-from collectives.console import Interruptible, OutFile, Picture, console
+from collectives.console import Interruptible, OutFile, Picture, console, write_text, writing
 
 from . import models, trace
 from .planner import Plan, plans
@@ -128,15 +128,18 @@ def command(
         raise Refused(str(error)) from error
     _show(found, profile)
     if save_profile:
-        save(profile, save_profile)
+        with writing(save_profile):
+            save(profile, save_profile)
     if json_file:
-        json_file.write_text(json.dumps([each.row() for each in found], indent=1) + "\n", encoding="utf-8")
+        write_text(json_file, json.dumps([each.row() for each in found], indent=1) + "\n")
     timelines = {each.strategy: each.tasks for each in found if each.nodes == found[-1].nodes}
     if plot:
         where = "" if found[-1].nodes is None else f", {found[-1].nodes} nodes"
-        trace.draw(timelines, plot, f"{model or profile_file}{where}")
+        with writing(plot):
+            trace.draw(timelines, plot, f"{model or profile_file}{where}")
     if trace_file:
-        trace.save_chrome(timelines, trace_file, [layer.name for layer in profile.layers])
+        with writing(trace_file):
+            trace.save_chrome(timelines, trace_file, [layer.name for layer in profile.layers])
 
 
 def _model_profile(model: str, rate: float, batch: int) -> Profile:

@@ -23,7 +23,7 @@ import click
 import numpy as np
 from rich.table import Table
 
-from collectives.console import OutFile, Picture, console
+from collectives.console import OutFile, Picture, console, write_text, writing
 
 from . import execute, job, planner, settings, timeline, trace
 from .profile import PARAMETER_BYTES, Linear, Profile, create, save
@@ -241,19 +241,23 @@ def command(
         results += more
         traces |= drawn
     idle = idle_seconds() - idle
+    job.kv.close()  # before files are written: nobody waits where that fails
     if job.kv.rank == 0:
         about = _about(setting, servers, job, profiles) | {"cores_idle": float(idle[0] / idle[1])}
         _show(results, about)
         if json_file:
             data = about | {"strategies": [result._asdict() for result in results]}
-            json_file.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+            write_text(json_file, json.dumps(data, indent=1) + "\n")
         if save_profile:
-            save(profiles["dense"], save_profile)
+            with writing(save_profile):
+                save(profiles["dense"], save_profile)
         if plot:
-            trace.draw(traces, plot, f"measured, {setting}, {job.kv.num_workers} workers, compute emulated by sleeping")
+            title = f"measured, {setting}, {job.kv.num_workers} workers, compute emulated by sleeping"
+            with writing(plot):
+                trace.draw(traces, plot, title)
         if trace_file:
-            trace.save_chrome(traces, trace_file)
-    job.kv.close()
+            with writing(trace_file):
+                trace.save_chrome(traces, trace_file)
 
 
 def _communication(costs: tuple[float, ...], job: Job) -> float:

@@ -19,7 +19,7 @@ import click
 import numpy as np
 from rich.table import Table
 
-from collectives.console import OutFile, console
+from collectives.console import OutFile, console, write_text
 
 from .models import MODELS
 from .profile import Ring
@@ -113,7 +113,7 @@ def command(count: int, seed: int, json_file: Path | None) -> None:
     terminal.print(table)
     if json_file:
         data = {"losses": [row._asdict() for row in rows], "planning_seconds_of_200_layers": planning}
-        json_file.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        write_text(json_file, json.dumps(data, indent=1) + "\n")
 
 
 if __name__ == "__main__":

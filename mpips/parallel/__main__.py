@@ -14,7 +14,7 @@ import numpy as np
 from mpi4py import MPI
 from threadpoolctl import threadpool_limits
 
-from collectives.console import OutFile, Picture, RankedCommand, console
+from collectives.console import OutFile, Picture, RankedCommand, console, writing
 
 from . import checkpoint, report, usage
 from .activations import ACTIVATIONS
@@ -123,7 +123,7 @@ class _Run:
 
     def _prepare_and_train(self, grid: Grid | None) -> None:
         o = self.options
-        agree(self.comm, _unwritable(o.save_path, o.json_path, o.plot_path) if self.comm.rank == 0 else None)
+        agree(self.comm, _unwritable(o) if self.comm.rank == 0 else None)
         self.xp = array_module(o.device, self.comm)
         if o.load_path and (rule := checkpoint.rule(o.load_path, self.comm)):
             usage.deal_by(rule, o)
@@ -199,11 +199,15 @@ class _Run:
 
     def _write(self, content: dict, epochs: list[Epoch], phases: dict[str, float], title: str) -> str | None:
         try:
-            if self.options.json_path:
-                report.write_json(self.options.json_path, content)
-            if self.options.plot_path:
-                report.picture(self.options.plot_path, epochs, phases, title)
-        except (OSError, ImportError, ValueError) as error:
+            if json_path := self.options.json_path:
+                with writing(json_path):
+                    report.write_json(json_path, content)
+            if plot_path := self.options.plot_path:
+                with writing(plot_path):
+                    report.picture(plot_path, epochs, phases, title)
+        except click.ClickException as error:
+            return error.message
+        except (ImportError, ValueError) as error:
             return f"the results cannot be written: {error}"
         return None
 
@@ -215,14 +219,15 @@ class _Run:
             self.console.print(text, markup=False)
 
 
-def _unwritable(*paths: Any) -> str | None:
-    """Why one of these files cannot be written; asked before training, of the rank that will write."""
-    for path in paths:
+def _unwritable(options: Any) -> str | None:
+    """Why one of the files to come cannot be written; asked before training, of the rank that will write."""
+    for name in ("save", "json", "plot"):
+        path = getattr(options, f"{name}_path")
         folder = os.path.dirname(os.path.abspath(path)) if path else None
         if folder and not os.path.isdir(folder):
-            return f"{path} cannot be written: there is no folder {folder}"
+            return f"--{name} {path} cannot be written: there is no folder {folder}"
         if folder and not os.access(path if os.path.exists(path) else folder, os.W_OK):
-            return f"{path} cannot be written: it is not allowed"
+            return f"--{name} {path} cannot be written: it is not allowed"
     return None
 
 

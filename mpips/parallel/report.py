@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import resource
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -142,13 +143,13 @@ def peak_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def write_json(path: str, content: dict[str, Any]) -> None:
+def write_json(path: str | Path, content: dict[str, Any]) -> None:
     with open(path, "w", encoding="utf-8") as file:
         json.dump(content, file, indent=1)
         file.write("\n")
 
 
-def picture(path: str, epochs: list[Epoch], phases: dict[str, float], title: str) -> None:
+def picture(path: str | Path, epochs: list[Epoch], phases: dict[str, float], title: str) -> None:
     """Loss curves and the time budget, side by side. Needs matplotlib (extra `plot`)."""
     from matplotlib.figure import Figure
 

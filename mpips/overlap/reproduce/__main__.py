@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from collectives.console import OutFile, Picture, console
+from collectives.console import OutFile, Picture, console, write_text, writing
 
 from . import figures, ibatch, mg_wfbp
 
@@ -28,9 +28,10 @@ def run(paper: str, json_file: Path | None, plot: Path | None) -> None:
     figure = PAPERS[paper]()
     figures.show(figure, console())
     if json_file:
-        json_file.write_text(json.dumps(figure.as_dict(), indent=1) + "\n", encoding="utf-8")
+        write_text(json_file, json.dumps(figure.as_dict(), indent=1) + "\n")
     if plot:
-        figures.draw(figure, plot)
+        with writing(plot):
+            figures.draw(figure, plot)
 
 
 if __name__ == "__main__":

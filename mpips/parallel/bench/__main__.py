@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from pathlib import Path
 from typing import Any
 
 import click
@@ -17,7 +18,7 @@ from mpi4py import MPI
 from rich.table import Table
 from threadpoolctl import threadpool_limits
 
-from collectives.console import RankedCommand, console
+from collectives.console import OutFile, RankedCommand, console, writing
 from mpips.optimizers import SGD
 
 from .. import report
@@ -55,10 +56,10 @@ class Counts(click.ParamType):
 @click.option("--seconds", default=15.0, help="About how long each case is timed.")
 @click.option("--rounds", default=15, type=click.IntRange(1))
 @click.option("--torch/--no-torch", "with_torch", default=True, help="PyTorch beside it, where it is installed.")
-@click.option("--json", "json_path", help="Write the rows as JSON.")
+@click.option("--json", "json_path", type=OutFile(), help="Write the rows as JSON.")
 def command(
     grid_text: str, batch: tuple[int, ...], width: tuple[int, ...], seconds: float, rounds: int, with_torch: bool,
-    json_path: str | None,
+    json_path: Path | None,
 ) -> None:
     """Time steps of a 16-width-width-2 network, float32, one BLAS thread a rank, beside PyTorch."""
     comm = MPI.COMM_WORLD
@@ -78,12 +79,13 @@ def command(
         for hidden in width:
             for samples in batch:
                 rows.append(_case(grid, hidden, samples, seconds, rounds, with_torch, with_ddp))
+    if with_ddp:
+        rivals.leave(comm)
     if comm.rank == 0:
         _show(rows)
         if json_path:
-            report.write_json(json_path, {"grid": str(grid), "cores": os.cpu_count(), "rows": rows})
-    if with_ddp:
-        rivals.leave(comm)
+            with writing(json_path):
+                report.write_json(json_path, {"grid": str(grid), "cores": os.cpu_count(), "rows": rows})
 
 
 def _case(

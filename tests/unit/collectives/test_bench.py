@@ -1,10 +1,13 @@
 """Sizes as people write them, and data that shows a wrong result."""
 
+from collections.abc import Callable
+from pathlib import Path
+
 import click
 import numpy as np
 import pytest
 
-from collectives.bench import data
+from collectives.bench import data, report
 from collectives.bench.__main__ import check
 from collectives.bench.sizes import parse_bytes, parse_sizes, show_bytes
 
@@ -58,6 +61,15 @@ def test_blocks_of_every_kind_are_where_they_belong() -> None:
     np.testing.assert_array_equal(data.expected("allgather", "sum", 1, p, n, dtype, bounds), gathered)
     exchanged = np.concatenate([x[7:] for x in put_in])
     np.testing.assert_array_equal(data.expected("alltoall", "sum", 2, p, n, dtype, bounds), exchanged)
+
+
+@pytest.mark.parametrize("write", [report.write_json, report.write_csv])
+def test_rows_that_cannot_be_written_are_one_sentence(
+    write: Callable[[list[report.Row], Path], None], full_disk: str
+) -> None:
+    row = report.Row("pt2pt", "blocking", "ordinary", "float32", "none", 2, 8, 2, 1.0, 1.0, 1.0, 1.0, 1.0, None, None)
+    with pytest.raises(click.ClickException, match=f"^{full_disk} cannot be written: No space left on device$"):
+        write([row], Path(full_disk))
 
 
 WORDS = {

@@ -86,6 +86,23 @@ def test_a_rank_leaves_the_folder_to_the_one_that_writes(tmp_path: Path, monkeyp
     assert given(console.OutFile(), str(tmp_path / "none" / "x.json")).exit_code == 0
 
 
+def test_a_file_that_cannot_be_written_is_told_with_its_option(full_disk: str) -> None:
+    @click.command()
+    @click.option("--csv", "other", type=console.OutFile())
+    @click.option("--json", "path", type=console.OutFile())
+    def command(other: Path | None, path: Path) -> None:
+        console.write_text(path, "1\n")
+
+    done = CliRunner().invoke(command, ["--csv", full_disk, "--json", full_disk])
+    assert done.exit_code == 1
+    assert done.output == f"Error: --json {full_disk} cannot be written: No space left on device\n"
+
+
+def test_a_library_that_writes_for_no_command_names_the_file(full_disk: str) -> None:
+    with pytest.raises(click.ClickException, match=f"^{full_disk} cannot be written: No space left on device$"):
+        console.write_text(Path(full_disk), "1\n")
+
+
 @pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "soon"])
 def test_seconds_are_above_zero(value: str) -> None:
     assert given(console.Seconds(), "0.5").output == "0.5\n"

@@ -82,6 +82,13 @@ def test_figure_5_and_pictures(tmp_path):
     assert len(json.loads(rows.read_text())) == 8
 
 
+@pytest.mark.parametrize("figure", [(), ("--figure5",)])
+def test_results_that_cannot_be_written_are_one_sentence(full_disk, figure):
+    done = run("--bytes", "1MB", *figure, "--json", full_disk)
+    assert done.exit_code == 1
+    assert f"Error: --json {full_disk} cannot be written: No space left on device\n" in done.output
+
+
 def test_figure_5_agrees_with_the_text_of_the_paper():
     for row, said in figure5(548_000_000, 5e9):
         relayed = row.topology.startswith("bcube") and row.algorithm == "direct"  # "it will double": 1.6 at 16 servers

@@ -19,3 +19,9 @@ def test_without_pytorch_it_says_so_and_measures_the_rest(monkeypatch, tmp_path)
     cases = json.loads(path.read_text())
     assert {"SGD momentum", "Adam"} <= {case["optimizer"] for case in cases}
     assert all(case["elements"] == 1000 and case["mpips_ms"] > 0 and case["ratio"] is None for case in cases)
+
+
+def test_cases_that_cannot_be_written_are_one_sentence(full_disk):
+    result = CliRunner().invoke(command, ["--elements", "1000", "--repeats", "1", "--json", full_disk])
+    assert result.exit_code == 1
+    assert result.output.endswith(f"Error: --json {full_disk} cannot be written: No space left on device\n")

@@ -183,7 +183,8 @@ def test_words_that_make_no_job_end_every_rank_with_one_sentence_and_code_2(word
     [
         (["--data", "nowhere.csv"], "nowhere.csv does not exist"),
         (["--load", "nowhere.safetensors"], "nowhere.safetensors cannot be read"),
-        (["--json", "/nowhere/x.json", "--epochs", "1000000"], "cannot be written"),
+        (["--json", "/nowhere/x.json", "--epochs", "1000000"], "--json /nowhere/x.json cannot be written"),
+        (["--json", "/dev/full", "--epochs", "1"], "--json /dev/full cannot be written: No space left on device"),
         (["--learning-rate", "1e30", "--epochs", "3"], "lower the learning rate"),
     ],
 )

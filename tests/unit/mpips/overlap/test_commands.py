@@ -66,6 +66,24 @@ def test_one_strategy_with_pictures(profile_file: Path, tmp_path: Path) -> None:
     assert json.loads(trace.read_text())["traceEvents"]
 
 
+@pytest.mark.parametrize("option", ["--json", "--trace", "--save-profile"])
+def test_a_file_that_cannot_be_written_is_one_sentence(profile_file: Path, full_disk: str, option: str) -> None:
+    result = CliRunner().invoke(command, [str(profile_file), "--nodes", "4", option, full_disk])
+    assert result.exit_code == 1
+    assert f"Error: {option} {full_disk} cannot be written: No space left on device\n" in result.output
+
+
+def test_a_picture_that_cannot_be_written_is_one_sentence(
+    profile_file: Path, full_disk: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib", reason="pictures need the extra `plot`")
+    picture = tmp_path / "plan.png"
+    picture.symlink_to(full_disk)
+    result = CliRunner().invoke(command, [str(profile_file), "--nodes", "4", "--plot", str(picture)])
+    assert result.exit_code == 1
+    assert f"Error: --plot {picture} cannot be written: No space left on device\n" in result.output
+
+
 def test_built_in_model_saves_its_profile(tmp_path: Path) -> None:
     code, output = plan("--model", "lenet5", "--nodes", "4", "--save-profile", str(tmp_path / "p.json"))
     assert code == 0, output
