@@ -22,8 +22,8 @@ class Choice:
         """The one that the next run takes."""
 
     def learn(self, seconds: float) -> Iterator[None]:
-        """How long the last run took; at the last trial the ranks agree, in steps between which there is something to
-        wait for."""
+        """How long the last run took, by the byte where lengths differ; at the last trial the ranks agree, in steps
+        between which there is something to wait for."""
         if self._decided:
             return
         self._times[self.way].append(seconds)

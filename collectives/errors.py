@@ -2,7 +2,7 @@
 
 
 class CollectiveError(RuntimeError):
-    """A collective cannot be done; the communicator stays usable."""
+    """A collective cannot be done; the communicator stays usable, unless the sentence says otherwise."""
 
     of_caller = True  # the sentence tells all: no line of ours is to be shown beside it
 

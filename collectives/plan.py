@@ -87,7 +87,12 @@ class Plan:
         if home.active or home.broken:
             self.start()
             return self.wait()
-        if (left := self._quick()) is not None:
+        try:
+            left = self._quick()
+        except BaseException as error:
+            home.leave(self._call.text, error)
+            raise
+        if left is not None:
             home.drive(left, self._call.text)
         return self._result
 
@@ -301,7 +306,7 @@ def _trial(home: Session, call: Call, x: Flat, out: Flat) -> Trial | None:
     """The choice between stages, reach and the MPI's own call, one for all calls of a kind and about a size; None where
     only stages do. The MPI takes part where it gives the same bits; its non-blocking call, as a started plan must give
     way."""
-    if call.nbytes < TRY_BYTES * home.size or (call.kind == "alltoall" and x == out):
+    if call.nbytes < max(1, TRY_BYTES * home.size):
         return None
     rival = None
     if call.kind not in REDUCING and home.size > 1 and not native.why_not(call):

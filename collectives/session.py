@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from functools import cache
 from typing import Any, NoReturn
 from weakref import WeakSet
@@ -79,6 +79,9 @@ class Operation:
             self.done = True
         except Exception as error:
             self.done, self.error = True, error
+        except BaseException as error:
+            self.done, self.error = True, CollectiveError(f"a started collective was given up: {type(error).__name__}")
+            raise
 
 
 class Session:
@@ -100,6 +103,7 @@ class Session:
         self.node, self.room = node, room
         self.node_of = self._nodes()
         self.nodes = len(set(self.node_of))
+        room.whole = self.nodes == 1
         self.across = self._across()
         self.watch = Watch(self.comm, self.stall_seconds, self.timeout_seconds) if self.nodes > 1 else None
         self.table = known_table or table.shared(self.comm)
@@ -226,7 +230,31 @@ class Session:
         """A peer may need this rank's MPI to get its earlier messages before it can come."""
         self.comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
 
-    def drive(self, steps: Iterator[None], what: str) -> None:
+    def drive(self, steps: Generator[None, None, None] | Iterator[None], what: str) -> None:
+        """Run an operation to its end, or give it up."""
+        try:
+            self._drive(steps, what)
+        except BaseException as error:
+            self.leave(what, error)
+            if isinstance(steps, Generator):
+                steps.close()
+            raise
+
+    def leave(self, what: str, error: BaseException) -> None:
+        """An operation has raised: see that nobody counts on this rank, nor this rank on the communicator if some are
+        still in the operation."""
+        if isinstance(error, (MismatchError, StallError)) or self.watch is not None:
+            return  # all know
+        if self.room.withdrawn == self.room.operation:
+            return  # who comes learns of it
+        if isinstance(error, CollectiveError):
+            self.broken = str(error)
+        elif self.size > 1:
+            sentence = self.room.given_up(what, error)
+            if self.room.complete() or not self.room.withdraw(sentence):
+                self.broken = sentence
+
+    def _drive(self, steps: Iterator[None], what: str) -> None:
         try:
             while True:
                 try:
@@ -255,6 +283,10 @@ class Session:
         if self.watch is None and not self.room.complete():
             return self.room.withdraw(str(error))
         self.broken = str(error)
+        for operation in self.active:
+            if isinstance(operation.steps, Generator):
+                operation.steps.close()
+        self._give_up(error)
         return True
 
     def check_usable(self) -> None:
@@ -289,7 +321,7 @@ class Session:
             if operation.error is not None:
                 raise operation.error
 
-        self.drive(steps(), "a started collective")
+        self._drive(steps(), "a started collective")
 
     def finish_started(self) -> None:
         """Run all that has been started to its end."""

@@ -50,14 +50,22 @@ def _kernel_copy(name: str) -> Any:
 _FETCH, _DELIVER = _kernel_copy("process_vm_readv"), _kernel_copy("process_vm_writev")
 
 
+class OutOfReach(CollectiveError):
+    """The kernel does not copy from or to a process."""
+
+    def __init__(self, pid: int, number: int):
+        super().__init__(f"cannot reach the memory of process {pid}: {os.strerror(number)}")
+        self.pid, self.errno = pid, number
+
+
 def _move(call: Callable[..., int], pid: int, here: int, there: int, nbytes: int) -> None:
-    """Copy between `here` in this process and `there` in process `pid`; CollectiveError where the kernel refuses."""
+    """Copy between `here` in this process and `there` in process `pid`."""
     done = 0
     while done < nbytes:
         mine, others = _Extent(here + done, nbytes - done), _Extent(there + done, nbytes - done)
         moved = call(pid, ctypes.byref(mine), 1, ctypes.byref(others), 1, 0)
         if moved <= 0:
-            raise CollectiveError(f"cannot reach the memory of process {pid}: {os.strerror(ctypes.get_errno())}")
+            raise OutOfReach(pid, ctypes.get_errno())
         done += moved
 
 
@@ -88,7 +96,7 @@ def place(array: Vector, written: bool = False) -> int:
             _move(_FETCH, pid, here, at, 1)
             if written:
                 _move(_DELIVER, pid, here, at, 1)
-    except CollectiveError:
+    except OutOfReach:
         return 0
     return begin
 
@@ -105,7 +113,7 @@ def _reads(pid: int, address: int, secret: int) -> bool:
     word = np.zeros(1, np.int64)
     try:
         _move(_FETCH, pid, word.ctypes.data, address, word.nbytes)
-    except CollectiveError:
+    except OutOfReach:
         return False
     return bool(word[0] == secret)
 
@@ -147,7 +155,7 @@ def program(room: Room, call: Call, x: Window, out: Window, cards: Sequence[Card
 class _Reached:
     def __init__(self, room: Room, call: Call, x: Window, out: Window, cards: Sequence[Card]):
         self._call, self._rank, self._order = call, room.rank, [room.rank, *room.turn()]
-        self._x, self._out = x, out
+        self._x, self._out, self._buffers = x, out, room.buffers(BLOCK_BYTES)
         self._xs: dict[int, _Far] = {}
         self._outs: dict[int, _Far] = {}
         for rank in room.turn():
@@ -163,8 +171,9 @@ class _Reached:
             return
         start, end = call.block(rank)
         block = max(1, BLOCK_BYTES // call.dtype.itemsize)
-        buffers = [np.empty(min(block, end - start), call.dtype) for _ in range(2)]
-        readers = [reader for reader in self._order if reader in call.readers(rank)]
+        size = block * call.dtype.itemsize if call.operation is not None else 0
+        buffers = [buffer[:size].view(call.dtype) for buffer in self._buffers]
+        readers = [reader for reader in self._order if reader in call.readers(rank) and not self._has_it(reader)]
         for first in range(start, end, block):
             last = min(first + block, end)
             total = self._place(first, last, buffers[0])
@@ -174,6 +183,11 @@ class _Reached:
                     yield from copy(self._out.part(first, last), total)
                 else:
                     yield from _deliver(total, *self._outs[reader].at(first))
+
+    def _has_it(self, reader: int) -> bool:
+        """Whether the piece comes from that very place, as in a broadcast in place it does on the root."""
+        far = reader != self._rank and self._call.sources(self._rank) == [reader]
+        return far and self._xs[reader] == self._outs[reader]
 
     def _place(self, first: int, last: int, buffer: Vector) -> Vector:
         """Where this rank makes its piece of the result."""

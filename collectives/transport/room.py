@@ -5,6 +5,7 @@ Every rank has a *desk* in node-shared memory (`collectives.arena`): it writes i
             it came with;
   progress  one word: how many phases the rank has finished, over all operations;
   off       one word: the last operation that the rank left early, since when it touches nobody's arrays;
+  failed    one word: the last operation in which it could not reach another's memory, whose, and why;
   marks     one word for each lane of a schedule: how far the rank is in it;
   left      one byte for each rank of the node: that it reads this desk no more;
   cards     what a token stands for: a digest and a text of the call, and where the rank's arrays are;
@@ -90,6 +91,9 @@ class Room:
         self.desks = desks
         self.pids = pids
         """The ranks' processes, where every one can reach the others' own memory (`reach`); else empty."""
+        self.whole = True
+        """Whether the room holds all ranks of the communicator."""
+        self._buffers: list[NDArray[np.uint8]] = []
         words = [desk.data.cast("B").cast("Q") for desk in desks]
         self._words = words
         self._mine = words[self.rank]
@@ -100,6 +104,8 @@ class Room:
         self._known: dict[tuple[int, int], Card] = {}
         self._spins = SPINS_ALONE if self.size <= len(os.sched_getaffinity(0)) else SPINS_SHARED
         self.operation = 0
+        self.withdrawn = 0
+        """The last operation that this rank has taken back its entry into."""
         self.phase = 0
         self.waiting: int | None = None
         """The lane in which this rank waits for another's mark."""
@@ -143,6 +149,12 @@ class Room:
         if self._window is not None:
             self._window.Unlock_all()
             self._window.Free()
+
+    def buffers(self, nbytes: int) -> list[NDArray[np.uint8]]:
+        """Two buffers for the operation under way, whichever it is; for all of them the same."""
+        if not self._buffers:
+            self._buffers = [np.empty(nbytes, np.uint8) for _ in range(2)]
+        return self._buffers
 
     def turn(self) -> list[int]:
         """The other ranks, nearest right neighbour first, so that not all read the same memory at once."""
@@ -293,11 +305,34 @@ class Room:
     def follow(self) -> Iterator[None]:
         """Until all others have finished as many phases as this rank."""
         phase = self.phase
-        for _, words in self._others:
+        for other, words in self._others:
             while words[8] < phase:
                 yield
+                if words[10] >> 32 == self.operation:
+                    raise self.out_of_reach(other, words[10])
         if self.fence is not None:
             self.fence()
+
+    def fail(self, pid: int, errno: int) -> CollectiveError:
+        """Tell all that this rank could not reach a process; the error to raise, as they do."""
+        self._mine[10] = self.operation << 32 | self.pids.index(pid) << 16 | errno
+        return self.out_of_reach(self.rank, self._mine[10])
+
+    def out_of_reach(self, rank: int, word: int) -> CollectiveError:
+        """What a rank's word says."""
+        other, why = self.names[word >> 16 & 0xFFFF], os.strerror(word & 0xFFFF)
+        return CollectiveError(
+            f"rank {self.names[rank]} cannot reach the memory of rank {other} any more: {why}; "
+            "go on with a new communicator"
+        )
+
+    def given_up(self, what: str, error: BaseException) -> str:
+        """The sentence for those who wait for this rank."""
+        return f"rank {self.names[self.rank]} has given up {what}: {type(error).__name__}"
+
+    def stands(self, token: int) -> bool:
+        """Whether this rank is in the present operation with that token."""
+        return bool(self._mine[self.operation & 1] == self.operation << 32 | token)
 
     def leave_off(self, phase: int) -> None:
         """Say that this rank leaves the operation early and touches nobody's arrays any more, and wait until the others
@@ -340,6 +375,7 @@ class Room:
         if self.complete():
             return False
         self._mine[self.operation & 1] = self.operation << 32 | token
+        self.withdrawn = self.operation
         return True
 
 

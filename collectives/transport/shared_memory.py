@@ -36,10 +36,11 @@ from collectives import arena
 from collectives.arrays import Flat
 from collectives.call import Call
 from collectives.choice import Choice
+from collectives.errors import MismatchError
 from collectives.native import NativePlan
 from collectives.table import Eager
 from collectives.transport import reach
-from collectives.transport.program import Phase, Program, Step, Window, combine, copy
+from collectives.transport.program import Phase, Program, Step, Window, combine, copy, same
 from collectives.transport.room import CARDS, NOWHERE, Card, Room
 from collectives.transport.staged import Staged
 
@@ -93,11 +94,15 @@ class MemoryPlan:
         parity = room.operation + 1 & 1
         self._bring(parity)
         met_soon = self._met_soon
-        if met_soon is None or not room.readable(self._token):
-            self._enter()
-            return self._met()
-        if not met_soon():
-            return self._met()
+        try:
+            if met_soon is None or not room.readable(self._token):
+                self._enter()
+                return self._met()
+            if not met_soon():
+                return self._met()
+        except BaseException as error:
+            self._break_off(error)
+            raise
         if not self._takes:
             return self._work()
         for function, arguments in self._takes[parity]:
@@ -117,11 +122,29 @@ class MemoryPlan:
 
     def _met(self) -> Iterator[None]:
         room = self._room
-        yield from room.meet(self._tokens)
-        tokens = room.tokens_now()
-        if tokens != self._tokens:
-            self._bind(tokens)
+        try:
+            yield from room.meet(self._tokens)
+            tokens = room.tokens_now()
+            if tokens != self._tokens:
+                self._bind(tokens)
+        except MismatchError:  # of which all ranks know
+            raise
+        except BaseException as error:
+            self._break_off(error)
+            raise
         yield from self._work()
+
+    def _break_off(self, error: BaseException) -> None:
+        """This rank leaves an operation in which it has done nothing yet: it takes back its entry, or, where all have
+        come, waits until nobody touches its arrays."""
+        room = self._room
+        if not room.stands(self._token):
+            return
+        interrupted = not isinstance(error, GeneratorExit)  # else who closed this has said what there is to say
+        if interrupted and room.whole and not room.complete() and room.withdraw(room.given_up(self._call.text, error)):
+            return
+        if room.complete() and (self.direct or self._trial is not None):
+            room.leave_off(room.phase + 1)
 
     def _work(self) -> Iterator[None]:
         room = self._room
@@ -134,7 +157,7 @@ class MemoryPlan:
             return
         choice, start = self._trial.choice, time.perf_counter()
         yield from self._ways[choice.way]()
-        yield from choice.learn(time.perf_counter() - start)
+        yield from choice.learn((time.perf_counter() - start) / self._call.nbytes)
 
     def _carry_out(self, program: Program) -> Iterator[None]:
         room = self._room
@@ -149,15 +172,20 @@ class MemoryPlan:
                 yield from room.follow()
             for function, arguments in program.last:
                 function(*arguments)
-        except BaseException:
+        except BaseException as error:
+            told = room.fail(error.pid, error.errno) if isinstance(error, reach.OutOfReach) else None
             if program.reaches:
                 room.leave_off(end)
-            raise
+            raise told or error from None
 
     def _publish(self) -> None:
         x, out = self._where
-        places = (0, 0) if not self._reaches() else (reach.place(self._x.vector), reach.place(self._out.vector, True))
-        self._token = self._room.publish(Card(self._call.text, 0, x or NOWHERE, out or NOWHERE, *places))
+        x_at = out_at = 0
+        in_place = same(self._x.vector, self._out.vector)
+        if self._reaches() and not (self._call.kind == "alltoall" and in_place):
+            written = not (self._call.kind == "broadcast" and in_place and self._call.root == self._room.rank)
+            x_at, out_at = reach.place(self._x.vector), reach.place(self._out.vector, written)
+        self._token = self._room.publish(Card(self._call.text, 0, x or NOWHERE, out or NOWHERE, x_at, out_at))
 
     def _bind(self, tokens: tuple[int, ...]) -> None:
         """The ranks' arrays are others than last time: read their cards and compile anew."""

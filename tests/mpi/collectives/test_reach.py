@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
+import signal
 import time
 from pathlib import Path
 
@@ -190,3 +192,111 @@ def test_who_breaks_off_waits_until_nobody_writes_into_his_array(monkeypatch, co
     everybody = COMM.allgather((heard, late))
     assert everybody[0] == ("interrupted; then 0 elements were written", [BLOCK * (P - 1)])
     assert all("rank 0 has not come" in sentence for sentence, _ in everybody[1:])
+
+
+@pytest.mark.mpi
+def test_some_ranks_exchange_in_place(comm):
+    """Which nobody may reach into, while others call with out=."""
+    n, wrong = 1001 * P, []
+    x, out = np.empty(n, np.float32), np.empty(n, np.float32)
+    for turn in range(TURNS):
+        x[:] = values(RANK, turn, n, "float32")
+        result = collectives.alltoall(x, comm, out=None if RANK == 0 else out)
+        if result.tobytes() != expected("alltoall", turn, n, "float32", None).tobytes():
+            wrong.append(turn)
+    assert not wrong
+
+
+def by_reach_next(comm):
+    """An array of which the next sum goes by reach."""
+    x = np.ones(BLOCK * P, np.float32)
+    for _ in range(3):
+        collectives.allreduce(x, comm)
+        x[:] = 1
+    return x
+
+
+def outcome(call):
+    """Its error's sentence, or that there was none."""
+    try:
+        call()
+    except (KeyboardInterrupt, errors.CollectiveError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "done"
+
+
+@pytest.mark.mpi
+@only_on(2, 3)
+def test_who_is_interrupted_before_all_have_come_takes_back_his_entry(comm):
+    x, changed = by_reach_next(comm), 0
+    if RANK == 0:
+
+        def interrupt(*_):
+            raise KeyboardInterrupt
+
+        before = signal.signal(signal.SIGALRM, interrupt)
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+    else:
+        time.sleep(1.5)
+    heard = outcome(lambda: collectives.allreduce(x, comm))
+    if RANK == 0:
+        signal.signal(signal.SIGALRM, before)
+        time.sleep(2)
+        changed = int((x != 1).sum())
+    later = x.copy() * 0 + 1
+    again = outcome(lambda: collectives.allreduce(later, comm))
+    everybody = COMM.allgather((heard, changed, again, bool((later == P).all())))
+    assert everybody[0] == ("KeyboardInterrupt: ", 0, "done", True)
+    for sentence, _, after, right in everybody[1:]:
+        assert "rank 0 has given up allreduce" in sentence
+        assert (after, right) == ("done", True)
+
+
+@pytest.mark.mpi
+@only_on(2, 3)
+def test_who_has_waited_too_long_leaves_nobody_in_his_array(monkeypatch, comm):
+    """Also while the error is kept."""
+    move, armed, written = reach._move, [], 0
+
+    def slow(*arguments):
+        if armed and RANK:
+            time.sleep(0.1)
+        move(*arguments)
+
+    monkeypatch.setattr(reach, "_move", slow)
+    x = by_reach_next(comm)
+    armed.append(True)
+    session(comm).patient(60.0, 0.3 if RANK == 0 else 20.0)
+    try:
+        collectives.allreduce(x, comm)
+    except errors.StallError:
+        left = x.copy()
+        time.sleep(2)
+        written = int((x != left).sum())
+    assert written == 0
+
+
+@pytest.mark.mpi
+@only_on(3)
+def test_a_copy_that_fails_is_heard_of_by_all(monkeypatch, comm):
+    move, armed = reach._move, []
+
+    def failing(call, pid, *arguments):
+        if armed and RANK == 1:
+            raise reach.OutOfReach(pid, errno.EPERM)
+        move(call, pid, *arguments)
+
+    monkeypatch.setattr(reach, "_move", failing)
+    x = by_reach_next(comm)
+    armed.append(True)
+    heard = outcome(lambda: collectives.allreduce(x, comm))
+    again = outcome(lambda: collectives.allreduce(x, comm))
+    other = comm.Dup()
+    x[:] = 1
+    anew = outcome(lambda: collectives.allreduce(x, other))
+    other.Free()
+    sentence = "rank 1 cannot reach the memory of rank 0 any more: Operation not permitted; "
+    sentence += "go on with a new communicator"
+    everybody = COMM.allgather((heard, again, anew, bool((x == P).all())))
+    told = f"CollectiveError: this communicator is unusable after: {sentence}"
+    assert everybody == [(f"CollectiveError: {sentence}", told, "done", True)] * P
