@@ -6,9 +6,9 @@ import os
 import resource
 import socket
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import NamedTuple
 
+from collectives import memory
 from launch.command import Job, LauncherError
 
 RANK_BYTES = 10 << 20  # no rank has less of its own once MPI is started: Open MPI's have 11 MiB, MPICH's 16
@@ -46,7 +46,7 @@ def _ranks_here(job: Job, environment: Mapping[str, str]) -> int:
 
 def _processes() -> Iterator[Room]:
     """A rank is a process, at least."""
-    pids = _number("/proc/sys/kernel/pid_max")
+    pids = memory.number("/proc/sys/kernel/pid_max")
     if pids is not None:
         yield Room(pids, f"its kernel has room for {pids} processes (kernel.pid_max)")
     mine = resource.getrlimit(resource.RLIMIT_NPROC)[0]
@@ -55,27 +55,8 @@ def _processes() -> Iterator[Room]:
 
 
 def _memory() -> Room:
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limit = _number("/sys/fs/cgroup/memory.max")
-    total = min(total, total if limit is None else limit) + _swap()
+    total = memory.total()
     return Room(
         total // RANK_BYTES,
         f"each takes {RANK_BYTES >> 20} MiB of memory and more, and there are {total / 2**30:.1f} GiB",
     )
-
-
-def _swap() -> int:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("SwapTotal:")), 0)
-
-
-def _number(path: str) -> int | None:
-    """The whole number in a file of the kernel; None where there is no such file, or no limit in it."""
-    try:
-        text = Path(path).read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None

@@ -11,9 +11,9 @@ import click
 import numpy as np
 from mpi4py import MPI
 
-from collectives import catalog
+from collectives import catalog, memory
 from collectives.bench import overlap, pt2pt, report, rivals
-from collectives.bench.case import ARRAYS, BUS_FACTOR, FLOOR_SHARE, MPI_NAME, Candidate, Case
+from collectives.bench.case import ARRAYS, BUS_FACTOR, FLOOR_SHARE, MPI_NAME, Candidate, Case, least_arrays
 from collectives.bench.harness import Timing, measure
 from collectives.bench.report import Row
 from collectives.bench.sizes import parse_sizes, show_bytes
@@ -47,6 +47,7 @@ def check(
         raise click.UsageError(str(error)) from None
     if 0 in counts:
         raise click.UsageError(f"--sizes {sizes}: one {element.name} alone takes {element.itemsize} bytes")
+    largest = max(counts) * element.itemsize
     kinds, names = _words(arrays), _words(algorithms)
     if unknown := [kind for kind in kinds if kind not in ARRAYS]:
         raise click.UsageError(f"--arrays {unknown[0]!r} is none of {', '.join(ARRAYS)}")
@@ -55,12 +56,21 @@ def check(
     if collective == "pt2pt":
         if ranks < 2:
             raise click.UsageError("a ping-pong needs two ranks: --ranks 2")
+        _fits(sizes, largest, 1)
         return Wanted(element, counts, [], [])
     kind = "allreduce" if collective == "overlap" else collective
     for name in names:
         if name not in ALWAYS and (reason := _refusal(kind, name, ranks)):
             raise click.UsageError(f"--algorithms {name}: {reason}")
+    _fits(sizes, largest, 1 if collective == "overlap" else least_arrays(collective, names, kinds))
     return Wanted(element, counts, names, kinds)
+
+
+def _fits(sizes: str, largest: int, arrays: int) -> None:
+    try:
+        memory.check(f"--sizes {sizes}", largest, arrays, memory.ranks_here())
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
 
 
 def _refusal(kind: str, algorithm: str, ranks: int) -> str | None:

@@ -43,6 +43,14 @@ to write as many. An allreduce in place reads the p vectors once and writes them
 all, an allgather reads one, a broadcast in place reads one and writes p - 1."""
 
 
+def least_arrays(kind: str, algorithms: list[str], arrays: list[str]) -> int:
+    """How many arrays of the larger buffer's size a rank holds at once, at least, while these are timed: every
+    candidate has its own, and the bare copy two. Those of the MPI's calls and of gloo, which may be left out, are not
+    counted."""
+    candidates = sum(algorithm != "gloo" for algorithm in algorithms) * len(arrays)
+    return 2 + candidates * (2 if kind in ("reduce", "alltoall") else 1)
+
+
 class Candidate(NamedTuple):
     """A way to do the collective: what to time, and the wrong elements it leaves (None: not checked)."""
 

@@ -15,6 +15,7 @@ from mpi4py import MPI
 from rich.table import Table
 
 import mpips
+from collectives import memory
 from collectives.bench.sizes import parse_sizes, show_bytes
 from collectives.console import OutFile, Picture, RankedCommand, Seconds, console, progress, write_text, writing
 from mpips.bench import floor
@@ -62,6 +63,10 @@ def check(
             raise ValueError(f"--servers {servers} and a worker need --ranks {servers + 1}, or ask for fewer servers")
         Options(servers=servers, clients=clients, masters=masters).clients_of(word, ranks)
         counts = [size // 4 for size in parse_sizes(sizes)]
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+    try:  # a worker pushes one array and pulls into another
+        memory.check(f"--sizes {sizes}", 4 * max(counts), 2, max(1, memory.ranks_here() - servers))
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     if 0 in counts:

@@ -13,6 +13,7 @@ import click
 import numpy as np
 from rich.table import Table
 
+from collectives import memory
 from collectives.console import Interruptible, OutFile, console, write_text
 from mpips import optimizers
 
@@ -26,6 +27,7 @@ CASES = (
     optimizers.AdamW(learning_rate=0.001),
 )
 
+ARRAYS = 7  # at once, where there is most: five of `measure`, and Adam's two of state
 COUNT = click.IntRange(1)
 Step = Callable[[], Any]
 
@@ -152,6 +154,10 @@ def load_torch() -> tuple[Any, str]:
 @click.option("--json", "json_path", type=OutFile(), help="Write the cases as JSON.")
 def command(elements: int, repeats: int, json_path: Path | None) -> None:
     """Time server-side optimizer updates, beside PyTorch's fused ones where PyTorch is installed."""
+    try:
+        memory.check(f"--elements {elements}", 4 * elements, ARRAYS)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
     torch, reason = load_torch()
     cases = [measure(optimizer, elements, repeats, torch) for optimizer in CASES]
     target = console()

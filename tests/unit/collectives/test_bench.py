@@ -101,6 +101,7 @@ def test_the_command_line_is_understood() -> None:
         ("algorithms", "ring(over=air)", "over must be one of memory, messages"),
         ("algorithms", "hierarchical(over=air)", "over must be one of memory, messages"),
         ("algorithms", ",", "names none"),
+        ("sizes", "8,500000GB", "--sizes 8,500000GB takes at least 3 arrays of 500,000,000,000,000 bytes"),
         ("arrays", "mine", "ordinary, empty"),
         ("op", "mean of ints", "unknown operation"),
     ],

@@ -25,3 +25,9 @@ def test_cases_that_cannot_be_written_are_one_sentence(full_disk):
     result = CliRunner().invoke(command, ["--elements", "1000", "--repeats", "1", "--json", full_disk])
     assert result.exit_code == 1
     assert result.output.endswith(f"Error: --json {full_disk} cannot be written: No space left on device\n")
+
+
+def test_more_elements_than_memory_holds_are_refused():
+    result = CliRunner().invoke(command, ["--elements", "100000000000000"])
+    assert result.exit_code == 2
+    assert "--elements 100000000000000 takes at least 7 arrays of 400,000,000,000,000 bytes" in result.output
