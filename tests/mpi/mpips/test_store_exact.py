@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import collectives
 from tests.mpi.mpips.exact import BIG, SMALLER, exact
 from tests.mpi.mpips.support import WORLD, need, run
 from tests.mpi.sizes import JOB_LIMIT
@@ -45,6 +46,21 @@ def test_seven_workers_with_one_to_three_servers():
     done = subprocess.run(command, capture_output=True, text=True, timeout=JOB_LIMIT, env=clean, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("exact") == 21, done.stdout
+
+
+def test_collectives_over_the_workers_beside_the_store():
+    need(servers=1)
+
+    def body(kv):
+        kv.init("w", np.zeros(8, np.float32))
+        for _ in range(3):
+            x, out = np.ones(1000, np.float32), np.zeros(8, np.float32)
+            collectives.allreduce(x, kv.layout.workers)
+            kv.pushpull("w", np.ones(8, np.float32), out=out)
+            assert (x == kv.num_workers).all()
+            assert (out == kv.num_workers).all()
+
+    run("dist_sync", body, servers=1)
 
 
 def test_compressed_pushes_keep_what_they_leave_out():
