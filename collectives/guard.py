@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 from collectives.call import Call
 from collectives.session import Session
-from collectives.transport.room import Card
+from collectives.transport.cards import Card
 from collectives.watch import Watch
 
 

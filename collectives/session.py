@@ -14,7 +14,8 @@ from collectives import table
 from collectives.choice import Choice
 from collectives.errors import CollectiveError, MismatchError, StallError
 from collectives.table import Table
-from collectives.transport.room import REFUSED, Card, Room
+from collectives.transport.cards import REFUSED, Card
+from collectives.transport.room import Room
 from collectives.watch import Agreed, Arrival, Patience, Watch, drive, limits
 
 MOST_PLANS = 1024

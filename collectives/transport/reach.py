@@ -26,7 +26,8 @@ from collectives.operations import scale
 from collectives.transport.program import Phase, Program, Step, Window, copy
 
 if TYPE_CHECKING:
-    from collectives.transport.room import Card, Room
+    from collectives.transport.cards import Card
+    from collectives.transport.room import Room
 
 BLOCK_BYTES = 256 << 10
 _PR_SET_PTRACER = 0x59616D61

@@ -8,7 +8,7 @@ Every rank has a *desk* in node-shared memory (`collectives.arena`): it writes i
   failed    one word: the last operation in which it could not reach another's memory, whose, and why;
   marks     one word for each lane of a schedule: how far the rank is in it;
   left      one byte for each rank of the node: that it reads this desk no more;
-  cards     what a token stands for: a digest and a text of the call, and where the rank's arrays are;
+  cards     what a token stands for (`cards`);
   slots     two buffers, used in turn, for the vectors of small calls;
   stages    buffers through which ordinary arrays pass, block by block.
 
@@ -27,10 +27,9 @@ from __future__ import annotations
 import os
 import platform
 import time
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from os import sched_yield
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 from mpi4py import MPI
@@ -39,56 +38,36 @@ from collectives import arena
 from collectives.arena import Region
 from collectives.errors import CollectiveError, MismatchError, Withdrawn
 from collectives.transport import reach
+from collectives.transport.cards import CARDS_END, NOWHERE, WITHDRAWN, Card, Cards
 from collectives.watch import disagreement
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-CARDS = 512
-CARD_BYTES = 512
-TEXT_BYTES = CARD_BYTES - 16 * 8
 SLOT_BYTES = 128 << 10
 STAGE_BYTES = 1 << 20
 BLOCK_BYTES = 256 << 10
 LANES = 256
 _MARKS_WORD = 16
 _LEFT_AT = (_MARKS_WORD + LANES) * 8
-_CARDS_AT = 4096
-_SLOTS_AT = _CARDS_AT + CARDS * CARD_BYTES
+_SLOTS_AT = CARDS_END
 _STAGES_AT = _SLOTS_AT + 2 * SLOT_BYTES
 DESK_BYTES = _STAGES_AT + 2 * STAGE_BYTES + 3 * BLOCK_BYTES
 SPINS_ALONE, SPINS_SHARED = 64, 1  # looks before giving way: ranks have cores of their own, or share them
 MOST_SPINS = 256
 LEAVING_SECONDS = 5.0
-NOWHERE = Region(0, 0, 0, 0, 0)
 ORDERED_STORES = platform.machine().lower() in ("x86_64", "amd64", "i686", "i386")
 
 
-REFUSED, WITHDRAWN = 1, 2
-
-
-class Card(NamedTuple):
-    """What a rank brings to an operation: which call, and where its arrays are (NOWHERE: memory of its own)."""
-
-    text: str
-    refused: int = 0
-    """Why there is no operation: REFUSED, or WITHDRAWN by a rank that waited too long."""
-    x: Region = NOWHERE
-    out: Region = NOWHERE
-    x_at: int = 0
-    """The address of x in the rank's own memory, where others can reach it (`reach`); else 0."""
-    out_at: int = 0
-
-
-class Room:
+class Room(Cards):
     """`rank` and `size` count within the node; `names` are the ranks in the user's communicator."""
 
     def __init__(
         self, node: MPI.Comm, names: Sequence[int], desks: Sequence[NDArray[np.uint8]], fence: MPI.Win | None,
         pids: Sequence[int] = (),
     ):  # fmt: skip
-        self.rank, self.size, self.names = node.rank, node.size, tuple(names)
-        self.desks = desks
+        super().__init__(desks, node.rank, names)
+        self.size = node.size
         self.pids = pids
         """The ranks' processes, where every one can reach the others' own memory (`reach`); else empty."""
         self.whole = True
@@ -100,8 +79,6 @@ class Room:
         self._others = [(other, words[other]) for other in self.turn()]
         self.fence: Callable[[], None] | None = None if fence is None else fence.Sync
         self._window = fence
-        self._last_token = 0
-        self._known: dict[tuple[int, int], Card] = {}
         self._spins = SPINS_ALONE if self.size <= len(os.sched_getaffinity(0)) else SPINS_SHARED
         self.operation = 0
         self.withdrawn = 0
@@ -175,47 +152,6 @@ class Room:
         """Where `rank` puts what it has reduced."""
         start = _STAGES_AT + 2 * STAGE_BYTES + third * BLOCK_BYTES
         return self.desks[rank][start : start + self.block_bytes]
-
-    # Cards
-
-    def publish(self, card: Card) -> int:
-        """Put a card on the desk and give back its token. The card stays readable until CARDS more have been put."""
-        self._last_token += 1
-        token = self._last_token
-        raw = card.text.encode()
-        text = raw[:TEXT_BYTES]
-        words = np.zeros(16, np.uint64)
-        words[:4] = token, zlib.crc32(raw), card.refused, len(text)
-        words[4:9], words[9:14], words[14:16] = card.x, card.out, (card.x_at, card.out_at)
-        at = _CARDS_AT + token % CARDS * CARD_BYTES
-        desk = self.desks[self.rank]
-        desk[at : at + 128] = words.view(np.uint8)
-        desk[at + 128 : at + 128 + len(text)] = np.frombuffer(text, np.uint8)
-        self._keep(self.rank, token, card)
-        return token
-
-    def _keep(self, rank: int, token: int, card: Card) -> None:
-        self._known[rank, token] = card
-        self._known.pop((rank, token - CARDS), None)
-
-    def readable(self, token: int) -> bool:
-        """Whether a card that this rank has put is still there (a token of -CARDS never is)."""
-        return token > self._last_token - CARDS
-
-    def card(self, rank: int, token: int) -> Card:
-        known = self._known.get((rank, token))
-        if known is None:
-            at = _CARDS_AT + token % CARDS * CARD_BYTES
-            desk = self.desks[rank]
-            words = desk[at : at + 128].view(np.uint64)
-            if words[0] != token:
-                raise CollectiveError(f"the card of rank {self.names[rank]} has been overwritten")
-            numbers = [int(word) for word in words]
-            text = bytes(desk[at + 128 : at + 128 + numbers[3]]).decode(errors="replace")
-            regions = Region(*numbers[4:9]), Region(*numbers[9:14])
-            known = Card(text, numbers[2], *regions, *numbers[14:16])
-            self._keep(rank, token, known)
-        return known
 
     # Signals
 

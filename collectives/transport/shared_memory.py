@@ -40,8 +40,9 @@ from collectives.errors import MismatchError
 from collectives.native import NativePlan
 from collectives.table import Eager
 from collectives.transport import reach
+from collectives.transport.cards import CARDS, NOWHERE, Card
 from collectives.transport.program import Phase, Program, Step, Window, combine, copy, same
-from collectives.transport.room import CARDS, NOWHERE, Card, Room
+from collectives.transport.room import Room
 from collectives.transport.staged import Staged
 
 DIRECT_BLOCK_BYTES = 256 << 10

@@ -15,7 +15,8 @@ import collectives
 from collectives.errors import CollectiveError, MismatchError, StallError
 from collectives.session import session
 from collectives.transport import room
-from collectives.transport.room import CARDS, Room
+from collectives.transport.cards import CARDS
+from collectives.transport.room import Room
 from tests.mpi.sizes import only_on
 
 WORLD = MPI.COMM_WORLD
