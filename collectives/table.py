@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -125,12 +126,21 @@ def path() -> Path:
 def load() -> Table:
     """The user's table, or the shipped one where `tune` has not run; CollectiveError where the file is spoilt."""
     file = path()
-    if not file.exists():
-        return Table()
     try:
         return msgspec.json.decode(file.read_bytes(), type=Table)
+    except (FileNotFoundError, NotADirectoryError):
+        return Table()
     except (msgspec.MsgspecError, OSError) as error:
-        raise CollectiveError(f"cannot read {file}: {error}; delete it; `mpips tune` makes another") from error
+        raise CollectiveError(f"cannot read {file}: {error}; delete it, or make another with `mpips tune`") from error
+
+
+def usable() -> Table:
+    """The user's table; where its file is spoilt, a RuntimeWarning and the shipped one: nobody needs a cache."""
+    try:
+        return load()
+    except CollectiveError as error:
+        warnings.warn(f"{error}; the shipped table serves", RuntimeWarning, stacklevel=2)
+        return Table()
 
 
 def save(table: Table) -> Path:
@@ -163,7 +173,7 @@ def _unwritable(file: Path, error: OSError) -> CollectiveError:
     return CollectiveError(f"cannot write {file}: {error.strerror}; set XDG_CACHE_HOME to a folder that can be written")
 
 
-def shared(comm: MPI.Comm, read: Callable[[], Table] = load) -> Table:
+def shared(comm: MPI.Comm, read: Callable[[], Table] = usable) -> Table:
     """Rank 0's table, as `read` there gives it, on every rank, or its CollectiveError. Collective, blocking."""
     message = b""
     if comm.rank == 0:

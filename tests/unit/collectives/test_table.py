@@ -1,4 +1,4 @@
-"""The tuning table: kept, read back, refused when spoilt; ranges from winners."""
+"""The tuning table: kept, read back, left aside with a warning when spoilt; ranges from winners."""
 
 import click
 import numpy as np
@@ -38,6 +38,20 @@ def test_a_spoilt_file_is_told(text):
     table.path().write_text(text)
     with pytest.raises(CollectiveError, match="mpips tune"):
         table.load()
+    with pytest.warns(RuntimeWarning, match=f"cannot read {table.path()}: .*; the shipped table serves"):
+        assert table.usable() == Table()
+
+
+def test_a_table_that_cannot_be_reached_is_told():
+    table.path().mkdir(parents=True)
+    with pytest.warns(RuntimeWarning, match="mpips tune"):
+        assert table.usable() == Table()
+
+
+def test_a_cache_that_is_no_folder_has_no_table(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert table.load() == Table()
 
 
 @pytest.mark.parametrize("words, kept", [([], True), (["--dry-run"], False)])
