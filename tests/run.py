@@ -2,10 +2,11 @@
 
     python -m tests.run [--stages lint,unit,lab,mpi] [--ranks 1,2,3,4,5,7] [--python PYTHON]... [PYTEST WORDS]
 
-The exit code is 1 if anything failed. `--python` names the interpreters under which the MPI tests run, one a flavour of
-MPI; `--beside COMMAND` runs beside the checkers and must have succeeded before MPI tests begin (`make test` makes its
-second environment so). What needs one core runs two at a time; tests on several ranks run alone. Every run has a hard
-time limit (`--limit`), and so have all together (`--total`). Rank 0 prints; other ranks' output is shown if they fail.
+The exit code is 1 if anything failed, 2 if these words mean nothing. `--python` names the interpreters under which the
+MPI tests run, one a flavour of MPI; `--beside COMMAND` runs beside the checkers and must have succeeded before MPI
+tests begin (`make test` makes its second environment so). What needs one core runs two at a time; tests on several
+ranks run alone. Every run has a hard time limit (`--limit`), and so have all together (`--total`). Rank 0 prints; other
+ranks' output is shown if they fail.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import IO, NamedTuple
 from launch.command import NAMES, Job, LauncherError, build, find, this_machine
 from tests import child
 
+STAGES = ("lint", "unit", "lab", "mpi")
 ROOT = Path(__file__).resolve().parent.parent
 TAIL = 6000  # characters of a failing rank's output that are shown
 SLOWEST = 8
@@ -69,14 +71,14 @@ def main() -> int:
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
             signal.signal(number, stop)
     parser = argparse.ArgumentParser(description="Run the tests.")
-    parser.add_argument("--stages", default="lint,unit,lab,mpi")
-    parser.add_argument("--ranks", default="1,2,3,4,5,7")
+    parser.add_argument("--stages", type=names, default="lint,unit,lab,mpi")
+    parser.add_argument("--ranks", type=numbers, default="1,2,3,4,5,7")
     parser.add_argument("--python", action="append", help="interpreter for MPI tests; may be repeated")
     parser.add_argument("--beside", default="", help="a command to run beside the checkers")
     parser.add_argument("--limit", type=float, default=900, help="seconds that one run may take")
     parser.add_argument("--total", type=float, default=4800, help="seconds that all runs together may take")
     arguments, words = parser.parse_known_args()
-    limits, stages = Limits(arguments.limit, arguments.total), arguments.stages.split(",")
+    limits, stages = Limits(arguments.limit, arguments.total), arguments.stages
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         compile_once(folder)
         results = together(checks(stages, arguments.beside, words, limits))
@@ -84,6 +86,22 @@ def main() -> int:
             results += mpi(arguments.python or [sys.executable], arguments.ranks, words, limits)
     summarise(results)
     return 1 if any(result.failed for result in results) else 0
+
+
+def names(text: str) -> list[str]:
+    """The stages of `--stages`."""
+    found = text.split(",")
+    if not set(found) <= set(STAGES):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of {', '.join(STAGES)}")
+    return found
+
+
+def numbers(text: str) -> list[int]:
+    """The numbers of ranks of `--ranks`."""
+    found = [int(word) if word.strip().isdecimal() else 0 for word in text.split(",")]
+    if 0 in found:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers of ranks from 1 on, such as 1,2,4")
+    return found
 
 
 def compile_once(folder: str) -> None:
@@ -112,18 +130,17 @@ def checks(stages: Sequence[str], beside: str, words: list[str], limits: Limits)
     return tasks
 
 
-def mpi(pythons: Sequence[str], counts: str, words: list[str], limits: Limits) -> list[Result]:
+def mpi(pythons: Sequence[str], counts: Sequence[int], words: list[str], limits: Limits) -> list[Result]:
     """The MPI tests under each interpreter: those on one rank side by side, then one run after the other."""
     results = [Result(python, 0, 1, failures=("there is no such Python",)) for python in pythons if not usable(python)]
     pythons = [python for python in pythons if usable(python)]
-    numbers = [int(count) for count in counts.split(",")]
     one: list[Task] = [
         lambda out, python=python: ranks(python, 1, words, limits, out)  # type: ignore[misc]
         for python in pythons
-        if 1 in numbers
+        if 1 in counts
     ]
     results += together(one)
-    results += [ranks(python, count, words, limits) for python in pythons for count in numbers if count > 1]
+    results += [ranks(python, count, words, limits) for python in pythons for count in counts if count > 1]
     flavours = {find(python=python).flavour for python in pythons}
     if len(flavours) < len(pythons):
         print(f"every environment has the same MPI ({NAMES[flavours.pop()]}): `make test MPI=openmpi` tests both")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 import time
 from io import BytesIO
@@ -12,13 +13,22 @@ from pathlib import Path
 import pytest
 
 from tests import child
-from tests.run import compile_once, counted
+from tests.run import compile_once, counted, main, numbers
 
 LEAVES_ONE_BEHIND = """
 import subprocess, sys
 left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
 print(left.pid, flush=True)
 """
+
+
+def refused(monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
+    """The driver ends with exit code 2 before it runs anything."""
+    monkeypatch.setattr(sys, "argv", ["tests.run", *words])
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
 
 
 def run(code: str, limit: float, tmp_path: Path) -> tuple[int, str]:
@@ -75,3 +85,20 @@ def test_a_run_that_broke_off_counts_as_failed_and_a_report_names_its_failures(t
     result = counted("x", report, 1, 1.0)
     assert (result.passed, result.failed) == (1, 1)
     assert result.failures == ("tests/unit/test_a.py::test_b: assert 1 == 2",)
+
+
+@pytest.mark.parametrize("text", ["x", "0", "", "2,", "-1", "1.5", "2,0"])
+def test_numbers_of_ranks_start_at_one(
+    text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused(monkeypatch, "--stages", "mpi", f"--ranks={text}")
+    assert f"{text!r} is no list of numbers of ranks from 1 on" in capsys.readouterr().err
+
+
+def test_stages_have_names(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    refused(monkeypatch, "--stages", "unit,mpl")
+    assert "'unit,mpl' is no list of lint, unit, lab, mpi" in capsys.readouterr().err
+
+
+def test_ranks_as_make_writes_them() -> None:
+    assert numbers("1,2,3,4,5,7") == [1, 2, 3, 4, 5, 7]
