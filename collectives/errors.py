@@ -12,7 +12,7 @@ class MismatchError(CollectiveError, ValueError):
 
 
 class Withdrawn(MismatchError):
-    """This rank came so late that the others had given up: they raised StallError with this sentence."""
+    """This rank came when another had given up, as it had waited too long or was interrupted; the sentence says."""
 
 
 class StallError(CollectiveError, TimeoutError):
