@@ -8,7 +8,6 @@ import socket
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from collectives import memory
 from launch.command import Job, LauncherError
 
 RANK_BYTES = 10 << 20  # no rank has less of its own once MPI is started: Open MPI's have 11 MiB, MPICH's 16
@@ -46,7 +45,9 @@ def _ranks_here(job: Job, environment: Mapping[str, str]) -> int:
 
 def _processes() -> Iterator[Room]:
     """A rank is a process, at least."""
-    pids = memory.number("/proc/sys/kernel/pid_max")
+    from collectives.memory import number  # `mpips --help` does without
+
+    pids = number("/proc/sys/kernel/pid_max")
     if pids is not None:
         yield Room(pids, f"its kernel has room for {pids} processes (kernel.pid_max)")
     mine = resource.getrlimit(resource.RLIMIT_NPROC)[0]
@@ -55,8 +56,10 @@ def _processes() -> Iterator[Room]:
 
 
 def _memory() -> Room:
-    total = memory.total()
+    from collectives.memory import total
+
+    held = total()
     return Room(
-        total // RANK_BYTES,
-        f"each takes {RANK_BYTES >> 20} MiB of memory and more, and there are {total / 2**30:.1f} GiB",
+        held // RANK_BYTES,
+        f"each takes {RANK_BYTES >> 20} MiB of memory and more, and there are {held / 2**30:.1f} GiB",
     )
