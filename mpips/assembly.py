@@ -56,7 +56,9 @@ class Assembly:
             if not (self._withdraws and isinstance(error, StallError)):
                 self._talk.absent(what, error)
             raise
-        return self._gather(what, mine, options.stall_seconds, options.timeout_seconds, noun)
+        told = self._meet(what, mine, options.stall_seconds, options.timeout_seconds)
+        self._talk.heed()
+        return _agreed(what, told, noun)
 
     def farewell(self) -> None:
         """Meet until all workers close the store; the others hear of it meanwhile where they wait for this one."""
@@ -68,29 +70,33 @@ class Assembly:
             except CollectiveError:
                 pass  # after a wait that was given up there is nothing left to compare on
             try:
-                self._gather("close", _Signature([("close", "")]), math.inf, 0.0)
-                return
+                _agreed("close", self._meet("close", _Signature([("close", "")]), math.inf, 0.0))
+                return  # also if others had to be freed of a wait before: they go too
             except (ValueError, TypeError, CollectiveError):
                 continue
 
-    def _gather(
-        self, what: str, mine: _Signature, stall_seconds: float, timeout_seconds: float, noun: str = "key"
-    ) -> list[bytes]:
+    def _meet(
+        self, what: str, mine: _Signature, stall_seconds: float, timeout_seconds: float
+    ) -> list[_Signature]:
         told = self._talk.meet(msgspec.msgpack.encode(mine), what, stall_seconds, timeout_seconds)
-        everyone = [msgspec.msgpack.decode(data, type=_Signature) for data in told]
-        first = everyone[0]
-        for rank, other in enumerate(everyone):
-            if other.items[0] != first.items[0]:
-                raise of_caller(ValueError(_difference(what, first.items, rank, other.items, noun)))
-        for other in everyone:
-            if other.refusal:
-                kind, _, sentence = other.refusal.partition(": ")
-                sentence = f"{what}: {sentence}".replace(f": {what}: ", ": ", 1)  # what a call may have said itself
-                raise of_caller((TypeError if kind == "TypeError" else ValueError)(sentence))
-        for rank, other in enumerate(everyone):
-            if other.items != first.items:
-                raise of_caller(ValueError(_difference(what, first.items, rank, other.items, noun)))
-        return [other.data for other in everyone]
+        return [msgspec.msgpack.decode(data, type=_Signature) for data in told]
+
+
+def _agreed(what: str, everyone: list[_Signature], noun: str = "key") -> list[bytes]:
+    """Everybody's data; ValueError or TypeError where one refuses or asks for anything else."""
+    first = everyone[0]
+    for rank, other in enumerate(everyone):
+        if other.items[0] != first.items[0]:
+            raise of_caller(ValueError(_difference(what, first.items, rank, other.items, noun)))
+    for other in everyone:
+        if other.refusal:
+            kind, _, sentence = other.refusal.partition(": ")
+            sentence = f"{what}: {sentence}".replace(f": {what}: ", ": ", 1)  # what a call may have said itself
+            raise of_caller((TypeError if kind == "TypeError" else ValueError)(sentence))
+    for rank, other in enumerate(everyone):
+        if other.items != first.items:
+            raise of_caller(ValueError(_difference(what, first.items, rank, other.items, noun)))
+    return [other.data for other in everyone]
 
 
 def _difference(

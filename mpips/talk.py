@@ -192,10 +192,8 @@ class Talk:
             self._tell(Waited())
 
     def meet(self, payload: bytes, what: str, stall_seconds: float, timeout_seconds: float) -> list[bytes]:
-        """Everybody's payload, in rank order. Collective over the workers, blocking.
-
-        MismatchError where the others had to be freed of a wait for this worker before they could come.
-        """
+        """Everybody's payload, in rank order. Collective over the workers, blocking. `heed` must follow, but where all
+        go their ways after it."""
         self.settle()
         self._meetings += 1
         self._meeting, self._verdict = True, ""
@@ -212,9 +210,13 @@ class Talk:
             self._meeting = False
             self.ended(given_up)
         self.look()
+        return told
+
+    def heed(self) -> None:
+        """MismatchError where the others had to be freed of a wait for this worker before they could come to the last
+        meeting."""
         if self._verdict:
             raise MismatchError(self._verdict)
-        return told
 
     def absent(self, what: str, error: BaseException) -> None:
         """This worker has come to the next meeting, and raises `error` instead of taking part: so will the others."""

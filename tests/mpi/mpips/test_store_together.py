@@ -9,6 +9,7 @@ import warnings
 import numpy as np
 import pytest
 
+from mpips.server import Server
 from tests.mpi.mpips.support import TAG, failure, need, run, tells
 from tests.mpi.sizes import only_on
 
@@ -24,6 +25,7 @@ STORES = [
     ("mpi_sync", {"servers": 2, "clients": 2, "masters": "all", "shared_memory": False}),
 ]
 ASYNCHRONOUS = [("dist_async", {"servers": 1}), ("mpi_async", {"servers": 1, "clients": 2})]
+SERVED = [(kind, options) for kind, options in STORES if options["servers"]]
 stores = pytest.mark.parametrize("kind, options", STORES)
 SHAPE = (40, 3)
 
@@ -210,6 +212,25 @@ def test_a_worker_that_closes_while_the_others_go_on(kind, options, what):
             for _ in range(2):
                 said = failure(calls[what])
                 assert "close" in said or f"rank {last}, which has left" in said, said
+
+    run(kind, body, **options)
+
+
+@pytest.mark.parametrize("kind, options", SERVED)
+def test_a_worker_closes_for_good_though_servers_hear_late_that_it_left(monkeypatch, kind, options):
+    """The workers notice first that those who wait for it wait in vain."""
+    need(2, **options)
+    heard = Server._bye
+
+    def late(server, worker, frame):
+        time.sleep(0.5)
+        return heard(server, worker, frame)
+
+    monkeypatch.setattr(Server, "_bye", late)
+
+    def body(kv):
+        if kv.rank != started(kv):
+            assert failure(lambda: kv.pushpull("w", ones())) != "nothing was raised"
 
     run(kind, body, **options)
 
