@@ -30,6 +30,7 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives.errors import MismatchError, StallError
+from collectives.parting import part
 
 SPIN = 16
 SPEAK_SECONDS = 0.05
@@ -167,7 +168,7 @@ class Watch:
 
     def free(self) -> None:
         """Collective."""
-        self.comm.Free()
+        part(self.comm)
 
     def begin(self, text: str) -> int:
         """Number the next operation; every rank must begin the same operations in the same order."""
@@ -249,7 +250,7 @@ class Watch:
         sequence = np.array([self.sequence], np.int64)
         fresh = self.comm.Dup()
         fresh.Allreduce(MPI.IN_PLACE, sequence, MPI.MAX)
-        self.comm.Free()
+        part(self.comm)
         self.comm = fresh
         self._fresh(int(sequence[0]))
 

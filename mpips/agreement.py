@@ -15,6 +15,7 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives.errors import CollectiveError, MismatchError, Withdrawn
+from collectives.parting import last_tag
 from collectives.session import session
 from mpips.arguments import Name
 from mpips.meetings import Meetings, fresh_number
@@ -22,7 +23,6 @@ from mpips.options import Options
 from mpips.roll import Roll
 
 GIVEN_UP = "workers that sum together make other calls than one of them that has waited too long and given up"
-LEAST_TAGS = 32767  # that MPI promises
 
 
 class Card(msgspec.Struct, array_like=True):
@@ -50,7 +50,7 @@ class Agreement:
         self._given_up: list[MPI.Request] = []
         """Comparisons that others may yet come to; they hold their memory."""
         self._call = 0
-        self._tags = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or LEAST_TAGS)
+        self._tags = last_tag()
 
     @property
     def one_node(self) -> bool:

@@ -75,9 +75,11 @@ class Layout:
 
     def free(self) -> None:
         """Give the communicators back; collective over `world`."""
+        from collectives.parting import part
+
         for comm in (self.client, self.workers, self.servers, self.world):
             if comm is not None:
-                comm.Free()
+                part(comm)
 
 
 def create(comm: MPI.Comm, kind: str, options: Options | None, refusal: str = "") -> Layout:

@@ -5,18 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import cache
 
-from mpi4py import MPI
-
+from collectives.parting import last_tag
 from mpips.lines import TAG_DATA
-
-LEAST_TAG = 32767  # the highest tag on the poorest MPI
 
 
 @cache
 def most_units() -> int:
     """Units that may be in use at a time; the same on all ranks of a job."""
-    highest = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or LEAST_TAG)
-    return (highest + 1 - TAG_DATA) // 2
+    return (last_tag() - TAG_DATA) // 2
 
 
 def push_tag(unit: int) -> int:

@@ -24,6 +24,7 @@ import msgspec
 from mpi4py import MPI
 
 from collectives.errors import MismatchError, StallError
+from collectives.parting import part
 from mpips import arguments
 from mpips.arguments import Name
 from mpips.meet import Pause
@@ -129,7 +130,7 @@ class Talk:
         """Collective."""
         if self._comm is not None:
             self.look()
-            self._comm.Free()
+            part(self._comm)
 
     # ---- bad calls
 
