@@ -20,6 +20,8 @@ from collectives.transport.room import Room
 from collectives.watch import Agreed, Arrival, Patience, Watch, drive, limits
 
 MOST_PLANS = 1024
+STARTED = "a started collective"
+UNUSABLE = "this communicator is unusable after: {}"
 FREED = "the communicator has been freed: use one that is still there, and make plans on it anew"
 _recent: tuple[MPI.Comm | None, Session | None] = (None, None)
 """The last answer of `session`, which is mostly the next one too."""
@@ -66,6 +68,12 @@ def _meet_and_open(comm: MPI.Intracomm, arrival: Arrival | None, known_table: Ta
     return made
 
 
+def _close(steps: Iterator[None]) -> None:
+    """End an operation that is given up at once, not when nobody keeps its error any more."""
+    if isinstance(steps, Generator):
+        steps.close()
+
+
 class Operation:
     """A started run of a plan. Those that are `exclusive` take turns; others run beside them."""
 
@@ -82,7 +90,7 @@ class Operation:
         except Exception as error:
             self.done, self.error = True, error
         except BaseException as error:
-            self.done, self.error = True, CollectiveError(f"a started collective was given up: {type(error).__name__}")
+            self.done, self.error = True, CollectiveError(f"{STARTED} was given up: {type(error).__name__}")
             raise
 
 
@@ -218,7 +226,8 @@ class Session:
 
     def _give_up(self, error: CollectiveError) -> None:
         for operation in self.active:
-            operation.done, operation.error = True, error
+            if not operation.done:
+                operation.done, operation.error = True, error
         self.active = []
 
     # Running
@@ -232,14 +241,13 @@ class Session:
         """A peer may need this rank's MPI to get its earlier messages before it can come."""
         self.comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
 
-    def drive(self, steps: Generator[None, None, None] | Iterator[None], what: str) -> None:
+    def drive(self, steps: Iterator[None], what: str) -> None:
         """Run an operation to its end, or give it up."""
         try:
             self._drive(steps, what)
         except BaseException as error:
             self.leave(what, error)
-            if isinstance(steps, Generator):
-                steps.close()
+            _close(steps)
             raise
 
     def leave(self, what: str, error: BaseException) -> None:
@@ -250,11 +258,16 @@ class Session:
         if self.room.withdrawn == self.room.operation:
             return  # who comes learns of it
         if isinstance(error, CollectiveError):
-            self.broken = str(error)
+            self._break(str(error))
         elif self.size > 1:
             sentence = self.room.given_up(what, error)
-            if self.room.complete() or not self.room.withdraw(sentence):
-                self.broken = sentence
+            if not self.room.withdraw(sentence):
+                self._break(sentence)
+
+    def _break(self, sentence: str) -> None:
+        """Nothing more can be done on this communicator, nor what was started on it and waits for its turn."""
+        self.broken = sentence
+        self._give_up(CollectiveError(UNUSABLE.format(sentence)))
 
     def _drive(self, steps: Iterator[None], what: str) -> None:
         try:
@@ -286,8 +299,7 @@ class Session:
             return self.room.withdraw(str(error))
         self.broken = str(error)
         for operation in self.active:
-            if isinstance(operation.steps, Generator):
-                operation.steps.close()
+            _close(operation.steps)
         self._give_up(error)
         return True
 
@@ -295,7 +307,7 @@ class Session:
         if not self.open:
             raise MismatchError(FREED)
         if self.broken:
-            raise CollectiveError(f"this communicator is unusable after: {self.broken}")
+            raise CollectiveError(UNUSABLE.format(self.broken))
 
     def start(self, steps: Iterator[None], exclusive: bool) -> Operation:
         """Begin a run. Exclusive runs of one session take turns in the order in which they were started."""
@@ -308,10 +320,19 @@ class Session:
         """Move what has been started, as far as it goes without waiting."""
         taken = False
         for operation in self.active:
-            if not (operation.exclusive and taken):
-                operation.step()
+            if not (operation.done or (operation.exclusive and taken)):
+                self._step(operation)
                 taken = taken or (operation.exclusive and not operation.done)
         self.active = [operation for operation in self.active if not operation.done]
+
+    def _step(self, operation: Operation) -> None:
+        try:
+            operation.step()
+        except BaseException as error:
+            self.leave(STARTED, error)
+            raise
+        if operation.error is not None:
+            self.leave(STARTED, operation.error)
 
     def finish(self, operation: Operation) -> None:
         """Run until `operation`, and with it what it has to wait for, is done; raises its error."""
@@ -323,7 +344,7 @@ class Session:
             if operation.error is not None:
                 raise operation.error
 
-        self._drive(steps(), "a started collective")
+        self._drive(steps(), STARTED)
 
     def finish_started(self) -> None:
         """Run all that has been started to its end."""

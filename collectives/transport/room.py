@@ -48,7 +48,7 @@ SLOT_BYTES = 128 << 10
 STAGE_BYTES = 1 << 20
 BLOCK_BYTES = 256 << 10
 LANES = 256
-_MARKS_WORD = 16
+_PHASE_WORD, _OFF_WORD, _FAILED_WORD, _MARKS_WORD = 8, 9, 10, 16  # entry: the words 0 and 1
 _LEFT_AT = (_MARKS_WORD + LANES) * 8
 _SLOTS_AT = CARDS_END
 _STAGES_AT = _SLOTS_AT + 2 * SLOT_BYTES
@@ -165,7 +165,7 @@ class Room(Cards):
     def skip_to(self, operation: int, phase: int) -> None:
         """Go on, as all ranks must, after this operation and this phase, wherever this rank is."""
         self.operation, self.phase = operation, phase
-        self._mine[8] = phase
+        self._mine[_PHASE_WORD] = phase
 
     def meet(self, tokens: Sequence[int] | None) -> Iterator[None]:
         """Until all have entered this operation; returns at the first unexpected token (see `tokens_now`)."""
@@ -236,26 +236,26 @@ class Room(Cards):
         self.phase += 1
         if self.fence is not None:
             self.fence()
-        self._mine[8] = self.phase
+        self._mine[_PHASE_WORD] = self.phase
 
     def follow(self) -> Iterator[None]:
         """Until all others have finished as many phases as this rank."""
         phase = self.phase
         for other, words in self._others:
-            while words[8] < phase:
+            while words[_PHASE_WORD] < phase:
                 yield
-                if words[10] >> 32 == self.operation:
-                    raise self.out_of_reach(other, words[10])
+                if words[_FAILED_WORD] >> 32 == self.operation:
+                    raise self._out_of_reach(other, words[_FAILED_WORD])
         if self.fence is not None:
             self.fence()
 
     def fail(self, pid: int, errno: int) -> CollectiveError:
         """Tell all that this rank could not reach a process; the error to raise, as they do."""
-        self._mine[10] = self.operation << 32 | self.pids.index(pid) << 16 | errno
-        return self.out_of_reach(self.rank, self._mine[10])
+        self._mine[_FAILED_WORD] = self.operation << 32 | self.pids.index(pid) << 16 | errno
+        return self._out_of_reach(self.rank, self._mine[_FAILED_WORD])
 
-    def out_of_reach(self, rank: int, word: int) -> CollectiveError:
-        """What a rank's word says."""
+    def _out_of_reach(self, rank: int, word: int) -> CollectiveError:
+        """What a rank's failed word says."""
         other, why = self.names[word >> 16 & 0xFFFF], os.strerror(word & 0xFFFF)
         return CollectiveError(
             f"rank {self.names[rank]} cannot reach the memory of rank {other} any more: {why}; "
@@ -272,11 +272,12 @@ class Room(Cards):
 
     def leave_off(self, phase: int) -> None:
         """Say that this rank leaves the operation early and touches nobody's arrays any more, and wait until the others
-        have finished the phase or left off too, as until then they may write into this rank's arrays."""
-        self._mine[9] = self.operation
+        have finished the phase or left off too, as until then they may write into this rank's arrays; blocks for at
+        most LEAVING_SECONDS."""
+        self._mine[_OFF_WORD] = self.operation
         deadline = time.monotonic() + LEAVING_SECONDS
         while time.monotonic() < deadline:
-            if all(words[8] >= phase or words[9] >= self.operation for _, words in self._others):
+            if all(words[_PHASE_WORD] >= phase or words[_OFF_WORD] >= self.operation for _, words in self._others):
                 return
             sched_yield()
 
@@ -293,7 +294,7 @@ class Room(Cards):
     def late(self) -> list[int]:
         """Ranks of the user's communicator that have not come as far as this one."""
         parity, base = self.operation & 1, self.operation << 32
-        late = [other for other, words in self._others if words[parity] < base or words[8] < self.phase]
+        late = [other for other, words in self._others if words[parity] < base or words[_PHASE_WORD] < self.phase]
         if not late and self.waiting is not None:  # who waits waits for a lower mark: the lowest waits for nobody
             marks = [words[_MARKS_WORD + self.waiting] for words in self._words]
             late = [rank for rank, mark in enumerate(marks) if mark == min(marks) and rank != self.rank]
@@ -305,8 +306,10 @@ class Room(Cards):
         return all(words[parity] >= base for _, words in self._others)
 
     def withdraw(self, sentence: str) -> bool:
-        """Take back the entry into this operation, so that who comes late learns why. False if all have come meanwhile;
-        the card is written before that is looked at, as writing takes its time."""
+        """Take back the entry into this operation, so that who comes late learns why. False if all have come; that is
+        looked at once more when the card is written, as writing takes its time."""
+        if self.complete():
+            return False
         token = self.publish(Card(sentence, refused=WITHDRAWN))
         if self.complete():
             return False

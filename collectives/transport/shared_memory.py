@@ -142,7 +142,7 @@ class MemoryPlan:
         if not room.stands(self._token):
             return
         interrupted = not isinstance(error, GeneratorExit)  # else who closed this has said what there is to say
-        if interrupted and room.whole and not room.complete() and room.withdraw(room.given_up(self._call.text, error)):
+        if interrupted and room.whole and room.withdraw(room.given_up(self._call.text, error)):
             return
         if room.complete() and (self.direct or self._trial is not None):
             room.leave_off(room.phase + 1)
@@ -194,7 +194,7 @@ class MemoryPlan:
         room, call = self._room, self._call
         cards = room.cards(tokens)
         shared = [card.x.pid != 0 and card.out.pid != 0 for card in cards]
-        self._takes, self._ways = [], []
+        self._takes, self._ways, self._program = [], [], Program()
         if all(shared):
             self._program = _direct(room, call, self._x, self._out, cards)
         elif self.eager and not any(shared):
@@ -211,15 +211,16 @@ class MemoryPlan:
         if mixed and in_reach:
             self._program = reach.program(room, call, x, out, cards)
             return
-        tried = self._trial is not None and not mixed and in_reach == self._reaches()
-        self._program = Staged(room, call, x, out).program(restage=mixed or (self._trial is not None and not tried))
-        if not tried or self._trial is None:
+        trial = self._trial
+        if trial is None or mixed or in_reach != self._reaches():  # the trial counts on every way
+            self._program = Staged(room, call, x, out).program(restage=mixed or trial is not None)
             return
-        self._ways = [partial(self._carry_out, self._program)]
+        programs = [Staged(room, call, x, out).program(restage=False)]
         if in_reach:
-            self._ways.append(partial(self._carry_out, reach.program(room, call, x, out, cards)))
-        if self._trial.rival is not None:
-            self._ways.append(self._trial.rival.run)
+            programs.append(reach.program(room, call, x, out, cards))
+        self._ways = [partial(self._carry_out, program) for program in programs]
+        if trial.rival is not None:
+            self._ways.append(trial.rival.run)
 
     def _reaches(self) -> bool:
         """Whether reach is one of the ways."""
