@@ -54,7 +54,7 @@ def arrangement(kind, n, dtype):
 
 
 def make(array, values):
-    where = array if array != "mixed" else ("private", "shared")[RANK % 2]
+    where = array if array != "mixed" else ("ordinary", "shared")[RANK % 2]
     made = collectives.empty(values.size, values.dtype) if where == "shared" else np.empty(values.size, values.dtype)
     made[:] = values
     return made
@@ -74,7 +74,7 @@ CASES = [(kind, name) for kind in KINDS for name in (*OWN_ALGORITHMS, *catalog.A
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("array", ["private", "shared", "mixed"])
+@pytest.mark.parametrize("array", ["ordinary", "shared", "mixed"])
 @pytest.mark.parametrize("kind, algorithm", CASES)
 def test_out_of_place(kind, algorithm, array):
     wrong = []
@@ -93,7 +93,7 @@ def test_out_of_place(kind, algorithm, array):
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("array", ["private", "shared", "mixed"])
+@pytest.mark.parametrize("array", ["ordinary", "shared", "mixed"])
 @pytest.mark.parametrize("kind, algorithm", CASES)
 def test_in_place(kind, algorithm, array):
     wrong = []
@@ -142,7 +142,7 @@ def test_types_and_operations(algorithm, op, dtype):
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("array", ["private", "shared"])
+@pytest.mark.parametrize("array", ["ordinary", "shared"])
 @pytest.mark.parametrize("algorithm", ["auto", *(name for name in catalog.ALGORITHMS if serves("allreduce", name))])
 def test_every_rank_gets_the_same_bits(algorithm, array):
     wrong = []
@@ -204,7 +204,7 @@ def test_a_part_of_the_world(fence, monkeypatch):
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("array", ["private", "shared", "mixed"])
+@pytest.mark.parametrize("array", ["ordinary", "shared", "mixed"])
 @pytest.mark.parametrize("kind", ["allgather", "broadcast", "alltoall"])
 def test_long_vectors_while_it_is_tried_what_is_faster(kind, array):
     n = 150_000 * P + 300_000

@@ -76,7 +76,7 @@ def test_both_give_the_same_bits(kind, algorithm):
     wrong = []
     for n, in_place in ((0, False), (1, False), (P, True), (P + 1, False), (5003, False), (15_000 * P, True)):
         sent = run(kind, over(algorithm, "messages"), "mixed", n, in_place)
-        for array in ("private", "shared", "mixed"):
+        for array in ("ordinary", "shared", "mixed"):
             if run(kind, over(algorithm, "memory"), array, n, in_place) != sent:
                 wrong.append((array, n, "in place" if in_place else "beside"))
     assert not wrong
