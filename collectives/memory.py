@@ -11,7 +11,7 @@ LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 def total() -> int:
     """Bytes of memory and swap for all processes here: the machine's, or its control group's where that is less."""
     found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limit = number("/sys/fs/cgroup/memory.max")
+    limit = number_in("/sys/fs/cgroup/memory.max")
     return min(found, found if limit is None else limit) + _swap()
 
 
@@ -32,7 +32,7 @@ def check(words: str, nbytes: int, arrays: int, ranks: int = 1) -> None:
         )
 
 
-def number(path: str) -> int | None:
+def number_in(path: str) -> int | None:
     """The whole number in a file of the kernel; None where there is no such file, or no limit in it."""
     try:
         text = Path(path).read_text().strip()

@@ -45,9 +45,9 @@ def _ranks_here(job: Job, environment: Mapping[str, str]) -> int:
 
 def _processes() -> Iterator[Room]:
     """A rank is a process, at least."""
-    from collectives.memory import number  # `mpips --help` does without
+    from collectives.memory import number_in  # `mpips --help` does without
 
-    pids = number("/proc/sys/kernel/pid_max")
+    pids = number_in("/proc/sys/kernel/pid_max")
     if pids is not None:
         yield Room(pids, f"its kernel has room for {pids} processes (kernel.pid_max)")
     mine = resource.getrlimit(resource.RLIMIT_NPROC)[0]

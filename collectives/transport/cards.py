@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 CARDS = 512
 CARD_BYTES = 512
-TEXT_BYTES = CARD_BYTES - 16 * 8
+HEAD_WORDS = 16
+HEAD_BYTES = HEAD_WORDS * 8
+TEXT_BYTES = CARD_BYTES - HEAD_BYTES
 CARDS_AT = 4096
 CARDS_END = CARDS_AT + CARDS * CARD_BYTES
 NOWHERE = Region(0, 0, 0, 0, 0)
@@ -32,7 +34,7 @@ class Card(NamedTuple):
 
     text: str
     refused: int = 0
-    """Why there is no operation: REFUSED, or WITHDRAWN by a rank that waited too long."""
+    """Why there is no operation: REFUSED, or WITHDRAWN by a rank that had waited too long or was interrupted."""
     x: Region = NOWHERE
     out: Region = NOWHERE
     x_at: int = 0
@@ -55,13 +57,13 @@ class Cards:
         token = self._last_token
         raw = card.text.encode()
         text = raw[:TEXT_BYTES]
-        words = np.zeros(16, np.uint64)
+        words = np.zeros(HEAD_WORDS, np.uint64)
         words[:4] = token, zlib.crc32(raw), card.refused, len(text)
         words[4:9], words[9:14], words[14:16] = card.x, card.out, (card.x_at, card.out_at)
         at = CARDS_AT + token % CARDS * CARD_BYTES
         desk = self.desks[self.rank]
-        desk[at : at + 128] = words.view(np.uint8)
-        desk[at + 128 : at + 128 + len(text)] = np.frombuffer(text, np.uint8)
+        desk[at : at + HEAD_BYTES] = words.view(np.uint8)
+        desk[at + HEAD_BYTES : at + HEAD_BYTES + len(text)] = np.frombuffer(text, np.uint8)
         self._keep(self.rank, token, card)
         return token
 
@@ -74,15 +76,16 @@ class Cards:
         return token > self._last_token - CARDS
 
     def card(self, rank: int, token: int) -> Card:
+        """What that token of a rank stands for. CollectiveError where CARDS more have been put meanwhile."""
         known = self._known.get((rank, token))
         if known is None:
             at = CARDS_AT + token % CARDS * CARD_BYTES
             desk = self.desks[rank]
-            words = desk[at : at + 128].view(np.uint64)
+            words = desk[at : at + HEAD_BYTES].view(np.uint64)
             if words[0] != token:
                 raise CollectiveError(f"the card of rank {self.names[rank]} has been overwritten")
             numbers = [int(word) for word in words]
-            text = bytes(desk[at + 128 : at + 128 + numbers[3]]).decode(errors="replace")
+            text = bytes(desk[at + HEAD_BYTES : at + HEAD_BYTES + numbers[3]]).decode(errors="replace")
             regions = Region(*numbers[4:9]), Region(*numbers[9:14])
             known = Card(text, numbers[2], *regions, *numbers[14:16])
             self._keep(rank, token, known)

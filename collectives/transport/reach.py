@@ -13,7 +13,6 @@ import ctypes
 import os
 import secrets
 from collections.abc import Callable, Generator, Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -22,6 +21,7 @@ from mpi4py import MPI
 from collectives.arrays import Vector
 from collectives.call import Call
 from collectives.errors import CollectiveError
+from collectives.memory import number_in
 from collectives.operations import scale
 from collectives.transport.program import Phase, Program, Step, Window, copy
 
@@ -89,7 +89,8 @@ def open_to_all(node: MPI.Comm) -> bool:
 
 
 def place(array: Vector, written: bool = False) -> int:
-    """Where the array begins; 0 where the kernel cannot copy from it, or to it, as it cannot with a device's memory."""
+    """The array's address; 0 where the kernel cannot copy from it, or not to it though it is to be `written`, as is so
+    of a device's memory. Found out on its first and last byte, which stay as they are."""
     pid, begin, word = os.getpid(), int(array.__array_interface__["data"][0]), np.zeros(1, np.uint8)
     here = word.ctypes.data
     try:
@@ -121,11 +122,8 @@ def _reads(pid: int, address: int, secret: int) -> bool:
 
 def _all_restricted(node: MPI.Comm) -> bool:
     """Whether all ranks are restricted to their parents and have permitted more."""
-    try:
-        scope = Path("/proc/sys/kernel/yama/ptrace_scope").read_text().strip()
-    except OSError:
-        scope = "0"
-    permitted = scope == "1" and _LIBC.prctl(_PR_SET_PTRACER, ctypes.c_ulong(os.getppid()), 0, 0, 0) == 0
+    to_parents = number_in("/proc/sys/kernel/yama/ptrace_scope") == 1
+    permitted = to_parents and _LIBC.prctl(_PR_SET_PTRACER, ctypes.c_ulong(os.getppid()), 0, 0, 0) == 0
     return _everybody(node, permitted)
 
 
@@ -172,7 +170,7 @@ class _Reached:
             return
         start, end = call.block(rank)
         block = max(1, BLOCK_BYTES // call.dtype.itemsize)
-        size = block * call.dtype.itemsize if call.operation is not None else 0
+        size = block * call.dtype.itemsize if call.operation is not None else 0  # elements of any size are only copied
         buffers = [buffer[:size].view(call.dtype) for buffer in self._buffers]
         readers = [reader for reader in self._order if reader in call.readers(rank) and not self._has_it(reader)]
         for first in range(start, end, block):
