@@ -105,6 +105,15 @@ def _lines(target: Console, title: str, total: int) -> Callable[[str], None]:
     return done
 
 
+def unwritable(path: Path) -> str | None:
+    """What to say, behind its name, of a file that cannot be written; None where nothing forbids it. Writes nothing."""
+    if not path.parent.is_dir():
+        return f"cannot be written: there is no folder {str(path.parent)!r}"
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        return "cannot be written: it is not allowed"
+    return None
+
+
 class OutFile(click.Path):
     """A file to be written, in a folder that is there: refused before the work is done, not after it.
 
@@ -119,10 +128,8 @@ class OutFile(click.Path):
         path = Path(os.fsdecode(super().convert(value, param, ctx)))
         if is_rank() or (self.allow_dash and path == Path("-")):
             return path
-        if not path.parent.is_dir():
-            self.fail(f"{str(value)!r} cannot be written: there is no folder {str(path.parent)!r}", param, ctx)
-        if not path.exists() and not os.access(path.parent, os.W_OK):
-            self.fail(f"{str(value)!r} cannot be written: the folder is not writable", param, ctx)
+        if reason := unwritable(path):
+            self.fail(f"{str(value)!r} {reason}", param, ctx)
         return path
 
 

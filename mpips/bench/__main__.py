@@ -63,9 +63,7 @@ def check(
             raise ValueError(f"--servers {servers} and a worker need --ranks {servers + 1}, or ask for fewer servers")
         Options(servers=servers, clients=clients, masters=masters).clients_of(word, ranks)
         counts = [size // 4 for size in parse_sizes(sizes)]
-    except ValueError as error:
-        raise click.UsageError(str(error)) from None
-    try:  # a worker pushes one array and pulls into another
+        # a worker pushes one array and pulls into another
         memory.check(f"--sizes {sizes}", 4 * max(counts), 2, max(1, memory.ranks_here() - servers))
     except ValueError as error:
         raise click.UsageError(str(error)) from None

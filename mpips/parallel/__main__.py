@@ -14,7 +14,7 @@ import numpy as np
 from mpi4py import MPI
 from threadpoolctl import threadpool_limits
 
-from collectives.console import OutFile, Picture, RankedCommand, console, writing
+from collectives.console import OutFile, Picture, RankedCommand, console, unwritable
 
 from . import checkpoint, report, usage
 from .activations import ACTIVATIONS
@@ -199,12 +199,10 @@ class _Run:
 
     def _write(self, content: dict, epochs: list[Epoch], phases: dict[str, float], title: str) -> str | None:
         try:
-            if json_path := self.options.json_path:
-                with writing(json_path):
-                    report.write_json(json_path, content)
-            if plot_path := self.options.plot_path:
-                with writing(plot_path):
-                    report.picture(plot_path, epochs, phases, title)
+            if self.options.json_path:
+                report.write_json(self.options.json_path, content)
+            if self.options.plot_path:
+                report.picture(self.options.plot_path, epochs, phases, title)
         except click.ClickException as error:
             return error.message
         except (ImportError, ValueError) as error:
@@ -223,11 +221,8 @@ def _unwritable(options: Any) -> str | None:
     """Why one of the files to come cannot be written; asked before training, of the rank that will write."""
     for name in ("save", "json", "plot"):
         path = getattr(options, f"{name}_path")
-        folder = os.path.dirname(os.path.abspath(path)) if path else None
-        if folder and not os.path.isdir(folder):
-            return f"--{name} {path} cannot be written: there is no folder {folder}"
-        if folder and not os.access(path if os.path.exists(path) else folder, os.W_OK):
-            return f"--{name} {path} cannot be written: it is not allowed"
+        if path and (reason := unwritable(path)):
+            return f"--{name} {path} {reason}"
     return None
 
 

@@ -10,6 +10,8 @@ from typing import Any
 
 from rich.table import Table
 
+from collectives.console import write_text, writing
+
 from .clock import PHASES, hidden
 from .data import Data
 from .hybrid import Hybrid
@@ -143,14 +145,14 @@ def peak_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def write_json(path: str | Path, content: dict[str, Any]) -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump(content, file, indent=1)
-        file.write("\n")
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """`content` as JSON at `path`; click.ClickException where that cannot be written."""
+    write_text(path, json.dumps(content, indent=1) + "\n")
 
 
-def picture(path: str | Path, epochs: list[Epoch], phases: dict[str, float], title: str) -> None:
-    """Loss curves and the time budget, side by side. Needs matplotlib (extra `plot`)."""
+def picture(path: Path, epochs: list[Epoch], phases: dict[str, float], title: str) -> None:
+    """Loss curves and the time budget, side by side. Needs matplotlib (extra `plot`). click.ClickException where `path`
+    cannot be written."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.5), layout="constrained")
@@ -165,4 +167,5 @@ def picture(path: str | Path, epochs: list[Epoch], phases: dict[str, float], tit
     bars.barh([MEANINGS[phase] for phase in PHASES], [phases[phase] for phase in PHASES])
     bars.invert_yaxis()
     bars.set(xlabel="s, mean over ranks", title="time budget")
-    figure.savefig(path, dpi=120)
+    with writing(path):
+        figure.savefig(path, dpi=120)

@@ -18,7 +18,7 @@ from mpi4py import MPI
 from rich.table import Table
 from threadpoolctl import threadpool_limits
 
-from collectives.console import OutFile, RankedCommand, console, writing
+from collectives.console import OutFile, RankedCommand, console
 from mpips.optimizers import SGD
 
 from .. import report
@@ -84,8 +84,7 @@ def command(
     if comm.rank == 0:
         _show(rows)
         if json_path:
-            with writing(json_path):
-                report.write_json(json_path, {"grid": str(grid), "cores": os.cpu_count(), "rows": rows})
+            report.write_json(json_path, {"grid": str(grid), "cores": os.cpu_count(), "rows": rows})
 
 
 def _case(
