@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from functools import cache
 from typing import Any, NoReturn
 from weakref import WeakSet
@@ -173,15 +173,15 @@ class Session:
     def agree(self, text: str) -> None:
         """Collective, blocking: MismatchError on every rank unless all bring the same text."""
         if self.watch is not None:
-            self._all_or_none(text)
+            self._tell(self.watch.agree, text)
         elif self.size > 1:
             self._meet(Card(text))
 
-    def _all_or_none(self, text: str) -> None:
-        assert self.watch is not None
+    def _tell(self, say: Callable[[str], None], text: str) -> None:
+        """Say it through the watch, between nodes: after a mismatch, of which all ranks hear, they go on as one."""
         try:
-            self.watch.agree(text)
-        except MismatchError:
+            say(text)
+        except Agreed:
             self._renew()
             raise
 
@@ -189,11 +189,7 @@ class Session:
         """This rank cannot do what is asked: it and all others raise MismatchError with the same sentence."""
         if self.size > 1:
             if self.watch is not None:
-                try:
-                    self.watch.refuse(sentence)
-                except MismatchError:
-                    self._renew()
-                    raise
+                self._tell(self.watch.refuse, sentence)
             self.finish_started()
             self._meet(Card(sentence, refused=REFUSED))
         raise MismatchError(sentence)
@@ -282,15 +278,7 @@ class Session:
             raise
         except MismatchError as error:
             if self.watch is not None:  # seen in the room of this node: the other nodes do not know
-                self._object(str(error))
-            raise
-
-    def _object(self, sentence: str) -> NoReturn:
-        assert self.watch is not None
-        try:
-            self.watch.object(sentence)
-        except Agreed:
-            self._renew()
+                self._tell(self.watch.object, str(error))
             raise
 
     def _stalled(self, error: StallError) -> bool:
@@ -319,11 +307,13 @@ class Session:
     def advance(self) -> None:
         """Move what has been started, as far as it goes without waiting."""
         taken = False
-        for operation in self.active:
-            if not (operation.done or (operation.exclusive and taken)):
-                self._step(operation)
-                taken = taken or (operation.exclusive and not operation.done)
-        self.active = [operation for operation in self.active if not operation.done]
+        try:
+            for operation in self.active:
+                if not (operation.done or (operation.exclusive and taken)):
+                    self._step(operation)
+                    taken = taken or (operation.exclusive and not operation.done)
+        finally:
+            self.active = [operation for operation in self.active if not operation.done]
 
     def _step(self, operation: Operation) -> None:
         try:

@@ -15,10 +15,12 @@ from collectives.session import session
 from collectives.transport import messages
 from collectives.transport.room import Room
 from collectives.watch import HISTORY, SPEAK_SECONDS
+from tests.mpi.sizes import only_on
 
 WORLD = MPI.COMM_WORLD
 RANK, P = WORLD.rank, WORLD.size
 TOTAL = P * (P + 1) // 2
+TAG = 77  # of what tests say to each other
 
 ALGORITHMS = ("auto", "native", "ring")
 
@@ -183,6 +185,42 @@ def test_a_started_plan_does_not_hold_up_other_communicators():
             wrong.append(turn)
     comm.Free()
     assert not wrong, "turns"
+
+
+def interrupted(room, tokens):
+    raise KeyboardInterrupt
+    yield
+
+
+@pytest.mark.mpi
+@only_on(2, 3)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_who_is_interrupted_in_what_it_started_takes_back_its_entry(monkeypatch, algorithm):
+    """Rank 0, before the others have come: they hear of it, and the next plan serves all."""
+    comm = WORLD.Dup()
+    plan = collectives.plan("allreduce", np.ones(10), comm, algorithm=algorithm)
+    session(comm).patient(60.0, 10.0)
+    said = ""
+    if RANK == 0:
+        monkeypatch.setattr(Room, "meet", interrupted)
+    else:
+        WORLD.Recv(bytearray(1), 0, TAG)
+    try:
+        plan.start()
+        plan.wait()
+    except (KeyboardInterrupt, CollectiveError) as error:
+        said = f"{type(error).__name__}: {error}"
+    if RANK == 0:
+        monkeypatch.undo()
+        for other in range(1, P):
+            WORLD.Send(b"1", other, TAG)
+    everybody = WORLD.allgather(said)
+    assert everybody[0] == "KeyboardInterrupt: "
+    assert all("rank 0 has given up" in sentence for sentence in everybody[1:]), everybody
+    x = np.ones(10)
+    collectives.plan("allreduce", x, comm)()
+    assert (x == P).all()
+    comm.Free()
 
 
 @pytest.mark.mpi
