@@ -64,6 +64,7 @@ def command(seconds: float, dry_run: bool) -> None:
 
 @contextmanager
 def _told() -> Iterator[None]:
+    """What cannot be done ends the command in one sentence."""
     try:
         yield
     except CollectiveError as error:
