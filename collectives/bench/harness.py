@@ -1,7 +1,7 @@
 """Times callables that all ranks call together, alternately, so that every ratio comes from one run.
 
-A sample is the mean time of one call over a short batch, on the slowest rank. The candidates take turns in rotating
-order, a barrier before each, until each has enough samples.
+A sample is the mean time of one call over a short batch, on the slowest rank. In every round all candidates have a
+turn, a barrier before each, in an order drawn anew: what a call finds in the caches depends on the one before it.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def measure(comm: MPI.Comm, candidates: Sequence[Callable[[], object]], budget_s
     cost = sum(seconds * calls for seconds, calls in batch)
     rounds = int(min(MOST_SAMPLES, max(LEAST_SAMPLES, budget_s / max(cost, 1e-9))))
     local = np.zeros((len(candidates), rounds))
+    orders = np.random.default_rng(0)  # the same on all ranks
     for turn in range(rounds):
-        for step in range(len(candidates)):
-            which = (turn + step) % len(candidates)
+        for which in orders.permutation(len(candidates)):
             local[which, turn] = _sample(comm, candidates[which], batch[which][1])
     slowest = np.empty_like(local)
     comm.Allreduce(local, slowest, op=MPI.MAX)
