@@ -13,7 +13,6 @@ from mpi4py import MPI
 from collectives import table
 from collectives.choice import Choice
 from collectives.errors import CollectiveError, MismatchError, StallError
-from collectives.parting import part
 from collectives.table import Table
 from collectives.transport.cards import REFUSED, Card
 from collectives.transport.room import Room
@@ -159,9 +158,9 @@ class Session:
             self.watch.free()
         self.room.close()
         if self.across is not None:
-            part(self.across)
+            self.across.Free()
         self.node.Free()
-        part(self.comm)
+        self.comm.Free()
 
     def choice(self, text: str, ways: int = 2, favour: float = 1.0) -> Choice:
         """Which way serves a sort of call best. The first where ranks do not meet in one room: another may block in

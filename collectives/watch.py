@@ -164,11 +164,14 @@ class Watch:
         self._heard: dict[int, dict[int, str]] = {}
         self._told: set[int] = set()
         self._open: set[int] = set()
+        self._spoken = False
         self._sends: list[tuple[MPI.Request, bytes]] = []
 
     def free(self) -> None:
-        """Collective."""
-        part(self.comm)
+        """Give the communicator back, unless what this rank has said on it may come later than that. Blocks nowhere:
+        MPI calls this on each rank when it likes."""
+        if not self._spoken:
+            self.comm.Free()
 
     def begin(self, text: str) -> int:
         """Number the next operation; every rank must begin the same operations in the same order."""
@@ -256,6 +259,7 @@ class Watch:
 
     def _tell(self, sequence: int) -> None:
         self._told.add(sequence)
+        self._spoken = True
         message = f"{sequence}\0{self._mine[sequence]}".encode()
         for other in range(self.size):
             if other != self.rank:

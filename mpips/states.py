@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from mpips import optimizers
+from mpips import optimizers, whole_file
 from mpips.keys import Key
 from mpips.optimizers import Optimizer
 from mpips.pure import Pure
@@ -59,10 +59,8 @@ def save(fname: str | os.PathLike[str], states: States, optimizer: Optimizer, du
     header = {"steps": json.dumps({repr(key): step for key, (step, _) in states.items()})}
     if dump_optimizer:
         header["optimizer"] = optimizers.encode(optimizer).hex()
-    unfinished = f"{os.fspath(fname)}.part"
     try:
-        save_file(tensors, unfinished, metadata=header)
-        os.replace(unfinished, fname)
+        whole_file.put(fname, lambda name: save_file(tensors, name, metadata=header))
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{fname} cannot be written: {error}") from error
 

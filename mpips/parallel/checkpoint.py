@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import msgspec
@@ -11,7 +10,7 @@ from mpi4py import MPI
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from mpips import optimizers
+from mpips import optimizers, whole_file
 
 from .agreement import agree
 from .communication import on_host, put
@@ -177,10 +176,8 @@ def _write(path: str, arrays: dict[str, np.ndarray], hybrid: Hybrid, rule: Rule 
         hybrid.network.specification, optimizer, hybrid.updates, None if scale is None else (scale.scale, scale.good),
         rule,
     )  # fmt: skip
-    partial = f"{path}.partial"
     try:
-        save_file(arrays, partial, {"mpips": msgspec.json.encode(header).decode()})
-        os.replace(partial, path)
+        whole_file.put(path, lambda name: save_file(arrays, name, {"mpips": msgspec.json.encode(header).decode()}))
     except (OSError, SafetensorError) as error:
         return f"checkpoint {path} cannot be written: {error}"
     return None
