@@ -243,7 +243,7 @@ class KVStore:
             self._engine.finish()
         finally:
             self._engine.close()
-            self._talk.settle()
+            self._talk.leave()
             self._backend.finish()
             self._assembly.farewell()
             self._talk.free()

@@ -166,6 +166,12 @@ class Talk:
         for name in told:
             self._refuse(name, 0, debt.sentence, self.event())
 
+    def leave(self) -> None:
+        """This worker closes the store. Where others do not answer a bad call soon, they are not in it yet: they hear
+        from the servers that this worker has left."""
+        self.settle(ANSWER_SECONDS)
+        self.debt = None
+
     # ---- waiting
 
     def waiting(self, text: str, needs: Callable[[], dict[Name, int]] | None) -> Callable[[float], None]:

@@ -235,6 +235,21 @@ def test_a_worker_closes_for_good_though_servers_hear_late_that_it_left(monkeypa
     run(kind, body, **options)
 
 
+@only_on(3, 4)
+@stores
+def test_a_bad_call_may_be_the_last_before_the_store_is_closed(kind, options):
+    """The others close it too, and never come to a call of theirs that could have been this one."""
+    need(2, **options)
+
+    def body(kv):
+        if kv.rank == started(kv):
+            assert "'zz'" in failure(lambda: kv.push("zz", ones()))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run(kind, body, **options)
+
+
 @stores
 def test_a_barrier_that_others_do_not_come_to_because_they_wait(kind, options):
     need(2, **options)
