@@ -248,16 +248,14 @@ class Session:
     def leave(self, what: str, error: BaseException) -> None:
         """An operation has raised: see that nobody counts on this rank, nor this rank on the communicator if some are
         still in the operation."""
-        if isinstance(error, (MismatchError, StallError)) or self.watch is not None:
-            return  # all know
-        if self.room.withdrawn == self.room.operation:
-            return  # who comes learns of it
-        if isinstance(error, CollectiveError):
-            self._break(str(error))
-        elif self.size > 1:
-            sentence = self.room.given_up(what, error)
-            if not self.room.withdraw(sentence):
+        room, sentence = self.room, self.room.given_up(what, error)
+        if not isinstance(error, (MismatchError, StallError)) and self.watch is None:  # else all know
+            if isinstance(error, CollectiveError) and room.withdrawn != room.operation:
+                self._break(str(error))
+            elif room.withdrawn != room.operation and self.size > 1 and not room.withdraw(sentence):
                 self._break(sentence)
+        if room.ahead:
+            self._break(sentence)
 
     def _break(self, sentence: str) -> None:
         """Nothing more can be done on this communicator, nor what was started on it and waits for its turn."""

@@ -83,6 +83,9 @@ class Room(Cards):
         self.operation = 0
         self.withdrawn = 0
         """The last operation that this rank has taken back its entry into."""
+        self.ahead = False
+        """Whether it has done so twice before another came once: what it enters next would take the place of the first
+        of these entries, which the other is yet to read."""
         self.phase = 0
         self.waiting: int | None = None
         """The lane in which this rank waits for another's mark."""
@@ -314,6 +317,9 @@ class Room(Cards):
         if self.complete():
             return False
         self._mine[self.operation & 1] = self.operation << 32 | token
+        if self.withdrawn == self.operation - 1:
+            before, parity = self.withdrawn << 32, self.withdrawn & 1
+            self.ahead = any(words[parity] < before for _, words in self._others)
         self.withdrawn = self.operation
         return True
 
