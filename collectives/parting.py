@@ -22,8 +22,8 @@ def last_tag() -> int:
 
 
 def part(comm: MPI.Comm) -> None:
-    """Free `comm`, and drop what was sent on it and not received. Collective, and waits for all ranks: not for where
-    MPI itself frees something. All receives that were posted on it must be over, or given up."""
+    """Free `comm`, and drop what was sent on it and not received. Collective, blocking until all ranks have come: not
+    for where MPI itself frees something. All receives that were posted on it must be over, or given up."""
     tag = last_tag()
     others = [rank for rank in range(comm.Get_size()) if rank != comm.Get_rank()]
     sends = [comm.Isend(bytearray(0), rank, tag) for rank in others]

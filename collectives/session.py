@@ -249,11 +249,13 @@ class Session:
         """An operation has raised: see that nobody counts on this rank, nor this rank on the communicator if some are
         still in the operation."""
         room, sentence = self.room, self.room.given_up(what, error)
-        if not isinstance(error, (MismatchError, StallError)) and self.watch is None:  # else all know
-            if isinstance(error, CollectiveError) and room.withdrawn != room.operation:
-                self._break(str(error))
-            elif room.withdrawn != room.operation and self.size > 1 and not room.withdraw(sentence):
-                self._break(sentence)
+        all_know = isinstance(error, (MismatchError, StallError)) or self.watch is not None
+        if all_know or room.withdrawn == room.operation:  # of an entry taken back, who comes learns
+            pass
+        elif isinstance(error, CollectiveError):
+            self._break(str(error))
+        elif self.size > 1 and not room.withdraw(sentence):
+            self._break(sentence)
         if room.ahead:
             self._break(sentence)
 

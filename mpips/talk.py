@@ -167,8 +167,8 @@ class Talk:
             self._refuse(name, 0, debt.sentence, self.event())
 
     def leave(self) -> None:
-        """This worker closes the store. Where others do not answer a bad call soon, they are not in it yet: they hear
-        from the servers that this worker has left."""
+        """This worker closes the store: it waits for answers to a bad call for ANSWER_SECONDS at most. Who is not in
+        that call yet hears from the servers that this worker has left."""
         self.settle(ANSWER_SECONDS)
         self.debt = None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import re
 import time
 import warnings
@@ -14,15 +13,12 @@ from mpi4py import MPI
 import collectives
 from collectives.errors import CollectiveError, MismatchError, StallError
 from collectives.session import session
-from collectives.transport import room
 from collectives.transport.cards import CARDS
 from collectives.transport.room import Room
+from tests.mpi.collectives.support import RANK, TAG, WORLD, P, sentence, still_works
 from tests.mpi.sizes import only_on
 
-WORLD = MPI.COMM_WORLD
-RANK, P = WORLD.rank, WORLD.size
 ODD = P - 1  # the rank that calls otherwise
-TAG = 77  # of what tests say to each other
 
 
 @pytest.fixture(params=["one node", "a node for each rank"])
@@ -34,27 +30,6 @@ def comm(request, monkeypatch):
     made = WORLD.Dup()
     yield made
     made.Free()
-
-
-def sentence(function, error=MismatchError):
-    """What the call raises here, having checked that all ranks raise it."""
-    said = ""
-    try:
-        function()
-    except error as caught:
-        said = str(caught)
-    everybody = WORLD.allgather(said)
-    assert all(everybody), f"no {error.__name__}: {everybody}"
-    assert len(set(everybody)) == 1, everybody
-    return said
-
-
-def still_works(comm):
-    for n in (3, 100_000):
-        x, y = np.ones(n), np.ones(n)
-        collectives.allreduce(x, comm)
-        collectives.plan("allreduce", y, comm, algorithm="ring(over=messages)")()
-        assert WORLD.allreduce(bool((x == P).all() and (y == P).all()), MPI.LAND)
 
 
 def warmed(comm, *arrays):
@@ -189,37 +164,6 @@ def test_one_plans_while_others_call(comm):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_communicator_freed_while_another_rank_still_reads():
-    """What stands on the desk of the rank that has left must stay until all have read it."""
-    comm = WORLD.Dup()
-    x = np.empty(1000)
-    collectives.allreduce(x, comm)
-    x[:] = RANK + 1
-    if RANK == 1:
-        until = time.monotonic() + 5  # should freeing ever wait for the others
-
-        def wait():
-            while not WORLD.Iprobe(0, TAG) and time.monotonic() < until:
-                time.sleep(0.01)
-
-        (plan,) = session(comm).by_address.values()
-        plan._runner._takes = [((wait, ()), *steps) for steps in plan._runner._takes]
-    collectives.allreduce(x, comm)
-    comm.Free()
-    kept = []
-    if RANK == 0:
-        collectives.allreduce(np.ones(3), MPI.COMM_SELF)  # of the session nothing is kept
-        gc.collect()
-        for _ in range(4):
-            kept.append(collectives.empty(room.DESK_BYTES, np.uint8))
-            kept[-1][:] = 255
-        WORLD.Send(b"1", 1, TAG)
-    elif RANK == 1:
-        WORLD.Recv(bytearray(1), 0, TAG)
-    assert WORLD.allreduce(bool((x == P * (P + 1) // 2).all()), MPI.LAND)
-
-
-@pytest.mark.mpi(min_size=2)
 def test_no_more_cards_are_kept_than_stand_on_the_desks():
     comm = WORLD.Dup()
     home = session(comm)
@@ -248,16 +192,6 @@ def test_plans_go_on_after_ranks_have_differed(comm, algorithm, vectors):
         other.wait()
         assert WORLD.allreduce(bool((x == P * (P + 1) // 2).all() and (z == P).all()), MPI.LAND)
     still_works(comm)
-
-
-@pytest.mark.mpi
-def test_freed_communicator():
-    comm = WORLD.Dup()
-    x = np.ones(3)
-    collectives.allreduce(x, comm)
-    comm.Free()
-    assert "freed" in sentence(lambda: collectives.allreduce(x, comm))
-    still_works(WORLD)
 
 
 NAMED = re.compile(rf": ranks? (\d+, )*{ODD} (has|have) not come")  # others may be slow too
@@ -356,43 +290,6 @@ def test_a_stall_is_told(comm):
             collectives.allreduce(x, comm)
     assert RANK == ODD or NAMED.search(texts[0]), texts
     assert WORLD.allreduce(bool((x == P * P).all()), MPI.LAND)
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("algorithm", ["auto", "native", "ring", "ring(over=messages)"])
-def test_a_plan_on_a_freed_communicator(algorithm):
-    comm = WORLD.Dup()
-    x = np.ones(5000)
-    plan, started = (collectives.plan("allreduce", array, comm, algorithm=algorithm) for array in (x, np.ones(5000)))
-    plan()
-    comm.Free()
-    for use in (plan, plan.start, lambda: collectives.plan("allreduce", x, comm)):
-        assert "freed" in sentence(use)
-    plan.free()
-    started.free()
-    still_works(WORLD)
-
-
-@pytest.mark.mpi
-def test_a_started_plan_on_a_freed_communicator():
-    comm = WORLD.Dup()
-    x = np.ones(3)
-    plan = collectives.plan("allreduce", x, comm)
-    plan()
-    WORLD.Barrier()
-    if RANK == 0:
-        plan.start()
-    comm.Free()
-    said = ""
-    try:
-        if RANK == 0:
-            plan.wait()
-        else:
-            plan()
-    except MismatchError as error:
-        said = str(error)
-    assert all("freed" in words for words in WORLD.allgather(said)) or P == 1
-    still_works(WORLD)
 
 
 @only_on(2, 4)

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-import collectives
 from collectives.parting import part
 from tests.mpi.sizes import only_on
 
@@ -48,28 +47,3 @@ def test_ranks_that_share_a_new_communicator_hear_one_another():
         new.Allreduce(MPI.IN_PLACE, sums)
         part(new)
         assert sums[0] == WORLD.size * (WORLD.size - 1) // 2
-
-
-@only_on(2, 3)
-def test_a_communicator_is_freed_without_waiting_for_the_others():
-    """The others may have freed it long ago, or free another one first, or be in an error of their own."""
-    comms = [WORLD.Dup() for _ in range(2)]
-    for comm in comms:
-        assert (collectives.allreduce(np.ones(10), comm) == WORLD.size).all()
-    for comm in comms if WORLD.rank else reversed(comms):
-        comm.Free()
-
-
-@only_on(2, 3)
-def test_a_communicator_is_freed_though_a_message_is_yet_to_be_received():
-    comm = WORLD.Dup()
-    collectives.allreduce(np.ones(10), comm)
-    word = np.zeros(1)
-    other = WORLD.size - 1
-    request = comm.Irecv(word, 0, 5) if WORLD.rank == other else None
-    if WORLD.rank == 0:
-        comm.Send(np.ones(1), other, 5)
-    comm.Free()
-    if request is not None:
-        request.Wait()
-        assert word[0] == 1

@@ -1,0 +1,34 @@
+"""What tests of several collectives need."""
+
+from __future__ import annotations
+
+import numpy as np
+from mpi4py import MPI
+
+import collectives
+from collectives.errors import MismatchError
+
+WORLD = MPI.COMM_WORLD
+RANK, P = WORLD.rank, WORLD.size
+TAG = 77  # of what tests say to each other
+
+
+def sentence(function, error=MismatchError):
+    """What the call raises here, having checked that all ranks raise it."""
+    said = ""
+    try:
+        function()
+    except error as caught:
+        said = str(caught)
+    everybody = WORLD.allgather(said)
+    assert all(everybody), f"no {error.__name__}: {everybody}"
+    assert len(set(everybody)) == 1, everybody
+    return said
+
+
+def still_works(comm):
+    for n in (3, 100_000):
+        x, y = np.ones(n), np.ones(n)
+        collectives.allreduce(x, comm)
+        collectives.plan("allreduce", y, comm, algorithm="ring(over=messages)")()
+        assert WORLD.allreduce(bool((x == P).all() and (y == P).all()), MPI.LAND)
