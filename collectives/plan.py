@@ -73,13 +73,14 @@ class Plan:
         self._operation: Operation | None = None
         self._runner: Runner
         self._run: Callable[[], Iterator[None]]
-        self._quick: Callable[[], Iterator[None] | None]
+        self._quick: Callable[[Any], Iterator[None] | None]
+        """Called with the runner: it is the runner's own where it has one, and would hold on to it."""
         self._compile()
         home.made.add(self)
 
     def _compile(self) -> None:
         runner = self._runner = self._make()
-        self._run, self._quick = runner.run, getattr(runner, "quick", runner.run)
+        self._run, self._quick = runner.run, _quick(runner)
 
     def __call__(self) -> Any:
         """Run to the end. Blocking."""
@@ -88,12 +89,13 @@ class Plan:
             self.start()
             return self.wait()
         try:
-            left = self._quick()
+            left = self._quick(self._runner)
         except BaseException as error:
             home.leave(self._call.text, error)
             raise
         if left is not None:
             home.drive(left, self._call.text)
+            self._quick = _quick(self._runner)  # which may have come to know more
         return self._result
 
     def keep(self, x: Any, out: Any) -> None:
@@ -153,14 +155,14 @@ class Plan:
         self.release()
         self._home.made.discard(self)
         self._arrays = self._result = None
-        self._run = self._quick = self._gone
+        self._run, self._quick = self._gone, lambda runner: self._gone()
 
     def release(self) -> None:
         """Give back what the plan holds of MPI; it is compiled anew when it runs again. Local."""
         release = getattr(self._runner, "free", None)
         if release is not None:
             release()
-        self._run = self._quick = self._anew
+        self._run, self._quick = self._anew, lambda runner: self._anew()
 
     def _anew(self) -> Iterator[None]:
         self._compile()
@@ -168,6 +170,12 @@ class Plan:
 
     def _gone(self) -> NoReturn:
         self._home.refuse(f"rank {self._home.rank}: {self._call.text} has been freed: make a new plan")
+
+
+def _quick(runner: Runner) -> Callable[[Any], Iterator[None] | None]:
+    """How a runner is asked to do its operation at once."""
+    found: Callable[[Any], Iterator[None] | None] = getattr(runner, "quick", type(runner).run)
+    return found
 
 
 def plan(

@@ -48,13 +48,14 @@ class Cards:
 
     def __init__(self, desks: Sequence[NDArray[np.uint8]], rank: int, names: Sequence[int]):
         self.desks, self.rank, self.names = desks, rank, tuple(names)
-        self._last_token = 0
+        self.last_token = 0
+        """The youngest card's."""
         self._known: dict[tuple[int, int], Card] = {}
 
     def publish(self, card: Card) -> int:
         """Put a card on the desk and give back its token. The card stays readable until CARDS more have been put."""
-        self._last_token += 1
-        token = self._last_token
+        self.last_token += 1
+        token = self.last_token
         raw = card.text.encode()
         text = raw[:TEXT_BYTES]
         words = np.zeros(HEAD_WORDS, np.uint64)
@@ -73,7 +74,7 @@ class Cards:
 
     def readable(self, token: int) -> bool:
         """Whether a card that this rank has put is still there (a token of -CARDS never is)."""
-        return token > self._last_token - CARDS
+        return token > self.last_token - CARDS
 
     def card(self, rank: int, token: int) -> Card:
         """What that token of a rank stands for. CollectiveError where CARDS more have been put meanwhile."""

@@ -29,7 +29,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
 from os import sched_yield
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import numpy as np
 from mpi4py import MPI
@@ -38,12 +38,16 @@ from collectives import arena
 from collectives.arena import Region
 from collectives.errors import CollectiveError, MismatchError, Withdrawn
 from collectives.transport import reach
-from collectives.transport.cards import CARDS_END, NOWHERE, WITHDRAWN, Card, Cards
+from collectives.transport.cards import CARDS, CARDS_END, NOWHERE, WITHDRAWN, Card, Cards
+from collectives.transport.program import Step
 from collectives.watch import disagreement
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+Turns: TypeAlias = "tuple[Sequence[Step], Sequence[Step]]"
+"""Steps of an operation with an even number, and of one with an odd."""
+NOTHING: Turns = ((), ())
 SLOT_BYTES = 128 << 10
 STAGE_BYTES = 1 << 20
 BLOCK_BYTES = 256 << 10
@@ -57,6 +61,19 @@ SPINS_ALONE, SPINS_SHARED = 64, 1  # looks before giving way: ranks have cores o
 MOST_SPINS = 256
 LEAVING_SECONDS = 5.0
 ORDERED_STORES = platform.machine().lower() in ("x86_64", "amd64", "i686", "i386")
+
+
+class Coming(Protocol):
+    """A call as `Room.usual` needs it where it does not go as usual."""
+
+    def afresh(self) -> Iterator[None]:
+        """Enter with another card; the steps that are left."""
+
+    def met(self) -> Iterator[None]:
+        """The steps after this rank has entered."""
+
+    def break_off(self, error: BaseException) -> None:
+        """`error` was raised since this rank has entered."""
 
 
 class Room(Cards):
@@ -191,30 +208,44 @@ class Room(Cards):
         if self.fence is not None:
             self.fence()
 
-    def meeting(self, token: int, tokens: Sequence[int]) -> Callable[[], bool]:
-        """`enter` and `meet` for the usual, short wait, as a function that has all it needs at hand. It says False when
-        somebody brings another token or is late."""
+    def usual(
+        self, token: int, tokens: Sequence[int], puts: Turns = NOTHING, takes: Turns = NOTHING
+    ) -> Callable[[Coming], Iterator[None] | None]:
+        """An operation in which the others bring these tokens and come soon: put, `enter`, `meet` and take, in one flat
+        function that has all it needs at hand, as where ranks share a core the caches have lost what it runs through.
+        It gives back None, or the steps that are left where somebody brings another token or is late."""
         mine, fence, most = self._mine, self.fence, self._spins + MOST_SPINS
         alone, others = self._spins, [(words, tokens[other]) for other, words in self._others]
 
-        def met_soon() -> bool:
-            self.operation = operation = self.operation + 1
-            if fence is not None:
-                fence()
+        def usual(call: Coming) -> Iterator[None] | None:
+            if token <= self.last_token - CARDS:  # as in `readable`
+                return call.afresh()
+            operation = self.operation + 1
             parity, base, looks = operation & 1, operation << 32, 0
-            mine[parity] = base | token
-            for words, expected in others:
-                while words[parity] != base | expected:
-                    looks += 1
-                    if looks > alone:
-                        if looks > most or words[parity] >= base:
-                            return False
-                        sched_yield()
-            if fence is not None:
-                fence()
-            return True
+            for function, arguments in puts[parity]:
+                function(*arguments)
+            try:
+                self.operation = operation
+                if fence is not None:
+                    fence()
+                mine[parity] = base | token
+                for words, expected in others:
+                    while words[parity] != base | expected:
+                        looks += 1
+                        if looks > alone:
+                            if looks > most or words[parity] >= base:
+                                return call.met()
+                            sched_yield()
+                if fence is not None:
+                    fence()
+            except BaseException as error:
+                call.break_off(error)
+                raise
+            for function, arguments in takes[parity]:
+                function(*arguments)
+            return None
 
-        return met_soon
+        return usual
 
     def tokens_now(self) -> tuple[int, ...]:
         """With what each rank has entered; valid after `meet`, until this rank enters again."""

@@ -42,7 +42,7 @@ from collectives.table import Eager
 from collectives.transport import reach
 from collectives.transport.cards import CARDS, NOWHERE, Card
 from collectives.transport.program import Phase, Program, Step, Window, combine, copy, same
-from collectives.transport.room import Room
+from collectives.transport.room import NOTHING, Room, Turns
 from collectives.transport.staged import Staged
 
 DIRECT_BLOCK_BYTES = 256 << 10
@@ -68,47 +68,42 @@ class MemoryPlan:
         self._ways: list[Callable[[], Iterator[None]]] = []
         self._token = -CARDS
         self._tokens: tuple[int, ...] | None = None
-        self._met_soon: Callable[[], bool] | None = None
+        self.quick: Callable[[MemoryPlan], Iterator[None] | None] = MemoryPlan.afresh
+        """Begins the operation, and ends it if the others come soon: None, or the steps that are left."""
+        self._soon: Callable[[MemoryPlan], Iterator[None] | None] = MemoryPlan.afresh
         self._program = Program()
         self._where = (arena.locate(self._x.vector), arena.locate(self._out.vector)) if shareable else (None, None)
         self.direct = None not in self._where
         """True where this rank's arrays are node-shared and worth it; the protocol is direct if all ranks' are."""
         self.eager = not self.direct and call.nbytes <= max(eager.always, eager.ordinary)
         """True where this rank brings its vector in its slot; the protocol is eager if all ranks do."""
-        self._takes: list[tuple[Step, ...]] = []
+        self._takes: Turns | None = None
+        self._early = NOTHING
         if self.eager:
-            self._early = [_eager_puts(room, call, self._x, parity) for parity in (0, 1)]
+            self._early = _eager_puts(room, call, self._x, 0), _eager_puts(room, call, self._x, 1)
         elif not self.direct:
-            self._early = [Staged(room, call, self._x, self._out).puts(0)] * 2
-        else:
-            self._early = [(), ()]
+            self._early = (Staged(room, call, self._x, self._out).puts(0),) * 2
 
     def run(self) -> Iterator[None]:
         """The operation, in steps between which there is something to wait for."""
         self._bring(self._room.operation + 1 & 1)
         self._enter()
-        yield from self._met()
+        yield from self.met()
 
-    def quick(self) -> Iterator[None] | None:
-        """The operation, at once if the others come soon: None when it is done, else the steps that are left."""
-        room = self._room
-        parity = room.operation + 1 & 1
-        self._bring(parity)
-        met_soon = self._met_soon
+    def afresh(self) -> Iterator[None]:
+        """Begin the operation, with a card that others can read; the steps that are left."""
+        self._bring(self._room.operation + 1 & 1)
         try:
-            if met_soon is None or not room.readable(self._token):
-                self._enter()
-                return self._met()
-            if not met_soon():
-                return self._met()
+            self._enter()
         except BaseException as error:
-            self._break_off(error)
+            self.break_off(error)
             raise
-        if not self._takes:
-            return self._work()
-        for function, arguments in self._takes[parity]:
-            function(*arguments)
-        return None
+        return self.met()
+
+    def _long(self) -> Iterator[None]:
+        """As `afresh`, for vectors that do not pass through slots, where the others' arrays are known."""
+        self._bring(self._room.operation + 1 & 1)
+        return self._soon(self) or self._work()
 
     def _bring(self, parity: int) -> None:
         """What others will look for as soon as this rank has entered."""
@@ -121,7 +116,7 @@ class MemoryPlan:
             self._publish()
         self._room.enter(self._token)
 
-    def _met(self) -> Iterator[None]:
+    def met(self) -> Iterator[None]:
         room = self._room
         try:
             yield from room.meet(self._tokens)
@@ -131,11 +126,11 @@ class MemoryPlan:
         except MismatchError:  # of which all ranks know
             raise
         except BaseException as error:
-            self._break_off(error)
+            self.break_off(error)
             raise
         yield from self._work()
 
-    def _break_off(self, error: BaseException) -> None:
+    def break_off(self, error: BaseException) -> None:
         """This rank leaves an operation in which it has done nothing yet: it takes back its entry, or, where all have
         come, waits until nobody touches its arrays."""
         room = self._room
@@ -190,19 +185,23 @@ class MemoryPlan:
 
     def _bind(self, tokens: tuple[int, ...]) -> None:
         """The ranks' arrays are others than last time: read their cards and compile anew."""
-        self._tokens = self._met_soon = None
+        self._tokens, self.quick = None, MemoryPlan.afresh
         room, call = self._room, self._call
         cards = room.cards(tokens)
         shared = [card.x.pid != 0 and card.out.pid != 0 for card in cards]
-        self._takes, self._ways, self._program = [], [], Program()
+        self._takes, self._ways, self._program = None, [], Program()
         if all(shared):
             self._program = _direct(room, call, self._x, self._out, cards)
         elif self.eager and not any(shared):
-            self._takes = [_eager_takes(room, call, self._x, self._out, parity) for parity in (0, 1)]
+            even, odd = (_eager_takes(room, call, self._x, self._out, parity) for parity in (0, 1))
+            self._takes = even, odd
         else:
             self._bind_ordinary(cards, any(shared))
         self._tokens = tokens
-        self._met_soon = room.meeting(self._token, tokens)
+        if self._takes:
+            self.quick = room.usual(self._token, tokens, self._early, self._takes)
+        else:
+            self.quick, self._soon = MemoryPlan._long, room.usual(self._token, tokens)
 
     def _bind_ordinary(self, cards: Sequence[Card], mixed: bool) -> None:
         """Some arrays are not node-shared: the ways that these can go."""
