@@ -120,8 +120,6 @@ def _check(kind: str, options: Options, size: int) -> str:
         options.clients_of(kind, size)
     except OptionError as error:
         return str(error)
-    if kind.endswith("_async") and not options.servers:
-        return f"a store of kind {kind} needs a server (servers=0): without one nothing can be asynchronous"
     return ""
 
 

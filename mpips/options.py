@@ -100,8 +100,13 @@ class Options:
         return workers
 
     def clients_of(self, kind: str, world_size: int) -> int:
-        """Clients of a store of this kind (dist_*: every worker is one); raises OptionError if they are too many."""
+        """Clients of a store of this kind (dist_*: every worker is one); raises OptionError if they are too many, or
+        where the kind needs a server and there is none."""
         workers = self.workers_of(world_size)
+        if kind.endswith("_async") and not self.servers:
+            raise OptionError(
+                f"a store of kind {kind} needs a server (servers=0): without one nothing can be asynchronous"
+            )
         if not kind.startswith("mpi_"):
             return workers
         if self.clients > workers:

@@ -19,7 +19,7 @@ from collectives import memory
 from collectives.bench.sizes import parse_sizes, show_bytes
 from collectives.console import OutFile, Picture, RankedCommand, Seconds, console, progress, write_text, writing
 from mpips.bench import floor
-from mpips.options import Options, kind_of
+from mpips.options import kind_of, read
 
 ARRAYS = ("ordinary", "empty")
 
@@ -61,7 +61,7 @@ def check(
             raise ValueError("a local store has no servers to time")
         if servers >= ranks:
             raise ValueError(f"--servers {servers} and a worker need --ranks {servers + 1}, or ask for fewer servers")
-        Options(servers=servers, clients=clients, masters=masters).clients_of(word, ranks)
+        read({"servers": servers, "clients": clients, "masters": masters}).clients_of(word, ranks)
         counts = [size // 4 for size in parse_sizes(sizes)]
         # a worker pushes one array and pulls into another
         memory.check(f"--sizes {sizes}", 4 * max(counts), 2, max(1, memory.ranks_here() - servers))

@@ -14,3 +14,15 @@ def test_more_than_memory_holds_is_refused() -> None:
     assert check(2, sizes="1024", **WORDS).counts == [256]
     with pytest.raises(click.UsageError, match="--sizes 500000GB takes at least 2 arrays of 500,000,000,000,000 bytes"):
         check(2, sizes="500000GB", **WORDS)
+
+
+@pytest.mark.parametrize("kind", ["dist_async", "mpi_async", "Asynchronous-MPI"])
+def test_an_asynchronous_store_without_servers_is_refused(kind: str) -> None:
+    with pytest.raises(click.UsageError, match=r"a store of kind \w+_async needs a server \(servers=0\)"):
+        check(2, **{**WORDS, "kind": kind, "servers": 0}, sizes="1024")
+
+
+def test_variables_that_do_not_fit_the_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MPIPS_WORKERS", "7")
+    with pytest.raises(click.UsageError, match="workers=7 and servers=1 need 8 ranks, but the job has 3"):
+        check(3, **WORDS, sizes="1024")

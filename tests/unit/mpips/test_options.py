@@ -62,6 +62,8 @@ def test_roles_need_ranks():
         Options(servers=2).workers_of(2)
     with pytest.raises(OptionError, match="more than the 2 workers"):
         Options(servers=1, clients=3).clients_of("mpi_sync", 3)
+    with pytest.raises(OptionError, match=r"kind dist_async needs a server \(servers=0\)"):
+        Options().clients_of("dist_async", 3)
     with pytest.raises(OptionError, match="need 5 ranks, but the job has 3: start it with mpirun -n 5"):
         Options(servers=1, workers=4).workers_of(3)
 
