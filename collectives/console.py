@@ -20,6 +20,7 @@ INTERRUPTED = 130  # the exit code after Ctrl-C, as of shells
 PLAIN_WIDTH = 160
 LINE_SECONDS = 2.0
 PICTURES = (".png", ".pdf", ".svg")
+FOLDER = "cannot be written: that names a folder, not a file"
 
 
 def console(stderr: bool = False) -> Console:
@@ -105,13 +106,21 @@ def _lines(target: Console, title: str, total: int) -> Callable[[str], None]:
     return done
 
 
-def unwritable(path: Path) -> str | None:
+def unwritable(name: str | Path) -> str | None:
     """What to say, behind its name, of a file that cannot be written; None where nothing forbids it. Writes nothing."""
+    path = Path(name)
+    if _is_folders(name) or path.is_dir():
+        return FOLDER
     if not path.parent.is_dir():
         return f"cannot be written: there is no folder {str(path.parent)!r}"
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         return "cannot be written: it is not allowed"
     return None
+
+
+def _is_folders(name: str | Path) -> bool:
+    """Is this a folder's name, whether it is there or not? `Path` forgets a slash at its end."""
+    return os.path.basename(name) in ("", os.curdir)
 
 
 class OutFile(click.Path):
@@ -126,9 +135,13 @@ class OutFile(click.Path):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
         path = Path(os.fsdecode(super().convert(value, param, ctx)))
-        if is_rank() or (self.allow_dash and path == Path("-")):
+        if self.allow_dash and path == Path("-"):
             return path
-        if reason := unwritable(path):
+        if is_rank():
+            reason = FOLDER if _is_folders(value) else None
+        else:
+            reason = unwritable(value)
+        if reason:
             self.fail(f"{str(value)!r} {reason}", param, ctx)
         return path
 

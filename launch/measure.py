@@ -21,6 +21,7 @@ from typing import NamedTuple
 import click
 
 from collectives import caches
+from collectives.console import OutFile, write_text
 from collectives.topology import parse
 from launch.command import EAGER_BYTES, Job, build, find, program, this_machine
 from launch.lab import client
@@ -206,9 +207,9 @@ def _seconds(argv: Sequence[str], environment: dict[str, str]) -> float:
 
 
 @click.command("measure")
-@click.option("--json", "path", type=click.Path(dir_okay=False), help="Write the rows to this file, too.")
+@click.option("--json", "path", type=OutFile(), help="Write the rows to this file, too.")
 @click.option("--work", hidden=True, help="What a rank of a case does.")
-def command(path: str | None, work: str | None) -> None:
+def command(path: Path | None, work: str | None) -> None:
     """Measure what each launcher setting is worth on this machine."""
     if work:
         from mpi4py import MPI
@@ -221,7 +222,7 @@ def command(path: str | None, work: str | None) -> None:
     for row in rows:
         click.echo(_line(row))
     if path:
-        Path(path).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        write_text(path, json.dumps(rows, indent=1) + "\n")
 
 
 def _line(row: dict[str, object]) -> str:

@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from collectives.caches import long_copies
+from collectives.console import OutFile, write_text
 
 SIZES = (1024, 262_144, 4_194_304, 67_108_864)
 MXNET_REPEATS = (400, 200, 40, 8)
@@ -112,7 +113,7 @@ def ours(servers: int, workers: int) -> list[dict[str, float]]:
 @click.command()
 @click.option("--rounds", default=3, show_default=True, help="jobs of each side and setting, alternating")
 @click.option("--environment", "folder", default="out/mxnet", show_default=True, type=click.Path(path_type=Path))
-@click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="write the rows as JSON")
+@click.option("--json", "json_path", type=OutFile(), help="write the rows as JSON")
 def command(rounds: int, folder: Path, json_path: Path | None) -> None:
     """Push + pull of one key beside MXNet 1.9.1's dist_sync."""
     console = Console()
@@ -140,7 +141,7 @@ def command(rounds: int, folder: Path, json_path: Path | None) -> None:
             })  # fmt: skip
     console.print(table(results))
     if json_path:
-        json_path.write_text(json.dumps(results, indent=1))
+        write_text(json_path, json.dumps(results, indent=1))
 
 
 def table(results: list[dict]) -> Table:

@@ -81,6 +81,19 @@ def test_files_are_refused_before_the_work(tmp_path: Path) -> None:
     assert ".png" in given(console.Picture(), str(tmp_path / "x.txt")).output
 
 
+@pytest.mark.parametrize("name", ["new/", "new/.", "file/", "folder", "folder/", "none/new/"])
+@pytest.mark.parametrize("rank", [False, True])
+def test_a_folder_is_no_file(name: str, rank: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    if rank:
+        monkeypatch.setenv("PMI_RANK", "0")
+    refused = given(console.OutFile(), f"{tmp_path}/{name}")
+    assert refused.exit_code == 2
+    assert "names a folder" in refused.output or "is a directory" in refused.output
+    assert "names a folder" in str(console.unwritable(f"{tmp_path}/{name}"))
+
+
 def test_a_rank_leaves_the_folder_to_the_one_that_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PMIX_RANK", "1")
     assert given(console.OutFile(), str(tmp_path / "none" / "x.json")).exit_code == 0
