@@ -84,4 +84,6 @@ if __name__ == "__main__":
     parser.add_argument("--epochs", type=number(int, 1), default=20)
     parser.add_argument("--profile", default="", help="write the profile of the job here, for mpips plan")
     parser.add_argument("--trace", default="", help="write the last iteration here, as a Chrome trace")
-    main(**vars(parser.parse_args()))
+    options = parser.parse_args()
+    parser.check_files(options, "profile", "trace")
+    main(**vars(options))

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import IO, NoReturn
 
-from collectives.console import is_first
+from collectives.console import is_first, unwritable
 
 
 class Parser(argparse.ArgumentParser):
@@ -21,6 +21,15 @@ class Parser(argparse.ArgumentParser):
     def print_help(self, file: IO[str] | None = None) -> None:  # type: ignore[override]
         if is_first():
             super().print_help(file)
+
+    def check_files(self, options: argparse.Namespace, *names: str) -> None:
+        """Refuse on every rank, before the work, what rank 0 could not write. Collective over COMM_WORLD."""
+        from mpi4py import MPI  # a program that starts jobs does without
+
+        files = {f"--{name} {getattr(options, name)}": getattr(options, name) for name in names}
+        refusals = [f"{words} {reason}" for words, file in files.items() if file and (reason := unwritable(file))]
+        if said := MPI.COMM_WORLD.bcast(refusals, 0):
+            self.error(said[0])
 
 
 def number(kind: type, least: float) -> Callable[[str], float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -41,3 +42,17 @@ def test_rank_0_alone_speaks(word, code, rank, monkeypatch, capsys):
 def test_settings_come_from_the_command_line(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["example", "--batch-size", "32", "--alpha", "0.25", "--dtype", "float64"])
     assert task.settings() == task.Settings(batch_size=32, alpha=0.25, dtype="float64")
+
+
+@pytest.mark.parametrize("option, file, said", [
+    ("--trace", "none/x.json", "cannot be written: there is no folder"),
+    ("--profile", "x/", "cannot be written: that names a folder"),
+])  # fmt: skip
+def test_files_that_cannot_be_written_are_refused_before_training(option, file, said, tmp_path):
+    example = [sys.executable, str(Path(task.__file__).with_name("overlap.py")), "--kind", "local"]
+    command = [*example, option, f"{tmp_path}/{file}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+    assert done.returncode == 2, done.stderr
+    assert f"error: {option} {tmp_path}/{file} {said}" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
