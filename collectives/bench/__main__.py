@@ -16,13 +16,14 @@ from collectives.bench import overlap, pt2pt, report, rivals
 from collectives.bench.case import ARRAYS, BUS_FACTOR, FLOOR_SHARE, MPI_NAME, Candidate, Case, least_arrays
 from collectives.bench.harness import Timing, measure
 from collectives.bench.report import Row
-from collectives.bench.sizes import parse_sizes, show_bytes
+from collectives.bench.sizes import parse_counts, show_bytes
 from collectives.call import REDUCING
 from collectives.console import OutFile, Picture, RankedCommand, Seconds, progress
 from collectives.operations import operation
 
 CASES = (*BUS_FACTOR, "pt2pt", "overlap")
-ALWAYS = ("auto", "one_shot", "shared_memory", "native", "gloo")  # algorithms outside the catalog
+PLANS = ("auto", "shared_memory", "native")  # algorithms outside the catalog
+CALLS = ("one_shot", "gloo")  # that cannot be started and waited for
 
 
 class Wanted(NamedTuple):
@@ -42,11 +43,9 @@ def check(
         element = _element(dtype)
         if collective in (*REDUCING, "overlap"):
             operation(op, element)
-        counts = [size // element.itemsize for size in parse_sizes(sizes)]
+        counts = parse_counts(sizes, element.itemsize, element.name)
     except (TypeError, ValueError) as error:
         raise click.UsageError(str(error)) from None
-    if 0 in counts:
-        raise click.UsageError(f"--sizes {sizes}: one {element.name} alone takes {element.itemsize} bytes")
     largest = max(counts) * element.itemsize
     kinds, names = _words(arrays), _words(algorithms)
     if unknown := [kind for kind in kinds if kind not in ARRAYS]:
@@ -58,9 +57,8 @@ def check(
             raise click.UsageError("a ping-pong needs two ranks: --ranks 2")
         _fits(sizes, largest, 1)
         return Wanted(element, counts, [], [])
-    kind = "allreduce" if collective == "overlap" else collective
     for name in names:
-        if name not in ALWAYS and (reason := _refusal(kind, name, ranks)):
+        if reason := _refusal(collective, name, ranks):
             raise click.UsageError(f"--algorithms {name}: {reason}")
     _fits(sizes, largest, 1 if collective == "overlap" else least_arrays(collective, names, kinds))
     return Wanted(element, counts, names, kinds)
@@ -73,11 +71,17 @@ def _fits(sizes: str, largest: int, arrays: int) -> None:
         raise click.UsageError(str(error)) from None
 
 
-def _refusal(kind: str, algorithm: str, ranks: int) -> str | None:
+def _refusal(collective: str, algorithm: str, ranks: int) -> str | None:
+    kind, others = ("allreduce", PLANS) if collective == "overlap" else (collective, PLANS + CALLS)
+    if algorithm in others:
+        return None
     try:
         name, parameters = catalog.parse(algorithm)
     except ValueError as error:
         return str(error)
+    if name not in catalog.names(kind):
+        choices = [other for other in others if other != "gloo" or kind in rivals.GLOO_KINDS]
+        return f"{name!r} is no algorithm for {collective}: choose one of {', '.join([*choices, *catalog.names(kind)])}"
     if name == "hierarchical" and "local" not in parameters:
         return None  # the ranks of a node are known in the job alone
     return catalog.serves(kind, algorithm, ranks)
@@ -113,7 +117,7 @@ class _Case(click.Choice):
 @click.command(cls=RankedCommand)
 @click.argument("collective", metavar="COLLECTIVE", type=_Case())
 @click.option("--sizes", default="1KiB:64MiB", show_default=True, help="MIN:MAX[:FACTOR] or a list of sizes")
-@click.option("--algorithms", default="auto", show_default=True, help="comma-separated; also native, one_shot and gloo")
+@click.option("--algorithms", default="auto", show_default=True, help="a list, as auto,native,one_shot,gloo,ring")
 @click.option("--arrays", default="ordinary,empty", show_default=True, help="ordinary; empty: of collectives.empty")
 @click.option("--dtype", default="float32", show_default=True, help="of the elements, a NumPy name or bfloat16")
 @click.option("--op", type=click.Choice(tuple(rivals.OPS)), default="sum", show_default=True)

@@ -37,6 +37,17 @@ def parse_sizes(text: str) -> list[int]:
     return sizes
 
 
+def parse_counts(text: str, itemsize: int, element: str) -> list[int]:
+    """The sizes of `parse_sizes` in elements of so many bytes; ValueError for one that is no whole number of them."""
+    sizes = parse_sizes(text)
+    for size in sizes:
+        if size < itemsize or size % itemsize:
+            raise ValueError(
+                f"--sizes {text}: a {element} takes {itemsize} bytes, and {show_bytes(size)} is no whole number of them"
+            )
+    return [size // itemsize for size in sizes]
+
+
 def show_bytes(nbytes: int) -> str:
     """ "4 MiB" for 4194304; the plain number where no unit divides it."""
     for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):

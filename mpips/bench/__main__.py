@@ -16,7 +16,7 @@ from rich.table import Table
 
 import mpips
 from collectives import memory
-from collectives.bench.sizes import parse_sizes, show_bytes
+from collectives.bench.sizes import parse_counts, show_bytes
 from collectives.console import OutFile, Picture, RankedCommand, Seconds, console, progress, write_text, writing
 from mpips.bench import floor
 from mpips.options import kind_of, read
@@ -62,15 +62,13 @@ def check(
         if servers >= ranks:
             raise ValueError(f"--servers {servers} and a worker need --ranks {servers + 1}, or ask for fewer servers")
         read({"servers": servers, "clients": clients, "masters": masters}).clients_of(word, ranks)
-        counts = [size // 4 for size in parse_sizes(sizes)]
+        counts = parse_counts(sizes, 4, "float32")
         # a worker pushes one array and pulls into another
         memory.check(f"--sizes {sizes}", 4 * max(counts), 2, max(1, memory.ranks_here() - servers))
     except ValueError as error:
         raise click.UsageError(str(error)) from None
-    if 0 in counts:
-        raise click.UsageError(f"--sizes {sizes}: a key has at least one element, 4 bytes")
     if len(set(counts)) < len(counts):
-        raise click.UsageError(f"--sizes {sizes}: each size once (sizes are whole elements of 4 bytes)")
+        raise click.UsageError(f"--sizes {sizes}: each size once")
     kinds = [array.strip() for array in arrays.split(",")]
     if unknown := [array for array in kinds if array not in ARRAYS]:
         raise click.UsageError(f"--arrays {unknown[0]!r} is none of {', '.join(ARRAYS)}")

@@ -91,11 +91,13 @@ def test_the_command_line_is_understood() -> None:
 @pytest.mark.parametrize(
     "name, value, said",
     [
-        ("sizes", "3", "takes 4 bytes"),
+        ("sizes", "3", "--sizes 3: a float32 takes 4 bytes, and 3 B is no whole number of them"),
+        ("sizes", "8,7", "7 B is no whole number"),
+        ("sizes", "1KiB,0", "0 B is no whole number"),
         ("sizes", "many", "no size"),
         ("dtype", "float31", "float31"),
         ("dtype", "object", "no type of numbers"),
-        ("algorithms", "fast", "choose one of ring"),
+        ("algorithms", "fast", "choose one of auto, shared_memory, native, one_shot, gloo, ring, "),
         ("algorithms", "ring(", "not written as"),
         ("algorithms", "bcube(n=3,k=2)", r"3\^2 ranks"),
         ("algorithms", "ring(over=air)", "over must be one of memory, messages"),
@@ -109,3 +111,19 @@ def test_the_command_line_is_understood() -> None:
 def test_what_cannot_be_is_refused(name: str, value: str, said: str) -> None:
     with pytest.raises(click.UsageError, match=said):
         check(4, **{**WORDS, name: value})
+
+
+@pytest.mark.parametrize(
+    "collective, name, choices",
+    [
+        ("alltoall", "ring", "auto, shared_memory, native, one_shot, direct"),
+        ("overlap", "one_shot", "auto, shared_memory, native, ring, "),
+        ("overlap", "gloo", "auto, shared_memory, native, ring, "),
+    ],
+)
+def test_the_choices_are_those_that_serve(collective: str, name: str, choices: str) -> None:
+    said = f"--algorithms {name}: '{name}' is no algorithm for {collective}: choose one of {choices}"
+    with pytest.raises(click.UsageError, match=said):
+        check(4, **{**WORDS, "collective": collective, "algorithms": name})
+    for choice in choices.rstrip(", ").split(", "):
+        assert check(4, **{**WORDS, "collective": collective, "algorithms": choice}).algorithms == [choice]

@@ -26,3 +26,16 @@ def test_variables_that_do_not_fit_the_ranks_are_refused(monkeypatch: pytest.Mon
     monkeypatch.setenv("MPIPS_WORKERS", "7")
     with pytest.raises(click.UsageError, match="workers=7 and servers=1 need 8 ranks, but the job has 3"):
         check(3, **WORDS, sizes="1024")
+
+
+@pytest.mark.parametrize(
+    "sizes, said",
+    [
+        ("7", "--sizes 7: a float32 takes 4 bytes, and 7 B is no whole number of them"),
+        ("1KiB,0", "0 B is no whole number"),
+        ("8,8", "each size once"),
+    ],
+)
+def test_sizes_are_whole_elements_each_once(sizes: str, said: str) -> None:
+    with pytest.raises(click.UsageError, match=said):
+        check(2, **WORDS, sizes=sizes)
