@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import pairwise
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from .exchange import LayerHook
+from .losses import LOSSES
 from .network import Empty, Network, numpy_empty
 from .specification import Specification, check
 
@@ -95,7 +97,18 @@ class MLP:
         if x.ndim != 2 or x.shape[1] != features or len(y) != len(x):
             raise ValueError(f"x is {x.shape} with {len(y)} targets: this network takes x (samples, {features}), and "
                              "a target for every sample")
+        self._check_targets(y)
         return self._network.step(x, y, len(x), before, ready) / len(x)
+
+    def _check_targets(self, y: np.ndarray) -> None:
+        outputs, shape, loss = self.specification.sizes[-1], np.shape(y), self.specification.loss
+        if LOSSES[loss].classes:
+            if len(shape) != 1 or y.dtype.kind not in "iu":
+                raise ValueError(f"y is {shape} of {y.dtype}: loss={loss!r} takes the classes of the samples as whole "
+                                 f"numbers (samples,); loss='l2' takes targets (samples, {outputs})")
+        elif math.prod(shape[1:]) != outputs:
+            raise ValueError(f"y is {shape}: loss={loss!r} takes targets (samples, {outputs}); loss='softmax' takes "
+                             "the classes of the samples as whole numbers (samples,)")
 
     def predict(self, x: np.ndarray) -> np.ndarray:
         """Outputs (samples, outputs) of inputs (samples, features), a new array; softmax networks return logits."""

@@ -156,7 +156,8 @@ def _misfit(model: MLP, data: Data, grid: Grid) -> str | None:
             f"a network of {sizes[0]} inputs and {sizes[-1]} outputs cannot learn {features} features -> {data.outputs}"
         )
     if (loss == "softmax") != data.classes:
-        return f"loss {loss!r} does not fit the targets, which are {'class numbers' if data.classes else 'numbers'}"
+        targets, fitting = ("class numbers", "softmax") if data.classes else ("numbers", "l2")
+        return f"loss {loss!r} does not fit the targets, which are {targets}: make the MLP with loss={fitting!r}"
     return None
 
 

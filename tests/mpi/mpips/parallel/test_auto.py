@@ -46,6 +46,8 @@ def test_what_cannot_be_chosen_says_what_to_call():
         train(mlp(), synthetic, "auto")
     with pytest.raises(TrainingError, match="here is bach"):
         train(mlp(), synthetic, "auto", bach=3)
+    with pytest.raises(TrainingError, match="which are numbers: make the MLP with loss='l2'"):
+        train(MLP([5, 8, 3], loss="softmax"), synthetic, "auto", batch=20)
     if COMM.size > 1:
         grid = Grid(COMM.size, 1)
         with pytest.raises(TrainingError, match=f"loaded for a grid 1x1, not for {COMM.size}x1"):

@@ -111,3 +111,24 @@ def test_wrong_arguments_name_the_argument_and_the_choices(arguments, words):
 def test_a_step_without_samples_is_refused():
     with pytest.raises(ValueError, match="at least one sample"):
         MLP([2, 2]).loss_and_gradients(np.empty((0, 2), "float32"), np.empty((0, 2), "float32"))
+
+
+@pytest.mark.parametrize(
+    "loss, targets, words",
+    [
+        ("l2", np.zeros(6, int), r"y is \(6,\): loss='l2' takes targets \(samples, 3\); loss='softmax' takes"),
+        ("l2", np.zeros((6, 2), "float32"), r"y is \(6, 2\): loss='l2' takes targets \(samples, 3\)"),
+        ("softmax", np.zeros((6, 3), int), r"y is \(6, 3\) of int64: loss='softmax' takes the classes of the samples"),
+        ("softmax", np.zeros(6, "float32"), r"of float32: loss='softmax' takes .* as whole numbers \(samples,\)"),
+    ],
+)
+def test_targets_of_another_loss_are_told_which_one_takes_them(loss, targets, words):
+    model = MLP([2, 3], loss=loss)
+    with pytest.raises(ValueError, match=words):
+        model.loss_and_gradients(np.zeros((6, 2), "float32"), targets)
+
+
+def test_one_output_takes_its_targets_with_or_without_a_column():
+    x, y = np.ones((4, 2), "float32"), np.arange(4, dtype="float32")
+    model = MLP([2, 1])
+    assert model.loss_and_gradients(x, y) == model.loss_and_gradients(x, y[:, None])
