@@ -49,7 +49,7 @@ def start(ranks: int, script: Sequence[str], mpirun: str | None = None) -> NoRet
         room.check(job, room.here(), os.environ)
         argv = build(find(mpirun), job, machine)
     except LauncherError as error:
-        raise click.ClickException(str(error)) from error
+        raise click.UsageError(str(error)) from error
     watched.run(argv)
 
 
@@ -98,7 +98,7 @@ def command(
     """Start SCRIPT.py ARGS as one MPI job of workers and servers.
 
     The job has WORKERS + SERVERS ranks, workers first. The roles reach `mpips.create` as MPIPS_* variables. An
-    uncaught exception of one rank ends the job; the exit code is the job's.
+    uncaught exception of one rank ends the job; the exit code is the job's, or 2 where none is started.
     """
     try:
         options = options_of({"servers": servers, "clients": clients, "workers": workers, "masters": masters})
@@ -119,7 +119,7 @@ def command(
         if interface and not dry_run:
             check_interface(interface, launcher, hosts, machine, extra)
     except (LauncherError, ValueError) as error:
-        raise click.ClickException(str(error)) from error
+        raise click.UsageError(str(error)) from error
     if workers % clients:
         click.echo(f"mpips: {workers} workers do not split evenly over {clients} clients; some have one more", err=True)
     if dry_run:

@@ -55,7 +55,7 @@ def command(
         request = Request(name, options, program, nodes, minutes, flavour, queue, account, cores, gpus)
         click.echo(WRITERS[scheduler](request), nl=False)
     except (LauncherError, OptionError, RequestError) as error:
-        raise click.ClickException(str(error)) from error
+        raise click.UsageError(str(error)) from error
 
 
 if __name__ == "__main__":

@@ -54,20 +54,24 @@ def test_hostfile(mpirun: str, tmp_path: Path) -> None:
     assert "-hosts a:2,b:2,c:1" in call(*words).output
     hosts.write_text("a:2\nb:x\n")
     done = call(*words)
-    assert done.exit_code != 0
+    assert done.exit_code == 2
     assert "line 2" in done.output
 
 
 def test_clear_refusals(mpirun: str) -> None:
     done = call("-c", "5", "-w", "4", "--mpirun", mpirun, "x.py")
-    assert done.exit_code != 0
+    assert done.exit_code == 2
     assert "clients=5" in done.output
     for script in (["no-such-script.py"], ["-m", "no_such_module.part"]):
         done = call("-w", "4", "--mpirun", mpirun, *script)
         assert done.exit_code == 2
         assert script[-1] in done.output
-    assert "--topology" in call("-w", "4", "--mpirun", mpirun, "--nics", "eth0", "x.py").output
-    assert call("-w", "0", "x.py").exit_code != 0
+    done = call("-w", "4", "--mpirun", mpirun, "--nics", "eth0", "x.py")
+    assert done.exit_code == 2
+    assert "--topology" in done.output
+    assert call("-w", "0", "x.py").exit_code == 2
+    assert call("-w", "2", "--mpirun", sys.executable, "x.py").exit_code == 2
+    assert call("-w", "2", "--mpirun", mpirun, "--topology", "ring:2", "x.py").exit_code == 2
 
 
 @pytest.mark.parametrize("variable, said", [
@@ -108,7 +112,7 @@ def test_an_interface_that_is_nowhere(mpirun: str, tmp_path: Path) -> None:
     script = tmp_path / "x.py"
     script.touch()
     done = call("-w", "2", "--mpirun", mpirun, "--interface", "nope0", str(script))
-    assert done.exit_code != 0
+    assert done.exit_code == 2
     assert "nope0" in done.output
     assert "lo" in done.output
 
@@ -190,7 +194,7 @@ def test_more_ranks_than_the_machine_can_hold_are_refused_before_anything_starts
     script = tmp_path / "x.py"
     script.touch()
     done = call("-w", "1000000000", "--mpirun", mpirun, str(script))
-    assert done.exit_code != 0
+    assert done.exit_code == 2
     assert "1000000000 ranks cannot start on this machine" in done.output
     done = call("-w", "1000000000", "--mpirun", mpirun, "--dry-run", str(script))
     assert done.exit_code == 0  # the command may be for another machine
@@ -199,7 +203,7 @@ def test_more_ranks_than_the_machine_can_hold_are_refused_before_anything_starts
 def test_a_host_file_that_is_not_there(mpirun: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     done = call("-w", "2", "--mpirun", mpirun, "--hostfile", "hosts.txt", "x.py")
-    assert done.exit_code != 0
+    assert done.exit_code == 2
     assert f"there is no host file 'hosts.txt' here ({tmp_path})" in done.output
 
 
@@ -234,6 +238,7 @@ def test_ranks_start_the_module_under_mpirun() -> None:
         ("plan --rate fast", "'fast' is no rate: give the operations/s of a node, as 1.33e12"),
         ("train --ranks 2 --data digits --grid 3x1", "3x1"),
         ("tune --ranks 2 --bogus", "--bogus"),
+        ("script -s 1 -w 2 -c 3 slurm x.py", "clients=3 is more than workers=2"),
     ],
 )
 def test_wrong_words_are_refused_once_before_any_rank_starts(words: str, named: str) -> None:
