@@ -22,12 +22,16 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
+from launch import room
+from launch.command import Job, LauncherError
 from picture import draw
 from words import number
 
 HERE = Path(__file__).resolve().parent
 TARGET = 0.95
 """Test accuracy that every mode must reach."""
+IMAGES = 1437
+"""To train on; `task.digits` would start MPI."""
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 """One compute thread a process, also of the serial run: the ranks share the cores."""
 
@@ -142,7 +146,7 @@ def summary(mode: Mode, records: list[dict[str, Any]], options: argparse.Namespa
     }
 
 
-def read(words: list[str] | None = None) -> argparse.Namespace:
+def read(given: list[str] | None = None) -> argparse.Namespace:
     """The options; what cannot be is refused before anything starts."""
     positive = number(int, 1)
     parser = argparse.ArgumentParser(description="Train on handwritten digits in every mode.")
@@ -153,9 +157,17 @@ def read(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--epochs", type=positive, default=40)
     parser.add_argument("--batch-size", type=positive, default=16, help="samples a worker and step")
     parser.add_argument("--limit", type=number(float, 1), default=240, help="seconds after which a mode's job is ended")
-    options = parser.parse_args(words)
+    options = parser.parse_args(given)
     if options.clients > options.workers:
         parser.error(f"{options.clients} clients need as many workers, not {options.workers}")
+    images = options.workers * options.batch_size
+    if images > IMAGES:
+        words = f"--workers {options.workers} with --batch-size {options.batch_size}"
+        parser.error(f"{words} take {images:,} images a step, and there are {IMAGES:,}: ask for fewer")
+    try:
+        room.check(Job(options.workers + options.servers, ()), room.here(), {})
+    except LauncherError as error:
+        parser.error(str(error))
     try:
         options.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:

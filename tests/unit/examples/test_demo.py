@@ -12,6 +12,7 @@ pytest.importorskip("matplotlib", reason="the demo draws with matplotlib")
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
 import demo
 import picture
+import task
 
 OPTIONS = argparse.Namespace(workers=4, servers=2, clients=2, epochs=3, batch_size=16, limit=20)
 REPORT = 'print(\'{"mode": "x", "epoch": 1, "seconds": 0.5, "loss": 0.1, "test_accuracy": 0.97}\')'
@@ -27,6 +28,11 @@ def test_every_mode_has_its_script_and_roles():
     assert "run" not in words["serial"].split()
     assert "--batch-size 64" in words["serial"]
     assert all("--batch-size 16" in text for name, text in words.items() if name != "serial")
+
+
+def test_the_demo_knows_how_many_images_there_are():
+    pytest.importorskip("sklearn", reason="the digits come with scikit-learn")
+    assert len(task.digits("float32")[0]) == demo.IMAGES
 
 
 def test_a_jobs_reports_come_and_other_output_does_not():
@@ -70,6 +76,8 @@ def test_ctrl_c_and_a_failed_job_end_the_demo_with_a_sentence(raised, code, said
     ("--epochs 0", "'0' is no whole number of at least 1"), ("--workers 0", "at least 1"), ("--servers x", "'x' is no"),
     ("--limit nan", "'nan' is no number"), ("--clients 9 --workers 4", "9 clients need as many workers, not 4"),
     ("--out FILE", "results cannot be written there"),
+    ("--workers 90", "--workers 90 with --batch-size 16 take 1,440 images a step, and there are 1,437: ask for fewer"),
+    ("--servers 1000000000", "1000000004 ranks cannot start on this machine"),
 ])  # fmt: skip
 def test_options_that_cannot_be_are_refused_before_anything_starts(words, said, tmp_path, capsys):
     file = tmp_path / "file"
