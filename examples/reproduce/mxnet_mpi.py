@@ -22,6 +22,7 @@ import click
 from collectives.topology import parse_rate
 from examples.reproduce import lab
 from examples.reproduce import mxnet_training as training
+from examples.reproduce.interpreter import Interpreter
 from examples.reproduce.mxnet_job import synchronised
 from examples.reproduce.mxnet_tables import show
 from examples.reproduce.mxnet_training import ALL_MASTERS, BATCH, CLIENTS, MODES, SAMPLE_SECONDS, SERVERS, WORKERS
@@ -29,6 +30,7 @@ from mpips.options import Options
 from mpips.predict import exchange
 
 NBYTES = 4 << 20
+WITH_MXNET = Interpreter("install them there: pip install mxnet==1.9.1 numpy==1.23.5", "mxnet", "numpy")
 
 
 class Way(NamedTuple):
@@ -97,7 +99,7 @@ def trained(name: str, report: dict[str, Any]) -> list[dict[str, Any]]:
 
 @click.command(context_settings={"show_default": True})
 @click.option("--rate", default="100mbit", help="Of every link of the lab.")
-@click.option("--mxnet", help="A Python with mxnet 1.9.1 and numpy 1.23, for MXNet's own figure in the same run.")
+@click.option("--mxnet", type=WITH_MXNET, help="A Python with mxnet 1.9.1, for MXNet's own figure in the same run.")
 @click.option("--epochs", type=click.IntRange(1), default=5)
 @click.option("--hidden", type=click.IntRange(1), default=2000, help="Width of the hidden layer: 300 bytes each.")
 @click.option("--target", type=float, default=0.9, help="Test accuracy whose time is told.")
