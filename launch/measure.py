@@ -21,7 +21,7 @@ from typing import NamedTuple
 import click
 
 from collectives import caches
-from collectives.console import OutFile, write_text
+from collectives.console import Interruptible, OutFile, write_text
 from collectives.topology import parse
 from launch.command import EAGER_BYTES, Job, build, find, program, this_machine
 from launch.lab import client
@@ -206,7 +206,7 @@ def _seconds(argv: Sequence[str], environment: dict[str, str]) -> float:
     return float(next(line for line in done.stdout.splitlines() if line.startswith("seconds ")).split()[1])
 
 
-@click.command("measure")
+@click.command("measure", cls=Interruptible)
 @click.option("--json", "path", type=OutFile(), help="Write the rows to this file, too.")
 @click.option("--work", hidden=True, help="What a rank of a case does.")
 def command(path: Path | None, work: str | None) -> None:

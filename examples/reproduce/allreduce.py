@@ -18,7 +18,7 @@ from typing import Any
 
 import click
 
-from collectives.console import unwritable, write_text, writing
+from collectives.console import Interruptible, unwritable, write_text, writing
 from examples.reproduce.interpreter import Interpreter
 from launch.command import Job, LauncherError, build, find, this_machine
 
@@ -42,7 +42,7 @@ def run(python: str, ranks: int, sizes: str, algorithms: str, seconds: float) ->
         return rows
 
 
-@click.command()
+@click.command(cls=Interruptible)
 @click.option("--python", "pythons", type=ONE_MPI, multiple=True, required=True, help="One with mpi4py for each MPI.")
 @click.option("--gloo", type=WITH_GLOO, help="An interpreter with PyTorch and mpi4py.")
 @click.option("--ranks", default="2,4", show_default=True)

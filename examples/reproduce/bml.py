@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import click
 
+from collectives.console import Interruptible
 from collectives.flows import play
 from collectives.predict import figure5 as simulated_figure5
 from collectives.simulate import Run, simulate
@@ -225,7 +226,7 @@ def paper_gst(servers: int, algorithm: str, network: str) -> float:
     return 2 * (servers - 1) / servers / (2 if (algorithm, network) == ("BML", "BCube") else 1)
 
 
-@click.command(context_settings={"show_default": True})
+@click.command(cls=Interruptible, context_settings={"show_default": True})
 @click.option("--rate", default="100mbit", help="Of every link of the lab.")
 @click.option("--rounds", type=click.IntRange(1), default=5, help="How often the networks take turns.")
 @click.option("--simulate-only", is_flag=True, help="No lab: predictions alone.")

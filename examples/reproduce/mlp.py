@@ -20,7 +20,7 @@ import msgspec
 from rich.table import Table
 from threadpoolctl import threadpool_limits
 
-from collectives.console import console
+from collectives.console import Interruptible, console
 from mpips.optimizers import SGD
 from mpips.parallel import report
 from mpips.parallel.grid import factorings
@@ -167,7 +167,7 @@ def _speedups(axis: Any, found: list[Point], batch: bool) -> None:
             axis.plot(*zip(*real), "x", color=colour)
 
 
-@click.command(context_settings={"show_default": True})
+@click.command(cls=Interruptible, context_settings={"show_default": True})
 @click.option("--measure/--predict-only", default=True, help="Run every grid that has a core for each rank.")
 @click.option("--alpha", default=CORI.alpha, help="Latency, s.")
 @click.option("--beta", default=CORI.beta, help="Inverse bandwidth, s a byte.")

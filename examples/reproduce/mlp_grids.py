@@ -18,7 +18,7 @@ import click
 import msgspec
 from rich.table import Table
 
-from collectives.console import OutFile, console
+from collectives.console import Interruptible, OutFile, console
 from launch.command import Job, build, find, this_machine
 from mpips.parallel import report
 
@@ -47,7 +47,7 @@ def table(rows: list[dict]) -> Table:
     return shown
 
 
-@click.command(context_settings={"show_default": True})
+@click.command(cls=Interruptible, context_settings={"show_default": True})
 @click.option("--processes", default="1,2,3,4,5,6,7,8", help="Numbers of processes, commas between.")
 @click.option("--data-directory", default=".", help="Where airfoil_self_noise.dat lies.")
 @click.option("--json", "json_path", type=OutFile())

@@ -11,7 +11,7 @@ from __future__ import annotations
 import click
 from rich.table import Table
 
-from collectives.console import console
+from collectives.console import Interruptible, console
 from collectives.topology import parse_rate
 from examples.reproduce import lab
 from mpips.parallel import report
@@ -28,7 +28,7 @@ COMPARISONS = (
 )
 
 
-@click.command(context_settings={"show_default": True})
+@click.command(cls=Interruptible, context_settings={"show_default": True})
 @click.option("--rate", default="100mbit", help="Rate of every link.")
 @click.option("--steps", default=5, type=click.IntRange(3))
 @click.option("--json", "json_path")

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import click
 
+from collectives.console import Interruptible
 from collectives.topology import parse_rate
 from examples.reproduce import lab
 from examples.reproduce import mxnet_training as training
@@ -97,7 +98,7 @@ def trained(name: str, report: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
-@click.command(context_settings={"show_default": True})
+@click.command(cls=Interruptible, context_settings={"show_default": True})
 @click.option("--rate", default="100mbit", help="Of every link of the lab.")
 @click.option("--mxnet", type=WITH_MXNET, help="A Python with mxnet 1.9.1, for MXNet's own figure in the same run.")
 @click.option("--epochs", type=click.IntRange(1), default=5)

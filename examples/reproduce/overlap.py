@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import click
 
-from collectives.console import console
+from collectives.console import Interruptible, console
 from collectives.topology import parse_rate
 from examples.reproduce import lab
 from launch.lab import client
@@ -55,7 +55,7 @@ JOBS = {
 }  # fmt: skip
 
 
-@click.command(context_settings={"show_default": True})
+@click.command(cls=Interruptible, context_settings={"show_default": True})
 @click.argument("paper", type=click.Choice(list(JOBS)))
 @click.option("--out", default="out", type=click.Path(file_okay=False, path_type=Path), help="Folder for the results.")
 @click.option("--rate", default="100mbit", help="Rate of every link of the emulated cluster.")

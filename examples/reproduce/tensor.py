@@ -19,6 +19,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from collectives.console import Interruptible
 from collectives.topology import parse_rate
 from examples.reproduce import lab, native
 from examples.reproduce.tensor_model import MODELS, Memory, Network, piped, staged
@@ -186,7 +187,7 @@ def _scaling(rows: list[dict[str, Any]]) -> Table:
     return table
 
 
-@click.command(context_settings={"show_default": True})
+@click.command(cls=Interruptible, context_settings={"show_default": True})
 @click.option("--rate", default="200mbit", help="Of every link of the lab.")
 @click.option("--vectors", type=click.IntRange(2), default=2, help="Vectors of every host.")
 @click.option("--rounds", type=click.IntRange(1), default=3, help="How often each is measured; the largest once.")

@@ -6,6 +6,7 @@ from typing import cast
 
 import click
 
+from collectives.console import Interruptible
 from launch.command import Flavour, LauncherError, find
 from launch.schedulers import lsf, pbs, slurm
 from launch.schedulers.request import Request, RequestError
@@ -14,7 +15,9 @@ from mpips.options import OptionError, Options
 WRITERS = {"slurm": slurm.script, "lsf": lsf.script, "pbs": pbs.script}
 
 
-@click.command("script", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.command(
+    "script", cls=Interruptible, context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False}
+)
 @click.option("-s", "--servers", type=click.IntRange(0), default=0, show_default=True, help="Server processes.")
 @click.option("-w", "--workers", type=click.IntRange(1), required=True, help="Workers in all.")
 @click.option("-c", "--clients", type=click.IntRange(1), default=1, show_default=True, help="MPI clients.")

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from collectives.caches import long_copies
-from collectives.console import OutFile, write_text
+from collectives.console import Interruptible, OutFile, write_text
 
 SIZES = (1024, 262_144, 4_194_304, 67_108_864)
 MXNET_REPEATS = (400, 200, 40, 8)
@@ -110,7 +110,7 @@ def ours(servers: int, workers: int) -> list[dict[str, float]]:
         return rows
 
 
-@click.command()
+@click.command(cls=Interruptible)
 @click.option("--rounds", default=3, show_default=True, help="jobs of each side and setting, alternating")
 @click.option("--environment", "folder", default="out/mxnet", show_default=True, type=click.Path(path_type=Path))
 @click.option("--json", "json_path", type=OutFile(), help="write the rows as JSON")

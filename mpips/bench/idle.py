@@ -16,7 +16,7 @@ from mpi4py import MPI
 from rich.table import Table
 
 import mpips
-from collectives.console import console
+from collectives.console import RankedCommand, console
 
 LIMIT = 0.05  # of a core
 USES = 2000  # pushes and pulls that count as use
@@ -52,7 +52,7 @@ def share(pid: int, shared_memory: bool, seconds: float) -> tuple[float, float] 
     return found[0], found[1]
 
 
-@click.command()
+@click.command(cls=RankedCommand)
 @click.option("--seconds", default=3.0, show_default=True, help="Of idling.")
 def command(seconds: float) -> None:
     """CPU of a server that nobody asks anything, as a share of one core; 2 or more ranks of one machine."""

@@ -15,7 +15,7 @@ import numpy as np
 from mpi4py import MPI
 from rich.table import Table
 
-from collectives.console import console
+from collectives.console import Interruptible, console
 from mpips.engine import Engine, Task
 
 LIMIT = 0.05  # of a core
@@ -61,7 +61,7 @@ CASES: dict[str, Callable[[Engine, float], float]] = {
 }
 
 
-@click.command()
+@click.command(cls=Interruptible)
 @click.option("--seconds", default=2.0, show_default=True, help="Of every wait.")
 @click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="The median counts.")
 def command(seconds: float, repeats: int) -> None:

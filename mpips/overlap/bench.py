@@ -23,7 +23,7 @@ import click
 import numpy as np
 from rich.table import Table
 
-from collectives.console import OutFile, Picture, console, write_text, writing
+from collectives.console import OutFile, Picture, RankedCommand, console, write_text, writing
 
 from . import execute, job, planner, settings, timeline, trace
 from .profile import PARAMETER_BYTES, Linear, Profile, create, save
@@ -176,7 +176,7 @@ def idle_seconds() -> np.ndarray:
     return np.array([ticks[3] + ticks[4], sum(ticks)], np.float64)
 
 
-@click.command()
+@click.command(cls=RankedCommand)
 @click.option("--servers", type=click.IntRange(0), default=0, show_default=True,
               help="Servers among the ranks; 0: allreduces.")
 @click.option("--setting", type=click.Choice(settings.SETTINGS), default="uniform", show_default=True)

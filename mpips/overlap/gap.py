@@ -19,7 +19,7 @@ import click
 import numpy as np
 from rich.table import Table
 
-from collectives.console import OutFile, console, write_text
+from collectives.console import Interruptible, OutFile, console, write_text
 
 from .models import MODELS
 from .profile import Ring
@@ -92,7 +92,7 @@ def losses(name: str, problems: list[Stage]) -> list[Loss]:
     return rows
 
 
-@click.command()
+@click.command(cls=Interruptible)
 @click.option("--count", type=click.IntRange(1), default=2000, show_default=True, help="Random profiles.")
 @click.option("--seed", default=0, show_default=True)
 @click.option("--json", "json_file", type=OutFile(), help="Write the table here.")

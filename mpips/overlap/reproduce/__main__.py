@@ -7,14 +7,14 @@ from pathlib import Path
 
 import click
 
-from collectives.console import OutFile, Picture, console, write_text, writing
+from collectives.console import Interruptible, OutFile, Picture, console, write_text, writing
 
 from . import figures, ibatch, mg_wfbp
 
 PAPERS = {"mg-wfbp": mg_wfbp.reproduce, "ibatch": ibatch.reproduce}
 
 
-@click.command()
+@click.command(cls=Interruptible)
 @click.argument("paper", type=click.Choice(list(PAPERS)))
 @click.option("--json", "json_file", type=OutFile(), help="Write all values here.")
 @click.option("--plot", type=Picture(), help="Write the figure here (PNG).")

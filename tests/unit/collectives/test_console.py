@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 
 import click
@@ -139,3 +140,29 @@ def test_an_interrupt_is_told_by_rank_0_alone(
         console.RankedCommand("train", callback=interrupted).main([], "mpips train")
     assert end.value.code == 130
     assert ("mpips train: interrupted" in capsys.readouterr().err) == (rank == "0")
+
+
+ALONE = [
+    "mpips.overlap.gap", "mpips.overlap.bench", "mpips.overlap.reproduce.__main__", "mpips.bench.beside_mxnet",
+    "mpips.bench.idle", "mpips.bench.waiting", "launch.measure", "launch.schedulers.script",
+    "examples.reproduce.allreduce", "examples.reproduce.bml", "examples.reproduce.mlp", "examples.reproduce.mlp_grids",
+    "examples.reproduce.mlp_lab", "examples.reproduce.mxnet_mpi", "examples.reproduce.overlap",
+    "examples.reproduce.tensor",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("module", ALONE)
+def test_an_interrupt_of_a_module_is_that_of_a_command(
+    module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(**_: object) -> None:
+        raise KeyboardInterrupt
+
+    found = vars(importlib.import_module(module))
+    command = next(found[name] for name in ("command", "main") if isinstance(found.get(name), click.Command))
+    monkeypatch.setattr(command, "callback", interrupted)
+    context = command.make_context(module, [], resilient_parsing=True)
+    with pytest.raises(SystemExit) as end:
+        command.invoke(context)
+    assert end.value.code == 130
+    assert f"{module}: interrupted" in capsys.readouterr().err
