@@ -173,7 +173,10 @@ def link(name: str, host: str, nic: str, state: str) -> None:
 @command.command("list")
 def list_labs() -> None:
     """The labs that are up."""
-    for name in client.names():
+    names = client.names()
+    if not names:
+        click.echo("no lab is up: mpips lab up makes one", err=True)  # standard output holds labs, a line each
+    for name in names:
         try:
             found, keeper = client.ask(name, {"do": "describe"}), client.keeper_process(name)
         except LabError as error:

@@ -293,6 +293,12 @@ def test_an_interrupt_of_a_command_is_130(words: str, monkeypatch: pytest.Monkey
     assert f"mpips {name}: interrupted" in done.output
 
 
+def test_a_list_of_no_labs_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.import_module("launch.lab.client"), "names", list)
+    done = CliRunner().invoke(cli.main, ["lab", "list"])
+    assert (done.exit_code, done.output) == (0, "no lab is up: mpips lab up makes one\n")
+
+
 def test_an_interrupt_while_a_command_is_imported_is_130(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(name: str) -> None:
         raise KeyboardInterrupt
