@@ -41,7 +41,8 @@ from collectives.guard import Guarded, Runner
 from collectives.native import NativePlan
 from collectives.operations import operation
 from collectives.schedule import Schedule
-from collectives.session import Operation, Session, session
+from collectives.session import Session, session
+from collectives.started import Operation
 from collectives.transport.messages import MessagePlan
 from collectives.transport.scheduled_memory import ScheduledMemory
 from collectives.transport.shared_memory import MemoryPlan, Trial
@@ -131,11 +132,16 @@ class Plan:
         return self._operation.done
 
     def wait(self) -> Any:
-        """Finish what `start` began and give back the result. Blocking."""
-        operation, self._operation = self._operation, None
+        """Finish what `start` began and give back the result. Blocking. Who is interrupted here has given it up; after
+        a StallError because of what was started before, it is still under way and can be waited for again."""
+        operation = self._operation
         if operation is None:
             raise CollectiveError(f"{self._call.text} was not started")
-        self._home.finish(operation)
+        try:
+            self._home.finish(operation)
+        finally:
+            if operation.done:  # not where one that was started before takes too long
+                self._operation = None
         return self._result
 
     @property

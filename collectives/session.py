@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any, NoReturn
 from weakref import WeakSet
@@ -13,13 +13,13 @@ from mpi4py import MPI
 from collectives import table
 from collectives.choice import Choice
 from collectives.errors import CollectiveError, MismatchError, StallError
+from collectives.started import STARTED, Operation, close
 from collectives.table import Table
 from collectives.transport.cards import REFUSED, Card
 from collectives.transport.room import Room
 from collectives.watch import Agreed, Arrival, Patience, Watch, drive, limits
 
 MOST_PLANS = 1024
-STARTED = "a started collective"
 UNUSABLE = "this communicator is unusable after: {}"
 FREED = "the communicator has been freed: use one that is still there, and make plans on it anew"
 _recent: tuple[MPI.Comm | None, Session | None] = (None, None)
@@ -65,32 +65,6 @@ def _meet_and_open(comm: MPI.Intracomm, arrival: Arrival | None, known_table: Ta
     made = Session(comm, known_table)
     comm.Set_attr(_key(), made)
     return made
-
-
-def _close(steps: Iterator[None]) -> None:
-    """End an operation that is given up at once, not when nobody keeps its error any more."""
-    if isinstance(steps, Generator):
-        steps.close()
-
-
-class Operation:
-    """A started run of a plan. Those that are `exclusive` take turns; others run beside them."""
-
-    def __init__(self, steps: Iterator[None], exclusive: bool):
-        self.steps, self.exclusive = steps, exclusive
-        self.done = False
-        self.error: Exception | None = None
-
-    def step(self) -> None:
-        try:
-            next(self.steps)
-        except StopIteration:
-            self.done = True
-        except Exception as error:
-            self.done, self.error = True, error
-        except BaseException as error:
-            self.done, self.error = True, CollectiveError(f"{STARTED} was given up: {type(error).__name__}")
-            raise
 
 
 class Session:
@@ -147,8 +121,9 @@ class Session:
         return self.comm.Split(self.room.rank, self.rank)
 
     def close(self) -> None:
-        """When the user's communicator is freed: collective, as that is."""
-        self.open = False
+        """When the user's communicator is freed: collective, as that is. What has been given up may still be under way
+        on the communicators that carry messages: they stay."""
+        self.open, given_up = False, self.broken
         self.broken = FREED
         self._give_up(MismatchError(FREED))
         if MPI.Is_finalized():
@@ -157,10 +132,10 @@ class Session:
         if self.watch is not None:
             self.watch.free()
         self.room.close()
-        if self.across is not None:
-            self.across.Free()
         self.node.Free()
-        self.comm.Free()
+        for comm in (self.across, self.comm):
+            if comm is not None and not given_up:
+                comm.Free()
 
     def choice(self, text: str, ways: int = 2, favour: float = 1.0) -> Choice:
         """Which way serves a sort of call best. The first where ranks do not meet in one room: another may block in
@@ -233,8 +208,10 @@ class Session:
         return Patience(what, self.room.late, self.stall_seconds, self.timeout_seconds, self._keep_moving)
 
     def _keep_moving(self, waited: float) -> None:
-        """A peer may need this rank's MPI to get its earlier messages before it can come."""
+        """A peer may need this rank's MPI to get its earlier messages before it can come, or comes no more."""
         self.comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
+        if sentence := self.room.gone():
+            raise CollectiveError(sentence)
 
     def drive(self, steps: Iterator[None], what: str) -> None:
         """Run an operation to its end, or give it up."""
@@ -242,25 +219,28 @@ class Session:
             self._drive(steps, what)
         except BaseException as error:
             self.leave(what, error)
-            _close(steps)
+            close(steps)
             raise
 
     def leave(self, what: str, error: BaseException) -> None:
         """An operation has raised: see that nobody counts on this rank, nor this rank on the communicator if some are
         still in the operation."""
         room, sentence = self.room, self.room.given_up(what, error)
-        all_know = isinstance(error, (MismatchError, StallError)) or self.watch is not None
-        if all_know or room.withdrawn == room.operation:  # of an entry taken back, who comes learns
+        taken_back = self.watch is None and room.withdrawn == room.operation  # who comes learns
+        if taken_back or isinstance(error, (MismatchError, StallError)):  # of which all know
             pass
         elif isinstance(error, CollectiveError):
             self._break(str(error))
-        elif self.size > 1 and not room.withdraw(sentence):
+        elif self.size > 1 and not (self.watch is None and room.withdraw(sentence)):
             self._break(sentence)
         if room.ahead:
             self._break(sentence)
 
     def _break(self, sentence: str) -> None:
-        """Nothing more can be done on this communicator, nor what was started on it and waits for its turn."""
+        """Nothing more can be done on this communicator, nor what was started on it and waits for its turn; who waits
+        for this rank hears why."""
+        if not self.broken:
+            (self.room.go if self.watch is None else self.watch.leave)(sentence)
         self.broken = sentence
         self._give_up(CollectiveError(UNUSABLE.format(sentence)))
 
@@ -286,7 +266,7 @@ class Session:
             return self.room.withdraw(str(error))
         self.broken = str(error)
         for operation in self.active:
-            _close(operation.steps)
+            close(operation.steps)
         self._give_up(error)
         return True
 
@@ -333,7 +313,23 @@ class Session:
             if operation.error is not None:
                 raise operation.error
 
-        self._drive(steps(), STARTED)
+        try:
+            self._drive(steps(), STARTED)
+        except BaseException as error:
+            if not operation.done:
+                self._give_up_front(operation, error)
+            raise
+
+    def _give_up_front(self, operation: Operation, error: BaseException) -> None:
+        """A wait for `operation` has been interrupted, or took too long, between the steps of what is under way: of
+        `operation` or, where it is not yet its turn, of the one before."""
+        front = next((one for one in self.active if one.exclusive), operation) if operation.exclusive else operation
+        front.give_up(error)
+        close(front.steps)
+        self.active = [one for one in self.active if one is not front]
+        self.leave(STARTED, error)
+        if front is not operation and not isinstance(error, StallError):
+            self._break(self.room.given_up(STARTED, error))
 
     def finish_started(self) -> None:
         """Run all that has been started to its end."""

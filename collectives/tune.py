@@ -26,7 +26,7 @@ from collectives.plan import Plan, plan
 from collectives.schedule import KINDS, cut
 from collectives.session import Session, session
 from collectives.table import EVERYTHING, Eager, Line, Range, Table
-from collectives.transport.room import SLOT_BYTES
+from collectives.transport.desks import SLOT_BYTES
 
 EAGER_SIZES = tuple(1 << e for e in range(11, 18))
 MEMORY_SIZES = tuple(1 << e for e in range(16, 25, 2))

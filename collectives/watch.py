@@ -29,7 +29,7 @@ from typing import NoReturn
 import numpy as np
 from mpi4py import MPI
 
-from collectives.errors import MismatchError, StallError
+from collectives.errors import CollectiveError, MismatchError, StallError
 from collectives.parting import part
 
 SPIN = 16
@@ -165,6 +165,7 @@ class Watch:
         self._told: set[int] = set()
         self._open: set[int] = set()
         self._spoken = False
+        self._gone: tuple[int, str] | None = None
         self._sends: list[tuple[MPI.Request, bytes]] = []
 
     def free(self) -> None:
@@ -213,6 +214,11 @@ class Watch:
         self._hear_all(self.sequence)
         raise AssertionError("a refusal is always a mismatch")
 
+    def leave(self, sentence: str) -> None:
+        """Say why this rank does nothing more here, to those who wait for it in what it is in, or in what comes after
+        that. Waits for nobody."""
+        self._send(f"{-min(self._open, default=self.sequence + 1)}\0{sentence}")
+
     def wait(self, test: Callable[[], bool], what: str, late: Callable[[], Iterable[int]] = tuple) -> None:
         """Poll `test` until it is true."""
 
@@ -236,12 +242,17 @@ class Watch:
             self.comm.Recv([message, MPI.BYTE], status.Get_source(), _TAG)
             number, _, text = message.tobytes().decode().partition("\0")
             sequence = int(number)
+            if sequence < 0:
+                self._gone = -sequence, text
+                continue
             self._heard.setdefault(sequence, {})[status.Get_source()] = text
             if sequence in self._mine and sequence not in self._told:
                 self._tell(sequence)
         self._sends = [send for send in self._sends if not send[0].Test()]
         for sequence in sorted(self._heard):
             self._compare(sequence)
+        if self._gone is not None and max(self._open, default=0) >= self._gone[0]:
+            raise CollectiveError(self._gone[1])
 
     def late(self) -> list[int]:
         """Ranks that have not said that they are in the present operation."""
@@ -259,8 +270,11 @@ class Watch:
 
     def _tell(self, sequence: int) -> None:
         self._told.add(sequence)
+        self._send(f"{sequence}\0{self._mine[sequence]}")
+
+    def _send(self, text: str) -> None:
         self._spoken = True
-        message = f"{sequence}\0{self._mine[sequence]}".encode()
+        message = text.encode()
         for other in range(self.size):
             if other != self.rank:
                 self._sends.append((self.comm.Isend([message, MPI.BYTE], other, _TAG), message))

@@ -21,7 +21,8 @@ from collectives.arrays import Flat, Vector
 from collectives.call import Call
 from collectives.schedule import NOBODY, Interval, RankStep, Round, Schedule, extent, in_rank_order, overlap
 from collectives.transport.cards import CARDS, NOWHERE, Card
-from collectives.transport.room import LANES, Room
+from collectives.transport.desks import LANES
+from collectives.transport.room import Room
 from collectives.transport.workspace import Workspace
 
 Extent: TypeAlias = "tuple[int, int]"

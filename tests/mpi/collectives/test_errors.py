@@ -328,30 +328,3 @@ def test_a_refusal_shows_one_traceback(comm, arguments):
     alone = error is not None and (error.__suppress_context__ or error.__context__ is None)
     assert WORLD.allreduce(alone, MPI.LAND), error.__context__ if error else "no error"
     still_works(comm)
-
-
-@only_on(2, 3)
-def test_who_gives_up_twice_before_the_others_come_is_not_counted_with_a_third_call():
-    """There is room for what was entered into two operations, which the others are yet to read."""
-    comm = WORLD.Dup()
-    collectives.allreduce(np.ones(10), comm)
-    session(comm).patient(60.0, 0.2 if RANK == 0 else 20.0)
-    said = []
-    if RANK:
-        WORLD.recv(source=0, tag=TAG)
-    for k in range(3 if RANK == 0 else 2):
-        x = np.full(10, 10.0**k)
-        try:
-            collectives.allreduce(x, comm)
-            said.append(f"{x[0]:g}")
-        except CollectiveError as error:
-            said.append(type(error).__name__ + str(error))
-    if RANK == 0:
-        for other in range(1, P):
-            WORLD.send(None, other, tag=TAG)
-    everybody = WORLD.allgather(said)
-    comm.Free()
-    assert all(one.startswith("StallError") for one in everybody[0][:2])
-    assert "this communicator is unusable after: rank 0 has given up" in everybody[0][2]
-    for other in everybody[1:]:
-        assert all(one.startswith("Withdrawn") and "not come" in one for one in other), other

@@ -12,7 +12,7 @@ from mpi4py import MPI
 import collectives
 from collectives.errors import MismatchError
 from collectives.session import session
-from collectives.transport import room
+from collectives.transport import desks
 from tests.mpi.collectives.support import RANK, TAG, WORLD, P, sentence, still_works
 from tests.mpi.sizes import only_on
 
@@ -87,7 +87,7 @@ def test_a_communicator_freed_while_another_rank_still_reads():
         collectives.allreduce(np.ones(3), MPI.COMM_SELF)  # of the session nothing is kept
         gc.collect()
         for _ in range(4):
-            kept.append(collectives.empty(room.DESK_BYTES, np.uint8))
+            kept.append(collectives.empty(desks.DESK_BYTES, np.uint8))
             kept[-1][:] = 255
         WORLD.Send(b"1", 1, TAG)
     elif RANK == 1:

@@ -1,0 +1,39 @@
+"""A collective that has been started: steps that are taken one by one, until it is done or given up."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+
+from collectives.errors import CollectiveError
+
+STARTED = "a started collective"
+
+
+def close(steps: Iterator[None]) -> None:
+    """End an operation that is given up at once, not when nobody keeps its error any more."""
+    if isinstance(steps, Generator):
+        steps.close()
+
+
+class Operation:
+    """A started run of a plan. Those that are `exclusive` take turns; others run beside them."""
+
+    def __init__(self, steps: Iterator[None], exclusive: bool):
+        self.steps, self.exclusive = steps, exclusive
+        self.done = False
+        self.error: Exception | None = None
+
+    def step(self) -> None:
+        try:
+            next(self.steps)
+        except StopIteration:
+            self.done = True
+        except Exception as error:
+            self.done, self.error = True, error
+        except BaseException as error:
+            self.give_up(error)
+            raise
+
+    def give_up(self, error: BaseException) -> None:
+        """It was interrupted here."""
+        self.done, self.error = True, CollectiveError(f"{STARTED} was given up: {type(error).__name__}")

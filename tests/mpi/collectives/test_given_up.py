@@ -1,0 +1,185 @@
+"""Ranks that are interrupted, or give up: who waits for them hears why, in what they give up or in what comes next."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import numpy as np
+import pytest
+
+import collectives
+from collectives.errors import CollectiveError
+from collectives.session import session
+from collectives.transport.room import Room
+from tests.mpi.collectives.support import RANK, TAG, WORLD, P
+from tests.mpi.sizes import only_on
+
+PATIENCE = 20.0  # seconds
+ALGORITHMS = ("auto", "ring(over=messages)", "native")
+
+
+@pytest.fixture
+def alarm():
+    """alarm(seconds): interrupts this rank, as Ctrl-C does."""
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    yield lambda seconds: signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def outcome(function):
+    """What the function raises, as a word and a sentence; or "done"."""
+    try:
+        function()
+    except (KeyboardInterrupt, CollectiveError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "done"
+
+
+def others_come_now():
+    """Rank 0 lets the others go on, which wait here."""
+    if RANK:
+        WORLD.recv(source=0, tag=TAG)
+    else:
+        for other in range(1, P):
+            WORLD.send(None, other, tag=TAG)
+
+
+def soon(function):
+    """`outcome`, where this rank must not have waited until its patience ends."""
+    start = time.monotonic()
+    said = outcome(function)
+    return said if time.monotonic() - start < PATIENCE / 2 else f"late: {said}"
+
+
+def started(plan):
+    plan.start()
+    plan.wait()
+
+
+@pytest.mark.mpi
+@only_on(2, 3)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_who_is_interrupted_while_he_waits_for_what_he_has_started_takes_back_his_entry(alarm, algorithm):
+    comm = WORLD.Dup()
+    x = np.ones(10)
+    plan = collectives.plan("allreduce", x, comm, algorithm=algorithm)
+    session(comm).patient(60.0, PATIENCE)
+    if RANK == 0:
+        alarm(0.3)
+        said = outcome(lambda: started(plan))
+    others_come_now()
+    if RANK:
+        said = outcome(lambda: started(plan))
+    untouched = bool((x == 1).all())
+    again = outcome(plan)
+    everybody = WORLD.allgather((said, untouched, again, bool((x == P).all())))
+    comm.Free()
+    assert everybody[0] == ("KeyboardInterrupt: ", True, "done", True)
+    for sentence, *rest in everybody[1:]:
+        assert "rank 0 has given up" in sentence
+        assert rest == [True, "done", True]
+
+
+@pytest.mark.mpi
+@only_on(2, 3)
+def test_who_is_interrupted_while_he_waits_for_the_second_of_two_leaves_the_communicator(alarm):
+    comm = WORLD.Dup()
+    plans = [collectives.plan("allreduce", np.ones(10), comm) for _ in range(2)]
+    session(comm).patient(60.0, PATIENCE)
+    said = []
+    if RANK == 0:
+        alarm(0.3)
+        for plan in plans:
+            plan.start()
+        said = [outcome(plan.wait) for plan in reversed(plans)]
+    others_come_now()
+    if RANK:
+        said = [soon(plan) for plan in plans]
+    after = soon(lambda: collectives.allreduce(np.ones(3), comm))
+    everybody = WORLD.allgather((*said, after))
+    comm.Free()
+    assert everybody[0][0] == "KeyboardInterrupt: "
+    assert "was given up" in everybody[0][1]
+    for sentences in everybody[1:]:
+        assert all("rank 0 has given up a started collective" in sentence for sentence in sentences), sentences
+        assert "late" not in "".join(sentences)
+    assert all("unusable" in sentences[2] for sentences in everybody)
+
+
+@pytest.mark.mpi
+@only_on(2, 3)
+def test_what_was_started_later_can_be_waited_for_when_what_was_started_before_took_too_long():
+    comm = WORLD.Dup()
+    x, y = np.ones(10), np.ones(10)
+    plans = [collectives.plan("allreduce", array, comm) for array in (x, y)]
+    session(comm).patient(60.0, 0.3 if RANK == 0 else PATIENCE)
+    if RANK == 0:
+        for plan in plans:
+            plan.start()
+        said = [outcome(plans[1].wait)]
+    others_come_now()
+    session(comm).patient(60.0, PATIENCE)
+    if RANK:
+        said = [outcome(plans[0])]
+    said.append(outcome(plans[1].wait if RANK == 0 else plans[1]))
+    everybody = WORLD.allgather((*said, bool((y == P).all())))
+    comm.Free()
+    assert everybody[0][0].startswith("StallError")
+    assert all("have not come" in one[0] or "has not come" in one[0] for one in everybody), everybody
+    assert all(one[1:] == ("done", True) for one in everybody), everybody
+
+
+@pytest.mark.mpi
+@only_on(2, 3)
+def test_who_can_do_no_more_on_a_communicator_tells_who_waits_for_him():
+    """Rank 0 gives up two calls before the others come: it could not be told apart who is in a third."""
+    comm = WORLD.Dup()
+    collectives.allreduce(np.ones(10), comm)
+    session(comm).patient(60.0, 0.2 if RANK == 0 else PATIENCE)
+    calls = [lambda k=k: collectives.allreduce(np.full(10, 10.0**k), comm) for k in range(3)]
+    if RANK == 0:
+        said = [outcome(call) for call in calls]
+    others_come_now()
+    if RANK:
+        said = [soon(call) for call in calls]
+    everybody = WORLD.allgather(said)
+    comm.Free()
+    assert all(one.startswith("StallError") for one in everybody[0][:2])
+    assert "this communicator is unusable after: rank 0 has given up" in everybody[0][2]
+    for other in everybody[1:]:
+        assert all(one.startswith("Withdrawn") and "not come" in one for one in other[:2]), other
+        assert other[2].startswith("CollectiveError: rank 0 has given up allreduce of 10"), other
+
+
+@pytest.mark.mpi
+@only_on(2, 3)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("run", [started, collectives.Plan.__call__])
+def test_an_interrupt_between_nodes_is_told_to_the_others(monkeypatch, alarm, algorithm, run):
+    """Ranks that share no memory; what others have had from the interrupted rank they may still finish."""
+    opened = Room.open
+    monkeypatch.setattr(Room, "open", lambda node, names: opened(node, names) if node.size == 1 else None)
+    comm = WORLD.Dup()
+    plan = collectives.plan("allreduce", np.ones(10), comm, algorithm=algorithm)
+    plan()
+    session(comm).patient(60.0, PATIENCE)
+    if RANK == 0:
+        alarm(0.3)
+        said = [outcome(lambda: run(plan)), ""]
+    others_come_now()
+    if RANK:
+        said = [soon(lambda: run(plan)), soon(lambda: run(plan))]
+    after = soon(lambda: collectives.allreduce(np.ones(3), comm))
+    everybody = WORLD.allgather((*said, after))
+    comm.Free()
+    assert everybody[0][0] == "KeyboardInterrupt: "
+    for first, second, _ in everybody[1:]:
+        assert first == "done" or "rank 0 has given up" in first, first
+        assert "rank 0 has given up" in second and "late" not in second, second
+    assert all("unusable" in sentences[2] for sentences in everybody), everybody
