@@ -124,6 +124,8 @@ class Talk:
         self._meeting = False
         self._waits: dict[int, Waits] = {}
         self._verdict = ""
+        self._found = ""
+        """What this worker last found by itself when all were stuck."""
         self._sends: list[tuple[MPI.Request, bytes]] = []
 
     def free(self) -> None:
@@ -189,8 +191,9 @@ class Talk:
         return look
 
     def ended(self, error: BaseException | None = None) -> None:
-        """The wait is over. Where the others found that all are stuck, this worker finds it too before it goes on."""
-        if str(error).startswith(STUCK):
+        """The wait is over. Where the others found that all are stuck, this worker finds it too before it goes on. Who
+        has may have said again that it waits, before it heard that the wait has failed: nobody answers that."""
+        if str(error).startswith(STUCK) and str(error) != self._found:
             pause = Pause(lambda: "", math.inf, 0.0, lambda waited: self.look())
             while self._rank in self._waits and pause.waited < ANSWER_SECONDS:
                 pause()
@@ -292,7 +295,7 @@ class Talk:
     def _go_on(self) -> None:
         """Nobody can go on: refuse what the others wait for, so that all raise."""
         waits = dict(sorted(self._waits.items()))
-        sentence = verdict(waits)
+        sentence = self._found = verdict(waits)
         self._waits.clear()
         if waits[self._rank].meeting:
             self._verdict = sentence
