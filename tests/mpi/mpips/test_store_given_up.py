@@ -249,7 +249,7 @@ def test_a_push_that_raises_what_failed_before_fails_its_own_round():
         assert (out == 7).all()
         sums(kv)
 
-    run("dist_sync", body, **FAR, timeout_seconds=2)
+    run("dist_sync", body, **FAR, timeout_seconds=1)
 
 
 @pytest.mark.parametrize("rows", [False, True])

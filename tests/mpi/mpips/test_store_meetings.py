@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from collectives.errors import StallError
+from mpips import meetings
 from tests.mpi.mpips.support import TAG, failure, need, run, tells
 from tests.mpi.sizes import only_on
 
@@ -18,7 +19,13 @@ STORES = [
     ("mpi_sync", {"servers": 1, "clients": 1}),
     ("mpi_sync", {"servers": 1, "clients": 1, "shared_memory": False}),
 ]
-LIMITS = {"stall_seconds": 60, "timeout_seconds": 2}
+LIMITS = {"stall_seconds": 60, "timeout_seconds": 1}
+
+
+@pytest.fixture(autouse=True)
+def brief(monkeypatch):
+    """Who has waited too long asks rank 0, which does not answer where it is the late one."""
+    monkeypatch.setattr(meetings, "ANSWER_SECONDS", 0.2)
 
 
 def late(kv, rank, call):

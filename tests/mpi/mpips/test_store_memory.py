@@ -14,7 +14,7 @@ from mpi4py import MPI
 from collectives import arena
 from tests.mpi.mpips.support import WORLD, run
 
-MODEL = 48 << 20  # bytes
+MODEL = 24 << 20  # bytes
 NOISE = 12 << 20  # messages of MPI's own, stacks, and the like
 MOMENTUM = 1  # copies of the model in the optimizer's state
 

@@ -9,6 +9,7 @@ import warnings
 import numpy as np
 import pytest
 
+from mpips import talk
 from mpips.server import Server
 from tests.mpi.mpips.support import TAG, failure, need, run, tells
 from tests.mpi.sizes import only_on
@@ -28,6 +29,12 @@ ASYNCHRONOUS = [("dist_async", {"servers": 1}), ("mpi_async", {"servers": 1, "cl
 SERVED = [(kind, options) for kind, options in STORES if options["servers"]]
 stores = pytest.mark.parametrize("kind, options", STORES)
 SHAPE = (40, 3)
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch):
+    """Workers say early what they wait for."""
+    monkeypatch.setattr(talk, "SPEAK_SECONDS", 0.02)
 
 
 def ones():
@@ -51,9 +58,12 @@ def told(kv, call):
             said = str(error)
         for _ in range(5):
             kv.barrier()
+            said = said or " ".join({str(warning.message) for warning in caught})
+            everybody = kv.layout.workers.allgather(said)
+            if all(everybody):
+                break
             time.sleep(0.01)
-        said = said or " ".join({str(warning.message) for warning in caught})
-    return kv.layout.workers.allgather(said)
+    return everybody
 
 
 def intact(kv):
@@ -223,7 +233,7 @@ def test_a_worker_closes_for_good_though_servers_hear_late_that_it_left(monkeypa
     heard = Server._bye
 
     def late(server, worker, frame):
-        time.sleep(0.5)
+        time.sleep(0.15)
         return heard(server, worker, frame)
 
     monkeypatch.setattr(Server, "_bye", late)
@@ -237,9 +247,10 @@ def test_a_worker_closes_for_good_though_servers_hear_late_that_it_left(monkeypa
 
 @only_on(3, 4)
 @stores
-def test_a_bad_call_may_be_the_last_before_the_store_is_closed(kind, options):
+def test_a_bad_call_may_be_the_last_before_the_store_is_closed(kind, options, monkeypatch):
     """The others close it too, and never come to a call of theirs that could have been this one."""
     need(2, **options)
+    monkeypatch.setattr(talk, "ANSWER_SECONDS", 0.1)
 
     def body(kv):
         if kv.rank == started(kv):
@@ -353,7 +364,7 @@ def test_limits_of_create_hold_inside_collectives(servers, clients):
             kv.layout.workers.Send(b"1", late, TAG)
             assert named.search(said), said
 
-    run("mpi_sync", body, servers=servers, clients=clients, stall_seconds=0.5, timeout_seconds=3)
+    run("mpi_sync", body, servers=servers, clients=clients, stall_seconds=0.3, timeout_seconds=1.5)
 
 
 @only_on(4)
