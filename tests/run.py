@@ -4,9 +4,10 @@
 
 The exit code is 1 if anything failed, 2 if these words mean nothing. `--python` names the interpreters under which the
 MPI tests run, one a flavour of MPI; `--beside COMMAND` runs beside the checkers and must have succeeded before MPI
-tests begin (`make test` makes its second environment so). What needs one core runs two at a time; tests on several
-ranks run alone. Every run has a hard time limit (`--limit`), and so have all together (`--total`). Rank 0 prints; other
-ranks' output is shown if they fail.
+tests begin (`make test` makes its second environment so). Where there are several, tests marked `either_mpi`
+(`tests/mpi/sizes.py`) run on MANY ranks and more under one of them, in turn; all other tests run under all. What needs
+one core runs two at a time; tests on several ranks run alone. Every run has a hard time limit (`--limit`), and so have
+all together (`--total`). Rank 0 prints; other ranks' output is shown if they fail.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as xml
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
 from pathlib import Path
@@ -33,6 +34,8 @@ ROOT = Path(__file__).resolve().parent.parent
 TAIL = 6000  # characters of a failing rank's output that are shown
 SLOWEST = 8
 SLOW = 1.0  # seconds
+MANY = 4  # ranks
+OTHER_MPI = "TESTS_OTHER_MPI"  # in the environment of tests on so many ranks of which another MPI runs some
 NOTHING_COLLECTED = 5  # pytest's exit code
 
 
@@ -140,11 +143,21 @@ def mpi(pythons: Sequence[str], counts: Sequence[int], words: list[str], limits:
         if 1 in counts
     ]
     results += together(one)
-    results += [ranks(python, count, words, limits) for python in pythons for count in counts if count > 1]
+    for python in pythons:
+        for count in counts:
+            if count > 1:
+                here = turn(python, count, pythons, counts)
+                results.append(ranks(python, count, words, limits, environment={} if here else {OTHER_MPI: "1"}))
     flavours = {find(python=python).flavour for python in pythons}
     if len(flavours) < len(pythons):
         print(f"every environment has the same MPI ({NAMES[flavours.pop()]}): `make test MPI=openmpi` tests both")
     return results
+
+
+def turn(python: str, count: int, pythons: Sequence[str], counts: Sequence[int]) -> bool:
+    """Whether this interpreter runs the tests of which, on so many ranks, one MPI is enough."""
+    many = [number for number in counts if number >= MANY]
+    return count not in many or pythons[many.index(count) % len(pythons)] == python
 
 
 def usable(python: str) -> bool:
@@ -191,7 +204,10 @@ def alone(stage: str, words: list[str], limits: Limits, out: IO[bytes] | None = 
         return counted(stage, report, code, time.monotonic() - started)
 
 
-def ranks(python: str, count: int, words: list[str], limits: Limits, out: IO[bytes] | None = None) -> Result:
+def ranks(
+    python: str, count: int, words: list[str], limits: Limits, out: IO[bytes] | None = None,
+    environment: Mapping[str, str] = {},
+) -> Result:  # fmt: skip
     """The MPI tests on `count` ranks of `python`, under the mpirun that belongs to it."""
     launcher = find(python=python)
     name = f"{NAMES[launcher.flavour]}, {count} rank{'s' if count > 1 else ''}"
@@ -200,7 +216,7 @@ def ranks(python: str, count: int, words: list[str], limits: Limits, out: IO[byt
     with tempfile.TemporaryDirectory() as folder:
         limit = limits.now()
         program = (python, "-m", "tests.rank", folder, str(limit), *(words or ["tests/mpi"]))
-        job = Job(count, program, {"OMP_NUM_THREADS": "1"})
+        job = Job(count, program, {"OMP_NUM_THREADS": "1", **environment})
         code = child.run(build(launcher, job, this_machine()), limit, ROOT, out)
         result = counted(name, Path(folder, "0.xml"), code, time.monotonic() - started)
         if result.failed:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests import child
-from tests.run import compile_once, counted, main, numbers
+from tests.run import compile_once, counted, main, numbers, turn
 
 LEAVES_ONE_BEHIND = """
 import subprocess, sys
@@ -43,7 +43,7 @@ def test_what_is_no_text_is_left_out_and_the_exit_code_comes_back(tmp_path: Path
 
 def test_a_run_past_its_limit_is_ended_and_says_so(tmp_path: Path) -> None:
     started = time.monotonic()
-    code, text = run("import time; print('begun', flush=True); time.sleep(60)", 5, tmp_path)
+    code, text = run("import time; print('begun', flush=True); time.sleep(60)", 3, tmp_path)
     assert code == 1 and time.monotonic() - started < 30
     assert "begun" in text and "not done after" in text
 
@@ -102,3 +102,10 @@ def test_stages_have_names(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 
 def test_ranks_as_make_writes_them() -> None:
     assert numbers("1,2,3,4,5,7") == [1, 2, 3, 4, 5, 7]
+
+
+def test_on_every_number_of_ranks_one_mpi_runs_what_either_may_and_on_few_both() -> None:
+    counts, pythons = [1, 2, 3, 4, 5, 7], ["a", "b"]
+    runs = {count: [python for python in pythons if turn(python, count, pythons, counts)] for count in counts}
+    assert runs == {1: pythons, 2: pythons, 3: pythons, 4: ["a"], 5: ["b"], 7: ["a"]}
+    assert all(turn("a", count, ["a"], counts) for count in counts)

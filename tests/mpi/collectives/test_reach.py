@@ -21,7 +21,7 @@ from collectives.session import session
 from collectives.table import Eager, Table
 from collectives.transport import reach
 from collectives.transport.program import same
-from tests.mpi.sizes import only_on
+from tests.mpi.sizes import either_mpi, only_on
 
 COMM = MPI.COMM_WORLD
 RANK, P = COMM.rank, COMM.size
@@ -122,6 +122,7 @@ def started(x, comm):
 called_or_started = pytest.mark.parametrize("run", [collectives.allreduce, started])
 
 
+@either_mpi
 @pytest.mark.mpi
 @pytest.mark.parametrize("array", ["ordinary", "mixed"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -136,6 +137,7 @@ def test_the_bits_are_those_of_the_sum_in_order(comm, kind, array):
     assert not wrong
 
 
+@either_mpi
 @pytest.mark.mpi
 @pytest.mark.parametrize("dtype", ["float16", ml_dtypes.bfloat16, "float64", "int8", "int64"])
 def test_other_elements_and_operations(comm, dtype):

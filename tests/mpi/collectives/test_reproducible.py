@@ -8,6 +8,7 @@ from mpi4py import MPI
 
 import collectives
 from collectives.errors import MismatchError
+from tests.mpi.sizes import either_mpi
 
 N = 70_001
 CUTS = (0, 1, 3, 10, 300, 2_500, 12_000, 40_000, N)
@@ -40,6 +41,7 @@ def values(comm, shared, dtype="float32"):
     return x
 
 
+@either_mpi
 @pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("algorithm", ["reproducible", "halving_doubling", "direct"])

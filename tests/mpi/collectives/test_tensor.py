@@ -14,7 +14,7 @@ import collectives
 from collectives.bench import data
 from collectives.errors import MismatchError
 from collectives.schedule import cut
-from tests.mpi.sizes import only_on
+from tests.mpi.sizes import either_mpi, only_on
 
 ALGORITHMS = (
     "auto", "shared_memory", "native", "host_ring", "reg", "vector_ring", "ring", "multi_ring", "multi_ring(rings=3)",
@@ -60,6 +60,7 @@ def numbers(xp: Any, vector: Any) -> np.ndarray[Any, Any]:
     return vector if xp is np else vector.get()
 
 
+@either_mpi
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("n", [0, 5, 70_001])

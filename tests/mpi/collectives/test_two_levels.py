@@ -6,6 +6,7 @@ from mpi4py import MPI
 
 import collectives
 from collectives.errors import MismatchError
+from tests.mpi.sizes import either_mpi
 
 
 class Pairs(MPI.Intracomm):
@@ -31,6 +32,7 @@ def vector(n, dtype, shared, rank):
     return x
 
 
+@either_mpi
 @EVEN
 @pytest.mark.parametrize("algorithm", ["hierarchical", "hierarchical(between=halving_doubling)"])
 @pytest.mark.parametrize("shared", [False, True])

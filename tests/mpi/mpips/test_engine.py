@@ -11,6 +11,7 @@ from mpi4py import MPI
 
 import mpips
 from mpips.engine import Engine, Task
+from tests.mpi.sizes import either_mpi
 
 COMM = MPI.COMM_WORLD
 KEYS = 12
@@ -98,6 +99,7 @@ def exchange_in_flight(kv: mpips.KVStore) -> bool:
     return ok
 
 
+@either_mpi
 @pytest.mark.parametrize(
     "kind, options",
     [

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from tests.mpi.sizes import only_on
+from tests.mpi.sizes import either_mpi, only_on
 
 if importlib.util.find_spec("sklearn") is None:
     pytest.skip("the digits come with scikit-learn", allow_module_level=True)
@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
 import task
 
 WORLD = MPI.COMM_WORLD
-pytestmark = only_on(1, 2, 3, 4)
+pytestmark = only_on(1, 3, 4)
 
 
 def worst_accuracy(run):
@@ -32,6 +32,7 @@ def worst_accuracy(run):
     return worst[0]
 
 
+@either_mpi
 @pytest.mark.parametrize(
     "example", ["dist_sgd", "dist_asgd", "dist_esgd", "mpi_sgd", "mpi_asgd", "mpi_esgd", "pure_mpi"]
 )
@@ -51,6 +52,7 @@ def test_an_example_learns_the_digits(example, monkeypatch, capsys):
     assert ("test accuracy" in capsys.readouterr().out) == (WORLD.rank == 0)
 
 
+@either_mpi
 @pytest.mark.parametrize("kind, servers", [("mpi_sync", 0), ("dist_sync", 1)])
 @pytest.mark.mpi(min_size=2)
 def test_the_example_of_overlap_learns_reports_and_profiles(kind, servers, monkeypatch, capsys, tmp_path):
@@ -62,6 +64,7 @@ def test_the_example_of_overlap_learns_reports_and_profiles(kind, servers, monke
     assert [Path(file).exists() for file in files] == [WORLD.rank == 0] * 2
 
 
+@either_mpi
 @pytest.mark.parametrize("kind, elastic", [("mpi_sync", False), ("mpi_async", True)])
 @pytest.mark.mpi(min_size=3)
 def test_the_trainer_example_learns_too(kind, elastic, monkeypatch, capsys):

@@ -10,6 +10,7 @@ from mpi4py import MPI
 
 import mpips
 from collectives.errors import CollectiveError
+from tests.mpi.sizes import either_mpi
 
 COMM = MPI.COMM_WORLD
 SIZE, STEPS = 90, 3
@@ -57,6 +58,7 @@ def trained(kv: mpips.KVStore, plans: list[dict[str, int]], compressed: bool) ->
     return values
 
 
+@either_mpi
 @pytest.mark.parametrize("compressed", [False, True])
 @pytest.mark.parametrize("kind, options", STORES)
 def test_training_goes_on_bit_for_bit(kind: str, options: dict[str, Any], compressed: bool) -> None:

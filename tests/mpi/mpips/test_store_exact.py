@@ -14,11 +14,12 @@ import pytest
 import collectives
 from tests.mpi.mpips.exact import BIG, SMALLER, exact
 from tests.mpi.mpips.support import WORLD, need, run
-from tests.mpi.sizes import JOB_LIMIT
+from tests.mpi.sizes import JOB_LIMIT, either_mpi
 
 ROOT = Path(__file__).parents[3]
 
 
+@either_mpi
 @pytest.mark.parametrize("shared_memory", [True, False])
 @pytest.mark.parametrize("servers", [0, 1, 2])
 def test_every_worker_a_client(servers, shared_memory):
@@ -27,6 +28,7 @@ def test_every_worker_a_client(servers, shared_memory):
     run("dist_sync", lambda kv: exact(kv, shapes=SMALLER), **options)
 
 
+@either_mpi
 @pytest.mark.parametrize("shared_memory", [True, False])
 @pytest.mark.parametrize("masters", ["one", "all"])
 @pytest.mark.parametrize("clients", [1, 2, 3])
@@ -81,6 +83,7 @@ def test_compressed_pushes_keep_what_they_leave_out():
     run("dist_sync", body, servers=1)
 
 
+@either_mpi
 @pytest.mark.parametrize("options", [{}, {"type": "1bit"}, {"type": "fp16"}, {"type": "topk", "ratio": 0.5}])
 def test_all_compressions_sum_up_in_the_long_run(options):
     need(servers=2)

@@ -11,6 +11,7 @@ from mpi4py import MPI
 
 import mpips
 from tests.mpi.mpips.support import WORLD, failure, need, run
+from tests.mpi.sizes import either_mpi
 
 STORES = [
     ("local", {}),
@@ -37,6 +38,7 @@ def gradient(repeat, worker):
     return mpips.RowSparse(rows, np.full((len(rows), 6), worker + 1, np.float32), SHAPE)
 
 
+@either_mpi
 @pytest.mark.parametrize("kind, options", STORES)
 def test_rows_add_up_exactly(kind, options):
     need(**options)
@@ -101,6 +103,7 @@ class Counting(MPI.Intracomm):
         return Counting(part) if part else part
 
 
+@either_mpi
 @pytest.mark.parametrize("masters", ["one", "all"])
 @pytest.mark.parametrize("kind, servers", [("dist_sync", 1), ("mpi_sync", 1), ("mpi_sync", 0), ("dist_async", 2)])
 def test_bytes_grow_with_the_rows_and_not_with_the_table(kind, servers, masters):
@@ -130,6 +133,7 @@ def test_bytes_grow_with_the_rows_and_not_with_the_table(kind, servers, masters)
     assert sent[0] < moved + 200_000 < table, (sent[0], moved, table)
 
 
+@either_mpi
 @pytest.mark.parametrize("servers", [1, 2])
 def test_sorted_rows_of_many_messages_add_up_exactly(servers):
     """More rows than one message holds, in order, so that the server reads them where they arrived."""

@@ -15,7 +15,7 @@ import mpips
 from mpips.optimizers import SGD, Updater
 from mpips.parallel.mlp import MLP
 from mpips.trainer import Elastic, Trainer, shares
-from tests.mpi.sizes import only_on
+from tests.mpi.sizes import either_mpi, only_on
 
 if importlib.util.find_spec("sklearn") is None:
     pytest.skip("the digits come with scikit-learn", allow_module_level=True)
@@ -95,7 +95,8 @@ def mean_over_workers(losses, workers):
     return total / workers
 
 
-@only_on(1, 2, 3, 4, 5)
+@either_mpi
+@only_on(1, 3, 4, 5)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: type(o).__name__)
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("kind, options", SYNCHRONOUS, ids=str)
@@ -112,6 +113,7 @@ def test_synchronous_modes_give_the_serial_loss_curve(kind, options, dtype, opti
     np.testing.assert_allclose(losses, expected, rtol=0, atol=TOLERANCE[dtype])
 
 
+@either_mpi
 @pytest.mark.parametrize("kind, options", SYNCHRONOUS[:4], ids=str)
 def test_gradients_that_come_back_and_are_applied_by_workers_give_it_too(kind, options):
     """Figure 6 of the paper: without an optimizer in the store."""

@@ -16,7 +16,7 @@ from mpips.overlap import profile
 from mpips.overlap.__main__ import command as plan
 from mpips.parallel.mlp import MLP
 from mpips.trainer import Elastic, Trainer
-from tests.mpi.sizes import only_on
+from tests.mpi.sizes import either_mpi, only_on
 
 WORLD = MPI.COMM_WORLD
 pytestmark = only_on(1, 2, 3, 4)
@@ -57,6 +57,7 @@ def batch(seed: int) -> tuple[np.ndarray, np.ndarray]:
     return rng.normal(size=(8, SIZES[0])), rng.integers(SIZES[-1], size=8)
 
 
+@either_mpi
 @pytest.mark.parametrize("overlap", [None, "layerwise", "auto"])
 @pytest.mark.parametrize("kind, options", STORES)
 def test_every_trainer_reports_what_was_hidden(
@@ -80,6 +81,7 @@ def test_every_trainer_reports_what_was_hidden(
     assert all_ranks(ok)
 
 
+@either_mpi
 @pytest.mark.parametrize("overlap", [None, "single"])
 @pytest.mark.parametrize("kind, options", STORES[:2])
 def test_a_profile_of_the_job_is_one_that_plan_reads(

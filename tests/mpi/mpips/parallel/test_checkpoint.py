@@ -7,6 +7,7 @@ from mpips.optimizers import Adam
 from mpips.parallel import MLP, Grid, TrainingError, collect, load, load_checkpoint, save_checkpoint, train
 from mpips.parallel.grid import factorings
 from mpips.parallel.sources import SyntheticSource
+from tests.mpi.sizes import either_mpi
 
 from .support import COMM, GRIDS, alone, curve, same_everywhere
 
@@ -20,6 +21,7 @@ def fresh(grid, epochs, hybrid=None, mode="pairs"):
     return train(MLP(SIZES, dtype="float64", seed=3), data, grid, epochs, Adam(learning_rate=0.01), mode, hybrid=hybrid)
 
 
+@either_mpi
 @pytest.mark.parametrize("mode", ["pairs", "columns"])
 def test_training_goes_on_on_another_grid(tmp_path_factory, mode):
     folder = COMM.bcast(str(tmp_path_factory.mktemp("checkpoint")) if COMM.rank == 0 else "")

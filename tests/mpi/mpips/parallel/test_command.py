@@ -8,7 +8,7 @@ import pytest
 from mpips.parallel import checkpoint
 from mpips.parallel.__main__ import command
 from mpips.parallel.grid import factorings
-from tests.mpi.sizes import only_on
+from tests.mpi.sizes import either_mpi, only_on
 
 from .support import COMM, GRIDS, same_everywhere
 
@@ -28,6 +28,7 @@ def call(*words):
     return 0
 
 
+@either_mpi
 @only_on(1, 2, 3, 4)
 def test_auto_trains_and_writes_json_picture_and_a_checkpoint_to_go_on_from(tmp_path_factory, capfd):
     pytest.importorskip("matplotlib")

@@ -8,7 +8,7 @@ from mpips.parallel import MLP, Grid, TrainingError, collect, load, train
 from mpips.parallel.devices import array_module
 from mpips.parallel.grid import factorings
 from mpips.parallel.sources import SyntheticSource
-from tests.mpi.sizes import only_on
+from tests.mpi.sizes import either_mpi, only_on
 from tests.unit.mpips.parallel.device import module
 
 from .support import COMM, GRIDS, curve, same_everywhere
@@ -16,6 +16,7 @@ from .support import COMM, GRIDS, curve, same_everywhere
 pytestmark = GRIDS
 
 
+@either_mpi
 @only_on(1, 2, 3, 4)
 @pytest.mark.parametrize("dtype", ["float64", "mixed"])
 @pytest.mark.parametrize("mode", ["pairs", "columns"])

@@ -7,7 +7,7 @@ from mpips.optimizers import SGD, Adam
 from mpips.parallel import MLP, Grid, TrainingError, load, train
 from mpips.parallel.grid import factorings
 from mpips.parallel.sources import SyntheticSource
-from tests.mpi.sizes import only_on
+from tests.mpi.sizes import either_mpi, only_on
 
 from .support import COMM, alone, curve, run, same_everywhere, source
 
@@ -19,6 +19,7 @@ LAYERS = {
 }
 
 
+@either_mpi
 @only_on(1, 2, 3, 4)
 @pytest.mark.parametrize("mode", ["pairs", "columns"])
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
@@ -38,6 +39,7 @@ def test_every_grid_gives_the_serial_loss_curve(name, dtype, mode):
     assert same_everywhere(not wrong), wrong
 
 
+@either_mpi
 @pytest.mark.parametrize("hidden", LAYERS.values(), ids=LAYERS)
 @pytest.mark.parametrize("mode", ["pairs", "columns"])
 def test_layers_of_any_width_on_any_grid(hidden, mode):

@@ -9,7 +9,7 @@ from mpips.parallel.grid import factorings
 from mpips.parallel.hybrid import Hybrid
 from mpips.parallel.report import total_hidden
 from mpips.parallel.sources import SyntheticSource
-from tests.mpi.sizes import only_on
+from tests.mpi.sizes import either_mpi, only_on
 
 from .support import COMM, GRIDS, alone, curve, same_everywhere, source
 
@@ -29,6 +29,7 @@ def trained(shape, dtype="float32", mode="pairs", hidden=WIDE, optimizer=None, *
     return curve(found), whole
 
 
+@either_mpi
 @pytest.mark.parametrize("mode", ["pairs", "columns"])
 def test_overlap_changes_no_bit(mode):
     ok = []
@@ -46,6 +47,7 @@ def test_sends_that_are_not_beside_computation_hide_nothing():
     assert same_everywhere(share == (None if COMM.size == 1 else 0.0)), share
 
 
+@either_mpi
 @only_on(1, 2, 3, 4)
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("mode", ["pairs", "columns"])

@@ -9,7 +9,7 @@ from mpips.parallel.minibatches import order
 from mpips.parallel.report import total_hidden
 from mpips.parallel.served import Servers
 from mpips.parallel.sources import SyntheticSource
-from tests.mpi.sizes import only_on
+from tests.mpi.sizes import either_mpi, only_on
 
 from .support import COMM, alone, curve, same_everywhere
 
@@ -46,6 +46,7 @@ def run(servers, batch, model, epochs=2, optimizer=None, broken=False, overlap=N
         servers.close()
 
 
+@either_mpi
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("optimizer", [SGD(learning_rate=0.05, momentum=0.5), Adam()])
 def test_synchronous_servers_give_the_serial_loss_curve(optimizer):
@@ -64,6 +65,7 @@ def test_synchronous_servers_give_the_serial_loss_curve(optimizer):
     assert same_everywhere(not wrong), wrong
 
 
+@either_mpi
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("kind", ["sync", "elastic"])
 def test_gradients_that_leave_during_the_backward_pass_give_the_same_curve(kind):
@@ -80,6 +82,7 @@ def test_gradients_that_leave_during_the_backward_pass_give_the_same_curve(kind)
     assert same_everywhere(not wrong), wrong
 
 
+@either_mpi
 @pytest.mark.mpi(min_size=2)
 def test_training_goes_on_from_a_checkpoint_with_the_servers_optimizer_state(tmp_path_factory):
     folder = COMM.bcast(str(tmp_path_factory.mktemp("served")) if COMM.rank == 0 else "")
@@ -157,6 +160,7 @@ def elastic_by_hand(steps_of, every, alpha, rate):
     return w.copy()
 
 
+@either_mpi
 @pytest.mark.mpi(min_size=2)
 def test_one_elastic_client_follows_the_equations():
     every, alpha, rate = 3, 0.25, 0.05
@@ -178,6 +182,7 @@ def test_one_elastic_client_follows_the_equations():
     assert same_everywhere(not wrong), wrong
 
 
+@either_mpi
 @pytest.mark.mpi(min_size=3)
 def test_elastic_clients_learn():
     wrong = []
