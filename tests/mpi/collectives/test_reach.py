@@ -213,14 +213,14 @@ def test_who_breaks_off_waits_until_nobody_writes_into_his_array(monkeypatch, co
 
     monkeypatch.setattr(reach, "_move", slow)
     x = by_reach_next(comm)
-    session(comm).patient(60.0, 3.0)
+    session(comm).patient(60.0, 1.0)
     armed.append(True)
     heard = ""
     try:
         run(x, comm)
     except KeyboardInterrupt:
         left = x.copy()
-        time.sleep(1)
+        time.sleep(0.5)
         heard = f"interrupted; then {(x != left).sum()} elements were written"
         late = [int((left != 1).sum())]
     except errors.CollectiveError as error:
@@ -255,13 +255,13 @@ def test_who_is_interrupted_before_all_have_come_takes_back_his_entry(comm):
             raise KeyboardInterrupt
 
         before = signal.signal(signal.SIGALRM, interrupt)
-        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
     else:
-        time.sleep(1.5)
+        time.sleep(0.7)
     heard = outcome(lambda: collectives.allreduce(x, comm))
     if RANK == 0:
         signal.signal(signal.SIGALRM, before)
-        time.sleep(2)
+        time.sleep(1)
         changed = int((x != 1).sum())
     later = np.ones_like(x)
     again = outcome(lambda: collectives.allreduce(later, comm))
@@ -291,7 +291,7 @@ def test_who_has_waited_too_long_leaves_nobody_in_his_array(monkeypatch, comm):
         collectives.allreduce(x, comm)
     except errors.StallError:
         left = x.copy()
-        time.sleep(2)
+        time.sleep(1.2)
         written = int((x != left).sum())
     assert written == 0
 

@@ -302,7 +302,7 @@ def test_a_wait_that_is_too_long_fails_for_all():
         kv.layout.workers.Barrier()
         assert goes_on(kv)
 
-    run("dist_sync", body, servers=1, stall_seconds=0.5, timeout_seconds=2)
+    run("dist_sync", body, servers=1, stall_seconds=0.5, timeout_seconds=1)
 
 
 def test_a_worker_that_leaves_is_told_to_the_others():

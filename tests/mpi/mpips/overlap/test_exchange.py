@@ -196,12 +196,12 @@ def test_waiting_for_the_pushes_of_the_step_before_counts_as_waiting(
     kv, ok = worker(kind, options), True
     if kv is not None:
         begin = execute.Messages.begin
-        monkeypatch.setattr(execute.Messages, "begin", lambda messages: (time.sleep(0.3), begin(messages)))
+        monkeypatch.setattr(execute.Messages, "begin", lambda messages: (time.sleep(0.1), begin(messages)))
         exchange = exchange_of(kv, Sluggish(), strategy="optimal")
         for seed in range(2):
             step(exchange, seed)
         exchange.finish()
-        ok = all(row[-1] >= 0.3 for row in exchange._clocked) and len(exchange._clocked) == 2
+        ok = all(row[-1] >= 0.1 for row in exchange._clocked) and len(exchange._clocked) == 2
         kv.close()
     assert all_ranks(ok)
 
