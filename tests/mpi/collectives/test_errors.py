@@ -82,6 +82,7 @@ def test_operations_roots_and_algorithms_differ(comm):
     still_works(comm)
 
 
+@only_on(1, 2, 3, 5)
 @pytest.mark.mpi
 @pytest.mark.parametrize("who", ["one rank", "all ranks"])
 @pytest.mark.parametrize(

@@ -123,6 +123,7 @@ called_or_started = pytest.mark.parametrize("run", [collectives.allreduce, start
 
 
 @either_mpi
+@only_on(1, 2, 3, 5)
 @pytest.mark.mpi
 @pytest.mark.parametrize("array", ["ordinary", "mixed"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -138,6 +139,7 @@ def test_the_bits_are_those_of_the_sum_in_order(comm, kind, array):
 
 
 @either_mpi
+@only_on(1, 2, 3, 5)
 @pytest.mark.mpi
 @pytest.mark.parametrize("dtype", ["float16", ml_dtypes.bfloat16, "float64", "int8", "int64"])
 def test_other_elements_and_operations(comm, dtype):

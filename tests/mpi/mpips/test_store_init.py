@@ -9,7 +9,7 @@ import pytest
 
 from mpips import server, server_state
 from tests.mpi.mpips.support import TAG, failure, need, run, tells
-from tests.mpi.sizes import only_on
+from tests.mpi.sizes import either_mpi, only_on
 
 memory = pytest.mark.parametrize("shared_memory", [True, False])
 
@@ -37,6 +37,7 @@ def test_some_push_before_they_init_and_some_after(kind, shared_memory):
     run(kind, body, **options)
 
 
+@either_mpi
 @pytest.mark.parametrize("kind, options", [
     ("dist_sync", {"servers": 1}), ("dist_sync", {"servers": 2, "big_array": 1000}),
     ("mpi_sync", {"servers": 1, "clients": 1}), ("mpi_sync", {"servers": 1, "clients": 2, "masters": "all"}),

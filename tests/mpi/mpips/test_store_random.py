@@ -9,7 +9,6 @@ import pytest
 
 import mpips
 from tests.mpi.mpips.support import WORLD, failure, run
-from tests.mpi.sizes import either_mpi
 
 SHAPES = [(1,), (7,), (40, 3), (1, 5), (1000,), (500, 30), (1200, 8), (9_999,)]
 STEPS = 20
@@ -97,7 +96,6 @@ class Player:
             self.kv.ipushpull(names, values, outs, priority=1).wait()
 
 
-@either_mpi
 @pytest.mark.parametrize("seed", range(10))
 def test_a_store_does_what_numpy_does(seed):
     kind, options = options_of(random.Random(100 * seed + WORLD.size))

@@ -89,7 +89,10 @@ BAD = {
 
 @stores
 @pytest.mark.parametrize("fault", BAD)
-@pytest.mark.parametrize("what", ["push", pytest.param("pushpull", marks=only_on(3, 5)), "ipushpull"])
+@pytest.mark.parametrize("what", [
+    pytest.param("push", marks=only_on(2, 3, 5)), pytest.param("pushpull", marks=only_on(3, 5)),
+    pytest.param("ipushpull", marks=only_on(2, 4, 7)),
+])  # fmt: skip
 def test_a_bad_push_of_one_worker(kind, options, fault, what):
     need(2, **options)
     if what == "ipushpull" and fault not in ("unknown", "second"):
