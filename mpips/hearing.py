@@ -100,10 +100,13 @@ class Hearing:
         elif frame.op == Op.FAILED:
             part.failed = max(part.failed, frame.round)
             text, _, event = text.partition("\0")
-            if event in self._events or (frame.round <= key.raised and not frame.flags):
+            failure, known = Failure(text, event, bool(frame.flags)), event in self._events
+            if known:
+                key.excuse = failure
+            if known or (frame.round <= key.raised and not frame.flags):
                 key.excused = max(key.excused, frame.round)
             if frame.round > key.excused:
-                key.failed.setdefault(frame.round, Failure(text, event, bool(frame.flags)))
+                key.failed.setdefault(frame.round, failure)
         elif frame.op == Op.WARNING:
             self.warn(text)
 
@@ -130,8 +133,7 @@ class Hearing:
             self._events.append(event)
             for key in self._names.values():
                 for round_ in [round_ for round_, failure in key.failed.items() if failure.event == event]:
-                    key.excused = max(key.excused, round_)
-                    del key.failed[round_]
+                    key.excused, key.excuse = max(key.excused, round_), key.failed.pop(round_)
 
     # ---- rounds
 

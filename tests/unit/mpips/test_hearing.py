@@ -19,10 +19,11 @@ class Spoken:
     local = True
 
     def __init__(self):
-        self.frames, self.texts = [], {}
+        self.frames, self.texts, self.refused = [], {}, []
 
-    def fails(self, round_, text, timed_out=False):
-        fields = dict.fromkeys(Frame._fields, 0) | {"op": Op.FAILED, "round": round_, "flags": int(timed_out)}
+    def fails(self, round_, text, timed_out=False, unit=0):
+        fields = dict.fromkeys(Frame._fields, 0) | {"op": Op.FAILED, "unit": unit, "round": round_}
+        fields["flags"] = int(timed_out)
         self.texts[len(self.texts)] = text
         self.frames.append(Frame(**(fields | {"token": len(self.texts) - 1})))
 
@@ -36,11 +37,14 @@ class Spoken:
     def body(self, frame):
         return self.texts[frame.token].encode()
 
+    def post_body(self, body, op, unit, round_):
+        self.refused.append((op, unit, round_, body.decode()))
+
 
 @pytest.fixture
 def store():
     line = Spoken()
-    hearing = Hearing(SimpleNamespace(num_servers=1, groups=lambda: [[0]]), [line])
+    hearing = Hearing(SimpleNamespace(rank=0, num_servers=1, groups=lambda: [[0]]), [line])
     part = Part(0, 0, 0, 5, line, (0, 1), 5, 1)
     key = Key("w", (5,), np.dtype(float), [part], [part])
     hearing.add(key)
@@ -86,3 +90,24 @@ def test_a_round_that_has_waited_too_long_is_raised_by_a_later_push(store):
     hearing.begin(key)
     with pytest.raises(StallError, match="has waited"):
         hearing.check(key, key.round)
+
+
+@pytest.mark.parametrize("heard_first", [True, False])
+def test_what_the_same_bad_call_made_fail_is_withdrawn_with_its_sentence(store, heard_first):
+    """Of another key, on a server that may not have heard of the bad call yet and tells the others what it hears."""
+    hearing, key, line = store
+    part = Part(1, 0, 0, 5, line, (0, 1), 5, 1)
+    other = Key("v", (5,), np.dtype(float), [part], [part])
+    hearing.add(other)
+    hearing.begin(key)
+    hearing.begin(other)
+    line.fails(1, "bad\0call 1")
+    if heard_first:
+        line.fails(1, "bad\0call 1", unit=1)
+    with pytest.raises(CollectiveError, match="bad"):
+        hearing.check(key)
+    if not heard_first:
+        line.fails(1, "bad\0call 1", unit=1)
+    hearing.listen()
+    hearing.withdraw(other, 1, [part])
+    assert line.refused == [(Op.REFUSE, 1, 1, "bad\0call 1")]
