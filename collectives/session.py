@@ -98,6 +98,8 @@ class Session:
         self._choices: dict[str, Choice] = {}
         self.broken = ""
         self.open = True
+        self.meanwhile: Callable[[], None] = lambda: None
+        """Called now and then while this rank waits for others of its node."""
         self.tags_dealt = 0
         """To plans, whose messages they keep apart."""
 
@@ -210,6 +212,7 @@ class Session:
     def _keep_moving(self, waited: float) -> None:
         """A peer may need this rank's MPI to get its earlier messages before it can come, or comes no more."""
         self.comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
+        self.meanwhile()
         if sentence := self.room.gone():
             raise CollectiveError(sentence)
 

@@ -42,6 +42,7 @@ class Members:
         if self._grouped and self._members > 1 and layout.client is not None:
             first = layout.clients[layout.client_number].start
             self._agreement = Agreement(layout.client, first, self.one_node, layout.options)
+        self._joined = False
         self.calling: list[Name] = []
         """The keys that the present call is yet to use, the present one first."""
         self.communicators = (("communicator", "client"),) if self._grouped else ()
@@ -50,6 +51,15 @@ class Members:
     def _everybody(self, flag: bool) -> list[bool]:
         assert self.layout.workers is not None
         return [data == b"1" for data in meet.exchange(self.layout.workers, b"1" if flag else b"0", "mpips.create")]
+
+    def waits_for(self, worker: int) -> bool:
+        """Whether this worker is in a call that waits for that one, a member of its client."""
+        return self._joined and worker in range(*self.layout.clients[self.layout.client_number])
+
+    def meanwhile(self, look: Callable[[], None]) -> None:
+        """What to call now and then while this worker waits for the other members of its client in shared memory."""
+        if self._members > 1:
+            collectives_session(self.layout.client).meanwhile = look
 
     def collective(self, pushes: bool) -> bool:
         """Whether the other members of the client take part in this worker's pushes, or pulls."""
@@ -86,7 +96,11 @@ class Members:
     def _collective(self, card: Card, text: str, call: Callable[[], object]) -> Task:
         agreement = self._agreement
         assert agreement is not None
-        fallback = yield from agreement.guarded(card, text, call)
+        self._joined = True
+        try:
+            fallback = yield from agreement.guarded(card, text, call)
+        finally:
+            self._joined = False
         if fallback is not None:
             self._disagree(agreement, card, fallback)
 

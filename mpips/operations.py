@@ -37,9 +37,10 @@ class Operations:
         self._layout, self._backend, self._engine, self._known = layout, backend, engine, known
         self.talk = Talk(
             workers, layout.meetings, lambda: {key.name: key.round for key in known.values()}, backend.fail,
-            layout.asynchronous, options.stall_seconds, options.timeout_seconds,
+            layout.asynchronous, backend.waits_for, options.stall_seconds, options.timeout_seconds,
         )  # fmt: skip
         engine.look = lambda waited: self.talk.look()
+        backend.meanwhile(self.talk.look)
         self.closed = ""
         """Why no call can be made any more."""
         self._rounds = not layout.asynchronous and isinstance(backend, Served)

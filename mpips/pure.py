@@ -53,6 +53,15 @@ class Pure:
         self.stepwise = False
         """Whether operations yield where they wait, as they must beside compute, at the cost of some microseconds."""
 
+    def waits_for(self, worker: int) -> bool:
+        """Whether this worker is in a call that waits for that one, so that it can make no other: it need not be known,
+        as bad calls are told in the call itself."""
+        return False
+
+    def meanwhile(self, look: Callable[[], None]) -> None:
+        """What to call now and then while this worker waits for others."""
+        session(self._comm).meanwhile = look
+
     def init(self, keys: list[Key], values: list[Array]) -> Task:
         for key, value in zip(keys, values, strict=True):
             stored = self._stored[key.name] = value.reshape(-1).copy()

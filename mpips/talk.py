@@ -16,6 +16,7 @@ A worker looks for them when a wait has become long and when all meet. Three thi
 from __future__ import annotations
 
 import math
+import threading
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -100,17 +101,19 @@ class Talk:
 
     `rounds()`: how often each key was pushed here. `refuse(key, count, sentence, event)`: fail this worker's rounds of
     a key up to `count` (0: the next one) for all others; what fails by one event is raised once. `independent`: no call
-    of a worker waits for another worker.
+    of a worker waits for another worker. `waits_for(worker)`: whether this one is in a call that needs that one.
     """
 
     def __init__(
         self, workers: MPI.Comm, meetings: Meetings, rounds: Callable[[], dict[Name, int]],
-        refuse: Callable[[Name, int, str, str], None], independent: bool, stall_seconds: float, timeout_seconds: float,
+        refuse: Callable[[Name, int, str, str], None], independent: bool, waits_for: Callable[[int], bool],
+        stall_seconds: float, timeout_seconds: float,
     ) -> None:  # fmt: skip
         self._gatherings = meetings
         self._rank, self._size = workers.Get_rank(), workers.Get_size()
         self._comm = workers.Dup() if self._size > 1 else None
-        self._rounds, self._refuse, self._independent = rounds, refuse, independent
+        self._rounds, self._refuse, self._independent, self._waits_for = rounds, refuse, independent, waits_for
+        self._looking = threading.Lock()
         self._stall, self._timeout = stall_seconds, timeout_seconds
         self.calls = 0
         """Pushes so far, one of several keys counted once."""
@@ -236,13 +239,18 @@ class Talk:
     # ---- messages
 
     def look(self) -> None:
-        """Hear what the others say."""
-        if self._comm is None:
-            return
+        """Hear what the others say, unless another thread does so now."""
+        if self._comm is not None and self._looking.acquire(blocking=False):
+            try:
+                self._look(self._comm)
+            finally:
+                self._looking.release()
+
+    def _look(self, comm: MPI.Comm) -> None:
         status = MPI.Status()
-        while self._comm.Iprobe(MPI.ANY_SOURCE, TAG, status):
+        while comm.Iprobe(MPI.ANY_SOURCE, TAG, status):
             data = bytearray(status.Get_count(MPI.BYTE))
-            self._comm.Recv([data, MPI.BYTE], status.Get_source(), TAG)
+            comm.Recv([data, MPI.BYTE], status.Get_source(), TAG)
             self._hear(status.Get_source(), _decode(data))
         self._answer()
         self._sends = [send for send in self._sends if not send[0].Test()]
@@ -279,7 +287,7 @@ class Talk:
             call = refused.call
             if call <= self.calls:
                 self._tell(Keys(call, _names(self.recent[call % RECENT]) if self.calls - call < RECENT else []), source)
-            elif self._meeting:
+            elif self._meeting or self._waits_for(source):
                 self._tell(Keys(call, []), source)
                 if not self._independent:
                     _warn(refused.sentence)

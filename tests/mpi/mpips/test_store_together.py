@@ -250,14 +250,16 @@ def test_a_worker_closes_for_good_though_servers_hear_late_that_it_left(monkeypa
 
 @only_on(3, 4)
 @stores
-def test_a_bad_call_may_be_the_last_before_the_store_is_closed(kind, options, monkeypatch):
-    """The others close it too, and never come to a call of theirs that could have been this one."""
+@pytest.mark.parametrize("count", [1, 2])
+def test_bad_calls_may_be_the_last_before_the_store_is_closed(kind, options, count, monkeypatch):
+    """The others close it too, and never come to calls of theirs that could have been these."""
     need(2, **options)
     monkeypatch.setattr(talk, "ANSWER_SECONDS", 0.1)
 
     def body(kv):
         if kv.rank == started(kv):
-            assert "'zz'" in failure(lambda: kv.push("zz", ones()))
+            for _ in range(count):
+                assert "'zz'" in failure(lambda: kv.push("zz", ones()))
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
