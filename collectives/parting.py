@@ -21,9 +21,10 @@ def last_tag() -> int:
     return int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or LEAST_TAG)
 
 
-def part(comm: MPI.Comm) -> None:
+def part(comm: MPI.Comm, unfinished: bool = False) -> None:
     """Free `comm`, and drop what was sent on it and not received. Collective, blocking until all ranks have come: not
-    for where MPI itself frees something. All receives that were posted on it must be over, or given up."""
+    for where MPI itself frees something. All receives that were posted on it must be over, or given up; where this
+    rank's MPI has an `unfinished` collective on it, which it would go on with, this rank keeps it."""
     tag = last_tag()
     others = [rank for rank in range(comm.Get_size()) if rank != comm.Get_rank()]
     sends = [comm.Isend(bytearray(0), rank, tag) for rank in others]
@@ -36,4 +37,5 @@ def part(comm: MPI.Comm) -> None:
         message.Recv(bytearray(status.Get_count(MPI.BYTE)))
         missing -= status.Get_tag() == tag
     MPI.Request.Waitall(sends)
-    comm.Free()
+    if not unfinished:
+        comm.Free()

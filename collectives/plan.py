@@ -129,6 +129,8 @@ class Plan:
         if self._operation is None:
             raise CollectiveError(f"{self._call.text} was not started")
         self._home.advance()
+        if not self._operation.done:
+            self._home.look()
         return self._operation.done
 
     def wait(self) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any, NoReturn
@@ -20,6 +21,7 @@ from collectives.transport.room import Room
 from collectives.watch import Agreed, Arrival, Patience, Watch, drive, limits
 
 MOST_PLANS = 1024
+LOOK_SECONDS = 1e-3  # between two looks around of a rank that tests what it has started
 UNUSABLE = "this communicator is unusable after: {}"
 FREED = "the communicator has been freed: use one that is still there, and make plans on it anew"
 _recent: tuple[MPI.Comm | None, Session | None] = (None, None)
@@ -95,6 +97,7 @@ class Session:
         self.made: WeakSet[Any] = WeakSet()
         """Plans that hold something of MPI, kept here or by the user."""
         self.active: list[Operation] = []
+        self._due = 0.0
         self._choices: dict[str, Choice] = {}
         self.broken = ""
         self.open = True
@@ -296,6 +299,23 @@ class Session:
                     taken = taken or (operation.exclusive and not operation.done)
         finally:
             self.active = [operation for operation in self.active if not operation.done]
+
+    def look(self) -> None:
+        """Hear now and then, beside compute, of ranks that do nothing more here; who waits does so anyway."""
+        if time.monotonic() < self._due:
+            return
+        self._due = time.monotonic() + LOOK_SECONDS
+        try:
+            if self.watch is None:
+                self._keep_moving(0.0)
+            else:
+                self.watch.look(0.0)
+        except Agreed:
+            self._renew()
+            raise
+        except CollectiveError as error:
+            self.leave(STARTED, error)
+            raise
 
     def _step(self, operation: Operation) -> None:
         try:

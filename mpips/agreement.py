@@ -99,6 +99,11 @@ class Agreement:
             return None
         return bool(self._extremes[0] == -self._extremes[1])
 
+    @property
+    def unfinished(self) -> bool:
+        """Whether MPI still waits for workers in a comparison that this one has given up."""
+        return any(not request.Test() for request in (*self._given_up, self._request) if request)
+
     def tag(self, number: int) -> int:
         """The tag of message `number` of the present call: messages of calls, or stores, that differ do not meet."""
         return (self._call + number) % self._tags

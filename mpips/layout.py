@@ -73,13 +73,15 @@ class Layout:
     def same_node(self, a: int, b: int) -> bool:
         return self.nodes[a] == self.nodes[b]
 
-    def free(self) -> None:
-        """Give the communicators back; collective over `world`."""
+    def free(self, unfinished: bool = False) -> None:
+        """Give the communicators back; collective over `world`. `unfinished`: MPI has to do with a collective that the
+        workers that sum together have given up."""
         from collectives.parting import part
 
+        summing = self.client if self.num_servers else self.workers
         for comm in (self.client, self.workers, self.servers, self.world):
             if comm is not None:
-                part(comm)
+                part(comm, unfinished and comm is summing)
 
 
 def create(comm: MPI.Comm, kind: str, options: Options | None, refusal: str = "") -> Layout:

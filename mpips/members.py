@@ -56,6 +56,11 @@ class Members:
         """Whether this worker is in a call that waits for that one, a member of its client."""
         return self._joined and worker in range(*self.layout.clients[self.layout.client_number])
 
+    @property
+    def unfinished(self) -> bool:
+        """Whether MPI still has to do with a call of the client that was given up."""
+        return self._agreement is not None and self._agreement.unfinished
+
     def meanwhile(self, look: Callable[[], None]) -> None:
         """What to call now and then while this worker waits for the other members of its client in shared memory."""
         if self._members > 1:

@@ -65,16 +65,17 @@ def create(kind: str, comm: MPI.Comm | None = None, **options: Any) -> KVStore:
     return KVStore(layout, Served(layout, lines))
 
 
-def closed(layout: Layout) -> None:
-    """A worker's store has said goodbye: meet the others and the servers a last time, and free the communicators."""
+def closed(layout: Layout, unfinished: bool) -> None:
+    """A worker's store has said goodbye: meet the others and the servers a last time, and free the communicators.
+    `unfinished` as in `Layout.free`."""
     if layout in _open:
         _open.remove(layout)
-        _part(layout)
+        _part(layout, unfinished)
     else:
-        layout.free()
+        layout.free(unfinished)
 
 
-def _part(layout: Layout) -> None:
+def _part(layout: Layout, unfinished: bool = False) -> None:
     """All ranks end together: nobody's memory or messages are needed any more."""
     meet.exchange(layout.world, b"", "close", stall_seconds=math.inf)
-    layout.free()
+    layout.free(unfinished)

@@ -58,6 +58,11 @@ class Pure:
         as bad calls are told in the call itself."""
         return False
 
+    @property
+    def unfinished(self) -> bool:
+        """Whether MPI still has to do with a call that was given up."""
+        return self._agreement is not None and self._agreement.unfinished
+
     def meanwhile(self, look: Callable[[], None]) -> None:
         """What to call now and then while this worker waits for others."""
         session(self._comm).meanwhile = look

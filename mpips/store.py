@@ -249,7 +249,7 @@ class KVStore:
             self._talk.free()
             from mpips import processes
 
-            processes.closed(self._layout)
+            processes.closed(self._layout, self._backend.unfinished)
 
     # ---- inside
 

@@ -6,7 +6,8 @@ On the desk of a rank lie
   progress  one word: how many phases the rank has finished, over all operations;
   off       one word: the last operation that the rank left early, since when it touches nobody's arrays;
   failed    one word: the last operation in which it could not reach another's memory, whose, and why;
-  gone      one word: the token of a card that says why the rank does nothing more on this communicator;
+  gone      two words: the token of a card that says why the rank does nothing more on this communicator, and from
+            which operation on;
   marks     one word for each lane of a schedule: how far the rank is in it;
   left      one byte for each rank of the node: that it reads this desk no more;
   cards     what a token stands for (`cards`);
@@ -40,7 +41,7 @@ SLOT_BYTES = 128 << 10
 STAGE_BYTES = 1 << 20
 BLOCK_BYTES = 256 << 10
 LANES = 256
-PHASE_WORD, OFF_WORD, FAILED_WORD, GONE_WORD, MARKS_WORD = 8, 9, 10, 11, 16  # entry: the words 0 and 1
+PHASE_WORD, OFF_WORD, FAILED_WORD, GONE_WORD, SINCE_WORD, MARKS_WORD = 8, 9, 10, 11, 12, 16  # entry: the words 0 and 1
 LEFT_AT = (MARKS_WORD + LANES) * 8
 SLOTS_AT = CARDS_END
 STAGES_AT = SLOTS_AT + 2 * SLOT_BYTES

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from collectives.errors import CollectiveError, MismatchError, Withdrawn
 from collectives.transport.cards import CARDS, WITHDRAWN, Card
-from collectives.transport.desks import FAILED_WORD, GONE_WORD, MARKS_WORD, OFF_WORD, PHASE_WORD, Desks
+from collectives.transport.desks import FAILED_WORD, GONE_WORD, MARKS_WORD, OFF_WORD, PHASE_WORD, SINCE_WORD, Desks
 from collectives.transport.program import Step
 from collectives.watch import disagreement
 
@@ -216,24 +216,25 @@ class Room(Desks):
 
     def late(self) -> list[int]:
         """Ranks of the user's communicator that have not come as far as this one."""
-        return [self.names[rank] for rank in self._late()]
-
-    def _late(self) -> list[int]:
         parity, base = self.operation & 1, self.operation << 32
         late = [other for other, words in self._others if words[parity] < base or words[PHASE_WORD] < self.phase]
         if not late and self.waiting is not None:  # who waits waits for a lower mark: the lowest waits for nobody
             marks = [words[MARKS_WORD + self.waiting] for words in self._words]
             late = [rank for rank, mark in enumerate(marks) if mark == min(marks) and rank != self.rank]
-        return late
+        return [self.names[rank] for rank in late]
 
     def go(self, sentence: str) -> None:
-        """Say why this rank does nothing more here, to those who wait for it."""
+        """Say why this rank does nothing more here, to those who wait for it in this operation, or in the next where it
+        has taken back its entry into this one."""
+        self._mine[SINCE_WORD] = self.operation + (self.withdrawn == self.operation)
         self._mine[GONE_WORD] = self.publish(Card(sentence, refused=WITHDRAWN))
 
     def gone(self) -> str:
-        """What a rank has said that this one waits for and that does nothing more here; "" where there is none."""
-        said = ((rank, self._words[rank][GONE_WORD]) for rank in self._late())
-        return next((self.card(rank, token).text for rank, token in said if token), "")
+        """What a rank has said that does nothing more here in the present operation; "" where there is none."""
+        for other, words in self._others:
+            if words[GONE_WORD] and words[SINCE_WORD] <= self.operation:
+                return self.card(other, words[GONE_WORD]).text
+        return ""
 
     def complete(self) -> bool:
         """Whether all have entered this operation, and count on each other."""

@@ -94,9 +94,9 @@ def test_who_is_interrupted_while_he_waits_for_the_second_of_two_leaves_the_comm
     session(comm).patient(60.0, PATIENCE)
     said = []
     if RANK == 0:
-        alarm(0.3)
         for plan in plans:
             plan.start()
+        alarm(0.3)
         said = [outcome(plan.wait) for plan in reversed(plans)]
     others_come_now()
     if RANK:
@@ -168,6 +168,7 @@ def test_an_interrupt_between_nodes_is_told_to_the_others(monkeypatch, alarm, al
     comm = WORLD.Dup()
     plan = collectives.plan("allreduce", np.ones(10), comm, algorithm=algorithm)
     plan()
+    WORLD.Barrier()
     session(comm).patient(60.0, PATIENCE)
     if RANK == 0:
         alarm(0.3)
@@ -183,3 +184,32 @@ def test_an_interrupt_between_nodes_is_told_to_the_others(monkeypatch, alarm, al
         assert first == "done" or "rank 0 has given up" in first, first
         assert "rank 0 has given up" in second and "late" not in second, second
     assert all("unusable" in sentences[2] for sentences in everybody), everybody
+
+
+@pytest.mark.mpi
+@only_on(2, 3)
+@pytest.mark.parametrize("nodes", [1, P])
+def test_who_only_tests_hears_of_it_too(monkeypatch, nodes):
+    """Rank 0 has left the communicator; the others look after what they have started beside compute."""
+    if nodes > 1:
+        opened = Room.open
+        monkeypatch.setattr(Room, "open", lambda node, names: opened(node, names) if node.size == 1 else None)
+    comm = WORLD.Dup()
+    plan = collectives.plan("allreduce", np.ones(10), comm, algorithm="ring")
+    plan()
+    WORLD.Barrier()
+    session(comm).patient(60.0, PATIENCE)
+
+    def tested():
+        plan.start()
+        until = time.monotonic() + PATIENCE
+        while not plan.test() and time.monotonic() < until:
+            time.sleep(1e-3)
+
+    if RANK == 0:
+        session(comm).leave("a call", CollectiveError("rank 0 has given up a call"))
+    others_come_now()
+    said = soon(tested) if RANK else outcome(plan)
+    everybody = WORLD.allgather(said)
+    comm.Free()
+    assert all("rank 0 has given up a call" in sentence for sentence in everybody), everybody
