@@ -72,6 +72,8 @@ class Plan:
         self._result: Any = None
         self._exclusive = True
         self._operation: Operation | None = None
+        self._called = False
+        """Whether a call began it and did not end, as what was started before took too long: the next call ends it."""
         self._runner: Runner
         self._run: Callable[[], Iterator[None]]
         self._quick: Callable[[Any], Iterator[None] | None]
@@ -87,8 +89,12 @@ class Plan:
         """Run to the end. Blocking."""
         home = self._home
         if home.active or home.broken:
-            self.start()
-            return self.wait()
+            if not (self._called and self._operation):
+                self.start()
+            try:
+                return self.wait()
+            finally:
+                self._called = self._operation is not None
         try:
             left = self._quick(self._runner)
         except BaseException as error:

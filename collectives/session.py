@@ -246,9 +246,9 @@ class Session:
         """Nothing more can be done on this communicator, nor what was started on it and waits for its turn; who waits
         for this rank hears why."""
         if not self.broken:
+            self.broken = sentence
             (self.room.go if self.watch is None else self.watch.leave)(sentence)
-        self.broken = sentence
-        self._give_up(CollectiveError(UNUSABLE.format(sentence)))
+        self._give_up(CollectiveError(UNUSABLE.format(self.broken)))
 
     def _drive(self, steps: Iterator[None], what: str) -> None:
         try:

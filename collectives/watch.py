@@ -243,7 +243,7 @@ class Watch:
             number, _, text = message.tobytes().decode().partition("\0")
             sequence = int(number)
             if sequence < 0:
-                self._gone = -sequence, text
+                self._gone = min(self._gone or (-sequence, text), (-sequence, text))
                 continue
             self._heard.setdefault(sequence, {})[status.Get_source()] = text
             if sequence in self._mine and sequence not in self._told:

@@ -64,8 +64,7 @@ class Pure:
         return self._agreement is not None and self._agreement.unfinished
 
     def meanwhile(self, look: Callable[[], None]) -> None:
-        """What to call now and then while this worker waits for others."""
-        session(self._comm).meanwhile = look
+        """What to call now and then while this worker waits for members of its client: all are in all calls."""
 
     def init(self, keys: list[Key], values: list[Array]) -> Task:
         for key, value in zip(keys, values, strict=True):

@@ -246,6 +246,7 @@ class KVStore:
             self._talk.leave()
             self._backend.finish()
             self._assembly.farewell()
+            self._backend.meanwhile(_nothing)
             self._talk.free()
             from mpips import processes
 
@@ -339,3 +340,7 @@ class KVStore:
             except (ValueError, TypeError) as error:
                 failure = f"ValueError: rank {self.rank}: {error}"
         self._agree(what, [], failure)
+
+
+def _nothing() -> None:
+    pass

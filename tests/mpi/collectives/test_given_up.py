@@ -109,7 +109,30 @@ def test_who_is_interrupted_while_he_waits_for_the_second_of_two_leaves_the_comm
     for sentences in everybody[1:]:
         assert all("rank 0 has given up a started collective" in sentence for sentence in sentences), sentences
         assert "late" not in "".join(sentences)
-    assert all("unusable" in sentences[2] for sentences in everybody)
+    assert len({sentences[2] for sentences in everybody}) == 1, everybody
+    assert "unusable after: rank 0 has given up a started collective" in everybody[0][2]
+
+
+@pytest.mark.mpi
+@only_on(2, 3)
+def test_a_call_that_took_too_long_because_of_what_was_started_before_can_be_made_again():
+    comm = WORLD.Dup()
+    x, y = np.ones(10), np.ones(5)
+    plan = collectives.plan("allreduce", x, comm)
+    session(comm).patient(60.0, 0.3 if RANK == 0 else PATIENCE)
+    if RANK == 0:
+        plan.start()
+        said = [outcome(lambda: collectives.allreduce(y, comm)), outcome(plan.wait)]
+    others_come_now()
+    session(comm).patient(60.0, PATIENCE)
+    if RANK:
+        said = [outcome(plan), ""]
+    said += [soon(lambda: collectives.allreduce(y, comm)) for _ in range(2)]
+    everybody = WORLD.allgather((*said, y[0] == P**2))
+    comm.Free()
+    assert everybody[0][0].startswith("StallError") and "was given up" in everybody[0][1]
+    assert all("not come" in one[0] for one in everybody), everybody
+    assert all(one[2:] == ("done", "done", True) for one in everybody), everybody
 
 
 @pytest.mark.mpi

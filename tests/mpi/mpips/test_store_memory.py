@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +15,7 @@ from mpi4py import MPI
 
 from collectives import arena
 from tests.mpi.mpips.support import WORLD, run
+from tests.mpi.sizes import only_on
 
 MODEL = 24 << 20  # bytes
 NOISE = 12 << 20  # messages of MPI's own, stacks, and the like
@@ -89,3 +92,18 @@ def test_a_server_keeps_two_copies_of_the_model_at_most(kind, key_bytes, shared_
     WORLD.Allreduce(MPI.IN_PLACE, server)
     limit = (1 + MOMENTUM + 2) * MODEL + NOISE
     assert server[0] <= limit, f"{server[0] / MODEL:.2f} copies of the model, at most {limit / MODEL:.2f}"
+
+
+@only_on(2, 3)
+@pytest.mark.parametrize("kind, options", [("dist_sync", {"servers": 1}), ("mpi_sync", {"servers": 1, "clients": 1})])
+def test_a_closed_store_holds_nothing(kind, options):
+    held = []
+
+    def body(kv):
+        kv.init("w", np.zeros(1000, np.float32))
+        kv.pushpull("w", np.ones(1000, np.float32))
+        held.append(weakref.ref(kv))
+
+    run(kind, body, **options)
+    gc.collect()
+    assert not any(store() for store in held)

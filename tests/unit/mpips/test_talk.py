@@ -76,7 +76,7 @@ def test_who_has_found_that_all_are_stuck_waits_no_more_for_it(monkeypatch):
     talks = [
         Talk(
             Wire(rank, inboxes), None, lambda mine=mine, other=other: {mine: 1, other: 0},
-            lambda key, count, sentence, event: refused.append(sentence), False, 60.0, 0.0,
+            lambda key, count, sentence, event: refused.append(sentence), False, lambda worker: False, 60.0, 0.0,
         )
         for rank, (mine, other) in enumerate(pairs)
     ]  # fmt: skip
