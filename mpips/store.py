@@ -246,7 +246,7 @@ class KVStore:
             self._talk.leave()
             self._backend.finish()
             self._assembly.farewell()
-            self._backend.meanwhile(_nothing)
+            self._backend.meanwhile(lambda: None)
             self._talk.free()
             from mpips import processes
 
@@ -340,7 +340,3 @@ class KVStore:
             except (ValueError, TypeError) as error:
                 failure = f"ValueError: rank {self.rank}: {error}"
         self._agree(what, [], failure)
-
-
-def _nothing() -> None:
-    pass

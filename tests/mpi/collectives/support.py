@@ -7,6 +7,7 @@ from mpi4py import MPI
 
 import collectives
 from collectives.errors import MismatchError
+from collectives.transport.room import Room
 
 WORLD = MPI.COMM_WORLD
 RANK, P = WORLD.rank, WORLD.size
@@ -24,6 +25,12 @@ def sentence(function, error=MismatchError):
     assert all(everybody), f"no {error.__name__}: {everybody}"
     assert len(set(everybody)) == 1, everybody
     return said
+
+
+def share_nothing(monkeypatch):
+    """From now on ranks share no memory, as on a node for each."""
+    opened = Room.open
+    monkeypatch.setattr(Room, "open", lambda node, names: opened(node, names) if node.size == 1 else None)
 
 
 def still_works(comm):

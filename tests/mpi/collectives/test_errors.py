@@ -14,8 +14,7 @@ import collectives
 from collectives.errors import CollectiveError, MismatchError, StallError
 from collectives.session import session
 from collectives.transport.cards import CARDS
-from collectives.transport.room import Room
-from tests.mpi.collectives.support import RANK, TAG, WORLD, P, sentence, still_works
+from tests.mpi.collectives.support import RANK, TAG, WORLD, P, sentence, share_nothing, still_works
 from tests.mpi.sizes import only_on
 
 ODD = P - 1  # the rank that calls otherwise
@@ -25,8 +24,7 @@ ODD = P - 1  # the rank that calls otherwise
 def comm(request, monkeypatch):
     """A communicator whose ranks share memory, and one whose ranks do not."""
     if request.param != "one node":
-        opened = Room.open
-        monkeypatch.setattr(Room, "open", lambda node, names: opened(node, names) if node.size == 1 else None)
+        share_nothing(monkeypatch)
     made = WORLD.Dup()
     yield made
     made.Free()

@@ -11,8 +11,7 @@ import pytest
 import collectives
 from collectives.errors import CollectiveError
 from collectives.session import session
-from collectives.transport.room import Room
-from tests.mpi.collectives.support import RANK, TAG, WORLD, P
+from tests.mpi.collectives.support import RANK, TAG, WORLD, P, share_nothing
 from tests.mpi.sizes import only_on
 
 PATIENCE = 20.0  # seconds
@@ -186,8 +185,7 @@ def test_who_can_do_no_more_on_a_communicator_tells_who_waits_for_him():
 @pytest.mark.parametrize("run", [started, collectives.Plan.__call__])
 def test_an_interrupt_between_nodes_is_told_to_the_others(monkeypatch, alarm, algorithm, run):
     """Ranks that share no memory; what others have had from the interrupted rank they may still finish."""
-    opened = Room.open
-    monkeypatch.setattr(Room, "open", lambda node, names: opened(node, names) if node.size == 1 else None)
+    share_nothing(monkeypatch)
     comm = WORLD.Dup()
     plan = collectives.plan("allreduce", np.ones(10), comm, algorithm=algorithm)
     plan()
@@ -215,8 +213,7 @@ def test_an_interrupt_between_nodes_is_told_to_the_others(monkeypatch, alarm, al
 def test_who_only_tests_hears_of_it_too(monkeypatch, nodes):
     """Rank 0 has left the communicator; the others look after what they have started beside compute."""
     if nodes > 1:
-        opened = Room.open
-        monkeypatch.setattr(Room, "open", lambda node, names: opened(node, names) if node.size == 1 else None)
+        share_nothing(monkeypatch)
     comm = WORLD.Dup()
     plan = collectives.plan("allreduce", np.ones(10), comm, algorithm="ring")
     plan()

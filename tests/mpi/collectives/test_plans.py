@@ -6,7 +6,6 @@ import time
 
 import numpy as np
 import pytest
-from mpi4py import MPI
 
 import collectives
 from collectives import one_shot
@@ -15,12 +14,10 @@ from collectives.session import session
 from collectives.transport import messages
 from collectives.transport.room import Room
 from collectives.watch import HISTORY, SPEAK_SECONDS
+from tests.mpi.collectives.support import RANK, TAG, WORLD, P, share_nothing
 from tests.mpi.sizes import only_on
 
-WORLD = MPI.COMM_WORLD
-RANK, P = WORLD.rank, WORLD.size
 TOTAL = P * (P + 1) // 2
-TAG = 77  # of what tests say to each other
 
 ALGORITHMS = ("auto", "native", "ring")
 
@@ -29,8 +26,7 @@ ALGORITHMS = ("auto", "native", "ring")
 def comm(request, monkeypatch):
     """A communicator whose ranks share memory, and one whose ranks do not."""
     if request.param != "one node":
-        opened = Room.open
-        monkeypatch.setattr(Room, "open", lambda node, names: opened(node, names) if node.size == 1 else None)
+        share_nothing(monkeypatch)
     made = WORLD.Dup()
     yield made
     made.Free()
