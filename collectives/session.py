@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any, NoReturn
 from weakref import WeakSet
@@ -336,21 +336,25 @@ class Session:
             if operation.error is not None:
                 raise operation.error
 
+        before = list(self.active)
         try:
             self._drive(steps(), STARTED)
         except BaseException as error:
             if not operation.done:
-                self._give_up_front(operation, error)
+                self._give_up_front(operation, before, error)
             raise
 
-    def _give_up_front(self, operation: Operation, error: BaseException) -> None:
-        """A wait for `operation` has been interrupted, or took too long, between the steps of what is under way: of
-        `operation` or, where it is not yet its turn, of the one before."""
-        front = next((one for one in self.active if one.exclusive), operation) if operation.exclusive else operation
-        front.give_up(error)
-        close(front.steps)
-        self.active = [one for one in self.active if one is not front]
-        self.leave(STARTED, error)
+    def _give_up_front(self, operation: Operation, before: Sequence[Operation], error: BaseException) -> None:
+        """A wait for `operation` has been interrupted, or took too long: in a step of what was under way, or between
+        the steps of `operation` or, where it is not yet its turn, of the one before."""
+        front = next((one for one in before if one.given_up_for is error), None)
+        if front is None:
+            waiting = (one for one in self.active if one.exclusive)
+            front = next(waiting, operation) if operation.exclusive else operation
+            front.give_up(error)
+            close(front.steps)
+            self.active = [one for one in self.active if one is not front]
+            self.leave(STARTED, error)
         if front is not operation and not isinstance(error, StallError):
             self._break(self.room.given_up(STARTED, error))
 

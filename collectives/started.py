@@ -22,6 +22,7 @@ class Operation:
         self.steps, self.exclusive = steps, exclusive
         self.done = False
         self.error: Exception | None = None
+        self.given_up_for: BaseException | None = None
 
     def step(self) -> None:
         try:
@@ -36,4 +37,5 @@ class Operation:
 
     def give_up(self, error: BaseException) -> None:
         """It was interrupted here."""
+        self.given_up_for = error
         self.done, self.error = True, CollectiveError(f"{STARTED} was given up: {type(error).__name__}")
