@@ -97,12 +97,12 @@ class Plan:
                 self._called = self._operation is not None
         try:
             left = self._quick(self._runner)
+            if left is not None:
+                home.drive(left, self._call.text)
+                self._quick = _quick(self._runner)  # which may have come to know more
         except BaseException as error:
             home.leave(self._call.text, error)
             raise
-        if left is not None:
-            home.drive(left, self._call.text)
-            self._quick = _quick(self._runner)  # which may have come to know more
         return self._result
 
     def keep(self, x: Any, out: Any) -> None:

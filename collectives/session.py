@@ -174,10 +174,13 @@ class Session:
         raise MismatchError(sentence)
 
     def _meet(self, card: Card) -> None:
-        room = self.room
-        room.enter(room.publish(card))
-        self.drive(room.meet(None), card.text)
-        room.cards(room.tokens_now())
+        def steps() -> Iterator[None]:
+            room = self.room
+            room.enter(room.publish(card))
+            yield from room.meet(None)
+            room.cards(room.tokens_now())
+
+        self.drive(steps(), card.text)
 
     def _renew(self) -> None:
         """Messages of the failed operation may still be on their way: leave them behind on the old communicator. Ranks
@@ -239,7 +242,7 @@ class Session:
             self._break(str(error))
         elif self.size > 1 and not (self.watch is None and room.withdraw(sentence)):
             self._break(sentence)
-        if room.ahead:
+        if room.lost:
             self._break(sentence)
 
     def _break(self, sentence: str) -> None:
@@ -270,10 +273,10 @@ class Session:
         """Whether the operation has failed; not so if those have come meanwhile for whom this rank waited."""
         if self.watch is None and not self.room.complete():
             return self.room.withdraw(str(error))
-        self.broken = str(error)
-        for operation in self.active:
+        under_way = list(self.active)
+        self._break(str(error))
+        for operation in under_way:
             close(operation.steps)
-        self._give_up(error)
         return True
 
     def check_usable(self) -> None:

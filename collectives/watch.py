@@ -249,10 +249,10 @@ class Watch:
             if sequence in self._mine and sequence not in self._told:
                 self._tell(sequence)
         self._sends = [send for send in self._sends if not send[0].Test()]
+        if self._gone is not None and max(self._open, default=0) >= self._gone[0]:
+            raise CollectiveError(self._gone[1])  # before comparing: who has gone agrees on no mismatch
         for sequence in sorted(self._heard):
             self._compare(sequence)
-        if self._gone is not None and max(self._open, default=0) >= self._gone[0]:
-            raise CollectiveError(self._gone[1])
 
     def late(self) -> list[int]:
         """Ranks that have not said that they are in the present operation."""

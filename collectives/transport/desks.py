@@ -4,7 +4,8 @@ On the desk of a rank lie
   entry     two words, used in turn: the number of the operation that the rank has entered, and a *token* for what
             it came with;
   progress  one word: how many phases the rank has finished, over all operations;
-  off       one word: the last operation that the rank left early, since when it touches nobody's arrays;
+  off       one word: the last operation that the rank left early, or in which it saw that another had taken back its
+            entry: since then it touches nobody's arrays;
   failed    one word: the last operation in which it could not reach another's memory, whose, and why;
   gone      two words: the token of a card that says why the rank does nothing more on this communicator, and from
             which operation on;

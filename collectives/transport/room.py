@@ -32,6 +32,7 @@ NOTHING: Turns = ((), ())
 SPINS_ALONE, SPINS_SHARED = 64, 1  # looks before giving way: ranks have cores of their own, or share them
 MOST_SPINS = 256
 LEAVING_SECONDS = 5.0
+SETTLE_SECONDS = 0.02  # until all see what this rank takes back, and who comes meanwhile has said so
 
 
 class Coming(Protocol):
@@ -61,9 +62,10 @@ class Room(Desks):
         self.operation = 0
         self.withdrawn = 0
         """The last operation that this rank has taken back its entry into."""
-        self.ahead = False
-        """Whether it has done so twice before another came once: what it enters next would take the place of the first
-        of these entries, which the other is yet to read."""
+        self.lost = False
+        """Whether this rank cannot go on here. It has taken back an entry that another may have counted on already; or
+        two before another came once: what it enters next would take the place of the first of these, which the other
+        is yet to read."""
         self.phase = 0
         self.waiting: int | None = None
         """The lane in which this rank waits for another's mark."""
@@ -150,6 +152,7 @@ class Room(Desks):
         found = [self.card(rank, token) for rank, token in enumerate(tokens)]
         withdrawals = [card.text for card in found if card.refused == WITHDRAWN]
         if withdrawals:
+            self._mine[OFF_WORD] = self.operation
             raise Withdrawn(withdrawals[0])
         refusals = [card.text for card in found if card.refused]
         if refusals:
@@ -227,12 +230,18 @@ class Room(Desks):
         """Say why this rank does nothing more here, to those who wait for it in this operation, or in the next where it
         has taken back its entry into this one."""
         self._mine[SINCE_WORD] = self.operation + (self.withdrawn == self.operation)
-        self._mine[GONE_WORD] = self.publish(Card(sentence, refused=WITHDRAWN))
+        token = self.publish(Card(sentence, refused=WITHDRAWN))
+        if self.fence is not None:
+            self.fence()
+        self._mine[GONE_WORD] = token
 
     def gone(self) -> str:
         """What a rank has said that does nothing more here in the present operation; "" where there is none."""
-        for other, words in self._others:
-            if words[GONE_WORD] and words[SINCE_WORD] <= self.operation:
+        gone = [(other, words) for other, words in self._others if words[GONE_WORD]]
+        if gone and self.fence is not None:
+            self.fence()
+        for other, words in gone:
+            if words[SINCE_WORD] <= self.operation:
                 return self.card(other, words[GONE_WORD]).text
         return ""
 
@@ -243,15 +252,33 @@ class Room(Desks):
 
     def withdraw(self, sentence: str) -> bool:
         """Take back the entry into this operation, so that who comes late learns why. False if all have come; that is
-        looked at once more when the card is written, as writing takes its time."""
+        looked at once more when the card is written, as writing takes its time. See also `lost`."""
         if self.complete():
             return False
         token = self.publish(Card(sentence, refused=WITHDRAWN))
         if self.complete():
             return False
+        if self.fence is not None:
+            self.fence()
         self._mine[self.operation & 1] = self.operation << 32 | token
+        if not self._settled():
+            self.lost = True
+            return True
         if self.withdrawn == self.operation - 1:
             before, parity = self.withdrawn << 32, self.withdrawn & 1
-            self.ahead = any(words[parity] < before for _, words in self._others)
+            self.lost = any(words[parity] < before for _, words in self._others)
         self.withdrawn = self.operation
         return True
+
+    def _settled(self) -> bool:
+        """Whether all see that this rank has taken back its entry, which others may have read just before.
+
+        The last to come writes his entry, then reads ours; we have written ours, then read his. Either he reads the new
+        one, or, after a while, we read his: processors may hold a store back behind a later load, but not for so long.
+        Nor does
+        anybody who read the old one look for the last for so long (`usual`) without reading ours again. So if somebody
+        is yet to come, he and all others will see the new one. If all have come, those who have seen it have said so in
+        their off word (`cards`); who has not may be at work with the old one."""
+        self._mine[OFF_WORD] = self.operation
+        time.sleep(SETTLE_SECONDS)
+        return not self.complete() or all(words[OFF_WORD] >= self.operation for _, words in self._others)

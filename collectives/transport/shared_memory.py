@@ -86,19 +86,17 @@ class MemoryPlan:
 
     def run(self) -> Iterator[None]:
         """The operation, in steps between which there is something to wait for."""
-        self._bring(self._room.operation + 1 & 1)
-        self._enter()
-        yield from self.met()
+        yield from self.afresh()
 
     def afresh(self) -> Iterator[None]:
         """Begin the operation, with a card that others can read; the steps that are left."""
         self._bring(self._room.operation + 1 & 1)
         try:
             self._enter()
+            return self.met()
         except BaseException as error:
             self.break_off(error)
             raise
-        return self.met()
 
     def _long(self) -> Iterator[None]:
         """As `afresh`, for vectors that do not pass through slots, where the others' arrays are known."""
@@ -117,8 +115,15 @@ class MemoryPlan:
         self._room.enter(self._token)
 
     def met(self) -> Iterator[None]:
+        """The steps after this rank has entered; begun, so that who drops them before the first one breaks off."""
+        steps = self._met()
+        next(steps)
+        return steps
+
+    def _met(self) -> Iterator[None]:
         room = self._room
         try:
+            yield
             yield from room.meet(self._tokens)
             tokens = room.tokens_now()
             if tokens != self._tokens:
@@ -134,10 +139,10 @@ class MemoryPlan:
         """This rank leaves an operation in which it has done nothing yet: it takes back its entry, or, where all have
         come, waits until nobody touches its arrays."""
         room = self._room
-        if not room.stands(self._token):
+        if not (room.stands(self._token) or room.lost):
             return
         interrupted = not isinstance(error, GeneratorExit)  # else who closed this has said what there is to say
-        if interrupted and room.whole and room.withdraw(room.given_up(self._call.text, error)):
+        if interrupted and room.whole and room.withdraw(room.given_up(self._call.text, error)) and not room.lost:
             return
         if room.complete() and (self.direct or self._trial is not None):
             room.leave_off(room.phase + 1)

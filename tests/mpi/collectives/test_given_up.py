@@ -11,6 +11,7 @@ import pytest
 import collectives
 from collectives.errors import CollectiveError
 from collectives.session import session
+from collectives.transport.room import Room
 from tests.mpi.collectives.support import RANK, TAG, WORLD, P, share_nothing
 from tests.mpi.sizes import only_on
 
@@ -66,6 +67,21 @@ def interrupted_at(turn, steps):
 def started(plan):
     plan.start()
     plan.wait()
+
+
+def polled(plan):
+    plan.start()
+    until = time.monotonic() + PATIENCE
+    while not plan.test() and time.monotonic() < until:
+        time.sleep(1e-3)
+
+
+def seen_by_the_others(room):
+    """The others come now, and go to work with what they see of this rank."""
+    others_come_now()
+    while not Room.complete(room):
+        time.sleep(1e-3)
+    time.sleep(0.2)
 
 
 @pytest.mark.mpi
@@ -232,16 +248,101 @@ def test_who_only_tests_hears_of_it_too(monkeypatch, nodes):
     WORLD.Barrier()
     session(comm).patient(60.0, PATIENCE)
 
-    def tested():
-        plan.start()
-        until = time.monotonic() + PATIENCE
-        while not plan.test() and time.monotonic() < until:
-            time.sleep(1e-3)
-
     if RANK == 0:
         session(comm).leave("a call", CollectiveError("rank 0 has given up a call"))
     others_come_now()
-    said = soon(tested) if RANK else outcome(plan)
+    said = soon(lambda: polled(plan)) if RANK else outcome(plan)
     everybody = WORLD.allgather(said)
     comm.Free()
     assert all("rank 0 has given up a call" in sentence for sentence in everybody), everybody
+
+
+@pytest.mark.mpi
+@only_on(2, 3)
+@pytest.mark.parametrize("nodes", [1, P])
+def test_who_only_tests_hears_of_a_rank_that_waited_too_long(monkeypatch, nodes):
+    """On one node the others have come, and stay away halfway."""
+    if nodes > 1:
+        share_nothing(monkeypatch)
+    comm = WORLD.Dup()
+    plan = collectives.plan("allreduce", np.ones(10), comm, algorithm="ring")
+    plan()
+    first = collectives.plan("allreduce", np.ones(5), comm, algorithm="ring")
+    session(comm).patient(60.0, 0.3 if RANK == 0 else PATIENCE)
+    if RANK and nodes == 1:
+        first.start()
+    WORLD.Barrier()
+    if RANK == 0:
+        said = outcome(first)
+    others_come_now()
+    if RANK:
+        said = soon(lambda: polled(plan))
+    after = soon(lambda: collectives.allreduce(np.ones(3), comm))
+    everybody = WORLD.allgather((said, after))
+    comm.Free()
+    assert everybody[0][0].startswith("StallError"), everybody
+    assert all("has waited for 0.3 s" in words and "late" not in words for one in everybody for words in one), everybody
+
+
+@pytest.mark.mpi
+@only_on(2, 3)
+@pytest.mark.parametrize("how", ["too late", "interrupted"])
+@pytest.mark.parametrize("algorithm", ["auto", "ring", "direct memory"])
+def test_others_that_count_on_an_entry_just_before_it_is_taken_back_hear_of_it(monkeypatch, alarm, algorithm, how):
+    """They come, and see it, between the last look of who takes it back and his writing so."""
+    comm = WORLD.Dup()
+    x = collectives.empty(100_000, np.float64) if algorithm == "direct memory" else np.empty(10)
+    x[:] = 1
+    plan = collectives.plan("allreduce", x, comm, algorithm="ring" if algorithm == "ring" else "auto")
+    plan()
+    WORLD.Barrier()
+    room = session(comm).room
+    session(comm).patient(60.0, 0.3 if RANK == 0 and how == "too late" else PATIENCE)
+    if RANK == 0:
+        youngest, complete = room.last_token, room.complete
+
+        def looked_before_they_came():
+            seen = complete()
+            if room.last_token > youngest:  # the card that says why is written
+                monkeypatch.setattr(room, "complete", complete)
+                seen_by_the_others(room)
+            return seen
+
+        monkeypatch.setattr(room, "complete", looked_before_they_came)
+        if how == "interrupted":
+            alarm(0.3)
+        said = outcome(plan)
+    else:
+        WORLD.recv(source=0, tag=TAG)
+        said = soon(plan)
+    after = soon(plan)
+    everybody = WORLD.allgather((said, after))
+    comm.Free()
+    assert everybody[0][0].startswith("StallError" if how == "too late" else "KeyboardInterrupt"), everybody
+    assert all("late:" not in words for one in everybody for words in one), everybody
+    assert all("rank 0 has given up" in one[0] or one[0] == "done" for one in everybody[1:]), everybody
+    assert all("rank 0 has given up" in one[1] for one in everybody), everybody
+
+
+@pytest.mark.mpi
+@only_on(2, 3)
+def test_others_that_come_while_an_entry_is_taken_back_go_on_with_who_takes_it_back(monkeypatch):
+    comm = WORLD.Dup()
+    x = np.ones(10)
+    plan = collectives.plan("allreduce", x, comm)
+    room = session(comm).room
+    session(comm).patient(60.0, 0.3 if RANK == 0 else PATIENCE)
+    if RANK == 0:
+        settled = room._settled
+        monkeypatch.setattr(room, "_settled", lambda: (seen_by_the_others(room), settled())[1])
+        said = outcome(plan)
+    else:
+        WORLD.recv(source=0, tag=TAG)
+        said = outcome(plan)
+    session(comm).patient(60.0, PATIENCE)
+    again = outcome(plan)
+    everybody = WORLD.allgather((said, again, bool((x == P).all())))
+    comm.Free()
+    assert everybody[0][0].startswith("StallError"), everybody
+    assert all(one[0].startswith("Withdrawn") for one in everybody[1:]), everybody
+    assert all(one[1:] == ("done", True) for one in everybody), everybody

@@ -276,6 +276,42 @@ def test_who_is_interrupted_before_all_have_come_takes_back_his_entry(comm):
 
 @pytest.mark.mpi
 @only_on(2, 3)
+def test_who_is_interrupted_before_his_first_step_waits_until_nobody_writes_into_his_array(monkeypatch, comm):
+    """He has entered and not begun to wait when the others come."""
+    move, armed, changed = reach._move, [], 0
+
+    def slow(*arguments):
+        if armed and RANK:
+            time.sleep(0.1)
+        move(*arguments)
+
+    def interrupted(*_):
+        while not session(comm).room.complete():
+            time.sleep(1e-3)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(reach, "_move", slow)
+    x = by_reach_next(comm)
+    session(comm).patient(60.0, 20.0)
+    armed.append(True)
+    if RANK == 0:
+        monkeypatch.setattr(session(comm), "drive", interrupted)
+    else:
+        time.sleep(0.3)
+    heard = outcome(lambda: collectives.allreduce(x, comm))
+    if RANK == 0:
+        left = x.copy()
+        time.sleep(0.5)
+        changed = int((x != left).sum())
+    again = outcome(lambda: collectives.allreduce(x, comm))
+    everybody = COMM.allgather((heard, changed, again))
+    assert everybody[0][:2] == ("KeyboardInterrupt: ", 0)
+    assert all("rank 0 has given up" in sentence for sentence, _, _ in everybody[1:]), everybody
+    assert all("unusable" in sentence for _, _, sentence in everybody), everybody
+
+
+@pytest.mark.mpi
+@only_on(2, 3)
 def test_who_has_waited_too_long_leaves_nobody_in_his_array(monkeypatch, comm):
     """Also while the error is kept."""
     move, armed, written = reach._move, [], 0
@@ -291,7 +327,7 @@ def test_who_has_waited_too_long_leaves_nobody_in_his_array(monkeypatch, comm):
     session(comm).patient(60.0, 0.3 if RANK == 0 else 20.0)
     try:
         collectives.allreduce(x, comm)
-    except errors.StallError:
+    except errors.CollectiveError:  # the others hear of it, if they wait for him
         left = x.copy()
         time.sleep(1.2)
         written = int((x != left).sum())
