@@ -12,7 +12,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-WATCH = "import sys; from launch import watched; watched.run([sys.executable, '-c', *sys.argv[1:]])"
+WATCH = """
+import sys
+from launch import watched
+watched.GRACE = 0.5
+watched.run([sys.executable, '-c', *sys.argv[1:]])
+"""
 WAITS = "import os, signal\nprint(os.getpid(), flush=True)\nsignal.pause()"
 COUNTS = """
 import signal, sys
@@ -28,6 +33,15 @@ for line in sys.stdin:
 """
 
 
+STUBBORN = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+sleep = [sys.executable, "-c", "import time; print(0, flush=True); time.sleep(600)"]
+rank = subprocess.Popen(sleep, start_new_session=True, stdout=subprocess.PIPE)
+rank.stdout.readline()
+print(os.getpid(), rank.pid, flush=True)
+time.sleep(600)
+"""
 HOPEFUL = """
 import sys
 from launch import watched
@@ -62,6 +76,37 @@ def test_a_signal_to_the_command_reaches_the_job(number: signal.Signals, code: i
     assert process.wait(60) == code
     with pytest.raises(ProcessLookupError):
         os.kill(job, 0)
+
+
+def test_a_job_that_a_signal_does_not_end_is_killed_with_all_its_processes() -> None:
+    process = watched(STUBBORN)
+    assert process.stdout is not None
+    pids = [int(word) for word in process.stdout.readline().split()]
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 128 + signal.SIGTERM
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_the_code_is_the_signals_where_mpirun_gives_one_of_its_own(number: signal.Signals, code: int) -> None:
+    fails = "import signal, sys\nfor n in (2, 15): signal.signal(n, lambda *_: sys.exit(1))\n"
+    process = watched(fails + "print(flush=True)\nsignal.pause()")
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.send_signal(number)
+    assert process.wait(60) == code
+
+
+def test_ranks_that_a_killed_mpirun_leaves_behind_are_killed() -> None:
+    process = watched(STUBBORN)
+    assert process.stdout is not None
+    job, rank = (int(word) for word in process.stdout.readline().split())
+    os.kill(job, signal.SIGKILL)
+    assert process.wait(60) == 128 + signal.SIGKILL
+    with pytest.raises(ProcessLookupError):
+        os.kill(rank, 0)
 
 
 def test_a_job_that_ends_well_after_an_interrupt_has_ended_well() -> None:
