@@ -8,9 +8,11 @@ import socket
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from launch.command import Job, LauncherError
+from launch.command import Job, LauncherError, Machine
 
 RANK_BYTES = 10 << 20  # no rank has less of its own once MPI is started: Open MPI's have 11 MiB, MPICH's 16
+START_SECONDS = 0.6  # of a core, until a rank has started Python, NumPy and MPI
+LONG_SECONDS = 20.0  # to start all; who waits longer may take the job for one that hangs
 ALLOCATIONS = ("SLURM_JOB_ID", "LSB_JOBID", "PBS_JOBID", "PE_HOSTFILE")
 HOST_WORDS = ("host", "hosts", "hostfile", "machinefile", "f", "rankfile", "configfile", "app")
 
@@ -32,6 +34,19 @@ def check(job: Job, room: Room, environment: Mapping[str, str]) -> None:
     ranks = _ranks_here(job, environment)
     if ranks > room.ranks:
         raise LauncherError(f"{ranks} ranks cannot start on this machine: {room.why}; ask for at most {room.ranks}")
+
+
+def crowd(job: Job, machine: Machine, environment: Mapping[str, str]) -> str | None:
+    """What to say where so many ranks share the cores of this machine that starting alone takes long; else None."""
+    ranks = _ranks_here(job, environment)
+    seconds = ranks * START_SECONDS / machine.cores
+    if seconds < LONG_SECONDS:
+        return None
+    cores = f"{machine.cores} core{'s' if machine.cores > 1 else ''}"
+    return (
+        f"mpips: {ranks} ranks share {cores}: starting them takes some {seconds:.0f} s, and whatever they do together "
+        f"takes long, too; ask for fewer, or spread them over more machines"
+    )
 
 
 def _ranks_here(job: Job, environment: Mapping[str, str]) -> int:

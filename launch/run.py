@@ -8,10 +8,12 @@ import os
 import shlex
 import socket
 import sys
+import traceback
+import warnings
 from collections.abc import Mapping, Sequence
 from importlib.machinery import PathFinder
 from ipaddress import IPv4Network
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import click
 
@@ -50,10 +52,29 @@ def start(ranks: int, script: Sequence[str], mpirun: str | None = None) -> NoRet
         argv = build(find(mpirun), job, machine)
     except LauncherError as error:
         raise click.UsageError(str(error)) from error
+    _launch(argv, job, machine)
+
+
+def _launch(argv: Sequence[str], job: Job, machine: Machine) -> NoReturn:
+    if warning := room.crowd(job, machine, os.environ):
+        click.echo(warning, err=True)
     watched.run(argv)
 
 
-@click.command("run", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+class Interruptible(click.Command):
+    """A command that after Ctrl-C, before its job has started, ends as the others do (`collectives.console`)."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            click.echo(f"\n{ctx.command_path}: interrupted", err=True)
+            sys.exit(watched.INTERRUPTED)
+
+
+@click.command(
+    "run", cls=Interruptible, context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False}
+)
 @click.option(
     "-s", "--servers", type=click.IntRange(0), default=0, show_default=True, help="Server processes; 0 is pure MPI."
 )
@@ -126,7 +147,7 @@ def command(
         click.echo(shlex.join(argv))
         return
     _check_script(script)
-    watched.run(argv)
+    _launch(argv, job, machine)
 
 
 def options_of(roles: Mapping[str, int | str]) -> Options:
@@ -217,15 +238,36 @@ def _script(words: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _check_script(script: Sequence[str]) -> None:
-    """A missing script would be an error of the ranks; say it before they start."""
+    """A script that is missing, or no Python, would be an error of all ranks; say it before they start."""
     if script[0] == "-m":
         sys.path.insert(0, os.getcwd())  # where ranks look first
         if not _exists(script[1]):
             raise click.UsageError(f"there is no module {script[1]!r} for {sys.executable}")
+    elif script[0] == "-c":
+        _compile(script[1], "<string>")
     elif os.path.isdir(script[0]):
         raise click.UsageError(f"{script[0]!r} is a folder: name a script in it, or a module by -m")
-    elif script[0] != "-c" and not os.path.isfile(script[0]):
+    elif not os.path.isfile(script[0]):
         raise click.UsageError(f"there is no script {script[0]!r} here ({os.getcwd()})")
+    elif script[0].endswith(".py"):  # others may be archives
+        with open(script[0], "rb") as file:
+            _compile(file.read(), script[0])
+
+
+class NoPython(click.ClickException):
+    """A refusal, shown without the usage."""
+
+    exit_code = 2
+
+
+def _compile(source: str | bytes, name: str) -> None:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the ranks give them
+            compile(source, name, "exec", dont_inherit=True)
+    except (SyntaxError, ValueError) as error:  # ValueError: a NUL in the text
+        lines = "".join(traceback.format_exception_only(error))
+        raise NoPython(f"no rank is started, as the script is no Python:\n{lines.rstrip()}") from None
 
 
 def _exists(module: str) -> bool:

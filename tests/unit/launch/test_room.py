@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from launch import room
-from launch.command import Job, LauncherError
+from launch.command import Job, LauncherError, Machine
 from launch.hosts import Placed
 from launch.room import Room
 
@@ -42,3 +42,12 @@ def test_this_machine_holds_some_and_not_any_number() -> None:
     found = room.here()
     assert 1 < found.ranks < 10**9
     assert found.why
+
+
+def test_many_ranks_a_core_are_warned_of_with_what_to_do() -> None:
+    assert room.crowd(Job(32, ()), Machine(2), {}) is None
+    said = room.crowd(Job(1000, ()), Machine(2), {})
+    assert said is not None
+    assert "1000 ranks share 2 cores: starting them takes some 300 s" in said
+    assert "ask for fewer" in said
+    assert room.crowd(Job(1000, (), hosts=(Placed("far", 1000),)), Machine(2), {}) is None

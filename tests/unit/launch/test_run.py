@@ -13,7 +13,7 @@ from typing import ClassVar
 import pytest
 from click.testing import CliRunner, Result
 
-from launch import cli, network, run
+from launch import cli, network, room, run, watched
 from launch.command import Launcher, LauncherError, Machine
 from launch.hosts import Placed
 
@@ -106,6 +106,38 @@ def test_a_folder_is_no_script(mpirun: str, tmp_path: Path) -> None:
     done = call("-w", "2", "--mpirun", mpirun, str(tmp_path))
     assert done.exit_code == 2
     assert "is a folder" in done.output
+
+
+@pytest.mark.parametrize("text", ["x = 1\ndef f(:\n", "x = '\0'\n"])
+def test_a_script_that_is_no_python_is_refused_once_and_shown(mpirun: str, tmp_path: Path, text: str) -> None:
+    script = tmp_path / "bad.py"
+    script.write_text(text)
+    done = call("-w", "2", "--mpirun", mpirun, str(script))
+    assert done.exit_code == 2
+    assert "no rank is started, as the script is no Python" in done.output
+    assert "Error: " in done.output.splitlines()[-1]
+    done = call("-w", "2", "--mpirun", mpirun, "--", "-c", "x = = 1")
+    assert done.exit_code == 2
+    assert "    x = = 1\n" in done.output
+
+
+def test_many_ranks_are_warned_of_before_they_start(mpirun: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "LONG_SECONDS", 0.0)
+    monkeypatch.setattr(watched, "run", lambda argv: sys.exit(f"started {shlex.join(argv)}"))
+    done = call("-w", "2", "--mpirun", mpirun, "--", "-c", "1")
+    warning, started = done.output.splitlines()
+    assert warning.startswith("mpips: 2 ranks share ")
+    assert "-n 2" in started
+
+
+def test_ctrl_c_before_the_job_starts(mpirun: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "check_interface", ask)
+    done = call("-w", "2", "--mpirun", mpirun, "--interface", "eth7", "--", "-c", "1")
+    assert done.exit_code == 130
+    assert done.output.split("\n")[1:] == ["run: interrupted", ""]
 
 
 def test_an_interface_that_is_nowhere(mpirun: str, tmp_path: Path) -> None:
