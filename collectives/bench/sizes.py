@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import re
 
-UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+UNITS = {
+    "": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+    "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
+}  # fmt: skip
 MOST = 10**18
 """Bytes, so that counts of them fit 64-bit integers."""
 
@@ -13,7 +16,7 @@ def parse_bytes(text: str) -> int:
     """4096 from "4096", "4KiB" or "4 kib"; 4,000,000 from "4MB". ValueError for anything else, or above `MOST`."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     if not match or match.group(2).upper() not in UNITS:
-        raise ValueError(f"{text!r} is no size: write 4096, 4KiB, 4MiB, 1GiB or 4MB")
+        raise ValueError(f"{text!r} is no size: write 4096, 4KiB, 4MiB, 1GiB, 1TiB or 4MB")
     found = float(match.group(1)) * UNITS[match.group(2).upper()]
     if found > MOST:
         raise ValueError(f"{text!r} is above {MOST:.0e} bytes, the most there is")
@@ -50,7 +53,7 @@ def parse_counts(text: str, itemsize: int, element: str) -> list[int]:
 
 def show_bytes(nbytes: int) -> str:
     """ "4 MiB" for 4194304; the plain number where no unit divides it."""
-    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+    for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if nbytes >= unit and nbytes % unit == 0:
             return f"{nbytes // unit} {name}"
     return f"{nbytes} B"

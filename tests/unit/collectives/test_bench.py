@@ -12,7 +12,9 @@ from collectives.bench.__main__ import check
 from collectives.bench.sizes import parse_bytes, parse_sizes, show_bytes
 
 
-@pytest.mark.parametrize("text, nbytes", [("4096", 4096), ("4KiB", 4096), ("4 mib", 4 << 20), ("4MB", 4_000_000)])
+@pytest.mark.parametrize(
+    "text, nbytes", [("4096", 4096), ("4KiB", 4096), ("4 mib", 4 << 20), ("4MB", 4_000_000), ("2TiB", 2 << 40)]
+)
 def test_bytes(text: str, nbytes: int) -> None:
     assert parse_bytes(text) == nbytes
 
@@ -35,7 +37,7 @@ def test_ranges() -> None:
     assert parse_sizes("8,1MiB") == [8, 1 << 20]
 
 
-@pytest.mark.parametrize("nbytes", [1, 1000, 1024, 4 << 20, 3 << 30])
+@pytest.mark.parametrize("nbytes", [1, 1000, 1024, 4 << 20, 3 << 30, 5 << 40])
 def test_shown_bytes_read_back(nbytes: int) -> None:
     assert parse_bytes(show_bytes(nbytes)) == nbytes
 
