@@ -7,15 +7,16 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 from rich.console import Console
 from rich.progress import Progress
 
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
+CODE_FILE = "_MPIPS_CODE_FILE"  # names the file that is to hold the exit code of `leave`
 INTERRUPTED = 130  # the exit code after Ctrl-C, as of shells
 PLAIN_WIDTH = 160
 LINE_SECONDS = 2.0
@@ -58,17 +59,35 @@ class InterruptibleGroup(Interruptible, click.Group):
 
 
 class RankedCommand(Interruptible):
-    """A command of which every rank of a job sees the same words: rank 0 alone says what is wrong with them."""
+    """A command of which every rank of a job sees the same words: rank 0 alone says what is wrong with them.
+
+    A click.ClickException is one that all ranks raise, or rank 0 when the others have nothing more to do with it.
+    """
 
     def main(self, *args: Any, **options: Any) -> Any:
-        if is_first() or not options.get("standalone_mode", True):
+        if not options.get("standalone_mode", True):
             return super().main(*args, **options)
         try:
             return super().main(*args, **{**options, "standalone_mode": False})
         except click.ClickException as error:
-            sys.exit(error.exit_code)
+            if is_first():
+                error.show()
+            leave(error.exit_code)
         except click.Abort:
             sys.exit(INTERRUPTED)
+
+
+def leave(code: int) -> NoReturn:
+    """Ends a command with an exit code, once it is said why; for all ranks, or for rank 0 when the others are done.
+
+    mpirun would add a banner to a code other than 0. So `mpips ... --ranks` is told the code, where it has asked.
+    """
+    asked = os.environ.get(CODE_FILE)
+    if asked and code:
+        with suppress(OSError):
+            Path(asked).write_bytes(bytes([code]))
+            code = 0
+    sys.exit(code)
 
 
 def is_rank() -> bool:

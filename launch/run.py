@@ -41,9 +41,13 @@ def settings(ranks: int, machine: Machine, environment: Mapping[str, str]) -> di
 
 
 def start(ranks: int, script: Sequence[str], mpirun: str | None = None) -> NoReturn:
-    """Runs, and ends with, an MPI job of `ranks` processes on this machine; its exit code becomes the job's."""
+    """Runs, and ends with, an MPI job of `ranks` processes on this machine; its exit code becomes the job's, or what
+    the ranks have left with (`collectives.console.leave`)."""
+    from collectives.console import CODE_FILE  # `mpips --help` does without
+
     machine = this_machine()
-    environment = settings(ranks, machine, os.environ)
+    left = os.memfd_create("code")
+    environment = {**settings(ranks, machine, os.environ), CODE_FILE: f"/proc/{os.getpid()}/fd/{left}"}
     if sys.stdout.isatty():  # ranks cannot see how wide it is
         environment["COLUMNS"] = str(os.get_terminal_size(sys.stdout.fileno()).columns)
     job = Job(ranks, program(script), environment)
@@ -52,13 +56,14 @@ def start(ranks: int, script: Sequence[str], mpirun: str | None = None) -> NoRet
         argv = build(find(mpirun), job, machine)
     except LauncherError as error:
         raise click.UsageError(str(error)) from error
-    _launch(argv, job, machine)
+    _warn(job, machine)
+    code = watched.wait(argv)
+    sys.exit(code or int.from_bytes(os.pread(left, 1, 0), "little"))
 
 
-def _launch(argv: Sequence[str], job: Job, machine: Machine) -> NoReturn:
+def _warn(job: Job, machine: Machine) -> None:
     if warning := room.crowd(job, machine, os.environ):
         click.echo(warning, err=True)
-    watched.run(argv)
 
 
 class Interruptible(click.Command):
@@ -147,7 +152,8 @@ def command(
         click.echo(shlex.join(argv))
         return
     _check_script(script)
-    _launch(argv, job, machine)
+    _warn(job, machine)
+    watched.run(argv)
 
 
 def options_of(roles: Mapping[str, int | str]) -> Options:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +17,7 @@ from collectives.bench.harness import Timing, measure
 from collectives.bench.report import Row
 from collectives.bench.sizes import parse_counts, show_bytes
 from collectives.call import REDUCING
-from collectives.console import OutFile, Picture, RankedCommand, Seconds, progress
+from collectives.console import OutFile, Picture, RankedCommand, Seconds, leave, progress
 from collectives.operations import operation
 
 CASES = (*BUS_FACTOR, "pt2pt", "overlap")
@@ -159,7 +158,7 @@ def command(
         report.print_table(rows, title)
         _write(rows, title, json_path, csv_path, plot_path)
     if any(row.wrong for row in rows):
-        sys.exit(1)
+        leave(1)
 
 
 def _element(dtype: str) -> np.dtype[Any]:

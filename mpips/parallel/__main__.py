@@ -14,7 +14,7 @@ import numpy as np
 from mpi4py import MPI
 from threadpoolctl import threadpool_limits
 
-from collectives.console import OutFile, Picture, RankedCommand, console, unwritable
+from collectives.console import OutFile, Picture, RankedCommand, console, leave, unwritable
 
 from . import checkpoint, report, usage
 from .activations import ACTIVATIONS
@@ -74,12 +74,13 @@ def command(**options: Any) -> None:
     """
     comm = MPI.COMM_WORLD
     usage.check_words(comm.size, **options)
+    run = _Run(comm, options)
     try:
-        _Run(comm, options).run()
+        run.run()
     except TrainingError as error:
         if comm.rank == 0:
             click.echo(f"mpips train: {error}", err=True)
-        sys.exit(1)
+        leave(1 if run.began else click.UsageError.exit_code)
     except Exception:
         if comm.size == 1:
             raise
@@ -103,6 +104,8 @@ class _Run:
         self.comm, self.console, self.options = comm, console(), options_of(options)
         self.optimizer = usage.optimizer_of(self.options)
         self.last_epoch = self.options.epochs
+        self.began = False
+        """Whether steps have been taken: until then a training is refused."""
         self.xp: Any = np
         o = self.options
         self.servers = Servers(o.servers, o.clients, o.averaging, o.every, o.alpha, comm) if o.servers else None
@@ -176,6 +179,7 @@ class _Run:
             f"{'-'.join(str(size) for size in specification.sizes)}, {data.train_rows:,} rows, batch {o.batch}, "
             f"grid {grid} (batch x model), {specification.dtype}"
         )
+        self.began = True
         trained = train(
             MLP(*specification, xp=self.xp), data, grid, o.epochs, self.optimizer, o.split, self._progress,
             hybrid, overlap=o.overlap, servers=self.servers,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,14 @@ from mpi4py import MPI
 from .agreement import agree
 
 DEVICES = ("cpu", "gpu")
+CUPY = "pip install cupy-cuda12x"
+
+
+def missing(device: str) -> str | None:
+    """What of this machine's Python `device` needs and has not, with a cure. Looks, imports nothing."""
+    if device == "cpu" or importlib.util.find_spec("cupy") is not None:
+        return None
+    return f"device {device} needs CuPy, which is not installed: {CUPY}"
 
 
 def array_module(device: str, comm: MPI.Comm) -> Any:
@@ -28,7 +37,7 @@ def array_module(device: str, comm: MPI.Comm) -> Any:
         module = importlib.import_module("cupy")
         module.cuda.Device(place % module.cuda.runtime.getDeviceCount()).use()
     except ImportError:
-        problem = f"rank {comm.rank}: device gpu needs CuPy, which is not installed: pip install cupy-cuda12x"
+        problem = f"rank {comm.rank}: device gpu needs CuPy, which is not installed: {CUPY}"
     except RuntimeError as error:
         problem = f"rank {comm.rank}: device gpu finds no GPU: {error}"
     agree(comm, problem)

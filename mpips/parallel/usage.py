@@ -13,6 +13,7 @@ from click.core import ParameterSource
 from mpips import optimizers
 
 from .agreement import TrainingError
+from .devices import missing
 from .grid import misfit, parse
 from .minibatches import Rule
 from .served import misfit as misfit_of_servers
@@ -46,12 +47,19 @@ def given(option: str) -> bool:
 def check(ranks: int, **options: Any) -> None:
     """Refuses a command line that cannot be for that many ranks, by click.UsageError. Starts no MPI; for the launcher,
     which sees the files of rank 0."""
-    check_words(ranks, **options)
     o = options_of(options)
+    if problem := missing(o.device):
+        raise click.UsageError(f"--{problem}")
+    check_words(ranks, **options)
     if not (o.data in BUILT_IN or o.data.startswith("synthetic:") or os.path.isfile(o.data)):
         raise click.UsageError(f"there is no data file {o.data!r}, nor is it one of {', '.join(BUILT_IN)}")
     if o.load_path and not os.path.isfile(o.load_path):
         raise click.UsageError(f"there is no checkpoint {o.load_path!r}")
+    if os.path.isfile(o.data) and not o.data.endswith(".npz"):
+        try:
+            open_source(o.data, words(o.target), words(o.features), o.data_directory, o.classify, o.header)
+        except TrainingError as error:
+            raise click.UsageError(str(error)) from None
 
 
 def check_words(ranks: int, **options: Any) -> None:
@@ -153,6 +161,8 @@ def _checkpoint(o: SimpleNamespace) -> str | None:
 
 
 def _device(o: SimpleNamespace) -> str | None:
-    if o.device != "cpu" and (o.explain or o.grid_text == "auto"):
-        return "predictions are for --device cpu: give --grid, and leave --explain out"
+    if o.device != "cpu" and o.explain:
+        return "--explain predicts for --device cpu alone: leave it out"
+    if o.device != "cpu" and o.grid_text == "auto":
+        return f"--device {o.device} needs a --grid, as auto predicts for the cpu alone: for instance --grid 2x1"
     return None

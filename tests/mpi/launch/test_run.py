@@ -191,3 +191,38 @@ def test_the_readme_collectives(tmp_path: Path) -> None:
     done = run(tmp_path, readme("sums.py"), "--workers", "4")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("4.0") == 4
+
+
+def mpips(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    clean = {k: v for k, v in os.environ.items() if not re.match(r"OMPI_|PMIX_|PRTE_|PMI_|HYDRA_|MPI_|MPIPS_", k)}
+    clean["PYTHONPATH"] = str(ROOT)
+    command = [sys.executable, "-m", "launch.cli", *words]
+    return subprocess.run(command, capture_output=True, text=True, env=clean, cwd=tmp_path, timeout=JOB_LIMIT)
+
+
+def test_bad_data_end_a_training_with_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "bad.csv").write_text("a,b\n1,2\n3,4\n5,x\n7,8\n")
+    for job in (["--ranks", "2"], ["--ranks", "3", "--servers", "1", "--grid", "1x2"]):
+        done = mpips(tmp_path, "train", "--data", "bad.csv", *job)
+        assert done.returncode == 2, done.stderr
+        assert done.stderr.strip() == (
+            "mpips train: bad.csv, line 4: column 2 (b) is 'x', not a finite number; mend or remove the line"
+        )
+
+
+@pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="no /dev/full here")
+@pytest.mark.parametrize("what", ["kvstore", "allreduce"])
+def test_a_full_disk_after_the_work_is_one_sentence_below_the_table(tmp_path: Path, what: str) -> None:
+    done = mpips(tmp_path, "bench", what, "--ranks", "2", "--sizes", "1KiB", "--seconds", "0.01", "--json", "/dev/full")
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.strip() == "Error: --json /dev/full cannot be written: No space left on device"
+    assert "ordinary" in done.stdout
+
+
+def test_a_job_ended_by_sigterm_has_the_code_of_the_signal(tmp_path: Path) -> None:
+    process = start(tmp_path, "from mpi4py import MPI\nprint('up', flush=True)\nMPI.COMM_WORLD.recv()\n", "-w", "2")
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.terminate()
+    assert process.wait(JOB_LIMIT) == 143
+    process.communicate()

@@ -142,6 +142,30 @@ def test_an_interrupt_is_told_by_rank_0_alone(
     assert ("mpips train: interrupted" in capsys.readouterr().err) == (rank == "0")
 
 
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_refusal_of_all_ranks_is_told_by_rank_0_and_its_code_left_where_the_launcher_asks(
+    rank: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused() -> None:
+        raise click.UsageError("no")
+
+    command = console.RankedCommand("train", callback=refused)
+    monkeypatch.setenv("PMI_RANK", rank)
+    with pytest.raises(SystemExit) as end:
+        command.main([], "mpips train")
+    assert end.value.code == 2
+    assert capsys.readouterr().err.count("Error: no") == (rank == "0")
+    monkeypatch.setenv(console.CODE_FILE, str(tmp_path / "code"))
+    with pytest.raises(SystemExit) as end:
+        command.main([], "mpips train")
+    assert end.value.code == 0
+    assert (tmp_path / "code").read_bytes() == b"\2"
+    monkeypatch.setenv(console.CODE_FILE, str(tmp_path / "nowhere" / "code"))
+    with pytest.raises(SystemExit) as end:
+        command.main([], "mpips train")
+    assert end.value.code == 2
+
+
 ALONE = [
     "mpips.overlap.gap", "mpips.overlap.bench", "mpips.overlap.reproduce.__main__", "mpips.bench.beside_mxnet",
     "mpips.bench.idle", "mpips.bench.waiting", "launch.measure", "launch.schedulers.script",

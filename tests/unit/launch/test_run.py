@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import shlex
 import subprocess
 import sys
@@ -279,6 +280,20 @@ def test_wrong_words_are_refused_once_before_any_rank_starts(words: str, named: 
     assert named in done.stderr
     assert done.stderr.count("Error") == 1
     assert "started" not in done.stderr
+
+
+def test_what_train_lacks_is_said_before_any_rank_starts(tmp_path: Path) -> None:
+    table = tmp_path / "d.csv"
+    table.write_text("a,b\n1,2\n3,4\n")
+    words = ["train", "--ranks", "2", "--data", str(table)]
+    lacking = [(["--target", "z"], f"{table} has no column 'z': the columns are a, b")]
+    if importlib.util.find_spec("cupy") is None:
+        lacking.append((["--device", "gpu"], "--device gpu needs CuPy, which is not installed: pip install cupy"))
+    for more, said in lacking:
+        done = ranked(*words, *more)
+        assert done.returncode == 2
+        assert f"Error: {said}" in done.stderr
+        assert "started" not in done.stderr
 
 
 def test_ranks_may_stand_before_the_name_of_a_benchmark() -> None:
