@@ -26,6 +26,7 @@ call.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NoReturn
@@ -169,14 +170,16 @@ class Plan:
         self.release()
         self._home.made.discard(self)
         self._arrays = self._result = None
-        self._run, self._quick = self._gone, lambda runner: self._gone()
+        this = weakref.proxy(self)  # a plan that held on to itself would wait for the garbage collector
+        self._run, self._quick = lambda: this._gone(), lambda runner: this._gone()
 
     def release(self) -> None:
         """Give back what the plan holds of MPI; it is compiled anew when it runs again. Local."""
         release = getattr(self._runner, "free", None)
         if release is not None:
             release()
-        self._run, self._quick = self._anew, lambda runner: self._anew()
+        this = weakref.proxy(self)
+        self._run, self._quick = lambda: this._anew(), lambda runner: this._anew()
 
     def _anew(self) -> Iterator[None]:
         self._compile()

@@ -253,7 +253,8 @@ class Talk:
             comm.Recv([data, MPI.BYTE], status.Get_source(), TAG)
             self._hear(status.Get_source(), _decode(data))
         self._answer()
-        self._sends = [send for send in self._sends if not send[0].Test()]
+        for send in [send for send in self._sends if send[0].Test()]:
+            self._sends.remove(send)  # in place: another thread may add one meanwhile
 
     def _tell(self, message: Message, to: int | None = None) -> None:
         if self._comm is None:

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -65,7 +64,7 @@ class MemoryPlan:
         self._out = Window(out.vector(), call.extent_of_out(room.rank, x == out)[0])
         shareable = call.nbytes > eager.always and not (call.kind == "alltoall" and x == out)
         self._trial = trial
-        self._ways: list[Callable[[], Iterator[None]]] = []
+        self._ways: list[Program | NativePlan] = []
         self._token = -CARDS
         self._tokens: tuple[int, ...] | None = None
         self.quick: Callable[[MemoryPlan], Iterator[None] | None] = MemoryPlan.afresh
@@ -157,7 +156,8 @@ class MemoryPlan:
             yield from self._carry_out(self._program)
             return
         choice, start = self._trial.choice, time.perf_counter()
-        yield from self._ways[choice.way]()
+        way = self._ways[choice.way]
+        yield from self._carry_out(way) if isinstance(way, Program) else way.run()
         yield from choice.learn((time.perf_counter() - start) / self._call.nbytes)
 
     def _carry_out(self, program: Program) -> Iterator[None]:
@@ -219,12 +219,11 @@ class MemoryPlan:
         if trial is None or mixed or in_reach != self._reaches():  # the trial counts on every way
             self._program = Staged(room, call, x, out).program(restage=mixed or trial is not None)
             return
-        programs = [Staged(room, call, x, out).program(restage=False)]
+        self._ways = [Staged(room, call, x, out).program(restage=False)]
         if in_reach:
-            programs.append(reach.program(room, call, x, out, cards))
-        self._ways = [partial(self._carry_out, program) for program in programs]
+            self._ways.append(reach.program(room, call, x, out, cards))
         if trial.rival is not None:
-            self._ways.append(trial.rival.run)
+            self._ways.append(trial.rival)
 
     def _reaches(self) -> bool:
         """Whether reach is one of the ways."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -40,6 +41,29 @@ def test_a_plan_on_a_freed_communicator(algorithm):
     plan.free()
     started.free()
     still_works(WORLD)
+
+
+@pytest.mark.mpi
+@only_on(1, 2, 3)
+@pytest.mark.parametrize("freed", [False, True])
+@pytest.mark.parametrize("algorithm", ["auto", "native", "ring", "ring(over=messages)"])
+@pytest.mark.parametrize("n", [10, 100_000 * P])
+def test_a_plan_that_nobody_keeps_is_gone_at_once(n, algorithm, freed):
+    comm = WORLD.Dup()
+    plan = collectives.plan("allreduce", np.ones(n), comm, algorithm=algorithm)
+    for _ in range(3):
+        plan()
+    kept = weakref.ref(plan), weakref.ref(plan._runner)
+    if freed:
+        plan.free()
+    gc.disable()
+    try:
+        del plan
+        gone = [one() is None for one in kept]
+    finally:
+        gc.enable()
+    comm.Free()
+    assert gone == [True, True]
 
 
 @pytest.mark.mpi
