@@ -45,6 +45,11 @@ class Call:
     def nbytes(self) -> int:
         return self.n * self.dtype.itemsize
 
+    def more_algorithms(self, nodes: int) -> list[str]:
+        """What a plan of such a call takes as its algorithm beside those of `collectives.catalog`."""
+        between = ["native"] if nodes > 1 else ["shared_memory", "native"]
+        return ["auto", *(["reproducible"] if self.kind == "allreduce" else []), *between]
+
     def block(self, rank: int) -> tuple[int, int]:
         """Where the rank's block begins and ends."""
         return int(cut(self.n, self.p, rank)), int(cut(self.n, self.p, rank + 1))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -48,14 +49,19 @@ def names(kind: str) -> tuple[str, ...]:
     return tuple(name for name, module in ALGORITHMS.items() if kind in module.KINDS)
 
 
+def see_serves(kind: str, name: str, others: Sequence[str] = ()) -> None:
+    """ValueError with the choices, `others` and what is here, where no algorithm of this name serves `kind`."""
+    if name not in names(kind):
+        known = "does not serve" if name in ALGORITHMS else "is no algorithm for"
+        raise ValueError(f"{name!r} {known} {kind}: choose one of {', '.join([*others, *names(kind)])}")
+
+
 def build(kind: str, algorithm: str, p: int, root: int = 0, **parameters: Any) -> Schedule:
     """The schedule of `algorithm` for `kind` over p ranks. Parameters may be written in the name or given by keyword;
     `root` counts in broadcast and reduce only. ValueError with the reason and the choices for an unknown name or
     parameter, a kind that it does not serve, or a p that does not fit."""
     name, written = parse(algorithm)
-    if name not in names(kind):
-        known = "does not serve" if name in ALGORITHMS else "is no algorithm for"
-        raise ValueError(f"{name!r} {known} {kind}: choose one of {', '.join(names(kind))}")
+    see_serves(kind, name)
     given = {**parameters, **written}
     _refuse_unknown(name, given)
     if kind in ROOTED:

@@ -347,6 +347,7 @@ def build_schedule(home: Session, call: Call) -> Schedule:
     """The schedule of a call by an algorithm of the catalogue; `hierarchical` without `local` takes the ranks of each
     node, which must be as many on all nodes and neighbours. ValueError where the algorithm does not serve the call."""
     name, parameters = catalog.parse(call.algorithm)
+    catalog.see_serves(call.kind, name, call.more_algorithms(home.nodes))
     if name == "hierarchical" and "local" not in parameters:
         local = parameters["local"] = call.p // home.nodes
         if home.node_of != [rank // local * local for rank in range(call.p)]:

@@ -49,6 +49,10 @@ class TensorCall(Call):
         super().__post_init__()
         object.__setattr__(self, "text", f"{self.text}, {self.vectors} vectors a rank")
 
+    def more_algorithms(self, nodes: int) -> list[str]:
+        others = [name for name in super().more_algorithms(nodes) if name != "reproducible"]
+        return [*others, *(["host_ring", "reg", "vector_ring"] if self.kind == "allreduce" else [])]
+
 
 def compile_plan(home: Session, kind: str, x: Any, op: str, algorithm: str, out: Any, root: int, tags: Tags) -> Plan:
     """A plan for the vectors `x` (or one device array), into `out` (None: in place). Local; ValueError or TypeError

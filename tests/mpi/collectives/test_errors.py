@@ -11,6 +11,7 @@ import pytest
 from mpi4py import MPI
 
 import collectives
+from collectives import catalog
 from collectives.errors import CollectiveError, MismatchError, StallError
 from collectives.session import session
 from collectives.transport.cards import CARDS
@@ -124,6 +125,20 @@ def test_unknown_names(comm):
     assert "root" in sentence(lambda: collectives.broadcast(x, comm, root=P))
     assert "mean" in sentence(lambda: collectives.allreduce(np.ones(3, int), comm, op="mean"))
     still_works(comm)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("kind, vectors", [("allreduce", False), ("broadcast", False), ("allreduce", True)])
+def test_the_algorithms_that_a_refusal_names_beside_the_catalog_are_those_that_serve(comm, kind, vectors):
+    x = [np.ones(10), np.ones(10)] if vectors else np.ones(10)
+    said = sentence(lambda: collectives.plan(kind, x, comm, algorithm="quicksort"))
+    named = set(said.split("choose one of ")[1].split(", ")) - set(catalog.ALGORITHMS)
+    expected = {"auto", "native"} | ({"shared_memory"} if session(comm).nodes == 1 else set())
+    if kind == "allreduce":
+        expected |= {"host_ring", "reg", "vector_ring"} if vectors else {"reproducible"}
+    assert named == expected
+    for name in sorted(named):
+        collectives.plan(kind, x, comm, algorithm=name)()
 
 
 @pytest.mark.mpi
