@@ -49,7 +49,7 @@ class Guarded:
             if not self._token or not room.readable(self._token):
                 self._token = room.publish(Card(self._call.text))
             room.enter(self._token)
-            yield from room.meet(self._tokens)
+            yield from room.meet()
             if room.tokens_now() != self._tokens:
                 self._tokens = None
                 room.cards(room.tokens_now())

@@ -43,7 +43,7 @@ from collectives.native import NativePlan
 from collectives.operations import operation
 from collectives.schedule import Schedule
 from collectives.session import Session, session
-from collectives.started import Operation
+from collectives.started import HELD, Operation
 from collectives.transport.messages import MessagePlan
 from collectives.transport.scheduled_memory import ScheduledMemory
 from collectives.transport.shared_memory import MemoryPlan, Trial
@@ -84,27 +84,31 @@ class Plan:
 
     def _compile(self) -> None:
         runner = self._runner = self._make()
-        self._run, self._quick = runner.run, _quick(runner)
+        self._run, self._quick = runner.run, _quick(self._home, runner)
 
     def __call__(self) -> Any:
         """Run to the end. Blocking."""
-        home = self._home
-        if home.active or home.broken:
-            if not (self._called and self._operation):
-                self.start()
-            try:
-                return self.wait()
-            finally:
-                self._called = self._operation is not None
         try:
             left = self._quick(self._runner)
-            if left is not None:
-                home.drive(left, self._call.text)
-                self._quick = _quick(self._runner)  # which may have come to know more
+            if left is None:
+                return self._result
+            if left is not HELD:
+                self._home.drive(left, self._call.text)
+                self._quick = _quick(self._home, self._runner)  # which may have come to know more
+                return self._result
         except BaseException as error:
-            home.leave(self._call.text, error)
+            self._home.leave(self._call.text, error)
             raise
-        return self._result
+        return self._call_in_turn()
+
+    def _call_in_turn(self) -> Any:
+        """A call that cannot begin at once."""
+        if not (self._called and self._operation):
+            self.start()
+        try:
+            return self.wait()
+        finally:
+            self._called = self._operation is not None
 
     def keep(self, x: Any, out: Any) -> None:
         """Hold on to the arrays, so that the plan can run as long as it lives; beside others, if its messages have tags
@@ -171,7 +175,7 @@ class Plan:
         self._home.made.discard(self)
         self._arrays = self._result = None
         this = weakref.proxy(self)  # a plan that held on to itself would wait for the garbage collector
-        self._run, self._quick = lambda: this._gone(), lambda runner: this._gone()
+        self._run, self._quick = lambda: this._gone(), _in_turn
 
     def release(self) -> None:
         """Give back what the plan holds of MPI; it is compiled anew when it runs again. Local."""
@@ -179,7 +183,7 @@ class Plan:
         if release is not None:
             release()
         this = weakref.proxy(self)
-        self._run, self._quick = lambda: this._anew(), lambda runner: this._anew()
+        self._run, self._quick = lambda: this._anew(), _in_turn
 
     def _anew(self) -> Iterator[None]:
         self._compile()
@@ -189,10 +193,14 @@ class Plan:
         self._home.refuse(f"rank {self._home.rank}: {self._call.text} has been freed: make a new plan")
 
 
-def _quick(runner: Runner) -> Callable[[Any], Iterator[None] | None]:
-    """How a runner is asked to do its operation at once."""
-    found: Callable[[Any], Iterator[None] | None] = getattr(runner, "quick", type(runner).run)
-    return found
+def _quick(home: Session, runner: Runner) -> Callable[[Any], Iterator[None] | None]:
+    """How a runner is asked to do its operation at once: None where it is done, the steps that are left, or HELD."""
+    own: Callable[[Any], Iterator[None] | None] | None = getattr(runner, "quick", None)
+    return own or (lambda runner: HELD if home.room.held else runner.run())
+
+
+def _in_turn(runner: Runner) -> Iterator[None]:
+    return HELD
 
 
 def plan(

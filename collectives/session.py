@@ -96,15 +96,35 @@ class Session:
         self.by_address: dict[Any, Any] = {}
         self.made: WeakSet[Any] = WeakSet()
         """Plans that hold something of MPI, kept here or by the user."""
-        self.active: list[Operation] = []
+        self._active: list[Operation] = []
         self._due = 0.0
         self._choices: dict[str, Choice] = {}
-        self.broken = ""
+        self._broken = ""
         self.open = True
         self.meanwhile: Callable[[], None] = lambda: None
         """Called now and then while this rank waits for others of its node."""
         self.tags_dealt = 0
         """To plans, whose messages they keep apart."""
+
+    @property
+    def active(self) -> list[Operation]:
+        """What has been started and is not done."""
+        return self._active
+
+    @active.setter
+    def active(self, operations: list[Operation]) -> None:
+        self._active = operations
+        self.room.hold(bool(operations or self._broken))
+
+    @property
+    def broken(self) -> str:
+        """Why nothing more can be done on this communicator; "" while it can."""
+        return self._broken
+
+    @broken.setter
+    def broken(self, why: str) -> None:
+        self._broken = why
+        self.room.hold(bool(self._active or why))
 
     def patient(self, stall_seconds: float, timeout_seconds: float) -> None:
         """How long a wait may last before it warns, and before it raises (0: never)."""
@@ -177,7 +197,7 @@ class Session:
         def steps() -> Iterator[None]:
             room = self.room
             room.enter(room.publish(card))
-            yield from room.meet(None)
+            yield from room.meet()
             room.cards(room.tokens_now())
 
         self.drive(steps(), card.text)
@@ -288,7 +308,7 @@ class Session:
     def start(self, steps: Iterator[None], exclusive: bool) -> Operation:
         """Begin a run. Exclusive runs of one session take turns in the order in which they were started."""
         operation = Operation(steps, exclusive)
-        self.active.append(operation)
+        self.active = [*self.active, operation]
         self.advance()
         return operation
 

@@ -7,6 +7,8 @@ from collections.abc import Generator, Iterator
 from collectives.errors import CollectiveError
 
 STARTED = "a started collective"
+HELD: Iterator[None] = iter(())
+"""In place of an operation's steps: it has not begun, as something else comes first."""
 
 
 def close(steps: Iterator[None]) -> None:

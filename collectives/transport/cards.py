@@ -6,6 +6,7 @@ reads the card; so bindings need no message.
 
 from __future__ import annotations
 
+import sys
 import zlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -50,6 +51,9 @@ class Cards:
         self.desks, self.rank, self.names = desks, rank, tuple(names)
         self.last_token = 0
         """The youngest card's."""
+        self.spent = -CARDS
+        """What is brought at once brings a token above this one."""
+        self.held = False
         self._known: dict[tuple[int, int], Card] = {}
 
     def publish(self, card: Card) -> int:
@@ -66,7 +70,13 @@ class Cards:
         desk[at : at + HEAD_BYTES] = words.view(np.uint8)
         desk[at + HEAD_BYTES : at + HEAD_BYTES + len(text)] = np.frombuffer(text, np.uint8)
         self._keep(self.rank, token, card)
+        self.hold(self.held)
         return token
+
+    def hold(self, held: bool) -> None:
+        """Whether nothing may be brought at once, as something else comes first."""
+        self.held = held
+        self.spent = sys.maxsize if held else self.last_token - CARDS
 
     def _keep(self, rank: int, token: int, card: Card) -> None:
         self._known[rank, token] = card

@@ -1,9 +1,6 @@
 """The desks of the ranks of one node: shared memory that each rank writes for the others to read.
 
 On the desk of a rank lie
-  entry     two words, used in turn: the number of the operation that the rank has entered, and a *token* for what
-            it came with;
-  progress  one word: how many phases the rank has finished, over all operations;
   off       one word: the last operation that the rank left early, or in which it saw that another had taken back its
             entry: since then it touches nobody's arrays;
   failed    one word: the last operation in which it could not reach another's memory, whose, and why;
@@ -14,6 +11,12 @@ On the desk of a rank lie
   cards     what a token stands for (`cards`);
   slots     two buffers, used in turn, for the vectors of small calls;
   stages    buffers through which ordinary arrays pass, block by block.
+
+On the first rank's desk lie the words that all ranks look at again and again, side by side, so that one look takes in
+all of them, which where ranks share a core costs a third of as many looks. Each is used in turn with another, so that
+nobody writes over what others have yet to see:
+  entries   the number of the operation that the rank has entered << 32 | a *token* for what it came with;
+  progress  how many phases the rank has finished, over all operations.
 
 Order of memory: x86 keeps stores in order and loads in order, so data written before a signal is there when the signal
 is. On other processors `MPI_Win_sync` is the fence on both sides of each signal.
@@ -42,12 +45,18 @@ SLOT_BYTES = 128 << 10
 STAGE_BYTES = 1 << 20
 BLOCK_BYTES = 256 << 10
 LANES = 256
-PHASE_WORD, OFF_WORD, FAILED_WORD, GONE_WORD, SINCE_WORD, MARKS_WORD = 8, 9, 10, 11, 12, 16  # entry: the words 0 and 1
+LINE_BYTES = 64
+OFF_WORD, FAILED_WORD, GONE_WORD, SINCE_WORD, MARKS_WORD = 0, 1, 2, 3, 8
 LEFT_AT = (MARKS_WORD + LANES) * 8
 SLOTS_AT = CARDS_END
 STAGES_AT = SLOTS_AT + 2 * SLOT_BYTES
-DESK_BYTES = STAGES_AT + 2 * STAGE_BYTES + 3 * BLOCK_BYTES
+ROWS_AT = STAGES_AT + 2 * STAGE_BYTES + 3 * BLOCK_BYTES
 ORDERED_STORES = platform.machine().lower() in ("x86_64", "amd64", "i686", "i386")
+
+
+def desk_bytes(size: int) -> int:
+    """Of one desk, where a node has `size` ranks."""
+    return ROWS_AT + 4 * (-(-size * 8 // LINE_BYTES) * LINE_BYTES)
 
 
 class Desks(Cards):
@@ -66,6 +75,10 @@ class Desks(Cards):
         self._words = words
         self._mine = words[self.rank]
         self._others = [(other, words[other]) for other in self.turn()]
+        rows = desks[0][ROWS_AT : desk_bytes(self.size)].reshape(4, -1)[:, : self.size * 8]
+        even, odd, even_phase, odd_phase = (row.data.cast("Q") for row in rows)
+        self._entries, self._progress = (even, odd), (even_phase, odd_phase)
+        """A word for each rank; those of even and of odd operations, of even and of odd phases."""
         self.fence: Callable[[], None] | None = None if fence is None else fence.Sync
         self._window = fence
         grain = 4096 if self.size <= STAGE_BYTES // 4096 else arena.ALIGNMENT
@@ -75,8 +88,8 @@ class Desks(Cards):
     def open(cls, node: MPI.Comm, names: Sequence[int], fenced: bool = not ORDERED_STORES) -> Self | None:
         """Collective over `node`: one desk each. None, on every rank, when some rank cannot map another's desk."""
         _clear()
-        desk = arena.empty(DESK_BYTES, np.uint8)
-        desk[:SLOTS_AT] = 0
+        desk = arena.empty(desk_bytes(node.size), np.uint8)
+        desk[:SLOTS_AT] = desk[ROWS_AT:] = 0
         where = arena.locate(desk)
         regions = np.empty((node.size, len(NOWHERE)), np.int64)
         node.Allgather(np.array(where, np.int64), regions)

@@ -10,14 +10,15 @@ A rank can enter operation i + 2 only after all have entered i + 1, hence two en
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from os import sched_yield
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from collectives.errors import CollectiveError, MismatchError, Withdrawn
-from collectives.transport.cards import CARDS, WITHDRAWN, Card
-from collectives.transport.desks import FAILED_WORD, GONE_WORD, MARKS_WORD, OFF_WORD, PHASE_WORD, SINCE_WORD, Desks
+from collectives.transport.cards import WITHDRAWN, Card
+from collectives.transport.desks import FAILED_WORD, GONE_WORD, MARKS_WORD, OFF_WORD, SINCE_WORD, Desks
 from collectives.transport.program import Step
 from collectives.watch import disagreement
 
@@ -31,6 +32,7 @@ Turns: TypeAlias = "tuple[Sequence[Step], Sequence[Step]]"
 NOTHING: Turns = ((), ())
 SPINS_ALONE, SPINS_SHARED = 64, 1  # looks before giving way: ranks have cores of their own, or share them
 MOST_SPINS = 256
+ORDER = sys.byteorder
 LEAVING_SECONDS = 5.0
 SETTLE_SECONDS = 0.02  # until all see what this rank takes back, and who comes meanwhile has said so
 
@@ -59,6 +61,9 @@ class Room(Desks):
         self.whole = True
         """Whether the room holds all ranks of the communicator."""
         self._spins = SPINS_ALONE if self.size <= len(os.sched_getaffinity(0)) else SPINS_SHARED
+        self._ones = sum(1 << 64 * rank for rank in range(self.size))
+        """Times a number: that number once for each rank, as in a row read at once."""
+        self._low = self._ones * 0xFFFFFFFF
         self.operation = 0
         self.withdrawn = 0
         """The last operation that this rank has taken back its entry into."""
@@ -75,31 +80,17 @@ class Room(Desks):
         self.operation = operation = self.operation + 1
         if self.fence is not None:
             self.fence()
-        self._mine[operation & 1] = operation << 32 | token
+        self._entries[operation & 1][self.rank] = operation << 32 | token
 
     def skip_to(self, operation: int, phase: int) -> None:
         """Go on, as all ranks must, after this operation and this phase, wherever this rank is."""
         self.operation, self.phase = operation, phase
-        self._mine[PHASE_WORD] = phase
+        self._progress[phase & 1][self.rank] = phase
 
-    def meet(self, tokens: Sequence[int] | None) -> Iterator[None]:
-        """Until all have entered this operation; returns at the first unexpected token (see `tokens_now`)."""
-        base, parity = self.operation << 32, self.operation & 1
-        if tokens is None:
-            for _, words in self._others:
-                while words[parity] < base:
-                    yield
-        else:
-            for other, words in self._others:
-                expected = base | tokens[other]
-                while words[parity] != expected:
-                    if words[parity] >= base:
-                        tokens = None
-                        break
-                    yield
-                if tokens is None:
-                    yield from self.meet(None)
-                    break
+    def meet(self) -> Iterator[None]:
+        """Until all have entered this operation; with what, `tokens_now` says."""
+        while not self.complete():
+            yield
         if self.fence is not None:
             self.fence()
 
@@ -109,28 +100,31 @@ class Room(Desks):
         """An operation in which the others bring these tokens and come soon: put, `enter`, `meet` and take, in one flat
         function that has all it needs at hand, as where ranks share a core the caches have lost what it runs through.
         It gives back None, or the steps that are left where somebody brings another token or is late."""
-        mine, fence, most = self._mine, self.fence, self._spins + MOST_SPINS
-        alone, others = self._spins, [(words, tokens[other]) for other, words in self._others]
+        entries, rank, ones = self._entries, self.rank, self._ones << 32
+        others = sum(other << 64 * rank for rank, other in enumerate(tokens))
+        fence, alone, most, read = self.fence, self._spins, self._spins + MOST_SPINS, int.from_bytes
+        numbers = self._low << 32
 
         def usual(call: Coming) -> Iterator[None] | None:
-            if token <= self.last_token - CARDS:  # as in `readable`
+            if token <= self.spent:
                 return call.afresh()
             operation = self.operation + 1
-            parity, base, looks = operation & 1, operation << 32, 0
+            parity, looks = operation & 1, 0
             for function, arguments in puts[parity]:
                 function(*arguments)
             try:
                 self.operation = operation
                 if fence is not None:
                     fence()
-                mine[parity] = base | token
-                for words, expected in others:
-                    while words[parity] != base | expected:
-                        looks += 1
-                        if looks > alone:
-                            if looks > most or words[parity] >= base:
-                                return call.met()
-                            sched_yield()
+                row = entries[parity]
+                row[rank] = operation << 32 | token
+                wanted = operation * ones + others
+                while (seen := read(row, ORDER)) != wanted:
+                    looks += 1
+                    if looks > alone:
+                        if looks > most or seen & numbers == wanted - others:
+                            return call.met()
+                        sched_yield()
                 if fence is not None:
                     fence()
             except BaseException as error:
@@ -145,7 +139,7 @@ class Room(Desks):
     def tokens_now(self) -> tuple[int, ...]:
         """With what each rank has entered; valid after `meet`, until this rank enters again."""
         parity = self.operation & 1
-        return tuple(words[parity] & 0xFFFFFFFF for words in self._words)
+        return tuple(word & 0xFFFFFFFF for word in self._entries[parity])
 
     def cards(self, tokens: Sequence[int]) -> list[Card]:
         """The cards of all ranks, or MismatchError, the same on all of them, where the calls do not fit together."""
@@ -166,14 +160,14 @@ class Room(Desks):
         self.phase += 1
         if self.fence is not None:
             self.fence()
-        self._mine[PHASE_WORD] = self.phase
+        self._progress[self.phase & 1][self.rank] = self.phase
 
     def follow(self) -> Iterator[None]:
         """Until all others have finished as many phases as this rank."""
-        phase = self.phase
-        for other, words in self._others:
-            while words[PHASE_WORD] < phase:
-                yield
+        row, finished = self._progress[self.phase & 1], self.phase * self._ones
+        while int.from_bytes(row, ORDER) != finished:
+            yield
+            for other, words in self._others:
                 if words[FAILED_WORD] >> 32 == self.operation:
                     raise self._out_of_reach(other, words[FAILED_WORD])
         if self.fence is not None:
@@ -198,7 +192,7 @@ class Room(Desks):
 
     def stands(self, token: int) -> bool:
         """Whether this rank is in the present operation with that token."""
-        return bool(self._mine[self.operation & 1] == self.operation << 32 | token)
+        return bool(self._entries[self.operation & 1][self.rank] == self.operation << 32 | token)
 
     def leave_off(self, phase: int) -> None:
         """Say that this rank leaves the operation early and touches nobody's arrays any more, and wait until the others
@@ -206,8 +200,9 @@ class Room(Desks):
         most LEAVING_SECONDS."""
         self._mine[OFF_WORD] = self.operation
         deadline = time.monotonic() + LEAVING_SECONDS
+        row = self._progress[phase & 1]
         while time.monotonic() < deadline:
-            if all(words[PHASE_WORD] >= phase or words[OFF_WORD] >= self.operation for _, words in self._others):
+            if all(row[other] >= phase or words[OFF_WORD] >= self.operation for other, words in self._others):
                 return
             sched_yield()
 
@@ -219,8 +214,11 @@ class Room(Desks):
 
     def late(self) -> list[int]:
         """Ranks of the user's communicator that have not come as far as this one."""
-        parity, base = self.operation & 1, self.operation << 32
-        late = [other for other, words in self._others if words[parity] < base or words[PHASE_WORD] < self.phase]
+        entries, progress = self._entries[self.operation & 1], self._progress[self.phase & 1]
+        late = [
+            other for other in self.turn()
+            if entries[other] >> 32 < self.operation or progress[other] < self.phase
+        ]  # fmt: skip
         if not late and self.waiting is not None:  # who waits waits for a lower mark: the lowest waits for nobody
             marks = [words[MARKS_WORD + self.waiting] for words in self._words]
             late = [rank for rank, mark in enumerate(marks) if mark == min(marks) and rank != self.rank]
@@ -247,8 +245,8 @@ class Room(Desks):
 
     def complete(self) -> bool:
         """Whether all have entered this operation, and count on each other."""
-        base, parity = self.operation << 32, self.operation & 1
-        return all(words[parity] >= base for _, words in self._others)
+        row = int.from_bytes(self._entries[self.operation & 1], ORDER)
+        return row >> 32 & self._low == self.operation * self._ones
 
     def withdraw(self, sentence: str) -> bool:
         """Take back the entry into this operation, so that who comes late learns why. False if all have come; that is
@@ -260,13 +258,12 @@ class Room(Desks):
             return False
         if self.fence is not None:
             self.fence()
-        self._mine[self.operation & 1] = self.operation << 32 | token
+        self._entries[self.operation & 1][self.rank] = self.operation << 32 | token
         if not self._settled():
             self.lost = True
             return True
         if self.withdrawn == self.operation - 1:
-            before, parity = self.withdrawn << 32, self.withdrawn & 1
-            self.lost = any(words[parity] < before for _, words in self._others)
+            self.lost = any(word >> 32 < self.withdrawn for word in self._entries[self.withdrawn & 1])
         self.withdrawn = self.operation
         return True
 
@@ -275,10 +272,9 @@ class Room(Desks):
 
         The last to come writes his entry, then reads ours; we have written ours, then read his. Either he reads the new
         one, or, after a while, we read his: processors may hold a store back behind a later load, but not for so long.
-        Nor does
-        anybody who read the old one look for the last for so long (`usual`) without reading ours again. So if somebody
-        is yet to come, he and all others will see the new one. If all have come, those who have seen it have said so in
-        their off word (`cards`); who has not may be at work with the old one."""
+        So if somebody is yet to come, he and all others, who read all entries at one go, will see the new one. If all
+        have come, those who have seen it have said so in their off word (`cards`); who has not may be at work with the
+        old one."""
         self._mine[OFF_WORD] = self.operation
         time.sleep(SETTLE_SECONDS)
         return not self.complete() or all(words[OFF_WORD] >= self.operation for _, words in self._others)

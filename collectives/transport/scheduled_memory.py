@@ -60,7 +60,7 @@ class ScheduledMemory:
         if not room.readable(self._token):
             self._token = room.publish(Card(self._call.text, x=arena.locate(self._exposed) or NOWHERE))
         room.enter(self._token)
-        yield from room.meet(self._tokens)
+        yield from room.meet()
         tokens = room.tokens_now()
         if tokens != self._tokens:
             self._bind(tokens)

@@ -37,8 +37,9 @@ from collectives.call import Call
 from collectives.choice import Choice
 from collectives.errors import MismatchError
 from collectives.native import NativePlan
+from collectives.started import HELD
 from collectives.table import Eager
-from collectives.transport import reach
+from collectives.transport import few, reach
 from collectives.transport.cards import CARDS, NOWHERE, Card
 from collectives.transport.program import Phase, Program, Step, Window, combine, copy, same
 from collectives.transport.room import NOTHING, Room, Turns
@@ -68,7 +69,7 @@ class MemoryPlan:
         self._token = -CARDS
         self._tokens: tuple[int, ...] | None = None
         self.quick: Callable[[MemoryPlan], Iterator[None] | None] = MemoryPlan.afresh
-        """Begins the operation, and ends it if the others come soon: None, or the steps that are left."""
+        """Begins the operation, and ends it if the others come soon: None, or the steps that are left, or HELD."""
         self._soon: Callable[[MemoryPlan], Iterator[None] | None] = MemoryPlan.afresh
         self._program = Program()
         self._where = (arena.locate(self._x.vector), arena.locate(self._out.vector)) if shareable else (None, None)
@@ -85,10 +86,13 @@ class MemoryPlan:
 
     def run(self) -> Iterator[None]:
         """The operation, in steps between which there is something to wait for."""
-        yield from self.afresh()
+        yield from self._begun()
 
     def afresh(self) -> Iterator[None]:
-        """Begin the operation, with a card that others can read; the steps that are left."""
+        """Begin the operation, with a card that others can read; the steps that are left, or HELD."""
+        return HELD if self._room.held else self._begun()
+
+    def _begun(self) -> Iterator[None]:
         self._bring(self._room.operation + 1 & 1)
         try:
             self._enter()
@@ -99,6 +103,8 @@ class MemoryPlan:
 
     def _long(self) -> Iterator[None]:
         """As `afresh`, for vectors that do not pass through slots, where the others' arrays are known."""
+        if self._room.held:
+            return HELD
         self._bring(self._room.operation + 1 & 1)
         return self._soon(self) or self._work()
 
@@ -123,7 +129,7 @@ class MemoryPlan:
         room = self._room
         try:
             yield
-            yield from room.meet(self._tokens)
+            yield from room.meet()
             tokens = room.tokens_now()
             if tokens != self._tokens:
                 self._bind(tokens)
@@ -253,8 +259,8 @@ def _eager_takes(room: Room, call: Call, x: Window, out: Window, parity: int) ->
     if call.kind in ("allreduce", "reduce_scatter", "reduce"):
         start, stop = mine if call.kind == "reduce_scatter" else (0, call.n)
         if call.kind != "reduce" or room.rank == call.root:
-            total = out.part(start, stop)
-            steps += combine(call, [slot.part(start, stop) for slot in slots], total, total)
+            total, parts = out.part(start, stop), [slot.part(start, stop) for slot in slots]
+            steps += [few.step(call, parts, total)] if few.serves(call, total) else combine(call, parts, total, total)
     elif call.kind == "broadcast":
         steps += copy(out.part(0, call.n), (x if room.rank == call.root else slots[call.root]).part(0, call.n))
     else:

@@ -111,7 +111,7 @@ def test_a_communicator_freed_while_another_rank_still_reads():
         collectives.allreduce(np.ones(3), MPI.COMM_SELF)  # of the session nothing is kept
         gc.collect()
         for _ in range(4):
-            kept.append(collectives.empty(desks.DESK_BYTES, np.uint8))
+            kept.append(collectives.empty(desks.desk_bytes(1), np.uint8))
             kept[-1][:] = 255
         WORLD.Send(b"1", 1, TAG)
     elif RANK == 1:

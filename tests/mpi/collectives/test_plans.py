@@ -183,7 +183,7 @@ def test_a_started_plan_does_not_hold_up_other_communicators():
     assert not wrong, "turns"
 
 
-def interrupted(room, tokens):
+def interrupted(room):
     raise KeyboardInterrupt
     yield
 

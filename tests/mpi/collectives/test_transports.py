@@ -124,7 +124,7 @@ def test_more_lanes_than_marks_are_refused_with_the_way_out():
 
 @pytest.mark.parametrize("size", [1, 3, 256, 257, 1000])
 def test_all_ranks_of_a_large_node_have_a_stage_for_each(size):
-    desk = np.zeros(desks.DESK_BYTES, np.uint8)
+    desk = np.zeros(desks.desk_bytes(size), np.uint8)
     there = room.Room(SimpleNamespace(rank=0, size=size), range(size), [desk] * size, None)
     last = there.stage_in(0, 1, size - 1)
     assert there.block_bytes == last.size > 0
