@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import sys
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import click
@@ -43,6 +44,7 @@ BENCHES = {
 
 
 HELP = ["-h", "--help"]
+OURS = ("mpips", "collectives", "launch")
 
 
 class Forward(click.Command):
@@ -87,10 +89,17 @@ def _load(sub: Sub, runs_here: bool = False) -> click.Command:
     """The command of the module, which is imported without starting MPI unless it is to run here; its help names
     `--ranks`, though it never sees that option."""
     if not runs_here:
-        import mpi4py
+        with suppress(ImportError):  # the command says so
+            import mpi4py
 
-        mpi4py.rc.initialize = False
-    command: click.Command = importlib.import_module(sub.module).command
+            mpi4py.rc.initialize = False
+    try:
+        command: click.Command = importlib.import_module(sub.module).command
+    except (ImportError, RuntimeError) as error:  # mpi4py's where there is no MPI is a RuntimeError
+        if (getattr(error, "name", None) or "").partition(".")[0] in OURS:
+            raise
+        why = "; ".join(str(error).splitlines())
+        raise click.UsageError(f"a part of this installation is missing ({why}): see `mpips doctor`") from None
     command.context_settings["help_option_names"] = HELP
     if sub.ranked and all(option.name != "ranks" for option in command.params):
         text = "start that many ranks under mpirun"

@@ -20,7 +20,7 @@ import click
 from launch import network, room, watched
 from launch.command import Job, Launcher, LauncherError, Machine, build, find, program, this_machine
 from launch.hosts import Placed, place, read
-from mpips.options import PREFIX, OptionError, Options
+from mpips.options import PREFIX, OptionError, Options, uneven
 from mpips.options import read as read_options
 
 ROLES = ("servers", "clients", "workers", "masters")
@@ -147,7 +147,7 @@ def command(
     except (LauncherError, ValueError) as error:
         raise click.UsageError(str(error)) from error
     if workers % clients:
-        click.echo(f"mpips: {workers} workers do not split evenly over {clients} clients; some have one more", err=True)
+        click.echo(uneven(workers, clients), err=True)
     if dry_run:
         click.echo(shlex.join(argv))
         return

@@ -186,6 +186,11 @@ def check_alone(arguments: Mapping[str, Any]) -> None:
             raise OptionError(f"{name}={value} in a store of kind local, which is one process alone: ask for {others}")
 
 
+def uneven(workers: int, clients: int) -> str:
+    """What to say once of clients that differ in their numbers of workers."""
+    return f"mpips: {workers} workers do not split evenly over {clients} clients; some have one more"
+
+
 def kind_of(name: object) -> str:
     """The store kind that `name` means, in any case; TypeError unless str, OptionError listing the known kinds."""
     if not isinstance(name, str):

@@ -19,7 +19,7 @@ from collectives import memory
 from collectives.bench.sizes import parse_counts, show_bytes
 from collectives.console import OutFile, Picture, RankedCommand, Seconds, console, progress, write_text, writing
 from mpips.bench import floor
-from mpips.options import kind_of, read
+from mpips.options import kind_of, read, uneven
 
 ARRAYS = ("ordinary", "empty")
 
@@ -61,6 +61,8 @@ def check(
             raise ValueError("a local store has no servers to time")
         if servers >= ranks:
             raise ValueError(f"--servers {servers} and a worker need --ranks {servers + 1}, or ask for fewer servers")
+        if clients > 1 and not word.startswith("mpi"):
+            raise ValueError(f"--clients {clients} is for mpi_* stores: in {word} every worker is its own client")
         read({"servers": servers, "clients": clients, "masters": masters}).clients_of(word, ranks)
         counts = parse_counts(sizes, 4, "float32")
         # a worker pushes one array and pulls into another
@@ -102,6 +104,8 @@ def command(
     one_node = world.Split_type(MPI.COMM_TYPE_SHARED).Get_size() == world.size
     plain = one_node and servers > 0 and kind == "dist_sync"
     floors = {n: floor.measure(world, servers, 4 * n, 7) for n in counts} if plain else {}
+    if world.rank == 0 and (world.size - servers) % clients:
+        click.echo(uneven(world.size - servers, clients), err=True)
     kv = mpips.create(kind, servers=servers, clients=clients, masters=masters)
     if kind.endswith("async"):
         kv.set_optimizer("add")

@@ -226,3 +226,10 @@ def test_a_job_ended_by_sigterm_has_the_code_of_the_signal(tmp_path: Path) -> No
     process.terminate()
     assert process.wait(JOB_LIMIT) == 143
     process.communicate()
+
+
+def test_a_benchmark_says_that_its_clients_are_uneven(tmp_path: Path) -> None:
+    words = ["--kind", "mpi_sync", "--clients", "2", "--sizes", "1KiB", "--seconds", "0.01"]
+    done = mpips(tmp_path, "bench", "kvstore", "--ranks", "4", *words)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.strip() == "mpips: 3 workers do not split evenly over 2 clients; some have one more"

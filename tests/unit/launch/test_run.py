@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import shlex
 import subprocess
 import sys
@@ -294,6 +295,18 @@ def test_what_train_lacks_is_said_before_any_rank_starts(tmp_path: Path) -> None
         assert done.returncode == 2
         assert f"Error: {said}" in done.stderr
         assert "started" not in done.stderr
+
+
+def test_a_package_that_is_missing_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mpi4py.py").write_text("raise ImportError('libmpi.so.12: cannot open shared object file')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    done = ranked("bench", "allreduce", "--ranks", "2")
+    assert done.returncode == 2
+    assert done.stderr.strip() == (
+        "Error: a part of this installation is missing (libmpi.so.12: cannot open shared object file): "
+        "see `mpips doctor`"
+    )
+    assert "mpips " in ranked("--version").stdout
 
 
 def test_ranks_may_stand_before_the_name_of_a_benchmark() -> None:

@@ -28,6 +28,12 @@ def test_variables_that_do_not_fit_the_ranks_are_refused(monkeypatch: pytest.Mon
         check(3, **WORDS, sizes="1024")
 
 
+def test_clients_of_a_store_that_has_none_are_refused() -> None:
+    with pytest.raises(click.UsageError, match=r"--clients 2 is for mpi_\* stores: in dist_sync every worker is"):
+        check(4, **{**WORDS, "clients": 2}, sizes="1024")
+    assert check(4, **{**WORDS, "kind": "mpi_sync", "clients": 2}, sizes="1024").kind == "mpi_sync"
+
+
 @pytest.mark.parametrize(
     "sizes, said",
     [
