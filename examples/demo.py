@@ -24,7 +24,7 @@ from rich.table import Table
 
 from launch import room
 from launch.command import Job, LauncherError
-from picture import draw
+from picture import SERIAL, draw
 from words import number
 
 HERE = Path(__file__).resolve().parent
@@ -111,7 +111,7 @@ class Board:
         self.records: dict[str, list[dict[str, Any]]] = {}
 
     def __rich__(self) -> Table:
-        view = Table(title=self.title, title_justify="left")
+        view = Table(title=self.title, title_justify="left", caption=SERIAL, caption_justify="left")
         for column in ("mode", "epochs", "loss", "test accuracy", "seconds", ""):
             view.add_column(column, justify="left" if column in ("mode", "epochs") else "right")
         for mode in MODES:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,10 @@ from matplotlib.axes import Axes
 
 COLOURS = {"SGD": "#2b6cb0", "ASGD": "#dd6b20", "ESGD": "#2f855a", "MPI": "#805ad5", "serial": "#1a202c"}
 LOWEST = 0.8
+SERIAL = (
+    "serial: one process alone, with the mini-batch of all workers; the network is so small that sharing the work "
+    "out costs more than it saves"
+)
 
 
 def style(mode: str) -> dict[str, Any]:
@@ -61,3 +66,5 @@ def decorate(axes: Axes, target: float, title: str) -> None:
         title="     mode     accuracy    time", alignment="left",
     )  # fmt: skip
     legend.get_title().set(family="monospace", size=9)
+    axes.annotate(textwrap.fill(SERIAL, 44, break_on_hyphens=False), (1, 0), xycoords="axes fraction", xytext=(12, 0),
+                  textcoords="offset points", va="bottom", fontsize=8, color="#718096")  # fmt: skip

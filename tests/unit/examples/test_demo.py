@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 pytest.importorskip("matplotlib", reason="the demo draws with matplotlib")
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
@@ -57,6 +59,18 @@ def test_the_summary_and_the_picture_have_every_mode(tmp_path):
     assert all(result["passed"] and result["curve"][-1] == pytest.approx([0.3, 0.96]) for result in results)
     picture.draw(results, 0.95, "a title", tmp_path / "demo.png")
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_table_and_picture_say_what_the_serial_run_is(tmp_path, monkeypatch):
+    said = "serial: one process alone, with the mini-batch of all workers"
+    screen = Console(record=True, file=io.StringIO())
+    screen.print(demo.Board(OPTIONS))
+    assert said in " ".join(screen.export_text().split())
+    figures = []
+    monkeypatch.setattr(picture.plt, "close", figures.append)
+    results = [demo.summary(demo.MODES[0], [{"seconds": 1, "loss": 1, "test_accuracy": 0.9}], OPTIONS, wall=2.0)]
+    picture.draw(results, 0.95, "a title", tmp_path / "demo.png")
+    assert any(said in text.get_text().replace("\n", " ") for text in figures[0].axes[0].texts)
 
 
 @pytest.mark.parametrize("raised, code, said", [
