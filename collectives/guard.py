@@ -46,6 +46,7 @@ class Guarded:
         home = self._home
         if home.size > 1:
             room = home.room
+            yield from room.caught_up()
             if not self._token or not room.readable(self._token):
                 self._token = room.publish(Card(self._call.text))
             room.enter(self._token)

@@ -133,7 +133,7 @@ class Plan:
         if self._operation is not None:
             raise CollectiveError(f"{self._call.text} was started twice: wait for it first")
         self._home.check_usable()
-        self._operation = self._home.start(self._run(), self._exclusive)
+        self._operation = self._home.start(self._call.text, self._run(), self._exclusive)
 
     def test(self) -> bool:
         """Move on as far as possible without waiting; True when done. `wait` must still be called."""
@@ -141,7 +141,7 @@ class Plan:
             raise CollectiveError(f"{self._call.text} was not started")
         self._home.advance()
         if not self._operation.done:
-            self._home.look()
+            self._home.look(self._call.text)
         return self._operation.done
 
     def wait(self) -> Any:

@@ -14,7 +14,7 @@ from mpi4py import MPI
 from collectives import table
 from collectives.choice import Choice
 from collectives.errors import CollectiveError, MismatchError, StallError
-from collectives.started import STARTED, Operation, close
+from collectives.started import Operation, close
 from collectives.table import Table
 from collectives.transport.cards import REFUSED, Card
 from collectives.transport.room import Room
@@ -196,6 +196,7 @@ class Session:
     def _meet(self, card: Card) -> None:
         def steps() -> Iterator[None]:
             room = self.room
+            yield from room.caught_up()
             room.enter(room.publish(card))
             yield from room.meet()
             room.cards(room.tokens_now())
@@ -305,9 +306,9 @@ class Session:
         if self.broken:
             raise CollectiveError(UNUSABLE.format(self.broken))
 
-    def start(self, steps: Iterator[None], exclusive: bool) -> Operation:
+    def start(self, what: str, steps: Iterator[None], exclusive: bool) -> Operation:
         """Begin a run. Exclusive runs of one session take turns in the order in which they were started."""
-        operation = Operation(steps, exclusive)
+        operation = Operation(what, steps, exclusive)
         self.active = [*self.active, operation]
         self.advance()
         return operation
@@ -323,7 +324,7 @@ class Session:
         finally:
             self.active = [operation for operation in self.active if not operation.done]
 
-    def look(self) -> None:
+    def look(self, what: str) -> None:
         """Hear now and then, beside compute, of ranks that do nothing more here; who waits does so anyway."""
         if time.monotonic() < self._due:
             return
@@ -337,17 +338,17 @@ class Session:
             self._renew()
             raise
         except CollectiveError as error:
-            self.leave(STARTED, error)
+            self.leave(what, error)
             raise
 
     def _step(self, operation: Operation) -> None:
         try:
             operation.step()
         except BaseException as error:
-            self.leave(STARTED, error)
+            self.leave(operation.what, error)
             raise
         if operation.error is not None:
-            self.leave(STARTED, operation.error)
+            self.leave(operation.what, operation.error)
 
     def finish(self, operation: Operation) -> None:
         """Run until `operation`, and with it what it has to wait for, is done; raises its error."""
@@ -361,7 +362,7 @@ class Session:
 
         before = list(self.active)
         try:
-            self._drive(steps(), STARTED)
+            self._drive(steps(), operation.what)
         except BaseException as error:
             if not operation.done:
                 self._give_up_front(operation, before, error)
@@ -377,9 +378,9 @@ class Session:
             front.give_up(error)
             close(front.steps)
             self.active = [one for one in self.active if one is not front]
-            self.leave(STARTED, error)
+            self.leave(front.what, error)
         if front is not operation and not isinstance(error, StallError):
-            self._break(self.room.given_up(STARTED, error))
+            self._break(self.room.given_up(operation.what, error))
 
     def finish_started(self) -> None:
         """Run all that has been started to its end."""

@@ -6,7 +6,6 @@ from collections.abc import Generator, Iterator
 
 from collectives.errors import CollectiveError
 
-STARTED = "a started collective"
 HELD: Iterator[None] = iter(())
 """In place of an operation's steps: it has not begun, as something else comes first."""
 
@@ -18,10 +17,10 @@ def close(steps: Iterator[None]) -> None:
 
 
 class Operation:
-    """A started run of a plan. Those that are `exclusive` take turns; others run beside them."""
+    """A started run of a plan: `what` is the call. Those that are `exclusive` take turns; others run beside them."""
 
-    def __init__(self, steps: Iterator[None], exclusive: bool):
-        self.steps, self.exclusive = steps, exclusive
+    def __init__(self, what: str, steps: Iterator[None], exclusive: bool):
+        self.what, self.steps, self.exclusive = what, steps, exclusive
         self.done = False
         self.error: Exception | None = None
         self.given_up_for: BaseException | None = None
@@ -40,4 +39,4 @@ class Operation:
     def give_up(self, error: BaseException) -> None:
         """It was interrupted here."""
         self.given_up_for = error
-        self.done, self.error = True, CollectiveError(f"{STARTED} was given up: {type(error).__name__}")
+        self.done, self.error = True, CollectiveError(f"{self.what} was given up: {type(error).__name__}")

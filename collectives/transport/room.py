@@ -68,9 +68,8 @@ class Room(Desks):
         self.withdrawn = 0
         """The last operation that this rank has taken back its entry into."""
         self.lost = False
-        """Whether this rank cannot go on here. It has taken back an entry that another may have counted on already; or
-        two before another came once: what it enters next would take the place of the first of these, which the other
-        is yet to read."""
+        """Whether this rank cannot go on here: it has taken back an entry that another may have counted on already, or
+        given up the next call too before all had come to that (`caught_up`)."""
         self.phase = 0
         self.waiting: int | None = None
         """The lane in which this rank waits for another's mark."""
@@ -81,6 +80,20 @@ class Room(Desks):
         if self.fence is not None:
             self.fence()
         self._entries[operation & 1][self.rank] = operation << 32 | token
+
+    def hold(self, held: bool) -> None:
+        """Nothing may be brought at once, either, before `caught_up`."""
+        super().hold(held or 0 < self.withdrawn == self.operation)
+
+    def caught_up(self) -> Iterator[None]:
+        """After this rank has taken back its entry, before it touches anything for the next operation: until all others
+        have come to that one, and so are through with the one before, whose words and slots the next takes."""
+        row = self._entries[self.operation & 1]
+        if self.withdrawn == self.operation and any(word >> 32 < self.operation for word in row):
+            self.lost = True  # if it gives up here
+            while any(word >> 32 < self.operation for word in row):
+                yield
+            self.lost = False
 
     def skip_to(self, operation: int, phase: int) -> None:
         """Go on, as all ranks must, after this operation and this phase, wherever this rank is."""
@@ -251,6 +264,8 @@ class Room(Desks):
     def withdraw(self, sentence: str) -> bool:
         """Take back the entry into this operation, so that who comes late learns why. False if all have come; that is
         looked at once more when the card is written, as writing takes its time. See also `lost`."""
+        if self.lost:
+            return True
         if self.complete():
             return False
         token = self.publish(Card(sentence, refused=WITHDRAWN))
@@ -262,9 +277,8 @@ class Room(Desks):
         if not self._settled():
             self.lost = True
             return True
-        if self.withdrawn == self.operation - 1:
-            self.lost = any(word >> 32 < self.withdrawn for word in self._entries[self.withdrawn & 1])
         self.withdrawn = self.operation
+        self.hold(True)
         return True
 
     def _settled(self) -> bool:

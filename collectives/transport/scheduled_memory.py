@@ -56,6 +56,7 @@ class ScheduledMemory:
     def run(self) -> Iterator[None]:
         """The operation, in steps between which there is something to wait for."""
         room = self._room
+        yield from room.caught_up()
         self._space.begin()
         if not room.readable(self._token):
             self._token = room.publish(Card(self._call.text, x=arena.locate(self._exposed) or NOWHERE))

@@ -86,6 +86,7 @@ class MemoryPlan:
 
     def run(self) -> Iterator[None]:
         """The operation, in steps between which there is something to wait for."""
+        yield from self._room.caught_up()
         yield from self._begun()
 
     def afresh(self) -> Iterator[None]:
