@@ -146,13 +146,12 @@ class _Arena:
             return segment, offset
 
     def release(self, segment: _Segment, offset: int, nbytes: int) -> None:
-        """Called by the garbage collector, perhaps inside `allocate`: queue, and work only if the lock is free."""
+        """Called by the garbage collector, perhaps inside `allocate`: queue, and work only if the lock is free. It is
+        taken by `with`, which gives it back whenever an interrupt comes."""
         self._released.append((segment, offset, nbytes))
-        if self._lock.acquire(blocking=False):
-            try:
+        if not self._lock.locked():
+            with self._lock:
                 self._drain()
-            finally:
-                self._lock.release()
 
     def _drain(self) -> None:
         while self._released:

@@ -7,6 +7,7 @@ between nodes they compare a checksum while the messages of the call are under w
 
 from __future__ import annotations
 
+import time
 import zlib
 from collections.abc import Callable, Generator
 
@@ -22,6 +23,7 @@ from mpips.meetings import Meetings, fresh_number
 from mpips.options import Options
 from mpips.roll import Roll
 
+LOOK_SECONDS = 0.01
 GIVEN_UP = "workers that sum together make other calls than one of them that has waited too long and given up"
 
 
@@ -50,6 +52,9 @@ class Agreement:
         self._given_up: list[MPI.Request] = []
         """Comparisons that others may yet come to; they hold their memory."""
         self._call = 0
+        self._left = 0
+        """The last call that this worker has given up, or heard that another has."""
+        self._due = 0.0
         self._tags = last_tag()
 
     @property
@@ -85,9 +90,10 @@ class Agreement:
         """Between nodes: start to compare what all call next."""
         if self._request:
             self._given_up.append(self._request)
-            self._meetings.refuse("a call", CollectiveError(GIVEN_UP), self.calls)
+            self.give_up("a call", CollectiveError(GIVEN_UP))
             self._extremes = np.zeros_like(self._extremes)
         self.calls += 1
+        self._due = 0.0
         digest = zlib.crc32(text.encode())
         self._call = zlib.crc32(f"{self._number} {self.calls} {text}".encode())
         self._extremes[:] = digest, -digest
@@ -98,6 +104,21 @@ class Agreement:
         if not self._request.Test():
             return None
         return bool(self._extremes[0] == -self._extremes[1])
+
+    def give_up(self, what: str, error: BaseException) -> None:
+        """Tell the others, who may wait for this worker in the present call, that it does no more for it."""
+        if self._left < self.calls:
+            self._left = self.calls
+            self._meetings.refuse(what, error, self.calls)
+
+    def look(self) -> None:
+        """Called in every step of what all do together: CollectiveError where another has given up the present call."""
+        if (now := time.monotonic()) < self._due:
+            return
+        self._due = now + LOOK_SECONDS
+        if sentence := self._meetings.failure(self.calls):
+            self._left = self.calls
+            raise CollectiveError(sentence)
 
     @property
     def unfinished(self) -> bool:

@@ -43,14 +43,14 @@ def _add(parts: Mapping[int, Array], out: Array) -> None:
 
 
 def _all(receives: list[MPI.Request], sends: list[MPI.Request]) -> Task:
-    """Wait for all; where the caller gives up, nothing is received any more and what is sent may go to nobody."""
+    """Wait for all; who gives up, or is interrupted, receives nothing any more, and what it sent may go to nobody."""
     from mpi4py import MPI
 
     requests = receives + sends
     try:
         while not MPI.Request.Testall(requests):
             yield
-    except GeneratorExit:
+    except BaseException:
         _give_up(receives)
         _to_nobody.extend(request for request in sends if request)
         raise
@@ -121,7 +121,7 @@ def spread(comm: MPI.Comm, x: Array, tag: int) -> Task:
     others = [comm.Irecv(slices[i], i, tag) for i in range(size) if i != rank]
     try:
         yield from _all([own], [])
-    except GeneratorExit:
+    except BaseException:
         _give_up(others)
         raise
     yield from _all(others, [comm.Isend(slices[rank], i, tag) for i in range(1, size) if i != rank])

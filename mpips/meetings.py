@@ -7,7 +7,7 @@ that gives up fails that meeting for those who come late to it, and all are toge
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -90,17 +90,23 @@ class Meetings:
     def refuse(self, what: str, error: BaseException, number: int = 0) -> None:
         """Fail a meeting for all others, without waiting for them; the caller raises `error` by itself."""
         self._number = number or self._number + 1
-        self._give_up(what, error)
+        self._give_up(what, error, range(self._size))
+
+    def failure(self, number: int) -> str:
+        """Why somebody has refused a meeting, before this worker comes to it; "" where nobody has."""
+        self._number = max(self._number, number)
+        self._listen()
+        return next((word.failure for word in self._heard.get(number, {}).values() if word.failure), "")
 
     # ---- inside
 
     def _word(self, data: list[bytes], failure: str = "", timed_out: bool = False) -> _Word:
         return _Word(self._store, self._number, data, failure, timed_out)
 
-    def _give_up(self, what: str, error: BaseException) -> None:
+    def _give_up(self, what: str, error: BaseException, to: Iterable[int] = ()) -> None:
         raised = isinstance(error, (CollectiveError, ValueError, TypeError))
         text = str(error) if raised else f"rank {self._first + self._rank} has given up {what}"
-        self._tell(self._word([], text, isinstance(error, StallError)))
+        self._tell(self._word([], text, isinstance(error, StallError)), to)
 
     def _waiting(self, what: str) -> str:
         if self._rank:
@@ -131,12 +137,13 @@ class Meetings:
             self._tell(end)
         return end
 
-    def _tell(self, word: _Word) -> None:
-        """To rank 0; from rank 0 to all."""
+    def _tell(self, word: _Word, to: Iterable[int] = ()) -> None:
+        """To these; else to rank 0, from rank 0 to all."""
         data = msgspec.msgpack.encode(word)
         self._sends = [send for send in self._sends if not send[0].Test()]
-        for other in (0,) if self._rank else range(1, self._size):
-            self._sends.append((self._comm.Isend(data, other, self._tag), data))
+        for other in to or ((0,) if self._rank else range(self._size)):
+            if other != self._rank:
+                self._sends.append((self._comm.Isend(data, other, self._tag), data))
 
     def _listen(self) -> None:
         from mpi4py import MPI

@@ -116,8 +116,24 @@ class Members:
         if agreement is None:
             yield from task
             return
-        card = Card(what, self.calling or [key.name], pushes)
         agreement.compare(f"{what} of {key.name!r}")
+        steps = self._unless_they_differ(agreement, key, what, pushes, task)
+        try:
+            agreement.look()
+            for _ in steps:
+                agreement.look()
+                yield
+        except BaseException as error:
+            if not isinstance(error, CollectiveError):
+                agreement.give_up(f"its {what} of {key.name!r}", error)
+            elif pushes:
+                key.excused = max(key.excused, key.round)  # it needs no second sentence, from the servers
+            steps.close()
+            task.close()
+            raise
+
+    def _unless_they_differ(self, agreement: Agreement, key: Key, what: str, pushes: bool, task: Task) -> Task:
+        card = Card(what, self.calling or [key.name], pushes)
         same: bool | None = None
         failure: CollectiveError | None = None
         while 0 in key.shape and same is None:  # no message of the members holds back what goes to the servers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 
 import numpy as np
@@ -168,6 +169,33 @@ def test_a_push_that_is_given_up_inside_a_client_is_told_to_the_others(monkeypat
         kv.layout.workers.Barrier()
 
     run("mpi_sync", body, servers=1, clients=2, masters=masters, big_array=1000, timeout_seconds=20)
+
+
+@only_on(3, 4)
+@pytest.mark.parametrize("masters", ["one", "all"])
+def test_an_interrupt_in_a_client_on_several_nodes_is_told_to_its_other_members(masters):
+    """They come to the call when rank 0 has left it, and get messages that it had sent."""
+
+    def interrupt(*what):
+        raise KeyboardInterrupt
+
+    def body(kv):
+        value = np.ones(4000, np.float32)
+        kv.init("w", np.zeros(4000, np.float32))
+        kv.pushpull("w", value)
+        if kv.rank == 0:
+            before = signal.signal(signal.SIGALRM, interrupt)
+            signal.setitimer(signal.ITIMER_REAL, 0.3)
+            with pytest.raises(KeyboardInterrupt):
+                kv.pushpull("w", value)
+            signal.signal(signal.SIGALRM, before)
+        kv.layout.workers.Barrier()
+        if kv.rank:
+            said = failure(lambda: kv.pushpull("w", value))
+            assert "rank 0 has given up its push" in said, said
+        sums(kv)
+
+    run("mpi_sync", body, servers=1, clients=1, masters=masters, shared_memory=False, timeout_seconds=20)
 
 
 FAR = {"servers": 1, "shared_memory": False, "chunk_bytes": 4096, "block_bytes": 4096}

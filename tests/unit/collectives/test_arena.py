@@ -3,6 +3,7 @@
 import gc
 import multiprocessing
 import os
+import sys
 
 import numpy as np
 import pytest
@@ -40,6 +41,22 @@ def test_memory_is_reused_after_the_last_view_is_gone():
     del view
     gc.collect()
     assert arena.locate(arena.empty(3 << 20, np.uint8)) == where
+
+
+def test_an_interrupt_while_memory_is_given_back_does_not_keep_the_lock():
+    """As signals come, when a function of C has returned."""
+
+    def interrupt(frame, event, argument):
+        if event == "c_return" and argument.__name__ == "acquire":
+            raise KeyboardInterrupt
+
+    arrays = [arena.empty(10, np.uint8)]
+    sys.setprofile(interrupt)
+    try:
+        arrays.clear()
+    finally:
+        sys.setprofile(None)
+    assert not arena._arena._lock.locked()
 
 
 def test_locate_knows_views_and_refuses_others():
