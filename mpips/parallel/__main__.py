@@ -184,8 +184,6 @@ class _Run:
             MLP(*specification, xp=self.xp), data, grid, o.epochs, self.optimizer, o.split, self._progress,
             hybrid, overlap=o.overlap, servers=self.servers,
         )  # fmt: skip
-        if o.save_path:
-            checkpoint.save(str(o.save_path), trained.hybrid, data)
         memory = np.zeros(self.comm.size, np.int64)
         self.comm.Gather(np.array([report.peak_memory()], np.int64), memory, root=0)
         content = report.record(
@@ -199,6 +197,8 @@ class _Run:
             mean = report.mean_seconds(trained.epochs)
             self._say(f"mean of an epoch: {mean:.2f} s; peak memory by rank, MiB: {peaks}")
             problem = self._write(content, trained.epochs, phases, f"grid {grid}")
+        if o.save_path:  # neither the table nor the checkpoint is lost where another file cannot be written
+            checkpoint.save(str(o.save_path), trained.hybrid, data)
         agree(self.comm, problem)
 
     def _write(self, content: dict, epochs: list[Epoch], phases: dict[str, float], title: str) -> str | None:

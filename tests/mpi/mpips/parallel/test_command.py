@@ -1,6 +1,7 @@
 """`mpips train` under a launcher: what it writes, and how it refuses."""
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -196,6 +197,18 @@ def test_what_cannot_be_trained_ends_every_rank_with_one_sentence(words, expecte
     assert same_everywhere(code == expected), code
     assert (sentence in error) == (COMM.rank == 0), error
     assert not [each for each in recwarn if issubclass(each.category, RuntimeWarning)]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+def test_results_that_can_be_kept_are_where_others_cannot(tmp_path_factory, capfd):
+    out = folder(tmp_path_factory)
+    words = ["--data", "synthetic:100,3,1", "--hidden", "4", "--grid", f"{COMM.size}x1", "--epochs", "1"]
+    assert same_everywhere(call(*words, "--json", "/dev/full", "--save", f"{out}/a.safetensors") == 1)
+    COMM.Barrier()
+    assert os.path.isfile(f"{out}/a.safetensors")
+    capfd.readouterr()
+    assert same_everywhere(call(*words, "--save", "/dev/full") == 1)
+    assert ("Time budget" in capfd.readouterr().out) == (COMM.rank == 0)
 
 
 def test_no_option_is_a_variable_that_a_store_would_refuse_as_unknown():
