@@ -313,7 +313,8 @@ def make_runner(home: Session, call: Call, x: Flat, out: Flat, tags: Tags) -> Ru
     if call.algorithm == "shared_memory":
         if home.nodes > 1:
             raise ValueError(f"shared_memory serves ranks of one node, but these are on {home.nodes}: use auto")
-        return MemoryPlan(home.room, call, x, out, home.table.eager_limits(home.size), _trial(home, call, x, out))
+        eager = home.table.eager_limits(home.size, home.room.crowded)
+        return MemoryPlan(home.room, call, x, out, eager, _trial(home, call, x, out))
     if call.algorithm == "native":
         reason = native.why_not(call)
         if reason:
@@ -324,7 +325,7 @@ def make_runner(home: Session, call: Call, x: Flat, out: Flat, tags: Tags) -> Ru
     if name == "hierarchical" and home.nodes > 1 and not over and "local" not in parameters:
         if home.across is None:
             raise ValueError(UNEVEN)
-        eager = home.table.eager_limits(home.room.size)
+        eager = home.table.eager_limits(home.room.size, home.room.crowded)
         return Guarded(home, call, TwoLevelPlan(home.room, home.across, call, x, out, eager, tags, **parameters))
     schedule = build_schedule(home, call)
     if over == "memory" and home.nodes > 1:

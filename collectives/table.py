@@ -51,10 +51,12 @@ class Eager(msgspec.Struct, frozen=True):
 
 
 SHIPPED_EAGER: dict[int, Eager] = {
-    2: Eager(8 << 10, 64 << 10),
+    2: Eager(16 << 10, 64 << 10),
     4: Eager(16 << 10, 64 << 10),
     8: Eager(8 << 10, 16 << 10),
 }
+CROWDED_BYTES = 1 << 20
+"""Of all ranks together: where they share cores, the meetings that slots save cost more than reading all of these."""
 SHIPPED_MEMORY: dict[str, Line] = {
     "eager 2": Line(1.1e-6, 7.4e-11),
     "eager 4": Line(6.5e-6, 2.8e-10),
@@ -82,16 +84,20 @@ class Table(msgspec.Struct, frozen=True):
     `near`, `far`, `gamma`   cost of a message inside a node and between nodes, and of adding a byte.
     """
 
-    eager: dict[int, Eager] = msgspec.field(default_factory=SHIPPED_EAGER.copy)
+    eager: dict[int, Eager] = {}
     between: dict[str, tuple[Range, ...]] = {}
     memory: dict[str, Line] = msgspec.field(default_factory=SHIPPED_MEMORY.copy)
     near: Line = Line(6e-7, 1.2e-10)
     far: Line = Line(2e-5, 1e-9)
     gamma: float = 5e-11
 
-    def eager_limits(self, ranks: int) -> Eager:
-        """The largest vectors that go through slots, for the nearest measured number of ranks."""
-        return self.eager[min(self.eager, key=lambda known: abs(known - ranks))]
+    def eager_limits(self, ranks: int, crowded: bool) -> Eager:
+        """The largest vectors that go through slots; `crowded` where ranks share cores, which a measurement knows."""
+        if ranks in self.eager:
+            return self.eager[ranks]
+        if crowded:
+            return Eager(min(64 << 10, CROWDED_BYTES // 2 // ranks), min(128 << 10, CROWDED_BYTES // ranks))
+        return SHIPPED_EAGER[min(SHIPPED_EAGER, key=lambda known: abs(known - ranks))]
 
     def best_between(self, kind: str, nodes: int, ranks: int, nbytes: int) -> str:
         """The algorithm for ranks on several nodes."""

@@ -125,7 +125,7 @@ def _largest(home: Session, comm: MPI.Comm, seconds: float, make: Callable[[int,
 def _memory(home: Session, comm: MPI.Comm, seconds: float) -> dict[str, Line]:
     """Lines through the measured times of an allreduce by each protocol."""
     lines = {}
-    limits = home.table.eager_limits(comm.size)
+    limits = home.table.eager[comm.size]
     for protocol, sizes, make in (
         ("eager", [size for size in (8, *EAGER_SIZES) if size <= limits.ordinary], np.zeros),
         ("staged", [size for size in MEMORY_SIZES if size > limits.ordinary], np.zeros),
@@ -216,7 +216,7 @@ def _show(found: Table, ranks: int, nodes: int) -> None:
     listing.add_column("what")
     listing.add_column("result")
     if nodes == 1:
-        limits = found.eager_limits(ranks)
+        limits = found.eager_limits(ranks, crowded=False)
         listing.add_row("eager up to", f"{limits.always} bytes, ordinary arrays {limits.ordinary}")
         for key, line in found.memory.items():
             if key.endswith(f" {ranks}"):

@@ -24,6 +24,7 @@ is. On other processors `MPI_Win_sync` is the fence on both sides of each signal
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -46,6 +47,7 @@ STAGE_BYTES = 1 << 20
 BLOCK_BYTES = 256 << 10
 LANES = 256
 LINE_BYTES = 64
+MOST_CORES = 4096
 OFF_WORD, FAILED_WORD, GONE_WORD, SINCE_WORD, MARKS_WORD = 0, 1, 2, 3, 8
 LEFT_AT = (MARKS_WORD + LANES) * 8
 SLOTS_AT = CARDS_END
@@ -64,10 +66,12 @@ class Desks(Cards):
 
     def __init__(
         self, node: MPI.Comm, names: Sequence[int], desks: Sequence[NDArray[np.uint8]], fence: MPI.Win | None,
-        pids: Sequence[int],
+        pids: Sequence[int], cores: int,
     ):  # fmt: skip
         super().__init__(desks, node.rank, names)
         self.size = node.size
+        self.crowded = node.size > cores
+        """Whether ranks share cores: each meeting then costs as many switches."""
         self.pids = pids
         """The ranks' processes, where every one can reach the others' own memory (`reach`); else empty."""
         self._buffers: list[NDArray[np.uint8]] = []
@@ -108,7 +112,7 @@ class Desks(Cards):
             fence.Lock_all(MPI.MODE_NOCHECK)
         desks[node.rank] = desk  # keeps it alive
         pids = [int(region[0]) for region in regions] if reach.open_to_all(node) else []
-        return cls(node, names, desks, fence, pids)
+        return cls(node, names, desks, fence, pids, _cores(node))
 
     def close(self) -> None:
         """Collective where a fence window exists. The desk stays until all others have closed: they may still read."""
@@ -149,6 +153,14 @@ class Desks(Cards):
     def marks(self, rank: int) -> memoryview:
         """The rank's marks, a word a lane: the number of the operation << 32 | how far the rank is in it."""
         return self._words[rank][MARKS_WORD : MARKS_WORD + LANES]
+
+
+def _cores(node: MPI.Comm) -> int:
+    """On how many the ranks of a node may run, all together; collective over it."""
+    cores = np.zeros(MOST_CORES, np.uint8)
+    cores[[core for core in os.sched_getaffinity(0) if core < MOST_CORES]] = 1
+    node.Allreduce(MPI.IN_PLACE, cores, MPI.MAX)
+    return int(np.count_nonzero(cores))
 
 
 _closed: list[Desks] = []

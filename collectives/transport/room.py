@@ -55,12 +55,12 @@ class Room(Desks):
 
     def __init__(
         self, node: MPI.Comm, names: Sequence[int], desks: Sequence[NDArray[np.uint8]], fence: MPI.Win | None,
-        pids: Sequence[int] = (),
+        pids: Sequence[int] = (), cores: int = 1,
     ):  # fmt: skip
-        super().__init__(node, names, desks, fence, pids)
+        super().__init__(node, names, desks, fence, pids, cores)
         self.whole = True
         """Whether the room holds all ranks of the communicator."""
-        self._spins = SPINS_ALONE if self.size <= len(os.sched_getaffinity(0)) else SPINS_SHARED
+        self._spins = SPINS_SHARED if self.crowded else SPINS_ALONE
         self._ones = sum(1 << 64 * rank for rank in range(self.size))
         """Times a number: that number once for each rank, as in a row read at once."""
         self._low = self._ones * 0xFFFFFFFF

@@ -35,7 +35,7 @@ BLOCK = 1 << 10
 def comm(monkeypatch):
     """A communicator on which vectors of any length try all ways, in blocks of 1 KiB."""
     monkeypatch.setattr(importlib.import_module("collectives.plan"), "TRY_BYTES", 0)
-    monkeypatch.setattr(Table, "eager_limits", lambda table, ranks: Eager(-1, -1))
+    monkeypatch.setattr(Table, "eager_limits", lambda table, ranks, crowded: Eager(-1, -1))
     monkeypatch.setattr(reach, "BLOCK_BYTES", BLOCK)
     comm = COMM.Dup()
     yield comm

@@ -87,11 +87,17 @@ def test_tune_sees_first_whether_the_table_can_be_kept(monkeypatch, tmp_path, pl
     assert "measured with" not in done.output
 
 
-@given(st.integers(1, 300), st.integers(0, 1 << 40), st.sampled_from(KINDS))
-def test_there_is_always_an_answer(ranks, nbytes, kind):
-    limits = Table().eager_limits(ranks)
+@given(st.integers(1, 300), st.integers(0, 1 << 40), st.sampled_from(KINDS), st.booleans())
+def test_there_is_always_an_answer(ranks, nbytes, kind, crowded):
+    limits = Table().eager_limits(ranks, crowded)
     assert 0 < limits.always <= limits.ordinary
     assert Table().best_between(kind, 2, ranks, nbytes)
+
+
+def test_measured_limits_come_before_the_shipped():
+    mine = Table(eager={3: Eager(1, 2)})
+    assert mine.eager_limits(3, True) == mine.eager_limits(3, False) == Eager(1, 2)
+    assert mine.eager_limits(2, False) == Table().eager_limits(2, False)
 
 
 def test_measured_ranges_come_before_the_shipped():
