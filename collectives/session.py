@@ -224,10 +224,12 @@ class Session:
         self.by_address.clear()
 
     def _give_up(self, error: CollectiveError) -> None:
-        for operation in self.active:
-            if not operation.done:
-                operation.done, operation.error = True, error
+        given_up = [operation for operation in self.active if not operation.done]
+        for operation in given_up:
+            operation.done, operation.error = True, error
         self.active = []
+        for operation in given_up:  # or the garbage collector would, and wait then for who has long left
+            close(operation.steps)
 
     # Running
 
@@ -294,10 +296,7 @@ class Session:
         """Whether the operation has failed; not so if those have come meanwhile for whom this rank waited."""
         if self.watch is None and not self.room.complete():
             return self.room.withdraw(str(error))
-        under_way = list(self.active)
         self._break(str(error))
-        for operation in under_way:
-            close(operation.steps)
         return True
 
     def check_usable(self) -> None:

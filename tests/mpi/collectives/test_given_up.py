@@ -72,6 +72,10 @@ def started(plan):
 
 def polled(plan):
     plan.start()
+    polled_to_the_end(plan)
+
+
+def polled_to_the_end(plan):
     until = time.monotonic() + PATIENCE
     while not plan.test() and time.monotonic() < until:
         time.sleep(1e-3)
@@ -387,3 +391,27 @@ def test_others_that_come_while_an_entry_is_taken_back_go_on_with_who_takes_it_b
     assert everybody[0][0].startswith("StallError"), everybody
     assert all(one[0].startswith("Withdrawn") for one in everybody[1:]), everybody
     assert all(one[1:] == ("done", True) for one in everybody), everybody
+
+
+@pytest.mark.mpi
+@only_on(2, 3)
+def test_what_has_been_started_has_ended_when_who_tests_it_hears_that_a_rank_has_left():
+    """Not when the garbage collector comes, which would wait then for the others."""
+    comm = WORLD.Dup()
+    plan = collectives.plan("allreduce", collectives.empty(100_000, np.float64), comm)
+    plan()
+    WORLD.Barrier()
+    session(comm).patient(60.0, PATIENCE)
+    ended = [True]
+    if RANK == 0:
+        session(comm).leave("a call", CollectiveError("rank 0 has given up a call"))
+    else:
+        plan.start()
+        steps = [operation.steps for operation in session(comm).active]
+    others_come_now()
+    if RANK:
+        said = soon(lambda: polled_to_the_end(plan))
+        ended = [one.gi_frame is None for one in steps]
+    everybody = WORLD.allgather((said if RANK else "rank 0 has given up a call", ended))
+    comm.Free()
+    assert all("rank 0 has given up a call" in words and ended == [True] for words, ended in everybody), everybody
