@@ -55,8 +55,9 @@ SHIPPED_EAGER: dict[int, Eager] = {
     4: Eager(16 << 10, 64 << 10),
     8: Eager(8 << 10, 16 << 10),
 }
-CROWDED_BYTES = 1 << 20
-"""Of all ranks together: where they share cores, the meetings that slots save cost more than reading all of these."""
+CROWDED = 64 << 10, 512 << 10
+"""Bytes of a rank, and of all together: where they share cores, the meetings that slots save cost more than reading as
+many."""
 SHIPPED_MEMORY: dict[str, Line] = {
     "eager 2": Line(1.1e-6, 7.4e-11),
     "eager 4": Line(6.5e-6, 2.8e-10),
@@ -96,7 +97,8 @@ class Table(msgspec.Struct, frozen=True):
         if ranks in self.eager:
             return self.eager[ranks]
         if crowded:
-            return Eager(min(64 << 10, CROWDED_BYTES // 2 // ranks), min(128 << 10, CROWDED_BYTES // ranks))
+            limit = min(CROWDED[0], CROWDED[1] // ranks)
+            return Eager(limit, limit)
         return SHIPPED_EAGER[min(SHIPPED_EAGER, key=lambda known: abs(known - ranks))]
 
     def best_between(self, kind: str, nodes: int, ranks: int, nbytes: int) -> str:
