@@ -53,7 +53,7 @@ class Cards:
         """The youngest card's."""
         self.spent = -CARDS
         """What is brought at once brings a token above this one."""
-        self.held = False
+        self._held = False
         self._known: dict[tuple[int, int], Card] = {}
 
     def publish(self, card: Card) -> int:
@@ -70,13 +70,18 @@ class Cards:
         desk[at : at + HEAD_BYTES] = words.view(np.uint8)
         desk[at + HEAD_BYTES : at + HEAD_BYTES + len(text)] = np.frombuffer(text, np.uint8)
         self._keep(self.rank, token, card)
-        self.hold(self.held)
+        self.hold(self._held)
         return token
 
-    def hold(self, held: bool) -> None:
+    @property
+    def held(self) -> bool:
         """Whether nothing may be brought at once, as something else comes first."""
-        self.held = held
-        self.spent = sys.maxsize if held else self.last_token - CARDS
+        return self._held
+
+    def hold(self, held: bool) -> None:
+        """From here on, or not, or see anew whether that is so."""
+        self._held = held
+        self.spent = sys.maxsize if self.held else self.last_token - CARDS
 
     def _keep(self, rank: int, token: int, card: Card) -> None:
         self._known[rank, token] = card

@@ -70,6 +70,7 @@ class Desks(Cards):
     ):  # fmt: skip
         super().__init__(desks, node.rank, names)
         self.size = node.size
+        self._node = node
         self.crowded = node.size > cores
         """Whether ranks share cores: each meeting then costs as many switches."""
         self.pids = pids

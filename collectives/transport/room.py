@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from collectives.errors import CollectiveError, MismatchError, Withdrawn
 from collectives.transport.cards import WITHDRAWN, Card
-from collectives.transport.desks import FAILED_WORD, GONE_WORD, MARKS_WORD, OFF_WORD, SINCE_WORD, Desks
+from collectives.transport.desks import FAILED_WORD, GONE_WORD, LANES, MARKS_WORD, OFF_WORD, SINCE_WORD, Desks
 from collectives.transport.program import Step
 from collectives.watch import disagreement
 
@@ -32,6 +32,7 @@ Turns: TypeAlias = "tuple[Sequence[Step], Sequence[Step]]"
 NOTHING: Turns = ((), ())
 SPINS_ALONE, SPINS_SHARED = 64, 1  # looks before giving way: ranks have cores of their own, or share them
 MOST_SPINS = 256
+MOST_OPERATIONS = (1 << 32) - 1  # then their numbers begin anew
 ORDER = sys.byteorder
 LEAVING_SECONDS = 5.0
 SETTLE_SECONDS = 0.02  # until all see what this rank takes back, and who comes meanwhile has said so
@@ -81,9 +82,10 @@ class Room(Desks):
             self.fence()
         self._entries[operation & 1][self.rank] = operation << 32 | token
 
-    def hold(self, held: bool) -> None:
-        """Nothing may be brought at once, either, before `caught_up`."""
-        super().hold(held or 0 < self.withdrawn == self.operation)
+    @property
+    def held(self) -> bool:
+        """Nothing may be brought at once, either, where `caught_up` has something to do."""
+        return self._held or 0 < self.withdrawn == self.operation or self.operation == MOST_OPERATIONS
 
     def caught_up(self) -> Iterator[None]:
         """After this rank has taken back its entry, before it touches anything for the next operation: until all others
@@ -94,6 +96,19 @@ class Room(Desks):
             while any(word >> 32 < self.operation for word in row):
                 yield
             self.lost = False
+        if self.operation == MOST_OPERATIONS:
+            yield from self._begin_anew()
+
+    def _begin_anew(self) -> Iterator[None]:
+        """Number operations from 1 on again."""
+        for _ in range(2):  # until all are out of the last one; until all have wiped their words
+            request = self._node.Ibarrier()
+            while not request.Test():
+                yield
+            self._entries[0][self.rank] = self._entries[1][self.rank] = 0
+            for word in (OFF_WORD, FAILED_WORD, *range(MARKS_WORD, MARKS_WORD + LANES)):
+                self._mine[word] = 0
+        self.operation = self.withdrawn = 0
 
     def skip_to(self, operation: int, phase: int) -> None:
         """Go on, as all ranks must, after this operation and this phase, wherever this rank is."""
@@ -123,6 +138,8 @@ class Room(Desks):
                 return call.afresh()
             operation = self.operation + 1
             parity, looks = operation & 1, 0
+            if operation > MOST_OPERATIONS:
+                return call.afresh()
             for function, arguments in puts[parity]:
                 function(*arguments)
             try:
@@ -278,7 +295,7 @@ class Room(Desks):
             self.lost = True
             return True
         self.withdrawn = self.operation
-        self.hold(True)
+        self.hold(self._held)
         return True
 
     def _settled(self) -> bool:

@@ -155,3 +155,28 @@ def test_a_rank_that_stops_in_the_middle_is_named():
     comm.Free()
     named = re.compile(r": ranks? 0\b.* (has|have) not come")  # others may be slow too
     assert all(named.search(words) or words == "done" for words in everybody_said[1:]), everybody_said
+
+
+@pytest.mark.mpi
+@only_on(2, 3, 7)
+@pytest.mark.parametrize("array", ["ordinary", "empty"])
+@pytest.mark.parametrize("algorithm", ["auto", "ring", "native"])
+@pytest.mark.parametrize("n", [3, 1000, 300_000])
+def test_operations_go_on_when_their_numbers_are_used_up(algorithm, array, n):
+    """As after two hours of calls of two microseconds."""
+    comm = COMM.Dup()
+    x = collectives.empty(n, np.float32, comm) if array == "empty" else np.empty(n, np.float32)
+    plan = collectives.plan("allreduce", x, comm, algorithm=algorithm)
+    there = session(comm).room
+    faults = []
+    for call in range(8):
+        if call == 3:
+            comm.Barrier()
+            there.skip_to(room.MOST_OPERATIONS - 2, there.phase)
+        x[:] = RANK + call
+        plan() if call % 2 else collectives.allreduce(x, comm, algorithm=algorithm)
+        faults.append(int((x != P * call + P * (P - 1) // 2).sum()))
+    rounds = COMM.allgather((faults, there.operation < 100))
+    del plan, x
+    comm.Free()
+    assert all(one == ([0] * 8, True) for one in rounds), rounds
