@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 CALLS = 64  # notes kept: nobody can be so many calls ahead of another
+MOST_CALLS = 1 << 32  # then their numbers begin anew
 
 
 class Roll:
@@ -40,7 +41,7 @@ class Roll:
 
     def note(self, text: str) -> None:
         """Write down this worker's next call."""
-        self._calls += 1
+        self._calls = (self._calls + 1) % MOST_CALLS
         self._notes[self._calls % CALLS, self._rank] = self._calls << 32 | zlib.crc32(text.encode())
 
     def agrees(self) -> bool:
