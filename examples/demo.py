@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -15,7 +16,7 @@ import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from rich.console import Console
 from rich.live import Live
@@ -177,17 +178,27 @@ def read(given: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
+class Terminated(BaseException):
+    """SIGTERM: as Ctrl-C, it ends the job that runs."""
+
+
+def terminate(*_: object) -> NoReturn:
+    """The handler of SIGTERM."""
+    raise Terminated
+
+
 def main() -> int:
-    """The exit code: 0 where every mode reaches the target, 130 after Ctrl-C."""
+    """The exit code: 0 where every mode reaches the target, 130 after Ctrl-C, 143 after SIGTERM."""
     options = read()
+    signal.signal(signal.SIGTERM, terminate)
     try:
         return run(options)
     except JobError as error:
         print(f"demo: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Terminated) as error:
         print("demo: interrupted; no results are written", file=sys.stderr)
-        return 130
+        return 128 + (signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT)
 
 
 def run(options: argparse.Namespace) -> int:

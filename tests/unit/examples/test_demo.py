@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import io
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -74,7 +76,8 @@ def test_table_and_picture_say_what_the_serial_run_is(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("raised, code, said", [
-    (KeyboardInterrupt(), 130, "demo: interrupted"), (demo.JobError("a job ended with code 3"), 1, "demo: a job ended"),
+    (KeyboardInterrupt(), 130, "demo: interrupted"), (demo.Terminated(), 143, "demo: interrupted"),
+    (demo.JobError("a job ended with code 3"), 1, "demo: a job ended"),
 ])  # fmt: skip
 def test_ctrl_c_and_a_failed_job_end_the_demo_with_a_sentence(raised, code, said, monkeypatch, tmp_path, capsys):
     def fails(argv, limit):
@@ -84,6 +87,20 @@ def test_ctrl_c_and_a_failed_job_end_the_demo_with_a_sentence(raised, code, said
     monkeypatch.setattr(sys, "argv", ["demo", "--out", str(tmp_path)])
     assert demo.main() == code
     assert said in capsys.readouterr().err
+
+
+def test_sigterm_ends_the_job_that_runs(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    job = f"import os, time\nwith open({str(pipe)!r}, 'w') as file: file.write(str(os.getpid()))\ntime.sleep(100)"
+    code = f"import sys, demo\ndemo.command = lambda *_: [sys.executable, '-c', {job!r}]\nsys.exit(demo.main())"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(demo.HERE), str(demo.HERE.parent)])}
+    process = subprocess.Popen([sys.executable, "-c", code, "--out", str(tmp_path)], env=environment)
+    pid = int(pipe.read_text())
+    process.terminate()
+    assert process.wait(60) == 143
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
 
 
 @pytest.mark.parametrize("words, said", [
