@@ -15,6 +15,8 @@ import click
 from rich.console import Console
 from rich.progress import Progress
 
+from collectives.stdout import lasting
+
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 CODE_FILE = "_MPIPS_CODE_FILE"  # names the file that is to hold the exit code of `leave`
 INTERRUPTED = 130  # the exit code after Ctrl-C, as of shells
@@ -43,7 +45,14 @@ def is_first() -> bool:
 
 
 class Interruptible(click.Command):
-    """A command that ends with the exit code of shells after Ctrl-C; rank 0 alone says so."""
+    """A command that ends with the exit code of shells after Ctrl-C; rank 0 alone says so.
+
+    Where its standard output cannot be written it works to its end, says so and has exit code 1.
+    """
+
+    def main(self, *args: Any, **options: Any) -> Any:
+        with lasting():
+            return super().main(*args, **options)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import click
 
+from collectives.stdout import lasting
 from launch.run import options_of, start
 from launch.watched import INTERRUPTED
 
@@ -125,6 +126,10 @@ class Lazy(click.Group):
             return super().invoke(ctx)
         except KeyboardInterrupt:  # while a command is imported
             sys.exit(INTERRUPTED)
+
+    def main(self, *args: Any, **options: Any) -> Any:
+        with lasting():
+            return super().main(*args, **options)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)

@@ -18,7 +18,7 @@ ALLOWED = {
     "mpips": ("collectives",),
     "launch": (
         "mpips.options", "mpips.world", "collectives.topology", "collectives.caches", "collectives.console",
-        "collectives.memory", "collectives.transport.reach",
+        "collectives.memory", "collectives.stdout", "collectives.transport.reach",
     ),
 }
 

@@ -200,10 +200,11 @@ def test_the_readme_collectives(tmp_path: Path) -> None:
     assert done.stdout == printed("sums.py")
 
 
-def mpips(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def mpips(tmp_path: Path, *words: str, before: str = 'exec "$@"') -> subprocess.CompletedProcess[str]:
+    """`mpips WORDS` as the shell line `before` starts it."""
     clean = {k: v for k, v in os.environ.items() if not re.match(r"OMPI_|PMIX_|PRTE_|PMI_|HYDRA_|MPI_|MPIPS_", k)}
     clean["PYTHONPATH"] = str(ROOT)
-    command = [sys.executable, "-m", "launch.cli", *words]
+    command = ["sh", "-c", before, "sh", sys.executable, "-m", "launch.cli", *words]
     return subprocess.run(command, capture_output=True, text=True, env=clean, cwd=tmp_path, timeout=JOB_LIMIT)
 
 
@@ -224,6 +225,23 @@ def test_a_full_disk_after_the_work_is_one_sentence_below_the_table(tmp_path: Pa
     assert done.returncode == 1, done.stderr
     assert done.stderr.strip() == "Error: --json /dev/full cannot be written: No space left on device"
     assert "ordinary" in done.stdout
+
+
+@pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="no /dev/full here")
+def test_a_training_whose_output_is_lost_keeps_its_files(tmp_path: Path) -> None:
+    words = ["--data", "synthetic:50,3,1", "--hidden", "8", "--epochs", "1", "--save", "a.st", "--json", "a.json"]
+    done = mpips(tmp_path, "train", *words, before='exec "$@" > /dev/full')
+    assert done.stderr.strip() == "Error: standard output cannot be written: No space left on device"
+    assert done.returncode == 1
+    assert (tmp_path / "a.st").is_file()
+    assert (tmp_path / "a.json").is_file()
+
+
+def test_a_training_takes_a_closed_standard_output(tmp_path: Path) -> None:
+    words = ["--data", "synthetic:50,3,1", "--hidden", "8", "--epochs", "1", "--json", "a.json", "--ranks", "2"]
+    done = mpips(tmp_path, "train", *words, before='exec "$@" >&-')
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "a.json").is_file()
 
 
 def test_a_job_ended_by_sigterm_has_the_code_of_the_signal(tmp_path: Path) -> None:

@@ -201,13 +201,41 @@ def test_help_names_every_command_and_imports_none() -> None:
     code = """
 import atexit, sys
 import launch.cli
-atexit.register(lambda: print([m for m in sys.modules if m.startswith(("collectives", "numpy"))]))
+atexit.register(lambda: print([m for m in sys.modules if m.startswith(("collectives.", "numpy", "rich"))]))
 sys.argv[1:] = ["--help"]
 launch.cli.main()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=180)
     assert all(name in done.stdout for name in cli.COMMANDS)
-    assert done.stdout.endswith("[]\n")
+    assert done.stdout.endswith("['collectives.stdout']\n")
+
+
+@pytest.mark.parametrize(
+    "words", ["--help", "--version", "sim --help", "bench optimizers --elements 1000 --repeats 1 --json cases.json"]
+)
+def test_a_full_standard_output_is_one_sentence_after_the_work(words: str, full_disk: str, tmp_path: Path) -> None:
+    with open(full_disk, "w") as full:
+        done = lost(words, full.fileno(), tmp_path)
+    assert done.stderr == "Error: standard output cannot be written: No space left on device\n"
+    assert done.returncode == 1
+    assert (tmp_path / "cases.json").is_file() == ("--json" in words)
+
+
+def test_a_pipe_that_nobody_reads_is_no_error_to_tell(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = lost("--help", writing, tmp_path)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def lost(words: str, stdout: int, folder: Path) -> subprocess.CompletedProcess[str]:
+    """`mpips WORDS`, printing to where nothing can be printed."""
+    command = [sys.executable, "-m", "launch.cli", *words.split()]
+    clean = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    return subprocess.run(
+        command, stdout=stdout, stderr=subprocess.PIPE, text=True, check=False, timeout=180, cwd=folder, env=clean
+    )
 
 
 def test_an_unknown_command() -> None:
