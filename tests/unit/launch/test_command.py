@@ -98,5 +98,12 @@ def test_a_stranger_is_refused(tmp_path: Path) -> None:
     stranger.chmod(0o755)
     with pytest.raises(LauncherError, match="Strange MPI 3"):
         find(str(stranger))
-    with pytest.raises(LauncherError, match="no launcher at"):
-        find(str(tmp_path / "none"))
+
+
+def test_a_mistyped_mpirun_is_told_from_an_mpi_that_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(LauncherError, match=f"^--mpirun {tmp_path}/none is not there: name an mpirun that is, or"):
+        find(f"{tmp_path}/none")
+    with pytest.raises(LauncherError, match=r"^--mpirun mpirum is not there on the PATH: "):
+        find("mpirum")
+    with pytest.raises(LauncherError, match=f"^--mpirun {tmp_path} is no program that can be run: "):
+        find(str(tmp_path))
