@@ -33,6 +33,7 @@ TARGET = 0.95
 """Test accuracy that every mode must reach."""
 IMAGES = 1437
 """To train on; `task.digits` would start MPI."""
+FILES = ("demo.png", "demo.json")
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 """One compute thread a process, also of the serial run: the ranks share the cores."""
 
@@ -217,13 +218,28 @@ def run(options: argparse.Namespace) -> int:
     if not console.is_terminal:
         console.print(board)
     console.print()
-    (options.out / "demo.json").write_text(json.dumps(results, indent=1) + "\n")
-    draw(results, TARGET, board.title, options.out / "demo.png")
-    console.print(f"{options.out / 'demo.png'} and {options.out / 'demo.json'} are written.")
+    written = write(results, board.title, options.out)
+    if written:
+        console.print(f"{' and '.join(map(str, written))} {'are' if len(written) > 1 else 'is'} written.")
     below = [result["mode"] for result in results if not result["passed"]]
     if below:
         console.print(f"[red]below a test accuracy of {TARGET}: {', '.join(below)}")
-    return 1 if below else 0
+    return 1 if below or len(written) < len(FILES) else 0
+
+
+def write(results: list[dict[str, Any]], title: str, out: Path) -> list[Path]:
+    """Those of the two files that could be written; of the others standard error says why not."""
+    written = []
+    for path in (out / name for name in FILES):
+        try:
+            if path.suffix == ".png":
+                draw(results, TARGET, title, path)
+            else:
+                path.write_text(json.dumps(results, indent=1) + "\n")
+            written.append(path)
+        except OSError as error:
+            print(f"demo: {path} cannot be written: {error.strerror or error}", file=sys.stderr)
+    return written
 
 
 if __name__ == "__main__":

@@ -103,6 +103,19 @@ def test_sigterm_ends_the_job_that_runs(tmp_path):
         os.kill(pid, 0)
 
 
+@pytest.mark.parametrize("lost, kept", [demo.FILES, demo.FILES[::-1]])
+def test_of_two_files_the_one_that_can_be_written_is(lost, kept, full_disk, monkeypatch, tmp_path, capsys):
+    records = [{"seconds": 0.1 * i, "loss": 1 / i, "test_accuracy": 0.97} for i in (1, 2)]
+    (tmp_path / lost).symlink_to(full_disk)
+    monkeypatch.setattr(demo, "epochs", lambda argv, limit: records)
+    monkeypatch.setattr(sys, "argv", ["demo", "--out", str(tmp_path)])
+    assert demo.main() == 1
+    said = capsys.readouterr()
+    assert said.err == f"demo: {tmp_path / lost} cannot be written: No space left on device\n"
+    assert (tmp_path / kept).stat().st_size
+    assert f"{tmp_path / kept} is written." in " ".join(said.out.split())
+
+
 @pytest.mark.parametrize("words, said", [
     ("--epochs 0", "'0' is no whole number of at least 1"), ("--workers 0", "at least 1"), ("--servers x", "'x' is no"),
     ("--limit nan", "'nan' is no number"), ("--clients 9 --workers 4", "9 clients need as many workers, not 4"),
