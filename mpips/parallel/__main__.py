@@ -18,7 +18,7 @@ from collectives.console import OutFile, Picture, RankedCommand, console, leave,
 
 from . import checkpoint, report, usage
 from .activations import ACTIVATIONS
-from .agreement import TrainingError, agree
+from .agreement import TrainingError, agree, counted
 from .data import Data, load_opened
 from .devices import DEVICES, array_module
 from .distribution import WAYS
@@ -30,7 +30,7 @@ from .served import INTERVAL, STORES, Servers
 from .sources import open_source
 from .specification import DTYPES, Specification
 from .splits import MODES
-from .training import Epoch, train
+from .training import Epoch, check_fit, train
 from .usage import Finite, options_of, widths, words
 
 
@@ -138,6 +138,7 @@ class _Run:
         )  # fmt: skip
         opening = perf_counter() - start
         specification = self._specification(opened)
+        agree(self.comm, self._too_large(specification, opened, grid))
         if grid is None:
             grid = self._grid(specification, opened.shape.rows - int(opened.shape.rows * o.test_share))
         start = perf_counter()
@@ -147,7 +148,7 @@ class _Run:
             self._say(report.explain_way(data))
         if not o.load_path:
             specification = specification._replace(sizes=(*specification.sizes[:-1], data.outputs))
-        self._say(f"{o.data}: {opened.shape.rows:,} rows; {opened.columns}; data by {data.way}")
+        self._say(f"{o.data}: {counted(opened.shape.rows, 'row')}; {opened.columns}; data by {data.way}")
         self._train(specification, data, grid, opening + perf_counter() - start)
 
     def _specification(self, opened: Opened) -> Specification:
@@ -157,6 +158,16 @@ class _Run:
             return checkpoint.specification(o.load_path, self.comm)
         loss = "softmax" if shape.classes >= 0 else "l2"
         return Specification((shape.features, *widths(o.hidden), shape.outputs), o.activation, loss, o.dtype, o.seed)
+
+    def _too_large(self, specification: Specification, opened: Opened, grid: Grid | None) -> str | None:
+        o = self.options
+        if grid is not None:
+            batch, model = grid.batch, grid.model
+        else:  # where a grid is predicted, every rank holds the whole network for a while
+            batch, model = (self.comm.size, 1) if o.grid_text == "auto" else parse(o.grid_text)
+            model = 1 if o.explain else model
+        ranks = _ranks_of_node(self.comm)
+        return usage.too_large(specification, opened.shape, batch, model, o.split, ranks, self.xp is np)
 
     def _grid(self, specification: Specification, train_rows: int) -> Grid:
         o = self.options
@@ -170,14 +181,15 @@ class _Run:
 
     def _train(self, specification: Specification, data: Data, grid: Grid, data_seconds: float) -> None:
         o, hybrid = self.options, None
+        check_fit(specification, data, grid)
         if o.load_path:
             hybrid = checkpoint.load(
                 o.load_path, grid, o.split, self.xp, overlap=o.overlap, servers=self.servers
             )
             self.last_epoch += hybrid.updates // len(data.deal.samples)
         self._say(
-            f"{'-'.join(str(size) for size in specification.sizes)}, {data.train_rows:,} rows, batch {o.batch}, "
-            f"grid {grid} (batch x model), {specification.dtype}"
+            f"{'-'.join(str(size) for size in specification.sizes)}, {counted(data.train_rows, 'row')}, "
+            f"batch {o.batch}, grid {grid} (batch x model), {specification.dtype}"
         )
         self.began = True
         trained = train(
@@ -231,10 +243,14 @@ def _unwritable(options: Any) -> str | None:
 
 
 def _share_of_cores(comm: MPI.Comm) -> int:
+    return max(1, len(os.sched_getaffinity(0)) // _ranks_of_node(comm))
+
+
+def _ranks_of_node(comm: MPI.Comm) -> int:
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    ranks = node.size
+    ranks: int = node.size
     node.Free()
-    return max(1, len(os.sched_getaffinity(0)) // ranks)
+    return ranks
 
 
 if __name__ == "__main__":

@@ -73,6 +73,11 @@ def _error(comm: MPI.Comm, sentence: str) -> TrainingError:
     return error
 
 
+def counted(count: int, thing: str) -> str:
+    """How many there are, in words of a sentence: "1 row", "1,797 rows"."""
+    return f"{count:,} {thing}{'s'[: count != 1]}"
+
+
 def broadcast_bytes(comm: MPI.Comm, data: bytes, root: int = 0) -> bytes:
     """`data` of rank `root`, on every rank. Collective."""
     size = np.array([len(data)], np.int64)

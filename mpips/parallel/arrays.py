@@ -12,7 +12,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from .agreement import TrainingError
+from .agreement import TrainingError, counted
 from .slices import interval
 
 MNIST_FILE = "mnist_5k.csv.gz"
@@ -67,7 +67,8 @@ class ArraySource:
 
     def columns(self) -> str:
         """What is learned from what."""
-        return f"{self.features} features -> {'a class' if self.classes is not None else f'{self.targets} targets'}"
+        targets = "a class" if self.classes is not None else counted(self.targets, "target")
+        return f"{counted(self.features, 'feature')} -> {targets}"
 
 
 def npz(path: str, classes: int | None = None) -> ArraySource:

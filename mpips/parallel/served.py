@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from mpi4py import MPI
 
-from .agreement import TrainingError, agree, alike
+from .agreement import TrainingError, agree, alike, counted
 from .communication import nodes
 from .grid import Grid
 from .slices import interval, intervals
@@ -124,7 +124,7 @@ def misfit(servers: int, clients: int, batch: int, model: int, ranks: int) -> st
     needed = clients * batch * model + servers
     if min(servers, clients, batch, model) < 1 or needed != ranks:
         return (
-            f"{clients} clients of {batch}x{model} and {servers} servers need {needed} ranks, the job has {ranks}; "
-            f"give another --ranks, --grid, --clients or --servers"
+            f"{counted(clients, 'client')} of {batch}x{model} and {counted(servers, 'server')} need "
+            f"{counted(needed, 'rank')}, the job has {ranks}; give another --ranks, --grid, --clients or --servers"
         )
     return None

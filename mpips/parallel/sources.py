@@ -8,7 +8,9 @@ from typing import Protocol
 
 import numpy as np
 
-from .agreement import TrainingError
+from collectives import memory
+
+from .agreement import TrainingError, counted
 from .arrays import digits, mnist, npz
 from .slices import interval
 from .text import TextSource, airfoil
@@ -85,11 +87,16 @@ class SyntheticSource:
             raise TrainingError(f"synthetic data of {rows} x {features} -> {targets}: each must be at least 1")
         self.name = f"synthetic {rows:,} x {features} -> {targets}"
         self.rows, self.features, self.targets = rows, features, targets
+        largest = 8 * max(features * targets, _BLOCK_ROWS * (features + targets))
+        try:
+            memory.check(f"synthetic data of {rows} x {features} -> {targets}", largest, 2)
+        except ValueError as error:
+            raise TrainingError(str(error)) from None
         self._mix = np.random.default_rng([features, targets]).standard_normal((features, targets)) / np.sqrt(features)
         self._first = 0
 
     def fingerprint(self) -> str:
-        return f"{self.rows} rows"
+        return counted(self.rows, "row")
 
     def open_part(self, parts: int, index: int) -> int:
         self._first, stop = interval(self.rows, parts, index)
@@ -109,7 +116,7 @@ class SyntheticSource:
         raise AssertionError("synthetic rows are numbers")
 
     def columns(self) -> str:
-        return f"{self.features} features -> {self.targets} targets"
+        return f"{counted(self.features, 'feature')} -> {counted(self.targets, 'target')}"
 
     def _block(self, block: int) -> np.ndarray:
         rng = np.random.default_rng([self.features, self.targets, block])

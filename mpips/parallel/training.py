@@ -13,7 +13,7 @@ from mpi4py import MPI
 
 from mpips.optimizers import SGD, Optimizer
 
-from .agreement import TrainingError, agree, alike
+from .agreement import TrainingError, agree, alike, counted
 from .arguments import check_weights, of_data, of_network, of_optimizer, of_past
 from .clock import PHASES
 from .data import Data, load
@@ -24,6 +24,7 @@ from .mlp import MLP
 from .predict import choose_grid
 from .served import Servers
 from .sources import Source
+from .specification import Specification
 
 _EVALUATE_SAMPLES = 1000
 _LOADING = ("batch", "seed", "test_share", "way", "link")
@@ -142,18 +143,25 @@ def _load(
         grid = choose_grid(model, loading["batch"], optimizer, mode) if grid == "auto" else Grid(*parse(grid))
     if not isinstance(data, Data):
         data = load(data, grid, dtype=model.specification.dtype, **loading)
-    agree(grid.comm, _misfit(model, data, grid) or _mixture(hybrid, data))
+    check_fit(model.specification, data, grid, hybrid)
     return grid, data
 
 
-def _misfit(model: MLP, data: Data, grid: Grid) -> str | None:
+def check_fit(specification: Specification, data: Data, grid: Grid, hybrid: Hybrid | None = None) -> None:
+    """TrainingError on every rank unless this network can be trained on these rows on this grid, going on from
+    `hybrid` where it is given. Collective over the grid."""
+    agree(grid.comm, _misfit(specification, data, grid) or _mixture(hybrid, data))
+
+
+def _misfit(specification: Specification, data: Data, grid: Grid) -> str | None:
     if str(grid) != data.grid:
         return f"the data were loaded for a grid {data.grid}, not for {grid}: load them for the grid that trains"
-    sizes, loss = model.specification.sizes, model.specification.loss
+    sizes, loss = specification.sizes, specification.loss
     features = data.x.shape[1]
     if (sizes[0], sizes[-1]) != (features, data.outputs):
         return (
-            f"a network of {sizes[0]} inputs and {sizes[-1]} outputs cannot learn {features} features -> {data.outputs}"
+            f"a network of {counted(sizes[0], 'input')} and {counted(sizes[-1], 'output')} cannot learn "
+            f"{counted(features, 'feature')} -> {data.outputs}"
         )
     if (loss == "softmax") != data.classes:
         targets, fitting = ("class numbers", "softmax") if data.classes else ("numbers", "l2")

@@ -10,14 +10,18 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from collectives import memory
 from mpips import optimizers
 
 from .agreement import TrainingError
 from .devices import missing
 from .grid import misfit, parse
 from .minibatches import Rule
+from .opening import Shape
+from .predict import parameter_bytes
 from .served import misfit as misfit_of_servers
 from .sources import BUILT_IN, open_source
+from .specification import Specification, working_dtype
 
 OPTIMIZERS = ("sgd", "adagrad", "rmsprop", "adam", "adamw")
 _OF_CHECKPOINT = ("hidden", "activation", "dtype", "optimizer", "learning_rate", "momentum")
@@ -113,6 +117,23 @@ def optimizer_of(o: SimpleNamespace) -> optimizers.Optimizer:
         return optimizers.create(o.optimizer, learning_rate=o.learning_rate, **extra)
     except ValueError as error:
         raise TrainingError(str(error)) from error
+
+
+def too_large(
+    specification: Specification, shape: Shape, batch: int, model: int, split: str, ranks: int, on_host: bool = True
+) -> str | None:
+    """Why `ranks` ranks of one machine cannot hold what a grid of batch x model puts there; None where nothing speaks
+    against it. Asked before anything large is made."""
+    sizes, columns = specification.sizes, shape.features + shape.targets
+    weights = parameter_bytes(sizes, model, working_dtype(specification.dtype).itemsize, split)
+    rows = 8 * max(columns * (shape.rows // batch), shape.rows)  # float64 values, or the numbers of all rows
+    try:
+        if on_host:  # weights and gradients
+            memory.check(f"a network of {'-'.join(map(str, sizes))}", weights, 2, ranks)
+        memory.check(f"a set of {shape.rows:,} rows of {columns:,} columns", rows, 2, ranks)  # as read, and scaled
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def _grid(ranks: int, o: SimpleNamespace) -> str | None:

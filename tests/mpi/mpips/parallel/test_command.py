@@ -87,6 +87,18 @@ def test_going_on_tests_the_rows_that_were_tested_before_and_scales_as_before(tm
         assert (f"is {before};" in error) == (COMM.rank == 0)
 
 
+def test_a_checkpoint_of_another_network_is_a_refusal(tmp_path_factory, capfd):
+    path, grid = f"{folder(tmp_path_factory)}/x.safetensors", ["--grid", f"{COMM.size}x1", "--epochs", "1"]
+    assert same_everywhere(call("--data", "synthetic:50,6,2", *grid, "--hidden", "4", "--save", path) == 0)
+    COMM.Barrier()
+    capfd.readouterr()
+    code = call("--data", "synthetic:50,3,1", *grid, "--load", path)
+    error = capfd.readouterr().err
+    assert same_everywhere(code == 2), code
+    sentence = "a network of 6 inputs and 2 outputs cannot learn 3 features -> 1"
+    assert (sentence in error) == (COMM.rank == 0), error
+
+
 def test_explain_shows_every_grid_and_both_ways_of_data_on_one_rank_without_colours(capfd):
     words = ["--data", "synthetic:300,6,2", "--hidden", "12", "--epochs", "1", "--explain", "--way", "scatter"]
     code = call(*words, "--grid", f"1x{COMM.size}", "--dtype", "mixed", "--overlap")
@@ -184,6 +196,9 @@ def test_words_that_make_no_job_end_every_rank_with_one_sentence_and_code_2(word
     "words, expected, sentence",
     [
         (["--data", "nowhere.csv"], 2, "nowhere.csv does not exist"),
+        (["--hidden", "100000000,100000000"], 2, "a network of 3-100000000-100000000-1 takes at least 2 arrays of"),
+        (["--data", "synthetic:1000000000000,100,1"], 2, "a set of 1,000,000,000,000 rows of 101 columns takes at"),
+        (["--data", "synthetic:10,10000000,10000000"], 2, "synthetic data of 10 x 10000000 -> 10000000 takes at"),
         (["--load", "nowhere.safetensors"], 2, "nowhere.safetensors cannot be read"),
         (["--json", "/nowhere/x.json", "--epochs", "1000000"], 2, "--json /nowhere/x.json cannot be written"),
         (["--json", "/dev/full", "--epochs", "1"], 1, "--json /dev/full cannot be written: No space left on device"),

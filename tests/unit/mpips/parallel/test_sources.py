@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mpips.parallel.agreement import TrainingError
+from mpips.parallel.agreement import TrainingError, counted
 from mpips.parallel.arrays import ArraySource
 from mpips.parallel.sources import SyntheticSource, open_source, read_checked
 from mpips.parallel.text import TextSource
@@ -40,6 +40,16 @@ def test_text_with_any_separator_is_read(tmp_path, separator, end):
     assert (source.open_part(1, 0), source.features, source.targets) == (3, 2, 1)
     np.testing.assert_array_equal(source.read(1, 3), TABLE[1:])
     assert source.read(1, 1).shape == (0, 3)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"), [("5,1,1", "1 feature -> 1 target"), ("5,2,3", "2 features -> 3 targets")]
+)
+def test_one_is_not_many(words, said):
+    assert open_source(f"synthetic:{words}").columns() == said
+    _, features, targets = (int(word) for word in words.split(","))
+    assert ArraySource("a", np.ones((4, features)), np.ones((4, targets))).columns() == said
+    assert (counted(1, "row"), counted(0, "row"), counted(1797, "row")) == ("1 row", "0 rows", "1,797 rows")
 
 
 LINES = st.lists(st.sampled_from(["1,2", "30,4.5", "", "  ", "-7e2,123456789"]), min_size=1)
