@@ -153,7 +153,7 @@ def command(
         return
     _check_script(script)
     _warn(job, machine)
-    watched.run(argv)
+    watched.run(argv, click.get_current_context().command_path)
 
 
 def options_of(roles: Mapping[str, int | str]) -> Options:

@@ -22,12 +22,15 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 _libc = ctypes.CDLL(None)
 
 
-def run(argv: Sequence[str]) -> NoReturn:
-    """Run `argv` and exit as it does; where it has failed after a signal, with 128 + its number, as shells do."""
-    sys.exit(wait(argv))
+def run(argv: Sequence[str], name: str) -> NoReturn:
+    """Run `argv` and exit as it does; where it has failed after a signal, with 128 + its number, as shells do.
+
+    `name`: the command that says after such a signal that it was interrupted.
+    """
+    sys.exit(wait(argv, name=name))
 
 
-def wait(argv: Sequence[str], hopeless: Callable[[], bool] | None = None) -> int:
+def wait(argv: Sequence[str], hopeless: Callable[[], bool] | None = None, name: str = "") -> int:
     """Run `argv`; the exit code of `run`. The job is ended once `hopeless`, asked every `LOOK_SECONDS`, says yes.
 
     A job that a signal does not end is killed after `GRACE`, with all that it has started here.
@@ -64,6 +67,9 @@ def wait(argv: Sequence[str], hopeless: Callable[[], bool] | None = None) -> int
     if ends_by < math.inf or job.returncode < 0:
         _clear()
     if last and job.returncode:
+        if name:
+            with contextlib.suppress(OSError):  # the terminal may be gone
+                os.write(2, f"\n{name}: interrupted\n".encode())
         return 128 + last
     return job.returncode if job.returncode >= 0 else 128 - job.returncode
 

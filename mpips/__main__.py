@@ -4,17 +4,39 @@ As `python -m mpi4py`, which it builds on, but an uncaught exception, or an exit
 its rank and ends the whole job at once.
 """
 
+import os
+import sys
+
 from mpi4py.run import main
 
-from mpips.lastwords import end
+from mpips.lastwords import end, end_unstarted, is_started
+from mpips.world import launched_as
+
+COMMANDS = ("run", "doctor", "script", "train", "bench", "tune", "sim", "plan", "lab")
+"""Words of the `mpips` command, which are no scripts."""
 
 if __name__ == "__main__":
+    word = sys.argv[1] if len(sys.argv) > 1 else ""
+    if word in COMMANDS and not os.path.exists(word):
+        print(f"mpips: python -m mpips runs a script, and there is none named {word!r}; the command is `mpips {word}`,"
+              f" or `python -m launch.cli {word}`", file=sys.stderr)  # fmt: skip
+        sys.exit(2)
     try:
         main()
     except SystemExit as left:
         if left.code:  # now, because an open store would wait at exit for ranks that wait for this one
             why = left.code if isinstance(left.code, str) else ""  # sys.exit("why") means: say why, exit with 1
             code = 1 if why else int(left.code)
-            end(f"exit {code}", why and f"{why}\n", code, same=(code, why))
+            if is_started() or launched_as(os.environ) is None:
+                end(f"exit {code}", why and f"{why}\n", code, same=(code, why))
+            else:
+                print(why, end=why and "\n", file=sys.stderr)
+                end_unstarted(f"exit {code}", code)
             raise SystemExit(code) from None
         raise
+    except Exception as error:
+        if is_started():
+            raise  # to the hook, which says it for all ranks
+        sys.excepthook(type(error), error, error.__traceback__)
+        end_unstarted(type(error).__name__)
+        raise SystemExit(1) from None

@@ -12,14 +12,18 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import socket
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Hashable, Iterator
+from contextlib import suppress
 from functools import cache
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING
+
+from mpips.world import launched_as
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -60,10 +64,39 @@ def install_hooks() -> None:
 
 def _alone() -> bool:
     """Whether no other process depends on this one: a program without MPI, or a world of size 1."""
-    module = sys.modules.get("mpi4py.MPI")
-    if module is None or not module.Is_initialized() or module.Is_finalized():
+    if not is_started():
         return True
-    return bool(module.COMM_WORLD.size == 1)
+    module = sys.modules["mpi4py.MPI"]
+    return bool(module.Is_finalized() or module.COMM_WORLD.size == 1)
+
+
+def is_started() -> bool:
+    """Whether this process has started MPI."""
+    module = sys.modules.get("mpi4py.MPI")
+    return module is not None and bool(module.Is_initialized())
+
+
+def end_unstarted(what: str, code: int = 1) -> None:
+    """Say `what` it was, and end a job whose MPI this rank has not started, with `code`; the rank is to leave with it.
+
+    MPI is not started for it: that waits for all others, who may be busy, or have left. To Open MPI's mpirun the code
+    is enough, though it may crash when others are just starting MPI, so they are given a moment; MPICH's lets the
+    others wait for a rank that has left, unless its process manager is told to end all.
+    """
+    place = launched_as(os.environ)
+    if place is None or place[1] == 1:
+        return
+    sys.stdout.flush()
+    os.write(2, f"mpips: {what} on {_where(place[0], 0, place[1])}, before MPI has started: the job ends\n".encode())
+    time.sleep(LAST_WORDS)
+    manager = os.environ.get("PMI_FD", "")
+    if manager.isdigit():
+        with suppress(OSError), socket.socket(fileno=int(manager)) as line:  # as of PMI 1
+            line.settimeout(ABORTED)
+            line.sendall(b"cmd=init pmi_version=1 pmi_subversion=1\n")
+            line.recv(1024)
+            line.sendall(b"cmd=abort exitcode=%d\n" % code)
+            line.recv(1024)  # comes back when the launcher has heard it
 
 
 def end(what: str, text: str = "", code: int = 1, same: Hashable = None, told: bool = False) -> None:

@@ -13,6 +13,7 @@ OPEN_MPI = "OMPI_COMM_WORLD_SIZE"
 HYDRA = "PMI_SIZE"
 SLURM = "SLURM_STEP_NUM_TASKS"
 JSRUN = "JSM_NAMESPACE_SIZE"
+RANKS = ((OPEN_MPI, "OMPI_COMM_WORLD_RANK"), (HYDRA, "PMI_RANK"))
 MPIRUN_SIGNS = (OPEN_MPI, "PRTE_LAUNCHED", "MPI_LOCALNRANKS")
 
 
@@ -47,6 +48,14 @@ def lost(environment: Mapping[str, str], library: str, size: int | None = None) 
         return _alone(started, *_foreign(library))
     if _count(environment, JSRUN) > 1 and mine != "openmpi":
         return _alone(f"jsrun started {environment[JSRUN]} processes", *_foreign(library))
+    return None
+
+
+def launched_as(environment: Mapping[str, str]) -> tuple[int, int] | None:
+    """This process' rank and the size of the job, as an mpirun tells them before MPI has started; None without one."""
+    for size, rank in RANKS:
+        if size in environment and rank in environment:
+            return _count(environment, rank), _count(environment, size)
     return None
 
 

@@ -75,6 +75,22 @@ def test_an_exception_on_one_rank_ends_the_job(tmp_path: Path) -> None:
     assert "ValueError on rank 1 of 3" in done.stderr
 
 
+@pytest.mark.parametrize("error, said, code", [
+    ("open('/data/of/rank/1')", "FileNotFoundError", 1), ("import no_such_module", "ModuleNotFoundError", 1),
+    ("sys.exit(4)", "exit 4", 4),
+])  # fmt: skip
+@pytest.mark.parametrize("others", ["from mpi4py import MPI\nMPI.COMM_WORLD.Barrier()\n", ""])
+def test_one_rank_that_fails_before_mpi_has_started_ends_the_job(
+    tmp_path: Path, error: str, said: str, code: int, others: str
+) -> None:
+    rank = "import os, sys\nr = int(os.environ.get('OMPI_COMM_WORLD_RANK', os.environ.get('PMI_RANK')))\n"
+    done = run(tmp_path, f"{rank}if r == 1:\n    {error}\n{others}", "--workers", "2")
+    crashed = "prterun: pthread_mutex_lock.c" in done.stderr  # Open MPI's, when it ends a rank that is starting MPI
+    assert done.returncode == (134 if crashed else code), done.stderr
+    assert done.stderr.count("Traceback") == (code == 1), done.stderr
+    assert f"mpips: {said} on rank 1 of 2, before MPI has started: the job ends" in done.stderr
+
+
 def test_an_error_of_all_ranks_is_said_once_and_one_of_a_single_rank_beside_it(tmp_path: Path) -> None:
     script = (
         "from mpi4py import MPI\nfrom mpips import lastwords\nlastwords.PATIENCE, lastwords.LAST_WORDS = 2, 4\n"
@@ -163,6 +179,7 @@ def test_an_interrupt_ends_all_with_130_and_without_a_traceback(tmp_path: Path) 
     said = process.communicate(timeout=JOB_LIMIT)[1]  # returns when no rank holds standard output or error any more
     assert process.returncode == 130, said
     assert "Traceback" not in said, said
+    assert "launch.run: interrupted\n" in said, said
 
 
 def test_an_exit_of_one_worker_ends_a_store_that_others_wait_in(tmp_path: Path) -> None:

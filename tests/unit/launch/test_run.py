@@ -18,6 +18,7 @@ from click.testing import CliRunner, Result
 from launch import cli, network, room, run, watched
 from launch.command import Launcher, LauncherError, Machine
 from launch.hosts import Placed
+from mpips.__main__ import COMMANDS
 
 HYDRA = "HYDRA build details:\n    Version: 4.2.1"
 
@@ -125,7 +126,7 @@ def test_a_script_that_is_no_python_is_refused_once_and_shown(mpirun: str, tmp_p
 
 def test_many_ranks_are_warned_of_before_they_start(mpirun: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "LONG_SECONDS", 0.0)
-    monkeypatch.setattr(watched, "run", lambda argv: sys.exit(f"started {shlex.join(argv)}"))
+    monkeypatch.setattr(watched, "run", lambda argv, name: sys.exit(f"started {shlex.join(argv)}"))
     done = call("-w", "2", "--mpirun", mpirun, "--", "-c", "1")
     warning, started = done.output.splitlines()
     assert warning.startswith("mpips: 2 ranks share ")
@@ -421,3 +422,11 @@ def test_words_are_forwarded_untouched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli.importlib, "import_module", lambda name: Module)
     CliRunner().invoke(cli.main, ["lab", "run", "-n", "2", "--", "python", "x.py", "--ranks", "3", "--help"])
     assert got == ["mpips lab", "run", "-n", "2", "--", "python", "x.py", "--ranks", "3", "--help"]
+
+
+def test_a_command_that_is_run_as_a_script_is_named() -> None:
+    assert set(COMMANDS) == set(cli.COMMANDS)
+    command = [sys.executable, "-m", "mpips", "run", "-w", "2", "train.py"]
+    done = subprocess.run(command, cwd=Path(run.__file__).parents[1], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1 and "the command is `mpips run`" in done.stderr

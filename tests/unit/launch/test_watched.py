@@ -16,7 +16,7 @@ WATCH = """
 import sys
 from launch import watched
 watched.GRACE = 0.5
-watched.run([sys.executable, '-c', *sys.argv[1:]])
+watched.run([sys.executable, '-c', *sys.argv[1:]], 'mpips run')
 """
 WAITS = "import os, signal\nprint(os.getpid(), flush=True)\nsignal.pause()"
 COUNTS = """
@@ -58,8 +58,8 @@ def heed() -> None:
 
 def watched(code: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", WATCH, code]
-    pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
-    return subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=nothing, text=True, preexec_fn=heed)
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True, preexec_fn=heed)
 
 
 def test_the_exit_code_comes_back() -> None:
@@ -73,7 +73,9 @@ def test_a_signal_to_the_command_reaches_the_job(number: signal.Signals, code: i
     assert process.stdout is not None
     job = int(process.stdout.readline())
     process.send_signal(number)
-    assert process.wait(60) == code
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == code
+    assert said.count("mpips run: interrupted\n") == 1
     with pytest.raises(ProcessLookupError):
         os.kill(job, 0)
 
@@ -114,7 +116,9 @@ def test_a_job_that_ends_well_after_an_interrupt_has_ended_well() -> None:
     assert process.stdout is not None
     process.stdout.readline()
     process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 0
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 0
+    assert "interrupted" not in said
 
 
 def test_the_job_ends_with_a_command_that_is_killed() -> None:
