@@ -43,7 +43,7 @@ from collectives.native import NativePlan
 from collectives.operations import operation
 from collectives.schedule import Schedule
 from collectives.session import Session, session
-from collectives.started import HELD, Operation
+from collectives.started import HELD, Operation, close
 from collectives.transport.messages import MessagePlan
 from collectives.transport.scheduled_memory import ScheduledMemory
 from collectives.transport.shared_memory import MemoryPlan, Trial
@@ -88,16 +88,18 @@ class Plan:
 
     def __call__(self) -> Any:
         """Run to the end. Blocking."""
+        left = None
         try:
             left = self._quick(self._runner)
             if left is None:
                 return self._result
             if left is not HELD:
-                self._home.drive(left, self._call.text)
+                self._home.run(left, self._call.text)
                 self._quick = _quick(self._home, self._runner)  # which may have come to know more
                 return self._result
         except BaseException as error:
             self._home.leave(self._call.text, error)
+            close(left or ())
             raise
         return self._call_in_turn()
 
@@ -132,8 +134,16 @@ class Plan:
         """Begin to run, and return as soon as there is something to wait for."""
         if self._operation is not None:
             raise CollectiveError(f"{self._call.text} was started twice: wait for it first")
-        self._home.check_usable()
-        self._operation = self._home.start(self._call.text, self._run(), self._exclusive)
+        home, what = self._home, self._call.text
+        home.check_usable()
+        before, operation = home.active, None
+        try:
+            self._operation = operation = Operation(what, self._run(), self._exclusive)
+            home.start(operation)
+        except BaseException as error:
+            self._operation = None
+            home.abandon(what, operation, before, error)
+            raise
 
     def test(self) -> bool:
         """Move on as far as possible without waiting; True when done. `wait` must still be called."""

@@ -248,7 +248,7 @@ class Session:
     def drive(self, steps: Iterator[None], what: str) -> None:
         """Run an operation to its end, or give it up."""
         try:
-            self._drive(steps, what)
+            self.run(steps, what)
         except BaseException as error:
             self.leave(what, error)
             close(steps)
@@ -258,7 +258,7 @@ class Session:
         """An operation has raised: see that nobody counts on this rank, nor this rank on the communicator if some are
         still in the operation."""
         room, sentence = self.room, self.room.given_up(what, error)
-        taken_back = self.watch is None and room.withdrawn == room.operation  # who comes learns
+        taken_back, room.taken_back = room.taken_back, False  # who comes learns
         if taken_back or isinstance(error, (MismatchError, StallError)):  # of which all know
             pass
         elif isinstance(error, CollectiveError):
@@ -267,16 +267,25 @@ class Session:
             self._break(sentence)
         if room.lost:
             self._break(sentence)
+        room.taken_back = False
 
     def _break(self, sentence: str) -> None:
         """Nothing more can be done on this communicator, nor what was started on it and waits for its turn; who waits
         for this rank hears why."""
         if not self.broken:
             self.broken = sentence
-            (self.room.go if self.watch is None else self.watch.leave)(sentence)
+            try:
+                self._tell_gone(sentence)
+            except KeyboardInterrupt:
+                self._tell_gone(sentence)
+                raise
         self._give_up(CollectiveError(UNUSABLE.format(self.broken)))
 
-    def _drive(self, steps: Iterator[None], what: str) -> None:
+    def _tell_gone(self, sentence: str) -> None:
+        (self.room.go if self.watch is None else self.watch.leave)(sentence)
+
+    def run(self, steps: Iterator[None], what: str) -> None:
+        """Run an operation to its end; who calls this gives up what raises, by `leave`."""
         try:
             while True:
                 try:
@@ -305,12 +314,19 @@ class Session:
         if self.broken:
             raise CollectiveError(UNUSABLE.format(self.broken))
 
-    def start(self, what: str, steps: Iterator[None], exclusive: bool) -> Operation:
+    def start(self, operation: Operation) -> None:
         """Begin a run. Exclusive runs of one session take turns in the order in which they were started."""
-        operation = Operation(what, steps, exclusive)
         self.active = [*self.active, operation]
         self.advance()
-        return operation
+
+    def abandon(
+        self, what: str, operation: Operation | None, before: Sequence[Operation], error: BaseException
+    ) -> None:
+        """The start of `operation`, after those `before` it, has raised."""
+        if operation is None:
+            self.leave(what, error)
+        elif not operation.done:
+            self._give_up_front(operation, [*before, operation], error)
 
     def advance(self) -> None:
         """Move what has been started, as far as it goes without waiting."""
@@ -361,7 +377,7 @@ class Session:
 
         before = list(self.active)
         try:
-            self._drive(steps(), operation.what)
+            self.run(steps(), operation.what)
         except BaseException as error:
             if not operation.done:
                 self._give_up_front(operation, before, error)

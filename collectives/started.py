@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 
 from collectives.errors import CollectiveError
 
@@ -10,7 +10,7 @@ HELD: Iterator[None] = iter(())
 """In place of an operation's steps: it has not begun, as something else comes first."""
 
 
-def close(steps: Iterator[None]) -> None:
+def close(steps: Iterable[None]) -> None:
     """End an operation that is given up at once, not when nobody keeps its error any more."""
     if isinstance(steps, Generator):
         steps.close()

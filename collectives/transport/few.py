@@ -26,7 +26,7 @@ MOST = 3  # elements; from four on NumPy is as fast
 def serves(call: Call, total: Vector) -> bool:
     """Whether `step` can take the place of NumPy's reductions of `call` into `total`."""
     sums = call.operation is not None and call.operation.name in ("sum", "mean")
-    return sums and call.p > 1 and 0 < total.size <= MOST and call.dtype.char in "fd"
+    return sums and call.p > 1 and 0 < total.size <= MOST and call.dtype.char in "fd" and total.flags.aligned
 
 
 def step(call: Call, parts: Sequence[Vector], total: Vector) -> Step:

@@ -71,6 +71,10 @@ class Room(Desks):
         self.lost = False
         """Whether this rank cannot go on here: it has taken back an entry that another may have counted on already, or
         given up the next call too before all had come to that (`caught_up`)."""
+        self.taken_back = False
+        """Whether this rank has just taken back an entry."""
+        self._doubtful = False
+        """Whether another may have counted on the entry that this rank has taken back last."""
         self.phase = 0
         self.waiting: int | None = None
         """The lane in which this rank waits for another's mark."""
@@ -257,7 +261,7 @@ class Room(Desks):
     def go(self, sentence: str) -> None:
         """Say why this rank does nothing more here, to those who wait for it in this operation, or in the next where it
         has taken back its entry into this one."""
-        self._mine[SINCE_WORD] = self.operation + (self.withdrawn == self.operation)
+        self._mine[SINCE_WORD] = self.operation + (self.withdrawn == self.operation and not self._doubtful)
         token = self.publish(Card(sentence, refused=WITHDRAWN))
         if self.fence is not None:
             self.fence()
@@ -283,18 +287,17 @@ class Room(Desks):
         looked at once more when the card is written, as writing takes its time. See also `lost`."""
         if self.lost:
             return True
-        if self.complete():
+        if self.withdrawn == self.operation or self.complete():  # not entered, or too late
             return False
         token = self.publish(Card(sentence, refused=WITHDRAWN))
         if self.complete():
             return False
         if self.fence is not None:
             self.fence()
-        self._entries[self.operation & 1][self.rank] = self.operation << 32 | token
-        if not self._settled():
-            self.lost = True
-            return True
         self.withdrawn = self.operation
+        self.taken_back = self.lost = self._doubtful = True  # as if it is interrupted here once more
+        self._entries[self.operation & 1][self.rank] = self.operation << 32 | token
+        self.lost = self._doubtful = not self._settled()
         self.hold(self._held)
         return True
 

@@ -107,7 +107,7 @@ class MemoryPlan:
         if self._room.held:
             return HELD
         self._bring(self._room.operation + 1 & 1)
-        return self._soon(self) or self._work()
+        return self._soon(self) or _begun(self._met_soon())
 
     def _bring(self, parity: int) -> None:
         """What others will look for as soon as this rank has entered."""
@@ -122,9 +122,7 @@ class MemoryPlan:
 
     def met(self) -> Iterator[None]:
         """The steps after this rank has entered; begun, so that who drops them before the first one breaks off."""
-        steps = self._met()
-        next(steps)
-        return steps
+        return _begun(self._met())
 
     def _met(self) -> Iterator[None]:
         room = self._room
@@ -136,6 +134,14 @@ class MemoryPlan:
                 self._bind(tokens)
         except MismatchError:  # of which all ranks know
             raise
+        except BaseException as error:
+            self.break_off(error)
+            raise
+        yield from self._work()
+
+    def _met_soon(self) -> Iterator[None]:
+        try:
+            yield
         except BaseException as error:
             self.break_off(error)
             raise
@@ -197,7 +203,7 @@ class MemoryPlan:
 
     def _bind(self, tokens: tuple[int, ...]) -> None:
         """The ranks' arrays are others than last time: read their cards and compile anew."""
-        self._tokens, self.quick = None, MemoryPlan.afresh
+        self._tokens, self.quick, self._soon = None, MemoryPlan.afresh, MemoryPlan.afresh
         room, call = self._room, self._call
         cards = room.cards(tokens)
         shared = [card.x.pid != 0 and card.out.pid != 0 for card in cards]
@@ -235,6 +241,12 @@ class MemoryPlan:
     def _reaches(self) -> bool:
         """Whether reach is one of the ways."""
         return self._trial is not None and bool(self._room.pids)
+
+
+def _begun(steps: Iterator[None]) -> Iterator[None]:
+    """At their first yield, so that who closes them ends what has been entered."""
+    next(steps)
+    return steps
 
 
 # eager

@@ -342,3 +342,13 @@ def test_a_refusal_shows_one_traceback(comm, arguments):
     alone = error is not None and (error.__suppress_context__ or error.__context__ is None)
     assert WORLD.allreduce(alone, MPI.LAND), error.__context__ if error else "no error"
     still_works(comm)
+
+
+@pytest.mark.mpi
+@only_on(1, 2, 3)
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_few_numbers_that_lie_askew_are_summed(n):
+    x = np.zeros(8 * n + 1, np.uint8)[1:].view(np.float64)
+    x[:] = 1
+    collectives.allreduce(x, WORLD)
+    assert (x == P).all()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import signal
 import time
 
+import msgspec
 import numpy as np
 import pytest
 
 import collectives
 from collectives.errors import CollectiveError
-from collectives.session import session
+from collectives.session import Session, session
+from collectives.table import Eager
 from collectives.transport import shared_memory
 from collectives.transport.room import Room
 from tests.mpi.collectives.support import RANK, TAG, WORLD, P, share_nothing
@@ -415,3 +417,75 @@ def test_what_has_been_started_has_ended_when_who_tests_it_hears_that_a_rank_has
     everybody = WORLD.allgather((said if RANK else "rank 0 has given up a call", ended))
     comm.Free()
     assert all("rank 0 has given up a call" in words and ended == [True] for words, ended in everybody), everybody
+
+
+def once(monkeypatch, where, name):
+    """The next call of this function is interrupted as it begins."""
+    whole = getattr(where, name)
+
+    def interrupted(*arguments):
+        monkeypatch.setattr(where, name, whole)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(where, name, interrupted)
+
+
+@pytest.mark.mpi
+@only_on(2, 3)
+@pytest.mark.parametrize("calls_before", [0, 1])
+@pytest.mark.parametrize("where, name", [(shared_memory.MemoryPlan, "_enter"), (Session, "advance"), (Room, "go")])
+@pytest.mark.parametrize("run", [started, collectives.Plan.__call__])
+def test_an_interrupt_before_a_rank_has_entered_is_told_to_the_others(monkeypatch, run, where, name, calls_before):
+    """Nor does what it had begun to start go on by itself. Or, as it tells of one, another one comes."""
+    comm = WORLD.Dup()
+    x, out = np.ones(10), np.zeros(10)
+    plan = collectives.plan("allreduce", x, comm, out=out)
+    for _ in range(calls_before):
+        plan()
+    WORLD.Barrier()
+    out[:] = 0
+    session(comm).patient(60.0, PATIENCE)
+    said = "KeyboardInterrupt: "
+    if RANK == 0:
+        if name != "advance":
+            monkeypatch.setattr(plan, "_quick", shared_memory.MemoryPlan.afresh)
+        once(monkeypatch, where, name)
+        if name == "go":
+            once(monkeypatch, shared_memory.MemoryPlan, "_enter")
+        if name != "advance" or run is started:
+            said = outcome(lambda: run(plan))
+        else:
+            session(comm).leave("a call", KeyboardInterrupt())
+    others_come_now()
+    if RANK:
+        said = soon(lambda: run(plan))
+    after = soon(lambda: collectives.allreduce(np.ones(3), comm))
+    everybody = WORLD.allgather((said, after, bool((out == 0).all())))
+    comm.Free()
+    assert everybody[0][0] == "KeyboardInterrupt: "
+    assert all("rank 0 has given up" in one[0] and "late" not in one[0] for one in everybody[1:]), everybody
+    assert all("unusable" in one[1] and one[2] for one in everybody), everybody
+
+
+@pytest.mark.mpi
+@only_on(2, 3)
+def test_a_started_call_with_other_arrays_between_two_calls_changes_no_sum():
+    """Rank 0 has one ordinary array; the others' are by turns node-shared and ordinary."""
+    comm = WORLD.Dup()
+    n = 6000  # of these node-shared ones do not pass through slots, where ranks have cores of their own
+    session(comm).table = msgspec.structs.replace(session(comm).table, eager={P: Eager(16 << 10, 64 << 10)})
+    session(comm).patient(60.0, PATIENCE)
+    ordinary, shared = np.empty(n), collectives.empty(n, np.float64, comm)
+    plans = [collectives.plan("allreduce", x, comm) for x in (ordinary, shared if RANK else ordinary)]
+    totals = []
+    for turn in (1, 0, 1):
+        x = shared if turn and RANK else ordinary
+        x[:] = 1
+        WORLD.Barrier()
+        time.sleep(0.0 if RANK else 0.2)
+        plan = plans[turn if RANK else 0]
+        totals.append(outcome(lambda plan=plan, turn=turn: plan() if turn or RANK else started(plan)))
+        totals.append((float(x.min()), float(x.max())))
+    everybody = WORLD.allgather(totals)
+    comm.Free()
+    assert all(totals == ["done", (P, P)] * 3 for totals in everybody), everybody
