@@ -295,7 +295,7 @@ def test_who_is_interrupted_before_his_first_step_waits_until_nobody_writes_into
     session(comm).patient(60.0, 20.0)
     armed.append(True)
     if RANK == 0:
-        monkeypatch.setattr(session(comm), "drive", interrupted)
+        monkeypatch.setattr(session(comm), "run", interrupted)
     else:
         time.sleep(0.3)
     heard = outcome(lambda: collectives.allreduce(x, comm))
