@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -11,10 +12,11 @@ import collectives
 from collectives import one_shot
 from collectives.errors import CollectiveError
 from collectives.session import session
+from collectives.table import Eager
 from collectives.transport import messages
 from collectives.transport.room import Room
 from collectives.watch import HISTORY, SPEAK_SECONDS
-from tests.mpi.collectives.support import RANK, TAG, WORLD, P, share_nothing
+from tests.mpi.collectives.support import PATIENCE, RANK, TAG, WORLD, P, outcome, share_nothing, started
 from tests.mpi.sizes import only_on
 
 TOTAL = P * (P + 1) // 2
@@ -313,3 +315,27 @@ def test_arrays_of_other_libraries(comm):
     results = [collectives.allreduce(one, comm) for one in wrapped]
     assert all(result is one for result, one in zip(results, wrapped))
     assert all((array == TOTAL).all() for array in arrays)
+
+
+@pytest.mark.mpi
+@only_on(2, 3)
+def test_a_started_call_with_other_arrays_between_two_calls_changes_no_sum():
+    """Rank 0 has one ordinary array; the others' are by turns node-shared and ordinary."""
+    comm = WORLD.Dup()
+    n = 6000  # of these node-shared ones do not pass through slots, where ranks have cores of their own
+    session(comm).table = msgspec.structs.replace(session(comm).table, eager={P: Eager(16 << 10, 64 << 10)})
+    session(comm).patient(60.0, PATIENCE)
+    ordinary, shared = np.empty(n), collectives.empty(n, np.float64, comm)
+    plans = [collectives.plan("allreduce", x, comm) for x in (ordinary, shared if RANK else ordinary)]
+    totals = []
+    for turn in (1, 0, 1):
+        x = shared if turn and RANK else ordinary
+        x[:] = 1
+        WORLD.Barrier()
+        time.sleep(0.0 if RANK else 0.2)
+        plan = plans[turn if RANK else 0]
+        totals.append(outcome(lambda plan=plan, turn=turn: plan() if turn or RANK else started(plan)))
+        totals.append((float(x.min()), float(x.max())))
+    everybody = WORLD.allgather(totals)
+    comm.Free()
+    assert all(totals == ["done", (P, P)] * 3 for totals in everybody), everybody

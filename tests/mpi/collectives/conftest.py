@@ -1,0 +1,20 @@
+"""What tests of several collectives are given."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+
+@pytest.fixture
+def alarm():
+    """alarm(seconds): interrupts this rank, as Ctrl-C does."""
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    yield lambda seconds: signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
