@@ -360,6 +360,9 @@ class Session:
         try:
             operation.step()
         except BaseException as error:
+            if not operation.done:  # interrupted before or after the step itself
+                operation.give_up(error)
+                close(operation.steps)
             self.leave(operation.what, error)
             raise
         if operation.error is not None:
