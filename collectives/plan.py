@@ -43,7 +43,7 @@ from collectives.native import NativePlan
 from collectives.operations import operation
 from collectives.schedule import Schedule
 from collectives.session import Session, session
-from collectives.started import HELD, Operation, close
+from collectives.started import HELD, Started, close
 from collectives.transport.messages import MessagePlan
 from collectives.transport.scheduled_memory import ScheduledMemory
 from collectives.transport.shared_memory import MemoryPlan, Trial
@@ -72,7 +72,7 @@ class Plan:
         self._arrays: tuple[Any, Any] | None = None
         self._result: Any = None
         self._exclusive = True
-        self._operation: Operation | None = None
+        self._operation: Started | None = None
         self._called = False
         """Whether a call began it and did not end, as what was started before took too long: the next call ends it."""
         self._runner: Runner
@@ -138,7 +138,7 @@ class Plan:
         home.check_usable()
         before, operation = home.active, None
         try:
-            self._operation = operation = Operation(what, self._run(), self._exclusive)
+            self._operation = operation = Started(what, self._run(), self._exclusive)
             home.start(operation)
         except BaseException as error:
             self._operation = None

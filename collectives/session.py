@@ -14,7 +14,7 @@ from mpi4py import MPI
 from collectives import table
 from collectives.choice import Choice
 from collectives.errors import CollectiveError, MismatchError, StallError
-from collectives.started import Operation, close
+from collectives.started import Started, close
 from collectives.table import Table
 from collectives.transport.cards import REFUSED, Card
 from collectives.transport.room import Room
@@ -96,7 +96,7 @@ class Session:
         self.by_address: dict[Any, Any] = {}
         self.made: WeakSet[Any] = WeakSet()
         """Plans that hold something of MPI, kept here or by the user."""
-        self._active: list[Operation] = []
+        self._active: list[Started] = []
         self._due = 0.0
         self._choices: dict[str, Choice] = {}
         self._broken = ""
@@ -107,12 +107,12 @@ class Session:
         """To plans, whose messages they keep apart."""
 
     @property
-    def active(self) -> list[Operation]:
+    def active(self) -> list[Started]:
         """What has been started and is not done."""
         return self._active
 
     @active.setter
-    def active(self, operations: list[Operation]) -> None:
+    def active(self, operations: list[Started]) -> None:
         self._active = operations
         self.room.hold(bool(operations or self._broken))
 
@@ -314,13 +314,13 @@ class Session:
         if self.broken:
             raise CollectiveError(UNUSABLE.format(self.broken))
 
-    def start(self, operation: Operation) -> None:
+    def start(self, operation: Started) -> None:
         """Begin a run. Exclusive runs of one session take turns in the order in which they were started."""
         self.active = [*self.active, operation]
         self.advance()
 
     def abandon(
-        self, what: str, operation: Operation | None, before: Sequence[Operation], error: BaseException
+        self, what: str, operation: Started | None, before: Sequence[Started], error: BaseException
     ) -> None:
         """The start of `operation`, after those `before` it, has raised."""
         if operation is None:
@@ -356,7 +356,7 @@ class Session:
             self.leave(what, error)
             raise
 
-    def _step(self, operation: Operation) -> None:
+    def _step(self, operation: Started) -> None:
         try:
             operation.step()
         except BaseException as error:
@@ -368,7 +368,7 @@ class Session:
         if operation.error is not None:
             self.leave(operation.what, operation.error)
 
-    def finish(self, operation: Operation) -> None:
+    def finish(self, operation: Started) -> None:
         """Run until `operation`, and with it what it has to wait for, is done; raises its error."""
 
         def steps() -> Iterator[None]:
@@ -386,7 +386,7 @@ class Session:
                 self._give_up_front(operation, before, error)
             raise
 
-    def _give_up_front(self, operation: Operation, before: Sequence[Operation], error: BaseException) -> None:
+    def _give_up_front(self, operation: Started, before: Sequence[Started], error: BaseException) -> None:
         """A wait for `operation` has been interrupted, or took too long: in a step of what was under way, or between
         the steps of `operation` or, where it is not yet its turn, of the one before."""
         front = next((one for one in before if one.given_up_for is error), None)

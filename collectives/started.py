@@ -16,7 +16,7 @@ def close(steps: Iterable[None]) -> None:
         steps.close()
 
 
-class Operation:
+class Started:
     """A started run of a plan: `what` is the call. Those that are `exclusive` take turns; others run beside them."""
 
     def __init__(self, what: str, steps: Iterator[None], exclusive: bool):

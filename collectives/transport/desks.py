@@ -13,8 +13,7 @@ On the desk of a rank lie
   stages    buffers through which ordinary arrays pass, block by block.
 
 On the first rank's desk lie the words that all ranks look at again and again, side by side, so that one look takes in
-all of them, which where ranks share a core costs a third of as many looks. Each is used in turn with another, so that
-nobody writes over what others have yet to see:
+all of them. Each is used in turn with another, so that nobody writes over what others have yet to see:
   entries   the number of the operation that the rank has entered << 32 | a *token* for what it came with;
   progress  how many phases the rank has finished, over all operations.
 
@@ -72,7 +71,7 @@ class Desks(Cards):
         self.size = node.size
         self._node = node
         self.crowded = node.size > cores
-        """Whether ranks share cores: each meeting then costs as many switches."""
+        """Whether ranks of this communicator share cores: each meeting then costs as many switches."""
         self.pids = pids
         """The ranks' processes, where every one can reach the others' own memory (`reach`); else empty."""
         self._buffers: list[NDArray[np.uint8]] = []

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from os import sched_yield
 from typing import TYPE_CHECKING, Protocol, TypeAlias
@@ -70,7 +71,7 @@ class Room(Desks):
         """The last operation that this rank has taken back its entry into."""
         self.lost = False
         """Whether this rank cannot go on here: it has taken back an entry that another may have counted on already, or
-        given up the next call too before all had come to that (`caught_up`)."""
+        given up the next call too before all had come to that (`caught_up`; in case it does, True while it waits)."""
         self.taken_back = False
         """Whether this rank has just taken back an entry."""
         self._doubtful = False
@@ -133,17 +134,15 @@ class Room(Desks):
         function that has all it needs at hand, as where ranks share a core the caches have lost what it runs through.
         It gives back None, or the steps that are left where somebody brings another token or is late."""
         entries, rank, ones = self._entries, self.rank, self._ones << 32
-        others = sum(other << 64 * rank for rank, other in enumerate(tokens))
+        others = int.from_bytes(array("Q", tokens), ORDER)
         fence, alone, most, read = self.fence, self._spins, self._spins + MOST_SPINS, int.from_bytes
         numbers = self._low << 32
 
         def usual(call: Coming) -> Iterator[None] | None:
-            if token <= self.spent:
-                return call.afresh()
             operation = self.operation + 1
-            parity, looks = operation & 1, 0
-            if operation > MOST_OPERATIONS:
+            if token <= self.spent or operation > MOST_OPERATIONS:
                 return call.afresh()
+            parity, looks = operation & 1, 0
             for function, arguments in puts[parity]:
                 function(*arguments)
             try:
@@ -306,9 +305,9 @@ class Room(Desks):
 
         The last to come writes his entry, then reads ours; we have written ours, then read his. Either he reads the new
         one, or, after a while, we read his: processors may hold a store back behind a later load, but not for so long.
-        So if somebody is yet to come, he and all others, who read all entries at one go, will see the new one. If all
-        have come, those who have seen it have said so in their off word (`cards`); who has not may be at work with the
-        old one."""
+        So if somebody is yet to come, he and all others, who read all entries in far less time, will see the new one.
+        If all have come, those who have seen it have said so in their off word (`cards`); who has not may be at work
+        with the old one."""
         self._mine[OFF_WORD] = self.operation
         time.sleep(SETTLE_SECONDS)
         return not self.complete() or all(words[OFF_WORD] >= self.operation for _, words in self._others)

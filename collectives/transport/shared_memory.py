@@ -87,13 +87,13 @@ class MemoryPlan:
     def run(self) -> Iterator[None]:
         """The operation, in steps between which there is something to wait for."""
         yield from self._room.caught_up()
-        yield from self._begun()
+        yield from self._begin()
 
     def afresh(self) -> Iterator[None]:
         """Begin the operation, with a card that others can read; the steps that are left, or HELD."""
-        return HELD if self._room.held else self._begun()
+        return HELD if self._room.held else self._begin()
 
-    def _begun(self) -> Iterator[None]:
+    def _begin(self) -> Iterator[None]:
         self._bring(self._room.operation + 1 & 1)
         try:
             self._enter()

@@ -94,6 +94,19 @@ def need_reach(comm):
         pytest.skip("the kernel does not copy between the memories of several ranks here")
 
 
+def others_copy_slowly(monkeypatch):
+    """All ranks but the first, as soon as something is in the list that this gives back."""
+    move, armed = reach._move, []
+
+    def slow(*arguments):
+        if armed and RANK:
+            time.sleep(0.1)
+        move(*arguments)
+
+    monkeypatch.setattr(reach, "_move", slow)
+    return armed
+
+
 def by_reach_next(comm):
     """An array of which the next sum goes by reach."""
     need_reach(comm)
@@ -278,19 +291,13 @@ def test_who_is_interrupted_before_all_have_come_takes_back_his_entry(comm):
 @only_on(2, 3)
 def test_who_is_interrupted_before_his_first_step_waits_until_nobody_writes_into_his_array(monkeypatch, comm):
     """He has entered and not begun to wait when the others come."""
-    move, armed, changed = reach._move, [], 0
-
-    def slow(*arguments):
-        if armed and RANK:
-            time.sleep(0.1)
-        move(*arguments)
+    armed, changed = others_copy_slowly(monkeypatch), 0
 
     def interrupted(*_):
         while not session(comm).room.complete():
             time.sleep(1e-3)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(reach, "_move", slow)
     x = by_reach_next(comm)
     session(comm).patient(60.0, 20.0)
     armed.append(True)
@@ -314,14 +321,7 @@ def test_who_is_interrupted_before_his_first_step_waits_until_nobody_writes_into
 @only_on(2, 3)
 def test_who_has_waited_too_long_leaves_nobody_in_his_array(monkeypatch, comm):
     """Also while the error is kept."""
-    move, armed, written = reach._move, [], 0
-
-    def slow(*arguments):
-        if armed and RANK:
-            time.sleep(0.1)
-        move(*arguments)
-
-    monkeypatch.setattr(reach, "_move", slow)
+    armed, written = others_copy_slowly(monkeypatch), 0
     x = by_reach_next(comm)
     armed.append(True)
     session(comm).patient(60.0, 0.3 if RANK == 0 else 20.0)
