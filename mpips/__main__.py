@@ -4,6 +4,7 @@ As `python -m mpi4py`, which it builds on, but an uncaught exception, or an exit
 its rank and ends the whole job at once.
 """
 
+import io
 import os
 import sys
 
@@ -15,12 +16,22 @@ from mpips.world import launched_as
 COMMANDS = ("run", "doctor", "script", "train", "bench", "tune", "sim", "plan", "lab")
 """Words of the `mpips` command, which are no scripts."""
 
+
+def whole_lines() -> None:
+    """From now on a line that is printed is written when it ends, and at one go: the launcher mixes what several ranks
+    write, and, with PYTHONUNBUFFERED, each of a line's words would be written alone."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, write_through=False)
+
+
 if __name__ == "__main__":
     word = sys.argv[1] if len(sys.argv) > 1 else ""
     if word in COMMANDS and not os.path.exists(word):
         print(f"mpips: python -m mpips runs a script, and there is none named {word!r}; the command is `mpips {word}`,"
               f" or `python -m launch.cli {word}`", file=sys.stderr)  # fmt: skip
         sys.exit(2)
+    whole_lines()
     try:
         main()
     except SystemExit as left:

@@ -211,6 +211,29 @@ def test_the_readme_store(tmp_path: Path) -> None:
     assert done.stdout == printed("train.py")
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_line_is_written_when_it_is_printed_and_as_one(tmp_path: Path, monkeypatch, unbuffered: str) -> None:
+    """Ranks print at the same time, and then write past Python."""
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
+    script = """
+import os
+from mpi4py import MPI
+
+rank = MPI.COMM_WORLD.rank
+for turn in range(50):
+    MPI.COMM_WORLD.Barrier()
+    print(rank, *range(20), turn)
+os.write(1, f"{rank} end\\n".encode())
+"""
+    done = run(tmp_path, script, "--workers", "3")
+    assert done.returncode == 0, done.stderr
+    words = " ".join(map(str, range(20)))
+    lines = done.stdout.splitlines()
+    for rank in range(3):
+        expected = [*(f"{rank} {words} {turn}" for turn in range(50)), f"{rank} end"]
+        assert [line for line in lines if line.startswith(f"{rank} ")] == expected
+
+
 def test_the_readme_collectives(tmp_path: Path) -> None:
     done = run(tmp_path, readme("sums.py"), "--workers", "4")
     assert done.returncode == 0, done.stderr
