@@ -16,7 +16,7 @@ class Choice:
     only if every other takes more than `favour` times as long. `decided`: there is no trial, the first stays."""
 
     def __init__(self, comm: MPI.Comm, ways: int = 2, favour: float = 1.0, decided: bool = False):
-        self._comm, self._favour, self._decided = comm, favour, decided
+        self._comm, self._favour, self.decided = comm, favour, decided
         self._times: list[list[float]] = [[] for _ in range(ways)]
         self.way = 0
         """The one that the next run takes."""
@@ -24,7 +24,7 @@ class Choice:
     def learn(self, seconds: float) -> Iterator[None]:
         """How long the last run took, by the byte where lengths differ; at the last trial the ranks agree, in steps
         between which there is something to wait for."""
-        if self._decided:
+        if self.decided:
             return
         self._times[self.way].append(seconds)
         self.way = (self.way + 1) % len(self._times)
@@ -34,4 +34,4 @@ class Choice:
             request = self._comm.Iallreduce(MPI.IN_PLACE, least, MPI.MAX)
             while not request.Test():
                 yield
-            self.way, self._decided = int(least.argmin()), True
+            self.way, self.decided = int(least.argmin()), True

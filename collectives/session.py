@@ -18,7 +18,7 @@ from collectives.started import Started, close
 from collectives.table import Table
 from collectives.transport.cards import REFUSED, Card
 from collectives.transport.room import Room
-from collectives.watch import Agreed, Arrival, Patience, Watch, drive, limits
+from collectives.watch import SPIN, Agreed, Arrival, Patience, Watch, drive, limits
 
 MOST_PLANS = 1024
 LOOK_SECONDS = 1e-3  # between two looks around of a rank that tests what it has started
@@ -289,7 +289,7 @@ class Session:
         try:
             while True:
                 try:
-                    return drive(steps, lambda: self.patience(what))
+                    return drive(steps, lambda: self.patience(what), 1 if self.room.crowded else SPIN)
                 except StallError as error:
                     if self._stalled(error):
                         raise

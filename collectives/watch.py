@@ -103,12 +103,12 @@ class Patience:
         return f"{self._what} has waited for {waited:.3g} s{missing}"
 
 
-def drive(steps: Iterator[None], patience: Callable[[], Patience]) -> None:
-    """Run an operation to its end: poll, then give way to other processes, then look around."""
+def drive(steps: Iterator[None], patience: Callable[[], Patience], spins: int = SPIN) -> None:
+    """Run an operation to its end: poll so many times, then give way to other processes, then look around."""
     waiting: Patience | None = None
     nap = due = 0.0
     for turns, _ in enumerate(steps, 1):
-        if turns <= SPIN:
+        if turns <= spins:
             continue
         if nap:
             time.sleep(nap)

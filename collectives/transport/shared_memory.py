@@ -107,7 +107,15 @@ class MemoryPlan:
         if self._room.held:
             return HELD
         self._bring(self._room.operation + 1 & 1)
-        return self._soon(self) or _begun(self._met_soon())
+        left = self._soon(self)
+        if left is not None:
+            return left
+        if not self._ways or self._trial is None:
+            return self._at_once(self._program)
+        way = self._ways[self._trial.choice.way]
+        if self._trial.choice.decided and isinstance(way, Program):
+            return self._at_once(way)
+        return _begun(self._met_soon())
 
     def _bring(self, parity: int) -> None:
         """What others will look for as soon as this rank has entered."""
@@ -173,11 +181,34 @@ class MemoryPlan:
         yield from self._carry_out(way) if isinstance(way, Program) else way.run()
         yield from choice.learn((time.perf_counter() - start) / self._call.nbytes)
 
-    def _carry_out(self, program: Program) -> Iterator[None]:
+    def _at_once(self, program: Program) -> Iterator[None] | None:
+        """The program as far as the others keep up with it; the steps that are left where they do not."""
         room = self._room
         end = room.phase + len(program.phases)
         try:
-            for phase in program.phases:
+            for done, phase in enumerate(program.phases, 1):
+                for function, arguments in phase.before:
+                    function(*arguments)
+                room.signal()
+                for function, arguments in phase.after:
+                    function(*arguments)
+                if not room.followed():
+                    return _begun(self._carry_out(program, done))
+            for function, arguments in program.last:
+                function(*arguments)
+        except BaseException as error:
+            raise self._broken_off(program, end, error) from None
+        return None
+
+    def _carry_out(self, program: Program, done: int = 0) -> Iterator[None]:
+        """The program from the end of that many phases on, of the last of which others may not have come to it."""
+        room = self._room
+        end = room.phase + len(program.phases) - done
+        try:
+            if done:
+                yield
+                yield from room.follow()
+            for phase in program.phases[done:]:
                 for function, arguments in phase.before:
                     function(*arguments)
                 room.signal()
@@ -187,10 +218,14 @@ class MemoryPlan:
             for function, arguments in program.last:
                 function(*arguments)
         except BaseException as error:
-            told = room.fail(error.pid, error.errno) if isinstance(error, reach.OutOfReach) else None
-            if program.reaches:
-                room.leave_off(end)
-            raise told or error from None
+            raise self._broken_off(program, end, error) from None
+
+    def _broken_off(self, program: Program, end: int, error: BaseException) -> BaseException:
+        """This rank leaves a program, which ends with phase `end`, halfway; the error to raise."""
+        told = self._room.fail(error.pid, error.errno) if isinstance(error, reach.OutOfReach) else None
+        if program.reaches:
+            self._room.leave_off(end)
+        return told or error
 
     def _publish(self) -> None:
         x, out = self._where
