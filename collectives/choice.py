@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 from mpi4py import MPI
 
-TRIALS = 4
+TRIALS = 8
 
 
 class Choice:

@@ -289,7 +289,7 @@ class Session:
         try:
             while True:
                 try:
-                    return drive(steps, lambda: self.patience(what), 1 if self.room.crowded else SPIN)
+                    return drive(steps, lambda: self.patience(what), min(self.room.spins, SPIN))
                 except StallError as error:
                     if self._stalled(error):
                         raise

@@ -1,10 +1,9 @@
 """The sum of a few numbers, such as a loss: where NumPy's call takes longer to begin than the additions take.
 
-A sum of p vectors of n elements is compiled to straight lines, as a loop would take as long again. For p = 3, n = 1:
+A sum of p vectors of n elements is straight lines (`flat.Lines`), as a loop would take as long again. For p = 3, n = 1:
 
-    def add(total, part0, part1, part2):
-        total[0] = part0[0] + part1[0]
-        total[0] = total[0] + part2[0]
+    out[0] = part0[0] + part1[0]
+    out[0] = out[0] + part2[0]
 
 All are memoryviews. Storing each sum rounds it to the elements' type: Python adds in double precision, and a float32
 sum rounded from there has the same bits as one of float32 (a double has more than twice as many digits and two).
@@ -12,36 +11,38 @@ sum rounded from there has the same bits as one of float32 (a double has more th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Sequence
 from typing import Any
 
 from collectives.arrays import Vector
 from collectives.call import Call
-from collectives.transport.program import Step
+from collectives.transport.flat import Lines
 
 MOST = 3  # elements; from four on NumPy is as fast
 
 
-def serves(call: Call, total: Vector) -> bool:
-    """Whether `step` can take the place of NumPy's reductions of `call` into `total`."""
-    sums = call.operation is not None and call.operation.name in ("sum", "mean")
-    return sums and call.p > 1 and 0 < total.size <= MOST and call.dtype.char in "fd" and total.flags.aligned
+def puts(part: Vector, slots: Sequence[Vector]) -> Lines | None:
+    """Put `part` into this rank's slot, of even and of odd operations; None where steps are faster."""
+    if not _simple(part):
+        return None
+    text = "".join(f"mine_{{p}}[{i}] = x[{i}]\n" for i in range(part.size))
+    return Lines(text, {"x": part.data, **{f"mine_{p}": slot.data for p, slot in enumerate(slots)}})
 
 
-def step(call: Call, parts: Sequence[Vector], total: Vector) -> Step:
-    """total = the sum or the mean of all parts in their order, of which none but the first may be `total` itself."""
-    assert call.operation is not None
-    return _adder(len(parts), total.size, call.operation.is_mean), (total.data, *(part.data for part in parts))
+def takes(call: Call, total: Vector, parts: Sequence[Sequence[Vector]]) -> Lines | None:
+    """total = the sum or the mean of all ranks' parts in their order, which lie elsewhere, for even and for odd
+    operations; None where NumPy is as fast, or its bits are others."""
+    if call.operation is None or call.operation.name not in ("sum", "mean") or call.p == 1 or not _simple(total):
+        return None
+    lines = []
+    for i in range(total.size):
+        lines += [f"out[{i}] = part0_{{p}}[{i}] + part1_{{p}}[{i}]\n"]
+        lines += [f"out[{i}] = out[{i}] + part{rank}_{{p}}[{i}]\n" for rank in range(2, call.p)]
+        lines += [f"out[{i}] = out[{i}] / {call.p}\n"] if call.operation.is_mean else []
+    names: dict[str, Any] = {f"part{rank}_{p}": v.data for p, every in enumerate(parts) for rank, v in enumerate(every)}
+    return Lines("".join(lines), {"out": total.data, **names})
 
 
-@cache
-def _adder(p: int, n: int, mean: bool) -> Callable[..., None]:
-    lines = [f"def add(total, {', '.join(f'part{rank}' for rank in range(p))}):"]
-    for i in range(n):
-        sums = [f"part0[{i}] + part1[{i}]", *(f"total[{i}] + part{rank}[{i}]" for rank in range(2, p))]
-        lines += [f"    total[{i}] = {one}" for one in [*sums, *([f"total[{i}] / {p}"] if mean else [])]]
-    made: dict[str, Any] = {}
-    exec("\n".join(lines), made)
-    add: Callable[..., None] = made["add"]
-    return add
+def _simple(vector: Vector) -> bool:
+    """Whether Python's own numbers serve: one to three floats, of a format that memoryviews know."""
+    return 0 < vector.size <= MOST and vector.dtype.char in "fd" and vector.flags.aligned

@@ -13,14 +13,15 @@ import os
 import sys
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from os import sched_yield
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING
 
 from collectives.errors import CollectiveError, MismatchError, Withdrawn
+from collectives.transport import flat
 from collectives.transport.cards import WITHDRAWN, Card
 from collectives.transport.desks import FAILED_WORD, GONE_WORD, LANES, MARKS_WORD, OFF_WORD, SINCE_WORD, Desks
-from collectives.transport.program import Step
+from collectives.transport.flat import MOST_OPERATIONS, MOST_SPINS, NO_LINES, Lines, Usual
 from collectives.watch import disagreement
 
 if TYPE_CHECKING:
@@ -28,28 +29,10 @@ if TYPE_CHECKING:
     from mpi4py import MPI
     from numpy.typing import NDArray
 
-Turns: TypeAlias = "tuple[Sequence[Step], Sequence[Step]]"
-"""Steps of an operation with an even number, and of one with an odd."""
-NOTHING: Turns = ((), ())
 SPINS_ALONE, SPINS_SHARED = 64, 1  # looks before giving way: ranks have cores of their own, or share them
-MOST_SPINS = 256
-MOST_OPERATIONS = (1 << 32) - 1  # then their numbers begin anew
 ORDER = sys.byteorder
 LEAVING_SECONDS = 5.0
 SETTLE_SECONDS = 0.02  # until all see what this rank takes back, and who comes meanwhile has said so
-
-
-class Coming(Protocol):
-    """A call as `Room.usual` needs it where it does not go as usual."""
-
-    def afresh(self) -> Iterator[None]:
-        """Enter with another card; the steps that are left."""
-
-    def met(self) -> Iterator[None]:
-        """The steps after this rank has entered."""
-
-    def break_off(self, error: BaseException) -> None:
-        """`error` was raised since this rank has entered."""
 
 
 class Room(Desks):
@@ -62,7 +45,8 @@ class Room(Desks):
         super().__init__(node, names, desks, fence, pids, cores)
         self.whole = True
         """Whether the room holds all ranks of the communicator."""
-        self._spins = SPINS_SHARED if self.crowded else SPINS_ALONE
+        self.spins = SPINS_SHARED if self.crowded else SPINS_ALONE
+        """Looks at the others before this rank gives way."""
         self._ones = sum(1 << 64 * rank for rank in range(self.size))
         """Times a number: that number once for each rank, as in a row read at once."""
         self._low = self._ones * 0xFFFFFFFF
@@ -128,46 +112,15 @@ class Room(Desks):
             self.fence()
 
     def usual(
-        self, token: int, tokens: Sequence[int], puts: Turns = NOTHING, takes: Turns = NOTHING
-    ) -> Callable[[Coming], Iterator[None] | None]:
-        """An operation in which the others bring these tokens and come soon: put, `enter`, `meet` and take, in one flat
-        function that has all it needs at hand, as where ranks share a core the caches have lost what it runs through.
-        It gives back None, or the steps that are left where somebody brings another token or is late."""
-        entries, rank, ones = self._entries, self.rank, self._ones << 32
-        others = int.from_bytes(array("Q", tokens), ORDER)
-        fence, alone, most, read = self.fence, self._spins, self._spins + MOST_SPINS, int.from_bytes
-        numbers = self._low << 32
-
-        def usual(call: Coming) -> Iterator[None] | None:
-            operation = self.operation + 1
-            if token <= self.spent or operation > MOST_OPERATIONS:
-                return call.afresh()
-            parity, looks = operation & 1, 0
-            for function, arguments in puts[parity]:
-                function(*arguments)
-            try:
-                self.operation = operation
-                if fence is not None:
-                    fence()
-                row = entries[parity]
-                row[rank] = operation << 32 | token
-                wanted = operation * ones + others
-                while (seen := read(row, ORDER)) != wanted:
-                    looks += 1
-                    if looks > alone:
-                        if looks > most or seen & numbers == wanted - others:
-                            return call.met()
-                        sched_yield()
-                if fence is not None:
-                    fence()
-            except BaseException as error:
-                call.break_off(error)
-                raise
-            for function, arguments in takes[parity]:
-                function(*arguments)
-            return None
-
-        return usual
+        self, token: int, tokens: Sequence[int], puts: Lines = NO_LINES, takes: Lines = NO_LINES
+    ) -> Usual:
+        """An operation in which the others bring these tokens and come soon: put, `enter`, `meet` and take."""
+        return flat.usual(
+            puts, takes, self.fence is not None, room=self, rank=self.rank, token=token,
+            others=int.from_bytes(array("Q", tokens), ORDER), ones=self._ones << 32, numbers=self._low << 32,
+            row_0=self._entries[0], row_1=self._entries[1], fence=self.fence, order=ORDER,
+            alone=self.spins, most=self.spins + MOST_SPINS, sched_yield=sched_yield,
+        )  # fmt: skip
 
     def tokens_now(self) -> tuple[int, ...]:
         """With what each rank has entered; valid after `meet`, until this rank enters again."""
@@ -200,8 +153,8 @@ class Room(Desks):
         row, finished, read, looks = self._progress[self.phase & 1], self.phase * self._ones, int.from_bytes, 0
         while read(row, ORDER) != finished:
             looks += 1
-            if looks > self._spins:
-                if looks > self._spins + MOST_SPINS:
+            if looks > self.spins:
+                if looks > self.spins + MOST_SPINS:
                     return False
                 sched_yield()
         if self.fence is not None:

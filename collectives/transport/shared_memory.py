@@ -26,10 +26,8 @@ A protocol compiles to a program: lists of (function, arguments) between meeting
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
-
-import numpy as np
 
 from collectives import arena
 from collectives.arrays import Flat
@@ -39,13 +37,12 @@ from collectives.errors import MismatchError
 from collectives.native import NativePlan
 from collectives.started import HELD
 from collectives.table import Eager
-from collectives.transport import few, reach
+from collectives.transport import direct, eager, reach
 from collectives.transport.cards import CARDS, NOWHERE, Card
-from collectives.transport.program import Phase, Program, Step, Window, combine, copy, same
-from collectives.transport.room import NOTHING, Room, Turns
+from collectives.transport.flat import NOTHING, Turns, Usual
+from collectives.transport.program import Program, Window, same
+from collectives.transport.room import Room
 from collectives.transport.staged import Staged
-
-DIRECT_BLOCK_BYTES = 256 << 10
 
 
 class Trial(NamedTuple):
@@ -59,28 +56,28 @@ class Trial(NamedTuple):
 class MemoryPlan:
     """One call compiled for the ranks of a room. x and out hold the rank's part of the vector (`Call.extent_of_x`)."""
 
-    def __init__(self, room: Room, call: Call, x: Flat, out: Flat, eager: Eager, trial: Trial | None = None):
+    def __init__(self, room: Room, call: Call, x: Flat, out: Flat, limits: Eager, trial: Trial | None = None):
         self._room, self._call = room, call
         self._x = Window(x.vector(), call.extent_of_x(room.rank, x == out)[0])
         self._out = Window(out.vector(), call.extent_of_out(room.rank, x == out)[0])
-        shareable = call.nbytes > eager.always and not (call.kind == "alltoall" and x == out)
+        shareable = call.nbytes > limits.always and not (call.kind == "alltoall" and x == out)
         self._trial = trial
         self._ways: list[Program | NativePlan] = []
         self._token = -CARDS
         self._tokens: tuple[int, ...] | None = None
-        self.quick: Callable[[MemoryPlan], Iterator[None] | None] = MemoryPlan.afresh
+        self.quick: Usual = MemoryPlan.afresh
         """Begins the operation, and ends it if the others come soon: None, or the steps that are left, or HELD."""
-        self._soon: Callable[[MemoryPlan], Iterator[None] | None] = MemoryPlan.afresh
+        self._soon: Usual = MemoryPlan.afresh
         self._program = Program()
         self._where = (arena.locate(self._x.vector), arena.locate(self._out.vector)) if shareable else (None, None)
         self.direct = None not in self._where
         """True where this rank's arrays are node-shared and worth it; the protocol is direct if all ranks' are."""
-        self.eager = not self.direct and call.nbytes <= max(eager.always, eager.ordinary)
+        self.eager = not self.direct and call.nbytes <= max(limits.always, limits.ordinary)
         """True where this rank brings its vector in its slot; the protocol is eager if all ranks do."""
         self._takes: Turns | None = None
         self._early = NOTHING
         if self.eager:
-            self._early = _eager_puts(room, call, self._x, 0), _eager_puts(room, call, self._x, 1)
+            self._early = eager.puts(room, call, self._x, 0), eager.puts(room, call, self._x, 1)
         elif not self.direct:
             self._early = (Staged(room, call, self._x, self._out).puts(0),) * 2
 
@@ -102,7 +99,7 @@ class MemoryPlan:
             self.break_off(error)
             raise
 
-    def _long(self) -> Iterator[None]:
+    def _long(self) -> Iterator[None] | None:
         """As `afresh`, for vectors that do not pass through slots, where the others' arrays are known."""
         if self._room.held:
             return HELD
@@ -244,15 +241,16 @@ class MemoryPlan:
         shared = [card.x.pid != 0 and card.out.pid != 0 for card in cards]
         self._takes, self._ways, self._program = None, [], Program()
         if all(shared):
-            self._program = _direct(room, call, self._x, self._out, cards)
+            self._program = direct.program(room, call, self._x, self._out, cards)
         elif self.eager and not any(shared):
-            even, odd = (_eager_takes(room, call, self._x, self._out, parity) for parity in (0, 1))
+            even, odd = (eager.takes(room, call, self._x, self._out, parity) for parity in (0, 1))
             self._takes = even, odd
         else:
             self._bind_ordinary(cards, any(shared))
         self._tokens = tokens
         if self._takes:
-            self.quick = room.usual(self._token, tokens, self._early, self._takes)
+            lines = eager.lines(room, call, self._x, self._out, self._early, self._takes)
+            self.quick = room.usual(self._token, tokens, *lines)
         else:
             self.quick, self._soon = MemoryPlan._long, room.usual(self._token, tokens)
 
@@ -282,69 +280,3 @@ def _begun(steps: Iterator[None]) -> Iterator[None]:
     """At their first yield, so that who closes them ends what has been entered."""
     next(steps)
     return steps
-
-
-# eager
-
-
-def _slot(room: Room, call: Call, rank: int, parity: int) -> Window:
-    return Window(room.slot(rank, parity)[: call.nbytes].view(call.dtype))
-
-
-def _eager_puts(room: Room, call: Call, x: Window, parity: int) -> tuple[Step, ...]:
-    """In bytes, which takes half the time of `numpy.copyto` where there are few."""
-    if call.kind == "broadcast" and room.rank != call.root:
-        return ()
-    start, stop = call.block(room.rank) if call.kind == "allgather" else (0, call.n)
-    slot, part = _slot(room, call, room.rank, parity).part(start, stop), x.part(start, stop)
-    return ((slot.view(np.uint8).data.__setitem__, (slice(None), part.view(np.uint8).data)),) if part.size else ()
-
-
-def _eager_takes(room: Room, call: Call, x: Window, out: Window, parity: int) -> tuple[Step, ...]:
-    slots = [_slot(room, call, rank, parity) for rank in range(room.size)]
-    mine = call.block(room.rank)
-    steps: list[Step] = []
-    if call.kind in ("allreduce", "reduce_scatter", "reduce"):
-        start, stop = mine if call.kind == "reduce_scatter" else (0, call.n)
-        if call.kind != "reduce" or room.rank == call.root:
-            total, parts = out.part(start, stop), [slot.part(start, stop) for slot in slots]
-            steps += [few.step(call, parts, total)] if few.serves(call, total) else combine(call, parts, total, total)
-    elif call.kind == "broadcast":
-        steps += copy(out.part(0, call.n), (x if room.rank == call.root else slots[call.root]).part(0, call.n))
-    else:
-        for rank in [room.rank, *room.turn()]:
-            block = call.block(rank)
-            source = slots[rank].part(*(mine if call.kind == "alltoall" else block))
-            to = call.arrival(room.rank, rank) if call.kind == "alltoall" else block
-            steps += copy(out.part(*to), x.part(*block) if rank == room.rank else source)
-    return tuple(steps)
-
-
-# direct
-
-
-def _direct(room: Room, call: Call, x: Window, out: Window, cards: Sequence[Card]) -> Program:
-    xs, outs = [x] * room.size, [out] * room.size
-    for rank in room.turn():
-        card = cards[rank]
-        in_place = card.x == card.out
-        xs[rank] = Window(arena.attach(card.x).view(call.dtype), call.extent_of_x(rank, in_place)[0])
-        outs[rank] = Window(arena.attach(card.out).view(call.dtype), call.extent_of_out(rank, in_place)[0])
-    order = [room.rank, *room.turn()]
-    if call.kind == "alltoall":
-        blocks = [(out.part(*call.arrival(room.rank, rank)), xs[rank].part(*call.block(room.rank))) for rank in order]
-        return Program((Phase(tuple(step for to, source in blocks for step in copy(to, source))),))
-    sources = [xs[rank] for rank in call.sources(room.rank)]
-    readers = [outs[rank] for rank in order if rank in call.readers(room.rank)]
-    steps: list[Step] = []
-    start, end = call.block(room.rank)
-    block = DIRECT_BLOCK_BYTES // call.dtype.itemsize
-    scratch = np.empty(min(block, end - start), call.dtype)
-    for first in range(start, end, block):
-        last = min(first + block, end)
-        parts = [source.part(first, last) for source in sources]
-        total = parts[0] if len(parts) == 1 else readers[0].part(first, last)
-        steps += combine(call, parts, total, scratch)
-        for reader in readers:
-            steps += copy(reader.part(first, last), total)
-    return Program((Phase(tuple(steps)),), reaches=True)

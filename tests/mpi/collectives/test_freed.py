@@ -12,8 +12,7 @@ from mpi4py import MPI
 
 import collectives
 from collectives.errors import MismatchError
-from collectives.session import session
-from collectives.transport import desks
+from collectives.transport import desks, eager
 from tests.mpi.collectives.support import RANK, TAG, WORLD, P, sentence, still_works
 from tests.mpi.sizes import only_on
 
@@ -89,21 +88,22 @@ def test_a_started_plan_on_a_freed_communicator():
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_communicator_freed_while_another_rank_still_reads():
+def test_a_communicator_freed_while_another_rank_still_reads(monkeypatch):
     """What stands on the desk of the rank that has left must stay until all have read it."""
     comm = WORLD.Dup()
-    x = np.empty(1000)
+    x, takes, waited = np.empty(1000), eager.takes, []
+
+    def wait():
+        until = time.monotonic() + 5  # should freeing ever wait for the others
+        while armed and not WORLD.Iprobe(0, TAG) and time.monotonic() < until:
+            time.sleep(0.01)
+        waited.append(armed)
+
+    monkeypatch.setattr(eager, "takes", lambda *arguments: ((wait, ()), *takes(*arguments)))
+    armed = False
     collectives.allreduce(x, comm)
     x[:] = RANK + 1
-    if RANK == 1:
-        until = time.monotonic() + 5  # should freeing ever wait for the others
-
-        def wait():
-            while not WORLD.Iprobe(0, TAG) and time.monotonic() < until:
-                time.sleep(0.01)
-
-        (plan,) = session(comm).by_address.values()
-        plan._runner._takes = [((wait, ()), *steps) for steps in plan._runner._takes]
+    armed = RANK == 1
     collectives.allreduce(x, comm)
     comm.Free()
     kept = []
@@ -116,7 +116,8 @@ def test_a_communicator_freed_while_another_rank_still_reads():
         WORLD.Send(b"1", 1, TAG)
     elif RANK == 1:
         WORLD.Recv(bytearray(1), 0, TAG)
-    assert WORLD.allreduce(bool((x == P * (P + 1) // 2).all()), MPI.LAND)
+    right = waited == [False, armed] and bool((x == P * (P + 1) // 2).all())
+    assert WORLD.allreduce(right, MPI.LAND)
 
 
 @only_on(2, 3)

@@ -7,7 +7,7 @@ import pytest
 
 import collectives
 from collectives.session import session
-from collectives.transport import shared_memory
+from collectives.transport import eager
 from tests.mpi.collectives.support import PATIENCE, RANK, TAG, WORLD, P, others_come_now, outcome, soon, started
 from tests.mpi.sizes import only_on
 
@@ -149,13 +149,13 @@ def test_who_can_do_no_more_on_a_communicator_tells_who_waits_for_him():
 def test_what_a_slow_rank_still_reads_stays_when_others_give_up_the_next_call_and_go_on(monkeypatch):
     """The last rank has met the others in the first call but not taken their values when rank 0 begins the third."""
     slow = RANK == P - 1
-    takes = shared_memory._eager_takes
+    takes = eager.takes
 
     def slowly(*arguments):
         wait = (lambda: WORLD.recv(source=0, tag=TAG) if slow and armed else None, ())
         return (wait, *takes(*arguments))
 
-    monkeypatch.setattr(shared_memory, "_eager_takes", slowly)
+    monkeypatch.setattr(eager, "takes", slowly)
     armed = False
     comm = WORLD.Dup()
     x, out = np.ones(10), np.zeros(10)

@@ -21,14 +21,15 @@ def test_a_few_numbers_are_added_as_numpy_adds_them(op, dtype, data):
     values = st.floats(width=8 * np.dtype(dtype).itemsize, allow_nan=False)
     parts = [data.draw(arrays(dtype, n, elements=values)) for _ in range(p)]
     call = Call("allreduce", n, np.dtype(dtype), operation(op, np.dtype(dtype)), 0, "auto", p)
-    ours, theirs = np.empty(n, dtype), np.empty(n, dtype)
-    assert few.serves(call, ours)
-    function, arguments = few.step(call, parts, ours)
-    function(*arguments)
+    even, odd, theirs = np.empty(n, dtype), np.empty(n, dtype), np.empty(n, dtype)
+    for parity, ours in enumerate((even, odd)):
+        lines = few.takes(call, ours, [parts if each == parity else [theirs] * p for each in (0, 1)])
+        exec(lines.text.format(p=parity), dict(lines.names))
     for function, arguments in combine(call, parts, theirs, theirs):
         function(*arguments)
-    assert np.array_equal(ours, theirs, equal_nan=True)
-    assert (np.signbit(ours) == np.signbit(theirs))[~np.isnan(ours)].all()
+    for ours in (even, odd):
+        assert np.array_equal(ours, theirs, equal_nan=True)
+        assert (np.signbit(ours) == np.signbit(theirs))[~np.isnan(ours)].all()
 
 
 @pytest.mark.parametrize(
@@ -37,4 +38,12 @@ def test_a_few_numbers_are_added_as_numpy_adds_them(op, dtype, data):
 )
 def test_what_python_would_not_add_in_the_same_way_or_not_faster_is_left_to_numpy(op, dtype, n):
     call = Call("allreduce", n, np.dtype(dtype), operation(op, np.dtype(dtype)), 0, "auto", 2)
-    assert not few.serves(call, np.zeros(n, dtype))
+    total = np.zeros(n, dtype)
+    assert few.takes(call, total, [[total, total]] * 2) is None
+
+
+def test_numbers_that_lie_askew_are_put_as_bytes():
+    """Memoryviews do not know them."""
+    askew = np.zeros(9, np.uint8)[1:].view(np.float32)
+    assert few.puts(askew, [np.zeros(2, np.float32)] * 2) is None
+    assert few.puts(np.zeros(2, np.float32), [np.zeros(2, np.float32)] * 2) is not None
