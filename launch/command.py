@@ -6,6 +6,7 @@ Every setting is added only where it is needed, and docs/launching.md has the me
 from __future__ import annotations
 
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -42,6 +43,9 @@ class Machine(NamedTuple):
     cores: int
     root: bool = False
     infiniband: bool = False
+    fixed_addresses: tuple[str, ...] = ()
+    """What a command begins with so that its processes all load their code at the same addresses; empty where it may
+    not be had."""
 
 
 class Job(NamedTuple):
@@ -58,7 +62,17 @@ class Job(NamedTuple):
 def this_machine() -> Machine:
     """The machine this process runs on; cores are those this process may use."""
     infiniband = Path("/sys/class/infiniband")
-    return Machine(len(os.sched_getaffinity(0)), os.geteuid() == 0, infiniband.is_dir() and any(infiniband.iterdir()))
+    return Machine(
+        len(os.sched_getaffinity(0)), os.geteuid() == 0, infiniband.is_dir() and any(infiniband.iterdir()),
+        _fixed_addresses(),
+    )  # fmt: skip
+
+
+def _fixed_addresses() -> tuple[str, ...]:
+    found = shutil.which("setarch")
+    words = (found or "", platform.machine(), "-R")
+    works = found and not subprocess.run([*words, "true"], capture_output=True, check=False).returncode
+    return words if works else ()  # containers may forbid it
 
 
 def parse_version(text: str) -> tuple[Flavour, str] | None:
@@ -115,9 +129,10 @@ def build(launcher: Launcher, job: Job, machine: Machine) -> list[str]:
     placed = sum(block.ranks for block in job.hosts)
     if job.hosts and placed != job.ranks:
         raise LauncherError(f"{placed} ranks are placed on hosts, but the job has {job.ranks}")
-    if launcher.flavour == "openmpi":
-        return _open_mpi(launcher, job, machine)
-    return _hydra(launcher, job)
+    argv = _open_mpi(launcher, job, machine) if launcher.flavour == "openmpi" else _hydra(launcher, job)
+    if crowded(job, machine) and not job.hosts:
+        return [*machine.fixed_addresses, *argv]
+    return argv
 
 
 def crowded(job: Job, machine: Machine) -> bool:

@@ -76,6 +76,20 @@ def allreduce() -> float:
     return _median(lambda: MPI.COMM_WORLD.Allreduce(mine, total), 20)
 
 
+def few_bytes() -> float:
+    """Seconds for an allreduce of 8 bytes."""
+    import numpy as np
+    from mpi4py import MPI
+
+    mine, total = np.ones(2, np.float32), np.empty(2, np.float32)
+
+    def many() -> None:
+        for _ in range(1000):
+            MPI.COMM_WORLD.Allreduce(mine, total)
+
+    return _median(many, 5) / 1000
+
+
 def multiply() -> float:
     """Seconds for a product of two 768 x 768 matrices on every rank at once."""
     import numpy as np
@@ -143,6 +157,12 @@ CASES = (
         (("--mca", "mpi_yield_when_idle", "1"),),
         in_lab=True,
     ),
+    Case(
+        f"setarch -R: allreduce of 8 bytes, {2 * CORES} ranks on {CORES} cores",
+        2 * CORES,
+        few_bytes,
+        (this_machine().fixed_addresses,) if this_machine().fixed_addresses else (),
+    ),
     Case("--bind-to none: two threads of one rank", 1, two_threads, (("--bind-to", "none"),)),
     Case(
         f"OMP_NUM_THREADS: matrix product on {CORES} ranks, {CORES} cores",
@@ -183,7 +203,7 @@ def prepared(case: Case) -> Iterator[list[str]]:
 
 def compare(case: Case) -> dict[str, object]:
     """Medians of `REPEATS` runs with and without the setting, alternating, and their ratio."""
-    if case.words and find().flavour != "openmpi":
+    if any(word.startswith("--") for run in case.words for word in run) and find().flavour != "openmpi":
         return {"setting": case.name, "skipped": "a setting of Open MPI"}
     if case.in_lab and (lacking := missing()):
         return {"setting": case.name, "skipped": "; ".join(lacking)}

@@ -15,7 +15,8 @@ from mpi4py import MPI
 
 from collectives.choice import TRIALS
 
-BATCH_SECONDS = 200e-6  # a batch this long makes the clock's own cost (0.1 us) and the barrier's exit skew small
+BATCH_SECONDS = 2e-3  # long beside the time between a barrier's first rank and its last, and beside a call of which the
+# caches hold what the candidate before has left
 WARM_CALLS = 3 * TRIALS + 1  # a call that finds out which way is fastest has done so
 LEAST_SAMPLES = 5
 MOST_SAMPLES = 200

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import platform
 import sys
 from pathlib import Path
 
 import pytest
 
-from launch.command import Job, Launcher, LauncherError, Machine, build, find, parse_version, program
+from launch.command import Job, Launcher, LauncherError, Machine, build, find, parse_version, program, this_machine
 from launch.hosts import Placed
 
 OPEN_MPI = Launcher("mpirun", "openmpi", "5.0.11")
@@ -51,6 +52,26 @@ def test_more_ranks_than_cores_sleep_when_idle() -> None:
     argv = build(OPEN_MPI, Job(9, PROGRAM), MACHINE)
     assert "--oversubscribe" in argv
     assert has(argv, "--mca", "mpi_yield_when_idle", "1")
+
+
+@pytest.mark.parametrize("launcher", [OPEN_MPI, MPICH])
+def test_ranks_that_share_cores_share_what_these_have_learned_of_their_code(launcher: Launcher) -> None:
+    """Where the machine lets them, and all of them are on it."""
+    fixed = ("setarch", "x86_64", "-R")
+    lets = MACHINE._replace(fixed_addresses=fixed)
+    assert build(launcher, Job(9, PROGRAM), lets)[:4] == [*fixed, launcher.path]
+    assert build(launcher, Job(8, PROGRAM), lets)[0] == launcher.path
+    assert build(launcher, Job(9, PROGRAM), MACHINE)[0] == launcher.path
+    assert build(launcher, Job(9, PROGRAM, hosts=(Placed("node1", 9),)), lets)[0] == launcher.path
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_a_container_may_forbid_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, allowed: bool) -> None:
+    setarch = tmp_path / "setarch"
+    setarch.write_text(f"#!/bin/sh\nexit {int(not allowed)}\n")
+    setarch.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert this_machine().fixed_addresses == ((str(setarch), platform.machine(), "-R") if allowed else ())
 
 
 def test_root_and_infiniband() -> None:
