@@ -6,7 +6,6 @@ Every setting is added only where it is needed, and docs/launching.md has the me
 from __future__ import annotations
 
 import os
-import platform
 import re
 import shutil
 import subprocess
@@ -44,8 +43,7 @@ class Machine(NamedTuple):
     root: bool = False
     infiniband: bool = False
     fixed_addresses: tuple[str, ...] = ()
-    """What a command begins with so that its processes all load their code at the same addresses; empty where it may
-    not be had."""
+    """What a command begins with so that its processes all load their code at the same addresses."""
 
 
 class Job(NamedTuple):
@@ -61,18 +59,11 @@ class Job(NamedTuple):
 
 def this_machine() -> Machine:
     """The machine this process runs on; cores are those this process may use."""
-    infiniband = Path("/sys/class/infiniband")
-    return Machine(
-        len(os.sched_getaffinity(0)), os.geteuid() == 0, infiniband.is_dir() and any(infiniband.iterdir()),
-        _fixed_addresses(),
-    )  # fmt: skip
+    from collectives import addresses  # `mpips --help` does without
 
-
-def _fixed_addresses() -> tuple[str, ...]:
-    found = shutil.which("setarch")
-    words = (found or "", platform.machine(), "-R")
-    works = found and not subprocess.run([*words, "true"], capture_output=True, check=False).returncode
-    return words if works else ()  # containers may forbid it
+    folder = Path("/sys/class/infiniband")
+    infiniband = folder.is_dir() and any(folder.iterdir())
+    return Machine(len(os.sched_getaffinity(0)), os.geteuid() == 0, infiniband, addresses.fixed())
 
 
 def parse_version(text: str) -> tuple[Flavour, str] | None:

@@ -22,6 +22,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from collectives import addresses
 from collectives.caches import long_copies
 from collectives.console import Interruptible, OutFile, write_text
 
@@ -80,7 +81,7 @@ def mxnet(python: Path, servers: int, workers: int) -> dict[int, float]:
         "DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": str(port), "DMLC_NODE_HOST": "127.0.0.1",
         "DMLC_NUM_SERVER": str(servers), "DMLC_NUM_WORKER": str(workers), "OMP_NUM_THREADS": "1",
     }  # fmt: skip
-    words = [str(python), str(WORKER), ",".join(map(str, SIZES)), ",".join(map(str, MXNET_REPEATS))]
+    words = [*addresses.fixed(), str(python), str(WORKER), ",".join(map(str, SIZES)), ",".join(map(str, MXNET_REPEATS))]
     roles = ["scheduler"] + ["server"] * servers + ["worker"] * workers
     processes = [
         subprocess.Popen(words, env={**env, "DMLC_ROLE": role}, stdout=subprocess.PIPE, text=True) for role in roles

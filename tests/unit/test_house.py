@@ -17,8 +17,8 @@ ALLOWED = {
     "collectives": (),
     "mpips": ("collectives",),
     "launch": (
-        "mpips.options", "mpips.world", "collectives.topology", "collectives.caches", "collectives.console",
-        "collectives.memory", "collectives.stdout", "collectives.transport.reach",
+        "mpips.options", "mpips.world", "collectives.topology", "collectives.addresses", "collectives.caches",
+        "collectives.console", "collectives.memory", "collectives.stdout", "collectives.transport.reach",
     ),
 }
 

@@ -1,0 +1,21 @@
+"""Where programs are loaded: at random addresses, unless they are started by words that say otherwise.
+
+A core remembers branches by their addresses. Where several ranks share one, and each is at addresses of its own, each
+finds at its turn that the core has learned the others' branches.
+"""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import subprocess
+
+
+def fixed() -> tuple[str, ...]:
+    """What a command begins with, so that its processes all load their code at the same addresses; empty where the
+    machine has no such command, or, as containers may, forbids it."""
+    setarch = shutil.which("setarch")
+    if setarch is None:
+        return ()
+    words = (setarch, platform.machine(), "-R")
+    return () if subprocess.run([*words, "true"], capture_output=True, check=False).returncode else words
