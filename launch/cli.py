@@ -73,7 +73,7 @@ class Forward(click.Command):
             _load(sub, runs_here=True).main(words, prog_name=name)
         else:
             _check(sub, name, words, ranks)
-            start(ranks, ["-m", sub.module.removesuffix(".__main__"), *words])
+            start(ranks, ["-m", sub.module.removesuffix(".__main__"), *words], name=name)
 
     def _target(self, args: list[str]) -> tuple[str, Sub, list[str], int | None]:
         """Which command is meant, its full name, its own words, and the ranks to start."""

@@ -40,9 +40,9 @@ def settings(ranks: int, machine: Machine, environment: Mapping[str, str]) -> di
     return {**threads(ranks, machine, environment), **long_copies(environment)}
 
 
-def start(ranks: int, script: Sequence[str], mpirun: str | None = None) -> NoReturn:
+def start(ranks: int, script: Sequence[str], mpirun: str | None = None, name: str = "") -> NoReturn:
     """Runs, and ends with, an MPI job of `ranks` processes on this machine; its exit code becomes the job's, or what
-    the ranks have left with (`collectives.console.leave`)."""
+    the ranks have left with (`collectives.console.leave`). `name`: the command that a signal interrupts."""
     from collectives.console import CODE_FILE  # `mpips --help` does without
 
     machine = this_machine()
@@ -57,7 +57,7 @@ def start(ranks: int, script: Sequence[str], mpirun: str | None = None) -> NoRet
     except LauncherError as error:
         raise click.UsageError(str(error)) from error
     _warn(job, machine)
-    code = watched.wait(argv)
+    code = watched.wait(argv, name=name)
     sys.exit(code or int.from_bytes(os.pread(left, 1, 0), "little"))
 
 

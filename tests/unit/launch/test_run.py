@@ -274,7 +274,7 @@ def ranked(*words: str) -> subprocess.CompletedProcess[str]:
     """`mpips WORDS` in a process of its own, where starting the ranks is printed instead of done."""
     code = (
         "import sys, launch.cli\n"
-        "launch.cli.start = lambda ranks, script: sys.exit(f'started {ranks} {script}')\n"
+        "launch.cli.start = lambda ranks, script, name: sys.exit(f'{name}: started {ranks} {script}')\n"
         "launch.cli.main()"
     )
     command = [sys.executable, "-c", code, *words]
@@ -283,9 +283,9 @@ def ranked(*words: str) -> subprocess.CompletedProcess[str]:
 
 def test_ranks_start_the_module_under_mpirun() -> None:
     done = ranked("bench", "kvstore", "--ranks", "3", "--sizes", "1KiB")
-    assert done.stderr.strip() == "started 3 ['-m', 'mpips.bench', '--sizes', '1KiB']"
+    assert done.stderr.strip() == "mpips bench kvstore: started 3 ['-m', 'mpips.bench', '--sizes', '1KiB']"
     done = ranked("bench", "allreduce", "--ranks=2")
-    assert done.stderr.strip() == "started 2 ['-m', 'collectives.bench', 'allreduce']"
+    assert done.stderr.strip() == "mpips bench allreduce: started 2 ['-m', 'collectives.bench', 'allreduce']"
 
 
 @pytest.mark.parametrize(
@@ -339,7 +339,7 @@ def test_a_package_that_is_missing_is_one_sentence(tmp_path: Path, monkeypatch: 
 
 
 def test_ranks_may_stand_before_the_name_of_a_benchmark() -> None:
-    assert ranked("bench", "--ranks", "2", "kvstore").stderr.startswith("started 2 ['-m', 'mpips.bench'")
+    assert ranked("bench", "--ranks", "2", "kvstore").stderr.startswith("mpips bench kvstore: started 2 ['-m', 'mpips.bench'")
     done = ranked("bench", "optimizers", "--ranks", "2")
     assert done.returncode == 2
     assert "--ranks" in done.stderr
