@@ -18,4 +18,8 @@ def fixed() -> tuple[str, ...]:
     if setarch is None:
         return ()
     words = (setarch, platform.machine(), "-R")
-    return () if subprocess.run([*words, "true"], capture_output=True, check=False).returncode else words
+    try:
+        subprocess.run([*words, "true"], capture_output=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return ()
+    return words

@@ -20,9 +20,8 @@ COMMANDS = ("run", "doctor", "script", "train", "bench", "tune", "sim", "plan", 
 def whole_lines() -> None:
     """From now on a line that is printed is written when it ends, and at one go: the launcher mixes what several ranks
     write, and, with PYTHONUNBUFFERED, each of a line's words would be written alone."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(line_buffering=True, write_through=False)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True, write_through=False)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ def lines(room: Room, call: Call, x: Window, out: Window, puts: Turns, takes: Tu
     slots = [[_slot(room, call, rank, parity) for rank in range(room.size)] for parity in (0, 1)]
     start, stop = _brought(room, call)
     take = None
-    put = few.puts(x.part(start, stop), [every[room.rank].part(start, stop) for every in slots])
+    put = few.puts(call, x.part(start, stop), [every[room.rank].part(start, stop) for every in slots])
     if call.operation is not None:
         start, stop = _summed(room, call)
         take = few.takes(call, out.part(start, stop), [[slot.part(start, stop) for slot in every] for every in slots])

@@ -21,9 +21,10 @@ from collectives.transport.flat import Lines
 MOST = 3  # elements; from four on NumPy is as fast
 
 
-def puts(part: Vector, slots: Sequence[Vector]) -> Lines | None:
-    """Put `part` into this rank's slot, of even and of odd operations; None where steps are faster."""
-    if not _simple(part):
+def puts(call: Call, part: Vector, slots: Sequence[Vector]) -> Lines | None:
+    """Put `part` into this rank's slot, of even and of odd operations; None where steps are faster, or the call adds
+    nothing up: what is only moved keeps all its bits, and Python's numbers lose some of a NaN's."""
+    if not (_adds(call) and _simple(part)):
         return None
     text = "".join(f"mine_{{p}}[{i}] = x[{i}]\n" for i in range(part.size))
     return Lines(text, {"x": part.data, **{f"mine_{p}": slot.data for p, slot in enumerate(slots)}})
@@ -32,7 +33,7 @@ def puts(part: Vector, slots: Sequence[Vector]) -> Lines | None:
 def takes(call: Call, total: Vector, parts: Sequence[Sequence[Vector]]) -> Lines | None:
     """total = the sum or the mean of all ranks' parts in their order, which lie elsewhere, for even and for odd
     operations; None where NumPy is as fast, or its bits are others."""
-    if call.operation is None or call.operation.name not in ("sum", "mean") or call.p == 1 or not _simple(total):
+    if call.operation is None or call.p == 1 or not (_adds(call) and _simple(total)):
         return None
     lines = []
     for i in range(total.size):
@@ -43,6 +44,11 @@ def takes(call: Call, total: Vector, parts: Sequence[Sequence[Vector]]) -> Lines
     return Lines("".join(lines), {"out": total.data, **names})
 
 
+def _adds(call: Call) -> bool:
+    return call.operation is not None and call.operation.name in ("sum", "mean")
+
+
 def _simple(vector: Vector) -> bool:
     """Whether Python's own numbers serve: one to three floats, of a format that memoryviews know."""
-    return 0 < vector.size <= MOST and vector.dtype.char in "fd" and vector.flags.aligned
+    known = vector.dtype.char in "fd" and vector.dtype.isnative and vector.flags.aligned
+    return 0 < vector.size <= MOST and known

@@ -218,3 +218,29 @@ def test_long_vectors_while_it_is_tried_what_is_faster(kind, array):
         if not np.array_equal(out, wanted + turn):
             wrong.append(turn)
     assert not wrong, "calls"
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("dtype", ["<u4", ">u8"])
+@pytest.mark.parametrize("kind", ["allgather", "broadcast", "alltoall"])
+def test_a_few_floats_that_are_moved_keep_all_their_bits(kind, dtype):
+    """Also those of a signalling NaN, and in the other order of bytes; call after call."""
+    n, pattern, wrong = 3 * P, 0x7FA00000 if dtype == "<u4" else 0x7FF4 << 48, []
+    b, floats = bounds(n), np.dtype(dtype.replace("u", "f"))
+    own = slice(b[RANK], b[RANK + 1])
+    for turn in range(4):
+        xs = [np.full(n, pattern + 16 * turn + rank, dtype) for rank in range(P)]
+        x, expected = {
+            "allgather": (xs[RANK][own], np.concatenate([xs[r][b[r] : b[r + 1]] for r in range(P)])),
+            "broadcast": (xs[RANK][:3], xs[ROOT][:3]),
+            "alltoall": (xs[RANK], np.concatenate([x[own] for x in xs])),
+        }[kind]
+        expected = expected.astype(dtype)  # concatenate has the machine's order of bytes
+        if turn == 0:
+            source, out = x.copy(), np.zeros_like(expected)
+        source[:], out[:] = x, 0
+        words = {"root": ROOT} if kind == "broadcast" else {}
+        getattr(collectives, kind)(source.view(floats), out=out.view(floats), **words)
+        if out.tobytes() != expected.tobytes():
+            wrong.append(turn)
+    assert not wrong

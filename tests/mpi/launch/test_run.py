@@ -213,7 +213,7 @@ def test_the_readme_store(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_a_line_is_written_when_it_is_printed_and_as_one(tmp_path: Path, monkeypatch, unbuffered: str) -> None:
-    """Ranks print at the same time, and then write past Python."""
+    """Ranks print at the same time, and then write past Python. (Open MPI's have a terminal, and write so anyway.)"""
     monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
     script = """
 import os

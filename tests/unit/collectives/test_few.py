@@ -42,8 +42,14 @@ def test_what_python_would_not_add_in_the_same_way_or_not_faster_is_left_to_nump
     assert few.takes(call, total, [[total, total]] * 2) is None
 
 
-def test_numbers_that_lie_askew_are_put_as_bytes():
-    """Memoryviews do not know them."""
-    askew = np.zeros(9, np.uint8)[1:].view(np.float32)
-    assert few.puts(askew, [np.zeros(2, np.float32)] * 2) is None
-    assert few.puts(np.zeros(2, np.float32), [np.zeros(2, np.float32)] * 2) is not None
+def test_only_what_is_added_up_and_memoryviews_know_is_put_as_numbers():
+    def put(part, kind="allreduce", op="sum"):
+        call = Call(kind, 2, np.dtype("f4"), op and operation(op, np.dtype("f4")), 0, "auto", 2)
+        return few.puts(call, part, [np.zeros(2, "f4")] * 2)
+
+    x = np.zeros(2, "f4")
+    assert put(x) is not None
+    assert put(np.zeros(9, np.uint8)[1:].view("f4")) is None
+    assert put(x.view(">f4")) is None
+    assert put(x, "broadcast", None) is None
+    assert put(x, op="max") is None
