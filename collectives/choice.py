@@ -17,6 +17,7 @@ class Choice:
 
     def __init__(self, comm: MPI.Comm, ways: int = 2, favour: float = 1.0, decided: bool = False):
         self._comm, self._favour, self.decided = comm, favour, decided
+        """Whether `way` stays."""
         self._times: list[list[float]] = [[] for _ in range(ways)]
         self.way = 0
         """The one that the next run takes."""

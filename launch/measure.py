@@ -142,6 +142,7 @@ def _median(work: Callable[[], object], count: int) -> float:
 
 LIMITS = ("btl_tcp_eager_limit", "btl_tcp_rndv_eager_limit", "btl_tcp_max_send_size")
 CORES = len(os.sched_getaffinity(0))
+FIXED = this_machine().fixed_addresses
 CASES = (
     Case(
         f"full-duplex TCP: 4 MiB each way at {MBIT:g} Mbit/s, 2 hosts",
@@ -161,7 +162,7 @@ CASES = (
         f"setarch -R: allreduce of 8 bytes, {2 * CORES} ranks on {CORES} cores",
         2 * CORES,
         few_bytes,
-        (this_machine().fixed_addresses,) if this_machine().fixed_addresses else (),
+        (FIXED,) if FIXED else (),
     ),
     Case("--bind-to none: two threads of one rank", 1, two_threads, (("--bind-to", "none"),)),
     Case(

@@ -42,11 +42,9 @@ def lines(room: Room, call: Call, x: Window, out: Window, puts: Turns, takes: Tu
     """These steps as a flat function has them: a few numbers without steps."""
     slots = [[_slot(room, call, rank, parity) for rank in range(room.size)] for parity in (0, 1)]
     start, stop = _brought(room, call)
-    take = None
     put = few.puts(call, x.part(start, stop), [every[room.rank].part(start, stop) for every in slots])
-    if call.operation is not None:
-        start, stop = _summed(room, call)
-        take = few.takes(call, out.part(start, stop), [[slot.part(start, stop) for slot in every] for every in slots])
+    start, stop = _summed(room, call)
+    take = few.takes(call, out.part(start, stop), [[slot.part(start, stop) for slot in every] for every in slots])
     return put or flat.loop("puts", puts), take or flat.loop("takes", takes)
 
 
@@ -62,7 +60,7 @@ def _brought(room: Room, call: Call) -> tuple[int, int]:
 
 
 def _summed(room: Room, call: Call) -> tuple[int, int]:
-    """The elements of the reduction that this rank takes."""
+    """The elements of the reduction, where the call is one, that this rank takes."""
     if call.kind == "reduce" and room.rank != call.root:
         return 0, 0
     return call.block(room.rank) if call.kind == "reduce_scatter" else (0, call.n)

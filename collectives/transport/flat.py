@@ -38,7 +38,6 @@ Turns: TypeAlias = "tuple[Sequence[Step], Sequence[Step]]"
 """Steps of an operation with an even number, and of one with an odd."""
 NOTHING: Turns = ((), ())
 MOST_OPERATIONS = (1 << 32) - 1  # then their numbers begin anew
-MOST_SPINS = 256  # looks at the others, before somebody else waits for them
 
 
 class Coming(Protocol):

@@ -21,7 +21,7 @@ from collectives.errors import CollectiveError, MismatchError, Withdrawn
 from collectives.transport import flat
 from collectives.transport.cards import WITHDRAWN, Card
 from collectives.transport.desks import FAILED_WORD, GONE_WORD, LANES, MARKS_WORD, OFF_WORD, SINCE_WORD, Desks
-from collectives.transport.flat import MOST_OPERATIONS, MOST_SPINS, NO_LINES, Lines, Usual
+from collectives.transport.flat import MOST_OPERATIONS, NO_LINES, Lines, Usual
 from collectives.watch import disagreement
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 SPINS_ALONE, SPINS_SHARED = 64, 1  # looks before giving way: ranks have cores of their own, or share them
+MOST_SPINS = 256  # looks after that, before `Session.run` waits for the others
 ORDER = sys.byteorder
 LEAVING_SECONDS = 5.0
 SETTLE_SECONDS = 0.02  # until all see what this rank takes back, and who comes meanwhile has said so

@@ -145,6 +145,7 @@ class MemoryPlan:
         yield from self._work()
 
     def _met_soon(self) -> Iterator[None]:
+        """The steps after all have come and brought what they brought last time."""
         try:
             yield
         except BaseException as error:
