@@ -3,7 +3,7 @@
 mpirun -n P python -m tests.rank FOLDER SECONDS [PYTEST WORDS]
 
 The report of rank r is FOLDER/r.xml, the test that it is in FOLDER/r.now, its output FOLDER/r.log (rank 0: the
-terminal). A rank that is not done after SECONDS says where it is.
+terminal). A rank that crashes or is not done after SECONDS leaves where it was in FOLDER/r.stack.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def main(folder: Path, seconds: float, words: list[str]) -> int:
         log = os.open(folder / f"{rank}.log", os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o644)
         os.dup2(log, 1)
         os.dup2(log, 2)
-    stderr = os.dup(2)  # pytest captures the other
-    faulthandler.enable(stderr)
-    faulthandler.dump_traceback_later(max(1, seconds - MARGIN), file=stderr)
+    stack = os.open(folder / f"{rank}.stack", os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o644)
+    faulthandler.enable(stack)
+    faulthandler.dump_traceback_later(max(1, seconds - MARGIN), file=stack)
     without = ("hypothesispytest", "faulthandler")  # slow to import, not used here; cancels ours when a test fails
     settings = ["-q", "-rfE", "--color=no", "--with-mpi", *(word for name in without for word in ("-p", f"no:{name}"))]
     settings.append(f"--junitxml={folder / f'{rank}.xml'}")

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shlex
 import signal
 import sys
@@ -32,6 +33,8 @@ from tests import child
 STAGES = ("lint", "unit", "lab", "mpi")
 ROOT = Path(__file__).resolve().parent.parent
 TAIL = 6000  # characters of a failing rank's output that are shown
+CALL = " in pytest_pyfunc_call"  # the innermost frame that is not the test's
+LAST_LINES = 6  # of the output of a run that did not come to its end, below all else
 SLOWEST = 8
 SLOW = 1.0  # seconds
 MANY = 4  # ranks
@@ -56,6 +59,20 @@ class Result(NamedTuple):
 
 
 Task = Callable[[IO[bytes] | None], Result]
+
+
+class Passed(BytesIO):
+    """Passes on to `out` what is written to it, and keeps the end of it."""
+
+    def __init__(self, out: IO[bytes]) -> None:
+        super().__init__()
+        self._out, self.tail = out, b""
+
+    def write(self, text: bytes) -> int:  # type: ignore[override]
+        self._out.write(text)
+        self._out.flush()
+        self.tail = (self.tail + text)[-TAIL:]
+        return len(text)
 
 
 class Limits:
@@ -217,11 +234,14 @@ def ranks(
         limit = limits.now()
         program = (python, "-m", "tests.rank", folder, str(limit), *(words or ["tests/mpi"]))
         job = Job(count, program, {"OMP_NUM_THREADS": "1", **environment})
-        code = child.run(build(launcher, job, this_machine()), limit, ROOT, out)
+        said = Passed(out or sys.stdout.buffer)
+        code = child.run(build(launcher, job, this_machine()), limit, ROOT, said)
         result = counted(name, Path(folder, "0.xml"), code, time.monotonic() - started)
         if result.failed:
             show(Path(folder), out)
-        return result._replace(failures=result.failures + unfinished(Path(folder)))
+        where = unfinished(Path(folder))
+        last = [line for line in said.tail.decode(errors="replace").splitlines() if line.strip("=- ")][-LAST_LINES:]
+        return result._replace(failures=(*result.failures, *where, *(f"  {line}" for line in last if where)))
 
 
 def title(name: str, out: IO[bytes] | None) -> None:
@@ -249,12 +269,25 @@ def counted(name: str, report: Path, code: int, seconds: float) -> Result:
 def unfinished(folder: Path) -> tuple[str, ...]:
     """Where the ranks were that have not come to their end."""
     places = sorted(folder.glob("*.now"), key=lambda path: int(path.stem))
-    return tuple(f"rank {p.stem} was in {p.read_text()}" for p in places if not p.with_suffix(".xml").is_file())
+    return tuple(
+        f"rank {p.stem} was in {p.read_text()}{innermost(p.with_suffix('.stack'))}"
+        for p in places
+        if not p.with_suffix(".xml").is_file()
+    )
+
+
+def innermost(stack: Path) -> str:
+    """The frames of a test in which a rank's main thread was, as faulthandler wrote them; "" if it wrote none."""
+    text = stack.read_text(errors="replace") if stack.is_file() else ""
+    threads = re.split("^Current thread |^Thread ", text, flags=re.MULTILINE)
+    main = next((one.partition(CALL)[0] for one in threads if CALL in one), "")
+    frames = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', main, re.MULTILINE)
+    return "".join(f", in {function} ({Path(file).name}:{line})" for file, line, function in frames)
 
 
 def show(folder: Path, out: IO[bytes] | None) -> None:
-    """The end of what each rank but the first printed."""
-    for log in sorted(folder.glob("*.log"), key=lambda path: int(path.stem)):
+    """The end of what each rank but the first printed, and where each was."""
+    for log in sorted((*folder.glob("*.log"), *folder.glob("*.stack")), key=lambda path: (int(path.stem), path.suffix)):
         text = log.read_text(errors="replace").strip()
         if text:
             child.show(f"-- rank {log.stem}\n{text[-TAIL:]}\n".encode(errors="replace"), out)

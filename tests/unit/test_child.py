@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from io import BytesIO
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests import child
-from tests.run import compile_once, counted, main, numbers, turn
+from tests.run import compile_once, counted, main, numbers, turn, unfinished
 
 LEAVES_ONE_BEHIND = """
 import subprocess, sys
@@ -85,6 +86,24 @@ def test_a_run_that_broke_off_counts_as_failed_and_a_report_names_its_failures(t
     result = counted("x", report, 1, 1.0)
     assert (result.passed, result.failed) == (1, 1)
     assert result.failures == ("tests/unit/test_a.py::test_b: assert 1 == 2",)
+
+
+def test_of_a_rank_that_did_not_come_to_its_end_one_sees_where_it_was(tmp_path: Path) -> None:
+    code = (
+        "import faulthandler, sys, threading, time\n"
+        "threading.Thread(target=time.sleep, args=(9,), daemon=True).start()\n"
+        "def waits(): faulthandler.dump_traceback(open(sys.argv[1], 'w'))\n"
+        "def test(): waits()\n"
+        "def pytest_pyfunc_call(): test()\n"
+        "pytest_pyfunc_call()\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "0.stack")], check=True)
+    for name, text in {"0.now": "a.py::test", "1.now": "a.py::test", "1.stack": "", "2.now": "b", "2.xml": ""}.items():
+        (tmp_path / name).write_text(text)
+    assert unfinished(tmp_path) == (
+        "rank 0 was in a.py::test, in waits (<string>:3), in test (<string>:4)",
+        "rank 1 was in a.py::test",
+    )
 
 
 @pytest.mark.parametrize("text", ["x", "0", "", "2,", "-1", "1.5", "2,0"])
