@@ -298,7 +298,8 @@ def parse(text: str, rate: float = TEN_GIGABIT) -> BCube | FatTree:
     numbers = [int(part) if part.strip().isdecimal() else -1 for part in rest.split(",")]
     if (kind, len(numbers)) not in (("star", 1), ("fattree", 1), ("bcube", 2)) or min(numbers) < 1:
         raise ValueError(
-            f"unknown topology {text!r}: write star:HOSTS, bcube:PORTS,LEVELS or fattree:PORTS (as bcube:3,2)"
+            f"unknown topology {text!r}: write star:HOSTS, bcube:PORTS,LEVELS or fattree:PORTS, in whole numbers from "
+            "1 on (as bcube:3,2)"
         )
     makers: dict[str, Callable[..., BCube | FatTree]] = {"star": star, "fattree": fattree, "bcube": bcube}
     found = makers[kind](*numbers, rate)

@@ -60,7 +60,7 @@ def check(
         if word == "local":
             raise ValueError("a local store has no servers to time")
         if servers >= ranks:
-            raise ValueError(f"--servers {servers} and a worker need --ranks {servers + 1}, or ask for fewer servers")
+            raise ValueError(f"--ranks {ranks} and --servers {servers} leave no worker: give more ranks, or fewer servers")
         if clients > 1 and not word.startswith("mpi"):
             raise ValueError(f"--clients {clients} is for mpi_* stores: in {word} every worker is its own client")
         read({"servers": servers, "clients": clients, "masters": masters}).clients_of(word, ranks)
@@ -180,7 +180,8 @@ def measure(kv: mpips.KVStore, n: int, array: str, seconds: float) -> tuple[int,
 def table(rows: list[Row]) -> Table:
     """The rows as a table, microseconds."""
     first = rows[0]
-    roles = f"{first.servers} servers, {first.workers} workers, {first.clients} clients"
+    counts = {"server": first.servers, "worker": first.workers, "client": first.clients}
+    roles = ", ".join(f"{count} {role}{'s' * (count != 1)}" for role, count in counts.items())
     title = f"{first.kind}, {roles}; median us, worker 0"
     view = Table(title=title)
     for column in ("bytes", "arrays", "push", "pull", "push + pull", "pushpull", "floor", "push + pull / floor"):

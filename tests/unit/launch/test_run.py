@@ -297,7 +297,7 @@ def test_ranks_start_the_module_under_mpirun() -> None:
         ("bench --ranks 2", "mpips bench kvstore"),
         ("sim --bytes 0", "--bytes 0"),
         ("lab status --json /nosuch/x.json", "there is no folder '/nosuch'"),
-        ("bench kvstore --ranks 2 --servers 2", "--servers 2 and a worker need --ranks 3"),
+        ("bench kvstore --ranks 2 --servers 2", "--ranks 2 and --servers 2 leave no worker"),
         ("plan --rate fast", "'fast' is no rate: give the operations/s of a node, as 1.33e12"),
         ("train --ranks 2 --data digits --grid 3x1", "3x1"),
         ("tune --ranks 2 --bogus", "--bogus"),
