@@ -1,4 +1,4 @@
-"""An operation that goes as usual, as one flat function: put, enter, meet, take.
+"""An operation that goes as usual, as one flat function: put, enter, meet, and take, or go through a program.
 
 Where ranks share a core, the caches have lost what a call runs through whenever it is this rank's turn, so it should
 run through little. The function has all that it needs at hand; it is made from text, so that a few numbers can be put
@@ -32,7 +32,7 @@ from functools import cache
 from textwrap import indent
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-from collectives.transport.program import Step
+from collectives.transport.program import Program, Step
 
 Turns: TypeAlias = "tuple[Sequence[Step], Sequence[Step]]"
 """Steps of an operation with an even number, and of one with an odd."""
@@ -51,6 +51,12 @@ class Coming(Protocol):
 
     def break_off(self, error: BaseException) -> None:
         """`error` was raised since this rank has entered."""
+
+    def behind(self, done: int) -> Iterator[None]:
+        """The others do not keep up in that phase of the program; the steps that are left."""
+
+    def broken_off(self, end: int, error: BaseException) -> BaseException:
+        """`error` was raised in the program, which ends with phase `end`; what to raise."""
 
 
 Usual: TypeAlias = "Callable[[Any], Iterator[None] | None]"
@@ -75,9 +81,15 @@ def loop(name: str, turns: Turns) -> Lines:
     return Lines(text, {f"{name}_{p}": steps for p, steps in enumerate(turns)})
 
 
+def through(program: Program) -> Lines:
+    """Phase after phase, in each of which all meet again."""
+    phases = tuple(tuple(phase) for phase in program.phases)
+    return Lines(_PHASES, {"phases": phases, "count": len(phases), "last": program.last})
+
+
 def usual(puts: Lines, takes: Lines, fenced: bool, **names: Any) -> Usual:
-    """An operation in which the others bring what they always bring and come soon; `names` as in `_MEETING`. It gives
-    back None, or the steps that are left where somebody brings something else or is late."""
+    """An operation in which the others bring what they always bring and come soon; `names` as in `_MEETING` and
+    `_PHASES`. It gives back None, or the steps that are left where somebody brings something else or is late."""
     every = {**names, **puts.names, **takes.names, "MOST_OPERATIONS": MOST_OPERATIONS, "read": int.from_bytes}
     function: Usual = _maker(puts.text, takes.text, fenced, tuple(every))(*every.values())
     return function
@@ -85,8 +97,8 @@ def usual(puts: Lines, takes: Lines, fenced: bool, **names: Any) -> Usual:
 
 @cache
 def _maker(puts: str, takes: str, fenced: bool, names: tuple[str, ...]) -> Callable[..., Any]:
-    meeting = _MEETING.replace("FENCE", "fence()" if fenced else "")
-    even, odd = (indent((puts + meeting + takes).format(p=p), " " * 12) for p in (0, 1))
+    text = (puts + _MEETING + takes).replace("FENCE", "fence()" if fenced else "")
+    even, odd = (indent(text.format(p=p), " " * 12) for p in (0, 1))
     made: dict[str, Any] = {}
     exec(f"def make({', '.join(names)}):\n{_USUAL.format(even=even, odd=odd)}", made)
     make: Callable[..., Any] = made["make"]
@@ -126,4 +138,35 @@ try:
 except BaseException as error:
     call.break_off(error)
     raise
+"""
+
+_PHASES = """
+phase = room.phase
+end = phase + count
+try:
+    done = 0
+    for before, after in phases:
+        for function, arguments in before:
+            function(*arguments)
+        done += 1
+        room.phase = phase = phase + 1
+        FENCE
+        row = progress[phase & 1]
+        row[rank] = phase
+        for function, arguments in after:
+            function(*arguments)
+        wanted = phase * each
+        if read(row, order) != wanted:
+            looks = 0
+            while read(row, order) != wanted:
+                looks += 1
+                if looks > alone:
+                    if looks > most:
+                        return call.behind(done)
+                    sched_yield()
+        FENCE
+    for function, arguments in last:
+        function(*arguments)
+except BaseException as error:
+    raise call.broken_off(end, error) from None
 """

@@ -42,7 +42,7 @@ def _kernel_copy(name: str) -> Any:
     """The system call of that name, or None where the C library has none."""
     function = getattr(_LIBC, name, None)
     if function is not None:
-        extents, count = ctypes.POINTER(_Extent), ctypes.c_ulong
+        extents, count = ctypes.c_void_p, ctypes.c_ulong
         function.argtypes = [ctypes.c_int, extents, count, extents, count, count]
         function.restype = ctypes.c_ssize_t
     return function
@@ -59,25 +59,33 @@ class OutOfReach(CollectiveError):
         self.pid, self.errno = pid, number
 
 
-def _move(call: Callable[..., int], pid: int, here: int, there: int, nbytes: int) -> None:
-    """Copy between `here` in this process and `there` in process `pid`."""
-    done = 0
-    while done < nbytes:
-        mine, others = _Extent(here + done, nbytes - done), _Extent(there + done, nbytes - done)
-        moved = call(pid, ctypes.byref(mine), 1, ctypes.byref(others), 1, 0)
-        if moved <= 0:
-            raise OutOfReach(pid, ctypes.get_errno())
-        done += moved
+class _Move:
+    """A copy between `here` in this process and `there` in process `pid`: a call that begins soon, as all that the
+    kernel asks for lies ready."""
+
+    def __init__(self, call: Callable[..., int], pid: int, here: int, there: int, nbytes: int):
+        self._call, self.pid, self._nbytes = call, pid, nbytes
+        self._extents = (_Extent * 2)(_Extent(here, nbytes), _Extent(there, nbytes))
+        mine = ctypes.addressof(self._extents)
+        self._arguments = pid, mine, 1, mine + ctypes.sizeof(_Extent), 1, 0
+
+    def __call__(self) -> None:
+        moved = self._call(*self._arguments)
+        if moved != self._nbytes:
+            if moved <= 0:
+                raise OutOfReach(self.pid, ctypes.get_errno())
+            (here, there), nbytes = (extent.base for extent in self._extents), self._nbytes - moved
+            _Move(self._call, self.pid, here + moved, there + moved, nbytes)()
 
 
 def _fetch(to: Vector, pid: int, address: int) -> Iterator[Step]:
     if to.nbytes:
-        yield _move, (_FETCH, pid, to.__array_interface__["data"][0], address, to.nbytes)
+        yield _Move(_FETCH, pid, to.__array_interface__["data"][0], address, to.nbytes), ()
 
 
 def _deliver(source: Vector, pid: int, address: int) -> Iterator[Step]:
     if source.nbytes:
-        yield _move, (_DELIVER, pid, source.__array_interface__["data"][0], address, source.nbytes)
+        yield _Move(_DELIVER, pid, source.__array_interface__["data"][0], address, source.nbytes), ()
 
 
 def open_to_all(node: MPI.Comm) -> bool:
@@ -95,9 +103,9 @@ def place(array: Vector, written: bool = False) -> int:
     here = word.ctypes.data
     try:
         for at in (begin, begin + array.nbytes - 1) if array.nbytes else ():
-            _move(_FETCH, pid, here, at, 1)
+            _Move(_FETCH, pid, here, at, 1)()
             if written:
-                _move(_DELIVER, pid, here, at, 1)
+                _Move(_DELIVER, pid, here, at, 1)()
     except OutOfReach:
         return 0
     return begin
@@ -114,7 +122,7 @@ def _reads(pid: int, address: int, secret: int) -> bool:
     """Whether the word there is the secret, so that the process is who it should be."""
     word = np.zeros(1, np.int64)
     try:
-        _move(_FETCH, pid, word.ctypes.data, address, word.nbytes)
+        _Move(_FETCH, pid, word.ctypes.data, address, word.nbytes)()
     except OutOfReach:
         return False
     return bool(word[0] == secret)
@@ -148,7 +156,10 @@ class _Far(NamedTuple):
 
 def program(room: Room, call: Call, x: Window, out: Window, cards: Sequence[Card]) -> Program:
     """One rank's part of a call, in which it touches the others' arrays, where their cards say they are."""
-    return Program((Phase(tuple(_Reached(room, call, x, out, cards).steps())),), reaches=True)
+    reached = _Reached(room, call, x, out, cards)
+    if call.kind == "alltoall":
+        return Program((Phase(tuple(reached.arrivals()), tuple(reached.own())),), reaches=True)
+    return Program((Phase(tuple(reached.steps())),), reaches=True)
 
 
 class _Reached:
@@ -165,9 +176,6 @@ class _Reached:
 
     def steps(self) -> Iterator[Step]:
         call, rank = self._call, self._rank
-        if call.kind == "alltoall":
-            yield from self._arrivals()
-            return
         start, end = call.block(rank)
         block = max(1, BLOCK_BYTES // call.dtype.itemsize)
         size = block * call.dtype.itemsize if call.operation is not None else 0  # elements of any size are only copied
@@ -219,11 +227,13 @@ class _Reached:
         yield from _fetch(buffer, *self._xs[source].at(first))
         return buffer
 
-    def _arrivals(self) -> Iterator[Step]:
-        start, stop = self._call.block(self._rank)
-        for source in self._order:
-            to = self._out.part(*self._call.arrival(self._rank, source))
-            if source == self._rank:
-                yield from copy(to, self._x.part(start, stop))
-            else:
-                yield from _fetch(to, *self._xs[source].at(start))
+    def arrivals(self) -> Iterator[Step]:
+        """alltoall: what all others have for this rank."""
+        start, _ = self._call.block(self._rank)
+        for source in self._order[1:]:
+            yield from _fetch(self._out.part(*self._call.arrival(self._rank, source)), *self._xs[source].at(start))
+
+    def own(self) -> Iterator[Step]:
+        """alltoall: what this rank has for itself."""
+        to = self._call.arrival(self._rank, self._rank)
+        return copy(self._out.part(*to), self._x.part(*self._call.block(self._rank)))

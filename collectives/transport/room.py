@@ -115,11 +115,13 @@ class Room(Desks):
     def usual(
         self, token: int, tokens: Sequence[int], puts: Lines = NO_LINES, takes: Lines = NO_LINES
     ) -> Usual:
-        """An operation in which the others bring these tokens and come soon: put, `enter`, `meet` and take."""
+        """An operation in which the others bring these tokens and come soon: put, `enter`, `meet`, and take or go
+        through a program, whose phases end with `signal` and `follow`."""
         return flat.usual(
             puts, takes, self.fence is not None, room=self, rank=self.rank, token=token,
             others=int.from_bytes(array("Q", tokens), ORDER), ones=self._ones << 32, numbers=self._low << 32,
-            row_0=self._entries[0], row_1=self._entries[1], fence=self.fence, order=ORDER,
+            row_0=self._entries[0], row_1=self._entries[1], progress=self._progress, each=self._ones,
+            fence=self.fence, order=ORDER,
             alone=self.spins, most=self.spins + MOST_SPINS, sched_yield=sched_yield,
         )  # fmt: skip
 
@@ -148,19 +150,6 @@ class Room(Desks):
         if self.fence is not None:
             self.fence()
         self._progress[self.phase & 1][self.rank] = self.phase
-
-    def followed(self) -> bool:
-        """Whether all others finish as many phases as this rank within a moment, for which this waits."""
-        row, finished, read, looks = self._progress[self.phase & 1], self.phase * self._ones, int.from_bytes, 0
-        while read(row, ORDER) != finished:
-            looks += 1
-            if looks > self.spins:
-                if looks > self.spins + MOST_SPINS:
-                    return False
-                sched_yield()
-        if self.fence is not None:
-            self.fence()
-        return True
 
     def follow(self) -> Iterator[None]:
         """Until all others have finished as many phases as this rank."""

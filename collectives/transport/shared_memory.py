@@ -37,9 +37,9 @@ from collectives.errors import MismatchError
 from collectives.native import NativePlan
 from collectives.started import HELD
 from collectives.table import Eager
-from collectives.transport import direct, eager, reach
+from collectives.transport import direct, eager, flat, reach
 from collectives.transport.cards import CARDS, NOWHERE, Card
-from collectives.transport.flat import NOTHING, Turns, Usual
+from collectives.transport.flat import NO_LINES, NOTHING, Lines, Turns, Usual
 from collectives.transport.program import Program, Window, same
 from collectives.transport.room import Room
 from collectives.transport.staged import Staged
@@ -99,26 +99,41 @@ class MemoryPlan:
             self.break_off(error)
             raise
 
-    def _long(self) -> Iterator[None] | None:
-        """As `afresh`, for vectors that do not pass through slots, where the others' arrays are known."""
+    def _in_steps(self) -> Iterator[None] | None:
+        """As `afresh`, where the others' arrays are known, but the ways are yet to be tried or the best takes steps."""
         if self._room.held:
             return HELD
+        self._settle()
         self._bring(self._room.operation + 1 & 1)
         left = self._soon(self)
-        if left is not None:
-            return left
-        if not self._ways or self._trial is None:
-            return self._at_once(self._program)
-        way = self._ways[self._trial.choice.way]
-        if self._trial.choice.decided and isinstance(way, Program):
-            return self._at_once(way)
-        return _begun(self._met_soon())
+        return _begun(self._met_soon()) if left is None else left
+
+    def _settle(self) -> None:
+        """See how the next operations go."""
+        way = self._way()
+        if not isinstance(way, Program) or (self._ways and self._trial and not self._trial.choice.decided):
+            self.quick = MemoryPlan._in_steps
+            return
+        puts = flat.loop("puts", self._early) if self._stages_first() else NO_LINES
+        self._program, self.quick = way, self._enters(puts, flat.through(way))
+
+    def _enters(self, puts: Lines = NO_LINES, then: Lines = NO_LINES) -> Usual:
+        assert self._tokens is not None
+        return self._room.usual(self._token, self._tokens, puts, then)
+
+    def _way(self) -> Program | NativePlan:
+        """That of the present operation."""
+        return self._ways[self._trial.choice.way] if self._ways and self._trial else self._program
 
     def _bring(self, parity: int) -> None:
         """What others will look for as soon as this rank has entered."""
-        if self._trial is None or not self._trial.choice.way:
+        if self._stages_first():
             for function, arguments in self._early[parity]:
                 function(*arguments)
+
+    def _stages_first(self) -> bool:
+        """Whether something is brought: by all ways but those that are tried beside stages."""
+        return self._trial is None or not self._trial.choice.way
 
     def _enter(self) -> None:
         if not self._room.readable(self._token):
@@ -171,36 +186,18 @@ class MemoryPlan:
             for function, arguments in self._takes[room.operation & 1]:
                 function(*arguments)
             return
-        if not self._ways or self._trial is None:
-            yield from self._carry_out(self._program)
-            return
-        choice, start = self._trial.choice, time.perf_counter()
-        way = self._ways[choice.way]
-        yield from self._carry_out(way) if isinstance(way, Program) else way.run()
-        yield from choice.learn((time.perf_counter() - start) / self._call.nbytes)
+        way, start = self._way(), time.perf_counter()
+        if isinstance(way, Program):
+            self._program = way
+            yield from self._carry_out()
+        else:
+            yield from way.run()
+        if self._ways and self._trial:
+            yield from self._trial.choice.learn((time.perf_counter() - start) / self._call.nbytes)
 
-    def _at_once(self, program: Program) -> Iterator[None] | None:
-        """The program as far as the others keep up with it; the steps that are left where they do not."""
-        room = self._room
-        end = room.phase + len(program.phases)
-        try:
-            for done, phase in enumerate(program.phases, 1):
-                for function, arguments in phase.before:
-                    function(*arguments)
-                room.signal()
-                for function, arguments in phase.after:
-                    function(*arguments)
-                if not room.followed():
-                    return _begun(self._carry_out(program, done))
-            for function, arguments in program.last:
-                function(*arguments)
-        except BaseException as error:
-            raise self._broken_off(program, end, error) from None
-        return None
-
-    def _carry_out(self, program: Program, done: int = 0) -> Iterator[None]:
+    def _carry_out(self, done: int = 0) -> Iterator[None]:
         """The program from the end of that many phases on, of the last of which others may not have come to it."""
-        room = self._room
+        room, program = self._room, self._program
         end = room.phase + len(program.phases) - done
         try:
             if done:
@@ -216,12 +213,16 @@ class MemoryPlan:
             for function, arguments in program.last:
                 function(*arguments)
         except BaseException as error:
-            raise self._broken_off(program, end, error) from None
+            raise self.broken_off(end, error) from None
 
-    def _broken_off(self, program: Program, end: int, error: BaseException) -> BaseException:
-        """This rank leaves a program, which ends with phase `end`, halfway; the error to raise."""
+    def behind(self, done: int) -> Iterator[None]:
+        """The rest of the program, where the others do not keep up in that phase."""
+        return _begun(self._carry_out(done))
+
+    def broken_off(self, end: int, error: BaseException) -> BaseException:
+        """This rank leaves its program, which ends with phase `end`, halfway; the error to raise."""
         told = self._room.fail(error.pid, error.errno) if isinstance(error, reach.OutOfReach) else None
-        if program.reaches:
+        if self._program.reaches:
             self._room.leave_off(end)
         return told or error
 
@@ -250,10 +251,10 @@ class MemoryPlan:
             self._bind_ordinary(cards, any(shared))
         self._tokens = tokens
         if self._takes:
-            lines = eager.lines(room, call, self._x, self._out, self._early, self._takes)
-            self.quick = room.usual(self._token, tokens, *lines)
+            self.quick = self._enters(*eager.lines(room, call, self._x, self._out, self._early, self._takes))
         else:
-            self.quick, self._soon = MemoryPlan._long, room.usual(self._token, tokens)
+            self._soon = self._enters()
+            self._settle()
 
     def _bind_ordinary(self, cards: Sequence[Card], mixed: bool) -> None:
         """Some arrays are not node-shared: the ways that these can go."""

@@ -96,14 +96,14 @@ def need_reach(comm):
 
 def others_copy_slowly(monkeypatch):
     """All ranks but the first, as soon as something is in the list that this gives back."""
-    move, armed = reach._move, []
+    move, armed = reach._Move.__call__, []
 
-    def slow(*arguments):
+    def slow(self):
         if armed and RANK:
             time.sleep(0.1)
-        move(*arguments)
+        move(self)
 
-    monkeypatch.setattr(reach, "_move", slow)
+    monkeypatch.setattr(reach._Move, "__call__", slow)
     return armed
 
 
@@ -217,16 +217,16 @@ def test_memory_of_the_kernel_cannot_be_reached():
 @called_or_started
 def test_who_breaks_off_waits_until_nobody_writes_into_his_array(monkeypatch, comm, run):
     """Rank 0 is interrupted in its part of a sum, while the others are slow to deliver theirs into its array."""
-    move, armed, late = reach._move, [], []
+    move, armed, late = reach._Move.__call__, [], []
 
-    def slow(call, pid, *arguments):
-        if armed and pid != os.getpid():
+    def slow(self):
+        if armed and self.pid != os.getpid():
             if RANK == 0:
                 raise KeyboardInterrupt
             time.sleep(0.05)
-        move(call, pid, *arguments)
+        move(self)
 
-    monkeypatch.setattr(reach, "_move", slow)
+    monkeypatch.setattr(reach._Move, "__call__", slow)
     x = by_reach_next(comm)
     session(comm).patient(60.0, 1.0)
     armed.append(True)
@@ -338,14 +338,14 @@ def test_who_has_waited_too_long_leaves_nobody_in_his_array(monkeypatch, comm):
 @only_on(3)
 @called_or_started
 def test_a_copy_that_fails_is_heard_of_by_all(monkeypatch, comm, run):
-    move, armed = reach._move, []
+    move, armed = reach._Move.__call__, []
 
-    def failing(call, pid, *arguments):
-        if armed and RANK == 1 and pid != os.getpid():
-            raise reach.OutOfReach(pid, errno.EPERM)
-        move(call, pid, *arguments)
+    def failing(self):
+        if armed and RANK == 1 and self.pid != os.getpid():
+            raise reach.OutOfReach(self.pid, errno.EPERM)
+        move(self)
 
-    monkeypatch.setattr(reach, "_move", failing)
+    monkeypatch.setattr(reach._Move, "__call__", failing)
     x = by_reach_next(comm)
     armed.append(True)
     heard = outcome(lambda: run(x, comm))
