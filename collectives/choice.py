@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from mpi4py import MPI
@@ -12,13 +12,13 @@ TRIALS = 8
 
 class Choice:
     """Which way serves a sort of call best: the first runs try all in turn, then the fastest is kept. One for all plans
-    of that sort, so that all ranks are always at the same trial, whatever plans each has kept. The first way is kept
-    only if every other takes more than `favour` times as long. `decided`: there is no trial, the first stays."""
+    of that sort, so that all ranks are always at the same trial, whatever plans each has kept. A way's time counts as
+    many times as its handicap says. `decided`: there is no trial, the first stays."""
 
-    def __init__(self, comm: MPI.Comm, ways: int = 2, favour: float = 1.0, decided: bool = False):
-        self._comm, self._favour, self.decided = comm, favour, decided
+    def __init__(self, comm: MPI.Comm, handicaps: Sequence[float] = (1.0, 1.0), decided: bool = False):
+        self._comm, self._handicaps, self.decided = comm, handicaps, decided
         """Whether `way` stays."""
-        self._times: list[list[float]] = [[] for _ in range(ways)]
+        self._times: list[list[float]] = [[] for _ in handicaps]
         self.way = 0
         """The one that the next run takes."""
 
@@ -30,8 +30,7 @@ class Choice:
         self._times[self.way].append(seconds)
         self.way = (self.way + 1) % len(self._times)
         if len(self._times[-1]) == TRIALS:
-            least = np.array([min(times) for times in self._times])
-            least[0] *= self._favour
+            least = np.median(self._times, axis=1) * self._handicaps
             request = self._comm.Iallreduce(MPI.IN_PLACE, least, MPI.MAX)
             while not request.Test():
                 yield

@@ -57,7 +57,8 @@ DOUBLING_BYTES = 32 << 10
 """Up to here recursive_doubling, of which every step takes the whole vector, is taken for faster than halving."""
 TRY_BYTES = 128 << 10
 """An owner's part of the vector from which on another way may be faster than stages."""
-FAVOUR = 1.5  # call after call, the stages find their arrays in the cache; between other work they would not
+STAGES_HANDICAP = 1.5  # call after call, they find their arrays in the cache; between other work they would not
+RIVAL_HANDICAP = 1.1  # once it is chosen it still takes steps, where the others run through a flat function
 ALWAYS = ("ring", "binomial", "direct")  # between nodes, one of these serves any call
 
 
@@ -355,11 +356,11 @@ def _trial(home: Session, call: Call, x: Flat, out: Flat) -> Trial | None:
     rival = None
     if call.kind not in REDUCING and home.size > 1 and not native.why_not(call):
         rival = NativePlan(home.comm, call, x, out, Choice(home.comm, decided=True))
-    ways = 1 + bool(home.room.pids) + (rival is not None)
-    if ways == 1:
+    handicaps = [STAGES_HANDICAP, *[1.0] * bool(home.room.pids), *[RIVAL_HANDICAP] * (rival is not None)]
+    if len(handicaps) == 1:
         return None
-    sort = f"{call.kind} of some 2^{call.nbytes.bit_length()} bytes, {ways} ways"
-    return Trial(home.choice(sort, ways, FAVOUR), rival)
+    sort = f"{call.kind} of some 2^{call.nbytes.bit_length()} bytes, {len(handicaps)} ways"
+    return Trial(home.choice(sort, handicaps), rival)
 
 
 def build_schedule(home: Session, call: Call) -> Schedule:

@@ -162,10 +162,10 @@ class Session:
             if comm is not None and not given_up:
                 comm.Free()
 
-    def choice(self, text: str, ways: int = 2, favour: float = 1.0) -> Choice:
+    def choice(self, text: str, handicaps: Sequence[float] = (1.0, 1.0)) -> Choice:
         """Which way serves a sort of call best. The first where ranks do not meet in one room: another may block in
         MPI, and must not before all have come."""
-        return self._choices.setdefault(text, Choice(self.comm, ways, favour, decided=self.nodes > 1))
+        return self._choices.setdefault(text, Choice(self.comm, handicaps, decided=self.nodes > 1))
 
     # Agreement
 
