@@ -52,10 +52,10 @@ class Coming(Protocol):
     def break_off(self, error: BaseException) -> None:
         """`error` was raised since this rank has entered."""
 
-    def behind(self, done: int) -> Iterator[None]:
+    def behind(self, program: Program, done: int) -> Iterator[None]:
         """The others do not keep up in that phase of the program; the steps that are left."""
 
-    def broken_off(self, end: int, error: BaseException) -> BaseException:
+    def broken_off(self, program: Program, end: int, error: BaseException) -> BaseException:
         """`error` was raised in the program, which ends with phase `end`; what to raise."""
 
 
@@ -84,7 +84,7 @@ def loop(name: str, turns: Turns) -> Lines:
 def through(program: Program) -> Lines:
     """Phase after phase, in each of which all meet again."""
     phases = tuple(tuple(phase) for phase in program.phases)
-    return Lines(_PHASES, {"phases": phases, "count": len(phases), "last": program.last})
+    return Lines(_PHASES, {"program": program, "phases": phases, "count": len(phases), "last": program.last})
 
 
 def usual(puts: Lines, takes: Lines, fenced: bool, **names: Any) -> Usual:
@@ -162,11 +162,11 @@ try:
                 looks += 1
                 if looks > alone:
                     if looks > most:
-                        return call.behind(done)
+                        return call.behind(program, done)
                     sched_yield()
         FENCE
     for function, arguments in last:
         function(*arguments)
 except BaseException as error:
-    raise call.broken_off(end, error) from None
+    raise call.broken_off(program, end, error) from None
 """

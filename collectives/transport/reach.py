@@ -72,10 +72,18 @@ class _Move:
     def __call__(self) -> None:
         moved = self._call(*self._arguments)
         if moved != self._nbytes:
-            if moved <= 0:
-                raise OutOfReach(self.pid, ctypes.get_errno())
-            (here, there), nbytes = (extent.base for extent in self._extents), self._nbytes - moved
-            _Move(self._call, self.pid, here + moved, there + moved, nbytes)()
+            self._go_on(moved)
+
+    def _go_on(self, moved: int) -> None:
+        """The rest, where the kernel stops on the way, as it does after 2 GiB."""
+        here, there = (extent.base for extent in self._extents)
+        done = moved
+        while moved > 0 and done < self._nbytes:
+            mine, others = _Extent(here + done, self._nbytes - done), _Extent(there + done, self._nbytes - done)
+            moved = self._call(self.pid, ctypes.addressof(mine), 1, ctypes.addressof(others), 1, 0)
+            done += moved
+        if moved <= 0:
+            raise OutOfReach(self.pid, ctypes.get_errno())
 
 
 def _fetch(to: Vector, pid: int, address: int) -> Iterator[Step]:

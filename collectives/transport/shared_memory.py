@@ -109,13 +109,13 @@ class MemoryPlan:
         return _begun(self._met_soon()) if left is None else left
 
     def _settle(self) -> None:
-        """See how the next operations go."""
-        way = self._way()
-        if not isinstance(way, Program) or (self._ways and self._trial and not self._trial.choice.decided):
+        """See how the next operations go, while the others bring what they brought last time."""
+        way, trying = self._way(), self._ways and self._trial and not self._trial.choice.decided
+        if trying or self._tokens is None or not isinstance(way, Program):
             self.quick = MemoryPlan._in_steps
             return
         puts = flat.loop("puts", self._early) if self._stages_first() else NO_LINES
-        self._program, self.quick = way, self._enters(puts, flat.through(way))
+        self.quick = self._enters(puts, flat.through(way))
 
     def _enters(self, puts: Lines = NO_LINES, then: Lines = NO_LINES) -> Usual:
         assert self._tokens is not None
@@ -187,17 +187,13 @@ class MemoryPlan:
                 function(*arguments)
             return
         way, start = self._way(), time.perf_counter()
-        if isinstance(way, Program):
-            self._program = way
-            yield from self._carry_out()
-        else:
-            yield from way.run()
+        yield from self._carry_out(way) if isinstance(way, Program) else way.run()
         if self._ways and self._trial:
             yield from self._trial.choice.learn((time.perf_counter() - start) / self._call.nbytes)
 
-    def _carry_out(self, done: int = 0) -> Iterator[None]:
+    def _carry_out(self, program: Program, done: int = 0) -> Iterator[None]:
         """The program from the end of that many phases on, of the last of which others may not have come to it."""
-        room, program = self._room, self._program
+        room = self._room
         end = room.phase + len(program.phases) - done
         try:
             if done:
@@ -213,16 +209,17 @@ class MemoryPlan:
             for function, arguments in program.last:
                 function(*arguments)
         except BaseException as error:
-            raise self.broken_off(end, error) from None
+            raise self.broken_off(program, end, error) from None
 
-    def behind(self, done: int) -> Iterator[None]:
-        """The rest of the program, where the others do not keep up in that phase."""
-        return _begun(self._carry_out(done))
+    def behind(self, program: Program, done: int) -> Iterator[None]:
+        """The rest of a program, where the others do not keep up in that phase. It need not be what the last operation
+        went by: a function made for what others brought before serves when they bring that again."""
+        return _begun(self._carry_out(program, done))
 
-    def broken_off(self, end: int, error: BaseException) -> BaseException:
-        """This rank leaves its program, which ends with phase `end`, halfway; the error to raise."""
+    def broken_off(self, program: Program, end: int, error: BaseException) -> BaseException:
+        """This rank leaves a program, which ends with phase `end`, halfway; the error to raise."""
         told = self._room.fail(error.pid, error.errno) if isinstance(error, reach.OutOfReach) else None
-        if self._program.reaches:
+        if program.reaches:
             self._room.leave_off(end)
         return told or error
 

@@ -16,6 +16,7 @@ from mpi4py import MPI
 
 import collectives
 from collectives import arrays, errors, native
+from collectives.choice import TRIALS
 from collectives.schedule import KINDS, cut
 from collectives.session import session
 from collectives.table import Eager, Table
@@ -26,7 +27,7 @@ from tests.mpi.sizes import either_mpi, only_on
 COMM = MPI.COMM_WORLD
 RANK, P = COMM.rank, COMM.size
 ROOT = P // 2
-TURNS = 14  # the first twelve go by stages, by reach and by the MPI in turn
+TURNS = 3 * TRIALS + 4  # by stages, by reach and by the MPI in turn, then by what is kept
 REDUCING = ("allreduce", "reduce_scatter", "reduce")
 BLOCK = 1 << 10
 
