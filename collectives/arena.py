@@ -137,7 +137,10 @@ class _Arena:
                 offset = segment.allocate(nbytes)
                 if offset is not None:
                     return segment, offset
-            segment = _Segment(max(SEGMENT_BYTES, -(-nbytes // HUGE_PAGE) * HUGE_PAGE))
+            try:
+                segment = _Segment(max(SEGMENT_BYTES, -(-nbytes // HUGE_PAGE) * HUGE_PAGE))
+            except OSError as error:
+                raise MemoryError(f"no memory for {nbytes} bytes of node-shared array: {error.strerror}") from error
             index = bisect.bisect(self.bases, segment.base)
             self.bases.insert(index, segment.base)
             self.segments.insert(index, segment)

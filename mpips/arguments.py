@@ -71,7 +71,8 @@ def _host(value: Any, name: Name, what: str) -> Array:
     try:
         array = value if type(value) is np.ndarray else arrays.host(value)
     except TypeError:
-        raise TypeError(f"{what}: key {name!r} needs an array, not {type(value).__name__}") from None
+        kind = type(value).__name__
+        raise TypeError(f"{what}: key {name!r} needs an array, not {kind}: pass numpy.asarray of it") from None
     dtype = array.dtype
     if not (dtype.kind in "iuf" and dtype.isnative) and dtype.name != "bfloat16":
         raise TypeError(

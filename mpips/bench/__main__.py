@@ -60,7 +60,8 @@ def check(
         if word == "local":
             raise ValueError("a local store has no servers to time")
         if servers >= ranks:
-            raise ValueError(f"--ranks {ranks} and --servers {servers} leave no worker: ask for more ranks")
+            least = f"ask for --ranks {servers + 1} or more"
+            raise ValueError(f"--ranks {ranks} and --servers {servers} leave no worker: {least}")
         if clients > 1 and not word.startswith("mpi"):
             raise ValueError(f"--clients {clients} is for mpi_* stores: in {word} every worker is its own client")
         read({"servers": servers, "clients": clients, "masters": masters}).clients_of(word, ranks)

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+import collectives
+
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 
@@ -29,3 +31,13 @@ def test_the_rooms_of_the_house_are_there() -> None:
     assert [name for name in modules if name not in names] == []
     missing = [name for name in names if not any((ROOT / package / name).exists() for package in (*packages, "."))]
     assert not missing
+
+
+def test_every_call_is_in_a_table() -> None:
+    text = (ROOT / "mpips" / "store.py").read_text(encoding="utf-8")
+    store = re.findall(r"^    def ([a-z]\w+)\(self", text, re.MULTILINE)
+    collective = [name for name in collectives.__all__ if name.islower()]
+    for document, names in {"kvstore.md": store, "algorithms.md": collective}.items():
+        table = " ".join(line for line in (ROOT / "docs" / document).read_text("utf-8").splitlines() if line[:1] == "|")
+        assert len(names) > 5
+        assert [name for name in names if not re.search(rf"`{name}\b", table)] == []
