@@ -107,7 +107,7 @@ class _Segment:
             _populate(self.map, offset, nbytes)
         except OSError as error:
             self.free.give(offset, nbytes)
-            raise MemoryError(f"no memory for {nbytes} bytes of node-shared array: {error.strerror}") from error
+            raise _no_memory(nbytes, error) from error
         self.idle = max(0, self.idle - nbytes)
         return offset
 
@@ -119,6 +119,10 @@ class _Segment:
         start, end = -(-offset // HUGE_PAGE) * HUGE_PAGE, (offset + nbytes) // HUGE_PAGE * HUGE_PAGE
         if end > start:
             self.map.madvise(_MADV_REMOVE, start, end - start)
+
+
+def _no_memory(nbytes: int, error: OSError) -> MemoryError:
+    return MemoryError(f"no memory for {nbytes} bytes of node-shared array: {error.strerror}")
 
 
 class _Arena:
@@ -140,7 +144,7 @@ class _Arena:
             try:
                 segment = _Segment(max(SEGMENT_BYTES, -(-nbytes // HUGE_PAGE) * HUGE_PAGE))
             except OSError as error:
-                raise MemoryError(f"no memory for {nbytes} bytes of node-shared array: {error.strerror}") from error
+                raise _no_memory(nbytes, error) from error
             index = bisect.bisect(self.bases, segment.base)
             self.bases.insert(index, segment.base)
             self.segments.insert(index, segment)

@@ -33,7 +33,7 @@ from tests import child
 STAGES = ("lint", "unit", "lab", "mpi")
 ROOT = Path(__file__).resolve().parent.parent
 TAIL = 6000  # characters of a failing rank's output that are shown
-CALL = " in pytest_pyfunc_call"  # the innermost frame that is not the test's
+CALLER = " in pytest_pyfunc_call"  # the innermost frame that is not the test's
 LAST_LINES = 6  # of the output of a run that did not come to its end, below all else
 SLOWEST = 8
 SLOW = 1.0  # seconds
@@ -61,7 +61,7 @@ class Result(NamedTuple):
 Task = Callable[[IO[bytes] | None], Result]
 
 
-class Passed(BytesIO):
+class Relayed(BytesIO):
     """Passes on to `out` what is written to it, and keeps the end of it."""
 
     def __init__(self, out: IO[bytes]) -> None:
@@ -234,7 +234,7 @@ def ranks(
         limit = limits.now()
         program = (python, "-m", "tests.rank", folder, str(limit), *(words or ["tests/mpi"]))
         job = Job(count, program, {"OMP_NUM_THREADS": "1", **environment})
-        said = Passed(out or sys.stdout.buffer)
+        said = Relayed(out or sys.stdout.buffer)
         code = child.run(build(launcher, job, this_machine()), limit, ROOT, said)
         result = counted(name, Path(folder, "0.xml"), code, time.monotonic() - started)
         if result.failed:
@@ -280,7 +280,7 @@ def innermost(stack: Path) -> str:
     """The frames of a test in which a rank's main thread was, as faulthandler wrote them; "" if it wrote none."""
     text = stack.read_text(errors="replace") if stack.is_file() else ""
     threads = re.split("^Current thread |^Thread ", text, flags=re.MULTILINE)
-    main = next((one.partition(CALL)[0] for one in threads if CALL in one), "")
+    main = next((one.partition(CALLER)[0] for one in threads if CALLER in one), "")
     frames = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', main, re.MULTILINE)
     return "".join(f", in {function} ({Path(file).name}:{line})" for file, line, function in frames)
 

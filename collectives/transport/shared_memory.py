@@ -122,7 +122,7 @@ class MemoryPlan:
         return self._room.usual(self._token, self._tokens, puts, then)
 
     def _way(self) -> Program | NativePlan:
-        """That of the present operation."""
+        """The way that the call goes, or tries next."""
         return self._ways[self._trial.choice.way] if self._ways and self._trial else self._program
 
     def _bring(self, parity: int) -> None:
@@ -132,7 +132,7 @@ class MemoryPlan:
                 function(*arguments)
 
     def _stages_first(self) -> bool:
-        """Whether something is brought: by all ways but those that are tried beside stages."""
+        """Whether this rank brings something: the ways that are tried beside stages have nothing to bring."""
         return self._trial is None or not self._trial.choice.way
 
     def _enter(self) -> None:
