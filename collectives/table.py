@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +18,7 @@ import msgspec
 import numpy as np
 from mpi4py import MPI
 
+from collectives.callers import warn
 from collectives.cost import Costs, LinkCost
 from collectives.errors import CollectiveError
 from collectives.predict import on_job
@@ -147,7 +147,7 @@ def usable() -> Table:
     try:
         return load()
     except CollectiveError as error:
-        warnings.warn(f"{error}; the shipped table serves", RuntimeWarning, stacklevel=2)
+        warn(f"{error}; the shipped table serves")
         return Table()
 
 

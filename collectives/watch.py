@@ -22,13 +22,13 @@ from __future__ import annotations
 
 import os
 import time
-import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import NoReturn
 
 import numpy as np
 from mpi4py import MPI
 
+from collectives.callers import warn
 from collectives.errors import CollectiveError, MismatchError, StallError
 from collectives.parting import part
 
@@ -40,6 +40,8 @@ NAP_SHARE = 0.02
 LOOK_SECONDS = 1e-4  # between two looks around; yields are not counted, as each may cost a slice of a busy core
 LOOK_NAPS = 16  # and at least so many naps
 HISTORY = 64
+COME = ": let all call it, or name a communicator of those that do (beside a store with servers kv.layout.workers)"
+LATER = "; where they come later, raise MPIPS_TIMEOUT_SECONDS"
 _TAG = 1
 _REFUSED = "refused: "
 
@@ -77,8 +79,9 @@ class Patience:
         timeout_seconds: float,
         look: Callable[[float], None],
         sleeps: bool = False,
+        cure: str = "",
     ):
-        self._what, self._late, self._look = what, late, look
+        self._what, self._late, self._look, self._cure = what, late, look, cure
         self._sleeps = sleeps
         self.nap = 0.0
         """Seconds to sleep before the next look; 0: do not sleep."""
@@ -93,14 +96,14 @@ class Patience:
             self.nap = min(max(NAP_SHARE * waited, NAP_SECONDS[0]), NAP_SECONDS[1])
         if waited > self._stall and not self._warned:
             self._warned = True
-            warnings.warn(self._sentence(waited), RuntimeWarning, stacklevel=2)
+            warn(self._sentence(waited))
         if 0 < self._timeout < waited:
             raise StallError(self._sentence(self._timeout))
 
     def _sentence(self, waited: float) -> str:
         late = list(self._late())
         missing = f": {_ranks(late)} {'have' if len(late) > 1 else 'has'} not come" if late else ""
-        return f"{self._what} has waited for {waited:.3g} s{missing}"
+        return f"{self._what} has waited for {waited:.3g} s{missing}{self._cure}"
 
 
 def drive(steps: Iterator[None], patience: Callable[[], Patience], spins: int = SPIN) -> None:
@@ -140,7 +143,9 @@ class Arrival:
                 yield
 
         what = f"{self._what}, to which not all ranks have come,"
-        drive(steps(), lambda: Patience(what, tuple, stall_seconds, timeout_seconds, lambda waited: None, sleeps=True))
+        cure = COME + (LATER if timeout_seconds else "")
+        limits = stall_seconds, timeout_seconds
+        drive(steps(), lambda: Patience(what, tuple, *limits, lambda waited: None, sleeps=True, cure=cure))
 
     def close(self) -> None:
         """MPI completes a barrier under way by itself."""

@@ -8,9 +8,9 @@ from typing import TypeVar
 
 import msgspec
 
+from collectives.callers import of_caller
 from collectives.errors import CollectiveError, MismatchError, StallError
 from mpips.arguments import Name
-from mpips.errors import of_caller
 from mpips.layout import Layout
 from mpips.talk import Talk
 

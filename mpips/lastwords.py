@@ -23,12 +23,12 @@ from functools import cache
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING
 
+from collectives.callers import is_ours
 from mpips.world import launched_as
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-OURS = ("mpips", "collectives")
 RUNNERS = (os.path.join("mpips", "__main__.py"), os.path.join("mpi4py", "run.py"), "<frozen runpy>", "runpy.py")
 INTERRUPTED = 130  # the exit code after Ctrl-C, as of shells
 SAID, SHARED = 32101, 32102  # tags on COMM_WORLD of a job that ends: "I say this error", "I have it, too"
@@ -182,24 +182,20 @@ def _users(error: BaseException, trace: TracebackType | None) -> TracebackType |
     if not getattr(error, "of_caller", False):
         return trace
     before = error.__cause__ or error.__context__
-    if before is not None and before.__traceback__ is not None and _is_ours(before.__traceback__.tb_frame):
+    if before is not None and before.__traceback__ is not None and is_ours(before.__traceback__.tb_frame):
         error.__cause__, error.__suppress_context__ = None, True
     last, inner = None, trace
     while inner is not None:
-        last, inner = (last if _is_ours(inner.tb_frame) else inner), inner.tb_next
+        last, inner = (last if is_ours(inner.tb_frame) else inner), inner.tb_next
     if last is not None:
         last.tb_next = None
     return trace
 
 
-def _is_ours(frame: FrameType) -> bool:
-    return frame.f_globals.get("__name__", "").partition(".")[0] in OURS
-
-
 def _lines(frames: list[tuple[FrameType, int]]) -> Iterator[tuple[str, int]]:
     """Files and lines of the user's program; ranks of different roles may be at different places of ours."""
     for frame, line in frames:
-        if not _is_ours(frame):
+        if not is_ours(frame):
             yield frame.f_code.co_filename, line
 
 

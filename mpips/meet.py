@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 import time
-import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from collectives.callers import warn
 from collectives.errors import StallError
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Pause:
             self._look(waited)
         if waited > self._stall and not self._warned:
             self._warned = True
-            warnings.warn(f"{self._describe()} has taken {waited:.3g} s", RuntimeWarning, stacklevel=2)
+            warn(f"{self._describe()} has taken {waited:.3g} s")
         if self._timeout and waited > self._timeout:
             raise StallError(f"{self._describe()} has taken {waited:.3g} s (timeout_seconds={self._timeout:g})")
         time.sleep(min(max(SLEEP_SHARE * waited, SLEEP_SECONDS[0]), SLEEP_SECONDS[1]))

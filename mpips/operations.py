@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from collectives.callers import of_caller
 from collectives.errors import CollectiveError, MismatchError, StallError
 from mpips import calls
 from mpips.arguments import Name
 from mpips.calls import Call
 from mpips.engine import Engine, Handle
-from mpips.errors import of_caller
 from mpips.keys import Key
 from mpips.layout import Layout
 from mpips.members import Nameless

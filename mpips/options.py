@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
-from mpips.errors import of_caller
+from collectives.callers import of_caller
 
 PREFIX = "MPIPS_"
 
@@ -24,7 +24,7 @@ ALIASES = {"synchronous-mpi": "mpi_sync", "asynchronous-mpi": "mpi_async"}
 class OptionError(ValueError):
     """An option that makes no sense, or options that contradict each other or the size of the job."""
 
-    of_caller = True  # see `mpips.errors`
+    of_caller = True  # see `collectives.callers`
 
 
 class Field(NamedTuple):

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from collectives import arena
 from collectives.arena import Region
+from collectives.callers import of_caller
 from mpips import messages, short
 from mpips.compression import Compressor
-from mpips.errors import of_caller
 from mpips.keys import Key, Part, Piece
 from mpips.layout import Layout
 from mpips.lines import Line

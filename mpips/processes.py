@@ -6,11 +6,11 @@ import math
 import os
 from typing import TYPE_CHECKING, Any
 
+from collectives.callers import of_caller
 from mpips import layout as layouts
 from mpips import meet, world
 from mpips import options as option_table
 from mpips.connect import connect
-from mpips.errors import of_caller
 from mpips.layout import Layout
 from mpips.options import OptionError, Options
 from mpips.pure import Pure

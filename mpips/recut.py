@@ -9,9 +9,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from collectives.callers import of_caller
 from mpips import arguments
 from mpips.arguments import Name
-from mpips.errors import of_caller
 from mpips.keys import Key
 from mpips.pure import Pure
 from mpips.session import Task

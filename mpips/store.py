@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import warnings
 from collections.abc import Generator, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -11,11 +10,11 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
+from collectives.callers import of_caller, warn
 from mpips import arguments, compression, optimizers, recut, states
 from mpips.arguments import Name
 from mpips.assembly import Assembly
 from mpips.engine import Engine, Handle
-from mpips.errors import of_caller
 from mpips.keys import Key
 from mpips.layout import Layout
 from mpips.operations import CLOSED, Operations
@@ -51,7 +50,7 @@ class KVStore:
         self._closed = False
         if isinstance(backend, Served):
             self._session = backend.session
-            backend.session.warn = lambda text: warnings.warn(text, RuntimeWarning, stacklevel=2)
+            backend.session.warn = warn
         atexit.register(self.close)
 
     # ---- who we are

@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import math
 import threading
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
 from mpi4py import MPI
 
+from collectives.callers import warn
 from collectives.errors import MismatchError, StallError
 from collectives.parting import part
 from mpips import arguments
@@ -269,12 +269,12 @@ class Talk:
             case Refused():
                 self._asked.append((source, message))
                 if self._independent:
-                    _warn(message.sentence)
+                    warn(message.sentence)
             case Keys(call, names):
                 if self.debt is not None and self.debt.call == call:
                     self._answers[source] = names
             case Warned(sentence):
-                _warn(sentence)
+                warn(sentence)
             case Waits():
                 self._waits[source] = message
                 self._judge()
@@ -291,7 +291,7 @@ class Talk:
             elif self._meeting or self._waits_for(source):
                 self._tell(Keys(call, []), source)
                 if not self._independent:
-                    _warn(refused.sentence)
+                    warn(refused.sentence)
             else:
                 left.append((source, refused))
         self._asked = left
@@ -314,7 +314,3 @@ class Talk:
 
 def _names(key: Any) -> list[Name]:
     return arguments.names(key) if key != () else []
-
-
-def _warn(sentence: str) -> None:
-    warnings.warn(sentence, RuntimeWarning, stacklevel=2)

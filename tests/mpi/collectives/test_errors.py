@@ -308,15 +308,18 @@ def test_a_stall_is_told(comm):
 
 @only_on(2, 4)
 def test_a_rank_that_is_late_for_the_first_collective(comm):
-    """The others hear that they wait and raise StallError; they may call again, and go on when it comes."""
+    """The others hear, at their own line, that they wait, raise StallError with what to do; they may call again, and go
+    on when it comes."""
     if RANK == ODD:
         comes_when_told()
     else:
         with pytest.MonkeyPatch.context() as environment:
             environment.setenv("MPIPS_STALL_SECONDS", "0.1")
             environment.setenv("MPIPS_TIMEOUT_SECONDS", "0.3")
-            with pytest.warns(RuntimeWarning, match="not all ranks"), pytest.raises(StallError, match="waited"):
+            with pytest.warns(RuntimeWarning, match="not all ranks") as warned, pytest.raises(StallError) as raised:
                 collectives.allreduce(np.ones(10), comm)
+        assert re.search(r"waited.* name a communicator .* raise MPIPS_TIMEOUT_SECONDS", str(raised.value))
+        assert [warning.filename for warning in warned] == [__file__]
         WORLD.Send(b"1", ODD, TAG)
     still_works(comm)
 

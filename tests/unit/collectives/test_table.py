@@ -38,8 +38,9 @@ def test_a_spoilt_file_is_told(text):
     table.path().write_text(text)
     with pytest.raises(CollectiveError, match="mpips tune"):
         table.load()
-    with pytest.warns(RuntimeWarning, match=f"cannot read {table.path()}: .*; the shipped table serves"):
+    with pytest.warns(RuntimeWarning, match=f"cannot read {table.path()}: .*; the shipped table serves") as told:
         assert table.usable() == Table()
+    assert told[0].filename == __file__
 
 
 def test_a_table_that_cannot_be_reached_is_told():

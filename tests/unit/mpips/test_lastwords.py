@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from collectives.callers import of_caller
 from mpips import lastwords
-from mpips.errors import of_caller
 
 
 def ours(code: str) -> Callable[..., Any]:
