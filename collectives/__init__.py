@@ -48,6 +48,9 @@ class _Package(ModuleType):
         self.__dict__[name] = value
         return value
 
+    def __dir__(self) -> list[str]:
+        return sorted(__all__)
+
     def __setattr__(self, name: str, value: Any) -> None:
         if name != "plan" or not isinstance(value, ModuleType):
             super().__setattr__(name, value)

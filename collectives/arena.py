@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from collectives.callers import of_caller
 from collectives.errors import CollectiveError
 
 if TYPE_CHECKING:
@@ -122,7 +123,8 @@ class _Segment:
 
 
 def _no_memory(nbytes: int, error: OSError) -> MemoryError:
-    return MemoryError(f"no memory for {nbytes} bytes of node-shared array: {error.strerror}")
+    cure = "ask for less, or give the job fewer ranks on a node"
+    return of_caller(MemoryError(f"no memory for {nbytes} bytes of node-shared array ({error.strerror}): {cure}"))
 
 
 class _Arena:
@@ -191,19 +193,37 @@ def empty(shape: int | tuple[int, ...], dtype: DTypeLike = np.float32, comm: MPI
 
     Local, not collective; returns at once.  The memory is freed with the array and its last view.  ``comm`` is the
     communicator the array is meant for: a communicator of one rank has nobody to share with and gets ordinary memory.
-    Raises MemoryError when the node has no memory left, ValueError or TypeError for what is no shape, as `numpy.empty`.
+    Raises MemoryError when the node has no memory left, ValueError or TypeError, as `numpy.empty`, for what is no shape
+    or dtype; TypeError for a dtype of Python objects.
     """
-    dtype = np.dtype(dtype)
-    if dtype.hasobject:
-        raise TypeError(f"an array of {dtype} holds Python objects, which other processes cannot read")
+    dimensions, dtype = _dimensions(shape), _type(dtype)
     if comm is not None and comm.Get_size() == 1:
-        return np.empty(shape, dtype)
-    dimensions = np.broadcast_shapes(shape)  # a tuple of what NumPy takes for a shape, else its error
+        return np.empty(dimensions, dtype)
     nbytes = max(ALIGNMENT, -(-math.prod(dimensions) * dtype.itemsize // ALIGNMENT) * ALIGNMENT)
     segment, offset = _arena.allocate(nbytes)
     array: NDArray[Any] = np.ndarray(dimensions, dtype, buffer=segment.map, offset=offset)
     weakref.finalize(array, _arena.release, segment, offset, nbytes).atexit = False
     return array
+
+
+def _dimensions(shape: Any) -> tuple[int, ...]:
+    """A tuple of what NumPy takes for a shape, else its error, with what to do."""
+    try:
+        return np.broadcast_shapes(shape)
+    except (TypeError, ValueError) as error:
+        cure = "pass a number of elements of at least 0, or a tuple of such"
+        raise of_caller(type(error)(f"shape={shape!r} is no shape ({error}): {cure}")) from None
+
+
+def _type(dtype: DTypeLike) -> np.dtype[Any]:
+    cure = "pass a numeric type, such as numpy.float32"
+    try:
+        found = np.dtype(dtype)
+    except (TypeError, ValueError) as error:
+        raise of_caller(type(error)(f"dtype={dtype!r} is no type of NumPy's ({error}): {cure}")) from None
+    if found.hasobject:
+        raise of_caller(TypeError(f"dtype={found} holds Python objects, which other processes cannot read: {cure}"))
+    return found
 
 
 def locate(array: NDArray[Any]) -> Region | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -96,3 +97,10 @@ def test_installed_outside_the_repository(installed: Path, package: str) -> None
 def test_the_launcher_starts_neither_mpi_nor_numpy(installed: Path) -> None:
     code = "import sys, launch.cli, launch.run; print([m for m in ('mpi4py.MPI', 'numpy') if m in sys.modules])"
     assert outside(installed, code) == "[]"
+
+
+@pytest.mark.parametrize("package", ["mpips", "collectives"])
+def test_a_shell_completes_public_names_alone(package: str) -> None:
+    module = importlib.import_module(package)
+    assert dir(module) == sorted(module.__all__)
+    assert all(getattr(module, name) is not None for name in dir(module))

@@ -7,6 +7,7 @@ import sys
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 from collectives import arena
 from collectives.errors import CollectiveError
@@ -105,9 +106,22 @@ def test_attach_names_what_it_cannot_reach():
         arena.attach(region._replace(offset=1 << 50))
 
 
-def test_objects_cannot_be_shared():
-    with pytest.raises(TypeError, match="objects"):
-        arena.empty(3, object)
+@pytest.mark.parametrize("arguments, error, words", [
+    ((-4,), ValueError, r"shape=-4 is no shape .*: pass a number of elements of at least 0"),
+    (("x",), TypeError, "shape='x' is no shape .*or a tuple of such"),
+    ((3, "floot"), TypeError, "dtype='floot' is no type .*: pass a numeric type, such as numpy.float32"),
+    ((3, object), TypeError, "dtype=object holds Python objects.*: pass a numeric type"),
+])  # fmt: skip
+@pytest.mark.parametrize("comm", [None, MPI.COMM_SELF])
+def test_what_cannot_be_an_array_is_told_with_what_to_do(arguments, error, words, comm):
+    with pytest.raises(error, match=words) as told:
+        arena.empty(*arguments, comm=comm)
+    assert told.value.of_caller
+
+
+def test_more_than_there_is_is_told_with_what_to_do():
+    with pytest.raises(MemoryError, match=r"no memory for 1125899906842624 bytes .*: ask for less"):
+        arena.empty(1 << 50, "int8")
 
 
 def test_freed_memory_beyond_the_pool_returns_to_the_system(monkeypatch):
