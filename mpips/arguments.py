@@ -13,6 +13,7 @@ from mpips.row_sparse import RowSparse
 
 Name = int | str
 Array = NDArray[Any]
+PRIORITY_BITS = 31
 
 
 def names(key: Any) -> list[Name]:
@@ -28,6 +29,15 @@ def names(key: Any) -> list[Name]:
     if len(set(keys)) < len(keys):
         raise ValueError(f"a key comes twice in one call: {keys}")
     return [name if isinstance(name, str) else int(name) for name in keys]
+
+
+def see_priority(value: Any, what: str) -> None:
+    """Raise TypeError or ValueError unless it is an int that a message holds."""
+    if not isinstance(value, (int, np.integer)):
+        raise TypeError(f"{what}: priority={value!r} is no int: pass one, the highest goes first")
+    if int(value).bit_length() > PRIORITY_BITS:
+        most = (1 << PRIORITY_BITS) - 1
+        raise ValueError(f"{what}: priority={value} is out of range: pass an int from {-most} to {most}")
 
 
 def pairs(key: Any, value: Any, what: str) -> list[tuple[Name, list[Any]]]:

@@ -218,6 +218,8 @@ class TopK(Compressor):
 COMPRESSORS: dict[str, type[Compressor]] = {"2bit": TwoBit, "1bit": OneBit, "fp16": Half, "topk": TopK}
 """Every compressor by its name in `set_gradient_compression`."""
 
+EXAMPLE = '{"type": "2bit", "threshold": 0.5}'
+
 
 def create(options: Mapping[str, Any]) -> Compressor:
     """The compressor of `options`: {"type": name, ...its options}, as `{"type": "2bit", "threshold": 0.5}`.
@@ -225,9 +227,12 @@ def create(options: Mapping[str, Any]) -> Compressor:
     Raises ValueError for an unknown type or a bad value, TypeError for an unknown option, or no mapping.
     """
     if not isinstance(options, Mapping):
-        raise TypeError(f'compression is given as {{"type": "2bit", "threshold": 0.5}}, not as {options!r}')
+        raise TypeError(f"compression is given as {EXAMPLE}, not as {options!r}")
     given = dict(options)
     name = given.pop("type", None)
+    if name is None:
+        asked = f"no key 'type', only {', '.join(map(repr, given))}" if given else "no key 'type'"
+        raise ValueError(f'compression has {asked}: pass {EXAMPLE}; types are {", ".join(COMPRESSORS)}')
     if name not in COMPRESSORS:
         raise ValueError(f"unknown compression type {name!r}: the known ones are {', '.join(COMPRESSORS)}")
     known = [field.name for field in fields(COMPRESSORS[name])]

@@ -10,7 +10,7 @@ import numpy as np
 
 from collectives.callers import of_caller
 from collectives.errors import CollectiveError, MismatchError, StallError
-from mpips import calls
+from mpips import arguments, calls
 from mpips.arguments import Name
 from mpips.calls import Call
 from mpips.engine import Engine, Handle
@@ -47,14 +47,14 @@ class Operations:
 
     def do(self, what: str, key: Any, value: Any, out: Any, priority: int) -> None:
         """Push, pull or pushpull, blocking."""
-        names, task = self._prepare(what, key, value, out, priority)
+        names, task, priority = self._prepare(what, key, value, out, priority)
         self.run(names, task, priority, what, "" if what == "push" else what)
 
     def start(
         self, what: str, key: Any, value: Any, out: Any, priority: int, turns: Sequence[Hashable]
     ) -> Handle:
         """The same, not blocking; it takes turns with others on its keys and on `turns`."""
-        names, task = self._prepare(what, key, value, out, priority)
+        names, task, priority = self._prepare(what, key, value, out, priority)
         if isinstance(self._backend, Pure):
             self._backend.stepwise = True
         order = [*self._order(names), *(("turns", name) for name in turns)]
@@ -79,10 +79,11 @@ class Operations:
         what = "row_sparse_pull"
         self._settle()
         try:
+            arguments.see_priority(priority, what)
             rows = calls.rows(self._known, key, out, row_ids)
         except (ValueError, TypeError) as error:
             known = calls.named(self._known, key)
-            self.run([one.name for one in known or ()], self.refuse(what, known, False, error), priority, what)
+            self.run([one.name for one in known or ()], self.refuse(what, known, False, error), 0, what)
             return
         for record, target, ids in rows:
             self.run([record.name], self._backend.pull_rows(record, target, ids), priority, what, what)
@@ -153,19 +154,21 @@ class Operations:
             with self._engine.paused():
                 self.talk.settle()
 
-    def _prepare(self, what: str, key: Any, value: Any, out: Any, priority: int) -> tuple[list[Name], Task]:
+    def _prepare(self, what: str, key: Any, value: Any, out: Any, priority: int) -> tuple[list[Name], Task, int]:
+        """The keys, what is to be done, and its priority: a bad call has none."""
         self._settle()
         pushes = what != "pull"
         try:
+            arguments.see_priority(priority, what)
             made = calls.check(self._known, what, key, value, out)
         except (ValueError, TypeError) as error:
             keys = calls.named(self._known, key)
             if pushes:
                 self.count(key if keys else ())
-            return [one.name for one in keys or ()], self.refuse(what, keys, pushes, error)
+            return [one.name for one in keys or ()], self.refuse(what, keys, pushes, error), 0
         if pushes:
             self.count(key)
-        return [call.key.name for call in made], self._perform(made, priority)
+        return [call.key.name for call in made], self._perform(made, priority), priority
 
     def _perform(self, made: list[Call], priority: int) -> Task:
         """Several keys at the same time, unless collectives must keep their order."""

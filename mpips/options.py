@@ -6,9 +6,10 @@ argument wins. `FIELDS` is the one table that documentation and `mpips run` are 
 
 from __future__ import annotations
 
+import difflib
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -164,24 +165,36 @@ def read(arguments: Mapping[str, Any] | None = None, environment: Mapping[str, s
             continue
         name = variable[len(PREFIX) :].lower()
         if name not in known:
-            names = ", ".join(PREFIX + known_name.upper() for known_name in known)
-            raise OptionError(f"the variable {variable} is unknown; known: {names}")
+            raise OptionError(f"the variable {variable} is unknown{_perhaps(name, lambda word: PREFIX + word.upper())}")
         values[name] = _checked(known[name], text, variable)
     for name, value in (arguments or {}).items():
         if name not in known:
-            raise OptionError(f"create() has no option {name!r}; known: {', '.join(known)}")
+            raise OptionError(f"create() has no option {name!r}{_perhaps(name, str)}")
         if value is not None:
             values[name] = _checked(known[name], value, name)
     return Options(**values)
 
 
-def check_alone(arguments: Mapping[str, Any]) -> None:
-    """OptionError where arguments of a `local` store ask for other processes. Variables are those of the job, in which
-    such a store may stand beside others."""
+def _perhaps(name: str, shown: Callable[[str], str]) -> str:
+    """What to say of a name that no option has."""
+    known = [field.name for field in FIELDS]
+    near = difflib.get_close_matches(name, known, 1)
+    return f"{f': did you mean {shown(near[0])}?' if near else ';'} known: {', '.join(map(shown, known))}"
+
+
+def check_kind(kind: str, arguments: Mapping[str, Any]) -> None:
+    """OptionError where arguments ask for what a store of this kind has not: other processes of a `local` one,
+    staleness of one that is not asynchronous. Variables are those of the job, whose stores may be of other kinds."""
     chosen = read(arguments, {})
+    if chosen.staleness >= 0 and not kind.endswith("_async"):
+        others = " or ".join(name for name in KINDS if name.endswith("_async"))
+        raise OptionError(
+            f"staleness={chosen.staleness} in a store of kind {kind}, in which no worker runs ahead: ask for {others}, "
+            "or leave staleness out"
+        )
     for name, most in (("servers", 0), ("workers", 1), ("clients", 1)):
         value = getattr(chosen, name)
-        if value > most:
+        if kind == "local" and value > most:
             others = ", ".join(KINDS[1:])
             raise OptionError(f"{name}={value} in a store of kind local, which is one process alone: ask for {others}")
 

@@ -37,8 +37,7 @@ def create(kind: str, comm: MPI.Comm | None = None, **options: Any) -> KVStore:
     try:
         word = option_table.kind_of(kind)
         chosen = option_table.read(options)
-        if word == "local":
-            option_table.check_alone(options)
+        option_table.check_kind(word, options)
     except OptionError as error:
         refusal = str(error)
     if word == "local":

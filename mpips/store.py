@@ -32,8 +32,8 @@ class KVStore:
 
     Arrays are C-contiguous host arrays (NumPy, `__array_interface__`, DLPack) of float16, bfloat16, float32, float64 or
     integers; arrays made by `mpips.empty` are exchanged on a node without being copied. A key is an int or a str; calls
-    take one key or a list, and for each key one array or a list of arrays (one per device), which are summed first.
-    Not thread-safe: one thread per process uses a store.
+    take one key or a list, and for each key one array or a list of arrays (one per device), which are summed first. A
+    priority is an int of at most 31 bits. Not thread-safe: one thread per process uses a store.
     """
 
     def __init__(self, layout: Layout, backend: Served | Pure) -> None:
@@ -171,7 +171,7 @@ class KVStore:
         Without an optimizer the stored value becomes the sum over all workers. A value may be an `mpips.RowSparse`.
         Raises ValueError or TypeError on bad arguments; the other workers then raise the same sentence.
         """
-        record = self._quick(key, value)
+        record = self._quick(key, value, priority)
         if record is None:
             self._operations.do("push", key, value, None, priority)
         else:
@@ -194,7 +194,7 @@ class KVStore:
 
     def pull(self, key: Any, out: Any, priority: int = 0, ignore_sparse: bool = True) -> None:
         """Write the keys' values into `out`, after this worker's pushes of them; returns when they are there."""
-        record = self._quick(key, out)
+        record = self._quick(key, out, priority)
         if record is None or not out.flags.writeable:
             self._operations.do("pull", key, None, out, priority)
         else:
@@ -206,7 +206,7 @@ class KVStore:
 
     def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
         """`push` and `pull` in one, into `value` where `out` is None; returns when the result is there."""
-        record = self._quick(key, value)
+        record = self._quick(key, value, priority)
         if record is None or not self._quick_target(key, value, out):
             self._operations.do("pushpull", key, value, out, priority)
         else:
@@ -253,12 +253,14 @@ class KVStore:
 
     # ---- inside
 
-    def _quick(self, key: Any, array: Any) -> Key | None:
+    def _quick(self, key: Any, array: Any, priority: int = 0) -> Key | None:
         """The key, where a call for one plain array can take the short way; all others go the long one."""
         if type(array) is not np.ndarray or type(key) not in (str, int) or not self._engine.idle:
             return None
         record = self._keys.get(key)
         if record is None or record.short is None or array.shape != record.shape or array.dtype != record.dtype:
+            return None
+        if priority != 0 and (type(priority) is not int or priority.bit_length() > arguments.PRIORITY_BITS):
             return None
         return record if array.flags.c_contiguous and self._talk.debt is None else None
 

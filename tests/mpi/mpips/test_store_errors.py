@@ -152,6 +152,10 @@ def test_wrong_calls_of_all_ranks(kind, options):
         assert "2 keys need a list of 2" in failure(lambda: kv.pull(["w", "v"], [good]))
         for dtype in (np.dtype("f4").newbyteorder(), "S5", bool):
             assert "pass float16" in failure(lambda: kv.init("v", np.zeros(3, dtype)))  # noqa: B023
+        for call in (kv.push, kv.pull, kv.pushpull, lambda *words, **named: kv.ipushpull(*words, **named).wait()):
+            assert "priority=1.5 is no int: pass one" in failure(lambda: call("w", good, priority=1.5))  # noqa: B023
+            said = failure(lambda: call("w", good, priority=-(1 << 31)))  # noqa: B023
+            assert "priority=-2147483648 is out of range: pass an int from -2147483647 to 2147483647" in said
         assert "unknown optimizer" in failure(lambda: kv.set_optimizer("sdg"))
         assert "unknown capability" in failure(lambda: kv.is_capable("magic"))
         assert goes_on(kv)
@@ -246,6 +250,7 @@ def test_options_that_make_no_sense():
         ({"servers": 0, "stall_seconds": math.nan}, "must be finite"),
         ({"servers": 0, "workers": size + 1}, f"but the job has {size}"),
         ({"servers": 0, "masters": "none"}, "one, all"),
+        ({"servers": 0, "staleness": 1}, "no worker runs ahead: ask for dist_async or mpi_async"),
         ({"servers": 0, "clients": 1 + (WORLD.rank == last)}, "option clients" if last else ""),
     ]:
         if word:

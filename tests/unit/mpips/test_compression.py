@@ -121,7 +121,8 @@ def test_decode_adds_or_writes(options):
     "options, error, words",
     [
         ({"type": "3bit"}, ValueError, ["3bit", "2bit", "topk"]),
-        ({}, ValueError, ["None", "2bit"]),
+        ({}, ValueError, ["no key 'type'", "2bit"]),
+        ({"typ": "2bit"}, ValueError, ["no key 'type', only 'typ'", '{"type": "2bit"', "1bit"]),
         ({"type": "2bit", "limit": 1}, TypeError, ["limit", "threshold"]),
         ({"type": "1bit", "threshold": 1}, TypeError, ["threshold", "none"]),
         ({"type": "2bit", "threshold": 0}, ValueError, ["threshold", "0"]),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mpips.options import FIELDS, KINDS, OptionError, Options, check_alone, kind_of, read, table
+from mpips.options import FIELDS, KINDS, OptionError, Options, check_kind, kind_of, read, table
 
 DOCS = Path(__file__).parents[3] / "docs" / "kvstore.md"
 
@@ -32,7 +32,7 @@ def test_an_option_travels_to_another_process():
     ({"timeout_seconds": math.inf}, "must be finite"),
     ({"masters": "two"}, "none of one, all"),
     ({"shared_memory": "perhaps"}, "not 0 or 1"),
-    ({"server": 1}, "no option 'server'; known: servers"),
+    ({"server": 1}, r"no option 'server': did you mean servers\? known: servers"),
     ({"clients": 3, "workers": 2}, "clients=3 is more than workers=2"),
 ])  # fmt: skip
 def test_what_makes_no_sense_is_told(values, words):
@@ -43,15 +43,27 @@ def test_what_makes_no_sense_is_told(values, words):
 @pytest.mark.parametrize("name, value", [("servers", 1), ("workers", 2), ("clients", 2)])
 def test_one_process_alone_has_no_others(name, value):
     with pytest.raises(OptionError, match=f"{name}={value} in a store of kind local, .* dist_sync"):
-        check_alone({name: value})
-    check_alone({"servers": None, "workers": 1, "clients": 1, "stall_seconds": 3})
+        check_kind("local", {name: value})
+    check_kind("local", {"servers": None, "workers": 1, "clients": 1, "stall_seconds": 3})
+
+
+def test_staleness_is_of_asynchronous_stores():
+    for kind in KINDS:
+        check_kind(kind, {"staleness": -1})
+        if kind.endswith("_async"):
+            check_kind(kind, {"staleness": 2})
+        else:
+            with pytest.raises(OptionError, match=f"staleness=2 in a store of kind {kind}.* ask for dist_async"):
+                check_kind(kind, {"staleness": 2})
 
 
 def test_a_bad_variable_is_named():
     with pytest.raises(OptionError, match="MPIPS_SERVERS='many'"):
         read({}, {"MPIPS_SERVERS": "many"})
-    with pytest.raises(OptionError, match="MPIPS_SERVER is unknown; known: MPIPS_SERVERS"):
+    with pytest.raises(OptionError, match=r"MPIPS_SERVER is unknown: did you mean MPIPS_SERVERS\? known: M"):
         read({}, {"MPIPS_SERVER": "1"})
+    with pytest.raises(OptionError, match="MPIPS_Q is unknown; known: MPIPS_SERVERS"):
+        read({}, {"MPIPS_Q": "1"})
 
 
 def test_roles_need_ranks():
