@@ -149,7 +149,7 @@ class Plan:
     def test(self) -> bool:
         """Move on as far as possible without waiting; True when done. `wait` must still be called."""
         if self._operation is None:
-            raise CollectiveError(f"{self._call.text} was not started")
+            raise CollectiveError(f"{self._call.text} was not started: call start() first")
         self._home.advance()
         if not self._operation.done:
             self._home.look(self._call.text)
@@ -160,7 +160,7 @@ class Plan:
         a StallError because of what was started before, it is still under way and can be waited for again."""
         operation = self._operation
         if operation is None:
-            raise CollectiveError(f"{self._call.text} was not started")
+            raise CollectiveError(f"{self._call.text} was not started: call start() first")
         try:
             self._home.finish(operation)
         finally:
@@ -273,7 +273,7 @@ def _call(
     home: Session, kind: str, x: Vector, out: Vector, op: str, algorithm: str, in_place: bool, root: int
 ) -> Call:
     if not 0 <= root < home.size:
-        raise ValueError(f"root {root} is no rank of {home.size}")
+        raise ValueError(f"root {root} is no rank of {home.size}: choose one from 0 to {home.size - 1}")
     if x.dtype != out.dtype:
         raise ValueError(f"x holds {x.dtype.name} and out {out.dtype.name}: give both the same type")
     reduction = operation(op, x.dtype) if kind in REDUCING else None

@@ -27,7 +27,7 @@ def names(key: Any) -> list[Name]:
     if len({isinstance(name, str) for name in keys}) > 1:
         raise TypeError(f"keys are all int or all str, not mixed: {keys}")
     if len(set(keys)) < len(keys):
-        raise ValueError(f"a key comes twice in one call: {keys}")
+        raise ValueError(f"a key comes twice in one call: {keys}; name each once")
     return [name if isinstance(name, str) else int(name) for name in keys]
 
 
@@ -55,7 +55,7 @@ def _arrays(value: Any, name: Name, what: str) -> list[Any]:
     if not isinstance(value, (list, tuple)):
         return [value]
     if not value:
-        raise ValueError(f"{what}: key {name!r} has an empty list of arrays")
+        raise ValueError(f"{what}: key {name!r} has an empty list of arrays; pass at least one")
     return list(value)
 
 
@@ -77,7 +77,7 @@ def writable(value: Any, name: Name, what: str) -> Array:
 
 def _host(value: Any, name: Name, what: str) -> Array:
     if isinstance(value, RowSparse):
-        raise TypeError(f"{what}: key {name!r} got a RowSparse where an array is needed")
+        raise TypeError(f"{what}: key {name!r} got a RowSparse where an array is needed; pass its to_dense()")
     try:
         array = value if type(value) is np.ndarray else arrays.host(value)
     except TypeError:
@@ -95,9 +95,10 @@ def _host(value: Any, name: Name, what: str) -> Array:
 def fits(array: Any, shape: tuple[int, ...], dtype: np.dtype, name: Name, what: str) -> None:
     """Raise ValueError unless shape and dtype are those that the key was initialised with."""
     if array.shape != shape or array.dtype != dtype:
+        cure = f"pass one of shape {shape}" if array.shape != shape else f"pass its astype({dtype.name!r})"
         raise ValueError(
             f"{what}: key {name!r} was initialised as {dtype.name}{shape}, "
-            f"but this array is {_called(array.dtype)}{tuple(array.shape)}"
+            f"but this array is {_called(array.dtype)}{tuple(array.shape)}: {cure}"
         )
 
 

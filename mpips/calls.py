@@ -52,14 +52,17 @@ def rows(known: Known, key: Any, out: Any, row_ids: Any) -> list[tuple[Key, Arra
     """(key, target, row numbers) of every target of a `row_sparse_pull`; errors as in `check`."""
     what = "row_sparse_pull"
     if row_ids is None:
-        raise ValueError("row_sparse_pull needs row_ids")
+        raise ValueError("row_sparse_pull needs row_ids: pass the numbers of the rows, as row_ids=[0, 2]")
     outs = arguments.pairs(key, out, what)
     ids = arguments.pairs(key, row_ids if isinstance(key, (list, tuple)) else [row_ids], what)
     result = []
     for (name, targets), (_, numbers) in zip(outs, ids, strict=True):
         record = _key(known, name, what)
         if len(numbers) not in (1, len(targets)):
-            raise ValueError(f"{what}: key {name!r} has {len(targets)} outs and {len(numbers)} lists of row_ids")
+            raise ValueError(
+                f"{what}: key {name!r} has {len(targets)} outs and {len(numbers)} lists of row_ids; "
+                "pass one list, or one for each out"
+            )
         for index, target in enumerate(targets):
             chosen = _row_ids(record, numbers[index % len(numbers)])
             array = arguments.writable(target, name, what)
@@ -97,7 +100,7 @@ def _payload(key: Key, values: Sequence[Any], what: str) -> Array | RowSparse:
 def _row_payload(key: Key, values: Sequence[Any], what: str) -> RowSparse:
     for value in values:
         if not isinstance(value, RowSparse):
-            raise TypeError(f"{what}: key {key.name!r} got arrays and RowSparse in one list")
+            raise TypeError(f"{what}: key {key.name!r} got arrays and RowSparse in one list; pass either")
         arguments.fits(value, key.shape, key.dtype, key.name, what)
     return values[0] if len(values) == 1 else row_sparse.add(values)
 

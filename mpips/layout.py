@@ -136,7 +136,8 @@ def _agree(world: MPI.Comm, card: _Card) -> None:
     first = cards[0]
     for rank, other in enumerate(cards):
         if other.kind != first.kind:
-            raise OptionError(f"create: rank 0 asks for kind {first.kind!r}, rank {rank} for {other.kind!r}")
+            kinds = f"rank 0 asks for kind {first.kind!r}, rank {rank} for {other.kind!r}"
+            raise OptionError(f"create: {kinds}; ask for the same on every rank")
         for name, value in first.options.items():
             if other.options[name] != value:
                 raise OptionError(

@@ -83,7 +83,7 @@ def wait(request: MPI.Request, describe: Callable[[], str], stall_seconds: float
 
 def come(comm: MPI.Comm, stall_seconds: float, timeout_seconds: float) -> None:
     """Wait until all ranks of `comm` have come to `create`; collective."""
-    what = f"mpips.create, to which not all {comm.Get_size()} ranks have come,"
+    what = f"mpips.create, to which not all {comm.Get_size()} ranks have come (all must call it, servers too),"
     wait(comm.Ibarrier(), lambda: what, stall_seconds, timeout_seconds)
 
 

@@ -77,7 +77,9 @@ class Options:
         for field in FIELDS:
             object.__setattr__(self, field.name, _checked(field, getattr(self, field.name), field.name))
         if self.workers and self.clients > self.workers:
-            raise OptionError(f"clients={self.clients} is more than workers={self.workers}: a client needs a worker")
+            raise OptionError(
+                f"clients={self.clients} is more than workers={self.workers}: ask for fewer, a client needs a worker"
+            )
 
     def environment(self) -> dict[str, str]:
         """The variables that give another process these options: those that differ from their defaults."""
@@ -106,13 +108,15 @@ class Options:
         workers = self.workers_of(world_size)
         if kind.endswith("_async") and not self.servers:
             raise OptionError(
-                f"a store of kind {kind} needs a server (servers=0): without one nothing can be asynchronous"
+                f"a store of kind {kind} needs a server (servers=0), as without one nothing can be asynchronous: start "
+                f"the job with servers, as `mpips run --servers 1`, or ask for {kind.replace('_async', '_sync')}"
             )
         if not kind.startswith("mpi_"):
             return workers
         if self.clients > workers:
             raise OptionError(
-                f"clients={self.clients} is more than the {workers} workers of the job: a client needs a worker"
+                f"clients={self.clients} is more than the {workers} workers of the job: ask for fewer, a client needs "
+                "a worker"
             )
         return self.clients
 

@@ -214,7 +214,8 @@ class Pure:
                 continue
             state = self._optimizer.init(self._stored[key.name])
             if [array.size for array in arrays] != [array.size for array in state]:
-                raise ValueError(f"key {key.name!r}: the saved state does not fit {self._optimizer!r}")
+                unfit = f"the saved state does not fit {self._optimizer!r}"
+                raise ValueError(f"key {key.name!r}: {unfit}: set the optimizer that it was saved of")
             for array, saved in zip(state, arrays, strict=True):
                 array[...] = saved
             self._states[key.name] = step, state

@@ -64,13 +64,14 @@ def _cuts(new: Mapping[Name, int]) -> NDArray[np.int64]:
 def _old(kv: KVStore, keys: Sequence[Name], new: Mapping[Name, int]) -> list[Key]:
     old = [kv._key(key, "recut") for key in arguments.names(list(keys))]
     if len({key.dtype for key in old}) > 1:
-        raise ValueError(f"recut: keys {list(keys)} must be of one dtype")
+        raise ValueError(f"recut: keys {list(keys)} must be of one dtype: cut those of each dtype by themselves")
     sizes = sum(key.size for key in old), sum(new.values())
     if sizes[0] != sizes[1]:
-        raise ValueError(f"recut: keys {list(keys)} have {sizes[0]} elements, {list(new)} would have {sizes[1]}")
+        had, would = f"{list(keys)} have {sizes[0]} elements", f"{list(new)} would have {sizes[1]}"
+        raise ValueError(f"recut: keys {had}, {would}: give the new ones as many")
     for name in new:
         if name in kv._keys and name not in keys:
-            raise ValueError(f"recut: key {name!r} exists already")
+            raise ValueError(f"recut: key {name!r} exists already; choose another name")
     return old
 
 

@@ -281,7 +281,8 @@ class Server:
         state = self._state.optimizer.init(unit.stored)
         given = [np.frombuffer(data, dtype) for data, dtype in zip(part.arrays, part.dtypes, strict=True)]
         if [a.shape for a in given] != [a.shape for a in state]:
-            raise ValueError(f"key {unit.key!r}: the saved state does not fit {self._state.optimizer!r}")
+            unfit = f"the saved state does not fit {self._state.optimizer!r}"
+            raise ValueError(f"key {unit.key!r}: {unfit}: set the optimizer that it was saved of")
         for array, values in zip(state, given, strict=True):
             array[...] = values
         unit.state, unit.step = state, part.step

@@ -74,13 +74,14 @@ def load(fname: str | os.PathLike[str], keys: Sequence[Key]) -> States:
             names = set(file.keys())
             for key in keys:
                 if repr(key.name) not in steps:
-                    raise ValueError(f"{fname} has no state of key {key.name!r}")
+                    raise ValueError(f"{fname} has no state of key {key.name!r}: save it with the keys of this store")
                 arrays: list[NDArray[Any]] = []
                 while (name := f"{key.name!r}/{len(arrays)}") in names:
                     arrays.append(np.ascontiguousarray(file.get_tensor(name)))
                 if any(array.size != key.size for array in arrays):
                     raise ValueError(
                         f"{fname}: the state of key {key.name!r} has {arrays[0].size} elements, the key has {key.size}"
+                        ": load what was saved of keys of the same sizes"
                     )
                 result[key.name] = steps[repr(key.name)], arrays
     except (OSError, SafetensorError) as error:

@@ -8,10 +8,13 @@ from collections.abc import Callable
 
 def put(path: str | os.PathLike[str], write: Callable[[str], object]) -> None:
     """Have `write` make a file beside `path`, then rename it. Blocking; raises what `write` raises, and OSError where
-    the name cannot be taken or is that of a device or a pipe, which stays as it is."""
+    the folder is not there, or the name is that of a device or a pipe, which stays as it is."""
     name = os.fspath(path)
     if os.path.exists(name) and not os.path.isfile(name):
-        raise OSError(f"{name} is there and no regular file")
+        raise OSError(f"{name} is there and no regular file: choose another name")
+    folder = os.path.dirname(name)
+    if folder and not os.path.isdir(folder):
+        raise OSError(f"there is no folder {folder}: make it first")
     unfinished = f"{name}.part"
     write(unfinished)
     os.replace(unfinished, name)

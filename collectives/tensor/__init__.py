@@ -99,7 +99,7 @@ def _call(
             f"out {sorted(v.size for v in out)}, of {', '.join(sorted(t.name for t in types))}"
         )
     if not 0 <= root < home.size:
-        raise ValueError(f"root {root} is no rank of {home.size}")
+        raise ValueError(f"root {root} is no rank of {home.size}: choose one from 0 to {home.size - 1}")
     (dtype,) = types
     reduction = operation(op, dtype) if kind in REDUCING else None
     n = out[0].size if kind == "allgather" else x[0].size

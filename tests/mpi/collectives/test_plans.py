@@ -224,7 +224,7 @@ def test_who_is_interrupted_in_what_it_started_takes_back_its_entry(monkeypatch,
 @pytest.mark.mpi
 def test_start_and_wait_come_in_pairs(comm):
     plan = collectives.plan("allreduce", np.ones(4), comm)
-    with pytest.raises(CollectiveError, match="not started"):
+    with pytest.raises(CollectiveError, match=r"not started: call start\(\) first"):
         plan.wait()
     plan.start()
     with pytest.raises(CollectiveError, match="twice"):

@@ -97,9 +97,9 @@ def test_what_does_not_fit_is_told(kind: str, options: dict[str, Any]) -> None:
     kv = worker(kind, options)
     if kv is not None:
         kv.init(["a", "b"], [np.zeros(5), np.zeros(5, np.float32)])
-        for keys, new, sentence in ((["a"], {"c": 4}, "5 elements"), (["a", "b"], {"c": 10}, "one dtype"),
-                                    (["a"], {"b": 5}, "exists already"), (["x"], {"c": 5}, "not initialised"),
-                                    (["a", "a"], {"c": 10}, "comes twice"), ([], {"c": 0}, "at least one")):
+        for keys, new, sentence in ((["a"], {"c": 4}, "as many"), (["a", "b"], {"c": 10}, "each dtype by"),
+                                    (["a"], {"b": 5}, "; choose another"), (["x"], {"c": 5}, "not initialised"),
+                                    (["a", "a"], {"c": 10}, "name each once"), ([], {"c": 0}, "at least one")):
             with pytest.raises(ValueError, match=sentence):
                 kv.recut(keys, new)
         for keys, sentence in ((["a", "x"], "not initialised"), (["a", "a"], "comes twice")):

@@ -229,6 +229,7 @@ def test_the_state_of_another_optimizer_is_refused(tmp_path_factory, servers):
         kv.set_optimizer(Adam(0.5))
         said = kv.layout.workers.allgather(failure(lambda: kv.load_optimizer_states(path)))
         assert len(set(said)) == 1 and "key 'w': the saved state does not fit Adam" in said[0], said
+        assert "set the optimizer that it was saved of" in said[0]
         out = np.empty(5)
         kv.pushpull("w", np.ones(5), out)
         assert np.allclose(out, -kv.num_workers - 0.5)
@@ -292,6 +293,7 @@ def test_files_that_cannot_be_used_are_named_everywhere(tmp_path_factory, server
                            (kv.load_optimizer_states, other), (kv.load_optimizer_states, folder)):  # fmt: skip
             said = kv.layout.workers.allgather(failure(lambda: call(path)))  # noqa: B023
             assert len(set(said)) == 1 and path in said[0] and "rank 0" in said[0], said
+            assert call != kv.save_optimizer_states or f"no folder {folder}/nowhere: make it first" in said[0], said
         out = np.empty(5)
         kv.pushpull("w", np.ones(5), out)
         assert (out == -kv.num_workers).all()

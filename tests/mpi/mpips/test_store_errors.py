@@ -391,7 +391,8 @@ def test_create_keeps_its_limits():
     kv.close()
     if WORLD.rank == late and WORLD.Iprobe(0, TAG):
         WORLD.Recv(bytearray(1), 0, TAG)
-    assert WORLD.rank or said[0].startswith(f"{__file__}: mpips.create, to which not all"), said
+    words = f"{__file__}: mpips.create, to which not all {WORLD.size} ranks have come (all must call it, servers too)"
+    assert WORLD.rank or said[0].startswith(words), said
 
 
 @pytest.mark.parametrize("servers", [0, 1])

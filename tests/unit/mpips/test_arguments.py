@@ -21,10 +21,10 @@ def test_one_key_or_lists():
     ([1, "a"], [A, A], TypeError, "not mixed"),
     ([1, 2], [A], ValueError, "2 keys need a list of 2 values, not 1 values"),
     ([1, 2], A, ValueError, "not one ndarray"),
-    ([1, 1], [A, A], ValueError, "comes twice"),
+    ([1, 1], [A, A], ValueError, "comes twice .*name each once"),
     (1.5, A, TypeError, "an int or a str, not 1.5"),
     (True, A, TypeError, "an int or a str"),
-    ("a", [], ValueError, "'a' has an empty list"),
+    ("a", [], ValueError, "'a' has an empty list of arrays; pass at least one"),
     ([], [], ValueError, "an empty list of keys"),
 ])  # fmt: skip
 def test_bad_lists_are_told(key, value, error, words):
@@ -43,8 +43,11 @@ def test_arrays_must_be_readable_or_writable_as_they_lie():
         arguments.readable(A.T, "a", "push")
     with pytest.raises(TypeError, match="needs an array, not str"):
         arguments.readable("no", "a", "push")
-    with pytest.raises(ValueError, match=r"initialised as float64\(2, 3\), but this array is float32\(2, 3\)"):
+    said = r"initialised as float64\(2, 3\), but this array is float32\(2, 3\): pass its astype\('float64'\)"
+    with pytest.raises(ValueError, match=said):
         arguments.fits(A, (2, 3), np.dtype(float), "a", "push")
+    with pytest.raises(ValueError, match=r"this array is float32\(2, 3\): pass one of shape \(3, 2\)"):
+        arguments.fits(A, (3, 2), np.dtype("f4"), "a", "push")
 
 
 @pytest.mark.parametrize("dtype, called", [

@@ -33,7 +33,7 @@ def test_an_option_travels_to_another_process():
     ({"masters": "two"}, "none of one, all"),
     ({"shared_memory": "perhaps"}, "not 0 or 1"),
     ({"server": 1}, r"no option 'server': did you mean servers\? known: servers"),
-    ({"clients": 3, "workers": 2}, "clients=3 is more than workers=2"),
+    ({"clients": 3, "workers": 2}, "clients=3 is more than workers=2: ask for fewer"),
 ])  # fmt: skip
 def test_what_makes_no_sense_is_told(values, words):
     with pytest.raises(OptionError, match=words):
@@ -72,9 +72,10 @@ def test_roles_need_ranks():
     assert Options(servers=1, clients=2).clients_of("dist_sync", 4) == 3
     with pytest.raises(OptionError, match="need 3 ranks, but the job has 2"):
         Options(servers=2).workers_of(2)
-    with pytest.raises(OptionError, match="more than the 2 workers"):
+    with pytest.raises(OptionError, match="more than the 2 workers of the job: ask for fewer"):
         Options(servers=1, clients=3).clients_of("mpi_sync", 3)
-    with pytest.raises(OptionError, match=r"kind dist_async needs a server \(servers=0\)"):
+    said = r"kind dist_async needs a server \(servers=0\).*: start .* `mpips run --servers 1`, or ask for dist_sync"
+    with pytest.raises(OptionError, match=said):
         Options().clients_of("dist_async", 3)
     with pytest.raises(OptionError, match="need 5 ranks, but the job has 3: start it with mpirun -n 5"):
         Options(servers=1, workers=4).workers_of(3)

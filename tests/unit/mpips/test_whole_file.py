@@ -32,6 +32,11 @@ def test_what_was_there_stays_where_writing_fails(tmp_path: Path) -> None:
     assert target.read_text() == "kept"
 
 
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=f"there is no folder {tmp_path / 'nowhere'}: make it first"):
+        whole_file.put(tmp_path / "nowhere" / "x", lambda name: Path(name).write_text("x"))
+
+
 def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
