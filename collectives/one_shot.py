@@ -1,5 +1,5 @@
 """One-shot calls, `allreduce(x)` and its family: the plan is compiled at the first call and found again, by the arrays'
-identity or by where they lie. Arguments and kinds: see `plan`."""
+identity or by where they lie. `allreduce` tells what its sisters and `plan` have in common with it."""
 
 from __future__ import annotations
 
@@ -88,34 +88,89 @@ def _places(x: Any) -> tuple[Any, ...] | None:
 def allreduce(
     x: Any, comm: MPI.Comm | None = None, op: str = "sum", algorithm: str = "auto", out: Any = None
 ) -> Any:
-    """The reduction of all ranks' x, on all ranks. Collective, blocking."""
+    """The reduction of all ranks' x, on all ranks: x[n] -> out[n]. Collective, blocking.
+
+    >>> collectives.allreduce(np.full(3, 2.0), op="mean")
+    array([2., 2., 2.])
+
+    x          a C-contiguous array of any shape on the host (NumPy, or anything with `__array_interface__` or DLPack)
+               of float16, bfloat16, float32, float64 or integers; or a list of arrays of one size and type, one for
+               each GPU of the worker: a *tensor*, whose vectors are reduced together and all get the result.
+    comm       an mpi4py communicator (None: COMM_WORLD): all its ranks call.
+    op         "sum", "min", "max", "prod" or, of floats, "mean".
+    algorithm  "auto", "shared_memory" (one node), "native" (the MPI's own), or a name from `collectives.catalog`;
+               "reproducible" (allreduce): `auto` among those that add the ranks' values of every element in one order,
+               wherever it stands and however long the vector is, so that cutting a vector changes no bit.
+    out        where the result goes: an array as x is, of x's type; None: in place, into x.
+
+    Returns where the result is: `out`, or x. Every rank gets bitwise the same.
+
+    Ranks call the same with arguments that fit, in the same order; otherwise, and where arguments of one rank are bad,
+    all raise `MismatchError`, a ValueError, with the same sentence. A wait longer than MPIPS_STALL_SECONDS warns, one
+    longer than MPIPS_TIMEOUT_SECONDS (0: never) raises `StallError`. One thread of a process may call.
+    """
     return _one_shot("allreduce", x, comm, op, algorithm, out, 0)
 
 
 def reduce_scatter(
     x: Any, comm: MPI.Comm | None = None, op: str = "sum", algorithm: str = "auto", out: Any = None
 ) -> Any:
-    """This rank's block of the reduction of all ranks' x. Collective, blocking."""
+    """This rank's block of the reduction of all ranks' x: x[n] -> out[block]. Collective, blocking.
+
+    >>> mine = collectives.reduce_scatter(np.arange(100.0))
+
+    Of p ranks, rank r's block is elements [cut(n, p, r), cut(n, p, r + 1)) of n: sizes differ by one at most, the
+    larger first. In place the block of x is returned, as a 1-D view, and the rest of x is as before or scratch, by
+    algorithm. Arguments and errors: see `allreduce`.
+    """
     return _one_shot("reduce_scatter", x, comm, op, algorithm, out, 0)
 
 
 def allgather(x: Any, comm: MPI.Comm | None = None, algorithm: str = "auto", out: Any = None) -> Any:
-    """All ranks' blocks, on all ranks. Collective, blocking."""
+    """All ranks' blocks, on all ranks: x[block] -> out[n]. Collective, blocking.
+
+    >>> collectives.allgather(np.full(3, 7))
+    array([7, 7, 7])
+
+    Blocks are those of `reduce_scatter`. In place x has n elements, of which this rank's block is given. Elements may
+    be of any type but Python objects. Arguments and errors: see `allreduce`.
+    """
     return _one_shot("allgather", x, comm, "sum", algorithm, out, 0)
 
 
 def broadcast(x: Any, comm: MPI.Comm | None = None, root: int = 0, algorithm: str = "auto", out: Any = None) -> Any:
-    """The root's x, on all ranks. Collective, blocking."""
+    """The root's x, on all ranks: x[n] of rank `root` -> out[n]. Collective, blocking.
+
+    >>> collectives.broadcast(np.arange(3), root=0)
+    array([0, 1, 2])
+
+    x has the same size and type on all ranks. Elements may be of any type but Python objects. Arguments and errors: see
+    `allreduce`.
+    """
     return _one_shot("broadcast", x, comm, "sum", algorithm, out, root)
 
 
 def reduce(
     x: Any, comm: MPI.Comm | None = None, op: str = "sum", root: int = 0, algorithm: str = "auto", out: Any = None
 ) -> Any:
-    """The reduction of all ranks' x, on the root. Collective, blocking."""
+    """The reduction of all ranks' x, on the root: x[n] -> out[n] of rank `root`. Collective, blocking.
+
+    >>> total = collectives.reduce(np.ones(3), root=0)
+
+    What other ranks pass as `out`, and get back, is not touched; in place their x is scratch. Arguments and errors: see
+    `allreduce`.
+    """
     return _one_shot("reduce", x, comm, op, algorithm, out, root)
 
 
 def alltoall(x: Any, comm: MPI.Comm | None = None, algorithm: str = "auto", out: Any = None) -> Any:
-    """Block d of each rank r's x, at place r of rank d's result. Collective, blocking."""
+    """Block d of each rank r's x, at place r of rank d's result: x[n] -> out. Collective, blocking.
+
+    >>> x = np.full(3 * MPI.COMM_WORLD.size, 7)
+    >>> collectives.alltoall(x)[:3]
+    array([7, 7, 7])
+
+    Blocks are those of `reduce_scatter`; on rank r, `out` has p times the elements of its block. In place p must divide
+    n. Elements may be of any type but Python objects; x is one array. Arguments and errors: see `allreduce`.
+    """
     return _one_shot("alltoall", x, comm, "sum", algorithm, out, 0)

@@ -1,28 +1,5 @@
-"""Collectives, compiled once and run many times: a `Plan`, for itself or behind a one-shot call.
-
-x          a C-contiguous array on the host (NumPy, or anything with __array_interface__ or DLPack), or a list of
-           arrays, one for each GPU of the worker: a *tensor*, whose vectors are reduced together and all get the
-           result.
-comm       an mpi4py communicator (None: COMM_WORLD).
-op         "sum", "min", "max", "prod" or "mean".
-algorithm  "auto", "shared_memory" (one node), "native" (the MPI's own), or a name from `collectives.catalog`;
-           "reproducible" (allreduce): `auto` among those that add the ranks' values of every element in one order,
-           wherever it stands and however long the vector is, so that cutting a vector changes no bit.
-out        where the result goes; None: in place, into x.
-
-Kinds, with n elements in the whole vector and rank r's block [cut(n, p, r), cut(n, p, r + 1)):
-  allreduce       x[n] -> out[n]
-  reduce_scatter  x[n] -> out[block r]; in place: x's own block, which is also what is returned; the rest of x is as
-                  before or scratch, by algorithm
-  allgather       x[block r] -> out[n]; in place: x[n], of which this rank's block is given
-  broadcast       the root's x[n] -> out[n] everywhere
-  reduce          x[n] -> the root's out[n]; other ranks' out is not touched, their x in place is scratch
-  alltoall        block d of x[n] -> place r of rank d's out; in place needs p to divide n
-
-All calls are collective: all ranks call the same with arguments that fit, in the same order; otherwise every rank
-raises `MismatchError` with the same sentence. Every rank gets bitwise the same result. One thread of a process may
-call.
-"""
+"""Collectives, compiled once and run many times: a `Plan`, for itself or behind a one-shot call. What they do and take,
+and what goes wrong, is told by the one-shot calls (`collectives.one_shot`)."""
 
 from __future__ import annotations
 
@@ -224,7 +201,11 @@ def plan(
     out: Any = None,
     root: int = 0,
 ) -> Plan:
-    """Compile a collective; collective and blocking: the ranks compare their arguments here."""
+    """Compile a collective over these arrays, to be run many times. Collective, blocking: ranks compare arguments here.
+
+    `kind` is the name of a one-shot call ("allreduce", "reduce_scatter", "allgather", "broadcast", "reduce",
+    "alltoall"); arguments, results and errors are those of this call, see `allreduce`.
+    """
     home = session(comm)
     home.check_usable()
     home.finish_started()

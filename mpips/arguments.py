@@ -95,10 +95,10 @@ def _host(value: Any, name: Name, what: str) -> Array:
 def fits(array: Any, shape: tuple[int, ...], dtype: np.dtype, name: Name, what: str) -> None:
     """Raise ValueError unless shape and dtype are those that the key was initialised with."""
     if array.shape != shape or array.dtype != dtype:
-        cure = f"pass one of shape {shape}" if array.shape != shape else f"pass its astype({dtype.name!r})"
+        cure = f"shape {shape}" if array.shape != shape else f"dtype {dtype.name}, as astype makes it"
         raise ValueError(
             f"{what}: key {name!r} was initialised as {dtype.name}{shape}, "
-            f"but this array is {_called(array.dtype)}{tuple(array.shape)}: {cure}"
+            f"but this array is {_called(array.dtype)}{tuple(array.shape)}: pass one of {cure}"
         )
 
 

@@ -5,6 +5,7 @@ A rank asserts when all collectives of a test are done: ranks meet at its end, a
 
 from __future__ import annotations
 
+import doctest
 from functools import cache
 
 import numpy as np
@@ -244,3 +245,15 @@ def test_a_few_floats_that_are_moved_keep_all_their_bits(kind, dtype):
         if out.tobytes() != expected.tobytes():
             wrong.append(turn)
     assert not wrong
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_example_of_each_call_gives_what_it_says(kind):
+    call = getattr(collectives, kind)
+    test = doctest.DocTestParser().get_doctest(
+        call.__doc__, {"collectives": collectives, "np": np, "MPI": MPI}, kind, None, None
+    )
+    said = []
+    outcome = doctest.DocTestRunner().run(test, out=said.append)
+    assert COMM.allreduce(bool(outcome.attempted and not outcome.failed), MPI.LAND), "".join(said)

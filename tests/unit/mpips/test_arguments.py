@@ -43,7 +43,7 @@ def test_arrays_must_be_readable_or_writable_as_they_lie():
         arguments.readable(A.T, "a", "push")
     with pytest.raises(TypeError, match="needs an array, not str"):
         arguments.readable("no", "a", "push")
-    said = r"initialised as float64\(2, 3\), but this array is float32\(2, 3\): pass its astype\('float64'\)"
+    said = r"initialised as float64\(2, 3\), but this array is float32\(2, 3\): pass one of dtype float64"
     with pytest.raises(ValueError, match=said):
         arguments.fits(A, (2, 3), np.dtype(float), "a", "push")
     with pytest.raises(ValueError, match=r"this array is float32\(2, 3\): pass one of shape \(3, 2\)"):
