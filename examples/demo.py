@@ -34,6 +34,7 @@ TARGET = 0.95
 IMAGES = 1437
 """To train on; `task.digits` would start MPI."""
 FILES = ("demo.png", "demo.json")
+PLOT = "pip install matplotlib (or, in a clone, '.[plot]')"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 """One compute thread a process, also of the serial run: the ranks share the cores."""
 
@@ -239,6 +240,8 @@ def write(results: list[dict[str, Any]], title: str, out: Path) -> list[Path]:
             written.append(path)
         except OSError as error:
             print(f"demo: {path} cannot be written: {error.strerror or error}", file=sys.stderr)
+        except ModuleNotFoundError:
+            print(f"demo: {path} is drawn by matplotlib, which is missing: {PLOT}", file=sys.stderr)
     return written
 
 

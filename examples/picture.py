@@ -5,13 +5,10 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-from matplotlib.axes import Axes
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 COLOURS = {"SGD": "#2b6cb0", "ASGD": "#dd6b20", "ESGD": "#2f855a", "MPI": "#805ad5", "serial": "#1a202c"}
 LOWEST = 0.8
@@ -30,15 +27,17 @@ def style(mode: str) -> dict[str, Any]:
 
 
 def draw(results: Sequence[dict[str, Any]], target: float, title: str, path: Path) -> None:
-    """Write the picture as PNG."""
-    figure, axes = plt.subplots(figsize=(11, 5.2), layout="constrained")
+    """Write the picture as PNG; ModuleNotFoundError where matplotlib is missing."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 5.2), layout="constrained")
+    axes = figure.add_subplot()
     for result in results:
         seconds, accuracy = zip(*result["curve"])
         axes.plot(seconds, accuracy, label=label(result), **style(result["mode"]))
         axes.plot(seconds[-1:], accuracy[-1:], "o", color=style(result["mode"])["color"], markersize=6, zorder=6)
     decorate(axes, target, title)
     figure.savefig(path, dpi=130)
-    plt.close(figure)
 
 
 def label(result: dict[str, Any]) -> str:

@@ -14,6 +14,8 @@ from rich.console import Console
 
 pytest.importorskip("matplotlib", reason="the demo draws with matplotlib")
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
+from matplotlib.figure import Figure
+
 import demo
 import picture
 import task
@@ -69,7 +71,7 @@ def test_table_and_picture_say_what_the_serial_run_is(tmp_path, monkeypatch):
     screen.print(demo.Board(OPTIONS))
     assert said in " ".join(screen.export_text().split())
     figures = []
-    monkeypatch.setattr(picture.plt, "close", figures.append)
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
     results = [demo.summary(demo.MODES[0], [{"seconds": 1, "loss": 1, "test_accuracy": 0.9}], OPTIONS, wall=2.0)]
     picture.draw(results, 0.95, "a title", tmp_path / "demo.png")
     assert any(said in text.get_text().replace("\n", " ") for text in figures[0].axes[0].texts)
@@ -114,6 +116,18 @@ def test_of_two_files_the_one_that_can_be_written_is(lost, kept, full_disk, monk
     assert said.err == f"demo: {tmp_path / lost} cannot be written: No space left on device\n"
     assert (tmp_path / kept).stat().st_size
     assert f"{tmp_path / kept} is written." in " ".join(said.out.split())
+
+
+def test_without_matplotlib_there_is_no_picture_but_all_else(monkeypatch, tmp_path, capsys):
+    records = [{"seconds": 0.1, "loss": 1.0, "test_accuracy": 0.97}]
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setattr(demo, "epochs", lambda argv, limit: records)
+    monkeypatch.setattr(sys, "argv", ["demo", "--out", str(tmp_path)])
+    assert demo.main() == 1
+    said = capsys.readouterr()
+    assert said.err == f"demo: {tmp_path}/demo.png is drawn by matplotlib, which is missing: {demo.PLOT}\n"
+    assert "mpi-ESGD" in said.out
+    assert os.listdir(tmp_path) == ["demo.json"]
 
 
 @pytest.mark.parametrize("words, said", [
