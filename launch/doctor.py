@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from collectives.console import Interruptible, OutFile, console, write_text
-from launch.survey import EXTRAS, OURS, PACKAGES, look
+from launch.survey import EXTRAS, LEFT, OURS, PACKAGES, SHARED, look
 from mpips import world
 
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
@@ -38,6 +38,7 @@ def judge(found: Mapping[str, Any]) -> list[Check]:
         _python(found),
         _packages(found),
         *_mpi(found),
+        *_leftovers(found),
         _cores(found),
         *_gpus(found),
         _scheduler(found),
@@ -117,6 +118,14 @@ def _binding(ranks: Mapping[str, Any]) -> Check:
         return Check("binding", True, "no rank is bound to a single core")
     text = f"ranks {', '.join(map(str, narrow))} may use one core each"
     return Check("binding", None, text + ": a communication thread would share it (--bind-to none)")
+
+
+def _leftovers(found: Mapping[str, Any]) -> Iterator[Check]:
+    """They take memory and nothing else, so nothing needs to be done."""
+    left = found["leftovers"]
+    if left["files"]:
+        text = f"{left['files']:,} files in {SHARED}, {left['bytes'] / (1 << 20):,.1f} MiB, of aborted jobs"
+        yield Check("leftovers of MPICH", None, f"{text}: while none runs, rm {SHARED / LEFT}")
 
 
 def _cores(found: Mapping[str, Any]) -> Check:

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from launch.command import Job, Launcher, LauncherError, build, find, program, t
 from mpips import world
 
 LIMIT = 60.0  # seconds for a probe
+SHARED = Path("/dev/shm")
+LEFT = "mpich_shm_*"  # what a job of MPICH that was aborted leaves there
 OURS = "the one that started this"
 PROMISES = (world.OPEN_MPI, world.HYDRA, world.SLURM, world.JSRUN)
 SCHEDULERS = {"Slurm": ("sbatch", "SLURM_JOB_ID"), "LSF": ("bsub", "LSB_JOBID"), "PBS": ("qsub", "PBS_JOBID")}
@@ -36,6 +39,7 @@ def look() -> dict[str, Any]:
         "allocation": next((name for name, (_, variable) in SCHEDULERS.items() if variable in os.environ), None),
         "interfaces": list(_interfaces()),
         "gpu": _gpu(),
+        "leftovers": leftovers(SHARED),
     }
     if any(name in os.environ for name in PROMISES):
         found["launcher"], found["ranks"] = OURS, _under_launcher()
@@ -84,6 +88,30 @@ def _interfaces() -> Iterator[dict[str, Any]]:
             continue
         speed = _text(folder / "speed")
         yield {"name": name, "mbit": int(speed) if speed.isdigit() else None, "mtu": _text(folder / "mtu")}
+
+
+def leftovers(folder: Path) -> dict[str, int]:
+    """Files and bytes that aborted jobs of this user have left in a folder: those that no process here has open."""
+    sizes: dict[str, int] = {}
+    for path in folder.resolve().glob(LEFT):
+        with suppress(OSError):
+            status = path.stat()
+            if status.st_uid == os.getuid():
+                sizes[str(path)] = status.st_size
+    for opened in _opened() if sizes else ():
+        sizes.pop(opened, None)
+    return {"files": len(sizes), "bytes": sum(sizes.values())}
+
+
+def _opened() -> Iterator[str]:
+    """Files that processes of this user have open or mapped."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            for line in (process / "maps").read_text(errors="replace").splitlines():
+                yield line.split(maxsplit=5)[-1]
+            for link in (process / "fd").iterdir():
+                with suppress(OSError):
+                    yield os.readlink(link)
 
 
 def _text(path: Path) -> str:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import copy
+import mmap
+from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from launch import doctor
+from launch import doctor, survey
 
 HEALTHY: dict[str, Any] = {
     "python": "3.11.7",
     "packages": dict.fromkeys((*doctor.PACKAGES, *doctor.EXTRAS), "1.0"),
     "cores": 4,
+    "leftovers": {"files": 0, "bytes": 0},
     "environment": {},
     "schedulers": ["Slurm"],
     "allocation": None,
@@ -87,6 +90,24 @@ def test_an_interface_that_is_not_there() -> None:
     assert check.ok is False
     assert "nope0" in check.advice
     assert "eth0" in check.found
+
+
+def test_what_aborted_jobs_have_left_is_told_and_nothing_more() -> None:
+    assert "leftovers of MPICH" not in changed("cores", 4)
+    check = changed("leftovers", {"files": 1200, "bytes": 3 << 20})["leftovers of MPICH"]
+    assert check.ok is None
+    assert "1,200 files in /dev/shm, 3.0 MiB, of aborted jobs: while none runs, rm /dev/shm/mpich_shm_*" in check.found
+
+
+def test_leftovers_are_those_that_nobody_has_open(tmp_path: Path) -> None:
+    for name in ("mpich_shm_left", "mpich_shm_open", "mpich_shm_mapped", "another"):
+        (tmp_path / name).write_bytes(bytes(4096))
+    with (tmp_path / "mpich_shm_mapped").open("r+b") as file:
+        mapped = mmap.mmap(file.fileno(), 0)
+    with (tmp_path / "mpich_shm_open").open(), mapped:
+        assert survey.leftovers(tmp_path) == {"files": 1, "bytes": 4096}
+    assert survey.leftovers(tmp_path) == {"files": 3, "bytes": 3 * 4096}
+    assert len(list(tmp_path.iterdir())) == 4
 
 
 def test_advice_is_shown_only_where_something_must_be_done() -> None:
