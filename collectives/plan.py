@@ -86,9 +86,11 @@ class Plan:
         if not (self._called and self._operation):
             self.start()
         try:
-            return self.wait()
+            result = self.wait()
         finally:
             self._called = self._operation is not None
+        self._quick = _quick(self._home, self._runner)
+        return result
 
     def keep(self, x: Any, out: Any) -> None:
         """Hold on to the arrays, so that the plan can run as long as it lives; beside others, if its messages have tags

@@ -244,6 +244,9 @@ class Session:
         self.meanwhile()
         if sentence := self.room.gone():
             raise CollectiveError(sentence)
+        if sentence := self.room.astray():
+            self._break(sentence)
+            raise MismatchError(sentence)
 
     def drive(self, steps: Iterator[None], what: str) -> None:
         """Run an operation to its end, or give it up."""
@@ -303,6 +306,8 @@ class Session:
 
     def _stalled(self, error: StallError) -> bool:
         """Whether the operation has failed; not so if those have come meanwhile for whom this rank waited."""
+        if self.room.ahead is not None:  # in which this rank has done nothing yet
+            return True
         if self.watch is None and not self.room.complete():
             return self.room.withdraw(str(error))
         self._break(str(error))

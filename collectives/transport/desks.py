@@ -10,7 +10,9 @@ On the desk of a rank lie
   left      one byte for each rank of the node: that it reads this desk no more;
   cards     what a token stands for (`cards`);
   slots     two buffers, used in turn, for the vectors of small calls;
-  stages    buffers through which ordinary arrays pass, block by block.
+  stages    buffers through which ordinary arrays pass, block by block;
+  places    for small calls in which ranks do not meet (`ahead`): vectors, a word for each with the operation whose it
+            is, and one word with the last operation whose vectors the rank has taken.
 
 On the first rank's desk lie the words that all ranks look at again and again, side by side, so that one look takes in
 all of them. Each is used in turn with another, so that nobody writes over what others have yet to see:
@@ -51,7 +53,11 @@ OFF_WORD, FAILED_WORD, GONE_WORD, SINCE_WORD, MARKS_WORD = 0, 1, 2, 3, 8
 LEFT_AT = (MARKS_WORD + LANES) * 8
 SLOTS_AT = CARDS_END
 STAGES_AT = SLOTS_AT + 2 * SLOT_BYTES
-ROWS_AT = STAGES_AT + 2 * STAGE_BYTES + 3 * BLOCK_BYTES
+AHEAD_DEPTH = 64
+AHEAD_BYTES = 1 << 10
+AHEAD_AT = STAGES_AT + 2 * STAGE_BYTES + 3 * BLOCK_BYTES
+PLACES_AT = AHEAD_AT + AHEAD_DEPTH * 8 + LINE_BYTES
+ROWS_AT = PLACES_AT + AHEAD_DEPTH * AHEAD_BYTES
 ORDERED_STORES = platform.machine().lower() in ("x86_64", "amd64", "i686", "i386")
 
 
@@ -93,7 +99,7 @@ class Desks(Cards):
         """Collective over `node`: one desk each. None, on every rank, when some rank cannot map another's desk."""
         _clear()
         desk = arena.empty(desk_bytes(node.size), np.uint8)
-        desk[:SLOTS_AT] = desk[ROWS_AT:] = 0
+        desk[:SLOTS_AT] = desk[AHEAD_AT:] = 0
         where = arena.locate(desk)
         regions = np.empty((node.size, len(NOWHERE)), np.int64)
         node.Allgather(np.array(where, np.int64), regions)
@@ -149,6 +155,19 @@ class Desks(Cards):
         """Where `rank` puts what it has reduced."""
         start = STAGES_AT + 2 * STAGE_BYTES + third * BLOCK_BYTES
         return self.desks[rank][start : start + self.block_bytes]
+
+    def place(self, rank: int, place: int) -> NDArray[np.uint8]:
+        """Where `rank` puts what it sends ahead of the others."""
+        start = PLACES_AT + place * AHEAD_BYTES
+        return self.desks[rank][start : start + AHEAD_BYTES]
+
+    def signed(self, rank: int) -> memoryview:
+        """For each of the rank's places the number of the operation whose vector lies there."""
+        return self._words[rank][AHEAD_AT // 8 : AHEAD_AT // 8 + AHEAD_DEPTH]
+
+    def taken(self, rank: int) -> memoryview:
+        """One word: the last operation whose vectors the rank has taken from others' places."""
+        return self._words[rank][AHEAD_AT // 8 + AHEAD_DEPTH : AHEAD_AT // 8 + AHEAD_DEPTH + 1]
 
     def marks(self, rank: int) -> memoryview:
         """The rank's marks, a word a lane: the number of the operation << 32 | how far the rank is in it."""

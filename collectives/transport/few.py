@@ -33,15 +33,23 @@ def puts(call: Call, part: Vector, slots: Sequence[Vector]) -> Lines | None:
 def takes(call: Call, total: Vector, parts: Sequence[Sequence[Vector]]) -> Lines | None:
     """total = the sum or the mean of all ranks' parts in their order, which lie elsewhere, for even and for odd
     operations; None where NumPy is as fast, or its bits are others."""
-    if call.operation is None or call.p == 1 or not (_adds(call) and _simple(total)):
+    text = added(call, total)
+    if not text:
         return None
+    names: dict[str, Any] = {f"part{rank}_{p}": v.data for p, every in enumerate(parts) for rank, v in enumerate(every)}
+    return Lines(text, {"out": total.data, **names})
+
+
+def added(call: Call, total: Vector) -> str:
+    """The lines of `takes`; "" where there are none."""
+    if call.operation is None or call.p == 1 or not (_adds(call) and _simple(total)):
+        return ""
     lines = []
     for i in range(total.size):
         lines += [f"out[{i}] = part0_{{p}}[{i}] + part1_{{p}}[{i}]\n"]
         lines += [f"out[{i}] = out[{i}] + part{rank}_{{p}}[{i}]\n" for rank in range(2, call.p)]
         lines += [f"out[{i}] = out[{i}] / {call.p}\n"] if call.operation.is_mean else []
-    names: dict[str, Any] = {f"part{rank}_{p}": v.data for p, every in enumerate(parts) for rank, v in enumerate(every)}
-    return Lines("".join(lines), {"out": total.data, **names})
+    return "".join(lines)
 
 
 def _adds(call: Call) -> bool:

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from mpi4py import MPI
     from numpy.typing import NDArray
 
+    from collectives.transport.ahead import Ahead
+
 SPINS_ALONE, SPINS_SHARED = 64, 1  # looks before giving way: ranks have cores of their own, or share them
 MOST_SPINS = 256  # looks after that, before `Session.run` waits for the others
 ORDER = sys.byteorder
@@ -61,6 +63,16 @@ class Room(Desks):
         """Whether this rank has just taken back an entry."""
         self._doubtful = False
         """Whether another may have counted on the entry that this rank has taken back last."""
+        self.ahead: Ahead | None = None
+        """In what ranks run ahead of each other, instead of meeting."""
+        self.running: Ahead | None = None
+        """The same, where nothing else comes first."""
+        self.patient_looks = self.spins + MOST_SPINS
+        self._ran: Ahead | None = None
+        self._ran_to = -1
+        """In what ranks have run ahead last, and to which operation."""
+        self._leaving = False
+        """Whether this rank is about to meet the others again."""
         self.phase = 0
         self.waiting: int | None = None
         """The lane in which this rank waits for another's mark."""
@@ -75,11 +87,26 @@ class Room(Desks):
     @property
     def held(self) -> bool:
         """Nothing may be brought at once, either, where `caught_up` has something to do."""
-        return self._held or 0 < self.withdrawn == self.operation or self.operation == MOST_OPERATIONS
+        last = 0 < self.withdrawn == self.operation or self.operation == MOST_OPERATIONS
+        return self._held or last or self.ahead is not None
+
+    def hold(self, held: bool) -> None:
+        """From here on, or not, or see anew whether that is so."""
+        super().hold(held)
+        self.running = None if held else self.ahead
+
+    def run_ahead(self, ahead: Ahead) -> None:
+        """From the next operation on, all of which are that call, ranks do not meet."""
+        self.ahead = self._ran = ahead
+        self.taken(self.rank)[0] = self.operation
+        self.hold(self._held)
 
     def caught_up(self) -> Iterator[None]:
-        """After this rank has taken back its entry, before it touches anything for the next operation: until all others
-        have come to that one, and so are through with the one before, whose words and slots the next takes."""
+        """Before this rank touches anything for the next operation. After it has taken back its entry: until all others
+        have come to that one, and so are through with the one before, whose words and slots the next takes. After ranks
+        have run ahead: until all have come as far as this one."""
+        if self.ahead is not None:
+            yield from self._meet_again(self.ahead)
         row = self._entries[self.operation & 1]
         if self.withdrawn == self.operation and any(word >> 32 < self.operation for word in row):
             self.lost = True  # if it gives up here
@@ -88,6 +115,16 @@ class Room(Desks):
             self.lost = False
         if self.operation == MOST_OPERATIONS:
             yield from self._begin_anew()
+
+    def _meet_again(self, ahead: Ahead) -> Iterator[None]:
+        self._leaving = True
+        try:
+            while ahead.behind(self.operation):
+                yield
+            self.ahead, self._ran_to = None, self.operation
+            self.hold(self._held)
+        finally:
+            self._leaving = False
 
     def _begin_anew(self) -> Iterator[None]:
         """Number operations from 1 on again."""
@@ -98,6 +135,8 @@ class Room(Desks):
             self._entries[0][self.rank] = self._entries[1][self.rank] = 0
             for word in (OFF_WORD, FAILED_WORD, *range(MARKS_WORD, MARKS_WORD + LANES)):
                 self._mine[word] = 0
+            signed, taken = self.signed(self.rank), self.taken(self.rank)
+            signed[:], taken[:] = array("Q", bytes(signed.nbytes)), array("Q", [0])
         self.operation = self.withdrawn = 0
 
     def skip_to(self, operation: int, phase: int) -> None:
@@ -203,6 +242,10 @@ class Room(Desks):
 
     def late(self) -> list[int]:
         """Ranks of the user's communicator that have not come as far as this one."""
+        if self.ahead is not None:
+            ahead, operation = self.ahead, self.operation
+            late = ahead.behind(operation) if self._leaving else ahead.late(operation + 1)
+            return [self.names[rank] for rank in late]
         entries, progress = self._entries[self.operation & 1], self._progress[self.phase & 1]
         late = [
             other for other in self.turn()
@@ -232,8 +275,25 @@ class Room(Desks):
                 return self.card(other, words[GONE_WORD]).text
         return ""
 
+    def astray(self) -> str:
+        """Why a wait comes to no end: ranks run ahead in an operation into which another has entered; "" if not so."""
+        operation = self.operation + (self.ahead is not None)
+        entered = [word == operation for word in (word >> 32 for word in self._entries[operation & 1])]
+        if self._ran is None or not any(entered) or not (self.ahead or self._ran.sent(operation)) or self._leaving:
+            return ""
+        rank = entered.index(True)
+        card = self.card(rank, self._entries[operation & 1][rank] & 0xFFFFFFFF)
+        if card.refused:
+            return card.text
+        return (
+            f"the ranks call different collectives, and must call the same: rank {self.names[rank]}: {card.text}; "
+            f"others, as all did before: {self._ran.text}"
+        )
+
     def complete(self) -> bool:
         """Whether all have entered this operation, and count on each other."""
+        if self.operation == self._ran_to:
+            return True
         row = int.from_bytes(self._entries[self.operation & 1], ORDER)
         return row >> 32 & self._low == self.operation * self._ones
 
@@ -242,7 +302,7 @@ class Room(Desks):
         looked at once more when the card is written, as writing takes its time. See also `lost`."""
         if self.lost:
             return True
-        if self.withdrawn == self.operation or self.complete():  # not entered, or too late
+        if self.ahead is not None or self.withdrawn == self.operation or self.complete():  # not entered, or too late
             return False
         token = self.publish(Card(sentence, refused=WITHDRAWN))
         if self.complete():

@@ -37,9 +37,10 @@ from collectives.errors import MismatchError
 from collectives.native import NativePlan
 from collectives.started import HELD
 from collectives.table import Eager
-from collectives.transport import direct, eager, flat, reach
+from collectives.transport import ahead, direct, eager, flat, reach
+from collectives.transport.ahead import Ahead
 from collectives.transport.cards import CARDS, NOWHERE, Card
-from collectives.transport.flat import NO_LINES, NOTHING, Lines, Turns, Usual
+from collectives.transport.flat import MOST_OPERATIONS, NO_LINES, NOTHING, Lines, Turns, Usual
 from collectives.transport.program import Program, Window, same
 from collectives.transport.room import Room
 from collectives.transport.staged import Staged
@@ -75,6 +76,7 @@ class MemoryPlan:
         self.eager = not self.direct and call.nbytes <= max(limits.always, limits.ordinary)
         """True where this rank brings its vector in its slot; the protocol is eager if all ranks do."""
         self._takes: Turns | None = None
+        self._ahead: Ahead | None = None
         self._early = NOTHING
         if self.eager:
             self._early = eager.puts(room, call, self._x, 0), eager.puts(room, call, self._x, 1)
@@ -83,14 +85,20 @@ class MemoryPlan:
 
     def run(self) -> Iterator[None]:
         """The operation, in steps between which there is something to wait for."""
-        yield from self._room.caught_up()
-        yield from self._begin()
+        room = self._room
+        if self._ahead is not None and room.ahead is self._ahead and room.operation < MOST_OPERATIONS:
+            yield from self._ahead.steps()
+        else:
+            yield from room.caught_up()
+            yield from self._begin()
 
     def afresh(self) -> Iterator[None]:
         """Begin the operation, with a card that others can read; the steps that are left, or HELD."""
         return HELD if self._room.held else self._begin()
 
     def _begin(self) -> Iterator[None]:
+        if self._ahead is not None:
+            self.quick = MemoryPlan._counted
         self._bring(self._room.operation + 1 & 1)
         try:
             self._enter()
@@ -107,6 +115,19 @@ class MemoryPlan:
         self._bring(self._room.operation + 1 & 1)
         left = self._soon(self)
         return _begun(self._met_soon()) if left is None else left
+
+    def _counted(self) -> Iterator[None] | None:
+        """As `_soon`, of a call that is counted, as ranks run ahead after so many."""
+        left = self._soon(self)
+        return self._count() if left is None else left
+
+    def _count(self) -> Iterator[None] | None:
+        """None, or steps, of which there are none, where the next call can be begun in another way."""
+        assert self._ahead is not None
+        if not self._ahead.count():
+            return None
+        self.quick = self._ahead.usual
+        return iter(())
 
     def _settle(self) -> None:
         """See how the next operations go, while the others bring what they brought last time."""
@@ -185,6 +206,8 @@ class MemoryPlan:
         if self._takes:
             for function, arguments in self._takes[room.operation & 1]:
                 function(*arguments)
+            if self._ahead is not None:
+                self._count()
             return
         way, start = self._way(), time.perf_counter()
         yield from self._carry_out(way) if isinstance(way, Program) else way.run()
@@ -238,7 +261,7 @@ class MemoryPlan:
         room, call = self._room, self._call
         cards = room.cards(tokens)
         shared = [card.x.pid != 0 and card.out.pid != 0 for card in cards]
-        self._takes, self._ways, self._program = None, [], Program()
+        self._takes, self._ahead, self._ways, self._program = None, None, [], Program()
         if all(shared):
             self._program = direct.program(room, call, self._x, self._out, cards)
         elif self.eager and not any(shared):
@@ -248,7 +271,11 @@ class MemoryPlan:
             self._bind_ordinary(cards, any(shared))
         self._tokens = tokens
         if self._takes:
-            self.quick = self._enters(*eager.lines(room, call, self._x, self._out, self._early, self._takes))
+            self.quick = self._soon = self._enters(
+                *eager.lines(room, call, self._x, self._out, self._early, self._takes)
+            )
+            if ahead.serves(room, call):
+                self._ahead, self.quick = Ahead(room, call, self._x.vector, self._out.vector), MemoryPlan._counted
         else:
             self._soon = self._enters()
             self._settle()
