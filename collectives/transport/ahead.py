@@ -81,10 +81,14 @@ class Ahead:
     def steps(self) -> Iterator[None]:
         """The next operation. Nothing of it is done before it can be done to the end."""
         assert self._perform is not None
-        operation = self._room.operation + 1
-        while self.late(operation):
-            yield
-        self._perform(operation)
+        room = self._room
+        operation = room.awaited = room.operation + 1
+        try:
+            while self.late(operation):
+                yield
+            self._perform(operation)
+        finally:
+            room.awaited = 0
 
     def late(self, operation: int) -> list[int]:
         """The ranks of the room without which this one cannot do an operation."""

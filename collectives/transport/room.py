@@ -71,8 +71,8 @@ class Room(Desks):
         self._ran: Ahead | None = None
         self._ran_to = -1
         """In what ranks have run ahead last, and to which operation."""
-        self._leaving = False
-        """Whether this rank is about to meet the others again."""
+        self.awaited = 0
+        """The operation for which this rank waits, where it waits in one that is run ahead in."""
         self.phase = 0
         self.waiting: int | None = None
         """The lane in which this rank waits for another's mark."""
@@ -106,7 +106,10 @@ class Room(Desks):
         have come to that one, and so are through with the one before, whose words and slots the next takes. After ranks
         have run ahead: until all have come as far as this one."""
         if self.ahead is not None:
-            yield from self._meet_again(self.ahead)
+            while self.ahead.behind(self.operation):
+                yield
+            self.ahead, self._ran_to = None, self.operation
+            self.hold(self._held)
         row = self._entries[self.operation & 1]
         if self.withdrawn == self.operation and any(word >> 32 < self.operation for word in row):
             self.lost = True  # if it gives up here
@@ -115,16 +118,6 @@ class Room(Desks):
             self.lost = False
         if self.operation == MOST_OPERATIONS:
             yield from self._begin_anew()
-
-    def _meet_again(self, ahead: Ahead) -> Iterator[None]:
-        self._leaving = True
-        try:
-            while ahead.behind(self.operation):
-                yield
-            self.ahead, self._ran_to = None, self.operation
-            self.hold(self._held)
-        finally:
-            self._leaving = False
 
     def _begin_anew(self) -> Iterator[None]:
         """Number operations from 1 on again."""
@@ -243,8 +236,7 @@ class Room(Desks):
     def late(self) -> list[int]:
         """Ranks of the user's communicator that have not come as far as this one."""
         if self.ahead is not None:
-            ahead, operation = self.ahead, self.operation
-            late = ahead.behind(operation) if self._leaving else ahead.late(operation + 1)
+            late = self.ahead.late(self.awaited) if self.awaited else self.ahead.behind(self.operation)
             return [self.names[rank] for rank in late]
         entries, progress = self._entries[self.operation & 1], self._progress[self.phase & 1]
         late = [
@@ -277,9 +269,9 @@ class Room(Desks):
 
     def astray(self) -> str:
         """Why a wait comes to no end: ranks run ahead in an operation into which another has entered; "" if not so."""
-        operation = self.operation + (self.ahead is not None)
+        operation = self.awaited or self.operation
         entered = [word == operation for word in (word >> 32 for word in self._entries[operation & 1])]
-        if self._ran is None or not any(entered) or not (self.ahead or self._ran.sent(operation)) or self._leaving:
+        if self._ran is None or not any(entered) or not (self.awaited or self._ran.sent(operation)):
             return ""
         rank = entered.index(True)
         card = self.card(rank, self._entries[operation & 1][rank] & 0xFFFFFFFF)
