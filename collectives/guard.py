@@ -10,8 +10,12 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives.call import Call
+from collectives.native import NativePlan
 from collectives.session import Session
+from collectives.started import HELD
+from collectives.transport import flat
 from collectives.transport.cards import Card
+from collectives.transport.flat import Usual
 from collectives.watch import Watch
 
 
@@ -29,6 +33,8 @@ class Guarded:
         self._home, self._call, self.inner = home, call, inner
         self._token = 0
         self._tokens: tuple[int, ...] | None = None
+        self.quick: Usual | None = None
+        """Carries the call out at once, where that is possible and the others bring what they always bring."""
 
     def run(self) -> Iterator[None]:
         """The operation, in steps between which there is something to wait for."""
@@ -43,19 +49,35 @@ class Guarded:
         watch.end(number)
 
     def _met(self) -> Iterator[None]:
-        home = self._home
-        if home.size > 1:
-            room = home.room
+        room = self._home.room
+        if self._home.size > 1:
             yield from room.caught_up()
             if not self._token or not room.readable(self._token):
                 self._token = room.publish(Card(self._call.text))
             room.enter(self._token)
+        yield from self.met()
+
+    def met(self) -> Iterator[None]:
+        """The steps after this rank has entered."""
+        room = self._home.room
+        if self._home.size > 1:
             yield from room.meet()
             if room.tokens_now() != self._tokens:
-                self._tokens = None
+                self._tokens = self.quick = None
                 room.cards(room.tokens_now())
                 self._tokens = room.tokens_now()
         yield from self.inner.run()
+        steps = self.inner.blocking() if isinstance(self.inner, NativePlan) else ()
+        if steps and self._tokens and self.quick is None:
+            takes = flat.loop("takes", (steps, steps))
+            self.quick = room.usual(self._token, self._tokens, takes=takes)
+
+    def afresh(self) -> Iterator[None]:
+        """Begin with another card."""
+        return HELD if self._home.room.held else self._met()
+
+    def break_off(self, error: BaseException) -> None:
+        """This rank leaves as it entered: who leaves the session takes back its entry (`Session.leave`)."""
 
     def _compare(self) -> Iterator[None]:
         """Between nodes MPI's own collectives, unlike our tagged messages, end in garbage where calls differ."""

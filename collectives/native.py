@@ -18,6 +18,7 @@ from collectives.arrays import Flat, Vector
 from collectives.call import Call
 from collectives.choice import Choice
 from collectives.operations import mpi_type, scale
+from collectives.transport.program import Step
 
 MOST_ELEMENTS = 1 << 28
 MOST_BYTES = (1 << 31) - 1  # where elements go as bytes: an int of C counts no further
@@ -45,14 +46,13 @@ class NativePlan:
         self._x, self._out, self._in_place = x.vector(), out.vector(), x == out
         self._copy = self._x.copy() if self._in_place and call.kind in ("alltoall", "reduce_scatter") else None
         self._calls = self._arguments()
+        self._before, self._after = self._copies(), self._scaling()
 
     def run(self) -> Iterator[None]:
         """The operation, in steps between which there is something to wait for."""
         start = time.perf_counter()
-        if self._copy is not None:
-            np.copyto(self._copy, self._x)
-        if self._call.kind == "broadcast" and not self._in_place and self._comm.rank == self._call.root:
-            np.copyto(self._out, self._x)
+        for function, given in self._before:
+            function(*given)
         for block, immediate, arguments in self._calls:
             if self._choice.way:
                 block(*arguments)
@@ -60,10 +60,26 @@ class NativePlan:
                 request = immediate(*arguments)
                 while not request.Test():
                     yield
-        if self._call.operation is not None and self._call.operation.is_mean:
-            function, scaling = scale(self._result(), self._call.p)
-            function(*scaling)
+        for function, given in self._after:
+            function(*given)
         yield from self._choice.learn(time.perf_counter() - start)
+
+    def blocking(self) -> tuple[Step, ...]:
+        """The operation where the blocking call has been found to be the faster; empty where not."""
+        if not (self._choice.decided and self._choice.way):
+            return ()
+        return *self._before, *((block, arguments) for block, _, arguments in self._calls), *self._after
+
+    def _copies(self) -> list[Step]:
+        if self._copy is not None:
+            return [(np.copyto, (self._copy, self._x))]
+        if self._call.kind == "broadcast" and not self._in_place and self._comm.rank == self._call.root:
+            return [(np.copyto, (self._out, self._x))]
+        return []
+
+    def _scaling(self) -> list[Step]:
+        mean = self._call.operation is not None and self._call.operation.is_mean
+        return [scale(self._result(), self._call.p)] if mean else []
 
     def _result(self) -> Vector:
         if self._call.kind == "reduce" and self._comm.rank != self._call.root:
