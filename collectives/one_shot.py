@@ -108,6 +108,9 @@ def allreduce(
     Ranks call the same with arguments that fit, in the same order; otherwise, and where arguments of one rank are bad,
     all raise `MismatchError`, a ValueError, with the same sentence. A wait longer than MPIPS_STALL_SECONDS warns, one
     longer than MPIPS_TIMEOUT_SECONDS (0: never) raises `StallError`. One thread of a process may call.
+
+    In long rows of the same broadcast or reduce of up to 1 KiB ranks do not wait for those who only send, or only take.
+    Who runs ahead so hears of a mismatch up to 64 calls late, and the communicator cannot be used any more.
     """
     return _one_shot("allreduce", x, comm, op, algorithm, out, 0)
 

@@ -16,7 +16,7 @@ from collectives.choice import Choice
 from collectives.errors import CollectiveError, MismatchError, StallError
 from collectives.started import Started, close
 from collectives.table import Table
-from collectives.transport.cards import REFUSED, Card
+from collectives.transport.cards import REFUSED, WITHDRAWN, Card
 from collectives.transport.room import Room
 from collectives.watch import SPIN, Agreed, Arrival, Patience, Watch, drive, limits
 
@@ -242,11 +242,17 @@ class Session:
         """A peer may need this rank's MPI to get its earlier messages before it can come, or comes no more."""
         self.comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
         self.meanwhile()
-        if sentence := self.room.gone():
-            raise CollectiveError(sentence)
+        if gone := self.room.gone():
+            if gone.refused != REFUSED:
+                raise CollectiveError(gone.text)
+            self._go_astray(gone.text)
         if sentence := self.room.astray():
-            self._break(sentence)
-            raise MismatchError(sentence)
+            self._go_astray(sentence)
+
+    def _go_astray(self, sentence: str) -> NoReturn:
+        """Ranks have made different calls, and different numbers of them: they cannot go on as one."""
+        self._break(sentence, REFUSED)
+        raise MismatchError(sentence)
 
     def drive(self, steps: Iterator[None], what: str) -> None:
         """Run an operation to its end, or give it up."""
@@ -272,20 +278,23 @@ class Session:
             self._break(sentence)
         room.taken_back = False
 
-    def _break(self, sentence: str) -> None:
+    def _break(self, sentence: str, why: int = WITHDRAWN) -> None:
         """Nothing more can be done on this communicator, nor what was started on it and waits for its turn; who waits
         for this rank hears why."""
         if not self.broken:
             self.broken = sentence
             try:
-                self._tell_gone(sentence)
+                self._tell_gone(sentence, why)
             except KeyboardInterrupt:
-                self._tell_gone(sentence)
+                self._tell_gone(sentence, why)
                 raise
         self._give_up(CollectiveError(UNUSABLE.format(self.broken)))
 
-    def _tell_gone(self, sentence: str) -> None:
-        (self.room.go if self.watch is None else self.watch.leave)(sentence)
+    def _tell_gone(self, sentence: str, why: int) -> None:
+        if self.watch is None:
+            self.room.go(sentence, why)
+        else:
+            self.watch.leave(sentence)
 
     def run(self, steps: Iterator[None], what: str) -> None:
         """Run an operation to its end; who calls this gives up what raises, by `leave`."""

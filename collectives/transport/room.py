@@ -248,24 +248,24 @@ class Room(Desks):
             late = [rank for rank, mark in enumerate(marks) if mark == min(marks) and rank != self.rank]
         return [self.names[rank] for rank in late]
 
-    def go(self, sentence: str) -> None:
+    def go(self, sentence: str, why: int = WITHDRAWN) -> None:
         """Say why this rank does nothing more here, to those who wait for it in this operation, or in the next where it
-        has taken back its entry into this one."""
+        has taken back its entry into this one; REFUSED: as ranks have made different calls."""
         self._mine[SINCE_WORD] = self.operation + (self.withdrawn == self.operation and not self._doubtful)
-        token = self.publish(Card(sentence, refused=WITHDRAWN))
+        token = self.publish(Card(sentence, refused=why))
         if self.fence is not None:
             self.fence()
         self._mine[GONE_WORD] = token
 
-    def gone(self) -> str:
-        """What a rank has said that does nothing more here in the present operation; "" where there is none."""
+    def gone(self) -> Card | None:
+        """What a rank has said that does nothing more here in the present operation."""
         gone = [(other, words) for other, words in self._others if words[GONE_WORD]]
         if gone and self.fence is not None:
             self.fence()
         for other, words in gone:
             if words[SINCE_WORD] <= self.operation:
-                return self.card(other, words[GONE_WORD]).text
-        return ""
+                return self.card(other, words[GONE_WORD])
+        return None
 
     def astray(self) -> str:
         """Why a wait comes to no end: ranks run ahead in an operation into which another has entered; "" if not so."""

@@ -6,6 +6,7 @@ loads and stores. Rank r owns block r of the vector. Four protocols:
 
 eager    small vectors: all ranks put theirs into their slots, and each takes what it wants. One meeting. Node-shared
          arrays leave it for direct sooner than ordinary ones for staged; where ranks differ in this, staged serves.
+         A broadcast or reduce of few bytes that is called again and again needs no meeting (`ahead`).
 direct   all arrays are node-shared (`collectives.empty`): the owner writes finished blocks straight into the readers'
          arrays. n/p elements read from each source and written to each reader, no copy beside. Two meetings.
          In alltoall everybody copies its blocks from the others' arrays.
