@@ -315,9 +315,7 @@ class Session:
 
     def _stalled(self, error: StallError) -> bool:
         """Whether the operation has failed; not so if those have come meanwhile for whom this rank waited."""
-        if self.room.ahead is not None:  # in which this rank has done nothing yet
-            return True
-        if self.watch is None and not self.room.complete():
+        if self.watch is None and self.room.ahead is None and not self.room.complete():
             return self.room.withdraw(str(error))
         self._break(str(error))
         return True

@@ -28,7 +28,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from mpi4py import MPI
@@ -81,6 +81,7 @@ class Desks(Cards):
         self.pids = pids
         """The ranks' processes, where every one can reach the others' own memory (`reach`); else empty."""
         self._buffers: list[NDArray[np.uint8]] = []
+        self._places: dict[tuple[int, int, np.dtype[Any]], list[NDArray[Any]]] = {}
         words = [desk.data.cast("B").cast("Q") for desk in desks]
         self._words = words
         self._mine = words[self.rank]
@@ -156,10 +157,14 @@ class Desks(Cards):
         start = STAGES_AT + 2 * STAGE_BYTES + third * BLOCK_BYTES
         return self.desks[rank][start : start + self.block_bytes]
 
-    def place(self, rank: int, place: int) -> NDArray[np.uint8]:
-        """Where `rank` puts what it sends ahead of the others."""
-        start = PLACES_AT + place * AHEAD_BYTES
-        return self.desks[rank][start : start + AHEAD_BYTES]
+    def places(self, rank: int, nbytes: int, dtype: np.dtype[Any]) -> list[NDArray[Any]]:
+        """Where `rank` puts vectors of so many bytes that it sends ahead of the others; the same for all calls."""
+        found = self._places.get((rank, nbytes, dtype))
+        if found is None:
+            starts = range(PLACES_AT, PLACES_AT + AHEAD_DEPTH * AHEAD_BYTES, AHEAD_BYTES)
+            found = [self.desks[rank][start : start + nbytes].view(dtype) for start in starts]
+            self._places[rank, nbytes, dtype] = found
+        return found
 
     def signed(self, rank: int) -> memoryview:
         """For each of the rank's places the number of the operation whose vector lies there."""

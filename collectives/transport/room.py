@@ -65,17 +65,26 @@ class Room(Desks):
         """Whether another may have counted on the entry that this rank has taken back last."""
         self.ahead: Ahead | None = None
         """In what ranks run ahead of each other, instead of meeting."""
-        self.running: Ahead | None = None
-        """The same, where nothing else comes first."""
+        self.running = ""
+        """In what call, where nothing else comes first."""
+        self.bound = [0]
+        """The last operation that this rank can send in without looking at the takers."""
         self.patient_looks = self.spins + MOST_SPINS
         self._ran: Ahead | None = None
         self._ran_to = -1
         """In what ranks have run ahead last, and to which operation."""
+        self._row = "", 0, 0
+        """The call that has been counted last, in which operation, and how many of it came in a row."""
         self.awaited = 0
         """The operation for which this rank waits, where it waits in one that is run ahead in."""
         self.phase = 0
         self.waiting: int | None = None
         """The lane in which this rank waits for another's mark."""
+
+    def close(self) -> None:
+        """As `Desks.close`; and let go of what holds on to this room."""
+        self.ahead = self._ran = None
+        super().close()
 
     def enter(self, token: int) -> None:
         """Say: I am in the next operation, with this token. All I wrote before is visible to who sees it."""
@@ -93,12 +102,20 @@ class Room(Desks):
     def hold(self, held: bool) -> None:
         """From here on, or not, or see anew whether that is so."""
         super().hold(held)
-        self.running = None if held else self.ahead
+        self.running = "" if held or self.ahead is None else self.ahead.text
+
+    def in_a_row(self, text: str) -> int:
+        """The present operation is one of that call, in which all have met: how many of them have come in a row."""
+        before, last, count = self._row
+        count = count + 1 if (before, last) == (text, self.operation - 1) else 1
+        self._row = text, self.operation, count
+        return count
 
     def run_ahead(self, ahead: Ahead) -> None:
         """From the next operation on, all of which are that call, ranks do not meet."""
-        self.ahead = self._ran = ahead
         self.taken(self.rank)[0] = self.operation
+        self.ahead = self._ran = ahead
+        self._row, self.bound[0] = ("", 0, 0), 0
         self.hold(self._held)
 
     def caught_up(self) -> Iterator[None]:
@@ -131,6 +148,7 @@ class Room(Desks):
             signed, taken = self.signed(self.rank), self.taken(self.rank)
             signed[:], taken[:] = array("Q", bytes(signed.nbytes)), array("Q", [0])
         self.operation = self.withdrawn = 0
+        self._ran_to, self._row = -1, ("", 0, 0)
 
     def skip_to(self, operation: int, phase: int) -> None:
         """Go on, as all ranks must, after this operation and this phase, wherever this rank is."""

@@ -41,7 +41,7 @@ from collectives.table import Eager
 from collectives.transport import ahead, direct, eager, flat, reach
 from collectives.transport.ahead import Ahead
 from collectives.transport.cards import CARDS, NOWHERE, Card
-from collectives.transport.flat import MOST_OPERATIONS, NO_LINES, NOTHING, Lines, Turns, Usual
+from collectives.transport.flat import NO_LINES, NOTHING, Lines, Turns, Usual
 from collectives.transport.program import Program, Window, same
 from collectives.transport.room import Room
 from collectives.transport.staged import Staged
@@ -66,10 +66,14 @@ class MemoryPlan:
         self._trial = trial
         self._ways: list[Program | NativePlan] = []
         self._token = -CARDS
-        self._tokens: tuple[int, ...] | None = None
-        self.quick: Usual = MemoryPlan.afresh
+        self._tokens: tuple[int, ...] | None
+        self.quick: Usual
         """Begins the operation, and ends it if the others come soon: None, or the steps that are left, or HELD."""
-        self._soon: Usual = MemoryPlan.afresh
+        self._soon: Usual
+        may = ahead.serves(room, call, limits.always)
+        self.ahead = Ahead(room, call, self._x.vector, self._out.vector) if may else None
+        """The call as ranks run ahead in it, where they may."""
+        self._unsettle()
         self._program = Program()
         self._where = (arena.locate(self._x.vector), arena.locate(self._out.vector)) if shareable else (None, None)
         self.direct = None not in self._where
@@ -77,7 +81,6 @@ class MemoryPlan:
         self.eager = not self.direct and call.nbytes <= max(limits.always, limits.ordinary)
         """True where this rank brings its vector in its slot; the protocol is eager if all ranks do."""
         self._takes: Turns | None = None
-        self._ahead: Ahead | None = None
         self._early = NOTHING
         if self.eager:
             self._early = eager.puts(room, call, self._x, 0), eager.puts(room, call, self._x, 1)
@@ -86,11 +89,10 @@ class MemoryPlan:
 
     def run(self) -> Iterator[None]:
         """The operation, in steps between which there is something to wait for."""
-        room = self._room
-        if self._ahead is not None and room.ahead is self._ahead and room.operation < MOST_OPERATIONS:
-            yield from self._ahead.steps()
+        if self.ahead is not None and self.ahead.goes_on():
+            yield from self.ahead.steps()
         else:
-            yield from room.caught_up()
+            yield from self._room.caught_up()
             yield from self._begin()
 
     def afresh(self) -> Iterator[None]:
@@ -98,8 +100,6 @@ class MemoryPlan:
         return HELD if self._room.held else self._begin()
 
     def _begin(self) -> Iterator[None]:
-        if self._ahead is not None:
-            self.quick = MemoryPlan._counted
         self._bring(self._room.operation + 1 & 1)
         try:
             self._enter()
@@ -117,18 +117,21 @@ class MemoryPlan:
         left = self._soon(self)
         return _begun(self._met_soon()) if left is None else left
 
-    def _counted(self) -> Iterator[None] | None:
-        """As `_soon`, of a call that is counted, as ranks run ahead after so many."""
+    def counted(self) -> Iterator[None] | None:
+        """Begin the operation; counted, as ranks run ahead after so many."""
+        assert self.ahead is not None
+        if self._room.running == self.ahead.text:
+            self.quick = self.ahead.usual
+            return self.quick(self) or iter(())  # after which this is asked how the next one goes
         left = self._soon(self)
-        return self._count() if left is None else left
+        if left is None:
+            self.ahead.count()
+        return left
 
-    def _count(self) -> Iterator[None] | None:
-        """None, or steps, of which there are none, where the next call can be begun in another way."""
-        assert self._ahead is not None
-        if not self._ahead.count():
-            return None
-        self.quick = self._ahead.usual
-        return iter(())
+    def _unsettle(self) -> None:
+        """What the others bring is not known."""
+        self._tokens, self._soon = None, MemoryPlan.afresh
+        self.quick = MemoryPlan.afresh if self.ahead is None else MemoryPlan.counted
 
     def _settle(self) -> None:
         """See how the next operations go, while the others bring what they brought last time."""
@@ -207,8 +210,8 @@ class MemoryPlan:
         if self._takes:
             for function, arguments in self._takes[room.operation & 1]:
                 function(*arguments)
-            if self._ahead is not None:
-                self._count()
+            if self.ahead is not None:
+                self.ahead.count()
             return
         way, start = self._way(), time.perf_counter()
         yield from self._carry_out(way) if isinstance(way, Program) else way.run()
@@ -258,11 +261,11 @@ class MemoryPlan:
 
     def _bind(self, tokens: tuple[int, ...]) -> None:
         """The ranks' arrays are others than last time: read their cards and compile anew."""
-        self._tokens, self.quick, self._soon = None, MemoryPlan.afresh, MemoryPlan.afresh
+        self._unsettle()
         room, call = self._room, self._call
         cards = room.cards(tokens)
         shared = [card.x.pid != 0 and card.out.pid != 0 for card in cards]
-        self._takes, self._ahead, self._ways, self._program = None, None, [], Program()
+        self._takes, self._ways, self._program = None, [], Program()
         if all(shared):
             self._program = direct.program(room, call, self._x, self._out, cards)
         elif self.eager and not any(shared):
@@ -272,11 +275,8 @@ class MemoryPlan:
             self._bind_ordinary(cards, any(shared))
         self._tokens = tokens
         if self._takes:
-            self.quick = self._soon = self._enters(
-                *eager.lines(room, call, self._x, self._out, self._early, self._takes)
-            )
-            if ahead.serves(room, call):
-                self._ahead, self.quick = Ahead(room, call, self._x.vector, self._out.vector), MemoryPlan._counted
+            self._soon = self._enters(*eager.lines(room, call, self._x, self._out, self._early, self._takes))
+            self.quick = self._soon if self.ahead is None else MemoryPlan.counted
         else:
             self._soon = self._enters()
             self._settle()
