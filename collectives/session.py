@@ -132,6 +132,11 @@ class Session:
             if one is not None:
                 one.stall_seconds, one.timeout_seconds = stall_seconds, timeout_seconds
 
+    def meet_always(self) -> None:
+        """Calls compiled from here on return on no rank before all have come to them, for who counts on that; all ranks
+        say so at the same place."""
+        self.room.meets_always = True
+
     def _nodes(self) -> list[int]:
         """For each rank the lowest rank of its node."""
         first = np.array([min(self.room.names)], np.int64)

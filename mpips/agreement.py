@@ -45,6 +45,8 @@ class Agreement:
         self._meetings = Meetings(comm, options.stall_seconds, options.timeout_seconds, first)
         self._number = fresh_number(comm)
         self._roll = Roll(comm) if one_node else None
+        if one_node:
+            session(comm).meet_always()  # so that notes can be compared after a call
         self.calls = 0
         """Calls that this worker has said, the same as all have."""
         self._extremes = np.zeros(2, np.int64)

@@ -48,7 +48,8 @@ AFTER = 16
 def serves(room: Room, call: Call, always: int) -> bool:
     """Whether ranks may run ahead in this call, whose vectors pass through slots whatever the arrays are: up to
     `always` bytes."""
-    return room.whole and room.size > 1 and call.kind in ROOTED and 0 < call.nbytes <= min(always, AHEAD_BYTES)
+    may = room.whole and room.size > 1 and not room.meets_always
+    return may and call.kind in ROOTED and 0 < call.nbytes <= min(always, AHEAD_BYTES)
 
 
 class Ahead:

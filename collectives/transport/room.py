@@ -63,6 +63,8 @@ class Room(Desks):
         """Whether this rank has just taken back an entry."""
         self._doubtful = False
         """Whether another may have counted on the entry that this rank has taken back last."""
+        self.meets_always = False
+        """Whether ranks never run ahead of each other."""
         self.ahead: Ahead | None = None
         """In what ranks run ahead of each other, instead of meeting."""
         self.running = ""
