@@ -110,8 +110,8 @@ def allreduce(
     longer than MPIPS_TIMEOUT_SECONDS (0: never) raises `StallError`. One thread of a process may call.
 
     In long rows of the same broadcast or reduce of up to 1 KiB ranks do not wait for those who only send, or only take.
-    Who runs ahead so hears of a mismatch, or of a rank that has given up, up to 64 calls late, and the communicator
-    cannot be used any more.
+    Who runs ahead so hears of a mismatch, or of a rank that has given up, up to 64 calls late, or not at all where no
+    such calls follow; and the communicator cannot be used any more, but a `Dup` of it can.
     """
     return _one_shot("allreduce", x, comm, op, algorithm, out, 0)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NoReturn
 
+import numpy as np
 from mpi4py import MPI
 
 from collectives import arrays, catalog, native
@@ -255,6 +256,8 @@ def _compile(
 def _call(
     home: Session, kind: str, x: Vector, out: Vector, op: str, algorithm: str, in_place: bool, root: int
 ) -> Call:
+    if not isinstance(root, (int, np.integer)):
+        raise TypeError(f"root {root!r} is of type {type(root).__name__}: pass a rank's number")
     if not 0 <= root < home.size:
         raise ValueError(f"root {root} is no rank of {home.size}: choose one from 0 to {home.size - 1}")
     if x.dtype != out.dtype:

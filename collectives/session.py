@@ -16,7 +16,7 @@ from collectives.choice import Choice
 from collectives.errors import CollectiveError, MismatchError, StallError
 from collectives.started import Started, close
 from collectives.table import Table
-from collectives.transport.cards import REFUSED, WITHDRAWN, Card
+from collectives.transport.cards import REFUSED, STALLED, WITHDRAWN, Card
 from collectives.transport.room import Room
 from collectives.watch import SPIN, Agreed, Arrival, Patience, Watch, drive, limits
 
@@ -248,16 +248,16 @@ class Session:
         self.comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
         self.meanwhile()
         if gone := self.room.gone():
-            if gone.refused != REFUSED:
+            if gone.refused == WITHDRAWN:
                 raise CollectiveError(gone.text)
-            self._go_astray(gone.text)
+            self._part(gone.text, gone.refused)
         if sentence := self.room.astray():
-            self._go_astray(sentence)
+            self._part(sentence, REFUSED)
 
-    def _go_astray(self, sentence: str) -> NoReturn:
-        """Ranks have made different calls, and different numbers of them: they cannot go on as one."""
-        self._break(sentence, REFUSED)
-        raise MismatchError(sentence)
+    def _part(self, sentence: str, why: int) -> NoReturn:
+        """Ranks have made different numbers of calls, and so cannot go on as one."""
+        self._break(sentence, why)
+        raise (MismatchError if why == REFUSED else StallError)(sentence)
 
     def drive(self, steps: Iterator[None], what: str) -> None:
         """Run an operation to its end, or give it up."""
@@ -322,7 +322,7 @@ class Session:
         """Whether the operation has failed; not so if those have come meanwhile for whom this rank waited."""
         if self.watch is None and self.room.ahead is None and not self.room.complete():
             return self.room.withdraw(str(error))
-        self._break(str(error))
+        self._break(str(error), STALLED if self.room.ahead is not None else WITHDRAWN)
         return True
 
     def check_usable(self) -> None:

@@ -52,7 +52,15 @@ class Agreed(MismatchError):
 
 def limits() -> tuple[float, float]:
     """(stall_seconds, timeout_seconds) from MPIPS_STALL_SECONDS and MPIPS_TIMEOUT_SECONDS; a timeout of 0 is never."""
-    return float(os.environ.get("MPIPS_STALL_SECONDS", 60)), float(os.environ.get("MPIPS_TIMEOUT_SECONDS", 0))
+    return _seconds("MPIPS_STALL_SECONDS", 60.0), _seconds("MPIPS_TIMEOUT_SECONDS", 0.0)
+
+
+def _seconds(name: str, otherwise: float) -> float:
+    text = os.environ.get(name, str(otherwise))
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{name} is {text!r}: set a number of seconds") from None
 
 
 def disagreement(texts: Mapping[int, str]) -> str:

@@ -22,7 +22,7 @@ What the root of a broadcast and the others do at once, where nobody is late:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, cached_property
 from os import sched_yield
 from textwrap import indent
@@ -101,6 +101,18 @@ class Ahead:
     def behind(self, operation: int) -> list[int]:
         """The takers that have not done an operation."""
         return [rank for rank in self.takers if self._room.taken(rank)[0] < operation]
+
+    def held_up_by(self, late: Sequence[int], operation: int) -> list[int]:
+        """For whom those ranks wait that are late for an operation; themselves where they wait for nobody."""
+        room, found = self._room, set[int]()
+        for rank in late:
+            if rank in self.takers:
+                wanted = room.taken(rank)[0] + 1
+                others = {sender for sender in self.senders if room.signed(sender)[wanted % DEPTH] != wanted}
+            else:
+                others = {*self.behind(operation - DEPTH)}
+            found |= others or {rank}
+        return sorted(found)
 
     def sent(self, operation: int) -> bool:
         """Whether a sender has done an operation; of the last DEPTH."""

@@ -257,7 +257,7 @@ class Room(Desks):
         """Ranks of the user's communicator that have not come as far as this one."""
         if self.ahead is not None:
             late = self.ahead.late(self.awaited) if self.awaited else self.ahead.behind(self.operation)
-            return [self.names[rank] for rank in late]
+            return [self.names[rank] for rank in self.ahead.held_up_by(late, self.awaited)]
         entries, progress = self._entries[self.operation & 1], self._progress[self.phase & 1]
         late = [
             other for other in self.turn()
@@ -270,7 +270,8 @@ class Room(Desks):
 
     def go(self, sentence: str, why: int = WITHDRAWN) -> None:
         """Say why this rank does nothing more here, to those who wait for it in this operation, or in the next where it
-        has taken back its entry into this one; REFUSED: as ranks have made different calls."""
+        has taken back its entry into this one; REFUSED: as ranks have made different calls; STALLED: as it has waited
+        too long where it cannot take back its entry."""
         self._mine[SINCE_WORD] = self.operation + (self.withdrawn == self.operation and not self._doubtful)
         token = self.publish(Card(sentence, refused=why))
         if self.fence is not None:

@@ -123,6 +123,7 @@ def test_unknown_names(comm):
     assert "xor" in sentence(lambda: collectives.allreduce(x, comm, op="xor"))
     assert "gossip" in sentence(lambda: collectives.plan("gossip", x, comm))
     assert f"choose one from 0 to {P - 1}" in sentence(lambda: collectives.broadcast(x, comm, root=P))
+    assert "root '0' is of type str: pass a rank's number" in sentence(lambda: collectives.reduce(x, comm, root="0"))
     assert "mean" in sentence(lambda: collectives.allreduce(np.ones(3, int), comm, op="mean"))
     still_works(comm)
 
