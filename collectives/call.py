@@ -85,3 +85,11 @@ class Call:
         if self.kind == "reduce_scatter":
             return [owner]
         return [self.root] if self.kind == "reduce" else list(range(self.p))
+
+
+def see_root(root: Any, ranks: int) -> None:
+    """TypeError or ValueError where it is the number of none of so many ranks."""
+    if not isinstance(root, (int, np.integer)):
+        raise TypeError(f"root {root!r} is of type {type(root).__name__}: pass a rank's number")
+    if not 0 <= root < ranks:
+        raise ValueError(f"root {root} is no rank of {ranks}: choose one from 0 to {ranks - 1}")

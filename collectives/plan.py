@@ -8,12 +8,11 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NoReturn
 
-import numpy as np
 from mpi4py import MPI
 
 from collectives import arrays, catalog, native
 from collectives.arrays import Flat, Vector
-from collectives.call import REDUCING, ROOTED, Call
+from collectives.call import REDUCING, ROOTED, Call, see_root
 from collectives.choice import Choice
 from collectives.errors import CollectiveError
 from collectives.guard import Guarded, Runner
@@ -256,10 +255,7 @@ def _compile(
 def _call(
     home: Session, kind: str, x: Vector, out: Vector, op: str, algorithm: str, in_place: bool, root: int
 ) -> Call:
-    if not isinstance(root, (int, np.integer)):
-        raise TypeError(f"root {root!r} is of type {type(root).__name__}: pass a rank's number")
-    if not 0 <= root < home.size:
-        raise ValueError(f"root {root} is no rank of {home.size}: choose one from 0 to {home.size - 1}")
+    see_root(root, home.size)
     if x.dtype != out.dtype:
         raise ValueError(f"x holds {x.dtype.name} and out {out.dtype.name}: give both the same type")
     reduction = operation(op, x.dtype) if kind in REDUCING else None

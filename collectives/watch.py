@@ -40,6 +40,7 @@ NAP_SHARE = 0.02
 LOOK_SECONDS = 1e-4  # between two looks around; yields are not counted, as each may cost a slice of a busy core
 LOOK_NAPS = 16  # and at least so many naps
 HISTORY = 64
+DIFFERENT = "the ranks call different collectives, and must call the same"
 COME = ": let all call it, or name a communicator of those that do (beside a store with servers kv.layout.workers)"
 LATER = "; where they come later, raise MPIPS_TIMEOUT_SECONDS"
 _TAG = 1
@@ -69,7 +70,7 @@ def disagreement(texts: Mapping[int, str]) -> str:
     for rank in sorted(texts):
         by_text.setdefault(texts[rank], []).append(rank)
     parts = "; ".join(f"{_ranks(ranks)}: {text}" for text, ranks in by_text.items())
-    return f"the ranks call different collectives, and must call the same: {parts}"
+    return f"{DIFFERENT}: {parts}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

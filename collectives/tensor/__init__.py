@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from collectives import arrays
-from collectives.call import REDUCING, ROOTED, Call
+from collectives.call import REDUCING, ROOTED, Call, see_root
 from collectives.operations import Operation, operation
 from collectives.tensor.regular import RegularTensor
 from collectives.tensor.scheduled import ScheduledTensor
@@ -98,8 +98,7 @@ def _call(
             f"the vectors of a tensor must be of one size and type, but x has {sorted(v.size for v in x)} elements, "
             f"out {sorted(v.size for v in out)}, of {', '.join(sorted(t.name for t in types))}"
         )
-    if not 0 <= root < home.size:
-        raise ValueError(f"root {root} is no rank of {home.size}: choose one from 0 to {home.size - 1}")
+    see_root(root, home.size)
     (dtype,) = types
     reduction = operation(op, dtype) if kind in REDUCING else None
     n = out[0].size if kind == "allgather" else x[0].size

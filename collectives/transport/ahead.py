@@ -72,7 +72,7 @@ class Ahead:
 
     def count(self) -> None:
         """One more operation in which all have met is done on this rank."""
-        if self._room.in_a_row(self.text) == AFTER:
+        if self._room.count(self.text) == AFTER:
             self._room.run_ahead(self)
 
     def goes_on(self) -> bool:

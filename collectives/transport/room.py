@@ -22,7 +22,7 @@ from collectives.transport import flat
 from collectives.transport.cards import WITHDRAWN, Card
 from collectives.transport.desks import FAILED_WORD, GONE_WORD, LANES, MARKS_WORD, OFF_WORD, SINCE_WORD, Desks
 from collectives.transport.flat import MOST_OPERATIONS, NO_LINES, Lines, Usual
-from collectives.watch import disagreement
+from collectives.watch import DIFFERENT, disagreement
 
 if TYPE_CHECKING:
     import numpy as np
@@ -106,12 +106,12 @@ class Room(Desks):
         super().hold(held)
         self.running = "" if held or self.ahead is None else self.ahead.text
 
-    def in_a_row(self, text: str) -> int:
-        """The present operation is one of that call, in which all have met: how many of them have come in a row."""
+    def count(self, text: str) -> int:
+        """One more operation of that call, in which all have met, is done here; how many have come in a row."""
         before, last, count = self._row
-        count = count + 1 if (before, last) == (text, self.operation - 1) else 1
-        self._row = text, self.operation, count
-        return count
+        in_a_row = count + 1 if (before, last) == (text, self.operation - 1) else 1
+        self._row = text, self.operation, in_a_row
+        return in_a_row
 
     def run_ahead(self, ahead: Ahead) -> None:
         """From the next operation on, all of which are that call, ranks do not meet."""
@@ -298,10 +298,7 @@ class Room(Desks):
         card = self.card(rank, self._entries[operation & 1][rank] & 0xFFFFFFFF)
         if card.refused:
             return card.text
-        return (
-            f"the ranks call different collectives, and must call the same: rank {self.names[rank]}: {card.text}; "
-            f"others, as all did before: {self._ran.text}"
-        )
+        return f"{DIFFERENT}: rank {self.names[rank]}: {card.text}; others, as all did before: {self._ran.text}"
 
     def complete(self) -> bool:
         """Whether all have entered this operation, and count on each other."""

@@ -6,6 +6,18 @@ import signal
 
 import pytest
 
+from collectives.session import session
+from tests.mpi.collectives.support import PATIENCE, WORLD
+
+
+@pytest.fixture
+def comm():
+    """A communicator on which no wait is endless."""
+    made = WORLD.Dup()
+    session(made).patient(PATIENCE, PATIENCE)
+    yield made
+    made.Free()
+
 
 @pytest.fixture
 def alarm():

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-import signal
 import time
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -13,35 +13,16 @@ import collectives
 from collectives.session import session
 from collectives.transport import room
 from collectives.transport.ahead import AFTER, DEPTH
-from tests.mpi.collectives.support import RANK, WORLD, P, outcome
+from tests.mpi.collectives.support import PATIENCE, RANK, WORLD, P, outcome
+from tests.mpi.delays import put_off
 from tests.mpi.sizes import only_on
-
-LIMIT = 20.0  # seconds until a rank that waits raises
-
-
-@pytest.fixture
-def comm():
-    made = WORLD.Dup()
-    session(made).patient(LIMIT, LIMIT)
-    yield made
-    made.Free()
-
-
-def slept(seconds):
-    """From now on this rank is put off again and again, anywhere in a call."""
-    signal.signal(signal.SIGALRM, lambda number, frame: time.sleep(seconds))
-    signal.setitimer(signal.ITIMER_REAL, 0.001, 2.3 * seconds)
 
 
 @pytest.fixture(params=[0, 1])
-def put_off(request):
+def late(request):
     """One of the ranks is put off now and then: the root, or one that the root waits for."""
-    before = signal.getsignal(signal.SIGALRM)
-    if request.param == RANK:
-        slept(0.002)
-    yield
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    signal.signal(signal.SIGALRM, before)
+    with put_off(0.002, 0.0046) if request.param == RANK else nullcontext():
+        yield
 
 
 class Many:
@@ -74,7 +55,7 @@ class Many:
 
 @pytest.mark.mpi
 @only_on(2, 3, 4)
-def test_long_rows_of_calls_of_several_sorts_by_turns(comm, put_off):
+def test_long_rows_of_calls_of_several_sorts_by_turns(comm, late):
     last = P - 1
     calls = [
         Many(comm, "broadcast", 0, 1, np.float32), Many(comm, "broadcast", last, 100, np.float64, in_place=False),
@@ -94,7 +75,7 @@ def test_long_rows_of_calls_of_several_sorts_by_turns(comm, put_off):
 
 @pytest.mark.mpi
 @only_on(2, 3)
-def test_one_shot_calls(comm, put_off):
+def test_one_shot_calls(comm, late):
     x, y = np.zeros(3, np.float32), np.zeros(3, np.float32)
     wrong = 0
     for number in range(4 * AFTER + DEPTH):
@@ -162,7 +143,7 @@ def test_who_waited_too_long_is_heard_of(comm, start):
     call = Many(comm, "broadcast", 0, 2, np.float64)
     wrong = sum(call.wrong(number, start=False) for number in range(AFTER + 3))
     if RANK:
-        session(comm).patient(LIMIT, 0.3)
+        session(comm).patient(PATIENCE, 0.3)
         said = outcome(lambda: call.wrong(0, start))
     WORLD.Barrier()
     if RANK == 0:
@@ -183,7 +164,7 @@ def test_who_comes_no_more_is_named_by_all(comm, kind, who):
     call = Many(comm, kind, 0, 1, np.float32)
     for number in range(AFTER + 3):
         call.wrong(number, start=False)
-    session(comm).patient(LIMIT, 0.5)
+    session(comm).patient(PATIENCE, 0.5)
     said = ""
     if who != RANK:
         said = outcome(lambda: [call.plan() for _ in range(DEPTH + 1)])
@@ -271,7 +252,7 @@ def test_which_arrays_a_rank_brings_is_its_own_business(comm, kind, who):
 @pytest.mark.mpi
 @only_on(2, 3)
 @pytest.mark.parametrize("kind", ["broadcast", "reduce"])
-def test_many_plans_of_one_call_by_turns(comm, kind, put_off):
+def test_many_plans_of_one_call_by_turns(comm, kind, late):
     """As many as each rank likes, and now and then a call of another sort."""
     calls = [Many(comm, kind, 0, 5, np.float32) for _ in range(5)]
     other = Many(comm, "allreduce", 0, 5, np.float32)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import signal
-import time
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -15,35 +14,23 @@ from collectives.errors import CollectiveError
 from collectives.plan import TRY_BYTES
 from collectives.session import session
 from collectives.transport import reach
-from tests.mpi.collectives.support import RANK, WORLD, P
+from tests.mpi.collectives.support import RANK, P
+from tests.mpi.delays import put_off
 from tests.mpi.sizes import only_on
 
 TRIED = 3 * TRIALS + 4  # calls after which a way is kept
-LIMIT = 20.0  # seconds until a rank that waits raises
 
 
 @pytest.fixture
-def comm():
-    made = WORLD.Dup()
-    session(made).patient(LIMIT, LIMIT)
-    yield made
-    made.Free()
-
-
-@pytest.fixture
-def put_off():
+def late():
     """The last rank is put off now and then, so that the others are ahead of it anywhere in an operation."""
-    before = signal.signal(signal.SIGALRM, lambda number, frame: time.sleep(0.004))
-    if RANK == P - 1:
-        signal.setitimer(signal.ITIMER_REAL, 0.001, 0.0061)
-    yield
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    signal.signal(signal.SIGALRM, before)
+    with put_off(0.004, 0.0061) if RANK == P - 1 else nullcontext():
+        yield
 
 
 @pytest.mark.mpi
 @only_on(2, 3)
-def test_arrays_of_two_sorts_by_turns_called_and_started(comm, put_off):
+def test_arrays_of_two_sorts_by_turns_called_and_started(comm, late):
     """The last rank calls with an ordinary array and starts with a node-shared one; the others have one plan."""
     n = 60_000
     ordinary = np.empty(n, np.float32)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import signal
-import time
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 
+from tests.mpi.delays import put_off
 from tests.mpi.mpips.support import need, run
 from tests.mpi.sizes import only_on
 
@@ -24,11 +24,8 @@ def test_every_call_is_the_same_on_all_workers(options, calls):
 
     def body(kv):
         kv.init("bias", np.zeros(10, np.float32))
-        if kv.rank == 1:
-            signal.signal(signal.SIGALRM, lambda number, frame: time.sleep(0.002))
-            signal.setitimer(signal.ITIMER_REAL, 0.001, 0.0046)
         value, wrong, kept = np.zeros(10, np.float32), 0, []
-        try:
+        with put_off(0.002, 0.0046) if kv.rank == 1 else nullcontext():
             for number in range(ROUNDS):
                 gradient = np.full(10, kv.rank + number, np.float32)
                 kept.append(gradient)  # so that the next one lies elsewhere
@@ -38,8 +35,6 @@ def test_every_call_is_the_same_on_all_workers(options, calls):
                 if calls != "pushes" or number == ROUNDS - 1:
                     kv.pull("bias", value)
                     wrong += int((value != expected).sum())
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
         return wrong
 
     assert run("mpi_sync", body, **options) in (0, None)
