@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.arena import Region
-from mpips.lines import NOWHERE, Line
+from mpips.lines import Line
+from mpips.outbox import Outbox
 
 if TYPE_CHECKING:
     from mpips.short import Short
@@ -33,13 +33,8 @@ class Part:
     """Word that counts this worker's pushes read by the server; -1 where it does not contribute."""
     words: Any = None
     stored: Array | None = None
-    outbox: Array | None = None
-    """Header (its first word: blocks filled over all rounds), then a copy of what was pushed last."""
-    filled: Any = None
-    copy: Array | None = None
-    """The copy in the outbox, 1-D."""
-    growing: Region = NOWHERE
-    plain: Region = NOWHERE
+    outbox: Outbox | None = None
+    """Through which ordinary arrays go to a server of this node."""
     kept: Array | None = None
     credits: list[int] = field(default_factory=list)
     """Blocks that the server of another node has asked for."""

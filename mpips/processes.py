@@ -11,6 +11,7 @@ from mpips import layout as layouts
 from mpips import meet, world
 from mpips import options as option_table
 from mpips.connect import connect
+from mpips.cores import Seat
 from mpips.layout import Layout
 from mpips.options import OptionError, Options
 from mpips.pure import Pure
@@ -21,7 +22,7 @@ from mpips.store import KVStore
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-_open: list[Layout] = []
+_open: list[tuple[Layout, Seat]] = []
 
 
 def create(kind: str, comm: MPI.Comm | None = None, **options: Any) -> KVStore:
@@ -49,29 +50,36 @@ def create(kind: str, comm: MPI.Comm | None = None, **options: Any) -> KVStore:
         comm = MPI.COMM_WORLD
         if cause := world.lost(os.environ, MPI.Get_library_version(), comm.Get_size()):
             raise of_caller(RuntimeError(cause))
-    if any(other.num_servers for other in _open):
+    if _open:
         still = "this process has a store with servers open; close() it before the next create"
         raise of_caller(RuntimeError(still))
     layout = layouts.create(comm, word, chosen, refusal)
     if not layout.num_servers:
         return KVStore(layout, Pure(layout))
     lines, rings = connect(layout)
+    seat = Seat(layout)
     if layout.is_server:
-        Server(layout, lines, rings).serve()
+        try:
+            Server(layout, lines, rings, seat).serve()
+        finally:
+            seat.leave()
         _part(layout)
         raise SystemExit(0)
-    _open.append(layout)
+    _open.append((layout, seat))
     return KVStore(layout, Served(layout, lines))
 
 
 def closed(layout: Layout, unfinished: bool) -> None:
     """A worker's store has said goodbye: meet the others and the servers a last time, and free the communicators.
     `unfinished` as in `Layout.free`."""
-    if layout in _open:
-        _open.remove(layout)
-        _part(layout, unfinished)
-    else:
+    if not layout.num_servers:
         layout.free(unfinished)
+        return
+    for other, seat in _open:
+        assert other is layout
+        seat.leave()
+    _open.clear()
+    _part(layout, unfinished)
 
 
 def _part(layout: Layout, unfinished: bool = False) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from numpy.typing import NDArray
@@ -16,8 +16,11 @@ Array = NDArray[Any]
 class Reads(Sums):
     """The units of one server and their readers."""
 
-    def __init__(self, asynchronous: bool, staleness: int, remote: Iterable[int], threads: int) -> None:
-        super().__init__(remote, threads)
+    def __init__(
+        self, asynchronous: bool, staleness: int, remote: Iterable[int], threads: int,
+        begin_thread: Callable[[], None] | None,
+    ) -> None:  # fmt: skip
+        super().__init__(remote, threads, begin_thread)
         self.asynchronous, self.staleness = asynchronous, staleness
         self.units: dict[int, Unit] = {}
         self.gone: set[int] = set()

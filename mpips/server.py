@@ -14,13 +14,14 @@ from collectives import arena
 from collectives.arena import Region
 from mpips import compression, messages, optimizers
 from mpips.compression import Compressor
+from mpips.cores import Seat
 from mpips.layout import Layout
 from mpips.lines import TAG_FRAME, Line
 from mpips.messages import Coding, Frame, Op, UnitCard
 from mpips.remote import Blocks, Letter, Postman
 from mpips.rings import Rings
 from mpips.server_state import Replies, ServerState
-from mpips.sources import Compressed, Elements, Rows
+from mpips.sources import Compressed, Elements, Filling, Rows
 from mpips.unit import Reply, Source, Unit
 
 if TYPE_CHECKING:
@@ -36,17 +37,17 @@ VIEWS = 4096
 MOST_THREADS = 4  # more than a few cores only wait for memory
 
 
-def _threads(layout: Layout) -> int:
+def _threads(layout: Layout, cores: int) -> int:
     """Cores for a long sum: workers wait meanwhile, so the servers of a node share all that this one may use."""
     servers = range(layout.num_workers, layout.num_workers + layout.num_servers)
     here = sum(layout.same_node(layout.rank, server) for server in servers)
-    return max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) // here))
+    return max(1, min(MOST_THREADS, cores // here))
 
 
 class Server:
     """The loop of one server rank."""
 
-    def __init__(self, layout: Layout, lines: list[Line], rings: Rings | None) -> None:
+    def __init__(self, layout: Layout, lines: list[Line], rings: Rings | None, seat: Seat) -> None:
         from mpi4py import MPI
 
         self._anybody = MPI.ANY_SOURCE
@@ -56,7 +57,7 @@ class Server:
         self._remote = remote
         self._state = ServerState(
             range(layout.num_workers), layout.asynchronous, options.staleness, options.stall_seconds,
-            options.timeout_seconds, remote, _threads(layout),
+            options.timeout_seconds, remote, _threads(layout, len(seat.before)), seat.step_aside,
         )  # fmt: skip
         self._postman = Postman(layout.world, options.chunks_in_flight)
         self._compressor: Compressor | None = None
@@ -136,7 +137,7 @@ class Server:
         if source is None:
             frame = Frame._make(fields)
             source = self._source(worker, frame, self._state.units[frame.unit])
-            if isinstance(source, Elements) and source.reusable:
+            if type(source) is Elements:
                 if len(self._sources) >= VIEWS:
                     self._sources.clear()
                 self._sources[key] = source
@@ -174,11 +175,10 @@ class Server:
             return Letter(self._postman, line, worker, unit, frame, self._reader(frame, unit))
         payload = self._view(frame)
         if frame.coding == Coding.GROWING:
-            values = payload[64:].view(unit.stored.dtype)
-            filled = memoryview(payload[:8].view(np.uint64))  # type: ignore[arg-type]
-            return Elements(values, filled, (frame.round - 1) * unit.blocks)  # type: ignore[arg-type]
+            first = (frame.round - 1) * unit.blocks
+            return Filling(payload, first, unit.blocks, unit.block_elements, unit.stored.dtype)
         if frame.coding == Coding.PLAIN:
-            return Elements(payload.view(unit.stored.dtype), reusable=True)
+            return Elements(payload.view(unit.stored.dtype))
         return self._reader(frame, unit)(payload)
 
     def _reader(self, frame: Frame, unit: Unit) -> Callable[[NDArray[np.uint8]], Source]:

@@ -15,7 +15,7 @@ Asynchronous: every contribution is an update of its own, in order of arrival.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
 from mpips.optimizers import Optimizer
@@ -30,8 +30,9 @@ class ServerState(Reads):
     def __init__(
         self, workers: Sequence[int], asynchronous: bool, staleness: int = -1, stall_seconds: float = 60.0,
         timeout_seconds: float = 0.0, remote: Iterable[int] = (), threads: int = 1,
+        begin_thread: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(asynchronous, staleness, remote, threads)
+        super().__init__(asynchronous, staleness, remote, threads, begin_thread)
         self.workers = tuple(workers)
         self.stall_seconds, self.timeout_seconds = stall_seconds, timeout_seconds
         self.open: dict[int, Unit] = {}  # units with contributions that wait for others
@@ -232,9 +233,10 @@ class ServerState(Reads):
         sources: list[Source] = [queue[0] for queue in unit.queues]  # type: ignore[misc]
         try:
             if unit.accumulator is None:
-                steady = [array for source in sources if (array := source.steady) is not None]
-                if len(steady) == len(sources):
-                    return self._sum_there(unit, steady)
+                if unit.blocks == 1:
+                    steady = [array for source in sources if (array := source.steady) is not None]
+                    if len(steady) == len(sources):
+                        return self._sum_whole(unit, steady)
                 if not any(source.coded for source in sources):
                     return self._sum_blocks(unit, sources)
             if unit.accumulator is None:

@@ -6,6 +6,7 @@ On a node, a push is a frame that says where the payload lies: in the caller's o
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -18,11 +19,10 @@ from mpips.buffers import FRAME_COST
 from mpips.hearing import Task
 from mpips.keys import Key, Part
 from mpips.messages import Coding, Op
+from mpips.outbox import Outbox
 from mpips.pulls import Pulls
 
 Array = NDArray[Any]
-HEADER = 64
-
 
 class Session(Pulls):
     """Lines to all servers and the units behind them. One thread."""
@@ -60,7 +60,7 @@ class Session(Pulls):
     ) -> Task:
         """`push` to servers of this node. Who raises on the way withdraws from the parts that he has not come to."""
         waits: list[Part] = []
-        grows: list[tuple[Part, Array]] = []
+        grows: list[tuple[Part, Outbox, Array]] = []
         try:
             for part, values in payloads:
                 region = arena.locate(values) if own or values.nbytes > self._layout.options.small_bytes else None
@@ -68,17 +68,17 @@ class Session(Pulls):
                     part.line.post(Op.PUSH, part.number, round_, region, priority=priority)
                     waits.append(part)
                 else:
-                    self.outbox(key, part)
+                    outbox = self.outbox(key, part)
                     while part.words[part.mine] < round_ - 1:
                         self.check(key, round_)
                         yield
                     if part.blocks == 1:
-                        part.copy[...] = values  # type: ignore[index]
-                        part.line.post(Op.PUSH, part.number, round_, part.plain, priority=priority)
+                        outbox.slots[...] = values
+                        part.line.post(Op.PUSH, part.number, round_, outbox.plain, priority=priority)
                     else:
-                        part.filled[0] = (round_ - 1) * part.blocks
-                        part.line.post(Op.PUSH, part.number, round_, part.growing, Coding.GROWING, priority)
-                        grows.append((part, values))
+                        outbox.begin(round_)
+                        part.line.post(Op.PUSH, part.number, round_, outbox.growing, Coding.GROWING, priority)
+                        grows.append((part, outbox, values))
                 part.said = round_
         except BaseException as error:
             self._fill(grows)
@@ -108,28 +108,21 @@ class Session(Pulls):
             return
         yield from self._payloads.send(key, part, payload, round_, Op.PUSH, priority, coding, count, alone)
 
-    def outbox(self, key: Key, part: Part) -> Array:
-        """The copy in a part's outbox, which is made where there is none yet."""
-        if part.copy is not None:
-            return part.copy
-        part.outbox = arena.empty(HEADER + (part.stop - part.start) * key.dtype.itemsize, np.uint8)
-        part.copy = part.outbox[HEADER:].view(key.dtype)
-        part.filled = memoryview(part.outbox[:8].view(np.uint64))  # type: ignore[arg-type]
-        growing, plain = arena.locate(part.outbox), arena.locate(part.copy)
-        assert growing is not None
-        assert plain is not None
-        part.growing, part.plain = growing, plain
-        return part.copy
+    def outbox(self, key: Key, part: Part) -> Outbox:
+        """A part's outbox, which is made where there is none yet."""
+        if part.outbox is None:
+            size = part.stop - part.start
+            part.outbox = Outbox(part.words, size, part.blocks, part.block_elements, key.dtype)
+        return part.outbox
 
-    def _fill(self, grows: list[tuple[Part, Array]]) -> None:
-        """Copy into outboxes block by block, in turns over the servers, each block counted as soon as it is there."""
-        for block in range(max((part.blocks for part, _ in grows), default=0)):
-            for part, values in grows:
-                if block >= part.blocks:
-                    continue
-                start, stop = block * part.block_elements, (block + 1) * part.block_elements
-                part.copy[start:stop] = values[start:stop]  # type: ignore[index]
-                part.filled[0] += 1
+    def _fill(self, grows: list[tuple[Part, Outbox, Array]]) -> None:
+        """Copy into outboxes block by block, in turns over the servers and, where workers share a core, over them, so
+        that a server finds every worker's block in the cache."""
+        for block in range(max((part.blocks for part, _, _ in grows), default=0)):
+            for part, outbox, values in grows:
+                if block < part.blocks:
+                    outbox.put(block, values[block * part.block_elements : (block + 1) * part.block_elements])
+                    os.sched_yield()
 
     def set(self, pairs: Iterable[tuple[Key, Array]]) -> Task:
         """Give keys their first values; for one worker, before anybody uses them."""

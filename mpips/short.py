@@ -151,10 +151,11 @@ class OneBlock:
         """How to push a copy of the array, which is made."""
         copy = self._copy
         if copy is None:
-            copy = self._copy = self._session.outbox(self._key, self._part).reshape(self._key.shape)
+            copy = self._copy = self._session.outbox(self._key, self._part).slots.reshape(self._key.shape)
         copy[...] = array
         if priority not in self._copies:
-            self._copies = {priority: packed(self._part, self._part.plain, priority)}
+            plain = self._session.outbox(self._key, self._part).plain
+            self._copies = {priority: packed(self._part, plain, priority)}
         return self._copies[priority]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
@@ -21,14 +21,16 @@ Replies = list[Reply]
 class Sums:
     """Arithmetic of one server; `remote`: workers of other nodes, who are told when a contribution has been read.
 
-    `threads`: cores that it may use for long sums at once.
+    `threads`: cores that it may use for long sums at once; `begin_thread` is called first on each of the others.
     """
 
-    def __init__(self, remote: Iterable[int], threads: int = 1) -> None:
+    def __init__(
+        self, remote: Iterable[int], threads: int = 1, begin_thread: Callable[[], None] | None = None
+    ) -> None:
         self.remote = frozenset(remote)
         self.optimizer: Optimizer | None = None
         self._threads = threads
-        self._pool = ThreadPoolExecutor(threads - 1) if threads > 1 else None
+        self._pool = ThreadPoolExecutor(threads - 1, initializer=begin_thread) if threads > 1 else None
         self._scratch = [np.empty(0, np.uint8)] * threads
 
     def _finish(self, unit: Unit) -> Replies:
@@ -40,12 +42,10 @@ class Sums:
             self._scratch[thread] = np.empty(size * dtype.itemsize, np.uint8)
         return self._scratch[thread][: size * dtype.itemsize].view(dtype)
 
-    def _sum_there(self, unit: Unit, arrays: Sequence[Array]) -> tuple[bool, Replies]:
-        """Sum and apply contributions that are all there: one block, or the next ones."""
-        if unit.blocks == 1:
-            size = unit.stored.size
-            return True, self._apply(unit, self._sum(unit, arrays, 0, size), 0, size)
-        return True, self._sum_run(unit, arrays, min(unit.block + BURST * self._threads, unit.blocks))
+    def _sum_whole(self, unit: Unit, arrays: Sequence[Array]) -> tuple[bool, Replies]:
+        """Sum and apply the only block of contributions that are all there."""
+        size = unit.stored.size
+        return True, self._apply(unit, self._sum(unit, arrays, 0, size), 0, size)
 
     def _sum_blocks(self, unit: Unit, sources: Sequence[Source]) -> tuple[bool, Replies]:
         """Sum and apply those of the next blocks that are there."""
@@ -57,9 +57,9 @@ class Sums:
             stop += 1
         if stop == unit.block:
             return False, []
-        return True, self._sum_run(unit, [source.part(0, 0, unit.stored.size) for source in sources], stop)
+        return True, self._sum_run(unit, sources, stop)
 
-    def _sum_run(self, unit: Unit, arrays: Sequence[Array], stop: int) -> Replies:
+    def _sum_run(self, unit: Unit, sources: Sequence[Source], stop: int) -> Replies:
         """Sum and apply the blocks from the next to `stop`, in shares of at least two blocks on all threads at once."""
         first = unit.block
         if self.optimizer is not None and first == 0:
@@ -67,12 +67,12 @@ class Sums:
         shares = self._threads if stop - first >= 2 * self._threads else 1
         cuts = [first + (stop - first) * share // shares for share in range(shares + 1)]
         others = [
-            self._pool.submit(self._sum_share, unit, arrays, range(cuts[thread], cuts[thread + 1]), thread)
+            self._pool.submit(self._sum_share, unit, sources, range(cuts[thread], cuts[thread + 1]), thread)
             for thread in range(1, shares)
             if self._pool is not None
         ]
         try:
-            self._sum_share(unit, arrays, range(first, cuts[1]), 0)
+            self._sum_share(unit, sources, range(first, cuts[1]), 0)
         finally:
             wait(others)
         for other in others:
@@ -83,11 +83,11 @@ class Sums:
         unit.words[0] = unit.round * unit.blocks + stop
         return []
 
-    def _sum_share(self, unit: Unit, arrays: Sequence[Array], blocks: range, thread: int) -> None:
+    def _sum_share(self, unit: Unit, sources: Sequence[Source], blocks: range, thread: int) -> None:
         """Sum and apply some blocks; thread 0, which has the first ones, tells readers of each."""
         for block in blocks:
             start, stop = unit.bounds(block)
-            total = self._sum(unit, [array[start:stop] for array in arrays], start, stop, thread)
+            total = self._sum(unit, [source.part(block, start, stop) for source in sources], start, stop, thread)
             if total is not None:
                 self._renew(unit, start, stop, total)
             if not thread and block + 1 < unit.blocks:

@@ -38,18 +38,26 @@ class Machine:
         return [(reply.worker, reply.text) for reply in self.said if reply.what == what]
 
 
-class Arriving(Elements):
+class Growing(Elements):
+    """Blocks in memory of the node, there as far as `there` says."""
+
+    def __init__(self, array, there):
+        super().__init__(array)
+        self.steady, self.there = None, there
+
+    def ready(self, block):
+        return block < self.there[0]
+
+
+class Arriving(Growing):
     """Blocks that come as messages: each is there once, in order, as far as `there` says."""
 
     local = False
     complete = False
 
     def __init__(self, array, there):
-        super().__init__(array)
-        self.steady, self.there, self.taken, self.dropped = None, there, 0, False
-
-    def ready(self, block):
-        return block < self.there[0]
+        super().__init__(array, there)
+        self.taken, self.dropped = 0, False
 
     def part(self, block, start, stop):
         assert block == self.taken, (block, self.taken)

@@ -13,7 +13,7 @@ from mpips import compression
 from mpips.optimizers import SGD, Adam, Add
 from mpips.row_sparse import RowSparse
 from mpips.sources import Compressed, Elements, Rows
-from tests.unit.mpips.machine import WORKERS, Arriving, Machine
+from tests.unit.mpips.machine import WORKERS, Arriving, Growing, Machine
 
 
 def test_a_round_is_complete_when_all_have_pushed():
@@ -63,7 +63,7 @@ def test_blocks_are_published_one_by_one():
     machine = Machine()
     filled = [0]
     for worker in range(WORKERS):
-        machine.push(worker, Elements(np.ones(10, np.float32), filled if worker == 1 else None))
+        machine.push(worker, Growing(np.ones(10, np.float32), filled) if worker == 1 else 1)
     seen = []
     for _ in range(3):
         filled[0] += 1
@@ -82,7 +82,7 @@ def test_several_threads_change_no_bit(size, block, threads, optimizer):
             machine.state.set_optimizer(optimizer)
         for round_ in values:
             for worker, value in enumerate(round_):
-                machine.push(worker, Elements(value, [1000] if worker and size % 2 else None))
+                machine.push(worker, Growing(value, [1000]) if worker and size % 2 else Elements(value))
             machine.work()
         assert machine.unit.words == [3 * machine.unit.blocks, 3, 3, 3]
         ends.append(machine.unit.stored)

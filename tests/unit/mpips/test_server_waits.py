@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from mpips.optimizers import Add
-from mpips.sources import Elements
-from tests.unit.mpips.machine import WORKERS, Arriving, Machine
+from tests.unit.mpips.machine import WORKERS, Arriving, Growing, Machine
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -52,7 +51,7 @@ def test_what_has_begun_to_count_in_an_asynchronous_store_is_finished():
     machine = Machine(workers=2, asynchronous=True)
     machine.state.set_optimizer(Add())
     there = [1]
-    machine.push(0, Elements(np.full(10, 1, "f4"), there))
+    machine.push(0, Growing(np.full(10, 1, "f4"), there))
     assert machine.work() == [1] * 4 + [0] * 6
     machine.push(1, 10)
     machine.refuse(0, "given up", 1)
@@ -98,7 +97,7 @@ def test_a_round_that_has_begun_to_count_is_not_given_up():
     machine = Machine(stall_seconds=1, timeout_seconds=3)
     there = [2]
     for worker in range(WORKERS):
-        machine.push(worker, Elements(np.ones(10, np.float32), there))
+        machine.push(worker, Growing(np.ones(10, np.float32), there))
     assert machine.work() == [3] * 8 + [0] * 2
     assert machine.state.tick(100.0) == []
     there[0] = 3

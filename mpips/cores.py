@@ -1,0 +1,52 @@
+"""Cores for the processes of a store on a node that has more processes than cores.
+
+Who waits there gives his core away at every look, which the kernel takes for work: it may leave both servers on one
+core, and those who wait for them on the other, for seconds. So each process gets one core, in turn, unless a launcher
+has bound any of them before; servers, the last ranks, then have different ones.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import msgspec
+
+from mpips import meet
+from mpips.layout import Layout
+
+Cores = frozenset[int]
+
+
+def spread(allowed: Sequence[Cores]) -> list[int] | None:
+    """A core for each process of a node, from the cores that each may use; None where they stay as they are."""
+    cores = sorted(allowed[0])
+    if len(set(allowed)) > 1 or not 1 < len(cores) < len(allowed):
+        return None
+    return [cores[index % len(cores)] for index in range(len(allowed))]
+
+
+class Seat:
+    """The core of this process, until it leaves."""
+
+    def __init__(self, layout: Layout) -> None:
+        """Collective over the layout's ranks; blocking."""
+        self.before: Cores = frozenset(os.sched_getaffinity(0))
+        mine = msgspec.msgpack.encode(sorted(self.before))
+        every = [frozenset(msgspec.msgpack.decode(data)) for data in meet.exchange(layout.world, mine, "mpips.create")]
+        node = [rank for rank in range(len(every)) if layout.same_node(rank, layout.rank)]
+        cores = spread([every[rank] for rank in node])
+        self.own = frozenset([cores[node.index(layout.rank)]]) if cores else self.before
+        self._take(self.own)
+
+    def step_aside(self) -> None:
+        """The calling thread leaves this process' core to its main thread, where it has but that one."""
+        self._take(self.before - self.own or self.before)
+
+    def leave(self) -> None:
+        """The process runs where it ran before."""
+        self._take(self.before)
+
+    def _take(self, cores: Cores) -> None:
+        if cores != frozenset(os.sched_getaffinity(0)):
+            os.sched_setaffinity(0, cores)

@@ -1,0 +1,93 @@
+"""A worker's copy of what it pushes, in node-shared memory; the server sums it while it is still being filled.
+
+A copy of many blocks would leave the cache before it is written the next time, and every line of it would be fetched
+only to be overwritten. So a block goes where one has lain that the server has summed: a few slots serve, as long as all
+workers push side by side and the server keeps up. Where it does not, the next block takes a slot more, and a push never
+waits for a worker that comes late.
+
+In memory: word 0 counts blocks filled over all rounds, the words from `PLACES` on hold the slot of each block, and then
+come the slots. Works where the processor keeps the order of stores (`rings.usable`).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives import arena
+from collectives.arena import Region
+from mpips.lines import NOWHERE
+
+Array = NDArray[Any]
+PLACES = 8
+PATIENCE = 8
+"""A server that has begun to sum is waited for so many times as long as it took to fill what is there."""
+
+
+def header_bytes(blocks: int) -> int:
+    """Of the words before the slots."""
+    return -(-(PLACES + blocks) * 8 // 64) * 64
+
+
+class Outbox:
+    """One part's, of `size` elements in `blocks` blocks of `block_elements`; `words[0]` is the server's progress."""
+
+    def __init__(self, words: Any, size: int, blocks: int, block_elements: int, dtype: np.dtype) -> None:
+        self._words, self._blocks, self._step = words, blocks, block_elements
+        header = header_bytes(blocks)
+        elements = size if blocks == 1 else blocks * block_elements
+        memory = arena.empty(header + elements * dtype.itemsize, np.uint8)
+        self._mine = memoryview(memory[:header].view(np.uint64))  # type: ignore[arg-type]
+        self.slots: Array = memory[header:].view(dtype)
+        """1-D; of a part of one block: all of it."""
+        self.growing: Region = arena.locate(memory) or NOWHERE
+        self.plain: Region = arena.locate(self.slots) or NOWHERE
+        self._before = self._used = self._summed = 0
+        self._free: list[int] = []
+        self._began = 0.0
+        self._patient = False
+
+    def begin(self, round_: int) -> None:
+        """What follows is for this round; the server has read all that was there before."""
+        self._before = self._mine[0] = (round_ - 1) * self._blocks
+        self._used = self._summed = 0
+        self._free.clear()
+        self._began, self._patient = time.perf_counter(), True
+
+    def put(self, block: int, values: Array) -> None:
+        """Copy the next block in and count it."""
+        slot = self._slot(block)
+        self.slots[slot * self._step : slot * self._step + values.size] = values
+        self._mine[PLACES + block] = slot
+        self._mine[0] += 1
+
+    def _slot(self, block: int) -> int:
+        """One that the server has summed, if it sums; else another."""
+        if not self._look() and self._summed and self._patient:
+            self._patient = self._wait()
+        if self._free:
+            return self._free.pop()
+        self._used += 1
+        return self._used - 1
+
+    def _look(self) -> bool:
+        """Whether there is a free slot."""
+        summed = self._words[0] - self._before
+        while self._summed < summed:
+            self._free.append(self._mine[PLACES + self._summed])
+            self._summed += 1
+        return bool(self._free)
+
+    def _wait(self) -> bool:
+        """Wait for a slot a little; whether there is one."""
+        now = time.perf_counter()
+        until = now + PATIENCE * (now - self._began)
+        while not self._look():
+            if time.perf_counter() > until:
+                return False
+            os.sched_yield()
+        return True
