@@ -24,6 +24,8 @@ from mpips.lines import NOWHERE
 
 Array = NDArray[Any]
 PLACES = 8
+WARM = 3
+"""Slots that are taken before a server is waited for: as many blocks are filled and summed at a time."""
 PATIENCE = 8
 """A server that has begun to sum is waited for so many times as long as it took to fill what is there."""
 
@@ -67,7 +69,7 @@ class Outbox:
 
     def _slot(self, block: int) -> int:
         """One that the server has summed, if it sums; else another."""
-        if not self._look() and self._summed and self._patient:
+        if not self._look() and self._used >= WARM and self._summed and self._patient:
             self._patient = self._wait()
         if self._free:
             return self._free.pop()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from mpips.optimizers import Optimizer
 from mpips.row_sparse import RowSparse, merge, update_rows
+from mpips.team import Team
 from mpips.unit import Reply, Source, Unit
 
 BURST = 4  # blocks done before the server listens again
@@ -29,8 +30,7 @@ class Sums:
     ) -> None:
         self.remote = frozenset(remote)
         self.optimizer: Optimizer | None = None
-        self._threads = threads
-        self._pool = ThreadPoolExecutor(threads - 1, initializer=begin_thread) if threads > 1 else None
+        self._team, self._alone = Team(threads, begin_thread), Team(1)
         self._scratch = [np.empty(0, np.uint8)] * threads
 
     def _finish(self, unit: Unit) -> Replies:
@@ -52,7 +52,7 @@ class Sums:
         if not all(source.local for source in sources):
             return self._sum_arriving(unit, sources)
         stop = unit.block
-        limit = min(stop + BURST * self._threads, unit.blocks)
+        limit = min(stop + BURST * self._team.threads, unit.blocks)
         while stop < limit and all(source.ready(stop) for source in sources):
             stop += 1
         if stop == unit.block:
@@ -60,38 +60,26 @@ class Sums:
         return True, self._sum_run(unit, sources, stop)
 
     def _sum_run(self, unit: Unit, sources: Sequence[Source], stop: int) -> Replies:
-        """Sum and apply the blocks from the next to `stop`, in shares of at least two blocks on all threads at once."""
+        """Sum and apply the blocks from the next to `stop`, on all threads at once where each has two or more."""
         first = unit.block
         if self.optimizer is not None and first == 0:
             self._next_step(unit)
-        shares = self._threads if stop - first >= 2 * self._threads else 1
-        cuts = [first + (stop - first) * share // shares for share in range(shares + 1)]
-        others = [
-            self._pool.submit(self._sum_share, unit, sources, range(cuts[thread], cuts[thread + 1]), thread)
-            for thread in range(1, shares)
-            if self._pool is not None
-        ]
-        try:
-            self._sum_share(unit, sources, range(first, cuts[1]), 0)
-        finally:
-            wait(others)
-        for other in others:
-            other.result()
+        team = self._team if stop - first >= 2 * self._team.threads else self._alone
+        team.share(partial(self._sum_block, unit, sources), range(first, stop))
         unit.block = stop
         if stop == unit.blocks:
             return self._finish(unit)
         unit.words[0] = unit.round * unit.blocks + stop
         return []
 
-    def _sum_share(self, unit: Unit, sources: Sequence[Source], blocks: range, thread: int) -> None:
-        """Sum and apply some blocks; thread 0, which has the first ones, tells readers of each."""
-        for block in blocks:
-            start, stop = unit.bounds(block)
-            total = self._sum(unit, [source.part(block, start, stop) for source in sources], start, stop, thread)
-            if total is not None:
-                self._renew(unit, start, stop, total)
-            if not thread and block + 1 < unit.blocks:
-                unit.words[0] = unit.round * unit.blocks + block + 1
+    def _sum_block(self, unit: Unit, sources: Sequence[Source], block: int, thread: int) -> None:
+        """Sum and apply a block; thread 0, which has the first ones, tells readers of each."""
+        start, stop = unit.bounds(block)
+        total = self._sum(unit, [source.part(block, start, stop) for source in sources], start, stop, thread)
+        if total is not None:
+            self._renew(unit, start, stop, total)
+        if not thread and block + 1 < unit.blocks:
+            unit.words[0] = unit.round * unit.blocks + block + 1
 
     def _sum_arriving(self, unit: Unit, sources: Sequence[Source]) -> tuple[bool, Replies]:
         """Sum one block whose contributions come as messages; goes on later where one is not there yet."""
