@@ -59,7 +59,7 @@ def check(
     for name in names:
         if reason := _refusal(collective, name, ranks):
             raise click.UsageError(f"--algorithms {name}: {reason}")
-    _fits(sizes, largest, 1 if collective == "overlap" else least_arrays(collective, names, kinds))
+    _fits(sizes, largest, 1 if collective == "overlap" else least_arrays(collective, kinds))
     return Wanted(element, counts, names, kinds)
 
 

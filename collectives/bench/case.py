@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -43,12 +44,10 @@ to write as many. An allreduce in place reads the p vectors once and writes them
 all, an allgather reads one, a broadcast in place reads one and writes p - 1."""
 
 
-def least_arrays(kind: str, algorithms: list[str], arrays: list[str]) -> int:
-    """How many arrays of the larger buffer's size a rank holds at once, at least, while these are timed: every
-    candidate has its own, and the bare copy two. Those of the MPI's calls and of gloo, which may be left out, are not
-    counted."""
-    candidates = sum(algorithm != "gloo" for algorithm in algorithms) * len(arrays)
-    return 2 + candidates * (2 if kind in ("reduce", "alltoall") else 1)
+def least_arrays(kind: str, arrays: list[str]) -> int:
+    """How many arrays of the larger buffer's size a rank holds at once, at least, while these are timed: those of each
+    kind, and the two of the bare copy."""
+    return 2 + len(set(arrays)) * (2 if kind in ("reduce", "alltoall") else 1)
 
 
 class Candidate(NamedTuple):
@@ -62,7 +61,8 @@ class Candidate(NamedTuple):
     predicted: float | None
 
 
-class Case(NamedTuple):
+@dataclass(frozen=True)
+class Case:
     """A collective of `n` elements of `dtype` in its larger buffer, on every rank of `comm`."""
 
     kind: str
@@ -70,6 +70,7 @@ class Case(NamedTuple):
     dtype: np.dtype[Any]
     n: int
     comm: MPI.Comm
+    _arrays: dict[str, tuple[NDArray[Any], NDArray[Any]]] = field(default_factory=dict)
 
     @property
     def bounds(self) -> list[int]:
@@ -77,7 +78,13 @@ class Case(NamedTuple):
         return [int(cut(self.n, self.comm.size, r)) for r in range(self.comm.size + 1)]
 
     def arrays(self, array: str) -> tuple[NDArray[Any], NDArray[Any]]:
-        """(source, result) of zeros, the same array where the collective works in place."""
+        """(source, result) of zeros, the same array where the collective works in place. All candidates get the same:
+        which pages an array has, and how they share the caches, is luck that must meet all alike."""
+        if array not in self._arrays:
+            self._arrays[array] = self._make(array)
+        return self._arrays[array]
+
+    def _make(self, array: str) -> tuple[NDArray[Any], NDArray[Any]]:
         blocks = np.diff(self.bounds)
         own = int(blocks[self.comm.rank])
         sizes = {
@@ -134,7 +141,7 @@ class Case(NamedTuple):
         source, result = self.arrays("ordinary")
         call = rivals.gloo_call(self.kind, self.op, self.comm, source)
         op = "sum" if self.op == "mean" else self.op  # gloo has no mean; dividing is not timed
-        check = self._replace(op=op)._check(call, source, result)
+        check = replace(self, op=op)._check(call, source, result)
         return Candidate("gloo", "ordinary", call, check, lambda: None, None)
 
     def _check(self, run: Callable[[], object], source: NDArray[Any], result: NDArray[Any]) -> Callable[[], int]:

