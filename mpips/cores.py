@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 
 import msgspec
 
@@ -49,4 +50,5 @@ class Seat:
 
     def _take(self, cores: Cores) -> None:
         if cores != frozenset(os.sched_getaffinity(0)):
-            os.sched_setaffinity(0, cores)
+            with suppress(OSError):  # where a container forbids it, all stays as it is
+                os.sched_setaffinity(0, cores)
