@@ -48,14 +48,43 @@ class Region(NamedTuple):
 
 
 class _FreeList:
-    """Half-open free intervals of one segment; best fit, neighbours merge."""
+    """Half-open free intervals of one segment; best fit, neighbours merge. What is taken tells what is free where an
+    interrupt has come between two steps of either."""
 
     def __init__(self, size: int) -> None:
-        self._by_size: list[tuple[int, int]] = [(size, 0)]
-        self._end_of: dict[int, int] = {0: size}
-        self._start_of: dict[int, int] = {size: 0}
+        self._size = size
+        self._taken: dict[int, int] = {}
+        self._mend()
 
     def take(self, nbytes: int) -> int | None:
+        try:
+            start = self._find(nbytes)
+            if start is not None:
+                self._taken[start] = nbytes
+            return start
+        except BaseException:
+            self._mend()
+            raise
+
+    def give(self, start: int, nbytes: int) -> None:
+        try:
+            del self._taken[start]
+            self._join(start, start + nbytes)
+        except BaseException:
+            self._mend()
+            raise
+
+    def _mend(self) -> None:
+        self._by_size: list[tuple[int, int]] = []
+        self._end_of: dict[int, int] = {}
+        self._start_of: dict[int, int] = {}
+        begin = 0
+        for start, nbytes in [*sorted(self._taken.items()), (self._size, 0)]:
+            if start > begin:
+                self._insert(begin, start)
+            begin = start + nbytes
+
+    def _find(self, nbytes: int) -> int | None:
         index = bisect.bisect_left(self._by_size, (nbytes, -1))
         if index == len(self._by_size):
             return None
@@ -65,8 +94,7 @@ class _FreeList:
             self._insert(start + nbytes, start + size)
         return start
 
-    def give(self, start: int, nbytes: int) -> None:
-        end = start + nbytes
+    def _join(self, start: int, end: int) -> None:
         if start in self._start_of:
             before = self._start_of[start]
             self._remove(before, start)

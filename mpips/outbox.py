@@ -27,7 +27,8 @@ PLACES = 8
 WARM = 3
 """Slots that are taken before a server is waited for: as many blocks are filled and summed at a time."""
 PATIENCE = 8
-"""A server that has begun to sum is waited for so many times as long as it took to fill what is there."""
+PATIENCE_SECONDS = 1e-2
+"""A server that sums is waited for so many times as long as it took to fill what is there, at most so long."""
 
 
 def header_bytes(blocks: int) -> int:
@@ -60,17 +61,25 @@ class Outbox:
         self._free.clear()
         self._began, self._patient = time.perf_counter(), True
 
-    def put(self, block: int, values: Array) -> None:
+    @property
+    def filled(self) -> int:
+        """How many blocks of the round are there."""
+        return int(self._mine[0] - self._before)
+
+    def put(self, values: Array) -> None:
         """Copy the next block in and count it."""
-        slot = self._slot(block)
+        slot = self._slot()
         self.slots[slot * self._step : slot * self._step + values.size] = values
-        self._mine[PLACES + block] = slot
+        self._mine[PLACES + self.filled] = slot
         self._mine[0] += 1
 
-    def _slot(self, block: int) -> int:
+    def _slot(self) -> int:
         """One that the server has summed, if it sums; else another."""
         if not self._look() and self._used >= WARM and self._summed and self._patient:
             self._patient = self._wait()
+        if self._used == self._blocks and not self._free:  # an interrupt has lost one between here and `put`
+            kept = {self._mine[PLACES + block] for block in range(self._summed, self.filled)}
+            self._free = [slot for slot in range(self._blocks) if slot not in kept]
         if self._free:
             return self._free.pop()
         self._used += 1
@@ -78,16 +87,17 @@ class Outbox:
 
     def _look(self) -> bool:
         """Whether there is a free slot."""
-        summed = self._words[0] - self._before
+        summed = min(self._words[0] - self._before, self.filled)  # of a round that has failed, all at once
         while self._summed < summed:
-            self._free.append(self._mine[PLACES + self._summed])
+            slot = self._mine[PLACES + self._summed]
             self._summed += 1
+            self._free.append(slot)
         return bool(self._free)
 
     def _wait(self) -> bool:
         """Wait for a slot a little; whether there is one."""
         now = time.perf_counter()
-        until = now + PATIENCE * (now - self._began)
+        until = now + min(PATIENCE * (now - self._began), PATIENCE_SECONDS)
         while not self._look():
             if time.perf_counter() > until:
                 return False

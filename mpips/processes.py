@@ -22,7 +22,8 @@ from mpips.store import KVStore
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-_open: list[tuple[Layout, Seat]] = []
+_open: list[Seat] = []
+"""That of the store with servers, where this process has one open."""
 
 
 def create(kind: str, comm: MPI.Comm | None = None, **options: Any) -> KVStore:
@@ -65,7 +66,7 @@ def create(kind: str, comm: MPI.Comm | None = None, **options: Any) -> KVStore:
             seat.leave()
         _part(layout)
         raise SystemExit(0)
-    _open.append((layout, seat))
+    _open.append(seat)
     return KVStore(layout, Served(layout, lines))
 
 
@@ -75,10 +76,7 @@ def closed(layout: Layout, unfinished: bool) -> None:
     if not layout.num_servers:
         layout.free(unfinished)
         return
-    for other, seat in _open:
-        assert other is layout
-        seat.leave()
-    _open.clear()
+    _open.pop().leave()
     _part(layout, unfinished)
 
 

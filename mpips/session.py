@@ -28,11 +28,17 @@ class Session(Pulls):
     """Lines to all servers and the units behind them. One thread."""
 
     def push_long(self, key: Key, array: Array, priority: int) -> Task:
-        """Push where the short way (`mpips.short`) does not do."""
+        """Push where the short way (`mpips.short`) does not do. Nothing is begun before the first step."""
         flat = array.reshape(-1)
         payloads = [(part, flat[part.start : part.stop]) for part in key.pushes]
-        round_ = self.begin(key)
-        return self.withdrawing(key, round_, key.pushes, self.push(key, round_, payloads, priority, True))
+        before = key.round
+        try:
+            round_ = self.begin(key)
+            yield from self.push(key, round_, payloads, priority, True)
+        except BaseException as error:
+            if key.round != before:
+                self.break_off(key, key.round, key.pushes, error)
+            raise
 
     def push(
         self, key: Key, round_: int, payloads: Sequence[tuple[Part, Array]], priority: int, wait: bool,
@@ -80,12 +86,11 @@ class Session(Pulls):
                         part.line.post(Op.PUSH, part.number, round_, outbox.growing, Coding.GROWING, priority)
                         grows.append((part, outbox, values))
                 part.said = round_
-        except BaseException as error:
             self._fill(grows)
+        except BaseException as error:
+            self._fill(grows)  # the rest, as the servers count on it
             self.break_off(key, round_, [part for part, _ in payloads], error)
             raise
-        if grows:
-            self._fill(grows)
         if wait and not own:
             for part in waits:
                 while part.words[part.mine] < round_:
@@ -120,8 +125,8 @@ class Session(Pulls):
         that a server finds every worker's block in the cache."""
         for block in range(max((part.blocks for part, _, _ in grows), default=0)):
             for part, outbox, values in grows:
-                if block < part.blocks:
-                    outbox.put(block, values[block * part.block_elements : (block + 1) * part.block_elements])
+                if outbox.filled <= block < part.blocks:
+                    outbox.put(values[block * part.block_elements : (block + 1) * part.block_elements])
                     os.sched_yield()
 
     def set(self, pairs: Iterable[tuple[Key, Array]]) -> Task:

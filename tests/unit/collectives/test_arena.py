@@ -146,3 +146,40 @@ def test_what_is_no_shape_is_refused_as_numpy_does(shape):
 @pytest.mark.parametrize("shape", [3, (2, 3), [2, 2], np.int64(4), (0,), ()])
 def test_what_numpy_takes_for_a_shape_is_one(shape):
     assert arena.empty(shape, np.float32).shape == np.empty(shape, np.float32).shape
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["taking", "giving"])
+def test_an_interrupt_between_any_two_steps_keeps_the_free_list_whole(given):
+    for step in range(1, 60):
+        free, taken = arena._FreeList(1000), {}
+        for nbytes in (100, 50, 200, 10, 300, 60, 100):
+            taken[free.take(nbytes)] = nbytes
+        starts = sorted(taken)
+        for start in starts[1::2]:
+            free.give(start, taken.pop(start))
+        steps = iter(range(1, 1000))
+
+        def interrupt(frame, event, argument, steps=steps, step=step):
+            if frame.f_code.co_name in ("_find", "_join", "_insert", "_remove") and next(steps) == step:
+                raise KeyboardInterrupt
+            return interrupt
+
+        sys.settrace(interrupt)
+        try:
+            if given:
+                free.give(starts[2], taken[starts[2]])
+            else:
+                taken[free.take(40)] = 40
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+        if given:
+            del taken[starts[2]]
+        while (start := free.take(7)) is not None:
+            taken[start] = 7
+        ends = [start + nbytes for start, nbytes in sorted(taken.items())]
+        assert all(end <= start for end, start in zip(ends, sorted(taken)[1:])) and ends[-1] <= 1000
+        for start, nbytes in taken.items():
+            free.give(start, nbytes)
+        assert free.take(1000) == 0

@@ -29,7 +29,8 @@ class Worker:
         return Filling(memory, (self.round - 1) * BLOCKS, BLOCKS, STEP, np.dtype(np.float32))
 
     def put(self, block):
-        self.outbox.put(block, self.values[block * STEP : (block + 1) * STEP])
+        assert self.outbox.filled == block
+        self.outbox.put(self.values[block * STEP : (block + 1) * STEP])
 
     def reads(self, source, block):
         start, stop = block * STEP, min(SIZE, (block + 1) * STEP)
@@ -85,3 +86,27 @@ def test_what_was_summed_before_this_round_frees_nothing():
     for block in range(BLOCKS):
         worker.put(block)
     assert len(worker.slots(source)) == BLOCKS
+
+
+def test_a_slot_that_an_interrupt_has_lost_is_found_again():
+    worker = Worker()
+    for lost in range(3):
+        source = worker.begin()
+        for block in range(BLOCKS):
+            if block <= lost:
+                worker.outbox._slot()
+            worker.put(block)
+        assert all(worker.reads(source, block) for block in range(BLOCKS))
+        worker.words[0] = worker.round * BLOCKS
+
+
+def test_a_round_that_fails_while_it_is_filled_frees_only_what_was_filled():
+    worker = Worker()
+    source = worker.begin()
+    for block in range(BLOCKS):
+        worker.outbox._mine[outbox.PLACES + block] = 1000 + block  # as memory is that had another use before
+    for block in range(BLOCKS):
+        if block == 3:
+            worker.words[0] = BLOCKS
+        worker.put(block)
+        assert worker.reads(source, block)
