@@ -24,6 +24,7 @@ from mpips.pulls import Pulls
 
 Array = NDArray[Any]
 
+
 class Session(Pulls):
     """Lines to all servers and the units behind them. One thread."""
 
@@ -88,8 +89,10 @@ class Session(Pulls):
                 part.said = round_
             self._fill(grows)
         except BaseException as error:
-            self._fill(grows)  # the rest, as the servers count on it
-            self.break_off(key, round_, [part for part, _ in payloads], error)
+            try:
+                self._fill(grows)  # the rest, as the servers count on it
+            finally:
+                self.break_off(key, round_, [part for part, _ in payloads], error)
             raise
         if wait and not own:
             for part in waits:
