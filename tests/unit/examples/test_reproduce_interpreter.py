@@ -40,7 +40,7 @@ def test_what_is_no_python_or_lacks_a_package(tmp_path: Path) -> None:
     for file in (false, bare):
         file.chmod(0o755)
     assert f"{str(false)!r} is no Python that works" in given("--python", str(false))
-    assert f"{str(bare)!r} has no torch: install both there" in given("--python", sys.executable, "--gloo", str(bare))
+    assert f"{str(bare)!r} has no torch: it needs" in given("--python", sys.executable, "--gloo", str(bare))
 
 
 def test_an_environment_without_an_mpi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
