@@ -32,7 +32,7 @@ PATIENCE_SECONDS = 1e-2
 
 
 def header_bytes(blocks: int) -> int:
-    """Of the words before the slots."""
+    """Bytes of the words before the slots, in whole cache lines."""
     return -(-(PLACES + blocks) * 8 // 64) * 64
 
 

@@ -52,9 +52,9 @@ class _Other:
 
     def __init__(self, number: int, begin: Callable[[], None] | None) -> None:
         self._number, self._begin = number, begin
-        self._gate, self._end = threading.Lock(), threading.Lock()
+        self._gate, self._done = threading.Lock(), threading.Lock()
         self._gate.acquire()
-        self._end.acquire()
+        self._done.acquire()
         self._task: tuple[Work, deque[int]] | None = None
         self._error: Exception | None = None
         self._begun = False
@@ -68,7 +68,7 @@ class _Other:
 
     def wait(self) -> Exception | None:
         """Until it finds nothing left; what it has raised."""
-        self._end.acquire()
+        self._done.acquire()
         return self._error
 
     def end(self) -> None:
@@ -90,4 +90,4 @@ class _Other:
                 self._error = error
                 task[1].clear()
             del task
-            self._end.release()
+            self._done.release()

@@ -19,9 +19,9 @@ def end(job: str) -> int:
     ended: set[int] = set()
     quiet = 0
     for _ in range(MOST_LOOKS):
-        found = {process for process in _processes() if _killed(process, mark)}
-        ended |= found
-        quiet = 0 if found else quiet + 1
+        killed = {process for process in _processes() if _killed(process, mark)}
+        ended |= killed
+        quiet = 0 if killed else quiet + 1
         if quiet == 2:
             break
         time.sleep(LOOK_SECONDS)

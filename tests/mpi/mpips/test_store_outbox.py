@@ -1,6 +1,5 @@
 """Ordinary arrays of many blocks go through few slots: every round counts what was pushed, whoever is late."""
 
-import os
 import signal
 import time
 from contextlib import contextmanager, suppress
@@ -10,7 +9,6 @@ import pytest
 
 import mpips
 from collectives.errors import CollectiveError
-from mpips.cores import spread
 from tests.mpi.delays import put_off
 from tests.mpi.mpips.support import WORLD, need, run
 
@@ -126,19 +124,3 @@ def test_keys_in_another_order_on_every_worker():
         return wrong
 
     assert not run("dist_sync", body, servers=1, block_bytes=4096)
-
-
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("bound", [False, True])
-def test_processes_that_share_cores_have_one_each_until_they_close(bound):
-    before = os.sched_getaffinity(0)
-    if bound and WORLD.rank == WORLD.size - 1:
-        os.sched_setaffinity(0, {min(before)})
-    mine = os.sched_getaffinity(0)
-    seen = run("dist_sync", lambda kv: os.sched_getaffinity(0), servers=1)
-    after = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, before)
-    assert after == mine
-    every = WORLD.allgather(frozenset(mine))
-    wanted = spread(every)
-    assert seen is None or seen == ({wanted[WORLD.rank]} if wanted else mine)
