@@ -15,6 +15,7 @@ from mpips.team import Team
 from mpips.unit import Reply, Source, Unit
 
 BURST = 4  # blocks done before the server listens again
+PIECE_BYTES = 1 << 18  # of a sum that is read again for every contribution: in a core's own cache beside one of these
 Array = NDArray[Any]
 Replies = list[Reply]
 
@@ -109,9 +110,12 @@ class Sums:
             total = unit.stored[start:stop]
         else:
             total = self._scratch_block(unit.stored.dtype, stop - start, thread)
-        np.add(parts[0], parts[1], out=total)
-        for part in parts[2:]:
-            np.add(total, part, out=total)
+        if len(parts) == 2 or total.nbytes <= PIECE_BYTES:
+            _add(parts, total)
+        else:
+            step = max(1, PIECE_BYTES // total.itemsize)
+            for at in range(0, total.size, step):
+                _add([part[at : at + step] for part in parts], total[at : at + step])
         return None if self.optimizer is None else total
 
     def _apply(self, unit: Unit, total: Array | None, start: int, stop: int) -> Replies:
@@ -232,3 +236,10 @@ class Sums:
         self._update(unit, start, stop, source.part(unit.block, start, stop))
         unit.block += 1
         return True, unit.block == unit.blocks
+
+
+def _add(parts: Sequence[Array], total: Array) -> None:
+    """The sum of two or more parts, added from first to last."""
+    np.add(parts[0], parts[1], out=total)
+    for part in parts[2:]:
+        np.add(total, part, out=total)
