@@ -35,6 +35,14 @@ class Short(Protocol):
 
     def push(self, array: Array, priority: int) -> Task | None: ...
 
+    def post(self, array: Array, priority: int) -> Task | None:
+        """Push, but without waiting until the servers have read what they read in place."""
+        ...
+
+    def read(self) -> Task | None:
+        """Wait until they have, after a `post` that left nothing."""
+        ...
+
     def pull(self, out: Array) -> Task | None: ...
 
     def pushpull(self, array: Array, out: Array, priority: int) -> Task | None:
@@ -100,7 +108,7 @@ class OneBlock:
     """A key that is one block on one server."""
 
     __slots__ = (
-        "_copies", "_copy", "_frames", "_key", "_line", "_mine", "_part", "_session", "_stored", "_words",
+        "_copies", "_copy", "_frames", "_key", "_lent", "_line", "_mine", "_part", "_session", "_stored", "_words",
     )  # fmt: skip
 
     def __init__(self, session: Session, key: Key, part: Part, small_bytes: int) -> None:
@@ -109,6 +117,7 @@ class OneBlock:
         self._words, self._mine, self._line = part.words, part.mine, part.line
         self._frames = Frames([part]) if key.nbytes > small_bytes else None
         self._stored = part.stored.reshape(key.shape)
+        self._lent = False
         self._copy: Array | None = None
         self._copies: dict[int, tuple[Again, bytes]] = {}
 
@@ -116,7 +125,19 @@ class OneBlock:
         key = self._key
         if key.failed or self._words[self._mine] != key.round:
             return self._session.push_long(key, array, priority)
-        if not self._post(array, priority) or came(self._words, self._mine, key.round):
+        self._post(array, priority)
+        return self.read()
+
+    def post(self, array: Array, priority: int) -> Task | None:
+        key = self._key
+        if key.failed or self._words[self._mine] != key.round:
+            return self._session.push_long(key, array, priority)
+        self._post(array, priority)
+        return None
+
+    def read(self) -> Task | None:
+        key = self._key
+        if not self._lent or came(self._words, self._mine, key.round):
             return None
         return self._session.drained(key, key.round, [self._part])
 
@@ -134,9 +155,10 @@ class OneBlock:
         self._post(array, priority)  # who can read the result knows that the server has read the array
         return self.pull(out)
 
-    def _post(self, array: Array, priority: int) -> bool:
-        """Contribute; whether the array itself is read, so that it must stay as it is."""
+    def _post(self, array: Array, priority: int) -> None:
+        """Contribute; where the array itself is read, it must stay as it is."""
         frames = self._frames.of(array, priority) if self._frames is not None else None
+        self._lent = bool(frames)
         post, frame = frames[0] if frames else self._copied(array, priority)
         key = self._key
         key.round += 1
@@ -145,7 +167,6 @@ class OneBlock:
         except BaseException as error:
             self._session.break_off(key, key.round, [self._part], error)
             raise
-        return bool(frames)
 
     def _copied(self, array: Array, priority: int) -> tuple[Again, bytes]:
         """How to push a copy of the array, which is made."""
@@ -169,10 +190,11 @@ class Blocks:
         self._frames = Frames(key.parts)
 
     def push(self, array: Array, priority: int) -> Task | None:
+        left = self.post(array, priority)
+        return self.read() if left is None else left
+
+    def read(self) -> Task | None:
         key, parts = self._key, self._key.parts
-        left = self._post(array, priority)
-        if left is not None:
-            return left
         for part in parts:
             if not came(part.words, part.mine, key.round):
                 return self._session.drained(key, key.round, parts)
@@ -195,11 +217,10 @@ class Blocks:
         return None
 
     def pushpull(self, array: Array, out: Array, priority: int) -> Task | None:
-        left = self._post(array, priority) if apart(array, out) else self.push(array, priority)
+        left = self.post(array, priority) if apart(array, out) else self.push(array, priority)
         return self.pull(out) if left is None else then_pull(self._session, self._key, left, out)
 
-    def _post(self, array: Array, priority: int) -> Task | None:
-        """Contribute; the array must stay as it is until the servers have read it, or the task has ended."""
+    def post(self, array: Array, priority: int) -> Task | None:
         key = self._key
         frames = None if self._small or key.failed else self._frames.of(array, priority)
         if not frames:

@@ -6,7 +6,6 @@ import atexit
 from collections.abc import Generator, Hashable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
@@ -20,6 +19,7 @@ from mpips.layout import Layout
 from mpips.operations import CLOSED, Operations
 from mpips.optimizers import Optimizer
 from mpips.pure import Pure
+from mpips.quick import Quick
 from mpips.row_sparse import RowSparse
 from mpips.served import Served
 
@@ -44,6 +44,7 @@ class KVStore:
         self._engine = Engine(options.stall_seconds, options.timeout_seconds, level >= MPI.THREAD_SERIALIZED)
         self._keys: dict[Name, Key] = {}
         self._operations = Operations(layout, backend, self._engine, self._keys)
+        self._quick = Quick(self._keys, self._engine, self._operations)
         self._talk = self._operations.talk
         self._assembly = Assembly(layout, self._talk, self._meet, backend.one_node)
         self._optimizer: Optimizer | None = None
@@ -171,11 +172,8 @@ class KVStore:
         Without an optimizer the stored value becomes the sum over all workers. A value may be an `mpips.RowSparse`.
         Raises ValueError or TypeError on bad arguments; the other workers then raise the same sentence.
         """
-        record = self._quick(key, value, priority)
-        if record is None:
+        if not self._quick.push(key, value, priority):
             self._operations.do("push", key, value, None, priority)
-        else:
-            self._quick_push(record, value, priority)
 
     def ipush(self, key: Any, value: Any, priority: int = 0, turns: Sequence[Hashable] = ()) -> Handle:
         """`push` that returns a handle at once; the arrays must stay as they are until it is done.
@@ -194,11 +192,8 @@ class KVStore:
 
     def pull(self, key: Any, out: Any, priority: int = 0, ignore_sparse: bool = True) -> None:
         """Write the keys' values into `out`, after this worker's pushes of them; returns when they are there."""
-        record = self._quick(key, out, priority)
-        if record is None or not out.flags.writeable:
+        if not self._quick.pull(key, out, priority):
             self._operations.do("pull", key, None, out, priority)
-        else:
-            self._quick_pull(record, out, priority)
 
     def ipull(self, key: Any, out: Any, priority: int = 0, turns: Sequence[Hashable] = ()) -> Handle:
         """`pull` that returns a handle at once; `out` holds the values when it is done."""
@@ -206,11 +201,8 @@ class KVStore:
 
     def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
         """`push` and `pull` in one, into `value` where `out` is None; returns when the result is there."""
-        record = self._quick(key, value, priority)
-        if record is None or not self._quick_target(key, value, out):
+        if not self._quick.pushpull(key, value, out, priority):
             self._operations.do("pushpull", key, value, out, priority)
-        else:
-            self._quick_pushpull(record, value, value if out is None else out, priority)
 
     def ipushpull(
         self, key: Any, value: Any, out: Any = None, priority: int = 0, turns: Sequence[Hashable] = ()
@@ -252,41 +244,6 @@ class KVStore:
             processes.closed(self._layout, self._backend.unfinished)
 
     # ---- inside
-
-    def _quick(self, key: Any, array: Any, priority: int = 0) -> Key | None:
-        """The key, where a call for one plain array can take the short way; all others go the long one."""
-        if type(array) is not np.ndarray or type(key) not in (str, int) or not self._engine.idle:
-            return None
-        record = self._keys.get(key)
-        if record is None or record.short is None or array.shape != record.shape or array.dtype != record.dtype:
-            return None
-        if priority != 0 and (type(priority) is not int or priority.bit_length() > arguments.PRIORITY_BITS):
-            return None
-        return record if array.flags.c_contiguous and self._talk.debt is None else None
-
-    def _quick_target(self, key: Any, value: Any, out: Any) -> bool:
-        """Whether the result of a short pushpull can be written."""
-        return value.flags.writeable if out is None else self._quick(key, out) is not None and out.flags.writeable
-
-    def _quick_push(self, key: Key, array: Array, priority: int) -> None:
-        self._operations.count(key.name)
-        assert key.short is not None
-        left = key.short.push(array, priority)
-        if left is not None:
-            self._run([key.name], left, priority, "push")
-
-    def _quick_pull(self, key: Key, array: Array, priority: int) -> None:
-        assert key.short is not None
-        left = key.short.pull(array)
-        if left is not None:
-            self._operations.run([key.name], left, priority, "pull", "pull")
-
-    def _quick_pushpull(self, key: Key, array: Array, out: Array, priority: int) -> None:
-        self._operations.count(key.name)
-        assert key.short is not None
-        left = key.short.pushpull(array, out, priority)
-        if left is not None:
-            self._operations.run([key.name], left, priority, "pushpull", "pushpull")
 
     def _settle(self) -> None:
         """Finish what is under way, so that a setting counts from the next push on."""

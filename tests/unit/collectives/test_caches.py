@@ -23,7 +23,10 @@ def test_of_a_cache_that_many_share_a_part_counts(real):
     assert corrected(480 * MIB, real, {}) == {VARIABLE: f"glibc.cpu.x86_non_temporal_threshold={24 * MIB:#x}"}
 
 
-@pytest.mark.parametrize("believed, real", [(24 * MIB, 480 * MIB), (32 * MIB, 32 * MIB), (0, 32 * MIB), (-1, 32 * MIB), (384 * MIB, 0)])
+@pytest.mark.parametrize(
+    "believed, real",
+    [(24 * MIB, 480 * MIB), (32 * MIB, 32 * MIB), (0, 32 * MIB), (-1, 32 * MIB), (384 * MIB, 0)],
+)
 def test_a_cache_that_is_right_or_unknown_is_left_alone(believed, real):
     assert corrected(believed, real, {}) == {}
 

@@ -1,0 +1,155 @@
+"""Calls with plain arrays, one or a list, that need none of the checks and tasks of `operations`: the short way of each
+key (`mpips.short`), in a synchronous store whose servers are on this node."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.errors import StallError
+from mpips import arguments
+from mpips.arguments import Name
+from mpips.engine import Engine
+from mpips.keys import Key
+from mpips.operations import Operations
+from mpips.session import Task, together
+
+Array = NDArray[Any]
+LISTS = (list, tuple)
+
+
+class Quick:
+    """Every call returns whether it has been made; nothing has been done where it has not. `known`: initialised keys.
+
+    Of a list all keys are pushed before one is waited for, as other workers may have another order; then they are
+    pulled in turn. A key that fails is raised when the others have been done.
+    """
+
+    def __init__(self, known: Mapping[Name, Key], engine: Engine, operations: Operations) -> None:
+        self._known, self._engine, self._operations, self._talk = known, engine, operations, operations.talk
+
+    def push(self, key: Any, value: Any, priority: int) -> bool:
+        record = self._one(key, value, priority)
+        if record is None:
+            return type(key) in LISTS and self._push_all(key, value, priority)
+        self._operations.count(key)
+        left = record.short.push(value, priority)  # type: ignore[union-attr]
+        if left is not None:
+            self._operations.run([record.name], left, priority, "push")
+        return True
+
+    def pull(self, key: Any, out: Any, priority: int) -> bool:
+        record = self._one(key, out, priority)
+        if record is None or not out.flags.writeable:
+            return type(key) in LISTS and self._pull_all(key, out, priority)
+        left = record.short.pull(out)  # type: ignore[union-attr]
+        if left is not None:
+            self._operations.run([record.name], left, priority, "pull", "pull")
+        return True
+
+    def pushpull(self, key: Any, value: Any, out: Any, priority: int) -> bool:
+        record = self._one(key, value, priority)
+        if record is None:
+            return type(key) in LISTS and self._pushpull_all(key, value, out, priority)
+        if not (value.flags.writeable if out is None else self._one(key, out) is record and out.flags.writeable):
+            return False
+        self._operations.count(key)
+        left = record.short.pushpull(value, value if out is None else out, priority)  # type: ignore[union-attr]
+        if left is not None:
+            self._operations.run([record.name], left, priority, "pushpull", "pushpull")
+        return True
+
+    # ---- lists
+
+    def _push_all(self, keys: Sequence[Any], values: Any, priority: int) -> bool:
+        records = self._all(keys, values, priority)
+        if records is None:
+            return False
+        self._operations.count(keys)
+        self._contribute(records, values, priority, True)
+        return True
+
+    def _pull_all(self, keys: Sequence[Any], outs: Any, priority: int) -> bool:
+        records = self._all(keys, outs, priority)
+        if records is None or not _writeable(outs):
+            return False
+        self._take(records, outs, priority, "pull")
+        return True
+
+    def _pushpull_all(self, keys: Sequence[Any], values: Any, outs: Any, priority: int) -> bool:
+        records = self._all(keys, values, priority)
+        apart = outs is not None  # then an array to be written may be one that a server still reads for another key
+        if apart and self._all(keys, outs, priority) is None:
+            return False
+        outs = outs if apart else values
+        if records is None or not _writeable(outs):
+            return False
+        self._operations.count(keys)
+        self._contribute(records, values, priority, apart)
+        self._take(records, outs, priority, "pushpull")
+        return True
+
+    def _contribute(self, records: Sequence[Key], values: Sequence[Array], priority: int, wait: bool) -> None:
+        """Push; with `wait` until all arrays may be overwritten."""
+        left: list[tuple[Name, Task]] = []
+        posted = []
+        for record, value in zip(records, values):
+            task = record.short.post(value, priority)  # type: ignore[union-attr]
+            if task is None:
+                posted.append(record)
+            else:
+                left.append((record.name, task))
+        for record in posted if wait else ():
+            task = record.short.read()  # type: ignore[union-attr]
+            if task is not None:
+                left.append((record.name, task))
+        if left:
+            self._operations.run([name for name, _ in left], together([task for _, task in left]), priority, "push")
+
+    def _take(self, records: Sequence[Key], outs: Sequence[Array], priority: int, what: str) -> None:
+        """Pull."""
+        failure: Exception | None = None
+        for record, out in zip(records, outs):
+            left = record.short.pull(out)  # type: ignore[union-attr]
+            if left is None:
+                continue
+            try:
+                self._operations.run([record.name], left, priority, what, what)
+            except StallError:
+                raise
+            except (ValueError, TypeError, RuntimeError) as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+    # ---- what can be made so
+
+    def _one(self, key: Any, array: Any, priority: int = 0) -> Key | None:
+        """The key, where a call for one plain array can be made."""
+        if type(array) is not np.ndarray or type(key) not in (str, int) or not self._engine.idle:
+            return None
+        record = self._known.get(key)
+        if record is None or record.short is None or array.shape != record.shape or array.dtype != record.dtype:
+            return None
+        if priority != 0 and (type(priority) is not int or priority.bit_length() > arguments.PRIORITY_BITS):
+            return None
+        return record if array.flags.c_contiguous and self._talk.debt is None else None
+
+    def _all(self, keys: Sequence[Any], arrays: Any, priority: int) -> list[Key] | None:
+        """The keys, where a call for one plain array each can be made."""
+        if not keys or type(arrays) not in LISTS or len(arrays) != len(keys):
+            return None
+        records = []
+        for key, array in zip(keys, arrays):
+            record = self._one(key, array, priority)
+            if record is None:
+                return None
+            records.append(record)
+        return records if len(set(keys)) == len(keys) else None
+
+
+def _writeable(arrays: Sequence[Array]) -> bool:
+    return all(array.flags.writeable for array in arrays)
