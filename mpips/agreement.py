@@ -64,7 +64,7 @@ class Agreement:
         """Whether calls are noted before and compared after; else they are compared before."""
         return self._roll is not None
 
-    def guarded(self, card: Card, text: str, call: Callable[[], object]) -> Generator[None, None, str | None]:
+    def guarded(self, card: Card, text: str, call: Callable[[], object]) -> Generator[bool | None, None, str | None]:
         """See that all make the same call, `text`: None, or else what to say where `explain` finds no difference.
 
         On one node the call is made within; it is a function, or a generator. Between nodes it is yet to be made.
@@ -72,7 +72,7 @@ class Agreement:
         if self._roll is None:
             self.compare(text)
             while (same := self.compared()) is None:
-                yield
+                yield False
             return None if same else ""
         self.calls += 1
         self._roll.note(text)

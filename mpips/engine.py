@@ -1,6 +1,7 @@
 """Operations under way, off the training thread: dependencies first, then priority, errors where the user waits.
 
-An operation is a function, or a generator that yields whenever it has to wait; it names what it reads and what it
+An operation is a function, or a generator that yields whenever it has to wait, True where it has gone on since the
+last time; it names what it reads and what it
 mutates (MXNET-MPI, section 3.1, `Engine.push(fn, read, mutate)`, sections 4.2.2 and 4.2.3 for pushes and pulls). At
 most one thread advances operations at a time: the communication thread, which sleeps between two looks, or a thread
 inside `wait()`, which looks without sleeping at first and so answers sooner. So MPI_THREAD_SERIALIZED is enough as long
@@ -23,7 +24,7 @@ from typing import Any
 from mpips.dependencies import Tracker
 from mpips.meet import Pause
 
-Task = Generator[None, None, Any]
+Task = Generator[bool | None, None, Any]
 Work = Task | Callable[[], Any]
 
 DUTY = 24
@@ -175,8 +176,8 @@ class Engine:
             return
         pause = self.pause(what, look)
         try:
-            for _ in task:
-                pause()
+            for moved in task:
+                pause.restart() if moved else pause()
         finally:
             task.close()  # at once, not when the last who holds the error forgets it
 

@@ -15,7 +15,7 @@ from mpips.lines import TAG_FRAME, Line
 from mpips.messages import Frame, Op
 from mpips.payloads import Payloads
 
-Task = Generator[None, None, None]
+Task = Generator[bool | None, None, None]
 GOODBYE_SECONDS = 5.0  # a server that has ended says nothing any more
 EVENTS = 256  # bad calls remembered
 
@@ -154,7 +154,7 @@ class Hearing:
                     self.check(key, key.round)
                 else:
                     self.listen()
-                yield
+                yield False
 
     def refuse(self, key: Key, sentence: str, event: str) -> None:
         """Tell the servers that this worker cannot contribute to the key's round, which then fails for all others; the
@@ -217,12 +217,12 @@ class Hearing:
         self.lines[server].post_body(messages.encode(request), Op.CONTROL, token=self._tokens)
         return self._tokens
 
-    def request(self, server: int, request: Any) -> Generator[None, None, Any]:
+    def request(self, server: int, request: Any) -> Generator[bool | None, None, Any]:
         """Ask one server something typed and return its answer; ValueError with the server's sentence if it refuses."""
         token = self.order(server, request)
         while token not in self._answers:
             self.listen()
-            yield
+            yield False
         data, failed = self._answers.pop(token)
         if failed:
             raise ValueError(data.decode())

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 Array = NDArray[Any]
-Task = Generator[None, None, None]
+Task = Generator[bool | None, None, None]
 SHORT_BYTES = 8 << 10
 """Up to here one message from everybody to rank 0 is taken for faster than two rounds of smaller ones."""
 
@@ -29,7 +29,7 @@ _to_nobody: list[MPI.Request] = []
 def until(request: MPI.Request) -> Task:
     """Wait for one request."""
     while not request.Test():
-        yield
+        yield False
 
 
 def _add(parts: Mapping[int, Array], out: Array) -> None:
@@ -49,7 +49,7 @@ def _all(receives: list[MPI.Request], sends: list[MPI.Request]) -> Task:
     requests = receives + sends
     try:
         while not MPI.Request.Testall(requests):
-            yield
+            yield False
     except BaseException:
         _give_up(receives)
         _to_nobody.extend(request for request in sends if request)

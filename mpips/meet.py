@@ -48,6 +48,10 @@ class Pause:
         self._describe, self._stall, self._timeout = describe, stall_seconds, timeout_seconds
         self._warned = False
 
+    def restart(self) -> None:
+        """What was waited for so far has come; another wait begins."""
+        self.waited, self._count, self._start, self._warned = 0.0, 0, 0.0, False
+
     def __call__(self) -> None:
         self._count += 1
         if self._count < YIELDS:

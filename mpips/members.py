@@ -18,7 +18,7 @@ from mpips.lines import Line
 from mpips.session import Session, Task
 
 Array = NDArray[Any]
-Failing = Generator[None, None, CollectiveError | None]
+Failing = Generator[bool | None, None, CollectiveError | None]
 
 
 class Nameless(MismatchError):
@@ -122,7 +122,7 @@ class Members:
             agreement.look()
             for _ in steps:
                 agreement.look()
-                yield
+                yield False
         except BaseException as error:
             if not isinstance(error, CollectiveError):
                 agreement.give_up(f"its {what} of {key.name!r}", error)
@@ -138,19 +138,19 @@ class Members:
         failure: CollectiveError | None = None
         while 0 in key.shape and same is None:  # no message of the members holds back what goes to the servers
             same = agreement.compared()
-            yield
+            yield False
         try:
             for _ in task if same is not False else ():
                 same = agreement.compared() if same is None else same
                 if same is False:
                     break
-                yield
+                yield False
         except CollectiveError as error:
             failure = error
         while same is None:
             same = agreement.compared()
             if same is None:
-                yield
+                yield False
         if not same:
             task.close()
             self._disagree(agreement, card, "")

@@ -23,7 +23,7 @@ from mpips.served import Served
 from mpips.session import together
 from mpips.talk import RECENT, Talk
 
-Task = Generator[None, None, Any]
+Task = Generator[bool | None, None, Any]
 CLOSED = "the store is closed: make another one with mpips.create"
 
 
@@ -70,7 +70,7 @@ class Operations:
 
     def _read(self, keys: Sequence[Key], push: Handle) -> Task:
         while not push.done:
-            yield
+            yield False
         if push.error is None:
             yield from self._backend.settle(keys)
 
@@ -182,6 +182,8 @@ class Operations:
             self._backend.calling = [later.key.name for later in made[index:]]
             try:
                 yield from self._one(call, priority)
+                if index + 1 < len(made):
+                    yield True
             except CollectiveError as error:
                 for later, round_ in list(zip(made, before))[index + 1 :] if self._backend.calling else ():
                     if later.payload is not None and later.key.round == round_:

@@ -24,7 +24,7 @@ from mpips.remote import ALONG
 from mpips.tags import pull_tag, push_tag
 
 Array = NDArray[Any]
-Task = Generator[None, None, None]
+Task = Generator[bool | None, None, None]
 
 
 class Payloads:
@@ -74,6 +74,7 @@ class Payloads:
         part.line.post(op, part.number, round_, region, coding, priority, count)
         try:
             while len(sends) < blocks:
+                moved = bool(part.credits)
                 for block in part.credits:
                     sends.append(self._isend(part, data[block * size : (block + 1) * size]))
                 part.credits.clear()
@@ -81,7 +82,7 @@ class Payloads:
                     if self._has_failed(key, round_, alone):
                         self._give_up_sending(key, part, round_, sends, data, None)
                         return
-                    yield
+                    yield moved
         except BaseException as error:
             self._give_up_sending(key, part, round_, sends, data, error)
             raise
@@ -90,7 +91,7 @@ class Payloads:
             self.decline(part)
         yield from self._sent(sends, data)
 
-    def _turn(self, key: Key, part: Part, data: Array, round_: int, alone: bool) -> Generator[None, None, bool]:
+    def _turn(self, key: Key, part: Part, data: Array, round_: int, alone: bool) -> Generator[bool | None, None, bool]:
         """Wait until the server has room, behind earlier parts of the key, which it reads without this one: so they end
         in turn, and are answered while later ones come. Behind another key's, workers could wait for each other. False
         where the round has failed meanwhile."""
@@ -102,7 +103,7 @@ class Payloads:
                 if self._has_failed(key, round_, alone):
                     self._withdraw(key, round_, [part], None)  # a failed round, too, ends when all have come to it
                     return False
-                yield
+                yield False
         except BaseException as error:
             self._withdraw(key, round_, [part], error)
             raise
@@ -138,8 +139,10 @@ class Payloads:
     def _sent(self, sends: list[Any], data: Array) -> Task:
         """Wait until MPI has taken the messages out of `data`."""
         try:
+            left = len(sends)
             while sends := pending(sends):
-                yield
+                yield len(sends) < left
+                left = len(sends)
         finally:
             if sends:
                 self._discard(sends, data)

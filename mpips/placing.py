@@ -60,7 +60,7 @@ class Placing(Members):
             self._undo(keys, cards)
             raise
 
-    def _create(self, keys: Sequence[Key], cards: dict[int, list[UnitCard]]) -> Generator[None, None, bytes]:
+    def _create(self, keys: Sequence[Key], cards: dict[int, list[UnitCard]]) -> Generator[bool | None, None, bytes]:
         """Tell the servers; where each has put its units. ValueError where one cannot."""
         answers: list[Any] = []
         for server, new in cards.items():
@@ -82,8 +82,8 @@ class Placing(Members):
         self._drop(keys)
 
     def _from_rank_0(
-        self, task: Generator[None, None, bytes | None], what: str
-    ) -> Generator[None, None, bytes]:
+        self, task: Generator[bool | None, None, bytes | None], what: str
+    ) -> Generator[bool | None, None, bytes]:
         """Rank 0 does it; every worker learns what it returns, or raises what made it fail."""
         assert self.layout.meetings is not None
         done, failure = b"", ""

@@ -34,7 +34,7 @@ class Pulls(Hearing):
                     for part in parts:
                         if not part.local:
                             part.line.post(Op.PULL, part.number, key.round)
-                yield
+                yield False
         except BaseException:
             for part in parts if asked else ():
                 if not part.local:
@@ -59,9 +59,9 @@ class Pulls(Hearing):
         """Copy what the servers have finished, behind them. Nothing is overwritten before this worker's next push."""
         before = key.round - 1
         copied = [0] * len(parts)
-        left = len(parts)
+        left, moved = len(parts), False
         while left:
-            moved = False
+            went_on, moved = moved, False
             for index, part in enumerate(parts):
                 done = copied[index]
                 if done >= part.blocks:
@@ -77,7 +77,7 @@ class Pulls(Hearing):
                 moved = True
             if not moved:
                 self.check(key)
-                yield
+                yield went_on
         self.check(key)
 
     def _ask(self, key: Key, flat: Array, parts: list[Part], asked: bool) -> Task:
@@ -94,7 +94,7 @@ class Pulls(Hearing):
         receives = [request for _, requests, _ in coming for request in requests]
         patient = self._layout.asynchronous  # a push that failed does not keep the server from granting
         try:
-            while waiting or receives:
+            while left := len(waiting) + len(receives):
                 if patient:
                     self.listen()
                 else:
@@ -106,7 +106,7 @@ class Pulls(Hearing):
                 waiting = [part for part in waiting if not part.granted]
                 receives = pending(receives)
                 if waiting or receives:
-                    yield
+                    yield len(waiting) + len(receives) < left
         finally:
             self._give_up(waiting, coming if receives else [])
         self.check(key)
@@ -129,7 +129,7 @@ class Pulls(Hearing):
             part.line.post_body(numbers.tobytes(), Op.PULL_ROWS, part.number, round_)
         receives = [request for _, requests, _ in coming for request in requests]
         try:
-            while waiting or receives:
+            while left := len(waiting) + len(receives):
                 if self._layout.asynchronous:
                     self.listen()
                 else:
@@ -137,7 +137,7 @@ class Pulls(Hearing):
                 waiting = [item for item in waiting if not self._take_rows(key, row, *item)]
                 receives = pending(receives)
                 if waiting or receives:
-                    yield
+                    yield len(waiting) + len(receives) < left
         finally:
             granting = [part for part, _, _ in waiting] if self._layout.asynchronous else []
             self._give_up(granting, coming if receives else [])

@@ -94,7 +94,7 @@ class Pure:
         self._optimizer.update(self._stored[key.name], total, state, step + 1)
         self._states[key.name] = step + 1, state
 
-    def _agreed(self, card: Card, call: Callable[[], Iterable[None]]) -> Task:
+    def _agreed(self, card: Card, call: Callable[[], Iterable[bool | None]]) -> Task:
         """What all workers do together: they see that they do the same, or all raise MismatchError."""
         agreement = self._agreement
         if agreement is None:
@@ -114,7 +114,7 @@ class Pure:
             return
         started = begin("allreduce", flat, self._comm, algorithm=SUMS, out=out)
         while not started.test():
-            yield
+            yield False
         started.wait()
 
     def _compressed(self, key: Key, flat: Array) -> Array:
@@ -199,7 +199,7 @@ class Pure:
         self._residuals.clear()
         yield from ()
 
-    def states(self, keys: Sequence[Key]) -> Generator[None, None, dict[Any, tuple[int, list[Array]]]]:
+    def states(self, keys: Sequence[Key]) -> Generator[bool | None, None, dict[Any, tuple[int, list[Array]]]]:
         yield from ()
         found = {key.name: self._states.get(key.name, (0, ())) for key in keys}
         return {name: (step, list(state)) for name, (step, state) in found.items()}

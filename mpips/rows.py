@@ -42,7 +42,9 @@ def whole(key: Key) -> bool:
     return key.size > 0 and all(part.start % row == 0 and part.stop % row == 0 for part in key.parts)
 
 
-def swap(comm: MPI.Comm, sends: Mapping[int, Array], sources: Sequence[int]) -> Generator[None, None, dict[int, Array]]:
+def swap(
+    comm: MPI.Comm, sends: Mapping[int, Array], sources: Sequence[int]
+) -> Generator[bool | None, None, dict[int, Array]]:
     """Send each rank its bytes (uint8) and receive from each source what it sends, of whatever size."""
     from mpi4py import MPI
 
@@ -54,7 +56,7 @@ def swap(comm: MPI.Comm, sends: Mapping[int, Array], sources: Sequence[int]) -> 
             if source not in received and (message := comm.Improbe(source, TAG, status)) is not None:
                 received[source] = np.empty(status.Get_count(MPI.BYTE), np.uint8)
                 requests.append(message.Irecv(received[source]))
-        yield
+        yield False
     return received
 
 
@@ -120,7 +122,7 @@ class Rows:
         ]
         yield from together(pushes)  # all units, whatever fails
 
-    def _add_up(self, key: Key, rows: RowSparse) -> Generator[None, None, RowSparse]:
+    def _add_up(self, key: Key, rows: RowSparse) -> Generator[bool | None, None, RowSparse]:
         """The members' sum of the rows that this one owns."""
         assert self._comm is not None
         places = self._split(key, rows.rows)

@@ -246,16 +246,16 @@ class Served(Settings):
             yield from tasks[0]
             return
         waiting = list(reversed(tasks))
-        running: list[Generator[None, None, None]] = []
+        running: list[Generator[bool | None, None, None]] = []
         failure: CollectiveError | None = None
         try:
             while waiting or running:
                 while waiting and len(running) < (1 if self.one_node else self.layout.options.chunks_in_flight):
                     running.append(waiting.pop())
-                still = []
+                still, moved = [], False
                 for task in running:
                     try:
-                        next(task)
+                        moved |= bool(next(task))
                         still.append(task)
                     except StopIteration:
                         pass
@@ -263,9 +263,10 @@ class Served(Settings):
                         raise
                     except CollectiveError as error:
                         failure = failure or error
+                moved |= len(still) < len(running)
                 running = still
                 if running:
-                    yield
+                    yield moved
         finally:
             for task in running:
                 task.close()

@@ -78,7 +78,7 @@ class Session(Pulls):
                     outbox = self.outbox(key, part)
                     while part.words[part.mine] < round_ - 1:
                         self.check(key, round_)
-                        yield
+                        yield False
                     if part.blocks == 1:
                         outbox.slots[...] = values
                         part.line.post(Op.PUSH, part.number, round_, outbox.plain, priority=priority)
@@ -98,7 +98,7 @@ class Session(Pulls):
             for part in waits:
                 while part.words[part.mine] < round_:
                     self.check(key, round_)
-                    yield
+                    yield False
 
     def push_coded(
         self, key: Key, round_: int, part: Part, payload: Array, coding: Coding, priority: int, count: int = 0,
@@ -150,14 +150,15 @@ class Session(Pulls):
                     room -= running[-1][1]
                     following = next(waiting, None)
                 self.listen()
-                for _ in range(len(running)):
+                before = len(running)
+                for _ in range(before):
                     task, cost = running.popleft()
                     if goes_on(task):
                         running.append((task, cost))
                     else:
                         room += cost
                 if running:
-                    yield
+                    yield len(running) < before
         finally:
             for task, _ in running:
                 task.close()
@@ -169,7 +170,7 @@ class Session(Pulls):
         part.granted = False
         yield from self._payloads.send(key, part, values.view(np.uint8), 0, Op.SET, 0)
         while not part.granted:
-            yield
+            yield False
 
 
 def goes_on(task: Task) -> bool:
@@ -184,18 +185,19 @@ def together(tasks: list[Task]) -> Task:
     failure = None
     try:
         while tasks:
-            left = []
+            left, moved = [], False
             for task in tasks:
                 try:
-                    next(task)
+                    moved |= bool(next(task))
                     left.append(task)
                 except StopIteration:
                     pass
                 except (ValueError, TypeError, RuntimeError) as error:
                     failure = failure or error
+            moved |= len(left) < len(tasks)
             tasks = left
             if tasks:
-                yield
+                yield moved
     finally:
         for task in tasks:
             task.close()

@@ -49,7 +49,7 @@ class Settings(Placing):
         for server in range(self.layout.num_servers):
             yield from self.session.request(server, request)
 
-    def states(self, keys: Sequence[Key]) -> Generator[None, None, dict[Any, tuple[int, list[Array]]]]:
+    def states(self, keys: Sequence[Key]) -> Generator[bool | None, None, dict[Any, tuple[int, list[Array]]]]:
         """Each key's step and optimizer state, put together from all servers; on rank 0 only."""
         found: dict[int, messages.StatePart] = {}
         asked = ((self._get_state(part, found), _nbytes(key, part)) for key in keys for part in key.parts)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from mpips.session import Session
 
 Array = NDArray[Any]
-Task = Generator[None, None, None]
+Task = Generator[bool | None, None, None]
 Again = Callable[[bytes, int], None]
 YIELDS = 500
 PUSH = int(Op.PUSH)

@@ -24,7 +24,7 @@ from mpips.row_sparse import RowSparse
 from mpips.served import Served
 
 Array = NDArray[Any]
-Task = Generator[None, None, Any]
+Task = Generator[bool | None, None, Any]
 
 
 class KVStore:

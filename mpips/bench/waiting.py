@@ -28,7 +28,7 @@ def receives(count: int, gate: threading.Event) -> Task:
     while not gate.is_set():
         for request in requests:
             request.Test()
-        yield
+        yield False
     for request in requests:
         request.Cancel()
         request.Wait()

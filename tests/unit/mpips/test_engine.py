@@ -5,10 +5,13 @@ from __future__ import annotations
 import sys
 import threading
 import time
+import types
+import warnings
 from collections.abc import Callable, Iterator
 
 import pytest
 
+from mpips import meet
 from mpips.engine import DependencyError, Engine, Task
 
 
@@ -229,3 +232,25 @@ def test_an_error_that_was_seen_is_not_raised_again(background: Engine) -> None:
         with pytest.raises(ValueError, match="once"):
             handle.wait()
         background.finish()
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_a_long_operation_sleeps_and_stalls_only_where_nothing_goes_on(
+    monkeypatch: pytest.MonkeyPatch, goes_on: bool
+) -> None:
+    now, slept = [0.0], []
+    clock = types.SimpleNamespace(monotonic=lambda: now[0], sleep=slept.append)
+    monkeypatch.setattr(meet, "time", clock)
+
+    def work(step: float) -> Task:
+        for look in range(1000):
+            now[0] += step
+            yield goes_on and look % 20 == 0
+
+    engine = Engine(stall_seconds=1, background=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine.run([], work(5e-5), 0, lambda: "work")
+        assert bool(slept) == (not goes_on)
+        engine.run([], work(5e-2), 0, lambda: "work")
+    assert bool(caught) == (not goes_on)
