@@ -96,7 +96,7 @@ class Key:
     pieces: list[Piece] = field(default_factory=list)
     """What a server has of the key, or a chunk of that; the step of the pipeline inside a client."""
     short: Short | None = None
-    """The short way, for a key of a synchronous store whose parts are all on this node, without compression."""
+    """The short way, where it has one (`mpips.short`)."""
     round: int = 0
     excused: int = 0
     """The last round whose failure this worker has raised, or caused and raised by itself."""

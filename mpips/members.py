@@ -140,11 +140,11 @@ class Members:
             same = agreement.compared()
             yield False
         try:
-            for _ in task if same is not False else ():
+            for moved in task if same is not False else ():
                 same = agreement.compared() if same is None else same
                 if same is False:
                     break
-                yield False
+                yield moved
         except CollectiveError as error:
             failure = error
         while same is None:

@@ -194,6 +194,7 @@ class Placing(Members):
 
     def _shorten(self, key: Key) -> None:
         """Find out whether pushes and pulls of the key can take the short way."""
-        plain = not self._grouped and not self.layout.asynchronous and self._compressor is None
+        layout, options = self.layout, self.layout.options
+        plain = not self._grouped and self._compressor is None and options.staleness < 0
         near = plain and self.session.all_local
-        key.short = short.make(self.session, key, self.layout.options.small_bytes) if near else None
+        key.short = short.make(self.session, key, options.small_bytes, layout.asynchronous) if near else None

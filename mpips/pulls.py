@@ -1,12 +1,14 @@
 """How a worker reads keys from the servers.
 
 On a node, a synchronous pull reads the server's memory behind the server's progress, block by block while it is still
-in cache; an asynchronous one when the server has granted it. Servers of other nodes answer in messages.
+in cache; an asynchronous one between two updates (`snapshot`), or, of many blocks or with `staleness`, when the server
+has granted it. Servers of other nodes answer in messages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Generator, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,20 @@ from mpips.messages import Op
 from mpips.payloads import pending
 
 Array = NDArray[Any]
+TRIES = 4
+
+
+def snapshot(words: Any, stored: Array, out: Array) -> bool:
+    """Copy a unit of an asynchronous store, whose `words[0]` is odd while an update is being written and another number
+    after it; False where updates came between, several times."""
+    for _ in range(TRIES):
+        before = words[0]
+        if not before & 1:
+            out[...] = stored
+            if words[0] == before:
+                return True
+        os.sched_yield()
+    return False
 
 
 class Pulls(Hearing):
@@ -28,13 +44,13 @@ class Pulls(Hearing):
         the payload is under way: behind the payloads of parts that follow, the question would wait in the link."""
         asked = False
         try:
-            for _ in push:
+            for moved in push:
                 if not asked:
                     asked = True
                     for part in parts:
                         if not part.local:
                             part.line.post(Op.PULL, part.number, key.round)
-                yield False
+                yield moved
         except BaseException:
             for part in parts if asked else ():
                 if not part.local:
@@ -50,6 +66,8 @@ class Pulls(Hearing):
             distant = [part for part in parts if part not in direct]
             if direct:
                 yield from self._follow(key, flat, direct)
+            if self._layout.asynchronous and self._layout.options.staleness < 0:
+                distant = yield from self._between_updates(key, flat, distant)
             if distant:
                 yield from self._ask(key, flat, distant, asked)
         else:
@@ -79,6 +97,24 @@ class Pulls(Hearing):
                 self.check(key)
                 yield went_on
         self.check(key)
+
+    def _between_updates(
+        self, key: Key, flat: Array, parts: Sequence[Part]
+    ) -> Generator[bool | None, None, list[Part]]:
+        """Read units of one block on this node after this worker's pushes; those that are left."""
+        left = []
+        for part in parts:
+            if not part.local or part.blocks > 1:
+                left.append(part)
+                continue
+            while part.mine >= 0 and part.words[part.mine] < key.round:
+                self.listen()
+                yield False
+            if not snapshot(part.words, part.stored, flat[part.start : part.stop]):  # type: ignore[arg-type]
+                left.append(part)
+        self.listen()
+        self.check(key)
+        return left
 
     def _ask(self, key: Key, flat: Array, parts: list[Part], asked: bool) -> Task:
         """Read units that must not change meanwhile: on a node under a grant, from other nodes as messages."""

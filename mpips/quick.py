@@ -1,5 +1,5 @@
 """Calls with plain arrays, one or a list, that need none of the checks and tasks of `operations`: the short way of each
-key (`mpips.short`), in a synchronous store whose servers are on this node."""
+key (`mpips.short`)."""
 
 from __future__ import annotations
 

@@ -306,6 +306,7 @@ class ServerState(Reads):
             worked, finished, failure = True, True, f"key {unit.key!r}: the update on the server failed: {error}"
         if not finished:
             return worked, []
+        unit.words[0] += unit.words[0] & 1
         if failure:
             drop(islice(unit.queues[index], 1))
         unit.arrivals.remove(index)

@@ -1,4 +1,5 @@
-"""The short way of push, pull and pushpull: one key of a synchronous store, all parts on this node, uncompressed.
+"""The short way of push, pull and pushpull: one key, all parts on this node, uncompressed; in an asynchronous store of
+one block, without `staleness`.
 
 It does what `session.Session` does in the general case, in a fraction of the time, and leaves to the session whatever
 has to be waited for longer than a moment. Every call returns what is left to be waited for, or None.
@@ -18,6 +19,7 @@ from collectives import arena
 from collectives.arena import Region
 from mpips.lines import SharedLine
 from mpips.messages import FRAME, Op
+from mpips.pulls import snapshot
 
 if TYPE_CHECKING:
     from mpips.keys import Key, Part
@@ -50,12 +52,12 @@ class Short(Protocol):
         ...
 
 
-def make(session: Session, key: Key, small_bytes: int) -> Short:
-    """The short way of a key; arrays up to `small_bytes` are always copied."""
+def make(session: Session, key: Key, small_bytes: int, asynchronous: bool) -> Short | None:
+    """The short way of a key, if it has one; arrays up to `small_bytes` are always copied."""
     parts = key.parts
-    if len(parts) == 1 and parts[0].blocks == 1:
-        return OneBlock(session, key, parts[0], small_bytes)
-    return Blocks(session, key, small_bytes)
+    if len(parts) > 1 or parts[0].blocks > 1:
+        return None if asynchronous else Blocks(session, key, small_bytes)
+    return (AnyTime if asynchronous else OneBlock)(session, key, parts[0], small_bytes)
 
 
 def came(words: Any, word: int, count: int) -> bool:
@@ -122,11 +124,8 @@ class OneBlock:
         self._copies: dict[int, tuple[Again, bytes]] = {}
 
     def push(self, array: Array, priority: int) -> Task | None:
-        key = self._key
-        if key.failed or self._words[self._mine] != key.round:
-            return self._session.push_long(key, array, priority)
-        self._post(array, priority)
-        return self.read()
+        left = self.post(array, priority)
+        return self.read() if left is None else left
 
     def post(self, array: Array, priority: int) -> Task | None:
         key = self._key
@@ -149,11 +148,8 @@ class OneBlock:
         return None
 
     def pushpull(self, array: Array, out: Array, priority: int) -> Task | None:
-        key = self._key
-        if key.failed or self._words[self._mine] != key.round:
-            return then_pull(self._session, key, self._session.push_long(key, array, priority), out)
-        self._post(array, priority)  # who can read the result knows that the server has read the array
-        return self.pull(out)
+        left = self.post(array, priority)  # who can read the result knows that the server has read the array
+        return self.pull(out) if left is None else then_pull(self._session, self._key, left, out)
 
     def _post(self, array: Array, priority: int) -> None:
         """Contribute; where the array itself is read, it must stay as it is."""
@@ -178,6 +174,23 @@ class OneBlock:
             plain = self._session.outbox(self._key, self._part).plain
             self._copies = {priority: packed(self._part, plain, priority)}
         return self._copies[priority]
+
+
+class AnyTime(OneBlock):
+    """The same in an asynchronous store, where no pull waits for another worker."""
+
+    __slots__ = ()
+
+    def post(self, array: Array, priority: int) -> Task | None:
+        came(self._words, self._mine, self._key.round)  # only the server may be behind
+        return super().post(array, priority)
+
+    def pull(self, out: Array) -> Task | None:
+        key = self._key
+        there = came(self._words, self._mine, key.round) and not (self._line.waiting() or key.failed)
+        if there and snapshot(self._words, self._stored, out):
+            return None
+        return self._session.pull(key, out.reshape(-1), key.parts)
 
 
 class Blocks:

@@ -72,8 +72,8 @@ class Reply(NamedTuple):
 
 
 class Unit:
-    """One unit on its server. `words[0]` counts finished blocks over all rounds, `words[1 + i]` the rounds of
-    contributor i that have been read; both are all that readers on the same node need to see."""
+    """One unit on its server. `words[0]` counts finished blocks over all rounds (asynchronous: see `reads`),
+    `words[1 + i]` the rounds of contributor i that have been read; all that readers on the same node need to see."""
 
     def __init__(
         self, number: int, key: int | str, stored: Array, words: MutableSequence[int] | memoryview,
