@@ -301,22 +301,18 @@ class ServerState(Reads):
         worker = unit.contributors[index]
         try:
             worked, finished = self._async_block(unit, unit.queues[index][0])
-            failure = ""
         except (TypeError, ValueError) as error:
-            worked, finished, failure = True, True, f"key {unit.key!r}: the update on the server failed: {error}"
+            failure = f"key {unit.key!r}: the update on the server failed: {error}"
+            unit.withdraw(index, 0, failure)  # it ends in the next step: who sees that has been told why
+            return True, [Reply("FAILED", worker, unit.number, unit.done[index] + 1, failure)]
         if not finished:
             return worked, []
         unit.words[0] += unit.words[0] & 1
-        if failure:
-            drop(islice(unit.queues[index], 1))
         unit.arrivals.remove(index)
         unit.active = -1
         unit.queues[index].popleft()
         unit.missing += not unit.queues[index]
         unit.block = 0
         unit.done[index] += 1
-        replies: Replies = []
-        if failure:
-            replies.append(Reply("FAILED", worker, unit.number, unit.done[index], failure))
-        replies += self._consumed(unit, index, unit.done[index])
+        replies = self._consumed(unit, index, unit.done[index])
         return True, replies + self._grant(unit)
