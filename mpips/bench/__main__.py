@@ -1,4 +1,4 @@
-"""`mpips bench kvstore --ranks P` or `mpirun -n P python -m mpips.bench`: push and pull of one key, by size."""
+"""`mpips bench kvstore --ranks P` or `mpirun -n P python -m mpips.bench`: push and pull of a key, or some, by size."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ ARRAYS = ("ordinary", "empty")
 
 
 class Row(NamedTuple):
-    """One case: medians over the repeats on worker 0, in seconds; the floor is that of `mpips.bench.floor`."""
+    """One case: medians over the repeats on worker 0, in seconds, of all keys, which go as one list where they are
+    more than one. `bytes`: of each key. The floor is that of `mpips.bench.floor`."""
 
     kind: str
     servers: int
@@ -33,6 +34,7 @@ class Row(NamedTuple):
     clients: int
     masters: str
     array: str
+    keys: int
     bytes: int
     repeats: int
     push_s: float
@@ -52,7 +54,7 @@ class Wanted(NamedTuple):
 
 
 def check(
-    ranks: int, *, kind: str, servers: int, clients: int, masters: str, sizes: str, arrays: str, **_: Any
+    ranks: int, *, kind: str, servers: int, clients: int, masters: str, sizes: str, keys: int, arrays: str, **_: Any
 ) -> Wanted:
     """What the command line means for that many ranks; click.UsageError where it cannot be. Starts no MPI."""
     try:
@@ -67,7 +69,8 @@ def check(
         read({"servers": servers, "clients": clients, "masters": masters}).clients_of(word, ranks)
         counts = parse_counts(sizes, 4, "float32")
         # a worker pushes one array and pulls into another
-        memory.check(f"--sizes {sizes}", 4 * max(counts), 2, max(1, memory.ranks_here() - servers))
+        what = f"--sizes {sizes}{f' --keys {keys}' if keys > 1 else ''}"
+        memory.check(what, 4 * keys * max(counts), 2, max(1, memory.ranks_here() - servers))
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     if len(set(counts)) < len(counts):
@@ -84,21 +87,24 @@ def check(
 @click.option("--clients", default=1, type=click.IntRange(1), show_default=True, help="clients of an mpi_* store")
 @click.option("--masters", type=click.Choice(("one", "all")), default="one", show_default=True)
 @click.option("--sizes", default="1024,262144,4194304,67108864", show_default=True, help="MIN:MAX[:FACTOR] or a list")
+@click.option("--keys", default=1, type=click.IntRange(1), show_default=True, help="keys of each size, as one list")
 @click.option("--arrays", default="ordinary,empty", show_default=True, help="ordinary; empty: made by mpips.empty")
 @click.option("--seconds", default=1.0, type=Seconds(), show_default=True, help="about so long for each case")
 @click.option("--json", "json_path", type=OutFile(), help="write the rows as JSON")
 @click.option("--plot", "plot_path", type=Picture(), help="draw latency by size (PNG)")
 def command(
-    kind: str, servers: int, clients: int, masters: str, sizes: str, arrays: str, seconds: float,
+    kind: str, servers: int, clients: int, masters: str, sizes: str, keys: int, arrays: str, seconds: float,
     json_path: Path | None, plot_path: Path | None,
 ) -> None:  # fmt: skip
-    """Time push and pull of one float32 key over the ranks of the job, beside the copies that must happen.
+    """Time push and pull of a float32 key, or of some in one call, over the ranks of the job.
+
+    Beside them stand the copies that must happen.
 
     Start the ranks with `mpips bench kvstore --ranks P` or with mpirun.
     """
     world = MPI.COMM_WORLD
     wanted = check(
-        world.size, kind=kind, servers=servers, clients=clients, masters=masters, sizes=sizes, arrays=arrays
+        world.size, kind=kind, servers=servers, clients=clients, masters=masters, sizes=sizes, keys=keys, arrays=arrays
     )
     kind, counts, kinds = wanted
     cases = [(n, array) for n in counts for array in kinds]
@@ -114,8 +120,8 @@ def command(
     with progress("push and pull", len(cases), kv.rank == 0) as done:
         for n, array in cases:
             if array == kinds[0]:
-                kv.init(n, np.zeros(n, np.float32))
-            rows.append(_row(kv, (n, array), masters, seconds, floors))
+                kv.init(names(n, keys), [np.zeros(n, np.float32)] * keys)
+            rows.append(_row(kv, (n, array, keys), masters, seconds, floors))
             done(f"{show_bytes(4 * n)}, {array}")
     first = kv.rank == 0
     kv.close()  # before files are written: nobody waits where that fails
@@ -128,37 +134,50 @@ def command(
 
 
 def _row(
-    kv: mpips.KVStore, case: tuple[int, str], masters: str, seconds: float, floors: dict[int, dict[str, float]]
+    kv: mpips.KVStore, case: tuple[int, str, int], masters: str, seconds: float, floors: dict[int, dict[str, float]]
 ) -> Row:
     """One key size on one kind of array, measured."""
-    n, array = case
-    floor_s = floors[n][array] if n in floors else None
+    n, array, keys = case
+    floor_s = keys * floors[n][array] if n in floors else None
     layout = kv.layout
     roles = (kv.type, layout.num_servers, kv.num_workers, len(layout.clients), masters)
-    repeats, push_s, pull_s, both_s, fused_s = measure(kv, n, array, seconds)
+    repeats, push_s, pull_s, both_s, fused_s = measure(kv, n, array, keys, seconds)
     over = both_s / floor_s if floor_s else None
-    return Row(*roles, array, 4 * n, repeats, push_s, pull_s, both_s, fused_s, floor_s, over)
+    return Row(*roles, array, keys, 4 * n, repeats, push_s, pull_s, both_s, fused_s, floor_s, over)
 
 
-def measure(kv: mpips.KVStore, n: int, array: str, seconds: float) -> tuple[int, float, float, float, float]:
-    """Repeats and medians of push, pull, both after each other, and pushpull, of the key `n` with n elements."""
+def names(n: int, keys: int) -> list[str]:
+    """Those of `keys` keys with n elements each."""
+    return [f"{n} {key}" for key in range(keys)]
+
+
+def measure(
+    kv: mpips.KVStore, n: int, array: str, keys: int, seconds: float
+) -> tuple[int, float, float, float, float]:
+    """Repeats and medians of push, pull, both after each other, and pushpull, of `keys` keys with n elements each."""
     make: Callable[[], np.ndarray] = (lambda: mpips.empty(n)) if array == "empty" else (lambda: np.empty(n, np.float32))
-    value, out = make(), make()
-    value[...], out[...] = 1, 0
+    key: Any = names(n, keys)
+    values, outs = [make() for _ in key], [make() for _ in key]
+    for one, other in zip(values, outs):
+        one[...], other[...] = 1, 0
+    value: Any = values
+    out: Any = outs
+    if keys == 1:
+        key, value, out = key[0], values[0], outs[0]
     pushes, pulls, fused = [], [], []
 
     def once() -> None:
         start = time.perf_counter()
-        kv.push(n, value)
+        kv.push(key, value)
         pushed = time.perf_counter()
-        kv.pull(n, out)
+        kv.pull(key, out)
         pulled = time.perf_counter()
         pushes.append(pushed - start)
         pulls.append(pulled - pushed)
 
     def once_fused() -> None:
         start = time.perf_counter()
-        kv.pushpull(n, value, out)
+        kv.pushpull(key, value, out)
         fused.append(time.perf_counter() - start)
 
     for _ in range(3):
@@ -173,7 +192,7 @@ def measure(kv: mpips.KVStore, n: int, array: str, seconds: float) -> tuple[int,
         for _ in range(repeats):
             once_more()
     if kv.type.endswith("_sync"):
-        assert (out == kv.num_workers).all(), "the sums are wrong"
+        assert all((one == kv.num_workers).all() for one in outs), "the sums are wrong"
     both = statistics.median(map(sum, zip(pushes, pulls)))
     return repeats, statistics.median(pushes), statistics.median(pulls), both, statistics.median(fused)
 
@@ -183,7 +202,8 @@ def table(rows: list[Row]) -> Table:
     first = rows[0]
     counts = {"server": first.servers, "worker": first.workers, "client": first.clients}
     roles = ", ".join(f"{count} {role}{'s' * (count != 1)}" for role, count in counts.items())
-    title = f"{first.kind}, {roles}; median us, worker 0"
+    several = f"{first.keys} keys in one call, " if first.keys > 1 else ""
+    title = f"{first.kind}, {roles}; {several}median us, worker 0"
     view = Table(title=title)
     for column in ("bytes", "arrays", "push", "pull", "push + pull", "pushpull", "floor", "push + pull / floor"):
         view.add_column(column, justify="left" if column == "arrays" else "right")

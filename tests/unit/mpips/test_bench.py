@@ -7,13 +7,15 @@ import pytest
 
 from mpips.bench.__main__ import check
 
-WORDS = {"kind": "dist_sync", "servers": 1, "clients": 1, "masters": "one", "arrays": "empty"}
+WORDS = {"kind": "dist_sync", "servers": 1, "clients": 1, "masters": "one", "keys": 1, "arrays": "empty"}
 
 
 def test_more_than_memory_holds_is_refused() -> None:
     assert check(2, sizes="1024", **WORDS).counts == [256]
     with pytest.raises(click.UsageError, match="--sizes 500000GB takes at least 2 arrays of 500,000,000,000,000 bytes"):
         check(2, sizes="500000GB", **WORDS)
+    with pytest.raises(click.UsageError, match="--sizes 1GB --keys 500000 takes at least 2 arrays of"):
+        check(2, sizes="1GB", **{**WORDS, "keys": 500_000})
 
 
 @pytest.mark.parametrize("kind", ["dist_async", "mpi_async", "Asynchronous-MPI"])
