@@ -17,11 +17,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
+from operator import attrgetter
 
 from mpips.optimizers import Optimizer
 from mpips.reads import Reads
 from mpips.sums import Replies
 from mpips.unit import Reply, Source, Unit, drop
+
+PRIORITY = attrgetter("priority")
 
 
 class ServerState(Reads):
@@ -36,6 +39,7 @@ class ServerState(Reads):
         self.workers = tuple(workers)
         self.stall_seconds, self.timeout_seconds = stall_seconds, timeout_seconds
         self.open: dict[int, Unit] = {}  # units with contributions that wait for others
+        self._ranked = False  # whether any unit has a priority: to sort hundreds at every step takes as long as to sum
         self.setting: deque[tuple[Unit, Source, int]] = deque()
 
     # ---- events
@@ -72,7 +76,8 @@ class ServerState(Reads):
     def pushed(self, number: int, worker: int, source: Source, priority: int, clock: float) -> Replies | None:
         """A contribution has come."""
         unit = self.units[number]
-        unit.priority = priority
+        if priority != unit.priority:
+            unit.priority, self._ranked = priority, True
         index = unit.position[worker]
         if self.asynchronous:
             unit.push(index, source)
@@ -176,9 +181,10 @@ class ServerState(Reads):
         return False, []
 
     def _by_priority(self) -> list[Unit]:
-        if len(self.ready) == 1:
-            return list(self.ready.values())
-        return sorted(self.ready.values(), key=lambda unit: -unit.priority)
+        units = list(self.ready.values())
+        if self._ranked and len(units) > 1:
+            units.sort(key=PRIORITY, reverse=True)  # those of one priority stay in the order in which they came
+        return units
 
     def _set_next(self) -> tuple[bool, Replies]:
         unit, source, worker = self.setting[0]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpips import compression
+from mpips import compression, sums
 from mpips.optimizers import SGD, Adam, Add
 from mpips.row_sparse import RowSparse
 from mpips.sources import Compressed, Elements, Rows
@@ -34,6 +34,20 @@ def test_sums_do_not_depend_on_the_order_of_arrival(order, ahead, block):
         machine.push(worker, Elements(values[worker]))
         machine.work(ahead)
     assert machine.work() == list((values[0] + values[1]) + values[2])
+
+
+@pytest.mark.parametrize("block", [4, 10])
+@pytest.mark.parametrize("workers", [2, 3, 5])
+def test_a_sum_is_the_same_piece_by_piece(monkeypatch, workers, block):
+    monkeypatch.setattr(sums, "PIECE_BYTES", 12)
+    values = [np.random.default_rng(worker).normal(size=10).astype(np.float32) for worker in range(workers)]
+    machine = Machine(workers=workers, block=block)
+    for worker in range(workers):
+        machine.push(worker, Elements(values[worker]))
+    total = values[0] + values[1]
+    for value in values[2:]:
+        total = total + value
+    assert machine.work() == list(total)
 
 
 def test_a_worker_may_be_rounds_ahead():
