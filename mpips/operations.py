@@ -24,7 +24,7 @@ from mpips.session import together
 from mpips.talk import RECENT, Talk
 
 Task = Generator[bool | None, None, Any]
-CLOSED = "the store is closed: make another one with mpips.create"
+CLOSED = "the store is closed: make this call before close()"
 
 
 class Operations:

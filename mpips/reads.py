@@ -1,7 +1,7 @@
 """Who may read a unit of a server, and when: after its own pushes, and not too far ahead of the slowest worker.
 
-Workers of this node may read a unit of an asynchronous store unasked, between two updates: `words[0]` is odd while one
-is being written, and counts up. Updates that follow each other closely leave them no time: then they ask.
+Workers of this node may read a unit of one block of an asynchronous store unasked, between two updates: `words[0]` is
+odd while one is being written, and counts up. Updates that follow each other closely leave them no time: then they ask.
 """
 
 from __future__ import annotations

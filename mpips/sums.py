@@ -224,7 +224,8 @@ class Sums:
             raise ValueError("an asynchronous store needs an optimizer; call set_optimizer before the first push")
         if not source.ready(unit.block):
             return False, False
-        unit.words[0] |= 1
+        if unit.blocks == 1:  # of others workers look there for blocks that have been summed, of which there are none
+            unit.words[0] |= 1
         if source.coded:
             if source.sparse:
                 self._update_rows(unit, source.rows())

@@ -31,19 +31,33 @@ def test_units_are_summed_by_priority_and_of_equal_ones_as_they_came(priorities)
 
 
 def test_word_0_is_odd_while_an_update_is_being_written_and_another_one_after_it():
-    machine = Machine(asynchronous=True)
+    machine, seen = Machine(asynchronous=True, block=10), []
+
+    class Watched(Add):
+        def update(self, weight, gradient, state, step):
+            seen.append(machine.unit.words[0])
+            super().update(weight, gradient, state, step)
+            seen.append(machine.unit.words[0])
+
+    machine.state.set_optimizer(Watched())
+    for number in range(3):
+        before = machine.unit.words[0]
+        machine.push(1, 1)
+        assert machine.work() == [number + 1] * 10
+        assert all(word % 2 and word > before for word in seen[-2:])
+        assert machine.unit.words[0] > max(seen) and not machine.unit.words[0] % 2
+        assert machine.unit.words[2] == number + 1
+
+
+def test_word_0_of_several_blocks_counts_no_updates():
+    machine = Machine(asynchronous=True)  # it would tell who fills an outbox that a block of it has been read
     machine.state.set_optimizer(Add())
     there = [0]
     machine.push(1, Growing(np.ones(10, np.float32), there))
-    before = machine.unit.words[0]
-    assert not before % 2
-    for there[0] in (1, 2):
+    for there[0] in (1, 2, 3):
         machine.work()
-        assert machine.unit.words[0] % 2 and machine.unit.words[2] == 0
-    there[0] = 3
-    assert machine.work() == [1] * 10
-    assert machine.unit.words[0] > before and not machine.unit.words[0] % 2
-    assert machine.unit.words[2] == 1
+        assert machine.unit.words[0] == 0
+    assert list(machine.unit.stored) == [1] * 10
 
 
 @pytest.mark.parametrize("blocks_before", [0, 1])
