@@ -7,6 +7,7 @@ from collections.abc import Generator, Hashable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from collectives.callers import of_caller
 from collectives.errors import CollectiveError, MismatchError, StallError
@@ -23,6 +24,7 @@ from mpips.served import Served
 from mpips.session import together
 from mpips.talk import RECENT, Talk
 
+Array = NDArray[Any]
 Task = Generator[bool | None, None, Any]
 CLOSED = "the store is closed: make this call before close()"
 
@@ -101,6 +103,10 @@ class Operations:
             raise
         finally:
             self.talk.ended(failure)
+
+    def pull(self, key: Key, out: Array) -> Task:
+        """What pulls one key, when it is run."""
+        return self._backend.pull(key, out.reshape(-1))
 
     def count(self, key: Any) -> None:
         """One more push, of the keys that the caller named."""

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.errors import StallError
 from mpips import arguments
 from mpips.arguments import Name
 from mpips.engine import Engine
@@ -19,6 +18,7 @@ from mpips.session import Task, together
 
 Array = NDArray[Any]
 LISTS = (list, tuple)
+FAILURES = (ValueError, TypeError, RuntimeError)
 
 
 class Quick:
@@ -69,31 +69,37 @@ class Quick:
         if records is None:
             return False
         self._operations.count(keys)
-        self._contribute(records, values, priority, True)
+        for failure in self._contribute(records, values, priority, True).values():
+            raise failure
         return True
 
     def _pull_all(self, keys: Sequence[Any], outs: Any, priority: int) -> bool:
         records = self._all(keys, outs, priority)
         if records is None or not _writeable(outs):
             return False
-        self._take(records, outs, priority, "pull")
+        self._take([*zip(records, outs)], priority, "pull")
         return True
 
     def _pushpull_all(self, keys: Sequence[Any], values: Any, outs: Any, priority: int) -> bool:
         records = self._all(keys, values, priority)
-        apart = outs is not None  # then an array to be written may be one that a server still reads for another key
-        if apart and self._all(keys, outs, priority) is None:
+        if outs is not None and self._all(keys, outs, priority) is None:
             return False
-        outs = outs if apart else values
-        if records is None or not _writeable(outs):
+        targets = values if outs is None else outs
+        if records is None or not _writeable(targets):
             return False
         self._operations.count(keys)
-        self._contribute(records, values, priority, apart)
-        self._take(records, outs, priority, "pushpull")
+        # what is written for one key may be what a server still reads for another
+        mixed = outs is not None or len(set(map(id, values))) < len(values)
+        failures = self._contribute(records, values, priority, mixed)
+        self._take([pair for pair in zip(records, targets) if pair[0].name not in failures], priority, "pushpull")
+        for failure in failures.values():
+            raise failure
         return True
 
-    def _contribute(self, records: Sequence[Key], values: Sequence[Array], priority: int, wait: bool) -> None:
-        """Push; with `wait` until all arrays may be overwritten."""
+    def _contribute(
+        self, records: Sequence[Key], values: Sequence[Array], priority: int, wait: bool
+    ) -> dict[Name, Exception]:
+        """Push; with `wait` until all arrays may be overwritten. What has failed, when the others have been done."""
         left: list[tuple[Name, Task]] = []
         posted = []
         for record, value in zip(records, values):
@@ -106,24 +112,26 @@ class Quick:
             task = record.short.read()  # type: ignore[union-attr]
             if task is not None:
                 left.append((record.name, task))
+        failures: dict[Name, Exception] = {}
         if left:
-            self._operations.run([name for name, _ in left], together([task for _, task in left]), priority, "push")
-
-    def _take(self, records: Sequence[Key], outs: Sequence[Array], priority: int, what: str) -> None:
-        """Pull."""
-        failure: Exception | None = None
-        for record, out in zip(records, outs):
-            left = record.short.pull(out)  # type: ignore[union-attr]
-            if left is None:
-                continue
+            tasks = [_noted(name, task, failures) for name, task in left]
             try:
-                self._operations.run([record.name], left, priority, what, what)
-            except StallError:
-                raise
-            except (ValueError, TypeError, RuntimeError) as error:
-                failure = failure or error
-        if failure is not None:
-            raise failure
+                self._operations.run([name for name, _ in left], together(tasks), priority, "push")
+            except FAILURES:
+                if not failures:
+                    raise
+        return failures
+
+    def _take(self, pairs: Sequence[tuple[Key, Array]], priority: int, what: str) -> None:
+        """Pull, in turn; from the first that has to be waited for, all together."""
+        for index, (record, out) in enumerate(pairs):
+            left = record.short.pull(out)  # type: ignore[union-attr]
+            if left is not None:
+                rest = pairs[index + 1 :]
+                names = [record.name, *(later.name for later, _ in rest)]
+                tasks = [left, *(self._operations.pull(later, target) for later, target in rest)]
+                self._operations.run(names, together(tasks), priority, what, what)
+                return
 
     # ---- what can be made so
 
@@ -149,6 +157,15 @@ class Quick:
                 return None
             records.append(record)
         return records if len(set(keys)) == len(keys) else None
+
+
+def _noted(name: Name, task: Task, failures: dict[Name, Exception]) -> Task:
+    """Run it; what it raises is also kept under the key's name."""
+    try:
+        yield from task
+    except FAILURES as error:
+        failures[name] = error
+        raise
 
 
 def _writeable(arrays: Sequence[Array]) -> bool:

@@ -137,3 +137,85 @@ def test_a_list_with_one_array_that_does_not_fit_pushes_nothing():
         assert "key 'b'" in said and "float64(4,)" in said, said
         assert "read-only" in unread, unread
         assert outs == [[5.0] * 3] * 2
+
+
+@pytest.mark.mpi(min_size=3)
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_key_of_which_is_known_that_it_fails_keeps_no_other_from_its_sum(in_place):
+    workers = need(2, servers=1)
+    size = 100_000
+
+    def body(kv):
+        kv.init(["a", "b", "c"], [np.zeros(size, np.float32)] * 3)
+        x, y, *outs = (mpips.empty(size) for _ in range(4))
+        x[:], y[:] = 1, 1
+        if kv.rank == 0:
+            said = failure(lambda: kv.push("a", np.ones(3, np.float32)))
+        kv.barrier()
+        kv.pushpull("c", x, out=outs[1])  # the others hear of it
+        if kv.rank == 0:
+            kv.pushpull("b", y, out=outs[1])
+        else:
+            said = failure(lambda: kv.pushpull(["a", "b"], [x, y], out=None if in_place else outs))
+        result = y if in_place and kv.rank else outs[1]
+        good = bool((result == workers).all())
+        y[:] = 100  # it is the caller's again
+        found = kv.layout.workers.allgather((said, good))
+        last = np.zeros(size, np.float32)
+        kv.pull("b", last)
+        return found, bool((last == workers).all())
+
+    result = run("dist_sync", body, servers=1)
+    if result:
+        found, last = result
+        assert {good for _, good in found} == {True} and last, found
+        assert len({said for said, _ in found}) == 1 and "key 'a'" in found[0][0], found
+
+
+@pytest.mark.mpi(min_size=3)
+@pytest.mark.parametrize("size", [10, 100_000])
+def test_a_list_that_takes_too_long_raises_once(size):
+    workers = need(2, servers=1)
+
+    def body(kv):
+        names = ["a", "b", "c"]
+        kv.init(names, [np.zeros(size)] * 3)
+        values, outs = [mpips.empty(size, np.float64) for _ in names], [np.zeros(size) for _ in names]
+        for value in values:
+            value[:] = 1
+        said = []
+        for call in range(3):
+            if call == 0 and kv.rank == 0:
+                kv.layout.workers.Barrier()  # the others come here when they have raised
+            said.append(failure(lambda: kv.pushpull(names, values, out=outs)))
+            if call == 0 and kv.rank:
+                kv.layout.workers.Barrier()
+        return kv.layout.workers.allgather((said, [float(out[0]) for out in outs]))
+
+    found = run("dist_sync", body, servers=1, timeout_seconds=0.3)
+    if found:
+        for said, ends in found:
+            assert "has waited" in said[0] and said[1:] == ["nothing was raised"] * 2, found
+            assert ends == [workers] * 3, found
+
+
+@pytest.mark.mpi(min_size=3)
+def test_one_array_for_two_keys_is_read_for_both_before_it_is_written():
+    workers = need(2, servers=1)
+    size = 100_000
+
+    def body(kv):
+        kv.init(["a", "b"], [np.zeros(size, np.float32)] * 2)
+        x, y, outs, wrong = mpips.empty(size), mpips.empty(size), [np.zeros(size, np.float32) for _ in range(2)], []
+        for round_ in range(20):
+            x[:], y[:] = 1, 1
+            if kv.rank == 0:
+                kv.pushpull(["a", "b"], [x, x])
+            else:
+                kv.push("a", x)
+                kv.push("b", y)
+                kv.pull(["a", "b"], outs)
+                wrong += [(round_, out.max()) for out in outs if not (out == workers).all()]
+        return wrong
+
+    assert not run("dist_sync", body, servers=1)
