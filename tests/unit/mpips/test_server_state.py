@@ -114,11 +114,15 @@ def test_what_fails_on_any_thread_fails_the_round():
 
 
 class Broken(SGD):
-    """Fails where a thread other than the first one works."""
+    """Fails where a thread other than the first one works, for which the first one waits."""
+
+    begun = threading.Event()
 
     def update(self, weights, gradient, state, step):
         if threading.current_thread() is not threading.main_thread():
+            self.begun.set()
             raise ValueError("no such element")
+        self.begun.wait(10)
 
 
 def test_an_optimizer_updates_once_a_round():
