@@ -24,10 +24,12 @@ def names(key: Any) -> list[Name]:
     for name in keys:
         if isinstance(name, (bool, np.bool_)) or not isinstance(name, (int, str, np.integer)):
             raise TypeError(f"a key is an int or a str, not {name!r}")
-    if len({isinstance(name, str) for name in keys}) > 1:
-        raise TypeError(f"keys are all int or all str, not mixed: {keys}")
+    other = next((name for name in keys if isinstance(name, str) != isinstance(keys[0], str)), None)
+    if other is not None:
+        raise TypeError(f"keys are all int or all str, not mixed, as {keys[0]!r} and {other!r} are: pass one kind")
     if len(set(keys)) < len(keys):
-        raise ValueError(f"a key comes twice in one call: {keys}; name each once")
+        twice = next(name for index, name in enumerate(keys) if name in keys[:index])
+        raise ValueError(f"key {twice!r} comes twice in one call: name each once")
     return [name if isinstance(name, str) else int(name) for name in keys]
 
 

@@ -65,6 +65,7 @@ class Operations:
     def taken(self, key: Any, push: Handle) -> Handle:
         """A handle that ends when the servers have read what `push`, of these keys, sends: `push` itself ends when its
         arrays may be overwritten, perhaps with most of it still on its way. Asynchronous stores cannot tell."""
+        self.check_open()
         keys = calls.named(self._known, key)
         if self._layout.asynchronous or not isinstance(self._backend, Served) or keys is None:
             return push

@@ -22,6 +22,7 @@ from mpips.bench import floor
 from mpips.options import kind_of, read, uneven
 
 ARRAYS = ("ordinary", "empty")
+MOST_KEYS = 10_000
 
 
 class Row(NamedTuple):
@@ -87,7 +88,7 @@ def check(
 @click.option("--clients", default=1, type=click.IntRange(1), show_default=True, help="clients of an mpi_* store")
 @click.option("--masters", type=click.Choice(("one", "all")), default="one", show_default=True)
 @click.option("--sizes", default="1024,262144,4194304,67108864", show_default=True, help="MIN:MAX[:FACTOR] or a list")
-@click.option("--keys", default=1, type=click.IntRange(1), show_default=True, help="keys of each size, as one list")
+@click.option("--keys", default=1, type=click.IntRange(1, MOST_KEYS), show_default=True, help="of each size, in a list")
 @click.option("--arrays", default="ordinary,empty", show_default=True, help="ordinary; empty: made by mpips.empty")
 @click.option("--seconds", default=1.0, type=Seconds(), show_default=True, help="about so long for each case")
 @click.option("--json", "json_path", type=OutFile(), help="write the rows as JSON")

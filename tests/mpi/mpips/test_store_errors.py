@@ -403,11 +403,13 @@ def test_a_closed_store_says_so(servers):
         kv.init("w", np.zeros(5000, np.float32))
         value = np.ones(5000, np.float32)
         kv.pushpull("w", value)
+        handle = kv.ipush("w", value)
+        handle.wait()
         kv.close()
         for call in (
             lambda: kv.push("w", value), lambda: kv.pull("w", value), lambda: kv.ipushpull("w", value), kv.barrier,
             lambda: kv.init("v", value), lambda: kv.set_optimizer("sgd"),
-            lambda: kv.row_sparse_pull("w", value[:1], row_ids=[0]),
+            lambda: kv.row_sparse_pull("w", value[:1], row_ids=[0]), lambda: kv.taken("w", handle),
         ):  # fmt: skip
             assert "the store is closed" in failure(call)
 
