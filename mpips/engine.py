@@ -1,12 +1,11 @@
 """Operations under way, off the training thread: dependencies first, then priority, errors where the user waits.
 
-An operation is a function, or a generator that yields whenever it has to wait, True where it has gone on since the
-last time; it names what it reads and what it
-mutates (MXNET-MPI, section 3.1, `Engine.push(fn, read, mutate)`, sections 4.2.2 and 4.2.3 for pushes and pulls). At
-most one thread advances operations at a time: the communication thread, which sleeps between two looks, or a thread
-inside `wait()`, which looks without sleeping at first and so answers sooner. So MPI_THREAD_SERIALIZED is enough as long
-as the program's own MPI calls happen while nothing is under way or inside `engine.paused()`; under MPI_THREAD_MULTIPLE
-they may happen any time.
+An operation is a function, or a generator that yields whenever it has to wait, True where it has gone on since it last
+did; it names what it reads and what it mutates (MXNET-MPI, section 3.1, `Engine.push(fn, read, mutate)`, sections 4.2.2
+and 4.2.3 for pushes and pulls). At most one thread advances operations at a time: the communication thread, which
+sleeps between two looks, or a thread inside `wait()`, which looks without sleeping at first and so answers sooner. So
+MPI_THREAD_SERIALIZED is enough as long as the program's own MPI calls happen while nothing is under way or inside
+`engine.paused()`; under MPI_THREAD_MULTIPLE they may happen any time.
 
 Collectives on one communicator must start in one order everywhere, so operations that use one mutate it: the order then
 is the program's, whatever the threads do.

@@ -14,18 +14,18 @@ from mpips.arguments import Name
 from mpips.engine import Engine
 from mpips.keys import Key
 from mpips.operations import Operations
-from mpips.session import Task, together
+from mpips.session import FAILURES, Task, together
 
 Array = NDArray[Any]
 LISTS = (list, tuple)
-FAILURES = (ValueError, TypeError, RuntimeError)
 
 
 class Quick:
-    """Every call returns whether it has been made; nothing has been done where it has not. `known`: initialised keys.
+    """`push`, `pull` and `pushpull` of a store, blocking, with its arguments, shapes, dtypes and errors. Each returns
+    whether it has been made; nothing has been done where it has not. `known`: initialised keys.
 
     Of a list all keys are pushed before one is waited for, as other workers may have another order; then they are
-    pulled in turn. A key that fails is raised when the others have been done.
+    pulled in turn, from the first that has to be waited for together. What fails is raised when the others are done.
     """
 
     def __init__(self, known: Mapping[Name, Key], engine: Engine, operations: Operations) -> None:

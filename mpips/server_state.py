@@ -187,8 +187,9 @@ class ServerState(Reads):
 
     def _as_they_came(self) -> Iterator[Unit]:
         """Mostly the first one is enough, and of thousands a list takes longer than a sum."""
-        yield next(iter(self.ready.values()))
-        yield from list(self.ready.values())
+        first = next(iter(self.ready.values()))
+        yield first
+        yield from [unit for unit in self.ready.values() if unit is not first]
 
     def _set_next(self) -> tuple[bool, Replies]:
         unit, source, worker = self.setting[0]

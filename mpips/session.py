@@ -23,6 +23,8 @@ from mpips.outbox import Outbox
 from mpips.pulls import Pulls
 
 Array = NDArray[Any]
+FAILURES = (ValueError, TypeError, RuntimeError)
+"""What one of several tasks may raise while the others go on."""
 
 
 class Session(Pulls):
@@ -192,7 +194,7 @@ def together(tasks: list[Task]) -> Task:
                     left.append(task)
                 except StopIteration:
                     pass
-                except (ValueError, TypeError, RuntimeError) as error:
+                except FAILURES as error:
                     failure = failure or error
             moved |= len(left) < len(tasks)
             tasks = left

@@ -224,7 +224,7 @@ class Sums:
             raise ValueError("an asynchronous store needs an optimizer; call set_optimizer before the first push")
         if not source.ready(unit.block):
             return False, False
-        if unit.blocks == 1:  # of others workers look there for blocks that have been summed, of which there are none
+        if unit.blocks == 1:  # in a longer unit's word its outboxes look for blocks that have been summed: none here
             unit.words[0] |= 1
         if source.coded:
             if source.sparse:

@@ -23,6 +23,7 @@ from mpips.options import kind_of, read, uneven
 
 ARRAYS = ("ordinary", "empty")
 MOST_KEYS = 10_000
+"""More than a model has; names and arrays alone would fill the memory before long."""
 
 
 class Row(NamedTuple):
@@ -97,9 +98,7 @@ def command(
     kind: str, servers: int, clients: int, masters: str, sizes: str, keys: int, arrays: str, seconds: float,
     json_path: Path | None, plot_path: Path | None,
 ) -> None:  # fmt: skip
-    """Time push and pull of a float32 key, or of some in one call, over the ranks of the job.
-
-    Beside them stand the copies that must happen.
+    """Time push and pull of a float32 key, or of some in one call, beside the copies that must happen.
 
     Start the ranks with `mpips bench kvstore --ranks P` or with mpirun.
     """
@@ -148,7 +147,7 @@ def _row(
 
 
 def names(n: int, keys: int) -> list[str]:
-    """Those of `keys` keys with n elements each."""
+    """Names of `keys` keys with n elements each."""
     return [f"{n} {key}" for key in range(keys)]
 
 

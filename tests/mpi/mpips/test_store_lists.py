@@ -30,6 +30,11 @@ def summed(index, workers, round_):
     return sum(pushed(index, worker, round_) for worker in range(workers))
 
 
+def said_of(found, key):
+    """Whether all workers have raised one sentence, which names the key."""
+    return len({said for said, _ in found}) == 1 and f"key {key!r}" in found[0][0]
+
+
 def exchanged(kv, names, values, outs, how):
     if how == "push, pull":
         kv.push(names, values)
@@ -114,7 +119,7 @@ def test_a_key_that_fails_is_raised_when_the_others_are_done():
     if result:
         found, again = result
         assert {good for _, good in found} == {True} and again, result
-        assert len({said for said, _ in found}) == 1 and "key 'b'" in found[0][0], found
+        assert said_of(found, "b"), found
 
 
 @pytest.mark.mpi(min_size=2)
@@ -169,7 +174,7 @@ def test_a_key_of_which_is_known_that_it_fails_keeps_no_other_from_its_sum(in_pl
     if result:
         found, last = result
         assert {good for _, good in found} == {True} and last, found
-        assert len({said for said, _ in found}) == 1 and "key 'a'" in found[0][0], found
+        assert said_of(found, "a"), found
 
 
 @pytest.mark.mpi(min_size=3)
