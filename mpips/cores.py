@@ -36,6 +36,8 @@ class Seat:
         mine = msgspec.msgpack.encode(sorted(self.before))
         every = [frozenset(msgspec.msgpack.decode(data)) for data in meet.exchange(layout.world, mine, "mpips.create")]
         node = [rank for rank in range(len(every)) if layout.same_node(rank, layout.rank)]
+        self.shared = len(frozenset().union(*(every[rank] for rank in node))) < len(node)
+        """Whether the node has more processes of the store than cores for them."""
         cores = spread([every[rank] for rank in node])
         self.own = frozenset([cores[node.index(layout.rank)]]) if cores else self.before
         self._take(self.own)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mpips.lines import Line
+from mpips.lines import Line, Repeated
 from mpips.outbox import Outbox
 
 if TYPE_CHECKING:
@@ -35,6 +35,8 @@ class Part:
     stored: Array | None = None
     outbox: Outbox | None = None
     """Through which ordinary arrays go to a server of this node."""
+    copy: Repeated | None = None
+    """The push of what lies there."""
     kept: Array | None = None
     credits: list[int] = field(default_factory=list)
     """Blocks that the server of another node has asked for."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from collectives import arena
 from collectives.arena import Region
-from mpips.messages import FRAME, FRAME_BYTES, Frame
+from mpips.messages import FRAME, FRAME_BYTES, Frame, Op
 from mpips.rings import SLOTS, Ring
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 NOWHERE = Region(0, 0, 0, 0, 0)
 ROOM_SECONDS = 1e-4  # between two looks whether there is room
+PUSH = int(Op.PUSH)
 TAG_FRAME, TAG_BODY, TAG_DATA = 1, 2, 16
 
 
@@ -112,6 +113,23 @@ class SharedLine:
 
     def body(self, frame: Frame) -> bytes:
         return arena.attach(Region(frame.pid, frame.fd, frame.inode, frame.offset, frame.nbytes)).tobytes()
+
+
+class Repeated:
+    """The push of one region, round after round: its frame is packed once for a priority."""
+
+    __slots__ = ("_again", "_coding", "_frame", "_priority", "_region", "_unit")
+
+    def __init__(self, line: Line, unit: int, region: Region, coding: int = 0) -> None:
+        assert isinstance(line, SharedLine)
+        self._again, self._unit, self._region, self._coding = line.again, unit, region, coding
+        self._priority, self._frame = 0, b""
+
+    def post(self, round_: int, priority: int) -> None:
+        if priority != self._priority or not self._frame:
+            self._frame = FRAME.pack(PUSH, 0, self._coding, priority, self._unit, 0, 0, *self._region, 0)
+            self._priority = priority
+        self._again(self._frame, round_)
 
 
 class MessageLine:

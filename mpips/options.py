@@ -44,8 +44,8 @@ FIELDS = (
     Field("workers", 0, 0, (), "workers that the launcher promised; 0: every rank that is not a server"),
     Field("masters", "one", None, ("one", "all"), "who of a client talks to the servers: its rank 0, or every worker"),
     Field("staleness", -1, -1, (), "most steps that a worker of an asynchronous store may run ahead; -1: any number"),
-    Field("big_array", 1_000_000, 1, (), "elements from which an array is split over all servers"),
-    Field("block_bytes", 1_048_576, 4096, (), "bytes that a server sums at a time, and workers read behind it"),
+    Field("big_array", 250_000, 1, (), "elements from which an array is split over all servers"),
+    Field("block_bytes", 2_097_152, 4096, (), "most bytes that a server sums at a time, and workers read behind it"),
     Field("small_bytes", 32_768, 0, (), "arrays up to this many bytes are always copied, so that a push never waits"),
     Field("chunk_bytes", 131_072, 4096, (), "bytes of one message between nodes; a larger array is sent as a pipeline"),
     Field("chunks_in_flight", 8, 1, (), "messages of one array under way at a time between two ranks"),
@@ -64,8 +64,8 @@ class Options:
     workers: int = 0
     masters: str = "one"
     staleness: int = -1
-    big_array: int = 1_000_000
-    block_bytes: int = 1_048_576
+    big_array: int = 250_000
+    block_bytes: int = 2_097_152
     small_bytes: int = 32_768
     chunk_bytes: int = 131_072
     chunks_in_flight: int = 8

@@ -66,12 +66,20 @@ class Outbox:
         """How many blocks of the round are there."""
         return int(self._mine[0] - self._before)
 
+    @property
+    def full(self) -> bool:
+        """Whether all blocks of the round are there."""
+        return bool(self._mine[0] - self._before >= self._blocks)
+
     def put(self, values: Array) -> None:
-        """Copy the next block in and count it."""
-        slot = self._slot()
-        self.slots[slot * self._step : slot * self._step + values.size] = values
-        self._mine[PLACES + self.filled] = slot
-        self._mine[0] += 1
+        """Copy the next block of the part's values in and count it."""
+        mine, step = self._mine, self._step
+        slot = self._free.pop() if self._free else self._slot()
+        block = mine[0] - self._before
+        block_values = values[block * step : (block + 1) * step]
+        self.slots[slot * step : slot * step + block_values.size] = block_values
+        mine[PLACES + block] = slot
+        mine[0] += 1
 
     def _slot(self) -> int:
         """One that the server has summed, if it sums; else another."""

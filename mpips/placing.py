@@ -21,7 +21,7 @@ from mpips.lines import Line
 from mpips.members import Members
 from mpips.messages import UnitCard
 from mpips.session import Task
-from mpips.sharding import Interval, Placement, grain_of, split, units
+from mpips.sharding import Interval, Placement, block_bytes, grain_of, split, units
 from mpips.tags import Numbers
 
 Array = NDArray[Any]
@@ -31,8 +31,9 @@ MOST_CHUNKS = 32  # of what a server has of a key
 class Placing(Members):
     """Makes and forgets keys, the same on every worker."""
 
-    def __init__(self, layout: Layout, lines: list[Line]) -> None:
+    def __init__(self, layout: Layout, lines: list[Line], cores_shared: bool) -> None:
         super().__init__(layout, lines)
+        self._side_by_side = not (cores_shared or layout.asynchronous)
         self._placement = Placement(layout.num_servers, layout.options.big_array)
         self._groups = layout.groups()
         self._numbers = Numbers()
@@ -141,8 +142,6 @@ class Placing(Members):
         grain = grain_of(key.shape, self.layout.num_servers * (sharers * MOST_CHUNKS if sharers > 1 else 1))
         if self.one_node and sharers > 1:
             grain = 1  # as `collectives.reduce_scatter` cuts
-        block_bytes = options.block_bytes if self.one_node else options.chunk_bytes
-        block = max(1, block_bytes // key.dtype.itemsize)
         by_server = []
         for server, part in self._placement.place(key.shape, key.dtype.itemsize):
             first = len(key.pieces)
@@ -151,21 +150,20 @@ class Placing(Members):
                 chunks = max(1, min(MOST_CHUNKS, part.size * key.dtype.itemsize // options.chunk_bytes))
             for chunk in split(part, chunks, grain):
                 if chunk.size or not part.size:
-                    self._plan_piece(key, server, chunk, grain, block, cards[server])
+                    self._plan_piece(key, server, chunk, grain, cards[server])
             by_server.append(key.pieces[first:])
         # In turn, so that the few pieces under way keep all servers busy; in one order everywhere, as servers take few.
         key.pieces = [piece for row in zip_longest(*by_server) for piece in row if piece is not None]
         key.pushes = [part for piece in key.pieces for part in piece.pushes]
 
-    def _plan_piece(
-        self, key: Key, server: int, chunk: Interval, grain: int, block: int, cards: list[UnitCard]
-    ) -> None:
+    def _plan_piece(self, key: Key, server: int, chunk: Interval, grain: int, cards: list[UnitCard]) -> None:
         rank = self.layout.rank
         members = self._groups[self.layout.client_number] if self._grouped else [rank]
         slices = split(chunk, len(members), grain)
         piece = Piece([s.start for s in slices] + [chunk.stop], [], len(key.pieces))
         row_elements = int(np.prod(key.shape[1:], dtype=np.int64)) if key.shape else 1
         for unit in units(0, server, chunk, self._groups, grain):
+            block = self._block_elements(unit.size, key.dtype.itemsize)
             card = UnitCard(
                 self._numbers.take(key.name), key.name, key.dtype.name, unit.start, unit.stop, max(1, row_elements),
                 block, unit.contributors,
@@ -181,6 +179,13 @@ class Placing(Members):
                 key.pushes.append(part)
                 piece.pushes.append(part)
         key.pieces.append(piece)
+
+    def _block_elements(self, size: int, itemsize: int) -> int:
+        options = self.layout.options
+        nbytes = options.chunk_bytes
+        if self.one_node:
+            nbytes = block_bytes(size * itemsize, options.block_bytes, self._side_by_side)
+        return max(1, nbytes // itemsize)
 
     def _attach(self, cards: list[UnitCard], created: messages.Created) -> None:
         dtypes = [messages.dtype_of(card.dtype) for card in cards]

@@ -67,7 +67,7 @@ def create(kind: str, comm: MPI.Comm | None = None, **options: Any) -> KVStore:
         _part(layout)
         raise SystemExit(0)
     _open.append(seat)
-    return KVStore(layout, Served(layout, lines))
+    return KVStore(layout, Served(layout, lines, seat.shared))
 
 
 def closed(layout: Layout, unfinished: bool) -> None:

@@ -22,9 +22,9 @@ class Reads(Sums):
 
     def __init__(
         self, asynchronous: bool, staleness: int, remote: Iterable[int], threads: int,
-        begin_thread: Callable[[], None] | None,
+        begin_thread: Callable[[], None] | None, cores_shared: bool,
     ) -> None:  # fmt: skip
-        super().__init__(remote, threads, begin_thread)
+        super().__init__(remote, threads, begin_thread, cores_shared)
         self.asynchronous, self.staleness = asynchronous, staleness
         self.units: dict[int, Unit] = {}
         self.gone: set[int] = set()

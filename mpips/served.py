@@ -36,8 +36,8 @@ Array = NDArray[Any]
 class Served(Settings):
     """The operations of a store with servers; pushes and pulls are generators for the engine."""
 
-    def __init__(self, layout: Layout, lines: list[Line]) -> None:
-        super().__init__(layout, lines)
+    def __init__(self, layout: Layout, lines: list[Line], cores_shared: bool) -> None:
+        super().__init__(layout, lines, cores_shared)
         self._all = layout.options.masters == "all"
         self._rows = Rows(layout, self.session, self._agreed_rows)
 

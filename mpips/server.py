@@ -33,7 +33,7 @@ SPIN_SECONDS = 1e-3
 SLEEP_SECONDS = (1e-4, 2e-3)  # the shortest and the longest sleep between two looks
 SLEEP_SHARE = 0.02  # of the time without anything to do so far: so much later it may hear what ends that
 TICK_SECONDS = 0.05
-VIEWS = 4096
+VIEWS = 4096  # least number that is kept
 MOST_THREADS = 4  # more than a few cores only wait for memory
 
 
@@ -57,7 +57,7 @@ class Server:
         self._remote = remote
         self._state = ServerState(
             range(layout.num_workers), layout.asynchronous, options.staleness, options.stall_seconds,
-            options.timeout_seconds, remote, _threads(layout, len(seat.before)), seat.step_aside,
+            options.timeout_seconds, remote, _threads(layout, len(seat.before)), seat.step_aside, seat.shared,
         )  # fmt: skip
         self._postman = Postman(layout.world, options.chunks_in_flight)
         self._compressor: Compressor | None = None
@@ -65,8 +65,9 @@ class Server:
         first = (layout.rank - layout.num_workers) * len(lines) // layout.num_servers
         self._callers = [*enumerate(lines)][first:] + [*enumerate(lines)][:first]
         self._views: dict[tuple[int, ...], NDArray[Any]] = {}
+        self._most_views = VIEWS
         self._deferred: list[tuple[int, int, messages.Request]] = []
-        self._sources: dict[tuple[int, ...], Elements] = {}
+        self._sources: dict[tuple[int, ...], Source] = {}
         self._handlers: dict[int, Callable[[int, Frame], Replies]] = {
             Op.REFUSE: self._refuse, Op.PULL: self._pull, Op.PULL_ROWS: self._pull_rows,
             Op.RELEASE: self._release, Op.SET: self._set, Op.CONTROL: self._control, Op.BYE: self._bye,
@@ -130,17 +131,17 @@ class Server:
         return heard
 
     def _push(self, worker: int, fields: tuple[int, ...]) -> Replies | None:
-        source: Source | None = None
-        if not fields[2]:  # plain: the same region of the same unit is the same source
-            key = fields[4], *fields[7:12]
-            source = self._sources.get(key)
+        key = (fields[4], fields[2], *fields[7:12])  # the same region of the same unit is the same source
+        source: Source | None = self._sources.get(key)
         if source is None:
             frame = Frame._make(fields)
             source = self._source(worker, frame, self._state.units[frame.unit])
-            if type(source) is Elements:
-                if len(self._sources) >= VIEWS:
+            if type(source) in (Elements, Filling):
+                if len(self._sources) >= self._most_views:
                     self._sources.clear()
                 self._sources[key] = source
+        if type(source) is Filling:
+            source.begin(fields[6])
         return self._state.pushed(fields[4], worker, source, fields[3], time.monotonic())
 
     def _refuse(self, worker: int, frame: Frame) -> Replies:
@@ -175,8 +176,7 @@ class Server:
             return Letter(self._postman, line, worker, unit, frame, self._reader(frame, unit))
         payload = self._view(frame)
         if frame.coding == Coding.GROWING:
-            first = (frame.round - 1) * unit.blocks
-            return Filling(payload, first, unit.blocks, unit.block_elements, unit.stored.dtype)
+            return Filling(payload, unit.blocks, unit.block_elements, unit.stored.dtype)
         if frame.coding == Coding.PLAIN:
             return Elements(payload.view(unit.stored.dtype))
         return self._reader(frame, unit)(payload)
@@ -195,7 +195,7 @@ class Server:
         key = frame[7:12]
         view = self._views.get(key)
         if view is None:
-            if len(self._views) >= VIEWS:
+            if len(self._views) >= self._most_views:
                 self._views.clear()
             view = self._views[key] = arena.attach(Region(*key))
         return view
@@ -307,4 +307,6 @@ class Server:
         return messages.Created(tuple(word_region), tuple(region))
 
     def _make_room(self) -> None:
-        self._postman.buffers.limit = sum(unit.stored.nbytes for unit in self._state.units.values())
+        units = self._state.units.values()
+        self._postman.buffers.limit = sum(unit.stored.nbytes for unit in units)
+        self._most_views = max(VIEWS, 2 * sum(len(unit.contributors) for unit in units))

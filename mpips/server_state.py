@@ -33,9 +33,9 @@ class ServerState(Reads):
     def __init__(
         self, workers: Sequence[int], asynchronous: bool, staleness: int = -1, stall_seconds: float = 60.0,
         timeout_seconds: float = 0.0, remote: Iterable[int] = (), threads: int = 1,
-        begin_thread: Callable[[], None] | None = None,
+        begin_thread: Callable[[], None] | None = None, cores_shared: bool = False,
     ) -> None:  # fmt: skip
-        super().__init__(asynchronous, staleness, remote, threads, begin_thread)
+        super().__init__(asynchronous, staleness, remote, threads, begin_thread, cores_shared)
         self.workers = tuple(workers)
         self.stall_seconds, self.timeout_seconds = stall_seconds, timeout_seconds
         self.open: dict[int, Unit] = {}  # units with contributions that wait for others
@@ -244,7 +244,7 @@ class ServerState(Reads):
         sources: list[Source] = [queue[0] for queue in unit.queues]  # type: ignore[misc]
         try:
             if unit.accumulator is None:
-                if unit.blocks == 1:
+                if unit.blocks == 1 and not self._worth_sharing(unit, sources, 0, 1):
                     steady = [array for source in sources if (array := source.steady) is not None]
                     if len(steady) == len(sources):
                         return self._sum_whole(unit, steady)

@@ -18,6 +18,7 @@ from collectives import arena
 from mpips.buffers import FRAME_COST
 from mpips.hearing import Task
 from mpips.keys import Key, Part
+from mpips.lines import Repeated
 from mpips.messages import Coding, Op
 from mpips.outbox import Outbox
 from mpips.pulls import Pulls
@@ -69,38 +70,48 @@ class Session(Pulls):
     ) -> Task:
         """`push` to servers of this node. Who raises on the way withdraws from the parts that he has not come to."""
         waits: list[Part] = []
-        grows: list[tuple[Part, Outbox, Array]] = []
+        copies: list[tuple[Part, Array]] = []
         try:
             for part, values in payloads:
                 region = arena.locate(values) if own or values.nbytes > self._layout.options.small_bytes else None
-                if region is not None:
-                    part.line.post(Op.PUSH, part.number, round_, region, priority=priority)
-                    waits.append(part)
-                else:
-                    outbox = self.outbox(key, part)
-                    while part.words[part.mine] < round_ - 1:
-                        self.check(key, round_)
-                        yield False
-                    if part.blocks == 1:
-                        outbox.slots[...] = values
-                        part.line.post(Op.PUSH, part.number, round_, outbox.plain, priority=priority)
-                    else:
-                        outbox.begin(round_)
-                        part.line.post(Op.PUSH, part.number, round_, outbox.growing, Coding.GROWING, priority)
-                        grows.append((part, outbox, values))
+                if region is None:
+                    copies.append((part, values))
+                    continue
+                part.line.post(Op.PUSH, part.number, round_, region, priority=priority)
                 part.said = round_
-            self._fill(grows)
+                waits.append(part)
+            for part, _ in copies:
+                while part.words[part.mine] < round_ - 1:
+                    self.check(key, round_)
+                    yield False
+            self.copy_in(key, round_, copies, priority)
         except BaseException as error:
-            try:
-                self._fill(grows)  # the rest, as the servers count on it
-            finally:
-                self.break_off(key, round_, [part for part, _ in payloads], error)
+            self.break_off(key, round_, [part for part, _ in payloads], error)
             raise
         if wait and not own:
             for part in waits:
                 while part.words[part.mine] < round_:
                     self.check(key, round_)
                     yield False
+
+    def copy_in(self, key: Key, round_: int, payloads: Sequence[tuple[Part, Array]], priority: int) -> None:
+        """Contribute copies of 1-D arrays to a round of parts on this node, whose servers have read all rounds before.
+        Where it breaks off, `said` tells which have been told of theirs; those get all that they count on."""
+        grows: list[tuple[Outbox, Array]] = []
+        try:
+            for part, values in payloads:
+                outbox = part.outbox or self.outbox(key, part)
+                if part.blocks == 1:
+                    outbox.slots[...] = values
+                else:
+                    outbox.begin(round_)
+                    grows.append((outbox, values))
+                part.copy.post(round_, priority)  # type: ignore[union-attr]
+                part.said = round_
+            fill(grows)
+        except BaseException:
+            fill(grows)
+            raise
 
     def push_coded(
         self, key: Key, round_: int, part: Part, payload: Array, coding: Coding, priority: int, count: int = 0,
@@ -122,17 +133,11 @@ class Session(Pulls):
         """A part's outbox, which is made where there is none yet."""
         if part.outbox is None:
             size = part.stop - part.start
-            part.outbox = Outbox(part.words, size, part.blocks, part.block_elements, key.dtype)
+            outbox = Outbox(part.words, size, part.blocks, part.block_elements, key.dtype)
+            region, coding = (outbox.plain, Coding.PLAIN) if part.blocks == 1 else (outbox.growing, Coding.GROWING)
+            part.copy = Repeated(part.line, part.number, region, coding)
+            part.outbox = outbox
         return part.outbox
-
-    def _fill(self, grows: list[tuple[Part, Outbox, Array]]) -> None:
-        """Copy into outboxes block by block, in turns over the servers and, where workers share a core, over them, so
-        that a server finds every worker's block in the cache."""
-        for block in range(max((part.blocks for part, _, _ in grows), default=0)):
-            for part, outbox, values in grows:
-                if outbox.filled <= block < part.blocks:
-                    outbox.put(values[block * part.block_elements : (block + 1) * part.block_elements])
-                    os.sched_yield()
 
     def set(self, pairs: Iterable[tuple[Key, Array]]) -> Task:
         """Give keys their first values; for one worker, before anybody uses them."""
@@ -173,6 +178,17 @@ class Session(Pulls):
         yield from self._payloads.send(key, part, values.view(np.uint8), 0, Op.SET, 0)
         while not part.granted:
             yield False
+
+
+def fill(grows: Sequence[tuple[Outbox, Array]]) -> None:
+    """Copy what is not there yet into outboxes block by block, in turns over the servers and, where workers share a
+    core, over them, so that a server finds every worker's block in the cache."""
+    left = [(outbox, values) for outbox, values in grows if not outbox.full]
+    while left:
+        for outbox, values in left:
+            outbox.put(values)
+            os.sched_yield()
+        left = [item for item in left if not item[0].full]
 
 
 def goes_on(task: Task) -> bool:

@@ -12,6 +12,9 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
+SHORT = 8  # blocks shorter than the longest by this factor cost more than they hide
+CACHE_LINE = 64
+
 
 class Interval(NamedTuple):
     """Elements start <= i < stop."""
@@ -64,6 +67,15 @@ def grain_of(shape: Sequence[int], parts: int) -> int:
     for extent in shape[1:]:
         size *= extent
     return max(size, 1)
+
+
+def block_bytes(nbytes: int, most: int, side_by_side: bool) -> int:
+    """Bytes of the blocks of a unit of `nbytes` on one node, at most `most`. `side_by_side`: every process has a core,
+    and a server sums one block while workers copy the next, so all but short units have two or more."""
+    if not side_by_side:
+        return most
+    half = -(-nbytes // (2 * CACHE_LINE)) * CACHE_LINE
+    return min(most, max(most // SHORT, half))
 
 
 class Placement:

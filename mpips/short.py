@@ -16,9 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives import arena
-from collectives.arena import Region
-from mpips.lines import SharedLine
-from mpips.messages import FRAME, Op
+from mpips.lines import Repeated
 from mpips.pulls import snapshot
 
 if TYPE_CHECKING:
@@ -27,9 +25,7 @@ if TYPE_CHECKING:
 
 Array = NDArray[Any]
 Task = Generator[bool | None, None, None]
-Again = Callable[[bytes, int], None]
 YIELDS = 500
-PUSH = int(Op.PUSH)
 
 
 class Short(Protocol):
@@ -69,36 +65,29 @@ def came(words: Any, word: int, count: int) -> bool:
     return False
 
 
-class Frames:
-    """The packed frames that push an array of node-shared memory; kept, as a training loop pushes the same again."""
+class Lent:
+    """The pushes of an array of node-shared memory; kept, as a training loop pushes the same again."""
 
-    __slots__ = ("_frames", "_last", "_parts", "_priority")
+    __slots__ = ("_last", "_parts", "_pushes")
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self._parts = parts
         self._last: Callable[[], Array | None] = lambda: None
-        self._priority = 0
-        self._frames: list[tuple[Again, bytes]] = []
+        self._pushes: list[Repeated] = []
 
-    def of(self, array: Array, priority: int) -> list[tuple[Again, bytes]]:
-        """For every part how to post its frame, and the frame; empty where the array lies elsewhere."""
-        if self._last() is not array or self._priority != priority:
+    def of(self, array: Array) -> list[Repeated]:
+        """For every part its push; empty where the array lies elsewhere."""
+        if self._last() is not array:
             region = arena.locate(array)
             size = array.itemsize
-            self._frames = [] if region is None else [
-                packed(part, region._replace(
+            self._pushes = [] if region is None else [
+                Repeated(part.line, part.number, region._replace(
                     offset=region.offset + part.start * size, nbytes=(part.stop - part.start) * size
-                ), priority)
+                ))
                 for part in self._parts
             ]  # fmt: skip
-            self._last, self._priority = weakref.ref(array), priority
-        return self._frames
-
-
-def packed(part: Part, region: Region, priority: int) -> tuple[Again, bytes]:
-    """A push of the part: how to post it, and the frame but for its round."""
-    assert isinstance(part.line, SharedLine)
-    return part.line.again, FRAME.pack(PUSH, 0, 0, priority, part.number, 0, 0, *region, 0)
+            self._last = weakref.ref(array)
+        return self._pushes
 
 
 def apart(array: Array, out: Array) -> bool:
@@ -110,18 +99,17 @@ class OneBlock:
     """A key that is one block on one server."""
 
     __slots__ = (
-        "_copies", "_copy", "_frames", "_key", "_lent", "_line", "_mine", "_part", "_session", "_stored", "_words",
+        "_copy", "_in_place", "_key", "_lent", "_line", "_mine", "_part", "_session", "_stored", "_words",
     )  # fmt: skip
 
     def __init__(self, session: Session, key: Key, part: Part, small_bytes: int) -> None:
         assert part.stored is not None
         self._session, self._key, self._part = session, key, part
         self._words, self._mine, self._line = part.words, part.mine, part.line
-        self._frames = Frames([part]) if key.nbytes > small_bytes else None
+        self._lent = Lent([part]) if key.nbytes > small_bytes else None
         self._stored = part.stored.reshape(key.shape)
-        self._lent = False
+        self._in_place = False
         self._copy: Array | None = None
-        self._copies: dict[int, tuple[Again, bytes]] = {}
 
     def push(self, array: Array, priority: int) -> Task | None:
         left = self.post(array, priority)
@@ -136,7 +124,7 @@ class OneBlock:
 
     def read(self) -> Task | None:
         key = self._key
-        if not self._lent or came(self._words, self._mine, key.round):
+        if not self._in_place or came(self._words, self._mine, key.round):
             return None
         return self._session.drained(key, key.round, [self._part])
 
@@ -153,27 +141,24 @@ class OneBlock:
 
     def _post(self, array: Array, priority: int) -> None:
         """Contribute; where the array itself is read, it must stay as it is."""
-        frames = self._frames.of(array, priority) if self._frames is not None else None
-        self._lent = bool(frames)
-        post, frame = frames[0] if frames else self._copied(array, priority)
+        pushes = self._lent.of(array) if self._lent is not None else None
+        self._in_place = bool(pushes)
+        push = pushes[0] if pushes else self._copied(array)
         key = self._key
         key.round += 1
         try:
-            post(frame, key.round)
+            push.post(key.round, priority)
         except BaseException as error:
             self._session.break_off(key, key.round, [self._part], error)
             raise
 
-    def _copied(self, array: Array, priority: int) -> tuple[Again, bytes]:
-        """How to push a copy of the array, which is made."""
+    def _copied(self, array: Array) -> Repeated:
+        """The push of a copy of the array, which is made."""
         copy = self._copy
         if copy is None:
             copy = self._copy = self._session.outbox(self._key, self._part).slots.reshape(self._key.shape)
         copy[...] = array
-        if priority not in self._copies:
-            plain = self._session.outbox(self._key, self._part).plain
-            self._copies = {priority: packed(self._part, plain, priority)}
-        return self._copies[priority]
+        return self._part.copy  # type: ignore[return-value]
 
 
 class AnyTime(OneBlock):
@@ -196,11 +181,12 @@ class AnyTime(OneBlock):
 class Blocks:
     """A key of several blocks, perhaps on several servers."""
 
-    __slots__ = ("_frames", "_key", "_session", "_small")
+    __slots__ = ("_in_place", "_key", "_lent", "_session", "_small")
 
     def __init__(self, session: Session, key: Key, small_bytes: int) -> None:
         self._session, self._key, self._small = session, key, key.nbytes <= small_bytes
-        self._frames = Frames(key.parts)
+        self._lent = Lent(key.parts)
+        self._in_place = False
 
     def push(self, array: Array, priority: int) -> Task | None:
         left = self.post(array, priority)
@@ -208,7 +194,7 @@ class Blocks:
 
     def read(self) -> Task | None:
         key, parts = self._key, self._key.parts
-        for part in parts:
+        for part in parts if self._in_place else ():
             if not came(part.words, part.mine, key.round):
                 return self._session.drained(key, key.round, parts)
         return None
@@ -234,20 +220,22 @@ class Blocks:
         return self.pull(out) if left is None else then_pull(self._session, self._key, left, out)
 
     def post(self, array: Array, priority: int) -> Task | None:
-        key = self._key
-        frames = None if self._small or key.failed else self._frames.of(array, priority)
-        if not frames:
-            return self._session.push_long(key, array, priority)
+        key, parts = self._key, self._key.parts
         round_ = key.round
-        for part in key.parts:
-            if part.words[part.mine] != round_:
-                return self._session.push_long(key, array, priority)
+        if key.failed or any(part.words[part.mine] != round_ for part in parts):
+            return self._session.push_long(key, array, priority)
+        pushes = None if self._small else self._lent.of(array)
+        self._in_place = bool(pushes)
         key.round = round_ = round_ + 1
         try:
-            for post, frame in frames:
-                post(frame, round_)
+            if pushes:
+                for push in pushes:
+                    push.post(round_, priority)
+            else:
+                flat = array.reshape(-1)
+                self._session.copy_in(key, round_, [(part, flat[part.start : part.stop]) for part in parts], priority)
         except BaseException as error:
-            self._session.break_off(key, round_, key.parts, error)
+            self._session.break_off(key, round_, parts, error)
             raise
         return None
 

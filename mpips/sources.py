@@ -51,18 +51,23 @@ class Elements(Payload):
 
 
 class Filling(Payload):
-    """A worker's `outbox`, perhaps still being filled; the first block of its round is number `first` of all rounds."""
+    """A worker's `outbox`, perhaps still being filled; one round at a time, the next begins when it has been read."""
 
-    def __init__(self, outbox: Array, first: int, blocks: int, block_elements: int, dtype: np.dtype) -> None:
+    def __init__(self, outbox: Array, blocks: int, block_elements: int, dtype: np.dtype) -> None:
         header = header_bytes(blocks)
         self._words = memoryview(outbox[:header].view(np.uint64))  # type: ignore[arg-type]
-        self._slots, self._first, self._step = outbox[header:].view(dtype), first, block_elements
+        self._slots, self._blocks, self._step = outbox[header:].view(dtype), blocks, block_elements
+        self._first = 0
+
+    def begin(self, round_: int) -> None:
+        """What comes next is this round's."""
+        self._first = (round_ - 1) * self._blocks
 
     def ready(self, block: int) -> bool:
         return self._words[0] - self._first > block
 
     def part(self, block: int, start: int, stop: int) -> Array:
-        at = self._words[PLACES + block] * self._step
+        at = self._words[PLACES + block] * self._step + start - block * self._step
         return self._slots[at : at + stop - start]
 
 

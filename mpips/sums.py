@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,8 @@ from mpips.team import Team
 from mpips.unit import Reply, Source, Unit
 
 BURST = 4  # blocks done before the server listens again
+SHARED_BYTES = 1 << 21  # least of a sum that is worth another thread
+PART_BYTES = 1 << 20  # that a thread sums at a time where there are others
 PIECE_BYTES = 1 << 18  # of a sum that is read again for every contribution: in a core's own cache beside one of these
 Array = NDArray[Any]
 Replies = list[Reply]
@@ -27,11 +28,13 @@ class Sums:
     """
 
     def __init__(
-        self, remote: Iterable[int], threads: int = 1, begin_thread: Callable[[], None] | None = None
-    ) -> None:
+        self, remote: Iterable[int], threads: int = 1, begin_thread: Callable[[], None] | None = None,
+        cores_shared: bool = False,
+    ) -> None:  # fmt: skip
+        self._cores_shared = cores_shared
         self.remote = frozenset(remote)
         self.optimizer: Optimizer | None = None
-        self._team, self._alone = Team(threads, begin_thread), Team(1)
+        self._team = Team(threads, begin_thread)
         self._scratch = [np.empty(0, np.uint8)] * threads
 
     def _finish(self, unit: Unit) -> Replies:
@@ -61,26 +64,66 @@ class Sums:
         return True, self._sum_run(unit, sources, stop)
 
     def _sum_run(self, unit: Unit, sources: Sequence[Source], stop: int) -> Replies:
-        """Sum and apply the blocks from the next to `stop`, on all threads at once where each has two or more."""
+        """Sum and apply the blocks from the next to `stop`, on all threads at once where that is long enough."""
         first = unit.block
         if self.optimizer is not None and first == 0:
             self._next_step(unit)
-        team = self._team if stop - first >= 2 * self._team.threads else self._alone
-        team.share(partial(self._sum_block, unit, sources), range(first, stop))
+        if self._worth_sharing(unit, sources, first, stop):
+            self._share(unit, sources, first, stop)
+        else:
+            for block in range(first, stop):
+                self._sum_part(unit, sources, block, *unit.bounds(block))
+                self._tell(unit, block + 1)
         unit.block = stop
-        if stop == unit.blocks:
-            return self._finish(unit)
-        unit.words[0] = unit.round * unit.blocks + stop
-        return []
+        return self._finish(unit) if stop == unit.blocks else []
 
-    def _sum_block(self, unit: Unit, sources: Sequence[Source], block: int, thread: int) -> None:
-        """Sum and apply a block; thread 0, which has the first ones, tells readers of each."""
-        start, stop = unit.bounds(block)
+    def _worth_sharing(self, unit: Unit, sources: Sequence[Source], first: int, stop: int) -> bool:
+        """Whether blocks are summed on all threads. Workers that wait leave their cores to them; those that still copy
+        need them, unless this server is far behind, or cores are shared, where who waits for it gives his away."""
+        threads, nbytes = self._team.threads, (unit.bounds(stop - 1)[1] - unit.bounds(first)[0]) * unit.stored.itemsize
+        if threads == 1 or nbytes < SHARED_BYTES:
+            return False
+        if all(source.ready(unit.blocks - 1) for source in sources):
+            return nbytes >= 2 * SHARED_BYTES
+        return self._cores_shared or stop - first >= 2 * threads
+
+    def _share(self, unit: Unit, sources: Sequence[Source], first: int, stop: int) -> None:
+        """Sum and apply blocks on all threads; thread 0, which has the first parts, tells readers of each block."""
+        step = max(1, PART_BYTES // unit.stored.itemsize)
+        parts = []
+        for block in range(first, stop):
+            begin, end = unit.bounds(block)
+            parts += [(block, start, min(start + step, end)) for start in range(begin, end, step)]
+        done: set[int] = set()
+        left = iter(range(len(parts)))
+        following = next(left)
+
+        def work(index: int, thread: int) -> None:
+            nonlocal following
+            self._sum_part(unit, sources, *parts[index], thread)
+            done.add(index)
+            if thread == 0:
+                while following in done:
+                    following = next(left, -1)
+                if following >= 0:
+                    self._tell(unit, parts[following][0])
+
+        self._team.share(work, range(len(parts)))
+        self._tell(unit, stop)
+
+    @staticmethod
+    def _tell(unit: Unit, blocks: int) -> None:
+        """Tell readers that so many blocks of the round are done; of the last one they hear when the round ends."""
+        if blocks < unit.blocks:
+            unit.words[0] = unit.round * unit.blocks + blocks
+
+    def _sum_part(
+        self, unit: Unit, sources: Sequence[Source], block: int, start: int, stop: int, thread: int = 0
+    ) -> None:
+        """Sum and apply elements of a block."""
         total = self._sum(unit, [source.part(block, start, stop) for source in sources], start, stop, thread)
         if total is not None:
             self._renew(unit, start, stop, total)
-        if not thread and block + 1 < unit.blocks:
-            unit.words[0] = unit.round * unit.blocks + block + 1
 
     def _sum_arriving(self, unit: Unit, sources: Sequence[Source]) -> tuple[bool, Replies]:
         """Sum one block whose contributions come as messages; goes on later where one is not there yet."""

@@ -1,4 +1,4 @@
-"""Threads of a server that share the blocks of a long sum. A block takes some 50 us, so little may go by around it."""
+"""Threads of a server that share a long sum. A share of it takes some 50 us, so little may go by around it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,38 @@ from collections.abc import Callable, Iterable
 Work = Callable[[int, int], None]
 
 
+class _Task:
+    """What is to be done: `work(item, thread)` for every item that is left."""
+
+    def __init__(self, work: Work, items: Iterable[int]) -> None:
+        self._work, self._left = work, deque(items)
+        self.errors: list[Exception] = []
+
+    def front(self) -> None:
+        """Item after item from the front, as thread 0."""
+        try:
+            self._take(0, self._left.popleft)
+        except BaseException:
+            self._left.clear()
+            raise
+
+    def back(self, thread: int) -> None:
+        """Item after item from the back."""
+        try:
+            self._take(thread, self._left.pop)
+        except Exception as error:
+            self.errors.append(error)
+            self._left.clear()
+
+    def _take(self, thread: int, take: Callable[[], int]) -> None:
+        while True:
+            try:
+                item = take()
+            except IndexError:
+                return
+            self._work(item, thread)
+
+
 class Team:
     """The calling thread, number 0, and `threads - 1` more, of which each calls `begin` first; they end with it."""
 
@@ -17,33 +49,23 @@ class Team:
         self.threads = threads
         self._others = [_Other(number, begin) for number in range(1, threads)]
         for other in self._others:
-            weakref.finalize(self, other.end)
+            weakref.finalize(self, other.give, None)
 
-    def share(self, work: Work, blocks: Iterable[int]) -> None:
-        """`work(block, thread)` for every block. Thread 0 takes them from the front, the others from the back.
-        Blocking; raises what one of them raises, after all have ended."""
-        left = deque(blocks)
+    def share(self, work: Work, items: Iterable[int]) -> None:
+        """`work(item, thread)` for every item. Thread 0 takes them from the front, the others from the back.
+        Blocking; raises what one of them raises, after all have ended. A thread that has not woken up before nothing is
+        left is not waited for."""
+        task = _Task(work, items)
         for other in self._others:
-            other.go(work, left)
+            other.give(task)
         try:
-            _take(work, 0, left.popleft)
-        except BaseException:
-            left.clear()
-            raise
+            task.front()
         finally:
-            errors = [other.wait() for other in self._others]
-        for error in filter(None, errors):
+            for other in self._others:
+                with other.busy:
+                    pass
+        for error in task.errors:
             raise error
-
-
-def _take(work: Work, thread: int, take: Callable[[], int]) -> None:
-    """Block after block, until there is none left."""
-    while True:
-        try:
-            block = take()
-        except IndexError:
-            return
-        work(block, thread)
 
 
 class _Other:
@@ -52,28 +74,22 @@ class _Other:
 
     def __init__(self, number: int, begin: Callable[[], None] | None) -> None:
         self._number, self._begin = number, begin
-        self._gate, self._done = threading.Lock(), threading.Lock()
+        self.busy = threading.Lock()
+        """Held while it may have an item."""
+        self._gate = threading.Lock()
         self._gate.acquire()
-        self._done.acquire()
-        self._task: tuple[Work, deque[int]] | None = None
-        self._error: Exception | None = None
+        self._tasks: deque[_Task | None] = deque()
         self._begun = False
 
-    def go(self, work: Work, left: deque[int]) -> None:
-        self._task, self._error = (work, left), None
+    def give(self, task: _Task | None) -> None:
+        """Take part in a task; None: no more follow."""
         if not self._begun:
+            if task is None:
+                return
             self._begun = True
             threading.Thread(target=self._run, daemon=True).start()
-        self._gate.release()
-
-    def wait(self) -> Exception | None:
-        """Until it finds nothing left; what it has raised."""
-        self._done.acquire()
-        return self._error
-
-    def end(self) -> None:
-        """No more tasks follow."""
-        if self._begun:
+        self._tasks.append(task)
+        if self._gate.locked():
             self._gate.release()
 
     def _run(self) -> None:
@@ -81,13 +97,10 @@ class _Other:
             self._begin()
         while True:
             self._gate.acquire()
-            task, self._task = self._task, None  # nothing of it stays here: it holds a server's memory
-            if task is None:
-                return
-            try:
-                _take(task[0], self._number, task[1].pop)
-            except Exception as error:
-                self._error = error
-                task[1].clear()
-            del task
-            self._done.release()
+            while self._tasks:
+                with self.busy:
+                    task = self._tasks.popleft()
+                    if task is None:
+                        return
+                    task.back(self._number)
+                    del task  # nothing of it stays here: it holds a server's memory

@@ -34,7 +34,7 @@ class Source(Protocol):
         ...
 
     def part(self, block: int, start: int, stop: int) -> Array:
-        """Elements [start, stop) of the unit, which are this block's; plain payloads only. To be used at once: what
+        """Elements [start, stop) of the unit, which are of this block; plain payloads only. To be used at once: what
         came as a message is forgotten when the next block is looked for."""
         ...
 

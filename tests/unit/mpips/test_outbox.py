@@ -25,16 +25,20 @@ class Worker:
         self.round += 1
         self.values = np.arange(SIZE, dtype=np.float32) + 100 * self.round
         self.outbox.begin(self.round)
-        memory = arena.attach(self.outbox.growing)
-        return Filling(memory, (self.round - 1) * BLOCKS, BLOCKS, STEP, np.dtype(np.float32))
+        source = Filling(arena.attach(self.outbox.growing), BLOCKS, STEP, np.dtype(np.float32))
+        source.begin(self.round)
+        return source
 
     def put(self, block):
-        assert self.outbox.filled == block
-        self.outbox.put(self.values[block * STEP : (block + 1) * STEP])
+        assert self.outbox.filled == block and not self.outbox.full
+        self.outbox.put(self.values)
+        assert self.outbox.full == (block + 1 == BLOCKS)
 
     def reads(self, source, block):
         start, stop = block * STEP, min(SIZE, (block + 1) * STEP)
-        return source.part(block, start, stop).tolist() == self.values[start:stop].tolist()
+        halves = [source.part(block, *part) for part in ((start, start + 1), (start + 1, stop))]
+        both = np.concatenate(halves).tolist()
+        return both == source.part(block, start, stop).tolist() == self.values[start:stop].tolist()
 
     def slots(self, source):
         return {source._words[outbox.PLACES + block] for block in range(BLOCKS)}

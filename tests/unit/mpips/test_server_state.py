@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -86,18 +87,28 @@ def test_blocks_are_published_one_by_one():
     assert seen == [(1, 4), (2, 8), (3, 10)]
 
 
+@contextmanager
+def long_from(bytes_):
+    """Threads share sums of so many bytes already."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sums, "SHARED_BYTES", bytes_)
+        patch.setattr(sums, "PART_BYTES", bytes_)
+        yield
+
+
 @given(st.integers(1, 60), st.integers(1, 7), st.integers(1, 4), st.sampled_from([None, Adam(0.1)]))
 def test_several_threads_change_no_bit(size, block, threads, optimizer):
     values = np.random.default_rng(size).normal(size=(3, WORKERS, size)).astype(np.float32)
     ends = []
     for number in (1, threads):
-        machine = Machine(size, block, threads=number)
+        machine = Machine(size, block, threads=number, cores_shared=bool(block % 2))
         if optimizer:
             machine.state.set_optimizer(optimizer)
         for round_ in values:
             for worker, value in enumerate(round_):
                 machine.push(worker, Growing(value, [1000]) if worker and size % 2 else Elements(value))
-            machine.work()
+            with long_from(bytes_=8):
+                machine.work()
         assert machine.unit.words == [3 * machine.unit.blocks, 3, 3, 3]
         ends.append(machine.unit.stored)
     assert (ends[0] == ends[1]).all()
@@ -108,7 +119,8 @@ def test_what_fails_on_any_thread_fails_the_round():
     machine.state.set_optimizer(Broken())
     for worker in range(WORKERS):
         machine.push(worker, 1)
-    machine.work()
+    with long_from(bytes_=8):
+        machine.work()
     said = {text for _, text in machine.heard("FAILED")}
     assert said == {"key 'w': the update on the server failed: no such element"}
 

@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpips.sharding import Interval, Placement, grain_of, owners, split, units
+from mpips.sharding import SHORT, Interval, Placement, block_bytes, grain_of, owners, split, units
 
 
 @given(st.integers(0, 500), st.integers(0, 500), st.integers(1, 9), st.integers(1, 50))
@@ -21,6 +21,15 @@ def test_a_split_covers_evenly_on_grains(start, size, parts, grain):
     if grain == 1:
         sizes = [piece.size for piece in pieces]
         assert sizes == sorted(sizes, reverse=True) and sizes[0] - sizes[-1] <= 1
+
+
+@given(st.integers(0, 10**8), st.integers(4096, 10**7))
+def test_a_server_has_a_next_block_to_wait_for_unless_the_unit_is_short_or_cores_are_shared(nbytes, most):
+    assert block_bytes(nbytes, most, side_by_side=False) == most
+    block = block_bytes(nbytes, most, side_by_side=True)
+    assert most // SHORT <= block <= most
+    assert block < nbytes or nbytes <= most // SHORT
+    assert nbytes <= 2 * block or block == most
 
 
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=60), st.integers(1, 5))
