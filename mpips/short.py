@@ -80,13 +80,14 @@ class Lent:
         if self._last() is not array:
             region = arena.locate(array)
             size = array.itemsize
-            self._pushes = [] if region is None else [
+            pushes = [] if region is None else [
                 Repeated(part.line, part.number, region._replace(
                     offset=region.offset + part.start * size, nbytes=(part.stop - part.start) * size
                 ))
                 for part in self._parts
             ]  # fmt: skip
-            self._last = weakref.ref(array)
+            last = weakref.ref(array)
+            self._last, self._pushes = last, pushes  # at once, whenever an interrupt comes
         return self._pushes
 
 

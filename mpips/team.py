@@ -62,8 +62,7 @@ class Team:
             task.front()
         finally:
             for other in self._others:
-                with other.busy:
-                    pass
+                other.settle()
         for error in task.errors:
             raise error
 
@@ -74,11 +73,9 @@ class _Other:
 
     def __init__(self, number: int, begin: Callable[[], None] | None) -> None:
         self._number, self._begin = number, begin
-        self.busy = threading.Lock()
-        """Held while it may have an item."""
-        self._gate = threading.Lock()
+        self._gate, self._busy = threading.Lock(), threading.Lock()
         self._gate.acquire()
-        self._tasks: deque[_Task | None] = deque()
+        self._tasks: deque[_Task | None] = deque(maxlen=1)
         self._begun = False
 
     def give(self, task: _Task | None) -> None:
@@ -92,15 +89,23 @@ class _Other:
         if self._gate.locked():
             self._gate.release()
 
+    def settle(self) -> None:
+        """Take back a task that it has not begun, or wait until it has ended its part."""
+        self._tasks.clear()
+        with self._busy:
+            pass
+
     def _run(self) -> None:
         if self._begin is not None:
             self._begin()
         while True:
             self._gate.acquire()
-            while self._tasks:
-                with self.busy:
+            with self._busy:
+                try:
                     task = self._tasks.popleft()
-                    if task is None:
-                        return
-                    task.back(self._number)
-                    del task  # nothing of it stays here: it holds a server's memory
+                except IndexError:
+                    continue
+                if task is None:
+                    return
+                task.back(self._number)
+                del task  # nothing of it stays here: it holds a server's memory

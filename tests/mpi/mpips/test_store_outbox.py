@@ -55,6 +55,35 @@ def test_every_round_has_what_was_pushed(servers, late):
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("optimizer", [None, "add"])
+@pytest.mark.parametrize("servers", [1, 2])
+def test_long_sums_which_a_servers_threads_share(servers, optimizer):
+    workers = need(servers=servers)
+    size = 3_000_001
+
+    def body(kv):
+        kv.init("w", np.zeros(size, np.float32))
+        if optimizer:
+            kv.set_optimizer(optimizer)
+        base = np.arange(size, dtype=np.float32) % 1000
+        values, out = [np.empty(size, np.float32), mpips.empty(size)], np.empty(size, np.float32)
+        expected, wrong = 0, []
+        for round_ in range(6):
+            value = values[(round_ + kv.rank * (round_ > 3)) % 2]
+            value[:] = base + round_ * (1 + kv.rank)
+            kv.push("w", value)
+            value[:] = -1
+            kv.pull("w", out)
+            total = workers * base + round_ * sum(range(1, workers + 1))
+            expected = expected + total if optimizer else total
+            if not np.array_equal(out, expected):
+                wrong.append(round_)
+        return wrong
+
+    assert not run("dist_sync", body, servers=servers)
+
+
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("servers", [1, 2])
 def test_an_asynchronous_store_counts_all_that_was_pushed(servers):
     workers = need(servers=servers)
@@ -99,8 +128,8 @@ def interrupt(seconds, begun):
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("servers", [1, 2])
-def test_an_interrupt_anywhere_in_a_push_leaves_nobody_waiting(servers):
+@pytest.mark.parametrize(("servers", "block_bytes"), [(1, 4096), (2, 4096), (2, 2**20)])
+def test_an_interrupt_anywhere_in_a_push_leaves_nobody_waiting(servers, block_bytes):
     workers = need(servers=servers)
 
     def body(kv):
@@ -124,7 +153,7 @@ def test_an_interrupt_anywhere_in_a_push_leaves_nobody_waiting(servers):
                 wrong.append(attempt)
         return wrong
 
-    assert not run("dist_sync", body, servers=servers, block_bytes=4096, big_array=1000, timeout_seconds=20)
+    assert not run("dist_sync", body, servers=servers, block_bytes=block_bytes, big_array=1000, timeout_seconds=20)
 
 
 @pytest.mark.mpi(min_size=3)
