@@ -24,6 +24,8 @@ from mpips.reads import Reads
 from mpips.sums import Replies
 from mpips.unit import Reply, Source, Unit, drop
 
+TURNS, SHORT_BYTES = 8, 1 << 14
+"""Before a server listens again: so many units of at most so many bytes, or one longer one."""
 PRIORITY = attrgetter("priority")
 
 
@@ -165,11 +167,13 @@ class ServerState(Reads):
         """
         if self.setting:
             return self._set_next()
-        if self.ready:
-            for unit in self._by_priority() if self._ranked else self._as_they_came():
-                worked, replies = self._async(unit) if self.asynchronous else self._sync(unit)
-                if worked or replies:
-                    return True, replies
+        if len(self.ready) == 1:
+            unit = next(iter(self.ready.values()))
+            worked, replies = self._turn(unit)
+            if worked or replies:
+                return True, replies
+        elif self.ready and (said := self._turns()) is not None:
+            return True, said
         if ahead and not self.asynchronous:
             for unit in self.open.values():
                 if not unit.missing or unit.poison or not unit.queues[unit.ahead]:
@@ -180,6 +184,23 @@ class ServerState(Reads):
                         return True, replies
         return False, []
 
+    def _turns(self) -> Replies | None:
+        """A turn for the first unit that can go on, or for some if they are short; None where none can."""
+        said: Replies = []
+        turns = 0
+        for unit in self._by_priority() if self._ranked else self._as_they_came():
+            worked, replies = self._turn(unit)
+            if not (worked or replies):
+                continue
+            turns += 1
+            said += replies
+            if turns == TURNS or unit.stored.nbytes > SHORT_BYTES:
+                break
+        return said if turns else None
+
+    def _turn(self, unit: Unit) -> tuple[bool, Replies]:
+        return self._async(unit) if self.asynchronous else self._sync(unit)
+
     def _by_priority(self) -> list[Unit]:
         units = list(self.ready.values())
         units.sort(key=PRIORITY, reverse=True)  # those of one priority stay in the order in which they came
@@ -189,7 +210,9 @@ class ServerState(Reads):
         """Mostly the first one is enough, and of thousands a list takes longer than a sum."""
         first = next(iter(self.ready.values()))
         yield first
-        yield from [unit for unit in self.ready.values() if unit is not first]
+        few = [unit for unit in islice(self.ready.values(), TURNS) if unit is not first]
+        yield from few
+        yield from [unit for unit in self.ready.values() if unit is not first and unit not in few]
 
     def _set_next(self) -> tuple[bool, Replies]:
         unit, source, worker = self.setting[0]
