@@ -19,6 +19,11 @@ from mpips.layout import Layout
 Cores = frozenset[int]
 
 
+def crowded(allowed: Sequence[Cores]) -> bool:
+    """Whether processes of a node, which may use these cores, are more than the cores."""
+    return len(frozenset().union(*allowed)) < len(allowed)
+
+
 def spread(allowed: Sequence[Cores]) -> list[int] | None:
     """A core for each process of a node, from the cores that each may use; None where they stay as they are."""
     cores = sorted(allowed[0])
@@ -31,13 +36,12 @@ class Seat:
     """The core of this process, until it leaves."""
 
     def __init__(self, layout: Layout) -> None:
-        """Collective over the layout's ranks; blocking."""
+        """Collective over the layout's ranks; blocking. `shared`: some processes of this node have no core alone."""
         self.before: Cores = frozenset(os.sched_getaffinity(0))
         mine = msgspec.msgpack.encode(sorted(self.before))
         every = [frozenset(msgspec.msgpack.decode(data)) for data in meet.exchange(layout.world, mine, "mpips.create")]
         node = [rank for rank in range(len(every)) if layout.same_node(rank, layout.rank)]
-        self.shared = len(frozenset().union(*(every[rank] for rank in node))) < len(node)
-        """Whether the node has more processes of the store than cores for them."""
+        self.shared = crowded([every[rank] for rank in node])
         cores = spread([every[rank] for rank in node])
         self.own = frozenset([cores[node.index(layout.rank)]]) if cores else self.before
         self._take(self.own)

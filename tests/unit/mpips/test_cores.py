@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpips.cores import spread
+from mpips.cores import crowded, spread
 
 
 @given(st.sets(st.integers(0, 200), min_size=2, max_size=8), st.integers(1, 30))
@@ -32,3 +32,17 @@ def test_the_last_ranks_which_serve_get_different_cores():
 )
 def test_others_stay_where_they_are(allowed):
     assert spread([frozenset(cores) for cores in allowed]) is None
+
+
+@pytest.mark.parametrize(
+    ("allowed", "expected"),
+    [
+        pytest.param([{0, 1}, {0, 1}], False, id="a core for each"),
+        pytest.param([{0, 1}] * 3, True, id="fewer"),
+        pytest.param([{0}, {1}, {2}], False, id="each bound to one of its own"),
+        pytest.param([{0}, {1}, {0}], True, id="two bound to one"),
+        pytest.param([{0, 1}, {1, 2}, {2, 3}], False, id="sets that overlap"),
+    ],
+)
+def test_a_node_is_crowded_where_processes_are_more_than_their_cores(allowed, expected):
+    assert crowded([frozenset(cores) for cores in allowed]) is expected
