@@ -127,8 +127,8 @@ class Repeated:
 
     def post(self, round_: int, priority: int) -> None:
         if priority != self._priority or not self._frame:
-            self._frame = FRAME.pack(PUSH, 0, self._coding, priority, self._unit, 0, 0, *self._region, 0)
-            self._priority = priority
+            frame = FRAME.pack(PUSH, 0, self._coding, priority, self._unit, 0, 0, *self._region, 0)
+            self._frame, self._priority = frame, priority
         self._again(self._frame, round_)
 
 
