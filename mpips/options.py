@@ -38,6 +38,9 @@ class Field(NamedTuple):
     text: str
 
 
+MOST = 2**63 - 1
+"""Of a whole number: what a message between ranks holds, and the bytes that a processor can address."""
+
 FIELDS = (
     Field("servers", 0, 0, (), "server processes: the last ranks of the job; 0 is pure MPI"),
     Field("clients", 1, 1, (), "MPI clients into which the workers of an mpi_* store are split evenly"),
@@ -144,6 +147,8 @@ def _checked(field: Field, value: Any, name: str) -> Any:
         raise OptionError(f"{name}={value!r} is none of {', '.join(field.choices)} ({field.text})")
     if field.least is not None and value < field.least:
         raise OptionError(f"{name}={value} is less than {field.least} ({field.text})")
+    if kind is int and value > MOST:
+        raise OptionError(f"{name}={value} is more than {MOST} ({field.text})")
     return value
 
 

@@ -24,6 +24,7 @@ from mpips.outbox import Outbox
 from mpips.pulls import Pulls
 
 Array = NDArray[Any]
+INTERRUPTS = 1000  # in what completes a push that was interrupted
 FAILURES = (ValueError, TypeError, RuntimeError)
 """What one of several tasks may raise while the others go on."""
 
@@ -110,7 +111,7 @@ class Session(Pulls):
                 part.said = round_
             fill(grows)
         except BaseException:
-            fill(grows)
+            fill_at_last(grows)
             raise
 
     def push_coded(
@@ -189,6 +190,16 @@ def fill(grows: Sequence[tuple[Outbox, Array]]) -> None:
             outbox.put(values)
             os.sched_yield()
         left = [item for item in left if not item[0].full]
+
+
+def fill_at_last(grows: Sequence[tuple[Outbox, Array]]) -> None:
+    """`fill`, though interrupts come meanwhile: the servers, which sum behind it, count on all of it."""
+    for _ in range(INTERRUPTS):
+        try:
+            fill(grows)
+        except BaseException:
+            continue
+        return
 
 
 def goes_on(task: Task) -> bool:

@@ -57,7 +57,7 @@ def test_every_round_has_what_was_pushed(servers, late):
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("optimizer", [None, "add"])
 @pytest.mark.parametrize("servers", [1, 2])
-def test_long_sums_which_a_servers_threads_share(servers, optimizer):
+def test_long_sums_at_default_settings(servers, optimizer):
     workers = need(servers=servers)
     size = 3_000_001
 

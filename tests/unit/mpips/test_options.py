@@ -27,6 +27,7 @@ def test_an_option_travels_to_another_process():
     ({"servers": math.nan}, "servers=nan is not a whole number"),
     ({"servers": -1}, "servers=-1 is less than 0"),
     ({"clients": 0}, "clients=0 is less than 1"),
+    ({"block_bytes": 10**30}, f"block_bytes={10**30} is more than {2**63 - 1}"),
     ({"clients": 1.5}, "clients=1.5 is not a whole number"),
     ({"stall_seconds": math.nan}, "stall_seconds=nan must be finite"),
     ({"timeout_seconds": math.inf}, "must be finite"),

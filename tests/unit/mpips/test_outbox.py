@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from collectives import arena
 from mpips import outbox
 from mpips.outbox import Outbox
+from mpips.session import fill_at_last
 from mpips.sources import Filling
 
 SIZE, STEP = 38, 4
@@ -114,3 +115,22 @@ def test_a_round_that_fails_while_it_is_filled_frees_only_what_was_filled():
             worker.words[0] = BLOCKS
         worker.put(block)
         assert worker.reads(source, block)
+
+
+def test_what_completes_a_push_goes_on_through_interrupts():
+    class Interrupted(Outbox):
+        def put(self, values):
+            calls.append(self.filled)
+            if len(calls) % 3:
+                raise KeyboardInterrupt
+            super().put(values)
+
+    calls, words = [], [0]
+    box = Interrupted(words, SIZE, BLOCKS, STEP, np.dtype(np.float32))
+    values = np.arange(SIZE, dtype=np.float32)
+    box.begin(1)
+    fill_at_last([(box, values)])
+    source = Filling(arena.attach(box.growing), BLOCKS, STEP, np.dtype(np.float32))
+    source.begin(1)
+    read = [source.part(block, block * STEP, min(SIZE, (block + 1) * STEP)) for block in range(BLOCKS)]
+    assert box.full and np.concatenate(read).tolist() == values.tolist()

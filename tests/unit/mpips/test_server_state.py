@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from contextlib import contextmanager
 
 import numpy as np
@@ -112,6 +113,41 @@ def test_several_threads_change_no_bit(size, block, threads, optimizer):
         assert machine.unit.words == [3 * machine.unit.blocks, 3, 3, 3]
         ends.append(machine.unit.stored)
     assert (ends[0] == ends[1]).all()
+
+
+class Watched(list):
+    """Words of a unit that look, whenever progress is told, whether all that it tells of has been summed."""
+
+    def __init__(self, words, unit, total):
+        super().__init__(words)
+        self.unit, self.total, self.early = unit, total, []
+
+    def __setitem__(self, index, value):
+        super().__setitem__(index, value)
+        told = min((value - self.unit.round * self.unit.blocks) * self.unit.block_elements, self.unit.stored.size)
+        if index == 0 and told > 0 and not (self.unit.stored[:told] == self.total).all():
+            self.early.append(value)
+
+
+class Slow(Growing):
+    """All there; read slowly, by thread 0 more so."""
+
+    def __init__(self, array):
+        super().__init__(array, [array.size])
+
+    def part(self, block, start, stop):
+        time.sleep(2e-3 if threading.current_thread() is threading.main_thread() else 2e-4)
+        return super().part(block, start, stop)
+
+
+def test_readers_are_told_only_of_blocks_that_have_been_summed():
+    machine = Machine(size=96, block=8, threads=3)
+    machine.unit.words = Watched(machine.unit.words, machine.unit, WORKERS)
+    for worker in range(WORKERS):
+        machine.push(worker, Slow(np.ones(96, np.float32)))
+    with long_from(bytes_=16):
+        machine.work()
+    assert machine.unit.words == [12, 1, 1, 1] and not machine.unit.words.early
 
 
 def test_what_fails_on_any_thread_fails_the_round():

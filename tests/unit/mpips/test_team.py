@@ -63,20 +63,26 @@ def test_other_threads_begin_by_what_they_are_told():
     assert began == [False, False]
 
 
-def test_who_wakes_up_too_late_is_not_waited_for():
+class Memory:
+    """What a task works on."""
+
+
+def test_who_wakes_up_too_late_is_not_waited_for_and_keeps_nothing():
     awake, done = threading.Event(), []
     team = Team(2, awake.wait)
     for count in (5, 7):
-        team.share(lambda block, thread: done.append((block, thread)), range(count))
+        memory = Memory()
+        gone = weakref.ref(memory)
+        team.share(partial(lambda memory, block, thread: done.append((block, thread)), memory), range(count))
+        del memory
+        gc.collect()
+        assert gone() is None
     assert done == [(block, 0) for count in (5, 7) for block in range(count)]
     awake.set()
     team.share(lambda block, thread: time.sleep(1e-3), range(20))
 
 
 def test_threads_and_what_they_worked_on_end_with_the_team():
-    class Memory:
-        pass
-
     before, memory = set(threading.enumerate()), Memory()
     team, gone = Team(3), weakref.ref(memory)
     team.share(partial(lambda memory, block, thread: time.sleep(1e-3), memory), range(10))
