@@ -53,7 +53,7 @@ class Team:
 
     def share(self, work: Work, items: Iterable[int]) -> None:
         """`work(item, thread)` for every item. Thread 0 takes them from the front, the others from the back.
-        Blocking; raises what one of them raises, after all have ended. A thread that has not woken up before nothing is
+        Blocking; raises what one of them raises, after all have ended. A thread that wakes up when nothing is
         left is not waited for."""
         task = _Task(work, items)
         for other in self._others:
