@@ -114,7 +114,7 @@ def interrupt(seconds, begun):
 
     def handler(number, frame):
         if not begun():
-            signal.setitimer(signal.ITIMER_REAL, 1e-5)
+            signal.setitimer(signal.ITIMER_REAL, 2e-4)  # time enough to return from here, also where cores are shared
             return
         raise Interrupted
 
