@@ -41,8 +41,8 @@ class Seat:
         mine = msgspec.msgpack.encode(sorted(self.before))
         every = [frozenset(msgspec.msgpack.decode(data)) for data in meet.exchange(layout.world, mine, "mpips.create")]
         node = [rank for rank in range(len(every)) if layout.same_node(rank, layout.rank)]
-        self.shared = crowded([every[rank] for rank in node])
-        cores = spread([every[rank] for rank in node])
+        allowed = [every[rank] for rank in node]
+        self.shared, cores = crowded(allowed), spread(allowed)
         self.own = frozenset([cores[node.index(layout.rank)]]) if cores else self.before
         self._take(self.own)
 

@@ -60,7 +60,7 @@ class Coding(IntEnum):
     PLAIN = 0
     """The elements, all there."""
     GROWING = 1
-    """The elements, being filled; the 8 bytes before the region count the blocks that are there."""
+    """The elements, being filled block by block, as `mpips.outbox` lays them out."""
     COMPRESSED = 2
     """What the compressor of the store made of them."""
     ROWS = 3

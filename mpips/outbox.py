@@ -69,7 +69,7 @@ class Outbox:
     @property
     def full(self) -> bool:
         """Whether all blocks of the round are there."""
-        return bool(self._mine[0] - self._before >= self._blocks)
+        return self.filled >= self._blocks
 
     def put(self, values: Array) -> None:
         """Copy the next block of the part's values in and count it."""

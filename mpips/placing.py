@@ -181,6 +181,7 @@ class Placing(Members):
         key.pieces.append(piece)
 
     def _block_elements(self, size: int, itemsize: int) -> int:
+        """Elements of a block of a unit of `size` elements, which is also a message's between nodes."""
         options = self.layout.options
         nbytes = options.chunk_bytes
         if self.one_node:

@@ -96,8 +96,9 @@ class Session(Pulls):
                     yield False
 
     def copy_in(self, key: Key, round_: int, payloads: Sequence[tuple[Part, Array]], priority: int) -> None:
-        """Contribute copies of 1-D arrays to a round of parts on this node, whose servers have read all rounds before.
-        Where it breaks off, `said` tells which have been told of theirs; those get all that they count on."""
+        """Contribute copies of 1-D arrays to a round of parts on this node, whose servers have read all rounds before;
+        ends when the arrays may be overwritten, and waits for no other worker (see `outbox`). Where it breaks off,
+        `said` tells which have been told of theirs; those get all that they count on."""
         grows: list[tuple[Outbox, Array]] = []
         try:
             for part, values in payloads:
@@ -184,12 +185,10 @@ class Session(Pulls):
 def fill(grows: Sequence[tuple[Outbox, Array]]) -> None:
     """Copy what is not there yet into outboxes block by block, in turns over the servers and, where workers share a
     core, over them, so that a server finds every worker's block in the cache."""
-    left = [(outbox, values) for outbox, values in grows if not outbox.full]
-    while left:
+    while left := [item for item in grows if not item[0].full]:
         for outbox, values in left:
             outbox.put(values)
             os.sched_yield()
-        left = [item for item in left if not item[0].full]
 
 
 def fill_at_last(grows: Sequence[tuple[Outbox, Array]]) -> None:

@@ -25,6 +25,7 @@ class Sums:
     """Arithmetic of one server; `remote`: workers of other nodes, who are told when a contribution has been read.
 
     `threads`: cores that it may use for long sums at once; `begin_thread` is called first on each of the others.
+    `cores_shared`: processes of the node are more than its cores.
     """
 
     def __init__(
@@ -95,8 +96,7 @@ class Sums:
             begin, end = unit.bounds(block)
             parts += [(block, start, min(start + step, end)) for start in range(begin, end, step)]
         done: set[int] = set()
-        left = iter(range(len(parts)))
-        following = next(left)
+        following = 0
 
         def work(index: int, thread: int) -> None:
             nonlocal following
@@ -104,8 +104,8 @@ class Sums:
             done.add(index)
             if thread == 0:
                 while following in done:
-                    following = next(left, -1)
-                if following >= 0:
+                    following += 1
+                if following < len(parts):
                     self._tell(unit, parts[following][0])
 
         self._team.share(work, range(len(parts)))
