@@ -165,6 +165,8 @@ class Operations:
         """The keys, what is to be done, and its priority: a bad call has none."""
         self._settle()
         pushes = what != "pull"
+        if pushes:
+            self._backend.check_updated(what)
         try:
             arguments.see_priority(priority, what)
             made = calls.check(self._known, what, key, value, out)

@@ -37,6 +37,8 @@ class Placing(Members):
         self._placement = Placement(layout.num_servers, layout.options.big_array)
         self._groups = layout.groups()
         self._numbers = Numbers()
+        self._updated = not layout.asynchronous
+        """Whether pushes have something that applies them."""
         self._compressor: Compressor | None = None
         self._residuals: dict[int, Array] = {}
 
@@ -202,5 +204,5 @@ class Placing(Members):
         """Find out whether pushes and pulls of the key can take the short way."""
         layout, options = self.layout, self.layout.options
         plain = not self._grouped and self._compressor is None and options.staleness < 0
-        near = plain and self.session.all_local
+        near = plain and self.session.all_local and self._updated
         key.short = short.make(self.session, key, options.small_bytes, layout.asynchronous) if near else None

@@ -63,6 +63,9 @@ class Pure:
         """Whether MPI still has to do with a call that was given up."""
         return self._agreement is not None and self._agreement.unfinished
 
+    def check_updated(self, what: str) -> None:
+        """Without an optimizer a push replaces the value."""
+
     def meanwhile(self, look: Callable[[], None]) -> None:
         """What to call now and then while this worker waits for members of its client: all are in all calls."""
 

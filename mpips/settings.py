@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import collectives
+from collectives.callers import of_caller
 from mpips import messages, optimizers
 from mpips.compression import Compressor
 from mpips.keys import Key, Part
@@ -33,6 +34,13 @@ class Settings(Placing):
 
     def set_optimizer(self, optimizer: Optimizer) -> Task:
         yield from self._tell("set_optimizer", messages.SetOptimizer(optimizers.encode(optimizer)))
+        self._updated = True
+        self.session.for_each_key(self._shorten)
+
+    def check_updated(self, what: str) -> None:
+        """ValueError where nothing would apply a push."""
+        if not self._updated:
+            raise of_caller(ValueError(f"{what}: an asynchronous store needs an optimizer; call set_optimizer first"))
 
     def set_compression(self, options: dict[str, Any], compressor: Compressor) -> Task:
         """From the next push on; residuals start at zero."""

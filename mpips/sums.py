@@ -263,8 +263,6 @@ class Sums:
         """Apply the next block of one contribution: (whether something was done, whether it was the last)."""
         if isinstance(source, str):
             return True, True
-        if self.optimizer is None:
-            raise ValueError("an asynchronous store needs an optimizer; call set_optimizer before the first push")
         if not source.ready(unit.block):
             return False, False
         if unit.blocks == 1:  # in a longer unit's word its outboxes look for blocks that have been summed: none here

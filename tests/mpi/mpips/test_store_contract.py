@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -87,22 +88,26 @@ def test_a_local_store_refuses_arguments_that_ask_for_other_processes(monkeypatc
         mpips.create("local", servers=1)
 
 
-def test_an_asynchronous_store_needs_an_optimizer():
-    need(servers=1)
+@pytest.mark.parametrize("kind", ["dist_async", "mpi_async"])
+def test_an_asynchronous_store_needs_an_optimizer_before_the_first_push(kind):
+    workers = need(servers=1)
 
     def body(kv):
         kv.init("w", np.ones(4, np.float32))
         out = np.zeros(4, np.float32)
 
-        def both():
-            kv.push("w", out)
-            kv.pull("w", out)
-
-        assert "needs an optimizer" in failure(both)
+        for call in (kv.push, kv.ipush, kv.pushpull, kv.ipushpull):
+            said = failure(partial(call, "w", out))
+            assert said.endswith("an asynchronous store needs an optimizer; call set_optimizer first"), said
         kv.pull("w", out)
         assert (out == 1).all()
+        kv.set_optimizer("add")
+        kv.push("w", out)
+        kv.barrier()
+        kv.pull("w", out)
+        assert (out == 1 + workers).all()
 
-    run("dist_async", body, servers=1)
+    run(kind, body, servers=1)
 
 
 @pytest.mark.parametrize("staleness", [0, 2])

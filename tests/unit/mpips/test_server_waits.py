@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mpips.optimizers import Add
+from mpips.optimizers import SGD, Add
 from tests.unit.mpips.machine import WORKERS, Arriving, Growing, Machine
 
 
@@ -63,14 +63,16 @@ def test_what_has_begun_to_count_in_an_asynchronous_store_is_finished():
 @pytest.mark.parametrize("forgotten", [False, True])
 def test_nothing_is_received_for_what_is_given_up(forgotten):
     machine = Machine(workers=2, asynchronous=not forgotten)
-    sources = [Arriving(np.ones(10, "f4"), [0]) for _ in range(2)]
+    machine.unit.stored = np.zeros(10, np.int32)
+    machine.state.set_optimizer(SGD())
+    sources = [Arriving(np.ones(10, np.int32), [1]) for _ in range(2)]
     for source in sources:
         machine.push(0, source)
     if forgotten:
         machine.state.forget([0])
     else:
-        machine.work()  # without an optimizer
-        assert len(machine.heard("FAILED")) == 2
+        machine.work()
+        assert ["needs float weights, not int32" in text for _, text in machine.heard("FAILED")] == [True, True]
     assert all(source.dropped for source in sources)
 
 
