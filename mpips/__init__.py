@@ -16,6 +16,7 @@ from mpips.lastwords import install_hooks as _install_hooks
 
 if TYPE_CHECKING:
     from collectives.arena import empty
+    from collectives.errors import CollectiveError, MismatchError, StallError
     from mpips import optimizers
     from mpips.options import OptionError, Options
     from mpips.processes import create
@@ -28,9 +29,13 @@ _install_hooks()
 _HOMES = {
     "create": "mpips.processes", "KVStore": "mpips.store", "Options": "mpips.options", "OptionError": "mpips.options",
     "RowSparse": "mpips.row_sparse", "Trainer": "mpips.trainer", "empty": "collectives.arena",
+    "CollectiveError": "collectives.errors", "MismatchError": "collectives.errors", "StallError": "collectives.errors",
 }  # fmt: skip
 
-__all__ = ["KVStore", "OptionError", "Options", "RowSparse", "Trainer", "create", "empty", "optimizers"]
+__all__ = [
+    "CollectiveError", "KVStore", "MismatchError", "OptionError", "Options", "RowSparse", "StallError", "Trainer",
+    "create", "empty", "optimizers",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -35,7 +35,7 @@ def names(key: Any) -> list[Name]:
 
 def see_priority(value: Any, what: str) -> None:
     """Raise TypeError or ValueError unless it is an int that a message holds."""
-    if not isinstance(value, (int, np.integer)):
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise TypeError(f"{what}: priority={value!r} is no int: pass one, the highest goes first")
     if int(value).bit_length() > PRIORITY_BITS:
         most = (1 << PRIORITY_BITS) - 1

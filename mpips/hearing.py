@@ -73,8 +73,8 @@ class Hearing:
         heard = not self.all_local and self._layout.world.Iprobe(tag=TAG_FRAME)
         for line in self.lines:
             if (heard or line.local) and line.waiting():
-                for fields in line.read():
-                    self._hear(line, Frame._make(fields))
+                for data in line.read():
+                    self._hear(line, Frame.of(data))
 
     def _hear(self, line: Line, frame: Frame) -> None:
         if frame.op == Op.ANSWER:
@@ -245,7 +245,7 @@ class Hearing:
     @staticmethod
     def _last_words(line: Line) -> bool:
         """Read what there is; whether the server has said goodbye."""
-        frames = [Frame._make(fields) for fields in line.read()]
+        frames = [Frame.of(data) for data in line.read()]
         for frame in frames:
             if frame.op in (Op.ANSWER, Op.FAILED, Op.WARNING):
                 line.body(frame)

@@ -49,7 +49,9 @@ class Line(Protocol):
         """Whether a frame has come."""
         ...
 
-    def read(self) -> Iterator[tuple[int, ...]]: ...
+    def read(self) -> Iterator[bytes]:
+        """The frames that have come, packed, in order."""
+        ...
 
     def body(self, frame: Frame) -> bytes: ...
 
@@ -69,21 +71,20 @@ class SharedLine:
         self, op: int, unit: int = 0, round_: int = 0, region: tuple[int, ...] = NOWHERE, coding: int = 0,
         priority: int = 0, aux: int = 0, token: int = 0, flags: int = 0,
     ) -> None:  # fmt: skip
-        if self._backlog or not self._out.post(op, flags, coding, priority, unit, aux, round_, *region, token):
-            self._late((op, flags, coding, priority, unit, aux, round_, *region, token), None)
+        if self._backlog or not self._out.post(op, flags, coding, priority, unit, aux, *region, token, round_):
+            self._late((op, flags, coding, priority, unit, aux, *region, token, round_), None)
 
     def again(self, frame: bytes, round_: int) -> None:
         """Post a packed frame with another round."""
         if self._backlog or not self._out.again(frame, round_):
-            fields = Frame._make(FRAME.unpack(frame))
-            self._late(fields._replace(round=round_), None)
+            self._late(Frame.of(frame)._replace(round=round_), None)
 
     def post_body(self, body: bytes, op: int, unit: int = 0, round_: int = 0, token: int = 0, flags: int = 0) -> None:
         memory = arena.empty(max(len(body), 1), np.uint8)
         memory[: len(body)] = np.frombuffer(body, np.uint8)
         region = arena.locate(memory[: len(body)])
         assert region is not None
-        self._late((op, flags, 0, 0, unit, 0, round_, *region, token), memory)
+        self._late((op, flags, 0, 0, unit, 0, *region, token, round_), memory)
 
     def _late(self, fields: tuple[int, ...], body: np.ndarray | None) -> None:
         self._backlog.append((fields, body))
@@ -108,11 +109,11 @@ class SharedLine:
             self.flush()
         return self._in.waiting()
 
-    def read(self) -> Iterator[tuple[int, ...]]:
+    def read(self) -> Iterator[bytes]:
         return self._in.read()
 
     def body(self, frame: Frame) -> bytes:
-        return arena.attach(Region(frame.pid, frame.fd, frame.inode, frame.offset, frame.nbytes)).tobytes()
+        return arena.attach(Region(*frame.region)).tobytes()
 
 
 class Repeated:
@@ -127,7 +128,7 @@ class Repeated:
 
     def post(self, round_: int, priority: int) -> None:
         if priority != self._priority or not self._frame:
-            frame = FRAME.pack(PUSH, 0, self._coding, priority, self._unit, 0, 0, *self._region, 0)
+            frame = FRAME.pack(PUSH, 0, self._coding, priority, self._unit, 0, *self._region, 0, 0)
             self._frame, self._priority = frame, priority
         self._again(self._frame, round_)
 
@@ -153,7 +154,7 @@ class MessageLine:
         self, op: int, unit: int = 0, round_: int = 0, region: tuple[int, ...] = NOWHERE, coding: int = 0,
         priority: int = 0, aux: int = 0, token: int = 0, flags: int = 0,
     ) -> None:  # fmt: skip
-        self._send(FRAME.pack(op, flags, coding, priority, unit, aux, round_, *region, token), TAG_FRAME)
+        self._send(FRAME.pack(op, flags, coding, priority, unit, aux, *region, token, round_), TAG_FRAME)
 
     def post_body(self, body: bytes, op: int, unit: int = 0, round_: int = 0, token: int = 0, flags: int = 0) -> None:
         self.post(op, unit, round_, (0, 0, 0, 0, len(body)), token=token, flags=flags)
@@ -165,11 +166,11 @@ class MessageLine:
     def waiting(self) -> bool:
         return self._comm.Iprobe(self._peer, TAG_FRAME)
 
-    def read(self) -> Iterator[tuple[int, ...]]:
+    def read(self) -> Iterator[bytes]:
         while self._comm.Iprobe(self._peer, TAG_FRAME):
             data = bytearray(FRAME_BYTES)
             self._comm.Recv(data, self._peer, TAG_FRAME)
-            yield FRAME.unpack(data)
+            yield bytes(data)
 
     def body(self, frame: Frame) -> bytes:
         data = bytearray(frame.nbytes)

@@ -15,10 +15,10 @@ import msgspec
 import numpy as np
 
 FRAME_BYTES = 64
-FRAME = struct.Struct("<BBHiIIqiiQQQq")
+FRAME = struct.Struct("<BBHiIIiiQQQqq")
 assert FRAME.size == FRAME_BYTES
 ROUND = struct.Struct("<q")
-ROUND_AT = struct.calcsize("<BBHiII")  # where `round` lies in a frame
+ROUND_AT = FRAME_BYTES - ROUND.size  # where `round` lies in a frame; all before it is the same in pushes of one region
 
 
 class Op(IntEnum):
@@ -76,13 +76,23 @@ class Frame(NamedTuple):
     priority: int
     unit: int
     aux: int
-    round: int
     pid: int
     fd: int
     inode: int
     offset: int
     nbytes: int
     token: int
+    round: int
+
+    @classmethod
+    def of(cls, data: bytes) -> Frame:
+        """The fields of a packed frame."""
+        return cls._make(FRAME.unpack(data))
+
+    @property
+    def region(self) -> tuple[int, ...]:
+        """Where the payload lies, as fields of `arena.Region`."""
+        return self[6:11]
 
 
 class UnitCard(msgspec.Struct, array_like=True):

@@ -100,8 +100,9 @@ class Options:
         if self.workers and workers != self.workers:
             raise OptionError(
                 f"workers={self.workers} and servers={self.servers} need {self.workers + self.servers} ranks, but the "
-                f"job has {world_size}: start it with mpirun -n {self.workers + self.servers} (`mpips doctor` tells "
-                "why a launcher's ranks may each be a world of their own)"
+                f"job has {world_size}: start it by `mpips run --servers {self.servers} --workers {self.workers}` or "
+                f"mpirun -n {self.workers + self.servers}, or ask for what there is (`mpips doctor` tells why a "
+                "launcher's ranks may each be a world of their own)"
             )
         return workers
 

@@ -142,7 +142,7 @@ class Quick:
         record = self._known.get(key)
         if record is None or record.short is None or array.shape != record.shape or array.dtype != record.dtype:
             return None
-        if priority != 0 and (type(priority) is not int or priority.bit_length() > arguments.PRIORITY_BITS):
+        if type(priority) is not int or (priority and priority.bit_length() > arguments.PRIORITY_BITS):
             return None
         return record if array.flags.c_contiguous and self._talk.debt is None else None
 

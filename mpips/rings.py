@@ -115,8 +115,8 @@ class Ring:
     def waiting(self) -> bool:
         return self._words[self._tail_word] != self._head
 
-    def read(self) -> Iterator[tuple[int, ...]]:
-        """The frames that are there, or kept for want of room; unpacked, in order."""
+    def read(self) -> Iterator[bytes]:
+        """The frames that are there, or kept for want of room; packed, in order."""
         tail = MORE
         while tail >= MORE:
             tail = self._words[self._tail_word]
@@ -124,7 +124,8 @@ class Ring:
             if self._head == stop and tail != stop:
                 time.sleep(MORE_SECONDS)
             while self._head < stop:
-                fields = FRAME.unpack_from(self._slots, self._base + (self._head % SLOTS) * FRAME_BYTES)
+                slot = self._base + (self._head % SLOTS) * FRAME_BYTES
+                frame = self._slots[slot : slot + FRAME_BYTES].tobytes()
                 self._head += 1
                 self._words[self._head_word] = self._head
-                yield fields
+                yield frame

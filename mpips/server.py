@@ -17,7 +17,7 @@ from mpips.compression import Compressor
 from mpips.cores import Seat
 from mpips.layout import Layout
 from mpips.lines import TAG_FRAME, Line
-from mpips.messages import Coding, Frame, Op, UnitCard
+from mpips.messages import ROUND, ROUND_AT, Coding, Frame, Op, UnitCard
 from mpips.remote import Blocks, Letter, Postman
 from mpips.rings import Rings
 from mpips.server_state import Replies, ServerState
@@ -35,6 +35,9 @@ SLEEP_SHARE = 0.02  # of the time without anything to do so far: so much later i
 TICK_SECONDS = 0.05
 VIEWS = 4096  # least number that is kept
 MOST_THREADS = 4  # more than a few cores only wait for memory
+PUSH = int(Op.PUSH)
+Push = tuple[int, Source, int]
+"""Unit, source and priority."""
 
 
 def _threads(layout: Layout, cores: int) -> int:
@@ -67,7 +70,8 @@ class Server:
         self._views: dict[tuple[int, ...], NDArray[Any]] = {}
         self._most_views = VIEWS
         self._deferred: list[tuple[int, int, messages.Request]] = []
-        self._sources: dict[tuple[int, ...], Source] = {}
+        self._pushes: dict[bytes, Push] = {}
+        """By frames, but for the round."""
         self._handlers: dict[int, Callable[[int, Frame], Replies]] = {
             Op.REFUSE: self._refuse, Op.PULL: self._pull, Op.PULL_ROWS: self._pull_rows,
             Op.RELEASE: self._release, Op.SET: self._set, Op.CONTROL: self._control, Op.BYE: self._bye,
@@ -120,29 +124,29 @@ class Server:
         for worker, line in self._callers:
             if line.waiting():
                 heard = True
-                for fields in line.read():
-                    if fields[0] == Op.PUSH:
-                        replies = self._push(worker, fields)
+                for data in line.read():
+                    replies: Replies | None
+                    if data[0] == PUSH:
+                        number, source, priority = self._pushes.get(data[:ROUND_AT]) or self._new_push(worker, data)
+                        if type(source) is Filling:
+                            source.begin(ROUND.unpack_from(data, ROUND_AT)[0])
+                        replies = self._state.pushed(number, worker, source, priority, time.monotonic())
                     else:
-                        frame = Frame._make(fields)
+                        frame = Frame.of(data)
                         replies = self._handlers[frame.op](worker, frame)
                     if replies:
                         self._send(replies)
         return heard
 
-    def _push(self, worker: int, fields: tuple[int, ...]) -> Replies | None:
-        key = (fields[4], fields[2], *fields[7:12])  # the same region of the same unit is the same source
-        source: Source | None = self._sources.get(key)
-        if source is None:
-            frame = Frame._make(fields)
-            source = self._source(worker, frame, self._state.units[frame.unit])
-            if type(source) in (Elements, Filling):
-                if len(self._sources) >= self._most_views:
-                    self._sources.clear()
-                self._sources[key] = source
-        if type(source) is Filling:
-            source.begin(fields[6])
-        return self._state.pushed(fields[4], worker, source, fields[3], time.monotonic())
+    def _new_push(self, worker: int, data: bytes) -> Push:
+        """What a frame pushes; kept where the same region may be pushed again."""
+        frame = Frame.of(data)
+        push = frame.unit, self._source(worker, frame, self._state.units[frame.unit]), frame.priority
+        if type(push[1]) in (Elements, Filling):
+            if len(self._pushes) >= self._most_views:
+                self._pushes.clear()
+            self._pushes[data[:ROUND_AT]] = push
+        return push
 
     def _refuse(self, worker: int, frame: Frame) -> Replies:
         sentence = self._lines[worker].body(frame).decode()
@@ -192,7 +196,7 @@ class Server:
 
     def _view(self, frame: Frame) -> NDArray[np.uint8]:
         """The payload's bytes; the same region is mapped and touched once."""
-        key = frame[7:12]
+        key = frame.region
         view = self._views.get(key)
         if view is None:
             if len(self._views) >= self._most_views:
@@ -259,7 +263,7 @@ class Server:
             case messages.Forget(units):
                 self._state.forget(units)
                 self._make_room()
-                self._sources = {key: source for key, source in self._sources.items() if key[0] in self._state.units}
+                self._pushes = {frame: push for frame, push in self._pushes.items() if push[0] in self._state.units}
             case messages.SetOptimizer(data):
                 self._state.set_optimizer(optimizers.decode(data))
             case messages.SetCompression(options):

@@ -1,9 +1,10 @@
 """Which server keeps what: pure functions over half-open intervals of elements.
 
-An array of `big` elements or more is cut evenly over all servers; a smaller one lies whole on the server that holds the
-fewest bytes so far. What a server keeps of an array is cut again into *units*: the atom of the server's state. A unit
-has a fixed set of contributors, the workers that push it: every worker (dist_*), the masters (masters="one"), or one
-worker of each client (masters="all", where member i of a client of p owns the i-th p-th).
+An array of `big` elements or more is cut evenly over all servers, and so is one of a quarter of that which no server
+could take without keeping much more than its share; any other lies whole on the server that holds the fewest bytes.
+What a server keeps of an array is cut again into *units*: the atom of the server's state. A unit has a fixed set of
+contributors, the workers that push it: every worker (dist_*), the masters (masters="one"), or one worker of each
+client (masters="all", where member i of a client of p owns the i-th p-th).
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import NamedTuple
 
 SHORT = 8  # blocks shorter than the longest by this factor cost more than they hide
 CACHE_LINE = 64
+MEDIUM = 4  # arrays smaller than big ones by up to this factor are cut where a server would keep
+ABOVE_SHARE = 4  # more than its share of all bytes by one part of so many
 
 
 class Interval(NamedTuple):
@@ -96,14 +99,20 @@ class Placement:
         for extent in shape:
             size *= extent
         whole = Interval(0, size)
-        if size >= self._big_array and len(self.loads) > 1:
+        emptiest = min(range(len(self.loads)), key=self.loads.__getitem__)
+        if size >= self._big_array or (MEDIUM * size >= self._big_array and self._tips(emptiest, size * itemsize)):
             parts = split(whole, len(self.loads), grain_of(shape, len(self.loads)))
             pieces = [(server, part) for server, part in enumerate(parts) if part.size]
         else:
-            pieces = [(min(range(len(self.loads)), key=self.loads.__getitem__), whole)]
+            pieces = [(emptiest, whole)]
         for server, part in pieces:
             self.loads[server] += part.size * itemsize
         return pieces
+
+    def _tips(self, server: int, nbytes: int) -> bool:
+        """Whether so many bytes more would make a server's load much larger than the servers' mean."""
+        servers, after = len(self.loads), self.loads[server] + nbytes
+        return ABOVE_SHARE * servers * after > (ABOVE_SHARE + 1) * (sum(self.loads) + nbytes)
 
 
 def owners(clients: Sequence[Interval], kind: str, masters: str) -> list[list[int]]:

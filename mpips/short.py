@@ -182,10 +182,15 @@ class AnyTime(OneBlock):
 class Blocks:
     """A key of several blocks, perhaps on several servers."""
 
-    __slots__ = ("_in_place", "_key", "_lent", "_session", "_small")
+    __slots__ = ("_in_place", "_key", "_lent", "_mine", "_session", "_small", "_stored")
 
     def __init__(self, session: Session, key: Key, small_bytes: int) -> None:
         self._session, self._key, self._small = session, key, key.nbytes <= small_bytes
+        self._mine = [(part.words, part.mine) for part in key.parts]
+        self._stored: list[tuple[Any, ...]] = [
+            (part.words, part.stored, part.start, part.stop, part.blocks, part.block_elements, part.line)
+            for part in key.parts
+        ]
         self._lent = Lent(key.parts)
         self._in_place = False
 
@@ -194,25 +199,28 @@ class Blocks:
         return self.read() if left is None else left
 
     def read(self) -> Task | None:
-        key, parts = self._key, self._key.parts
-        for part in parts if self._in_place else ():
-            if not came(part.words, part.mine, key.round):
-                return self._session.drained(key, key.round, parts)
+        key = self._key
+        for words, mine in self._mine if self._in_place else ():
+            if words[mine] < key.round and not came(words, mine, key.round):
+                return self._session.drained(key, key.round, key.parts)
         return None
 
     def pull(self, out: Array) -> Task | None:
         key = self._key
-        flat = out.reshape(-1)
-        for part in key.parts:
-            before, done, size = (key.round - 1) * part.blocks, 0, part.block_elements
-            while done < part.blocks:
-                if not came(part.words, 0, before + done + 1) or key.failed:
+        flat, earlier = out.reshape(-1), key.round - 1
+        for words, stored, start, stop, blocks, size, line in self._stored:
+            before, done = earlier * blocks, 0
+            while done < blocks:
+                if (words[0] <= before + done and not came(words, 0, before + done + 1)) or key.failed:
                     return self._session.pull(key, flat, key.parts)
-                there = min(part.words[0] - before, part.blocks)
-                stop = min(part.start + there * size, part.stop)
-                flat[part.start + done * size : stop] = part.stored[done * size : stop - part.start]  # type: ignore[index]
+                there = words[0] - before
+                if there == blocks and not done:
+                    flat[start:stop] = stored
+                else:
+                    first, last = done * size, there * size
+                    flat[start + first : min(start + last, stop)] = stored[first:last]
                 done = there
-            if part.line.waiting():
+            if line.waiting():
                 return self._session.pull(key, flat, key.parts)
         return None
 
@@ -221,10 +229,13 @@ class Blocks:
         return self.pull(out) if left is None else then_pull(self._session, self._key, left, out)
 
     def post(self, array: Array, priority: int) -> Task | None:
-        key, parts = self._key, self._key.parts
+        key = self._key
         round_ = key.round
-        if key.failed or any(part.words[part.mine] != round_ for part in parts):
+        if key.failed:
             return self._session.push_long(key, array, priority)
+        for words, mine in self._mine:
+            if words[mine] != round_:
+                return self._session.push_long(key, array, priority)
         pushes = None if self._small else self._lent.of(array)
         self._in_place = bool(pushes)
         key.round = round_ = round_ + 1
@@ -234,9 +245,10 @@ class Blocks:
                     push.post(round_, priority)
             else:
                 flat = array.reshape(-1)
-                self._session.copy_in(key, round_, [(part, flat[part.start : part.stop]) for part in parts], priority)
+                payloads = [(part, flat[part.start : part.stop]) for part in key.parts]
+                self._session.copy_in(key, round_, payloads, priority)
         except BaseException as error:
-            self._session.break_off(key, round_, parts, error)
+            self._session.break_off(key, round_, key.parts, error)
             raise
         return None
 

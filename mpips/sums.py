@@ -81,8 +81,11 @@ class Sums:
     def _worth_sharing(self, unit: Unit, sources: Sequence[Source], first: int, stop: int) -> bool:
         """Whether blocks are summed on all threads. Workers that wait leave their cores to them; those that still copy
         need them, unless this server is far behind, or cores are shared, where who waits for it gives his away."""
-        threads, nbytes = self._team.threads, (unit.bounds(stop - 1)[1] - unit.bounds(first)[0]) * unit.stored.itemsize
-        if threads == 1 or nbytes < SHARED_BYTES:
+        threads = self._team.threads
+        if threads == 1 or unit.stored.nbytes < SHARED_BYTES:
+            return False
+        nbytes = (unit.bounds(stop - 1)[1] - unit.bounds(first)[0]) * unit.stored.itemsize
+        if nbytes < SHARED_BYTES:
             return False
         if all(source.ready(unit.blocks - 1) for source in sources):
             return nbytes >= 2 * SHARED_BYTES

@@ -46,7 +46,8 @@ def parse_counts(text: str, itemsize: int, element: str) -> list[int]:
     for size in sizes:
         if size < itemsize or size % itemsize:
             raise ValueError(
-                f"--sizes {text}: a {element} takes {itemsize} bytes, and {show_bytes(size)} is no whole number of them"
+                f"--sizes {text}: a {element} takes {itemsize} bytes: pass multiples of that from {itemsize} on, not "
+                f"{show_bytes(size)}"
             )
     return [size // itemsize for size in sizes]
 

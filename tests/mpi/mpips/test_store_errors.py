@@ -153,7 +153,9 @@ def test_wrong_calls_of_all_ranks(kind, options):
         for dtype in (np.dtype("f4").newbyteorder(), "S5", bool):
             assert "pass float16" in failure(lambda: kv.init("v", np.zeros(3, dtype)))  # noqa: B023
         for call in (kv.push, kv.pull, kv.pushpull, lambda *words, **named: kv.ipushpull(*words, **named).wait()):
-            assert "priority=1.5 is no int: pass one" in failure(lambda: call("w", good, priority=1.5))  # noqa: B023
+            for bad in (1.5, True):
+                said = failure(lambda: call("w", good, priority=bad))  # noqa: B023
+                assert f"priority={bad} is no int: pass one" in said
             said = failure(lambda: call("w", good, priority=-(1 << 31)))  # noqa: B023
             assert "priority=-2147483648 is out of range: pass an int from -2147483647 to 2147483647" in said
         assert "unknown optimizer" in failure(lambda: kv.set_optimizer("sdg"))

@@ -93,9 +93,9 @@ def test_the_command_line_is_understood() -> None:
 @pytest.mark.parametrize(
     "name, value, said",
     [
-        ("sizes", "3", "--sizes 3: a float32 takes 4 bytes, and 3 B is no whole number of them"),
-        ("sizes", "8,7", "7 B is no whole number"),
-        ("sizes", "1KiB,0", "0 B is no whole number"),
+        ("sizes", "3", "--sizes 3: a float32 takes 4 bytes: pass multiples of that from 4 on, not 3 B"),
+        ("sizes", "8,7", "from 4 on, not 7 B"),
+        ("sizes", "1KiB,0", "from 4 on, not 0 B"),
         ("sizes", "many", "no size"),
         ("dtype", "float31", "float31"),
         ("dtype", "object", "no type of numbers"),

@@ -39,8 +39,8 @@ def test_clients_of_a_store_that_has_none_are_refused() -> None:
 @pytest.mark.parametrize(
     "sizes, said",
     [
-        ("7", "--sizes 7: a float32 takes 4 bytes, and 7 B is no whole number of them"),
-        ("1KiB,0", "0 B is no whole number"),
+        ("7", "--sizes 7: a float32 takes 4 bytes: pass multiples of that from 4 on, not 7 B"),
+        ("1KiB,0", "from 4 on, not 0 B"),
         ("8,8", "each size once"),
     ],
 )

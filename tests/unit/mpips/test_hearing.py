@@ -10,7 +10,7 @@ import pytest
 from collectives.errors import CollectiveError, StallError
 from mpips.hearing import Hearing
 from mpips.keys import Key, Part
-from mpips.messages import Frame, Op
+from mpips.messages import FRAME, Frame, Op
 
 
 class Spoken:
@@ -25,7 +25,7 @@ class Spoken:
         fields = dict.fromkeys(Frame._fields, 0) | {"op": Op.FAILED, "unit": unit, "round": round_}
         fields["flags"] = int(timed_out)
         self.texts[len(self.texts)] = text
-        self.frames.append(Frame(**(fields | {"token": len(self.texts) - 1})))
+        self.frames.append(FRAME.pack(*Frame(**(fields | {"token": len(self.texts) - 1}))))
 
     def waiting(self):
         return bool(self.frames)

@@ -31,7 +31,7 @@ def test_a_worker_hears_all_that_a_server_has_said(bursts):
                 server.post(1, round_=sent)
                 sent += 1
             assert worker.waiting() == bool(burst)
-            reading = pool.submit(lambda: [Frame._make(fields).round for fields in worker.read()])
+            reading = pool.submit(lambda: [Frame.of(data).round for data in worker.read()])
             while not server.flush():
                 time.sleep(0)
             assert reading.result() == list(range(received, sent))
@@ -45,27 +45,27 @@ def test_sentences_that_wait_for_room_keep_their_memory():
     for sentence in said:
         server.post_body(sentence.encode(), 19)
     heard = []
-    for fields in worker.read():
-        heard.append(worker.body(Frame._make(fields)).decode())
+    for data in worker.read():
+        heard.append(worker.body(Frame.of(data)).decode())
         server.flush()
     assert heard == said
 
 
 def test_a_worker_waits_until_the_server_has_room():
     _, worker, server = pair()
-    frame = FRAME.pack(1, 7, 2, -4, 2**31 - 1, 5, 0, 11, 12, 2**63, 14, 15, -6)
+    frame = FRAME.pack(1, 7, 2, -4, 2**31 - 1, 5, 11, 12, 2**63, 14, 15, -6, 0)
     received = []
 
     def read():
         while len(received) < 2 * SLOTS:
-            received.extend(Frame._make(fields) for fields in server.read())
+            received.extend(Frame.of(data) for data in server.read())
 
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(read)
         for round_ in range(2 * SLOTS):  # more than find room
             worker.again(frame, round_)
         reading.result()
-    assert received == [Frame._make(FRAME.unpack(frame))._replace(round=round_) for round_ in range(2 * SLOTS)]
+    assert received == [Frame.of(frame)._replace(round=round_) for round_ in range(2 * SLOTS)]
 
 
 def test_all_fields_and_bodies_arrive():
@@ -74,8 +74,8 @@ def test_all_fields_and_bodies_arrive():
     worker.post(1, 7, 2**40, (11, 12, 2**63, 14, 15), 3, -4, 5, -6, 1)
     worker.post_body(b"a sentence", 2, 8)
     assert rings.rung() and not rings.rung()
-    first, second = (Frame._make(fields) for fields in server.read())
-    assert first == Frame(1, 1, 3, -4, 7, 5, 2**40, 11, 12, 2**63, 14, 15, -6)
+    first, second = (Frame.of(data) for data in server.read())
+    assert first == Frame(1, 1, 3, -4, 7, 5, 11, 12, 2**63, 14, 15, -6, 2**40)
     assert server.body(second) == b"a sentence" and second.unit == 8
     server.post(16)
     assert worker.waiting() and not server.waiting()

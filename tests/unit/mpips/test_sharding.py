@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -39,12 +40,22 @@ def test_small_arrays_balance_and_big_ones_are_split(sizes, servers):
         before = list(placement.loads)
         pieces = placement.place((size,), 4)
         assert sum(part.size for _, part in pieces) == size
-        if size >= 1000 and servers > 1:
-            assert len(pieces) == servers
-        else:
+        mean = sum(placement.loads) / servers
+        fits = size < 250 or min(before) + 4 * size <= 5 / 4 * mean
+        if (size < 1000 and fits) or servers == 1:
             assert len(pieces) == 1 and before[pieces[0][0]] == min(before)
+        else:
+            assert len(pieces) == servers
     assert sum(placement.loads) == 4 * sum(sizes)
     assert max(placement.loads) - min(placement.loads) <= 4 * 1000 + 4 * len(sizes)
+
+
+@pytest.mark.parametrize(("servers", "split_first"), [(1, 0), (2, 3), (3, 7), (4, 11)])
+def test_arrays_a_little_too_small_to_be_split_are_split_as_long_as_they_are_few(servers, split_first):
+    placement = Placement(servers, big_array=1000)
+    places = [placement.place((600,), 4) for _ in range(100)]
+    assert [len(pieces) for pieces in places] == [servers] * split_first + [1] * (100 - split_first)
+    assert [len(Placement(servers, 1000).place((size,), 4)) for size in (249, 250)] == [1, servers]
 
 
 def test_matrices_are_cut_between_rows_where_there_are_enough():
