@@ -24,6 +24,7 @@ from mpips.options import Options
 from mpips.roll import Roll
 
 LOOK_SECONDS = 0.01
+SHOWN = 4  # keys of a call in a sentence
 GIVEN_UP = "workers that sum together make other calls than one of them that has waited too long and given up"
 
 
@@ -35,6 +36,22 @@ class Card(msgspec.Struct, array_like=True):
     """The keys that it is yet to use in this call, the present one first."""
     pushes: bool
     refusal: str = ""
+    together: int = 1
+    """How many of the keys go together now."""
+
+    @property
+    def text(self) -> str:
+        """The present call, as the others compare it."""
+        return f"{self.what} of {', '.join(map(repr, self.keys[: self.together]))}"
+
+    @property
+    def shown(self) -> str:
+        """The present call, as people read it."""
+        names = self.keys[: min(self.together, SHOWN)]
+        if not names:
+            return self.what
+        more = ", ..." * (self.together > SHOWN)
+        return f"{self.what} of key{'s' * (len(names) > 1)} {', '.join(map(repr, names))}{more}"
 
 
 class Agreement:
@@ -141,8 +158,8 @@ class Agreement:
         refusals = [other.refusal for other in cards if other.refusal]
         if refusals:
             return refusals[0], cards
-        calls = [f"{other.what} of key {other.keys[0]!r}" if other.keys else other.what for other in cards]
-        if len(set(calls)) == 1:
+        if len({other.text for other in cards}) == 1:
             return fallback, cards
+        calls = [other.shown for other in cards]
         texts = "; ".join(f"rank {self._first + index}: {call}" for index, call in enumerate(calls))
         return f"workers that sum together must make the same calls in the same order, but {texts}", cards

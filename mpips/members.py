@@ -90,13 +90,17 @@ class Members:
             for _ in range(count - key.round if count else 1):
                 self.skip(key, sentence, event)
 
-    def _agreed(self, key: Key, what: str, pushes: bool, call: Callable[[], object]) -> Task:
+    def _card(self, keys: Sequence[Key], what: str, pushes: bool) -> Card:
+        """What this worker calls of keys that go together."""
+        return Card(what, self.calling or [key.name for key in keys], pushes, together=len(keys))
+
+    def _agreed(self, keys: Sequence[Key], what: str, pushes: bool, call: Callable[[], object]) -> Task:
         """On one node, what all members of a client do together: they see that they do the same, or all raise."""
         if self._agreement is None:
             call()
             return
-        card = Card(what, self.calling or [key.name], pushes)
-        yield from self._collective(card, f"{what} of {key.name!r}", call)
+        card = self._card(keys, what, pushes)
+        yield from self._collective(card, card.text, call)
 
     def _collective(self, card: Card, text: str, call: Callable[[], object]) -> Task:
         agreement = self._agreement
@@ -109,15 +113,16 @@ class Members:
         if fallback is not None:
             self._disagree(agreement, card, fallback)
 
-    def _compared(self, key: Key, what: str, pushes: bool, task: Task) -> Task:
+    def _compared(self, keys: Sequence[Key], what: str, pushes: bool, task: Task) -> Task:
         """Between nodes, what all members of a client do together: they compare their calls beside it, and where these
         differ all give up and raise. Until then nothing reaches the servers that needs all members."""
         agreement = self._agreement
         if agreement is None:
             yield from task
             return
-        agreement.compare(f"{what} of {key.name!r}")
-        steps = self._unless_they_differ(agreement, key, what, pushes, task)
+        card = self._card(keys, what, pushes)
+        agreement.compare(card.text)
+        steps = self._unless_they_differ(agreement, card, any(0 in key.shape for key in keys), task)
         try:
             agreement.look()
             for _ in steps:
@@ -125,18 +130,17 @@ class Members:
                 yield False
         except BaseException as error:
             if not isinstance(error, CollectiveError):
-                agreement.give_up(f"its {what} of {key.name!r}", error)
-            elif pushes:
+                agreement.give_up(f"its {card.shown}", error)
+            for key in keys if pushes and isinstance(error, CollectiveError) else ():
                 key.excused = max(key.excused, key.round)  # it needs no second sentence, from the servers
             steps.close()
             task.close()
             raise
 
-    def _unless_they_differ(self, agreement: Agreement, key: Key, what: str, pushes: bool, task: Task) -> Task:
-        card = Card(what, self.calling or [key.name], pushes)
+    def _unless_they_differ(self, agreement: Agreement, card: Card, empty: bool, task: Task) -> Task:
         same: bool | None = None
         failure: CollectiveError | None = None
-        while 0 in key.shape and same is None:  # no message of the members holds back what goes to the servers
+        while empty and same is None:  # no message of the members holds back what goes to the servers
             same = agreement.compared()
             yield False
         try:
@@ -164,12 +168,12 @@ class Members:
     def _disagree(self, agreement: Agreement, card: Card, fallback: str) -> None:
         """All members tell what they called; what any would push fails its next round on all clients; all raise."""
         sentence, cards = agreement.explain(card, fallback)
-        counted = card.keys[0] if card.pushes and not card.refusal else None  # by `begin`
+        counted = card.keys[: card.together] if card.pushes and not card.refusal else []  # by `begin`
         names = {name for other in cards if other.pushes for name in other.keys}
         for name in sorted(names, key=str):
             key = self.session.key(name)
             if key is not None:
-                key.round += name != counted
+                key.round += name not in counted
                 self.session.refuse(key, sentence, f"client {self.layout.client_number} call {agreement.calls}")
         self.calling = []
         raise (MismatchError if names or not card.pushes else Nameless)(sentence)
@@ -177,7 +181,7 @@ class Members:
     def _agreed_rows(self, key: Key, what: str, pushes: bool) -> Task:
         """All members of the client exchange rows of the key now, or all raise."""
         agree = collectives_session(self.layout.client).agree
-        yield from self._agreed(key, what, pushes, lambda: agree(f"{what} of {key.name!r}"))
+        yield from self._agreed([key], what, pushes, lambda: agree(f"{what} of {key.name!r}"))
 
     def _raising(self, task: Failing) -> Task:
         """Raise at the end what the task returns."""
@@ -193,10 +197,15 @@ class Members:
             return error
         return None
 
-    def _raise(self, key: Key, failure: CollectiveError | None) -> None:
+    def _raise(self, keys: Sequence[Key], failure: CollectiveError | None) -> None:
+        """Raise a failure, or what has made a round of these keys fail: once for all of them."""
+        for key in keys if failure is None else ():
+            try:
+                self.session.check(key)
+            except CollectiveError as error:
+                failure = failure or error
         if failure is not None:
             raise failure
-        self.session.check(key)
 
     def meet(self, what: str) -> Task:
         """MismatchError everywhere in a client of which others are in a push, or a pull."""

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from collectives.callers import of_caller
 from collectives.errors import CollectiveError, MismatchError, StallError
-from mpips import arguments, calls
+from mpips import arguments, calls, fused
 from mpips.arguments import Name
 from mpips.calls import Call
 from mpips.engine import Engine, Handle
@@ -181,25 +181,51 @@ class Operations:
 
     def _perform(self, made: list[Call], priority: int) -> Task:
         """Several keys at the same time, unless collectives must keep their order."""
-        if len(made) == 1 or self._backend.communicators:
+        if len(made) == 1 or (self._backend.communicators and self._backend.collective(made[0].payload is not None)):
             return self._in_turn(made, priority)
         return together([self._one(call, priority) for call in made])
 
     def _in_turn(self, made: list[Call], priority: int) -> Task:
-        before = [call.key.round for call in made]
-        for index, call in enumerate(made):
-            self._backend.calling = [later.key.name for later in made[index:]]
+        """One after the other, small ones that push together; what those pull comes last."""
+        steps = fused.steps(made) if self._backend.fuses else [[call] for call in made]
+        yield from self._in_steps(steps, priority)
+        pushed = [call for step in steps if len(step) > 1 for call in step if call.payload is not None]
+        if pulls := [call._replace(payload=None) for call in pushed if call.targets]:
+            yield from self._perform(pulls, priority)
+
+    def _in_steps(self, steps: Sequence[list[Call]], priority: int) -> Task:
+        made = [call for step in steps for call in step]
+        names, before = [call.key.name for call in made], [call.key.round for call in made]
+        done = 0
+        for step in steps:
+            self._backend.calling = names[done:]
+            done += len(step)
             try:
-                yield from self._one(call, priority)
-                if index + 1 < len(made):
+                yield from self._step(step, priority)
+                if done < len(made):
                     yield True
             except CollectiveError as error:
-                for later, round_ in list(zip(made, before))[index + 1 :] if self._backend.calling else ():
+                for later, round_ in list(zip(made, before))[done:] if self._backend.calling else ():
                     if later.payload is not None and later.key.round == round_:
                         self._backend.skip(later.key, str(error))
                 raise
             finally:
                 self._backend.calling = []
+
+    def _step(self, step: Sequence[Call], priority: int) -> Task:
+        if len(step) == 1:
+            return self._one(step[0], priority)
+        keys = [call.key for call in step]
+        if step[0].payload is not None:
+            return self._backend.push_together(keys, [call.payload.reshape(-1) for call in step], priority)  # type: ignore[union-attr]
+        return self._pull_together(keys, [call.targets for call in step])
+
+    def _pull_together(self, keys: Sequence[Key], targets: Sequence[Sequence[Array]]) -> Task:
+        assert isinstance(self._backend, Served)  # without servers pulls are no collectives
+        yield from self._backend.pull_together(keys, [first.reshape(-1) for first, *_ in targets])
+        for first, *others in targets:
+            for other in others:
+                np.copyto(other, first)
 
     def _one(self, call: Call, priority: int) -> Task:
         key, payload, targets = call

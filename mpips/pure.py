@@ -17,6 +17,7 @@ from collectives.session import session
 from mpips.agreement import Agreement, Card
 from mpips.arguments import Name
 from mpips.compression import Compressor
+from mpips.fused import Vectors
 from mpips.inside import until
 from mpips.keys import Key
 from mpips.layout import Layout
@@ -40,6 +41,7 @@ class Pure:
         home.patient(layout.options.stall_seconds, layout.options.timeout_seconds)
         self._agreement = Agreement(self._comm, 0, home.nodes == 1, layout.options) if home.size > 1 else None
         self.one_node = home.nodes == 1
+        self._vectors = Vectors(self.one_node)
         self.calling: list[Name] = []
         """The keys that the present call is yet to use, the present one first."""
         self._stored: dict[int | str, Array] = {}
@@ -92,7 +94,32 @@ class Pure:
         yield from self._agreed(Card("push", self.calling or [key.name], True), lambda: self._sum(flat, total))
         if self._optimizer is None:  # the sum replaces what is stored, once it is known to be the right one
             self._stored[key.name], self._sums[key.name] = total, self._stored[key.name]
-            return
+        else:
+            self._update(key, total)
+
+    @property
+    def fuses(self) -> bool:
+        """Whether small keys of one call are better pushed by `push_together`."""
+        return self._agreement is not None
+
+    def push_together(self, keys: Sequence[Key], flats: Sequence[Array], priority: int) -> Task:
+        """Push keys of one dtype, whose sum over the workers is made as that of one vector."""
+        for key in keys:
+            key.round += 1
+        if self._compressor is not None and keys[0].dtype.kind == "f":
+            flats = [self._compressed(key, flat) for key, flat in zip(keys, flats)]
+        vector, total, parts = self._vectors.lay(flats)
+        card = Card("push", self.calling or [key.name for key in keys], True, together=len(keys))
+        yield from self._agreed(card, lambda: self._sum(vector, total))
+        for key, part in zip(keys, parts):
+            if self._optimizer is None:
+                self._stored[key.name][...] = part
+            else:
+                self._update(key, part)
+
+    def _update(self, key: Key, total: Array) -> None:
+        """The optimizer's next step."""
+        assert self._optimizer is not None
         step, state = self._states.get(key.name) or (0, self._optimizer.init(self._stored[key.name]))
         self._optimizer.update(self._stored[key.name], total, state, step + 1)
         self._states[key.name] = step + 1, state
@@ -103,7 +130,7 @@ class Pure:
         if agreement is None:
             yield from call()
             return
-        text = card.refusal or f"{card.what} of {card.keys[:1]!r}"
+        text = card.refusal or card.text
         fallback = yield from agreement.guarded(card, text, call)
         if fallback is not None:
             sentence, _ = agreement.explain(card, fallback)

@@ -19,6 +19,7 @@ import collectives
 from collectives import arena
 from collectives.errors import CollectiveError, MismatchError
 from mpips import inside
+from mpips.fused import Vectors
 from mpips.keys import Key, Part, Piece
 from mpips.layout import Layout
 from mpips.lines import Line
@@ -40,6 +41,7 @@ class Served(Settings):
         super().__init__(layout, lines, cores_shared)
         self._all = layout.options.masters == "all"
         self._rows = Rows(layout, self.session, self._agreed_rows)
+        self._vectors = Vectors(self.one_node)
 
     # ---- pushes
 
@@ -103,15 +105,41 @@ class Served(Settings):
             yield from self.session.drained(key, round_ - 1, key.pushes, alone=False)
         if self.one_node:
             out = total if total is not None else flat if flat.flags.writeable else np.empty_like(flat)
-            yield from self._agreed(key, "push", True, lambda: collectives.reduce(flat, comm, out=out))
+            yield from self._agreed([key], "push", True, lambda: collectives.reduce(flat, comm, out=out))
         else:
-            yield from self._compared(key, "push", True, self._reduce(piece, flat, total))
+            yield from self._compared([key], "push", True, self._reduce(piece, flat, total))
         if total is not None:
             yield from self._contribute(key, round_, total, priority, False, own=True)
 
     def _reduce(self, piece: Piece, flat: Array, total: Array | None) -> Task:
         assert self.layout.client is not None
         yield from inside.reduce_to_first(self.layout.client, flat, total, self._tag(piece))
+
+    @property
+    def fuses(self) -> bool:
+        """Whether small keys of one call are better pushed by `push_together`."""
+        return self._grouped and self._members > 1 and not self._all
+
+    def push_together(self, keys: Sequence[Key], flats: Sequence[Array], priority: int) -> Task:
+        """Contribute to the next rounds of keys of one dtype, which the client sums as one vector."""
+        rounds = [self.session.begin(key, False) for key in keys]
+        try:
+            vector, total, parts = self._vectors.lay(flats)
+            comm = self.layout.client
+            assert comm is not None
+            master = comm.Get_rank() == 0
+            if self.one_node:
+                out = total if master else vector
+                yield from self._agreed(keys, "push", True, lambda: collectives.reduce(vector, comm, out=out))
+            else:
+                reduced = self._reduce(keys[0].pieces[0], vector, total if master else None)
+                yield from self._compared(keys, "push", True, reduced)
+            pushes = [self._contribute(*each, priority, True) for each in zip(keys, rounds, parts)] if master else []
+            yield from together(pushes)
+        except BaseException as error:
+            for key, round_ in zip(keys, rounds):
+                self.session.break_off(key, round_, key.pushes, error)
+            raise
 
     def _push_piece(self, key: Key, round_: int, piece: Piece, flat: Array, priority: int) -> Failing:
         """The client's sum of a piece, scattered: every member pushes its slice. Returns what has failed."""
@@ -126,7 +154,7 @@ class Served(Settings):
         yield from self.session.drained(key, round_ - 1, piece.pushes, alone=False)
         if self.one_node:
             yield from self._agreed(
-                key, "push", True, lambda: collectives.reduce_scatter(flat[start:stop], comm, out=reduced)
+                [key], "push", True, lambda: collectives.reduce_scatter(flat[start:stop], comm, out=reduced)
             )
         else:
             cuts = [cut - start for cut in piece.cuts]
@@ -166,7 +194,7 @@ class Served(Settings):
             return self.session.pull(key, flat, key.parts)
         if self._all or self._in_pieces(key):
             return self._pipeline(key, "pull", False, [self._pull_piece(key, piece, flat) for piece in key.pieces])
-        return self._pull_master(key, flat)
+        return self._pull_master([key], flat, [flat])
 
     def pull_rows(self, key: Key, out: Array, ids: Array) -> Task:
         """Write rows of the key into `out`, (len(ids), ...)."""
@@ -177,21 +205,30 @@ class Served(Settings):
         yield from self.pull(key, table.reshape(-1))
         out[...] = table[ids]
 
-    def _pull_master(self, key: Key, flat: Array) -> Task:
-        task = self._pull_and_broadcast(key, flat)
-        return task if self.one_node else self._compared(key, "pull", False, task)
+    def pull_together(self, keys: Sequence[Key], flats: Sequence[Array]) -> Task:
+        """Read keys of one dtype into 1-D arrays, by one broadcast in the client."""
+        vector, _, slices = self._vectors.room(flats)
+        yield from self._pull_master(keys, vector, [vector[each] for each in slices])
+        for flat, each in zip(flats, slices):
+            flat[...] = vector[each]
 
-    def _pull_and_broadcast(self, key: Key, flat: Array) -> Task:
+    def _pull_master(self, keys: Sequence[Key], vector: Array, parts: Sequence[Array]) -> Task:
+        """Rank 0 of the client reads the keys into parts of the vector, of which all get the whole."""
+        task = self._pull_and_broadcast(keys, vector, parts)
+        return task if self.one_node else self._compared(keys, "pull", False, task)
+
+    def _pull_and_broadcast(self, keys: Sequence[Key], vector: Array, parts: Sequence[Array]) -> Task:
         comm = self.layout.client
         assert comm is not None
         failure = None
         if comm.Get_rank() == 0:
-            failure = yield from self._caught(self.session.pull(key, flat, key.parts))
+            pulls = [self.session.pull(key, part, key.parts) for key, part in zip(keys, parts)]
+            failure = yield from self._caught(together(pulls))
         if self.one_node:
-            yield from self._agreed(key, "pull", False, lambda: collectives.broadcast(flat, comm))
+            yield from self._agreed(keys, "pull", False, lambda: collectives.broadcast(vector, comm))
         elif comm.Get_size() > 1:
-            yield from inside.broadcast(comm, flat, self._tag(key.pieces[0]))
-        self._raise(key, failure)
+            yield from inside.broadcast(comm, vector, self._tag(keys[0].pieces[0]))
+        self._raise(keys, failure)
 
     def _pull_piece(self, key: Key, piece: Piece, flat: Array, failure: CollectiveError | None = None) -> Task:
         """`failure`: of the push before; all members take part in the client's collective whatever has failed."""
@@ -201,13 +238,13 @@ class Served(Settings):
             failure = yield from self._caught(self.session.pull(key, flat, piece.pushes))
         start, stop = piece.cuts[0], piece.cuts[-1]
         if self.one_node:
-            yield from self._agreed(key, "pull", False, lambda: collectives.allgather(flat[start:stop], comm))
+            yield from self._agreed([key], "pull", False, lambda: collectives.allgather(flat[start:stop], comm))
         elif not self._all:
             yield from inside.spread(comm, flat[start:stop], self._tag(piece))
         elif comm.Get_size() > 1:
             cuts = [cut - start for cut in piece.cuts]
             yield from inside.allgather(comm, flat[start:stop], cuts, self._tag(piece))
-        self._raise(key, failure)
+        self._raise([key], failure)
 
     def pushpull(self, key: Key, flat: Array, out: Array, priority: int) -> Task:
         """Push, then pull, in one: nothing waits between the two, and pieces go through both by themselves."""
@@ -238,7 +275,7 @@ class Served(Settings):
     def _pipeline(self, key: Key, what: str, pushes: bool, tasks: list[Task]) -> Task:
         """The pieces of a key in a client; between nodes the members compare their calls once."""
         task = self._together(tasks)
-        return task if self.one_node else self._compared(key, what, pushes, task)
+        return task if self.one_node else self._compared([key], what, pushes, task)
 
     def _together(self, tasks: list[Task]) -> Task:
         """Run tasks with a few under way; each has tags of its own. If servers fail some, all run to their end."""

@@ -1,0 +1,67 @@
+"""Small keys of one call that workers sum together as one vector.
+
+A collective of a small key takes its latency, whatever the key's size, so a list of many would take that many times it:
+those of one dtype are laid one behind the other and go through one collective (as MG-WFBP merges gradients, section 4,
+here of what is there at once). Servers and optimizers still see every key by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives import arena
+from mpips.calls import Call
+from mpips.row_sparse import RowSparse
+
+SMALL_BYTES = 1 << 16
+"""Longer keys go alone: to copy them takes as long as they save."""
+MOST_BYTES = 1 << 20
+"""Of one vector."""
+Array = NDArray[Any]
+
+
+def steps(made: Sequence[Call]) -> list[list[Call]]:
+    """Calls that go together, the same on every worker that makes the same calls: all push, or all pull."""
+    result: list[list[Call]] = []
+    open_: dict[np.dtype, tuple[list[Call], int]] = {}
+    for call in made:
+        key = call.key
+        if isinstance(call.payload, RowSparse) or not 0 < key.nbytes <= SMALL_BYTES:
+            result.append([call])
+            continue
+        step, nbytes = open_.get(key.dtype, ([], 0))
+        if not step or nbytes + key.nbytes > MOST_BYTES:
+            step, nbytes = [], 0
+            result.append(step)
+        step.append(call)
+        open_[key.dtype] = step, nbytes + key.nbytes
+    return result
+
+
+class Vectors:
+    """Memory for one vector at a time, and for its sum; `shared`: the first lies where all processes of the node can
+    read it."""
+
+    def __init__(self, shared: bool) -> None:
+        self._empty = arena.empty if shared else np.empty
+        self._memory: dict[np.dtype, tuple[Array, Array]] = {}
+
+    def room(self, like: Sequence[Array]) -> tuple[Array, Array, list[slice]]:
+        """A vector as long as these 1-D arrays of one dtype, another for its sum, and where each one lies there."""
+        dtype, cuts = like[0].dtype, [0, *accumulate(array.size for array in like)]
+        if dtype not in self._memory or self._memory[dtype][0].size < cuts[-1]:
+            size = max(cuts[-1], MOST_BYTES // dtype.itemsize)
+            self._memory[dtype] = self._empty(size, dtype), np.empty(size, dtype)
+        vector, total = (memory[: cuts[-1]] for memory in self._memory[dtype])
+        return vector, total, [slice(*ends) for ends in pairwise(cuts)]
+
+    def lay(self, values: Sequence[Array]) -> tuple[Array, Array, list[Array]]:
+        """Arrays one behind the other, room for the sum of that vector, and the parts of the sum."""
+        vector, total, slices = self.room(values)
+        np.concatenate(values, out=vector)
+        return vector, total, [total[each] for each in slices]
