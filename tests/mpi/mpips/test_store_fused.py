@@ -201,6 +201,26 @@ def test_a_client_that_fails_makes_lists_of_the_others_fail_once(shared_memory):
         assert after == [{float(workers)}] * 3
 
 
+@pytest.mark.mpi(min_size=3)
+def test_keys_that_fail_together_on_a_server_fail_once_on_every_worker():
+    need(2, servers=1)
+
+    def body(kv):
+        kv.init(["a", "b"], [np.full(9, 5)] * 2)
+        kv.set_optimizer("sgd")  # of whole numbers none can be
+        values = [np.ones(9, int) for _ in "ab"]
+        first = failure(lambda: kv.pushpull(["a", "b"], values))
+        outs = [np.empty(9, int) for _ in "ab"]
+        return kv.layout.workers.allgather((first, failure(lambda: kv.pull(["a", "b"], outs)), int(outs[1][0])))
+
+    found = run("mpi_sync", body, servers=1, clients=1, shared_memory=False)
+    if found is not None:
+        assert len(set(found)) == 1
+        first, then, value = found[0]
+        assert "an optimizer needs float weights" in first
+        assert (then, value) == ("nothing was raised", 5)
+
+
 def test_arrays_of_the_node_go_together_too():
     workers = need(servers=1)
 

@@ -144,9 +144,9 @@ def test_a_coded_push_that_is_given_up_is_told_to_the_others(what):
 
 
 @only_on(4)
-@pytest.mark.parametrize("masters", ["one", "all"])
+@pytest.mark.parametrize("masters, key", [("one", "w"), ("all", "w"), ("one", ["v", "w"])])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, StallError])
-def test_a_push_that_is_given_up_inside_a_client_is_told_to_the_others(monkeypatch, masters, error):
+def test_a_push_that_is_given_up_inside_a_client_is_told_to_the_others(monkeypatch, masters, key, error):
     """The members of the client with two workers are interrupted, or wait too long for one another."""
     need(3, servers=1)
 
@@ -154,17 +154,17 @@ def test_a_push_that_is_given_up_inside_a_client_is_told_to_the_others(monkeypat
         raise error("interrupted")
 
     def body(kv):
-        kv.init("w", np.zeros(4000, np.float32))
-        value = np.ones(4000, np.float32)
-        kv.pushpull("w", value)
+        value = [np.ones(4000, np.float32) for _ in key] if isinstance(key, list) else np.ones(4000, np.float32)
+        kv.init(key, value)
+        kv.pushpull(key, value)
         if kv.layout.client.Get_size() == 2:
             with monkeypatch.context() as patch:
                 for name in ("reduce", "reduce_scatter"):
                     patch.setattr(collectives, name, raises)
                 with pytest.raises(error):
-                    kv.push("w", value)
+                    kv.push(key, value)
         else:
-            said = failure(lambda: kv.pushpull("w", value))
+            said = failure(lambda: kv.pushpull(key, value))
             assert ("interrupted" if error is StallError else "has given up its push of round 2") in said, said
         kv.layout.workers.Barrier()
 
