@@ -91,8 +91,7 @@ class Agreement:
             while (same := self.compared()) is None:
                 yield False
             return None if same else ""
-        self.calls += 1
-        self._roll.note(text)
+        self.note(text)
         try:
             if card.refusal:
                 session(self._comm).refuse(card.refusal)
@@ -103,6 +102,17 @@ class Agreement:
             raise
         except MismatchError as error:
             return str(error)
+        return self.differs()
+
+    def note(self, text: str) -> None:
+        """On one node: say what this worker is about to call."""
+        assert self._roll is not None
+        self.calls += 1
+        self._roll.note(text)
+
+    def differs(self) -> str | None:
+        """After that call: as `guarded`."""
+        assert self._roll is not None
         return None if self._roll.agrees() else ""
 
     def compare(self, text: str) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import reduce
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
 import collectives
-from collectives.errors import MismatchError
+from collectives.errors import MismatchError, Withdrawn
 from collectives.one_shot import begin
 from collectives.session import session
 from mpips.agreement import Agreement, Card
@@ -25,6 +25,7 @@ from mpips.optimizers import Optimizer, State
 from mpips.row_sparse import RowSparse, merge, update_rows
 from mpips.rows import packed, unpacked
 from mpips.session import Task
+from mpips.summed import Everywhere
 
 Array = NDArray[Any]
 SUMS = "reproducible"
@@ -75,6 +76,7 @@ class Pure:
         for key, value in zip(keys, values, strict=True):
             stored = self._stored[key.name] = value.reshape(-1).copy()
             collectives.broadcast(stored, self._comm)
+            key.short = Everywhere(self, key) if self.one_node else None
         yield from ()
 
     def forget(self, keys: Sequence[Key]) -> Task:
@@ -88,11 +90,46 @@ class Pure:
         key.round += 1
         if self._compressor is not None and key.dtype.kind == "f":
             flat = self._compressed(key, flat)
+        total = self._total(key)
+        yield from self._agreed(Card("push", self.calling or [key.name], True), lambda: self._sum(flat, total))
+        self._take(key, total)
+
+    def push_now(self, key: Key, flat: Array) -> Task | None:
+        """`push` on one node, where nothing else is under way; what is left of it, if anything."""
+        if self.stepwise or self._compressor is not None:
+            return self.push(key, flat, 0)
+        key.round += 1
+        total, agreement = self._total(key), self._agreement
+        card = Card("push", [key.name], True)
+        fallback = None
+        if agreement is not None:
+            agreement.note(card.text)
+        try:
+            collectives.allreduce(flat, self._comm, algorithm=SUMS, out=total)
+            fallback = agreement.differs() if agreement is not None else None
+        except Withdrawn:
+            raise
+        except MismatchError as error:
+            fallback = str(error)
+        if fallback is not None:
+            self._explain(card, fallback)
+        self._take(key, total)
+        return None
+
+    def value(self, key: Key) -> Array:
+        """What is stored, 1-D."""
+        return self._stored[key.name]
+
+    def _total(self, key: Key) -> Array:
+        """Where the key's next sum goes."""
         total = self._sums.get(key.name)
         if total is None:
             total = self._sums[key.name] = np.empty_like(self._stored[key.name])
-        yield from self._agreed(Card("push", self.calling or [key.name], True), lambda: self._sum(flat, total))
-        if self._optimizer is None:  # the sum replaces what is stored, once it is known to be the right one
+        return total
+
+    def _take(self, key: Key, total: Array) -> None:
+        """The sum replaces what is stored, now that it is known to be the right one, or updates it."""
+        if self._optimizer is None:
             self._stored[key.name], self._sums[key.name] = total, self._stored[key.name]
         else:
             self._update(key, total)
@@ -133,10 +170,15 @@ class Pure:
         text = card.refusal or card.text
         fallback = yield from agreement.guarded(card, text, call)
         if fallback is not None:
-            sentence, _ = agreement.explain(card, fallback)
-            raise MismatchError(sentence)
+            self._explain(card, fallback)
         if not agreement.one_node:
             yield from call()
+
+    def _explain(self, card: Card, fallback: str) -> NoReturn:
+        """Raise what all workers together find to be wrong with the present call."""
+        assert self._agreement is not None
+        sentence, _ = self._agreement.explain(card, fallback)
+        raise MismatchError(sentence)
 
     def _sum(self, flat: Array, out: Array) -> Task:
         if not self.stepwise:

@@ -153,7 +153,7 @@ class Quick:
         records = []
         for key, array in zip(keys, arrays):
             record = self._one(key, array, priority)
-            if record is None:
+            if record is None or not record.short.lists:  # type: ignore[union-attr]
                 return None
             records.append(record)
         return records if len(set(keys)) == len(keys) else None

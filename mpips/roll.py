@@ -36,15 +36,16 @@ class Roll:
         told = meet.exchange(comm, msgspec.msgpack.encode(tuple(region)), "mpips.create")[0]
         memory = mine if self._rank == 0 else arena.attach(Region(*msgspec.msgpack.decode(told))).view(np.uint64)
         meet.exchange(comm, b"", "mpips.create")  # rank 0's memory stays until all have mapped it
-        self._notes = memory.reshape(CALLS, self._size)
+        self._notes = memoryview(memory)  # type: ignore[arg-type]
         self._calls = 0
 
     def note(self, text: str) -> None:
         """Write down this worker's next call."""
         self._calls = (self._calls + 1) % MOST_CALLS
-        self._notes[self._calls % CALLS, self._rank] = self._calls << 32 | zlib.crc32(text.encode())
+        self._notes[self._calls % CALLS * self._size + self._rank] = self._calls << 32 | zlib.crc32(text.encode())
 
     def agrees(self) -> bool:
         """Whether all wrote the same; to be asked when all have written."""
-        row = self._notes[self._calls % CALLS]
-        return bool((row == row[self._rank]).all())
+        first = self._calls % CALLS * self._size
+        row = self._notes[first : first + self._size].tobytes()
+        return row == row[: self._notes.itemsize] * self._size

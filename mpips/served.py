@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 import collectives
 from collectives import arena
-from collectives.errors import CollectiveError, MismatchError
+from collectives.errors import CollectiveError, MismatchError, Withdrawn
 from mpips import inside
 from mpips.fused import Vectors
 from mpips.keys import Key, Part, Piece
@@ -30,6 +30,8 @@ from mpips.rows import Rows, whole
 from mpips.session import Task, together
 from mpips.settings import Settings
 from mpips.sharding import Interval
+from mpips.short import Lent
+from mpips.summed import InClient
 
 Array = NDArray[Any]
 
@@ -42,6 +44,12 @@ class Served(Settings):
         self._all = layout.options.masters == "all"
         self._rows = Rows(layout, self.session, self._agreed_rows)
         self._vectors = Vectors(self.one_node)
+
+    def _shorten(self, key: Key) -> None:
+        super()._shorten(key)
+        reads = self._near and self.one_node and not self.layout.asynchronous
+        if self.fuses and reads and self._compressor is None and key.size:
+            key.short = InClient(self, key)
 
     # ---- pushes
 
@@ -96,20 +104,55 @@ class Served(Settings):
         if comm.Get_size() == 1:
             yield from self._contribute(key, round_, flat, priority, True)
             return
-        piece = key.pieces[0]
         total = None
         if key.pushes:
-            if piece.reduced is None:
-                piece.reduced = arena.empty(key.size, key.dtype)
-            total = piece.reduced
+            total = self._reduced(key)
             yield from self.session.drained(key, round_ - 1, key.pushes, alone=False)
         if self.one_node:
             out = total if total is not None else flat if flat.flags.writeable else np.empty_like(flat)
             yield from self._agreed([key], "push", True, lambda: collectives.reduce(flat, comm, out=out))
         else:
-            yield from self._compared([key], "push", True, self._reduce(piece, flat, total))
+            yield from self._compared([key], "push", True, self._reduce(key.pieces[0], flat, total))
         if total is not None:
             yield from self._contribute(key, round_, total, priority, False, own=True)
+
+    def push_now(self, key: Key, flat: Array, priority: int, sums: Lent) -> Task | None:
+        """`push` of a client on one node that its rank 0 makes alone, where nothing else is under way and the servers
+        have read what was pushed before; what is left of it, if anything."""
+        comm, agreement = self.layout.client, self._agreement
+        assert comm is not None
+        assert agreement is not None
+        round_ = self.session.begin(key, False)
+        card = self._card([key], "push", True)
+        master = bool(key.pushes)
+        out = self._reduced(key) if master else flat if flat.flags.writeable else np.empty_like(flat)
+        try:
+            agreement.note(card.text)
+            self._joined = True
+            try:
+                collectives.reduce(flat, comm, out=out)
+                fallback = agreement.differs()
+            except Withdrawn:
+                raise
+            except MismatchError as error:
+                fallback = str(error)
+            finally:
+                self._joined = False
+            if fallback is not None:
+                self._disagree(agreement, card, fallback)
+            for push in sums.of(out) if master else ():
+                push.post(round_, priority)
+        except BaseException as error:
+            self.session.break_off(key, round_, key.pushes, error)
+            raise
+        return None
+
+    def _reduced(self, key: Key) -> Array:
+        """Where the client's sum goes, which the servers read in place."""
+        piece = key.pieces[0]
+        if piece.reduced is None:
+            piece.reduced = arena.empty(key.size, key.dtype)
+        return piece.reduced
 
     def _reduce(self, piece: Piece, flat: Array, total: Array | None) -> Task:
         assert self.layout.client is not None

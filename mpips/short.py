@@ -31,6 +31,9 @@ YIELDS = 500
 class Short(Protocol):
     """Pushes and pulls of one key."""
 
+    lists: bool
+    """Whether keys of lists take it, too."""
+
     def push(self, array: Array, priority: int) -> Task | None: ...
 
     def post(self, array: Array, priority: int) -> Task | None:
@@ -99,6 +102,7 @@ def apart(array: Array, out: Array) -> bool:
 class OneBlock:
     """A key that is one block on one server."""
 
+    lists = True
     __slots__ = (
         "_copy", "_in_place", "_key", "_lent", "_line", "_mine", "_part", "_session", "_stored", "_words",
     )  # fmt: skip
@@ -182,6 +186,7 @@ class AnyTime(OneBlock):
 class Blocks:
     """A key of several blocks, perhaps on several servers."""
 
+    lists = True
     __slots__ = ("_in_place", "_key", "_lent", "_mine", "_session", "_small", "_stored")
 
     def __init__(self, session: Session, key: Key, small_bytes: int) -> None:
