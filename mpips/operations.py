@@ -187,7 +187,8 @@ class Operations:
 
     def _in_turn(self, made: list[Call], priority: int) -> Task:
         """One after the other, small ones that push together; what those pull comes last."""
-        steps = fused.steps(made) if self._backend.fuses else [[call] for call in made]
+        backend = self._backend
+        steps = fused.steps(made, backend.one_node) if backend.fuses else [[call] for call in made]
         yield from self._in_steps(steps, priority)
         pushed = [call for step in steps if len(step) > 1 for call in step if call.payload is not None]
         if pulls := [call._replace(payload=None) for call in pushed if call.targets]:
@@ -235,6 +236,10 @@ class Operations:
             yield from self._backend.push_rows(key, payload, priority)
             if targets:
                 yield from self._backend.pull(key, targets[0].reshape(-1))
+        elif key.short is not None and not key.short.lists:
+            left = key.short.pushpull(payload, targets[0], priority) if targets else key.short.push(payload, priority)
+            if left is not None:
+                yield from left
         elif targets:
             yield from self._backend.pushpull(key, payload.reshape(-1), targets[0].reshape(-1), priority)
         else:

@@ -100,7 +100,7 @@ class Pure:
             return self.push(key, flat, 0)
         key.round += 1
         total, agreement = self._total(key), self._agreement
-        card = Card("push", [key.name], True)
+        card = Card("push", self.calling or [key.name], True)
         fallback = None
         if agreement is not None:
             agreement.note(card.text)

@@ -32,7 +32,7 @@ NAMES = [name for name, _, _ in KEYS]
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
     """Several vectors a call, and keys that go alone."""
-    monkeypatch.setattr(fused, "SMALL_BYTES", 2048)
+    monkeypatch.setattr(fused, "SMALL_BYTES", dict.fromkeys((True, False), 2048))
     monkeypatch.setattr(fused, "MOST_BYTES", 4096)
 
 
