@@ -19,20 +19,19 @@ from mpips.calls import Call
 from mpips.row_sparse import RowSparse
 
 SMALL_BYTES = {True: 1 << 14, False: 1 << 16}
-"""Of a key, on one node and between nodes: longer ones go alone, as to copy them takes as long as they save."""
+"""Of a key with a short way, and of one without: longer ones go alone, as to copy them takes as long as they save."""
 MOST_BYTES = 1 << 20
 """Of one vector."""
 Array = NDArray[Any]
 
 
-def steps(made: Sequence[Call], one_node: bool) -> list[list[Call]]:
+def steps(made: Sequence[Call]) -> list[list[Call]]:
     """Calls that go together, the same on every worker that makes the same calls: all push, or all pull."""
-    small = SMALL_BYTES[one_node]
     result: list[list[Call]] = []
     open_: dict[np.dtype, tuple[list[Call], int]] = {}
     for call in made:
         key = call.key
-        if isinstance(call.payload, RowSparse) or not 0 < key.nbytes <= small:
+        if isinstance(call.payload, RowSparse) or not 0 < key.nbytes <= SMALL_BYTES[key.short is not None]:
             result.append([call])
             continue
         step, nbytes = open_.get(key.dtype, ([], 0))

@@ -187,8 +187,7 @@ class Operations:
 
     def _in_turn(self, made: list[Call], priority: int) -> Task:
         """One after the other, small ones that push together; what those pull comes last."""
-        backend = self._backend
-        steps = fused.steps(made, backend.one_node) if backend.fuses else [[call] for call in made]
+        steps = fused.steps(made) if self._backend.fuses else [[call] for call in made]
         yield from self._in_steps(steps, priority)
         pushed = [call for step in steps if len(step) > 1 for call in step if call.payload is not None]
         if pulls := [call._replace(payload=None) for call in pushed if call.targets]:

@@ -263,15 +263,18 @@ class Served(Settings):
     def _pull_and_broadcast(self, keys: Sequence[Key], vector: Array, parts: Sequence[Array]) -> Task:
         comm = self.layout.client
         assert comm is not None
-        failure = None
+        failures: list[CollectiveError | None] = [None] * len(keys)
         if comm.Get_rank() == 0:
             pulls = [self.session.pull(key, part, key.parts) for key, part in zip(keys, parts)]
-            failure = yield from self._caught(together(pulls))
+            yield from together([self._noted(pull, failures, index) for index, pull in enumerate(pulls)])
         if self.one_node:
             yield from self._agreed(keys, "pull", False, lambda: collectives.broadcast(vector, comm))
         elif comm.Get_size() > 1:
             yield from inside.broadcast(comm, vector, self._tag(keys[0].pieces[0]))
-        self._raise(keys, failure)
+        self._raise(keys, next(filter(None, failures), None))
+
+    def _noted(self, task: Task, failures: list[CollectiveError | None], index: int) -> Task:
+        failures[index] = yield from self._caught(task)
 
     def _pull_piece(self, key: Key, piece: Piece, flat: Array, failure: CollectiveError | None = None) -> Task:
         """`failure`: of the push before; all members take part in the client's collective whatever has failed."""

@@ -215,7 +215,7 @@ def test_keys_that_fail_together_on_a_server_fail_once_on_every_worker():
 
     found = run("mpi_sync", body, servers=1, clients=1, shared_memory=False)
     if found is not None:
-        assert len(set(found)) == 1
+        assert len(set(found)) == 1, found
         first, then, value = found[0]
         assert "an optimizer needs float weights" in first
         assert (then, value) == ("nothing was raised", 5)

@@ -18,38 +18,38 @@ SIZES = st.one_of(st.integers(0, 40), st.integers(SMALL_BYTES[True] // 8 - 2, SM
 ROWS = RowSparse(np.array([1]), np.ones((1, 3), np.float32), (7, 3))
 
 
-def pushing(name, size, dtype):
-    """A call whose payload nobody looks at."""
-    return Call(Key(name, (size,), dtype), np.empty(0, dtype), [])
+def pushing(name, size, dtype, short=False):
+    """A call whose payload nobody looks at, of a key with a short way or without."""
+    return Call(Key(name, (size,), dtype, short=object() if short else None), np.empty(0, dtype), [])
 
 
 @given(st.lists(st.tuples(SIZES, st.sampled_from(DTYPES)), max_size=120), st.booleans())
-def test_every_call_is_made_once_with_others_of_its_dtype_and_small(wanted, one_node):
-    made = [pushing(name, *each) for name, each in enumerate(wanted)]
-    found = steps(made, one_node)
+def test_every_call_is_made_once_with_others_of_its_dtype_and_small(wanted, short):
+    made = [pushing(name, *each, short) for name, each in enumerate(wanted)]
+    found = steps(made)
     assert sorted(call.key.name for step in found for call in step) == list(range(len(made)))
     assert [step[0].key.name for step in found] == sorted(step[0].key.name for step in found)
     together = [step for step in found if len(step) > 1]
     for step in together:
         assert len({call.key.dtype for call in step}) == 1
-        assert all(0 < call.key.nbytes <= SMALL_BYTES[one_node] for call in step)
+        assert all(0 < call.key.nbytes <= SMALL_BYTES[short] for call in step)
         assert [call.key.name for call in step] == sorted(call.key.name for call in step)
         assert sum(call.key.nbytes for call in step) <= MOST_BYTES
 
 
 def test_small_calls_of_a_dtype_fill_vectors():
     made = [pushing(name, 1000, DTYPES[1]) for name in range(1000)]
-    assert len(steps(made, True)) == -(-1000 // (MOST_BYTES // 4000))
+    assert len(steps(made)) == -(-1000 // (MOST_BYTES // 4000))
     mixed = [pushing(name, 10, DTYPES[name % 4]) for name in range(100)]
-    assert [len(step) for step in steps(mixed, True)] == [25] * 4
+    assert [len(step) for step in steps(mixed)] == [25] * 4
 
 
 def test_rows_go_alone_and_pulls_together():
     rows = Call(Key("r", (7, 3), DTYPES[1]), ROWS, [])
     pushes = [pushing(name, 4, DTYPES[1]) for name in "abc"]
-    assert steps([pushes[0], rows, *pushes[1:]], True) == [pushes, [rows]]
+    assert steps([pushes[0], rows, *pushes[1:]]) == [pushes, [rows]]
     pulls = [call._replace(payload=None) for call in pushes]
-    assert steps(pulls, True) == [pulls]
+    assert steps(pulls) == [pulls]
 
 
 @given(st.lists(st.lists(st.integers(1, 50), min_size=1, max_size=9), min_size=1, max_size=5), st.booleans())
