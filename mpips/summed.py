@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
 
-from mpips.short import Blocks, Lent, Task, came, then_pull
+from mpips.short import Blocks, Task, came, then_pull
 
 if TYPE_CHECKING:
     from mpips.keys import Key
@@ -59,13 +59,12 @@ class Everywhere:
 class InClient(Blocks):
     """A key whose sum over a client its rank 0 pushes, and which all read from the servers' memory."""
 
-    __slots__ = ("_master", "_served", "_sum")
+    __slots__ = ("_master", "_served")
     lists = False
 
     def __init__(self, served: Served, key: Key) -> None:
         super().__init__(served.session, key, 0)
         self._served, self._master = served, bool(key.pushes)
-        self._sum = Lent(key.parts)
 
     def push(self, array: Array, priority: int) -> Task | None:
         return self.post(array, priority)
@@ -78,9 +77,10 @@ class InClient(Blocks):
         ready = not key.failed
         for words, mine in self._mine if self._master else ():
             ready = ready and came(words, mine, key.round)
-        if ready:
-            return self._served.push_now(key, flat(array), priority, self._sum)
-        return self._served.push(key, flat(array), priority)
+        if not ready:
+            return self._served.push(key, flat(array), priority)
+        self._served.push_now(key, flat(array), priority, self._lent)
+        return None
 
     def pushpull(self, array: Array, out: Array, priority: int) -> Task | None:
         left = self.post(array, priority)
