@@ -104,7 +104,7 @@ def client_sum(mode: Mode, hidden: int, rate: float) -> float:
 
 def synchronisation(mode: Mode, hidden: int, rate: float, whole: bool) -> Exchange:
     """One push and pull of the network, `whole` or in chunks: the longer of all bytes, spread evenly over the servers,
-    and what the fullest server keeps, alone (a weight below `big_array` elements lies whole on one server)."""
+    and what the fullest server keeps, alone (small weights lie whole on one server)."""
     options = mode.options
     clients = WORKERS if mode.name.startswith("dist") else mode.clients
     place = Placement(SERVERS, options.big_array)
