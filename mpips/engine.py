@@ -169,12 +169,12 @@ class Engine:
         if len(self._tracker):
             self.submit(keys, task, priority, what()).wait()
             return
-        for _ in task:
-            break
-        else:
-            return
-        pause = self.pause(what, look)
         try:
+            for _ in task:
+                break
+            else:
+                return
+            pause = self.pause(what, look)
             for moved in task:
                 pause.restart() if moved else pause()
         finally:
