@@ -56,7 +56,11 @@ class Vectors:
         dtype, cuts = like[0].dtype, [0, *accumulate(array.size for array in like)]
         if dtype not in self._memory or self._memory[dtype][0].size < cuts[-1]:
             size = max(cuts[-1], MOST_BYTES // dtype.itemsize)
-            self._memory[dtype] = self._empty(size, dtype), np.empty(size, dtype)
+            try:
+                vector = self._empty(size, dtype)
+            except MemoryError:  # of what the node shares: sums take any
+                vector = np.empty(size, dtype)
+            self._memory[dtype] = vector, np.empty(size, dtype)
         vector, total = (memory[: cuts[-1]] for memory in self._memory[dtype])
         return vector, total, [slice(*ends) for ends in pairwise(cuts)]
 

@@ -53,7 +53,7 @@ FIELDS = (
     Field("chunk_bytes", 131_072, 4096, (), "bytes of one message between nodes; a larger array is sent as a pipeline"),
     Field("chunks_in_flight", 8, 1, (), "messages of one array under way at a time between two ranks"),
     Field("shared_memory", True, None, (), "exchange payloads in shared memory where processes share a node"),
-    Field("stall_seconds", 60.0, 0.001, (), "a wait longer than this warns, naming the key and the ranks not there"),
+    Field("stall_seconds", 60.0, 0.001, (), "a wait longer than this warns, naming key or sum and the ranks not there"),
     Field("timeout_seconds", 0.0, 0, (), "a wait longer than this raises StallError; 0: never"),
 )
 

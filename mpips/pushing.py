@@ -106,11 +106,11 @@ class Pushing(Settings):
         comm, agreement = self.layout.client, self._agreement
         assert comm is not None
         assert agreement is not None
-        round_ = self.session.begin(key, False)
-        card = self._card([key], "push", True)
-        master = bool(key.pushes)
-        out = self._reduced(key) if master else flat if flat.flags.writeable else np.empty_like(flat)
+        round_, master = key.round + 1, bool(key.pushes)
         try:
+            self.session.begin(key, False)
+            card = self._card([key], "push", True)
+            out = self._reduced(key) if master else flat if flat.flags.writeable else np.empty_like(flat)
             agreement.note(card.text)
             self._joined = True
             try:
@@ -127,8 +127,14 @@ class Pushing(Settings):
             for push in sums.of(out) if master else ():
                 push.post(round_, priority)
         except BaseException as error:
-            self.session.break_off(key, round_, key.pushes, error)
+            self._break_off([key], [round_], error)
             raise
+
+    def _break_off(self, keys: Sequence[Key], rounds: Sequence[int], error: BaseException) -> None:
+        """Withdraw from these rounds, so far as they have been counted."""
+        for key, round_ in zip(keys, rounds):
+            if key.round >= round_:
+                self.session.break_off(key, round_, key.pushes, error)
 
     def _reduced(self, key: Key) -> Array:
         """Where the client's sum goes, which the servers read in place."""
@@ -148,23 +154,26 @@ class Pushing(Settings):
 
     def push_together(self, keys: Sequence[Key], flats: Sequence[Array], priority: int) -> Task:
         """Contribute to the next rounds of keys of one dtype, which the client sums as one vector."""
-        rounds = [self.session.begin(key, False) for key in keys]
+        comm = self.layout.client
+        assert comm is not None
+        vector, total, parts = self._vectors.lay(flats)
+        rounds, master = [key.round + 1 for key in keys], comm.Get_rank() == 0
         try:
-            vector, total, parts = self._vectors.lay(flats)
-            comm = self.layout.client
-            assert comm is not None
-            master = comm.Get_rank() == 0
+            for key in keys:
+                self.session.begin(key, False)
             if self.one_node:
                 out = total if master else vector
                 yield from self._agreed(keys, "push", True, lambda: collectives.reduce(vector, comm, out=out))
             else:
                 reduced = self._reduce(keys[0].pieces[0], vector, total if master else None)
                 yield from self._compared(keys, "push", True, reduced)
-            pushes = [self._contribute(*each, priority, True) for each in zip(keys, rounds, parts)] if master else []
-            yield from together(pushes)
+            if master:  # what failed before is raised by all members together, in a pull
+                for key, round_ in zip(keys, rounds):
+                    yield from self.session.drained(key, round_ - 1, key.pushes, alone=False)
+                each = zip(keys, rounds, parts)
+                yield from together([self._contribute(*one, priority, True, own=True) for one in each])
         except BaseException as error:
-            for key, round_ in zip(keys, rounds):
-                self.session.break_off(key, round_, key.pushes, error)
+            self._break_off(keys, rounds, error)
             raise
 
     def _push_piece(self, key: Key, round_: int, piece: Piece, flat: Array, priority: int) -> Failing:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 import collectives
 from collectives.errors import CollectiveError
 from mpips import inside
+from mpips.agreement import Card
 from mpips.keys import Key, Piece
 from mpips.pushing import Pushing
 from mpips.rows import whole
@@ -72,11 +73,31 @@ class Served(Pushing):
         if comm.Get_rank() == 0:
             pulls = [self.session.pull(key, part, key.parts) for key, part in zip(keys, parts)]
             yield from together([self._noted(pull, failures, index) for index, pull in enumerate(pulls)])
+        failure = next(filter(None, failures), None)
+        if self.layout.asynchronous:
+            yield from self._tell_members(keys, failure)
         if self.one_node:
             yield from self._agreed(keys, "pull", False, lambda: collectives.broadcast(vector, comm))
         elif comm.Get_size() > 1:
             yield from inside.broadcast(comm, vector, self._tag(keys[0].pieces[0]))
-        self._raise(keys, next(filter(None, failures), None))
+        self._raise(keys, failure)
+
+    def _tell_members(self, keys: Sequence[Key], failure: CollectiveError | None) -> Task:
+        """Let all raise what made rank 0's pull fail: of an asynchronous store's failures only who has pushed hears."""
+        comm = self.layout.client
+        assert comm is not None
+        if self.one_node:
+            if failure is not None and self._members > 1:
+                card = Card("pull", [key.name for key in keys], False, str(failure))
+                yield from self._collective(card, card.refusal, lambda: None)
+            return
+        text, tag = np.frombuffer(str(failure or "").encode(), np.uint8).copy(), self._tag(keys[0].pieces[0])
+        size = np.array([text.size])
+        yield from inside.broadcast(comm, size, tag)
+        if size[0]:
+            text = text if comm.Get_rank() == 0 else np.empty(size[0], np.uint8)
+            yield from inside.broadcast(comm, text, tag)
+            raise failure or CollectiveError(text.tobytes().decode())
 
     def _noted(self, task: Task, failures: list[CollectiveError | None], index: int) -> Task:
         failures[index] = yield from self._caught(task)

@@ -78,9 +78,13 @@ class InClient(Blocks):
         for words, mine in self._mine if self._master else ():
             ready = ready and came(words, mine, key.round)
         if not ready:
-            return self._served.push(key, flat(array), priority)
+            return self._later(array, priority)
         self._served.push_now(key, flat(array), priority, self._lent)
         return None
+
+    def _later(self, array: Array, priority: int) -> Task:
+        """The general way; nothing is begun before the first step."""
+        yield from self._served.push(self._key, flat(array), priority)
 
     def pushpull(self, array: Array, out: Array, priority: int) -> Task | None:
         left = self.post(array, priority)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 
 import mpips
-from mpips import fused
+from mpips import fused, pushing
 from tests.mpi.mpips.support import failure, need, run
 
 STORES = [
@@ -202,23 +204,83 @@ def test_a_client_that_fails_makes_lists_of_the_others_fail_once(shared_memory):
 
 
 @pytest.mark.mpi(min_size=3)
-def test_keys_that_fail_together_on_a_server_fail_once_on_every_worker():
+@pytest.mark.parametrize("names", [["a", "b"], ["b"]])
+@pytest.mark.parametrize("shared_memory", [True, False])
+@pytest.mark.parametrize("kind", ["mpi_sync", "mpi_async"])
+def test_keys_that_fail_together_on_a_server_fail_once_on_every_worker(kind, shared_memory, names):
     need(2, servers=1)
 
     def body(kv):
         kv.init(["a", "b"], [np.full(9, 5)] * 2)
         kv.set_optimizer("sgd")  # of whole numbers none can be
-        values = [np.ones(9, int) for _ in "ab"]
-        first = failure(lambda: kv.pushpull(["a", "b"], values))
-        outs = [np.empty(9, int) for _ in "ab"]
-        return kv.layout.workers.allgather((first, failure(lambda: kv.pull(["a", "b"], outs)), int(outs[1][0])))
+        values, outs = ([np.ones(9, int) for _ in names] for _ in range(2))
+        first = failure(lambda: kv.pushpull(names, values, out=outs))
+        return kv.layout.workers.allgather((first, failure(lambda: kv.pull(names, outs)), int(outs[-1][0])))
 
-    found = run("mpi_sync", body, servers=1, clients=1, shared_memory=False)
+    found = run(kind, body, servers=1, clients=1, shared_memory=shared_memory)
     if found is not None:
         assert len(set(found)) == 1, found
         first, then, value = found[0]
         assert "an optimizer needs float weights" in first
         assert (then, value) == ("nothing was raised", 5)
+
+
+@pytest.mark.parametrize("names", [["a", "b"], "a"])
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_pushes_ahead_of_another_client_change_no_sum_under_way(shared_memory, names):
+    need(2, servers=1, clients=2)
+
+    def body(kv):
+        kv.init(["a", "b"], [np.zeros(9, np.float32)] * 2)
+        late, wrong = kv.rank in range(*kv.layout.clients[-1]), []
+        outs = [np.empty(9, np.float32) for _ in names] if len(names) > 1 else np.empty(9, np.float32)
+        for round_ in range(6):
+            kv.barrier()
+            for value in (1, 10, 100):
+                if late:
+                    time.sleep(0.01)
+                values = [np.full(9, value, np.float32) for _ in names]
+                kv.push(names, values if len(names) > 1 else values[0])
+                if late:
+                    kv.pull(names, outs)
+                    wrong += [(round_, value)] * bool(np.any(np.asarray(outs) != value * kv.num_workers))
+        return wrong
+
+    assert not run("mpi_sync", body, servers=1, clients=2, shared_memory=shared_memory)
+
+
+@pytest.mark.mpi(min_size=3)
+@pytest.mark.parametrize("names", [["a", "b"], "a"])
+def test_a_master_without_memory_gives_up_its_push(monkeypatch, names):
+    workers = need(2, servers=1, clients=1)
+
+    def body(kv):
+        kv.init(["a", "b"], [np.zeros(9, np.float32)] * 2)
+        ones = [np.ones(9, np.float32) for _ in names] if len(names) > 1 else np.ones(9, np.float32)
+        with monkeypatch.context() as patch:
+            if kv.rank == 0:
+                patch.setattr(pushing.Pushing, "_reduced", no_memory)
+                patch.setattr(pushing, "together", no_memory)
+            if kv.rank:
+                failure(lambda: kv.pushpull(names, ones))
+            else:
+                raised(lambda: kv.pushpull(names, ones))
+        if names == "a" and kv.rank == 0:  # the others are still in the client's first sum
+            failure(lambda: kv.pushpull(names, np.ones(9, np.float32)))
+        ones = [np.ones(9, np.float32) for _ in names] if len(names) > 1 else np.ones(9, np.float32)
+        kv.pushpull(names, ones)
+        return float(np.max(ones))
+
+    assert run("mpi_sync", body, servers=1, clients=1, timeout_seconds=20) in (None, workers)
+
+
+def no_memory(*arguments, **named):
+    raise MemoryError
+
+
+def raised(call):
+    with pytest.raises(MemoryError):
+        call()
 
 
 def test_arrays_of_the_node_go_together_too():
