@@ -84,7 +84,7 @@ class Interruptible(click.Command):
     "-s", "--servers", type=click.IntRange(0), default=0, show_default=True, help="Server processes; 0 is pure MPI."
 )
 @click.option(
-    "-w", "--workers", type=click.IntRange(1), required=True, help="Workers in all; clients get as many, or nearly."
+    "-w", "--workers", type=click.IntRange(1), required=True, help="Workers in all, as many a client, or nearly."
 )
 @click.option(
     "-c", "--clients", type=click.IntRange(1), default=1, show_default=True, help="MPI clients of an mpi_* store."

@@ -101,8 +101,8 @@ class Pushing(Settings):
             yield from self._contribute(key, round_, total, priority, False, own=True)
 
     def push_now(self, key: Key, flat: Array, priority: int, sums: Lent) -> None:
-        """`push` of a client on one node, where nothing else is under way and the servers have read what was pushed
-        before. `sums`: rank 0's pushes of the client's sum."""
+        """`push` of a client on one node, blocking, where nothing else is under way and the servers have read what was
+        pushed before. `sums`: rank 0's pushes of the client's sum. Raises what the members do not agree on."""
         comm, agreement = self.layout.client, self._agreement
         assert comm is not None
         assert agreement is not None
@@ -153,7 +153,7 @@ class Pushing(Settings):
         return self._grouped and self._members > 1 and not self._all
 
     def push_together(self, keys: Sequence[Key], flats: Sequence[Array], priority: int) -> Task:
-        """Contribute to the next rounds of keys of one dtype, which the client sums as one vector."""
+        """Contribute to the next rounds of keys of one dtype, which the client sums as one vector. `flats`: 1-D, one a key."""
         comm = self.layout.client
         assert comm is not None
         vector, total, parts = self._vectors.lay(flats)

@@ -55,7 +55,7 @@ class Served(Pushing):
         out[...] = table[ids]
 
     def pull_together(self, keys: Sequence[Key], flats: Sequence[Array]) -> Task:
-        """Read keys of one dtype into 1-D arrays, by one broadcast in the client."""
+        """Read keys of one dtype into 1-D arrays, one a key, by one broadcast in the client."""
         vector, _, slices = self._vectors.room(flats)
         yield from self._pull_master(keys, vector, [vector[each] for each in slices])
         for flat, each in zip(flats, slices):
