@@ -153,7 +153,7 @@ class Pushing(Settings):
         return self._grouped and self._members > 1 and not self._all
 
     def push_together(self, keys: Sequence[Key], flats: Sequence[Array], priority: int) -> Task:
-        """Contribute to the next rounds of keys of one dtype, which the client sums as one vector. `flats`: 1-D, one a key."""
+        """Contribute to the next rounds of keys of one dtype, which the client sums as one vector. `flats`: 1-D."""
         comm = self.layout.client
         assert comm is not None
         vector, total, parts = self._vectors.lay(flats)
