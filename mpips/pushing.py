@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -227,34 +227,35 @@ class Pushing(Settings):
         return task if self.one_node else self._compared([key], what, pushes, task)
 
     def _together(self, tasks: list[Task]) -> Task:
-        """Run tasks with a few under way; each has tags of its own. If servers fail some, all run to their end."""
+        """Run tasks with a few under way; each has tags of its own. If servers fail some, all run to their end, and
+        the first task's failure is raised."""
         if len(tasks) == 1:
             yield from tasks[0]
             return
-        waiting = list(reversed(tasks))
-        running: list[Generator[bool | None, None, None]] = []
-        failure: CollectiveError | None = None
+        waiting = list(enumerate(tasks))[::-1]
+        running: list[tuple[int, Task]] = []
+        failures: dict[int, CollectiveError] = {}
         try:
             while waiting or running:
                 while waiting and len(running) < (1 if self.one_node else self.layout.options.chunks_in_flight):
                     running.append(waiting.pop())
                 still, moved = [], False
-                for task in running:
+                for index, task in running:
                     try:
                         moved |= bool(next(task))
-                        still.append(task)
+                        still.append((index, task))
                     except StopIteration:
                         pass
                     except MismatchError:  # on all members, at the same piece
                         raise
                     except CollectiveError as error:
-                        failure = failure or error
+                        failures[index] = error
                 moved |= len(still) < len(running)
                 running = still
                 if running:
                     yield moved
         finally:
-            for task in running:
+            for _, task in running:
                 task.close()
-        if failure is not None:
-            raise failure
+        if failures:
+            raise failures[min(failures)]

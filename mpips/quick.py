@@ -69,15 +69,14 @@ class Quick:
         if records is None:
             return False
         self._operations.count(keys)
-        for failure in self._contribute(records, values, priority, True).values():
-            raise failure
+        _raise_first(records, self._contribute(records, values, priority, True))
         return True
 
     def _pull_all(self, keys: Sequence[Any], outs: Any, priority: int) -> bool:
         records = self._all(keys, outs, priority)
         if records is None or not _writeable(outs):
             return False
-        self._take([*zip(records, outs)], priority, "pull")
+        _raise_first(records, self._take([*zip(records, outs)], priority, "pull"))
         return True
 
     def _pushpull_all(self, keys: Sequence[Any], values: Any, outs: Any, priority: int) -> bool:
@@ -91,9 +90,9 @@ class Quick:
         # what is written for one key may be what a server still reads for another
         mixed = outs is not None or len(set(map(id, values))) < len(values)
         failures = self._contribute(records, values, priority, mixed)
-        self._take([pair for pair in zip(records, targets) if pair[0].name not in failures], priority, "pushpull")
-        for failure in failures.values():
-            raise failure
+        pairs = [pair for pair in zip(records, targets) if pair[0].name not in failures]
+        failures.update(self._take(pairs, priority, "pushpull"))
+        _raise_first(records, failures)
         return True
 
     def _contribute(
@@ -112,26 +111,28 @@ class Quick:
             task = record.short.read()  # type: ignore[union-attr]
             if task is not None:
                 left.append((record.name, task))
-        failures: dict[Name, Exception] = {}
-        if left:
-            tasks = [_noted(name, task, failures) for name, task in left]
-            try:
-                self._operations.run([name for name, _ in left], together(tasks), priority, "push")
-            except FAILURES:
-                if not failures:
-                    raise
-        return failures
+        return self._run(left, priority, "push", "") if left else {}
 
-    def _take(self, pairs: Sequence[tuple[Key, Array]], priority: int, what: str) -> None:
-        """Pull, in turn; from the first that has to be waited for, all together."""
+    def _take(self, pairs: Sequence[tuple[Key, Array]], priority: int, what: str) -> dict[Name, Exception]:
+        """Pull, in turn; from the first that has to be waited for, all together. What has failed, when all are done."""
         for index, (record, out) in enumerate(pairs):
             left = record.short.pull(out)  # type: ignore[union-attr]
             if left is not None:
-                rest = pairs[index + 1 :]
-                names = [record.name, *(later.name for later, _ in rest)]
-                tasks = [left, *(self._operations.pull(later, target) for later, target in rest)]
-                self._operations.run(names, together(tasks), priority, what, what)
-                return
+                rest = [(later.name, self._operations.pull(later, target)) for later, target in pairs[index + 1 :]]
+                return self._run([(record.name, left), *rest], priority, what, what)
+        return {}
+
+    def _run(
+        self, tasks: Sequence[tuple[Name, Task]], priority: int, what: str, needs: str
+    ) -> dict[Name, Exception]:
+        failures: dict[Name, Exception] = {}
+        noted = [_noted(name, task, failures) for name, task in tasks]
+        try:
+            self._operations.run([name for name, _ in tasks], together(noted), priority, what, needs)
+        except FAILURES:
+            if not failures:
+                raise
+        return failures
 
     # ---- what can be made so
 
@@ -166,6 +167,13 @@ def _noted(name: Name, task: Task, failures: dict[Name, Exception]) -> Task:
     except FAILURES as error:
         failures[name] = error
         raise
+
+
+def _raise_first(records: Sequence[Key], failures: Mapping[Name, Exception]) -> None:
+    """Of several failures that of the first key, whichever came first, as other ranks raise the same."""
+    for record in records:
+        if record.name in failures:
+            raise failures[record.name]
 
 
 def _writeable(arrays: Sequence[Array]) -> bool:

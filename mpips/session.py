@@ -208,26 +208,28 @@ def goes_on(task: Task) -> bool:
     return False
 
 
-def together(tasks: list[Task]) -> Task:
-    """Run tasks side by side; when one has failed the others still run to their end, so that no peer waits for them."""
-    failure = None
+def together(tasks: Sequence[Task]) -> Task:
+    """Run tasks side by side; when one has failed the others still run to their end, so that no peer waits for them.
+    Of several failures the first task's is raised, whichever came first, as other ranks raise the same."""
+    failures: dict[int, Exception] = {}
+    running = list(enumerate(tasks))
     try:
-        while tasks:
+        while running:
             left, moved = [], False
-            for task in tasks:
+            for index, task in running:
                 try:
                     moved |= bool(next(task))
-                    left.append(task)
+                    left.append((index, task))
                 except StopIteration:
                     pass
                 except FAILURES as error:
-                    failure = failure or error
-            moved |= len(left) < len(tasks)
-            tasks = left
-            if tasks:
+                    failures[index] = error
+            moved |= len(left) < len(running)
+            running = left
+            if running:
                 yield moved
     finally:
-        for task in tasks:
+        for _, task in running:
             task.close()
-    if failure is not None:
-        raise failure
+    if failures:
+        raise failures[min(failures)]

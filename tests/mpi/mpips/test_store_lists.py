@@ -224,3 +224,27 @@ def test_one_array_for_two_keys_is_read_for_both_before_it_is_written():
         return wrong
 
     assert not run("dist_sync", body, servers=1)
+
+
+@pytest.mark.mpi(min_size=3)
+@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("kind", ["dist_sync", "mpi_sync"])
+def test_of_several_keys_that_fail_all_workers_raise_the_first_of_the_list(kind, servers):
+    need(2, servers=servers)
+
+    def body(kv):
+        kv.set_optimizer("sgd")  # of whole numbers none can be
+        told = []
+        for turn in range(20):  # which of the failures a worker hears first is a matter of time
+            names = [f"{letter}{turn}" for letter in "abc"]
+            kv.init(names, [np.full(9, 5)] * 3)
+            values, outs = ([np.ones(9, int) for _ in names] for _ in range(2))
+            first = failure(lambda: kv.pushpull(names, values, out=outs))
+            told.append((names[0], first, failure(lambda: kv.pull(names, outs))))
+        return kv.layout.workers.allgather(told)
+
+    found = run(kind, body, servers=servers)
+    if found is not None:
+        for name, first, then in (turn for worker in found for turn in worker):
+            assert first.startswith(f"key '{name}': the update on the server failed")
+            assert then == "nothing was raised"
