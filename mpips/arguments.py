@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +12,7 @@ from collectives import arrays
 from mpips.row_sparse import RowSparse
 
 Name = int | str
+T = TypeVar("T")
 Array = NDArray[Any]
 PRIORITY_BITS = 31
 
@@ -33,6 +34,16 @@ def names(key: Any) -> list[Name]:
     return [name if isinstance(name, str) else int(name) for name in keys]
 
 
+def known(keys: Mapping[Name, T], name: Name, what: str) -> T:
+    """What is kept of a key; ValueError where it was not initialised."""
+    try:
+        return keys[name]
+    except KeyError:
+        other = next((one for one in keys if isinstance(one, str) != isinstance(name, str)), None)
+        such = "" if other is None else f" (keys of this store are {type(other).__name__}, such as {other!r})"
+        raise ValueError(f"{what}: key {name!r} was not initialised; call init first{such}") from None
+
+
 def see_priority(value: Any, what: str) -> None:
     """Raise TypeError or ValueError unless it is an int that a message holds."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
@@ -42,14 +53,16 @@ def see_priority(value: Any, what: str) -> None:
         raise ValueError(f"{what}: priority={value} is out of range: pass an int from {-most} to {most}")
 
 
-def pairs(key: Any, value: Any, what: str) -> list[tuple[Name, list[Any]]]:
-    """(key, its arrays) for one key or lists of equal length; a key's value is one array or a list of them."""
+def pairs(key: Any, value: Any, what: str, argument: str = "value") -> list[tuple[Name, list[Any]]]:
+    """(key, its arrays) for one key or lists of equal length; a key's value is one array or a list of them.
+    `argument`: what the caller calls the values."""
     keys = names(key)
     if not isinstance(key, (list, tuple)):
         return [(keys[0], _arrays(value, keys[0], what))]
     if not isinstance(value, (list, tuple)) or len(value) != len(keys):
-        given = f"{len(value)} values" if isinstance(value, (list, tuple)) else f"one {type(value).__name__}"
-        raise ValueError(f"{what}: {len(keys)} keys need a list of {len(keys)} values, not {given}")
+        given = f"a list of {len(value)}" if isinstance(value, (list, tuple)) else f"one {type(value).__name__}"
+        count = f"{len(keys)} key{'s' if len(keys) > 1 else ''}"
+        raise ValueError(f"{what}: a list of {count} needs a list of {len(keys)} as {argument}, not {given}")
     return [(name, _arrays(one, name, what)) for name, one in zip(keys, value)]
 
 

@@ -33,8 +33,9 @@ def check(known: Known, what: str, key: Any, value: Any = None, out: Any = None)
     `what`: push, pull, or pushpull, which writes to `value` where `out` is None.
     """
     values = arguments.pairs(key, value, what) if what != "pull" else None
-    outs = arguments.pairs(key, value if out is None else out, what) if what != "push" else None
-    keys = [_key(known, name, what) for name in arguments.names(key)]
+    target, argument = (value, "value") if out is None and what != "pull" else (out, "out")
+    outs = arguments.pairs(key, target, what, argument) if what != "push" else None
+    keys = [arguments.known(known, name, what) for name in arguments.names(key)]
     payloads = [_payload(one, given, what) for one, (_, given) in zip(keys, values)] if values else [None] * len(keys)
     targets = [_targets(one, given, what) for one, (_, given) in zip(keys, outs)] if outs else [[] for _ in keys]
     return [Call(*fields) for fields in zip(keys, payloads, targets, strict=True)]
@@ -53,11 +54,11 @@ def rows(known: Known, key: Any, out: Any, row_ids: Any) -> list[tuple[Key, Arra
     what = "row_sparse_pull"
     if row_ids is None:
         raise ValueError("row_sparse_pull needs row_ids: pass the numbers of the rows, as row_ids=[0, 2]")
-    outs = arguments.pairs(key, out, what)
-    ids = arguments.pairs(key, row_ids if isinstance(key, (list, tuple)) else [row_ids], what)
+    outs = arguments.pairs(key, out, what, "out")
+    ids = arguments.pairs(key, row_ids if isinstance(key, (list, tuple)) else [row_ids], what, "row_ids")
     result = []
     for (name, targets), (_, numbers) in zip(outs, ids, strict=True):
-        record = _key(known, name, what)
+        record = arguments.known(known, name, what)
         if len(numbers) not in (1, len(targets)):
             raise ValueError(
                 f"{what}: key {name!r} has {len(targets)} outs and {len(numbers)} lists of row_ids; "
@@ -79,13 +80,6 @@ def _row_ids(key: Key, row_ids: Any) -> NDArray[np.int64]:
     if ids.dtype.kind not in "iu" or (ids.size and not (ids.min() >= 0 and ids.max() < key.shape[0])):
         raise ValueError(f"row_sparse_pull: key {key.name!r} has rows 0..{key.shape[0] - 1}, not {ids}")
     return ids.astype(np.int64, copy=False)
-
-
-def _key(known: Known, name: Name, what: str) -> Key:
-    try:
-        return known[name]
-    except KeyError:
-        raise ValueError(f"{what}: key {name!r} was not initialised; call init first") from None
 
 
 def _payload(key: Key, values: Sequence[Any], what: str) -> Array | RowSparse:

@@ -64,6 +64,10 @@ class Vectors:
         vector, total = (memory[: cuts[-1]] for memory in self._memory[dtype])
         return vector, total, [slice(*ends) for ends in pairwise(cuts)]
 
+    def leave(self) -> None:
+        """Take other memory from now on: messages of a call that broke off may yet read or write this."""
+        self._memory.clear()
+
     def lay(self, values: Sequence[Array]) -> tuple[Array, Array, list[Array]]:
         """Arrays one behind the other, room for the sum of that vector, and the parts of the sum."""
         vector, total, slices = self.room(values)

@@ -147,7 +147,11 @@ class Pure:
             flats = [self._compressed(key, flat) for key, flat in zip(keys, flats)]
         vector, total, parts = self._vectors.lay(flats)
         card = Card("push", self.calling or [key.name for key in keys], True, together=len(keys))
-        yield from self._agreed(card, lambda: self._sum(vector, total))
+        try:
+            yield from self._agreed(card, lambda: self._sum(vector, total))
+        except BaseException:
+            self._vectors.leave()
+            raise
         for key, part in zip(keys, parts):
             if self._optimizer is None:
                 self._stored[key.name][...] = part

@@ -173,6 +173,7 @@ class Pushing(Settings):
                 each = zip(keys, rounds, parts)
                 yield from together([self._contribute(*one, priority, True, own=True) for one in each])
         except BaseException as error:
+            self._vectors.leave()
             self._break_off(keys, rounds, error)
             raise
 

@@ -57,7 +57,11 @@ class Served(Pushing):
     def pull_together(self, keys: Sequence[Key], flats: Sequence[Array]) -> Task:
         """Read keys of one dtype into 1-D arrays, one a key, by one broadcast in the client."""
         vector, _, slices = self._vectors.room(flats)
-        yield from self._pull_master(keys, vector, [vector[each] for each in slices])
+        try:
+            yield from self._pull_master(keys, vector, [vector[each] for each in slices])
+        except BaseException:
+            self._vectors.leave()
+            raise
         for flat, each in zip(flats, slices):
             flat[...] = vector[each]
 

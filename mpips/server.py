@@ -207,13 +207,15 @@ class Server:
     # ---- out
 
     def _send(self, replies: list[Reply]) -> None:
+        logged = ""
         for reply in replies:
             if reply.worker in self._state.gone:
                 continue  # it hears nothing more; a later store would
             line = self._lines[reply.worker]
             if reply.text:
-                if reply.what == "WARNING":
-                    logging.getLogger(__name__).warning("%s", reply.text)
+                if reply.what == "WARNING" and reply.text != logged:  # once, whoever hears it
+                    logged = reply.text
+                    logging.getLogger(__name__).warning("%s", logged)
                 line.post_body(
                     reply.text.encode(), Op[reply.what], reply.unit, reply.round, flags=int(reply.timed_out)
                 )

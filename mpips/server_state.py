@@ -139,6 +139,8 @@ class ServerState(Reads):
     def tick(self, clock: float) -> Replies:
         """Look for waits that have become too long; call now and then while idle."""
         replies: Replies = []
+        late: dict[str, tuple[float, list[Unit]]] = {}
+        """How long the first has waited, and the units to warn of now, by who waits for whom."""
         for unit in list(self.open.values()):
             if unit.poison or not unit.waits or not unit.missing:
                 continue
@@ -146,11 +148,14 @@ class ServerState(Reads):
                 unit.opened = clock
             waited = clock - unit.opened
             if self.timeout_seconds and waited > self.timeout_seconds:
-                replies += self._fail(unit, self._waiting(unit, waited), timed_out=True)
+                replies += self._fail(unit, self._waiting([unit], waited), timed_out=True)
             elif waited > self.stall_seconds and not unit.warned:
                 unit.warned = True
-                came = [w for w, queue in zip(unit.contributors, unit.queues) if queue and w not in self.gone]
-                replies += [Reply("WARNING", w, unit.number, text=self._waiting(unit, waited)) for w in came]
+                late.setdefault(self._who(unit), (waited, []))[1].append(unit)
+        for waited, units in late.values():
+            first, text = units[0], self._waiting(units, waited)
+            came = [w for w, queue in zip(first.contributors, first.queues) if queue and w not in self.gone]
+            replies += [Reply("WARNING", w, first.number, text=text) for w in came]
         return replies
 
     @property
@@ -244,13 +249,17 @@ class ServerState(Reads):
         present = [worker for worker in reversed(self.workers) if worker not in self.gone]
         return [Reply("FAILED", worker, unit.number, unit.round + 1, sentence, timed_out) for worker in present]
 
-    def _waiting(self, unit: Unit, waited: float) -> str:
+    def _waiting(self, units: Sequence[Unit], waited: float) -> str:
+        """What is said of units that wait for the same workers, so long for the first."""
+        first, others = units[0], {unit.key for unit in units} - {units[0].key}
+        more = f" (and {len(others)} more key{'s' * (len(others) > 1)})" if others else ""
+        return f"key {first.key!r}{more}: round {first.round + 1} has waited {waited:.3g} s for {self._who(first)}"
+
+    def _who(self, unit: Unit) -> str:
+        """Which workers have pushed to the unit's round, and which have not."""
         absent = [w for w, queue in zip(unit.contributors, unit.queues) if not queue and w not in self.gone]
         came = [w for w, queue in zip(unit.contributors, unit.queues) if queue]
-        return (
-            f"key {unit.key!r}: round {unit.round + 1} has waited {waited:.3g} s for ranks {absent}; "
-            f"ranks {came} have pushed"
-        )
+        return f"ranks {absent}; ranks {came} have pushed"
 
     # ---- synchronous
 

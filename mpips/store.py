@@ -281,10 +281,7 @@ class KVStore:
         return result
 
     def _key(self, name: Name, what: str) -> Key:
-        try:
-            return self._keys[name]
-        except KeyError:
-            raise ValueError(f"{what}: key {name!r} was not initialised; call init first") from None
+        return arguments.known(self._keys, name, what)
 
     def _run(self, names: list[Name], task: Task, priority: int, what: str, name: Name | None = None) -> None:
         self._operations.run(names, task, priority, what)

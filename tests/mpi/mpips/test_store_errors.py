@@ -149,7 +149,7 @@ def test_wrong_calls_of_all_ranks(kind, options):
         assert "not contiguous" in failure(lambda: kv.pull("w", np.zeros((8, 3), np.float32)[::2]))
         assert "float32(4, 3)" in failure(lambda: kv.pull("w", np.zeros(3, np.float32)))
         assert "mixed" in failure(lambda: kv.push(["w", 1], [good, good]))
-        assert "2 keys need a list of 2" in failure(lambda: kv.pull(["w", "v"], [good]))
+        assert "2 keys needs a list of 2 as out, not a list of 1" in failure(lambda: kv.pull(["w", "v"], [good]))
         for dtype in (np.dtype("f4").newbyteorder(), "S5", bool):
             assert "pass float16" in failure(lambda: kv.init("v", np.zeros(3, dtype)))  # noqa: B023
         for call in (kv.push, kv.pull, kv.pushpull, lambda *words, **named: kv.ipushpull(*words, **named).wait()):

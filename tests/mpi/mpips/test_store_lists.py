@@ -232,15 +232,15 @@ def test_one_array_for_two_keys_is_read_for_both_before_it_is_written():
 def test_of_several_keys_that_fail_all_workers_raise_the_first_of_the_list(kind, servers):
     need(2, servers=servers)
 
+    def pushed_and_pulled(kv, names):
+        kv.init(names, [np.full(9, 5)] * 3)
+        values, outs = ([np.ones(9, int) for _ in names] for _ in range(2))
+        return failure(lambda: kv.pushpull(names, values, out=outs)), failure(lambda: kv.pull(names, outs))
+
     def body(kv):
         kv.set_optimizer("sgd")  # of whole numbers none can be
-        told = []
-        for turn in range(20):  # which of the failures a worker hears first is a matter of time
-            names = [f"{letter}{turn}" for letter in "abc"]
-            kv.init(names, [np.full(9, 5)] * 3)
-            values, outs = ([np.ones(9, int) for _ in names] for _ in range(2))
-            first = failure(lambda: kv.pushpull(names, values, out=outs))
-            told.append((names[0], first, failure(lambda: kv.pull(names, outs))))
+        turns = [[f"{letter}{turn}" for letter in "abc"] for turn in range(20)]  # whose failure comes first varies
+        told = [(names[0], *pushed_and_pulled(kv, names)) for names in turns]
         return kv.layout.workers.allgather(told)
 
     found = run(kind, body, servers=servers)

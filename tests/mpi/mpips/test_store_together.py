@@ -81,7 +81,7 @@ BAD = {
     "unknown": (lambda call: call("x", ones()), "key 'x' was not initialised"),
     "no keys": (lambda call: call([], []), "an empty list of keys"),
     "mixed": (lambda call: call(["w", 1], [ones(), ones()]), "not mixed, as 'w' and 1 are"),
-    "unequal": (lambda call: call(["v", "w"], [ones()]), "2 keys need a list of 2 values, not 1"),
+    "unequal": (lambda call: call(["v", "w"], [ones()]), "2 keys needs a list of 2 as value, not a list of 1"),
     "second": (lambda call: call(["v", "w"], [ones(), np.ones(7, np.float32)]), "key 'w' was initialised as float32"),
     "no array": (lambda call: call("w", None), "key 'w' needs an array, not NoneType"),
 }

@@ -19,7 +19,8 @@ def test_one_key_or_lists():
 
 @pytest.mark.parametrize("key, value, error, words", [
     ([1, "a"], [A, A], TypeError, "not mixed"),
-    ([1, 2], [A], ValueError, "2 keys need a list of 2 values, not 1 values"),
+    ([1, 2], [A], ValueError, "a list of 2 keys needs a list of 2 as value, not a list of 1"),
+    ([1], [A, A], ValueError, "a list of 1 key needs a list of 1 as value, not a list of 2"),
     ([1, 2], A, ValueError, "not one ndarray"),
     ([1, 1], [A, A], ValueError, "key 1 comes twice .*name each once"),
     (["a", "b", 7], [A, A, A], TypeError, "not mixed, as 'a' and 7 are"),
@@ -31,6 +32,14 @@ def test_one_key_or_lists():
 def test_bad_lists_are_told(key, value, error, words):
     with pytest.raises(error, match=words):
         arguments.pairs(key, value, "push")
+
+
+def test_an_unknown_key_is_told_what_kind_of_keys_there_are():
+    assert arguments.known({"a": 1}, "a", "pull") == 1
+    with pytest.raises(ValueError, match=r"^pull: key 'b' was not initialised; call init first$"):
+        arguments.known({"a": 1}, "b", "pull")
+    with pytest.raises(ValueError, match=r"key 0 was not .* init first \(keys of this store are str, such as 'a'\)"):
+        arguments.known({"a": 1}, 0, "pull")
 
 
 def test_arrays_must_be_readable_or_writable_as_they_lie():

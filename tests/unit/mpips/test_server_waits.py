@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from mpips.optimizers import SGD, Add
+from mpips.sources import Elements
+from mpips.unit import Unit
 from tests.unit.mpips.machine import WORKERS, Arriving, Growing, Machine
 
 
@@ -93,6 +95,23 @@ def test_a_long_wait_warns_once_and_then_fails():
     machine.said += machine.state.tick(13.5)
     assert all(reply.timed_out for reply in machine.said if reply.what == "FAILED")
     assert len(machine.heard("FAILED")) == WORKERS
+
+
+def test_keys_that_wait_for_the_same_workers_are_warned_of_together():
+    machine = Machine(stall_seconds=1)
+    for number, name in enumerate("xyz", 1):
+        unit = Unit(number, name, np.zeros(10, np.float32), [0] * (1 + WORKERS), range(WORKERS), 4, 1)
+        machine.state.create(unit)
+    for number, workers in enumerate([[0], [0, 2], [0], [0]]):
+        for worker in workers:
+            machine.state.pushed(number, worker, Elements(np.ones(10, np.float32)), 0, 10.0)
+    machine.said = machine.state.tick(11.5) + machine.state.tick(12.5)
+    one, three = "ranks [1]; ranks [0, 2] have pushed", "ranks [1, 2]; ranks [0] have pushed"
+    assert machine.heard("WARNING") == [
+        (0, f"key 'w' (and 2 more keys): round 1 has waited 1.5 s for {three}"),
+        (0, f"key 'x': round 1 has waited 1.5 s for {one}"),
+        (2, f"key 'x': round 1 has waited 1.5 s for {one}"),
+    ]
 
 
 def test_a_round_that_has_begun_to_count_is_not_given_up():
