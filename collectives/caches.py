@@ -9,7 +9,9 @@ it and took twice as long as past it.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -30,6 +32,20 @@ def long_copies(environment: Mapping[str, str]) -> dict[str, str]:
     except (OSError, ValueError):
         return {}
     return corrected(believed, real, environment)
+
+
+def past_caches(environment: Mapping[str, str]) -> int:
+    """Bytes from which on this process's copies go past the caches; `sys.maxsize` where that is not known."""
+    for setting in environment.get(VARIABLE, "").split(":"):
+        name, _, value = setting.partition("=")
+        with contextlib.suppress(ValueError):  # which glibc ignores, too
+            if name == THRESHOLD and int(value, 0) > 0:
+                return int(value, 0)
+    try:
+        believed = os.sysconf(SYSCONF_LEVEL3) if "CS_GNU_LIBC_VERSION" in os.confstr_names else 0
+    except (OSError, ValueError):
+        believed = 0
+    return 3 * believed // 4 if believed > 0 else sys.maxsize
 
 
 def corrected(believed: int, real: int, environment: Mapping[str, str]) -> dict[str, str]:

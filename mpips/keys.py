@@ -30,6 +30,8 @@ class Part:
     contributors: tuple[int, ...]
     block_elements: int
     blocks: int
+    least: int = 1
+    """Blocks that a pull on a node waits for before it copies them, if so many are left (`sharding.pulled_at_once`)."""
     mine: int = -1
     """Word that counts this worker's pushes read by the server; -1 where it does not contribute."""
     words: Any = None
@@ -56,6 +58,10 @@ class Part:
     @property
     def local(self) -> bool:
         return self.line.local
+
+    def enough(self, done: int) -> int:
+        """Of how many blocks a pull waits that has copied `done`."""
+        return done + self.least if self.blocks - done >= 2 * self.least else self.blocks
 
     def consumed(self) -> int:
         """How many of this worker's pushes the server has read."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Generator, Sequence
 from itertools import zip_longest
 from typing import Any
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 
 from collectives import arena
 from collectives.arena import Region
+from collectives.caches import past_caches
 from collectives.callers import of_caller
 from mpips import messages, short
 from mpips.compression import Compressor
@@ -21,7 +23,7 @@ from mpips.lines import Line
 from mpips.members import Members
 from mpips.messages import UnitCard
 from mpips.session import Task
-from mpips.sharding import Interval, Placement, block_bytes, grain_of, split, units
+from mpips.sharding import Interval, Placement, block_bytes, grain_of, pulled_at_once, split, units
 from mpips.tags import Numbers
 
 Array = NDArray[Any]
@@ -34,6 +36,7 @@ class Placing(Members):
     def __init__(self, layout: Layout, lines: list[Line], cores_shared: bool) -> None:
         super().__init__(layout, lines)
         self._side_by_side = not (cores_shared or layout.asynchronous)
+        self._past_caches = past_caches(os.environ)
         self._placement = Placement(layout.num_servers, layout.options.big_array)
         self._groups = layout.groups()
         self._numbers = Numbers()
@@ -174,6 +177,7 @@ class Placing(Members):
             part = Part(
                 card.number, server, unit.start, unit.stop, self.session.lines[server], unit.contributors,
                 block, max(1, -(-unit.size // block)),
+                pulled_at_once(unit.size * key.dtype.itemsize, block * key.dtype.itemsize, self._past_caches),
             )  # fmt: skip
             key.parts.append(part)
             if rank in unit.contributors:

@@ -85,7 +85,7 @@ class Pulls(Hearing):
                 if done >= part.blocks:
                     continue
                 there = min(part.words[0] - before * part.blocks, part.blocks)
-                if there <= done:
+                if there < part.enough(done):
                     continue
                 size = part.block_elements
                 start, stop = done * size, min(there * size, part.stop - part.start)

@@ -193,7 +193,7 @@ class Blocks:
         self._session, self._key, self._small = session, key, key.nbytes <= small_bytes
         self._mine = [(part.words, part.mine) for part in key.parts]
         self._stored: list[tuple[Any, ...]] = [
-            (part.words, part.stored, part.start, part.stop, part.blocks, part.block_elements, part.line)
+            (part.words, part.stored, part.start, part.stop, part.blocks, part.block_elements, part.line, part.enough)
             for part in key.parts
         ]
         self._lent = Lent(key.parts)
@@ -213,10 +213,11 @@ class Blocks:
     def pull(self, out: Array) -> Task | None:
         key = self._key
         flat, earlier = out.reshape(-1), key.round - 1
-        for words, stored, start, stop, blocks, size, line in self._stored:
+        for words, stored, start, stop, blocks, size, line, enough in self._stored:
             before, done = earlier * blocks, 0
             while done < blocks:
-                if (words[0] <= before + done and not came(words, 0, before + done + 1)) or key.failed:
+                needed = before + enough(done)
+                if (words[0] < needed and not came(words, 0, needed)) or key.failed:
                     return self._session.pull(key, flat, key.parts)
                 there = words[0] - before
                 if there == blocks and not done:

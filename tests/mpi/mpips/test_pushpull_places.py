@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import mpips
+from collectives.caches import THRESHOLD, VARIABLE
 from tests.mpi.mpips.support import need, run
 
 
@@ -20,9 +21,11 @@ def places(size):
 
 
 @pytest.mark.parametrize("servers", [1, 2])
-@pytest.mark.parametrize("size", [100, 40_001])
-def test_the_sum_is_exact_wherever_value_and_result_lie(servers, size):
+@pytest.mark.parametrize(("size", "past_caches"), [(100, 0), (40_001, 0), (40_001, 24_576)])
+def test_the_sum_is_exact_wherever_value_and_result_lie(monkeypatch, servers, size, past_caches):
     need(servers=servers)
+    if past_caches:
+        monkeypatch.setenv(VARIABLE, f"{THRESHOLD}={past_caches}")
 
     def body(kv):
         kv.init("w", np.zeros(size, np.float32))

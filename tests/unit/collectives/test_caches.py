@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from collectives import caches
-from collectives.caches import VARIABLE, corrected, long_copies
+from collectives.caches import SYSCONF_LEVEL3, THRESHOLD, VARIABLE, corrected, long_copies, past_caches
 
 MIB = 1 << 20
 
@@ -35,6 +35,21 @@ def test_what_the_user_set_stays():
     other = "glibc.malloc.check=3"
     assert corrected(384 * MIB, 32 * MIB, {VARIABLE: "glibc.cpu.x86_non_temporal_threshold=0x8000000"}) == {}
     assert corrected(384 * MIB, 32 * MIB, {VARIABLE: other})[VARIABLE].split(":")[0] == other
+
+
+@pytest.mark.parametrize(("value", "nbytes"), [
+    ("glibc.cpu.x86_non_temporal_threshold=0x1800000", 24 * MIB),
+    ("glibc.malloc.check=3:glibc.cpu.x86_non_temporal_threshold=1048576", MIB),
+])  # fmt: skip
+def test_a_process_knows_which_copies_go_past_its_caches(value, nbytes):
+    assert past_caches({VARIABLE: value}) == nbytes
+
+
+@pytest.mark.parametrize(("believed", "nbytes"), [(32 * MIB, 24 * MIB), (0, sys.maxsize), (-1, sys.maxsize)])
+@pytest.mark.parametrize("value", ["", "glibc.malloc.check=3", f"{THRESHOLD}=much:{THRESHOLD}=0"])
+def test_where_nobody_set_it_glibc_takes_three_quarters_of_the_cache_it_knows(monkeypatch, believed, nbytes, value):
+    monkeypatch.setattr(os, "sysconf", {SYSCONF_LEVEL3: believed}.__getitem__)
+    assert past_caches({VARIABLE: value}) == nbytes
 
 
 def test_a_machine_without_that_file_sets_nothing(monkeypatch, tmp_path):
