@@ -107,12 +107,13 @@ def _host(value: Any, name: Name, what: str) -> Array:
     return array
 
 
-def fits(array: Any, shape: tuple[int, ...], dtype: np.dtype, name: Name, what: str) -> None:
-    """Raise ValueError unless shape and dtype are those that the key was initialised with."""
+def fits(array: Any, shape: tuple[int, ...], dtype: np.dtype, name: Name, what: str, rows: int = -1) -> None:
+    """Raise ValueError unless shape and dtype are those that the key was initialised with, or those of `rows` of it."""
     if array.shape != shape or array.dtype != dtype:
         cure = f"shape {shape}" if array.shape != shape else f"dtype {dtype.name}, as astype makes it"
+        there = f"key {name!r} was initialised as" if rows < 0 else f"{rows} rows of key {name!r} are"
         raise ValueError(
-            f"{what}: key {name!r} was initialised as {dtype.name}{shape}, "
+            f"{what}: {there} {dtype.name}{shape}, "
             f"but this array is {_called(array.dtype)}{tuple(array.shape)}: pass one of {cure}"
         )
 

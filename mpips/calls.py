@@ -55,7 +55,8 @@ def rows(known: Known, key: Any, out: Any, row_ids: Any) -> list[tuple[Key, Arra
     if row_ids is None:
         raise ValueError("row_sparse_pull needs row_ids: pass the numbers of the rows, as row_ids=[0, 2]")
     outs = arguments.pairs(key, out, what, "out")
-    ids = arguments.pairs(key, row_ids if isinstance(key, (list, tuple)) else [row_ids], what, "row_ids")
+    several = isinstance(key, (list, tuple)) and isinstance(row_ids, (list, tuple))
+    ids = arguments.pairs(key, [_lists(one) for one in row_ids] if several else [row_ids], what, "row_ids")
     result = []
     for (name, targets), (_, numbers) in zip(outs, ids, strict=True):
         record = arguments.known(known, name, what)
@@ -67,9 +68,15 @@ def rows(known: Known, key: Any, out: Any, row_ids: Any) -> list[tuple[Key, Arra
         for index, target in enumerate(targets):
             chosen = _row_ids(record, numbers[index % len(numbers)])
             array = arguments.writable(target, name, what)
-            arguments.fits(array, (len(chosen), *record.shape[1:]), record.dtype, name, what)
+            arguments.fits(array, (len(chosen), *record.shape[1:]), record.dtype, name, what, len(chosen))
             result.append((record, array, chosen))
     return result
+
+
+def _lists(row_ids: Any) -> Any:
+    """A key's lists of row numbers: it may be given one, or a list of them."""
+    one = isinstance(row_ids, (list, tuple)) and not any(np.ndim(each) for each in row_ids)
+    return [row_ids] if one else row_ids
 
 
 def _row_ids(key: Key, row_ids: Any) -> NDArray[np.int64]:
@@ -77,7 +84,10 @@ def _row_ids(key: Key, row_ids: Any) -> NDArray[np.int64]:
     ids = ids.astype(np.int64) if ids.size == 0 else ids.reshape(-1)
     if not key.shape:
         raise ValueError(f"row_sparse_pull: key {key.name!r} has no rows: it was initialised with a scalar")
-    if ids.dtype.kind not in "iu" or (ids.size and not (ids.min() >= 0 and ids.max() < key.shape[0])):
+    if ids.dtype.kind not in "iu":
+        kind = ids.dtype.name
+        raise TypeError(f"row_sparse_pull: row_ids of key {key.name!r} are {kind}: pass integers 0..{key.shape[0] - 1}")
+    if ids.size and not (ids.min() >= 0 and ids.max() < key.shape[0]):
         raise ValueError(f"row_sparse_pull: key {key.name!r} has rows 0..{key.shape[0] - 1}, not {ids}")
     return ids.astype(np.int64, copy=False)
 

@@ -82,8 +82,11 @@ def block_bytes(nbytes: int, most: int, side_by_side: bool) -> int:
 
 
 def pulled_at_once(nbytes: int, block: int, past_caches: int) -> int:
-    """Blocks of `block` bytes that a pull of a unit of `nbytes` copies at once, or more. A copy of `past_caches` bytes
-    need not fetch what it overwrites, which saves more than to read the blocks while the server's cache has them."""
+    """Blocks of `block` bytes that a pull of a unit of `nbytes` waits for, to copy them at once.
+
+    A copy of `past_caches` bytes need not fetch what it overwrites, which saves more than to read blocks while the
+    server's cache has them.
+    """
     return -(-past_caches // block) if nbytes >= past_caches else 1
 
 

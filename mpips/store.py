@@ -273,8 +273,9 @@ class KVStore:
         for name, values in arguments.pairs(key, value, "init"):
             if name in self._keys:
                 raise ValueError(f"key {name!r} was already initialised; a key is initialised once")
-            if len({isinstance(known, str) for known in [*self._keys, name]}) > 1:
-                raise TypeError(f"key {name!r} is not of the type of the keys before: all int or all str")
+            other = next((known for known in self._keys if isinstance(known, str) != isinstance(name, str)), None)
+            if other is not None:
+                raise TypeError(f"key {name!r} is not of the type of the keys before, such as {other!r}: pass one kind")
             if isinstance(values[0], RowSparse):
                 values = [values[0].to_dense()]
             result.append((name, arguments.readable(values[0], name, "init")))
