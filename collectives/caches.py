@@ -27,25 +27,30 @@ def long_copies(environment: Mapping[str, str]) -> dict[str, str]:
     """The variable with which a process started from here has copies of 3/4 of the last cache, 24 MiB at most, go past
     it; nothing where glibc does so by itself, is not there, or was told already."""
     try:
-        believed = os.sysconf(SYSCONF_LEVEL3) if "CS_GNU_LIBC_VERSION" in os.confstr_names else 0
         real = int(LEVEL3.read_text().strip().removesuffix("K")) << 10
     except (OSError, ValueError):
         return {}
-    return corrected(believed, real, environment)
+    return corrected(_believed(), real, environment)
 
 
 def past_caches(environment: Mapping[str, str]) -> int:
-    """Bytes from which on this process's copies go past the caches; `sys.maxsize` where that is not known."""
+    """Bytes from which on copies of a process that was started with this environment go past the caches;
+    `sys.maxsize` where that is not known."""
     for setting in environment.get(VARIABLE, "").split(":"):
         name, _, value = setting.partition("=")
         with contextlib.suppress(ValueError):  # which glibc ignores, too
             if name == THRESHOLD and int(value, 0) > 0:
                 return int(value, 0)
-    try:
-        believed = os.sysconf(SYSCONF_LEVEL3) if "CS_GNU_LIBC_VERSION" in os.confstr_names else 0
-    except (OSError, ValueError):
-        believed = 0
+    believed = _believed()
     return 3 * believed // 4 if believed > 0 else sys.maxsize
+
+
+def _believed() -> int:
+    """Bytes of the last cache as glibc has it; 0, or less, where it does not know, or is not there."""
+    try:
+        return os.sysconf(SYSCONF_LEVEL3) if "CS_GNU_LIBC_VERSION" in os.confstr_names else 0
+    except (OSError, ValueError):
+        return 0
 
 
 def corrected(believed: int, real: int, environment: Mapping[str, str]) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -25,7 +25,7 @@ def names(key: Any) -> list[Name]:
     for name in keys:
         if isinstance(name, (bool, np.bool_)) or not isinstance(name, (int, str, np.integer)):
             raise TypeError(f"a key is an int or a str, not {name!r}")
-    other = next((name for name in keys if isinstance(name, str) != isinstance(keys[0], str)), None)
+    other = of_other_kind(keys, keys[0])
     if other is not None:
         raise TypeError(f"keys are all int or all str, not mixed, as {keys[0]!r} and {other!r} are: pass one kind")
     if len(set(keys)) < len(keys):
@@ -34,12 +34,17 @@ def names(key: Any) -> list[Name]:
     return [name if isinstance(name, str) else int(name) for name in keys]
 
 
+def of_other_kind(keys: Iterable[Name], name: Name) -> Name | None:
+    """The first of these keys that is a str where `name` is an int, or the other way round."""
+    return next((one for one in keys if isinstance(one, str) != isinstance(name, str)), None)
+
+
 def known(keys: Mapping[Name, T], name: Name, what: str) -> T:
     """What is kept of a key; ValueError where it was not initialised."""
     try:
         return keys[name]
     except KeyError:
-        other = next((one for one in keys if isinstance(one, str) != isinstance(name, str)), None)
+        other = of_other_kind(keys, name)
         such = "" if other is None else f" (keys of this store are {type(other).__name__}, such as {other!r})"
         raise ValueError(f"{what}: key {name!r} was not initialised; call init first{such}") from None
 
@@ -107,11 +112,11 @@ def _host(value: Any, name: Name, what: str) -> Array:
     return array
 
 
-def fits(array: Any, shape: tuple[int, ...], dtype: np.dtype, name: Name, what: str, rows: int = -1) -> None:
+def fits(array: Any, shape: tuple[int, ...], dtype: np.dtype, name: Name, what: str, rows: int | None = None) -> None:
     """Raise ValueError unless shape and dtype are those that the key was initialised with, or those of `rows` of it."""
     if array.shape != shape or array.dtype != dtype:
         cure = f"shape {shape}" if array.shape != shape else f"dtype {dtype.name}, as astype makes it"
-        there = f"key {name!r} was initialised as" if rows < 0 else f"{rows} rows of key {name!r} are"
+        there = f"key {name!r} was initialised as" if rows is None else f"{rows} rows of key {name!r} are"
         raise ValueError(
             f"{what}: {there} {dtype.name}{shape}, "
             f"but this array is {_called(array.dtype)}{tuple(array.shape)}: pass one of {cure}"

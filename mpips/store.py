@@ -273,7 +273,7 @@ class KVStore:
         for name, values in arguments.pairs(key, value, "init"):
             if name in self._keys:
                 raise ValueError(f"key {name!r} was already initialised; a key is initialised once")
-            other = next((known for known in self._keys if isinstance(known, str) != isinstance(name, str)), None)
+            other = arguments.of_other_kind(self._keys, name)
             if other is not None:
                 raise TypeError(f"key {name!r} is not of the type of the keys before, such as {other!r}: pass one kind")
             if isinstance(values[0], RowSparse):
