@@ -24,6 +24,14 @@ def test_empty_gives_an_aligned_writable_array(shape, dtype):
     assert (array == 3).all()
 
 
+@pytest.mark.parametrize("nbytes", [0, 1, 1 << 20, (4 << 30) - 1, 4 << 30, (4 << 30) + 1, 8 << 30, (12 << 30) + 5])
+def test_a_segment_holds_its_array_and_is_no_multiple_of_4_gib(nbytes):
+    size = arena.segment_bytes(nbytes)
+    assert size >= nbytes
+    assert size % arena.HUGE_PAGE == 0
+    assert 64 <= size % (4 << 30) <= (4 << 30) - 64
+
+
 def test_live_arrays_never_overlap():
     arrays = [arena.empty(n, np.uint8) for n in (1, 63, 64, 65, 4096, 1 << 20, 0, 5)]
     for i, array in enumerate(arrays):
