@@ -19,12 +19,11 @@ from collections import defaultdict
 from pathlib import Path
 
 import click
-from rich.console import Console
 from rich.table import Table
 
 from collectives import addresses
 from collectives.caches import long_copies
-from collectives.console import Interruptible, OutFile, write_text
+from collectives.console import Interruptible, OutFile, console, write_text
 
 SIZES = (1024, 262_144, 4_194_304, 67_108_864)
 MXNET_REPEATS = (400, 200, 40, 8)
@@ -117,10 +116,10 @@ def ours(servers: int, workers: int) -> list[dict[str, float]]:
 @click.option("--json", "json_path", type=OutFile(), help="write the rows as JSON")
 def command(rounds: int, folder: Path, json_path: Path | None) -> None:
     """Push + pull of one key beside MXNet 1.9.1's dist_sync."""
-    console = Console()
+    screen = console()
     python, reason = environment(folder)
     if python is None:
-        console.print(f"skipped: {reason}")
+        screen.print(f"skipped: {reason}")
         return
     results = []
     for servers, workers in SETTINGS:
@@ -140,7 +139,7 @@ def command(rounds: int, folder: Path, json_path: Path | None) -> None:
                 "servers": servers, "workers": workers, "bytes": size, "array": array, "mxnet_s": their,
                 "mpips_s": our, "times_faster": their / our, "over_floor": our / statistics.median(floors[size, array]),
             })  # fmt: skip
-    console.print(table(results))
+    screen.print(table(results))
     if json_path:
         write_text(json_path, json.dumps(results, indent=1))
 
