@@ -12,8 +12,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collectives.arena import empty
     from collectives.errors import CollectiveError, MismatchError, StallError
+    from collectives.node.arena import empty
     from collectives.one_shot import allgather, allreduce, alltoall, broadcast, reduce, reduce_scatter
     from collectives.plan import Plan, plan
 
@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "plan": "plan", "Plan": "plan", "empty": "arena",
+    "plan": "plan", "Plan": "plan", "empty": "node.arena",
     "CollectiveError": "errors", "MismatchError": "errors", "StallError": "errors",
 }  # fmt: skip
 

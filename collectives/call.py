@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from collectives.operations import Operation
-from collectives.schedule import KINDS, cut
+from collectives.schedule.model import KINDS, cut
 
 REDUCING = ("allreduce", "reduce_scatter", "reduce")
 ROOTED = ("broadcast", "reduce")
@@ -46,7 +46,7 @@ class Call:
         return self.n * self.dtype.itemsize
 
     def more_algorithms(self, nodes: int) -> list[str]:
-        """What a plan of such a call takes as its algorithm beside those of `collectives.catalog`."""
+        """What a plan of such a call takes as its algorithm beside those of `collectives.schedule.catalog`."""
         between = ["native"] if nodes > 1 else ["shared_memory", "native"]
         return ["auto", *(["reproducible"] if self.kind == "allreduce" else []), *between]
 

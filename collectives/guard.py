@@ -10,7 +10,7 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives.call import Call
-from collectives.native import NativePlan
+from collectives.network.native import NativePlan
 from collectives.session import Session
 from collectives.started import HELD
 from collectives.transport import flat

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from collectives.network.tags import Tags
 from collectives.plan import Plan, checked
 from collectives.session import MOST_PLANS, Session, session
-from collectives.transport.tags import Tags
 
 
 def begin(
@@ -98,7 +98,7 @@ def allreduce(
                each GPU of the worker: a *tensor*, whose vectors are reduced together and all get the result.
     comm       an mpi4py communicator (None: COMM_WORLD): all its ranks call.
     op         "sum", "min", "max", "prod" or, of floats, "mean".
-    algorithm  "auto", "shared_memory" (one node), "native" (the MPI's own), or a name from `collectives.catalog`;
+    algorithm  "auto", "shared_memory" (one node), "native" (the MPI's own), or one of `schedule.catalog`;
                "reproducible" (allreduce): `auto` among those that add the ranks' values of every element in one order,
                wherever it stands and however long the vector is, so that cutting a vector changes no bit.
     out        where the result goes: an array as x is, of x's type; None: in place, into x.

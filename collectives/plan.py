@@ -10,22 +10,24 @@ from typing import Any, NoReturn
 
 from mpi4py import MPI
 
-from collectives import arrays, catalog, native
+from collectives import arrays
 from collectives.arrays import Flat, Vector
 from collectives.call import REDUCING, ROOTED, Call, see_root
 from collectives.choice import Choice
 from collectives.errors import CollectiveError
 from collectives.guard import Guarded, Runner
-from collectives.native import NativePlan
+from collectives.network import native
+from collectives.network.messages import MessagePlan
+from collectives.network.native import NativePlan
+from collectives.network.tags import Tags
+from collectives.network.two_level import TwoLevelPlan
 from collectives.operations import operation
-from collectives.schedule import Schedule
+from collectives.schedule import catalog
+from collectives.schedule.model import Schedule
 from collectives.session import Session, session
 from collectives.started import HELD, Started, close
-from collectives.transport.messages import MessagePlan
 from collectives.transport.scheduled_memory import ScheduledMemory
 from collectives.transport.shared_memory import MemoryPlan, Trial
-from collectives.transport.tags import Tags
-from collectives.transport.two_levels import TwoLevelPlan
 
 UNEVEN = (
     "hierarchical needs nodes with equal numbers of ranks, neighbours in rank: choose another algorithm, or auto"

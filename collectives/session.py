@@ -11,13 +11,13 @@ from weakref import WeakSet
 import numpy as np
 from mpi4py import MPI
 
-from collectives import table
 from collectives.choice import Choice
 from collectives.errors import CollectiveError, MismatchError, StallError
 from collectives.started import Started, close
-from collectives.table import Table
 from collectives.transport.cards import REFUSED, STALLED, WITHDRAWN, Card
 from collectives.transport.room import Room
+from collectives.tuner import table
+from collectives.tuner.table import Table
 from collectives.watch import SPIN, Agreed, Arrival, Patience, Watch, drive, limits
 
 MOST_PLANS = 1024

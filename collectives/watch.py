@@ -30,7 +30,7 @@ from mpi4py import MPI
 
 from collectives.callers import warn
 from collectives.errors import CollectiveError, MismatchError, StallError
-from collectives.parting import part
+from collectives.network.drain import part
 
 SPIN = 16
 SPEAK_SECONDS = 0.05

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import IO, NoReturn
 
-from collectives.console import is_first, unwritable
+from collectives.terminal.console import is_first, unwritable
 
 
 class Parser(argparse.ArgumentParser):

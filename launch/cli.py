@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import click
 
-from collectives.stdout import lasting
+from collectives.terminal.stdout import lasting
 from launch.run import options_of, start
 from launch.watched import INTERRUPTED
 
@@ -31,9 +31,9 @@ COMMANDS = {
     "doctor": Sub("launch.doctor", "Check Python, MPI, memory, GPU, cores, scheduler and network."),
     "script": Sub("launch.schedulers.script", "Write a batch script for Slurm, LSF or PBS."),
     "train": Sub("mpips.parallel.__main__", "Train an MLP on a grid of batch and model parallel ranks.", ranked=True),
-    "bench": Sub("collectives.bench.__main__", "Time collectives, or `kvstore` and `optimizers`.", ranked=True),
-    "tune": Sub("collectives.tune", "Measure which algorithm is fastest here, for `auto`.", ranked=True),
-    "sim": Sub("collectives.sim", "Simulate an algorithm on a topology."),
+    "bench": Sub("collectives.benchmark.__main__", "Time collectives, or `kvstore` and `optimizers`.", ranked=True),
+    "tune": Sub("collectives.tuner.command", "Measure which algorithm is fastest here, for `auto`.", ranked=True),
+    "sim": Sub("collectives.simulator.command", "Simulate an algorithm on a topology."),
     "plan": Sub("mpips.overlap.__main__", "Group layers for overlap, from a profile."),
     "lab": Sub("launch.lab.__main__", "An emulated cluster on this machine."),
 }

@@ -59,7 +59,7 @@ class Job(NamedTuple):
 
 def this_machine() -> Machine:
     """The machine this process runs on; cores are those this process may use."""
-    from collectives import addresses  # `mpips --help` does without
+    from collectives.machine import addresses  # `mpips --help` does without
 
     folder = Path("/sys/class/infiniband")
     infiniband = folder.is_dir() and any(folder.iterdir())

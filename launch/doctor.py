@@ -16,7 +16,7 @@ import click
 from rich.console import Console
 from rich.markup import escape
 
-from collectives.console import Interruptible, OutFile, console, write_text
+from collectives.terminal.console import Interruptible, OutFile, console, write_text
 from launch.survey import EXTRAS, LEFT, OURS, PACKAGES, SHARED, look
 from mpips import world
 

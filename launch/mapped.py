@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from collectives.topology import BCube, parse
+from collectives.simulator.topology import BCube, parse
 from launch.command import Launcher, Machine
 from launch.hosts import Host, Placed
 from launch.mapping import MappingError, missing_routes, order
@@ -14,7 +14,7 @@ from mpips.options import Options
 
 
 class Wanted(NamedTuple):
-    """A topology as `collectives.topology.parse` reads it, each level's NIC, and the interface of MPI's addresses."""
+    """A topology as `simulator.topology.parse` reads it, each level's NIC, and the interface of MPI's addresses."""
 
     topology: str
     nics: tuple[str, ...]

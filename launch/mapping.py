@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from ipaddress import IPv4Interface, IPv4Network
 
-from collectives.topology import BCube, FatTree, host_at
+from collectives.simulator.topology import BCube, FatTree, host_at
 from launch.network import Report
 
 

@@ -20,9 +20,9 @@ from typing import NamedTuple
 
 import click
 
-from collectives import caches
-from collectives.console import Interruptible, OutFile, write_text
-from collectives.topology import parse
+from collectives.machine import caches
+from collectives.simulator.topology import parse
+from collectives.terminal.console import Interruptible, OutFile, write_text
 from launch.command import EAGER_BYTES, Job, build, find, program, this_machine
 from launch.lab import client
 from launch.lab.layout import lay_out

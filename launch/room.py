@@ -60,7 +60,7 @@ def _ranks_here(job: Job, environment: Mapping[str, str]) -> int:
 
 def _processes() -> Iterator[Room]:
     """A rank is a process, at least."""
-    from collectives.memory import number_in  # `mpips --help` does without
+    from collectives.machine.memory import number_in  # `mpips --help` does without
 
     pids = number_in("/proc/sys/kernel/pid_max")
     if pids is not None:
@@ -71,7 +71,7 @@ def _processes() -> Iterator[Room]:
 
 
 def _memory() -> Room:
-    from collectives.memory import total
+    from collectives.machine.memory import total
 
     held = total()
     return Room(

@@ -35,15 +35,15 @@ def threads(ranks: int, machine: Machine, environment: Mapping[str, str]) -> dic
 
 def settings(ranks: int, machine: Machine, environment: Mapping[str, str]) -> dict[str, str]:
     """What each rank needs to compute and to copy well, but for what the user set."""
-    from collectives.caches import long_copies  # `mpips --help` does without
+    from collectives.machine.caches import long_copies  # `mpips --help` does without
 
     return {**threads(ranks, machine, environment), **long_copies(environment)}
 
 
 def start(ranks: int, script: Sequence[str], mpirun: str | None = None, name: str = "") -> NoReturn:
     """Runs, and ends with, an MPI job of `ranks` processes on this machine; its exit code becomes the job's, or what
-    the ranks have left with (`collectives.console.leave`). `name`: the command that a signal interrupts."""
-    from collectives.console import CODE_FILE  # `mpips --help` does without
+    the ranks have left with (`collectives.terminal.console.leave`). `name`: the command that a signal interrupts."""
+    from collectives.terminal.console import CODE_FILE  # `mpips --help` does without
 
     machine = this_machine()
     left = os.memfd_create("code")
@@ -67,7 +67,7 @@ def _warn(job: Job, machine: Machine) -> None:
 
 
 class Interruptible(click.Command):
-    """A command that after Ctrl-C, before its job has started, ends as the others do (`collectives.console`)."""
+    """A command that after Ctrl-C, before its job has started, ends as the others do (`terminal.console`)."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:

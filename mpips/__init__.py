@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from mpips.lastwords import install_hooks as _install_hooks
 
 if TYPE_CHECKING:
-    from collectives.arena import empty
     from collectives.errors import CollectiveError, MismatchError, StallError
+    from collectives.node.arena import empty
     from mpips import optimizers
     from mpips.options import OptionError, Options
     from mpips.processes import create
@@ -28,7 +28,7 @@ _install_hooks()
 
 _HOMES = {
     "create": "mpips.processes", "KVStore": "mpips.store", "Options": "mpips.options", "OptionError": "mpips.options",
-    "RowSparse": "mpips.row_sparse", "Trainer": "mpips.trainer", "empty": "collectives.arena",
+    "RowSparse": "mpips.row_sparse", "Trainer": "mpips.trainer", "empty": "collectives.node.arena",
     "CollectiveError": "collectives.errors", "MismatchError": "collectives.errors", "StallError": "collectives.errors",
 }  # fmt: skip
 

@@ -16,7 +16,7 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives.errors import CollectiveError, MismatchError, Withdrawn
-from collectives.parting import last_tag
+from collectives.network.drain import last_tag
 from collectives.session import session
 from mpips.arguments import Name
 from mpips.meetings import Meetings, fresh_number

@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from collectives import arena
-from collectives.arena import Region
 from collectives.errors import CollectiveError
+from collectives.node import arena
+from collectives.node.arena import Region
 from mpips import meet, rings
 from mpips.layout import Layout
 from mpips.lines import Line, MessageLine, SharedLine

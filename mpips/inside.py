@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.schedule import cut
+from collectives.schedule.model import cut
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from collectives import arena
-from collectives.arena import Region
+from collectives.node import arena
+from collectives.node.arena import Region
 from mpips.messages import FRAME, FRAME_BYTES, Frame, Op
 from mpips.rings import SLOTS, Ring
 

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives import arena
-from collectives.arena import Region
+from collectives.node import arena
+from collectives.node.arena import Region
 from mpips.lines import NOWHERE
 
 Array = NDArray[Any]

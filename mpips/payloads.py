@@ -15,7 +15,7 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from collectives.arena import Region
+from collectives.node.arena import Region
 from mpips.buffers import FRAME_COST, Window
 from mpips.keys import Key, Part
 from mpips.layout import Layout

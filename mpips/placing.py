@@ -11,10 +11,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives import arena
-from collectives.arena import Region
-from collectives.caches import past_caches
 from collectives.callers import of_caller
+from collectives.machine.caches import past_caches
+from collectives.node import arena
+from collectives.node.arena import Region
 from mpips import messages, short
 from mpips.compression import Compressor
 from mpips.keys import Key, Part, Piece

@@ -1,5 +1,5 @@
 """How long the network lets one synchronous push and pull take: workers, clients, servers, one host each, on links that
-they share. `collectives.flows` plays the messages; nothing here runs MPI.
+they share. `collectives.simulator.flows` plays the messages; nothing here runs MPI.
 
 The exchange is cut into chunks, `in_flight` of which a worker has under way. For each chunk:
 
@@ -17,10 +17,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from collectives import catalog
-from collectives.flows import Traffic, run
-from collectives.schedule import NOBODY
-from collectives.topology import Topology, star
+from collectives.schedule import catalog
+from collectives.schedule.model import NOBODY
+from collectives.simulator.flows import Traffic, run
+from collectives.simulator.topology import Topology, star
 
 
 class Exchange(NamedTuple):

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 import collectives
-from collectives import arena
 from collectives.errors import CollectiveError, MismatchError, Withdrawn
+from collectives.node import arena
 from mpips import inside
 from mpips.fused import Vectors
 from mpips.keys import Key, Part, Piece

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives import arena
+from collectives.node import arena
 from mpips.messages import FRAME, FRAME_BYTES, ROUND, ROUND_AT
 
 SLOTS = 256

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives import arena
-from collectives.arena import Region
+from collectives.node import arena
+from collectives.node.arena import Region
 from mpips import compression, messages, optimizers
 from mpips.compression import Compressor
 from mpips.cores import Seat

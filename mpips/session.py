@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives import arena
+from collectives.node import arena
 from mpips.buffers import FRAME_COST
 from mpips.hearing import Task
 from mpips.keys import Key, Part

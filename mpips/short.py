@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives import arena
+from collectives.node import arena
 from mpips.lines import Repeated
 from mpips.pulls import snapshot
 

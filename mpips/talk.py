@@ -25,7 +25,7 @@ from mpi4py import MPI
 
 from collectives.callers import warn
 from collectives.errors import MismatchError, StallError
-from collectives.parting import part
+from collectives.network.drain import part
 from mpips import arguments
 from mpips.arguments import Name
 from mpips.meet import Pause

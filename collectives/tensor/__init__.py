@@ -3,7 +3,7 @@
 Source: MXNET-MPI paper, section 6. Algorithms of an allreduce, by name:
   auto          what is best here
   multi_ring    the paper's: rings between host buffers, reductions of one ring beside the messages of another
-  NAME          any algorithm of `collectives.catalog`, likewise fused with the reduction over the vectors
+  NAME          any algorithm of `collectives.schedule.catalog`, likewise fused with the reduction over the vectors
   host_ring     reduce all into host memory, ring there, spread (the paper's omp_ring)
   reg           reduce, MPI_Allreduce, spread, pipelined (the paper's reg)
   vector_ring   a ring through every vector (Baidu's)
@@ -22,13 +22,13 @@ import numpy as np
 
 from collectives import arrays
 from collectives.call import REDUCING, ROOTED, Call, see_root
+from collectives.network.tags import Tags
 from collectives.operations import Operation, operation
 from collectives.tensor.regular import RegularTensor
 from collectives.tensor.scheduled import ScheduledTensor
 from collectives.tensor.staged import StagedTensor
 from collectives.tensor.vector_ring import VectorRing
 from collectives.tensor.vectors import HostVectors, Vectors
-from collectives.transport.tags import Tags
 
 if TYPE_CHECKING:
     from collectives.guard import Runner

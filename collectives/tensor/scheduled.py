@@ -21,11 +21,11 @@ from mpi4py import MPI
 
 from collectives.arrays import Vector
 from collectives.call import Call
+from collectives.network.messages import pieces, release
+from collectives.network.tags import Tags
 from collectives.operations import scale
-from collectives.schedule import NOBODY, Interval, RankStep, Schedule
+from collectives.schedule.model import NOBODY, Interval, RankStep, Schedule
 from collectives.tensor.vectors import Ticket, Vectors, until
-from collectives.transport.messages import pieces, release
-from collectives.transport.tags import Tags
 
 
 class _Landing(NamedTuple):

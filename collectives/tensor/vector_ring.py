@@ -14,14 +14,14 @@ from typing import NamedTuple
 
 from mpi4py import MPI
 
-from collectives.algorithms import ring
 from collectives.arrays import Vector
 from collectives.call import Call
+from collectives.network.messages import pieces, release
+from collectives.network.tags import Tags
 from collectives.operations import scale
-from collectives.schedule import cut
+from collectives.schedule import ring
+from collectives.schedule.model import cut
 from collectives.tensor.vectors import Ticket, Vectors, until
-from collectives.transport.messages import pieces, release
-from collectives.transport.tags import Tags
 
 
 class _Step(NamedTuple):

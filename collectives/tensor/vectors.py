@@ -13,8 +13,8 @@ from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
-from collectives import arena
 from collectives.arrays import Vector
+from collectives.node import arena
 
 Ticket: TypeAlias = Callable[[], bool]
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from collectives.arena import Region
 from collectives.errors import CollectiveError
+from collectives.node.arena import Region
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

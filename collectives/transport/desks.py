@@ -33,9 +33,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from mpi4py import MPI
 
-from collectives import arena
-from collectives.arena import Region
 from collectives.errors import CollectiveError
+from collectives.node import arena
+from collectives.node.arena import Region
 from collectives.transport import reach
 from collectives.transport.cards import CARDS_END, NOWHERE, Cards
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from collectives import arena
 from collectives.call import Call
+from collectives.node import arena
 from collectives.transport.cards import Card
 from collectives.transport.program import Phase, Program, Step, Window, combine, copy
 from collectives.transport.room import Room

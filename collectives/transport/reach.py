@@ -21,7 +21,7 @@ from mpi4py import MPI
 from collectives.arrays import Vector
 from collectives.call import Call
 from collectives.errors import CollectiveError
-from collectives.memory import number_in
+from collectives.machine.memory import number_in
 from collectives.operations import scale
 from collectives.transport.program import Phase, Program, Step, Window, copy
 

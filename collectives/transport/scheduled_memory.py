@@ -4,7 +4,7 @@ Every rank *exposes* the vector that it sends from: its own array where that is 
 which it puts what a step sends when the step begins. Whoever receives waits for the sender's mark and then copies or
 adds straight from there. A rank marks two things of each step, in one word a lane: *ready* (what the step sends is
 there) and *taken* (what the step receives has been read). Who overwrites what it has sent waits first until that was
-taken. Sums are made in the order in which `collectives.transport.messages` makes them, so both give the same bits.
+taken. Sums are made in the order in which `collectives.network.messages` makes them, so both give the same bits.
 
 Each lane runs through its steps on its own. A copy beside takes as much memory as the vector.
 """
@@ -16,14 +16,14 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from collectives import arena
 from collectives.arrays import Flat, Vector
 from collectives.call import Call
-from collectives.schedule import NOBODY, Interval, RankStep, Round, Schedule, extent, in_rank_order, overlap
+from collectives.network.workspace import Workspace
+from collectives.node import arena
+from collectives.schedule.model import NOBODY, Interval, RankStep, Round, Schedule, extent, in_rank_order, overlap
 from collectives.transport.cards import CARDS, NOWHERE, Card
 from collectives.transport.desks import LANES
 from collectives.transport.room import Room
-from collectives.transport.workspace import Workspace
 
 Extent: TypeAlias = "tuple[int, int]"
 DONE = (1 << 32) - 1

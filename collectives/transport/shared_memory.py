@@ -30,14 +30,13 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from collectives import arena
 from collectives.arrays import Flat
 from collectives.call import Call
 from collectives.choice import Choice
 from collectives.errors import MismatchError
-from collectives.native import NativePlan
+from collectives.network.native import NativePlan
+from collectives.node import arena
 from collectives.started import HELD
-from collectives.table import Eager
 from collectives.transport import ahead, direct, eager, flat, reach
 from collectives.transport.ahead import Ahead
 from collectives.transport.cards import CARDS, NOWHERE, Card
@@ -45,6 +44,7 @@ from collectives.transport.flat import NO_LINES, NOTHING, Lines, Turns, Usual
 from collectives.transport.program import Program, Window, same
 from collectives.transport.room import Room
 from collectives.transport.staged import Staged
+from collectives.tuner.table import Eager
 
 
 class Trial(NamedTuple):

@@ -18,8 +18,8 @@ from typing import Any
 
 import click
 
-from collectives.bench.sizes import parse_counts
-from collectives.console import Interruptible, Seconds, unwritable, write_text, writing
+from collectives.benchmark.sizes import parse_counts
+from collectives.terminal.console import Interruptible, Seconds, unwritable, write_text, writing
 from examples.reproduce.interpreter import Interpreter
 from launch.command import Job, LauncherError, build, find, this_machine
 
@@ -37,7 +37,7 @@ def run(python: str, ranks: int, sizes: str, algorithms: str, seconds: float) ->
     """Rows of one job; raises CalledProcessError with its output shown."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "rows.json")
-        words = ["-m", "collectives.bench", "allreduce", "--sizes", sizes, "--algorithms", algorithms, "--check"]
+        words = ["-m", "collectives.benchmark", "allreduce", "--sizes", sizes, "--algorithms", algorithms, "--check"]
         program = (python, *words, "--seconds", str(seconds), "--json", str(report))
         job = Job(ranks, program, {"OMP_NUM_THREADS": "1"})
         argv = build(find(python=python), job, this_machine())

@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 
 import click
 
-from collectives.console import Interruptible
-from collectives.flows import play
-from collectives.predict import figure5 as simulated_figure5
-from collectives.simulate import Run, simulate
-from collectives.topology import parse, parse_rate
+from collectives.simulator.clocks import Run, simulate
+from collectives.simulator.flows import play
+from collectives.simulator.predict import figure5 as simulated_figure5
+from collectives.simulator.topology import parse, parse_rate
+from collectives.terminal.console import Interruptible
 from examples.reproduce import lab, native
 from examples.reproduce.allreduce_ranks import NATIVE
 

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from collectives.topology import parse
+from collectives.simulator.topology import parse
 from launch.lab import client
 from launch.lab.layout import lay_out
 from launch.lab.needs import missing

@@ -20,7 +20,7 @@ import msgspec
 from rich.table import Table
 from threadpoolctl import threadpool_limits
 
-from collectives.console import Interruptible, console
+from collectives.terminal.console import Interruptible, console
 from mpips.optimizers import SGD
 from mpips.parallel import report
 from mpips.parallel.grid import factorings

@@ -18,7 +18,7 @@ import click
 import msgspec
 from rich.table import Table
 
-from collectives.console import Interruptible, OutFile, console
+from collectives.terminal.console import Interruptible, OutFile, console
 from launch.command import Job, build, find, this_machine
 from mpips.parallel import report
 

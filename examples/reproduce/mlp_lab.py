@@ -11,8 +11,8 @@ from __future__ import annotations
 import click
 from rich.table import Table
 
-from collectives.console import Interruptible, console
-from collectives.topology import parse_rate
+from collectives.simulator.topology import parse_rate
+from collectives.terminal.console import Interruptible, console
 from examples.reproduce import lab
 from mpips.parallel import report
 

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 import click
 
-from collectives.console import Interruptible
-from collectives.topology import parse_rate
+from collectives.simulator.topology import parse_rate
+from collectives.terminal.console import Interruptible
 from examples.reproduce import lab
 from examples.reproduce import mxnet_training as training
 from examples.reproduce.interpreter import Interpreter

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from collectives import catalog
-from collectives.schedule import Schedule
+from collectives.schedule import catalog
+from collectives.schedule.model import Schedule
 from examples.reproduce import rabenseifner
 from launch.command import find
 

@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import click
 
-from collectives.console import Interruptible, console
-from collectives.topology import parse_rate
+from collectives.simulator.topology import parse_rate
+from collectives.terminal.console import Interruptible, console
 from examples.reproduce import lab
 from launch.lab import client
 from launch.lab.needs import missing

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from collectives.algorithms import bcube
-from collectives.algorithms.recursive_doubling import folded, levels_of
-from collectives.schedule import (
+from collectives.schedule import bcube
+from collectives.schedule.model import (
     NOBODY,
     Index,
     Interval,
@@ -28,6 +27,7 @@ from collectives.schedule import (
     where,
     within,
 )
+from collectives.schedule.recursive_doubling import folded, levels_of
 
 FOLDS = ("halves", "whole")
 

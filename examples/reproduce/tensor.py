@@ -19,8 +19,8 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from collectives.console import Interruptible
-from collectives.topology import parse_rate
+from collectives.simulator.topology import parse_rate
+from collectives.terminal.console import Interruptible
 from examples.reproduce import lab, native
 from examples.reproduce.tensor_model import MODELS, Memory, Network, piped, staged
 from examples.reproduce.tensor_ranks import BLOCKING

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from collectives.flows import Traffic, play, run
+from collectives.simulator.flows import Traffic, play, run
+from collectives.simulator.topology import star
 from collectives.tensor.regular import PART_BYTES
-from collectives.topology import star
 from examples.reproduce.native import schedule
 
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import click
 
-from collectives.console import InterruptibleGroup, OutFile, write_text
-from collectives.topology import parse, parse_rate
+from collectives.simulator.topology import parse, parse_rate
+from collectives.terminal.console import InterruptibleGroup, OutFile, write_text
 from launch import watched
 from launch.command import LauncherError
 from launch.lab import client, leftovers
@@ -136,7 +136,7 @@ def status(name: str, path: Path | None) -> None:
 def _print_status(found: dict[str, Any]) -> None:
     from rich.table import Table
 
-    from collectives.console import console
+    from collectives.terminal.console import console
 
     table = Table(title=f"lab {found['name']}: {found['topology']}")
     for title in ("host", "vip", "NIC", "level", "switch"):

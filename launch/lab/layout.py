@@ -9,7 +9,7 @@ no frame travels but the job's own, and byte counters can be held against theory
 
 from __future__ import annotations
 
-from collectives.topology import Topology, hop_links
+from collectives.simulator.topology import Topology, hop_links
 from launch.lab.plan import Forward, Host, Neighbour, Nic, Plan, Route, Trunk
 
 MOST_HOSTS = 250
@@ -17,7 +17,7 @@ MOST_RATE = 2**32  # bytes a second: the rate limiter holds it in 32 bits
 
 
 def lay_out(topology: Topology) -> Plan:
-    """The plan for a topology of `collectives.topology` (rates in bytes a second). ValueError where it is too large."""
+    """The plan for a topology (`simulator.topology`) (rates in bytes/s); ValueError where it is too large."""
     if topology.hosts > MOST_HOSTS:
         raise ValueError(f"{topology.name} has {topology.hosts} hosts: a lab has at most {MOST_HOSTS}")
     if len(topology.switches) > MOST_HOSTS:

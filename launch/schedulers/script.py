@@ -6,7 +6,7 @@ from typing import cast
 
 import click
 
-from collectives.console import Interruptible
+from collectives.terminal.console import Interruptible
 from launch.command import Flavour, LauncherError, find
 from launch.schedulers import lsf, pbs, slurm
 from launch.schedulers.request import Request, RequestError

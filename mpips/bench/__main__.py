@@ -15,9 +15,18 @@ from mpi4py import MPI
 from rich.table import Table
 
 import mpips
-from collectives import memory
-from collectives.bench.sizes import parse_counts, show_bytes
-from collectives.console import OutFile, Picture, RankedCommand, Seconds, console, progress, write_text, writing
+from collectives.benchmark.sizes import parse_counts, show_bytes
+from collectives.machine import memory
+from collectives.terminal.console import (
+    OutFile,
+    Picture,
+    RankedCommand,
+    Seconds,
+    console,
+    progress,
+    write_text,
+    writing,
+)
 from mpips.bench import floor
 from mpips.options import kind_of, read, uneven
 

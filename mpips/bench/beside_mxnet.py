@@ -21,9 +21,9 @@ from pathlib import Path
 import click
 from rich.table import Table
 
-from collectives import addresses
-from collectives.caches import long_copies
-from collectives.console import Interruptible, OutFile, console, write_text
+from collectives.machine import addresses
+from collectives.machine.caches import long_copies
+from collectives.terminal.console import Interruptible, OutFile, console, write_text
 
 SIZES = (1024, 262_144, 4_194_304, 67_108_864)
 MXNET_REPEATS = (400, 200, 40, 8)

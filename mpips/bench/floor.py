@@ -15,8 +15,8 @@ import msgspec
 import numpy as np
 from mpi4py import MPI
 
-from collectives import arena
-from collectives.arena import Region
+from collectives.node import arena
+from collectives.node.arena import Region
 from mpips import meet
 
 BLOCK = 262_144  # elements summed at a time, so that a block is in cache for the next contribution

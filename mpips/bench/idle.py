@@ -16,7 +16,7 @@ from mpi4py import MPI
 from rich.table import Table
 
 import mpips
-from collectives.console import RankedCommand, console
+from collectives.terminal.console import RankedCommand, console
 
 LIMIT = 0.05  # of a core
 USES = 2000  # pushes and pulls that count as use

@@ -13,8 +13,8 @@ import click
 import numpy as np
 from rich.table import Table
 
-from collectives import memory
-from collectives.console import Interruptible, OutFile, console, write_text
+from collectives.machine import memory
+from collectives.terminal.console import Interruptible, OutFile, console, write_text
 from mpips import optimizers
 
 CASES = (

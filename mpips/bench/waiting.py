@@ -15,7 +15,7 @@ import numpy as np
 from mpi4py import MPI
 from rich.table import Table
 
-from collectives.console import Interruptible, console
+from collectives.terminal.console import Interruptible, console
 from mpips.engine import Engine, Task
 
 LIMIT = 0.05  # of a core

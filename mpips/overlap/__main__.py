@@ -12,7 +12,7 @@ from click.core import ParameterSource
 from rich import box
 from rich.table import Table
 
-from collectives.console import Interruptible, OutFile, Picture, console, write_text, writing
+from collectives.terminal.console import Interruptible, OutFile, Picture, console, write_text, writing
 
 from . import models, trace
 from .planner import Plan, plans

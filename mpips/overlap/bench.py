@@ -23,7 +23,7 @@ import click
 import numpy as np
 from rich.table import Table
 
-from collectives.console import OutFile, Picture, RankedCommand, console, write_text, writing
+from collectives.terminal.console import OutFile, Picture, RankedCommand, console, write_text, writing
 
 from . import execute, job, planner, settings, timeline, trace
 from .profile import PARAMETER_BYTES, Linear, Profile, create, save

@@ -19,7 +19,7 @@ import click
 import numpy as np
 from rich.table import Table
 
-from collectives.console import Interruptible, OutFile, console, write_text
+from collectives.terminal.console import Interruptible, OutFile, console, write_text
 
 from .models import MODELS
 from .profile import Ring

@@ -14,7 +14,7 @@ import numpy as np
 from mpi4py import MPI
 from threadpoolctl import threadpool_limits
 
-from collectives.console import OutFile, Picture, RankedCommand, console, leave, unwritable
+from collectives.terminal.console import OutFile, Picture, RankedCommand, console, leave, unwritable
 
 from . import checkpoint, report, usage
 from .activations import ACTIVATIONS

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.table import Table
 
-from collectives.console import write_text, writing
+from collectives.terminal.console import write_text, writing
 
 from .clock import PHASES, hidden
 from .data import Data

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from collectives import memory
+from collectives.machine import memory
 
 from .agreement import TrainingError, counted
 from .arrays import digits, mnist, npz

@@ -10,7 +10,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from collectives import memory
+from collectives.machine import memory
 from mpips import optimizers
 
 from .agreement import TrainingError

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from collectives.topology import parse
+from collectives.simulator.topology import parse
 from launch.command import LauncherError, find
 from launch.lab import client
 from launch.lab.layout import lay_out

@@ -14,7 +14,7 @@ from uuid import uuid4
 
 import pytest
 
-from collectives.topology import parse
+from collectives.simulator.topology import parse
 from launch.command import find
 from launch.lab import client, leftovers
 from launch.lab.layout import lay_out
@@ -312,7 +312,7 @@ def test_however_it_ends_nothing_is_left(how: str) -> None:
     name = f"test-end-{os.getpid()}"
     code = (
         "import sys, time; from launch.lab import client; from launch.lab.layout import lay_out\n"
-        "from collectives.topology import parse\n"
+        "from collectives.simulator.topology import parse\n"
         f"owner = client.up({name!r}, lay_out(parse('star:3')))\n"
         "print('up', flush=True); time.sleep(60)"
     )

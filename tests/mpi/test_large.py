@@ -8,7 +8,7 @@ from mpi4py import MPI
 
 import collectives
 import mpips
-from collectives.schedule import cut
+from collectives.schedule.model import cut
 from tests.mpi.mpips.support import run
 from tests.mpi.sizes import only_on
 

@@ -18,8 +18,8 @@ ALLOWED = {
     "collectives": (),
     "mpips": ("collectives",),
     "launch": (
-        "mpips.options", "mpips.world", "collectives.topology", "collectives.addresses", "collectives.caches",
-        "collectives.console", "collectives.memory", "collectives.stdout", "collectives.transport.reach",
+        "mpips.options", "mpips.world", "collectives.simulator.topology", "collectives.machine",
+        "collectives.terminal", "collectives.transport.reach",
     ),
 }
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from collectives.console import Interruptible, OutFile, Picture, console, write_text, writing
+from collectives.terminal.console import Interruptible, OutFile, Picture, console, write_text, writing
 
 from . import figures, ibatch, mg_wfbp
 

@@ -18,7 +18,7 @@ from mpi4py import MPI
 from rich.table import Table
 from threadpoolctl import threadpool_limits
 
-from collectives.console import OutFile, RankedCommand, console
+from collectives.terminal.console import OutFile, RankedCommand, console
 from mpips.optimizers import SGD
 
 from .. import report

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from collectives.bench.case import IN_PLACE, Case
-from collectives.schedule import KINDS
+from collectives.benchmark.case import IN_PLACE, Case
+from collectives.schedule.model import KINDS
 
 
 @pytest.mark.mpi(min_size=2)

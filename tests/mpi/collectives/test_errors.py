@@ -11,8 +11,8 @@ import pytest
 from mpi4py import MPI
 
 import collectives
-from collectives import catalog
 from collectives.errors import CollectiveError, MismatchError, StallError
+from collectives.schedule import catalog
 from collectives.session import session
 from collectives.transport.cards import CARDS
 from tests.mpi.collectives.support import RANK, TAG, WORLD, P, sentence, share_nothing, still_works

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from collectives import arrays, native
+from collectives import arrays
 from collectives.call import Call
 from collectives.choice import Choice
+from collectives.network import native
 from collectives.operations import operation
 
 COMM = MPI.COMM_WORLD

@@ -11,10 +11,10 @@ import pytest
 import collectives
 from collectives import one_shot
 from collectives.errors import CollectiveError
+from collectives.network import messages
 from collectives.session import session
-from collectives.table import Eager
-from collectives.transport import messages
 from collectives.transport.room import Room
+from collectives.tuner.table import Eager
 from collectives.watch import HISTORY, SPEAK_SECONDS
 from tests.mpi.collectives.support import PATIENCE, RANK, TAG, WORLD, P, outcome, share_nothing, started
 from tests.mpi.sizes import only_on

@@ -15,13 +15,14 @@ import pytest
 from mpi4py import MPI
 
 import collectives
-from collectives import arrays, errors, native
+from collectives import arrays, errors
 from collectives.choice import TRIALS
-from collectives.schedule import KINDS, cut
+from collectives.network import native
+from collectives.schedule.model import KINDS, cut
 from collectives.session import session
-from collectives.table import Eager, Table
 from collectives.transport import reach
 from collectives.transport.program import same
+from collectives.tuner.table import Eager, Table
 from tests.mpi.sizes import either_mpi, only_on
 
 COMM = MPI.COMM_WORLD

@@ -13,8 +13,8 @@ import pytest
 from mpi4py import MPI
 
 import collectives
-from collectives import catalog
-from collectives.schedule import KINDS, cut
+from collectives.schedule import catalog
+from collectives.schedule.model import KINDS, cut
 from tests.mpi.sizes import only_on
 
 COMM = MPI.COMM_WORLD

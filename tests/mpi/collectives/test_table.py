@@ -8,7 +8,7 @@ import numpy as np
 from mpi4py import MPI
 
 import collectives
-from collectives import table
+from collectives.tuner import table
 
 WORLD = MPI.COMM_WORLD
 

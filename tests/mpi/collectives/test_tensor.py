@@ -11,9 +11,9 @@ import pytest
 from mpi4py import MPI
 
 import collectives
-from collectives.bench import data
+from collectives.benchmark import data
 from collectives.errors import MismatchError
-from collectives.schedule import cut
+from collectives.schedule.model import cut
 from tests.mpi.sizes import either_mpi, only_on
 
 ALGORITHMS = (

@@ -11,9 +11,9 @@ import pytest
 from mpi4py import MPI
 
 import collectives
-from collectives import catalog
 from collectives.errors import CollectiveError, MismatchError
-from collectives.schedule import KINDS, cut
+from collectives.schedule import catalog
+from collectives.schedule.model import KINDS, cut
 from collectives.session import session
 from collectives.transport import desks, room
 from tests.mpi.sizes import only_on

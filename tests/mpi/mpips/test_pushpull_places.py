@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import mpips
-from collectives.caches import THRESHOLD, VARIABLE
+from collectives.machine.caches import THRESHOLD, VARIABLE
 from tests.mpi.mpips.support import need, run
 
 

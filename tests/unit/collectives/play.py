@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from collectives.schedule import NOBODY, Schedule, cut
+from collectives.schedule.model import NOBODY, Schedule, cut
 
 
 def play(schedule: Schedule, vectors: list[np.ndarray]) -> list[np.ndarray]:

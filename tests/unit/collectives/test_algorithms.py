@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from collectives.algorithms import bcube
-from collectives.catalog import build, names, parse, serves
-from collectives.check import check
-from collectives.schedule import KINDS, cut
+from collectives.schedule import bcube
+from collectives.schedule.catalog import build, names, parse, serves
+from collectives.schedule.model import KINDS, cut
+from collectives.schedule.proof import check
 
 from .play import play
 

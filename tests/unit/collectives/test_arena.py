@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from collectives import arena
 from collectives.errors import CollectiveError
+from collectives.node import arena
 
 
 @pytest.mark.parametrize("shape", [(), 0, 1, (3, 5), (0, 7), 1 << 20])

@@ -7,9 +7,9 @@ import click
 import numpy as np
 import pytest
 
-from collectives.bench import data, report
-from collectives.bench.__main__ import check
-from collectives.bench.sizes import parse_bytes, parse_sizes, show_bytes
+from collectives.benchmark import data, report
+from collectives.benchmark.__main__ import check
+from collectives.benchmark.sizes import parse_bytes, parse_sizes, show_bytes
 
 
 @pytest.mark.parametrize(

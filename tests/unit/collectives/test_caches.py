@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from collectives import caches
-from collectives.caches import SYSCONF_LEVEL3, THRESHOLD, VARIABLE, corrected, long_copies, past_caches
+from collectives.machine import caches
+from collectives.machine.caches import SYSCONF_LEVEL3, THRESHOLD, VARIABLE, corrected, long_copies, past_caches
 
 MIB = 1 << 20
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from collectives.catalog import build
-from collectives.check import ScheduleError, check
-from collectives.schedule import NOBODY, Interval, Step, where
+from collectives.schedule.catalog import build
+from collectives.schedule.model import NOBODY, Interval, Step, where
+from collectives.schedule.proof import ScheduleError, check
 
 
 def mutated(schedule, change, lane=0, step=0, round_=0):

@@ -9,7 +9,7 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from collectives import console
+from collectives.terminal import console
 
 
 @pytest.fixture(autouse=True)

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from collectives.bench.case import FLOOR_SHARE, IN_PLACE
+from collectives.benchmark.case import FLOOR_SHARE, IN_PLACE
 from collectives.call import Call
 from collectives.operations import operation
-from collectives.schedule import KINDS
+from collectives.schedule.model import KINDS
 
 
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 7])

@@ -2,10 +2,10 @@
 
 import pytest
 
-from collectives.catalog import build
-from collectives.flows import Flow, Traffic, play, run
-from collectives.simulate import simulate
-from collectives.topology import bcube, star
+from collectives.schedule.catalog import build
+from collectives.simulator.clocks import simulate
+from collectives.simulator.flows import Flow, Traffic, play, run
+from collectives.simulator.topology import bcube, star
 
 RATE = 100.0
 

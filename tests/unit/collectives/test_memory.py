@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from collectives import memory
+from collectives.machine import memory
 
 
 @pytest.fixture(autouse=True)

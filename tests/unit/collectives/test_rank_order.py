@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from collectives.schedule import in_rank_order
+from collectives.schedule.model import in_rank_order
 
 
 @pytest.mark.parametrize("ranks", [[0], [0, 1], [2, 5], [0, 1, 2], [1, 4, 6, 7], list(range(7))])

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collectives.catalog import build, names, serves
-from collectives.schedule import KINDS, NOBODY, Lane, Schedule, cut
+from collectives.schedule.catalog import build, names, serves
+from collectives.schedule.model import KINDS, NOBODY, Lane, Schedule, cut
 
 
 @given(n=st.integers(0, 10**6), parts=st.integers(1, 300))

@@ -5,10 +5,10 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from collectives.cost import Costs, LinkCost, seconds
-from collectives.predict import figure5, on_job, predict, schedule_on
-from collectives.sim import command
-from collectives.topology import bcube, fattree, star
+from collectives.simulator.command import command
+from collectives.simulator.cost import Costs, LinkCost, seconds
+from collectives.simulator.predict import figure5, on_job, predict, schedule_on
+from collectives.simulator.topology import bcube, fattree, star
 
 
 def run(*words):

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from collectives.algorithms import bcube as exchange
-from collectives.catalog import build, names, serves
-from collectives.cost import Costs, LinkCost, seconds
-from collectives.schedule import KINDS
-from collectives.simulate import simulate
-from collectives.topology import bcube, fattree, star
+from collectives.schedule import bcube as exchange
+from collectives.schedule.catalog import build, names, serves
+from collectives.schedule.model import KINDS
+from collectives.simulator.clocks import simulate
+from collectives.simulator.cost import Costs, LinkCost, seconds
+from collectives.simulator.topology import bcube, fattree, star
 
 NONE = LinkCost(0.0, 0.0)
 ALPHA = 7e-6

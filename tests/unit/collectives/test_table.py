@@ -7,12 +7,12 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collectives import table
 from collectives.call import Call
 from collectives.errors import CollectiveError
 from collectives.operations import operation
-from collectives.schedule import KINDS
-from collectives.table import EVERYTHING, Eager, Line, Range, Table
+from collectives.schedule.model import KINDS
+from collectives.tuner import table
+from collectives.tuner.table import EVERYTHING, Eager, Line, Range, Table
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +57,7 @@ def test_a_cache_that_is_no_folder_has_no_table(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("words, kept", [([], True), (["--dry-run"], False)])
 def test_tune_makes_a_spoilt_table_anew(words, kept):
-    tune = pytest.importorskip("collectives.tune")
+    tune = pytest.importorskip("collectives.tuner.command")
     table.path().parent.mkdir(parents=True)
     table.path().write_text("{")
     done = CliRunner().invoke(tune.command, words)
@@ -71,7 +71,7 @@ def test_tune_makes_a_spoilt_table_anew(words, kept):
 
 @pytest.mark.parametrize("place", ["", "mpips", "mpips/collectives.json"])
 def test_tune_sees_first_whether_the_table_can_be_kept(monkeypatch, tmp_path, place):
-    tune = pytest.importorskip("collectives.tune")
+    tune = pytest.importorskip("collectives.tuner.command")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     blocked = tmp_path / "cache" / place
     blocked.parent.mkdir(parents=True, exist_ok=True)
@@ -120,6 +120,6 @@ def test_seconds_grow_with_bytes_and_know_the_closed_forms():
 
 
 def test_ranges_join_equal_winners():
-    tune = pytest.importorskip("collectives.tune")
+    tune = pytest.importorskip("collectives.tuner.command")
     found = tune.ranges([(64, "a"), (256, "a"), (1024, "b"), (4096, "b")])
     assert found == (Range(512, "a"), Range(EVERYTHING, "b"))

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from collectives.schedule import NOBODY
-from collectives.topology import address, bcube, fattree, hop_links, host_at, parse, star
+from collectives.schedule.model import NOBODY
+from collectives.simulator.topology import address, bcube, fattree, hop_links, host_at, parse, star
 
 NETWORKS = [star(1), star(5), bcube(3, 2), bcube(2, 3), fattree(2), fattree(4), fattree(6)]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from collectives import catalog
-from collectives.check import check
-from collectives.flows import play
-from collectives.simulate import simulate
-from collectives.topology import star
+from collectives.schedule import catalog
+from collectives.schedule.proof import check
+from collectives.simulator.clocks import simulate
+from collectives.simulator.flows import play
+from collectives.simulator.topology import star
 from examples.reproduce import native, rabenseifner
 from launch.command import Launcher
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collectives.topology import BCube, address, bcube, fattree, star
+from collectives.simulator.topology import BCube, address, bcube, fattree, star
 from launch.lab.layout import lay_out
 from launch.mapping import MappingError, missing_routes, order
 from launch.network import Report, Route, parse

@@ -208,7 +208,7 @@ launch.cli.main()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=180)
     assert all(name in done.stdout for name in cli.COMMANDS)
-    assert done.stdout.endswith("['collectives.callers', 'collectives.stdout']\n")
+    assert done.stdout.endswith("['collectives.callers', 'collectives.terminal.stdout']\n")
 
 
 @pytest.mark.parametrize(
@@ -285,7 +285,7 @@ def test_ranks_start_the_module_under_mpirun() -> None:
     done = ranked("bench", "kvstore", "--ranks", "3", "--sizes", "1KiB")
     assert done.stderr.strip() == "mpips bench kvstore: started 3 ['-m', 'mpips.bench', '--sizes', '1KiB']"
     done = ranked("bench", "allreduce", "--ranks=2")
-    assert done.stderr.strip() == "mpips bench: started 2 ['-m', 'collectives.bench', 'allreduce']"
+    assert done.stderr.strip() == "mpips bench: started 2 ['-m', 'collectives.benchmark', 'allreduce']"
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collectives import arena
+from collectives.node import arena
 from mpips import outbox
 from mpips.outbox import Outbox
 from mpips.session import fill_at_last

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from collectives.topology import parse
+from collectives.simulator.topology import parse
 from launch.lab import client, health
 from launch.lab.layout import lay_out
 from launch.lab.watch import TCP_SECONDS, Watch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from collectives.topology import Topology, bcube, hop_links, parse
+from collectives.simulator.topology import Topology, bcube, hop_links, parse
 from launch.lab.layout import lay_out
 from launch.lab.plan import Host, Plan, decode, encode, window
 

@@ -1,1 +1,0 @@
-"""One algorithm a file; `collectives.catalog` knows them by name."""

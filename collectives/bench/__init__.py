@@ -1,1 +1,0 @@
-"""Microbenchmarks of the collectives: `mpips bench` or `mpirun -n P python -m collectives.bench`."""

@@ -1,0 +1,1 @@
+"""`mpips bench`: one harness, one report, a case for each collective."""

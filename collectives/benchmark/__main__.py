@@ -1,0 +1,266 @@
+"""`mpips bench COLLECTIVE --ranks P` or `mpirun -n P python -m collectives.benchmark COLLECTIVE`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+import numpy as np
+from mpi4py import MPI
+
+from collectives.benchmark import overlap, pt2pt, report, rivals
+from collectives.benchmark.case import ARRAYS, BUS_FACTOR, FLOOR_SHARE, MPI_NAME, Candidate, Case, least_arrays
+from collectives.benchmark.harness import Timing, measure
+from collectives.benchmark.report import Row
+from collectives.benchmark.sizes import parse_counts, show_bytes
+from collectives.call import REDUCING
+from collectives.machine import memory
+from collectives.operations import operation
+from collectives.schedule import catalog
+from collectives.terminal.console import OutFile, Picture, RankedCommand, Seconds, leave, progress
+
+CASES = (*BUS_FACTOR, "pt2pt", "overlap")
+PLANS = ("auto", "shared_memory", "native")  # algorithms outside the catalog
+CALLS = ("one_shot", "gloo")  # that cannot be started and waited for
+
+
+class Wanted(NamedTuple):
+    """The words of the command line, understood."""
+
+    dtype: np.dtype[Any]
+    counts: list[int]
+    algorithms: list[str]
+    arrays: list[str]
+
+
+def check(
+    ranks: int, *, collective: str, sizes: str, algorithms: str, arrays: str, dtype: str, op: str, **_: Any
+) -> Wanted:
+    """What the command line means for that many ranks; click.UsageError where it cannot be. Starts no MPI."""
+    try:
+        element = _element(dtype)
+        if collective in (*REDUCING, "overlap"):
+            operation(op, element)
+        counts = parse_counts(sizes, element.itemsize, element.name)
+    except (TypeError, ValueError) as error:
+        raise click.UsageError(str(error)) from None
+    largest = max(counts) * element.itemsize
+    kinds, names = _words(arrays), _words(algorithms)
+    if unknown := [kind for kind in kinds if kind not in ARRAYS]:
+        raise click.UsageError(f"--arrays {unknown[0]!r} is none of {', '.join(ARRAYS)}")
+    if not kinds or not names:
+        raise click.UsageError(f"--{'algorithms' if kinds else 'arrays'} names none")
+    if collective == "pt2pt":
+        if ranks < 2:
+            raise click.UsageError("a ping-pong needs two ranks: --ranks 2")
+        _fits(sizes, largest, 1)
+        return Wanted(element, counts, [], [])
+    for name in names:
+        if reason := _refusal(collective, name, ranks):
+            raise click.UsageError(f"--algorithms {name}: {reason}")
+    _fits(sizes, largest, 1 if collective == "overlap" else least_arrays(collective, kinds))
+    return Wanted(element, counts, names, kinds)
+
+
+def _fits(sizes: str, largest: int, arrays: int) -> None:
+    try:
+        memory.check(f"--sizes {sizes}", largest, arrays, memory.ranks_here())
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+
+
+def _refusal(collective: str, algorithm: str, ranks: int) -> str | None:
+    kind, others = ("allreduce", PLANS) if collective == "overlap" else (collective, PLANS + CALLS)
+    if algorithm in others:
+        return None
+    try:
+        name, parameters = catalog.parse(algorithm)
+    except ValueError as error:
+        return str(error)
+    if name not in catalog.names(kind):
+        choices = [other for other in others if other != "gloo" or kind in rivals.GLOO_KINDS]
+        return f"{name!r} is no algorithm for {collective}: choose one of {', '.join([*choices, *catalog.names(kind)])}"
+    if name == "hierarchical" and "local" not in parameters:
+        return None  # the ranks of a node are known in the job alone
+    return catalog.serves(kind, algorithm, ranks)
+
+
+def _words(text: str) -> list[str]:
+    """The comma-separated words of `text`, but not split inside brackets: "ring,bcube(n=2,k=2)"."""
+    words, depth = [""], 0
+    for letter in text:
+        depth += (letter == "(") - (letter == ")")
+        if letter == "," and depth == 0:
+            words.append("")
+        else:
+            words[-1] += letter
+    return [word.strip() for word in words if word.strip()]
+
+
+class _Case(click.Choice):
+    """A case of this benchmark; who asks for none, or for another, hears of all benchmarks."""
+
+    def __init__(self) -> None:
+        super().__init__(CASES)
+
+    def get_missing_message(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
+        return f"It is one of {', '.join(CASES)}; or see `mpips bench kvstore --help`, `mpips bench optimizers --help`"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if value not in CASES:
+            self.fail(f"{value!r} is none of {', '.join(CASES)}, kvstore, optimizers", param, ctx)
+        return str(value)
+
+
+@click.command(cls=RankedCommand)
+@click.argument("collective", metavar="COLLECTIVE", type=_Case())
+@click.option("--sizes", default="1KiB:64MiB", show_default=True, help="MIN:MAX[:FACTOR] or a list of sizes")
+@click.option("--algorithms", default="auto", show_default=True, help="a list, as auto,native,one_shot,gloo,ring")
+@click.option("--arrays", default="ordinary,empty", show_default=True, help="ordinary; empty: of collectives.empty")
+@click.option("--dtype", default="float32", show_default=True, help="of the elements, a NumPy name or bfloat16")
+@click.option("--op", type=click.Choice(tuple(rivals.OPS)), default="sum", show_default=True)
+@click.option("--seconds", default=1.0, type=Seconds(), show_default=True, help="time to spend on each size")
+@click.option("--check", "checked", is_flag=True, help="count wrong elements; exit 1 if there are any")
+@click.option("--json", "json_path", type=OutFile(), help="write the rows as JSON")
+@click.option("--csv", "csv_path", type=OutFile(), help="write the rows as CSV")
+@click.option("--plot", "plot_path", type=Picture(), help="draw time and bandwidth (PNG)")
+def command(
+    collective: str, sizes: str, algorithms: str, arrays: str, dtype: str, op: str, seconds: float, checked: bool,
+    json_path: Path | None, csv_path: Path | None, plot_path: Path | None,
+) -> None:  # fmt: skip
+    """Time COLLECTIVE over the ranks of the job, beside the MPI's own best call in the same run.
+
+    It is allreduce, reduce_scatter, allgather, alltoall, broadcast, reduce, pt2pt (a ping-pong of ranks 0 and 1) or
+    overlap (an allreduce beside compute). Times are of one call on the slowest rank. Start the ranks with `mpips bench
+    ... --ranks P` or with mpirun. `mpips bench kvstore` and `mpips bench optimizers` have helps of their own.
+    """
+    comm = MPI.COMM_WORLD
+    wanted = check(
+        comm.size, collective=collective, sizes=sizes, algorithms=algorithms, arrays=arrays, dtype=dtype, op=op
+    )
+    title = f"{collective}, {comm.size} rank{'s' * (comm.size > 1)}"
+    if comm.size == 1:
+        click.echo("one rank alone exchanges nothing: start more with --ranks P", err=True)
+    if collective == "overlap":
+        _overlap(comm, wanted, seconds, title, json_path)
+        return
+    rows: list[Row] = []
+    with progress(title, len(wanted.counts), comm.rank == 0) as done:
+        for n in wanted.counts:
+            if collective == "pt2pt":
+                rows += _pt2pt(comm, n, wanted.dtype, seconds)
+            else:
+                case = Case(collective, op, wanted.dtype, n, comm)
+                rows += _collective(case, wanted.algorithms, wanted.arrays, seconds, checked)
+            done(show_bytes(n * wanted.dtype.itemsize))
+    if comm.rank == 0:
+        report.print_table(rows, title)
+        _write(rows, title, json_path, csv_path, plot_path)
+    if any(row.wrong for row in rows):
+        leave(1)
+
+
+def _element(dtype: str) -> np.dtype[Any]:
+    if dtype == "bfloat16":
+        try:
+            import ml_dtypes
+        except ImportError:
+            raise ValueError("bfloat16 needs the package ml_dtypes: pip install ml_dtypes") from None
+        return np.dtype(ml_dtypes.bfloat16)
+    try:
+        element = np.dtype(dtype)
+    except TypeError:
+        element = np.dtype(object)
+    if element.kind not in "biufc":
+        raise ValueError(f"--dtype {dtype!r} is no type of numbers, such as float32, float16, bfloat16, float64, int32")
+    return element
+
+
+def _write(
+    rows: list[Row], title: str, json_path: Path | None, csv_path: Path | None, plot_path: Path | None
+) -> None:
+    if json_path:
+        report.write_json(rows, json_path)
+    if csv_path:
+        report.write_csv(rows, csv_path)
+    if plot_path:
+        report.draw(rows, plot_path, title)
+
+
+def _collective(case: Case, algorithms: list[str], arrays: list[str], seconds: float, check: bool) -> list[Row]:
+    """Rows of one size: the MPI's best first, then every algorithm on every kind of array."""
+    native = case.mpi()
+    chosen = list(_candidates(case, algorithms, arrays))
+    try:
+        faults = [candidate.check() if check else None for candidate in chosen]
+        copy, *timings = measure(case.comm, [case.copy(), *(c.run for c in [*native, *chosen])], seconds)
+    finally:
+        for candidate in chosen:
+            candidate.close()
+    best = min(timings[: len(native)], key=lambda t: t.median, default=None)
+    floor = copy.median * FLOOR_SHARE[case.kind](case.comm.size)
+    rows = [] if best is None else [_row(case, MPI_NAME, "ordinary", best, None, best, None, floor)]
+    for candidate, timing, wrong in zip(chosen, timings[len(native) :], faults):
+        rows.append(_row(case, candidate.algorithm, candidate.array, timing, wrong, best, candidate.predicted, floor))
+    return rows
+
+
+def _candidates(case: Case, algorithms: list[str], arrays: list[str]) -> Iterable[Candidate]:
+    for algorithm in algorithms:
+        if algorithm == "gloo":
+            reason = rivals.why_no_gloo(case.kind, case.dtype)
+            if reason is None:
+                yield case.gloo()
+            elif case.comm.rank == 0:
+                click.echo(f"gloo is left out: {reason}", err=True)
+            continue
+        for array in arrays:
+            try:
+                yield case.one_shot(array) if algorithm == "one_shot" else case.plan(algorithm, array)
+            except ValueError as error:
+                raise click.UsageError(str(error)) from None
+
+
+def _row(
+    case: Case, algorithm: str, array: str, t: Timing, wrong: int | None, native: Timing | None,
+    predicted: float | None, floor: float,
+) -> Row:  # fmt: skip
+    nbytes = case.n * case.dtype.itemsize
+    algbw = nbytes / t.median / 1e9
+    return Row(
+        case.kind, algorithm, array, case.dtype.name, case.op, case.comm.size, nbytes, case.n,
+        1e6 * t.least, 1e6 * t.median, 1e6 * t.p99, algbw, algbw * BUS_FACTOR[case.kind](case.comm.size), wrong,
+        None if native is None else native.median / t.median, None if predicted is None else 1e6 * predicted,
+        1e6 * floor,
+    )  # fmt: skip
+
+
+def _pt2pt(comm: MPI.Comm, n: int, dtype: np.dtype[Any], seconds: float) -> list[Row]:
+    timings = pt2pt.ping_pong(comm, np.zeros(n, dtype), seconds)
+    rows = []
+    for name, t in timings.items():
+        rate = n * dtype.itemsize / t.median / 1e9
+        rows.append(
+            Row("pt2pt", name, "ordinary", dtype.name, "none", comm.size, n * dtype.itemsize, n, 1e6 * t.least,
+                1e6 * t.median, 1e6 * t.p99, rate, rate, None, timings["blocking"].median / t.median)
+        )  # fmt: skip
+    return rows
+
+
+def _overlap(comm: MPI.Comm, wanted: Wanted, seconds: float, title: str, json_path: Path | None) -> None:
+    rows = []
+    for n in wanted.counts:
+        for algorithm in wanted.algorithms:
+            for array in wanted.arrays:
+                x = Case("allreduce", "sum", wanted.dtype, n, comm).arrays(array)[0]
+                rows.append(overlap.measure_overlap(comm, algorithm, x, array, seconds))
+    if comm.rank == 0:
+        overlap.print_overlap(rows, title)
+        if json_path:
+            overlap.write_overlap(rows, json_path)
+
+
+if __name__ == "__main__":
+    command()

@@ -1,0 +1,90 @@
+"""How much of a collective hides behind compute, measured as the OSU benchmarks do for non-blocking calls.
+
+Overlap (%) = 100 x (1 - (overall - compute) / pure communication), where `overall` is the time of start, compute and
+wait together, and the compute lasts as long as the communication alone.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+from rich.table import Table
+
+import collectives
+from collectives.benchmark.harness import measure
+from collectives.benchmark.report import machine
+from collectives.benchmark.sizes import show_bytes
+from collectives.terminal.console import console, write_text
+
+SLICES = 32  # how often the computing thread looks after the communication
+
+
+@dataclass(frozen=True)
+class OverlapRow:
+    """Median microseconds of start + compute + wait, of the compute alone, of the communication alone; and the share
+    of the communication that was hidden."""
+
+    collective: str
+    algorithm: str
+    array: str
+    dtype: str
+    ranks: int
+    bytes: int
+    overall_us: float
+    compute_us: float
+    pure_us: float
+    overlap_percent: float
+
+
+def measure_overlap(comm: MPI.Comm, algorithm: str, x: np.ndarray[Any, Any], array: str, budget_s: float) -> OverlapRow:
+    """Overlap of an allreduce of `x` in place. Collective and blocking; the row is the same on every rank."""
+    plan = collectives.plan("allreduce", x, comm, algorithm=algorithm)
+    try:
+        pure = measure(comm, [plan], budget_s / 3)[0].median
+        block = np.ones(16_384, np.float32)
+
+        def compute(look: bool) -> None:
+            for _ in range(SLICES):
+                until = time.perf_counter() + pure / SLICES
+                while time.perf_counter() < until:
+                    np.multiply(block, 1.0001, out=block)
+                if look:
+                    plan.test()
+            block.fill(1)
+
+        def together() -> None:
+            plan.start()
+            compute(look=True)
+            plan.wait()
+
+        alone, overall = measure(comm, [lambda: compute(look=False), together], 2 * budget_s / 3)
+    finally:
+        plan.free()
+    hidden = 1 - (overall.median - alone.median) / pure
+    return OverlapRow(
+        "allreduce", algorithm, array, x.dtype.name, comm.size, x.nbytes,
+        1e6 * overall.median, 1e6 * alone.median, 1e6 * pure, 100 * min(1.0, max(0.0, hidden)),
+    )  # fmt: skip
+
+
+def print_overlap(rows: Sequence[OverlapRow], title: str) -> None:
+    """The rows as a table for people."""
+    table = Table(title=title, title_justify="left", header_style="bold")
+    for name in ("size", "algorithm", "array", "overall us", "compute us", "pure comm. us", "overlap %"):
+        table.add_column(name, justify="left" if name in ("algorithm", "array") else "right")
+    for row in rows:
+        numbers = [f"{value:.1f}" for value in (row.overall_us, row.compute_us, row.pure_us, row.overlap_percent)]
+        table.add_row(show_bytes(row.bytes), row.algorithm, row.array, *numbers)
+    console().print(table)
+
+
+def write_overlap(rows: Sequence[OverlapRow], path: Path) -> None:
+    """The rows as a JSON list at `path`."""
+    write_text(path, json.dumps([asdict(row) | {"on": machine()} for row in rows], indent=1) + "\n")

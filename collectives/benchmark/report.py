@@ -1,0 +1,127 @@
+"""Rows of results as a table, JSON, CSV and a picture."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+from rich import box
+from rich.table import Table
+
+from collectives.benchmark.sizes import show_bytes
+from collectives.terminal.console import console, write_text, writing
+
+FLOOR_BYTES = 1 << 20  # below, a call is no matter of bytes
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a result; times in microseconds, rates in 10^9 bytes a second.
+
+    `algbw` is bytes / median time; `busbw` is `algbw` times the share of the bytes that each rank's link must carry, as
+    nccl-tests define it, so that it can be held against the hardware's rate. `vs_native` is the median of the MPI's own
+    best call, measured alternately in the same run, over this median: above 1 is faster than the MPI. `floor_us` is the
+    time to read and write the bytes that the collective must, at the speed of a copy by all ranks in the same run
+    (`collectives.benchmark.case.FLOOR_SHARE`); a copy that finds its target in the cache can be above that speed.
+    """
+
+    collective: str
+    algorithm: str
+    array: str
+    dtype: str
+    op: str
+    ranks: int
+    bytes: int
+    count: int
+    min_us: float
+    p50_us: float
+    p99_us: float
+    algbw_GBps: float
+    busbw_GBps: float
+    wrong: int | None
+    vs_native: float | None
+    predicted_us: float | None = None
+    floor_us: float | None = None
+
+
+def machine() -> dict[str, Any]:
+    """Where and on what the figures were measured."""
+    return {
+        "mpi": MPI.Get_library_version().split("\n")[0].strip("\0 ,"),
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+    }
+
+
+def print_table(rows: Sequence[Row], title: str) -> None:
+    """The rows as a table for people, on standard output; it fits 80 columns."""
+    first = rows[0]
+    what = f"{title}, {first.dtype}" + ("" if first.op == "none" else f", {first.op}")
+    table = Table(title=what, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.show_edge = False
+    table.add_column("size", justify="right", no_wrap=True)
+    for name in ("algorithm", "array"):
+        table.add_column(name, overflow="fold")
+    for name in ("min us", "p50 us", "p99 us", "algbw\nGB/s", "busbw\nGB/s", "#wrong", "vs MPI", "/ floor"):
+        table.add_column(name, justify="right", no_wrap=True)
+    last = None
+    for row in rows:
+        if last is not None and row.bytes != last:
+            table.add_section()
+        last = row.bytes
+        times = [f"{t:.1f}" if t < 1000 else f"{t:,.0f}" for t in (row.min_us, row.p50_us, row.p99_us)]
+        rates = [f"{r:.2f}" for r in (row.algbw_GBps, row.busbw_GBps)]
+        wrong = "-" if row.wrong is None else f"[red]{row.wrong}[/red]" if row.wrong else "0"
+        ratio = "-" if row.vs_native is None else f"{row.vs_native:.2f}x"
+        floor = "-" if row.floor_us is None or row.bytes < FLOOR_BYTES else f"{row.p50_us / row.floor_us:.2f}"
+        table.add_row(show_bytes(row.bytes), row.algorithm, row.array, *times, *rates, wrong, ratio, floor)
+    console().print(table)
+
+
+def write_json(rows: Sequence[Row], path: Path) -> None:
+    """The rows as a JSON list at `path`, each with the machine it was measured on."""
+    where = machine()
+    write_text(path, json.dumps([asdict(row) | {"on": where} for row in rows], indent=1) + "\n")
+
+
+def write_csv(rows: Sequence[Row], path: Path) -> None:
+    """The rows as comma-separated values with a header at `path`."""
+    with writing(path), path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(asdict(rows[0])))
+        writer.writeheader()
+        writer.writerows(asdict(row) for row in rows)
+
+
+def draw(rows: Sequence[Row], path: Path, title: str) -> None:
+    """Median time and bus bandwidth against size, one line for each algorithm and kind of array, as a PNG at `path`."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    for algorithm, array in dict.fromkeys((row.algorithm, row.array) for row in rows):
+        line = [row for row in rows if (row.algorithm, row.array) == (algorithm, array)]
+        style = {"marker": "o", "ms": 3.5, "ls": "-" if array == "empty" else "--", "label": f"{algorithm}, {array}"}
+        left.plot([r.bytes for r in line], [r.p50_us for r in line], **style)
+        right.plot([r.bytes for r in line], [r.busbw_GBps for r in line], **style)
+    left.set(xscale="log", yscale="log", xlabel="bytes", ylabel="median time (us)")
+    right.set(xscale="log", xlabel="bytes", ylabel="bus bandwidth (GB/s)")
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+        axes.set_xscale("log", base=2)
+    left.legend(fontsize=8)
+    figure.suptitle(title, fontsize=11)
+    with writing(path):
+        figure.savefig(path, dpi=130)
+    plt.close(figure)

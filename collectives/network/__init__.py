@@ -1,0 +1,1 @@
+"""Collectives between nodes: messages of a schedule, two levels, the MPI's own calls."""

@@ -1,0 +1,112 @@
+"""BML: k lanes over the levels of a BCube(n, k), p = n^k, so that all k NICs of a host work all the time.
+
+Source: BML paper (Wang et al., "BML: a high-performance, low-cost gradient synchronization algorithm for DML training",
+NeurIPS 2018), section 3.2, Algorithm 1 and figure 4.
+
+Steps: lane t (the paper's thread t) cuts its 1/k of the vector into p chunks and takes the levels t, t+1, ..., t+k-1
+mod k. In step w of the aggregation a rank exchanges with its n-1 neighbours of that level: each pair splits what is
+still theirs by the neighbour's digit of that level, so that a rank is left with 1/n of what it had, summed over n
+times as many ranks. After k steps it holds one chunk summed over all. The broadcast goes the same way back.
+
+Chunks of lane t are numbered by the digits of their owner, digit t first, then t+1, ...; so what a rank still holds is
+always one interval, each step cuts it in n, and every message is one contiguous block. In reduce_scatter and allgather,
+where chunk r must be rank r's block, there is one lane, which takes the levels from the highest down.
+
+n = 3, k = 2, rank 0 (digits 0,0); (partner, chunks sent), aggregation | broadcast:
+
+    lane 0:  (1,3-5) (2,6-8)   (3,1) (6,2) | (3,0) (6,0)   (1,0-2) (2,0-2)
+    lane 1:  (3,3-5) (6,6-8)   (1,1) (2,2) | (1,0) (2,0)   (3,0-2) (6,0-2)
+
+Cost, on BCube(n, k): 2k(n-1) alpha + 2(p-1)/(kp) n_bytes beta + (p-1)/p n_bytes gamma: on the wire 1/k of the ring's.
+On one NIC the bytes of the lanes add up, to the ring's, in k(n-1) rather than p-1 messages. Limits: p = n^k, or any
+product of radices through `over`. Memory: (n-1)/n of a lane's share, for each lane.
+
+depth: every thread's share is cut into so many lanes with the same order of levels. While one of them goes from step to
+step, and ranks wait for the slowest of their neighbours, another one's messages fill the link.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from math import prod
+
+from collectives.schedule.model import MOST_LANES, Index, Lane, Round, Schedule, Step, Steps, one, series
+
+KINDS = ("allreduce", "reduce_scatter", "allgather")
+
+
+def reduce_scatter(radices: tuple[int, ...], order: tuple[int, ...], rank: Index) -> Steps:
+    """Aggregation: the chunk with the rank's digits is complete on it. `radices[l]` is the size of digit l, the least
+    significant first; `order` names the levels as they are taken."""
+    for w in range(len(order)):
+        yield Step(radices[order[w]] - 1, partial(_exchange, radices, order, w, rank, True))
+
+
+def allgather(radices: tuple[int, ...], order: tuple[int, ...], rank: Index) -> Steps:
+    """Broadcast: the way back, level by level in the reverse order."""
+    for w in reversed(range(len(order))):
+        yield Step(radices[order[w]] - 1, partial(_exchange, radices, order, w, rank, False))
+
+
+def _exchange(radices: tuple[int, ...], order: tuple[int, ...], w: int, rank: Index, aggregate: bool, i: int) -> Round:
+    """Round i of step w: with the neighbours i+1 digits away, to the right and to the left."""
+    level = order[w]
+    n, stride = radices[level], prod(radices[:level])
+    size = prod(radices[later] for later in order[w + 1 :])
+    held = 0
+    for earlier in order[:w]:
+        held = (held * radices[earlier]) + rank // prod(radices[:earlier]) % radices[earlier]
+    held = held * n * size
+    digit = rank // stride % n
+    to, come = (digit + i + 1) % n, (digit - i - 1) % n
+    mine = one(held + digit * size, size)
+    send, receive = (one(held + to * size, size), mine) if aggregate else (mine, one(held + come * size, size))
+    return Round(rank + (to - digit) * stride, send, rank + (come - digit) * stride, receive, aggregate)
+
+
+def over(kind: str, radices: tuple[int, ...], lanes: int, name: str) -> Schedule:
+    """The same exchange over digits of any sizes (least significant first), as on a fat-tree's slots, edges and
+    pods."""
+    levels = len(radices)
+    if kind == "allreduce":
+        orders = [tuple((t + w) % levels for w in range(levels)) for t in range(lanes)]
+    else:
+        orders = [tuple(reversed(range(levels)))]
+    p = prod(radices)
+    chosen = {"allreduce": (reduce_scatter, allgather), "reduce_scatter": (reduce_scatter,), "allgather": (allgather,)}
+    stages = [series(*(partial(stage, radices, order) for stage in chosen[kind])) for order in orders]
+    return Schedule(kind, name, p, tuple(Lane(p, stage) for stage in stages))
+
+
+def build(kind: str, p: int, n: int = 0, k: int = 0, depth: int = 1) -> Schedule:
+    """BML over n^k = p ranks; n and k as in `shape`, depth from 1 to `MOST_LANES` (it counts in allreduce only)."""
+    if not 1 <= depth <= MOST_LANES:
+        raise ValueError(f"bcube needs a depth of 1 to {MOST_LANES}, not {depth}")
+    n, k = shape(p, n, k)
+    deeper = f",depth={depth}" if depth > 1 else ""
+    return over(kind, (n,) * k, depth * k, f"bcube(n={n},k={k}{deeper})")
+
+
+def shape(p: int, n: int = 0, k: int = 0) -> tuple[int, int]:
+    """n and k with n^k = p. What is 0 is inferred; with neither, k is the least of 2, 3, ... that fits. ValueError
+    where nothing fits."""
+    if not n and not k:
+        return _least_levels(p)
+    n = n or round(p ** (1 / k))
+    k = k or next(k for k in range(1, p + 1) if n**k >= p or n == 1)
+    if n ** min(k, p.bit_length()) != p:  # 2^bit_length is above p already
+        raise ValueError(f"bcube(n={n},k={k}) is for {n}^{k} ranks, not for {p}: choose n and k with n^k = {p}")
+    return n, k
+
+
+def _least_levels(p: int) -> tuple[int, int]:
+    for k in range(2, p.bit_length()):
+        n = round(p ** (1 / k))
+        if n**k == p:
+            return n, k
+    if p == 1:
+        return 1, 1
+    raise ValueError(
+        f"bcube needs p = n^k ranks with k of at least 2, which {p} is not: give n={p}, k=1 for one level, or choose "
+        "another algorithm"
+    )

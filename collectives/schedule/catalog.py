@@ -1,0 +1,122 @@
+"""The algorithms by name: what each can do, and its schedule.
+
+An algorithm is named as in "ring", or with parameters as in "multi_ring(rings=4)", "bcube(n=3,k=2)" or
+"hierarchical(local=4,between=ring)". `over` is a parameter of all of them and says what carries the schedule: "memory"
+that the ranks of one node share, or "messages". By default it is memory where all ranks are on one node.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+from collectives.schedule import (
+    bcube,
+    binomial,
+    direct,
+    halving_doubling,
+    hierarchical,
+    multi_ring,
+    recursive_doubling,
+    ring,
+)
+from collectives.schedule.model import KINDS, Schedule
+
+ALGORITHMS: dict[str, ModuleType] = {
+    "ring": ring,
+    "multi_ring": multi_ring,
+    "direct": direct,
+    "halving_doubling": halving_doubling,
+    "recursive_doubling": recursive_doubling,
+    "binomial": binomial,
+    "bcube": bcube,
+    "hierarchical": hierarchical,
+}
+"""Each module has KINDS, the collectives it serves, and build(kind, p, **parameters), which raises ValueError where p
+or a parameter does not fit."""
+
+ROOTED = ("broadcast", "reduce")
+TRANSPORTS = ("memory", "messages")
+
+
+def names(kind: str) -> tuple[str, ...]:
+    """The algorithms that serve `kind`."""
+    if kind not in KINDS:
+        raise ValueError(f"unknown collective {kind!r}: choose one of {', '.join(KINDS)}")
+    return tuple(name for name, module in ALGORITHMS.items() if kind in module.KINDS)
+
+
+def see_serves(kind: str, name: str, others: Sequence[str] = ()) -> None:
+    """ValueError with the choices, `others` and what is here, where no algorithm of this name serves `kind`."""
+    if name not in names(kind):
+        known = "does not serve" if name in ALGORITHMS else "is no algorithm for"
+        raise ValueError(f"{name!r} {known} {kind}: choose one of {', '.join([*others, *names(kind)])}")
+
+
+def build(kind: str, algorithm: str, p: int, root: int = 0, **parameters: Any) -> Schedule:
+    """The schedule of `algorithm` for `kind` over p ranks. Parameters may be written in the name or given by keyword;
+    `root` counts in broadcast and reduce only. ValueError with the reason and the choices for an unknown name or
+    parameter, a kind that it does not serve, or a p that does not fit."""
+    name, written = parse(algorithm)
+    see_serves(kind, name)
+    given = {**parameters, **written}
+    _refuse_unknown(name, given)
+    if kind in ROOTED:
+        given["root"] = root
+    if name == "hierarchical":
+        return _hierarchical(kind, p, **given)
+    return ALGORITHMS[name].build(kind, p, **given)
+
+
+def serves(kind: str, algorithm: str, p: int, **parameters: Any) -> str | None:
+    """None where `build` would succeed, else its sentence."""
+    try:
+        build(kind, algorithm, p, **parameters)
+    except ValueError as refusal:
+        return str(refusal)
+    return None
+
+
+def parse(algorithm: str) -> tuple[str, dict[str, Any]]:
+    """("bcube", {"n": 3, "k": 2}) from "bcube(n=3,k=2,over=messages)": `over` is no parameter of the schedule.
+    ValueError where it is not so written, or `over` is none of "memory" and "messages"."""
+    name, written = _parse(algorithm)
+    written.pop("over", None)
+    return name, written
+
+
+def transport(algorithm: str) -> str:
+    """What `over` says, or ""; ValueError as `parse`."""
+    return str(_parse(algorithm)[1].get("over", ""))
+
+
+def _parse(algorithm: str) -> tuple[str, dict[str, Any]]:
+    match = re.fullmatch(r"(\w+)(?:\(((?:\w+=\w+[,\s]*)*)\))?", algorithm.strip())
+    if not match:
+        raise ValueError(f"algorithm {algorithm!r} is not written as name or name(parameter=value, ...)")
+    name, inside = match.groups()
+    pairs = re.findall(r"(\w+)=(\w+)", inside or "")
+    written = {key: int(value) if value.isdecimal() else value for key, value in pairs}
+    if written.get("over", TRANSPORTS[0]) not in TRANSPORTS:
+        raise ValueError(f"{algorithm}: over must be one of {', '.join(TRANSPORTS)}")
+    return name, written
+
+
+def _refuse_unknown(name: str, given: dict[str, Any]) -> None:
+    taken = [key for key in inspect.signature(ALGORITHMS[name].build).parameters if key not in ("kind", "p", "root")]
+    for key, value in given.items():
+        if key not in taken:
+            raise ValueError(f"{name} has no parameter {key!r}: it takes {', '.join(taken) or 'none'}")
+        if key != "between" and not isinstance(value, int):
+            raise ValueError(f"{name}({key}={value}): {key} must be a whole number")
+
+
+def _hierarchical(kind: str, p: int, local: int = 0, between: str = "ring") -> Schedule:
+    if local < 1 or p % local:
+        raise ValueError(
+            f"hierarchical(local={local}) does not fit {p} ranks: local, the ranks of each node, must divide them"
+        )
+    return hierarchical.build(kind, p, local, build(kind, between, p // local))

@@ -1,0 +1,61 @@
+"""Ring, also called the bucket algorithm: bytes as few as can be, steps as many as ranks.
+
+Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations" (2009); MXNET-MPI
+paper, section 6.2.
+
+Steps: p chunks, everybody sends to the right and receives from the left. In step s of the reduce-scatter (s = 0..p-2)
+rank r sends chunk r-s-1 and adds chunk r-s-2, both mod p, so that after the last step it holds all of chunk r. In step
+s of the allgather it sends chunk r-s and copies chunk r-s-1.
+
+p = 3, chunk that is sent in each step:
+
+    rank 0:  2  1 |  0  2
+    rank 1:  0  2 |  1  0
+    rank 2:  1  0 |  2  1
+
+A broadcast of a long vector is a binomial scatter and then the ring's allgather (van de Geijn); a reduce is the ring's
+reduce-scatter and then a binomial gather.
+
+Cost, allreduce: 2(p-1) alpha + 2(p-1)/p n beta + (p-1)/p n gamma; each half of it costs half the alpha and beta.
+broadcast, m = ceil(log2 p): (m + p-1) alpha + 2(p-1)/p n beta; reduce the same + (p-1)/p n gamma.
+Limits: any p. Memory: one chunk, n/p, to receive what is to be added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from collectives.schedule import binomial
+from collectives.schedule.model import Index, Lane, Round, Schedule, Stage, Steps, one, series, single
+
+
+def reduce_scatter(p: int, rank: Index) -> Steps:
+    """Chunk r is complete on rank r."""
+    for s in range(p - 1):
+        yield single(_shift(p, rank, send=(rank - s - 1) % p, receive=(rank - s - 2) % p, add=True))
+
+
+def allgather(p: int, rank: Index) -> Steps:
+    """Chunk r goes from rank r to everybody."""
+    for s in range(p - 1):
+        yield single(_shift(p, rank, send=(rank - s) % p, receive=(rank - s - 1) % p, add=False))
+
+
+def _shift(p: int, rank: Index, send: Index, receive: Index, add: bool) -> Round:
+    return Round((rank + 1) % p, one(send), (rank - 1) % p, one(receive), add)
+
+
+STAGES: dict[str, Callable[[int], Stage]] = {
+    "reduce_scatter": lambda p: partial(reduce_scatter, p),
+    "allgather": lambda p: partial(allgather, p),
+    "allreduce": lambda p: series(partial(reduce_scatter, p), partial(allgather, p)),
+    "broadcast": lambda p: series(partial(binomial.scatter, p), partial(allgather, p)),
+    "reduce": lambda p: series(partial(reduce_scatter, p), partial(binomial.gather, p)),
+}
+KINDS = tuple(STAGES)
+
+
+def build(kind: str, p: int, root: int = 0) -> Schedule:
+    """allreduce, reduce_scatter, allgather, broadcast or reduce over a ring of p ranks."""
+    return Schedule(kind, "ring", p, (Lane(p, STAGES[kind](p)),), root)

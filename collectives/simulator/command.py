@@ -1,0 +1,171 @@
+"""`mpips sim`: what a collective would cost on a network that one does not have."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+import click
+import numpy as np
+from rich.progress import Progress
+from rich.table import Table
+
+from collectives.benchmark.sizes import parse_sizes
+from collectives.schedule.model import KINDS
+from collectives.simulator.cost import LinkCost
+from collectives.simulator.predict import Network, Prediction, figure5, predict
+from collectives.simulator.topology import parse, parse_rate
+from collectives.terminal.console import Interruptible, OutFile, Picture, Seconds, console, write_text, writing
+
+TIME = Seconds(zero=True)
+MOST_RANKS = 1 << 20  # whose clocks and links fit into memory
+MANY = 2048  # ranks from which a run may take long enough for a progress bar
+
+
+@click.command(cls=Interruptible)
+@click.option("--topology", default="bcube:3,2", show_default=True, help="star:N, fattree:K or bcube:N,K")
+@click.option("--algorithm", "algorithms", default=("bcube",), show_default=True, multiple=True, help="may be repeated")
+@click.option("--collective", type=click.Choice(KINDS), default="allreduce", show_default=True)
+@click.option("--bytes", "sizes", default="548MB", show_default=True, help="MIN:MAX[:FACTOR] or a list of sizes")
+@click.option("--rate", default="10gbit", show_default=True, help="of every link, each direction")
+@click.option("--beta", type=Seconds(), help="seconds a byte, in place of --rate")
+@click.option("--alpha", default=0.0, type=TIME, show_default=True, help="seconds a message")
+@click.option("--gamma", default=0.0, type=TIME, show_default=True, help="seconds to add a byte")
+@click.option("--per-host", default=1, type=click.IntRange(1), show_default=True, help="ranks on each host")
+@click.option("--near-alpha", default=0.0, type=TIME, show_default=True, help="seconds a message inside a host")
+@click.option("--near-beta", default=0.0, type=TIME, show_default=True, help="seconds a byte inside a host")
+@click.option("--figure5", "figure", is_flag=True, help="figure 5 of the BML paper, for --bytes and --rate")
+@click.option("--json", "json_path", type=OutFile(), help="write the rows as JSON")
+@click.option("--plot", "plot_path", type=Picture(), help="draw the times (PNG)")
+def command(
+    topology: str, algorithms: tuple[str, ...], collective: str, sizes: str, rate: str, beta: float | None,
+    alpha: float, gamma: float, per_host: int, near_alpha: float, near_beta: float, figure: bool,
+    json_path: Path | None, plot_path: Path | None,
+) -> None:  # fmt: skip
+    """Simulate a collective on a topology, and show the closed form of its cost beside it where there is one.
+
+    The time of a message is alpha, plus its bytes at its share of the links' rate; see docs/algorithms.md.
+    """
+    try:
+        speed = 1 / beta if beta else parse_rate(rate)
+        if figure:
+            _figure5(_sizes(sizes)[0], speed, json_path, plot_path)
+            return
+        near = LinkCost(near_alpha, near_beta)
+        model = partial(predict, alpha=alpha, gamma=gamma, near=near, per_host=per_host)
+        network = _network(topology, speed, per_host)
+        rows = [
+            _predicted(model, network, collective, algorithm, nbytes)
+            for algorithm in algorithms
+            for nbytes in _sizes(sizes)
+        ]
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    _print(rows)
+    if json_path:
+        write_text(json_path, json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    if plot_path:
+        _draw(rows, plot_path)
+
+
+def _network(topology: str, rate: float, per_host: int) -> Network:
+    try:
+        found = parse(topology, rate)
+    except ValueError as error:
+        raise ValueError(f"--topology: {error}") from None
+    if found.hosts * per_host > MOST_RANKS:
+        raise ValueError(f"--per-host {per_host} on {found.hosts:,} hosts: at most {MOST_RANKS:,} ranks in all")
+    return found
+
+
+def _sizes(text: str) -> list[int]:
+    try:
+        found = parse_sizes(text)
+    except ValueError as error:
+        raise ValueError(f"--bytes: {error}") from None
+    if min(found) < 1:
+        raise ValueError(f"--bytes {text}: there is nothing to move")
+    return found
+
+
+def _predicted(
+    model: Callable[..., Prediction], network: Network, kind: str, algorithm: str, nbytes: int
+) -> Prediction:
+    hidden = network.hosts < MANY
+    with Progress(console=console(stderr=True), transient=True, disable=hidden) as bar:
+        task = bar.add_task(f"{algorithm} on {network.name}", total=1.0)
+        with np.errstate(over="ignore", invalid="ignore"):
+            row = model(network, kind, algorithm, nbytes, progress=lambda done: bar.update(task, completed=done))
+    if not math.isfinite(row.seconds):
+        raise ValueError("--alpha, --beta and --gamma (or --near-*) give a time beyond all numbers: lower them")
+    return row
+
+
+def _print(rows: Sequence[Prediction]) -> None:
+    table = Table("topology", "collective", "algorithm", title="simulated, seconds")
+    for title in ("ranks", "bytes", "simulated", "closed form", "algbw GB/s", "busiest link, bytes"):
+        table.add_column(title, justify="right")
+    for row in rows:
+        form = "-" if row.closed_form is None else f"{row.closed_form:.6g}"
+        bandwidth = f"{row.bytes / row.seconds / 1e9:.3f}" if row.seconds else "-"
+        numbers = [f"{row.ranks:,}", f"{row.bytes:,}", f"{row.seconds:.6g}", form, bandwidth]
+        table.add_row(row.topology, row.collective, row.algorithm, *numbers, f"{row.busiest_link_bytes:,.0f}")
+    console().print(table)
+
+
+def _figure5(nbytes: int, rate: float, json_path: Path | None, plot_path: Path | None) -> None:
+    rows = figure5(nbytes, rate)
+    full = nbytes / rate
+    table = Table("servers", "topology", "algorithm", title=f"BML, figure 5: time over TF = {full:.4g} s")
+    for title in ("simulated", "paper's text", "over BML on BCube"):
+        table.add_column(title, justify="right")
+    best = {row.ranks: row.seconds for row, _ in rows}  # the last of each size is BML on BCube
+    for row, said in rows:
+        name = {"direct": "parameter server"}.get(row.algorithm, "BML")
+        ratio = f"{row.seconds / best[row.ranks]:.2f}"
+        table.add_row(f"{row.ranks:,}", row.topology, name, f"{row.seconds / full:.4f}", f"{said / full:.4f}", ratio)
+    console().print(table)
+    if json_path:
+        found = [{**asdict(row), "paper_seconds": said} for row, said in rows]
+        write_text(json_path, json.dumps(found, indent=1) + "\n")
+    if plot_path:
+        _draw_bars(rows, full, plot_path)
+
+
+def _draw(rows: Sequence[Prediction], path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 4.2), layout="constrained")
+    axes = figure.add_subplot(xscale="log", yscale="log", xlabel="bytes", ylabel="seconds", title=rows[0].topology)
+    for algorithm in dict.fromkeys(row.algorithm for row in rows):
+        line = [row for row in rows if row.algorithm == algorithm]
+        (drawn,) = axes.plot([r.bytes for r in line], [r.seconds for r in line], "o", label=algorithm)
+        forms = [(r.bytes, r.closed_form) for r in line if r.closed_form is not None]
+        axes.plot(*np.array(forms).reshape(-1, 2).T, color=drawn.get_color())
+    axes.grid(alpha=0.3)
+    axes.legend(title="points: simulated; lines: closed form", fontsize=8, title_fontsize=8)
+    with writing(path):
+        figure.savefig(path, dpi=130)
+
+
+def _draw_bars(rows: Sequence[tuple[Prediction, float]], full: float, path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.2), layout="constrained")
+    for place, servers in enumerate(dict.fromkeys(row.ranks for row, _ in rows)):
+        here = [(row, said) for row, said in rows if row.ranks == servers]
+        names = [f"{'PS' if row.algorithm == 'direct' else 'BML'}\n{row.topology}" for row, _ in here]
+        axes = figure.add_subplot(1, 2, place + 1, title=f"{servers:,} servers", ylabel="time / TF", ylim=(0, 2.6))
+        axes.bar(names, [row.seconds / full for row, _ in here], label="simulated")
+        axes.plot(names, [said / full for _, said in here], "k_", ms=30, label="paper's text")
+        axes.legend(fontsize=8, markerscale=0.5)
+    with writing(path):
+        figure.savefig(path, dpi=130)
+
+
+if __name__ == "__main__":
+    command(prog_name="python -m collectives.simulator.command")

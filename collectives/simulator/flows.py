@@ -1,0 +1,203 @@
+"""Messages that wait for other messages, on links that they share: for traffic that is no single collective.
+
+A flow starts `delay` seconds after all the flows in `after` have ended. Flows that are under way share the links
+max-min fairly: all rates grow together until a link is full; the flows over that link keep theirs, the others grow on
+(Bertsekas and Gallager, "Data Networks", section 6.5.2). Flows from one host to another go one after the other, in
+the order in which they may start, as messages on one connection do. `run` moves from one start or end to the next.
+`simulate` is hundreds of times faster where all is one schedule; here many collectives and servers' exchanges overlap.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.schedule.model import NOBODY, Schedule, Step
+from collectives.simulator.topology import Topology
+
+
+class Flow(NamedTuple):
+    """nbytes from one host to another; between a host and itself it takes no time but the delay."""
+
+    source: int
+    target: int
+    nbytes: float
+    after: tuple[int, ...] = ()
+    delay: float = 0.0
+
+
+class Traffic:
+    """A list of flows under construction; a flow's number is its place."""
+
+    def __init__(self) -> None:
+        self.flows: list[Flow] = []
+
+    def add(self, source: int, target: int, nbytes: float, after: Sequence[int] = (), delay: float = 0.0) -> int:
+        """Add one flow; gives its number."""
+        self.flows.append(Flow(source, target, nbytes, tuple(after), delay))
+        return len(self.flows) - 1
+
+    def collective(
+        self,
+        schedule: Schedule,
+        nbytes: float,
+        hosts: Sequence[int],
+        after: Sequence[Sequence[int]] | None = None,
+        alpha: float = 0.0,
+        gamma: float = 0.0,
+    ) -> list[list[int]]:
+        """Add a collective over ranks that live on `hosts`; rank r begins when the flows after[r] have ended. Gives for
+        each rank the flows whose end is its end. A rank sends when its own last step is done, whether or not the
+        receiver is as far: the receiver buffers."""
+        p, lanes = schedule.p, range(len(schedule.lanes))
+        begin = [list(flows) for flows in after] if after else [[] for _ in hosts]
+        busy = _Busy(hosts, [[] for _ in hosts], [[] for _ in hosts], len({lane.turn for lane in schedule.lanes}) > 1)
+        shares = [nbytes / len(lanes) / schedule.lanes[lane].chunks for lane in lanes]
+        waits = [begin for _ in lanes]
+        for steps in zip(*(schedule.steps(lane, np.arange(p)) for lane in lanes)):
+            for lane, step in enumerate(steps):
+                waits[lane] = self._step(step, shares[lane], waits[lane], busy, alpha, gamma)
+        return [[flow for wait in waits for flow in wait[rank]] for rank in range(p)]
+
+    def _step(
+        self, step: Step, chunk: float, wait: list[list[int]], busy: _Busy, alpha: float, gamma: float
+    ) -> list[list[int]]:
+        """One step of one lane: what each rank's next step of the lane must wait for."""
+        p = len(busy.hosts)
+        touched: list[list[int]] = [[] for _ in range(p)]
+        summed = [0.0] * p
+        for number, r in enumerate(step):
+            r = r.over(p)
+            for source in np.flatnonzero(r.send_to != NOBODY).tolist():
+                target = int(r.send_to[source])
+                size = chunk * float(r.send.stop[source] - r.send.start[source])
+                after = wait[source] + busy.wire[source] if busy.in_turn else wait[source]
+                flow = self.add(busy.hosts[source], busy.hosts[target], size, after, alpha * (number + 1))
+                touched[source].append(flow)
+                touched[target].append(flow)
+                busy.wire[source] = [flow]
+                summed[target] += size if r.add else 0.0
+        for rank in range(p):
+            if gamma * summed[rank] > 0:
+                host, after = busy.hosts[rank], touched[rank] + busy.processor[rank]
+                touched[rank] = busy.processor[rank] = [self.add(host, host, 0.0, after, gamma * summed[rank])]
+        return [flows or waiting for flows, waiting in zip(touched, wait)]
+
+
+class _Busy(NamedTuple):
+    """What a rank's wire and processor are busy with while the flows of a collective are made."""
+
+    hosts: Sequence[int]
+    wire: list[list[int]]
+    processor: list[list[int]]
+    in_turn: bool
+
+
+def play(schedule: Schedule, topology: Topology, nbytes: float, alpha: float = 0.0, gamma: float = 0.0) -> float:
+    """Seconds of one collective, one rank a host: as `simulate`, but message by message, so that ranks that are ready
+    early send early, and take their share of the links. For tens of ranks: the time to play grows with the square of
+    the number of messages."""
+    traffic = Traffic()
+    traffic.collective(schedule, nbytes, range(schedule.p), alpha=alpha, gamma=gamma)
+    return float(run(traffic.flows, topology).max(initial=0.0)) if traffic.flows else 0.0
+
+
+def run(flows: Sequence[Flow], topology: Topology) -> NDArray[np.float64]:
+    """When each flow ends, in seconds. ValueError where flows wait for each other in a circle."""
+    network = _Network(flows, topology)
+    ends = np.full(len(flows), np.inf)
+    left = np.array([flow.nbytes for flow in flows], dtype=np.float64)
+    line = _Line(flows)
+    active: list[int] = []
+    now = 0.0
+    while line.starts or active:
+        rates = network.rates(active)
+        ending = now + np.min(left[active] / rates, initial=np.inf)
+        then = min(ending, line.starts[0][0]) if line.starts else ending
+        left[active] -= rates * (then - now)
+        now = then
+        done = [number for number in active if left[number] <= 1e-9 * flows[number].nbytes]
+        active = [number for number in active if left[number] > 1e-9 * flows[number].nbytes]
+        for number in line.ready(now, done):
+            local = flows[number].nbytes == 0 or flows[number].source == flows[number].target
+            (done if local else active).append(number)
+        for number in done:
+            ends[number] = now
+            line.ended(number, now)
+    if np.isinf(ends).any():
+        raise ValueError(f"flows wait for each other in a circle: {np.flatnonzero(np.isinf(ends))[:10].tolist()}")
+    return ends
+
+
+class _Line:
+    """Who may start: when all that a flow waits for has ended, its delay is over, and the pair's connection is free."""
+
+    def __init__(self, flows: Sequence[Flow]):
+        self.flows = flows
+        self.waiting = [len(set(flow.after)) for flow in flows]
+        self.followers: list[list[int]] = [[] for _ in flows]
+        for number, flow in enumerate(flows):
+            for before in set(flow.after):
+                self.followers[before].append(number)
+        self.starts = [(flow.delay, number) for number, flow in enumerate(flows) if not self.waiting[number]]
+        heapq.heapify(self.starts)
+        self.connection: dict[tuple[int, int], deque[int]] = {}
+
+    def ready(self, now: float, done: Sequence[int]) -> list[int]:
+        """The flows that start now: those first in line where the flows in `done` ended, and new ones."""
+        begin = []
+        for number in done:
+            queue = self.connection[self.flows[number][:2]]
+            queue.popleft()
+            if queue:
+                begin.append(queue[0])
+        while self.starts and self.starts[0][0] <= now:
+            number = heapq.heappop(self.starts)[1]
+            source, target = self.flows[number][:2]
+            if source == target or self.flows[number].nbytes == 0:
+                begin.append(number)
+                continue
+            queue = self.connection.setdefault((source, target), deque())
+            queue.append(number)
+            if len(queue) == 1:
+                begin.append(number)
+        return begin
+
+    def ended(self, number: int, now: float) -> None:
+        """Count down those that wait for the flow."""
+        for follower in self.followers[number]:
+            self.waiting[follower] -= 1
+            if not self.waiting[follower]:
+                heapq.heappush(self.starts, (now + self.flows[follower].delay, follower))
+
+
+class _Network:
+    """The links that the flows use, and their max-min fair rates."""
+
+    def __init__(self, flows: Sequence[Flow], topology: Topology):
+        source, target = (np.array([flow[i] for flow in flows], dtype=np.int64) for i in (0, 1))
+        route = np.stack(np.broadcast_arrays(*topology.route(source, target)))
+        used, place = np.unique(route, return_inverse=True)
+        self.route = place.reshape(route.shape)
+        self.capacity = np.where(used == NOBODY, np.inf, topology.link_rates[used])
+
+    def rates(self, active: Sequence[int]) -> NDArray[np.float64]:
+        """Bytes a second of each active flow."""
+        route = self.route[:, active]
+        rate, open_ = np.zeros(len(active)), np.ones(len(active), dtype=bool)
+        room = self.capacity.copy()
+        while open_.any():
+            count = np.bincount(route[:, open_].ravel(), minlength=len(room))
+            share = np.divide(room, count, out=np.full(len(room), np.inf), where=count > 0)
+            least = share.min()
+            full = share <= least * (1 + 1e-12)
+            held = open_ & full[route].any(axis=0)
+            rate[held] = least
+            room -= least * np.bincount(route[:, held].ravel(), minlength=len(room))
+            open_ &= ~held
+        return rate

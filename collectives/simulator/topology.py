@@ -1,0 +1,308 @@
+"""Networks: hosts, switches and links; which address a rank has, and which links a message takes.
+
+    star(n)       n hosts on one switch. Also stands for any network that never blocks, seen from its hosts.
+    fattree(k)    k^3/4 hosts under k-port switches in three layers: k pods of k/2 edge and k/2 aggregation switches,
+                  (k/2)^2 cores (Al-Fares, Loukissas, Vahdat, 2008).
+    bcube(n, k)   n^k hosts with k NICs each; the NIC of level l joins the n hosts whose addresses differ in digit l
+                  only (Guo et al., 2009; BML paper, section 3.1). star(n) has the links of bcube(n, 1).
+
+One object serves the simulator (links and routes), the launcher (a rank's address) and the emulated cluster (which
+hosts have which NICs on which switches). Hosts are numbered 0 .. hosts-1, switches 0 .. len(switches)-1. Links are
+directed, one for each direction of a cable, and numbered; all arithmetic works on an int and on arrays alike.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.schedule.model import NOBODY, Index, where
+
+TEN_GIGABIT = 1.25e9
+"""Bytes a second of a 10 Gbit/s link, the rate where none is given."""
+MOST_HOSTS = 1 << 20
+
+
+class Nic(NamedTuple):
+    """A network card: the host it is in, its level (0 where a host has one card), the switch at its other end."""
+
+    host: int
+    level: int
+    switch: int
+
+
+class Link(NamedTuple):
+    """One direction of a cable. Ends are written "h3" for host 3 and the switch's name; rate in bytes a second."""
+
+    source: str
+    target: str
+    level: int
+    rate: float
+
+
+class Topology(Protocol):
+    """What every network offers."""
+
+    @property
+    def name(self) -> str:
+        """As `parse` reads it, for example "bcube:3,2"."""
+
+    @property
+    def radices(self) -> tuple[int, ...]:
+        """Size of each digit of an address, most significant first; their product is the number of hosts."""
+
+    @property
+    def hosts(self) -> int: ...
+
+    @property
+    def levels(self) -> int:
+        """NICs of each host."""
+
+    @property
+    def switches(self) -> tuple[str, ...]:
+        """Names of the switches."""
+
+    @property
+    def nics(self) -> tuple[Nic, ...]:
+        """All network cards, by host, then by level."""
+
+    @property
+    def links(self) -> tuple[Link, ...]:
+        """All links; a link's number is its place here."""
+
+    @property
+    def link_rates(self) -> NDArray[np.float64]:
+        """Bytes a second of every link."""
+
+    def route(self, source: Index, target: Index) -> tuple[Index, ...]:
+        """The links from host to host, in order; NOBODY stands where a pair needs fewer than the longest route."""
+
+
+def address(topology: Topology, host: int) -> tuple[int, ...]:
+    """Digits of a host, most significant first: (v_{k-1}, ..., v_0) in BCube, (pod, edge, slot) in a fat-tree."""
+    digits = []
+    for radix in reversed(topology.radices):
+        host, digit = divmod(host, radix)
+        digits.append(digit)
+    return tuple(reversed(digits))
+
+
+def host_at(topology: Topology, digits: tuple[int, ...]) -> int:
+    """The host with these digits."""
+    host = 0
+    for radix, digit in zip(topology.radices, digits, strict=True):
+        host = host * radix + digit
+    return host
+
+
+def hop_links(topology: Topology, source: int, target: int) -> list[int]:
+    """Numbers of the links from one host to another."""
+    return [int(link) for link in topology.route(source, target) if link != NOBODY]
+
+
+@dataclass(frozen=True)
+class BCube:
+    """BCube(n, k), or a star where `shape` says so. `rate` is that of every link, or of each level's links."""
+
+    n: int
+    k: int
+    rate: float | tuple[float, ...] = TEN_GIGABIT
+    shape: str = "bcube"
+
+    def __post_init__(self) -> None:
+        if self.n < 1 or self.k < 1:
+            raise ValueError(f"bcube:{self.n},{self.k}: needs n >= 1 ports and k >= 1 levels")
+        if isinstance(self.rate, tuple) and len(self.rate) != self.k:
+            raise ValueError(f"{self.name} has {self.k} levels, but {len(self.rate)} rates are given")
+
+    @property
+    def name(self) -> str:
+        return f"star:{self.n}" if self.shape == "star" else f"bcube:{self.n},{self.k}"
+
+    @property
+    def radices(self) -> tuple[int, ...]:
+        return (self.n,) * self.k
+
+    @property
+    def hosts(self) -> int:
+        return self.n**self.k
+
+    @property
+    def levels(self) -> int:
+        return self.k
+
+    @cached_property
+    def switches(self) -> tuple[str, ...]:
+        return tuple(f"s{level}-{i}" for level in range(self.k) for i in range(self.n ** (self.k - 1)))
+
+    @cached_property
+    def nics(self) -> tuple[Nic, ...]:
+        return tuple(Nic(h, level, self.switch(h, level)) for h in range(self.hosts) for level in range(self.k))
+
+    @cached_property
+    def links(self) -> tuple[Link, ...]:
+        rates = self._rates
+        up = [Link(f"h{nic.host}", self.switches[nic.switch], nic.level, rates[nic.level]) for nic in self.nics]
+        return tuple(up + [Link(link.target, link.source, link.level, link.rate) for link in up])
+
+    @property
+    def link_rates(self) -> NDArray[np.float64]:
+        return np.tile(np.array(self._rates, dtype=np.float64), 2 * self.hosts)
+
+    def switch(self, host: Index, level: int) -> Index:
+        """The switch of a host's NIC at `level`: the address without digit `level`, counted after the lower levels."""
+        above, below = host // self.n ** (level + 1), host % self.n**level
+        return level * self.n ** (self.k - 1) + above * self.n**level + below
+
+    def neighbours(self, host: int, level: int) -> tuple[int, ...]:
+        """The other hosts on the switch of that level."""
+        first = host - self._digit(host, level) * self.n**level
+        return tuple(h for h in range(first, first + self.n ** (level + 1), self.n**level) if h != host)
+
+    def next_hop(self, host: int, target: int) -> tuple[int, int]:
+        """(level, neighbour) to which `host` hands what is meant for `target`: digits are set right from the highest
+        level down, each at a neighbour, which is `target` itself or relays."""
+        for level in reversed(range(self.k)):
+            here, there = self._digit(host, level), self._digit(target, level)
+            if here != there:
+                return level, host + (there - here) * self.n**level
+        raise ValueError(f"host {host} needs no hop to itself")
+
+    def route(self, source: Index, target: Index) -> tuple[Index, ...]:
+        links: list[Index] = []
+        at = source
+        for level in reversed(range(self.k)):
+            step = (self._digit(target, level) - self._digit(at, level)) * self.n**level
+            after = at + step
+            links.append(where(step != 0, at * self.k + level, NOBODY))
+            links.append(where(step != 0, (self.hosts + after) * self.k + level, NOBODY))
+            at = after
+        return tuple(links)
+
+    @property
+    def _rates(self) -> tuple[float, ...]:
+        return self.rate if isinstance(self.rate, tuple) else (self.rate,) * self.k
+
+    def _digit(self, host: Index, level: int) -> Index:
+        return host // self.n**level % self.n
+
+
+@dataclass(frozen=True)
+class FatTree:
+    """Fat-tree of k-port switches. A message climbs only as far as it must; the aggregation switch is chosen by the
+    target's slot and the core by the target's edge switch, as the two-level tables of the fat-tree paper do, so that
+    all-to-all traffic loads every link alike. Link levels: 0 host-edge, 1 edge-aggregation, 2 aggregation-core."""
+
+    k: int
+    rate: float = TEN_GIGABIT
+
+    def __post_init__(self) -> None:
+        if self.k < 2 or self.k % 2:
+            raise ValueError(f"fattree:{self.k}: the number of ports must be even and at least 2")
+
+    @property
+    def name(self) -> str:
+        return f"fattree:{self.k}"
+
+    @property
+    def radices(self) -> tuple[int, ...]:
+        return (self.k, self.k // 2, self.k // 2)
+
+    @property
+    def hosts(self) -> int:
+        return self.k**3 // 4
+
+    @property
+    def levels(self) -> int:
+        return 1
+
+    @cached_property
+    def switches(self) -> tuple[str, ...]:
+        half = self.k // 2
+        inside = [(pod, i) for pod in range(self.k) for i in range(half)]
+        edges, aggregations = ([f"{kind}{pod}-{i}" for pod, i in inside] for kind in ("e", "a"))
+        return tuple(edges + aggregations + [f"c{i}-{j}" for i in range(half) for j in range(half)])
+
+    @cached_property
+    def nics(self) -> tuple[Nic, ...]:
+        return tuple(Nic(host, 0, host // (self.k // 2)) for host in range(self.hosts))
+
+    @cached_property
+    def links(self) -> tuple[Link, ...]:
+        half = self.k // 2
+        cables = [(f"h{nic.host}", self.switches[nic.switch], 0) for nic in self.nics]
+        pods = [(pod, i, j) for pod in range(self.k) for i in range(half) for j in range(half)]
+        cables += [(f"e{pod}-{i}", f"a{pod}-{j}", 1) for pod, i, j in pods]
+        cables += [(f"a{pod}-{i}", f"c{i}-{j}", 2) for pod, i, j in pods]
+        up = [Link(source, target, level, self.rate) for source, target, level in cables]
+        return tuple(up + [Link(link.target, link.source, link.level, link.rate) for link in up])
+
+    @property
+    def link_rates(self) -> NDArray[np.float64]:
+        return np.full(6 * self.hosts, self.rate)
+
+    def route(self, source: Index, target: Index) -> tuple[Index, ...]:
+        half, hosts = self.k // 2, self.hosts
+        pod, slot, edge = target // half // half, target % half, target // half % half
+        far = source // half != target // half  # other edge switch
+        farther = source // half // half != pod  # other pod
+        up_edge, down_edge = source // half * half + slot, target // half * half + slot
+        up_core, down_core = (source // half // half * half + slot) * half + edge, (pod * half + slot) * half + edge
+        differ = source != target
+        return (
+            where(differ, source, NOBODY),
+            where(far, hosts + up_edge, NOBODY),
+            where(farther, 2 * hosts + up_core, NOBODY),
+            where(farther, 5 * hosts + down_core, NOBODY),
+            where(far, 4 * hosts + down_edge, NOBODY),
+            where(differ, 3 * hosts + target, NOBODY),
+        )
+
+
+def star(n: int, rate: float = TEN_GIGABIT) -> BCube:
+    """n hosts with one NIC each on one switch that never blocks."""
+    return BCube(n, 1, rate, "star")
+
+
+def bcube(n: int, k: int, rate: float | tuple[float, ...] = TEN_GIGABIT) -> BCube:
+    """n^k hosts with k NICs each on k n^(k-1) switches of n ports."""
+    return BCube(n, k, rate)
+
+
+def fattree(k: int, rate: float = TEN_GIGABIT) -> FatTree:
+    """k^3/4 hosts with one NIC each on 5/4 k^2 switches of k ports."""
+    return FatTree(k, rate)
+
+
+RATES = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+
+
+def parse_rate(text: str) -> float:
+    """Bytes a second of "100mbit" or "1.5gbit". ValueError says how to write it."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", text.strip().lower())
+    if not found or float(found[1]) == 0:
+        raise ValueError(f"unknown rate {text!r}: write a number and kbit, mbit or gbit, as 100mbit")
+    return float(found[1]) * RATES[found[2]] / 8
+
+
+def parse(text: str, rate: float = TEN_GIGABIT) -> BCube | FatTree:
+    """The network written as "star:9", "bcube:3,2" or "fattree:4", of at most `MOST_HOSTS`; rate in bytes a second.
+    ValueError says what is wrong and how to write it."""
+    kind, _, rest = text.strip().lower().partition(":")
+    numbers = [int(part) if part.strip().isdecimal() else -1 for part in rest.split(",")]
+    if (kind, len(numbers)) not in (("star", 1), ("fattree", 1), ("bcube", 2)) or min(numbers) < 1:
+        raise ValueError(
+            f"unknown topology {text!r}: write star:HOSTS, bcube:PORTS,LEVELS or fattree:PORTS, in whole numbers from "
+            "1 on (as bcube:3,2)"
+        )
+    makers: dict[str, Callable[..., BCube | FatTree]] = {"star": star, "fattree": fattree, "bcube": bcube}
+    found = makers[kind](*numbers, rate)
+    if max(numbers) > MOST_HOSTS or found.hosts > MOST_HOSTS:
+        raise ValueError(f"topology {text!r} is too large: at most {MOST_HOSTS:,} hosts")
+    return found

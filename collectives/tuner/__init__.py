@@ -1,0 +1,1 @@
+"""What `auto` picks: the table of measurements, and the command that measures it."""

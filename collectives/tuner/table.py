@@ -1,0 +1,199 @@
+"""What `auto` picks and what a call should take: a table of measurements, kept in the user's cache folder.
+
+`collectives.tuner.command` writes it; without one the shipped values serve. What they say of one node was measured on
+two cores of an AMD EPYC; what they say of several nodes (SHIPPED_BETWEEN, `far`) is a guess after the closed forms of
+`collectives.simulator.cost`. Rank 0's table counts for all ranks of a communicator, so that all pick the same.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+from mpi4py import MPI
+
+from collectives.callers import warn
+from collectives.errors import CollectiveError
+from collectives.simulator.cost import Costs, LinkCost
+from collectives.simulator.predict import on_job
+
+if TYPE_CHECKING:
+    from collectives.call import Call
+
+EVERYTHING = 1 << 62
+
+
+class Range(msgspec.Struct, frozen=True):
+    """Vectors of up to `most` bytes, and what serves them best."""
+
+    most: int
+    algorithm: str
+
+
+class Line(msgspec.Struct, frozen=True):
+    """seconds = alpha + beta bytes, for one way through shared memory."""
+
+    alpha: float
+    beta: float
+
+
+class Eager(msgspec.Struct, frozen=True):
+    """Largest vectors, in bytes, that pass through slots: of any arrays, and of ordinary ones, on all ranks."""
+
+    always: int
+    ordinary: int
+
+
+SHIPPED_EAGER: dict[int, Eager] = {
+    2: Eager(16 << 10, 64 << 10),
+    4: Eager(16 << 10, 64 << 10),
+    8: Eager(8 << 10, 16 << 10),
+}
+CROWDED = 64 << 10, 512 << 10
+"""Bytes of a rank, and of all together: where they share cores, the meetings that slots save cost more than reading as
+many."""
+SHIPPED_MEMORY: dict[str, Line] = {
+    "eager 2": Line(1.1e-6, 7.4e-11),
+    "eager 4": Line(6.5e-6, 2.8e-10),
+    "direct 2": Line(2.5e-6, 5.8e-11),
+    "direct 4": Line(16e-6, 1.2e-10),
+    "staged 2": Line(2.6e-6, 7.7e-11),
+    "staged 4": Line(18e-6, 1.9e-10),
+}
+SHIPPED_BETWEEN: dict[str, tuple[Range, ...]] = {
+    "allreduce": (Range(32 << 10, "recursive_doubling"), Range(EVERYTHING, "hierarchical")),
+    "reduce_scatter": (Range(32 << 10, "direct"), Range(EVERYTHING, "ring")),
+    "allgather": (Range(32 << 10, "direct"), Range(EVERYTHING, "ring")),
+    "broadcast": (Range(32 << 10, "binomial"), Range(EVERYTHING, "ring")),
+    "reduce": (Range(32 << 10, "binomial"), Range(EVERYTHING, "ring")),
+    "alltoall": (Range(EVERYTHING, "direct"),),
+}
+
+
+class Table(msgspec.Struct, frozen=True):
+    """Measurements of this machine, by the number of ranks (of one node, or NODESxRANKS between nodes).
+
+    `eager`     on one node: vectors of up to so many bytes pass through slots (see `Eager`);
+    `between`   "KIND NODESxRANKS" -> algorithms by size, for ranks on several nodes;
+    `memory`    "PROTOCOL RANKS" -> time of an allreduce by eager, direct or staged;
+    `near`, `far`, `gamma`   cost of a message inside a node and between nodes, and of adding a byte.
+    """
+
+    eager: dict[int, Eager] = {}
+    between: dict[str, tuple[Range, ...]] = {}
+    memory: dict[str, Line] = msgspec.field(default_factory=SHIPPED_MEMORY.copy)
+    near: Line = Line(6e-7, 1.2e-10)
+    far: Line = Line(2e-5, 1e-9)
+    gamma: float = 5e-11
+
+    def eager_limits(self, ranks: int, crowded: bool) -> Eager:
+        """The largest vectors that go through slots; `crowded` where ranks share cores, which a measurement knows."""
+        if ranks in self.eager:
+            return self.eager[ranks]
+        if crowded:
+            limit = min(CROWDED[0], CROWDED[1] // ranks)
+            return Eager(limit, limit)
+        return SHIPPED_EAGER[min(SHIPPED_EAGER, key=lambda known: abs(known - ranks))]
+
+    def best_between(self, kind: str, nodes: int, ranks: int, nbytes: int) -> str:
+        """The algorithm for ranks on several nodes."""
+        ranges = self.between.get(f"{kind} {nodes}x{ranks}", SHIPPED_BETWEEN[kind])
+        return next(entry.algorithm for entry in ranges if nbytes <= entry.most)
+
+    def seconds(self, call: Call, nodes: int, eager: bool, direct: bool) -> float | None:
+        """What a call should take; None where nothing is known of its algorithm."""
+        if call.p == 1:
+            return 0.0
+        if call.algorithm == "shared_memory":
+            return self._memory_seconds(call, "eager" if eager else "direct" if direct else "staged")
+        far, near = (LinkCost(line.alpha, line.beta) for line in (self.far, self.near))
+        try:
+            return on_job(call.kind, call.algorithm, call.nbytes, call.p, nodes, Costs(far, near, self.gamma))
+        except ValueError:  # native, and nodes of unlike size
+            return None
+
+    def _memory_seconds(self, call: Call, protocol: str) -> float | None:
+        """An allreduce reads and writes all; the other kinds do one half of it."""
+        known = {int(key.split()[1]): line for key, line in self.memory.items() if key.startswith(protocol)}
+        line = known[min(known, key=lambda ranks: abs(ranks - call.p))]
+        share = 1.0 if call.kind == "allreduce" else 0.5
+        return line.alpha + share * line.beta * call.nbytes
+
+
+def path() -> Path:
+    """Where the user's table is kept: $XDG_CACHE_HOME/mpips/collectives.json, by default under ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mpips" / "collectives.json"
+
+
+def load() -> Table:
+    """The user's table, or the shipped one where `tune` has not run; CollectiveError where the file is spoilt."""
+    file = path()
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=Table)
+    except (FileNotFoundError, NotADirectoryError):
+        return Table()
+    except (msgspec.MsgspecError, OSError) as error:
+        raise CollectiveError(f"cannot read {file}: {error}; delete it, or make another with `mpips tune`") from error
+
+
+def usable() -> Table:
+    """The user's table; where its file is spoilt, a RuntimeWarning and the shipped one: nobody needs a cache."""
+    try:
+        return load()
+    except CollectiveError as error:
+        warn(f"{error}; the shipped table serves")
+        return Table()
+
+
+def save(table: Table) -> Path:
+    """Write the table for later runs; gives back where. CollectiveError where it cannot be written."""
+    file = path()
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        beside = file.with_suffix(f".{os.getpid()}")
+        beside.write_bytes(msgspec.json.format(msgspec.json.encode(table)))
+        beside.replace(file)
+    except OSError as error:
+        raise _unwritable(file, error) from error
+    return file
+
+
+def see_writable() -> None:
+    """Make the folder that `save` writes to; CollectiveError where it cannot be written."""
+    file = path()
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=file.parent):
+            pass
+        if file.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    except OSError as error:
+        raise _unwritable(file, error) from error
+
+
+def _unwritable(file: Path, error: OSError) -> CollectiveError:
+    return CollectiveError(f"cannot write {file}: {error.strerror}; set XDG_CACHE_HOME to a folder that can be written")
+
+
+def shared(comm: MPI.Comm, read: Callable[[], Table] = usable) -> Table:
+    """Rank 0's table, as `read` there gives it, on every rank, or its CollectiveError. Collective, blocking."""
+    message = b""
+    if comm.rank == 0:
+        try:
+            message = b"+" + msgspec.json.encode(read())
+        except CollectiveError as error:
+            message = b"-" + str(error).encode()
+    size = np.array([len(message)], np.int64)
+    comm.Bcast(size)
+    raw = np.frombuffer(message, np.uint8).copy() if comm.rank == 0 else np.empty(int(size[0]), np.uint8)
+    comm.Bcast(raw)
+    answer = raw.tobytes()
+    if answer[:1] == b"-":
+        raise CollectiveError(answer[1:].decode())
+    return msgspec.json.decode(answer[1:], type=Table)
