@@ -1,19 +1,61 @@
-"""What can go wrong in a collective, as exceptions.  Every rank of the communicator raises the same sentence."""
+"""What can go wrong in a collective, as exceptions, and at which line of the user's program it is shown."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from types import FrameType
+from typing import TypeVar
+
+E = TypeVar("E", bound=BaseException)
+
+OURS = ("mpips", "collectives")
 
 
 class CollectiveError(RuntimeError):
-    """A collective cannot be done; the communicator stays usable, unless the sentence says otherwise."""
+    """The communicator is over: every rank raises the same sentence. `collectives.renew` begins another."""
 
     of_caller = True  # the sentence tells all: no line of ours is to be shown beside it
 
 
 class MismatchError(CollectiveError, ValueError):
-    """Ranks called with arguments that do not fit together, or one rank's arguments are bad."""
-
-
-class Withdrawn(MismatchError):
-    """This rank came when another had given up, as it had waited too long or was interrupted; the sentence says."""
+    """Ranks called with arguments that do not fit together."""
 
 
 class StallError(CollectiveError, TimeoutError):
     """A wait exceeded ``timeout_seconds``; the sentence names the operation and the ranks that have not come."""
+
+
+KINDS: tuple[type[CollectiveError], ...] = (CollectiveError, MismatchError, StallError)
+"""What travels between ranks is a place in this tuple, and a sentence."""
+
+
+def kind_of(error: BaseException) -> int:
+    """The place in `KINDS` of what the other ranks are to raise for this rank's error."""
+    return next((n for n, kind in reversed([*enumerate(KINDS)]) if isinstance(error, kind)), 0)
+
+
+def of_caller(error: E) -> E:
+    """Mark an error as the caller's. Where nobody catches it, it is shown with the caller's lines alone, and once for
+    all ranks that have its sentence. `CollectiveError` is marked as a class."""
+    error.of_caller = True  # type: ignore[attr-defined]
+    return error
+
+
+def is_ours(frame: FrameType) -> bool:
+    """Whether a frame runs code of these packages."""
+    return _module(frame).partition(".")[0] in OURS
+
+
+def warn(sentence: str) -> None:
+    """A RuntimeWarning at the user's line; at the line that calls this where there is none, as in a thread of ours."""
+    level = 2
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and is_ours(frame):
+        level, frame = level + 1, frame.f_back
+    user = frame is not None and _module(frame) != "threading"
+    warnings.warn(sentence, RuntimeWarning, stacklevel=level if user else 2)
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))

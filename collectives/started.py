@@ -1,42 +1,64 @@
-"""A collective that has been started: steps that are taken one by one, until it is done or given up."""
+"""Operations that have been started: steps that are taken beside compute, in the order in which they were started."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator
+import time
+from collections.abc import Iterator
 
-from collectives.errors import CollectiveError
+from collectives.communicator import Communicator
 
-HELD: Iterator[None] = iter(())
-"""In place of an operation's steps: it has not begun, as something else comes first."""
-
-
-def close(steps: Iterable[None]) -> None:
-    """End an operation that is given up at once, not when nobody keeps its error any more."""
-    if isinstance(steps, Generator):
-        steps.close()
+LOOK_SECONDS = 1e-3  # between two looks for the end of the epoch of a rank that tests what it has started
 
 
 class Started:
     """A started run of a plan: `what` is the call. Those that are `exclusive` take turns; others run beside them."""
 
-    def __init__(self, what: str, steps: Iterator[None], exclusive: bool):
-        self.what, self.steps, self.exclusive = what, steps, exclusive
-        self.done = False
-        self.error: Exception | None = None
-        self.given_up_for: BaseException | None = None
+    def __init__(self, what: str, steps: Iterator[None], exclusive: bool) -> None:
+        self.what, self.exclusive, self.done = what, exclusive, False
+        self._steps = steps
+        self._due = 0.0
 
     def step(self) -> None:
-        try:
-            next(self.steps)
-        except StopIteration:
-            self.done = True
-        except Exception as error:
-            self.done, self.error = True, error
-        except BaseException as error:
-            self.give_up(error)
-            raise
+        """Move it, as far as it goes without waiting."""
+        self.done = next(self._steps, self) is self
 
-    def give_up(self, error: BaseException) -> None:
-        """It was interrupted here."""
-        self.given_up_for = error
-        self.done, self.error = True, CollectiveError(f"{self.what} was given up: {type(error).__name__}")
+    def due(self) -> bool:
+        """Whether to look for the end of the epoch again."""
+        now = time.monotonic()
+        if now < self._due:
+            return False
+        self._due = now + LOOK_SECONDS
+        return True
+
+
+def begin(home: Communicator, operation: Started) -> None:
+    """Begin an operation: it moves until there is something to wait for."""
+    home.started.append(operation)
+    home.hold()
+    advance(home)
+
+
+def advance(home: Communicator) -> None:
+    """Move all that has been started, as far as it goes without waiting."""
+    taken = False
+    for operation in list(home.started):
+        if operation.exclusive and taken:
+            continue
+        with home.failing(operation.what):
+            operation.step()
+        if operation.done:
+            home.started.remove(operation)
+            home.hold()
+        else:
+            taken = taken or operation.exclusive
+
+
+def finish(home: Communicator, operation: Started) -> None:
+    """Run until `operation`, and with it what it has to wait for, is done. Blocking."""
+
+    def steps() -> Iterator[None]:
+        while not operation.done:
+            advance(home)
+            yield
+
+    home.run(steps(), operation.what)

@@ -19,12 +19,11 @@ from mpi4py import MPI
 
 from collectives.arrays import Flat, Vector
 from collectives.call import Call
+from collectives.network.requests import release
 from collectives.network.workspace import Workspace
 from collectives.schedule.model import NOBODY, RankStep, Schedule, extent, in_rank_order, overlap
 
 MESSAGE_BYTES = 4 << 20
-_LEFT: list[MPI.Prequest] = []
-"""What was under way when an error ended its operation. A request holds its memory."""
 
 
 class _Landing(NamedTuple):
@@ -138,15 +137,6 @@ class MessagePlan:
         for terms in sums.values():
             landings += [_Landing(terms[to], terms[of], True) for to, of in in_rank_order(comm.rank, terms)]
         return _Step(requests, landings)
-
-
-def release(requests: Sequence[MPI.Prequest]) -> None:
-    """Give the requests back to MPI, but for those under way, whose memory MPI may still write to."""
-    for request in requests:
-        if request.Test():
-            request.Free()
-        else:
-            _LEFT.append(request)
 
 
 def pieces(vector: Vector) -> list[list[Any]]:

@@ -1,13 +1,12 @@
-"""The MPI's own collectives, behind the same interface: the blocking or the non-blocking call, whichever is faster.
+"""The MPI's own collectives, behind the same interface.
 
-The blocking call is used only where all ranks have just met in shared memory (`Session.choice`): elsewhere a rank that
-never comes, or comes with other arguments, would hold the others for ever, and the non-blocking call can be polled.
-Counts past 2^31 go in parts. Serves all kinds but only element types that MPI can reduce.
+The blocking call is used only where all ranks have just met in shared memory, and for vectors of up to BLOCKING_BYTES:
+elsewhere a rank that never comes, or comes with other arguments, would hold the others for ever, and the non-blocking
+call can be polled. Counts past 2^31 go in parts. Serves all kinds but only element types that MPI can reduce.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,10 +15,11 @@ from mpi4py import MPI
 
 from collectives.arrays import Flat, Vector
 from collectives.call import Call
-from collectives.choice import Choice
+from collectives.network.requests import leave
 from collectives.operations import mpi_type, scale
-from collectives.transport.program import Step
+from collectives.shared_memory.program import Step, perform
 
+BLOCKING_BYTES = 1 << 20  # beyond, the MPI's non-blocking calls are as fast or faster
 MOST_ELEMENTS = 1 << 28
 MOST_BYTES = (1 << 31) - 1  # where elements go as bytes: an int of C counts no further
 
@@ -39,10 +39,11 @@ def _most(call: Call) -> int:
 
 
 class NativePlan:
-    """One call by MPI's own collective; the second way of `choice` is the blocking call."""
+    """One call by MPI's own collective. `met`: whether all ranks have just met when it runs, so that it may block."""
 
-    def __init__(self, comm: MPI.Comm, call: Call, x: Flat, out: Flat, choice: Choice):
-        self._comm, self._call, self._choice = comm, call, choice
+    def __init__(self, comm: MPI.Comm, call: Call, x: Flat, out: Flat, met: bool):
+        self._comm, self._call = comm, call
+        self._blocks = met and call.nbytes <= BLOCKING_BYTES
         self._x, self._out, self._in_place = x.vector(), out.vector(), x == out
         self._copy = self._x.copy() if self._in_place and call.kind in ("alltoall", "reduce_scatter") else None
         self._calls = self._arguments()
@@ -50,25 +51,21 @@ class NativePlan:
 
     def run(self) -> Iterator[None]:
         """The operation, in steps between which there is something to wait for."""
-        start = time.perf_counter()
-        for function, given in self._before:
-            function(*given)
+        perform(self._before)
         for block, immediate, arguments in self._calls:
-            if self._choice.way:
+            if self._blocks:
                 block(*arguments)
-            else:
-                request = immediate(*arguments)
+                continue
+            request = immediate(*arguments)
+            try:
                 while not request.Test():
                     yield
-        for function, given in self._after:
-            function(*given)
-        yield from self._choice.learn(time.perf_counter() - start)
+            finally:
+                leave(request)
+        perform(self._after)
 
-    def blocking(self) -> tuple[Step, ...]:
-        """The operation where the blocking call has been found to be the faster; empty where not."""
-        if not (self._choice.decided and self._choice.way):
-            return ()
-        return *self._before, *((block, arguments) for block, _, arguments in self._calls), *self._after
+    def free(self) -> None:
+        """There is nothing to give back."""
 
     def _copies(self) -> list[Step]:
         if self._copy is not None:

@@ -18,29 +18,28 @@ from collectives.arrays import Flat
 from collectives.call import Call
 from collectives.network.messages import MessagePlan
 from collectives.network.tags import Tags
+from collectives.node.board import Board
+from collectives.shared_memory.executor import Executor, Ways, part_of
 from collectives.schedule import catalog
 from collectives.schedule.model import cut
-from collectives.transport.room import Room
-from collectives.transport.shared_memory import MemoryPlan
-from collectives.tuner.table import Eager
 
 SEGMENT_BYTES = 1 << 20
 MOST_SEGMENTS = 8
 
 
 class TwoLevelPlan:
-    """One allreduce compiled for this rank. `room` holds the ranks of the node, `across` the ranks with the same place
+    """One allreduce compiled for this rank. `board` is that of the ranks of the node, `across` the ranks with the same place
     in theirs, one of each node; all nodes hold equally many. `between` names the algorithm over messages. Making it is
     local."""
 
     def __init__(
         self,
-        room: Room,
+        board: Board,
         across: MPI.Comm,
         call: Call,
         x: Flat,
         out: Flat,
-        eager: Eager,
+        ways: Ways,
         tags: Tags,
         between: str = "ring",
     ):
@@ -54,17 +53,17 @@ class TwoLevelPlan:
         for i in range(count):
             start, stop = int(cut(call.n, count, i)), int(cut(call.n, count, i + 1))
             inside = [
-                Call(kind, stop - start, call.dtype, operation, 0, call.algorithm, room.size)
+                Call(kind, stop - start, call.dtype, operation, 0, call.algorithm, board.size)
                 for kind, operation in (("reduce_scatter", call.operation), ("allgather", None))
             ]
             x_part, out_part = _part(x, start, stop), _part(out, start, stop)
-            mine = _part(out_part, *inside[0].block(room.rank))
+            mine = _part(out_part, *inside[0].block(board.rank))
             slice_ = Call("allreduce", mine.n, call.dtype, call.operation, 0, between, across.size)
             self._segments.append(
                 _Segment(
-                    MemoryPlan(room, inside[0], x_part, mine, eager),
+                    _on_node(board, inside[0], x_part, mine, ways),
                     MessagePlan(across, slice_, schedule, mine, mine, taken[i * lanes :]),
-                    MemoryPlan(room, inside[1], mine, out_part, eager),
+                    _on_node(board, inside[1], mine, out_part, ways),
                 )
             )
 
@@ -72,12 +71,12 @@ class TwoLevelPlan:
         """The operation, in steps between which there is something to wait for."""
         crossing: deque[Iterator[None]] = deque()
         for segment in self._segments:
-            yield from _beside(segment.scatter.run(), crossing)
+            yield from _beside(segment.scatter.steps(), crossing)
             crossing.append(segment.across.run())
         for segment in self._segments:
             first = crossing.popleft()
             yield from _beside(first, crossing)
-            yield from _beside(segment.gather.run(), crossing)
+            yield from _beside(segment.gather.steps(), crossing)
 
     def free(self) -> None:
         """Give the requests back to MPI."""
@@ -86,13 +85,17 @@ class TwoLevelPlan:
 
 
 class _Segment(NamedTuple):
-    scatter: MemoryPlan
+    scatter: Executor
     across: MessagePlan
-    gather: MemoryPlan
+    gather: Executor
 
 
 def _part(flat: Flat, start: int, stop: int) -> Flat:
     return Flat(flat.address + start * flat.dtype.itemsize, stop - start, flat.dtype)
+
+
+def _on_node(board: Board, call: Call, x: Flat, out: Flat, ways: Ways) -> Executor:
+    return Executor(board, call.text, [part_of(call, board.rank, x, out)], ways)
 
 
 def _beside(steps: Iterator[None], crossing: Iterable[Iterator[None]]) -> Iterator[None]:

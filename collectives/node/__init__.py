@@ -1,1 +1,1 @@
-"""The memory that the ranks of one node share: arrays, words, waiting, the end of an epoch."""
+"""What ranks of one node share: arrays, words by which they meet, one way to wait, the end of an epoch."""

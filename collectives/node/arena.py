@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from collectives.callers import of_caller
-from collectives.errors import CollectiveError
+from collectives.errors import CollectiveError, of_caller
 
 if TYPE_CHECKING:
     from mpi4py import MPI

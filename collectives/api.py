@@ -1,17 +1,18 @@
-"""One-shot calls, `allreduce(x)` and its family: the plan is compiled at the first call and found again, by the arrays'
-identity or by where they lie. `allreduce` tells what its sisters and `plan` have in common with it."""
+"""The calls: `allreduce(x)` and its family. The plan is compiled at the first call and found again. `allreduce` tells
+what its sisters, and `plan`, have in common with it."""
 
 from __future__ import annotations
 
-import weakref
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 from mpi4py import MPI
 
+from collectives.communicator import Communicator, communicator
+from collectives.group import compile_group
 from collectives.network.tags import Tags
-from collectives.plan import Plan, checked
-from collectives.session import MOST_PLANS, Session, session
+from collectives.plan import Plan, compile_plan
+from collectives.plan_cache import PlanCache
 
 
 def begin(
@@ -25,64 +26,43 @@ def begin(
     root: int = 0,
 ) -> Plan:
     """A one-shot call that has begun: `test()` now and then, then `wait()`. The caller holds on to the arrays."""
-    home = session(comm)
-    home.check_usable()
-    made, _ = _by_address(home, kind, x, op, algorithm, out, root)
+    home = communicator(comm)
+    home.check()
+    made = _plan(home, kind, x, op, algorithm, out, root)
     made.start()
     return made
 
 
-def _one_shot(kind: str, x: Any, comm: MPI.Comm | None, op: str, algorithm: str, out: Any, root: int) -> Any:
-    """Find the plan by the identity of the arrays, or by where they lie, or make it. Plans kept here hold no array."""
-    home = session(comm)
-    key = (kind, id(x), id(out), op, algorithm, root)
-    found = home.plans.get(key)
-    if found is not None:
-        made, x_then, out_then, n, dtype = found
-        if x_then() is x and (out is None or out_then() is out) and x.size == n and x.dtype is dtype:
-            made()
-            return out if out is not None else x if kind != "reduce_scatter" else made.result_of(x, out)
-    home.check_usable()
-    made, kept = _by_address(home, kind, x, op, algorithm, out, root)
-    if isinstance(x, np.ndarray) and (out is None or isinstance(out, np.ndarray)):
-        if len(home.plans) >= MOST_PLANS:
-            home.plans.clear()
-        out_then = weakref.ref(x if out is None else out)
-        home.plans[key] = (made, weakref.ref(x), out_then, x.size, x.dtype)
-    made()
-    result = made.result_of(x, out)
-    if not kept:
-        made.free()
-    return result
+def _call(kind: str, x: Any, comm: MPI.Comm | None, op: str, algorithm: str, out: Any, root: int) -> Any:
+    """Find the plan, by the identity of the array first, and run it."""
+    home = communicator(comm)
+    if home.cache is not None:
+        found = home.cache.by_identity.get((kind, id(x), id(out), op, algorithm, root))
+        if found is not None:
+            made, x_then, out_then, n, dtype = found
+            if x_then() is x and (out is None or out_then() is out) and x.size == n and x.dtype is dtype:
+                try:
+                    code = made.runner.fast()
+                    if code:
+                        made.go_on(code)
+                except BaseException as error:
+                    raise home.fail(made.call.text, error, x, out) from None
+                return out if out is not None else x if kind != "reduce_scatter" else made.result_of(x, out)
+    home.check()
+    made = _plan(home, kind, x, op, algorithm, out, root)
+    with home.failing(made.call.text, x, out):
+        made()
+    return made.result_of(x, out)
 
 
-def _by_address(
-    home: Session, kind: str, x: Any, op: str, algorithm: str, out: Any, root: int
-) -> tuple[Plan, bool]:
-    """The plan, and whether it is kept. A view made anew for each call has another identity but lies where it lay."""
-    places = _places(x), _places(out)
-    if None in places:
-        return checked(home, kind, x, op, algorithm, out, root, Tags()), False
-    key = (kind, *places, op, algorithm, root)
-    made = home.by_address.get(key)
-    if made is None:
-        made = checked(home, kind, x, op, algorithm, out, root, Tags())
-        while len(home.by_address) >= MOST_PLANS:
-            oldest = next(iter(home.by_address))
-            home.by_address.pop(oldest).free()
-            home.plans.clear()  # which may hold it too
-        home.by_address[key] = made
-    return made, True
+def _plan(home: Communicator, kind: str, x: Any, op: str, algorithm: str, out: Any, root: int) -> Plan:
+    def make() -> Plan:
+        return compile_plan(home, kind, x, op, algorithm, out, root, Tags(home.comm))
 
-
-def _places(x: Any) -> tuple[Any, ...] | None:
-    """Where NumPy arrays lie and what they are; None for other arrays."""
-    vectors = x if isinstance(x, (list, tuple)) else [x] if x is not None else []
-    if not all(isinstance(vector, np.ndarray) for vector in vectors):
-        return None
-    return isinstance(x, (list, tuple)), *(
-        (v.__array_interface__["data"], v.size, v.dtype, v.flags.c_contiguous) for v in vectors
-    )
+    if home.cache is None:
+        home.cache = PlanCache()
+    found: Plan = home.cache.find((kind, op, algorithm, root), x, out, make)
+    return found
 
 
 def allreduce(
@@ -113,7 +93,7 @@ def allreduce(
     Who runs ahead so hears of a mismatch, or of a rank that has given up, up to 64 calls late, or not at all where no
     such calls follow; and the communicator cannot be used any more, but a `Dup` of it can.
     """
-    return _one_shot("allreduce", x, comm, op, algorithm, out, 0)
+    return _call("allreduce", x, comm, op, algorithm, out, 0)
 
 
 def reduce_scatter(
@@ -127,7 +107,7 @@ def reduce_scatter(
     larger first. In place the block of x is returned, as a 1-D view, and the rest of x is as before or scratch, by
     algorithm. Arguments and errors: see `allreduce`.
     """
-    return _one_shot("reduce_scatter", x, comm, op, algorithm, out, 0)
+    return _call("reduce_scatter", x, comm, op, algorithm, out, 0)
 
 
 def allgather(x: Any, comm: MPI.Comm | None = None, algorithm: str = "auto", out: Any = None) -> Any:
@@ -139,7 +119,7 @@ def allgather(x: Any, comm: MPI.Comm | None = None, algorithm: str = "auto", out
     Blocks are those of `reduce_scatter`. In place x has n elements, of which this rank's block is given. Elements may
     be of any type but Python objects. Arguments and errors: see `allreduce`.
     """
-    return _one_shot("allgather", x, comm, "sum", algorithm, out, 0)
+    return _call("allgather", x, comm, "sum", algorithm, out, 0)
 
 
 def broadcast(x: Any, comm: MPI.Comm | None = None, root: int = 0, algorithm: str = "auto", out: Any = None) -> Any:
@@ -151,7 +131,7 @@ def broadcast(x: Any, comm: MPI.Comm | None = None, root: int = 0, algorithm: st
     x has the same size and type on all ranks. Elements may be of any type but Python objects. Arguments and errors: see
     `allreduce`.
     """
-    return _one_shot("broadcast", x, comm, "sum", algorithm, out, root)
+    return _call("broadcast", x, comm, "sum", algorithm, out, root)
 
 
 def reduce(
@@ -164,7 +144,7 @@ def reduce(
     What other ranks pass as `out`, and get back, is not touched; in place their x is scratch. Arguments and errors: see
     `allreduce`.
     """
-    return _one_shot("reduce", x, comm, op, algorithm, out, root)
+    return _call("reduce", x, comm, op, algorithm, out, root)
 
 
 def alltoall(x: Any, comm: MPI.Comm | None = None, algorithm: str = "auto", out: Any = None) -> Any:
@@ -177,4 +157,36 @@ def alltoall(x: Any, comm: MPI.Comm | None = None, algorithm: str = "auto", out:
     Blocks are those of `reduce_scatter`; on rank r, `out` has p times the elements of its block. In place p must divide
     n. Elements may be of any type but Python objects; x is one array. Arguments and errors: see `allreduce`.
     """
-    return _one_shot("alltoall", x, comm, "sum", algorithm, out, 0)
+    return _call("alltoall", x, comm, "sum", algorithm, out, 0)
+
+
+def grouped_allreduce(
+    arrays: Sequence[Any],
+    comm: MPI.Comm | None = None,
+    op: str = "sum",
+    algorithm: str = "auto",
+    out: Sequence[Any] | None = None,
+) -> list[Any]:
+    """Many arrays of any sizes and types in one call, each reduced across ranks: arrays[i][n_i] -> out[i][n_i].
+    Collective, blocking.
+
+    >>> weights, bias = np.full((3, 4), 2.0), np.ones(4, np.float32)
+    >>> collectives.grouped_allreduce([weights, bias], op="mean")
+
+    Unlike `allreduce` of a list, which adds the vectors of a worker together, the arrays stay apart. All ranks bring as
+    many, of the same sizes and types, in the same order. Small ones travel together. Returns `out`, or `arrays`, as a
+    list. Arguments and errors: see `allreduce`.
+    """
+    home = communicator(comm)
+    home.check()
+    arrays, out = list(arrays), None if out is None else list(out)
+
+    def make() -> Plan:
+        return compile_group(home, arrays, op, algorithm, out)
+
+    if home.cache is None:
+        home.cache = PlanCache()
+    made = home.cache.find(("grouped_allreduce", op, algorithm, 0), arrays, out, make)
+    with home.failing(made.call.text, arrays, out):
+        made()
+    return arrays if out is None else out

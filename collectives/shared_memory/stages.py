@@ -1,4 +1,7 @@
-"""The staged protocol of `shared_memory`: blocks of ordinary arrays pass through stages that a cache holds."""
+"""Ordinary arrays: blocks pass through stages small enough for the cache, in a pipeline, one meeting a block.
+
+While block k is reduced, k + 1 is staged and k - 1 copied out.
+"""
 
 from __future__ import annotations
 
@@ -8,87 +11,89 @@ import numpy as np
 
 from collectives.arrays import Vector
 from collectives.call import Call
-from collectives.transport.program import Phase, Program, Step, Window, combine, copy, same
-from collectives.transport.room import Room
+from collectives.shared_memory.program import Phase, Program, Step, Window, combine, copy, same
+from collectives.node.desk import Desk
 
 
 class Staged:
     """The pipeline of one rank. Block k of owner q is part k of q's piece of the vector."""
 
-    def __init__(self, room: Room, call: Call, x: Window, out: Window):
-        self._room, self._call, self._x, self._out = room, call, x, out
-        self._block = max(1, room.block_bytes // call.dtype.itemsize)
-        self._pieces = [self._piece(owner) for owner in range(room.size)]
+    def __init__(self, desk: Desk, call: Call, x: Window, out: Window):
+        self._desk, self._call, self._x, self._out = desk, call, x, out
+        self._block = max(1, desk.block_bytes // call.dtype.itemsize)
+        self._pieces = [self._piece(owner) for owner in range(desk.size)]
         self._count = max(-(-(stop - start) // self._block) for start, stop in self._pieces)
         self._scratch = np.empty(min(self._block, call.n), call.dtype)
 
     def program(self, restage: bool) -> Program:
         """`restage`: some rank may have come without its first block staged."""
         phases = [Phase(self.puts(0))] if restage else []
+        alltoall = self._call.kind == "alltoall"
         for k in range(self._count):
-            if self._call.kind == "alltoall":
+            if alltoall:
                 phases.append(Phase(self._takes(k) + self.puts(k + 1)))
             else:
                 total, home = self._reduces(k)
                 phases.append(Phase(total + self.puts(k + 1), home + self._takes(k - 1)))
-        return Program(tuple(phases), self._takes(self._count - 1) if self._call.kind != "alltoall" else ())
+        last = () if alltoall else self._takes(self._count - 1)
+        return Program(tuple(phases), (last, last))
 
     def puts(self, k: int) -> tuple[Step, ...]:
         """My share of block k of every other owner, into my stage."""
-        call, room = self._call, self._room
+        call, desk = self._call, self._desk
         steps: list[Step] = []
-        for owner in room.turn():
-            if call.kind == "alltoall" or room.rank in call.sources(owner):
+        for owner in desk.turn():
+            if call.kind == "alltoall" or desk.rank in call.sources(owner):
                 part = self._x.part(*self._range(owner, k))
-                steps += copy(self._stage(room.stage_in(room.rank, k % 2, owner), part.size), part)
+                steps += copy(self._stage(desk.stage_in(desk.rank, k % 2, owner), part.size), part)
         return tuple(steps)
 
     def _reduces(self, k: int) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
         """Block k of mine into the stage, and from there to my own out."""
-        call, room = self._call, self._room
-        start, stop = self._range(room.rank, k)
-        wanted = call.readers(room.rank)
+        call, desk = self._call, self._desk
+        start, stop = self._range(desk.rank, k)
+        wanted = call.readers(desk.rank)
         if start == stop:
             return (), ()
         parts = [
-            self._stage(room.stage_in(rank, k % 2, room.rank), stop - start) if rank != room.rank
+            self._stage(desk.stage_in(rank, k % 2, desk.rank), stop - start) if rank != desk.rank
             else self._x.part(start, stop)
-            for rank in call.sources(room.rank)
+            for rank in call.sources(desk.rank)
         ]
-        if wanted == [room.rank]:
+        if wanted == [desk.rank]:
             return tuple(combine(call, parts, self._out.part(start, stop), self._scratch)), ()
-        total = self._stage(room.stage_out(room.rank, k % 3), stop - start)
-        home = tuple(copy(self._out.part(start, stop), total)) if room.rank in wanted else ()
-        if room.rank in wanted and len(parts) == 1 and same(parts[0], self._out.part(start, stop)):
+        total = self._stage(desk.stage_out(desk.rank, k % 3), stop - start)
+        home = tuple(copy(self._out.part(start, stop), total)) if desk.rank in wanted else ()
+        if desk.rank in wanted and len(parts) == 1 and same(parts[0], self._out.part(start, stop)):
             home = ()
         return tuple(combine(call, parts, total, total)), home
 
     def _takes(self, k: int) -> tuple[Step, ...]:
         """Block k of every other owner, into my out."""
-        call, room = self._call, self._room
+        call, desk = self._call, self._desk
         steps: list[Step] = []
         if k < 0:
             return ()
         if call.kind == "alltoall":
             return tuple(self._arrivals(k))
-        for owner in room.turn():
+        for owner in desk.turn():
             start, stop = self._range(owner, k)
-            if room.rank in call.readers(owner):
-                stage = self._stage(room.stage_out(owner, k % 3), stop - start)
+            if desk.rank in call.readers(owner):
+                stage = self._stage(desk.stage_out(owner, k % 3), stop - start)
                 steps += copy(self._out.part(start, stop), stage)
         return tuple(steps)
 
     def _arrivals(self, k: int) -> Iterator[Step]:
         """alltoall: block k of what every rank, and this one too, has for me."""
-        room, (begin, _) = self._room, self._call.block(self._room.rank)
-        start, stop = self._range(room.rank, k)
-        for source in [room.rank, *room.turn()]:
-            at, _ = self._call.arrival(room.rank, source)
+        desk, (begin, _) = self._desk, self._call.block(self._desk.rank)
+        start, stop = self._range(desk.rank, k)
+        for source in [desk.rank, *desk.turn()]:
+            at, _ = self._call.arrival(desk.rank, source)
             to = self._out.part(at + start - begin, at + stop - begin)
-            if source == room.rank:
+            if source == desk.rank:
                 yield from copy(to, self._x.part(start, stop))
             else:
-                yield from copy(to, self._stage(room.stage_in(source, k % 2, room.rank), stop - start))
+                yield from copy(to, self._stage(desk.stage_in(source, k % 2, desk.rank), stop - start))
 
     def _piece(self, owner: int) -> tuple[int, int]:
         """A broadcast has nothing to reduce: the root owns it all."""

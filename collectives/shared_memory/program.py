@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -13,6 +12,8 @@ from collectives.call import Call
 from collectives.operations import scale
 
 Step: TypeAlias = "tuple[Any, tuple[Any, ...]]"
+Turns: TypeAlias = "tuple[Sequence[Step], Sequence[Step]]"
+NOTHING: Turns = ((), ())
 SHORT_BYTES = 128 << 10  # up to here bytes are copied without `numpy.copyto`, which begins later but lets threads run
 
 
@@ -33,14 +34,30 @@ class Phase(NamedTuple):
     after: tuple[Step, ...] = ()
 
 
-@dataclass
-class Program:
-    """What a rank does once all have entered; phases end with a meeting, `last` needs none."""
+class Program(NamedTuple):
+    """What a rank does in one operation, bound to its arrays and the others'."""
 
     phases: tuple[Phase, ...] = ()
-    last: tuple[Step, ...] = ()
-    reaches: bool = False
-    """Whether ranks touch each other's arrays in it."""
+    """Once all have entered; each ends with a meeting."""
+    last: Turns = NOTHING
+    """At the end, where there is nobody to meet any more; of an operation with an even number, and of one with an odd."""
+    touches: bool = False
+    """Whether ranks touch each other's arrays in the phases."""
+
+
+def merged(programs: Sequence[Program]) -> Program:
+    """Programs of the same number of phases as one: what they do in a phase is done in one."""
+    phases = tuple(
+        Phase(tuple(s for phase in every for s in phase.before), tuple(s for phase in every for s in phase.after))
+        for every in zip(*(program.phases for program in programs))
+    )
+    return Program(phases, touches=any(program.touches for program in programs))
+
+
+def perform(steps: Sequence[Step]) -> None:
+    """Take the steps, one after the other."""
+    for function, arguments in steps:
+        function(*arguments)
 
 
 def same(a: Vector, b: Vector) -> bool:

@@ -1,0 +1,319 @@
+"""What the package keeps for a communicator: the board of this node, notes between nodes, plans, what has been started.
+
+It is made at the first call and lives until it fails: then it is over on all ranks, which raise the same sentence, and
+`renew` begins another on the same ranks.
+"""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, NoReturn
+from weakref import WeakSet
+
+import numpy as np
+from mpi4py import MPI
+
+from collectives.errors import CollectiveError, MismatchError
+from collectives.network.control import Control
+from collectives.network.parting import part
+from collectives.node.board import Board
+from collectives.node.desk import Desk, open_desks
+from collectives.node.process_memory import OutOfReach
+from collectives.node.wait import NAP_AFTER_BETWEEN_NODES, Limits, drive, limits, until
+from collectives.tuner import table
+from collectives.tuner.table import Table
+
+UNUSABLE = "this communicator is over after: {}"
+FREED = "the communicator has been freed: use one that is still there, and make plans on it anew"
+COME = "let all call it, or name a communicator of those that do (beside a store with servers kv.layout.workers)"
+_recent: tuple[MPI.Comm | None, Communicator | None] = (None, None)
+"""The last answer of `communicator`, which is mostly the next one too."""
+_limbo: list[tuple[MPI.Request, Any]] = []
+"""Requests that were under way when their operation failed, and the memory that MPI may still touch."""
+_alive: WeakSet[Communicator] = WeakSet()
+
+
+@cache
+def _key() -> int:
+    """Under what communicators keep theirs. Made at first use, so that importing this module starts no MPI."""
+    return MPI.Comm.Create_keyval(delete_fn=lambda comm, key, kept: kept.close())
+
+
+class Between:
+    """How a rank waits for ranks of other nodes: both the notes and the board may say that the epoch has ended."""
+
+    nap_after = NAP_AFTER_BETWEEN_NODES
+
+    def __init__(self, board: Board, control: Control) -> None:
+        self._board, self._control, self.limits = board, control, control.limits
+        self.late = control.late
+
+    def look(self, waited: float) -> None:
+        self._control.look(waited)
+        self._board.hear()
+
+
+class Communicator:
+    """One communicator, from its first call to its end. `board` is that of this node's ranks; `control` is None where
+    that is all ranks. Making it is collective, blocking."""
+
+    def __init__(self, comm: MPI.Intracomm, known_table: Table | None = None) -> None:
+        self.comm = comm.Dup()
+        self.rank, self.size = comm.rank, comm.size
+        self.limits = limits()
+        self.node, desk, names = _desks(self.comm)
+        self.node_of = self._nodes(min(names))
+        self.nodes = len(set(self.node_of))
+        self.board = Board(desk, names, self.limits)
+        self.across = self._across()
+        self.control = Control(self.comm.Dup(), self.limits) if self.nodes > 1 else None
+        self.epoch = Between(self.board, self.control) if self.control is not None else self.board
+        self.table = known_table or table.shared(self.comm)
+        self.over: CollectiveError | None = None
+        """What every call raises since the communicator has ended."""
+        self.open = True
+        self.started: list[Any] = []
+        """Operations of `Plan.start` that are not done, in order."""
+        self.cache: Any = None
+        """What `plan_cache` keeps here."""
+        self.tags_dealt = 0
+        """To plans, whose messages they keep apart."""
+        self._kept: list[Any] = []
+        _alive.add(self)
+
+    def patient(self, stall_seconds: float, timeout_seconds: float) -> None:
+        """How long a wait may last before it warns, and before it raises (0: never)."""
+        self.limits = self.board.limits = self.epoch.limits = Limits(stall_seconds, timeout_seconds)
+        if self.control is not None:
+            self.control.limits = self.limits
+
+    def check(self) -> None:
+        """Raise where the communicator is over, or freed."""
+        if not self.open:
+            raise MismatchError(FREED)
+        if self.over is not None:
+            raise type(self.over)(UNUSABLE.format(self.over))
+
+    def agree(self, text: str) -> None:
+        """Collective, blocking: MismatchError on every rank unless all bring the same text."""
+        self.check()
+        if self.size > 1:
+            with self.failing(text):
+                self.run((self.board if self.control is None else self.control).agreed(text), text)
+
+    def refuse(self, sentence: str) -> NoReturn:
+        """End the communicator: this rank and all others raise MismatchError with this sentence."""
+        with self.failing(sentence):
+            raise MismatchError(sentence)
+
+    def run(self, steps: Iterator[None], what: str) -> None:
+        """Run an operation to its end."""
+        drive(steps, self.epoch, what, min(self.board.spins, 16))
+
+    def hear(self) -> None:
+        """Raise where the communicator has ended; beside compute."""
+        if self.control is None:
+            self.board.hear()
+        else:
+            self.epoch.look(0.0)
+
+    def hold(self) -> None:
+        """See anew whether operations may begin by a short way."""
+        self.board.hold(bool(self.started or self.over is not None or not self.open))
+
+    @contextmanager
+    def failing(self, what: str, *kept: Any) -> Iterator[None]:
+        """Whatever is raised within ends the communicator."""
+        try:
+            yield
+        except BaseException as error:
+            raise self.fail(what, error, *kept) from None
+
+    def fail(self, what: str, error: BaseException, *kept: Any) -> BaseException:
+        """`what` has raised here: end the communicator for all ranks; the error to raise. `kept` is not dropped, as
+        others, or MPI, may still touch it. Blocks for some seconds at most, until nobody touches this rank's arrays."""
+        self._kept.append(kept)
+        if self.over is not None:
+            return error
+        told = error if isinstance(error, CollectiveError) else CollectiveError(self._given_up(what, error))
+        if isinstance(error, OutOfReach):
+            told = CollectiveError(self.board.explain(error))
+        self.over = told
+        try:
+            self.over = self._end(told)
+        except KeyboardInterrupt:  # once more: the others must hear
+            self.over = self._end(told)
+            raise
+        finally:
+            self.started = []
+            self.hold()
+        return self.over if isinstance(error, CollectiveError) else error
+
+    def _end(self, told: CollectiveError) -> CollectiveError:
+        on_node = self.board.end(told, str(told))
+        return on_node if self.control is None else self.control.end(on_node, str(on_node))
+
+    def _given_up(self, what: str, error: BaseException) -> str:
+        reason = f": {error}" if str(error) else ""
+        return f"rank {self.rank} has given up {what}: {type(error).__name__}{reason}"
+
+    def keep(self, request: MPI.Request, memory: Any) -> None:
+        """MPI may go on with this request after its operation has failed."""
+        _limbo[:] = [kept for kept in _limbo if not kept[0].Test()]
+        _limbo.append((request, memory))
+
+    def close(self) -> None:
+        """When the user's communicator is freed, or renewed: collective, as that is. Where the communicator has failed,
+        messages may still be under way on those that carry them: they stay."""
+        if not self.open:
+            return
+        self.open = False
+        self.hold()
+        self.started = []
+        if MPI.Is_finalized():
+            return
+        if self.cache is not None:
+            self.cache.free()
+        if self.control is not None:
+            self.control.free()
+        self.board.close()
+        self.node.Free()
+        for comm in (self.across, self.comm):
+            if comm is not None and self.over is None:
+                comm.Free()
+
+    def leave(self) -> None:
+        """This rank's program ends."""
+        if self.open and not MPI.Is_finalized():
+            self.board.leave()
+            if self.control is not None:
+                self.control.leave()
+
+    def _nodes(self, first: int) -> list[int]:
+        """For each rank the lowest rank of its node."""
+        everybody = np.empty(self.size, np.int64)
+        self.comm.Allgather(np.array([first], np.int64), everybody)
+        return everybody.tolist()
+
+    def _across(self) -> MPI.Intracomm | None:
+        """The ranks with this one's place in their nodes, one a node; None where nodes differ in size. Collective."""
+        if self.nodes == 1 or len({self.node_of.count(node) for node in self.node_of}) > 1:
+            return None
+        return self.comm.Split(self.board.rank, self.rank)
+
+
+def communicator(comm: MPI.Comm | None, known_table: Table | None = None) -> Communicator:
+    """What is kept for `comm` (None: COMM_WORLD). The first call for a communicator is collective, blocking.
+
+    StallError there means that a rank had not come within the limits of the environment; a later call waits on for it.
+    `known_table`, the same on all ranks, counts in the first call, in place of the user's.
+    """
+    global _recent
+    before, known = _recent
+    if comm is before and known is not None and known.open:
+        return known
+    found = _found(MPI.COMM_WORLD if comm is None else comm, known_table)
+    _recent = (comm, found)
+    return found
+
+
+def _found(comm: MPI.Comm, known_table: Table | None) -> Communicator:
+    try:
+        found: Any = comm.Get_attr(_key())
+    except MPI.Exception:
+        raise MismatchError(FREED) from None
+    if isinstance(found, Communicator):
+        return found
+    if not isinstance(comm, MPI.Intracomm):
+        raise MismatchError("an intercommunicator has no collectives here: merge it first")
+    return _open(comm, found, known_table)
+
+
+def renew(comm: MPI.Comm | None = None) -> None:
+    """Begin another communicator on the same ranks, after one has ended: calls on `comm` work again. Collective,
+    blocking: all ranks of `comm` call. Plans of the old one stay over: make them anew.
+
+    StallError where a rank has not come within the limits of the environment; a later call waits on for it.
+    """
+    comm = MPI.COMM_WORLD if comm is None else comm
+    found: Any = comm.Get_attr(_key())
+    if isinstance(found, Communicator):
+        found.open, found.over = False, found.over or CollectiveError("it has been renewed")
+        found.hold()
+        comm.Set_attr(_key(), _Arrival(comm, found))
+    made = communicator(comm)
+    made.check()
+
+
+class _Arrival:
+    """All ranks' coming to a communicator: what makes something of it, as `Dup` does, blocks in MPI, and must not before
+    all are there. A rank that gave up waiting has come all the same."""
+
+    limits = Limits()
+    nap_after = NAP_AFTER_BETWEEN_NODES
+
+    def __init__(self, comm: MPI.Comm, old: Communicator | None = None) -> None:
+        self._comm, self.old = comm, old
+        self._request = comm.Ibarrier()
+
+    def wait(self) -> None:
+        """Blocking; StallError after the limit of the environment."""
+        self.limits = limits()
+        name = self._comm.Get_name() or "a communicator"
+        what = f"the first collective on {name} ({self._comm.size} ranks: {COME})"
+        drive(until(self._request.Test), self, what)
+
+    def look(self, waited: float) -> None:
+        """There is no epoch yet that could end."""
+
+    def late(self) -> list[int]:
+        """Not known here."""
+        return []
+
+    def close(self) -> None:
+        """MPI completes a barrier under way by itself."""
+
+
+def _open(comm: MPI.Intracomm, arrival: _Arrival | None, known_table: Table | None) -> Communicator:
+    """Wait for all ranks, from where an earlier call gave up, and make what is kept."""
+    if arrival is None:
+        arrival = _Arrival(comm)
+        comm.Set_attr(_key(), arrival)
+    arrival.wait()
+    if arrival.old is not None:
+        _retire(arrival.old)
+    made = Communicator(comm, known_table)
+    comm.Set_attr(_key(), made)
+    return made
+
+
+def _retire(old: Communicator) -> None:
+    """All ranks have come to renew it: nobody touches its memory any more."""
+    old.open = True
+    old.close()
+    old._kept.clear()
+    if old.control is not None:
+        old.control.part()
+
+
+def _desks(comm: MPI.Intracomm) -> tuple[MPI.Intracomm, Desk, list[int]]:
+    """The ranks that share memory with this one, their desks, and their numbers; this rank alone where they cannot."""
+    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    desk = open_desks(node)
+    if desk is None:
+        node.Free()
+        node = comm.Split(comm.rank)
+        desk = open_desks(node)
+        assert desk is not None
+    names = np.empty(node.size, np.int64)
+    node.Allgather(np.array([comm.rank], np.int64), names)
+    return node, desk, names.tolist()
+
+
+@atexit.register
+def _leave_all() -> None:
+    for kept in list(_alive):
+        kept.leave()

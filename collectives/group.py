@@ -1,0 +1,161 @@
+"""Many unlike arrays in one allreduce, each summed across ranks: small ones packed together, large ones where they are.
+
+On one node all arrays are reduced in the same two meetings. Between nodes, arrays of one type travel as one vector.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from collectives import arrays as user_arrays
+from collectives.arrays import Flat, Vector
+from collectives.call import Call
+from collectives.communicator import Communicator
+from collectives.errors import of_caller
+from collectives.network.tags import Tags
+from collectives.node import arena
+from collectives.operations import operation
+from collectives.plan import Plan, chosen
+from collectives.runner import Runner, make_runner, ways
+from collectives.shared_memory.executor import DONE, NOT_BEGUN, Executor, part_of
+from collectives.shared_memory.program import Step, copy, perform
+
+PACKED_BYTES = 64 << 10
+"""On one node, arrays of up to so many bytes are copied beside each other; larger ones are reduced where they lie."""
+
+
+@dataclass(frozen=True)
+class GroupCall(Call):
+    """A call of many arrays; `n` counts bytes."""
+
+    arrays: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "text", f"grouped_allreduce of {self.arrays}, algorithm {self.algorithm}")
+
+
+class Packed:
+    """Runs what reduces packed arrays, between copies there and back."""
+
+    def __init__(self, runners: Sequence[Runner], into: Sequence[Step], back: Sequence[Step]) -> None:
+        self._runners, self._into, self._back = runners, into, back
+        self.fast: Callable[[], int] = self._fast if len(runners) == 1 else _not_begun
+
+    def steps(self) -> Iterator[None]:
+        perform(self._into)
+        for runner in self._runners:
+            yield from runner.steps()
+        perform(self._back)
+
+    def rest(self) -> Iterator[None]:
+        yield from self._runners[0].rest()
+        perform(self._back)
+
+    def free(self) -> None:
+        for runner in self._runners:
+            runner.free()
+
+    def _fast(self) -> int:
+        perform(self._into)
+        code = self._runners[0].fast()
+        if code == DONE:
+            perform(self._back)
+        return code
+
+
+def _not_begun() -> int:
+    return NOT_BEGUN
+
+
+def compile_group(home: Communicator, x: Sequence[Any], op: str, algorithm: str, out: Sequence[Any] | None) -> Plan:
+    """A plan for all arrays, where the arguments are good; ValueError or TypeError where they are not. Local."""
+    try:
+        sources, targets = _flats(x, out)
+        for source in sources:
+            operation(op, source.dtype)
+        text = f"{len(sources)} arrays ({', '.join(f'{flat.n} {flat.dtype.name}' for flat in sources)}), {op}"
+        raw = GroupCall("allreduce", sum(_nbytes(flat) for flat in sources), np.dtype(np.uint8), None, 0, algorithm,
+                        home.size, arrays=text)  # fmt: skip
+        pairs = [(source, target) for source, target in zip(sources, targets) if source.n]
+        on_node = chosen(home, raw, algorithm) == "shared_memory"
+        runner = (_on_node if on_node else _over_messages)(home, raw, op, pairs)
+    except (ValueError, TypeError) as error:
+        raise of_caller(error) from None
+    return Plan(home, raw, runner, out is None)
+
+
+def _flats(x: Sequence[Any], out: Sequence[Any] | None) -> tuple[list[Flat], list[Flat]]:
+    if out is not None and len(out) != len(x):
+        raise ValueError(f"arrays has {len(x)} arrays and out {len(out)}: give as many of each")
+    hosts = [user_arrays.host(one, f"arrays[{i}]") for i, one in enumerate(x)]
+    sources = [user_arrays.flat(one, f"arrays[{i}]", out is None) for i, one in enumerate(hosts)]
+    if out is None:
+        return sources, sources
+    targets = [user_arrays.flat(user_arrays.host(one, f"out[{i}]"), f"out[{i}]", True) for i, one in enumerate(out)]
+    for i, (source, target) in enumerate(zip(sources, targets)):
+        if (source.n, source.dtype) != (target.n, target.dtype):
+            raise ValueError(f"arrays[{i}] has {source.n} {source.dtype.name} and out[{i}] {target.n} "
+                             f"{target.dtype.name}: give both the same size and type")  # fmt: skip
+    return sources, targets
+
+
+def _on_node(home: Communicator, call: GroupCall, op: str, pairs: Sequence[tuple[Flat, Flat]]) -> Runner:
+    reachable = home.board.desk.reachable
+    few = [pair for pair in pairs if not reachable or _nbytes(pair[0]) <= PACKED_BYTES]
+    parts = [
+        part_of(_call(home, source, op, "shared_memory"), home.rank, source, target)
+        for source, target in pairs if (source, target) not in few
+    ]  # fmt: skip
+    packs = _pack(few, arena.empty)
+    parts += [part_of(_call(home, flat, op, "shared_memory"), home.rank, flat, flat) for flat, _, _ in packs]
+    if not parts:
+        empty = user_arrays.flat(np.empty(0, np.float32), "x", True)
+        parts = [part_of(_call(home, empty, op, "shared_memory"), home.rank, empty, empty)]
+    executor = Executor(home.board, call.text, parts, ways(home, home.size))
+    return _packed([executor], packs)
+
+
+def _over_messages(home: Communicator, call: GroupCall, op: str, pairs: Sequence[tuple[Flat, Flat]]) -> Runner:
+    packs = _pack(pairs, np.empty)
+    calls = [_call(home, flat, op, call.algorithm) for flat, _, _ in packs]
+    runners = [make_runner(home, one, flat, flat, Tags(home.comm)) for one, (flat, _, _) in zip(calls, packs)]
+    return _packed(runners, packs)
+
+
+def _packed(runners: Sequence[Runner], packs: Sequence[tuple[Flat, list[Step], list[Step]]]) -> Packed:
+    into = [step for _, steps, _ in packs for step in steps]
+    back = [step for _, _, steps in packs for step in steps]
+    return Packed(runners, into, back)
+
+
+def _call(home: Communicator, flat: Flat, op: str, algorithm: str) -> Call:
+    draft = Call("allreduce", flat.n, flat.dtype, operation(op, flat.dtype), 0, "auto", home.size)
+    return Call("allreduce", flat.n, flat.dtype, draft.operation, 0, chosen(home, draft, algorithm), home.size)
+
+
+def _pack(
+    pairs: Sequence[tuple[Flat, Flat]], allocate: Callable[[int, Any], Vector]
+) -> list[tuple[Flat, list[Step], list[Step]]]:
+    """For each type one vector that holds the arrays of that type, and the copies into it and back."""
+    packs = []
+    for dtype in dict.fromkeys(source.dtype for source, _ in pairs):
+        alike = [pair for pair in pairs if pair[0].dtype == dtype]
+        vector = allocate(sum(source.n for source, _ in alike), dtype)
+        into: list[Step] = []
+        back: list[Step] = []
+        at = 0
+        for source, target in alike:
+            beside = vector[at : at + source.n]
+            into += copy(beside, source.vector())
+            back += copy(target.vector(), beside)
+            at += source.n
+        packs.append((user_arrays.flat(vector, "x", True), into, back))
+    return packs
+
+
+def _nbytes(flat: Flat) -> int:
+    return flat.n * flat.dtype.itemsize

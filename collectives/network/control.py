@@ -1,0 +1,178 @@
+"""How ranks that share no memory learn that calls differ, or that one has failed: short notes, beside all data.
+
+Operations are numbered. A rank that has waited `SPEAK_SECONDS` tells all others which operation it is in. Who hears of
+an operation that it knows by another name answers with that name, so every rank gets all names and raises the same
+MismatchError. A rank that ends the epoch tells all others why. Where several do so at once, all take the sentence of
+the earliest operation, then of the lowest rank: each listens `SETTLE_SECONDS` longer before it raises.
+
+While all is well nothing is sent.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import NoReturn
+
+import msgspec
+import numpy as np
+from mpi4py import MPI
+
+from collectives.errors import KINDS, CollectiveError, MismatchError, kind_of
+from collectives.node.cards import disagreement
+from collectives.node.wait import Limits
+
+SPEAK_SECONDS = 0.05
+SETTLE_SECONDS = 0.15
+NAMES_SECONDS = 0.5  # to wait for the names of all ranks once two are known to differ
+HISTORY = 64
+IN_OPERATION, OVER, LEFT = 0, 1, 2
+_TAG = 1
+
+
+class Note(msgspec.Struct, array_like=True, order=True):
+    """What a rank says: in which operation it is (`text` names it), why the epoch is over (`kind` is a place in
+    `KINDS`), or that its program has ended after that operation. The order is the order in which notes of an end count."""
+
+    number: int
+    rank: int
+    sort: int
+    text: str = ""
+    kind: int = 0
+
+
+class Control:
+    """The notes of one epoch. `comm` is used for nothing else."""
+
+    def __init__(self, comm: MPI.Intracomm, limits: Limits) -> None:
+        self._comm, self._rank, self._size = comm, comm.rank, comm.size
+        self.limits = limits
+        self.number = 0
+        """The operation that this rank has begun last."""
+        self._mine: dict[int, str] = {}
+        self._heard: dict[int, dict[int, str]] = {}
+        self._told: set[int] = set()
+        self._open: set[int] = set()
+        self._left: dict[int, int] = {}
+        self._over: list[Note] = []
+        self._settled = self._differs = 0.0
+        self._sends: list[tuple[MPI.Request, bytes]] = []
+
+    def operation(self, text: str, steps: Iterator[None]) -> Iterator[None]:
+        """The steps of one operation, numbered; every rank begins the same operations in the same order."""
+        number = self._begin(text)
+        yield from steps
+        self._end(number)
+
+    def agreed(self, text: str) -> Iterator[None]:
+        """MismatchError on every rank unless all bring the same text."""
+        number = self._begin(text)
+        self._tell(number)
+        while len(self._heard.get(number, ())) < self._size - 1:
+            self.look(0.0)
+            yield
+        self._end(number)
+        self._compare(number)
+
+    def look(self, waited: float) -> None:
+        """Speak up after a while, hear what others say, and raise if it does not fit."""
+        self._hear()
+        if waited > SPEAK_SECONDS:
+            for number in sorted(self._open - self._told):
+                self._tell(number)
+        if self._over:
+            self._raise()
+        for number in sorted(self._heard):
+            self._compare(number)
+        gone = [rank for rank, number in self._left.items() if self._open and number < min(self._open)]
+        if gone:
+            raise CollectiveError(f"rank {min(gone)} is needed, and its program has ended")
+
+    def late(self) -> Sequence[int]:
+        """Ranks that have not said that they are in the present operation."""
+        heard = self._heard.get(self.number, {})
+        return [rank for rank in range(self._size) if rank != self._rank and rank not in heard]
+
+    def end(self, error: BaseException, sentence: str) -> CollectiveError:
+        """End the epoch for all ranks; what they raise. Blocks for SETTLE_SECONDS."""
+        if not self._over:
+            note = Note(min(self._open, default=self.number + 1), self._rank, OVER, sentence, kind_of(error))
+            self._over.append(note)
+            self._send(note)
+        return self._settle()
+
+    def leave(self) -> None:
+        """Say that this rank's program ends. Waits for nobody."""
+        self._send(Note(min(self._open, default=self.number + 1) - 1, self._rank, LEFT))
+
+    def free(self) -> None:
+        """Give the communicator back, unless something was said on it, which may come later than that. Blocks nowhere:
+        MPI calls this on each rank when it likes."""
+        if not (self._told or self._over):
+            self._comm.Free()
+
+    def _begin(self, text: str) -> int:
+        self.number += 1
+        self._mine[self.number] = text
+        self._open.add(self.number)
+        self._forget(self.number - HISTORY)
+        return self.number
+
+    def _end(self, number: int) -> None:
+        self._open.discard(number)
+        if number <= self.number - HISTORY:
+            self._forget(number)
+
+    def _forget(self, number: int) -> None:
+        if number not in self._open:
+            self._mine.pop(number, None)
+            self._heard.pop(number, None)
+            self._told.discard(number)
+
+    def _hear(self) -> None:
+        status = MPI.Status()
+        while self._comm.Iprobe(MPI.ANY_SOURCE, _TAG, status):
+            message = np.empty(status.Get_count(MPI.BYTE), np.uint8)
+            self._comm.Recv([message, MPI.BYTE], status.Get_source(), _TAG)
+            note = msgspec.msgpack.decode(message.tobytes(), type=Note)
+            if note.sort == OVER:
+                self._over.append(note)
+            elif note.sort == LEFT:
+                self._left[note.rank] = note.number
+            else:
+                self._heard.setdefault(note.number, {})[note.rank] = note.text
+                if note.number in self._mine and note.number not in self._told:
+                    self._tell(note.number)
+        self._sends = [send for send in self._sends if not send[0].Test()]
+
+    def _tell(self, number: int) -> None:
+        self._told.add(number)
+        self._send(Note(number, self._rank, IN_OPERATION, self._mine[number]))
+
+    def _send(self, note: Note) -> None:
+        message = msgspec.msgpack.encode(note)
+        for other in range(self._size):
+            if other != self._rank:
+                self._sends.append((self._comm.Isend([message, MPI.BYTE], other, _TAG), message))
+
+    def _compare(self, number: int) -> None:
+        """MismatchError where others know this operation by another name; once all have named it, or after a while."""
+        mine = self._mine.get(number)
+        if mine is None or all(text == mine for text in self._heard[number].values()):
+            return
+        texts = {**self._heard[number], self._rank: mine}
+        self._differs = self._differs or time.monotonic()
+        if len(texts) == self._size or time.monotonic() > self._differs + NAMES_SECONDS:
+            raise MismatchError(disagreement(texts))
+
+    def _raise(self) -> NoReturn:
+        raise self._settle()
+
+    def _settle(self) -> CollectiveError:
+        """Wait for notes of an end that come at the same time; what all ranks raise."""
+        self._settled = self._settled or time.monotonic() + SETTLE_SECONDS
+        while time.monotonic() < self._settled:
+            self._hear()
+            time.sleep(1e-3)
+        first = min(self._over)
+        return KINDS[first.kind](first.text)

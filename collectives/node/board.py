@@ -1,0 +1,243 @@
+"""How the ranks of a node meet: words in shared memory, and the protocol by which they are read and written.
+
+An operation starts when all ranks have *entered* it. A rank enters by one 8-byte store: the number of the operation
+<< 32 | a token for what it brings. It has met the others when all words of the row bear that number; a token that it
+does not know stands for a card, which it reads and compares. In the operation, ranks meet again after *phases*.
+
+    publish   what others are to see (a vector in a slot, a card) is written first
+    meet      one store to `entries`, then looks at the row until it is complete
+    take      what the others have put is read
+    poison    the flag is set; this rank's entry becomes OUT, which completes no row; whoever waits looks at the flag
+
+A rank can enter operation i + 2 only after all have entered i + 1, hence two rows and two slots suffice. There is no
+MPI here: the tests run this code with words that hand over to another rank at each access, in every order.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from os import sched_yield
+from typing import TYPE_CHECKING, Any
+
+from collectives.errors import CollectiveError
+from collectives.node import arena
+from collectives.node.arena import Region
+from collectives.node.cards import CARDS, Card, Cards, Place
+from collectives.node.desk import FINISHED, LEFT, Desk
+from collectives.node.poison import Peers, Poison
+from collectives.node.process_memory import OutOfReach
+from collectives.node.wait import NAP_AFTER_ON_NODE, Limits, drive, until
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+ORDER = sys.byteorder
+NUMBERS = (1 << 32) - 1  # operations are counted modulo 2^32
+OUT = (1 << 64) - 1  # the entry of a rank that has left the epoch
+OUT_TOKEN = OUT & NUMBERS
+SPINS_ALONE, SPINS_SHARED = 64, 1  # looks before giving way: ranks have cores of their own, or share them
+MOST_LOOKS = 256  # looks after that, before the wait loop takes over
+LOOK_AT_PEERS_SECONDS = 0.05
+LEAVING_SECONDS = 5.0
+SETTLE_SECONDS = 1e-3  # a processor may hold a store back behind a later load, but not for so long
+
+
+class Board:
+    """The words of one epoch as one rank sees them. `names`: the node's ranks as the user counts them."""
+
+    nap_after = NAP_AFTER_ON_NODE
+
+    def __init__(self, desk: Desk, names: Sequence[int], limits: Limits) -> None:
+        self.desk, self.rank, self.size, self.names, self.limits = desk, desk.rank, desk.size, tuple(names), limits
+        self.cards = Cards(desk.cards, desk.rank, names)
+        self.poison = Poison(desk.poison, desk.poison_fd)
+        self.entries, self.progress = desk.rows
+        self.fence = desk.fence
+        self.ones = sum(1 << 64 * rank for rank in range(self.size))
+        """Times a number: that number once for each rank, as in a row read at once."""
+        self._numbers = self.ones * NUMBERS << 32
+        self.number = 0
+        """The operation that this rank has entered last."""
+        self.phase = 0
+        """Phases that this rank has finished, over all operations."""
+        self.last_phase = 0
+        """The phase with which ranks touch each other's arrays no more."""
+        self.spent = -CARDS
+        """Only a card that was put after this one may be brought by a short way."""
+        self.spins = SPINS_SHARED if desk.crowded else SPINS_ALONE
+        self._held = self._carrying = False
+        self._due = 0.0
+        self._peers = Peers(desk.pids)
+
+    def publish(self, card: Card, many: NDArray[np.int64] | None = None, place: Place = Place()) -> int:  # noqa: B008
+        """Put a card on the desk; its token. See `Cards.publish`."""
+        token = self.cards.publish(card, many, place)
+        self.hold(self._held)
+        return token
+
+    def hold(self, held: bool) -> None:
+        """From here on no operation may begin by a short way, or each may again."""
+        self._held = held
+        self.spent = sys.maxsize if held else self.cards.put - CARDS
+
+    def enter(self, token: int) -> None:
+        """Say: I am in the next operation, with this token. All I wrote before is visible to who sees it."""
+        self.number = number = self.number + 1 & NUMBERS
+        if self.fence is not None:
+            self.fence()
+        self.entries[number & 1][self.rank] = number << 32 | token
+
+    def met(self) -> Iterator[None]:
+        """Until all have entered this operation; with what, `tokens` says."""
+        while not self._complete():
+            yield
+        if self.fence is not None:
+            self.fence()
+
+    def meet(self, row: memoryview, wanted: int, what: str) -> bool:
+        """Until all have entered this operation. Blocking. Whether they bring the tokens of `wanted`."""
+        numbers = wanted & self._numbers
+        for look in range(self.spins + MOST_LOOKS):
+            seen = int.from_bytes(row, ORDER)
+            if seen == wanted:
+                return True
+            if look >= self.spins:
+                if seen & self._numbers == numbers:
+                    return False
+                sched_yield()
+        drive(until(self._complete), self, what)
+        return int.from_bytes(row, ORDER) == wanted
+
+    def tokens(self) -> tuple[int, ...]:
+        """With what each rank has entered; valid after a meeting, until this rank enters again."""
+        return tuple(word & NUMBERS for word in self.entries[self.number & 1])
+
+    def read(self, tokens: Sequence[int]) -> list[Card]:
+        """The cards of all ranks, or MismatchError, the same on all of them, where the calls do not fit together."""
+        if OUT_TOKEN in tokens:
+            raise self.poison.error()
+        found = [self.cards.read(rank, token, _attach) for rank, token in enumerate(tokens)]
+        self.cards.compare(found)
+        return found
+
+    def agreed(self, text: str) -> Iterator[None]:
+        """MismatchError on every rank unless all bring the same text."""
+        self.enter(self.publish(Card(text)))
+        yield from self.met()
+        self.read(self.tokens())
+
+    def signal(self) -> None:
+        """Say: I have finished one more phase."""
+        self.phase += 1
+        if self.fence is not None:
+            self.fence()
+        self.progress[self.phase & 1][self.rank] = self.phase
+
+    def followed(self) -> Iterator[None]:
+        """Until all others have finished as many phases as this rank."""
+        row, finished = self.progress[self.phase & 1], self.phase * self.ones
+        while int.from_bytes(row, ORDER) != finished:
+            yield
+        if self.fence is not None:
+            self.fence()
+
+    def follow(self, row: memoryview, finished: int, what: str) -> None:
+        """As `followed`. Blocking."""
+        for look in range(self.spins + MOST_LOOKS):
+            if int.from_bytes(row, ORDER) == finished:
+                return
+            if look >= self.spins:
+                sched_yield()
+        drive(self.followed(), self, what)
+
+    def carried_out(self, steps: Iterator[None]) -> Iterator[None]:
+        """What ranks do beside this board, over messages, once they have met. It is seen who has not ended it."""
+        self._carrying = True
+        yield from steps
+        self._carrying = False
+        self.desk.words[self.rank][FINISHED] = self.number
+
+    def late(self) -> list[int]:
+        """Ranks of the user's communicator that have not come as far as this one."""
+        return [self.names[rank] for rank in self._late()]
+
+    def look(self, waited: float) -> None:
+        """Raise where the epoch has ended, or a rank that is waited for has."""
+        if self.poison.flag[0] and self._late():
+            raise self.poison.error()
+        if (now := time.monotonic()) < self._due:
+            return
+        self._due = now + LOOK_AT_PEERS_SECONDS
+        ended = [rank for rank in self._late() if self.desk.words[rank][LEFT] or self._peers.ended(rank)]
+        if ended and ended[0] in self._late():  # looked at again: its last word may have come just now
+            how = "its program" if self.desk.words[ended[0]][LEFT] else "its process"
+            raise CollectiveError(f"rank {self.names[ended[0]]} is needed, and {how} has ended")
+
+    def hear(self) -> None:
+        """Raise where the epoch has ended, or a process of the node has. For a rank that waits for no word here."""
+        if self.poison.flag[0]:
+            raise self.poison.error()
+        if (now := time.monotonic()) < self._due:
+            return
+        self._due = now + LOOK_AT_PEERS_SECONDS
+        for rank in range(self.size):
+            if not self.desk.words[rank][LEFT] and self._peers.ended(rank):
+                raise CollectiveError(f"rank {self.names[rank]} is needed, and its process has ended")
+
+    def end(self, error: BaseException, sentence: str) -> CollectiveError:
+        """End the epoch for all ranks of the node; what they raise. Blocks, for LEAVING_SECONDS at most, until nobody
+        touches this rank's arrays any more."""
+        told = self.poison.spread(error, sentence)
+        self.hold(True)
+        self.entries[self.number & 1][self.rank] = OUT
+        if self.fence is not None:
+            self.fence()
+        time.sleep(SETTLE_SECONDS)
+        deadline = time.monotonic() + LEAVING_SECONDS
+        while self._touching() and time.monotonic() < deadline:
+            sched_yield()
+        return told
+
+    def leave(self) -> None:
+        """Say that this rank's program ends."""
+        self.desk.words[self.rank][LEFT] = 1
+
+    def explain(self, error: OutOfReach) -> str:
+        """The sentence for all ranks where this one could not reach a process."""
+        other = self.names[self.desk.pids.index(error.pid)]
+        why = os.strerror(error.errno)
+        return f"rank {self.names[self.rank]} cannot reach the memory of rank {other} any more: {why}"
+
+    def close(self) -> None:
+        """Collective where a fence is needed."""
+        self.poison.close()
+        self.desk.close()
+
+    def _complete(self) -> bool:
+        row = int.from_bytes(self.entries[self.number & 1], ORDER)
+        return row & self._numbers == self.number * self.ones << 32
+
+    def _late(self) -> list[int]:
+        entries, progress = self.entries[self.number & 1], self.progress[self.phase & 1]
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        if self._carrying:
+            return [rank for rank in others if self.desk.words[rank][FINISHED] != self.number]
+        return [rank for rank in others if entries[rank] >> 32 != self.number or progress[rank] != self.phase]
+
+    def _touching(self) -> bool:
+        """Whether another may still touch this rank's arrays: it is in the same operation, and not through with it."""
+        entries = self.entries[self.number & 1]
+        return any(
+            entries[rank] >> 32 == self.number and entries[rank] != OUT
+            and max(row[rank] for row in self.progress) < self.last_phase
+            and not self._peers.ended(rank)
+            for rank in range(self.size) if rank != self.rank
+        )  # fmt: skip
+
+
+def _attach(place: Place) -> Any:
+    return arena.attach(Region(*place[:5]))

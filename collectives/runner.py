@@ -1,0 +1,155 @@
+"""What carries a call out: by shared memory on a node, over messages between nodes, or by the MPI's own collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from collectives.arrays import Flat
+from collectives.call import Call
+from collectives.communicator import Communicator
+from collectives.network import native
+from collectives.network.messages import MessagePlan
+from collectives.network.native import NativePlan
+from collectives.network.tags import Tags
+from collectives.network.two_level import TwoLevelPlan
+from collectives.node.cards import CARDS, Card
+from collectives.schedule import catalog
+from collectives.schedule.model import Schedule
+from collectives.shared_memory.executor import MET, NOT_BEGUN, Executor, Ways, part_of
+
+UNEVEN = (
+    "hierarchical needs nodes with equal numbers of ranks, neighbours in rank: choose another algorithm, or auto"
+)
+DOUBLING_BYTES = 32 << 10
+"""Up to here recursive_doubling, of which every step takes the whole vector, is taken for faster than halving."""
+ALWAYS = ("ring", "binomial", "direct")  # between nodes, one of these serves any call
+
+
+class Body(Protocol):
+    """What moves and adds, once it is clear that all ranks are in the same call."""
+
+    def run(self) -> Iterator[None]:
+        """The operation, in steps between which there is something to wait for."""
+
+    def free(self) -> None:
+        """Give back what it holds of MPI."""
+
+
+class Runner(Protocol):
+    """What carries a call out. `fast` does it at once, or tells how far it came (`shared_memory.executor`)."""
+
+    fast: Callable[[], int]
+
+    def steps(self) -> Iterator[None]:
+        """The operation, in steps between which there is something to wait for."""
+
+    def rest(self) -> Iterator[None]:
+        """The same from where all have met."""
+
+    def free(self) -> None:
+        """Give back what it holds of MPI."""
+
+
+class Over:
+    """A body whose ranks first see that all are in the same call: on the board of a node, or by notes between nodes."""
+
+    def __init__(self, home: Communicator, text: str, body: Body) -> None:
+        self._home, self._text, self._body = home, text, body
+        self._put, self._token = -CARDS, 0
+
+    def fast(self) -> int:
+        """There is no short way."""
+        return NOT_BEGUN
+
+    def steps(self) -> Iterator[None]:
+        home = self._home
+        if home.control is not None:
+            return home.control.operation(self._text, self._body.run())
+        return self._met() if home.size > 1 else self._body.run()
+
+    def rest(self) -> Iterator[None]:
+        raise AssertionError(MET)
+
+    def free(self) -> None:
+        self._body.free()
+
+    def _met(self) -> Iterator[None]:
+        board = self._home.board
+        if not board.cards.readable(self._put):
+            self._token = board.publish(Card(self._text))
+            self._put = board.cards.put
+        board.enter(self._token)
+        yield from board.met()
+        board.read(board.tokens())
+        yield from board.carried_out(self._body.run())
+
+
+def make_runner(home: Communicator, call: Call, x: Flat, out: Flat, tags: Tags) -> Runner:
+    """Compile a call; local. ValueError where the algorithm does not serve the call."""
+    if call.algorithm == "shared_memory":
+        if home.nodes > 1:
+            raise ValueError(f"shared_memory serves ranks of one node, but these are on {home.nodes}: use auto")
+        return Executor(home.board, call.text, [part_of(call, home.rank, x, out)], ways(home, call.p))
+    return Over(home, call.text, make_body(home, call, x, out, tags))
+
+
+def make_body(home: Communicator, call: Call, x: Flat, out: Flat, tags: Tags) -> Body:
+    """Compile what goes over messages; local. ValueError where the algorithm does not serve the call."""
+    if call.algorithm == "native":
+        if reason := native.why_not(call):
+            raise ValueError(reason)
+        return NativePlan(home.comm, call, x, out, met=home.nodes == 1)
+    name, parameters = catalog.parse(call.algorithm)
+    if name == "hierarchical" and home.nodes > 1 and "local" not in parameters:
+        if home.across is None:
+            raise ValueError(UNEVEN)
+        return TwoLevelPlan(home.board, home.across, call, x, out, ways(home, home.board.size), tags, **parameters)
+    schedule = build_schedule(home, call)
+    return MessagePlan(home.comm, call, schedule, x, out, tags.take(len(schedule.lanes), call.text))
+
+
+def ways(home: Communicator, ranks: int) -> Ways:
+    """Which vectors go which way between so many ranks of a node."""
+    slots = home.table.slot_limits(ranks, home.board.desk.crowded)
+    return Ways(slots.always, slots.ordinary, home.table.cross_memory_from(ranks, home.board.desk.crowded))
+
+
+def choose(home: Communicator, call: Call) -> str:
+    """What `auto` means for the call; the same on all ranks."""
+    if home.nodes == 1:
+        return "shared_memory"
+    name = home.table.best_between(call.kind, home.nodes, home.size, call.nbytes)
+    if catalog.parse(name)[0] == "hierarchical" and home.across is not None and call.kind == "allreduce":
+        return name
+    if catalog.serves(call.kind, name, call.p) is None:
+        return name
+    return next(other for other in ALWAYS if catalog.serves(call.kind, other, call.p) is None)
+
+
+def choose_reproducible(home: Communicator, call: Call) -> str:
+    """What `reproducible` means for the call; the same on all ranks.
+
+    Shared memory adds in the order of the ranks. Between nodes recursive_doubling and halving_doubling add along one
+    tree where p is 2^m; for other p only the latter serves. Nodes with several ranks add inside first.
+    """
+    if call.kind != "allreduce":
+        raise ValueError(f"reproducible serves allreduce, not {call.kind}: choose auto")
+    if home.nodes == 1:
+        return "shared_memory"
+    if home.across is not None and home.board.size > 1:
+        return "hierarchical(between=halving_doubling)"
+    short = call.nbytes <= DOUBLING_BYTES and call.p & (call.p - 1) == 0
+    return "recursive_doubling" if short else "halving_doubling"
+
+
+def build_schedule(home: Communicator, call: Call) -> Schedule:
+    """The schedule of a call by an algorithm of the catalogue; `hierarchical` without `local` takes the ranks of each
+    node, which must be as many on all nodes and neighbours. ValueError where the algorithm does not serve the call."""
+    name, parameters = catalog.parse(call.algorithm)
+    catalog.see_serves(call.kind, name, call.more_algorithms(home.nodes))
+    if name == "hierarchical" and "local" not in parameters:
+        local = parameters["local"] = call.p // home.nodes
+        if home.node_of != [rank // local * local for rank in range(call.p)]:
+            raise ValueError(UNEVEN)
+    return catalog.build(call.kind, name, call.p, call.root, **parameters)

@@ -1,0 +1,54 @@
+"""Node-shared arrays: the owner of a piece reads it everywhere and writes finished blocks into the readers' arrays.
+
+It is the peer-to-peer parameter server of the BML paper (section 2), run on loads and stores. Rank r owns block r of
+the vector, and reduces it block by block so that a block stays in cache. n/p elements are read from each source and
+written to each reader, with no copy beside. Two meetings. In alltoall every rank copies its blocks from the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from collectives.arrays import Vector
+from collectives.call import Call
+from collectives.node import arena
+from collectives.node.arena import Region
+from collectives.node.cards import Place
+from collectives.shared_memory.program import Phase, Program, Step, Window, combine, copy
+from collectives.node.desk import Desk
+
+BLOCK_BYTES = 256 << 10
+
+
+def program(desk: Desk, call: Call, x: Window, out: Window, places: Sequence[tuple[Place, Place]]) -> Program:
+    """What this rank does, once all have come with arrays at these places."""
+    xs, outs = [x] * desk.size, [out] * desk.size
+    for rank in desk.turn():
+        x_place, out_place = places[rank]
+        in_place = x_place == out_place
+        xs[rank] = Window(_attach(x_place).view(call.dtype), call.extent_of_x(rank, in_place)[0])
+        outs[rank] = Window(_attach(out_place).view(call.dtype), call.extent_of_out(rank, in_place)[0])
+    order = [desk.rank, *desk.turn()]
+    if call.kind == "alltoall":
+        blocks = [(out.part(*call.arrival(desk.rank, rank)), xs[rank].part(*call.block(desk.rank))) for rank in order]
+        return Program((Phase(tuple(step for to, source in blocks for step in copy(to, source))),), touches=True)
+    sources = [xs[rank] for rank in call.sources(desk.rank)]
+    readers = [outs[rank] for rank in order if rank in call.readers(desk.rank)]
+    steps: list[Step] = []
+    start, end = call.block(desk.rank)
+    block = max(1, BLOCK_BYTES // call.dtype.itemsize)
+    scratch = np.empty(min(block, end - start), call.dtype)
+    for first in range(start, end, block):
+        last = min(first + block, end)
+        parts = [source.part(first, last) for source in sources]
+        total = parts[0] if len(parts) == 1 else readers[0].part(first, last)
+        steps += combine(call, parts, total, scratch)
+        for reader in readers:
+            steps += copy(reader.part(first, last), total)
+    return Program((Phase(tuple(steps)),), touches=True)
+
+
+def _attach(place: Place) -> Vector:
+    return arena.attach(Region(*place[:5]))

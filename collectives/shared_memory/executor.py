@@ -1,0 +1,268 @@
+"""One call on one node, line by line: put, enter, meet, take; or phases, each of which ends with a meeting.
+
+Four programs carry a call out; all ranks pick the same, by what they bring:
+
+slots         small vectors (`slots`);
+direct        arrays in node-shared memory (`direct`);
+cross memory  large arrays in memory of each rank's own, where the kernel copies between processes (`cross_memory`);
+stages        other arrays, and where ranks bring unlike ones (`stages`).
+
+All of them add in the order of the ranks, so a sum's bits depend neither on the program, nor on the vector's length,
+nor on the element's place in it.
+
+The first run reads the others' cards and binds a program to the arrays. From then on `fast` carries the call out in
+one straight function, as long as the others bring what they brought; else it says so, and `steps` or `rest` goes on.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from collectives.arrays import Flat
+from collectives.call import Call
+from collectives.errors import CollectiveError
+from collectives.node import arena
+from collectives.node.board import NUMBERS, ORDER, Board
+from collectives.node.cards import CARDS, PLACE_WORDS, Card, Place
+from collectives.node.process_memory import place as reached_at
+from collectives.shared_memory import cross_memory, direct, slots
+from collectives.shared_memory.program import NOTHING, Program, Turns, Window, merged, perform, same
+from collectives.shared_memory.slots import Scalars
+from collectives.shared_memory.stages import Staged
+
+DONE, NOT_BEGUN, MET = 0, 1, 2
+"""What `fast` gives back: all is done; `steps` is to do it; all have met, and `rest` is to do it."""
+SLOTS, SHARED, CROSS, STAGES = range(4)
+NOWHERE = (Place(), Place())
+
+
+class Ways(NamedTuple):
+    """Which vectors go which way, in bytes of the whole vector; the same on all ranks."""
+
+    slots: int
+    """Up to here any arrays go through slots."""
+    ordinary_slots: int
+    """Up to here ordinary arrays do."""
+    cross_memory: int
+    """From here on ordinary arrays go by copies between processes, where the kernel permits them."""
+
+
+class Part(NamedTuple):
+    """One array of a call: x and out hold this rank's part of the whole vector (`Call.extent_of_x`)."""
+
+    call: Call
+    x: Window
+    out: Window
+
+
+def part_of(call: Call, rank: int, x: Flat, out: Flat) -> Part:
+    """The part of a call that lies at these addresses on this rank."""
+    in_place = x == out
+    return Part(
+        call,
+        Window(x.vector(), call.extent_of_x(rank, in_place)[0]),
+        Window(out.vector(), call.extent_of_out(rank, in_place)[0]),
+    )
+
+
+class Executor:
+    """One call compiled for the ranks of a board: of one array, or of several that are reduced side by side. Making it
+    is local."""
+
+    def __init__(self, board: Board, text: str, parts: Sequence[Part], ways: Ways) -> None:
+        self._board, self._desk, self._text, self._parts, self._ways = board, board.desk, text, parts, ways
+        self._put = -CARDS
+        self._token = 0
+        self._tokens: tuple[int, ...] | None = None
+        self.modes = [self._mode(part) for part in parts]
+        """How this rank means to go with each array."""
+        self._program = Program()
+        self._puts = self._brought()
+        self.fast: Callable[[], int] = _not_begun
+
+    def steps(self) -> Iterator[None]:
+        """The operation from its beginning, in steps between which there is something to wait for."""
+        board = self._board
+        if not board.cards.readable(self._put):
+            self._publish()
+        perform(self._puts[board.number + 1 & 1])
+        board.enter(self._token)
+        yield from board.met()
+        yield from self.rest()
+
+    def rest(self) -> Iterator[None]:
+        """The operation from where all have met."""
+        board = self._board
+        tokens = board.tokens()
+        if tokens != self._tokens:
+            self._bind(tokens)
+        program = self._program
+        if program.touches:
+            board.last_phase = board.phase + len(program.phases)
+        for phase in program.phases:
+            perform(phase.before)
+            board.signal()
+            perform(phase.after)
+            yield from board.followed()
+        perform(program.last[board.number & 1])
+
+    def free(self) -> None:
+        """There is nothing of MPI to give back."""
+
+    def _mode(self, part: Part) -> int:
+        call, ways = part.call, self._ways
+        moving = call.kind == "alltoall" and same(part.x.vector, part.out.vector)  # nobody may read it meanwhile
+        located = arena.locate(part.x.vector) and arena.locate(part.out.vector)
+        if len(self._parts) > 1:
+            return SHARED if located else CROSS
+        if located and call.nbytes > ways.slots and not moving:
+            return SHARED
+        if call.nbytes <= max(ways.slots, ways.ordinary_slots):
+            return SLOTS
+        return CROSS if self._crosses(call) and not moving else STAGES
+
+    def _crosses(self, call: Call) -> bool:
+        return self._desk.reachable and call.nbytes >= self._ways.cross_memory
+
+    def _brought(self) -> Turns:
+        """What this rank puts before it enters, whatever the others bring."""
+        call, x, out = self._parts[0]
+        if self.modes == [SLOTS]:
+            return slots.puts(self._desk, call, x, 0), slots.puts(self._desk, call, x, 1)
+        if self.modes == [STAGES]:
+            return (Staged(self._desk, call, x, out).puts(0),) * 2
+        return NOTHING
+
+    def _publish(self) -> None:
+        places = tuple(self._places(part, mode) for part, mode in zip(self._parts, self.modes))
+        many, place = None, Place()
+        if len(places) > 1:
+            many = arena.empty((len(places), PLACE_WORDS), np.int64)
+            many[:] = np.array(places, np.int64).reshape(len(places), -1)
+            place = Place(*(arena.locate(many) or ()))
+        self._token = self._board.publish(Card(self._text, places), many, place)
+        self._put = self._board.cards.put
+
+    def _places(self, part: Part, mode: int) -> tuple[Place, Place]:
+        """Where the others find this rank's x and out; nowhere where these go through slots or stages."""
+        if mode in (SLOTS, STAGES):
+            return NOWHERE
+        call, x, out = part.call, part.x.vector, part.out.vector
+        regions = [(0, 0, 0, 0, 0)] * 2 if mode == CROSS else [arena.locate(vector) or () for vector in (x, out)]
+        x_at = out_at = 0
+        if self._crosses(call) or len(self._parts) > 1:
+            read_alone = call.kind == "broadcast" and same(x, out) and call.root == self._board.rank
+            x_at, out_at = reached_at(x), reached_at(out, not read_alone)
+        return Place(*regions[0], x_at), Place(*regions[1], out_at)
+
+    def _bind(self, tokens: tuple[int, ...]) -> None:
+        """The ranks' arrays are others than last time: read their cards and compile anew."""
+        self._tokens, self.fast = None, _not_begun
+        cards = self._board.read(tokens)
+        programs = [self._compile(number, cards) for number in range(len(self._parts))]
+        self._program = programs[0] if len(programs) == 1 else merged(programs)
+        self._tokens = tokens
+        if self._board.fence is None:
+            self.fast = self._fast(tokens)
+
+    def _compile(self, number: int, cards: Sequence[Card]) -> Program:
+        part, desk = self._parts[number], self._desk
+        places = [card.places[number] for card in cards]
+        if all(x.shared and out.shared for x, out in places):
+            return direct.program(desk, *part, places)
+        if self.modes[number] == SLOTS and not any(x.shared for x, _ in places):
+            return Program(last=(slots.takes(desk, *part, 0), slots.takes(desk, *part, 1)))
+        if all(x.address and out.address for x, out in places):
+            return cross_memory.program(desk, *part, places)
+        if len(self._parts) > 1:
+            raise CollectiveError(f"array {number} of {self._text} lies where other ranks cannot reach it: pass a copy")
+        unlike = any(x.shared or x.address for x, _ in places) or self.modes[number] == SLOTS
+        return Staged(desk, *part).program(restage=unlike)
+
+    def _fast(self, tokens: tuple[int, ...]) -> Callable[[], int]:
+        """The call as one straight function, while the others bring these tokens."""
+        others = int.from_bytes(array("Q", tokens), ORDER)
+        if self.modes == [SLOTS] and not self._program.phases:
+            few = slots.scalars(self._desk, *self._parts[0])
+            if few is not None:
+                return _sum_of_scalars(self._board, self._text, self._put, self._token, others, few)
+        return _straight(self._board, self._text, self._put, self._token, others, self._puts, self._program)
+
+
+def _not_begun() -> int:
+    return NOT_BEGUN
+
+
+def _sum_of_scalars(board: Board, text: str, put: int, token: int, others: int, few: Scalars) -> Callable[[], int]:
+    rows, rank, ones, read, meet = board.entries, board.rank, board.ones << 32, int.from_bytes, board.meet
+    x, out, mine, first, rest, divisor = few
+    places = tuple(range(len(x)))
+
+    def fast() -> int:
+        if put <= board.spent:
+            return NOT_BEGUN
+        number = board.number + 1 & NUMBERS
+        odd = number & 1
+        slot = mine[odd]
+        for i in places:
+            slot[i] = x[i]
+        board.number = number
+        row = rows[odd]
+        row[rank] = number << 32 | token
+        wanted = number * ones + others
+        if read(row, ORDER) != wanted and not meet(row, wanted, text):
+            return MET
+        for i in places:
+            total = first[odd][i]
+            for part in rest[odd]:
+                out[i] = total + part[i]
+                total = out[i]
+            if divisor:
+                out[i] = total / divisor
+        return DONE
+
+    return fast
+
+
+def _straight(
+    board: Board, text: str, put: int, token: int, others: int, puts: Turns, program: Program
+) -> Callable[[], int]:
+    rows, rank, ones, read, meet = board.entries, board.rank, board.ones << 32, int.from_bytes, board.meet
+    progress, finished, follow = board.progress, board.ones, board.follow
+    phases, last, touches = program
+    count = len(phases)
+
+    def fast() -> int:
+        if put <= board.spent:
+            return NOT_BEGUN
+        number = board.number + 1 & NUMBERS
+        odd = number & 1
+        for function, arguments in puts[odd]:
+            function(*arguments)
+        board.number = number
+        row = rows[odd]
+        row[rank] = number << 32 | token
+        wanted = number * ones + others
+        if read(row, ORDER) != wanted and not meet(row, wanted, text):
+            return MET
+        if touches:
+            board.last_phase = board.phase + count
+        for before, after in phases:
+            for function, arguments in before:
+                function(*arguments)
+            phase = board.phase = board.phase + 1
+            row = progress[phase & 1]
+            row[rank] = phase
+            for function, arguments in after:
+                function(*arguments)
+            if read(row, ORDER) != phase * finished:
+                follow(row, phase * finished, text)
+        for function, arguments in last[odd]:
+            function(*arguments)
+        return DONE
+
+    return fast
