@@ -26,7 +26,6 @@ from collectives.schedule import catalog
 from collectives.schedule.model import Schedule
 from collectives.session import Session, session
 from collectives.started import HELD, Started, close
-from collectives.transport.scheduled_memory import ScheduledMemory
 from collectives.transport.shared_memory import MemoryPlan, Trial
 
 UNEVEN = (
@@ -158,8 +157,12 @@ class Plan:
     def predicted_seconds(self) -> float | None:
         """What the fitted cost model expects; None where there is no model for the algorithm."""
         runner = self._runner
-        eager, direct = (runner.eager, runner.direct) if isinstance(runner, MemoryPlan) else (False, False)
-        return self._home.table.seconds(self._call, self._home.nodes, eager, direct)
+        way = ""
+        if isinstance(runner, MemoryPlan):
+            way = "slots" if runner.eager else "direct" if runner.direct else "stages"
+        from collectives.tuner.prediction import seconds  # here alone, as it loads the simulator
+
+        return seconds(self._home.table, self._call, self._home.nodes, way)
 
     def free(self) -> None:
         """Give back what the plan holds of MPI. Local; the plan cannot run any more."""
@@ -308,25 +311,20 @@ def make_runner(home: Session, call: Call, x: Flat, out: Flat, tags: Tags) -> Ru
     if call.algorithm == "shared_memory":
         if home.nodes > 1:
             raise ValueError(f"shared_memory serves ranks of one node, but these are on {home.nodes}: use auto")
-        eager = home.table.eager_limits(home.size, home.room.crowded)
-        return MemoryPlan(home.room, call, x, out, eager, _trial(home, call, x, out))
+        slots = home.table.slot_limits(home.size, home.room.crowded)
+        return MemoryPlan(home.room, call, x, out, slots, _trial(home, call, x, out))
     if call.algorithm == "native":
         reason = native.why_not(call)
         if reason:
             raise ValueError(reason)
         return Guarded(home, call, NativePlan(home.comm, call, x, out, home.choice(call.text)))
     name, parameters = catalog.parse(call.algorithm)
-    over = catalog.transport(call.algorithm)
-    if name == "hierarchical" and home.nodes > 1 and not over and "local" not in parameters:
+    if name == "hierarchical" and home.nodes > 1 and "local" not in parameters:
         if home.across is None:
             raise ValueError(UNEVEN)
-        eager = home.table.eager_limits(home.room.size, home.room.crowded)
-        return Guarded(home, call, TwoLevelPlan(home.room, home.across, call, x, out, eager, tags, **parameters))
+        slots = home.table.slot_limits(home.room.size, home.room.crowded)
+        return Guarded(home, call, TwoLevelPlan(home.room, home.across, call, x, out, slots, tags, **parameters))
     schedule = build_schedule(home, call)
-    if over == "memory" and home.nodes > 1:
-        raise ValueError(f"over=memory serves ranks of one node, but these are on {home.nodes}: use over=messages")
-    if over != "messages" and home.nodes == 1:
-        return ScheduledMemory(home.room, call, schedule, x, out)
     taken = tags.take(len(schedule.lanes), call.text)
     return Guarded(home, call, MessagePlan(home.comm, call, schedule, x, out, taken))
 
@@ -335,6 +333,10 @@ def _trial(home: Session, call: Call, x: Flat, out: Flat) -> Trial | None:
     """The choice between stages, reach and the MPI's own call, one for all calls of a kind and about a size; None where
     only stages do. The MPI takes part where it gives the same bits; its non-blocking call, as a started plan must give
     way."""
+    if home.size in home.table.cross_memory and home.room.pids:
+        chosen = Choice(home.comm, decided=True)
+        chosen.way = int(call.nbytes >= home.table.cross_memory_from(home.size, home.room.crowded))
+        return Trial(chosen, None)
     if call.nbytes < max(1, TRY_BYTES * home.size):
         return None
     rival = None

@@ -22,7 +22,7 @@ from collectives.schedule import catalog
 from collectives.schedule.model import cut
 from collectives.transport.room import Room
 from collectives.transport.shared_memory import MemoryPlan
-from collectives.tuner.table import Eager
+from collectives.tuner.table import Slots
 
 SEGMENT_BYTES = 1 << 20
 MOST_SEGMENTS = 8
@@ -40,7 +40,7 @@ class TwoLevelPlan:
         call: Call,
         x: Flat,
         out: Flat,
-        eager: Eager,
+        slots: Slots,
         tags: Tags,
         between: str = "ring",
     ):
@@ -62,9 +62,9 @@ class TwoLevelPlan:
             slice_ = Call("allreduce", mine.n, call.dtype, call.operation, 0, between, across.size)
             self._segments.append(
                 _Segment(
-                    MemoryPlan(room, inside[0], x_part, mine, eager),
+                    MemoryPlan(room, inside[0], x_part, mine, slots),
                     MessagePlan(across, slice_, schedule, mine, mine, taken[i * lanes :]),
-                    MemoryPlan(room, inside[1], mine, out_part, eager),
+                    MemoryPlan(room, inside[1], mine, out_part, slots),
                 )
             )
 

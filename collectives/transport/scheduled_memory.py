@@ -43,7 +43,7 @@ class ScheduledMemory:
 
     def __init__(self, room: Room, call: Call, schedule: Schedule, x: Flat, out: Flat):
         if len(schedule.lanes) > LANES:
-            raise ValueError(f"{schedule.name} has more than {LANES} lanes: add over=messages to its parameters")
+            raise ValueError(f"{schedule.name} has more than {LANES} lanes: use messages")
         self._room, self._call, self._schedule = room, call, schedule
         self._space = Workspace(call, room.rank, x, out, arena.empty)
         source = self._space.source

@@ -44,7 +44,7 @@ from collectives.transport.flat import NO_LINES, NOTHING, Lines, Turns, Usual
 from collectives.transport.program import Program, Window, same
 from collectives.transport.room import Room
 from collectives.transport.staged import Staged
-from collectives.tuner.table import Eager
+from collectives.tuner.table import Slots
 
 
 class Trial(NamedTuple):
@@ -58,7 +58,7 @@ class Trial(NamedTuple):
 class MemoryPlan:
     """One call compiled for the ranks of a room. x and out hold the rank's part of the vector (`Call.extent_of_x`)."""
 
-    def __init__(self, room: Room, call: Call, x: Flat, out: Flat, limits: Eager, trial: Trial | None = None):
+    def __init__(self, room: Room, call: Call, x: Flat, out: Flat, limits: Slots, trial: Trial | None = None):
         self._room, self._call = room, call
         self._x = Window(x.vector(), call.extent_of_x(room.rank, x == out)[0])
         self._out = Window(out.vector(), call.extent_of_out(room.rank, x == out)[0])
