@@ -11,7 +11,7 @@ from collectives.schedule.model import Schedule, parse
 from collectives.simulator.alpha_beta import FREE, Costs, LinkCost
 from collectives.simulator.clocks import simulate
 from collectives.simulator.cost import has_form, seconds
-from collectives.simulator.topology import BCube, FatTree, Topology, bcube, fattree, star
+from collectives.simulator.topology import BCube, FatTree, Topology, bcube, fattree
 
 
 @dataclass(frozen=True)
@@ -75,16 +75,6 @@ def _has_form(network: Topology, schedule: Schedule, per_host: int) -> bool:
     if isinstance(network, BCube) and network.k > 1:
         return schedule.name == f"bcube(n={network.n},k={network.k})" and schedule.kind == "allreduce"
     return name != "bcube"
-
-
-def on_job(kind: str, algorithm: str, nbytes: int, p: int, nodes: int, costs: Costs) -> float:
-    """Seconds that a call should take in a job of p ranks on `nodes` equal nodes: the schedule simulated on one switch
-    between the nodes, each with one wire (costs.far), and memory inside them (costs.near). ValueError as
-    `catalog.build`, and where p is no multiple of nodes."""
-    if p % nodes:
-        raise ValueError(f"{p} ranks on {nodes} nodes: every node must hold the same number of them")
-    network = star(nodes, 1 / costs.far.beta if costs.far.beta else float("inf"))
-    return predict(network, kind, algorithm, nbytes, costs.far.alpha, costs.gamma, costs.near, p // nodes).seconds
 
 
 def figure5(nbytes: int, rate: float) -> list[tuple[Prediction, float]]:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collectives.call import Call
+from collectives.schedule.catalog import build
+from collectives.schedule.model import parse
 from collectives.simulator.alpha_beta import Costs, LinkCost
-from collectives.simulator.predict import on_job
+from collectives.simulator.clocks import simulate
+from collectives.simulator.topology import star
 from collectives.tuner.table import Table
 
 
@@ -31,3 +34,15 @@ def _memory_seconds(table: Table, call: Call, way: str) -> float | None:
     line = known[min(known, key=lambda ranks: abs(ranks - call.p))]
     share = 1.0 if call.kind == "allreduce" else 0.5
     return line.alpha + share * line.beta * call.nbytes
+
+
+def on_job(kind: str, algorithm: str, nbytes: int, p: int, nodes: int, costs: Costs) -> float:
+    """Seconds of a call in a job of p ranks on `nodes` equal nodes: its schedule simulated on one switch between the
+    nodes, each with one wire (costs.far), and memory inside them (costs.near). ValueError as `catalog.build`, and where
+    p is no multiple of nodes."""
+    if p % nodes:
+        raise ValueError(f"{p} ranks on {nodes} nodes: every node must hold the same number of them")
+    local = {"local": p // nodes} if parse(algorithm)[0] == "hierarchical" else {}
+    schedule = build(kind, algorithm, p, **local)
+    network = star(nodes, 1 / costs.far.beta if costs.far.beta else float("inf"))
+    return simulate(schedule, network, nbytes, costs.far.alpha, costs.gamma, costs.near).seconds

@@ -8,8 +8,9 @@ from click.testing import CliRunner
 from collectives.simulator.alpha_beta import Costs, LinkCost
 from collectives.simulator.command import command
 from collectives.simulator.cost import seconds
-from collectives.simulator.predict import figure5, on_job, predict, schedule_on
+from collectives.simulator.predict import figure5, predict, schedule_on
 from collectives.simulator.topology import bcube, fattree, star
+from collectives.tuner.prediction import on_job
 
 
 def run(*words):
