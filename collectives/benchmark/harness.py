@@ -13,11 +13,9 @@ from typing import NamedTuple
 import numpy as np
 from mpi4py import MPI
 
-from collectives.choice import TRIALS
-
 BATCH_SECONDS = 2e-3  # long beside the time between a barrier's first rank and its last, and beside a call of which the
 # caches hold what the candidate before has left
-WARM_CALLS = 3 * TRIALS + 1  # a call that finds out which way is fastest has done so
+WARM_CALLS = 10
 LEAST_SAMPLES = 5
 MOST_SAMPLES = 200
 

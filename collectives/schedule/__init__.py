@@ -1,1 +1,1 @@
-"""An algorithm as data: rounds of chunks between ranks, their proof, and the catalogue of all algorithms."""
+"""Algorithms as data: who sends which chunk to whom in which step. One algorithm a file, named in `catalog`."""

@@ -1,4 +1,4 @@
-"""BML: k lanes over the levels of a BCube(n, k), p = n^k, so that all k NICs of a host work all the time.
+"""BML on a BCube(n, k), p = n^k: the order in which ranks exchange chunks, on k lanes that keep k NICs at work.
 
 Source: BML paper (Wang et al., "BML: a high-performance, low-cost gradient synchronization algorithm for DML training",
 NeurIPS 2018), section 3.2, Algorithm 1 and figure 4.

@@ -1,14 +1,13 @@
-"""The algorithms by name: what each can do, and its schedule.
+"""All algorithms by name: which collectives each serves, its parameters, and how its schedule is built.
 
 An algorithm is named as in "ring", or with parameters as in "multi_ring(rings=4)", "bcube(n=3,k=2)" or
-"hierarchical(local=4,between=ring)". `over` is a parameter of all of them and says what carries the schedule: "memory"
-that the ranks of one node share, or "messages". By default it is memory where all ranks are on one node.
+"hierarchical(local=4,between=ring)". To add one, write a file like `ring`, import it here and give it a line in
+`ALGORITHMS`; docs/algorithms.md has an example.
 """
 
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
@@ -23,7 +22,7 @@ from collectives.schedule import (
     recursive_doubling,
     ring,
 )
-from collectives.schedule.model import KINDS, Schedule
+from collectives.schedule.model import KINDS, Schedule, parse
 
 ALGORITHMS: dict[str, ModuleType] = {
     "ring": ring,
@@ -39,7 +38,6 @@ ALGORITHMS: dict[str, ModuleType] = {
 or a parameter does not fit."""
 
 ROOTED = ("broadcast", "reduce")
-TRANSPORTS = ("memory", "messages")
 
 
 def names(kind: str) -> tuple[str, ...]:
@@ -66,6 +64,8 @@ def build(kind: str, algorithm: str, p: int, root: int = 0, **parameters: Any) -
     _refuse_unknown(name, given)
     if kind in ROOTED:
         given["root"] = root
+    if name == "multi_ring":
+        return multi_ring.build(kind, p, ring.build(kind, p), **given)
     if name == "hierarchical":
         return _hierarchical(kind, p, **given)
     return ALGORITHMS[name].build(kind, p, **given)
@@ -80,33 +80,9 @@ def serves(kind: str, algorithm: str, p: int, **parameters: Any) -> str | None:
     return None
 
 
-def parse(algorithm: str) -> tuple[str, dict[str, Any]]:
-    """("bcube", {"n": 3, "k": 2}) from "bcube(n=3,k=2,over=messages)": `over` is no parameter of the schedule.
-    ValueError where it is not so written, or `over` is none of "memory" and "messages"."""
-    name, written = _parse(algorithm)
-    written.pop("over", None)
-    return name, written
-
-
-def transport(algorithm: str) -> str:
-    """What `over` says, or ""; ValueError as `parse`."""
-    return str(_parse(algorithm)[1].get("over", ""))
-
-
-def _parse(algorithm: str) -> tuple[str, dict[str, Any]]:
-    match = re.fullmatch(r"(\w+)(?:\(((?:\w+=\w+[,\s]*)*)\))?", algorithm.strip())
-    if not match:
-        raise ValueError(f"algorithm {algorithm!r} is not written as name or name(parameter=value, ...)")
-    name, inside = match.groups()
-    pairs = re.findall(r"(\w+)=(\w+)", inside or "")
-    written = {key: int(value) if value.isdecimal() else value for key, value in pairs}
-    if written.get("over", TRANSPORTS[0]) not in TRANSPORTS:
-        raise ValueError(f"{algorithm}: over must be one of {', '.join(TRANSPORTS)}")
-    return name, written
-
-
 def _refuse_unknown(name: str, given: dict[str, Any]) -> None:
-    taken = [key for key in inspect.signature(ALGORITHMS[name].build).parameters if key not in ("kind", "p", "root")]
+    signature = inspect.signature(ALGORITHMS[name].build)
+    taken = [key for key in signature.parameters if key not in ("kind", "p", "root", "single")]
     for key, value in given.items():
         if key not in taken:
             raise ValueError(f"{name} has no parameter {key!r}: it takes {', '.join(taken) or 'none'}")

@@ -4,7 +4,7 @@ Source: BML paper, section 2 ("P2P" parameter server); MPI texts call it the lin
 
 Steps: two, of p-1 rounds each, all in flight at once. Push: in round i (1..p-1) rank r sends chunk r+i to rank r+i and
 adds what rank r-i sends of chunk r. Pull: in round i it sends its finished chunk r to rank r+i and copies chunk r-i.
-A server adds what comes in the order of the ranks (`schedule.in_rank_order`), so an element's bits do not depend on
+A server adds what comes in the order of the ranks (`model.in_rank_order`), so an element's bits do not depend on
 which server has it.
 
 p = 3, (partner, chunk) that is sent in each round:

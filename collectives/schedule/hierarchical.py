@@ -1,4 +1,4 @@
-"""Hierarchical: inside the node first, then between nodes with every rank of the node driving its slice, then inside.
+"""Hierarchical: sum inside each node, then each rank takes its slice between nodes, then gather inside.
 
 Source: the two-level scheme of MPI libraries, with every rank of a node at work between nodes rather than one leader.
 

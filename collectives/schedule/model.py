@@ -1,4 +1,4 @@
-"""What a collective does, as data: lanes of steps of rounds, written once and read by all who need it.
+"""What a schedule is: lanes of steps of rounds of chunks, the data that proof, simulator and executors read.
 
     schedule  p ranks, a kind (allreduce, ...), and lanes.
     lane      an equal share of the vector, cut into chunks, and a sequence of steps. Lanes touch different elements,
@@ -10,8 +10,8 @@
               most one partner, to add to its own or to copy over it. Round i of step s of lane l on the sender is
               round i of step s of lane l on the receiver.
 
-The steps of a lane are a function of the rank in plain arithmetic, so the same text takes an int (an executor wants
-the few rounds of one rank) and `numpy.arange(p)` (`check` and `simulate` want all ranks at once).
+The steps of a lane are a function of the rank in plain arithmetic. The same text takes an int (an executor wants the
+few rounds of one rank) and `numpy.arange(p)` (proof and simulator want all ranks at once).
 
 In every kind but alltoall sender and receiver name the same chunks. In alltoall the sender names blocks of its input
 and the receiver blocks of its output, and the block that a rank keeps is no message.
@@ -21,6 +21,7 @@ Ranks are counted from the root in broadcast and reduce, and `Schedule.steps` tu
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -155,6 +156,16 @@ class Schedule:
         chunks = self.lanes[lane].chunks
         first, last = cut(units, len(self.lanes), lane), cut(units, len(self.lanes), lane + 1)
         return np.minimum(n, grain * (first + cut(last - first, chunks, np.arange(chunks + 1, dtype=np.int64))))
+
+
+def parse(algorithm: str) -> tuple[str, dict[str, Any]]:
+    """("bcube", {"n": 3, "k": 2}) from "bcube(n=3,k=2)"; ValueError where it is not so written."""
+    match = re.fullmatch(r"(\w+)(?:\(((?:\w+=\w+[,\s]*)*)\))?", algorithm.strip())
+    if not match:
+        raise ValueError(f"algorithm {algorithm!r} is not written as name or name(parameter=value, ...)")
+    name, inside = match.groups()
+    pairs = re.findall(r"(\w+)=(\w+)", inside or "")
+    return name, {key: int(value) if value.isdecimal() else value for key, value in pairs}
 
 
 def extent(offsets: NDArray[np.int64], interval: Interval) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Multi-ring: r rings in turn, so that one ring's sums are made while another ring is on the wire.
+"""Multi-ring: r rings in turn, so that a rank adds for one ring while another ring is on the wire.
 
 Source: MXNET-MPI paper, section 6.3.2 and figure 9.
 
@@ -11,23 +11,23 @@ p = 3, r = 2, time to the right (a, b the lanes' messages, A, B their sums):
     sums:     A0 B0 A1 B1
 
 Cost, with the message w = alpha + n/(rp) beta and the sum g = n/(rp) gamma of one step of a lane: where g <= w, all
-sums hide behind other rings' messages and 2(p-1) r w is left; else the sums are the bound, (p-1) r g + ((p-2) r + 2)
-w.
-Limits: any p, 1 <= r <= MOST_LANES. Memory: one chunk,
-n/(r p), for each lane.
+sums hide behind other rings' messages and 2(p-1) r w is left; else the sums bound it:
+(p-1) r g + ((p-2) r + 2) w.
+Limits: any p, 1 <= r <= MOST_LANES. Memory: one chunk, n/(r p), for each lane.
 """
 
 from __future__ import annotations
 
-from collectives.schedule import ring
-from collectives.schedule.model import MOST_LANES, Lane, Schedule
+from dataclasses import replace
+
+from collectives.schedule.model import MOST_LANES, Schedule
 
 KINDS = ("allreduce",)
 
 
-def build(kind: str, p: int, rings: int = 2) -> Schedule:
-    """allreduce over `rings` rings of p ranks, in turn."""
+def build(kind: str, p: int, single: Schedule, rings: int = 2) -> Schedule:
+    """allreduce over `rings` rings of p ranks, in turn; `single` is the ring's schedule."""
     if not 1 <= rings <= MOST_LANES:
         raise ValueError(f"multi_ring needs 1 to {MOST_LANES} rings, not {rings}")
-    stage = ring.STAGES[kind](p)
-    return Schedule(kind, f"multi_ring(rings={rings})", p, tuple(Lane(p, stage, turn) for turn in range(rings)))
+    lanes = tuple(replace(single.lanes[0], turn=turn) for turn in range(rings))
+    return Schedule(kind, f"multi_ring(rings={rings})", p, lanes)

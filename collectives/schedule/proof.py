@@ -1,4 +1,4 @@
-"""The proof that a schedule does what its kind promises, for the p it was built for.
+"""Proves a schedule before it runs, and names the fault: an unmatched message, a race, a lost or doubled summand.
 
 `check` runs the schedule symbolically: in place of numbers every chunk of every rank holds the set of ranks whose
 contributions are in it. It raises ScheduleError, naming lane, step, round, rank and chunk, at the first

@@ -1,4 +1,4 @@
-"""Ring, also called the bucket algorithm: bytes as few as can be, steps as many as ranks.
+"""Ring, also called the bucket algorithm: each rank passes chunks to the right; fewest bytes, most steps.
 
 Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations" (2009); MXNET-MPI
 paper, section 6.2.

@@ -1,1 +1,1 @@
-"""What an algorithm would take on a network: topologies, closed forms, clocks of all ranks, flows on shared links."""
+"""What an algorithm takes on a network: by formula (`cost`), by clocks of all ranks, by flows on shared links."""

@@ -1,4 +1,4 @@
-"""The clocks of all ranks while a schedule runs on a network, in vectorised arithmetic.
+"""How long a schedule takes on a topology, by simulation: the clocks of all ranks, step by step, vectorised.
 
 The model: a message starts when both its ends have reached the step it belongs to. Every message costs its two ends
 alpha, one after the other within a lane. The messages of one step, of all lanes of one turn, share the links: one
@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.schedule.model import NOBODY, Schedule, Step
-from collectives.simulator.cost import FREE, Costs, LinkCost
+from collectives.simulator.alpha_beta import FREE, Costs, LinkCost
 from collectives.simulator.topology import Topology
 
 Reals = NDArray[np.float64]

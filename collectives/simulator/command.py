@@ -1,4 +1,4 @@
-"""`mpips sim`: what a collective would cost on a network that one does not have."""
+"""`mpips sim`: how long a collective would take on a network that one does not have."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from rich.table import Table
 
 from collectives.benchmark.sizes import parse_sizes
 from collectives.schedule.model import KINDS
-from collectives.simulator.cost import LinkCost
-from collectives.simulator.predict import Network, Prediction, figure5, predict
-from collectives.simulator.topology import parse, parse_rate
+from collectives.simulator.alpha_beta import LinkCost
+from collectives.simulator.predict import Prediction, figure5, predict
+from collectives.simulator.topology import Topology, parse, parse_rate
 from collectives.terminal.console import Interruptible, OutFile, Picture, Seconds, console, write_text, writing
 
 TIME = Seconds(zero=True)
@@ -72,7 +72,7 @@ def command(
         _draw(rows, plot_path)
 
 
-def _network(topology: str, rate: float, per_host: int) -> Network:
+def _network(topology: str, rate: float, per_host: int) -> Topology:
     try:
         found = parse(topology, rate)
     except ValueError as error:
@@ -93,7 +93,7 @@ def _sizes(text: str) -> list[int]:
 
 
 def _predicted(
-    model: Callable[..., Prediction], network: Network, kind: str, algorithm: str, nbytes: int
+    model: Callable[..., Prediction], network: Topology, kind: str, algorithm: str, nbytes: int
 ) -> Prediction:
     hidden = network.hosts < MANY
     with Progress(console=console(stderr=True), transient=True, disable=hidden) as bar:

@@ -1,10 +1,11 @@
-"""Messages that wait for other messages, on links that they share: for traffic that is no single collective.
+"""How long mixed traffic takes, by simulation: flows that wait for each other and share links max-min fairly.
 
 A flow starts `delay` seconds after all the flows in `after` have ended. Flows that are under way share the links
 max-min fairly: all rates grow together until a link is full; the flows over that link keep theirs, the others grow on
 (Bertsekas and Gallager, "Data Networks", section 6.5.2). Flows from one host to another go one after the other, in
 the order in which they may start, as messages on one connection do. `run` moves from one start or end to the next.
-`simulate` is hundreds of times faster where all is one schedule; here many collectives and servers' exchanges overlap.
+`clocks.simulate` is hundreds of times faster where all is one schedule; here many collectives and exchanges with
+servers overlap.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Simulated times: algorithms on networks, calls in a job, and figure 5 of the BML paper."""
+"""One algorithm on one network: its simulated time, the closed form beside it; and figure 5 of the BML paper."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from collectives.schedule import bcube as exchange
-from collectives.schedule.catalog import build, parse
-from collectives.schedule.model import Schedule
+from collectives.schedule.catalog import build
+from collectives.schedule.model import Schedule, parse
+from collectives.simulator.alpha_beta import FREE, Costs, LinkCost
 from collectives.simulator.clocks import simulate
-from collectives.simulator.cost import FREE, Costs, LinkCost, seconds
-from collectives.simulator.topology import BCube, FatTree, bcube, fattree, star
-
-Network = BCube | FatTree
+from collectives.simulator.cost import has_form, seconds
+from collectives.simulator.topology import BCube, FatTree, Topology, bcube, fattree
 
 
 @dataclass(frozen=True)
@@ -26,11 +25,11 @@ class Prediction:
     bytes: int
     seconds: float
     closed_form: float | None
-    """None where the closed form's wires are not those of the topology."""
+    """None where there is none, or where its wires are not those of the topology."""
     busiest_link_bytes: float
 
 
-def schedule_on(network: Network, kind: str, algorithm: str, per_host: int = 1) -> Schedule:
+def schedule_on(network: Topology, kind: str, algorithm: str, per_host: int = 1) -> Schedule:
     """The schedule that suits the network: `bcube` without parameters takes n and k from a BCube, and slots, edges and
     pods as the digits of a fat-tree, in one lane, as the host has one NIC (BML paper, section 3.3); `hierarchical`
     without `local` takes the ranks of each host."""
@@ -47,7 +46,7 @@ def schedule_on(network: Network, kind: str, algorithm: str, per_host: int = 1) 
 
 
 def predict(
-    network: Network,
+    network: Topology,
     kind: str,
     algorithm: str,
     nbytes: int,
@@ -68,24 +67,14 @@ def predict(
     return Prediction(network.name, kind, schedule.name, schedule.p, nbytes, run.seconds, form, busiest)
 
 
-def _has_form(network: Network, schedule: Schedule, per_host: int) -> bool:
+def _has_form(network: Topology, schedule: Schedule, per_host: int) -> bool:
     """The closed forms give each rank one wire into a network that never blocks, and `bcube` one for each level."""
-    if per_host > 1 or isinstance(network.rate, tuple):
+    name = schedule.name.partition("(")[0]
+    if per_host > 1 or isinstance(network.rate, tuple) or not has_form(schedule.kind, name):
         return False
-    name = parse(schedule.name)[0]
     if isinstance(network, BCube) and network.k > 1:
         return schedule.name == f"bcube(n={network.n},k={network.k})" and schedule.kind == "allreduce"
     return name != "bcube"
-
-
-def on_job(kind: str, algorithm: str, nbytes: int, p: int, nodes: int, costs: Costs) -> float:
-    """Seconds that a call should take in a job of p ranks on `nodes` equal nodes: the schedule simulated on one switch
-    between the nodes, each with one wire (costs.far), and memory inside them (costs.near). ValueError as
-    `catalog.build`, and where p is no multiple of nodes."""
-    if p % nodes:
-        raise ValueError(f"{p} ranks on {nodes} nodes: every node must hold the same number of them")
-    network = star(nodes, 1 / costs.far.beta if costs.far.beta else float("inf"))
-    return predict(network, kind, algorithm, nbytes, costs.far.alpha, costs.gamma, costs.near, p // nodes).seconds
 
 
 def figure5(nbytes: int, rate: float) -> list[tuple[Prediction, float]]:

@@ -1,4 +1,4 @@
-"""Networks: hosts, switches and links; which address a rank has, and which links a message takes.
+"""Networks (star, fat-tree, BCube): hosts, switches and links, a host's address, and the links of a message.
 
     star(n)       n hosts on one switch. Also stands for any network that never blocks, seen from its hosts.
     fattree(k)    k^3/4 hosts under k-port switches in three layers: k pods of k/2 edge and k/2 aggregation switches,
@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,66 +44,6 @@ class Link(NamedTuple):
     target: str
     level: int
     rate: float
-
-
-class Topology(Protocol):
-    """What every network offers."""
-
-    @property
-    def name(self) -> str:
-        """As `parse` reads it, for example "bcube:3,2"."""
-
-    @property
-    def radices(self) -> tuple[int, ...]:
-        """Size of each digit of an address, most significant first; their product is the number of hosts."""
-
-    @property
-    def hosts(self) -> int: ...
-
-    @property
-    def levels(self) -> int:
-        """NICs of each host."""
-
-    @property
-    def switches(self) -> tuple[str, ...]:
-        """Names of the switches."""
-
-    @property
-    def nics(self) -> tuple[Nic, ...]:
-        """All network cards, by host, then by level."""
-
-    @property
-    def links(self) -> tuple[Link, ...]:
-        """All links; a link's number is its place here."""
-
-    @property
-    def link_rates(self) -> NDArray[np.float64]:
-        """Bytes a second of every link."""
-
-    def route(self, source: Index, target: Index) -> tuple[Index, ...]:
-        """The links from host to host, in order; NOBODY stands where a pair needs fewer than the longest route."""
-
-
-def address(topology: Topology, host: int) -> tuple[int, ...]:
-    """Digits of a host, most significant first: (v_{k-1}, ..., v_0) in BCube, (pod, edge, slot) in a fat-tree."""
-    digits = []
-    for radix in reversed(topology.radices):
-        host, digit = divmod(host, radix)
-        digits.append(digit)
-    return tuple(reversed(digits))
-
-
-def host_at(topology: Topology, digits: tuple[int, ...]) -> int:
-    """The host with these digits."""
-    host = 0
-    for radix, digit in zip(topology.radices, digits, strict=True):
-        host = host * radix + digit
-    return host
-
-
-def hop_links(topology: Topology, source: int, target: int) -> list[int]:
-    """Numbers of the links from one host to another."""
-    return [int(link) for link in topology.route(source, target) if link != NOBODY]
 
 
 @dataclass(frozen=True)
@@ -265,6 +205,40 @@ class FatTree:
         )
 
 
+Topology: TypeAlias = BCube | FatTree
+"""What every network offers:
+
+    name                  as `parse` reads it, for example "bcube:3,2"
+    hosts, radices        how many hosts, and the size of each digit of an address, most significant first
+    levels, nics          NICs of each host, and all of them, by host, then by level
+    switches              their names
+    links, link_rates     a link's number is its place here; rates in bytes a second
+    route(source, target) the links from host to host, in order; NOBODY where a pair needs fewer than the longest route
+"""
+
+
+def address(topology: Topology, host: int) -> tuple[int, ...]:
+    """Digits of a host, most significant first: (v_{k-1}, ..., v_0) in BCube, (pod, edge, slot) in a fat-tree."""
+    digits = []
+    for radix in reversed(topology.radices):
+        host, digit = divmod(host, radix)
+        digits.append(digit)
+    return tuple(reversed(digits))
+
+
+def host_at(topology: Topology, digits: tuple[int, ...]) -> int:
+    """The host with these digits."""
+    host = 0
+    for radix, digit in zip(topology.radices, digits, strict=True):
+        host = host * radix + digit
+    return host
+
+
+def hop_links(topology: Topology, source: int, target: int) -> list[int]:
+    """Numbers of the links from one host to another."""
+    return [int(link) for link in topology.route(source, target) if link != NOBODY]
+
+
 def star(n: int, rate: float = TEN_GIGABIT) -> BCube:
     """n hosts with one NIC each on one switch that never blocks."""
     return BCube(n, 1, rate, "star")
@@ -291,7 +265,7 @@ def parse_rate(text: str) -> float:
     return float(found[1]) * RATES[found[2]] / 8
 
 
-def parse(text: str, rate: float = TEN_GIGABIT) -> BCube | FatTree:
+def parse(text: str, rate: float = TEN_GIGABIT) -> Topology:
     """The network written as "star:9", "bcube:3,2" or "fattree:4", of at most `MOST_HOSTS`; rate in bytes a second.
     ValueError says what is wrong and how to write it."""
     kind, _, rest = text.strip().lower().partition(":")
@@ -301,7 +275,7 @@ def parse(text: str, rate: float = TEN_GIGABIT) -> BCube | FatTree:
             f"unknown topology {text!r}: write star:HOSTS, bcube:PORTS,LEVELS or fattree:PORTS, in whole numbers from "
             "1 on (as bcube:3,2)"
         )
-    makers: dict[str, Callable[..., BCube | FatTree]] = {"star": star, "fattree": fattree, "bcube": bcube}
+    makers: dict[str, Callable[..., Topology]] = {"star": star, "fattree": fattree, "bcube": bcube}
     found = makers[kind](*numbers, rate)
     if max(numbers) > MOST_HOSTS or found.hosts > MOST_HOSTS:
         raise ValueError(f"topology {text!r} is too large: at most {MOST_HOSTS:,} hosts")

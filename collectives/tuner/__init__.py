@@ -1,1 +1,1 @@
-"""What `auto` picks: the table of measurements, and the command that measures it."""
+"""Which way each call goes on this machine: the table that decides, and the command that measures it."""

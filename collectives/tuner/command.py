@@ -1,14 +1,18 @@
-"""`mpips tune --ranks P`, or `mpirun -n P python -m collectives.tuner.command`: measure what `auto` picks.
+"""`mpips tune`: measures which way is fastest here, and writes the table that `auto` reads.
 
-On one node: up to which size vectors should pass through slots (eager), and how long each way through shared memory
-takes. Between nodes: which algorithm is fastest, for every kind and size. Both: what a message costs (alpha, beta) and
-an addition (gamma). The results join those of other numbers of ranks in the user's table (`collectives.tuner.table`).
+    mpips tune --ranks P        or: mpirun -n P python -m collectives.tuner.command
+
+On one node it measures up to which size vectors should pass through slots, from which size on ordinary arrays should go
+by the kernel's copies between processes, and how long each way takes. Between nodes it measures which algorithm is
+fastest, for every kind and size. On both it measures what a message costs (alpha, beta) and an addition (gamma). The
+results join those of other numbers of ranks in the user's table (`collectives.tuner.table`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -18,23 +22,40 @@ import numpy as np
 from mpi4py import MPI
 from rich.table import Table as Listing
 
+import collectives
 from collectives.benchmark.harness import measure
 from collectives.errors import CollectiveError
-from collectives.node import arena
-from collectives.plan import Plan, plan
+from collectives.plan import Plan
 from collectives.schedule import catalog
 from collectives.schedule.model import KINDS, cut
-from collectives.session import Session, session
-from collectives.simulator import cost
+from collectives.session import session
+from collectives.simulator.alpha_beta import fit
 from collectives.terminal.console import RankedCommand, Seconds, console, progress
-from collectives.transport.desks import SLOT_BYTES
 from collectives.tuner import table
-from collectives.tuner.table import EVERYTHING, Eager, Line, Range, Table
+from collectives.tuner.table import EVERYTHING, Line, Range, Slots, Table
 
-EAGER_SIZES = tuple(1 << e for e in range(11, 18))
-MEMORY_SIZES = tuple(1 << e for e in range(16, 25, 2))
+SLOT_SIZES = tuple(1 << e for e in range(11, 18))
+CROSS_SIZES = tuple(1 << e for e in range(24, 15, -1))
+LINE_SIZES = tuple(1 << e for e in range(16, 25, 2))
 BETWEEN_SIZES = tuple(1 << e for e in range(6, 25, 3))
-CLEARLY = 0.97  # a change must win by more than noise
+SLOTS_WIN = 0.97  # by more than noise
+COPIES_WIN = 1.5
+"""The kernel's copies win where they take at most so many times as long as stages: call after call, stages find their
+arrays in the cache, and between other work they would not."""
+
+Done = Callable[[str], None]
+
+
+def opened(comm: MPI.Comm, known: Table) -> MPI.Comm:
+    """A communicator of the same ranks, on which calls go as this table says. Collective, blocking."""
+    made = comm.Dup()
+    session(made, known_table=known)
+    return made
+
+
+def nodes_of(comm: MPI.Comm) -> list[int]:
+    """For each rank the lowest rank of its node."""
+    return session(comm).node_of
 
 
 def check(ranks: int, *, dry_run: bool, **_: Any) -> None:
@@ -55,12 +76,13 @@ def command(seconds: float, dry_run: bool) -> None:
     comm = MPI.COMM_WORLD
     with _told():
         found = table.shared(comm, lambda: _known(dry_run))
-    home = session(comm, found)
+    home = opened(comm, found)
+    nodes = len(set(nodes_of(home)))
     if comm.size > 1:
-        with progress("tune", 3 if home.nodes == 1 else 1 + len(KINDS), comm.rank == 0) as done:
-            found = tuned(home, comm, seconds, done)
+        with progress("tune", 4 if nodes == 1 else 1 + len(KINDS), comm.rank == 0) as done:
+            found = tuned(home, found, seconds, done)
     if comm.rank == 0:
-        _show(found, comm.size, home.nodes)
+        _show(found, comm.size, nodes)
         with _told():
             click.echo("not kept" if dry_run else f"kept in {table.save(found)}")
 
@@ -85,85 +107,105 @@ def _known(dry_run: bool) -> Table:
         return Table()
 
 
-def tuned(home: Session, comm: MPI.Comm, seconds: float, done: Callable[[str], None] = lambda what: None) -> Table:
-    """The session's table with this number of ranks measured anew; `done` hears of parts. Collective, blocking."""
-    found = home.table
+def tuned(comm: MPI.Comm, known: Table, seconds: float, done: Done = lambda what: None) -> Table:
+    """The known table with this number of ranks measured anew; `done` hears of parts. Collective, blocking."""
+    node_of = nodes_of(comm)
     changes: dict[str, Any] = {"gamma": _gamma()}
-    if home.nodes == 1:
-        changes["eager"] = {**found.eager, comm.size: _eager(home, comm, seconds)}
-        home.table = msgspec.structs.replace(found, eager=changes["eager"])
-        done("slots")
-        changes["memory"] = {**found.memory, **_memory(home, comm, seconds)}
-        done("memory")
+    if len(set(node_of)) == 1:
+        slots, cross_memory, lines = _on_one_node(comm, seconds, done)
+        changes["slots"] = {**known.slots, comm.size: slots}
+        changes["cross_memory"] = {**known.cross_memory, comm.size: cross_memory}
+        changes["memory"] = {**known.memory, **lines}
         changes["near"] = _message(comm, 1, seconds)
     else:
-        other = next(rank for rank, node in enumerate(home.node_of) if node != home.node_of[0])
+        other = next(rank for rank, node in enumerate(node_of) if node != node_of[0])
         changes["far"] = _message(comm, other, seconds)
         done("messages")
-        changes["between"] = {**found.between, **_between(home, comm, seconds, done)}
-    return msgspec.structs.replace(found, **changes)
+        changes["between"] = {**known.between, **_between(comm, node_of, seconds, done)}
+    return msgspec.structs.replace(known, **changes)
 
 
-def _eager(home: Session, comm: MPI.Comm, seconds: float) -> Eager:
-    """The largest sizes at which slots beat what comes after: direct for node-shared arrays, staged for ordinary."""
-    direct = _largest(home, comm, seconds, _shared_zeros)
-    return Eager(direct, max(direct, _largest(home, comm, seconds, np.zeros)))
+def forced(ranks: int) -> dict[str, Table]:
+    """For each way of ordinary arrays on one node, a table that sends all vectors that way."""
+    largest, none = Slots(SLOT_SIZES[-1], SLOT_SIZES[-1]), Slots(0, 0)
+    return {
+        "slots": Table(slots={ranks: largest}, cross_memory={ranks: EVERYTHING}),
+        "stages": Table(slots={ranks: none}, cross_memory={ranks: EVERYTHING}),
+        "cross_memory": Table(slots={ranks: none}, cross_memory={ranks: 0}),
+    }
 
 
-def _largest(home: Session, comm: MPI.Comm, seconds: float, make: Callable[[int, Any], Any]) -> int:
-    """The largest size at which slots win, going up until they have lost twice in a row."""
-    best = losses = 0
-    for size in EAGER_SIZES:
-        plans = []
-        for limit in (SLOT_BYTES, 0):
-            home.table = msgspec.structs.replace(home.table, eager={comm.size: Eager(limit, limit)})
-            plans.append(plan("allreduce", make(size // 4, np.float32), comm))
-        slots, other = _medians(comm, plans, seconds)
-        best, losses = (size, 0) if slots <= other * CLEARLY else (best, losses + 1)
-        if losses == 2:
-            break
-    return best
+def _on_one_node(comm: MPI.Comm, seconds: float, done: Done) -> tuple[Slots, int, dict[str, Line]]:
+    """Up to where slots win; from where on the kernel's copies do; and lines through the times of every way."""
+    ways = {name: opened(comm, one) for name, one in forced(comm.size).items()}
 
+    def wins(way: str, shared: bool, share: float, size: int) -> bool:
+        """Over stages; of node-shared arrays, over direct, as they take no stages."""
+        times = _times(comm, [ways[way], ways["stages"]], size, shared, seconds)
+        return times[0] <= times[1] * share
 
-def _memory(home: Session, comm: MPI.Comm, seconds: float) -> dict[str, Line]:
-    """Lines through the measured times of an allreduce by each protocol."""
+    direct = edge(SLOT_SIZES, partial(wins, "slots", True, SLOTS_WIN), 0)
+    slots = Slots(direct, max(direct, edge(SLOT_SIZES, partial(wins, "slots", False, SLOTS_WIN), 0)))
+    done("slots")
+    cross_memory = edge(CROSS_SIZES, partial(wins, "cross_memory", False, COPIES_WIN), EVERYTHING)
+    done("cross_memory")
     lines = {}
-    limits = home.table.eager[comm.size]
-    for protocol, sizes, make in (
-        ("eager", [size for size in (8, *EAGER_SIZES) if size <= limits.ordinary], np.zeros),
-        ("staged", [size for size in MEMORY_SIZES if size > limits.ordinary], np.zeros),
-        ("direct", [size for size in MEMORY_SIZES if size > limits.always], _shared_zeros),
+    for way, shared, sizes in (
+        ("slots", False, [size for size in (8, *SLOT_SIZES) if size <= slots.ordinary]),
+        ("stages", False, [size for size in LINE_SIZES if size > slots.ordinary]),
+        ("cross_memory", False, LINE_SIZES),
+        ("direct", True, [size for size in LINE_SIZES if size > slots.always]),
     ):
         if len(sizes) > 1:
-            plans = [plan("allreduce", make(size // 4, np.float32), comm) for size in sizes]
-            times = [_medians(comm, [made], seconds)[0] for made in plans]
-            lines[f"{protocol} {comm.size}"] = Line(*cost.fit(list(zip(sizes, times))))
-    return lines
+            home = ways["stages" if way == "direct" else way]
+            points = [(size, _times(comm, [home], size, shared, seconds)[0]) for size in sizes]
+            lines[f"{way} {comm.size}"] = Line(*fit(points))
+    done("memory")
+    for one in ways.values():
+        one.Free()
+    return slots, cross_memory, lines
 
 
-def _shared_zeros(n: int, dtype: Any) -> Any:
-    x = arena.empty(n, dtype)
-    x[:] = 0
-    return x
+def edge(sizes: Iterable[int], wins: Callable[[int], bool], otherwise: int) -> int:
+    """The last of the sizes at which something wins, going along them until it has lost twice in a row."""
+    last, losses = otherwise, 0
+    for size in sizes:
+        last, losses = (size, 0) if wins(size) else (last, losses + 1)
+        if losses == 2:
+            break
+    return last
 
 
-def _between(
-    home: Session, comm: MPI.Comm, seconds: float, done: Callable[[str], None]
-) -> dict[str, tuple[Range, ...]]:
+def _times(comm: MPI.Comm, homes: Sequence[MPI.Comm], size: int, shared: bool, seconds: float) -> list[float]:
+    """Median seconds of an allreduce of so many bytes on each of the communicators."""
+    x = collectives.empty(size // 4, np.float32, homes[0]) if shared else np.empty(size // 4, np.float32)
+    x.fill(0)
+    return _timed(comm, [collectives.plan("allreduce", x, home) for home in homes], seconds)
+
+
+def _timed(comm: MPI.Comm, plans: Sequence[Plan], seconds: float) -> list[float]:
+    """Their median seconds; frees them."""
+    try:
+        return [timing.median for timing in measure(comm, plans, seconds)]
+    finally:
+        for made in plans:
+            made.free()
+
+
+def _between(comm: MPI.Comm, node_of: list[int], seconds: float, done: Done) -> dict[str, tuple[Range, ...]]:
     """The fastest algorithm of every kind for each size; neighbouring sizes with one answer make one range."""
     found = {}
+    alike = len({node_of.count(node) for node in node_of}) == 1
     for kind in KINDS:
         winners = []
         names = [name for name in catalog.names(kind) if catalog.serves(kind, name, comm.size) is None]
-        if kind == "allreduce" and home.across is not None and "hierarchical" not in names:
+        if kind == "allreduce" and alike:
             names.append("hierarchical")
         for size in BETWEEN_SIZES:
-            plans = [_plan(kind, size // 4 // comm.size * comm.size, comm, name) for name in names]
-            times = _medians(comm, plans, seconds)
+            n = size // 4 // comm.size * comm.size
+            times = _timed(comm, [_plan(kind, n, comm, name) for name in names], seconds)
             winners.append((size, names[int(np.argmin(times))]))
-            for made in plans:
-                made.free()
-        found[f"{kind} {home.nodes}x{comm.size}"] = ranges(winners)
+        found[f"{kind} {len(set(node_of))}x{comm.size}"] = ranges(winners)
         done(kind)
     return found
 
@@ -182,12 +224,8 @@ def _plan(kind: str, n: int, comm: MPI.Comm, algorithm: str) -> Plan:
         own = int(cut(n, comm.size, comm.rank + 1)) - int(cut(n, comm.size, comm.rank))
         sizes = (n, own) if kind == "reduce_scatter" else (own, n)
         x, out = (np.zeros(size, np.float32) for size in sizes)
-        return plan(kind, x, comm, algorithm=algorithm, out=out)
-    return plan(kind, np.zeros(n, np.float32), comm, algorithm=algorithm)
-
-
-def _medians(comm: MPI.Comm, runs: Sequence[Callable[[], object]], seconds: float) -> list[float]:
-    return [timing.median for timing in measure(comm, runs, seconds)]
+        return collectives.plan(kind, x, comm, algorithm=algorithm, out=out)
+    return collectives.plan(kind, np.zeros(n, np.float32), comm, algorithm=algorithm)
 
 
 def _message(comm: MPI.Comm, other: int, seconds: float) -> Line:
@@ -204,8 +242,8 @@ def _message(comm: MPI.Comm, other: int, seconds: float) -> Line:
                 comm.Recv(raw, 0)
                 comm.Send(raw, 0)
 
-        points.append((size, _medians(comm, [there_and_back], seconds)[0] / 2))
-    return Line(*cost.fit(points))
+        points.append((size, measure(comm, [there_and_back], seconds)[0].median / 2))
+    return Line(*fit(points))
 
 
 def _gamma() -> float:
@@ -218,24 +256,30 @@ def _show(found: Table, ranks: int, nodes: int) -> None:
     listing = Listing(title=f"measured with {ranks} ranks on {nodes} node{'s' if nodes > 1 else ''}")
     listing.add_column("what")
     listing.add_column("result")
-    if nodes == 1:
-        limits = found.eager_limits(ranks, crowded=False)
-        listing.add_row("eager up to", f"{limits.always} bytes, ordinary arrays {limits.ordinary}")
-        for key, line in found.memory.items():
-            if key.endswith(f" {ranks}"):
-                listing.add_row(f"allreduce, {key.split()[0]}", _line(line))
-        listing.add_row("message inside a node", _line(found.near))
-    else:
-        for key, entries in found.between.items():
-            if key.endswith(f" {nodes}x{ranks}"):
-                words = [
-                    f"{entry.algorithm} to {entry.most} bytes" if entry.most < EVERYTHING else entry.algorithm
-                    for entry in entries
-                ]
-                listing.add_row(key.split()[0], ", ".join(words))
-        listing.add_row("message between nodes", _line(found.far))
+    for what, result in (_inside if nodes == 1 else _across)(found, ranks, nodes):
+        listing.add_row(what, result)
     listing.add_row("addition", f"{1e-9 / found.gamma:.1f} GB/s")
     console().print(listing)
+
+
+def _inside(found: Table, ranks: int, nodes: int) -> Iterator[tuple[str, str]]:
+    limits, copies = found.slot_limits(ranks, crowded=False), found.cross_memory_from(ranks, crowded=False)
+    yield "slots up to", f"{limits.always} bytes, ordinary arrays {limits.ordinary}"
+    yield "the kernel's copies from", f"{copies} bytes on" if copies < EVERYTHING else "no size on"
+    for key, line in found.memory.items():
+        way, _, of = key.partition(" ")
+        if of == str(ranks):
+            yield f"allreduce, {way}", _line(line)
+    yield "message inside a node", _line(found.near)
+
+
+def _across(found: Table, ranks: int, nodes: int) -> Iterator[tuple[str, str]]:
+    for key, entries in found.between.items():
+        kind, _, of = key.partition(" ")
+        if of == f"{nodes}x{ranks}":
+            limits = ["" if entry.most == EVERYTHING else f" to {entry.most} bytes" for entry in entries]
+            yield kind, ", ".join(entry.algorithm + limit for entry, limit in zip(entries, limits))
+    yield "message between nodes", _line(found.far)
 
 
 def _line(line: Line) -> str:

@@ -1,8 +1,9 @@
-"""What `auto` picks and what a call should take: a table of measurements, kept in the user's cache folder.
+"""The table that decides which way a call goes, by its kind, bytes and ranks: what `auto` picks.
 
-`collectives.tuner.command` writes it; without one the shipped values serve. What they say of one node was measured on
-two cores of an AMD EPYC; what they say of several nodes (SHIPPED_BETWEEN, `far`) is a guess after the closed forms of
-`collectives.simulator.cost`. Rank 0's table counts for all ranks of a communicator, so that all pick the same.
+`mpips tune` (`collectives.tuner.command`) writes it to the user's cache folder; without one the shipped values serve.
+What they say of one node was measured on two cores of an AMD EPYC, the ways by the kernel's copies apart, which are
+guesses. What they say of several nodes (SHIPPED_BETWEEN, `far`) is a guess after the closed forms. Rank 0's table
+counts for all ranks of a communicator, so that all pick the same.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -20,11 +20,6 @@ from mpi4py import MPI
 
 from collectives.callers import warn
 from collectives.errors import CollectiveError
-from collectives.simulator.cost import Costs, LinkCost
-from collectives.simulator.predict import on_job
-
-if TYPE_CHECKING:
-    from collectives.call import Call
 
 EVERYTHING = 1 << 62
 
@@ -37,34 +32,39 @@ class Range(msgspec.Struct, frozen=True):
 
 
 class Line(msgspec.Struct, frozen=True):
-    """seconds = alpha + beta bytes, for one way through shared memory."""
+    """seconds = alpha + beta bytes."""
 
     alpha: float
     beta: float
 
 
-class Eager(msgspec.Struct, frozen=True):
-    """Largest vectors, in bytes, that pass through slots: of any arrays, and of ordinary ones, on all ranks."""
+class Slots(msgspec.Struct, frozen=True):
+    """Largest vectors, in bytes, that pass through slots: of any arrays, and of ordinary ones on all ranks."""
 
     always: int
     ordinary: int
 
 
-SHIPPED_EAGER: dict[int, Eager] = {
-    2: Eager(16 << 10, 64 << 10),
-    4: Eager(16 << 10, 64 << 10),
-    8: Eager(8 << 10, 16 << 10),
+SHIPPED_SLOTS: dict[int, Slots] = {
+    2: Slots(16 << 10, 64 << 10),
+    4: Slots(16 << 10, 64 << 10),
+    8: Slots(8 << 10, 16 << 10),
 }
 CROWDED = 64 << 10, 512 << 10
-"""Bytes of a rank, and of all together: where they share cores, the meetings that slots save cost more than reading as
-many."""
+"""Bytes of a rank, and of all together. Where ranks share cores, the meetings that slots save cost more than reading
+as many."""
+SHIPPED_CROSS_MEMORY: dict[int, int] = {2: 256 << 10, 4: 512 << 10}
+CROSS_MEMORY_PART = 128 << 10
+"""Bytes of a rank's part of the vector from which on, for other numbers of ranks, the kernel copies faster."""
 SHIPPED_MEMORY: dict[str, Line] = {
-    "eager 2": Line(1.1e-6, 7.4e-11),
-    "eager 4": Line(6.5e-6, 2.8e-10),
+    "slots 2": Line(1.1e-6, 7.4e-11),
+    "slots 4": Line(6.5e-6, 2.8e-10),
     "direct 2": Line(2.5e-6, 5.8e-11),
     "direct 4": Line(16e-6, 1.2e-10),
-    "staged 2": Line(2.6e-6, 7.7e-11),
-    "staged 4": Line(18e-6, 1.9e-10),
+    "stages 2": Line(2.6e-6, 7.7e-11),
+    "stages 4": Line(18e-6, 1.9e-10),
+    "cross_memory 2": Line(1e-5, 8e-11),
+    "cross_memory 4": Line(4e-5, 2e-10),
 }
 SHIPPED_BETWEEN: dict[str, tuple[Range, ...]] = {
     "allreduce": (Range(32 << 10, "recursive_doubling"), Range(EVERYTHING, "hierarchical")),
@@ -79,51 +79,44 @@ SHIPPED_BETWEEN: dict[str, tuple[Range, ...]] = {
 class Table(msgspec.Struct, frozen=True):
     """Measurements of this machine, by the number of ranks (of one node, or NODESxRANKS between nodes).
 
-    `eager`     on one node: vectors of up to so many bytes pass through slots (see `Eager`);
-    `between`   "KIND NODESxRANKS" -> algorithms by size, for ranks on several nodes;
-    `memory`    "PROTOCOL RANKS" -> time of an allreduce by eager, direct or staged;
+    On one node:
+    `slots`          vectors of up to so many bytes pass through slots (see `Slots`);
+    `cross_memory`   ordinary arrays go by the kernel's copies between processes, and not through stages, where the
+                     whole vector has at least so many bytes;
+    `memory`         "WAY RANKS" -> time of an allreduce by slots, stages, cross_memory or direct.
+    Between nodes:
+    `between`        "KIND NODESxRANKS" -> algorithms by size.
+    Both:
     `near`, `far`, `gamma`   cost of a message inside a node and between nodes, and of adding a byte.
     """
 
-    eager: dict[int, Eager] = {}
+    slots: dict[int, Slots] = {}
+    cross_memory: dict[int, int] = {}
     between: dict[str, tuple[Range, ...]] = {}
     memory: dict[str, Line] = msgspec.field(default_factory=SHIPPED_MEMORY.copy)
     near: Line = Line(6e-7, 1.2e-10)
     far: Line = Line(2e-5, 1e-9)
     gamma: float = 5e-11
 
-    def eager_limits(self, ranks: int, crowded: bool) -> Eager:
+    def slot_limits(self, ranks: int, crowded: bool) -> Slots:
         """The largest vectors that go through slots; `crowded` where ranks share cores, which a measurement knows."""
-        if ranks in self.eager:
-            return self.eager[ranks]
+        if ranks in self.slots:
+            return self.slots[ranks]
         if crowded:
             limit = min(CROWDED[0], CROWDED[1] // ranks)
-            return Eager(limit, limit)
-        return SHIPPED_EAGER[min(SHIPPED_EAGER, key=lambda known: abs(known - ranks))]
+            return Slots(limit, limit)
+        return SHIPPED_SLOTS[min(SHIPPED_SLOTS, key=lambda known: abs(known - ranks))]
+
+    def cross_memory_from(self, ranks: int, crowded: bool) -> int:
+        """From how many bytes of the whole vector on ordinary arrays go by the kernel's copies between processes. The
+        shipped values hold whether ranks share cores or not."""
+        shipped = SHIPPED_CROSS_MEMORY.get(ranks, CROSS_MEMORY_PART * ranks)
+        return self.cross_memory.get(ranks, shipped)
 
     def best_between(self, kind: str, nodes: int, ranks: int, nbytes: int) -> str:
         """The algorithm for ranks on several nodes."""
         ranges = self.between.get(f"{kind} {nodes}x{ranks}", SHIPPED_BETWEEN[kind])
         return next(entry.algorithm for entry in ranges if nbytes <= entry.most)
-
-    def seconds(self, call: Call, nodes: int, eager: bool, direct: bool) -> float | None:
-        """What a call should take; None where nothing is known of its algorithm."""
-        if call.p == 1:
-            return 0.0
-        if call.algorithm == "shared_memory":
-            return self._memory_seconds(call, "eager" if eager else "direct" if direct else "staged")
-        far, near = (LinkCost(line.alpha, line.beta) for line in (self.far, self.near))
-        try:
-            return on_job(call.kind, call.algorithm, call.nbytes, call.p, nodes, Costs(far, near, self.gamma))
-        except ValueError:  # native, and nodes of unlike size
-            return None
-
-    def _memory_seconds(self, call: Call, protocol: str) -> float | None:
-        """An allreduce reads and writes all; the other kinds do one half of it."""
-        known = {int(key.split()[1]): line for key, line in self.memory.items() if key.startswith(protocol)}
-        line = known[min(known, key=lambda ranks: abs(ranks - call.p))]
-        share = 1.0 if call.kind == "allreduce" else 0.5
-        return line.alpha + share * line.beta * call.nbytes
 
 
 def path() -> Path:

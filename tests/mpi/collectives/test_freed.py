@@ -28,7 +28,7 @@ def test_freed_communicator():
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("algorithm", ["auto", "native", "ring", "ring(over=messages)"])
+@pytest.mark.parametrize("algorithm", ["auto", "native", "ring"])
 def test_a_plan_on_a_freed_communicator(algorithm):
     comm = WORLD.Dup()
     x = np.ones(5000)
@@ -45,7 +45,7 @@ def test_a_plan_on_a_freed_communicator(algorithm):
 @pytest.mark.mpi
 @only_on(1, 2, 3)
 @pytest.mark.parametrize("freed", [False, True])
-@pytest.mark.parametrize("algorithm", ["auto", "native", "ring", "ring(over=messages)"])
+@pytest.mark.parametrize("algorithm", ["auto", "native", "ring"])
 @pytest.mark.parametrize("n", [10, 100_000 * P])
 def test_a_plan_that_nobody_keeps_is_gone_at_once(n, algorithm, freed):
     comm = WORLD.Dup()

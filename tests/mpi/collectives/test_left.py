@@ -26,7 +26,7 @@ from tests.mpi.collectives.support import (
 )  # fmt: skip
 from tests.mpi.sizes import only_on
 
-ALGORITHMS = ("auto", "ring(over=messages)", "native")
+ALGORITHMS = ("auto", "ring", "native")
 
 
 def polled(plan):

@@ -14,7 +14,7 @@ from collectives.errors import CollectiveError
 from collectives.network import messages
 from collectives.session import session
 from collectives.transport.room import Room
-from collectives.tuner.table import Eager
+from collectives.tuner.table import Slots
 from collectives.watch import HISTORY, SPEAK_SECONDS
 from tests.mpi.collectives.support import PATIENCE, RANK, TAG, WORLD, P, outcome, share_nothing, started
 from tests.mpi.sizes import only_on
@@ -75,14 +75,14 @@ def begun(algorithm, vectors=False):
     return lambda x, comm: lambda: one_shot.begin("allreduce", [x] if vectors else x, comm, algorithm=algorithm)
 
 
-RINGS = "multi_ring(rings=2,over=messages)"
+RINGS = "multi_ring(rings=2)"
 
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize(
     "first, second",
     [
-        (planned(RINGS), planned("ring(over=messages)")),
+        (planned(RINGS), planned("ring")),
         (planned(RINGS), begun("multi_ring(rings=3)", vectors=True)),
         (begun("ring"), begun("ring")),
     ],
@@ -287,7 +287,7 @@ def test_calls_that_are_not_kept_leave_no_request(comm, monkeypatch):
     monkeypatch.setattr(messages, "release", lambda requests: (given_back.extend(requests), release(requests)))
     array, counts = np.ones(5 * P), []
     for _ in range(3):
-        collectives.allreduce(Wrapped(array), comm, algorithm="ring(over=messages)")
+        collectives.allreduce(Wrapped(array), comm, algorithm="ring")
         counts.append(len(given_back))
     assert counts == [turn * 4 * (P - 1) for turn in (1, 2, 3)]
     assert (array == P**3).all()
@@ -323,7 +323,7 @@ def test_a_started_call_with_other_arrays_between_two_calls_changes_no_sum():
     """Rank 0 has one ordinary array; the others' are by turns node-shared and ordinary."""
     comm = WORLD.Dup()
     n = 6000  # of these node-shared ones do not pass through slots, where ranks have cores of their own
-    session(comm).table = msgspec.structs.replace(session(comm).table, eager={P: Eager(16 << 10, 64 << 10)})
+    session(comm).table = msgspec.structs.replace(session(comm).table, slots={P: Slots(16 << 10, 64 << 10)})
     session(comm).patient(60.0, PATIENCE)
     ordinary, shared = np.empty(n), collectives.empty(n, np.float64, comm)
     plans = [collectives.plan("allreduce", x, comm) for x in (ordinary, shared if RANK else ordinary)]

@@ -22,7 +22,7 @@ from collectives.schedule.model import KINDS, cut
 from collectives.session import session
 from collectives.transport import reach
 from collectives.transport.program import same
-from collectives.tuner.table import Eager, Table
+from collectives.tuner.table import Slots, Table
 from tests.mpi.sizes import either_mpi, only_on
 
 COMM = MPI.COMM_WORLD
@@ -37,7 +37,7 @@ BLOCK = 1 << 10
 def comm(monkeypatch):
     """A communicator on which vectors of any length try all ways, in blocks of 1 KiB."""
     monkeypatch.setattr(importlib.import_module("collectives.plan"), "TRY_BYTES", 0)
-    monkeypatch.setattr(Table, "eager_limits", lambda table, ranks, crowded: Eager(-1, -1))
+    monkeypatch.setattr(Table, "slot_limits", lambda table, ranks, crowded: Slots(-1, -1))
     monkeypatch.setattr(reach, "BLOCK_BYTES", BLOCK)
     comm = COMM.Dup()
     yield comm

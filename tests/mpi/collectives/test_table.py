@@ -1,14 +1,18 @@
-"""A spoilt table of measurements stops no program: the first rank warns, and all go on."""
+"""The table in a job: a spoilt one stops no program, a forced one sends calls its way, `tune` measures another."""
 
 from __future__ import annotations
 
 import warnings
 
 import numpy as np
+import pytest
 from mpi4py import MPI
 
 import collectives
-from collectives.tuner import table
+from collectives.schedule.model import KINDS
+from collectives.tuner import command, table
+from collectives.tuner.table import EVERYTHING, Table
+from tests.mpi.collectives.support import share_nothing
 
 WORLD = MPI.COMM_WORLD
 
@@ -26,3 +30,43 @@ def test_a_spoilt_table_is_warned_of_and_the_shipped_one_serves(monkeypatch, tmp
     assert len(said) == (WORLD.rank == 0), said
     assert all("mpips tune" in sentence for sentence in said)
     comm.Free()
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("way", ["slots", "stages", "cross_memory"])
+def test_calls_go_right_by_every_forced_table(way):
+    comm = command.opened(WORLD, command.forced(WORLD.size)[way])
+    wrong = []
+    for n in (1, 1000, 30_000):
+        for x in (np.empty(n, np.float32), collectives.empty(n, np.float32, comm)):
+            x[:] = WORLD.rank
+            collectives.allreduce(x, comm)
+            wrong += [n] * bool((x != WORLD.size * (WORLD.size - 1) // 2).any())
+    comm.Free()
+    assert not WORLD.allreduce(wrong)
+
+
+@pytest.mark.mpi(min_size=2, max_size=3)
+def test_tune_on_one_node(monkeypatch):
+    monkeypatch.setattr(command, "CROSS_SIZES", (1 << 20, 1 << 18))
+    monkeypatch.setattr(command, "LINE_SIZES", (1 << 18, 1 << 20))
+    home, parts = command.opened(WORLD, Table()), []
+    found = command.tuned(home, Table(), 1e-3, parts.append)
+    home.Free()
+    assert parts == ["slots", "cross_memory", "memory"]
+    assert found.slots[WORLD.size].always <= found.slots[WORLD.size].ordinary <= command.SLOT_SIZES[-1]
+    assert found.cross_memory[WORLD.size] in (EVERYTHING, *command.CROSS_SIZES)
+    assert all(found.memory[f"{way} {WORLD.size}"].beta >= 0 for way in ("stages", "cross_memory", "direct"))
+    assert not found.between
+
+
+@pytest.mark.mpi(min_size=2, max_size=3)
+def test_tune_between_nodes(monkeypatch):
+    share_nothing(monkeypatch)
+    monkeypatch.setattr(command, "BETWEEN_SIZES", (1 << 6, 1 << 15))
+    home = command.opened(WORLD, Table())
+    found = command.tuned(home, Table(), 1e-3)
+    home.Free()
+    assert set(found.between) == {f"{kind} {WORLD.size}x{WORLD.size}" for kind in KINDS}
+    assert all(entries[-1].most == EVERYTHING for entries in found.between.values())
+    assert not found.slots and not found.cross_memory

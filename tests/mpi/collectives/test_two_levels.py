@@ -95,28 +95,14 @@ def test_nodes_of_which_one_rank_called_another_collective_go_on(comm):
 
 
 @pytest.mark.skipif(MPI.COMM_WORLD.size != 3, reason="needs 3 ranks")
-@pytest.mark.parametrize("algorithm", ["hierarchical", "hierarchical(over=messages)"])
-def test_nodes_of_unlike_size_are_refused_on_all_ranks(comm, algorithm):
+def test_nodes_of_unlike_size_are_refused_on_all_ranks(comm):
     with pytest.raises(MismatchError, match="equal numbers of ranks"):
-        collectives.allreduce(np.ones(5, np.float32), comm, algorithm=algorithm)
-
-
-@EVEN
-def test_over_messages_alone_the_ranks_of_a_node_are_found_too(comm):
-    x = vector(1000, np.float32, False, comm.rank)
-    collectives.allreduce(x, comm, algorithm="hierarchical(over=messages)")
-    np.testing.assert_array_equal(x, np.arange(1000) % 13 * comm.size + comm.size * (comm.size - 1) // 2)
-
-
-@EVEN
-def test_over_memory_alone_is_refused_where_there_are_several_nodes(comm):
-    with pytest.raises(MismatchError, match="over=messages"):
-        collectives.allreduce(np.ones(5, np.float32), comm, algorithm="ring(over=memory)")
+        collectives.allreduce(np.ones(5, np.float32), comm, algorithm="hierarchical")
 
 
 def test_on_one_node_the_ranks_are_found_too():
     world = MPI.COMM_WORLD
-    for algorithm in ("hierarchical", "hierarchical(over=messages)", "hierarchical(between=halving_doubling)"):
+    for algorithm in ("hierarchical", "hierarchical(between=halving_doubling)"):
         x = vector(1000, np.float32, False, world.rank)
         collectives.allreduce(x, algorithm=algorithm)
         np.testing.assert_array_equal(x, np.arange(1000) % 13 * world.size + world.size * (world.size - 1) // 2)

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collectives.simulator.cost import Costs, LinkCost, fit, seconds
+from collectives.simulator.alpha_beta import Costs, LinkCost, fit
+from collectives.simulator.cost import seconds
 
 SIZES = 2.0 ** np.arange(3, 27)
 ONE = Costs(LinkCost(1.0, 0.0), LinkCost(0.0, 0.0), 0.0)

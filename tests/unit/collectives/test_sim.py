@@ -5,10 +5,12 @@ import json
 import pytest
 from click.testing import CliRunner
 
+from collectives.simulator.alpha_beta import Costs, LinkCost
 from collectives.simulator.command import command
-from collectives.simulator.cost import Costs, LinkCost, seconds
-from collectives.simulator.predict import figure5, on_job, predict, schedule_on
+from collectives.simulator.cost import seconds
+from collectives.simulator.predict import figure5, predict, schedule_on
 from collectives.simulator.topology import bcube, fattree, star
+from collectives.tuner.prediction import on_job
 
 
 def run(*words):
@@ -49,7 +51,7 @@ def test_beta_is_the_reciprocal_of_the_rate(tmp_path):
     [
         (["--topology", "ring:4"], "unknown topology"),
         (["--algorithm", "rong"], "choose one of"),
-        (["--algorithm", "ring(over=air)"], "over must be one of memory, messages"),
+        (["--algorithm", "ring(over=messages)"], "ring has no parameter 'over'"),
         (["--bytes", "lots"], "is no size"),
         (["--rate", "fast"], "unknown rate"),
         (["--topology", "star:6"], "bcube needs p = n^k"),

@@ -4,15 +4,15 @@ import numpy as np
 import pytest
 
 from collectives.schedule import bcube as exchange
-from collectives.schedule.catalog import build, names, serves
-from collectives.schedule.model import KINDS
+from collectives.schedule.catalog import build, serves
+from collectives.simulator.alpha_beta import Costs, LinkCost
 from collectives.simulator.clocks import simulate
-from collectives.simulator.cost import Costs, LinkCost, seconds
+from collectives.simulator.cost import TERMS, seconds
 from collectives.simulator.topology import bcube, fattree, star
 
 NONE = LinkCost(0.0, 0.0)
 ALPHA = 7e-6
-FORMS = [(kind, name) for kind in KINDS for name in names(kind) if name != "hierarchical"]
+FORMS = [*TERMS, ("allreduce", "multi_ring")]
 
 
 @pytest.mark.parametrize(("kind", "name"), FORMS)

@@ -12,7 +12,8 @@ from collectives.errors import CollectiveError
 from collectives.operations import operation
 from collectives.schedule.model import KINDS
 from collectives.tuner import table
-from collectives.tuner.table import EVERYTHING, Eager, Line, Range, Table
+from collectives.tuner.prediction import seconds
+from collectives.tuner.table import EVERYTHING, Line, Range, Slots, Table
 
 
 @pytest.fixture(autouse=True)
@@ -27,12 +28,13 @@ def call(algorithm, n=1000, p=4, kind="allreduce"):
 
 def test_shipped_until_kept():
     assert table.load() == Table()
-    mine = Table(eager={6: Eager(1, 2)}, between={"allreduce 2x4": (Range(EVERYTHING, "ring"),)}, near=Line(1e-6, 1e-9))
+    between = {"allreduce 2x4": (Range(EVERYTHING, "ring"),)}
+    mine = Table(slots={6: Slots(1, 2)}, cross_memory={6: 3}, between=between, near=Line(1e-6, 1e-9))
     table.save(mine)
     assert table.load() == mine
 
 
-@pytest.mark.parametrize("text", ["", "{", '{"eager": {"2": "much"}}', "[]"])
+@pytest.mark.parametrize("text", ["", "{", '{"slots": {"2": "much"}}', "[]"])
 def test_a_spoilt_file_is_told(text):
     table.path().parent.mkdir(parents=True)
     table.path().write_text(text)
@@ -90,15 +92,19 @@ def test_tune_sees_first_whether_the_table_can_be_kept(monkeypatch, tmp_path, pl
 
 @given(st.integers(1, 300), st.integers(0, 1 << 40), st.sampled_from(KINDS), st.booleans())
 def test_there_is_always_an_answer(ranks, nbytes, kind, crowded):
-    limits = Table().eager_limits(ranks, crowded)
+    limits = Table().slot_limits(ranks, crowded)
     assert 0 < limits.always <= limits.ordinary
+    assert Table().cross_memory_from(ranks, crowded) >= 128 << 10
     assert Table().best_between(kind, 2, ranks, nbytes)
 
 
 def test_measured_limits_come_before_the_shipped():
-    mine = Table(eager={3: Eager(1, 2)})
-    assert mine.eager_limits(3, True) == mine.eager_limits(3, False) == Eager(1, 2)
-    assert mine.eager_limits(2, False) == Table().eager_limits(2, False)
+    mine = Table(slots={3: Slots(1, 2)})
+    assert mine.slot_limits(3, True) == mine.slot_limits(3, False) == Slots(1, 2)
+    assert mine.slot_limits(2, False) == Table().slot_limits(2, False)
+    mine = Table(cross_memory={3: 5})
+    assert mine.cross_memory_from(3, True) == mine.cross_memory_from(3, False) == 5
+    assert mine.cross_memory_from(2, False) == 256 << 10
 
 
 def test_measured_ranges_come_before_the_shipped():
@@ -109,17 +115,31 @@ def test_measured_ranges_come_before_the_shipped():
 
 def test_seconds_grow_with_bytes_and_know_the_closed_forms():
     mine = Table(far=Line(1e-5, 1e-9), gamma=0.0)
-    ring = mine.seconds(call("ring", n=1_000_000), nodes=4, eager=False, direct=False)
+    ring = seconds(mine, call("ring", n=1_000_000), nodes=4)
     assert ring == pytest.approx(6 * 1e-5 + 6 / 4 * 4e6 * 1e-9)
-    assert mine.seconds(call("native"), nodes=4, eager=False, direct=False) is None
-    assert mine.seconds(call("shared_memory", p=1), nodes=1, eager=True, direct=False) == 0
-    small, large = (mine.seconds(call("shared_memory", n=n), 1, False, True) for n in (10**5, 10**7))
-    assert small < large
-    two_levels = mine.seconds(call("hierarchical", n=10**6), nodes=2, eager=False, direct=False)
-    assert two_levels > 0
+    assert seconds(mine, call("native"), nodes=4) is None
+    assert seconds(mine, call("shared_memory", p=1), nodes=1, way="slots") == 0
+    for way in ("slots", "stages", "cross_memory", "direct"):
+        small, large = (seconds(mine, call("shared_memory", n=n), 1, way) for n in (10**5, 10**7))
+        assert small < large
+    assert seconds(mine, call("hierarchical", n=10**6), nodes=2) > 0
 
 
 def test_ranges_join_equal_winners():
     tune = pytest.importorskip("collectives.tuner.command")
     found = tune.ranges([(64, "a"), (256, "a"), (1024, "b"), (4096, "b")])
     assert found == (Range(512, "a"), Range(EVERYTHING, "b"))
+
+
+@pytest.mark.parametrize(("lost", "last"), [([], 5), ([5], 4), ([2], 5), ([2, 3], 1), ([1, 2], 0), ([1, 3, 5], 4)])
+def test_an_edge_is_the_last_size_that_wins_before_two_losses(lost, last):
+    tune = pytest.importorskip("collectives.tuner.command")
+    assert tune.edge(range(1, 6), lambda size: size not in lost, 0) == last
+
+
+def test_a_forced_table_has_one_way():
+    tune = pytest.importorskip("collectives.tuner.command")
+    ways = tune.forced(3)
+    assert ways["slots"].slot_limits(3, True).ordinary == tune.SLOT_SIZES[-1]
+    assert ways["stages"].slot_limits(3, True) == ways["cross_memory"].slot_limits(3, True) == Slots(0, 0)
+    assert [ways[name].cross_memory_from(3, True) for name in ("stages", "cross_memory")] == [EVERYTHING, 0]
