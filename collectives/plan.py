@@ -26,6 +26,7 @@ from collectives.schedule import catalog
 from collectives.schedule.model import Schedule
 from collectives.session import Session, session
 from collectives.started import HELD, Started, close
+from collectives.tensor import compile_tensor
 from collectives.transport.scheduled_memory import ScheduledMemory
 from collectives.transport.shared_memory import MemoryPlan, Trial
 
@@ -237,13 +238,8 @@ def checked(
 def _compile(
     home: Session, kind: str, x: Any, op: str, algorithm: str, out: Any, root: int, tags: Tags
 ) -> Plan:
-    if isinstance(x, (list, tuple)) or arrays.is_device(x):
-        from collectives import tensor
-
-        for vector in (x if isinstance(x, (list, tuple)) else [x]):
-            if not arrays.is_device(vector):
-                arrays.host(vector, "a vector of x")
-        return tensor.compile_plan(home, kind, x, op, algorithm, out, root, tags)
+    if isinstance(x, (list, tuple)) or arrays.is_device(x) or arrays.is_device(out):
+        return _tensor(home, kind, x, op, algorithm, out, root, tags)
     source = arrays.host(x, "x")
     target = source if out is None else arrays.host(out, "out")
     in_place = out is None
@@ -273,6 +269,16 @@ def _call(
     if algorithm in ("auto", "reproducible"):
         chosen = (choose if algorithm == "auto" else choose_reproducible)(home, draft)
     return Call(kind, n, x.dtype, reduction, draft.root, chosen, home.size)
+
+
+def _tensor(home: Session, kind: str, x: Any, op: str, algorithm: str, out: Any, root: int, tags: Tags) -> Plan:
+    call, make, in_place = compile_tensor(home, kind, x, op, algorithm, out, root)
+
+    def runner() -> Runner:
+        made = make(partial(make_runner, home), partial(build_schedule, home), tags)
+        return made if call.staged else Guarded(home, call, made)
+
+    return Plan(home, call, runner, in_place)
 
 
 def choose(home: Session, call: Call) -> str:
