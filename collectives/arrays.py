@@ -1,7 +1,7 @@
 """Whatever the user calls an array, as a flat vector in memory.
 
 Anything with ``__array_interface__`` or DLPack on the host becomes a NumPy view of the same memory. Arrays with
-``__cuda_array_interface__`` live on a device and belong to `collectives.cuda`.
+``__cuda_array_interface__`` live on a device and belong to `collectives.tensor`.
 """
 
 from __future__ import annotations

@@ -1,188 +1,141 @@
-"""CuPy's side of `collectives.tensor.vectors.Vectors`: fused kernels on pinned host memory, streams and events.
+"""Vectors on GPUs, by CuPy: which kernel or copy each step of an algorithm queues, and on which device's stream.
 
-One kernel adds an incoming host chunk and all vectors of the worker in one pass, and writes the sum to host memory: the
+One kernel adds an incoming host chunk and all vectors of the worker in one pass, and writes the sum to host memory. The
 host's pages are pinned and mapped, so the kernel reads and writes them over the bus while other chunks are copied (the
 paper's IBMGpu, section 7.3). With vectors on several GPUs each GPU does its share of the chunk and reads the others'
-over the direct links, so peer access between them is needed.
+vectors over the direct links, so these GPUs need peer access to each other.
 
-A ticket is an event on each stream: MPI reads host memory only after it. `begin` makes our streams wait for what the
-user has queued on the current stream of each device.
+A list may also hold host arrays. Those that are given are copied to pinned memory when an operation begins, and those
+that take the result are written by the host.
 """
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
 import cupy as cp
 import numpy as np
-from cupy.cuda import runtime
 
 from collectives.arrays import Vector
-from collectives.errors import CollectiveError
-from collectives.node import arena
 from collectives.schedule.model import cut
+from collectives.tensor import kernels
+from collectives.tensor.arguments import Place
+from collectives.tensor.pinned import POOL
+from collectives.tensor.streams import Streams
 from collectives.tensor.vectors import Ticket
-
-EXPRESSIONS = {"add": "{} + {}", "multiply": "{} * {}", "minimum": "min({}, {})", "maximum": "max({}, {})"}
-TO_DEVICE, TO_HOST = 1, 2  # cudaMemcpyKind
-PORTABLE_MAPPED = 1 | 2  # cudaHostRegisterPortable | cudaHostRegisterMapped
-PAGE = mmap.PAGESIZE
-SAME_POINTER = 91  # cudaDevAttrCanUseHostPointerForRegisteredMem
-
-
-@cache
-def kernel(name: str, count: int) -> Any:
-    """out = reduction of `count` arrays, elementwise, in one pass."""
-    total = "v0"
-    for i in range(1, count):
-        total = EXPRESSIONS[name].format(total, f"v{i}")
-    inputs = ", ".join(f"T v{i}" for i in range(count))
-    return cp.ElementwiseKernel(inputs, "T out", f"out = {total}", f"collectives_{name}_{count}")
 
 
 class CudaVectors:
-    """Vectors of one worker in GPU memory. `name` is the NumPy ufunc of the reduction."""
+    """Vectors of one worker, at least one of them on a GPU. `operation` is a NumPy ufunc's name, of `kernels`."""
 
-    def __init__(self, sources: Sequence[Any], targets: Sequence[Any], name: str):
-        self._sources, self._targets = [_flat(v) for v in sources], [_flat(v) for v in targets]
-        self._name = name
-        self.n, self.count = self._sources[0].size, len(self._sources)
-        self.dtype = np.dtype(self._sources[0].dtype)
-        self._devices = list(dict.fromkeys(int(v.device.id) for v in [*self._sources, *self._targets]))
-        self._meet_peers()
-        self._streams = {device: self._stream(device) for device in self._devices}
-        self._pinned: list[_Pinned] = []
+    def __init__(self, sources: Sequence[Place], targets: Sequence[Place], operation: str):
+        self.n, self.count, self.dtype = sources[0].n, len(sources), sources[0].dtype
+        self._operation = operation
+        devices = list(dict.fromkeys(p.device for p in [*sources, *targets] if p.device is not None))
+        _see_peers(devices)
+        self._streams = Streams(devices)
+        self._reducing = tuple(dict.fromkeys(s.device for s in sources if s.device is not None)) or tuple(devices)
+        """The GPUs that share the sums: those that hold what is given."""
+        self._given = [(self.host(s.n), s.vector()) for s in sources if s.device is None]
+        pinned = iter([vector.ctypes.data for vector, _ in self._given])
+        self._sources = [s if s.device is not None else s._replace(address=next(pinned)) for s in sources]
+        self._targets = [t for t in targets if t.device is not None]
+        self._host_targets = [t.vector() for t in targets if t.device is None]
 
     def host(self, n: int) -> Vector:
-        pinned = _Pinned(n, self.dtype, self._devices[0])
-        self._pinned.append(pinned)
-        return pinned.vector
+        return POOL.take(n, self.dtype, self._streams.devices[0])
 
     def begin(self) -> None:
-        for device, stream in self._streams.items():
-            with cp.cuda.Device(device):
-                stream.wait_event(cp.cuda.get_current_stream().record())
+        self._streams.after_user()
+        for pinned, given in self._given:
+            np.copyto(pinned, given)
+
+    def finish(self) -> None:
+        self._streams.synchronize()
+
+    def free(self) -> None:
+        self._given, self._sources, self._targets, self._host_targets = [], [], [], []
 
     def gather(self, start: int, stop: int, incoming: Vector | None, out: Vector) -> Ticket:
-        count = self.count + (incoming is not None)
+        parts = [source.at(start) for source in self._sources]
+        if incoming is not None:
+            parts.insert(0, incoming.ctypes.data)
         for device, first, last in self._shares(stop - start):
-            parts = [source[start + first : start + last] for source in self._sources]
-            if incoming is not None:
-                parts.insert(0, _mapped(incoming[first:last], device))
-            with cp.cuda.Device(device), self._streams[device]:
-                kernel(self._name, count)(*parts, _mapped(out[first:last], device))
-        return self._ticket(self._devices)
+            at = [address + first * self.dtype.itemsize for address in (*parts, out.ctypes.data)]
+            self._reduce(device, at[:-1], at[-1], last - first)
+        return self._streams.ticket(self._reducing)
 
     def spread(self, start: int, stop: int, source: Vector) -> Ticket:
         for target in self._targets:
-            self._copy(target.device.id, target[start:stop].data.ptr, source.ctypes.data, source.nbytes, TO_DEVICE)
-        return self._ticket(self._devices)
+            self._streams.copy(_on(target), target.at(start), source.ctypes.data, source.nbytes)
+        for vector in self._host_targets:
+            np.copyto(vector[start:stop], source)
+        return self._streams.ticket([_on(target) for target in self._targets])
 
     def adopt(self) -> Ticket:
         for target, source in zip(self._targets, self._sources):
-            if target.data.ptr != source.data.ptr:
-                device = int(target.device.id)
-                with cp.cuda.Device(device), self._streams[device]:
-                    cp.copyto(target, source)
-        return self._ticket(self._devices)
+            if target.address != source.address:
+                self._streams.copy(_on(target), target.address, source.address, self.n * self.dtype.itemsize)
+        return self._streams.ticket([_on(target) for target in self._targets])
 
     def fetch(self, which: int, start: int, stop: int, out: Vector) -> Ticket:
         target = self._targets[which]
-        self._copy(target.device.id, out.ctypes.data, target[start:stop].data.ptr, out.nbytes, TO_HOST)
-        return self._ticket([int(target.device.id)])
+        self._streams.copy(_on(target), out.ctypes.data, target.at(start), out.nbytes)
+        return self._streams.ticket([_on(target)])
 
     def store(self, which: int, start: int, stop: int, source: Vector, add: bool) -> Ticket:
-        target = self._targets[which][start:stop]
-        if not add:
-            self._copy(target.device.id, target.data.ptr, source.ctypes.data, source.nbytes, TO_DEVICE)
-        else:
-            self._reduce_into(target, _mapped(source, int(target.device.id)))
-        return self._ticket([int(target.device.id)])
+        return self._take_in(self._targets[which], source.ctypes.data, start, stop, add)
 
     def pass_on(self, which: int, start: int, stop: int, add: bool) -> Ticket:
-        source, target = self._targets[which][start:stop], self._targets[which + 1][start:stop]
-        device = int(target.device.id)
-        if add:
-            self._reduce_into(target, source)
-        else:
-            with cp.cuda.Device(device), self._streams[device]:
-                cp.copyto(target, source)
-        return self._ticket([device])
+        return self._take_in(self._targets[which + 1], self._targets[which].at(start), start, stop, add)
 
-    def _reduce_into(self, target: Any, source: Any) -> None:
-        device = int(target.device.id)
-        with cp.cuda.Device(device), self._streams[device]:
-            kernel(self._name, 2)(target, source, target)
+    def _take_in(self, target: Place, source: int, start: int, stop: int, add: bool) -> Ticket:
+        """Elements of one target = those at the address `source`, or their reduction with them."""
+        parts = [target.at(start), source] if add else [source]
+        self._reduce(_on(target), parts, target.at(start), stop - start)
+        return self._streams.ticket([_on(target)])
 
-    def _copy(self, device: int, to: int, source: int, nbytes: int, direction: int) -> None:
-        if nbytes:
-            with cp.cuda.Device(device):
-                runtime.memcpyAsync(to, source, nbytes, direction, self._streams[int(device)].ptr)
+    def _reduce(self, device: int, parts: Sequence[int], out: int, n: int) -> None:
+        """Queue out = the reduction of n elements at each of these addresses; of one vector that is a copy."""
+        if len(parts) == 1:
+            self._streams.copy(device, out, parts[0], n * self.dtype.itemsize)
+        elif n:
+            blocks, threads = kernels.grid(n)
+            with self._streams.on(device):
+                _kernel(self._operation, self.dtype.name, len(parts))((blocks,), (threads,), (*parts, out, n))
 
     def _shares(self, n: int) -> Iterator[tuple[int, int, int]]:
         """(device, first, last): which part of n elements each GPU reduces."""
-        parts = len(self._devices)
-        for number, device in enumerate(self._devices):
-            first, last = int(cut(n, parts, number)), int(cut(n, parts, number + 1))
-            if last > first:
-                yield device, first, last
+        parts = len(self._reducing)
+        for number, device in enumerate(self._reducing):
+            yield device, int(cut(n, parts, number)), int(cut(n, parts, number + 1))
 
-    def _ticket(self, devices: Sequence[int]) -> Ticket:
-        events = []
-        for device in devices:
+
+@cache
+def _kernel(operation: str, dtype: str, count: int) -> Any:
+    """The kernel, built at its first use and kept by the process."""
+    return cp.RawKernel(kernels.source(operation, dtype, count), kernels.name(operation, dtype, count))
+
+
+def _on(place: Place) -> int:
+    assert place.device is not None
+    return place.device
+
+
+def _see_peers(devices: Sequence[int]) -> None:
+    """Let each GPU read the others; ValueError where one cannot."""
+    runtime = cp.cuda.runtime
+    for device in devices:
+        for other in devices:
+            if other == device:
+                continue
+            if not runtime.deviceCanAccessPeer(device, other):
+                raise ValueError(f"GPU {device} cannot read GPU {other}: a tensor's GPUs need peer access")
             with cp.cuda.Device(device):
-                events.append(self._streams[device].record())
-        return lambda: all(event.done for event in events)
-
-    @staticmethod
-    def _stream(device: int) -> Any:
-        with cp.cuda.Device(device):
-            return cp.cuda.Stream(non_blocking=True)
-
-    def _meet_peers(self) -> None:
-        for device in self._devices:
-            for other in self._devices:
-                if other == device:
-                    continue
-                if not runtime.deviceCanAccessPeer(device, other):
-                    raise CollectiveError(f"GPU {device} cannot read GPU {other}: a tensor's GPUs need peer access")
-                with cp.cuda.Device(device):
-                    try:
-                        runtime.deviceEnablePeerAccess(other)
-                    except runtime.CUDARuntimeError as error:
-                        if "AlreadyEnabled" not in str(error):
-                            raise
-
-
-class _Pinned:
-    """Node-shared host memory that GPUs can read and write in place."""
-
-    def __init__(self, n: int, dtype: np.dtype[Any], device: int):
-        if not runtime.deviceGetAttribute(SAME_POINTER, device):
-            raise CollectiveError(f"GPU {device} cannot use host memory by its host address: pass NumPy arrays instead")
-        pages = -(-max(1, n * dtype.itemsize) // PAGE) * PAGE  # a page can be registered once only, so take whole ones
-        raw = arena.empty(pages + PAGE, np.uint8)
-        start = -raw.ctypes.data % PAGE
-        self._address = raw.ctypes.data + start
-        self.vector: Vector = raw[start : start + n * dtype.itemsize].view(dtype)
-        runtime.hostRegister(self._address, pages, PORTABLE_MAPPED)
-
-    def __del__(self) -> None:
-        runtime.hostUnregister(self._address)
-
-
-def _flat(x: Any) -> Any:
-    """A one-dimensional CuPy view of any device array; ValueError where its memory is not contiguous."""
-    array = cp.asarray(x)
-    if not array.flags.c_contiguous:
-        raise ValueError(f"a device array of shape {array.shape} is not C-contiguous: pass cupy.ascontiguousarray(x)")
-    return array.reshape(-1)
-
-
-def _mapped(vector: Vector, device: int) -> Any:
-    """Host memory that is pinned and mapped, as a device array over the same bytes."""
-    memory = cp.cuda.UnownedMemory(vector.ctypes.data, vector.nbytes, vector, device)
-    return cp.ndarray(vector.shape, vector.dtype, cp.cuda.MemoryPointer(memory, 0))
+                try:
+                    runtime.deviceEnablePeerAccess(other)
+                except runtime.CUDARuntimeError as error:
+                    if "AlreadyEnabled" not in str(error):
+                        raise

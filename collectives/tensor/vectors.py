@@ -1,37 +1,50 @@
-"""The vectors of one worker's tensor, and what algorithms do with them.
+"""What an algorithm may do with the vectors of one worker, and how NumPy does it; `cuda` does it on GPUs.
 
 A tensor is a group of vectors of one length and type, one for each GPU of the worker, that is reduced as a single
-object (MXNET-MPI paper, section 6.1). Algorithms see it through `Vectors`; `HostVectors` is NumPy's side of it and
-`collectives.cuda.CudaVectors` CuPy's. What may still be running when a method returns is told by a *ticket*: a function
-that says, without blocking, whether it is done (GpuWait in figure 9 of the paper; the method itself is GpuStart).
+object (MXNET-MPI paper, section 6.1). A method may return before its work is done. What is still running is told by a
+*ticket*: a function that says, without blocking, whether it is done. The method is GpuStart in figure 9 of the paper,
+the ticket GpuWait.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
 from collectives.arrays import Vector
 from collectives.node import arena
+from collectives.tensor.arguments import Place
+from collectives.tensor.kernels import combine
 
 Ticket: TypeAlias = Callable[[], bool]
+NO_MEMORY: Vector = np.empty(0)
+"""In place of host memory that was given back."""
 
 
 class Vectors(Protocol):
-    """`count` source vectors of `n` elements, and the targets (the same ones when in place)."""
+    """`count` source vectors of `n` elements of `dtype`, and the targets (the same ones when in place)."""
 
     n: int
     count: int
     dtype: np.dtype[Any]
 
     def host(self, n: int) -> Vector:
-        """Node-shared host memory for n elements, fast to move to and from the vectors."""
+        """Node-shared host memory for n elements, fast to move to and from the vectors. It lives as long as views."""
         ...
 
     def begin(self) -> None:
-        """Whatever the user has queued on the vectors comes before what follows."""
+        """What the user has queued on the vectors comes before what follows."""
+        ...
+
+    def finish(self) -> None:
+        """Wait until nothing runs on the vectors any more. Bounded: what runs there waits for no other rank."""
+        ...
+
+    def free(self) -> None:
+        """Forget the vectors, and give back the memory made for them."""
         ...
 
     def gather(self, start: int, stop: int, incoming: Vector | None, out: Vector) -> Ticket:
@@ -71,12 +84,23 @@ def until(*tickets: Ticket) -> Iterator[None]:
             yield
 
 
-class HostVectors:
-    """Vectors in host memory. Every method is finished when it returns."""
+@contextmanager
+def running(vectors: Vectors) -> Iterator[None]:
+    """An operation on the vectors. However it ends, nothing of it runs on them afterwards."""
+    vectors.begin()
+    try:
+        yield
+    finally:
+        vectors.finish()
 
-    def __init__(self, sources: Sequence[Vector], targets: Sequence[Vector], reduce: np.ufunc):
-        self._sources, self._targets, self._reduce = list(sources), list(targets), reduce
-        self.n, self.count, self.dtype = sources[0].size, len(sources), sources[0].dtype
+
+class HostVectors:
+    """Vectors in host memory. Every method is finished when it returns. Arrays are held by address only."""
+
+    def __init__(self, sources: Sequence[Place], targets: Sequence[Place], ufunc: np.ufunc):
+        self._sources, self._targets = [s.vector() for s in sources], [t.vector() for t in targets]
+        self._ufunc = ufunc
+        self.n, self.count, self.dtype = sources[0].n, len(sources), sources[0].dtype
 
     def host(self, n: int) -> Vector:
         return arena.empty(n, self.dtype)
@@ -84,16 +108,15 @@ class HostVectors:
     def begin(self) -> None:
         pass
 
+    def finish(self) -> None:
+        pass
+
+    def free(self) -> None:
+        self._sources, self._targets = [], []
+
     def gather(self, start: int, stop: int, incoming: Vector | None, out: Vector) -> Ticket:
         parts = [source[start:stop] for source in self._sources]
-        if incoming is not None:
-            parts.insert(0, incoming)
-        if len(parts) == 1:
-            np.copyto(out, parts[0])
-        else:
-            self._reduce(parts[0], parts[1], out=out)
-        for part in parts[2:]:
-            self._reduce(out, part, out=out)
+        combine(self._ufunc, parts if incoming is None else [incoming, *parts], out)
         return done
 
     def spread(self, start: int, stop: int, source: Vector) -> Ticket:
@@ -112,10 +135,7 @@ class HostVectors:
 
     def store(self, which: int, start: int, stop: int, source: Vector, add: bool) -> Ticket:
         target = self._targets[which][start:stop]
-        if add:
-            self._reduce(target, source, out=target)
-        else:
-            np.copyto(target, source)
+        combine(self._ufunc, [target, source] if add else [source], target)
         return done
 
     def pass_on(self, which: int, start: int, stop: int, add: bool) -> Ticket:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from collectives.simulator.flows import Traffic, play, run
 from collectives.simulator.topology import star
-from collectives.tensor.regular import PART_BYTES
+from collectives.tensor.rivals import PART_BYTES
 from examples.reproduce.native import schedule
 
 
