@@ -12,9 +12,10 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collectives.api import allgather, allreduce, alltoall, broadcast, grouped_allreduce, reduce, reduce_scatter
+    from collectives.communicator import renew
     from collectives.errors import CollectiveError, MismatchError, StallError
     from collectives.node.arena import empty
-    from collectives.one_shot import allgather, allreduce, alltoall, broadcast, reduce, reduce_scatter
     from collectives.plan import Plan, plan
 
 __all__ = [
@@ -24,16 +25,18 @@ __all__ = [
     "broadcast",
     "reduce",
     "alltoall",
+    "grouped_allreduce",
     "plan",
     "Plan",
     "empty",
+    "renew",
     "CollectiveError",
     "MismatchError",
     "StallError",
 ]
 
 _HOMES = {
-    "plan": "plan", "Plan": "plan", "empty": "node.arena",
+    "plan": "plan", "Plan": "plan", "empty": "node.arena", "renew": "communicator",
     "CollectiveError": "errors", "MismatchError": "errors", "StallError": "errors",
 }  # fmt: skip
 
@@ -44,7 +47,7 @@ class _Package(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name not in __all__:
             raise AttributeError(f"module 'collectives' has no attribute {name!r}")
-        value = getattr(importlib.import_module(f"collectives.{_HOMES.get(name, 'one_shot')}"), name)
+        value = getattr(importlib.import_module(f"collectives.{_HOMES.get(name, 'api')}"), name)
         self.__dict__[name] = value
         return value
 

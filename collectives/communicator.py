@@ -17,8 +17,8 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives.errors import CollectiveError, MismatchError
+from collectives.network import requests
 from collectives.network.control import Control
-from collectives.network.parting import part
 from collectives.node.board import Board
 from collectives.node.desk import Desk, open_desks
 from collectives.node.process_memory import OutOfReach
@@ -26,13 +26,12 @@ from collectives.node.wait import NAP_AFTER_BETWEEN_NODES, Limits, drive, limits
 from collectives.tuner import table
 from collectives.tuner.table import Table
 
-UNUSABLE = "this communicator is over after: {}"
 FREED = "the communicator has been freed: use one that is still there, and make plans on it anew"
 COME = "let all call it, or name a communicator of those that do (beside a store with servers kv.layout.workers)"
 _recent: tuple[MPI.Comm | None, Communicator | None] = (None, None)
 """The last answer of `communicator`, which is mostly the next one too."""
-_limbo: list[tuple[MPI.Request, Any]] = []
-"""Requests that were under way when their operation failed, and the memory that MPI may still touch."""
+_limbo: list[Any] = []
+"""Arrays that MPI may still touch, as requests of their operation are under way for ever."""
 _alive: WeakSet[Communicator] = WeakSet()
 
 
@@ -79,8 +78,8 @@ class Communicator:
         """Operations of `Plan.start` that are not done, in order."""
         self.cache: Any = None
         """What `plan_cache` keeps here."""
-        self.tags_dealt = 0
-        """To plans, whose messages they keep apart."""
+        self.lanes, self.tags_dealt = self.comm, 0
+        """What messages of plans go over, and the tags dealt on it, which keep them apart."""
         self._kept: list[Any] = []
         _alive.add(self)
 
@@ -91,11 +90,11 @@ class Communicator:
             self.control.limits = self.limits
 
     def check(self) -> None:
-        """Raise where the communicator is over, or freed."""
+        """Raise where the communicator is over, with the sentence that ended it, or freed."""
         if not self.open:
             raise MismatchError(FREED)
         if self.over is not None:
-            raise type(self.over)(UNUSABLE.format(self.over))
+            raise type(self.over)(str(self.over))
 
     def agree(self, text: str) -> None:
         """Collective, blocking: MismatchError on every rank unless all bring the same text."""
@@ -160,10 +159,11 @@ class Communicator:
         reason = f": {error}" if str(error) else ""
         return f"rank {self.rank} has given up {what}: {type(error).__name__}{reason}"
 
-    def keep(self, request: MPI.Request, memory: Any) -> None:
-        """MPI may go on with this request after its operation has failed."""
-        _limbo[:] = [kept for kept in _limbo if not kept[0].Test()]
-        _limbo.append((request, memory))
+    def drop(self) -> None:
+        """Let go of the arrays of operations that have failed, unless MPI may still touch them."""
+        if requests.outstanding():
+            _limbo.append(self._kept)
+        self._kept = []
 
     def close(self) -> None:
         """When the user's communicator is freed, or renewed: collective, as that is. Where the communicator has failed,
@@ -198,7 +198,7 @@ class Communicator:
         self.comm.Allgather(np.array([first], np.int64), everybody)
         return everybody.tolist()
 
-    def _across(self) -> MPI.Intracomm | None:
+    def _across(self) -> MPI.Comm | None:
         """The ranks with this one's place in their nodes, one a node; None where nodes differ in size. Collective."""
         if self.nodes == 1 or len({self.node_of.count(node) for node in self.node_of}) > 1:
             return None
@@ -249,8 +249,8 @@ def renew(comm: MPI.Comm | None = None) -> None:
 
 
 class _Arrival:
-    """All ranks' coming to a communicator: what makes something of it, as `Dup` does, blocks in MPI, and must not before
-    all are there. A rank that gave up waiting has come all the same."""
+    """All ranks' coming to a communicator. What makes something of it, as `Dup` does, blocks in MPI, and must not
+    before all are there. A rank that gave up waiting has come all the same."""
 
     limits = Limits()
     nap_after = NAP_AFTER_BETWEEN_NODES
@@ -294,12 +294,12 @@ def _retire(old: Communicator) -> None:
     """All ranks have come to renew it: nobody touches its memory any more."""
     old.open = True
     old.close()
-    old._kept.clear()
+    old.drop()
     if old.control is not None:
         old.control.part()
 
 
-def _desks(comm: MPI.Intracomm) -> tuple[MPI.Intracomm, Desk, list[int]]:
+def _desks(comm: MPI.Intracomm) -> tuple[MPI.Comm, Desk, list[int]]:
     """The ranks that share memory with this one, their desks, and their numbers; this rank alone where they cannot."""
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
     desk = open_desks(node)

@@ -21,7 +21,7 @@ from collectives.node import arena
 from collectives.operations import operation
 from collectives.plan import Plan, chosen
 from collectives.runner import Runner, make_runner, ways
-from collectives.shared_memory.executor import DONE, NOT_BEGUN, Executor, part_of
+from collectives.shared_memory.executor import DONE, Executor, not_begun, part_of
 from collectives.shared_memory.program import Step, copy, perform
 
 PACKED_BYTES = 64 << 10
@@ -43,7 +43,7 @@ class Packed:
 
     def __init__(self, runners: Sequence[Runner], into: Sequence[Step], back: Sequence[Step]) -> None:
         self._runners, self._into, self._back = runners, into, back
-        self.fast: Callable[[], int] = self._fast if len(runners) == 1 else _not_begun
+        self.fast: Callable[[], int] = self._fast if len(runners) == 1 else not_begun
 
     def steps(self) -> Iterator[None]:
         perform(self._into)
@@ -65,10 +65,6 @@ class Packed:
         if code == DONE:
             perform(self._back)
         return code
-
-
-def _not_begun() -> int:
-    return NOT_BEGUN
 
 
 def compile_group(home: Communicator, x: Sequence[Any], op: str, algorithm: str, out: Sequence[Any] | None) -> Plan:

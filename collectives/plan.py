@@ -3,21 +3,23 @@ and what goes wrong, is told by the one-shot calls (`collectives.api`)."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from mpi4py import MPI
 
 from collectives import arrays
-from collectives.arrays import Vector
+from collectives.arrays import Flat, Vector
 from collectives.call import REDUCING, ROOTED, Call, see_root
 from collectives.communicator import Communicator, communicator
 from collectives.errors import CollectiveError, of_caller
 from collectives.network.messages import MessagePlan
 from collectives.network.tags import TAGS, Tags
 from collectives.operations import operation
-from collectives.runner import Over, Runner, build_schedule, choose, choose_reproducible, make_runner
+from collectives.runner import Inner, Over, Runner, build_schedule, choose, choose_reproducible, make_runner
 from collectives.shared_memory.executor import MET, Executor
 from collectives.started import Started, advance, begin, finish
+from collectives.tensor import compile_tensor
 
 
 class Plan:
@@ -108,8 +110,10 @@ class Plan:
     @property
     def predicted_seconds(self) -> float | None:
         """What the fitted cost model expects; None where there is no model for the algorithm."""
-        program = self.runner.program_name if isinstance(self.runner, Executor) else ""
-        return self._home.table.seconds(self.call, self._home.nodes, program)
+        from collectives.tuner.prediction import seconds  # here alone, as it loads the simulator
+
+        way = self.runner.way if isinstance(self.runner, Executor) else ""
+        return seconds(self._home.table, self.call, self._home.nodes, way)
 
     def free(self) -> None:
         """Give back what the plan holds of MPI, and its arrays. Local; the plan cannot run any more."""
@@ -161,7 +165,7 @@ def compile_plan(
 ) -> Plan:
     """A plan, where the arguments are good; ValueError or TypeError where they are not. Local."""
     try:
-        if isinstance(x, (list, tuple)) or arrays.is_device(x):
+        if isinstance(x, (list, tuple)) or arrays.is_device(x) or arrays.is_device(out):
             return _compile_tensor(home, kind, x, op, algorithm, out, root, tags)
         return _compile(home, kind, x, op, algorithm, out, root, tags)
     except (ValueError, TypeError) as error:
@@ -184,15 +188,13 @@ def _compile(
 def _compile_tensor(
     home: Communicator, kind: str, x: Any, op: str, algorithm: str, out: Any, root: int, tags: Tags
 ) -> Plan:
-    from collectives import tensor
+    call, make, in_place = compile_tensor(home, kind, x, op, algorithm, out, root)
 
-    call, make, in_place = tensor.compile_tensor(home, kind, x, op, algorithm, out, root)
+    def flat_runner(call: Call, x: Flat, out: Flat, tags: Tags) -> Inner:
+        return Inner(make_runner(home, call, x, out, tags))
 
-    def flat_runner(call: Call, x: arrays.Flat, out: arrays.Flat, tags: Tags) -> Runner:
-        return make_runner(home, call, x, out, tags)
-
-    body = make(flat_runner, lambda call: build_schedule(home, call), tags)
-    return Plan(home, call, body if hasattr(body, "steps") else Over(home, call.text, body), in_place)
+    body = make(flat_runner, partial(build_schedule, home), tags)
+    return Plan(home, call, Over(home, call.text, body, sees=not call.staged), in_place)
 
 
 def _call(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from collectives.arrays import Flat
 from collectives.call import Call
@@ -16,7 +16,7 @@ from collectives.network.two_level import TwoLevelPlan
 from collectives.node.cards import CARDS, Card
 from collectives.schedule import catalog
 from collectives.schedule.model import Schedule
-from collectives.shared_memory.executor import MET, NOT_BEGUN, Executor, Ways, part_of
+from collectives.shared_memory.executor import MET, Executor, Ways, not_begun, part_of
 
 UNEVEN = (
     "hierarchical needs nodes with equal numbers of ranks, neighbours in rank: choose another algorithm, or auto"
@@ -51,22 +51,36 @@ class Runner(Protocol):
         """Give back what it holds of MPI."""
 
 
+class Inner(NamedTuple):
+    """A runner as part of another's body."""
+
+    runner: Runner
+
+    def run(self) -> Iterator[None]:
+        return self.runner.steps()
+
+    def free(self) -> None:
+        self.runner.free()
+
+
 class Over:
     """A body whose ranks first see that all are in the same call: on the board of a node, or by notes between nodes."""
 
-    def __init__(self, home: Communicator, text: str, body: Body) -> None:
-        self._home, self._text, self._body = home, text, body
+    def __init__(self, home: Communicator, text: str, body: Body, sees: bool = True) -> None:
+        """`sees`: False where the body does so itself."""
+        self._home, self._text, self._body, self._sees = home, text, body, sees
         self._put, self._token = -CARDS, 0
-
-    def fast(self) -> int:
-        """There is no short way."""
-        return NOT_BEGUN
+        self.fast: Callable[[], int] = not_begun
 
     def steps(self) -> Iterator[None]:
         home = self._home
-        if home.control is not None:
-            return home.control.operation(self._text, self._body.run())
-        return self._met() if home.size > 1 else self._body.run()
+        if home.size == 1 or not self._sees:
+            return self._body.run()
+        return self._met() if home.control is None else home.control.operation(self._text, self._body.run())
+
+    def moves_by(self, kind: type) -> bool:
+        """Whether the body is of that kind."""
+        return isinstance(self._body, kind)
 
     def rest(self) -> Iterator[None]:
         raise AssertionError(MET)
@@ -106,7 +120,7 @@ def make_body(home: Communicator, call: Call, x: Flat, out: Flat, tags: Tags) ->
             raise ValueError(UNEVEN)
         return TwoLevelPlan(home.board, home.across, call, x, out, ways(home, home.board.size), tags, **parameters)
     schedule = build_schedule(home, call)
-    return MessagePlan(home.comm, call, schedule, x, out, tags.take(len(schedule.lanes), call.text))
+    return MessagePlan(tags.comm, call, schedule, x, out, tags.take(len(schedule.lanes), call.text))
 
 
 def ways(home: Communicator, ranks: int) -> Ways:

@@ -99,7 +99,7 @@ def _memfd(node: Any) -> str:
 
 def _reach(node: Any) -> str:
     """Empty where the kernel copies between the ranks' own memories, else what went wrong."""
-    from collectives.transport import reach
+    from collectives.node import process_memory as reach
 
     if node.size < 2:
         return "not tried: one rank on this node"

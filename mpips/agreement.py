@@ -15,10 +15,10 @@ import msgspec
 import numpy as np
 from mpi4py import MPI
 
-from collectives.errors import CollectiveError, MismatchError, Withdrawn
-from collectives.network.drain import last_tag
-from collectives.session import session
+from collectives.errors import CollectiveError, MismatchError
+from collectives.network.parting import last_tag
 from mpips.arguments import Name
+from mpips.bridge import living
 from mpips.meetings import Meetings, fresh_number
 from mpips.options import Options
 from mpips.roll import Roll
@@ -62,8 +62,6 @@ class Agreement:
         self._meetings = Meetings(comm, options.stall_seconds, options.timeout_seconds, first)
         self._number = fresh_number(comm)
         self._roll = Roll(comm) if one_node else None
-        if one_node:
-            session(comm).meet_always()  # so that notes can be compared after a call
         self.calls = 0
         """Calls that this worker has said, the same as all have."""
         self._extremes = np.zeros(2, np.int64)
@@ -94,12 +92,10 @@ class Agreement:
         self.note(text)
         try:
             if card.refusal:
-                session(self._comm).refuse(card.refusal)
+                living(self._comm).refuse(card.refusal)
             left = call()
             if isinstance(left, Generator):
                 yield from left
-        except Withdrawn:
-            raise
         except MismatchError as error:
             return str(error)
         return self.differs()
@@ -107,6 +103,7 @@ class Agreement:
     def note(self, text: str) -> None:
         """On one node: say what this worker is about to call."""
         assert self._roll is not None
+        living(self._comm)
         self.calls += 1
         self._roll.note(text)
 
@@ -123,6 +120,7 @@ class Agreement:
             self._extremes = np.zeros_like(self._extremes)
         self.calls += 1
         self._due = 0.0
+        living(self._comm)
         digest = zlib.crc32(text.encode())
         self._call = zlib.crc32(f"{self._number} {self.calls} {text}".encode())
         self._extremes[:] = digest, -digest

@@ -8,8 +8,7 @@ from typing import TypeVar
 
 import msgspec
 
-from collectives.callers import of_caller
-from collectives.errors import CollectiveError, MismatchError, StallError
+from collectives.errors import CollectiveError, MismatchError, StallError, of_caller
 from mpips.arguments import Name
 from mpips.layout import Layout
 from mpips.talk import Talk

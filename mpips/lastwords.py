@@ -23,7 +23,7 @@ from functools import cache
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING
 
-from collectives.callers import is_ours
+from collectives.errors import is_ours
 from mpips.world import launched_as
 
 if TYPE_CHECKING:

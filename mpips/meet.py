@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from collectives.callers import warn
-from collectives.errors import StallError
+from collectives.errors import StallError, warn
 
 if TYPE_CHECKING:
     from mpi4py import MPI

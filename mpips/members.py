@@ -8,8 +8,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from collectives.errors import CollectiveError, MismatchError
-from collectives.session import session as collectives_session
-from mpips import meet
+from mpips import bridge, meet
 from mpips.agreement import Agreement, Card
 from mpips.arguments import Name
 from mpips.keys import Key, Piece
@@ -34,7 +33,8 @@ class Members:
         self._grouped = layout.kind.startswith("mpi_")
         self._members = 1 if layout.client is None else layout.client.Get_size()
         if self._members > 1:
-            collectives_session(layout.client).patient(layout.options.stall_seconds, layout.options.timeout_seconds)
+            assert layout.client is not None
+            bridge.patient(layout.client, layout.options.stall_seconds, layout.options.timeout_seconds)
         near = self._everybody(self.session.all_local)
         self._near = all(near[worker] for worker in range(*layout.clients[layout.client_number]))
         self.one_node = all(near)
@@ -64,7 +64,8 @@ class Members:
     def meanwhile(self, look: Callable[[], None]) -> None:
         """What to call now and then while this worker waits for the other members of its client in shared memory."""
         if self._members > 1:
-            collectives_session(self.layout.client).meanwhile = look
+            assert self.layout.client is not None
+            bridge.meanwhile(self.layout.client, look)
 
     def collective(self, pushes: bool) -> bool:
         """Whether the other members of the client take part in this worker's pushes, or pulls."""
@@ -180,8 +181,12 @@ class Members:
 
     def _agreed_rows(self, key: Key, what: str, pushes: bool) -> Task:
         """All members of the client exchange rows of the key now, or all raise."""
-        agree = collectives_session(self.layout.client).agree
+        agree = self._agree
         yield from self._agreed([key], what, pushes, lambda: agree(f"{what} of {key.name!r}"))
+
+    def _agree(self, text: str) -> None:
+        assert self.layout.client is not None
+        bridge.living(self.layout.client).agree(text)
 
     def _raising(self, task: Failing) -> Task:
         """Raise at the end what the task returns."""
@@ -210,5 +215,5 @@ class Members:
     def meet(self, what: str) -> Task:
         """MismatchError everywhere in a client of which others are in a push, or a pull."""
         if self._agreement is not None:
-            agree = collectives_session(self.layout.client).agree
+            agree = self._agree
             yield from self._collective(Card(what, [], False), what, lambda: agree(f"{what} of the store"))

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.callers import of_caller
-from collectives.errors import CollectiveError, MismatchError, StallError
+from collectives.errors import CollectiveError, MismatchError, StallError, of_caller
 from mpips import arguments, calls, fused
 from mpips.arguments import Name
 from mpips.calls import Call

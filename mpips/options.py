@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
-from collectives.callers import of_caller
+from collectives.errors import of_caller
 
 PREFIX = "MPIPS_"
 
@@ -25,7 +25,7 @@ ALIASES = {"synchronous-mpi": "mpi_sync", "asynchronous-mpi": "mpi_async"}
 class OptionError(ValueError):
     """An option that makes no sense, or options that contradict each other or the size of the job."""
 
-    of_caller = True  # see `collectives.callers`
+    of_caller = True  # see `collectives.errors`
 
 
 class Field(NamedTuple):

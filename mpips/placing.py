@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.callers import of_caller
+from collectives.errors import of_caller
 from collectives.machine.caches import past_caches
 from collectives.node import arena
 from collectives.node.arena import Region

@@ -6,7 +6,7 @@ import math
 import os
 from typing import TYPE_CHECKING, Any
 
-from collectives.callers import of_caller
+from collectives.errors import of_caller
 from mpips import layout as layouts
 from mpips import meet, world
 from mpips import options as option_table

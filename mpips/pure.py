@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 import collectives
-from collectives.errors import MismatchError, Withdrawn
-from collectives.one_shot import begin
-from collectives.session import session
+from collectives.api import begin
+from collectives.errors import MismatchError
+from mpips import bridge
 from mpips.agreement import Agreement, Card
 from mpips.arguments import Name
 from mpips.compression import Compressor
@@ -38,8 +38,7 @@ class Pure:
     def __init__(self, layout: Layout) -> None:
         assert layout.workers is not None
         self.layout, self._comm = layout, layout.workers
-        home = session(self._comm)
-        home.patient(layout.options.stall_seconds, layout.options.timeout_seconds)
+        home = bridge.patient(self._comm, layout.options.stall_seconds, layout.options.timeout_seconds)
         self._agreement = Agreement(self._comm, 0, home.nodes == 1, layout.options) if home.size > 1 else None
         self.one_node = home.nodes == 1
         self._vectors = Vectors(self.one_node)
@@ -107,8 +106,6 @@ class Pure:
         try:
             collectives.allreduce(flat, self._comm, algorithm=SUMS, out=total)
             fallback = agreement.differs() if agreement is not None else None
-        except Withdrawn:
-            raise
         except MismatchError as error:
             fallback = str(error)
         if fallback is not None:
@@ -240,7 +237,7 @@ class Pure:
 
     def _everybodys(self, key: Key, rows: list[RowSparse]) -> Task:
         """This worker's rows in, those of all workers out, in their order."""
-        session(self._comm).agree(f"push of rows of key {key.name!r}")
+        bridge.living(self._comm).agree(f"push of rows of key {key.name!r}")
         mine = packed(rows.pop())
         sizes = np.empty(self._comm.Get_size(), np.int64)
         yield from until(self._comm.Iallgather(np.array([mine.size], np.int64), sizes))
@@ -316,9 +313,9 @@ class Pure:
         yield from self._agreed(Card(what, [], False), lambda: self._agree(what))
 
     def _agree(self, what: str) -> Task:
-        session(self._comm).agree(f"{what} of the store")
+        bridge.living(self._comm).agree(f"{what} of the store")
         yield from ()
 
     def finish(self) -> None:
         """The others may come as late as they like."""
-        session(self._comm).patient(math.inf, 0.0)
+        bridge.patient(self._comm, math.inf, 0.0)

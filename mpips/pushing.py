@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import collectives
-from collectives.errors import CollectiveError, MismatchError, Withdrawn
+from collectives.errors import CollectiveError, MismatchError
 from collectives.node import arena
 from mpips import inside
 from mpips.fused import Vectors
@@ -116,8 +116,6 @@ class Pushing(Settings):
             try:
                 collectives.reduce(flat, comm, out=out)
                 fallback = agreement.differs()
-            except Withdrawn:
-                raise
             except MismatchError as error:
                 fallback = str(error)
             finally:

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.callers import of_caller
+from collectives.errors import of_caller
 from mpips import arguments
 from mpips.arguments import Name
 from mpips.keys import Key

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import collectives
-from collectives.callers import of_caller
+from collectives.errors import of_caller
 from mpips import messages, optimizers
 from mpips.compression import Compressor
 from mpips.keys import Key, Part

@@ -9,7 +9,7 @@ from typing import Any
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from collectives.callers import of_caller, warn
+from collectives.errors import of_caller, warn
 from mpips import arguments, compression, optimizers, recut, states
 from mpips.arguments import Name
 from mpips.assembly import Assembly

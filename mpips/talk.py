@@ -23,9 +23,8 @@ from typing import Any
 import msgspec
 from mpi4py import MPI
 
-from collectives.callers import warn
-from collectives.errors import MismatchError, StallError
-from collectives.network.drain import part
+from collectives.errors import MismatchError, StallError, warn
+from collectives.network.parting import part
 from mpips import arguments
 from mpips.arguments import Name
 from mpips.meet import Pause

@@ -19,6 +19,7 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives.errors import KINDS, CollectiveError, MismatchError, kind_of
+from collectives.network.parting import part
 from collectives.node.cards import disagreement
 from collectives.node.wait import Limits
 
@@ -32,7 +33,7 @@ _TAG = 1
 
 class Note(msgspec.Struct, array_like=True, order=True):
     """What a rank says: in which operation it is (`text` names it), why the epoch is over (`kind` is a place in
-    `KINDS`), or that its program has ended after that operation. The order is the order in which notes of an end count."""
+    `KINDS`), or that its program has ended after that operation. Of notes of an end, the first in order counts."""
 
     number: int
     rank: int
@@ -110,6 +111,10 @@ class Control:
         MPI calls this on each rank when it likes."""
         if not (self._told or self._over):
             self._comm.Free()
+
+    def part(self) -> None:
+        """Give the communicator back, with all that was said on it. Collective, blocking."""
+        part(self._comm)
 
     def _begin(self, text: str) -> int:
         self.number += 1

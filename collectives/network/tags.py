@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import zlib
 
+from mpi4py import MPI
+
 FIRST_TAG = 16
 TAGS = 8000  # of each sort; MPI promises 32,767 at least
 
 
 class Tags:
-    """The tags of one plan. `first` counts the tags that were dealt before, on all ranks alike.
+    """The tags of one plan, whose messages go over `comm`. `first` counts the tags that were dealt on it before, on all
+    ranks alike.
 
     None is a one-shot call: nothing of its sort is ever in flight beside it, so what a text of it makes is enough.
-    Ranks whose calls differ then do not take each other's messages, and `collectives.watch` finds out why they wait.
+    Ranks whose calls differ then do not take each other's messages, and `control` finds out why they wait.
     """
 
-    def __init__(self, first: int | None = None):
-        self._first = first
+    def __init__(self, comm: MPI.Intracomm, first: int | None = None):
+        self.comm, self._first = comm, first
         self.count = 0
         """How many were taken."""
 

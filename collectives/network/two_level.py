@@ -19,16 +19,16 @@ from collectives.call import Call
 from collectives.network.messages import MessagePlan
 from collectives.network.tags import Tags
 from collectives.node.board import Board
-from collectives.shared_memory.executor import Executor, Ways, part_of
 from collectives.schedule import catalog
 from collectives.schedule.model import cut
+from collectives.shared_memory.executor import Executor, Ways, part_of
 
 SEGMENT_BYTES = 1 << 20
 MOST_SEGMENTS = 8
 
 
 class TwoLevelPlan:
-    """One allreduce compiled for this rank. `board` is that of the ranks of the node, `across` the ranks with the same place
+    """One allreduce compiled for this rank. `board` is that of the node's ranks, `across` the ranks with the same place
     in theirs, one of each node; all nodes hold equally many. `between` names the algorithm over messages. Making it is
     local."""
 

@@ -214,7 +214,6 @@ class Board:
 
     def close(self) -> None:
         """Collective where a fence is needed."""
-        self.poison.close()
         self.desk.close()
 
     def _complete(self) -> bool:

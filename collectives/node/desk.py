@@ -132,7 +132,7 @@ class Desk:
             self._window.Free()
 
 
-def open_desks(node: MPI.Intracomm, fenced: bool = not ORDERED_STORES) -> Desk | None:
+def open_desks(node: MPI.Comm, fenced: bool = not ORDERED_STORES) -> Desk | None:
     """Collective over `node`: one desk each. None, on every rank, when some rank cannot map another's desk."""
     _clear()
     mine = arena.empty(ROWS_AT + 4 * _row_bytes(node.size), np.uint8)
@@ -150,6 +150,7 @@ def open_desks(node: MPI.Intracomm, fenced: bool = not ORDERED_STORES) -> Desk |
     assert poison_fd is not None
     fence = None
     if fenced:
+        assert isinstance(node, MPI.Intracomm)
         fence = MPI.Win.Create(np.zeros(8, np.uint8), comm=node)
         fence.Lock_all(MPI.MODE_NOCHECK)
     desks[node.rank] = mine  # keeps it alive

@@ -47,10 +47,6 @@ class Poison:
         text = bytes(self._memory[TEXT_AT : TEXT_AT + self.flag[1]]).decode(errors="replace")
         return KINDS[self.flag[0] - 1](text)
 
-    def close(self) -> None:
-        """Let go of the file."""
-        os.close(self._fd)
-
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
         fcntl.flock(self._fd, fcntl.LOCK_EX)

@@ -111,7 +111,8 @@ class _Reached:
         """alltoall: what all others have for this rank."""
         start, _ = self._call.block(self._rank)
         for source in self._order[1:]:
-            yield from _moved(fetch, self._out.part(*self._call.arrival(self._rank, source)), *self._xs[source].at(start))
+            to = self._out.part(*self._call.arrival(self._rank, source))
+            yield from _moved(fetch, to, *self._xs[source].at(start))
 
     def own(self) -> Iterator[Step]:
         """alltoall: what this rank has for itself."""

@@ -16,8 +16,8 @@ from collectives.call import Call
 from collectives.node import arena
 from collectives.node.arena import Region
 from collectives.node.cards import Place
-from collectives.shared_memory.program import Phase, Program, Step, Window, combine, copy
 from collectives.node.desk import Desk
+from collectives.shared_memory.program import Phase, Program, Step, Window, combine, copy
 
 BLOCK_BYTES = 256 << 10
 

@@ -18,11 +18,11 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from collectives.arrays import Flat
+from collectives.arrays import Flat, Vector
 from collectives.call import Call
 from collectives.errors import CollectiveError
 from collectives.node import arena
@@ -37,6 +37,7 @@ from collectives.shared_memory.stages import Staged
 DONE, NOT_BEGUN, MET = 0, 1, 2
 """What `fast` gives back: all is done; `steps` is to do it; all have met, and `rest` is to do it."""
 SLOTS, SHARED, CROSS, STAGES = range(4)
+WAYS = ("slots", "direct", "cross_memory", "stages")
 NOWHERE = (Place(), Place())
 
 
@@ -82,7 +83,7 @@ class Executor:
         """How this rank means to go with each array."""
         self._program = Program()
         self._puts = self._brought()
-        self.fast: Callable[[], int] = _not_begun
+        self.fast: Callable[[], int] = not_begun
 
     def steps(self) -> Iterator[None]:
         """The operation from its beginning, in steps between which there is something to wait for."""
@@ -112,6 +113,11 @@ class Executor:
 
     def free(self) -> None:
         """There is nothing of MPI to give back."""
+
+    @property
+    def way(self) -> str:
+        """How this rank means to go, as `tuner.table` names it."""
+        return WAYS[self.modes[0]]
 
     def _mode(self, part: Part) -> int:
         call, ways = part.call, self._ways
@@ -143,7 +149,7 @@ class Executor:
         if len(places) > 1:
             many = arena.empty((len(places), PLACE_WORDS), np.int64)
             many[:] = np.array(places, np.int64).reshape(len(places), -1)
-            place = Place(*(arena.locate(many) or ()))
+            place = _region(many)
         self._token = self._board.publish(Card(self._text, places), many, place)
         self._put = self._board.cards.put
 
@@ -152,16 +158,16 @@ class Executor:
         if mode in (SLOTS, STAGES):
             return NOWHERE
         call, x, out = part.call, part.x.vector, part.out.vector
-        regions = [(0, 0, 0, 0, 0)] * 2 if mode == CROSS else [arena.locate(vector) or () for vector in (x, out)]
+        x_place, out_place = NOWHERE if mode == CROSS else (_region(x), _region(out))
         x_at = out_at = 0
         if self._crosses(call) or len(self._parts) > 1:
             read_alone = call.kind == "broadcast" and same(x, out) and call.root == self._board.rank
             x_at, out_at = reached_at(x), reached_at(out, not read_alone)
-        return Place(*regions[0], x_at), Place(*regions[1], out_at)
+        return x_place._replace(address=x_at), out_place._replace(address=out_at)
 
     def _bind(self, tokens: tuple[int, ...]) -> None:
         """The ranks' arrays are others than last time: read their cards and compile anew."""
-        self._tokens, self.fast = None, _not_begun
+        self._tokens, self.fast = None, not_begun
         cards = self._board.read(tokens)
         programs = [self._compile(number, cards) for number in range(len(self._parts))]
         self._program = programs[0] if len(programs) == 1 else merged(programs)
@@ -193,13 +199,20 @@ class Executor:
         return _straight(self._board, self._text, self._put, self._token, others, self._puts, self._program)
 
 
-def _not_begun() -> int:
+def _region(vector: Vector) -> Place:
+    region = arena.locate(vector)
+    return Place() if region is None else Place(*region)
+
+
+def not_begun() -> int:
+    """The short way of what has none."""
     return NOT_BEGUN
 
 
 def _sum_of_scalars(board: Board, text: str, put: int, token: int, others: int, few: Scalars) -> Callable[[], int]:
     rows, rank, ones, read, meet = board.entries, board.rank, board.ones << 32, int.from_bytes, board.meet
-    x, out, mine, first, rest, divisor = few
+    x, mine, first, rest, divisor = few.x, few.mine, few.first, few.rest, few.divisor
+    out: Any = few.out  # floats, which memoryviews of them take
     places = tuple(range(len(x)))
 
     def fast() -> int:

@@ -40,7 +40,7 @@ class Program(NamedTuple):
     phases: tuple[Phase, ...] = ()
     """Once all have entered; each ends with a meeting."""
     last: Turns = NOTHING
-    """At the end, where there is nobody to meet any more; of an operation with an even number, and of one with an odd."""
+    """At the end, where there is nobody to meet any more: of even and of odd operations."""
     touches: bool = False
     """Whether ranks touch each other's arrays in the phases."""
 

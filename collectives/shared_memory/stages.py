@@ -11,8 +11,8 @@ import numpy as np
 
 from collectives.arrays import Vector
 from collectives.call import Call
-from collectives.shared_memory.program import Phase, Program, Step, Window, combine, copy, same
 from collectives.node.desk import Desk
+from collectives.shared_memory.program import Phase, Program, Step, Window, combine, copy, same
 
 
 class Staged:

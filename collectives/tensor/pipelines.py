@@ -30,11 +30,13 @@ from collectives.tensor.vectors import NO_MEMORY, Ticket, Vectors, running, unti
 
 
 class Runner(Protocol):
-    """What carries a call out. It may have `free()`, which gives back what it holds."""
+    """What carries a call out."""
 
     def run(self) -> Iterator[None]:
         """The operation, in steps between which there is something to wait for."""
-        ...
+
+    def free(self) -> None:
+        """Give back what it holds."""
 
 
 class _Landing(NamedTuple):
@@ -172,9 +174,7 @@ class Staged:
 
     def free(self) -> None:
         """Give back what the inner plan holds, and the memory."""
-        release_inner = getattr(self._inner, "free", None)
-        if release_inner is not None:
-            release_inner()
+        self._inner.free()
         self._x = self._out = NO_MEMORY
         self._vectors.free()
 

@@ -24,11 +24,11 @@ from rich.table import Table as Listing
 
 import collectives
 from collectives.benchmark.harness import measure
+from collectives.communicator import communicator
 from collectives.errors import CollectiveError
 from collectives.plan import Plan
 from collectives.schedule import catalog
 from collectives.schedule.model import KINDS, cut
-from collectives.session import session
 from collectives.simulator.alpha_beta import fit
 from collectives.terminal.console import RankedCommand, Seconds, console, progress
 from collectives.tuner import table
@@ -49,13 +49,13 @@ Done = Callable[[str], None]
 def opened(comm: MPI.Comm, known: Table) -> MPI.Comm:
     """A communicator of the same ranks, on which calls go as this table says. Collective, blocking."""
     made = comm.Dup()
-    session(made, known_table=known)
+    communicator(made, known_table=known)
     return made
 
 
 def nodes_of(comm: MPI.Comm) -> list[int]:
     """For each rank the lowest rank of its node."""
-    return session(comm).node_of
+    return communicator(comm).node_of
 
 
 def check(ranks: int, *, dry_run: bool, **_: Any) -> None:

@@ -18,8 +18,7 @@ import msgspec
 import numpy as np
 from mpi4py import MPI
 
-from collectives.callers import warn
-from collectives.errors import CollectiveError
+from collectives.errors import CollectiveError, warn
 
 EVERYTHING = 1 << 62
 

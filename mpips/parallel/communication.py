@@ -13,7 +13,7 @@ from mpi4py import MPI
 
 import collectives
 from collectives import plan
-from collectives.session import session
+from collectives.communicator import communicator
 
 from .grid import Grid
 from .slices import interval, intervals
@@ -21,7 +21,7 @@ from .slices import interval, intervals
 
 def nodes(comm: MPI.Comm) -> int:
     """On how many nodes the ranks are. Collective at first use of the communicator."""
-    return session(comm).nodes if comm.size > 1 else 1
+    return communicator(comm).nodes if comm.size > 1 else 1
 
 
 class Across(NamedTuple):

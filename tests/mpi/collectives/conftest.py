@@ -5,8 +5,8 @@ from __future__ import annotations
 import signal
 
 import pytest
-
 from collectives.session import session
+
 from tests.mpi.collectives.support import PATIENCE, WORLD
 
 

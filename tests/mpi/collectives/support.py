@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 
 import numpy as np
+from collectives.transport.room import Room
 from mpi4py import MPI
 
 import collectives
 from collectives.errors import CollectiveError, MismatchError
-from collectives.transport.room import Room
 
 WORLD = MPI.COMM_WORLD
 RANK, P = WORLD.rank, WORLD.size

@@ -8,11 +8,11 @@ from contextlib import nullcontext
 
 import numpy as np
 import pytest
-
-import collectives
 from collectives.session import session
 from collectives.transport import room
 from collectives.transport.ahead import AFTER, DEPTH
+
+import collectives
 from tests.mpi.collectives.support import PATIENCE, RANK, WORLD, P, outcome
 from tests.mpi.delays import put_off
 from tests.mpi.sizes import only_on

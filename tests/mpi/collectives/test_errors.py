@@ -8,13 +8,13 @@ import warnings
 
 import numpy as np
 import pytest
+from collectives.session import session
+from collectives.transport.cards import CARDS
 from mpi4py import MPI
 
 import collectives
 from collectives.errors import CollectiveError, MismatchError, StallError
 from collectives.schedule import catalog
-from collectives.session import session
-from collectives.transport.cards import CARDS
 from tests.mpi.collectives.support import RANK, TAG, WORLD, P, sentence, share_nothing, still_works
 from tests.mpi.sizes import only_on
 

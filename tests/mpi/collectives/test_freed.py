@@ -8,11 +8,11 @@ import weakref
 
 import numpy as np
 import pytest
+from collectives.transport import desks, eager
 from mpi4py import MPI
 
 import collectives
 from collectives.errors import MismatchError
-from collectives.transport import desks, eager
 from tests.mpi.collectives.support import RANK, TAG, WORLD, P, sentence, still_works
 from tests.mpi.sizes import only_on
 

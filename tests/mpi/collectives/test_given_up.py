@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
-import collectives
 from collectives.session import session
 from collectives.transport import eager
+
+import collectives
 from tests.mpi.collectives.support import PATIENCE, RANK, TAG, WORLD, P, others_come_now, outcome, soon, started
 from tests.mpi.sizes import only_on
 

@@ -6,12 +6,12 @@ import time
 
 import numpy as np
 import pytest
-
-import collectives
-from collectives.errors import CollectiveError
 from collectives.session import Session, session
 from collectives.transport import shared_memory
 from collectives.transport.room import Room
+
+import collectives
+from collectives.errors import CollectiveError
 from tests.mpi.collectives.support import (
     PATIENCE,
     RANK,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from collectives.choice import Choice
 from mpi4py import MPI
 
 from collectives import arrays
 from collectives.call import Call
-from collectives.choice import Choice
 from collectives.network import native
 from collectives.operations import operation
 

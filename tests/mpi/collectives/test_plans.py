@@ -7,15 +7,15 @@ import time
 import msgspec
 import numpy as np
 import pytest
+from collectives.session import session
+from collectives.transport.room import Room
+from collectives.watch import HISTORY, SPEAK_SECONDS
 
 import collectives
 from collectives import one_shot
 from collectives.errors import CollectiveError
 from collectives.network import messages
-from collectives.session import session
-from collectives.transport.room import Room
 from collectives.tuner.table import Slots
-from collectives.watch import HISTORY, SPEAK_SECONDS
 from tests.mpi.collectives.support import PATIENCE, RANK, TAG, WORLD, P, outcome, share_nothing, started
 from tests.mpi.sizes import only_on
 

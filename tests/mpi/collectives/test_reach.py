@@ -12,16 +12,16 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from collectives.choice import TRIALS
+from collectives.session import session
+from collectives.transport import reach
+from collectives.transport.program import same
 from mpi4py import MPI
 
 import collectives
 from collectives import arrays, errors
-from collectives.choice import TRIALS
 from collectives.network import native
 from collectives.schedule.model import KINDS, cut
-from collectives.session import session
-from collectives.transport import reach
-from collectives.transport.program import same
 from collectives.tuner.table import Slots, Table
 from tests.mpi.sizes import either_mpi, only_on
 

@@ -7,13 +7,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from collectives.session import session
+from collectives.transport import desks, room
 from mpi4py import MPI
 
 import collectives
 from collectives.schedule import catalog
 from collectives.schedule.model import KINDS, cut
-from collectives.session import session
-from collectives.transport import desks, room
 from tests.mpi.sizes import only_on
 from tests.unit.collectives.play import play
 

@@ -7,13 +7,13 @@ from contextlib import nullcontext
 
 import numpy as np
 import pytest
-
-import collectives
 from collectives.choice import TRIALS
-from collectives.errors import CollectiveError
-from collectives.plan import TRY_BYTES
 from collectives.session import session
 from collectives.transport import reach
+
+import collectives
+from collectives.errors import CollectiveError
+from collectives.plan import TRY_BYTES
 from tests.mpi.collectives.support import RANK, P
 from tests.mpi.delays import put_off
 from tests.mpi.sizes import only_on

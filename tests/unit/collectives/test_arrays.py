@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
+from collectives.watch import disagreement
 
 from collectives import arrays
 from collectives.operations import operation
-from collectives.watch import disagreement
 
 
 def test_a_vector_by_address_is_the_same_memory():

@@ -2,14 +2,14 @@
 
 import numpy as np
 import pytest
+from collectives.transport import few
+from collectives.transport.program import combine
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from collectives.call import Call
 from collectives.operations import operation
-from collectives.transport import few
-from collectives.transport.program import combine
 
 
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning", "ignore:invalid value:RuntimeWarning")

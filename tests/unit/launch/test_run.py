@@ -208,7 +208,7 @@ launch.cli.main()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=180)
     assert all(name in done.stdout for name in cli.COMMANDS)
-    assert done.stdout.endswith("['collectives.callers', 'collectives.terminal', 'collectives.terminal.stdout']\n")
+    assert done.stdout.endswith("['collectives.errors', 'collectives.terminal', 'collectives.terminal.stdout']\n")
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from collectives.callers import of_caller
+from collectives.errors import of_caller
 from mpips import lastwords
 
 
