@@ -195,7 +195,8 @@ class Executor:
         if self.modes == [SLOTS] and not self._program.phases:
             few = slots.scalars(self._desk, *self._parts[0])
             if few is not None:
-                return _sum_of_scalars(self._board, self._text, self._put, self._token, others, few)
+                summed = _sum_of_scalars(self._board, self._text, self._put, self._token, others, few)
+                return _mean_of_scalars(summed, few, self._board.size) if few.mean else summed
         return _straight(self._board, self._text, self._put, self._token, others, self._puts, self._program)
 
 
@@ -210,33 +211,45 @@ def not_begun() -> int:
 
 
 def _sum_of_scalars(board: Board, text: str, put: int, token: int, others: int, few: Scalars) -> Callable[[], int]:
-    rows, rank, ones, read, meet = board.entries, board.rank, board.ones << 32, int.from_bytes, board.meet
-    x, mine, first, rest, divisor = few.x, few.mine, few.first, few.rest, few.divisor
+    rank, ones, order, read, meet = board.rank, board.ones << 32, ORDER, int.from_bytes, board.meet
+    even, odd = zip(board.entries, few.mine, few.first, few.second, few.more)
+    turns, x, two = (even, odd), few.x, len(few.x) == 2
     out: Any = few.out  # floats, which memoryviews of them take
-    places = tuple(range(len(x)))
 
     def fast() -> int:
-        if put <= board.spent:
+        number = board.number + 1
+        if put <= board.spent or number > NUMBERS:
             return NOT_BEGUN
-        number = board.number + 1 & NUMBERS
-        odd = number & 1
-        slot = mine[odd]
-        for i in places:
-            slot[i] = x[i]
+        row, mine, first, second, more = turns[number & 1]
+        mine[0] = x[0]
+        if two:
+            mine[1] = x[1]
         board.number = number
-        row = rows[odd]
         row[rank] = number << 32 | token
         wanted = number * ones + others
-        if read(row, ORDER) != wanted and not meet(row, wanted, text):
+        if read(row, order) != wanted and not meet(row, wanted, text):
             return MET
-        for i in places:
-            total = first[odd][i]
-            for part in rest[odd]:
-                out[i] = total + part[i]
-                total = out[i]
-            if divisor:
-                out[i] = total / divisor
+        out[0] = first[0] + second[0]
+        if two:
+            out[1] = first[1] + second[1]
+        for part in more:
+            out[0] = out[0] + part[0]
+            if two:
+                out[1] = out[1] + part[1]
         return DONE
+
+    return fast
+
+
+def _mean_of_scalars(summed: Callable[[], int], few: Scalars, ranks: int) -> Callable[[], int]:
+    out: Any = few.out
+
+    def fast() -> int:
+        code = summed()
+        if code == DONE:
+            for i in range(len(out)):
+                out[i] = out[i] / ranks
+        return code
 
     return fast
 
@@ -244,23 +257,22 @@ def _sum_of_scalars(board: Board, text: str, put: int, token: int, others: int, 
 def _straight(
     board: Board, text: str, put: int, token: int, others: int, puts: Turns, program: Program
 ) -> Callable[[], int]:
-    rows, rank, ones, read, meet = board.entries, board.rank, board.ones << 32, int.from_bytes, board.meet
+    rank, ones, order, read, meet = board.rank, board.ones << 32, ORDER, int.from_bytes, board.meet
+    turns = tuple(zip(board.entries, puts, program.last))
     progress, finished, follow = board.progress, board.ones, board.follow
-    phases, last, touches = program
-    count = len(phases)
+    phases, touches, count = program.phases, program.touches, len(program.phases)
 
     def fast() -> int:
-        if put <= board.spent:
+        number = board.number + 1
+        if put <= board.spent or number > NUMBERS:
             return NOT_BEGUN
-        number = board.number + 1 & NUMBERS
-        odd = number & 1
-        for function, arguments in puts[odd]:
+        row, brought, last = turns[number & 1]
+        for function, arguments in brought:
             function(*arguments)
         board.number = number
-        row = rows[odd]
         row[rank] = number << 32 | token
         wanted = number * ones + others
-        if read(row, ORDER) != wanted and not meet(row, wanted, text):
+        if read(row, order) != wanted and not meet(row, wanted, text):
             return MET
         if touches:
             board.last_phase = board.phase + count
@@ -272,9 +284,9 @@ def _straight(
             row[rank] = phase
             for function, arguments in after:
                 function(*arguments)
-            if read(row, ORDER) != phase * finished:
+            if read(row, order) != phase * finished:
                 follow(row, phase * finished, text)
-        for function, arguments in last[odd]:
+        for function, arguments in last:
             function(*arguments)
         return DONE
 

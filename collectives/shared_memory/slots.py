@@ -1,6 +1,6 @@
 """Small vectors: every rank puts its own into its slot, all meet, and each takes what it wants. One meeting.
 
-A sum of one to three floats is done by Python's own numbers, where NumPy's call takes longer to begin than the
+A sum of one or two floats is done by Python's own numbers, where NumPy's call takes longer to begin than the
 additions take. Storing each sum rounds it to the elements' type: Python adds in double precision, and a float32 sum
 rounded from there has the same bits as one of float32 (a double has more than twice as many digits and two).
 """
@@ -13,7 +13,7 @@ from collectives.call import Call
 from collectives.node.desk import SLOT_BYTES, Desk
 from collectives.shared_memory.program import Step, Window, combine, copy
 
-MOST_SCALARS = 3  # elements; from four on NumPy is as fast
+MOST_SCALARS = 2  # elements, 8 bytes of float32
 MOST_BYTES = SLOT_BYTES
 
 
@@ -24,9 +24,9 @@ class Scalars(NamedTuple):
     out: memoryview
     mine: tuple[memoryview, memoryview]
     first: tuple[memoryview, memoryview]
-    rest: tuple[tuple[memoryview, ...], tuple[memoryview, ...]]
-    divisor: int
-    """The number of ranks in a mean, else 0."""
+    second: tuple[memoryview, memoryview]
+    more: tuple[tuple[memoryview, ...], tuple[memoryview, ...]]
+    mean: bool
 
 
 def puts(desk: Desk, call: Call, x: Window, parity: int) -> tuple[Step, ...]:
@@ -72,8 +72,9 @@ def scalars(desk: Desk, call: Call, x: Window, out: Window) -> Scalars | None:
         out.vector.data,
         (even[desk.rank], odd[desk.rank]),
         (even[0], odd[0]),
-        (tuple(even[1:]), tuple(odd[1:])),
-        call.p if call.operation.is_mean else 0,
+        (even[1], odd[1]),
+        (tuple(even[2:]), tuple(odd[2:])),
+        call.operation.is_mean,
     )
 
 
