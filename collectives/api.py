@@ -9,6 +9,7 @@ from typing import Any
 from mpi4py import MPI
 
 from collectives.communicator import Communicator, communicator
+from collectives.errors import of_caller
 from collectives.group import compile_group
 from collectives.network.tags import Tags
 from collectives.plan import Plan, compile_plan
@@ -57,11 +58,14 @@ def _call(kind: str, x: Any, comm: MPI.Comm | None, op: str, algorithm: str, out
 
 def _plan(home: Communicator, kind: str, x: Any, op: str, algorithm: str, out: Any, root: int) -> Plan:
     def make() -> Plan:
-        return compile_plan(home, kind, x, op, algorithm, out, root, Tags(home.comm))
+        return compile_plan(home, kind, x, op, algorithm, out, root, Tags(home.lanes))
 
     if home.cache is None:
         home.cache = PlanCache()
-    found: Plan = home.cache.find((kind, op, algorithm, root), x, out, make)
+    try:
+        found: Plan = home.cache.find((kind, op, algorithm, root), x, out, make)
+    except (ValueError, TypeError) as error:
+        raise of_caller(error) from None
     return found
 
 
@@ -182,7 +186,7 @@ def grouped_allreduce(
     arrays, out = list(arrays), None if out is None else list(out)
 
     def make() -> Plan:
-        return compile_group(home, arrays, op, algorithm, out)
+        return Plan(home, *compile_group(home, arrays, op, algorithm, out), out is None)
 
     if home.cache is None:
         home.cache = PlanCache()

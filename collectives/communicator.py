@@ -19,6 +19,7 @@ from mpi4py import MPI
 from collectives.errors import CollectiveError, MismatchError
 from collectives.network import requests
 from collectives.network.control import Control
+from collectives.network.tags import TAGS, Lanes
 from collectives.node.board import Board
 from collectives.node.desk import Desk, open_desks
 from collectives.node.process_memory import OutOfReach
@@ -78,7 +79,9 @@ class Communicator:
         """Operations of `Plan.start` that are not done, in order."""
         self.cache: Any = None
         """What `plan_cache` keeps here."""
-        self.lanes, self.tags_dealt = self.comm, 0
+        self.lanes = Lanes(self.comm, self.across)
+        """What messages of one-shot calls go over."""
+        self.plan_lanes, self.tags_dealt = self.lanes, 0
         """What messages of plans go over, and the tags dealt on it, which keep them apart."""
         self._kept: list[Any] = []
         _alive.add(self)
@@ -158,6 +161,13 @@ class Communicator:
     def _given_up(self, what: str, error: BaseException) -> str:
         reason = f": {error}" if str(error) else ""
         return f"rank {self.rank} has given up {what}: {type(error).__name__}{reason}"
+
+    def deal(self, tags: int) -> None:
+        """A plan has taken so many tags; it keeps its lanes where the next one gets others. Collective."""
+        self.tags_dealt += tags
+        if self.tags_dealt > TAGS // 2:
+            across = None if self.across is None else self.across.Dup()
+            self.plan_lanes, self.tags_dealt = Lanes(self.comm.Dup(), across), 0
 
     def drop(self) -> None:
         """Let go of the arrays of operations that have failed, unless MPI may still touch them."""

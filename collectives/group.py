@@ -19,8 +19,7 @@ from collectives.errors import of_caller
 from collectives.network.tags import Tags
 from collectives.node import arena
 from collectives.operations import operation
-from collectives.plan import Plan, chosen
-from collectives.runner import Runner, make_runner, ways
+from collectives.runner import Runner, chosen, make_runner, ways
 from collectives.shared_memory.executor import DONE, Executor, not_begun, part_of
 from collectives.shared_memory.program import Step, copy, perform
 
@@ -40,6 +39,8 @@ class GroupCall(Call):
 
 class Packed:
     """Runs what reduces packed arrays, between copies there and back."""
+
+    holds = True
 
     def __init__(self, runners: Sequence[Runner], into: Sequence[Step], back: Sequence[Step]) -> None:
         self._runners, self._into, self._back = runners, into, back
@@ -67,8 +68,10 @@ class Packed:
         return code
 
 
-def compile_group(home: Communicator, x: Sequence[Any], op: str, algorithm: str, out: Sequence[Any] | None) -> Plan:
-    """A plan for all arrays, where the arguments are good; ValueError or TypeError where they are not. Local."""
+def compile_group(
+    home: Communicator, x: Sequence[Any], op: str, algorithm: str, out: Sequence[Any] | None
+) -> tuple[Call, Runner]:
+    """The call, and what carries it out. ValueError or TypeError where the arguments are bad. Local."""
     try:
         sources, targets = _flats(x, out)
         for source in sources:
@@ -81,7 +84,7 @@ def compile_group(home: Communicator, x: Sequence[Any], op: str, algorithm: str,
         runner = (_on_node if on_node else _over_messages)(home, raw, op, pairs)
     except (ValueError, TypeError) as error:
         raise of_caller(error) from None
-    return Plan(home, raw, runner, out is None)
+    return raw, runner
 
 
 def _flats(x: Sequence[Any], out: Sequence[Any] | None) -> tuple[list[Flat], list[Flat]]:
@@ -118,7 +121,7 @@ def _on_node(home: Communicator, call: GroupCall, op: str, pairs: Sequence[tuple
 def _over_messages(home: Communicator, call: GroupCall, op: str, pairs: Sequence[tuple[Flat, Flat]]) -> Runner:
     packs = _pack(pairs, np.empty)
     calls = [_call(home, flat, op, call.algorithm) for flat, _, _ in packs]
-    runners = [make_runner(home, one, flat, flat, Tags(home.comm)) for one, (flat, _, _) in zip(calls, packs)]
+    runners = [make_runner(home, one, flat, flat, Tags(home.lanes)) for one, (flat, _, _) in zip(calls, packs)]
     return _packed(runners, packs)
 
 

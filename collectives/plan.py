@@ -14,9 +14,9 @@ from collectives.call import REDUCING, ROOTED, Call, see_root
 from collectives.communicator import Communicator, communicator
 from collectives.errors import CollectiveError, of_caller
 from collectives.network.messages import MessagePlan
-from collectives.network.tags import TAGS, Tags
+from collectives.network.tags import Tags
 from collectives.operations import operation
-from collectives.runner import Inner, Over, Runner, build_schedule, choose, choose_reproducible, make_runner
+from collectives.runner import Inner, Over, Runner, build_schedule, chosen, make_runner
 from collectives.shared_memory.executor import MET, Executor
 from collectives.started import Started, advance, begin, finish
 from collectives.tensor import compile_tensor
@@ -115,6 +115,11 @@ class Plan:
         way = self.runner.way if isinstance(self.runner, Executor) else ""
         return seconds(self._home.table, self.call, self._home.nodes, way)
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of its work vectors, or somewhat more."""
+        return self.call.nbytes if self.runner.holds else 0
+
     def free(self) -> None:
         """Give back what the plan holds of MPI, and its arrays. Local; the plan cannot run any more."""
         if not self._freed:
@@ -150,13 +155,11 @@ def plan(
     """
     home = communicator(comm)
     home.check()
-    tags = Tags(home.lanes, home.tags_dealt)
+    tags = Tags(home.plan_lanes, home.tags_dealt)
     made = compile_plan(home, kind, x, op, algorithm, out, root, tags)
     made.keep(x, out)
     home.agree("plan of " + made.call.text)
-    home.tags_dealt += tags.count
-    if home.tags_dealt > TAGS // 2:  # all ranks are here
-        home.lanes, home.tags_dealt = home.comm.Dup(), 0
+    home.deal(tags.count)  # by all ranks, as they have just met
     return made
 
 
@@ -215,8 +218,3 @@ def _call(
     return Call(kind, n, x.dtype, reduction, draft.root, chosen(home, draft, algorithm), home.size)
 
 
-def chosen(home: Communicator, draft: Call, algorithm: str) -> str:
-    """The algorithm that a name asks for; the same on all ranks."""
-    if algorithm == "auto":
-        return choose(home, draft)
-    return choose_reproducible(home, draft) if algorithm == "reproducible" else algorithm

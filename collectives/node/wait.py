@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
-from collectives.errors import StallError, warn
+from collectives.errors import StallError, ranks, warn
 
 SPINS = 16  # steps before the first yield
 LOOK_SECONDS = 1e-4  # between two looks around; yields are not counted, as each may cost a slice of a busy core
@@ -95,8 +95,3 @@ def _sentence(what: str, waited: float, epoch: Epoch) -> str:
     late = list(epoch.late())
     missing = f": {ranks(late)} {'have' if len(late) > 1 else 'has'} not come" if late else ""
     return f"{what} has waited for {waited:.3g} s{missing}"
-
-
-def ranks(numbers: Sequence[int]) -> str:
-    """Ranks as a sentence names them."""
-    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"

@@ -74,6 +74,8 @@ class Executor:
     """One call compiled for the ranks of a board: of one array, or of several that are reduced side by side. Making it
     is local."""
 
+    holds = False
+
     def __init__(self, board: Board, text: str, parts: Sequence[Part], ways: Ways) -> None:
         self._board, self._desk, self._text, self._parts, self._ways = board, board.desk, text, parts, ways
         self._put = -CARDS
