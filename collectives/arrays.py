@@ -88,7 +88,7 @@ def _of_torch(x: Any, name: str) -> Vector:
 def flat(array: Vector, name: str, written: bool) -> Flat:
     """The vector of a C-contiguous array, which must be writable if it is `written`; ValueError with what to do."""
     if not array.flags.c_contiguous:
-        raise ValueError(f"{name} of shape {array.shape} is not C-contiguous: pass numpy.ascontiguousarray({name})")
+        raise ValueError(f"{name} of shape {array.shape} is not C-contiguous: pass a contiguous copy of it")
     if written and not array.flags.writeable:
         raise ValueError(f"{name} is read-only, and the result goes there: pass a writable array or out=")
     if array.dtype.hasobject:
