@@ -19,16 +19,6 @@ from collectives.schedule.model import cut
 ARRAYS = ("ordinary", "empty")
 MPI_NAME = "MPI"
 
-BUS_FACTOR: dict[str, Callable[[int], float]] = {
-    "allreduce": lambda p: 2 * (p - 1) / p,
-    "reduce_scatter": lambda p: (p - 1) / p,
-    "allgather": lambda p: (p - 1) / p,
-    "alltoall": lambda p: (p - 1) / p,
-    "broadcast": lambda p: 1.0,
-    "reduce": lambda p: 1.0,
-}
-"""busbw / algbw over p ranks, as nccl-tests define it (doc/PERFORMANCE.md there); `bytes` is the larger buffer."""
-
 IN_PLACE = ("allreduce", "broadcast")
 
 FLOOR_SHARE: dict[str, Callable[[int], float]] = {
