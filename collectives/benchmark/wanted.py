@@ -8,7 +8,6 @@ import click
 import numpy as np
 
 from collectives.benchmark import rivals
-from collectives.benchmark.case import ARRAYS, least_arrays
 from collectives.benchmark.report import BUS_FACTOR
 from collectives.benchmark.sizes import parse_counts
 from collectives.call import REDUCING
@@ -20,6 +19,7 @@ from collectives.schedule.model import parse
 CASES = (*BUS_FACTOR, "pt2pt", "overlap")
 PLANS = ("auto", "shared_memory", "native")  # algorithms outside the catalog
 CALLS = ("one_shot", "gloo")  # that cannot be started and waited for
+ARRAYS = ("ordinary", "empty")
 
 
 class Wanted(NamedTuple):
@@ -58,6 +58,12 @@ def check(
             raise click.UsageError(f"--algorithms {name}: {reason}")
     _fits(sizes, largest, 1 if collective == "overlap" else least_arrays(collective, kinds))
     return Wanted(element, counts, names, kinds)
+
+
+def least_arrays(kind: str, arrays: list[str]) -> int:
+    """How many arrays of the larger buffer's size a rank holds at once, at least, while these are timed: those of each
+    kind, and the two of the bare copy."""
+    return 2 + len(set(arrays)) * (2 if kind in ("reduce", "alltoall") else 1)
 
 
 def _fits(sizes: str, largest: int, arrays: int) -> None:
