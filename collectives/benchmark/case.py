@@ -16,18 +16,7 @@ from collectives.benchmark import data, rivals
 from collectives.call import REDUCING
 from collectives.schedule.model import cut
 
-ARRAYS = ("ordinary", "empty")
 MPI_NAME = "MPI"
-
-BUS_FACTOR: dict[str, Callable[[int], float]] = {
-    "allreduce": lambda p: 2 * (p - 1) / p,
-    "reduce_scatter": lambda p: (p - 1) / p,
-    "allgather": lambda p: (p - 1) / p,
-    "alltoall": lambda p: (p - 1) / p,
-    "broadcast": lambda p: 1.0,
-    "reduce": lambda p: 1.0,
-}
-"""busbw / algbw over p ranks, as nccl-tests define it (doc/PERFORMANCE.md there); `bytes` is the larger buffer."""
 
 IN_PLACE = ("allreduce", "broadcast")
 
@@ -42,12 +31,6 @@ FLOOR_SHARE: dict[str, Callable[[int], float]] = {
 """(bytes that must be read + bytes that must be written) / (2 x bytes), a rank. To copy `bytes` bytes is to read and
 to write as many. An allreduce in place reads the p vectors once and writes them once; a reduce_scatter writes one in
 all, an allgather reads one, a broadcast in place reads one and writes p - 1."""
-
-
-def least_arrays(kind: str, arrays: list[str]) -> int:
-    """How many arrays of the larger buffer's size a rank holds at once, at least, while these are timed: those of each
-    kind, and the two of the bare copy."""
-    return 2 + len(set(arrays)) * (2 if kind in ("reduce", "alltoall") else 1)
 
 
 class Candidate(NamedTuple):
