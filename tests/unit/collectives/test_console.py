@@ -26,7 +26,9 @@ def shown(text: str, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.mark.parametrize("name", console.RANK_VARIABLES)
-def test_ranks_print_plain_text(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_print_plain_text(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert "\x1b[" in shown("[bold red]x[/]", capsys)
     monkeypatch.setenv(name, "0")
     assert shown("[bold red]x[/]", capsys) == "x\n"

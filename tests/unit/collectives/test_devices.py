@@ -71,8 +71,7 @@ def test_every_stream_waits_for_the_users_streams_of_every_device(gpus: Any, whe
     stream = device.Stream.null if where == "default" else stream_on(late, non_blocking=where != "blocking")
     with device.Device(late):
         stream.queue.append(lambda: held.__setitem__(slice(None), good))
-    if where == "current":
-        gpus.current_stream[late] = stream
+    gpus.current_stream[late] = stream if where == "current" else stream_on(late)
     others = {number: stream_on(number) for number in (1, 2, 3) if number != late}
     torch = device.torch_uses(lambda d: stream if d == late else others[d]) if where == "torch" else nullcontext()
     with torch, running(vectors):
@@ -116,9 +115,14 @@ def test_an_operation_that_is_broken_off_leaves_nothing_running(gpus: Any) -> No
     vectors = cuda_vectors(x)
     result = vectors.host(N)
     result[...] = 7
-    with pytest.raises(KeyboardInterrupt), running(vectors):
-        vectors.spread(0, N, result)
-        raise KeyboardInterrupt
+
+    def interrupted() -> None:
+        with running(vectors):
+            vectors.spread(0, N, result)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
     assert gpus.blocked == 2
     assert all((v.held == 7).all() for v in x)
 
