@@ -81,7 +81,7 @@ class State:
         """Kernels, as often as they were built."""
         self.current_stream: dict[int, Stream] = {}
         self.blocked = 0
-        """Kernels and copies that were still to run when the host began to block for a whole stream of the library."""
+        """Kernels and copies that were still to run when an operation ended."""
 
     def use(self) -> int:
         self.contexts.add(self.current)
@@ -147,9 +147,14 @@ class Stream:
             self.queue.append(event.mark.run)
 
     def synchronize(self) -> None:
-        if self.non_blocking and self not in STATE.current_stream.values():
-            STATE.blocked += sum(isinstance(item, Work) for item in self.queue)
         self.mark().run()
+
+    @property
+    def done(self) -> bool:
+        """Asked by the library when an operation ends."""
+        left = sum(isinstance(item, Work) for item in self.queue)
+        STATE.blocked += left
+        return not left
 
     def mark(self) -> Mark:
         if self.ptr == 0:

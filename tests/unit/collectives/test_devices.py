@@ -123,8 +123,21 @@ def test_an_operation_that_is_broken_off_leaves_nothing_running(gpus: Any) -> No
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
-    assert gpus.blocked == 2
+    assert gpus.blocked
     assert all((v.held == 7).all() for v in x)
+
+
+def test_memory_of_kernels_that_do_not_end_is_given_to_nobody(gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user's stream waits for ever, as for a rank that has died."""
+    vectors = cuda_vectors(x := on_devices(1, 2))
+    monkeypatch.setattr(importlib.import_module("collectives.tensor.cuda"), "PATIENCE", 0.01)
+    monkeypatch.setattr(device.Event, "done", False)
+    with running(vectors):
+        vectors.gather(0, N, None, vectors.host(N))
+    vectors.free()
+    pinnings = gpus.pinnings
+    again = cuda_vectors(x).host(N)
+    assert gpus.pinnings == pinnings + 1 and again.size == N
 
 
 def test_host_vectors_of_a_list_are_read_at_every_operation_and_written(gpus: Any) -> None:
