@@ -235,15 +235,20 @@ class Dlpack:
 
 
 @only_on(1, 2)
-def test_lists_of_torch_tensors() -> None:
+def test_lists_of_arrays_that_speak_dlpack_only() -> None:
     x = [Dlpack(v) for v in put_in("sum", 1001, "float32", 2)]
     out = [Dlpack(np.zeros(1001, np.float32)) for _ in x]
     assert collectives.allreduce(x, COMM, out=out) is out
     collectives.allreduce(x, COMM, algorithm="multi_ring")
     assert all(np.array_equal(v.held, want("sum", 1001, "float32", 2)) for v in [*x, *out])
+
+
+@only_on(1, 2)
+@pytest.mark.parametrize("algorithm", ["auto", "multi_ring"])
+def test_lists_of_torch_tensors(algorithm: str) -> None:
     torch = pytest.importorskip("torch")
     tensors = [torch.from_numpy(v) for v in put_in("sum", 1001, "float32", 2)]
-    collectives.allreduce(tensors, COMM)
+    collectives.allreduce(tensors, COMM, algorithm=algorithm)
     assert all(np.array_equal(v.numpy(), want("sum", 1001, "float32", 2)) for v in tensors)
 
 
