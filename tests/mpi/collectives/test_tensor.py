@@ -305,6 +305,18 @@ def test_repeated_one_shot_calls_pin_memory_and_build_kernels_once(gpus: Any, al
 
 
 @only_on(2)
+@pytest.mark.parametrize("algorithm", ["auto", "multi_ring", "reg", "vector_ring"])
+def test_a_plan_pins_no_memory_when_it_runs(gpus: Any, algorithm: str) -> None:
+    x = placed(device, put_in("sum", 70_001, "float32", 2))
+    plan = collectives.plan("allreduce", x, COMM, op="mean", algorithm=algorithm)
+    pinned = gpus.pinnings
+    for _ in range(3):
+        plan()
+    plan.free()
+    assert gpus.pinnings == pinned
+
+
+@only_on(2)
 @pytest.mark.parametrize("algorithm", ["auto", "multi_ring", "vector_ring"])
 def test_a_call_keeps_no_array_alive(xp: Any, algorithm: str) -> None:
     x = placed(xp, put_in("sum", 1001, "float32", 2))
