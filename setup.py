@@ -14,6 +14,7 @@ TEST = [
     "ml_dtypes>=0.4",  # bfloat16 arrays
     "ruff>=0.9",
     "mypy>=1.11",
+    "nvidia-cuda-nvrtc-cu12>=12.3; sys_platform == 'linux'",  # compiles the CUDA kernels, without a GPU
     "setuptools>=70.1",  # the test that installs the project builds a wheel with it
 ]
 DEMO = ["scikit-learn>=1.2", *PLOT]
@@ -42,7 +43,7 @@ setup(
         "mpich": ["mpich>=4.2"],
         "plot": PLOT,
         "demo": DEMO,
-        "gpu": ["cupy-cuda12x>=13"],
+        "gpu": ["cupy-cuda12x[ctk]>=14"],  # ctk: NVRTC and the headers, where no CUDA toolkit is installed
         "lab": LAB,
         "test": [*TEST, *DEMO, *LAB],
         "torch": ["torch>=2.2"],

@@ -11,6 +11,7 @@ After    The host waits: no operation ends before its tickets are done. What the
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -20,6 +21,7 @@ import cupy as cp
 
 from collectives.tensor.vectors import Ticket
 
+NAP = 1e-4  # seconds
 BY_ADDRESS = 4  # cudaMemcpyDefault: the addresses say which way
 
 
@@ -65,11 +67,16 @@ class Streams:
 
         return done
 
-    def synchronize(self) -> None:
-        """Wait for all that is queued on our streams."""
-        for device, own in self._own.items():
-            with cp.cuda.Device(device):
-                own.synchronize()
+    def drained(self, seconds: float) -> bool:
+        """Wait, no longer than this, until all that is queued on our streams has run; False where it has not."""
+        if all(own.done for own in self._own.values()):
+            return True
+        ticket, end = self.ticket(self.devices), time.monotonic() + seconds
+        while not ticket():
+            if time.monotonic() > end:
+                return False
+            time.sleep(NAP)
+        return True
 
 
 @cache
