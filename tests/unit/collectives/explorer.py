@@ -32,7 +32,8 @@ from collectives.node import board, poison, wait
 FREED = "freed"
 INTERRUPT = object()
 LOAD, GATHER, STORE, ACQUIRE, RELEASE, DRAIN, FREE = "load", "gather", "store", "acquire", "release", "drain", "free"
-NODES = 1 << 20
+BITS = 13
+NODES = 1 << BITS  # a rank stands at most at so many places
 
 
 class Fault(AssertionError):
@@ -332,7 +333,7 @@ class Explored(NamedTuple):
     moves: int
     histories: int
     seconds: float
-    outcomes: set[Any]
+    outcomes: set[str]
     """The outcomes of all ranks, for every way in which they end."""
 
 
@@ -341,10 +342,12 @@ class Explorer:
 
     def __init__(
         self, programs: Sequence[Program], check: Callable[[tuple[Any, ...]], None], *, interrupted: Sequence[int] = (),
-        buffered: bool = False,
+        buffered: bool = False, whole: bool = False,
     ) -> None:  # fmt: skip
+        """`whole`: what a rank does while it holds the lock is one move, and so is its look at a row."""
         self._layout, self._size = Layout(), len(programs)
         self._interrupted, self._buffered, self._check = interrupted, buffered, check
+        self._whole, self._lock = whole, self._layout.place("lock")
         self._programs = programs
         self._memories: list[Memory] = []
         self._numbers: dict[Memory, int] = {}
@@ -373,45 +376,57 @@ class Explorer:
         self._before = array("q", [-1])
         self._from, self._to = array("q"), array("q")
         self._ends: list[int] = []
-        self.outcomes: set[Any] = set()
+        self.outcomes: set[str] = set()
         waiting = [first]
+        states, before, source, target = self._states, self._before, self._from, self._to
         while waiting:
             state = waiting.pop()
-            index = self._states[state]
+            index = states[state]
+            for after in self._following(state, index):
+                known = states.get(after)
+                if known is None:
+                    known = states[after] = len(states)
+                    before.append(index)
+                    waiting.append(after)
+                source.append(index)
+                target.append(known)
+
+    def _following(self, state: int, index: int) -> list[int]:
+        """The states one move further; none at the end."""
+        memory = state >> BITS * self._size << BITS
+        found = []
+        for rank, known in enumerate(self._moves):
+            key = memory | state >> BITS * rank & NODES - 1
+            moves = known.get(key)
+            if moves is None:
+                moves = known[key] = self._made(rank, key, index)
+            found += [state + move for move in moves]
+        if not found:
+            self._see(state, index)
+        return found
+
+    def _made(self, rank: int, key: int, index: int) -> list[int]:
+        """For each move of a rank that stands there, over that memory: what it adds to the number of the state."""
+        memory, node = key >> BITS, key & NODES - 1
+        try:
+            moves = self._moves_of(rank, self._ranks[rank].nodes[node], self._memories[memory])
+        except AssertionError as error:
+            raise Fault(f"{error}\n{self._trace(index)}") from None
+        assert len(self._ranks[rank].nodes) < NODES
+        return [(after - memory << BITS * self._size) + (other - node << BITS * rank) for other, after in moves]
+
+    def _see(self, state: int, index: int) -> None:
+        nodes = [code.nodes[node] for code, node in zip(self._ranks, self._unpack(state))]
+        if any(node.access is not None for node in nodes):
+            return
+        outcomes = tuple(node.outcome for node in nodes)
+        self._ends.append(index)
+        if str(outcomes) not in self.outcomes:
+            self.outcomes.add(str(outcomes))
             try:
-                following = self._following(state)
-                if following is None:
-                    self._ends.append(index)
+                self._check(outcomes)
             except AssertionError as error:
                 raise Fault(f"{error}\n{self._trace(index)}") from None
-            for after in following or ():
-                known = self._states.get(after)
-                if known is None:
-                    known = self._states[after] = len(self._states)
-                    self._before.append(index)
-                    waiting.append(after)
-                self._from.append(index)
-                self._to.append(known)
-
-    def _following(self, state: int) -> list[int] | None:
-        memory, nodes = self._unpack(state)
-        found = []
-        ended = 0
-        for rank, node in enumerate(nodes):
-            moves = self._moves[rank].get(memory * NODES + node)
-            if moves is None:
-                made = self._moves_of(rank, self._ranks[rank].nodes[node], self._memories[memory])
-                moves = self._moves[rank][memory * NODES + node] = made
-            shift = rank * 20
-            base = state & ~(NODES - 1 << shift) & ((1 << 20 * self._size) - 1)
-            found += [(after << 20 * self._size) | base | (other << shift) for other, after in moves]
-            ended += self._ranks[rank].nodes[node].access is None
-        if ended == self._size and not found:
-            outcomes = tuple(self._ranks[rank].nodes[node].outcome for rank, node in enumerate(nodes))
-            self.outcomes.add(outcomes)
-            self._check(outcomes)
-            return None
-        return found
 
     def _moves_of(self, rank: int, node: Node, memory: Memory) -> list[tuple[int, int]]:
         """(where the rank stands then, memory) for each thing that it, or its buffer, can do next."""
@@ -460,14 +475,20 @@ class Explorer:
         return memory._replace(buffers=(*buffers[:rank], mine, *buffers[rank + 1 :]))
 
     def _settled(self, rank: int, node: Node, memory: Memory) -> tuple[int, int]:
-        """A rank's look at its own words is no step: nobody else stores there."""
-        code, owners = self._ranks[rank], self._layout.owners
-        while node.access is not None and node.access.kind in (LOAD, GATHER):
-            own = [place for place in node.access.places if owners[place] == rank]
-            if not own:
+        """A rank's look at its own words is no move: nobody else stores there."""
+        owners = self._layout.owners
+        while node.access is not None:
+            places = node.access.places
+            if node.access.kind == GATHER:
+                own = [place for place in places if owners[place] == rank or (self._whole and node.whole)]
+            else:
+                own = [place for place in places if owners[place] == rank and node.access.kind == LOAD]
+            if own and node.access.kind == GATHER:
+                node = self._ranks[rank].after_part(node, own[0], self._load(rank, own[0], self._grown(memory)))
+            elif own or (self._whole and memory.words[self._lock : self._lock + 1] == (rank + 1,)):
+                ((node, memory),) = self._steps(rank, node, node.access, memory)
+            else:
                 break
-            value = self._grown(memory).seen(rank, own[0])
-            node = code.after(node, value) if node.access.kind == LOAD else code.after_part(node, own[0], value)
         return node.number, self._number(memory)
 
     def _grown(self, memory: Memory) -> Memory:
@@ -483,11 +504,10 @@ class Explorer:
         return found
 
     def _pack(self, memory: int, nodes: Sequence[int]) -> int:
-        return sum(node << rank * 20 for rank, node in enumerate(nodes)) | memory << 20 * self._size
+        return sum(node << rank * BITS for rank, node in enumerate(nodes)) | memory << BITS * self._size
 
-    def _unpack(self, state: int) -> tuple[int, list[int]]:
-        nodes = [state >> rank * 20 & NODES - 1 for rank in range(self._size)]
-        return state >> 20 * self._size, nodes
+    def _unpack(self, state: int) -> list[int]:
+        return [state >> rank * BITS & NODES - 1 for rank in range(self._size)]
 
     def _see_ends(self) -> None:
         """Fault unless all ranks can still end, wherever they stand."""
@@ -509,10 +529,10 @@ class Explorer:
             path.append(self._before[path[-1]])
         lines = []
         for before, after in zip(path[::-1], path[-2::-1]):
-            (_, nodes), (_, then) = self._unpack(states[before]), self._unpack(states[after])
+            nodes, then = self._unpack(states[before]), self._unpack(states[after])
             rank = next((rank for rank in range(self._size) if nodes[rank] != then[rank]), None)
             lines.append("a store reaches memory" if rank is None else self._line(rank, nodes[rank], then[rank]))
-        _, nodes = self._unpack(states[index])
+        nodes = self._unpack(states[index])
         return "\n".join(lines + [self._line(rank, node) for rank, node in enumerate(nodes)])
 
     def _line(self, rank: int, before: int, after: int | None = None) -> str:

@@ -110,7 +110,7 @@ class Touching(Slots):
         return NOTHING
 
     def _compile(self, number: int, cards: Any) -> Program:
-        return Program((Phase(((self.touch, ()),)),), touches=True)
+        return Program((Phase(((self.touch, ()),)),))
 
     def touch(self) -> None:
         rank = self.world.rank
@@ -179,5 +179,5 @@ def sound(size: int, interrupted: bool) -> Callable[[tuple[Any, ...]], None]:
     return check
 
 
-def explore(size: int, run: explorer.Program, interrupted: tuple[int, ...] = (), buffered: bool = False) -> Any:
-    return Explorer([run] * size, sound(size, bool(interrupted)), interrupted=interrupted, buffered=buffered).run()
+def explore(size: int, run: explorer.Program, interrupted: tuple[int, ...] = (), **how: bool) -> explorer.Explored:
+    return Explorer([run] * size, sound(size, bool(interrupted)), interrupted=interrupted, **how).run()
