@@ -65,7 +65,7 @@ class Board:
         self.phase = 0
         """Phases that this rank has finished, over all operations."""
         self.last_phase = 0
-        """The phase with which ranks touch each other's arrays no more."""
+        """The phase with which others touch this rank's arrays no more."""
         self.spent = -CARDS
         """Only a card that was put after this one may be brought by a short way."""
         self.spins = SPINS_SHARED if desk.crowded else SPINS_ALONE
@@ -84,9 +84,12 @@ class Board:
         self._held = held
         self.spent = sys.maxsize if held else self.cards.put - CARDS
 
-    def enter(self, token: int) -> None:
-        """Say: I am in the next operation, with this token. All I wrote before is visible to who sees it."""
+    def enter(self, token: int, lends: bool = False) -> None:
+        """Say: I am in the next operation, with this token. All I wrote before is visible to who sees it. `lends`:
+        others may touch this rank's arrays from here on, until each has finished one phase."""
         self.number = number = self.number + 1 & NUMBERS
+        if lends:
+            self.last_phase = self.phase + 1
         if self.fence is not None:
             self.fence()
         self.entries[number & 1][self.rank] = number << 32 | token
@@ -228,14 +231,16 @@ class Board:
         return [rank for rank in others if entries[rank] >> 32 != self.number or progress[rank] != self.phase]
 
     def _touching(self) -> bool:
-        """Whether another may still touch this rank's arrays: it is in the same operation, and not through with it."""
-        entries = self.entries[self.number & 1]
+        """Whether another may still touch this rank's arrays: all have come to the same operation, and it is not
+        through with it. Who has not come now will not see this rank there."""
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        words = {rank: self.entries[self.number & 1][rank] for rank in others}
+        if any(word != OUT and word >> 32 != self.number for word in words.values()):
+            return False
         return any(
-            entries[rank] >> 32 == self.number and entries[rank] != OUT
-            and max(row[rank] for row in self.progress) < self.last_phase
-            and not self._peers.ended(rank)
-            for rank in range(self.size) if rank != self.rank
-        )  # fmt: skip
+            word != OUT and max(row[rank] for row in self.progress) < self.last_phase and not self._peers.ended(rank)
+            for rank, word in words.items()
+        )
 
 
 def _attach(place: Place) -> Any:

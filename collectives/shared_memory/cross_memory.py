@@ -38,8 +38,8 @@ def program(desk: Desk, call: Call, x: Window, out: Window, places: Sequence[tup
     """One rank's part of a call, in which it touches the others' arrays, where these places say they are."""
     reached = _Reached(desk, call, x, out, places)
     if call.kind == "alltoall":
-        return Program((Phase(tuple(reached.arrivals()), tuple(reached.own())),), touches=True)
-    return Program((Phase(tuple(reached.steps())),), touches=True)
+        return Program((Phase(tuple(reached.arrivals()), tuple(reached.own())),))
+    return Program((Phase(tuple(reached.steps())),))
 
 
 class _Reached:

@@ -33,7 +33,7 @@ def program(desk: Desk, call: Call, x: Window, out: Window, places: Sequence[tup
     order = [desk.rank, *desk.turn()]
     if call.kind == "alltoall":
         blocks = [(out.part(*call.arrival(desk.rank, rank)), xs[rank].part(*call.block(desk.rank))) for rank in order]
-        return Program((Phase(tuple(step for to, source in blocks for step in copy(to, source))),), touches=True)
+        return Program((Phase(tuple(step for to, source in blocks for step in copy(to, source))),))
     sources = [xs[rank] for rank in call.sources(desk.rank)]
     readers = [outs[rank] for rank in order if rank in call.readers(desk.rank)]
     steps: list[Step] = []
@@ -47,7 +47,7 @@ def program(desk: Desk, call: Call, x: Window, out: Window, places: Sequence[tup
         steps += combine(call, parts, total, scratch)
         for reader in readers:
             steps += copy(reader.part(first, last), total)
-    return Program((Phase(tuple(steps)),), touches=True)
+    return Program((Phase(tuple(steps)),))
 
 
 def _attach(place: Place) -> Vector:

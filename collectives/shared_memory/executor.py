@@ -83,6 +83,8 @@ class Executor:
         self._tokens: tuple[int, ...] | None = None
         self.modes = [self._mode(part) for part in parts]
         """How this rank means to go with each array."""
+        self._lends = any(mode in (SHARED, CROSS) for mode in self.modes)
+        """Whether others may touch this rank's arrays, in the first phase."""
         self._program = Program()
         self._puts = self._brought()
         self.fast: Callable[[], int] = not_begun
@@ -93,7 +95,7 @@ class Executor:
         if not board.cards.readable(self._put):
             self._publish()
         perform(self._puts[board.number + 1 & 1])
-        board.enter(self._token)
+        board.enter(self._token, self._lends)
         yield from board.met()
         yield from self.rest()
 
@@ -104,8 +106,6 @@ class Executor:
         if tokens != self._tokens:
             self._bind(tokens)
         program = self._program
-        if program.touches:
-            board.last_phase = board.phase + len(program.phases)
         for phase in program.phases:
             perform(phase.before)
             board.signal()
@@ -199,7 +199,9 @@ class Executor:
             if few is not None:
                 summed = _sum_of_scalars(self._board, self._text, self._put, self._token, others, few)
                 return _mean_of_scalars(summed, few, self._board.size) if few.mean else summed
-        return _straight(self._board, self._text, self._put, self._token, others, self._puts, self._program)
+        return _straight(
+            self._board, self._text, self._put, self._token, others, self._puts, self._program, self._lends
+        )
 
 
 def _region(vector: Vector) -> Place:
@@ -257,12 +259,12 @@ def _mean_of_scalars(summed: Callable[[], int], few: Scalars, ranks: int) -> Cal
 
 
 def _straight(
-    board: Board, text: str, put: int, token: int, others: int, puts: Turns, program: Program
+    board: Board, text: str, put: int, token: int, others: int, puts: Turns, program: Program, lends: bool
 ) -> Callable[[], int]:
     rank, ones, order, read, meet = board.rank, board.ones << 32, ORDER, int.from_bytes, board.meet
     turns = tuple(zip(board.entries, puts, program.last))
     progress, finished, follow = board.progress, board.ones, board.follow
-    phases, touches, count = program.phases, program.touches, len(program.phases)
+    phases = program.phases
 
     def fast() -> int:
         number = board.number + 1
@@ -272,12 +274,12 @@ def _straight(
         for function, arguments in brought:
             function(*arguments)
         board.number = number
+        if lends:
+            board.last_phase = board.phase + 1
         row[rank] = number << 32 | token
         wanted = number * ones + others
         if read(row, order) != wanted and not meet(row, wanted, text):
             return MET
-        if touches:
-            board.last_phase = board.phase + count
         for before, after in phases:
             for function, arguments in before:
                 function(*arguments)

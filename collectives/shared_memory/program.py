@@ -38,11 +38,9 @@ class Program(NamedTuple):
     """What a rank does in one operation, bound to its arrays and the others'."""
 
     phases: tuple[Phase, ...] = ()
-    """Once all have entered; each ends with a meeting."""
+    """Once all have entered; each ends with a meeting. Ranks touch each other's arrays in the first alone."""
     last: Turns = NOTHING
     """At the end, where there is nobody to meet any more: of even and of odd operations."""
-    touches: bool = False
-    """Whether ranks touch each other's arrays in the phases."""
 
 
 def merged(programs: Sequence[Program]) -> Program:
@@ -51,7 +49,7 @@ def merged(programs: Sequence[Program]) -> Program:
         Phase(tuple(s for phase in every for s in phase.before), tuple(s for phase in every for s in phase.after))
         for every in zip(*(program.phases for program in programs))
     )
-    return Program(phases, touches=any(program.touches for program in programs))
+    return Program(phases)
 
 
 def perform(steps: Sequence[Step]) -> None:

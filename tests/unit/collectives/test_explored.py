@@ -1,0 +1,183 @@
+"""The board's protocol (publish, meet, take, poison), in every interleaving of two and three ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from greenlet import GreenletExit
+
+from collectives.communicator import Communicator
+from collectives.node.board import Board
+from collectives.node.cards import Place
+from collectives.shared_memory.executor import MET, SHARED, SLOTS, Executor, _sum_of_scalars
+from collectives.shared_memory.program import NOTHING, Phase, Program, Turns
+from collectives.shared_memory.slots import Scalars
+from tests.unit.collectives import explorer
+from tests.unit.collectives.explorer import Explorer, Fault, World
+
+OPERATIONS = 2
+TEXT = "allreduce of 1 float64"
+
+
+def brings(rank: int, operation: int) -> int:
+    """What a rank brings: no two sums of such numbers are alike."""
+    return 1 << 4 * operation + rank
+
+
+def total(size: int, operation: int) -> int:
+    return sum(brings(rank, operation) for rank in range(size))
+
+
+class Slots(Executor):
+    """The real executor and its short way, over slots that the explorer sees."""
+
+    def __init__(self, world: World, board: Board) -> None:
+        self.world, self.x, self.out = world, [0], [None]
+        self.slots = [
+            [world.words(("slot", parity, rank), owner=rank) for rank in range(world.size)] for parity in (0, 1)
+        ]
+        super().__init__(board, TEXT, [None], None)  # type: ignore[list-item,arg-type]
+
+    def bring(self, operation: int) -> None:
+        self.x[0] = brings(self.world.rank, operation)
+
+    def result(self) -> Any:
+        return self.out[0]
+
+    def free(self) -> None:
+        """Others only read what lies in slots."""
+
+    def few(self) -> Scalars:
+        even, odd = self.slots
+        rank = self.world.rank
+        return Scalars(
+            self.x, self.out, (even[rank], odd[rank]), (even[0], odd[0]), (even[1], odd[1]),  # type: ignore[arg-type]
+            (tuple(even[2:]), tuple(odd[2:])), False,
+        )  # fmt: skip
+
+    def _mode(self, part: Any) -> int:
+        return SLOTS
+
+    def _places(self, part: Any, mode: int) -> tuple[Place, Place]:
+        return Place(), Place()
+
+    def _brought(self) -> Turns:
+        rank = self.world.rank
+        return tuple(((lambda slots=slots: slots[rank].__setitem__(0, self.x[0]), ()),) for slots in self.slots)  # type: ignore[return-value,misc]
+
+    def _compile(self, number: int, cards: Any) -> Program:
+        def take(slots: Any) -> None:
+            self.out[0] = sum(slot[0] for slot in slots)
+
+        return Program(last=tuple(((take, (slots,)),) for slots in self.slots))  # type: ignore[arg-type]
+
+    def _fast(self, tokens: tuple[int, ...]) -> Callable[[], int]:
+        others = sum(token << 64 * rank for rank, token in enumerate(tokens))
+        return _sum_of_scalars(self._board, self._text, self._put, self._token, others, self.few())
+
+
+class Touching(Slots):
+    """Arrays that every other rank reads and writes, in one phase: rank r sums element r, for all."""
+
+    def __init__(self, world: World, board: Board) -> None:
+        ranks = range(world.size)
+        self.xs = [world.words(("x", rank), owner=rank) for rank in ranks]
+        self.outs = [world.words(*(("out", rank, element) for element in ranks)) for rank in ranks]
+        self.mine = 0
+        super().__init__(world, board)
+
+    def bring(self, operation: int) -> None:
+        self.mine = self.xs[self.world.rank][0] = brings(self.world.rank, operation)
+
+    def result(self) -> Any:
+        rank = self.world.rank
+        seen = {self.outs[rank][other] for other in range(self.world.size) if other != rank} | {self.out[0]}
+        return seen.pop() if len(seen) == 1 else seen
+
+    def free(self) -> None:
+        rank = self.world.rank
+        self.world.free(("x", rank), *(("out", rank, element) for element in range(self.world.size)))
+
+    def _mode(self, part: Any) -> int:
+        return SHARED
+
+    def _places(self, part: Any, mode: int) -> tuple[Place, Place]:
+        return Place(1), Place(1)
+
+    def _brought(self) -> Turns:
+        return NOTHING
+
+    def _compile(self, number: int, cards: Any) -> Program:
+        return Program((Phase(((self.touch, ()),)),))
+
+    def touch(self) -> None:
+        rank = self.world.rank
+        others = [other for other in range(self.world.size) if other != rank]
+        self.out[0] = self.mine + sum(self.xs[other][0] for other in others)  # type: ignore[call-overload]
+        for other in others:
+            self.outs[other][rank] = self.out[0]
+
+    _fast = Executor._fast
+
+
+def program(kind: type[Slots], bound: bool = False, make: Callable[[World], Board] = World.board) -> explorer.Program:
+    """Two operations of a rank; whatever is raised ends the epoch. `bound`: all know each other's cards already."""
+
+    def run(world: World) -> Any:
+        home: Any = object.__new__(Communicator)
+        home.__dict__.update(rank=world.rank, control=None, over=None, started=[], _kept=[], open=True)
+        board = home.board = make(world)
+        call = kind(world, board)
+        if bound:
+            bind(call, board)
+        results: list[Any] = []
+        try:
+            for operation in range(OPERATIONS):
+                call.bring(operation)
+                code = call.fast()
+                if code:
+                    explorer.board.drive(call.rest() if code == MET else call.steps(), board, TEXT)
+                results.append(call.result())
+        except GreenletExit:
+            raise
+        except BaseException as error:
+            ended(home, error)
+        call.free()
+        return tuple(results), str(home.over) if home.over else None
+
+    return run
+
+
+def bind(call: Any, board: Board) -> None:
+    """As after a first operation, of which nothing is left but the cards."""
+    size = call.world.size
+    call._put = call._token = board.cards.put = 1
+    board.hold(False)
+    call._tokens = (1,) * size
+    call._program = call._compile(0, [])
+    call.fast = call._fast(call._tokens)
+
+
+def ended(home: Any, error: BaseException) -> None:
+    try:
+        home.fail(TEXT, error)
+    except KeyboardInterrupt:
+        assert home.over is not None
+
+
+def sound(size: int, interrupted: bool) -> Callable[[tuple[Any, ...]], None]:
+    def check(outcomes: tuple[Any, ...]) -> None:
+        for results, over in outcomes:
+            assert list(results) == [total(size, operation) for operation in range(len(results))], "a wrong sum"
+            assert len(results) == OPERATIONS or over, "neither done nor told why"
+        sentences = {over for _, over in outcomes if over}
+        assert len(sentences) <= 1, f"two sentences: {sentences}"
+        assert interrupted or not sentences, f"nobody failed: {sentences}"
+
+    return check
+
+
+def explore(size: int, run: explorer.Program, interrupted: tuple[int, ...] = (), **how: bool) -> explorer.Explored:
+    return Explorer([run] * size, sound(size, bool(interrupted)), interrupted=interrupted, **how).run()
