@@ -63,9 +63,9 @@ class Plan:
 
     def start(self) -> None:
         """Begin to run, and return as soon as there is something to wait for."""
+        self._check()
         if self._operation is not None:
             raise of_caller(CollectiveError(f"{self.call.text} was started twice: wait for it first"))
-        self._check()
         self._operation = operation = Started(self.call.text, self.runner.steps(), self._exclusive)
         with self._home.failing(self.call.text, self._arrays):
             begin(self._home, operation)
