@@ -15,6 +15,7 @@ from collectives.communicator import Communicator, communicator
 from collectives.errors import CollectiveError, of_caller
 from collectives.network.messages import MessagePlan
 from collectives.network.tags import TAGS, Tags
+from collectives.node.wait import see_in_time
 from collectives.operations import operation
 from collectives.runner import Inner, Over, Runner, build_schedule, choose, choose_reproducible, make_runner
 from collectives.shared_memory.executor import MET, Executor
@@ -77,6 +78,7 @@ class Plan:
             advance(self._home)
             if not operation.done and operation.due():
                 self._home.hear()
+                see_in_time(self.call.text, operation.waited, self._home.epoch)
         return operation.done
 
     def wait(self) -> Any:
