@@ -61,7 +61,8 @@ def _plan(home: Communicator, kind: str, x: Any, op: str, algorithm: str, out: A
 
     if home.cache is None:
         home.cache = PlanCache()
-    found: Plan = home.cache.find((kind, op, algorithm, root), x, out, make)
+    with home.preparing(f"{kind}, before it has begun"):
+        found: Plan = home.cache.find((kind, op, algorithm, root), x, out, make)
     return found
 
 
@@ -186,7 +187,8 @@ def grouped_allreduce(
 
     if home.cache is None:
         home.cache = PlanCache()
-    made = home.cache.find(("grouped_allreduce", op, algorithm, 0), arrays, out, make)
+    with home.preparing("grouped_allreduce, before it has begun"):
+        made = home.cache.find(("grouped_allreduce", op, algorithm, 0), arrays, out, make)
     with home.failing(made.call.text, arrays, out):
         made()
     return arrays if out is None else out

@@ -77,7 +77,7 @@ class Plan:
         with self._home.failing(self.call.text, self._arrays):
             advance(self._home)
             if not operation.done and operation.due():
-                self._home.hear()
+                self._home.hear(operation.waited)
                 see_in_time(self.call.text, operation.waited, self._home.epoch)
         return operation.done
 
@@ -153,7 +153,8 @@ def plan(
     home = communicator(comm)
     home.check()
     tags = Tags(home.lanes, home.tags_dealt)
-    made = compile_plan(home, kind, x, op, algorithm, out, root, tags)
+    with home.preparing(f"a plan of {kind}"):
+        made = compile_plan(home, kind, x, op, algorithm, out, root, tags)
     made.keep(x, out)
     home.agree("plan of " + made.call.text)
     home.tags_dealt += tags.count
