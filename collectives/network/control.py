@@ -64,13 +64,13 @@ class Control:
         number = self._begin(text)
         try:
             yield from steps
-        except MPI.Exception:
+        except (MPI.Exception, MismatchError):
             yield from self._named(number)
             raise
         self._end(number)
 
     def _named(self, number: int) -> Iterator[None]:
-        """MPI has failed in this operation: MismatchError where that is because the ranks differ."""
+        """This operation has failed: MismatchError with what all ranks call, where that is because they differ."""
         self._tell(number)
         until = time.monotonic() + NAMES_SECONDS
         while len(self._heard.get(number, ())) < self._size - 1 and time.monotonic() < until:

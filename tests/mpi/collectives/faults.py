@@ -22,7 +22,7 @@ from mpi4py import MPI
 import collectives
 from collectives.communicator import communicator
 from tests.mpi.collectives.support import (
-    ODD, PATIENCE, RANK, SOON, TOTAL, WORLD, Heard, P, hear, in_a_call, started, tested,
+    ODD, PATIENCE, RANK, SOON, TOTAL, WORLD, Heard, P, hear, in_the_middle, started, tested,
 )  # fmt: skip
 
 LIVING = ("argument", "size", "dtype", "op", "kind", "order", "absent", "interrupt")
@@ -207,7 +207,7 @@ def _interrupted(good: Callable[[], Any]) -> tuple[Callable[[], Any], Callable[[
     at = [0.0]
 
     def interrupt(number: int, frame: Any) -> None:
-        if not in_a_call(frame):  # between two tests
+        if not in_the_middle(frame):
             signal.setitimer(signal.ITIMER_REAL, 1e-4)
             return
         at[0] = time.monotonic()
