@@ -3,13 +3,12 @@ what its sisters, and `plan`, have in common with it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpi4py import MPI
 
 from collectives.communicator import Communicator, communicator
-from collectives.errors import of_caller
 from collectives.group import compile_group
 from collectives.network.tags import Tags
 from collectives.plan import Plan, compile_plan
@@ -60,12 +59,14 @@ def _plan(home: Communicator, kind: str, x: Any, op: str, algorithm: str, out: A
     def make() -> Plan:
         return compile_plan(home, kind, x, op, algorithm, out, root, Tags(home.lanes))
 
+    return _kept(home, (kind, op, algorithm, root), x, out, make)
+
+
+def _kept(home: Communicator, call: tuple[Any, ...], x: Any, out: Any, make: Callable[[], Plan]) -> Plan:
     if home.cache is None:
         home.cache = PlanCache()
-    try:
-        found: Plan = home.cache.find((kind, op, algorithm, root), x, out, make)
-    except (ValueError, TypeError) as error:
-        raise of_caller(error) from None
+    with home.preparing(f"{call[0]}, before it has begun"):
+        found: Plan = home.cache.find(call, x, out, make)
     return found
 
 
@@ -190,7 +191,8 @@ def grouped_allreduce(
 
     if home.cache is None:
         home.cache = PlanCache()
-    made = home.cache.find(("grouped_allreduce", op, algorithm, 0), arrays, out, make)
+    with home.preparing("grouped_allreduce, before it has begun"):
+        made = home.cache.find(("grouped_allreduce", op, algorithm, 0), arrays, out, make)
     with home.failing(made.call.text, arrays, out):
         made()
     return arrays if out is None else out

@@ -16,7 +16,7 @@ from weakref import WeakSet
 import numpy as np
 from mpi4py import MPI
 
-from collectives.errors import CollectiveError, MismatchError
+from collectives.errors import CollectiveError, MismatchError, of_caller
 from collectives.network import requests
 from collectives.network.control import Control
 from collectives.network.tags import TAGS, Lanes
@@ -115,12 +115,12 @@ class Communicator:
         """Run an operation to its end."""
         drive(steps, self.epoch, what, min(self.board.spins, 16))
 
-    def hear(self) -> None:
-        """Raise where the communicator has ended; beside compute."""
+    def hear(self, waited: float) -> None:
+        """Raise where the communicator has ended; beside compute, through which an operation has waited so long."""
         if self.control is None:
             self.board.hear()
         else:
-            self.epoch.look(0.0)
+            self.epoch.look(waited)
 
     def hold(self) -> None:
         """See anew whether operations may begin by a short way."""
@@ -133,6 +133,16 @@ class Communicator:
             yield
         except BaseException as error:
             raise self.fail(what, error, *kept) from None
+
+    @contextmanager
+    def preparing(self, what: str) -> Iterator[None]:
+        """Errors of arguments raised within are this rank's alone; whatever else is raised ends the communicator."""
+        try:
+            yield
+        except (ValueError, TypeError) as error:
+            raise of_caller(error) from None
+        except BaseException as error:
+            raise self.fail(what, error) from None
 
     def fail(self, what: str, error: BaseException, *kept: Any) -> BaseException:
         """`what` has raised here: end the communicator for all ranks; the error to raise. `kept` is not dropped, as
@@ -152,7 +162,7 @@ class Communicator:
         finally:
             self.started = []
             self.hold()
-        return self.over if isinstance(error, CollectiveError) else error
+        return self.over if isinstance(error, (CollectiveError, MPI.Exception)) else error
 
     def _end(self, told: CollectiveError) -> CollectiveError:
         on_node = self.board.end(told, str(told))

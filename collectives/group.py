@@ -15,7 +15,6 @@ from collectives import arrays as user_arrays
 from collectives.arrays import Flat, Vector
 from collectives.call import Call
 from collectives.communicator import Communicator
-from collectives.errors import of_caller
 from collectives.network.tags import Tags
 from collectives.node import arena
 from collectives.operations import operation
@@ -72,18 +71,15 @@ def compile_group(
     home: Communicator, x: Sequence[Any], op: str, algorithm: str, out: Sequence[Any] | None
 ) -> tuple[Call, Runner]:
     """The call, and what carries it out. ValueError or TypeError where the arguments are bad. Local."""
-    try:
-        sources, targets = _flats(x, out)
-        for source in sources:
-            operation(op, source.dtype)
-        text = f"{len(sources)} arrays ({', '.join(f'{flat.n} {flat.dtype.name}' for flat in sources)}), {op}"
-        raw = GroupCall("allreduce", sum(_nbytes(flat) for flat in sources), np.dtype(np.uint8), None, 0, algorithm,
-                        home.size, arrays=text)  # fmt: skip
-        pairs = [(source, target) for source, target in zip(sources, targets) if source.n]
-        on_node = chosen(home, raw, algorithm) == "shared_memory"
-        runner = (_on_node if on_node else _over_messages)(home, raw, op, pairs)
-    except (ValueError, TypeError) as error:
-        raise of_caller(error) from None
+    sources, targets = _flats(x, out)
+    for source in sources:
+        operation(op, source.dtype)
+    text = f"{len(sources)} arrays ({', '.join(f'{flat.n} {flat.dtype.name}' for flat in sources)}), {op}"
+    raw = GroupCall("allreduce", sum(_nbytes(flat) for flat in sources), np.dtype(np.uint8), None, 0, algorithm,
+                    home.size, arrays=text)  # fmt: skip
+    pairs = [(source, target) for source, target in zip(sources, targets) if source.n]
+    on_node = chosen(home, raw, algorithm) == "shared_memory"
+    runner = (_on_node if on_node else _over_messages)(home, raw, op, pairs)
     return raw, runner
 
 

@@ -81,14 +81,19 @@ def drive(steps: Iterator[None], epoch: Epoch, what: str, spins: int = SPINS) ->
             if waited > epoch.limits.stall_seconds and not warned:
                 warned = True
                 warn(_sentence(what, waited, epoch))
-            if 0 < epoch.limits.timeout_seconds < waited:
-                raise StallError(_sentence(what, epoch.limits.timeout_seconds, epoch))
+            see_in_time(what, waited, epoch)
 
 
 def until(ready: Callable[[], object]) -> Iterator[None]:
     """Steps that end when it is so."""
     while not ready():
         yield
+
+
+def see_in_time(what: str, waited: float, epoch: Epoch) -> None:
+    """StallError where that is longer than a wait may last."""
+    if 0 < epoch.limits.timeout_seconds < waited:
+        raise StallError(_sentence(what, epoch.limits.timeout_seconds, epoch))
 
 
 def _sentence(what: str, waited: float, epoch: Epoch) -> str:

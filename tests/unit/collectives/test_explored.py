@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 from greenlet import GreenletExit
 
 from collectives.communicator import Communicator
@@ -15,7 +14,7 @@ from collectives.shared_memory.executor import MET, SHARED, SLOTS, Executor, _su
 from collectives.shared_memory.program import NOTHING, Phase, Program, Turns
 from collectives.shared_memory.slots import Scalars
 from tests.unit.collectives import explorer
-from tests.unit.collectives.explorer import Explorer, Fault, World
+from tests.unit.collectives.explorer import Explorer, World
 
 OPERATIONS = 2
 TEXT = "allreduce of 1 float64"
