@@ -11,9 +11,11 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-import collectives
+from collectives import api
 from collectives.benchmark import data, rivals
 from collectives.call import REDUCING
+from collectives.node.arena import empty
+from collectives.plan import plan as compiled
 from collectives.schedule.model import cut
 
 MPI_NAME = "MPI"
@@ -80,7 +82,7 @@ class Case:
         return source, source if self.kind in IN_PLACE else self._zeros(out, array)
 
     def _zeros(self, n: int, array: str) -> NDArray[Any]:
-        x = collectives.empty(n, self.dtype, self.comm) if array == "empty" else np.empty(n, self.dtype)
+        x = empty(n, self.dtype, self.comm) if array == "empty" else np.empty(n, self.dtype)
         x.fill(0)
         return x
 
@@ -88,7 +90,7 @@ class Case:
         """Our own plan. Collective; ValueError where the algorithm does not serve this case."""
         source, result = self.arrays(array)
         out = None if self.kind in IN_PLACE else result
-        plan = collectives.plan(self.kind, source, self.comm, op=self.op, algorithm=algorithm, out=out)
+        plan = compiled(self.kind, source, self.comm, op=self.op, algorithm=algorithm, out=out)
         check = self._check(plan, source, result)
         return Candidate(algorithm, array, plan, check, plan.free, plan.predicted_seconds)
 
@@ -105,7 +107,7 @@ class Case:
         keywords: dict[str, Any] = {} if self.kind in IN_PLACE else {"out": result}
         if self.kind in REDUCING:
             keywords["op"] = self.op
-        call = partial(getattr(collectives, self.kind), source, self.comm, **keywords)
+        call = partial(getattr(api, self.kind), source, self.comm, **keywords)
         return Candidate("one_shot", array, call, self._check(call, source, result), lambda: None, None)
 
     def copy(self) -> Callable[[], object]:

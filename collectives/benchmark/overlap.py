@@ -15,9 +15,9 @@ import numpy as np
 from mpi4py import MPI
 from rich.table import Table
 
-import collectives
 from collectives.benchmark.harness import measure
 from collectives.benchmark.sizes import show_bytes
+from collectives.plan import plan as compiled
 from collectives.terminal.console import console
 
 SLICES = 32  # how often the computing thread looks after the communication
@@ -42,7 +42,7 @@ class OverlapRow:
 
 def measure_overlap(comm: MPI.Comm, algorithm: str, x: np.ndarray[Any, Any], array: str, budget_s: float) -> OverlapRow:
     """Overlap of an allreduce of `x` in place. Collective and blocking; the row is the same on every rank."""
-    plan = collectives.plan("allreduce", x, comm, algorithm=algorithm)
+    plan = compiled("allreduce", x, comm, algorithm=algorithm)
     try:
         pure = measure(comm, [plan], budget_s / 3)[0].median
         block = np.ones(16_384, np.float32)

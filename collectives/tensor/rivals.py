@@ -17,7 +17,7 @@ from mpi4py import MPI
 
 from collectives.arrays import Vector
 from collectives.call import Call
-from collectives.network.messages import pieces, release
+from collectives.network.requests import pieces, release
 from collectives.network.tags import Tags
 from collectives.operations import mpi_type, scale
 from collectives.schedule import ring

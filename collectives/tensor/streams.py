@@ -12,14 +12,12 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import cupy as cp
-
-from collectives.tensor.vectors import Ticket
 
 NAP = 1e-4  # seconds
 BY_ADDRESS = 4  # cudaMemcpyDefault: the addresses say which way
@@ -56,7 +54,7 @@ class Streams:
             with cp.cuda.Device(device):
                 cp.cuda.runtime.memcpyAsync(to, source, nbytes, BY_ADDRESS, self._own[device].ptr)
 
-    def ticket(self, devices: Sequence[int]) -> Ticket:
+    def ticket(self, devices: Sequence[int]) -> Callable[[], bool]:
         """Done when all that is queued by now on our streams of these devices has run."""
         left = [_event(device, self._own[device]) for device in devices]
 
