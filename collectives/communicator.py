@@ -77,8 +77,9 @@ class Communicator:
         self.open = True
         self.started: list[Any] = []
         """Operations of `Plan.start` that are not done, in order."""
+        self.plans: dict[Any, Any] = {}
+        """Plans by the identity of their array, as `plan_cache` finds them."""
         self.cache: Any = None
-        """What `plan_cache` keeps here."""
         self.lanes = Lanes(self.comm, self.across)
         """What messages of one-shot calls go over."""
         self.plan_lanes, self.tags_dealt = self.lanes, 0

@@ -33,8 +33,9 @@ class Entry(NamedTuple):
 class PlanCache:
     """The plans of one communicator. A plan says how many `held_bytes` its work vectors take, and can be freed."""
 
-    def __init__(self) -> None:
-        self.by_identity: dict[Any, Entry] = {}
+    def __init__(self, by_identity: dict[Any, Entry]) -> None:
+        """`by_identity` is kept up to date, for who looks there first."""
+        self.by_identity = by_identity
         self._by_place: OrderedDict[Any, Any] = OrderedDict()
         self._held = 0
 
