@@ -273,7 +273,7 @@ def _straight(
             function(*arguments)
         board.number = number
         if lends:
-            board.last_phase = board.phase + 1
+            board.last_phase, board.lent = board.phase + 1, number
         row[rank] = number << 32 | token
         wanted = number * ones + others
         if read(row, order) != wanted and not meet(row, wanted, text):

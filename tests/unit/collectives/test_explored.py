@@ -17,7 +17,7 @@ from collectives.shared_memory.slots import Scalars
 from tests.unit.collectives import explorer
 from tests.unit.collectives.explorer import Explorer, Fault, World
 
-OPERATIONS = 2
+Make = Callable[[World], Board]
 TEXT = "allreduce of 1 float64"
 
 
@@ -122,32 +122,52 @@ class Touching(Slots):
     _fast = Executor._fast
 
 
-def program(kind: type[Slots], bound: bool = False, make: Callable[[World], Board] = World.board) -> explorer.Program:
-    """Two operations of a rank; whatever is raised ends the epoch. `bound`: all know each other's cards already."""
+def program(kind: type[Slots], *, bound: bool = False, operations: int = 2, make: Make = World.board,
+            first: int = 0, anew: bool = False) -> explorer.Program:  # fmt: skip
+    """Some operations of a rank; whatever is raised ends the epoch. `bound`: all know each other's cards already.
+    `first`: the number of the operation before. `anew`: rank 0 brings another array to each."""
 
     def run(world: World) -> Any:
         home: Any = object.__new__(Communicator)
         home.__dict__.update(rank=world.rank, control=None, over=None, started=[], _kept=[], open=True)
+        if first:
+            follow(world, first)
         board = home.board = make(world)
-        call = kind(world, board)
-        if bound:
-            bind(call, board)
+        calls = [made(world, kind, board, bound)]
         results: list[Any] = []
         try:
-            for operation in range(OPERATIONS):
-                call.bring(operation)
-                code = call.fast()
+            board.number = first
+            for operation in range(operations):
+                if operation and anew and world.rank == 0:
+                    calls.append(kind(world, board))
+                calls[-1].bring(operation)
+                code = calls[-1].fast()
                 if code:
-                    explorer.board.drive(call.rest() if code == MET else call.steps(), board, TEXT)
-                results.append(call.result())
+                    explorer.board.drive(calls[-1].rest() if code == MET else calls[-1].steps(), board, TEXT)
+                results.append(calls[-1].result())
         except GreenletExit:
             raise
         except BaseException as error:
             ended(home, error)
-        call.free()
+        calls[-1].free()
         return tuple(results), str(home.over) if home.over else None
 
     return run
+
+
+def made(world: World, kind: type[Slots], board: Board, bound: bool) -> Any:
+    call = kind(world, board)
+    if bound:
+        bind(call, board)
+    return call
+
+
+def follow(world: World, number: int) -> None:
+    """The words of all ranks as they stand after that operation."""
+    for before in (number - 1, number):
+        for rank in range(world.size):
+            place = world.layout.place(("entry", before & 1, rank), rank)
+            world.layout.first[place] = before << 32 | 1
 
 
 def bind(call: Any, board: Board) -> None:
@@ -167,11 +187,11 @@ def ended(home: Any, error: BaseException) -> None:
         assert home.over is not None
 
 
-def sound(size: int, interrupted: bool) -> Callable[[tuple[Any, ...]], None]:
+def sound(size: int, interrupted: bool, operations: int = 2) -> Callable[[tuple[Any, ...]], None]:
     def check(outcomes: tuple[Any, ...]) -> None:
         for results, over in outcomes:
             assert list(results) == [total(size, operation) for operation in range(len(results))], "a wrong sum"
-            assert len(results) == OPERATIONS or over, "neither done nor told why"
+            assert len(results) == operations or over, "neither done nor told why"
         sentences = {over for _, over in outcomes if over}
         assert len(sentences) <= 1, f"two sentences: {sentences}"
         assert interrupted or not sentences, f"nobody failed: {sentences}"
@@ -179,5 +199,10 @@ def sound(size: int, interrupted: bool) -> Callable[[tuple[Any, ...]], None]:
     return check
 
 
-def explore(size: int, run: explorer.Program, interrupted: tuple[int, ...] = (), **how: bool) -> explorer.Explored:
-    return Explorer([run] * size, sound(size, bool(interrupted)), interrupted=interrupted, **how).run()
+def explore(
+    kind: type[Slots], size: int = 2, interrupted: tuple[int, ...] = (), buffered: bool = False, whole: bool = False,
+    operations: int = 2, **how: Any,
+) -> explorer.Explored:  # fmt: skip
+    run = program(kind, operations=operations, **how)
+    check = sound(size, bool(interrupted), operations)
+    return Explorer([run] * size, check, interrupted=interrupted, buffered=buffered, whole=whole).run()
