@@ -180,9 +180,9 @@ class World:
         """Nobody may touch these words from here on."""
         self.access(FREE, tuple(self.layout.place(name) for name in names))
 
-    def board(self) -> board.Board:
+    def board(self, kind: type[Stepping] | None = None) -> board.Board:
         """The real board over these words."""
-        made = Stepping(self._desk(), range(self.size), wait.Limits())
+        made = (kind or Stepping)(self._desk(), range(self.size), wait.Limits())
         made._world, made.spins = self, 0
         made._due = float("inf")  # processes do not end here
         made.poison.flag = self.words(("flag", 0), ("flag", 1))  # type: ignore[assignment]
