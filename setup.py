@@ -11,9 +11,11 @@ TEST = [
     "pytest-mpi>=0.6",
     "pytest-timeout>=2.2",
     "hypothesis>=6.90",
+    "greenlet>=3.0",  # ranks that hand over to one another at each access to shared memory
     "ml_dtypes>=0.4",  # bfloat16 arrays
     "ruff>=0.9",
     "mypy>=1.11",
+    "nvidia-cuda-nvrtc-cu12>=12.3; sys_platform == 'linux'",  # compiles the CUDA kernels, without a GPU
     "setuptools>=70.1",  # the test that installs the project builds a wheel with it
 ]
 DEMO = ["scikit-learn>=1.2", *PLOT]
@@ -42,7 +44,7 @@ setup(
         "mpich": ["mpich>=4.2"],
         "plot": PLOT,
         "demo": DEMO,
-        "gpu": ["cupy-cuda12x>=13"],
+        "gpu": ["cupy-cuda12x[ctk]>=14"],  # ctk: NVRTC and the headers, where no CUDA toolkit is installed
         "lab": LAB,
         "test": [*TEST, *DEMO, *LAB],
         "torch": ["torch>=2.2"],

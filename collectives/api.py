@@ -3,7 +3,7 @@ what its sisters, and `plan`, have in common with it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpi4py import MPI
@@ -36,18 +36,17 @@ def begin(
 def _call(kind: str, x: Any, comm: MPI.Comm | None, op: str, algorithm: str, out: Any, root: int) -> Any:
     """Find the plan, by the identity of the array first, and run it."""
     home = communicator(comm)
-    if home.cache is not None:
-        found = home.cache.by_identity.get((kind, id(x), id(out), op, algorithm, root))
-        if found is not None:
-            made, x_then, out_then, n, dtype = found
-            if x_then() is x and (out is None or out_then() is out) and x.size == n and x.dtype is dtype:
-                try:
-                    code = made.runner.fast()
-                    if code:
-                        made.go_on(code)
-                except BaseException as error:
-                    raise home.fail(made.call.text, error, x, out) from None
-                return out if out is not None else x if kind != "reduce_scatter" else made.result_of(x, out)
+    found = home.plans.get((kind, id(x), id(out), op, algorithm, root))
+    if found is not None:
+        made, x_then, out_then, n, dtype = found
+        if x_then() is x and (out is None or out_then() is out) and x.size == n and x.dtype is dtype:
+            try:
+                code = made.runner.fast()
+                if code:
+                    made.go_on(code)
+            except BaseException as error:
+                raise home.fail(made.call.text, error, x, out) from None
+            return out if out is not None else x if kind != "reduce_scatter" else made.result_of(x, out)
     home.check()
     made = _plan(home, kind, x, op, algorithm, out, root)
     with home.failing(made.call.text, x, out):
@@ -57,11 +56,16 @@ def _call(kind: str, x: Any, comm: MPI.Comm | None, op: str, algorithm: str, out
 
 def _plan(home: Communicator, kind: str, x: Any, op: str, algorithm: str, out: Any, root: int) -> Plan:
     def make() -> Plan:
-        return compile_plan(home, kind, x, op, algorithm, out, root, Tags(home.comm))
+        return compile_plan(home, kind, x, op, algorithm, out, root, Tags(home.lanes))
 
+    return _kept(home, (kind, op, algorithm, root), x, out, make)
+
+
+def _kept(home: Communicator, call: tuple[Any, ...], x: Any, out: Any, make: Callable[[], Plan]) -> Plan:
     if home.cache is None:
-        home.cache = PlanCache()
-    found: Plan = home.cache.find((kind, op, algorithm, root), x, out, make)
+        home.cache = PlanCache(home.plans)
+    with home.preparing(f"{call[0]}, before it has begun"):
+        found: Plan = home.cache.find(call, x, out, make)
     return found
 
 
@@ -182,11 +186,9 @@ def grouped_allreduce(
     arrays, out = list(arrays), None if out is None else list(out)
 
     def make() -> Plan:
-        return compile_group(home, arrays, op, algorithm, out)
+        return Plan(home, *compile_group(home, arrays, op, algorithm, out), out is None)
 
-    if home.cache is None:
-        home.cache = PlanCache()
-    made = home.cache.find(("grouped_allreduce", op, algorithm, 0), arrays, out, make)
+    made = _kept(home, ("grouped_allreduce", op, algorithm, 0), arrays, out, make)
     with home.failing(made.call.text, arrays, out):
         made()
     return arrays if out is None else out

@@ -1,12 +1,13 @@
 """Whatever the user calls an array, as a flat vector in memory.
 
-Anything with ``__array_interface__`` or DLPack on the host becomes a NumPy view of the same memory. Arrays with
-``__cuda_array_interface__`` live on a device and belong to `collectives.tensor`.
+Anything with ``__array_interface__`` or DLPack on the host, and every CPU tensor of PyTorch's, becomes a NumPy view of
+the same memory. Arrays with ``__cuda_array_interface__`` live on a device and belong to `collectives.tensor`.
 """
 
 from __future__ import annotations
 
 import ctypes
+import sys
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -48,25 +49,46 @@ def is_device(x: Any) -> bool:
     return not isinstance(x, np.ndarray) and hasattr(x, "__cuda_array_interface__")
 
 
+def is_torch(x: Any) -> bool:
+    """True for a tensor of PyTorch's, or a subclass of it."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(x, torch.Tensor)
+
+
 def host(x: Any, name: str = "x") -> Vector:
     """`x` as a NumPy array over the same memory; TypeError when it is no host array."""
     if isinstance(x, np.ndarray):
         return x
+    if is_torch(x) and x.device.type == "cpu":
+        return _of_torch(x, name)
     if hasattr(x, "__array_interface__"):
         return np.asarray(x)
     if hasattr(x, "__dlpack__") and not is_device(x):
         array = np.from_dlpack(x)
         return array if DLPACK_TELLS else np.asarray(_Writable(array))
     raise TypeError(
-        f"{name} is of type {type(x).__name__}, which is no array in memory: pass one of NumPy, or one that has "
-        "__array_interface__ or DLPack"
+        f"{name} is of type {type(x).__name__}, which is no array in memory: pass one of NumPy or PyTorch, or one that "
+        "has __array_interface__ or DLPack"
     )
+
+
+def _of_torch(x: Any, name: str) -> Vector:
+    """The memory of a tensor; of one that records gradients its values. NumPy has no bfloat16: ml_dtypes has."""
+    torch = sys.modules["torch"]
+    values = x.detach()
+    if values.dtype != torch.bfloat16:
+        return values.numpy()
+    try:
+        import ml_dtypes
+    except ImportError:
+        raise TypeError(f"{name} holds bfloat16, which needs the package ml_dtypes: pip install ml_dtypes") from None
+    return values.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
 
 
 def flat(array: Vector, name: str, written: bool) -> Flat:
     """The vector of a C-contiguous array, which must be writable if it is `written`; ValueError with what to do."""
     if not array.flags.c_contiguous:
-        raise ValueError(f"{name} of shape {array.shape} is not C-contiguous: pass numpy.ascontiguousarray({name})")
+        raise ValueError(f"{name} of shape {array.shape} is not C-contiguous: pass a contiguous copy of it")
     if written and not array.flags.writeable:
         raise ValueError(f"{name} is read-only, and the result goes there: pass a writable array or out=")
     if array.dtype.hasobject:

@@ -16,9 +16,10 @@ from weakref import WeakSet
 import numpy as np
 from mpi4py import MPI
 
-from collectives.errors import CollectiveError, MismatchError
+from collectives.errors import CollectiveError, MismatchError, of_caller
 from collectives.network import requests
 from collectives.network.control import Control
+from collectives.network.tags import TAGS, Lanes
 from collectives.node.board import Board
 from collectives.node.desk import Desk, open_desks
 from collectives.node.process_memory import OutOfReach
@@ -76,9 +77,12 @@ class Communicator:
         self.open = True
         self.started: list[Any] = []
         """Operations of `Plan.start` that are not done, in order."""
+        self.plans: dict[Any, Any] = {}
+        """Plans by the identity of their array, as `plan_cache` finds them."""
         self.cache: Any = None
-        """What `plan_cache` keeps here."""
-        self.lanes, self.tags_dealt = self.comm, 0
+        self.lanes = Lanes(self.comm, self.across)
+        """What messages of one-shot calls go over."""
+        self.plan_lanes, self.tags_dealt = self.lanes, 0
         """What messages of plans go over, and the tags dealt on it, which keep them apart."""
         self._kept: list[Any] = []
         _alive.add(self)
@@ -112,12 +116,12 @@ class Communicator:
         """Run an operation to its end."""
         drive(steps, self.epoch, what, min(self.board.spins, 16))
 
-    def hear(self) -> None:
-        """Raise where the communicator has ended; beside compute."""
+    def hear(self, waited: float) -> None:
+        """Raise where the communicator has ended; beside compute, through which an operation has waited so long."""
         if self.control is None:
             self.board.hear()
         else:
-            self.epoch.look(0.0)
+            self.epoch.look(waited)
 
     def hold(self) -> None:
         """See anew whether operations may begin by a short way."""
@@ -130,6 +134,16 @@ class Communicator:
             yield
         except BaseException as error:
             raise self.fail(what, error, *kept) from None
+
+    @contextmanager
+    def preparing(self, what: str) -> Iterator[None]:
+        """Errors of arguments raised within are this rank's alone; whatever else is raised ends the communicator."""
+        try:
+            yield
+        except (ValueError, TypeError) as error:
+            raise of_caller(error) from None
+        except BaseException as error:
+            raise self.fail(what, error) from None
 
     def fail(self, what: str, error: BaseException, *kept: Any) -> BaseException:
         """`what` has raised here: end the communicator for all ranks; the error to raise. `kept` is not dropped, as
@@ -149,7 +163,7 @@ class Communicator:
         finally:
             self.started = []
             self.hold()
-        return self.over if isinstance(error, CollectiveError) else error
+        return self.over if isinstance(error, (CollectiveError, MPI.Exception)) else error
 
     def _end(self, told: CollectiveError) -> CollectiveError:
         on_node = self.board.end(told, str(told))
@@ -158,6 +172,13 @@ class Communicator:
     def _given_up(self, what: str, error: BaseException) -> str:
         reason = f": {error}" if str(error) else ""
         return f"rank {self.rank} has given up {what}: {type(error).__name__}{reason}"
+
+    def deal(self, tags: int) -> None:
+        """A plan has taken so many tags; it keeps its lanes where the next one gets others. Collective."""
+        self.tags_dealt += tags
+        if self.tags_dealt > TAGS // 2:
+            across = None if self.across is None else self.across.Dup()
+            self.plan_lanes, self.tags_dealt = Lanes(self.comm.Dup(), across), 0
 
     def drop(self) -> None:
         """Let go of the arrays of operations that have failed, unless MPI may still touch them."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Sequence
 from types import FrameType
 from typing import TypeVar
 
@@ -33,6 +34,11 @@ KINDS: tuple[type[CollectiveError], ...] = (CollectiveError, MismatchError, Stal
 def kind_of(error: BaseException) -> int:
     """The place in `KINDS` of what the other ranks are to raise for this rank's error."""
     return next((n for n, kind in reversed([*enumerate(KINDS)]) if isinstance(error, kind)), 0)
+
+
+def ranks(numbers: Sequence[int]) -> str:
+    """Ranks as a sentence names them."""
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
 def of_caller(error: E) -> E:

@@ -15,12 +15,10 @@ from collectives import arrays as user_arrays
 from collectives.arrays import Flat, Vector
 from collectives.call import Call
 from collectives.communicator import Communicator
-from collectives.errors import of_caller
 from collectives.network.tags import Tags
 from collectives.node import arena
 from collectives.operations import operation
-from collectives.plan import Plan, chosen
-from collectives.runner import Runner, make_runner, ways
+from collectives.runner import Runner, chosen, make_runner, ways
 from collectives.shared_memory.executor import DONE, Executor, not_begun, part_of
 from collectives.shared_memory.program import Step, copy, perform
 
@@ -40,6 +38,8 @@ class GroupCall(Call):
 
 class Packed:
     """Runs what reduces packed arrays, between copies there and back."""
+
+    holds = True
 
     def __init__(self, runners: Sequence[Runner], into: Sequence[Step], back: Sequence[Step]) -> None:
         self._runners, self._into, self._back = runners, into, back
@@ -67,21 +67,20 @@ class Packed:
         return code
 
 
-def compile_group(home: Communicator, x: Sequence[Any], op: str, algorithm: str, out: Sequence[Any] | None) -> Plan:
-    """A plan for all arrays, where the arguments are good; ValueError or TypeError where they are not. Local."""
-    try:
-        sources, targets = _flats(x, out)
-        for source in sources:
-            operation(op, source.dtype)
-        text = f"{len(sources)} arrays ({', '.join(f'{flat.n} {flat.dtype.name}' for flat in sources)}), {op}"
-        raw = GroupCall("allreduce", sum(_nbytes(flat) for flat in sources), np.dtype(np.uint8), None, 0, algorithm,
-                        home.size, arrays=text)  # fmt: skip
-        pairs = [(source, target) for source, target in zip(sources, targets) if source.n]
-        on_node = chosen(home, raw, algorithm) == "shared_memory"
-        runner = (_on_node if on_node else _over_messages)(home, raw, op, pairs)
-    except (ValueError, TypeError) as error:
-        raise of_caller(error) from None
-    return Plan(home, raw, runner, out is None)
+def compile_group(
+    home: Communicator, x: Sequence[Any], op: str, algorithm: str, out: Sequence[Any] | None
+) -> tuple[Call, Runner]:
+    """The call, and what carries it out. ValueError or TypeError where the arguments are bad. Local."""
+    sources, targets = _flats(x, out)
+    for source in sources:
+        operation(op, source.dtype)
+    text = f"{len(sources)} arrays ({', '.join(f'{flat.n} {flat.dtype.name}' for flat in sources)}), {op}"
+    raw = GroupCall("allreduce", sum(_nbytes(flat) for flat in sources), np.dtype(np.uint8), None, 0, algorithm,
+                    home.size, arrays=text)  # fmt: skip
+    pairs = [(source, target) for source, target in zip(sources, targets) if source.n]
+    on_node = chosen(home, raw, algorithm) == "shared_memory"
+    runner = (_on_node if on_node else _over_messages)(home, raw, op, pairs)
+    return raw, runner
 
 
 def _flats(x: Sequence[Any], out: Sequence[Any] | None) -> tuple[list[Flat], list[Flat]]:
@@ -118,7 +117,7 @@ def _on_node(home: Communicator, call: GroupCall, op: str, pairs: Sequence[tuple
 def _over_messages(home: Communicator, call: GroupCall, op: str, pairs: Sequence[tuple[Flat, Flat]]) -> Runner:
     packs = _pack(pairs, np.empty)
     calls = [_call(home, flat, op, call.algorithm) for flat, _, _ in packs]
-    runners = [make_runner(home, one, flat, flat, Tags(home.comm)) for one, (flat, _, _) in zip(calls, packs)]
+    runners = [make_runner(home, one, flat, flat, Tags(home.lanes)) for one, (flat, _, _) in zip(calls, packs)]
     return _packed(runners, packs)
 
 

@@ -14,9 +14,10 @@ from collectives.call import REDUCING, ROOTED, Call, see_root
 from collectives.communicator import Communicator, communicator
 from collectives.errors import CollectiveError, of_caller
 from collectives.network.messages import MessagePlan
-from collectives.network.tags import TAGS, Tags
+from collectives.network.tags import Tags
+from collectives.node.wait import see_in_time
 from collectives.operations import operation
-from collectives.runner import Inner, Over, Runner, build_schedule, choose, choose_reproducible, make_runner
+from collectives.runner import Inner, Over, Runner, build_schedule, chosen, make_runner
 from collectives.shared_memory.executor import MET, Executor
 from collectives.started import Started, advance, begin, finish
 from collectives.tensor import compile_tensor
@@ -63,9 +64,9 @@ class Plan:
 
     def start(self) -> None:
         """Begin to run, and return as soon as there is something to wait for."""
+        self._check()
         if self._operation is not None:
             raise of_caller(CollectiveError(f"{self.call.text} was started twice: wait for it first"))
-        self._check()
         self._operation = operation = Started(self.call.text, self.runner.steps(), self._exclusive)
         with self._home.failing(self.call.text, self._arrays):
             begin(self._home, operation)
@@ -76,7 +77,8 @@ class Plan:
         with self._home.failing(self.call.text, self._arrays):
             advance(self._home)
             if not operation.done and operation.due():
-                self._home.hear()
+                self._home.hear(operation.waited)
+                see_in_time(self.call.text, operation.waited, self._home.epoch)
         return operation.done
 
     def wait(self) -> Any:
@@ -115,6 +117,11 @@ class Plan:
         way = self.runner.way if isinstance(self.runner, Executor) else ""
         return seconds(self._home.table, self.call, self._home.nodes, way)
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of its work vectors, or somewhat more."""
+        return self.call.nbytes if self.runner.holds else 0
+
     def free(self) -> None:
         """Give back what the plan holds of MPI, and its arrays. Local; the plan cannot run any more."""
         if not self._freed:
@@ -150,13 +157,12 @@ def plan(
     """
     home = communicator(comm)
     home.check()
-    tags = Tags(home.lanes, home.tags_dealt)
-    made = compile_plan(home, kind, x, op, algorithm, out, root, tags)
+    tags = Tags(home.plan_lanes, home.tags_dealt)
+    with home.preparing(f"a plan of {kind}"):
+        made = compile_plan(home, kind, x, op, algorithm, out, root, tags)
     made.keep(x, out)
     home.agree("plan of " + made.call.text)
-    home.tags_dealt += tags.count
-    if home.tags_dealt > TAGS // 2:  # all ranks are here
-        home.lanes, home.tags_dealt = home.comm.Dup(), 0
+    home.deal(tags.count)  # by all ranks, as they have just met
     return made
 
 
@@ -164,12 +170,9 @@ def compile_plan(
     home: Communicator, kind: str, x: Any, op: str, algorithm: str, out: Any, root: int, tags: Tags
 ) -> Plan:
     """A plan, where the arguments are good; ValueError or TypeError where they are not. Local."""
-    try:
-        if isinstance(x, (list, tuple)) or arrays.is_device(x) or arrays.is_device(out):
-            return _compile_tensor(home, kind, x, op, algorithm, out, root, tags)
-        return _compile(home, kind, x, op, algorithm, out, root, tags)
-    except (ValueError, TypeError) as error:
-        raise of_caller(error) from None
+    if isinstance(x, (list, tuple)) or arrays.is_device(x) or arrays.is_device(out):
+        return _compile_tensor(home, kind, x, op, algorithm, out, root, tags)
+    return _compile(home, kind, x, op, algorithm, out, root, tags)
 
 
 def _compile(
@@ -215,8 +218,3 @@ def _call(
     return Call(kind, n, x.dtype, reduction, draft.root, chosen(home, draft, algorithm), home.size)
 
 
-def chosen(home: Communicator, draft: Call, algorithm: str) -> str:
-    """The algorithm that a name asks for; the same on all ranks."""
-    if algorithm == "auto":
-        return choose(home, draft)
-    return choose_reproducible(home, draft) if algorithm == "reproducible" else algorithm

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from collectives.plan import Plan
-from collectives.shared_memory.executor import Executor
+from collectives import arrays
 
 MOST_PLANS = 256
 MOST_BYTES = 256 << 20  # of work vectors
@@ -24,7 +23,7 @@ MOST_IDENTITIES = 1024
 class Entry(NamedTuple):
     """A plan, and the array for which it was found last."""
 
-    plan: Plan
+    plan: Any
     x: weakref.ref[Any]
     out: weakref.ref[Any]
     n: int
@@ -32,33 +31,28 @@ class Entry(NamedTuple):
 
 
 class PlanCache:
-    """The plans of one communicator."""
+    """The plans of one communicator. A plan says how many `held_bytes` its work vectors take, and can be freed."""
 
-    def __init__(self) -> None:
-        self.by_identity: dict[Any, Entry] = {}
-        self._by_place: OrderedDict[Any, tuple[Plan, int]] = OrderedDict()
+    def __init__(self, by_identity: dict[Any, Entry]) -> None:
+        """`by_identity` is kept up to date, for who looks there first."""
+        self.by_identity = by_identity
+        self._by_place: OrderedDict[Any, Any] = OrderedDict()
         self._held = 0
 
-    def find(self, key: tuple[Any, ...], x: Any, out: Any, make: Callable[[], Plan]) -> Plan:
-        """The plan for `key`, which says all of the call but its arrays. One that is made is kept."""
-        places = place(x), place(out)
-        if None in places:
-            return make()
-        key = (*key, *places)
-        found = self._by_place.get(key)
-        if found is None:
+    def find(self, call: tuple[Any, ...], x: Any, out: Any, make: Callable[[], Any]) -> Any:
+        """The plan of a call with these arrays: `call` says all else. One that is made is kept."""
+        key = (*call, place(x), place(out))
+        made = self._by_place.get(key)
+        if made is None:
             made = make()
             self._keep(key, made)
         else:
-            made = found[0]
             self._by_place.move_to_end(key)
         if isinstance(x, np.ndarray) and (out is None or isinstance(out, np.ndarray)):
             if len(self.by_identity) >= MOST_IDENTITIES:
                 self.by_identity.clear()
-            out_then = weakref.ref(x if out is None else out)
-            self.by_identity[(key[0], id(x), id(out), *key[1:-2])] = Entry(
-                made, weakref.ref(x), out_then, x.size, x.dtype
-            )
+            entry = Entry(made, weakref.ref(x), weakref.ref(x if out is None else out), x.size, x.dtype)
+            self.by_identity[(call[0], id(x), id(out), *call[1:])] = entry
         return made
 
     def free(self) -> None:
@@ -66,29 +60,29 @@ class PlanCache:
         while self._by_place:
             self._drop()
 
-    def _keep(self, key: Any, plan: Plan) -> None:
-        nbytes = 0 if isinstance(plan.runner, Executor) else plan.call.nbytes
-        self._by_place[key] = plan, nbytes
-        self._held += nbytes
+    def _keep(self, key: Any, plan: Any) -> None:
+        self._by_place[key] = plan
+        self._held += plan.held_bytes
         while len(self._by_place) > MOST_PLANS or (self._held > MOST_BYTES and len(self._by_place) > 1):
             self._drop()
 
     def _drop(self) -> None:
-        _, (plan, nbytes) = self._by_place.popitem(last=False)
-        self._held -= nbytes
+        _, plan = self._by_place.popitem(last=False)
+        self._held -= plan.held_bytes
         self.by_identity.clear()  # which may hold it too
         plan.free()
 
 
 def place(x: Any) -> Any:
-    """Where an array, or each of a list, lies in memory, and what it is; None where that is not known."""
+    """Where an array, or each of a list, lies in memory, and what it is."""
     if isinstance(x, np.ndarray):
         return x.__array_interface__["data"], x.size, x.dtype, x.flags.c_contiguous
     if x is None:
         return ()
     if isinstance(x, (list, tuple)):
-        places = tuple(place(one) for one in x)
-        return None if None in places else places
-    if hasattr(x, "data_ptr") and x.device.type == "cpu":  # a tensor of PyTorch's
-        return x.data_ptr(), x.numel(), x.dtype, x.is_contiguous()
-    return None
+        return tuple([place(one) for one in x])
+    if arrays.is_torch(x):
+        return x.data_ptr(), x.numel(), x.dtype, x.is_contiguous(), x.device
+    if arrays.is_device(x):
+        return str(sorted(x.__cuda_array_interface__.items()))
+    return place(arrays.host(x))

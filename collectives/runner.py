@@ -40,6 +40,8 @@ class Runner(Protocol):
     """What carries a call out. `fast` does it at once, or tells how far it came (`shared_memory.executor`)."""
 
     fast: Callable[[], int]
+    holds: bool
+    """Whether it has work vectors of its own."""
 
     def steps(self) -> Iterator[None]:
         """The operation, in steps between which there is something to wait for."""
@@ -65,6 +67,8 @@ class Inner(NamedTuple):
 
 class Over:
     """A body whose ranks first see that all are in the same call: on the board of a node, or by notes between nodes."""
+
+    holds = True
 
     def __init__(self, home: Communicator, text: str, body: Body, sees: bool = True) -> None:
         """`sees`: False where the body does so itself."""
@@ -118,15 +122,27 @@ def make_body(home: Communicator, call: Call, x: Flat, out: Flat, tags: Tags) ->
     if name == "hierarchical" and home.nodes > 1 and "local" not in parameters:
         if home.across is None:
             raise ValueError(UNEVEN)
-        return TwoLevelPlan(home.board, home.across, call, x, out, ways(home, home.board.size), tags, **parameters)
+        board = home.board
+
+        def on_node(call: Call, x: Flat, out: Flat) -> Callable[[], Iterator[None]]:
+            return Executor(board, call.text, [part_of(call, board.rank, x, out)], ways(home, board.size)).steps
+
+        return TwoLevelPlan(board.rank, board.size, on_node, call, x, out, tags, **parameters)
     schedule = build_schedule(home, call)
-    return MessagePlan(tags.comm, call, schedule, x, out, tags.take(len(schedule.lanes), call.text))
+    return MessagePlan(tags.lanes.comm, call, schedule, x, out, tags.take(len(schedule.lanes), call.text))
 
 
 def ways(home: Communicator, ranks: int) -> Ways:
     """Which vectors go which way between so many ranks of a node."""
     slots = home.table.slot_limits(ranks, home.board.desk.crowded)
     return Ways(slots.always, slots.ordinary, home.table.cross_memory_from(ranks, home.board.desk.crowded))
+
+
+def chosen(home: Communicator, draft: Call, algorithm: str) -> str:
+    """The algorithm that a name asks for; the same on all ranks."""
+    if algorithm == "auto":
+        return choose(home, draft)
+    return choose_reproducible(home, draft) if algorithm == "reproducible" else algorithm
 
 
 def choose(home: Communicator, call: Call) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from collectives.communicator import Communicator
 
 LOOK_SECONDS = 1e-3  # between two looks for the end of the epoch of a rank that tests what it has started
+MOST_BESIDE = 1.0  # seconds between two looks that count as waiting: a rank that computes for longer does not wait
 
 
 class Started:
@@ -15,8 +16,10 @@ class Started:
 
     def __init__(self, what: str, steps: Iterator[None], exclusive: bool) -> None:
         self.what, self.exclusive, self.done = what, exclusive, False
+        self.waited = 0.0
+        """Seconds through which this rank has tested it in vain."""
         self._steps = steps
-        self._due = 0.0
+        self._looked = 0.0
 
     def step(self) -> None:
         """Move it, as far as it goes without waiting."""
@@ -25,9 +28,12 @@ class Started:
     def due(self) -> bool:
         """Whether to look for the end of the epoch again."""
         now = time.monotonic()
-        if now < self._due:
+        since = now - self._looked
+        if since < LOOK_SECONDS:
             return False
-        self._due = now + LOOK_SECONDS
+        if self._looked:
+            self.waited += min(since, MOST_BESIDE)
+        self._looked = now
         return True
 
 

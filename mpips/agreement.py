@@ -92,7 +92,7 @@ class Agreement:
         self.note(text)
         try:
             if card.refusal:
-                living(self._comm).refuse(card.refusal)
+                living(self._comm).agree(card.refusal)
             left = call()
             if isinstance(left, Generator):
                 yield from left

@@ -67,7 +67,9 @@ class Assembly:
             except MismatchError:
                 continue  # others were in a call that cannot be made any more, and know it now
             except CollectiveError:
-                pass  # after a wait that was given up there is nothing left to compare on
+                if self._withdraws:
+                    continue  # all have heard it, or will, and compare anew
+                # else, after a wait that was given up, there is nothing left to compare on
             try:
                 _agreed("close", self._meet("close", _Signature([("close", "")]), math.inf, 0.0))
                 return  # also if others had to be freed of a wait before: they go too

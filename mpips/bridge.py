@@ -4,27 +4,38 @@ begins anew at the store's next call, as all workers have raised its sentence.""
 from __future__ import annotations
 
 from collections.abc import Callable
+from weakref import WeakKeyDictionary
 
 from mpi4py import MPI
 
 from collectives import renew
 from collectives.communicator import Communicator, communicator
+from mpips.meet import Pause
 
-_looks: dict[int, Callable[[], None]] = {}
-"""By the handle of a communicator: what to call while this rank waits on it."""
+_looks: WeakKeyDictionary[Communicator, Callable[[], None]] = WeakKeyDictionary()
+"""What to call while this rank waits for others there."""
+_arrivals: WeakKeyDictionary[Communicator, MPI.Request] = WeakKeyDictionary()
+"""All ranks' coming to begin anew what has ended; who gave up waiting has come all the same."""
 
 
 def living(comm: MPI.Comm) -> Communicator:
     """What `collectives` keeps for the communicator; begun anew if it has ended. Collective, blocking, in that case."""
     home = communicator(comm)
-    if home.over is None:
-        return home
-    limits = home.limits
+    return home if home.over is None else _renewed(comm, home)
+
+
+def _renewed(comm: MPI.Comm, over: Communicator) -> Communicator:
+    """`renew`, which hears nothing of what others need of this rank before they come: so it is heard here."""
+    look = _looks.get(over, lambda: None)
+    pause = Pause(lambda: f"a worker's call after: {over.over}: it", *over.limits, lambda waited: look())
+    request = _arrivals[over] if over in _arrivals else _arrivals.setdefault(over, comm.Ibarrier())
+    while not request.Test():
+        pause()
     renew(comm)
     home = communicator(comm)
-    home.patient(*limits)
-    if comm.handle in _looks:
-        meanwhile(comm, _looks[comm.handle])
+    home.patient(*over.limits)
+    if over in _looks:
+        meanwhile(comm, look)
     return home
 
 
@@ -37,12 +48,12 @@ def patient(comm: MPI.Comm, stall_seconds: float, timeout_seconds: float) -> Com
 
 def meanwhile(comm: MPI.Comm, look: Callable[[], None]) -> None:
     """What to call now and then while this rank waits in shared memory."""
-    board = communicator(comm).board
-    heard = type(board).look
+    home = communicator(comm)
+    heard = type(home.board).look
 
     def both(waited: float) -> None:
         look()
-        heard(board, waited)
+        heard(home.board, waited)
 
-    _looks[comm.handle] = look
-    board.look = both  # type: ignore[method-assign]
+    _looks[home] = look
+    home.board.look = both  # type: ignore[method-assign]

@@ -111,9 +111,9 @@ class Pushing(Settings):
             self.session.begin(key, False)
             card = self._card([key], "push", True)
             out = self._reduced(key) if master else flat if flat.flags.writeable else np.empty_like(flat)
-            agreement.note(card.text)
             self._joined = True
             try:
+                agreement.note(card.text)
                 collectives.reduce(flat, comm, out=out)
                 fallback = agreement.differs()
             except MismatchError as error:

@@ -1,102 +1,26 @@
-"""`mpips bench COLLECTIVE --ranks P` or `mpirun -n P python -m collectives.benchmark COLLECTIVE`."""
+"""`mpips bench COLLECTIVE`: times collectives over the ranks of a job, beside the MPI's own best call.
+
+    mpips bench COLLECTIVE --ranks P        or: mpirun -n P python -m collectives.benchmark COLLECTIVE
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import click
 import numpy as np
 from mpi4py import MPI
 
 from collectives.benchmark import overlap, pt2pt, report, rivals
-from collectives.benchmark.case import ARRAYS, BUS_FACTOR, FLOOR_SHARE, MPI_NAME, Candidate, Case, least_arrays
-from collectives.benchmark.harness import Timing, measure
+from collectives.benchmark.case import FLOOR_SHARE, MPI_NAME, Candidate, Case
+from collectives.benchmark.harness import measure
 from collectives.benchmark.report import Row
-from collectives.benchmark.sizes import parse_counts, show_bytes
-from collectives.call import REDUCING
-from collectives.machine import memory
-from collectives.operations import operation
-from collectives.schedule import catalog
+from collectives.benchmark.sizes import show_bytes
+from collectives.benchmark.wanted import CASES, Wanted, check
 from collectives.terminal.console import OutFile, Picture, RankedCommand, Seconds, leave, progress
-
-CASES = (*BUS_FACTOR, "pt2pt", "overlap")
-PLANS = ("auto", "shared_memory", "native")  # algorithms outside the catalog
-CALLS = ("one_shot", "gloo")  # that cannot be started and waited for
-
-
-class Wanted(NamedTuple):
-    """The words of the command line, understood."""
-
-    dtype: np.dtype[Any]
-    counts: list[int]
-    algorithms: list[str]
-    arrays: list[str]
-
-
-def check(
-    ranks: int, *, collective: str, sizes: str, algorithms: str, arrays: str, dtype: str, op: str, **_: Any
-) -> Wanted:
-    """What the command line means for that many ranks; click.UsageError where it cannot be. Starts no MPI."""
-    try:
-        element = _element(dtype)
-        if collective in (*REDUCING, "overlap"):
-            operation(op, element)
-        counts = parse_counts(sizes, element.itemsize, element.name)
-    except (TypeError, ValueError) as error:
-        raise click.UsageError(str(error)) from None
-    largest = max(counts) * element.itemsize
-    kinds, names = _words(arrays), _words(algorithms)
-    if unknown := [kind for kind in kinds if kind not in ARRAYS]:
-        raise click.UsageError(f"--arrays {unknown[0]!r} is none of {', '.join(ARRAYS)}")
-    if not kinds or not names:
-        raise click.UsageError(f"--{'algorithms' if kinds else 'arrays'} names none")
-    if collective == "pt2pt":
-        if ranks < 2:
-            raise click.UsageError("a ping-pong needs two ranks: --ranks 2")
-        _fits(sizes, largest, 1)
-        return Wanted(element, counts, [], [])
-    for name in names:
-        if reason := _refusal(collective, name, ranks):
-            raise click.UsageError(f"--algorithms {name}: {reason}")
-    _fits(sizes, largest, 1 if collective == "overlap" else least_arrays(collective, kinds))
-    return Wanted(element, counts, names, kinds)
-
-
-def _fits(sizes: str, largest: int, arrays: int) -> None:
-    try:
-        memory.check(f"--sizes {sizes}", largest, arrays, memory.ranks_here())
-    except ValueError as error:
-        raise click.UsageError(str(error)) from None
-
-
-def _refusal(collective: str, algorithm: str, ranks: int) -> str | None:
-    kind, others = ("allreduce", PLANS) if collective == "overlap" else (collective, PLANS + CALLS)
-    if algorithm in others:
-        return None
-    try:
-        name, parameters = catalog.parse(algorithm)
-    except ValueError as error:
-        return str(error)
-    if name not in catalog.names(kind):
-        choices = [other for other in others if other != "gloo" or kind in rivals.GLOO_KINDS]
-        return f"{name!r} is no algorithm for {collective}: choose one of {', '.join([*choices, *catalog.names(kind)])}"
-    if name == "hierarchical" and "local" not in parameters:
-        return None  # the ranks of a node are known in the job alone
-    return catalog.serves(kind, algorithm, ranks)
-
-
-def _words(text: str) -> list[str]:
-    """The comma-separated words of `text`, but not split inside brackets: "ring,bcube(n=2,k=2)"."""
-    words, depth = [""], 0
-    for letter in text:
-        depth += (letter == "(") - (letter == ")")
-        if letter == "," and depth == 0:
-            words.append("")
-        else:
-            words[-1] += letter
-    return [word.strip() for word in words if word.strip()]
 
 
 class _Case(click.Choice):
@@ -162,22 +86,6 @@ def command(
         leave(1)
 
 
-def _element(dtype: str) -> np.dtype[Any]:
-    if dtype == "bfloat16":
-        try:
-            import ml_dtypes
-        except ImportError:
-            raise ValueError("bfloat16 needs the package ml_dtypes: pip install ml_dtypes") from None
-        return np.dtype(ml_dtypes.bfloat16)
-    try:
-        element = np.dtype(dtype)
-    except TypeError:
-        element = np.dtype(object)
-    if element.kind not in "biufc":
-        raise ValueError(f"--dtype {dtype!r} is no type of numbers, such as float32, float16, bfloat16, float64, int32")
-    return element
-
-
 def _write(
     rows: list[Row], title: str, json_path: Path | None, csv_path: Path | None, plot_path: Path | None
 ) -> None:
@@ -189,21 +97,22 @@ def _write(
         report.draw(rows, plot_path, title)
 
 
-def _collective(case: Case, algorithms: list[str], arrays: list[str], seconds: float, check: bool) -> list[Row]:
+def _collective(case: Case, algorithms: list[str], arrays: list[str], seconds: float, checked: bool) -> list[Row]:
     """Rows of one size: the MPI's best first, then every algorithm on every kind of array."""
     native = case.mpi()
     chosen = list(_candidates(case, algorithms, arrays))
     try:
-        faults = [candidate.check() if check else None for candidate in chosen]
+        faults = [candidate.check() if checked else None for candidate in chosen]
         copy, *timings = measure(case.comm, [case.copy(), *(c.run for c in [*native, *chosen])], seconds)
     finally:
         for candidate in chosen:
             candidate.close()
     best = min(timings[: len(native)], key=lambda t: t.median, default=None)
     floor = copy.median * FLOOR_SHARE[case.kind](case.comm.size)
-    rows = [] if best is None else [_row(case, MPI_NAME, "ordinary", best, None, best, None, floor)]
+    row = partial(Row.measured, case.kind, case.dtype, case.op, case.comm.size, case.n, native=best, floor=floor)
+    rows = [] if best is None else [row(MPI_NAME, "ordinary", best)]
     for candidate, timing, wrong in zip(chosen, timings[len(native) :], faults):
-        rows.append(_row(case, candidate.algorithm, candidate.array, timing, wrong, best, candidate.predicted, floor))
+        rows.append(row(candidate.algorithm, candidate.array, timing, wrong=wrong, predicted=candidate.predicted))
     return rows
 
 
@@ -223,30 +132,10 @@ def _candidates(case: Case, algorithms: list[str], arrays: list[str]) -> Iterabl
                 raise click.UsageError(str(error)) from None
 
 
-def _row(
-    case: Case, algorithm: str, array: str, t: Timing, wrong: int | None, native: Timing | None,
-    predicted: float | None, floor: float,
-) -> Row:  # fmt: skip
-    nbytes = case.n * case.dtype.itemsize
-    algbw = nbytes / t.median / 1e9
-    return Row(
-        case.kind, algorithm, array, case.dtype.name, case.op, case.comm.size, nbytes, case.n,
-        1e6 * t.least, 1e6 * t.median, 1e6 * t.p99, algbw, algbw * BUS_FACTOR[case.kind](case.comm.size), wrong,
-        None if native is None else native.median / t.median, None if predicted is None else 1e6 * predicted,
-        1e6 * floor,
-    )  # fmt: skip
-
-
 def _pt2pt(comm: MPI.Comm, n: int, dtype: np.dtype[Any], seconds: float) -> list[Row]:
     timings = pt2pt.ping_pong(comm, np.zeros(n, dtype), seconds)
-    rows = []
-    for name, t in timings.items():
-        rate = n * dtype.itemsize / t.median / 1e9
-        rows.append(
-            Row("pt2pt", name, "ordinary", dtype.name, "none", comm.size, n * dtype.itemsize, n, 1e6 * t.least,
-                1e6 * t.median, 1e6 * t.p99, rate, rate, None, timings["blocking"].median / t.median)
-        )  # fmt: skip
-    return rows
+    row = partial(Row.measured, "pt2pt", dtype, "none", comm.size, n, native=timings["blocking"])
+    return [row(name, "ordinary", timing) for name, timing in timings.items()]
 
 
 def _overlap(comm: MPI.Comm, wanted: Wanted, seconds: float, title: str, json_path: Path | None) -> None:
@@ -259,7 +148,7 @@ def _overlap(comm: MPI.Comm, wanted: Wanted, seconds: float, title: str, json_pa
     if comm.rank == 0:
         overlap.print_overlap(rows, title)
         if json_path:
-            overlap.write_overlap(rows, json_path)
+            report.write_json(rows, json_path)
 
 
 if __name__ == "__main__":

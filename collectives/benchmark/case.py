@@ -11,23 +11,14 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-import collectives
+from collectives import api
 from collectives.benchmark import data, rivals
 from collectives.call import REDUCING
+from collectives.node.arena import empty
+from collectives.plan import plan as compiled
 from collectives.schedule.model import cut
 
-ARRAYS = ("ordinary", "empty")
 MPI_NAME = "MPI"
-
-BUS_FACTOR: dict[str, Callable[[int], float]] = {
-    "allreduce": lambda p: 2 * (p - 1) / p,
-    "reduce_scatter": lambda p: (p - 1) / p,
-    "allgather": lambda p: (p - 1) / p,
-    "alltoall": lambda p: (p - 1) / p,
-    "broadcast": lambda p: 1.0,
-    "reduce": lambda p: 1.0,
-}
-"""busbw / algbw over p ranks, as nccl-tests define it (doc/PERFORMANCE.md there); `bytes` is the larger buffer."""
 
 IN_PLACE = ("allreduce", "broadcast")
 
@@ -42,12 +33,6 @@ FLOOR_SHARE: dict[str, Callable[[int], float]] = {
 """(bytes that must be read + bytes that must be written) / (2 x bytes), a rank. To copy `bytes` bytes is to read and
 to write as many. An allreduce in place reads the p vectors once and writes them once; a reduce_scatter writes one in
 all, an allgather reads one, a broadcast in place reads one and writes p - 1."""
-
-
-def least_arrays(kind: str, arrays: list[str]) -> int:
-    """How many arrays of the larger buffer's size a rank holds at once, at least, while these are timed: those of each
-    kind, and the two of the bare copy."""
-    return 2 + len(set(arrays)) * (2 if kind in ("reduce", "alltoall") else 1)
 
 
 class Candidate(NamedTuple):
@@ -97,7 +82,7 @@ class Case:
         return source, source if self.kind in IN_PLACE else self._zeros(out, array)
 
     def _zeros(self, n: int, array: str) -> NDArray[Any]:
-        x = collectives.empty(n, self.dtype, self.comm) if array == "empty" else np.empty(n, self.dtype)
+        x = empty(n, self.dtype, self.comm) if array == "empty" else np.empty(n, self.dtype)
         x.fill(0)
         return x
 
@@ -105,7 +90,7 @@ class Case:
         """Our own plan. Collective; ValueError where the algorithm does not serve this case."""
         source, result = self.arrays(array)
         out = None if self.kind in IN_PLACE else result
-        plan = collectives.plan(self.kind, source, self.comm, op=self.op, algorithm=algorithm, out=out)
+        plan = compiled(self.kind, source, self.comm, op=self.op, algorithm=algorithm, out=out)
         check = self._check(plan, source, result)
         return Candidate(algorithm, array, plan, check, plan.free, plan.predicted_seconds)
 
@@ -122,7 +107,7 @@ class Case:
         keywords: dict[str, Any] = {} if self.kind in IN_PLACE else {"out": result}
         if self.kind in REDUCING:
             keywords["op"] = self.op
-        call = partial(getattr(collectives, self.kind), source, self.comm, **keywords)
+        call = partial(getattr(api, self.kind), source, self.comm, **keywords)
         return Candidate("one_shot", array, call, self._check(call, source, result), lambda: None, None)
 
     def copy(self) -> Callable[[], object]:

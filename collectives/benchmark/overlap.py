@@ -6,22 +6,19 @@ wait together, and the compute lasts as long as the communication alone.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 from rich.table import Table
 
-import collectives
 from collectives.benchmark.harness import measure
-from collectives.benchmark.report import machine
 from collectives.benchmark.sizes import show_bytes
-from collectives.terminal.console import console, write_text
+from collectives.plan import plan as compiled
+from collectives.terminal.console import console
 
 SLICES = 32  # how often the computing thread looks after the communication
 
@@ -45,7 +42,7 @@ class OverlapRow:
 
 def measure_overlap(comm: MPI.Comm, algorithm: str, x: np.ndarray[Any, Any], array: str, budget_s: float) -> OverlapRow:
     """Overlap of an allreduce of `x` in place. Collective and blocking; the row is the same on every rank."""
-    plan = collectives.plan("allreduce", x, comm, algorithm=algorithm)
+    plan = compiled("allreduce", x, comm, algorithm=algorithm)
     try:
         pure = measure(comm, [plan], budget_s / 3)[0].median
         block = np.ones(16_384, np.float32)
@@ -83,8 +80,3 @@ def print_overlap(rows: Sequence[OverlapRow], title: str) -> None:
         numbers = [f"{value:.1f}" for value in (row.overall_us, row.compute_us, row.pure_us, row.overlap_percent)]
         table.add_row(show_bytes(row.bytes), row.algorithm, row.array, *numbers)
     console().print(table)
-
-
-def write_overlap(rows: Sequence[OverlapRow], path: Path) -> None:
-    """The rows as a JSON list at `path`."""
-    write_text(path, json.dumps([asdict(row) | {"on": machine()} for row in rows], indent=1) + "\n")

@@ -6,7 +6,7 @@ import csv
 import json
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,21 @@ from mpi4py import MPI
 from rich import box
 from rich.table import Table
 
+from collectives.benchmark.harness import Timing
 from collectives.benchmark.sizes import show_bytes
 from collectives.terminal.console import console, write_text, writing
 
 FLOOR_BYTES = 1 << 20  # below, a call is no matter of bytes
+
+BUS_FACTOR: dict[str, Callable[[int], float]] = {
+    "allreduce": lambda p: 2 * (p - 1) / p,
+    "reduce_scatter": lambda p: (p - 1) / p,
+    "allgather": lambda p: (p - 1) / p,
+    "alltoall": lambda p: (p - 1) / p,
+    "broadcast": lambda p: 1.0,
+    "reduce": lambda p: 1.0,
+}
+"""busbw / algbw over p ranks, as nccl-tests define it (doc/PERFORMANCE.md there); `bytes` is the larger buffer."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +61,24 @@ class Row:
     vs_native: float | None
     predicted_us: float | None = None
     floor_us: float | None = None
+
+    @classmethod
+    def measured(
+        cls, kind: str, dtype: np.dtype[Any], op: str, ranks: int, n: int, algorithm: str, array: str, t: Timing,
+        wrong: int | None = None, native: Timing | None = None, predicted: float | None = None,
+        floor: float | None = None,
+    ) -> Row:  # fmt: skip
+        """The row of n elements in the time t; all times in seconds."""
+        nbytes = n * dtype.itemsize
+        algbw = nbytes / t.median / 1e9
+        busbw = algbw * BUS_FACTOR.get(kind, lambda p: 1.0)(ranks)
+        return cls(
+            kind, algorithm, array, dtype.name, op, ranks, nbytes, n, 1e6 * t.least, 1e6 * t.median, 1e6 * t.p99,
+            algbw, busbw, wrong,
+            vs_native=None if native is None else native.median / t.median,
+            predicted_us=None if predicted is None else 1e6 * predicted,
+            floor_us=None if floor is None else 1e6 * floor,
+        )  # fmt: skip
 
 
 def machine() -> dict[str, Any]:
@@ -88,8 +117,8 @@ def print_table(rows: Sequence[Row], title: str) -> None:
     console().print(table)
 
 
-def write_json(rows: Sequence[Row], path: Path) -> None:
-    """The rows as a JSON list at `path`, each with the machine it was measured on."""
+def write_json(rows: Sequence[Any], path: Path) -> None:
+    """The rows, of any dataclass, as a JSON list at `path`, each with the machine it was measured on."""
     where = machine()
     write_text(path, json.dumps([asdict(row) | {"on": where} for row in rows], indent=1) + "\n")
 

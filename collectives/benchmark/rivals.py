@@ -28,8 +28,8 @@ def mpi_calls(
     """
     mpi_op = OPS[op]
     try:
-        MPI._typedict[source.dtype.char]
-    except KeyError:
+        MPI.Datatype.fromcode(source.dtype.char)
+    except ValueError:
         return []
     own, all_blocks = [source, source.size], (out, (blocks, None))
     calls: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...]]] = {

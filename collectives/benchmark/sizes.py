@@ -1,4 +1,4 @@
-"""Byte counts as people write them."""
+"""Sizes as people write them: "4KiB", "1KiB:64MiB:4", and back to words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where programs are loaded: at random addresses, unless they are started by words that say otherwise.
+"""The words that start programs at addresses that are not random, for ranks that share a core.
 
 A core remembers branches by their addresses. Where several ranks share one, and each is at addresses of its own, each
 finds at its turn that the core has learned the others' branches.

@@ -1,4 +1,4 @@
-"""How long a copy must be to go past the caches, where glibc takes them for larger than they are.
+"""The glibc setting that sends long copies past the caches, where glibc takes these for larger than they are.
 
 glibc's memcpy, which NumPy's copies end in, writes around the caches when a copy is longer than 3/4 of the last one:
 what lands there will not be found in it anyway, and lines that are only overwritten need not be fetched first. On EPYC

@@ -1,4 +1,4 @@
-"""How much memory this machine has, and what is said of arrays that it cannot hold."""
+"""How much memory this machine has, and whether arrays fit into it."""
 
 from __future__ import annotations
 

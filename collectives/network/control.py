@@ -62,8 +62,22 @@ class Control:
     def operation(self, text: str, steps: Iterator[None]) -> Iterator[None]:
         """The steps of one operation, numbered; every rank begins the same operations in the same order."""
         number = self._begin(text)
-        yield from steps
+        try:
+            yield from steps
+        except (MPI.Exception, MismatchError):
+            yield from self._named(number)
+            raise
         self._end(number)
+
+    def _named(self, number: int) -> Iterator[None]:
+        """This operation has failed: MismatchError with what all ranks call, where that is because they differ."""
+        self._tell(number)
+        until = time.monotonic() + NAMES_SECONDS
+        while len(self._heard.get(number, ())) < self._size - 1 and time.monotonic() < until:
+            self.look(0.0)
+            yield
+        if number in self._heard:
+            self._compare(number)
 
     def agreed(self, text: str) -> Iterator[None]:
         """MismatchError on every rank unless all bring the same text."""

@@ -19,11 +19,9 @@ from mpi4py import MPI
 
 from collectives.arrays import Flat, Vector
 from collectives.call import Call
-from collectives.network.requests import release
+from collectives.network.requests import pieces, release
 from collectives.network.workspace import Workspace
 from collectives.schedule.model import NOBODY, RankStep, Schedule, extent, in_rank_order, overlap
-
-MESSAGE_BYTES = 4 << 20
 
 
 class _Landing(NamedTuple):
@@ -137,9 +135,3 @@ class MessagePlan:
         for terms in sums.values():
             landings += [_Landing(terms[to], terms[of], True) for to, of in in_rank_order(comm.rank, terms)]
         return _Step(requests, landings)
-
-
-def pieces(vector: Vector) -> list[list[Any]]:
-    """Buffers of MESSAGE_BYTES at most, as bytes, which every element type is."""
-    raw = vector.view(np.uint8)
-    return [[raw[at : at + MESSAGE_BYTES], MPI.BYTE] for at in range(0, raw.size, MESSAGE_BYTES)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from typing import NamedTuple
 
 from mpi4py import MPI
 
@@ -10,16 +11,23 @@ FIRST_TAG = 16
 TAGS = 8000  # of each sort; MPI promises 32,767 at least
 
 
+class Lanes(NamedTuple):
+    """What messages go over: the communicator of all ranks, and that of the ranks with this one's place in their nodes
+    (None where nodes differ in size)."""
+
+    comm: MPI.Intracomm
+    across: MPI.Comm | None
+
+
 class Tags:
-    """The tags of one plan, whose messages go over `comm`. `first` counts the tags that were dealt on it before, on all
-    ranks alike.
+    """The tags of one plan. `first` counts the tags that were dealt on these lanes before, on all ranks alike.
 
     None is a one-shot call: nothing of its sort is ever in flight beside it, so what a text of it makes is enough.
     Ranks whose calls differ then do not take each other's messages, and `control` finds out why they wait.
     """
 
-    def __init__(self, comm: MPI.Intracomm, first: int | None = None):
-        self.comm, self._first = comm, first
+    def __init__(self, lanes: Lanes, first: int | None = None):
+        self.lanes, self._first = lanes, first
         self.count = 0
         """How many were taken."""
 

@@ -59,7 +59,7 @@ class Board:
         self.fence = desk.fence
         self.ones = sum(1 << 64 * rank for rank in range(self.size))
         """Times a number: that number once for each rank, as in a row read at once."""
-        self._numbers = self.ones * NUMBERS << 32
+        self.numbers = self.ones * NUMBERS << 32
         self.number = 0
         """The operation that this rank has entered last."""
         self.phase = 0
@@ -71,6 +71,8 @@ class Board:
         self.spent = -CARDS
         """Only a card that was put after this one may be brought by a short way."""
         self.spins = SPINS_SHARED if desk.crowded else SPINS_ALONE
+        self.looks = range(self.spins + MOST_LOOKS)
+        """A short way looks so many times, and gives way after `spins` of them, before the wait loop takes over."""
         self._held = self._carrying = False
         self._due = 0.0
         self._peers = Peers(desk.pids)
@@ -104,16 +106,8 @@ class Board:
             self.fence()
 
     def meet(self, row: memoryview, wanted: int, what: str) -> bool:
-        """Until all have entered this operation. Blocking. Whether they bring the tokens of `wanted`."""
-        numbers = wanted & self._numbers
-        for look in range(self.spins + MOST_LOOKS):
-            seen = int.from_bytes(row, ORDER)
-            if seen == wanted:
-                return True
-            if look >= self.spins:
-                if seen & self._numbers == numbers:
-                    return False
-                sched_yield()
+        """Until all have entered this operation, after `looks` have not seen it. Blocking. Whether they bring the tokens
+        of `wanted`."""
         drive(until(self._complete), self, what)
         return int.from_bytes(row, ORDER) == wanted
 
@@ -151,12 +145,7 @@ class Board:
             self.fence()
 
     def follow(self, row: memoryview, finished: int, what: str) -> None:
-        """As `followed`. Blocking."""
-        for look in range(self.spins + MOST_LOOKS):
-            if int.from_bytes(row, ORDER) == finished:
-                return
-            if look >= self.spins:
-                sched_yield()
+        """As `followed`, after `looks` have not seen it. Blocking."""
         drive(self.followed(), self, what)
 
     def carried_out(self, steps: Iterator[None]) -> Iterator[None]:
@@ -223,7 +212,7 @@ class Board:
 
     def _complete(self) -> bool:
         row = int.from_bytes(self.entries[self.number & 1], ORDER)
-        return row & self._numbers == self.number * self.ones << 32
+        return row & self.numbers == self.number * self.ones << 32
 
     def _late(self) -> list[int]:
         entries, progress = self.entries[self.number & 1], self.progress[self.phase & 1]

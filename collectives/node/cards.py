@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from collectives.errors import CollectiveError, MismatchError
-from collectives.node.wait import ranks
+from collectives.errors import CollectiveError, MismatchError, ranks
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

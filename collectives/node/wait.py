@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
-from collectives.errors import StallError, warn
+from collectives.errors import StallError, ranks, warn
 
 SPINS = 16  # steps before the first yield
 LOOK_SECONDS = 1e-4  # between two looks around; yields are not counted, as each may cost a slice of a busy core
@@ -81,8 +81,7 @@ def drive(steps: Iterator[None], epoch: Epoch, what: str, spins: int = SPINS) ->
             if waited > epoch.limits.stall_seconds and not warned:
                 warned = True
                 warn(_sentence(what, waited, epoch))
-            if 0 < epoch.limits.timeout_seconds < waited:
-                raise StallError(_sentence(what, epoch.limits.timeout_seconds, epoch))
+            see_in_time(what, waited, epoch)
 
 
 def until(ready: Callable[[], object]) -> Iterator[None]:
@@ -91,12 +90,13 @@ def until(ready: Callable[[], object]) -> Iterator[None]:
         yield
 
 
+def see_in_time(what: str, waited: float, epoch: Epoch) -> None:
+    """StallError where that is longer than a wait may last."""
+    if 0 < epoch.limits.timeout_seconds < waited:
+        raise StallError(_sentence(what, epoch.limits.timeout_seconds, epoch))
+
+
 def _sentence(what: str, waited: float, epoch: Epoch) -> str:
     late = list(epoch.late())
     missing = f": {ranks(late)} {'have' if len(late) > 1 else 'has'} not come" if late else ""
     return f"{what} has waited for {waited:.3g} s{missing}"
-
-
-def ranks(numbers: Sequence[int]) -> str:
-    """Ranks as a sentence names them."""
-    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"

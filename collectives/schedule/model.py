@@ -149,13 +149,13 @@ class Schedule:
             if rounds:
                 yield RankStep(index, rounds)
 
-    def offsets(self, n: int, lane: int, grain: int = 1) -> NDArray[np.int64]:
+    def offsets(self, n: int, lane: int) -> NDArray[np.int64]:
         """Where the chunks of `lane` begin in a vector of n elements: chunks + 1 element numbers, from the lane's first
-        to one past its last. Cuts fall on multiples of `grain` elements (the end apart); chunks may be empty."""
-        units = -(-n // grain)
-        chunks = self.lanes[lane].chunks
-        first, last = cut(units, len(self.lanes), lane), cut(units, len(self.lanes), lane + 1)
-        return np.minimum(n, grain * (first + cut(last - first, chunks, np.arange(chunks + 1, dtype=np.int64))))
+        to one past its last. Chunks may be empty."""
+        chunks = np.arange(self.lanes[lane].chunks + 1, dtype=np.int64)
+        first, last = cut(n, len(self.lanes), lane), cut(n, len(self.lanes), lane + 1)
+        offsets: NDArray[np.int64] = first + cut(last - first, len(chunks) - 1, chunks)
+        return offsets
 
 
 def parse(algorithm: str) -> tuple[str, dict[str, Any]]:

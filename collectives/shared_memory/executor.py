@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from os import sched_yield
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -73,6 +74,8 @@ def part_of(call: Call, rank: int, x: Flat, out: Flat) -> Part:
 class Executor:
     """One call compiled for the ranks of a board: of one array, or of several that are reduced side by side. Making it
     is local."""
+
+    holds = False
 
     def __init__(self, board: Board, text: str, parts: Sequence[Part], ways: Ways) -> None:
         self._board, self._desk, self._text, self._parts, self._ways = board, board.desk, text, parts, ways
@@ -215,6 +218,7 @@ def not_begun() -> int:
 def _sum_of_scalars(board: Board, text: str, put: int, token: int, others: int, few: Scalars) -> Callable[[], int]:
     rank, ones, order, read, meet = board.rank, board.ones << 32, ORDER, int.from_bytes, board.meet
     even, odd = zip(board.entries, few.mine, few.first, few.second, few.more)
+    spins, looks, numbers = board.spins, board.looks, board.numbers
     turns, x, two = (even, odd), few.x, len(few.x) == 2
     out: Any = few.out  # floats, which memoryviews of them take
 
@@ -228,9 +232,20 @@ def _sum_of_scalars(board: Board, text: str, put: int, token: int, others: int, 
             mine[1] = x[1]
         board.number = number
         row[rank] = number << 32 | token
-        wanted = number * ones + others
-        if read(row, order) != wanted and not meet(row, wanted, text):
-            return MET
+        entered = number * ones
+        wanted = entered + others
+        if read(row, order) != wanted:
+            for look in looks:
+                seen = read(row, order)
+                if seen == wanted:
+                    break
+                if look >= spins:
+                    if seen & numbers == entered:
+                        return MET
+                    sched_yield()
+            else:
+                if not meet(row, wanted, text):
+                    return MET
         out[0] = first[0] + second[0]
         if two:
             out[1] = first[1] + second[1]
@@ -262,7 +277,7 @@ def _straight(
     rank, ones, order, read, meet = board.rank, board.ones << 32, ORDER, int.from_bytes, board.meet
     turns = tuple(zip(board.entries, puts, program.last))
     progress, finished, follow = board.progress, board.ones, board.follow
-    phases = program.phases
+    phases, spins, looks, numbers = program.phases, board.spins, board.looks, board.numbers
 
     def fast() -> int:
         number = board.number + 1
@@ -275,9 +290,20 @@ def _straight(
         if lends:
             board.last_phase, board.lent = board.phase + 1, number
         row[rank] = number << 32 | token
-        wanted = number * ones + others
-        if read(row, order) != wanted and not meet(row, wanted, text):
-            return MET
+        entered = number * ones
+        wanted = entered + others
+        if read(row, order) != wanted:
+            for look in looks:
+                seen = read(row, order)
+                if seen == wanted:
+                    break
+                if look >= spins:
+                    if seen & numbers == entered:
+                        return MET
+                    sched_yield()
+            else:
+                if not meet(row, wanted, text):
+                    return MET
         for before, after in phases:
             for function, arguments in before:
                 function(*arguments)
@@ -286,8 +312,15 @@ def _straight(
             row[rank] = phase
             for function, arguments in after:
                 function(*arguments)
-            if read(row, order) != phase * finished:
-                follow(row, phase * finished, text)
+            wanted = phase * finished
+            if read(row, order) != wanted:
+                for look in looks:
+                    if read(row, order) == wanted:
+                        break
+                    if look >= spins:
+                        sched_yield()
+                else:
+                    follow(row, wanted, text)
         for function, arguments in last:
             function(*arguments)
         return DONE

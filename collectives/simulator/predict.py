@@ -1,4 +1,4 @@
-"""One algorithm on one network: its simulated time, the closed form beside it; and figure 5 of the BML paper."""
+"""How long one algorithm takes on one network, a ring on a fat-tree for one: by simulation, and by formula beside."""
 
 from __future__ import annotations
 

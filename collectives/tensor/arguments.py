@@ -31,6 +31,10 @@ class Place(NamedTuple):
         """The address of an element."""
         return self.address + element * self.dtype.itemsize
 
+    def moved(self, address: int) -> Place:
+        """The same elements elsewhere."""
+        return self._replace(address=address)
+
     def vector(self) -> Vector:
         """A NumPy view of a place on the host."""
         return Flat(self.address, self.n, self.dtype).vector()

@@ -166,8 +166,8 @@ def _make(
     if call.algorithm == "reg":
         return Reg(home.comm, call, vectors)
     if call.algorithm == "vector_ring":
-        return VectorRing(tags.comm, call, vectors, tags)
-    return Fused(tags.comm, call, build_schedule(call), vectors, tags)
+        return VectorRing(tags.lanes.comm, call, vectors, tags)
+    return Fused(tags.lanes.comm, call, build_schedule(call), vectors, tags)
 
 
 def _vectors(sources: list[Place], targets: list[Place], call: TensorCall) -> Vectors:

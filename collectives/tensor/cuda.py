@@ -26,6 +26,12 @@ from collectives.tensor.pinned import POOL
 from collectives.tensor.streams import Streams
 from collectives.tensor.vectors import Ticket
 
+PATIENCE = 10.0
+"""Seconds that an operation which was broken off waits for its kernels. They wait for what the user has queued, and
+that may wait for another rank, which is perhaps why the operation was broken off."""
+_LEFT: list[list[Vector]] = []
+"""Host memory that kernels may still work on after so long. No other operation gets it."""
+
 
 class CudaVectors:
     """Vectors of one worker, at least one of them on a GPU. `operation` is a NumPy ufunc's name, of `kernels`."""
@@ -36,16 +42,18 @@ class CudaVectors:
         devices = list(dict.fromkeys(p.device for p in [*sources, *targets] if p.device is not None))
         _see_peers(devices)
         self._streams = Streams(devices)
+        self._pinned: list[Vector] = []
         self._reducing = tuple(dict.fromkeys(s.device for s in sources if s.device is not None)) or tuple(devices)
         """The GPUs that share the sums: those that hold what is given."""
         self._given = [(self.host(s.n), s.vector()) for s in sources if s.device is None]
         pinned = iter([vector.ctypes.data for vector, _ in self._given])
-        self._sources = [s if s.device is not None else s._replace(address=next(pinned)) for s in sources]
+        self._sources = [s if s.device is not None else s.moved(next(pinned)) for s in sources]
         self._targets = [t for t in targets if t.device is not None]
         self._host_targets = [t.vector() for t in targets if t.device is None]
 
     def host(self, n: int) -> Vector:
-        return POOL.take(n, self.dtype, self._streams.devices[0])
+        self._pinned.append(POOL.take(n, self.dtype, self._streams.devices[0]))
+        return self._pinned[-1]
 
     def begin(self) -> None:
         self._streams.after_user()
@@ -53,10 +61,11 @@ class CudaVectors:
             np.copyto(pinned, given)
 
     def finish(self) -> None:
-        self._streams.synchronize()
+        if not self._streams.drained(PATIENCE):
+            _LEFT.append(self._pinned)
 
     def free(self) -> None:
-        self._given, self._sources, self._targets, self._host_targets = [], [], [], []
+        self._given, self._sources, self._targets, self._host_targets, self._pinned = [], [], [], [], []
 
     def gather(self, start: int, stop: int, incoming: Vector | None, out: Vector) -> Ticket:
         parts = [source.at(start) for source in self._sources]

@@ -22,7 +22,7 @@ from mpi4py import MPI
 
 from collectives.arrays import Vector
 from collectives.call import Call
-from collectives.network.messages import pieces, release
+from collectives.network.requests import pieces, release
 from collectives.network.tags import Tags
 from collectives.operations import scale
 from collectives.schedule.model import NOBODY, Interval, RankStep, Schedule, extent

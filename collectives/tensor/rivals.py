@@ -17,7 +17,7 @@ from mpi4py import MPI
 
 from collectives.arrays import Vector
 from collectives.call import Call
-from collectives.network.messages import pieces, release
+from collectives.network.requests import pieces, release
 from collectives.network.tags import Tags
 from collectives.operations import mpi_type, scale
 from collectives.schedule import ring
@@ -116,7 +116,7 @@ class VectorRing:
                 while not MPI.Request.Testall(step.requests):
                     yield
                 arrived = vectors.store(0, *step.received, _first(self._incoming, step.received), step.add)
-                yield from until(arrived, *passed)
+                yield from until(*passed, arrived)
             if self._whole is not None:
                 yield from self._average(self._whole)
 

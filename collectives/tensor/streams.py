@@ -11,15 +11,15 @@ After    The host waits: no operation ends before its tickets are done. What the
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import cupy as cp
 
-from collectives.tensor.vectors import Ticket
-
+NAP = 1e-4  # seconds
 BY_ADDRESS = 4  # cudaMemcpyDefault: the addresses say which way
 
 
@@ -54,7 +54,7 @@ class Streams:
             with cp.cuda.Device(device):
                 cp.cuda.runtime.memcpyAsync(to, source, nbytes, BY_ADDRESS, self._own[device].ptr)
 
-    def ticket(self, devices: Sequence[int]) -> Ticket:
+    def ticket(self, devices: Sequence[int]) -> Callable[[], bool]:
         """Done when all that is queued by now on our streams of these devices has run."""
         left = [_event(device, self._own[device]) for device in devices]
 
@@ -65,11 +65,16 @@ class Streams:
 
         return done
 
-    def synchronize(self) -> None:
-        """Wait for all that is queued on our streams."""
-        for device, own in self._own.items():
-            with cp.cuda.Device(device):
-                own.synchronize()
+    def drained(self, seconds: float) -> bool:
+        """Wait, no longer than this, until all that is queued on our streams has run; False where it has not."""
+        if all(own.done for own in self._own.values()):
+            return True
+        ticket, end = self.ticket(self.devices), time.monotonic() + seconds
+        while not ticket():
+            if time.monotonic() > end:
+                return False
+            time.sleep(NAP)
+        return True
 
 
 @cache

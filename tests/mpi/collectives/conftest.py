@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-import signal
+from collections.abc import Iterator
 
 import pytest
-from collectives.session import session
+from mpi4py import MPI
 
-from tests.mpi.collectives.support import PATIENCE, WORLD
-
-
-@pytest.fixture
-def comm():
-    """A communicator on which no wait is endless."""
-    made = WORLD.Dup()
-    session(made).patient(PATIENCE, PATIENCE)
-    yield made
-    made.Free()
+from tests.mpi.collectives.support import fresh
 
 
-@pytest.fixture
-def alarm():
-    """alarm(seconds): interrupts this rank, as Ctrl-C does."""
-
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGALRM, interrupt)
-    yield lambda seconds: signal.setitimer(signal.ITIMER_REAL, seconds)
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    signal.signal(signal.SIGALRM, before)
+@pytest.fixture(scope="module", params=["one node", "a node for each rank"])
+def comm(request: pytest.FixtureRequest) -> Iterator[MPI.Intracomm]:
+    """A communicator whose ranks share memory, and one whose ranks do not."""
+    with fresh(request.param) as made:
+        yield made

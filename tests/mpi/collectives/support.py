@@ -3,72 +3,118 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, NamedTuple
 
 import numpy as np
-from collectives.transport.room import Room
+import pytest
 from mpi4py import MPI
 
 import collectives
-from collectives.errors import CollectiveError, MismatchError
+from collectives import communicator as communicators
+from collectives.communicator import communicator
+from collectives.errors import CollectiveError
 
 WORLD = MPI.COMM_WORLD
 RANK, P = WORLD.rank, WORLD.size
-TAG = 77  # of what tests say to each other
-PATIENCE = 20.0  # seconds, longer than any wait of theirs
+ODD = P - 1  # the rank that does otherwise
+TOTAL = P * (P + 1) // 2  # of RANK + 1 over all ranks
+MIDDLE = tuple(f"collectives.{name}" for name in ("started", "runner", "node.", "network.", "shared_memory."))
+PATIENCE = 30.0  # seconds that a wait may last in these tests
+SOON = 5.0  # seconds in which every rank has heard; a second, on a machine that is not busy
 
 
-def sentence(function, error=MismatchError):
-    """What the call raises here, having checked that all ranks raise it."""
-    said = ""
+class Pairs(MPI.Intracomm):
+    """A communicator whose nodes hold two ranks each, but perhaps the last."""
+
+    def Split_type(self, split_type: int, key: int = 0, info: MPI.Info = MPI.INFO_NULL) -> MPI.Intracomm:
+        return self.Split(self.rank // 2)
+
+
+class Alone(MPI.Intracomm):
+    """A communicator whose nodes hold one rank each."""
+
+    def Split_type(self, split_type: int, key: int = 0, info: MPI.Info = MPI.INFO_NULL) -> MPI.Intracomm:
+        return self.Split(self.rank)
+
+
+NODES = {"one node": MPI.Intracomm, "a node for each rank": Alone, "nodes of two": Pairs}
+
+
+@contextmanager
+def fresh(nodes: str = "one node") -> Iterator[MPI.Intracomm]:
+    """A communicator of all ranks on which no wait is endless."""
+    made = NODES[nodes](WORLD.Dup())
+    communicator(made).patient(PATIENCE, PATIENCE)
+    yield made
+    made.Free()
+
+
+class Heard(NamedTuple):
+    """What a call raised on a rank ("" for nothing), and when it had begun and ended."""
+
+    error: str
+    sentence: str
+    begun: float
+    ended: float
+
+
+def hear(call: Callable[[], Any]) -> Heard:
+    """Make a call, and tell what it raises. Local."""
+    begun, error, sentence = time.monotonic(), "", ""
     try:
-        function()
-    except error as caught:
-        said = str(caught)
-    everybody = WORLD.allgather(said)
-    assert all(everybody), f"no {error.__name__}: {everybody}"
-    assert len(set(everybody)) == 1, everybody
-    return said
+        call()
+    except (CollectiveError, KeyboardInterrupt, ValueError, TypeError) as caught:
+        error, sentence = type(caught).__name__, str(caught)
+    return Heard(error, sentence, begun, time.monotonic())
 
 
-def share_nothing(monkeypatch):
-    """From now on ranks share no memory, as on a node for each."""
-    opened = Room.open
-    monkeypatch.setattr(Room, "open", lambda node, names: opened(node, names) if node.size == 1 else None)
+def sentence(call: Callable[[], Any], error: type[Exception] = collectives.MismatchError) -> str:
+    """What the call raises, having checked that all ranks raise it with the same sentence."""
+    everybody = WORLD.allgather(hear(call)[:2])
+    assert set(everybody) == {(error.__name__, everybody[0][1])}, everybody
+    return everybody[0][1]
 
 
-def still_works(comm):
+def still_works(comm: MPI.Intracomm) -> None:
+    """Calls on `comm` sum exactly."""
     for n in (3, 100_000):
-        x, y = np.ones(n), np.ones(n)
+        x, y = np.full(n, RANK + 1.0), np.full(n, RANK + 1.0)
         collectives.allreduce(x, comm)
         collectives.plan("allreduce", y, comm, algorithm="ring")()
-        assert WORLD.allreduce(bool((x == P).all() and (y == P).all()), MPI.LAND)
+        assert WORLD.allreduce(bool((x == TOTAL).all() and (y == TOTAL).all()), MPI.LAND)
 
 
-def outcome(function):
-    """What the function raises, as a word and a sentence; or "done"."""
-    try:
-        function()
-    except (KeyboardInterrupt, CollectiveError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "done"
+def share_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on ranks share no memory, as on a node for each."""
+    opened = communicators.open_desks
+    monkeypatch.setattr(communicators, "open_desks", lambda node: opened(node) if node.size == 1 else None)
 
 
-def others_come_now():
-    """Rank 0 lets the others go on, which wait here."""
-    if RANK:
-        WORLD.recv(source=0, tag=TAG)
-    else:
-        for other in range(1, P):
-            WORLD.send(None, other, tag=TAG)
+def make(array: str, n: int, dtype: Any = np.float32) -> Any:
+    """An array of n elements: ordinary, shared (`collectives.empty`), or one or the other by rank (mixed)."""
+    shared = array == "shared" or (array == "mixed" and RANK % 2 == 1)
+    return collectives.empty(n, dtype) if shared else np.empty(n, dtype)
 
 
-def soon(function):
-    """`outcome`, where this rank must not have waited until its patience ends."""
-    start = time.monotonic()
-    said = outcome(function)
-    return said if time.monotonic() - start < PATIENCE / 2 else f"late: {said}"
-
-
-def started(plan):
+def started(plan: collectives.Plan) -> Any:
+    """Run a plan by start and wait."""
     plan.start()
-    plan.wait()
+    return plan.wait()
+
+
+def tested(plan: collectives.Plan) -> Any:
+    """Run a plan by start, test beside other work, and wait."""
+    plan.start()
+    while not plan.test():
+        time.sleep(0)
+    return plan.wait()
+
+
+def in_the_middle(frame: FrameType | None) -> bool:
+    """Whether a frame belongs to a call that has begun: at its very edges an interrupt is the caller's own affair."""
+    while frame is not None and not str(frame.f_globals.get("__name__", "")).startswith(MIDDLE):
+        frame = frame.f_back
+    return frame is not None

@@ -29,6 +29,7 @@ import numpy as np
 from greenlet import GreenletExit, getcurrent, greenlet
 
 from collectives.node import board, poison, wait
+from collectives.shared_memory import executor
 
 FREED = "freed"
 INTERRUPT = object()
@@ -183,7 +184,7 @@ class World:
     def board(self, kind: type[Stepping] | None = None) -> board.Board:
         """The real board over these words."""
         made = (kind or Stepping)(self._desk(), range(self.size), wait.Limits())
-        made._world, made.spins = self, 0
+        made._world, made.spins, made.looks = self, 0, range(1)
         made._due = float("inf")  # processes do not end here
         made.poison.flag = self.words(("flag", 0), ("flag", 1))  # type: ignore[assignment]
         made.poison._memory = Bytes(self, "sentence")  # type: ignore[assignment]
@@ -603,7 +604,7 @@ def hooked() -> Iterator[None]:
     with (
         mock.patch.object(board, "time", SimpleNamespace(sleep=lambda seconds: _now().access(DRAIN), **clock)),
         mock.patch.object(board, "sched_yield", lambda: _now().pause("board")),
-        mock.patch.object(board, "MOST_LOOKS", 1),
+        mock.patch.object(executor, "sched_yield", lambda: _now().pause("board")),
         mock.patch.object(board, "drive", partial(wait.drive, spins=0)),
         mock.patch.object(wait, "time", SimpleNamespace(sleep=lambda seconds: _now().pause("drive"), **clock)),
         mock.patch.object(wait, "os", SimpleNamespace(sched_yield=lambda: _now().pause("drive"))),

@@ -1,5 +1,8 @@
 """Every algorithm proved for every p it takes, and executed on numbers of odd sizes."""
 
+from pathlib import Path
+from types import ModuleType
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -155,3 +158,15 @@ def test_names_carry_parameters():
     assert parse("ring") == ("ring", {})
     assert build("allreduce", "bcube(n=2,k=4)", 16).name == "bcube(n=2,k=4)"
     assert build("allreduce", "bcube(n=16)", 16).name == "bcube(n=16,k=1)"
+
+
+def test_the_example_of_the_docs_is_an_algorithm():
+    """The file that docs/algorithms.md shows under "Add an algorithm", named in the catalogue for the moment."""
+    text = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text(encoding="utf-8")
+    star = ModuleType("star")
+    exec(text.split("```python\n")[1].split("```")[0], star.__dict__)
+    for p in (1, 2, 3, 8, 70):
+        schedule = star.build("allreduce", p)
+        check(schedule)
+        vectors = [np.arange(10) + rank for rank in range(p)]
+        assert all((held == sum(vectors)).all() for held in play(schedule, vectors))

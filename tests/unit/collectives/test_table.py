@@ -1,5 +1,8 @@
 """The tuning table: kept, read back, left aside with a warning when spoilt; ranges from winners."""
 
+import subprocess
+import sys
+
 import click
 import numpy as np
 import pytest
@@ -143,3 +146,11 @@ def test_a_forced_table_has_one_way():
     assert ways["slots"].slot_limits(3, True).ordinary == tune.SLOT_SIZES[-1]
     assert ways["stages"].slot_limits(3, True) == ways["cross_memory"].slot_limits(3, True) == Slots(0, 0)
     assert [ways[name].cross_memory_from(3, True) for name in ("stages", "cross_memory")] == [EVERYTHING, 0]
+
+
+def test_a_run_that_only_computes_loads_no_simulator():
+    code = "import sys, numpy, collectives\ncollectives.allreduce(numpy.ones(3))\nprint(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=180)
+    loaded = [name for name in done.stdout.split() if name.startswith("collectives.")]
+    assert "collectives.tuner.table" in loaded
+    assert not [name for name in loaded if "simulator" in name or name.endswith("prediction")]

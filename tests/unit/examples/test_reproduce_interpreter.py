@@ -26,11 +26,11 @@ def given(*words: str) -> str:
     return " ".join(done.output.split())
 
 
-@pytest.mark.parametrize("option", ["--python", "--gloo"])
+@pytest.mark.parametrize("option", ["--environment", "--gloo"])
 def test_an_environment_that_is_not_there(option: str) -> None:
-    said = given("--python", sys.executable, option, "none/bin/python")
+    said = given("--environment", sys.executable, option, "none/bin/python")
     assert "there is no Python 'none/bin/python' here: " in said
-    assert ("launch.venv FOLDER --mpi" in said) == (option == "--python")
+    assert ("launch.venv FOLDER --mpi" in said) == (option == "--environment")
 
 
 def test_what_is_no_python_or_lacks_a_package(tmp_path: Path) -> None:
@@ -39,8 +39,8 @@ def test_what_is_no_python_or_lacks_a_package(tmp_path: Path) -> None:
     bare.write_text(f'#!/bin/sh\nshift 3\nexec "{sys.executable}" -c "print(*[\'torch\'])"\n')
     for file in (false, bare):
         file.chmod(0o755)
-    assert f"{str(false)!r} is no Python that works" in given("--python", str(false))
-    assert f"{str(bare)!r} has no torch: it needs" in given("--python", sys.executable, "--gloo", str(bare))
+    assert f"{str(false)!r} is no Python that works" in given("--environment", str(false))
+    assert f"{str(bare)!r} has no torch: it needs" in given("--environment", sys.executable, "--gloo", str(bare))
 
 
 def test_an_environment_without_an_mpi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,8 +48,8 @@ def test_an_environment_without_an_mpi(tmp_path: Path, monkeypatch: pytest.Monke
     python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
     python.chmod(0o755)
     monkeypatch.setenv("PATH", "/nowhere")
-    assert "no mpirun beside this Python or on the PATH" in given("--python", str(python))
+    assert "no mpirun beside this Python or on the PATH" in given("--environment", str(python))
 
 
 def test_results_that_could_not_be_written(tmp_path: Path) -> None:
-    assert "cannot be written" in given("--python", sys.executable, "--json", str(tmp_path))
+    assert "cannot be written" in given("--environment", sys.executable, "--json", str(tmp_path))

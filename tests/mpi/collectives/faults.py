@@ -1,0 +1,283 @@
+"""Faults made on purpose. A *cell* is a fault, a way to call, and a route that the call takes.
+
+`run` makes one cell with ranks that live through it, and tells what every rank has seen. Faults of which a rank dies
+are made by this module as a program, one cell a job:
+
+    mpirun -n P python -m tests.mpi.collectives.faults FAULT WAY ROUTE
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from mpi4py import MPI
+
+import collectives
+from collectives.communicator import communicator
+from tests.mpi.collectives.support import (
+    ODD,
+    PATIENCE,
+    RANK,
+    SOON,
+    TOTAL,
+    WORLD,
+    Heard,
+    P,
+    hear,
+    in_the_middle,
+    started,
+    tested,
+)  # fmt: skip
+
+LIVING = ("argument", "size", "dtype", "op", "kind", "order", "absent", "interrupt")
+DEADLY = ("exit", "exception", "kill")
+WAYS = ("blocking", "plan", "tested", "waited")
+TIMEOUT = 0.3  # seconds that ranks wait for one that does not come
+LATE = 0.3  # seconds that rank 0 comes after the others, so that one of these is interrupted while it waits
+INTERRUPTED = 0.1
+SMALL, LARGE = 100, 300_000
+
+
+class Route(NamedTuple):
+    """Which way the data go: by how many elements, where they lie, and by the algorithm."""
+
+    n: int
+    make: Callable[..., Any]
+    algorithm: str = "auto"
+
+
+ROUTES = {
+    "small": Route(SMALL, np.empty),
+    "large": Route(LARGE, np.empty),
+    "empty": Route(LARGE, collectives.empty),
+    "ring": Route(10_000, np.empty, "ring"),
+    "native": Route(10_000, np.empty, "native"),
+    "grouped": Route(LARGE, np.empty),
+}
+
+
+class Cell:
+    """The calls of one cell on `comm`. Each is made ready by all ranks, and any rank may then make it or another."""
+
+    def __init__(self, comm: MPI.Intracomm, way: str, route: str) -> None:
+        self.comm, self.way, self.route = comm, way, route
+        self.arrays: list[Any] = []
+
+    def call(self, **changes: Any) -> Callable[[], Any]:
+        """The call of this cell, or another one; collective where it is a plan's. It keeps its arrays."""
+        n, make, algorithm = ROUTES[self.route]
+        words = {"kind": "allreduce", "n": n, "dtype": np.float64, "op": "sum", "algorithm": algorithm, **changes}
+        x = make(words["n"], words["dtype"])
+        x[:] = RANK + 1
+        self.arrays.append(x)
+        keywords = {key: words[key] for key in ("op", "algorithm") if key == "algorithm" or words["kind"] != "broadcast"}
+        if self.route == "grouped" and words["kind"] == "allreduce":
+            group = [np.ones(7, np.float32), x, np.ones(2, np.int64)]
+            return lambda: collectives.grouped_allreduce(group, self.comm, **keywords)
+        if self.way == "blocking":
+            return lambda: getattr(collectives, words["kind"])(x, self.comm, **keywords)
+        plan = collectives.plan(words["kind"], x, self.comm, **keywords)
+        return {"plan": plan, "tested": lambda: tested(plan), "waited": lambda: started(plan)}[self.way]
+
+    def other(self, fault: str) -> Callable[[], Any]:
+        """The call that the odd rank makes instead."""
+        n = ROUTES[self.route].n
+        changes = {
+            "size": {"n": n + 1}, "dtype": {"dtype": np.float32}, "op": {"op": "max"}, "kind": {"kind": "broadcast"},
+        }  # fmt: skip
+        return self.call(**changes[fault])
+
+    def sums(self) -> bool:
+        """Whether the call sums exactly, on this rank, three times in a row."""
+        call = self.call()
+        x = self.arrays[-1]
+        right = True
+        for _ in range(3):
+            x[:] = RANK + 1
+            call()
+            right &= bool((x == TOTAL).all())
+        return right
+
+
+class Seen(NamedTuple):
+    """What came of a cell, on every rank."""
+
+    heard: list[Heard]
+    again: list[Heard]
+    """What the next call raised."""
+    fault_at: float
+    """When the fault was there, by the clock of the machine."""
+    right: bool
+    """Whether sums were exact afterwards."""
+
+    @property
+    def seconds(self) -> float:
+        """How long the slowest rank took to hear of it."""
+        return max(one.ended - max(self.fault_at, one.begun) for one in self.heard)
+
+    def wrong(self, fault: str) -> str:
+        """What is not as it should be; "" where all is."""
+        if fault == "argument":
+            return "" if self.right and not any(one.error for one in self.heard) else f"not local: {self}"
+        errors = {"absent": "StallError", "interrupt": "CollectiveError"}
+        wanted = [errors.get(fault, "MismatchError")] * P
+        said = {one[:2] for one in self.again}
+        sentences = {one.sentence for one in self.heard if one.error != "KeyboardInterrupt"}
+        if fault == "interrupt":
+            wanted[ODD] = "KeyboardInterrupt"
+        if [one.error for one in self.heard] != wanted:
+            return f"raised {[one[:2] for one in self.heard]}"
+        if len(sentences) > 1 or len(said) > 1 or {one.sentence for one in self.again} != sentences:
+            return f"unlike sentences {sentences} and then {said}"
+        if self.seconds > SOON:
+            return f"heard after {self.seconds:.1f} s"
+        return "" if self.right else "wrong sums after renew"
+
+
+def run(comm: MPI.Intracomm, fault: str, way: str, route: str, warm: bool) -> Seen:
+    """Make one cell on `comm`, which is renewed after it. `warm`: calls have gone well before. Collective."""
+    cell = Cell(comm, way, route)
+    good = cell.call()
+    if warm:
+        good()
+        good()
+    mine, fault_at = _made(cell, fault, good)
+    WORLD.Barrier()
+    if fault == "absent" and RANK == ODD:
+        heard = _absent(mine)
+    else:
+        heard = hear(mine)
+        if fault == "absent":
+            WORLD.send(None, ODD)
+    return _after(cell, fault, heard, good, fault_at())
+
+
+def _absent(mine: Callable[[], Any]) -> Heard:
+    """The odd rank comes after all others have given up."""
+    for other in range(P - 1):
+        WORLD.recv(source=other)
+    return hear(mine)
+
+
+def _after(cell: Cell, fault: str, heard: Heard, good: Callable[[], Any], fault_at: float) -> Seen:
+    everybody = WORLD.allgather((heard, fault_at))
+    again = WORLD.allgather(hear(good))
+    if fault != "argument":
+        collectives.renew(cell.comm)
+    communicator(cell.comm).patient(PATIENCE, PATIENCE)
+    right = WORLD.allreduce(cell.sums(), MPI.LAND)
+    fault_at = max(at for _, at in everybody)
+    if fault not in ("interrupt", "argument"):  # it is there when the last has come that is needed for it
+        begun = [one.begun for rank, (one, _) in enumerate(everybody) if fault != "absent" or rank != ODD]
+        fault_at = max(begun) + (TIMEOUT if fault == "absent" else 0.0)
+    return Seen([one for one, _ in everybody], again, fault_at, right)
+
+
+def _made(cell: Cell, fault: str, good: Callable[[], Any]) -> tuple[Callable[[], Any], Callable[[], float]]:
+    """What this rank calls, and when, afterwards, it has made the fault."""
+    if fault == "argument":
+        return (lambda: (_refused(cell), good())) if RANK == ODD else good, lambda: 0.0
+    if fault == "order":
+        second = cell.call(n=ROUTES[cell.route].n + 7)
+        return (lambda: (second(), good())) if RANK == ODD else (lambda: (good(), second())), lambda: 0.0
+    if fault == "absent":
+        communicator(cell.comm).patient(PATIENCE, TIMEOUT)
+        return good, lambda: 0.0
+    if fault == "interrupt":
+        return _interrupted(good)
+    other = cell.other(fault)
+    return other if RANK == ODD else good, lambda: 0.0
+
+
+def _refused(cell: Cell) -> None:
+    """A call that this rank alone makes, with a wrong argument."""
+    x = cell.arrays[0]
+    try:
+        if cell.way != "blocking":
+            collectives.plan("allreduce", x, cell.comm, op="summ")
+        elif cell.route == "grouped":
+            collectives.grouped_allreduce([x, "x"], cell.comm)
+        else:
+            collectives.allreduce(x, cell.comm, algorithm="quicksort")
+    except collectives.CollectiveError:
+        raise
+    except (ValueError, TypeError):
+        return
+    raise collectives.CollectiveError("a wrong argument was taken")
+
+
+def _interrupted(good: Callable[[], Any]) -> tuple[Callable[[], Any], Callable[[], float]]:
+    """The odd rank is interrupted while it waits for rank 0, which comes later."""
+    at = [0.0]
+
+    def interrupt(number: int, frame: Any) -> None:
+        if not in_the_middle(frame):
+            signal.setitimer(signal.ITIMER_REAL, 1e-4)
+            return
+        at[0] = time.monotonic()
+        raise KeyboardInterrupt
+
+    def late() -> None:
+        time.sleep(LATE)
+        good()
+
+    def alarmed() -> None:
+        before = signal.signal(signal.SIGALRM, interrupt)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, INTERRUPTED)
+            good()
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+
+    return alarmed if RANK == ODD else late if RANK == 0 else good, lambda: at[0]
+
+
+def main(fault: str, way: str, route: str) -> None:
+    """One rank of a job in which the odd rank dies while the others wait for it. Each says what it has seen."""
+    comm = WORLD.Dup()
+    good = Cell(comm, way, route).call()
+    good()
+    WORLD.Barrier()
+    if RANK == ODD:
+        time.sleep(LATE)
+        _say({"rank": RANK, "at": time.monotonic()})
+        if fault == "exit":
+            sys.exit(3)
+        if fault == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise RuntimeError("a bug of the user's")
+    heard, again = hear(good), hear(good)
+    _say({"rank": RANK, "heard": heard, "again": again})
+    if fault == "kill":  # MPI may wait for ever for the dead
+        os._exit(0)
+
+
+def _say(words: dict[str, Any]) -> None:
+    os.write(1, f"\n{json.dumps(words)}\n".encode())
+
+
+def wrong_death(said: str, ranks: int) -> tuple[str, float]:
+    """From all that the ranks of such a job have said: what is not as it should be, and how long the slowest took."""
+    lines = [json.loads(line) for line in said.splitlines() if line.startswith('{"rank"')]
+    died = [line["at"] for line in lines if "at" in line]
+    heard = [Heard(*line["heard"]) for line in lines if "heard" in line]
+    again = [Heard(*line["again"]) for line in lines if "again" in line]
+    if len(died) != 1 or len(heard) != ranks - 1:
+        return f"{len(heard)} of {ranks - 1} ranks said what they heard", 0.0
+    seconds = max(one.ended - died[0] for one in heard)
+    told = {one[:2] for one in (*heard, *again)}
+    if len(told) != 1 or "CollectiveError" not in {error for error, _ in told}:
+        return f"unlike sentences {told}", seconds
+    return "" if seconds < SOON else f"heard after {seconds:.1f} s", seconds
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
