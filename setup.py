@@ -11,6 +11,7 @@ TEST = [
     "pytest-mpi>=0.6",
     "pytest-timeout>=2.2",
     "hypothesis>=6.90",
+    "greenlet>=3.0",  # ranks that hand over to one another at each access to shared memory
     "ml_dtypes>=0.4",  # bfloat16 arrays
     "ruff>=0.9",
     "mypy>=1.11",

@@ -65,7 +65,9 @@ class Board:
         self.phase = 0
         """Phases that this rank has finished, over all operations."""
         self.last_phase = 0
-        """The phase with which others touch this rank's arrays no more."""
+        """The phase with which others touch the arrays no more that this rank has lent them,"""
+        self.lent = 0
+        """in this operation."""
         self.spent = -CARDS
         """Only a card that was put after this one may be brought by a short way."""
         self.spins = SPINS_SHARED if desk.crowded else SPINS_ALONE
@@ -91,7 +93,7 @@ class Board:
         others may touch this rank's arrays from here on, until each has finished one phase."""
         self.number = number = self.number + 1 & NUMBERS
         if lends:
-            self.last_phase = self.phase + 1
+            self.last_phase, self.lent = self.phase + 1, number
         if self.fence is not None:
             self.fence()
         self.entries[number & 1][self.rank] = number << 32 | token
@@ -221,7 +223,9 @@ class Board:
 
     def _touching(self) -> bool:
         """Whether another may still touch this rank's arrays: all have come to the same operation, and it is not
-        through with it. Who has not come now will not see this rank there."""
+        through with it. Who has not come by now will not find this rank there."""
+        if self.lent != self.number:
+            return False
         others = [rank for rank in range(self.size) if rank != self.rank]
         words = {rank: self.entries[self.number & 1][rank] for rank in others}
         if any(word != OUT and word >> 32 != self.number for word in words.values()):

@@ -40,10 +40,14 @@ class Poison:
                 self._memory[TEXT_AT : TEXT_AT + len(text)] = np.frombuffer(text, np.uint8)
                 self.flag[1] = len(text)
                 self.flag[0] = 1 + kind_of(error)
-        return self.error()
+            return self._error()
 
     def error(self) -> CollectiveError:
-        """What all ranks raise once the flag is set."""
+        """What all ranks raise once the flag is set. The lock orders memory, on any processor."""
+        with self._locked():
+            return self._error()
+
+    def _error(self) -> CollectiveError:
         text = bytes(self._memory[TEXT_AT : TEXT_AT + self.flag[1]]).decode(errors="replace")
         return KINDS[self.flag[0] - 1](text)
 

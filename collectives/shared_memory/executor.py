@@ -288,7 +288,7 @@ def _straight(
             function(*arguments)
         board.number = number
         if lends:
-            board.last_phase = board.phase + 1
+            board.last_phase, board.lent = board.phase + 1, number
         row[rank] = number << 32 | token
         entered = number * ones
         wanted = entered + others

@@ -8,7 +8,8 @@ explorer then walks over pairs of (where each rank stands, memory) without runni
   that rank, until it is flushed. A lock and a sleep wait for buffers to be empty.
 - A row that is read at once is read word by word, in any order.
 - A rank that has looked in vain stands where it stood before; so waiting adds no states. No time passes.
-- A rank of `interrupted` gets KeyboardInterrupt before any one of its accesses, once, or never.
+- A rank of `interrupted` gets KeyboardInterrupt, once or never, before any one of its accesses, or of its changes to
+  what its board remembers.
 - From every state the end must be reachable: then no rank waits for ever, as long as each goes on looking.
 """
 
@@ -28,10 +29,12 @@ import numpy as np
 from greenlet import GreenletExit, getcurrent, greenlet
 
 from collectives.node import board, poison, wait
+from collectives.shared_memory import executor
 
 FREED = "freed"
 INTERRUPT = object()
-LOAD, GATHER, STORE, ACQUIRE, RELEASE, DRAIN, FREE = "load", "gather", "store", "acquire", "release", "drain", "free"
+LOAD, GATHER, STORE, STEP, DRAIN, FREE = "load", "gather", "store", "step", "drain", "free"
+ACQUIRE, RELEASE = "acquire", "release"
 BITS = 13
 NODES = 1 << BITS  # a rank stands at most at so many places
 
@@ -121,6 +124,7 @@ class World:
         self._pauses: dict[str, int] = {}
         self._seen: dict[tuple[int, ...], Any] = {}
         self._again = False
+        self._looks = 0
 
     def access(self, kind: str, places: tuple[int, ...] = (), value: Any = None) -> Any:
         if self.dead:
@@ -136,6 +140,7 @@ class World:
             raise KeyboardInterrupt
         if kind == GATHER:
             self.key = (*self._base, seen)
+            self._looks += 1
         else:
             self.key = (*self.key, seen)
         if kind in (LOAD, GATHER):
@@ -145,6 +150,10 @@ class World:
             self._forget()
         return seen
 
+    def place(self, access: Access | None) -> Any:
+        """Where the rank stands before this access."""
+        return self.key, access, self._looks if access and access.kind == GATHER else 0
+
     def pause(self, site: str) -> None:
         """The rank has looked in vain. At first it looks again at once and sees the same, until it does so for good:
         from then on it stands at one place."""
@@ -152,10 +161,12 @@ class World:
             raise GreenletExit
         count = self._pauses[site] = self._pauses.get(site, 0) + 1
         self._again = count < 2
+        self._looks = 0
         if count >= 2:
             self.key = (*self._base, site)
 
     def _forget(self) -> None:
+        self._looks = 0
         self._pauses.clear()
         self._seen.clear()
 
@@ -170,10 +181,10 @@ class World:
         """Nobody may touch these words from here on."""
         self.access(FREE, tuple(self.layout.place(name) for name in names))
 
-    def board(self) -> board.Board:
+    def board(self, kind: type[Stepping] | None = None) -> board.Board:
         """The real board over these words."""
-        made = board.Board(self._desk(), range(self.size), wait.Limits())
-        made.spins = 0
+        made = (kind or Stepping)(self._desk(), range(self.size), wait.Limits())
+        made._world, made.spins, made.looks = self, 0, range(1)
         made._due = float("inf")  # processes do not end here
         made.poison.flag = self.words(("flag", 0), ("flag", 1))  # type: ignore[assignment]
         made.poison._memory = Bytes(self, "sentence")  # type: ignore[assignment]
@@ -187,6 +198,17 @@ class World:
             words=[[0] * 8 for _ in range(self.size)],
             cards=[Bytes(self, ("card", rank), rank) for rank in range(self.size)],
         )  # fmt: skip
+
+
+class Stepping(board.Board):
+    """The board, where an interrupt may also come before each change of what only its rank sees."""
+
+    _world: World | None = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self._world is not None and name in ("number", "phase", "last_phase", "lent"):
+            self._world.access(STEP)
+        super().__setattr__(name, value)
 
 
 Program = Callable[[World], Any]
@@ -221,7 +243,7 @@ class Automaton:
         world, code = self._begin()
         start = self._node((), True)
         self._stop(start, world, code, self._switch(world, code, world))
-        self._known: dict[Any, Node] = {((), start.access): start}
+        self._known: dict[Any, Node] = {world.place(start.access): start}
 
     def after(self, node: Node, seen: Any) -> Node:
         """Where the rank stands once it has observed this."""
@@ -259,7 +281,7 @@ class Automaton:
         world, code = node.running or self._replayed(node.history)
         node.running = None
         came = self._switch(world, code, seen)
-        place = world.key, came if isinstance(came, Access) else None
+        place = world.place(came if isinstance(came, Access) else None)
         found = self._known.get(place)
         if found is not None:
             world.dead = True
@@ -443,7 +465,11 @@ class Explorer:
             values = [(place, self._load(rank, place, memory)) for place in access.places]
             if access.kind == LOAD:
                 return [(code.after(node, values[0][1]), memory)]
+            if self._whole:
+                return [(code.after(node, tuple(value for _, value in values)), memory)]
             return [(code.after_part(node, place, value), memory) for place, value in values]
+        if access.kind == STEP:
+            return [(code.after(node, None), memory)]
         if access.kind == STORE:
             return [(code.after(node, None), self._store(rank, access, memory))]
         if access.kind == DRAIN:
@@ -480,16 +506,23 @@ class Explorer:
         while node.access is not None:
             places = node.access.places
             if node.access.kind == GATHER:
-                own = [place for place in places if owners[place] == rank or (self._whole and node.whole)]
+                own = [place for place in places if owners[place] == rank and not self._whole]
             else:
                 own = [place for place in places if owners[place] == rank and node.access.kind == LOAD]
             if own and node.access.kind == GATHER:
                 node = self._ranks[rank].after_part(node, own[0], self._load(rank, own[0], self._grown(memory)))
-            elif own or (self._whole and memory.words[self._lock : self._lock + 1] == (rank + 1,)):
+            elif own or self._goes_on(rank, node, memory):
                 ((node, memory),) = self._steps(rank, node, node.access, memory)
             else:
                 break
         return node.number, self._number(memory)
+
+    def _goes_on(self, rank: int, node: Node, memory: Memory) -> bool:
+        """Whether the next access is part of the move before it."""
+        assert node.access is not None
+        if node.access.kind == STEP:
+            return not (node.fresh and rank in self._interrupted)
+        return self._whole and memory.words[self._lock : self._lock + 1] == (rank + 1,)
 
     def _grown(self, memory: Memory) -> Memory:
         """With the words that code has named since."""
@@ -571,7 +604,7 @@ def hooked() -> Iterator[None]:
     with (
         mock.patch.object(board, "time", SimpleNamespace(sleep=lambda seconds: _now().access(DRAIN), **clock)),
         mock.patch.object(board, "sched_yield", lambda: _now().pause("board")),
-        mock.patch.object(board, "MOST_LOOKS", 1),
+        mock.patch.object(executor, "sched_yield", lambda: _now().pause("board")),
         mock.patch.object(board, "drive", partial(wait.drive, spins=0)),
         mock.patch.object(wait, "time", SimpleNamespace(sleep=lambda seconds: _now().pause("drive"), **clock)),
         mock.patch.object(wait, "os", SimpleNamespace(sched_yield=lambda: _now().pause("drive"))),

@@ -1,22 +1,34 @@
-"""The board's protocol (publish, meet, take, poison), in every interleaving of two and three ranks."""
+"""The board's protocol (publish, meet, take, poison), in every interleaving of two and three ranks.
+
+The real code runs: board, poison, cards, executor with its short ways, and how a communicator fails. Vectors and arrays
+are words; an array is touched by the other ranks, and freed when its rank is done or has failed. CASES says what is
+covered: two operations, the first of which may bind, a rank that brings another array to the second, numbers that wrap,
+an interrupt of one or of both ranks before each access, stores that a processor holds back. Two ranks are explored
+access by access. With three, and a failure or stores held back, a look at a row is one move, and so is what a rank does
+under the lock. Not covered: processes that die, time limits, fences of other processors.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 from greenlet import GreenletExit
 
 from collectives.communicator import Communicator
+from collectives.errors import CollectiveError
 from collectives.node.board import Board
 from collectives.node.cards import Place
+from collectives.node.poison import Poison
 from collectives.shared_memory.executor import MET, SHARED, SLOTS, Executor, _sum_of_scalars
 from collectives.shared_memory.program import NOTHING, Phase, Program, Turns
 from collectives.shared_memory.slots import Scalars
 from tests.unit.collectives import explorer
-from tests.unit.collectives.explorer import Explorer, World
+from tests.unit.collectives.explorer import Explorer, Fault, Memory, Stepping, World
 
-OPERATIONS = 2
+Make = Callable[[World], Board]
 TEXT = "allreduce of 1 float64"
 
 
@@ -121,32 +133,52 @@ class Touching(Slots):
     _fast = Executor._fast
 
 
-def program(kind: type[Slots], bound: bool = False, make: Callable[[World], Board] = World.board) -> explorer.Program:
-    """Two operations of a rank; whatever is raised ends the epoch. `bound`: all know each other's cards already."""
+def program(kind: type[Slots], *, bound: bool = False, operations: int = 2, make: Make = World.board,
+            first: int = 0, anew: bool = False) -> explorer.Program:  # fmt: skip
+    """Some operations of a rank; whatever is raised ends the epoch. `bound`: all know each other's cards already.
+    `first`: the number of the operation before. `anew`: rank 0 brings another array to each."""
 
     def run(world: World) -> Any:
         home: Any = object.__new__(Communicator)
         home.__dict__.update(rank=world.rank, control=None, over=None, started=[], _kept=[], open=True)
+        if first:
+            follow(world, first)
         board = home.board = make(world)
-        call = kind(world, board)
-        if bound:
-            bind(call, board)
+        calls = [made(world, kind, board, bound)]
         results: list[Any] = []
         try:
-            for operation in range(OPERATIONS):
-                call.bring(operation)
-                code = call.fast()
+            board.number = first
+            for operation in range(operations):
+                if operation and anew and world.rank == 0:
+                    calls.append(kind(world, board))
+                calls[-1].bring(operation)
+                code = calls[-1].fast()
                 if code:
-                    explorer.board.drive(call.rest() if code == MET else call.steps(), board, TEXT)
-                results.append(call.result())
+                    explorer.board.drive(calls[-1].rest() if code == MET else calls[-1].steps(), board, TEXT)
+                results.append(calls[-1].result())
         except GreenletExit:
             raise
         except BaseException as error:
             ended(home, error)
-        call.free()
+        calls[-1].free()
         return tuple(results), str(home.over) if home.over else None
 
     return run
+
+
+def made(world: World, kind: type[Slots], board: Board, bound: bool) -> Any:
+    call = kind(world, board)
+    if bound:
+        bind(call, board)
+    return call
+
+
+def follow(world: World, number: int) -> None:
+    """The words of all ranks as they stand after that operation."""
+    for before in (number - 1, number):
+        for rank in range(world.size):
+            place = world.layout.place(("entry", before & 1, rank), rank)
+            world.layout.first[place] = before << 32 | 1
 
 
 def bind(call: Any, board: Board) -> None:
@@ -166,11 +198,11 @@ def ended(home: Any, error: BaseException) -> None:
         assert home.over is not None
 
 
-def sound(size: int, interrupted: bool) -> Callable[[tuple[Any, ...]], None]:
+def sound(size: int, interrupted: bool, operations: int = 2) -> Callable[[tuple[Any, ...]], None]:
     def check(outcomes: tuple[Any, ...]) -> None:
         for results, over in outcomes:
             assert list(results) == [total(size, operation) for operation in range(len(results))], "a wrong sum"
-            assert len(results) == OPERATIONS or over, "neither done nor told why"
+            assert len(results) == operations or over, "neither done nor told why not"
         sentences = {over for _, over in outcomes if over}
         assert len(sentences) <= 1, f"two sentences: {sentences}"
         assert interrupted or not sentences, f"nobody failed: {sentences}"
@@ -178,5 +210,190 @@ def sound(size: int, interrupted: bool) -> Callable[[tuple[Any, ...]], None]:
     return check
 
 
-def explore(size: int, run: explorer.Program, interrupted: tuple[int, ...] = (), **how: bool) -> explorer.Explored:
-    return Explorer([run] * size, sound(size, bool(interrupted)), interrupted=interrupted, **how).run()
+def explore(
+    kind: type[Slots], size: int = 2, interrupted: tuple[int, ...] = (), buffered: bool = False, whole: bool = False,
+    operations: int = 2, **how: Any,
+) -> explorer.Explored:  # fmt: skip
+    run = program(kind, operations=operations, **how)
+    check = sound(size, bool(interrupted), operations)
+    return Explorer([run] * size, check, interrupted=interrupted, buffered=buffered, whole=whole).run()
+
+
+class Reading(Touching):
+    """Arrays that every other rank reads, as in a reduce_scatter."""
+
+    def result(self) -> Any:
+        return self.out[0]
+
+    def free(self) -> None:
+        self.world.free(("x", self.world.rank))
+
+    def touch(self) -> None:
+        self.out[0] = sum(x[0] if rank != self.world.rank else self.mine for rank, x in enumerate(self.xs))  # type: ignore[call-overload]
+
+
+CASES = {
+    "slots": {"kind": Slots, "buffered": True},
+    "slots, known": {"kind": Slots, "bound": True, "buffered": True},
+    "slots, one fails": {"kind": Slots, "interrupted": (0,)},
+    "slots, both fail": {"kind": Slots, "interrupted": (0, 1), "buffered": True},
+    "slots, another array": {"kind": Slots, "bound": True, "anew": True, "interrupted": (0, 1)},
+    "slots, numbers that wrap": {"kind": Slots, "bound": True, "first": (1 << 32) - 2, "interrupted": (0, 1)},
+    "arrays": {"kind": Touching, "buffered": True},
+    "arrays, one fails": {"kind": Touching, "interrupted": (0,), "buffered": True},
+    "arrays, both fail": {"kind": Touching, "bound": True, "interrupted": (0, 1)},
+    "arrays, another array": {"kind": Touching, "bound": True, "anew": True, "interrupted": (0,)},
+    "three, slots": {"kind": Slots, "size": 3, "bound": True},
+    "three, slots, stores held back": {"kind": Slots, "size": 3, "bound": True, "buffered": True, "whole": True},
+    "three, slots, one fails": {"kind": Slots, "size": 3, "bound": True, "interrupted": (1,), "whole": True},
+    "three, arrays": {"kind": Touching, "size": 3, "bound": True, "whole": True},
+    "three, arrays, one fails": {
+        "kind": Reading, "size": 3, "bound": True, "interrupted": (0,), "whole": True, "operations": 1
+    },
+}  # fmt: skip
+
+
+SLOW = ("three, arrays, one fails",)  # a minute
+
+
+@pytest.mark.parametrize("case", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES])
+def test_in_every_order_sums_are_right_and_all_hear_of_the_end(case: str) -> None:
+    how: dict[str, Any] = dict(CASES[case])
+    found = explore(**how)
+    assert found.states > 100
+    assert ("given up" in str(found.outcomes)) == bool(how.get("interrupted"))
+
+
+def test_of_two_that_fail_at_once_either_may_be_the_first() -> None:
+    told = str(explore(Slots, bound=True, interrupted=(0, 1), operations=1).outcomes)
+    assert "'rank 0 has given up" in told and "'rank 1 has given up" in told
+
+
+class Late:
+    """A row of words, where a rank puts its vector only behind its word."""
+
+    def __init__(self, row: Any, put: Callable[[], None]) -> None:
+        self._row, self._put = row, put
+
+    def __setitem__(self, rank: int, word: int) -> None:
+        self._row[rank] = word
+        self._put()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._row, name)
+
+    def __bytes__(self) -> bytes:
+        return bytes(self._row)
+
+
+class LateVector(Slots):
+    """A flag that is set before its data."""
+
+    def few(self) -> Scalars:
+        few = super().few()
+        board, rank = self._board, self.world.rank
+        board.entries = tuple(  # type: ignore[assignment]
+            Late(row, lambda slots=slots: slots[rank].__setitem__(0, self.x[0]))
+            for row, slots in zip(board.entries, self.slots)
+        )
+        return few._replace(mine=([0], [0]))  # type: ignore[arg-type]
+
+
+class LateWork(Touching):
+    """A phase that is said to be over before it begins."""
+
+    def _compile(self, number: int, cards: Any) -> Program:
+        return Program((Phase((), ((self.touch, ()),)),))
+
+
+class OneSlot(Slots):
+    """A slot that is written again while others may still read it."""
+
+    def __init__(self, world: World, board: Board) -> None:
+        super().__init__(world, board)
+        self.slots[1] = self.slots[0]
+        self._puts = self._brought()
+
+
+def one_row(world: World) -> Board:
+    """A word that is stored again while others may still look for what it was."""
+    board = world.board()
+    board.entries = board.entries[:1] * 2
+    return board
+
+
+class Forgetful(Poison):
+    """Poison that is overwritten by who comes next."""
+
+    def spread(self, error: BaseException, sentence: str) -> CollectiveError:
+        self.flag[0] = 0
+        return super().spread(error, sentence)
+
+
+class Hasty(Poison):
+    """A flag that is set before its sentence, where no lock holds readers back."""
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        yield
+
+    def spread(self, error: BaseException, sentence: str) -> CollectiveError:
+        self.flag[0] = 1
+        return super().spread(error, sentence)
+
+
+class Restless(Stepping):
+    """A rank that gives its arrays back while others touch them."""
+
+    def _touching(self) -> bool:
+        return False
+
+
+class Silent(Stepping):
+    """A rank that poisons, and leaves its word as it was."""
+
+    def end(self, error: BaseException, sentence: str) -> CollectiveError:
+        told = self.poison.spread(error, sentence)
+        self.hold(True)
+        while self._touching():
+            explorer.board.sched_yield()
+        return told
+
+
+def poisoned(kind: type[Poison]) -> Make:
+    def make(world: World) -> Board:
+        board = world.board()
+        board.poison.__class__ = kind
+        return board
+
+    return make
+
+
+def boarded(kind: type[Stepping]) -> Make:
+    return lambda world: world.board(kind)
+
+
+BROKEN = {
+    "a flag before its data": (LateVector, {}, "a wrong sum"),
+    "a phase over before it begins": (LateWork, {}, "a wrong sum|freed memory"),
+    "a slot reused too early": (OneSlot, {}, "a wrong sum"),
+    "a word reused too early": (Slots, {"make": one_row}, "wait for ever"),
+    "a poison that is overwritten": (Slots, {"make": poisoned(Forgetful), "interrupted": (0, 1)}, "two sentences"),
+    "a poison without its sentence": (Slots, {"make": poisoned(Hasty), "interrupted": (0,)}, "nor told why not"),
+    "a rank that does not wait": (Touching, {"make": boarded(Restless), "interrupted": (0,)}, "freed memory"),
+    "a word that is left behind": (Touching, {"make": boarded(Silent), "interrupted": (0,)}, "freed memory"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_is_broken_is_found(name: str) -> None:
+    kind, how, words = BROKEN[name]
+    with pytest.raises(Fault, match=words):
+        explore(kind, bound=True, **how)
+
+
+def test_a_store_that_the_processor_holds_back_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Memory, "drained", lambda memory: memory)
+    explore(Touching, bound=True, interrupted=(0,))
+    with pytest.raises(Fault, match="freed memory"):
+        explore(Touching, bound=True, interrupted=(0,), buffered=True)
