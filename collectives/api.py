@@ -172,7 +172,7 @@ def grouped_allreduce(
     Collective, blocking.
 
     >>> weights, bias = np.full((3, 4), 2.0), np.ones(4, np.float32)
-    >>> collectives.grouped_allreduce([weights, bias], op="mean")
+    >>> means = collectives.grouped_allreduce([weights, bias], op="mean")
 
     Unlike `allreduce` of a list, which adds the vectors of a worker together, the arrays stay apart. All ranks bring as
     many, of the same sizes and types, in the same order. Small ones travel together. Returns `out`, or `arrays`, as a

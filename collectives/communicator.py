@@ -118,10 +118,7 @@ class Communicator:
 
     def hear(self, waited: float) -> None:
         """Raise where the communicator has ended; beside compute, through which an operation has waited so long."""
-        if self.control is None:
-            self.board.hear()
-        else:
-            self.epoch.look(waited)
+        self.epoch.look(waited)
 
     def hold(self) -> None:
         """See anew whether operations may begin by a short way."""
