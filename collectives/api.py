@@ -89,8 +89,8 @@ def allreduce(
 
     Returns where the result is: `out`, or x. Every rank gets bitwise the same.
 
-    Bad arguments raise ValueError or TypeError on the rank that made them; nothing was sent. Ranks call the same, in the
-    same order. Otherwise all raise `MismatchError`, with the same sentence. Where a rank is interrupted, or ends, all
+    Bad arguments raise ValueError or TypeError on the rank that made them; nothing was sent. Ranks call the same, in
+    the same order. Otherwise all raise `MismatchError`, with the same sentence. Where a rank is interrupted, or ends, all
     others raise `CollectiveError`; a wait longer than MPIPS_TIMEOUT_SECONDS (300; 0: never) raises `StallError`. Then
     the communicator is over: see `renew`. A wait longer than MPIPS_STALL_SECONDS (60) warns. One thread may call.
     """
