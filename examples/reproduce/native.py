@@ -11,7 +11,7 @@ from typing import NamedTuple
 from collectives.schedule import catalog
 from collectives.schedule.model import Schedule
 from examples.reproduce import rabenseifner
-from launch.command import find
+from launch import find
 
 BY_HALVES, WHOLE = "rabenseifner, fold by halves", "rabenseifner, fold by whole"
 

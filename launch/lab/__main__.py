@@ -15,13 +15,13 @@ import click
 
 from collectives.simulator.topology import parse, parse_rate
 from collectives.terminal.console import InterruptibleGroup, OutFile, write_text
-from launch import watched
-from launch.command import LauncherError
-from launch.lab import client, leftovers
+from launch import process
+from launch.lab import client, job
 from launch.lab.client import LabError
 from launch.lab.layout import lay_out
 from launch.lab.needs import missing
 from launch.lab.watch import PATIENCE, Watch
+from launch.mpirun import LauncherError
 
 named = click.option("--name", default="lab", show_default=True, help="Which lab; several can stand side by side.")
 
@@ -94,8 +94,8 @@ def run(
         watch = Watch(name, hosts, patience or math.inf)
     except (LabError, LauncherError, ValueError) as error:
         raise click.ClickException(str(error)) from error
-    os.environ[leftovers.VARIABLE] = own = uuid.uuid4().hex
-    code = watched.wait(argv, watch)
+    os.environ[job.MARK_VARIABLE] = own = uuid.uuid4().hex
+    code = process.wait(argv, watch)
     with contextlib.suppress(LabError, OSError):  # where the lab has gone, so have they
         client.ask(name, {"do": "clear", "job": own})
     watch()  # a host may have died last; Open MPI takes one whose processes were all killed for one that ended well

@@ -15,11 +15,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from launch.command import find
 from launch.lab import job
 from launch.lab.files import AGENT
 from launch.lab.health import died
 from launch.lab.plan import Plan, encode
+from launch.mpirun import find
 
 END_SECONDS = 10.0
 

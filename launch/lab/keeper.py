@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from launch.lab import files, health, kernel, leftovers
-from launch.lab.build import Links, add_neighbours_and_routes, apply_settings, build
+from launch.lab import files, health, job, kernel
+from launch.lab.network import Links, add_neighbours_and_routes, apply_settings, build
 from launch.lab.plan import Nic, Plan, decode, window
 
 
@@ -101,7 +101,7 @@ class Keeper:
         if request["do"] == "health":
             return self._health(request["hosts"])
         if request["do"] == "clear":
-            return {"killed": leftovers.end(request["job"])}
+            return {"killed": job.end_all(request["job"])}
         return {"error": f"the keeper of lab {self.name!r} does not know the request {request['do']!r}"}
 
     def _counters(self) -> list[dict[str, dict[str, int]]]:

@@ -77,7 +77,7 @@ class Forward(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """All that `launch.lab.build` needs."""
+    """All that `launch.lab.network` needs."""
 
     topology: str
     hosts: tuple[Host, ...]

@@ -1,21 +1,64 @@
-"""Hosts in the order of their addresses in a topology, so that rank digits are addresses; and routes by which each
-level's traffic takes its own NIC. Pure: in comes what hosts say (`launch.network`), out goes an order or a sentence.
+"""`mpips run --topology`: hosts in the order of their addresses in it, so that rank digits are addresses.
 
 In BCube(n, k) two hosts share a switch of level l if and only if their addresses differ in digit l alone. So with the
 subnets of level l left out, the hosts fall into n groups that share no switch: these are the values of digit l.
+All is pure but `place_in`, which asks the hosts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from ipaddress import IPv4Interface, IPv4Network
+from typing import NamedTuple
 
-from collectives.simulator.topology import BCube, FatTree, host_at
-from launch.network import Report
+from collectives.simulator.topology import BCube, FatTree, host_at, parse
+from launch.hosts import Host, Placed
+from launch.mpirun import Launcher, Machine
+from launch.network import Report, ask
+from mpips.options import Options
 
 
 class MappingError(ValueError):
     """Hosts that do not form the topology."""
+
+
+class Wanted(NamedTuple):
+    """A topology as `simulator.topology.parse` reads it, each level's NIC, and the interface of MPI's addresses."""
+
+    topology: str
+    nics: tuple[str, ...]
+    interface: str | None
+
+
+def place_in(
+    wanted: Wanted,
+    options: Options,
+    hosts: Sequence[Host],
+    launcher: Launcher,
+    machine: Machine,
+    extra: Sequence[str] = (),
+) -> tuple[Placed, ...]:
+    """Blocks of ranks on hosts, in the order of addresses. Blocking: starts one process a host to look at its network.
+
+    ValueError (MappingError) where the job, the hosts or their networks do not fit the topology, with the commands
+    that would mend routes; LauncherError where hosts do not answer.
+    """
+    topology = parse(wanted.topology)
+    if not hosts or not all(wanted.nics):
+        raise MappingError("--topology needs --hostfile, and --nics with the NIC of each level")
+    if options.servers:
+        raise MappingError(f"--topology places workers only: with servers={options.servers} use --hostfile alone")
+    if options.workers % topology.hosts:
+        raise MappingError(f"workers={options.workers} is no multiple of the {topology.hosts} hosts of {topology.name}")
+    ordered = order(topology, ask(launcher, [host.name for host in hosts], machine, extra), wanted.nics)
+    if isinstance(topology, BCube) and topology.k > 1:
+        if wanted.interface is None:
+            raise MappingError(f"{topology.name} needs --interface: where each host has the address that MPI uses")
+        if commands := missing_routes(topology, ordered, wanted.nics, wanted.interface):
+            raise MappingError(
+                "traffic would not keep to its levels; as root, run on each host\n" + "\n".join(commands)
+            )
+    return tuple(Placed(report.host, options.workers // topology.hosts) for report in ordered)
 
 
 def order(topology: BCube | FatTree, reports: Sequence[Report], nics: Sequence[str]) -> list[Report]:
@@ -27,9 +70,8 @@ def order(topology: BCube | FatTree, reports: Sequence[Report], nics: Sequence[s
     if len(reports) != topology.hosts:
         raise MappingError(f"{topology.name} has {topology.hosts} hosts, the host file {len(reports)}")
     if len(nics) != topology.levels:
-        raise MappingError(
-            f"{topology.name} has {topology.levels} NICs a host, {len(nics)} are named: {', '.join(nics)}"
-        )
+        named = f"{len(nics)} are named: {', '.join(nics)}"
+        raise MappingError(f"{topology.name} has {topology.levels} NICs a host, {named}")
     subnets = [[_subnet(report, nic, level) for report in reports] for level, nic in enumerate(nics)]
     if isinstance(topology, FatTree):
         return list(reports)

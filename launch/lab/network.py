@@ -1,6 +1,7 @@
-"""Make a plan real in namespaces that the keeper holds: NICs, bridges, addresses, routes, rates. Needs pyroute2.
+"""The emulated network: bridges, cables, routes, and the rate limit (tbf) that keeps a NIC at its 100 Mbit/s.
 
-The caller is the keeper: it sits in the outer namespaces (bridges, launcher) and has one pausing process per host.
+Needs pyroute2. The caller is the keeper: it sits in the outer namespaces (bridges, launcher) and has one pausing
+process per host.
 """
 
 from __future__ import annotations

@@ -8,10 +8,10 @@ from ipaddress import IPv4Interface, IPv4Network
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from launch.topology import MappingError, missing_routes, order
 
 from collectives.simulator.topology import BCube, address, bcube, fattree, star
 from launch.lab.layout import lay_out
-from launch.mapping import MappingError, missing_routes, order
 from launch.network import Report, Route, parse
 
 
