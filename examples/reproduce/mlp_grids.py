@@ -18,6 +18,7 @@ import click
 import msgspec
 from rich.table import Table
 
+import examples.reproduce.without_mpi  # noqa: F401 before mpips.parallel
 from collectives.terminal.console import Interruptible, OutFile, console
 from launch import Job, build, find, this_machine
 from mpips.parallel import report

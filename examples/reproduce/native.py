@@ -13,6 +13,7 @@ from collectives.schedule.model import Schedule
 from examples.reproduce import rabenseifner
 from launch import find
 
+NATIVE = "MPI_Allreduce"
 BY_HALVES, WHOLE = "rabenseifner, fold by halves", "rabenseifner, fold by whole"
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import socket
 
 import pytest
-from launch import Job, LauncherError, Machine
-from launch.machine import Room, check_room, crowd, room, threads
 
+from launch import Job, LauncherError, Machine
 from launch.hosts import Placed
+from launch.machine import Room, check_room, crowd, room, threads
 
 SMALL = Room(8, "it is small")
 

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from launch import Job, Launcher, LauncherError, Machine, build, find, program, this_machine
 
+from launch import Job, Launcher, LauncherError, Machine, build, find, program, this_machine
 from launch.hosts import Placed
 from launch.mpirun import parse_version
 

@@ -8,11 +8,11 @@ from ipaddress import IPv4Interface, IPv4Network
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from launch.topology import MappingError, missing_routes, order
 
 from collectives.simulator.topology import BCube, address, bcube, fattree, star
 from launch.lab.layout import lay_out
 from launch.network import Report, Route, parse
+from launch.topology import MappingError, missing_routes, order
 
 
 def reports(topology: BCube) -> list[Report]:

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from launch import Launcher
 
 from collectives.simulator.topology import parse, parse_rate
+from launch import Launcher
 from launch.lab import files, job
 from launch.lab.layout import lay_out
 
