@@ -64,13 +64,14 @@ class Presence:
 
     def look(self) -> None:
         """Hear what has come. The kernel lists processes in the order in which they ended."""
-        for descriptor, _ in self._poll.poll(0):
-            if descriptor == self._listener.fileno():
-                self._admit()
-            elif descriptor in self._unnamed:
-                self._enter(descriptor)
-            else:
-                self._bury(descriptor)
+        while news := self._poll.poll(0):
+            for descriptor, _ in news:
+                if descriptor == self._listener.fileno():
+                    self._admit()
+                elif descriptor in self._unnamed:
+                    self._enter(descriptor)
+                else:
+                    self._bury(descriptor)
 
     def everyone_left_well(self) -> bool:
         """Have all ranks that are sure to be here said goodbye, and none died?"""
@@ -78,8 +79,9 @@ class Presence:
         return self.death is None and not self._ranks and self._left >= self._here
 
     def pids(self) -> list[int]:
-        """The processes of the ranks, where all that are sure to be here live; else none."""
-        return [rank.pid for rank in self._ranks.values()] if len(self._ranks) == self._here else []
+        """The processes of the ranks that live, where all that are sure to be here have been heard; else none."""
+        heard = len(self._ranks) + self._left
+        return [rank.pid for rank in self._ranks.values()] if heard == self._here else []
 
     def close(self) -> None:
         for rank in self._ranks.values():
@@ -91,7 +93,11 @@ class Presence:
         self._poll.close()
 
     def _admit(self) -> None:
-        line, _ = self._listener.accept()
+        try:
+            line, _ = self._listener.accept()
+        except OSError:  # this process may have no more files open: the job goes on unheard
+            self._poll.unregister(self._listener)
+            return
         line.setblocking(False)
         self._unnamed[line.fileno()] = line
         self._poll.register(line, select.EPOLLIN)
@@ -106,8 +112,11 @@ class Presence:
         pid = int.from_bytes(line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS)[:4], sys.byteorder)
         try:
             rank = Rank(int(number), pid, os.pidfd_open(pid), line, said)
-        except OSError:  # it has ended since
+        except ProcessLookupError:  # it has ended since
             self._count(int(number), said + _received(line), None)
+            line.close()
+            return
+        except OSError:  # as above
             line.close()
             return
         self._ranks[rank.descriptor] = rank

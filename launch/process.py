@@ -22,7 +22,8 @@ from launch.signals import Heard, HeldSignals
 INTERRUPTED = 128 + signal.SIGINT
 LOOK_SECONDS = 1.0  # seldom enough to cost a job nothing
 GRACE = 5.0  # seconds for a job to end after a signal, and again for mpirun once its ranks have been killed
-AFTER_A_DEATH = 3.0  # seconds for mpirun to end a job, one of whose ranks has died, by itself
+AFTER_A_DEATH = 4.0  # seconds for mpirun to end a job, one of whose ranks has died, by itself
+AFTER_A_FAILURE = 20.0  # the same where a rank said before that it ends the job: that is under way
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 _libc = ctypes.CDLL(None)
 
@@ -83,7 +84,7 @@ class Watched:
                 self._pass_on(heard)
             self._presence.look()
             if self._presence.death and self._alone_until == math.inf:
-                self._alone_until = time.monotonic() + AFTER_A_DEATH
+                self._alone_until = time.monotonic() + (AFTER_A_FAILURE if self._presence.failed else AFTER_A_DEATH)
             if time.monotonic() > self._alone_until and self._ends_by == math.inf:
                 self._deserted = True
                 self._end()

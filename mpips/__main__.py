@@ -28,6 +28,9 @@ def whole_lines() -> None:
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
 
 
+SECONDS = 5.0  # to be heard by the launcher
+
+
 class Presence:
     """Tells the `mpips run` of this machine, where one listens, that this rank is here, and how it ends.
 
@@ -37,6 +40,7 @@ class Presence:
     def __init__(self) -> None:
         self._process, self._well, job = os.getpid(), False, launched_as(os.environ)
         self._line = socket.socket(socket.AF_UNIX)
+        self._line.settimeout(SECONDS)
         name = os.environ.pop(PRESENCE, "")  # not for the processes that this one starts
         if job and name:
             with suppress(OSError):

@@ -61,7 +61,7 @@ def write_agent(plan: Plan, processes: list[int]) -> None:
 def own_folder() -> None:
     """Give this host a `FOLDER` of its own, with `AGENT` in it: a host's MPI daemon starts other hosts' daemons."""
     agent = os.open(AGENT, os.O_RDONLY)
-    kernel.mount("tmpfs", FOLDER, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV)
+    kernel.mount_virtual("tmpfs", FOLDER)
     with open(AGENT, "w"):
         kernel.mount(f"/proc/self/fd/{agent}", AGENT, "", kernel.MS_BIND)
     os.close(agent)

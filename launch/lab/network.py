@@ -78,6 +78,16 @@ class Links:
         self.netlink.fdb("append", ifindex=self.index(port), lladdr=mac, state=state, flags=ndmsg.flags["master"])
 
 
+def counters(links: Links) -> dict[str, dict[str, int]]:
+    """Bytes through every link of a host, what its shaping queue dropped, and whether it is up."""
+    found = {}
+    for link in links.netlink.get_links():
+        stats = link.get_attr("IFLA_STATS64")
+        moved = {"sent": stats["tx_bytes"], "received": stats["rx_bytes"], "dropped": stats["tx_dropped"]}
+        found[link.get_attr("IFLA_IFNAME")] = moved | {"up": link["flags"] & 1}
+    return found
+
+
 @contextmanager
 def inside(process: int) -> Iterator[None]:
     """Be in the network namespace of ``process`` for a while (sockets opened there stay there)."""

@@ -53,9 +53,9 @@ print(len(looks), code)
 
 LAUNCHER = """
 import os, signal, subprocess, sys
-code, *ranks = sys.argv[1:]  # its exit code after an interrupt, and what each rank does
+ranks = sys.argv[1:]  # what each does
 def interrupted(*_):
-    for rank in started: rank.send_signal(signal.SIGKILL if code == "0" else signal.SIGINT)
+    for rank in started: rank.kill()
 signal.signal(signal.SIGINT, interrupted)
 variables = lambda rank: {**os.environ, "OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": str(len(ranks))}
 run = [sys.executable, "-m", "mpips", "-c"]
@@ -66,6 +66,7 @@ sys.exit(0)
 JOB = """
 import sys
 from launch import process
+process.AFTER_A_FAILURE = limit
 code = process.wait([sys.executable, "-c", *sys.argv[1:]], name="mpips run", roles=["worker", "server"], here=2)
 sys.exit(code)
 """
@@ -161,9 +162,9 @@ def test_a_job_is_ended_when_it_has_become_hopeless_only(code: str, hopeless_at:
     assert done.stdout.strip().endswith(said), done.stderr
 
 
-def job(*ranks: str) -> subprocess.Popen[str]:
+def job(*ranks: str, after_a_failure: float = 20.0) -> subprocess.Popen[str]:
     """A job of ranks under an mpirun that waits for the others when one has died, and says 0 whatever happened."""
-    command = [sys.executable, "-c", JOB, LAUNCHER, "0", *ranks]
+    command = [sys.executable, "-c", f"limit = {after_a_failure}\n{JOB}", LAUNCHER, *ranks]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True, preexec_fn=heed)
 
@@ -195,7 +196,7 @@ def test_ranks_that_end_one_after_the_other_end_well() -> None:
 
 
 def test_an_error_that_a_rank_has_told_is_not_told_again() -> None:
-    process = job(f"{UP}raise ValueError('told')", f"{UP}time.sleep(60)")
+    process = job(f"{UP}raise ValueError('told')", f"{UP}time.sleep(60)", after_a_failure=3)
     said = process.communicate(timeout=60)[1]
     assert process.returncode == 1
     assert "ValueError: told" in said
