@@ -1,4 +1,4 @@
-"""Find an mpirun, and build the words it gets: for Open MPI, for MPICH, for Intel MPI.
+"""Find an mpirun, and build the words that it gets: for Open MPI, for MPICH, for Intel MPI.
 
 A setting is added only where it is needed; docs/launching.md says what each is worth. All is pure but `find`.
 """

@@ -1,4 +1,4 @@
-"""Which ranks of a job live, said goodbye or died: each one on this machine tells the command that started it.
+"""Which ranks of a job are alive, and which died: each one on this machine tells the command that started it.
 
 A rank that `python -m mpips` runs connects to a socket without a name in any folder, says its number, and a word
 before it ends well. What ends without that word has died. Ranks on other hosts cannot be heard.

@@ -18,6 +18,7 @@ from launch.mpirun import Job, Launcher, LauncherError, Machine, build, find, pr
 from mpips.options import PREFIX, OptionError, Options, uneven
 from mpips.options import read as read_options
 
+Words = tuple[str, ...]
 ROLES = ("servers", "clients", "workers", "masters")
 
 
@@ -56,7 +57,7 @@ class Run(click.Command):
             sys.exit(process.INTERRUPTED)
 
 
-def _script(ctx: click.Context, parameter: click.Parameter, words: tuple[str, ...]) -> tuple[str, ...]:
+def _script(ctx: click.Context, parameter: click.Parameter, words: Words) -> Words:
     words = script.words_of(words)
     if unknown := script.unknown_option(words):
         known = [name for option in ctx.command.params for name in option.opts if name.startswith("--")]
@@ -77,15 +78,7 @@ def _script(ctx: click.Context, parameter: click.Parameter, words: tuple[str, ..
     "words", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT.py|-m MODULE [ARGS]...", is_eager=True, callback=_script
 )
 def command(
-    hostfile: str | None,
-    topology: str | None,
-    nics: str | None,
-    interface: str | None,
-    mpirun: str | None,
-    extra: tuple[str, ...],
-    dry_run: bool,
-    words: tuple[str, ...],
-    **roles: Any,
+    mpirun: str | None, interface: str | None, extra: Words, dry_run: bool, words: Words, **asked: Any
 ) -> None:
     """Start SCRIPT.py ARGS as one MPI job of workers and servers.
 
@@ -93,8 +86,9 @@ def command(
     uncaught exception of one rank ends the job; the exit code is the job's, or 2 where none is started.
     """
     try:
-        options, machine, launcher = options_of(roles), this_machine(), find(mpirun)
-        hosts = _hosts(options, hostfile, topology, nics, interface, launcher, machine, extra)
+        options = options_of({name: asked.pop(name) for name in ROLES})
+        machine, launcher = this_machine(), find(mpirun)
+        hosts = _hosts(options, launcher, machine, interface=interface, extra=extra, **asked)
         job = _job(options, words, hosts, machine, interface, extra)
         argv = build(launcher, job, machine)
         if not dry_run:
@@ -144,15 +138,9 @@ def start(ranks: int, words: Sequence[str], mpirun: str | None = None, name: str
 
 
 def _hosts(
-    options: Options,
-    hostfile: str | None,
-    topology: str | None,
-    nics: str | None,
-    interface: str | None,
-    launcher: Launcher,
-    machine: Machine,
-    extra: Sequence[str],
-) -> tuple[Placed, ...]:
+    options: Options, launcher: Launcher, machine: Machine, *, hostfile: str | None, topology: str | None,
+    nics: str | None, interface: str | None, extra: Words,
+) -> tuple[Placed, ...]:  # fmt: skip
     """Which ranks go to which host; none where all stay here."""
     named = read(hostfile) if hostfile else ()
     placed = place(named, options.workers, options.servers) if named else ()
@@ -167,13 +155,9 @@ def _hosts(
 
 
 def _job(
-    options: Options,
-    words: Sequence[str],
-    hosts: tuple[Placed, ...],
-    machine: Machine,
-    interface: str | None,
-    extra: tuple[str, ...],
-) -> Job:
+    options: Options, words: Words, hosts: tuple[Placed, ...], machine: Machine, interface: str | None,
+    extra: Words,
+) -> Job:  # fmt: skip
     job = Job(options.workers + options.servers, program(words), {}, hosts, interface, extra)
     roles = {PREFIX + name.upper(): str(getattr(options, name)) for name in ROLES}
     environment = {**options.environment(), **roles, **settings(job.busiest, machine, os.environ)}

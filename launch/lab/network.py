@@ -169,9 +169,9 @@ def _bring_up(links: Links, nic: Nic) -> None:
 
 def add_neighbours_and_routes(links: Links, host: Host, nics: Collection[str]) -> None:
     """What the kernel forgets when a NIC goes down, for ``nics``, which must be up; also the way to bring one back."""
-    for neighbour in (each for each in host.neighbours if each.nic in nics):
-        index = links.index(neighbour.nic)
-        links.netlink.neigh("replace", dst=neighbour.address, lladdr=neighbour.mac, ifindex=index, state="permanent")
-    for route in (each for each in host.routes if each.nic in nics):
+    routes = [each for each in host.routes if each.nic in nics]
+    for gateway, mac, nic in {(each.gateway, each.mac, each.nic) for each in routes}:
+        links.netlink.neigh("replace", dst=gateway, lladdr=mac, ifindex=links.index(nic), state="permanent")
+    for route in routes:
         where = {"gateway": route.gateway, "oif": links.index(route.nic), "prefsrc": host.vip}
         links.netlink.route("replace", dst=f"{route.vip}/32", **where)

@@ -32,17 +32,11 @@ class Nic(NamedTuple):
 
 
 class Route(NamedTuple):
-    """How a host reaches another host's vip: through ``gateway`` (an address in the subnet of ``nic``)."""
+    """How a host reaches another host's vip: through ``gateway``, which has the link address ``mac`` and an address in
+    the subnet of ``nic``."""
 
     vip: str
     gateway: str
-    nic: str
-
-
-class Neighbour(NamedTuple):
-    """The link address of a host's NIC on the same subnet."""
-
-    address: str
     mac: str
     nic: str
 
@@ -55,7 +49,6 @@ class Host(NamedTuple):
     management: str
     nics: tuple[Nic, ...]
     routes: tuple[Route, ...]
-    neighbours: tuple[Neighbour, ...]
 
 
 class Trunk(NamedTuple):

@@ -32,7 +32,7 @@ def walk(plan: Plan, source: Host, target: Host) -> list[tuple[str, str]]:
     at, crossed = source, []
     while at is not target:
         route = next(route for route in at.routes if route.vip == target.vip)
-        mac = next(n.mac for n in at.neighbours if n.address == route.gateway and n.nic == route.nic)
+        mac = route.mac
         place = next(nic.switch for nic in at.nics if nic.name == route.nic)
         crossed.append((at.name, place))
         while place not in hosts:
