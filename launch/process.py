@@ -84,7 +84,7 @@ class Watched:
                 self._pass_on(heard)
             self._presence.look()
             if self._presence.death and self._alone_until == math.inf:
-                self._alone_until = time.monotonic() + (AFTER_A_FAILURE if self._presence.failed else AFTER_A_DEATH)
+                self._alone_until = time.monotonic() + (AFTER_A_FAILURE if self._presence.code else AFTER_A_DEATH)
             if time.monotonic() > self._alone_until and self._ends_by == math.inf:
                 self._deserted = True
                 self._end()
@@ -97,10 +97,12 @@ class Watched:
             _clear()
 
     def code(self) -> int:
-        """As of a shell. MPICH's mpirun may have 0 after an interrupt; the ranks know better."""
+        """As of a shell. Ranks know better than mpirun: MPICH's may have 0 after an interrupt."""
         code, well = self._job.returncode, self._presence.everyone_left_well()
         if self.heard and (code or not well):
             return 128 + self.heard
+        if code and self._presence.code:  # mpirun may have crashed while it ended the others
+            return self._presence.code
         if self._deserted and (death := self._presence.death):
             return 128 + death.signal if death.signal else 1
         return code if code >= 0 else 128 - code
@@ -108,7 +110,7 @@ class Watched:
     def death(self) -> Death | None:
         """The rank that died first, where that ended the job and nobody has said it yet."""
         death, number = self._presence.death, _signal_in(self._job.returncode)
-        if self.heard or death is None or self._presence.failed:
+        if self.heard or death is None or self._presence.code:
             return None
         if self._deserted:
             return death

@@ -15,7 +15,7 @@ from contextlib import suppress
 from mpi4py.run import main
 
 from mpips.lastwords import end, end_unstarted, is_started
-from mpips.world import FAILING, GOODBYE, PRESENCE, launched_as
+from mpips.world import FAILING, GOODBYE, PRESENCE, PRESENT, launched_as
 
 COMMANDS = ("run", "doctor", "script", "train", "bench", "tune", "sim", "plan", "lab")
 """Words of the `mpips` command, which are no scripts."""
@@ -45,19 +45,19 @@ class Presence:
         if job and name:
             with suppress(OSError):
                 self._line.connect(f"\0{name}")
-        self._say(b"%d\n" % (job[0] if job else 0))
+        self._say(b"%s %d\n" % (PRESENT, job[0] if job else 0))
         atexit.register(self._leave)
         self._in_threads, threading.excepthook = threading.excepthook, self._thread_fails
 
     def ends_well(self) -> None:
         self._well = True
 
-    def fails(self) -> None:
-        self._say(FAILING)
+    def fails(self, code: int = 1) -> None:
+        self._say(b"%s %d\n" % (FAILING, code & 255))
 
     def _leave(self) -> None:
         if self._well:
-            self._say(GOODBYE)
+            self._say(GOODBYE + b"\n")
 
     def _thread_fails(self, args: threading.ExceptHookArgs) -> None:
         if not issubclass(args.exc_type, SystemExit):
@@ -82,16 +82,17 @@ if __name__ == "__main__":
         main()
         presence.ends_well()
     except SystemExit as left:
-        (presence.fails if left.code else presence.ends_well)()
         if left.code:  # now, because an open store would wait at exit for ranks that wait for this one
             why = left.code if isinstance(left.code, str) else ""  # sys.exit("why") means: say why, exit with 1
             code = 1 if why else int(left.code)
+            presence.fails(code)
             if is_started() or launched_as(os.environ) is None:
                 end(f"exit {code}", why and f"{why}\n", code, same=(code, why))
             else:
                 print(why, end=why and "\n", file=sys.stderr)
                 end_unstarted(f"exit {code}", code)
             raise SystemExit(code) from None
+        presence.ends_well()
         raise
     except Exception as error:
         presence.fails()

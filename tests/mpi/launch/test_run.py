@@ -88,8 +88,7 @@ def test_one_rank_that_fails_before_mpi_has_started_ends_the_job(
 ) -> None:
     rank = "import os, sys\nr = int(os.environ.get('OMPI_COMM_WORLD_RANK', os.environ.get('PMI_RANK')))\n"
     done = run(tmp_path, f"{rank}if r == 1:\n    {error}\n{others}", "--workers", "2")
-    crashed = "prterun: pthread_mutex_lock.c" in done.stderr  # Open MPI's, when it ends a rank that is starting MPI
-    assert done.returncode == (134 if crashed else code), done.stderr
+    assert done.returncode == code, done.stderr  # though Open MPI's mpirun may crash, and MPICH's lose its ranks
     assert done.stderr.count("Traceback") == (code == 1), done.stderr
     assert f"mpips: {said} on rank 1 of 2, before MPI has started: the job ends" in done.stderr
 

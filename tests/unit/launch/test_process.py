@@ -61,7 +61,7 @@ variables = lambda rank: {**os.environ, "OMPI_COMM_WORLD_RANK": str(rank), "OMPI
 run = [sys.executable, "-m", "mpips", "-c"]
 started = [subprocess.Popen([*run, line], env=variables(i), start_new_session=True) for i, line in enumerate(ranks)]
 for rank in started: rank.wait()
-sys.exit(0)
+sys.exit(int(os.environ.get("LAUNCHER_CODE", "0")))
 """
 JOB = """
 import sys
@@ -201,6 +201,14 @@ def test_an_error_that_a_rank_has_told_is_not_told_again() -> None:
     assert process.returncode == 1
     assert "ValueError: told" in said
     assert "the job has ended" not in said
+
+
+def test_the_code_is_that_of_the_rank_that_failed_where_mpirun_crashed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LAUNCHER_CODE", "255")
+    process = job(f"{UP}raise SystemExit(4)", UP)
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 4, said
+    assert "exit 4 on rank 0 of 2" in said
 
 
 def test_an_interrupt_counts_where_mpirun_says_0_and_its_ranks_were_killed() -> None:
