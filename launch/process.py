@@ -24,6 +24,7 @@ LOOK_SECONDS = 1.0  # seldom enough to cost a job nothing
 GRACE = 5.0  # seconds for a job to end after a signal, and again for mpirun once its ranks have been killed
 AFTER_A_DEATH = 4.0  # seconds for mpirun to end a job, one of whose ranks has died, by itself
 AFTER_A_FAILURE = 20.0  # the same where a rank said before that it ends the job: that is under way
+BARE_CODES = (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGTERM)
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 _libc = ctypes.CDLL(None)
 
@@ -151,9 +152,10 @@ def _child_of(parent: int, mask: Iterable[int]) -> Callable[[], None]:
 
 
 def _signal_in(code: int) -> int:
-    """The signal that an mpirun's exit code tells of: 128 and its number, or the number alone; 0 for none."""
-    number = -code if code < 0 else code - 128 if code > 128 else code
-    return number if number in (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE) else 0
+    """The signal of a rank that mpirun's exit code tells of, 0 for none: 128 and its number, or, as MPICH has it, the
+    number alone. A code below 0 is of a signal that ended mpirun itself."""
+    number = code - 128 if code > 128 else code if code in BARE_CODES else 0
+    return number if number in signal.valid_signals() else 0
 
 
 def _tell(text: str) -> None:

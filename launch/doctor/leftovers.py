@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 SHARED = Path("/dev/shm")
+BLOCK = 512  # bytes, of st_blocks
 
 
 class Kind(NamedTuple):
@@ -36,7 +37,8 @@ def look(searched: tuple[Kind, ...]) -> list[dict[str, object]]:
     """What of each kind lies there, is this user's, and no process has open: JSON-serialisable."""
     sizes = {kind: _sizes(kind) for kind in searched}
     if any(sizes.values()):
-        used = set(_opened())
+        folders = tuple(f"{kind.folder.resolve()}/" for kind in searched)
+        used = {name for name in _opened() if name.startswith(folders)}
         for found in sizes.values():
             for path in [path for path in found if _is_used(path, used)]:
                 del found[path]
@@ -49,12 +51,13 @@ def look(searched: tuple[Kind, ...]) -> list[dict[str, object]]:
 
 
 def _sizes(kind: Kind) -> dict[Path, int]:
+    """Bytes of memory or disk that each takes: Open MPI's files are longer than what they hold."""
     found = {}
     for path in kind.folder.resolve().glob(kind.pattern):
         with suppress(OSError):
             if path.stat().st_uid == os.getuid():
                 files = path.rglob("*") if path.is_dir() else (path,)
-                found[path] = sum(file.stat().st_size for file in files if file.is_file())
+                found[path] = sum(file.stat().st_blocks * BLOCK for file in files if file.is_file())
     return found
 
 

@@ -148,9 +148,10 @@ def job_command(
     if dead := [host for host in hosts[:needed] if host in described["dead"]]:
         raise LabError(died(name, dead))
     launcher = find(mpirun)
+    cores = len(os.sched_getaffinity(0))
     environment = job.defaults(launcher, os.environ)
     argv = job.command(
-        launcher, hosts, ranks, program, per_host=per_host, cores=job.cores(), environment=environment, extra=extra
+        launcher, hosts, ranks, program, per_host=per_host, cores=cores, environment=environment, extra=extra
     )
     return job.enter(keeper_process(name), argv, folder=os.getcwd(), user=os.getuid())
 

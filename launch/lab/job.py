@@ -90,11 +90,6 @@ def enter(keeper: int, argv: Sequence[str], *, folder: str, user: int) -> list[s
     return ["nsenter", "--target", str(keeper), *namespaces, *inside]
 
 
-def cores() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0))
-
-
 def end_all(job: str) -> int:
     """Kill every process whose environment says that it is of ``job``; how many there were. It looks until it has found
     none twice: a process that starts another program has no environment for a moment."""
