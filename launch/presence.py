@@ -8,6 +8,7 @@ hosts cannot be heard.
 from __future__ import annotations
 
 import os
+import resource
 import select
 import socket
 import sys
@@ -18,6 +19,7 @@ from typing import NamedTuple
 from mpips import world
 
 CREDENTIALS = 12  # bytes of SO_PEERCRED: pid, user, group
+SPARE_FILES = 64  # that this process may yet need to open
 MOST_BYTES = 4096  # of words at once; they are few
 
 
@@ -108,11 +110,11 @@ class Presence:
         self._poll.close()
 
     def _admit(self) -> None:
-        try:
-            line, _ = self._listener.accept()
-        except OSError:  # this process may have no more files open: the job goes on unheard
+        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if 2 * len(self._lines) + SPARE_FILES > most:  # the job goes on unheard
             self._poll.unregister(self._listener)
             return
+        line, _ = self._listener.accept()
         line.setblocking(False)
         self._lines[line.fileno()] = Rank(line)
         self._poll.register(line, select.EPOLLIN)
@@ -139,7 +141,7 @@ class Presence:
     def _enter(self, rank: Rank) -> None:
         try:
             rank.descriptor = os.pidfd_open(rank.pid)
-        except OSError:  # it has ended already, or this process may have no more files open
+        except OSError:  # it has ended already, or is out of sight
             return
         self._alive[rank.descriptor] = rank
         self._poll.register(rank.descriptor, select.EPOLLIN)
