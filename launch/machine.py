@@ -19,7 +19,7 @@ START_SECONDS = 0.6  # of a core, until a rank has started Python, NumPy and MPI
 LONG_SECONDS = 20.0  # to start all; who waits longer may take the job for one that hangs
 
 
-class Room(NamedTuple):
+class Capacity(NamedTuple):
     """The most ranks that fit, and what bounds them."""
 
     ranks: int
@@ -48,12 +48,12 @@ def threads(ranks: int, machine: Machine, environment: Mapping[str, str]) -> dic
     return given or {"OMP_NUM_THREADS": str(max(1, machine.cores // ranks))}
 
 
-def room() -> Room:
+def room() -> Capacity:
     """The room of this machine, from its kernel's own figures."""
     return min([*_processes(), _memory()])
 
 
-def check_room(job: Job, environment: Mapping[str, str] = os.environ, held: Room | None = None) -> None:
+def check_room(job: Job, environment: Mapping[str, str] = os.environ, held: Capacity | None = None) -> None:
     """LauncherError where more ranks than fit are to start on this machine; other hosts know their own."""
     ranks, held = job.ranks_here(environment), held or room()
     if ranks > held.ranks:
@@ -73,21 +73,21 @@ def crowd(job: Job, machine: Machine, environment: Mapping[str, str]) -> str | N
     )
 
 
-def _processes() -> Iterator[Room]:
+def _processes() -> Iterator[Capacity]:
     """A rank is a process, at least."""
     from collectives.machine.memory import number_in  # `mpips --help` does without
 
     pids = number_in("/proc/sys/kernel/pid_max")
     if pids is not None:
-        yield Room(pids, f"its kernel has room for {pids} processes (kernel.pid_max)")
+        yield Capacity(pids, f"its kernel has room for {pids} processes (kernel.pid_max)")
     mine = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     if mine != resource.RLIM_INFINITY and os.geteuid():  # root has no such limit
-        yield Room(mine, f"you may have {mine} processes there (ulimit -u)")
+        yield Capacity(mine, f"you may have {mine} processes there (ulimit -u)")
 
 
-def _memory() -> Room:
+def _memory() -> Capacity:
     from collectives.machine.memory import total
 
     held = total()
     why = f"each takes {RANK_BYTES >> 20} MiB of memory and more, and there are {held / 2**30:.1f} GiB"
-    return Room(held // RANK_BYTES, why)
+    return Capacity(held // RANK_BYTES, why)

@@ -31,7 +31,7 @@ class Route(NamedTuple):
     nic: str
 
 
-class Report(NamedTuple):
+class HostReport(NamedTuple):
     """One host: IPv4 addresses with their subnets by NIC, and its routes."""
 
     host: str
@@ -58,7 +58,7 @@ class Report(NamedTuple):
         return f"{self.host} has no IPv4 address in the subnet {word}: it has {there}"
 
 
-def parse(host: str, addresses: Sequence[Mapping[str, Any]], routes: Sequence[Mapping[str, Any]]) -> Report:
+def parse(host: str, addresses: Sequence[Mapping[str, Any]], routes: Sequence[Mapping[str, Any]]) -> HostReport:
     """A report from the output of `ip -j -4 address` and `ip -j -4 route`."""
     nics = {
         str(nic["ifname"]): tuple(IPv4Interface(f"{a['local']}/{a['prefixlen']}") for a in nic.get("addr_info", ()))
@@ -70,10 +70,10 @@ def parse(host: str, addresses: Sequence[Mapping[str, Any]], routes: Sequence[Ma
         for r in routes
         if "dev" in r
     ]
-    return Report(host, nics, tuple(known))
+    return HostReport(host, nics, tuple(known))
 
 
-def ask(launcher: Launcher, hosts: Sequence[str], machine: Machine, extra: Sequence[str] = ()) -> list[Report]:
+def ask(launcher: Launcher, hosts: Sequence[str], machine: Machine, extra: Sequence[str] = ()) -> list[HostReport]:
     """The reports of `hosts`, in their order. Blocking, at most `LIMIT` s; LauncherError where a host is silent."""
     environment = {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
     placed = tuple(Placed(host, 1) for host in hosts)
@@ -92,7 +92,7 @@ def ask(launcher: Launcher, hosts: Sequence[str], machine: Machine, extra: Seque
     return [said[host] for host in hosts]
 
 
-def here() -> Report:
+def here() -> HostReport:
     """The report of this machine; LauncherError without `ip`."""
     try:
         return parse(socket.gethostname(), _ip("address"), _ip("route"))

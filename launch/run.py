@@ -46,7 +46,7 @@ def role_options(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-class Run(click.Command):
+class RunCommand(click.Command):
     """A command that after Ctrl-C, before its job has started, ends as the others do (`terminal.console`)."""
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -65,7 +65,9 @@ def _script(ctx: click.Context, parameter: click.Parameter, words: Words) -> Wor
     return words
 
 
-@click.command("run", cls=Run, context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.command(
+    "run", cls=RunCommand, context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False}
+)
 @role_options
 @click.option("--hostfile", type=click.Path(), help="Hosts, one a line: `node1 slots=4` or `node1:4`.")
 @click.option("--topology", help="Order the hosts by their addresses in it: bcube:3,2, star:9 or fattree:4.")
@@ -148,9 +150,9 @@ def _hosts(
         raise LauncherError("--nics says which NIC serves which level of a --topology: give that, too")
     if not topology:
         return placed
-    from launch.topology import Wanted, place_in  # NumPy only where it is needed
+    from launch.topology import TopologyRequest, place_in  # NumPy only where it is needed
 
-    wanted = Wanted(topology, tuple((nics or "").split(",")), interface)
+    wanted = TopologyRequest(topology, tuple((nics or "").split(",")), interface)
     return place_in(wanted, options, named, launcher, machine, extra)
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from collectives.simulator.topology import BCube, FatTree, host_at, parse
 from launch.hosts import Host, Placed
 from launch.mpirun import Launcher, Machine
-from launch.network import Report, ask
+from launch.network import HostReport, ask
 from mpips.options import Options
 
 
@@ -22,7 +22,7 @@ class MappingError(ValueError):
     """Hosts that do not form the topology."""
 
 
-class Wanted(NamedTuple):
+class TopologyRequest(NamedTuple):
     """A topology as `simulator.topology.parse` reads it, each level's NIC, and the interface of MPI's addresses."""
 
     topology: str
@@ -31,7 +31,7 @@ class Wanted(NamedTuple):
 
 
 def place_in(
-    wanted: Wanted,
+    wanted: TopologyRequest,
     options: Options,
     hosts: Sequence[Host],
     launcher: Launcher,
@@ -61,7 +61,7 @@ def place_in(
     return tuple(Placed(report.host, options.workers // topology.hosts) for report in ordered)
 
 
-def order(topology: BCube | FatTree, reports: Sequence[Report], nics: Sequence[str]) -> list[Report]:
+def order(topology: BCube | FatTree, reports: Sequence[HostReport], nics: Sequence[str]) -> list[HostReport]:
     """Reports in the order of addresses; `nics` names the NIC of each level, level 0 first.
 
     The first host gets address 0. A fat-tree's switches cannot be told from subnets, so its hosts keep the order in
@@ -78,7 +78,7 @@ def order(topology: BCube | FatTree, reports: Sequence[Report], nics: Sequence[s
     for level, networks in enumerate(subnets):
         _check_sizes(topology, level, networks, reports)
     digits = [_digits(topology, level, subnets, reports) for level in range(topology.k)]
-    found: dict[int, Report] = {}
+    found: dict[int, HostReport] = {}
     for place, report in enumerate(reports):
         host = host_at(topology, tuple(digits[level][place] for level in reversed(range(topology.k))))
         if host in found:
@@ -87,11 +87,11 @@ def order(topology: BCube | FatTree, reports: Sequence[Report], nics: Sequence[s
     return [found[host] for host in range(topology.hosts)]
 
 
-def _subnet(report: Report, nic: str, level: int) -> IPv4Network:
+def _subnet(report: HostReport, nic: str, level: int) -> IPv4Network:
     return _address(report, nic, f"the NIC of level {level}").network
 
 
-def _address(report: Report, nic: str, what: str) -> IPv4Interface:
+def _address(report: HostReport, nic: str, what: str) -> IPv4Interface:
     addresses = report.nics.get(nic)
     if addresses is None:
         raise MappingError(f"{report.host} has no {nic} ({what}); it has {', '.join(report.nics)}")
@@ -100,7 +100,7 @@ def _address(report: Report, nic: str, what: str) -> IPv4Interface:
     return addresses[0]
 
 
-def _check_sizes(topology: BCube, level: int, networks: Sequence[IPv4Network], reports: Sequence[Report]) -> None:
+def _check_sizes(topology: BCube, level: int, networks: Sequence[IPv4Network], reports: Sequence[HostReport]) -> None:
     for network in networks:
         members = [report.host for report, other in zip(reports, networks) if other == network]
         if len(members) != topology.n:
@@ -111,7 +111,7 @@ def _check_sizes(topology: BCube, level: int, networks: Sequence[IPv4Network], r
 
 
 def _digits(
-    topology: BCube, level: int, subnets: Sequence[Sequence[IPv4Network]], reports: Sequence[Report]
+    topology: BCube, level: int, subnets: Sequence[Sequence[IPv4Network]], reports: Sequence[HostReport]
 ) -> list[int]:
     """Digit `level` of every host: the number of its group when the subnets of that level are left out."""
     group = list(range(len(reports)))
@@ -128,7 +128,7 @@ def _digits(
     return [names[g] for g in group]
 
 
-def missing_routes(topology: BCube, ordered: Sequence[Report], nics: Sequence[str], interface: str) -> list[str]:
+def missing_routes(topology: BCube, ordered: Sequence[HostReport], nics: Sequence[str], interface: str) -> list[str]:
     """Commands, each with its host, for every address on `interface` that a host does not reach by the right NIC.
 
     Right is the NIC of the highest level in which the addresses differ, by way of the neighbour who has that digit.

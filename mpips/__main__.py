@@ -31,7 +31,7 @@ def whole_lines() -> None:
 SECONDS = 5.0  # to be heard by the launcher
 
 
-class Presence:
+class StatusLine:
     """Tells the `mpips run` of this machine, where one listens, that this rank is here, and how it ends.
 
     Who ends without a word has died. The last word is said when all that closes at exit has closed.
@@ -77,25 +77,25 @@ if __name__ == "__main__":
               f" or `python -m launch.cli {word}`", file=sys.stderr)  # fmt: skip
         sys.exit(2)
     whole_lines()
-    presence = Presence()
+    status = StatusLine()
     try:
         main()
-        presence.ends_well()
+        status.ends_well()
     except SystemExit as left:
         if left.code:  # now, because an open store would wait at exit for ranks that wait for this one
             why = left.code if isinstance(left.code, str) else ""  # sys.exit("why") means: say why, exit with 1
             code = 1 if why else int(left.code)
-            presence.fails(code)
+            status.fails(code)
             if is_started() or launched_as(os.environ) is None:
                 end(f"exit {code}", why and f"{why}\n", code, same=(code, why))
             else:
                 print(why, end=why and "\n", file=sys.stderr)
                 end_unstarted(f"exit {code}", code)
             raise SystemExit(code) from None
-        presence.ends_well()
+        status.ends_well()
         raise
     except Exception as error:
-        presence.fails()
+        status.fails()
         if is_started():
             raise  # to the hook, which says it for all ranks
         sys.excepthook(type(error), error, error.__traceback__)

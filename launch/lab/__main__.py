@@ -20,7 +20,7 @@ from launch import process
 from launch.lab import client, job
 from launch.lab.layout import lay_out
 from launch.lab.needs import missing
-from launch.lab.watch import PATIENCE, Watch
+from launch.lab.watch import PATIENCE, NetworkWatch
 from launch.mpirun import LauncherError
 
 Words = tuple[str, ...]
@@ -94,7 +94,7 @@ def run(
     words = _without_dashes(program)
     with sentences():
         argv = client.job_command(name, ranks, words, per_host=per_host, mpirun=mpirun, extra=extra)
-        watch = Watch(name, -(-ranks // per_host), patience or math.inf)
+        watch = NetworkWatch(name, -(-ranks // per_host), patience or math.inf)
     os.environ[job.MARK_VARIABLE] = own = uuid.uuid4().hex
     code = process.wait(argv, watch)
     with contextlib.suppress(client.LabError, OSError):  # where the lab has gone, so have they

@@ -19,7 +19,7 @@ from typing import Any
 
 from launch.lab import files, health, job, kernel
 from launch.lab.network import add_neighbours_and_routes, apply_settings, build, counters
-from launch.lab.plan import Nic, Plan, decode, window
+from launch.lab.plan import LabNic, LabPlan, decode, window
 
 
 def become_keeper(user: int, group: int, window: int) -> None:
@@ -72,7 +72,7 @@ def _be_host(name: str, window: int, done: int) -> None:
 class Keeper:
     """Answers requests about one lab."""
 
-    def __init__(self, name: str, plan: Plan) -> None:
+    def __init__(self, name: str, plan: LabPlan) -> None:
         self.name = name
         self._plan = plan
         files.write_hosts(plan)
@@ -80,7 +80,7 @@ class Keeper:
         self._outer, self._links = build(plan, self._processes)
         files.write_agent(plan, self._processes)
         self._baseline = self._counters()
-        self._crossed: dict[int, list[tuple[str, Nic]]] = {}
+        self._crossed: dict[int, list[tuple[str, LabNic]]] = {}
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """The reply to one request: ``{"do": "describe" | "status" | "reset" | "link" | "health" | "clear"}``."""

@@ -10,13 +10,13 @@ no frame travels but the job's own, and byte counters can be held against theory
 from __future__ import annotations
 
 from collectives.simulator.topology import Topology, hop_links
-from launch.lab.plan import Forward, Host, Nic, Plan, Route, Trunk
+from launch.lab.plan import ForwardingEntry, LabHost, LabNic, LabPlan, LabRoute, Trunk
 
 MOST_HOSTS = 250
 MOST_RATE = 2**32  # bytes a second: the rate limiter holds it in 32 bits
 
 
-def lay_out(topology: Topology) -> Plan:
+def lay_out(topology: Topology) -> LabPlan:
     """The plan for a topology (`simulator.topology`) (rates in bytes/s); ValueError where it is too large."""
     if topology.hosts > MOST_HOSTS:
         raise ValueError(f"{topology.name} has {topology.hosts} hosts: a lab has at most {MOST_HOSTS}")
@@ -28,21 +28,21 @@ def lay_out(topology: Topology) -> Plan:
     nics = _nics(topology)
     first_hops, forwards = _follow_routes(topology, nics)
 
-    def host(number: int) -> Host:
+    def host(number: int) -> LabHost:
         own = tuple(nics[number, level] for level in range(topology.levels))
         others = (other for other in range(topology.hosts) if other != number)
-        routes = tuple(Route(_vip(other), *first_hops[number, other]) for other in others)
-        return Host(f"h{number}", _vip(number), f"10.255.0.{number + 1}", own, routes)
+        routes = tuple(LabRoute(_vip(other), *first_hops[number, other]) for other in others)
+        return LabHost(f"h{number}", _vip(number), f"10.255.0.{number + 1}", own, routes)
 
     hosts = tuple(map(host, range(topology.hosts)))
-    return Plan(topology.name, hosts, tuple(topology.switches), _trunks(topology), forwards)
+    return LabPlan(topology.name, hosts, tuple(topology.switches), _trunks(topology), forwards)
 
 
 def _vip(host: int) -> str:
     return f"10.0.0.{host + 1}"
 
 
-def _nics(topology: Topology) -> dict[tuple[int, int], Nic]:
+def _nics(topology: Topology) -> dict[tuple[int, int], LabNic]:
     """The NIC of every (host, level); switches joined by trunks share a subnet."""
     subnets = _subnets(topology)
     rates = {(link.source, link.target): link.rate for link in topology.links}
@@ -52,7 +52,7 @@ def _nics(topology: Topology) -> dict[tuple[int, int], Nic]:
         address = f"10.{16 + level}.{subnets[switch]}.{host + 1}"
         mac = f"02:6d:00:{level:02x}:{subnets[switch]:02x}:{host + 1:02x}"
         rate = round(8 * rates[f"h{host}", switch])
-        made[host, level] = Nic(f"d{level}", level, address, mac, rate, switch, f"h{host}d{level}")
+        made[host, level] = LabNic(f"d{level}", level, address, mac, rate, switch, f"h{host}d{level}")
     return made
 
 
@@ -82,8 +82,8 @@ def trunk_port(switch: str, other: str) -> str:
 
 
 def _follow_routes(
-    topology: Topology, nics: dict[tuple[int, int], Nic]
-) -> tuple[dict[tuple[int, int], tuple[str, str, str]], tuple[Forward, ...]]:
+    topology: Topology, nics: dict[tuple[int, int], LabNic]
+) -> tuple[dict[tuple[int, int], tuple[str, str, str]], tuple[ForwardingEntry, ...]]:
     """Walk the route of every pair: (gateway, its link address, NIC) of the first hop, and what the switches on the way
     must know."""
     hops: dict[tuple[int, int], tuple[str, str, str]] = {}
@@ -100,4 +100,4 @@ def _follow_routes(
                 port = arrival.port if link is path[end] else trunk_port(link.source, link.target)
                 if tables.setdefault((link.source, arrival.mac), port) != port:
                     raise ValueError(f"{topology.name}: switch {link.source} has two ways to {arrival.address}")
-    return hops, tuple(Forward(switch, port, mac) for (switch, mac), port in sorted(tables.items()))
+    return hops, tuple(ForwardingEntry(switch, port, mac) for (switch, mac), port in sorted(tables.items()))

@@ -16,7 +16,7 @@ TCP_SECONDS = 13.0
 """How long TCP has tried when it gives a connection up; `launch.lab.network.SETTINGS` has its retries."""
 
 
-class Watch:
+class NetworkWatch:
     """Whether a host that a job on the first ``hosts`` hosts of lab ``name`` needs is ``dead``, or the network between
     them has been broken for ``patience`` seconds: a NIC is down, or TCP gave up a connection after the watch began.
     ``reason`` then says so in one sentence."""

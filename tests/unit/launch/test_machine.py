@@ -8,9 +8,9 @@ import pytest
 
 from launch import Job, LauncherError, Machine
 from launch.hosts import Placed
-from launch.machine import Room, check_room, crowd, room, threads
+from launch.machine import Capacity, check_room, crowd, room, threads
 
-SMALL = Room(8, "it is small")
+SMALL = Capacity(8, "it is small")
 
 
 def test_ranks_may_outnumber_cores_but_not_what_fits() -> None:

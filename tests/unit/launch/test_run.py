@@ -153,9 +153,9 @@ def test_an_interface_that_is_nowhere(mpirun: str, tmp_path: Path) -> None:
 
 
 def test_hosts_are_asked_for_an_interface_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    def ask(launcher: Launcher, hosts: list[str], *_: object) -> list[network.Report]:
+    def ask(launcher: Launcher, hosts: list[str], *_: object) -> list[network.HostReport]:
         addresses = [IPv4Interface("10.0.0.1/24")]
-        return [network.Report(host, {"lo": (), f"fast{i}": tuple(addresses)}, ()) for i, host in enumerate(hosts)]
+        return [network.HostReport(host, {"lo": (), f"fast{i}": tuple(addresses)}, ()) for i, host in enumerate(hosts)]
 
     monkeypatch.setattr(network, "ask", ask)
     launcher, machine = Launcher("mpiexec", "mpich", "4"), Machine(2)
@@ -169,7 +169,7 @@ def test_hosts_are_asked_for_an_interface_that_is_not_here(monkeypatch: pytest.M
 
 def test_a_subnet_is_looked_for_among_the_addresses_here(monkeypatch: pytest.MonkeyPatch) -> None:
     nics = {"lo": (IPv4Interface("127.0.0.1/8"),), "eth0": (IPv4Interface("10.0.0.1/24"), IPv4Interface("10.7.0.1/24"))}
-    monkeypatch.setattr(network, "here", lambda: network.Report("here", nics, ()))
+    monkeypatch.setattr(network, "here", lambda: network.HostReport("here", nics, ()))
     launcher, machine = Launcher("mpiexec", "mpich", "4"), Machine(2)
     network.check_interface("10.7.0.0/16", launcher, (), machine)
     with pytest.raises(LauncherError, match=r"no IPv4 address in the subnet 10\.9\.0\.0/16.*10\.0\.0\.1"):
