@@ -1,8 +1,8 @@
-"""LSF: a script for bsub. LSF writes a line a slot into $LSB_DJOB_HOSTFILE, which `mpips run` reads."""
+"""Where a batch script for LSF is written, for bsub. `mpips run` reads its $LSB_DJOB_HOSTFILE, a line a slot."""
 
 from __future__ import annotations
 
-from launch.schedulers.request import Request, checked, mpips_run, text, threads
+from launch.batch.request import Request, checked, mpips_run, text, threads
 
 
 def script(request: Request) -> str:

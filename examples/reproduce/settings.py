@@ -1,6 +1,6 @@
-"""Measures what each setting of `launch.command` and `launch.run` is worth: one job with and without it, alternating.
+"""Measures what each setting that `mpips run` makes is worth: one job with and without it, alternating.
 
-    python -m launch.measure [--json FILE]
+    python -m examples.reproduce.settings [--json FILE]
 
 docs/launching.md shows the table. A case that this machine cannot show (another MPI, no namespaces) says why.
 """
@@ -23,7 +23,7 @@ import click
 from collectives.machine import caches
 from collectives.simulator.topology import parse
 from collectives.terminal.console import Interruptible, OutFile, write_text
-from launch.command import EAGER_BYTES, Job, build, find, program, this_machine
+from launch import FULL_DUPLEX, Job, build, find, program, this_machine
 from launch.lab import client
 from launch.lab.layout import lay_out
 from launch.lab.needs import missing
@@ -140,7 +140,6 @@ def _median(work: Callable[[], object], count: int) -> float:
     return float(world.allreduce(statistics.median(times), MPI.MAX))
 
 
-LIMITS = ("btl_tcp_eager_limit", "btl_tcp_rndv_eager_limit", "btl_tcp_max_send_size")
 CORES = len(os.sched_getaffinity(0))
 FIXED = this_machine().fixed_addresses
 CASES = (
@@ -148,7 +147,7 @@ CASES = (
         f"full-duplex TCP: 4 MiB each way at {MBIT:g} Mbit/s, 2 hosts",
         2,
         exchange,
-        tuple(("--mca", name, str(EAGER_BYTES)) for name in LIMITS),
+        FULL_DUPLEX,
         in_lab=True,
     ),
     Case(
@@ -194,7 +193,7 @@ def without(argv: Sequence[str], words: Sequence[Sequence[str]]) -> list[str]:
 @contextmanager
 def prepared(case: Case) -> Iterator[list[str]]:
     """The argv of a case with its setting, and the lab it needs for as long as it runs."""
-    ranks = program(["-m", "launch.measure", "--work", case.work.__name__])
+    ranks = program(["-m", "examples.reproduce.settings", "--work", case.work.__name__])
     if case.in_lab:
         with client.lab(LAB, lay_out(parse(f"star:{case.ranks}", MBIT * 1e6 / 8))):
             yield client.job_command(LAB, case.ranks, ranks)

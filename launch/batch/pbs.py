@@ -1,8 +1,8 @@
-"""PBS (OpenPBS, PBS Pro): a script for qsub. PBS writes a line a rank into $PBS_NODEFILE, which `mpips run` reads."""
+"""Where a batch script for PBS (OpenPBS, PBS Pro) is written, for qsub. `mpips run` reads its $PBS_NODEFILE."""
 
 from __future__ import annotations
 
-from launch.schedulers.request import Request, checked, mpips_run, text, threads, walltime
+from launch.batch.request import Request, checked, mpips_run, text, threads, walltime
 
 
 def script(request: Request) -> str:

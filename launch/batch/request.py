@@ -6,7 +6,7 @@ import re
 import shlex
 from typing import NamedTuple
 
-from launch.command import Flavour
+from launch.mpirun import Flavour
 from mpips.options import Options
 
 

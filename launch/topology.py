@@ -1,24 +1,67 @@
-"""Hosts in the order of their addresses in a topology, so that rank digits are addresses; and routes by which each
-level's traffic takes its own NIC. Pure: in comes what hosts say (`launch.network`), out goes an order or a sentence.
+"""`mpips run --topology`: hosts in the order of their addresses in it, so that rank digits are addresses.
 
 In BCube(n, k) two hosts share a switch of level l if and only if their addresses differ in digit l alone. So with the
 subnets of level l left out, the hosts fall into n groups that share no switch: these are the values of digit l.
+All is pure but `place_in`, which asks the hosts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from ipaddress import IPv4Interface, IPv4Network
+from typing import NamedTuple
 
-from collectives.simulator.topology import BCube, FatTree, host_at
-from launch.network import Report
+from collectives.simulator.topology import BCube, FatTree, host_at, parse
+from launch.hosts import Host, Placed
+from launch.mpirun import Launcher, Machine
+from launch.network import HostReport, ask
+from mpips.options import Options
 
 
 class MappingError(ValueError):
     """Hosts that do not form the topology."""
 
 
-def order(topology: BCube | FatTree, reports: Sequence[Report], nics: Sequence[str]) -> list[Report]:
+class TopologyRequest(NamedTuple):
+    """A topology as `simulator.topology.parse` reads it, each level's NIC, and the interface of MPI's addresses."""
+
+    topology: str
+    nics: tuple[str, ...]
+    interface: str | None
+
+
+def place_in(
+    wanted: TopologyRequest,
+    options: Options,
+    hosts: Sequence[Host],
+    launcher: Launcher,
+    machine: Machine,
+    extra: Sequence[str] = (),
+) -> tuple[Placed, ...]:
+    """Blocks of ranks on hosts, in the order of addresses. Blocking: starts one process a host to look at its network.
+
+    ValueError (MappingError) where the job, the hosts or their networks do not fit the topology, with the commands
+    that would mend routes; LauncherError where hosts do not answer.
+    """
+    topology = parse(wanted.topology)
+    if not hosts or not all(wanted.nics):
+        raise MappingError("--topology needs --hostfile, and --nics with the NIC of each level")
+    if options.servers:
+        raise MappingError(f"--topology places workers only: with servers={options.servers} use --hostfile alone")
+    if options.workers % topology.hosts:
+        raise MappingError(f"workers={options.workers} is no multiple of the {topology.hosts} hosts of {topology.name}")
+    ordered = order(topology, ask(launcher, [host.name for host in hosts], machine, extra), wanted.nics)
+    if isinstance(topology, BCube) and topology.k > 1:
+        if wanted.interface is None:
+            raise MappingError(f"{topology.name} needs --interface: where each host has the address that MPI uses")
+        if commands := missing_routes(topology, ordered, wanted.nics, wanted.interface):
+            raise MappingError(
+                "traffic would not keep to its levels; as root, run on each host\n" + "\n".join(commands)
+            )
+    return tuple(Placed(report.host, options.workers // topology.hosts) for report in ordered)
+
+
+def order(topology: BCube | FatTree, reports: Sequence[HostReport], nics: Sequence[str]) -> list[HostReport]:
     """Reports in the order of addresses; `nics` names the NIC of each level, level 0 first.
 
     The first host gets address 0. A fat-tree's switches cannot be told from subnets, so its hosts keep the order in
@@ -27,16 +70,15 @@ def order(topology: BCube | FatTree, reports: Sequence[Report], nics: Sequence[s
     if len(reports) != topology.hosts:
         raise MappingError(f"{topology.name} has {topology.hosts} hosts, the host file {len(reports)}")
     if len(nics) != topology.levels:
-        raise MappingError(
-            f"{topology.name} has {topology.levels} NICs a host, {len(nics)} are named: {', '.join(nics)}"
-        )
+        named = f"{len(nics)} are named: {', '.join(nics)}"
+        raise MappingError(f"{topology.name} has {topology.levels} NICs a host, {named}")
     subnets = [[_subnet(report, nic, level) for report in reports] for level, nic in enumerate(nics)]
     if isinstance(topology, FatTree):
         return list(reports)
     for level, networks in enumerate(subnets):
         _check_sizes(topology, level, networks, reports)
     digits = [_digits(topology, level, subnets, reports) for level in range(topology.k)]
-    found: dict[int, Report] = {}
+    found: dict[int, HostReport] = {}
     for place, report in enumerate(reports):
         host = host_at(topology, tuple(digits[level][place] for level in reversed(range(topology.k))))
         if host in found:
@@ -45,11 +87,11 @@ def order(topology: BCube | FatTree, reports: Sequence[Report], nics: Sequence[s
     return [found[host] for host in range(topology.hosts)]
 
 
-def _subnet(report: Report, nic: str, level: int) -> IPv4Network:
+def _subnet(report: HostReport, nic: str, level: int) -> IPv4Network:
     return _address(report, nic, f"the NIC of level {level}").network
 
 
-def _address(report: Report, nic: str, what: str) -> IPv4Interface:
+def _address(report: HostReport, nic: str, what: str) -> IPv4Interface:
     addresses = report.nics.get(nic)
     if addresses is None:
         raise MappingError(f"{report.host} has no {nic} ({what}); it has {', '.join(report.nics)}")
@@ -58,7 +100,7 @@ def _address(report: Report, nic: str, what: str) -> IPv4Interface:
     return addresses[0]
 
 
-def _check_sizes(topology: BCube, level: int, networks: Sequence[IPv4Network], reports: Sequence[Report]) -> None:
+def _check_sizes(topology: BCube, level: int, networks: Sequence[IPv4Network], reports: Sequence[HostReport]) -> None:
     for network in networks:
         members = [report.host for report, other in zip(reports, networks) if other == network]
         if len(members) != topology.n:
@@ -69,7 +111,7 @@ def _check_sizes(topology: BCube, level: int, networks: Sequence[IPv4Network], r
 
 
 def _digits(
-    topology: BCube, level: int, subnets: Sequence[Sequence[IPv4Network]], reports: Sequence[Report]
+    topology: BCube, level: int, subnets: Sequence[Sequence[IPv4Network]], reports: Sequence[HostReport]
 ) -> list[int]:
     """Digit `level` of every host: the number of its group when the subnets of that level are left out."""
     group = list(range(len(reports)))
@@ -86,7 +128,7 @@ def _digits(
     return [names[g] for g in group]
 
 
-def missing_routes(topology: BCube, ordered: Sequence[Report], nics: Sequence[str], interface: str) -> list[str]:
+def missing_routes(topology: BCube, ordered: Sequence[HostReport], nics: Sequence[str], interface: str) -> list[str]:
     """Commands, each with its host, for every address on `interface` that a host does not reach by the right NIC.
 
     Right is the NIC of the highest level in which the addresses differ, by way of the neighbour who has that digit.

@@ -8,23 +8,23 @@ import subprocess
 import sys
 import uuid
 
-from launch.lab import leftovers
+from launch.lab import job
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 
 
 def test_a_jobs_processes_end_and_no_others():
-    job = uuid.uuid4().hex
-    own = subprocess.Popen(SLEEP, env={**os.environ, leftovers.VARIABLE: job}, start_new_session=True)
+    mine = uuid.uuid4().hex
+    own = subprocess.Popen(SLEEP, env={**os.environ, job.MARK_VARIABLE: mine}, start_new_session=True)
     others = [
-        subprocess.Popen(SLEEP, env={**os.environ, leftovers.VARIABLE: job + "0"}),
+        subprocess.Popen(SLEEP, env={**os.environ, job.MARK_VARIABLE: mine + "0"}),
         subprocess.Popen(SLEEP),
     ]
     try:
-        assert leftovers.end(job) == 1
+        assert job.end_all(mine) == 1
         assert own.wait(10) == -signal.SIGKILL
         assert [other.poll() for other in others] == [None, None]
-        assert leftovers.end(job) == 0
+        assert job.end_all(mine) == 0
     finally:
         for process in (own, *others):
             process.kill()

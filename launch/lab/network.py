@@ -1,6 +1,7 @@
-"""Make a plan real in namespaces that the keeper holds: NICs, bridges, addresses, routes, rates. Needs pyroute2.
+"""The emulated network: bridges, cables, routes, and the rate limit (tbf) that keeps a NIC at its 100 Mbit/s.
 
-The caller is the keeper: it sits in the outer namespaces (bridges, launcher) and has one pausing process per host.
+Needs pyroute2. The caller is the keeper: it sits in the outer namespaces (bridges, launcher) and has one pausing
+process per host.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pyroute2 import IPRoute
 from pyroute2.netlink.rtnl import ndmsg
 
 from launch.lab import kernel
-from launch.lab.plan import BURST, LAUNCHER_ADDRESS, MTU, QUEUE, Host, Nic, Plan
+from launch.lab.plan import BURST, LAUNCHER_ADDRESS, MTU, QUEUE, LabHost, LabNic, LabPlan
 
 MANAGEMENT_BRIDGE = "m0"
 
@@ -77,6 +78,16 @@ class Links:
         self.netlink.fdb("append", ifindex=self.index(port), lladdr=mac, state=state, flags=ndmsg.flags["master"])
 
 
+def counters(links: Links) -> dict[str, dict[str, int]]:
+    """Bytes through every link of a host, what its shaping queue dropped, and whether it is up."""
+    found = {}
+    for link in links.netlink.get_links():
+        stats = link.get_attr("IFLA_STATS64")
+        moved = {"sent": stats["tx_bytes"], "received": stats["rx_bytes"], "dropped": stats["tx_dropped"]}
+        found[link.get_attr("IFLA_IFNAME")] = moved | {"up": link["flags"] & 1}
+    return found
+
+
 @contextmanager
 def inside(process: int) -> Iterator[None]:
     """Be in the network namespace of ``process`` for a while (sockets opened there stay there)."""
@@ -102,7 +113,7 @@ def apply_settings(window: int) -> None:
                 file.write(value)
 
 
-def build(plan: Plan, processes: list[int]) -> tuple[Links, list[Links]]:
+def build(plan: LabPlan, processes: list[int]) -> tuple[Links, list[Links]]:
     """Build the network; ``processes[i]`` holds those of host i. Returns the outer namespace's socket and theirs."""
     outer = Links()
     outer.set("lo", state="up")
@@ -125,7 +136,7 @@ def build(plan: Plan, processes: list[int]) -> tuple[Links, list[Links]]:
     return outer, hosts
 
 
-def _cable(outer: Links, host: Host, process: int) -> None:
+def _cable(outer: Links, host: LabHost, process: int) -> None:
     """Plug every NIC of ``host`` into its switch, the switch's end shaped too."""
     for nic in host.nics:
         peer = {"ifname": nic.name, "net_ns_pid": process, "address": nic.mac}
@@ -137,7 +148,7 @@ def _cable(outer: Links, host: Host, process: int) -> None:
     outer.plug(port, MANAGEMENT_BRIDGE, quiet=False)
 
 
-def _configure(links: Links, host: Host) -> None:
+def _configure(links: Links, host: LabHost) -> None:
     """Addresses, neighbours, routes and rates, seen from inside the host."""
     links.set("lo", state="up")
     links.add_bridge("vip0")  # no ports: a place for the vip (this and other kernels lack "dummy")
@@ -149,18 +160,18 @@ def _configure(links: Links, host: Host) -> None:
     add_neighbours_and_routes(links, host, [nic.name for nic in host.nics])
 
 
-def _bring_up(links: Links, nic: Nic) -> None:
+def _bring_up(links: Links, nic: LabNic) -> None:
     """One frame at a time, as on a wire: a 64 KiB bundle of frames would wait 5 ms at every hop, at 100 Mbit/s."""
     links.set(nic.name, mtu=MTU, gso_max_segs=1, state="up")
     links.add_address(nic.name, nic.address, 24)
     links.shape(nic.name, nic.rate)
 
 
-def add_neighbours_and_routes(links: Links, host: Host, nics: Collection[str]) -> None:
+def add_neighbours_and_routes(links: Links, host: LabHost, nics: Collection[str]) -> None:
     """What the kernel forgets when a NIC goes down, for ``nics``, which must be up; also the way to bring one back."""
-    for neighbour in (each for each in host.neighbours if each.nic in nics):
-        index = links.index(neighbour.nic)
-        links.netlink.neigh("replace", dst=neighbour.address, lladdr=neighbour.mac, ifindex=index, state="permanent")
-    for route in (each for each in host.routes if each.nic in nics):
+    routes = [each for each in host.routes if each.nic in nics]
+    for gateway, mac, nic in {(each.gateway, each.mac, each.nic) for each in routes}:
+        links.netlink.neigh("replace", dst=gateway, lladdr=mac, ifindex=links.index(nic), state="permanent")
+    for route in routes:
         where = {"gateway": route.gateway, "oif": links.index(route.nic), "prefsrc": host.vip}
         links.netlink.route("replace", dst=f"{route.vip}/32", **where)

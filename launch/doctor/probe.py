@@ -1,6 +1,6 @@
 """What a rank can find out about its MPI: run on two ranks by `mpips doctor`, or on the ranks that a launcher gave it.
 
-    mpirun -n 2 python -m launch.probe [cuda]
+    mpirun -n 2 python -m launch.doctor.probe [cuda]
 
 Rank 0 prints one line of JSON. Nothing is asked that can be tried: shared memory is written by one rank and read by the
 other, and with `cuda` a device buffer makes a round trip, in a job of its own, because an MPI that cannot may crash.
@@ -12,11 +12,14 @@ import json
 import mmap
 import os
 import sys
+from contextlib import suppress
 from typing import Any
 
 MARK = b"mpips-probe-0123456789"
 TAG = 7
 CUDA_ELEMENTS = 1 << 16
+LEVELS = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
+ALONE = "not tried: one rank on this node"
 
 
 def facts() -> dict[str, Any]:
@@ -25,6 +28,7 @@ def facts() -> dict[str, Any]:
 
     world = MPI.COMM_WORLD
     node = world.Split_type(MPI.COMM_TYPE_SHARED)
+    alone = ALONE if node.size < 2 else ""
     return {
         "library": MPI.Get_library_version().strip("\x00\n ").splitlines()[0],
         "library_text": MPI.Get_library_version(),
@@ -32,20 +36,13 @@ def facts() -> dict[str, Any]:
         "size": world.size,
         "rank": world.rank,
         "node_ranks": node.size,
-        "threads": _thread_level(MPI.Query_thread()),
+        "threads": {getattr(MPI, f"THREAD_{name}"): name for name in LEVELS}[MPI.Query_thread()],
         "ulfm": _ulfm(world),
-        "affinities": _gathered(world, sorted(os.sched_getaffinity(0))),
-        "window": _window(node),
-        "memfd": _memfd(node),
-        "reach": _reach(node),
+        "affinities": world.allgather(sorted(os.sched_getaffinity(0))),
+        "window": alone or _window(node),
+        "memfd": alone or _memfd(node),
+        "reach": alone or _reach(node),
     }
-
-
-def _thread_level(level: int) -> str:
-    from mpi4py import MPI
-
-    names = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
-    return {getattr(MPI, f"THREAD_{name}"): name for name in names}[level]
 
 
 def _ulfm(world: Any) -> bool:
@@ -61,8 +58,6 @@ def _window(node: Any) -> str:
     """Empty where MPI.Win.Allocate_shared gives memory that both of two ranks see, else what went wrong."""
     from mpi4py import MPI
 
-    if node.size < 2:
-        return "not tried: one rank on this node"
     window = MPI.Win.Allocate_shared(len(MARK) if node.rank == 0 else 0, 1, comm=node)
     buffer, _ = window.Shared_query(0)
     if node.rank == 0:
@@ -71,39 +66,26 @@ def _window(node: Any) -> str:
     seen = buffer.tobytes() == MARK
     window.Fence()
     window.Free()
-    return _agreed(node, "" if seen else "a rank does not see what another wrote")
+    return _first(node, "" if seen else "a rank does not see what another wrote")
 
 
 def _memfd(node: Any) -> str:
     """Empty where a rank can map the anonymous memory of another through /proc, else what went wrong."""
-    if node.size < 2:
-        return "not tried: one rank on this node"
-    place, problem = bytearray(16), ""
-    fd = -1
-    if node.rank == 0:
-        try:
+    place, problem, fd = "", "", -1
+    try:
+        if node.rank == 0:
             fd = os.memfd_create("mpips-probe")
             os.write(fd, MARK)
-        except OSError as error:
-            problem = str(error)
-        place[:] = os.getpid().to_bytes(8, "little") + max(fd, 0).to_bytes(8, "little")
-    node.Bcast(place, root=0)
-    if node.rank:
-        pid, number = int.from_bytes(place[:8], "little"), int.from_bytes(place[8:], "little")
-        problem = _mapped(f"/proc/{pid}/fd/{number}")
-    problem = _agreed(node, problem)
-    if fd >= 0:
+            place = f"/proc/{os.getpid()}/fd/{fd}"
+    except OSError as error:
+        problem = str(error)
+    place = node.bcast(place)
+    if node.rank and place:
+        problem = _mapped(place)
+    problem = _first(node, problem)
+    with suppress(OSError):
         os.close(fd)
     return problem
-
-
-def _reach(node: Any) -> str:
-    """Empty where the kernel copies between the ranks' own memories, else what went wrong."""
-    from collectives.node import process_memory as reach
-
-    if node.size < 2:
-        return "not tried: one rank on this node"
-    return "" if reach.open_to_all(node) else "not allowed here"
 
 
 def _mapped(path: str) -> str:
@@ -118,20 +100,16 @@ def _mapped(path: str) -> str:
         return str(error)
 
 
-def _agreed(comm: Any, problem: str) -> str:
+def _reach(node: Any) -> str:
+    """Empty where the kernel copies between the ranks' own memories, else what went wrong."""
+    from collectives.node import process_memory
+
+    return "" if process_memory.open_to_all(node) else "not allowed here"
+
+
+def _first(comm: Any, problem: str) -> str:
     """The problem of the first rank that has one, on every rank."""
-    text = bytearray(200 * comm.size)
-    comm.Allgather(problem.encode()[:200].ljust(200), text)
-    return next((found for i in range(comm.size) if (found := text[200 * i : 200 * (i + 1)].decode().strip())), "")
-
-
-def _gathered(comm: Any, cores: list[int]) -> list[list[int]]:
-    """Every rank's cores (those below 1024), gathered without pickling."""
-    mask = sum(1 << core for core in cores if core < 1024).to_bytes(128, "little")
-    masks = bytearray(128 * comm.size)
-    comm.Allgather(mask, masks)
-    numbers = (int.from_bytes(masks[128 * i : 128 * (i + 1)], "little") for i in range(comm.size))
-    return [[core for core in range(1024) if number >> core & 1] for number in numbers]
+    return next(filter(None, comm.allgather(problem)), "")
 
 
 def cuda() -> dict[str, Any]:

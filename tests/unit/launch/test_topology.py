@@ -11,18 +11,18 @@ from hypothesis import strategies as st
 
 from collectives.simulator.topology import BCube, address, bcube, fattree, star
 from launch.lab.layout import lay_out
-from launch.mapping import MappingError, missing_routes, order
-from launch.network import Report, Route, parse
+from launch.network import HostReport, Route, parse
+from launch.topology import MappingError, missing_routes, order
 
 
-def reports(topology: BCube) -> list[Report]:
+def reports(topology: BCube) -> list[HostReport]:
     """What the hosts of a lab of this topology would say, in the order of addresses."""
     made = []
     for host in lay_out(topology).hosts:
         nics = {nic.name: (IPv4Interface(f"{nic.address}/24"),) for nic in host.nics}
         nics["vip0"] = (IPv4Interface(f"{host.vip}/32"),)
         routes = [Route(IPv4Network(f"{route.vip}/32"), route.gateway, route.nic) for route in host.routes]
-        made.append(Report(host.name, nics, (*routes, Route(IPv4Network("0.0.0.0/0"), "10.255.0.1", "m0"))))
+        made.append(HostReport(host.name, nics, (*routes, Route(IPv4Network("0.0.0.0/0"), "10.255.0.1", "m0"))))
     return made
 
 
@@ -69,7 +69,7 @@ def test_a_route_that_strays_is_mended() -> None:
         (reports(star(4)), ["d0", "vip0"], "of level 0 holds 4 hosts"),
     ],
 )
-def test_hosts_that_do_not_fit(hosts: list[Report], nics: list[str], words: str) -> None:
+def test_hosts_that_do_not_fit(hosts: list[HostReport], nics: list[str], words: str) -> None:
     with pytest.raises(MappingError, match=words):
         order(bcube(2, 2), hosts, nics)
 

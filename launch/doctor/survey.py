@@ -5,33 +5,37 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import platform
 import shutil
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from launch import probe
-from launch.command import Job, Launcher, LauncherError, build, find, program, this_machine
+from launch.doctor import leftovers, probe
+from launch.machine import this_machine
+from launch.mpirun import Job, Launcher, LauncherError, build, find, program
 from mpips import world
 
 LIMIT = 60.0  # seconds for a probe
-SHARED = Path("/dev/shm")
-LEFT = "mpich_shm_*"  # what a job of MPICH that was aborted leaves there
 OURS = "the one that started this"
 PROMISES = (world.OPEN_MPI, world.HYDRA, world.SLURM, world.JSRUN)
 SCHEDULERS = {"Slurm": ("sbatch", "SLURM_JOB_ID"), "LSF": ("bsub", "LSB_JOBID"), "PBS": ("qsub", "PBS_JOBID")}
 PACKAGES = ("numpy", "mpi4py", "msgspec", "safetensors", "click", "rich", "threadpoolctl")
 EXTRAS = {"matplotlib": "plot", "scikit-learn": "demo", "pyroute2": "lab"}
+DEVICES = (
+    "import cupy, json; r = cupy.cuda.runtime; print(json.dumps("
+    "[r.getDeviceProperties(i)['name'].decode() for i in range(r.getDeviceCount())]))"
+)
 
 
 def look() -> dict[str, Any]:
     """Everything that `judge` needs to know, JSON-serialisable. Collective where a launcher started several ranks."""
     found: dict[str, Any] = {
         "python": sys.version.split()[0],
+        "processor": platform.machine(),
         "packages": {name: _version(name) for name in (*PACKAGES, *EXTRAS)},
         "cores": len(os.sched_getaffinity(0)),
         "environment": {name: value for name, value in os.environ.items() if _tells(name)},
@@ -39,11 +43,10 @@ def look() -> dict[str, Any]:
         "allocation": next((name for name, (_, variable) in SCHEDULERS.items() if variable in os.environ), None),
         "interfaces": list(_interfaces()),
         "gpu": _gpu(),
-        "leftovers": leftovers(SHARED),
+        "leftovers": leftovers.look(leftovers.kinds()),
     }
     if any(name in os.environ for name in PROMISES):
-        found["launcher"], found["ranks"] = OURS, _under_launcher()
-        return found
+        return {**found, "launcher": OURS, "ranks": _under_launcher()}
     try:
         launcher = find()
     except LauncherError as error:
@@ -83,35 +86,9 @@ def _interfaces() -> Iterator[dict[str, Any]]:
     """Network interfaces that are up: name and Mbit/s (None where the kernel does not know)."""
     for _, name in socket.if_nameindex():
         folder = Path("/sys/class/net", name)
-        state = _text(folder / "operstate")
-        if state == "down":
-            continue
-        speed = _text(folder / "speed")
-        yield {"name": name, "mbit": int(speed) if speed.isdigit() else None, "mtu": _text(folder / "mtu")}
-
-
-def leftovers(folder: Path) -> dict[str, int]:
-    """Files and bytes that aborted jobs of this user have left in a folder: those that no process here has open."""
-    sizes: dict[str, int] = {}
-    for path in folder.resolve().glob(LEFT):
-        with suppress(OSError):
-            status = path.stat()
-            if status.st_uid == os.getuid():
-                sizes[str(path)] = status.st_size
-    for opened in _opened() if sizes else ():
-        sizes.pop(opened, None)
-    return {"files": len(sizes), "bytes": sum(sizes.values())}
-
-
-def _opened() -> Iterator[str]:
-    """Files that processes of this user have open or mapped."""
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            for line in (process / "maps").read_text(errors="replace").splitlines():
-                yield line.split(maxsplit=5)[-1]
-            for link in (process / "fd").iterdir():
-                with suppress(OSError):
-                    yield os.readlink(link)
+        if _text(folder / "operstate") != "down":
+            speed = _text(folder / "speed")
+            yield {"name": name, "mbit": int(speed) if speed.isdigit() else None, "mtu": _text(folder / "mtu")}
 
 
 def _text(path: Path) -> str:
@@ -128,17 +105,13 @@ def _gpu() -> dict[str, Any]:
     version = next((v for name in ("cupy-cuda12x", "cupy-cuda13x", "cupy") if (v := _version(name))), None)
     if version is None:
         return {"present": present, "cupy": None}
-    code = (
-        "import cupy, json; r = cupy.cuda.runtime; print(json.dumps("
-        "[r.getDeviceProperties(i)['name'].decode() for i in range(r.getDeviceCount())]))"
-    )
-    done = _child([sys.executable, "-c", code])
+    done = _child([sys.executable, "-c", DEVICES])
     return {"present": present, "cupy": version, "devices": done if isinstance(done, list) else [], "problem": done}
 
 
 def _started(launcher: Launcher, *words: str) -> dict[str, Any]:
     """What two ranks of the probe print, or the problem."""
-    job = Job(2, program(["-m", "launch.probe", *words]))
+    job = Job(2, program(["-m", "launch.doctor.probe", *words]))
     done = _child(build(launcher, job, this_machine()))
     return done if isinstance(done, dict) else {"problem": done}
 

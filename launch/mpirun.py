@@ -1,6 +1,6 @@
-"""From a job to the command that starts it, for Open MPI, MPICH and Intel MPI. Pure, except `find`.
+"""Find an mpirun, and build the words that it gets: for Open MPI, for MPICH, for Intel MPI.
 
-Every setting is added only where it is needed, and docs/launching.md has the measurement behind each.
+A setting is added only where it is needed; docs/launching.md says what each is worth. All is pure but `find`.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,8 +18,20 @@ from typing import Literal, NamedTuple
 from launch.hosts import Placed
 
 Flavour = Literal["openmpi", "mpich", "intel"]
-EAGER_BYTES = 8 << 20  # messages up to this size go at once over TCP: see docs/launching.md, full-duplex TCP
 NAMES: dict[Flavour, str] = {"openmpi": "Open MPI", "mpich": "MPICH", "intel": "Intel MPI"}
+VERSIONS: tuple[tuple[Flavour, str], ...] = (
+    ("openmpi", r"\(Open MPI\)\s+(\S+)"),
+    ("openmpi", r"OpenRTE\)?\s+(\S+)"),
+    ("intel", r"Intel\(R\) MPI Library.*?Version\s+(\S+)"),
+    ("mpich", r"HYDRA build details:\s*\n\s*Version:\s*(\S+)"),
+)
+EAGER_BYTES = 8 << 20  # messages up to this size go at once over TCP, both ways at the same time
+FULL_DUPLEX = tuple(
+    ("--mca", name, str(EAGER_BYTES))
+    for name in ("btl_tcp_eager_limit", "btl_tcp_rndv_eager_limit", "btl_tcp_max_send_size")
+)
+ALLOCATIONS = ("SLURM_JOB_ID", "LSB_JOBID", "PBS_JOBID", "PE_HOSTFILE")
+HOST_WORDS = ("host", "hosts", "hostfile", "machinefile", "f", "rankfile", "configfile", "app")
 
 
 class LauncherError(RuntimeError):
@@ -56,35 +69,24 @@ class Job(NamedTuple):
     interface: str | None = None
     extra: tuple[str, ...] = ()
 
+    @property
+    def busiest(self) -> int:
+        """The most ranks on one host."""
+        return max((block.ranks for block in self.hosts), default=self.ranks)
 
-def this_machine() -> Machine:
-    """The machine this process runs on; cores are those this process may use."""
-    from collectives.machine import addresses  # `mpips --help` does without
-
-    folder = Path("/sys/class/infiniband")
-    infiniband = folder.is_dir() and any(folder.iterdir())
-    return Machine(len(os.sched_getaffinity(0)), os.geteuid() == 0, infiniband, addresses.fixed())
-
-
-def parse_version(text: str) -> tuple[Flavour, str] | None:
-    """Whose mpirun printed `text` for `--version`, and which version; None where it is none of the three."""
-    patterns: tuple[tuple[Flavour, str], ...] = (
-        ("openmpi", r"\(Open MPI\)\s+(\S+)"),
-        ("openmpi", r"OpenRTE\)?\s+(\S+)"),
-        ("intel", r"Intel\(R\) MPI Library.*?Version\s+(\S+)"),
-        ("mpich", r"HYDRA build details:\s*\n\s*Version:\s*(\S+)"),
-    )
-    for flavour, pattern in patterns:
-        found = re.search(pattern, text)
-        if found:
-            return flavour, found.group(1)
-    return None
+    def ranks_here(self, environment: Mapping[str, str]) -> int:
+        """The ranks that are sure to start on this machine: mpirun itself may know of an allocation."""
+        if self.hosts:
+            return sum(block.ranks for block in self.hosts if block.host in ("localhost", socket.gethostname()))
+        elsewhere = any(name in environment for name in ALLOCATIONS)
+        return 0 if elsewhere or _has(self.extra, *HOST_WORDS) else self.ranks
 
 
 def find(path: str | None = None, python: str = sys.executable) -> Launcher:
     """The mpirun to use: `path`, or the one beside `python`, or the first on the PATH. Raises LauncherError."""
-    beside = [str(Path(python).parent / name) for name in ("mpirun", "mpiexec")]
-    candidates = [path] if path else [*beside, *(shutil.which(name) or "" for name in ("mpirun", "mpiexec"))]
+    names = ("mpirun", "mpiexec")
+    beside = [str(Path(python).parent / name) for name in names]
+    candidates = [path] if path else [*beside, *(shutil.which(name) or "" for name in names)]
     chosen = next((c for c in candidates if c and shutil.which(c)), None)
     if chosen is None:
         raise LauncherError(_missing(path))
@@ -110,6 +112,12 @@ def _missing(path: str | None) -> str:
     return f"--mpirun {path} {what}: name an mpirun that is, or leave the option out"
 
 
+def parse_version(text: str) -> tuple[Flavour, str] | None:
+    """Whose mpirun printed `text` for `--version`, and which version; None where it is none of the three."""
+    found = ((flavour, re.search(pattern, text)) for flavour, pattern in VERSIONS)
+    return next(((flavour, match.group(1)) for flavour, match in found if match), None)
+
+
 def program(script: Sequence[str], python: str = sys.executable) -> tuple[str, ...]:
     """What each rank runs for `script ARGS` or `-m module ARGS`: a runner that ends the job on an exception."""
     return (python, "-m", "mpips", *script)
@@ -120,62 +128,54 @@ def build(launcher: Launcher, job: Job, machine: Machine) -> list[str]:
     placed = sum(block.ranks for block in job.hosts)
     if job.hosts and placed != job.ranks:
         raise LauncherError(f"{placed} ranks are placed on hosts, but the job has {job.ranks}")
-    argv = _open_mpi(launcher, job, machine) if launcher.flavour == "openmpi" else _hydra(launcher, job)
-    if crowded(job, machine) and not job.hosts:
-        return [*machine.fixed_addresses, *argv]
-    return argv
+    crowded = job.busiest > machine.cores  # other hosts are taken to have the cores of this one
+    if launcher.flavour == "openmpi":
+        argv = [*_settings_of_open_mpi(launcher, job, machine, crowded), *_blocks_of_open_mpi(job)]
+    else:
+        argv = [*_settings_of_hydra(launcher, job), *_blocks_of_hydra(launcher, job)]
+    return [*machine.fixed_addresses, *argv] if crowded and not job.hosts else argv
 
 
-def crowded(job: Job, machine: Machine) -> bool:
-    """Do ranks outnumber cores? Remote hosts are taken to have the cores of this one."""
-    return max((b.ranks for b in job.hosts), default=job.ranks) > machine.cores
-
-
-def _open_mpi(launcher: Launcher, job: Job, machine: Machine) -> list[str]:
+def _settings_of_open_mpi(launcher: Launcher, job: Job, machine: Machine, crowded: bool) -> list[str]:
     argv = [launcher.path]
     if machine.root:
         argv.append("--allow-run-as-root")
-    if not _sets(job.extra, "--bind-to", "--cpu-set", "--rankfile"):
+    if not _has(job.extra, "bind-to", "cpu-set", "rankfile"):
         argv += ["--bind-to", "none"]
-    if crowded(job, machine):
+    if crowded:
         argv += ["--oversubscribe", "--mca", "mpi_yield_when_idle", "1"]
     if not machine.infiniband:
         argv += ["--mca", "osc", "^ucx"]
     if job.hosts:
-        argv += tcp_settings(job.interface)
-    argv += job.extra
-    for name, value in sorted(job.environment.items()):
-        argv += ["-x", f"{name}={value}"]
+        argv += [word for setting in FULL_DUPLEX for word in setting]
+    if job.hosts and job.interface:
+        argv += ["--mca", "pml", "ob1", "--mca", "btl", "tcp,sm,self", "--mca", "btl_tcp_if_include", job.interface]
+    variables = [word for name, value in sorted(job.environment.items()) for word in ("-x", f"{name}={value}")]
+    return [*argv, *job.extra, *variables]
+
+
+def _blocks_of_open_mpi(job: Job) -> list[str]:
     if not job.hosts:
-        return [*argv, "-n", str(job.ranks), *job.program]
-    blocks = [["-n", str(b.ranks), "--host", f"{b.host}:{b.ranks}", *job.program] for b in job.hosts]
-    return [*argv, *_joined(blocks)]
+        return ["-n", str(job.ranks), *job.program]
+    return _joined([["-n", str(b.ranks), "--host", f"{b.host}:{b.ranks}", *job.program] for b in job.hosts])
 
 
-def tcp_settings(interface: str | None = None) -> list[str]:
-    """Open MPI's settings between hosts over TCP: both ways at once (full duplex), over `interface` where given."""
-    limits = ("btl_tcp_eager_limit", "btl_tcp_rndv_eager_limit", "btl_tcp_max_send_size")
-    settings = [word for name in limits for word in ("--mca", name, str(EAGER_BYTES))]
-    if interface:
-        settings += ["--mca", "pml", "ob1", "--mca", "btl", "tcp,sm,self", "--mca", "btl_tcp_if_include", interface]
-    return settings
-
-
-def _hydra(launcher: Launcher, job: Job) -> list[str]:
+def _settings_of_hydra(launcher: Launcher, job: Job) -> list[str]:
     """MPICH and Intel MPI share the hydra launcher; both run as root, share cores and are full-duplex unasked."""
-    argv = [launcher.path, *job.extra]
-    environment = dict(job.environment)
+    argv, environment = [launcher.path, *job.extra], dict(job.environment)
     if job.interface:
         argv += ["-iface", job.interface]
         environment["FI_TCP_IFACE"] = job.interface
-    for name, value in sorted(environment.items()):
-        argv += ["-genv", name, value]
+    return [*argv, *(word for name, value in sorted(environment.items()) for word in ("-genv", name, value))]
+
+
+def _blocks_of_hydra(launcher: Launcher, job: Job) -> list[str]:
+    all_ranks = ["-n", str(job.ranks), *job.program]
     if not job.hosts:
-        return [*argv, "-n", str(job.ranks), *job.program]
+        return all_ranks
     if launcher.flavour == "mpich":
-        return [*argv, "-hosts", ",".join(f"{b.host}:{b.ranks}" for b in job.hosts), "-n", str(job.ranks), *job.program]
-    blocks = [["-n", str(b.ranks), "-host", b.host, *job.program] for b in job.hosts]
-    return [*argv, *_joined(blocks)]
+        return ["-hosts", ",".join(f"{b.host}:{b.ranks}" for b in job.hosts), *all_ranks]
+    return _joined([["-n", str(b.ranks), "-host", b.host, *job.program] for b in job.hosts])
 
 
 def _joined(blocks: Sequence[Sequence[str]]) -> list[str]:
@@ -183,5 +183,6 @@ def _joined(blocks: Sequence[Sequence[str]]) -> list[str]:
     return [word for i, block in enumerate(blocks) for word in ([":"] if i else []) + list(block)]
 
 
-def _sets(extra: Sequence[str], *options: str) -> bool:
-    return any(word.lstrip("-") == option.lstrip("-") for word in extra for option in options)
+def _has(words: Sequence[str], *options: str) -> bool:
+    """Is one of these options, which stand here without dashes, among the words?"""
+    return any(word.lstrip("-") in options for word in words)

@@ -1,4 +1,4 @@
-"""Slurm: a script for sbatch, and the srun line in it.
+"""Where a batch script for Slurm is written, for sbatch, and the srun line in it.
 
 Open MPI's processes find each other by PMIx (`--mpi=pmix`), those of MPICH and Intel MPI by PMI-2 (`--mpi=pmi2`); with
 the wrong one each starts as a world of size 1 or aborts. Ranks fill the nodes in order, so the servers, numbered last,
@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import shlex
 
-from launch.command import Flavour, program
-from launch.schedulers.request import Request, checked, text, threads, walltime
+from launch.batch.request import Request, checked, text, threads, walltime
+from launch.mpirun import Flavour, program
 
 INTEL = ': "${I_MPI_PMI_LIBRARY:?must be the path of the libpmi2.so of Slurm, by which Intel MPI hears srun}"'
 PMI: dict[Flavour, str] = {"openmpi": "pmix", "mpich": "pmi2", "intel": "pmi2"}

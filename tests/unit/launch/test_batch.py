@@ -8,8 +8,8 @@ import subprocess
 
 import pytest
 
-from launch.schedulers import lsf, pbs, slurm
-from launch.schedulers.request import Request, RequestError
+from launch.batch import lsf, pbs, slurm
+from launch.batch.request import Request, RequestError
 from mpips.options import Options
 
 OPTIONS = Options(servers=2, clients=2, workers=14, masters="all")

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from launch.command import Job, Launcher, LauncherError, Machine, build, find, parse_version, program, this_machine
+from launch import Job, Launcher, LauncherError, Machine, build, find, program, this_machine
 from launch.hosts import Placed
+from launch.mpirun import parse_version
 
 OPEN_MPI = Launcher("mpirun", "openmpi", "5.0.11")
 MPICH = Launcher("mpiexec", "mpich", "5.0.2")
