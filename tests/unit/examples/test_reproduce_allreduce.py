@@ -9,7 +9,7 @@ import pytest
 
 from examples.reproduce import allreduce
 from examples.reproduce.allreduce import Environment, command, keep, summary, table, variables
-from launch.command import Launcher
+from launch import Launcher
 
 OPEN_MPI = Environment("o/bin/python", Launcher("o/bin/mpirun", "openmpi", "5.0"))
 INTEL = Environment("/i/bin/python", Launcher("/i/bin/mpirun", "intel", "2021.18"))
