@@ -70,7 +70,7 @@ class PlanCache:
         _, plan = self._by_place.popitem(last=False)
         self._held -= plan.held_bytes
         self.by_identity.clear()  # which may hold it too
-        plan.free()
+        plan.retire()
 
 
 def place(x: Any) -> Any:

@@ -106,8 +106,8 @@ class Board:
             self.fence()
 
     def meet(self, row: memoryview, wanted: int, what: str) -> bool:
-        """Until all have entered this operation, after `looks` have not seen it. Blocking. Whether they bring the tokens
-        of `wanted`."""
+        """Until all have entered this operation, after `looks` have not seen it. Blocking. Whether they bring the
+        tokens of `wanted`."""
         drive(until(self._complete), self, what)
         return int.from_bytes(row, ORDER) == wanted
 
