@@ -41,7 +41,10 @@ class PlanCache:
 
     def find(self, call: tuple[Any, ...], x: Any, out: Any, make: Callable[[], Any]) -> Any:
         """The plan of a call with these arrays: `call` says all else. One that is made is kept."""
-        key = (*call, place(x), place(out))
+        try:
+            key = (*call, place(x), place(out))
+        except TypeError:  # it is no array, of which `make` says which
+            return make()
         made = self._by_place.get(key)
         if made is None:
             made = make()

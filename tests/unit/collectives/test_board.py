@@ -27,7 +27,8 @@ def test_no_entry_of_a_rank_that_is_there_is_that_of_one_that_has_left():
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_ranks_that_agree_go_on(size):
     boards = node.boards(size)
-    assert node.together(*(partial(drive, board.agreed("a call"), board, "a call") for board in boards)) == [None] * size
+    calls = [partial(drive, board.agreed("a call"), board, "a call") for board in boards]
+    assert node.together(*calls) == [None] * size
 
 
 def test_ranks_that_differ_raise_the_same_sentence():
