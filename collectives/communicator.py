@@ -7,6 +7,7 @@ It is made at the first call and lives until it fails: then it is over on all ra
 from __future__ import annotations
 
 import atexit
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -85,6 +86,7 @@ class Communicator:
         self.plan_lanes, self.tags_dealt = self.lanes, 0
         """What messages of plans go over, and the tags dealt on it, which keep them apart."""
         self._kept: list[Any] = []
+        self._pid = os.getpid()
         _alive.add(self)
 
     def patient(self, stall_seconds: float, timeout_seconds: float) -> None:
@@ -117,9 +119,10 @@ class Communicator:
         drive(steps, self.epoch, what, min(self.board.spins, 16))
 
     def hear(self, waited: float) -> None:
-        """Raise where the communicator has ended; beside compute, through which an operation has waited so long."""
+        """Raise where the communicator has ended, or a rank that is waited for has; beside compute, through which an
+        operation has waited so long."""
         if self.control is None:
-            self.board.hear()
+            self.board.look(waited)
         else:
             self.epoch.look(waited)
 
@@ -208,7 +211,7 @@ class Communicator:
 
     def leave(self) -> None:
         """This rank's program ends."""
-        if self.open and not MPI.Is_finalized():
+        if self.open and self._pid == os.getpid() and not MPI.Is_finalized():  # a child that was forked is no rank
             self.board.leave()
             if self.control is not None:
                 self.control.leave()
