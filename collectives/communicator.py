@@ -174,7 +174,8 @@ class Communicator:
 
     def _given_up(self, what: str, error: BaseException) -> str:
         reason = f": {error}" if str(error) else ""
-        return f"rank {self.rank} has given up {what}: {type(error).__name__}{reason}"
+        sentence = f"rank {self.rank} has given up {what}: {type(error).__name__}{reason}"
+        return sentence.encode(errors="replace").decode()  # file names may hold what no text can
 
     def deal(self, tags: int) -> None:
         """A plan has taken so many tags; it keeps its lanes where the next one gets others. Collective."""

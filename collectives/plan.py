@@ -19,7 +19,7 @@ from collectives.node.wait import see_in_time
 from collectives.operations import operation
 from collectives.runner import Inner, Over, Runner, build_schedule, chosen, make_runner
 from collectives.shared_memory.executor import MET, Executor, not_begun
-from collectives.started import Started, advance, begin, finish
+from collectives.started import Started, advance, agree, begin, finish
 from collectives.tensor import compile_tensor
 
 
@@ -172,7 +172,7 @@ def plan(
     with home.preparing(f"a plan of {kind}"):
         made = compile_plan(home, kind, x, op, algorithm, out, root, tags)
     made.keep(x, out)
-    home.agree("plan of " + made.call.text)
+    agree(home, "plan of " + made.call.text)
     home.deal(tags.count)  # by all ranks, as they have just met
     return made
 

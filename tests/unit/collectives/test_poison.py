@@ -60,6 +60,10 @@ def test_a_long_sentence_is_cut(file):
     assert 1000 < len(str(told)) < POISON_BYTES and str(told) == str(opened(file).error())
 
 
+def test_what_is_no_text_ends_it_too(file):
+    assert str(opened(file).spread(CollectiveError(), "no file b\udce4r")) == "no file b?r"
+
+
 def test_of_processes_that_fail_at_once_one_is_heard(file):
     readers, writers = os.pipe()
 
