@@ -89,13 +89,10 @@ def allreduce(
 
     Returns where the result is: `out`, or x. Every rank gets bitwise the same.
 
-    Ranks call the same with arguments that fit, in the same order; otherwise, and where arguments of one rank are bad,
-    all raise `MismatchError`, a ValueError, with the same sentence. A wait longer than MPIPS_STALL_SECONDS warns, one
-    longer than MPIPS_TIMEOUT_SECONDS (0: never) raises `StallError`. One thread of a process may call.
-
-    In long rows of the same broadcast or reduce of up to 1 KiB ranks do not wait for those who only send, or only take.
-    Who runs ahead so hears of a mismatch, or of a rank that has given up, up to 64 calls late, or not at all where no
-    such calls follow; and the communicator cannot be used any more, but a `Dup` of it can.
+    Bad arguments raise ValueError or TypeError on the rank that made them; nothing was sent. Ranks call the same, in
+    the same order. Otherwise all raise `MismatchError`, with the same sentence. Where a rank is interrupted, or ends, all
+    others raise `CollectiveError`; a wait longer than MPIPS_TIMEOUT_SECONDS (300; 0: never) raises `StallError`. Then
+    the communicator is over: see `renew`. A wait longer than MPIPS_STALL_SECONDS (60) warns. One thread may call.
     """
     return _call("allreduce", x, comm, op, algorithm, out, 0)
 
@@ -175,7 +172,7 @@ def grouped_allreduce(
     Collective, blocking.
 
     >>> weights, bias = np.full((3, 4), 2.0), np.ones(4, np.float32)
-    >>> collectives.grouped_allreduce([weights, bias], op="mean")
+    >>> means = collectives.grouped_allreduce([weights, bias], op="mean")
 
     Unlike `allreduce` of a list, which adds the vectors of a worker together, the arrays stay apart. All ranks bring as
     many, of the same sizes and types, in the same order. Small ones travel together. Returns `out`, or `arrays`, as a

@@ -119,12 +119,8 @@ class Communicator:
         drive(steps, self.epoch, what, min(self.board.spins, 16))
 
     def hear(self, waited: float) -> None:
-        """Raise where the communicator has ended, or a rank that is waited for has; beside compute, through which an
-        operation has waited so long."""
-        if self.control is None:
-            self.board.look(waited)
-        else:
-            self.epoch.look(waited)
+        """Raise where the communicator has ended; beside compute, through which an operation has waited so long."""
+        self.epoch.look(waited)
 
     def hold(self) -> None:
         """See anew whether operations may begin by a short way."""

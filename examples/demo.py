@@ -23,8 +23,7 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from launch import room
-from launch.command import Job, LauncherError
+from launch import Job, LauncherError, check_room
 from picture import SERIAL, draw
 from words import number
 
@@ -168,7 +167,7 @@ def read(given: list[str] | None = None) -> argparse.Namespace:
         words = f"--workers {options.workers} with --batch-size {options.batch_size}"
         parser.error(f"{words} take {images:,} images a step, and there are {IMAGES:,}: ask for fewer")
     try:
-        room.check(Job(options.workers + options.servers, ()), room.here(), {})
+        check_room(Job(options.workers + options.servers, ()), {})
     except LauncherError as error:
         parser.error(str(error))
     try:

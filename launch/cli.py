@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import click
 
 from collectives.terminal.stdout import lasting
+from launch.process import INTERRUPTED
 from launch.run import options_of, start
-from launch.watched import INTERRUPTED
 
 
 class Sub(NamedTuple):
@@ -28,8 +28,8 @@ class Sub(NamedTuple):
 
 COMMANDS = {
     "run": Sub("launch.run", "Start a script as one MPI job of workers and servers."),
-    "doctor": Sub("launch.doctor", "Check Python, MPI, memory, GPU, cores, scheduler and network."),
-    "script": Sub("launch.schedulers.script", "Write a batch script for Slurm, LSF or PBS."),
+    "doctor": Sub("launch.doctor.__main__", "Check Python, MPI, memory, GPU, cores, scheduler and network."),
+    "script": Sub("launch.batch.command", "Write a batch script for Slurm, LSF or PBS."),
     "train": Sub("mpips.parallel.__main__", "Train an MLP on a grid of batch and model parallel ranks.", ranked=True),
     "bench": Sub("collectives.benchmark.__main__", "Time collectives, or `kvstore` and `optimizers`.", ranked=True),
     "tune": Sub("collectives.tuner.command", "Measure which algorithm is fastest here, for `auto`.", ranked=True),
@@ -42,10 +42,17 @@ BENCHES = {
     "optimizers": Sub("mpips.bench.optimizers", "Time optimizer updates, beside PyTorch's."),
 }
 """Benchmarks of `mpips bench NAME` that are not the collectives'."""
-
-
 HELP = ["-h", "--help"]
 OURS = ("mpips", "collectives", "launch")
+
+
+class Target(NamedTuple):
+    """What a line of words means: the command's full name, the command, its own words, and the ranks to start."""
+
+    name: str
+    sub: Sub
+    words: list[str]
+    ranks: int | None
 
 
 class Forward(click.Command):
@@ -60,62 +67,30 @@ class Forward(click.Command):
     ) -> click.Context:
         if not extra.get("resilient_parsing"):
             return super().make_context(info_name, args, parent, **extra)
-        name, sub, words, _ = self._target(args)  # a shell asks how to complete these words
-        return _load(sub).make_context(name, words, parent, **extra)
+        target = self._target(args)  # a shell asks how to complete these words
+        return _load(target.sub).make_context(target.name, target.words, parent, **extra)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.args = list(args)
         return []
 
     def invoke(self, ctx: click.Context) -> None:
-        name, sub, words, ranks = self._target(ctx.args)
-        if ranks is None:
-            _load(sub, runs_here=True).main(words, prog_name=name)
+        target = self._target(ctx.args)
+        if target.ranks is None:
+            _load(target.sub, runs_here=True).main(target.words, prog_name=target.name)
         else:
-            _check(sub, name, words, ranks)
-            start(ranks, ["-m", sub.module.removesuffix(".__main__"), *words], name=name)
+            _check(target, target.ranks)
+            module = target.sub.module.removesuffix(".__main__")
+            start(target.ranks, ["-m", module, *target.words], name=target.name)
 
-    def _target(self, args: list[str]) -> tuple[str, Sub, list[str], int | None]:
-        """Which command is meant, its full name, its own words, and the ranks to start."""
+    def _target(self, args: list[str]) -> Target:
         name, sub, words = f"mpips {self.name}", self._sub, list(args)
         ranks = _take_ranks(words) if sub.ranked else None
         if self.name == "bench" and words and words[0] in BENCHES:
             name, sub = f"{name} {words[0]}", BENCHES[words.pop(0)]
         if ranks is not None and not sub.ranked:
             raise click.UsageError(f"{name} is a single process and takes no --ranks")
-        return name, sub, words, ranks
-
-
-def _load(sub: Sub, runs_here: bool = False) -> click.Command:
-    """The command of the module, which is imported without starting MPI unless it is to run here; its help names
-    `--ranks`, though it never sees that option."""
-    if not runs_here:
-        with suppress(ImportError):  # the command says so
-            import mpi4py
-
-            mpi4py.rc.initialize = False
-    try:
-        command: click.Command = importlib.import_module(sub.module).command
-    except (ImportError, RuntimeError) as error:  # mpi4py's where there is no MPI is a RuntimeError
-        if (getattr(error, "name", None) or "").partition(".")[0] in OURS:
-            raise
-        why = "; ".join(str(error).splitlines())
-        raise click.UsageError(f"a part of this installation is missing ({why}): see `mpips doctor`") from None
-    command.context_settings["help_option_names"] = HELP
-    if sub.ranked and all(option.name != "ranks" for option in command.params):
-        text = "start that many ranks under mpirun"
-        command.params.insert(1, click.Option(["--ranks"], type=click.IntRange(1), expose_value=False, help=text))
-    return command
-
-
-def _check(sub: Sub, name: str, words: list[str], ranks: int) -> None:
-    """Says once, here, what every rank would say: `--help`, and what is wrong with the words and MPIPS_* variables.
-    The module's `check(ranks, **options)`, where it has one, raises click.UsageError."""
-    with _load(sub).make_context(name, list(words)) as context:
-        options_of({})
-        check = getattr(sys.modules[sub.module], "check", None)
-        if check is not None:
-            check(ranks, **context.params)
+        return Target(name, sub, words, ranks)
 
 
 class Lazy(click.Group):
@@ -148,19 +123,49 @@ class Lazy(click.Group):
 
 def _take_ranks(words: list[str]) -> int | None:
     """Takes `--ranks P` or `--ranks=P` out of `words`, unless it stands after `--`."""
-    for i, word in enumerate(words):
-        if word == "--":
-            return None
-        if word != "--ranks" and not word.startswith("--ranks="):
-            continue
-        _, equals, value = word.partition("=")
-        if not equals:
-            value = words[i + 1] if i + 1 < len(words) else ""
-        if not value.isdigit() or int(value) < 1:
-            raise click.UsageError(f"--ranks must be a whole number of at least 1, not {value!r}")
-        del words[i : i + (1 if equals else 2)]
-        return int(value)
-    return None
+    ours = words[: words.index("--")] if "--" in words else words
+    place = next((i for i, word in enumerate(ours) if word.partition("=")[0] == "--ranks"), None)
+    if place is None:
+        return None
+    _, equals, value = words[place].partition("=")
+    if not equals:
+        value = "".join(words[place + 1 : place + 2])
+    if not value.isdigit() or int(value) < 1:
+        raise click.UsageError(f"--ranks must be a whole number of at least 1, not {value!r}")
+    del words[place : place + (1 if equals else 2)]
+    return int(value)
+
+
+def _load(sub: Sub, runs_here: bool = False) -> click.Command:
+    """The command of the module, which is imported without starting MPI unless it is to run here; its help names
+    `--ranks`, though it never sees that option."""
+    if not runs_here:
+        with suppress(ImportError):  # the command says so
+            import mpi4py
+
+            mpi4py.rc.initialize = False
+    try:
+        command: click.Command = importlib.import_module(sub.module).command
+    except (ImportError, RuntimeError) as error:  # mpi4py's where there is no MPI is a RuntimeError
+        if (getattr(error, "name", None) or "").partition(".")[0] in OURS:
+            raise
+        why = "; ".join(str(error).splitlines())
+        raise click.UsageError(f"a part of this installation is missing ({why}): see `mpips doctor`") from None
+    command.context_settings["help_option_names"] = HELP
+    if sub.ranked and all(option.name != "ranks" for option in command.params):
+        text = "start that many ranks under mpirun"
+        command.params.insert(1, click.Option(["--ranks"], type=click.IntRange(1), expose_value=False, help=text))
+    return command
+
+
+def _check(target: Target, ranks: int) -> None:
+    """Says once, here, what every rank would say: `--help`, and what is wrong with the words and MPIPS_* variables.
+    The module's `check(ranks, **options)`, where it has one, raises click.UsageError."""
+    with _load(target.sub).make_context(target.name, list(target.words)) as context:
+        options_of({})
+        check = getattr(sys.modules[target.sub.module], "check", None)
+        if check is not None:
+            check(ranks, **context.params)
 
 
 def _version(ctx: click.Context, option: click.Parameter, wanted: bool) -> None:

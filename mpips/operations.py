@@ -203,10 +203,11 @@ class Operations:
                 yield from self._step(step, priority)
                 if done < len(made):
                     yield True
-            except CollectiveError as error:
+            except (CollectiveError, KeyboardInterrupt) as error:
+                sentence = str(error) or f"rank {self._layout.rank} has given up a call"
                 for later, round_ in list(zip(made, before))[done:] if self._backend.calling else ():
                     if later.payload is not None and later.key.round == round_:
-                        self._backend.skip(later.key, str(error))
+                        self._backend.skip(later.key, sentence)
                 raise
             finally:
                 self._backend.calling = []

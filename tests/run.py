@@ -27,7 +27,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from launch.command import NAMES, Job, LauncherError, build, find, this_machine
+from launch import NAMES, Job, LauncherError, build, find, this_machine
 from tests import child
 
 STAGES = ("lint", "unit", "lab", "mpi")

@@ -1,8 +1,7 @@
 """The MPI's own collectives, behind the same interface.
 
-The blocking call is used only where all ranks have just met in shared memory, and for vectors of up to BLOCKING_BYTES:
-elsewhere a rank that never comes, or comes with other arguments, would hold the others for ever, and the non-blocking
-call can be polled. Counts past 2^31 go in parts. Serves all kinds but only element types that MPI can reduce.
+The non-blocking calls are used, which can be polled: a rank that never comes would hold the others in a blocking one
+for ever. Counts past 2^31 go in parts. Serves all kinds but only element types that MPI can reduce.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from collectives.node.cards import DIFFERENT, digest
 from collectives.operations import mpi_type, scale
 from collectives.shared_memory.program import Step, perform
 
-BLOCKING_BYTES = 1 << 20  # beyond, the MPI's non-blocking calls are as fast or faster
 MOST_ELEMENTS = 1 << 28
 MOST_BYTES = (1 << 31) - 1  # where elements go as bytes: an int of C counts no further
 
@@ -49,11 +47,10 @@ def _done(request: MPI.Request) -> Iterator[None]:
 
 
 class NativePlan:
-    """One call by MPI's own collective. `met`: whether all ranks have just met when it runs, so that it may block."""
+    """One call by MPI's own collective. `met`: whether all ranks have just compared their calls when it runs."""
 
     def __init__(self, comm: MPI.Comm, call: Call, x: Flat, out: Flat, met: bool):
         self._comm, self._call, self._met = comm, call, met
-        self._blocks = met and call.nbytes <= BLOCKING_BYTES
         self._x, self._out, self._in_place = x.vector(), out.vector(), x == out
         self._copy = self._x.copy() if self._in_place and call.kind in ("alltoall", "reduce_scatter") else None
         self._calls = self._arguments()
@@ -64,10 +61,7 @@ class NativePlan:
         if not self._met:
             yield from self._compared()
         perform(self._before)
-        for block, immediate, arguments in self._calls:
-            if self._blocks:
-                block(*arguments)
-                continue
+        for immediate, arguments in self._calls:
             yield from _done(immediate(*arguments))
         perform(self._after)
 
@@ -101,11 +95,11 @@ class NativePlan:
             return self._out[slice(*self._call.block(self._comm.rank))]
         return self._out
 
-    def _arguments(self) -> list[tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...]]]:
+    def _arguments(self) -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
         most = _most(self._call)
         return [self._call_of(slice(at, at + most)) for at in range(0, max(1, self._call.n), most)]
 
-    def _call_of(self, part: slice) -> tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...]]:
+    def _call_of(self, part: slice) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         comm, call, in_place = self._comm, self._call, self._in_place
         op = call.operation.mpi if call.operation is not None else None
         datatype = mpi_type(call.dtype) if op is not None else MPI.BYTE
@@ -120,20 +114,20 @@ class NativePlan:
         starts = [start * size for start, _ in blocks]
         x, out = self._x[part], self._out[part]
         if call.kind == "allreduce":
-            return comm.Allreduce, comm.Iallreduce, (MPI.IN_PLACE if in_place else buffer(x), buffer(out), op)
+            return comm.Iallreduce, (MPI.IN_PLACE if in_place else buffer(x), buffer(out), op)
         if call.kind == "broadcast":
-            return comm.Bcast, comm.Ibcast, (buffer(out), call.root)
+            return comm.Ibcast, (buffer(out), call.root)
         if call.kind == "reduce":
             source = MPI.IN_PLACE if in_place and rank == call.root else buffer(x)
-            return comm.Reduce, comm.Ireduce, (source, buffer(out) if rank == call.root else None, op, call.root)
+            return comm.Ireduce, (source, buffer(out) if rank == call.root else None, op, call.root)
         if call.kind == "reduce_scatter":
             target = self._out[slice(*blocks[rank])] if in_place else self._out
             source = buffer(self._x if self._copy is None else self._copy)
-            return comm.Reduce_scatter, comm.Ireduce_scatter, (source, buffer(target), counts, op)
+            return comm.Ireduce_scatter, (source, buffer(target), counts, op)
         if call.kind == "allgather":
             whole = [self._out.view(np.uint8), counts, starts, MPI.BYTE]
-            return comm.Allgatherv, comm.Iallgatherv, (MPI.IN_PLACE if in_place else buffer(self._x), whole)
+            return comm.Iallgatherv, (MPI.IN_PLACE if in_place else buffer(self._x), whole)
         own = counts[rank]
         sent = self._x if self._copy is None else self._copy
         arrivals = [self._out.view(np.uint8), [own] * call.p, [own * other for other in range(call.p)], MPI.BYTE]
-        return comm.Alltoallv, comm.Ialltoallv, ([sent.view(np.uint8), counts, starts, MPI.BYTE], arrivals)
+        return comm.Ialltoallv, ([sent.view(np.uint8), counts, starts, MPI.BYTE], arrivals)

@@ -51,8 +51,7 @@ def place(x: Any, name: str, written: bool) -> Place:
     interface = x.__cuda_array_interface__
     shape, (address, read_only) = tuple(interface["shape"]), interface["data"]
     dtype, n = _dtype(x, interface["typestr"]), math.prod(shape)
-    strides = interface.get("strides")
-    if strides is not None and tuple(strides) != _contiguous(shape, dtype.itemsize) and n > 1:
+    if not _contiguous(shape, interface.get("strides"), dtype.itemsize):
         raise ValueError(f"{name} of shape {shape} is not C-contiguous: pass a contiguous copy")
     if written and (read_only or _library(x) in _READ_ONLY):
         raise ValueError(f"{name} is read-only, and the result goes there: pass a writable array or out=")
@@ -61,9 +60,12 @@ def place(x: Any, name: str, written: bool) -> Place:
     return Place(int(address), n, dtype, _device(x, int(address)))
 
 
-def _contiguous(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """The strides of a C-contiguous array."""
-    return tuple(itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+def _contiguous(shape: tuple[int, ...], strides: tuple[int, ...] | None, itemsize: int) -> bool:
+    """Whether elements lie as C puts them. No strides say so; where an axis has one place, its stride says nothing."""
+    if strides is None or 0 in shape:
+        return True
+    wanted = (itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+    return all(stride == want for stride, want, places in zip(strides, wanted, shape) if places > 1)
 
 
 def _library(x: Any) -> str:

@@ -39,7 +39,7 @@ class Home(Protocol):
 class FlatRunner(Protocol):
     """Compiles a call on one host vector a rank; its ranks see first that all are in the same call (`Call.text`)."""
 
-    def __call__(self, call: Call, x: Flat, out: Flat, tags: Tags) -> Runner: ...
+    def __call__(self, call: Call, x: Flat, out: Flat, tags: Tags, /) -> Runner: ...
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ def _make(
     # where nothing is reduced, the first vector is what the worker gives
     vectors = _vectors(sources if call.operation is not None else sources[:1], targets, call)
     if call.staged:
-        return _staged(home, call, vectors, in_place, partial(flat_runner, tags=tags))
+        return _staged(home, call, vectors, in_place, flat_runner, tags)
     if call.algorithm == "reg":
         return Reg(home.comm, call, vectors)
     if call.algorithm == "vector_ring":
@@ -181,12 +181,12 @@ def _vectors(sources: list[Place], targets: list[Place], call: TensorCall) -> Ve
 
 
 def _staged(
-    home: Home, call: TensorCall, vectors: Vectors, in_place: bool, flat_runner: Callable[..., Runner]
+    home: Home, call: TensorCall, vectors: Vectors, in_place: bool, flat_runner: FlatRunner, tags: Tags
 ) -> Staged:
     x_size, out_size = (call.n, call.n) if in_place else call.sizes(home.rank)
     x = vectors.host(x_size)
     out = x if in_place or call.kind not in ("reduce_scatter", "allgather") else vectors.host(out_size)
-    inner = flat_runner(call.between(), _flat(x), _flat(out))
+    inner = flat_runner(call.between(), _flat(x), _flat(out), tags)
     at_root = home.rank == call.root
     gives, takes = call.kind != "broadcast" or at_root, call.kind != "reduce" or at_root
     return Staged(call, vectors, inner, x, out, gives, takes)

@@ -27,7 +27,7 @@ import click
 from collectives.benchmark.sizes import parse_counts
 from collectives.terminal.console import Interruptible, Seconds, unwritable, write_text, writing
 from examples.reproduce.interpreter import Interpreter
-from launch.command import NAMES, Launcher, LauncherError, find
+from launch import NAMES, Launcher, LauncherError, find
 
 ROOT = Path(__file__).resolve().parents[2]
 FLOOR_BYTES = 1 << 20  # below, a call is no matter of bytes

@@ -18,8 +18,9 @@ import numpy as np
 from mpi4py import MPI
 
 import collectives
+from examples.reproduce.cores import processor
+from examples.reproduce.native import NATIVE
 
-NATIVE = "MPI_Allreduce"
 HEADERS = 66  # Ethernet 14, IP 20, TCP with timestamps 32: what a counter holds of every frame besides payload
 SOON = 0.02  # seconds ahead at which all ranks start: hosts of a lab share one clock
 
@@ -34,12 +35,6 @@ def payload() -> dict[str, list[int]]:
 
 
 COUNTERS = [f"{way}_{what}" for way in ("tx", "rx") for what in ("bytes", "packets")]
-
-
-def processor() -> tuple[int, int]:
-    """(idle, all) ticks of the machine's cores so far."""
-    ticks = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
-    return ticks[3] + ticks[4], sum(ticks)
 
 
 def together(comm: MPI.Comm) -> float:

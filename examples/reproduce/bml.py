@@ -25,7 +25,7 @@ from collectives.simulator.predict import figure5 as simulated_figure5
 from collectives.simulator.topology import parse, parse_rate
 from collectives.terminal.console import Interruptible
 from examples.reproduce import lab, native
-from examples.reproduce.allreduce_ranks import NATIVE
+from examples.reproduce.native import NATIVE
 
 STAR, BCUBE = "star:9", "bcube:3,2"
 SERVER, BML = (STAR, "direct"), (BCUBE, "bcube(n=3,k=2,depth=2)")

@@ -20,6 +20,7 @@ import msgspec
 from rich.table import Table
 from threadpoolctl import threadpool_limits
 
+import examples.reproduce.without_mpi  # noqa: F401 before mpips.parallel
 from collectives.terminal.console import Interruptible, console
 from mpips.optimizers import SGD
 from mpips.parallel import report

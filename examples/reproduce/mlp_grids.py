@@ -18,8 +18,9 @@ import click
 import msgspec
 from rich.table import Table
 
+import examples.reproduce.without_mpi  # noqa: F401 before mpips.parallel
 from collectives.terminal.console import Interruptible, OutFile, console
-from launch.command import Job, build, find, this_machine
+from launch import Job, build, find, this_machine
 from mpips.parallel import report
 
 TOLERANCE = {"float64": 1e-10, "float32": 1e-4}

@@ -11,6 +11,7 @@ from __future__ import annotations
 import click
 from rich.table import Table
 
+import examples.reproduce.without_mpi  # noqa: F401 before mpips.parallel
 from collectives.simulator.topology import parse_rate
 from collectives.terminal.console import Interruptible, console
 from examples.reproduce import lab

@@ -15,12 +15,14 @@ import sys
 from typing import Any, NamedTuple
 
 from examples.reproduce import lab
-from examples.reproduce.allreduce_ranks import processor
+from examples.reproduce.cores import processor
 from launch.lab import client
 from mpips.options import Options
 from mpips.predict import Exchange, exchange
 from mpips.sharding import Placement
-from mpips.trainer import INTERVAL
+
+INTERVAL = 64
+"""Iterations between two exchanges of elastic averaging: `mpips.trainer` has the same, and would bring MPI."""
 
 WORKERS, SERVERS, CLIENTS = 12, 2, 2
 BATCH = 16

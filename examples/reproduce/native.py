@@ -11,8 +11,9 @@ from typing import NamedTuple
 from collectives.schedule import catalog
 from collectives.schedule.model import Schedule
 from examples.reproduce import rabenseifner
-from launch.command import find
+from launch import find
 
+NATIVE = "MPI_Allreduce"
 BY_HALVES, WHOLE = "rabenseifner, fold by halves", "rabenseifner, fold by whole"
 
 

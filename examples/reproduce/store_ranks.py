@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 import mpips
-from examples.reproduce.allreduce_ranks import processor
+from examples.reproduce.cores import processor
 
 
 def times(kv: Any, key: str, nbytes: int, repeats: int) -> dict[str, Any]:

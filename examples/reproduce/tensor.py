@@ -22,8 +22,7 @@ from rich.table import Table
 from collectives.simulator.topology import parse_rate
 from collectives.terminal.console import Interruptible
 from examples.reproduce import lab, native
-from examples.reproduce.tensor_model import MODELS, Memory, Network, piped, staged
-from examples.reproduce.tensor_ranks import BLOCKING
+from examples.reproduce.tensor_model import BLOCKING, MODELS, Memory, Network, piped, staged
 
 HOSTS = (2, 4, 8)
 MIB = 1 << 20

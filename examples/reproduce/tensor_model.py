@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from collectives.simulator.flows import Traffic, play, run
 from collectives.simulator.topology import star
-from collectives.tensor.rivals import PART_BYTES
 from examples.reproduce.native import schedule
 
 
@@ -31,7 +30,10 @@ class Network(NamedTuple):
     alpha: float
 
 
+BLOCKING = "reg, blocking"
 RINGS = 2
+PART_BYTES = 1 << 20
+"""Of `reg`: `collectives.tensor.regular` has the same, and would bring MPI."""
 EXACT = (6, 10)
 """Parts of a pipeline that are played; a longer one goes on as from the first number to the second."""
 

@@ -19,9 +19,10 @@ import numpy as np
 from mpi4py import MPI
 
 import collectives
-from examples.reproduce.allreduce_ranks import alpha, asleep, processor, together
+from examples.reproduce.allreduce_ranks import alpha, asleep, together
+from examples.reproduce.cores import processor
+from examples.reproduce.tensor_model import BLOCKING
 
-BLOCKING = "reg, blocking"
 SAMPLE = 4 << 20
 
 

@@ -8,22 +8,38 @@ import math
 import os
 import re
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import click
 
 from collectives.simulator.topology import parse, parse_rate
-from collectives.terminal.console import InterruptibleGroup, OutFile, write_text
-from launch import watched
-from launch.command import LauncherError
-from launch.lab import client, leftovers
-from launch.lab.client import LabError
+from collectives.terminal.console import InterruptibleGroup, OutFile, console, write_text
+from launch import process
+from launch.lab import client, job
 from launch.lab.layout import lay_out
 from launch.lab.needs import missing
-from launch.lab.watch import PATIENCE, Watch
+from launch.lab.watch import PATIENCE, NetworkWatch
+from launch.mpirun import LauncherError
 
+Words = tuple[str, ...]
 named = click.option("--name", default="lab", show_default=True, help="Which lab; several can stand side by side.")
+program_argument = click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED)
+BEFORE_A_PROGRAM: dict[str, Any] = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+
+
+@contextlib.contextmanager
+def sentences() -> Iterator[None]:
+    """What cannot be is said in one sentence."""
+    try:
+        yield
+    except (client.LabError, LauncherError, ValueError) as error:
+        raise click.ClickException(str(error)) from error
+
+
+def _without_dashes(program: Words) -> Words:
+    return program[1:] if program[0] == "--" else program
 
 
 @click.group("lab", cls=InterruptibleGroup, context_settings={"help_option_names": ["-h", "--help"]})
@@ -48,55 +64,40 @@ def up(topology: str, speed: str, name: str) -> None:
         plan = lay_out(parse(topology, parse_rate(speed)))
     except ValueError as error:
         raise click.UsageError(str(error)) from error
-    lacking = missing()
-    if lacking:
+    if lacking := missing():
         raise click.ClickException("no lab can be made here:\n" + "\n".join(f"  - {line}" for line in lacking))
-    try:
+    with sentences():
         client.detach(client.up(name, plan))
-    except LabError as error:
-        raise click.ClickException(str(error)) from error
-    nics = len(plan.hosts[0].nics)
+    nics, switches = len(plan.hosts[0].nics), len(plan.switches)
     click.echo(
         f"lab {name}: {plan.topology}, {len(plan.hosts)} hosts with {nics} NIC{'s'[: nics > 1]} of {speed}, "
-        f"{len(plan.switches)} switch{'es' if len(plan.switches) > 1 else ''}; `mpips lab down --name {name}` ends it"
+        f"{switches} switch{'es' if switches > 1 else ''}; `mpips lab down --name {name}` ends it"
     )
 
 
-@command.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@command.command(context_settings=BEFORE_A_PROGRAM)
 @named
 @click.option("-n", "ranks", type=click.IntRange(1), required=True, help="Ranks of the job.")
 @click.option("--per-host", type=click.IntRange(1), default=1, show_default=True, help="Ranks on each host.")
 @click.option("--mpirun", help="The mpirun to use instead of the one found (Open MPI or MPICH).")
 @click.option("--mpi-arg", "extra", multiple=True, help="A further word for mpirun; may be repeated.")
 @click.option(
-    "--patience",
-    type=click.FloatRange(0),
-    default=PATIENCE,
-    show_default=True,
+    "--patience", type=click.FloatRange(0), default=PATIENCE, show_default=True,
     help="Seconds after which a job ends whose network is broken: a NIC down, a connection lost. 0: never. A host that "
     "dies ends it at once.",
-)
-@click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED)
+)  # fmt: skip
+@program_argument
 def run(
-    ranks: int,
-    per_host: int,
-    name: str,
-    mpirun: str | None,
-    extra: tuple[str, ...],
-    patience: float,
-    program: tuple[str, ...],
+    name: str, ranks: int, per_host: int, mpirun: str | None, extra: tuple[str, ...], patience: float, program: Words
 ) -> None:
     """Run PROGRAM as one MPI job across the lab's hosts; the exit code is the job's."""
-    program = program[1:] if program[0] == "--" else program
-    hosts = -(-ranks // per_host)
-    try:
-        argv = client.job_command(name, ranks, program, per_host=per_host, mpirun=mpirun, extra=extra)
-        watch = Watch(name, hosts, patience or math.inf)
-    except (LabError, LauncherError, ValueError) as error:
-        raise click.ClickException(str(error)) from error
-    os.environ[leftovers.VARIABLE] = own = uuid.uuid4().hex
-    code = watched.wait(argv, watch)
-    with contextlib.suppress(LabError, OSError):  # where the lab has gone, so have they
+    words = _without_dashes(program)
+    with sentences():
+        argv = client.job_command(name, ranks, words, per_host=per_host, mpirun=mpirun, extra=extra)
+        watch = NetworkWatch(name, -(-ranks // per_host), patience or math.inf)
+    os.environ[job.MARK_VARIABLE] = own = uuid.uuid4().hex
+    code = process.wait(argv, watch)
+    with contextlib.suppress(client.LabError, OSError):  # where the lab has gone, so have they
         client.ask(name, {"do": "clear", "job": own})
     watch()  # a host may have died last; Open MPI takes one whose processes were all killed for one that ended well
     if watch.dead or (code and watch.reason):
@@ -104,17 +105,14 @@ def run(
     raise SystemExit(code)
 
 
-@command.command("exec", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@command.command("exec", context_settings=BEFORE_A_PROGRAM)
 @named
 @click.argument("host")
-@click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED)
-def execute_on_host(name: str, host: str, program: tuple[str, ...]) -> None:
+@program_argument
+def execute_on_host(name: str, host: str, program: Words) -> None:
     """Run PROGRAM on HOST alone, as `mpips lab exec h0 -- ip route`; `launcher` is where bridges and mpirun are."""
-    program = program[1:] if program[0] == "--" else program
-    try:
-        argv = client.host_command(name, host, program)
-    except LabError as error:
-        raise click.ClickException(str(error)) from error
+    with sentences():
+        argv = client.host_command(name, host, _without_dashes(program))
     os.execvp(argv[0], argv)
 
 
@@ -123,7 +121,8 @@ def execute_on_host(name: str, host: str, program: tuple[str, ...]) -> None:
 @click.option("--json", "path", type=OutFile(dash=True), help="Write it as JSON to this file, or to - for the screen.")
 def status(name: str, path: Path | None) -> None:
     """Hosts, NICs, rates, and bytes through every NIC since the last reset."""
-    found = _ask(name, {"do": "status"})
+    with sentences():
+        found = client.ask(name, {"do": "status"})
     text = json.dumps(found, indent=1) + "\n"
     if path == Path("-"):
         click.echo(text, nl=False)
@@ -135,8 +134,6 @@ def status(name: str, path: Path | None) -> None:
 
 def _print_status(found: dict[str, Any]) -> None:
     from rich.table import Table
-
-    from collectives.terminal.console import console
 
     table = Table(title=f"lab {found['name']}: {found['topology']}")
     for title in ("host", "vip", "NIC", "level", "switch"):
@@ -157,7 +154,8 @@ def _print_status(found: dict[str, Any]) -> None:
 @named
 def reset(name: str) -> None:
     """Count bytes from zero again."""
-    _ask(name, {"do": "reset"})
+    with sentences():
+        client.ask(name, {"do": "reset"})
 
 
 @command.command()
@@ -167,7 +165,8 @@ def reset(name: str) -> None:
 @click.argument("state", type=click.Choice(["up", "down"]))
 def link(name: str, host: str, nic: str, state: str) -> None:
     """Set a NIC of a host down or up again, for example `mpips lab link h2 d0 down`."""
-    _ask(name, {"do": "link", "host": host, "nic": nic, "up": state == "up"})
+    with sentences():
+        client.ask(name, {"do": "link", "host": host, "nic": nic, "up": state == "up"})
 
 
 @command.command("list")
@@ -179,7 +178,7 @@ def list_labs() -> None:
     for name in names:
         try:
             found, keeper = client.ask(name, {"do": "describe"}), client.keeper_process(name)
-        except LabError as error:
+        except client.LabError as error:
             click.echo(f"{name}: {error}")
         else:
             click.echo(f"{name}: {found['topology']}, {len(found['hosts'])} hosts, keeper {keeper}")
@@ -198,19 +197,12 @@ def down(name: str, every: bool) -> None:
         try:
             client.down(each)
             ended.append(each)
-        except LabError as error:
+        except client.LabError as error:
             failures.append(str(error))
     if ended or not failures:
         click.echo(f"ended: {', '.join(ended) or 'none was up'}")
     if failures:
         raise click.ClickException("; ".join(failures))
-
-
-def _ask(name: str, request: dict[str, Any]) -> dict[str, Any]:
-    try:
-        return client.ask(name, request)
-    except LabError as error:
-        raise click.ClickException(str(error)) from error
 
 
 if __name__ == "__main__":

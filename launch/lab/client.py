@@ -15,11 +15,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from launch.command import find
 from launch.lab import job
 from launch.lab.files import AGENT
 from launch.lab.health import died
-from launch.lab.plan import Plan, encode
+from launch.lab.plan import LabPlan, encode
+from launch.mpirun import find
 
 END_SECONDS = 10.0
 
@@ -73,7 +73,7 @@ def ask(name: str, request: dict[str, Any]) -> dict[str, Any]:
     return dict(reply)
 
 
-def up(name: str, plan: Plan) -> socket.socket:
+def up(name: str, plan: LabPlan) -> socket.socket:
     """Make the lab ``name``. It ends when the socket returned is closed, or, once `detach`ed, with `down`."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         try:
@@ -100,7 +100,7 @@ def up(name: str, plan: Plan) -> socket.socket:
     return owner
 
 
-def _first_word(owner: socket.socket, plan: Plan) -> dict[str, Any] | None:
+def _first_word(owner: socket.socket, plan: LabPlan) -> dict[str, Any] | None:
     """Send a keeper its plan; what it answers, None where it has ended before."""
     try:
         owner.sendall(encode(plan).encode() + b"\n")
@@ -148,9 +148,10 @@ def job_command(
     if dead := [host for host in hosts[:needed] if host in described["dead"]]:
         raise LabError(died(name, dead))
     launcher = find(mpirun)
+    cores = len(os.sched_getaffinity(0))
     environment = job.defaults(launcher, os.environ)
     argv = job.command(
-        launcher, hosts, ranks, program, per_host=per_host, cores=job.cores(), environment=environment, extra=extra
+        launcher, hosts, ranks, program, per_host=per_host, cores=cores, environment=environment, extra=extra
     )
     return job.enter(keeper_process(name), argv, folder=os.getcwd(), user=os.getuid())
 
@@ -167,7 +168,7 @@ def host_command(name: str, host: str, program: Sequence[str]) -> list[str]:
 
 
 @contextmanager
-def lab(name: str, plan: Plan) -> Iterator[str]:
+def lab(name: str, plan: LabPlan) -> Iterator[str]:
     """A lab for the length of a ``with`` block; it ends with the block, or with this process."""
     with up(name, plan) as owner:
         handle = os.pidfd_open(keeper_process(name))

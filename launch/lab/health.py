@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from launch.lab.plan import Nic, Plan
+from launch.lab.plan import LabNic, LabPlan
 
 NETSTAT = "TcpExt:"
 GIVEN_UP = "TCPAbortOnTimeout"
 
 
-def crossed(plan: Plan, hosts: int) -> list[tuple[str, Nic]]:
+def crossed(plan: LabPlan, hosts: int) -> list[tuple[str, LabNic]]:
     """(host, NIC) of all that traffic between the first ``hosts`` hosts crosses, those of relaying hosts included."""
     owners = {nic.address: (host, nic) for host in plan.hosts for nic in host.nics}
     found = {}

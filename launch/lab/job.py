@@ -1,17 +1,22 @@
-"""Start an MPI job across the hosts of a lab. `command` is pure; `enter` is what `mpips lab run` runs."""
+"""An MPI job across the hosts of a lab: the command that starts it, and the end of all that it leaves behind."""
 
 from __future__ import annotations
 
 import os
+import signal
+import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
-from launch.command import Job, Launcher, Machine, build
 from launch.hosts import Placed
 from launch.lab.files import AGENT, FOLDER
 from launch.lab.plan import MANAGEMENT_NETWORK
+from launch.mpirun import Job, Launcher, Machine, build
 
 TIMEOUT = "MPIPS_TIMEOUT_SECONDS"
 MPICH_TIMEOUT = "60"
+MOST_LOOKS, LOOK_SECONDS = 100, 0.01
+MARK_VARIABLE = "LAB_JOB_OF_MPIPS"  # no MPIPS_*: those are options of a store, which refuses what it does not know
 
 
 def place(hosts: Sequence[str], ranks: int, per_host: int) -> tuple[Placed, ...]:
@@ -85,6 +90,32 @@ def enter(keeper: int, argv: Sequence[str], *, folder: str, user: int) -> list[s
     return ["nsenter", "--target", str(keeper), *namespaces, *inside]
 
 
-def cores() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0))
+def end_all(job: str) -> int:
+    """Kill every process whose environment says that it is of ``job``; how many there were. It looks until it has found
+    none twice: a process that starts another program has no environment for a moment."""
+    mark = f"{MARK_VARIABLE}={job}".encode()
+    ended: set[int] = set()
+    quiet = 0
+    for _ in range(MOST_LOOKS):
+        killed = {process for process in _processes() if _killed(process, mark)}
+        ended |= killed
+        quiet = 0 if killed else quiet + 1
+        if quiet == 2:
+            break
+        time.sleep(LOOK_SECONDS)
+    return len(ended)
+
+
+def _processes() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def _killed(process: int, mark: bytes) -> bool:
+    """Kill it if it is of the job; whether it is."""
+    try:
+        if mark not in Path("/proc", str(process), "environ").read_bytes().split(b"\0"):
+            return False
+        os.kill(process, signal.SIGKILL)
+    except OSError:  # it has ended, or is another user's
+        return False
+    return True

@@ -17,23 +17,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from launch.lab import files, health, kernel, leftovers
-from launch.lab.build import Links, add_neighbours_and_routes, apply_settings, build
-from launch.lab.plan import Nic, Plan, decode, window
+from launch.lab import files, health, job, kernel
+from launch.lab.network import add_neighbours_and_routes, apply_settings, build, counters
+from launch.lab.plan import LabNic, LabPlan, decode, window
 
 
 def become_keeper(user: int, group: int, window: int) -> None:
     """Take new namespaces and go on in them as process 1 (the caller's process ends; a user namespace unless root)."""
-    if user != 0:
-        kernel.unshare(kernel.NEW_USER)
-        kernel.map_root(user, group)
-    kernel.unshare(kernel.NEW_PID | kernel.NEW_NET | kernel.NEW_MOUNT | kernel.NEW_UTS)
+    kernel.new_machine(user, group)
     if os.fork():
         os._exit(0)
-    kernel.mount("none", "/", "", kernel.MS_RECURSIVE | kernel.MS_PRIVATE)
-    kernel.mount("proc", "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
-    kernel.mount("sysfs", "/sys", "sysfs", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
-    kernel.mount("tmpfs", files.FOLDER, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV)
+    kernel.keep_mounts_private()
+    for filesystem, target in (("proc", "/proc"), ("sysfs", "/sys"), ("tmpfs", files.FOLDER)):
+        kernel.mount_virtual(filesystem, target)
     kernel.set_hostname("launcher")
     apply_settings(window)
 
@@ -58,7 +54,7 @@ def _be_host(name: str, window: int, done: int) -> None:
         kernel.unshare(kernel.NEW_NET | kernel.NEW_MOUNT | kernel.NEW_UTS)
         kernel.set_hostname(name)
         kernel.set_process_name(f"lab-{name}")
-        kernel.mount("sysfs", "/sys", "sysfs", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
+        kernel.mount_virtual("sysfs", "/sys")
         files.own_folder()
         apply_settings(window)
         os.write(done, b"ready")
@@ -76,62 +72,61 @@ def _be_host(name: str, window: int, done: int) -> None:
 class Keeper:
     """Answers requests about one lab."""
 
-    def __init__(self, name: str, plan: Plan) -> None:
+    def __init__(self, name: str, plan: LabPlan) -> None:
         self.name = name
-        self.plan = plan
+        self._plan = plan
         files.write_hosts(plan)
-        self.processes = [start_host(host.name, window(plan)) for host in plan.hosts]
-        self.outer, self.hosts = build(plan, self.processes)
-        files.write_agent(plan, self.processes)
-        self.baseline = self._counters()
-        self._crossed: dict[int, list[tuple[str, Nic]]] = {}
+        self._processes = [start_host(host.name, window(plan)) for host in plan.hosts]
+        self._outer, self._links = build(plan, self._processes)
+        files.write_agent(plan, self._processes)
+        self._baseline = self._counters()
+        self._crossed: dict[int, list[tuple[str, LabNic]]] = {}
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """The reply to one request: ``{"do": "describe" | "status" | "reset" | "link" | "health" | "clear"}``."""
-        if request["do"] == "describe":
-            names = [host.name for host in self.plan.hosts]
-            return {"name": self.name, "topology": self.plan.topology, "hosts": names, "dead": self._dead()}
-        if request["do"] == "status":
-            return self._status()
-        if request["do"] == "reset":
-            self.baseline = self._counters()
-            return {}
-        if request["do"] == "link":
-            return self._set_link(request["host"], request["nic"], request["up"])
-        if request["do"] == "health":
-            return self._health(request["hosts"])
-        if request["do"] == "clear":
-            return {"killed": leftovers.end(request["job"])}
+        match request["do"]:
+            case "describe":
+                names = [host.name for host in self._plan.hosts]
+                return {"name": self.name, "topology": self._plan.topology, "hosts": names, "dead": self._dead()}
+            case "status":
+                return self._status()
+            case "reset":
+                self._baseline = self._counters()
+                return {}
+            case "link":
+                return self._set_link(request["host"], request["nic"], request["up"])
+            case "health":
+                return self._health(request["hosts"])
+            case "clear":
+                return {"killed": job.end_all(request["job"])}
         return {"error": f"the keeper of lab {self.name!r} does not know the request {request['do']!r}"}
 
     def _counters(self) -> list[dict[str, dict[str, int]]]:
-        return [_read(links) for links in self.hosts]
+        return [counters(links) for links in self._links]
 
     def _status(self) -> dict[str, Any]:
         hosts = []
-        for host, process, now, before in zip(self.plan.hosts, self.processes, self._counters(), self.baseline):
+        for host, process, now, before in zip(self._plan.hosts, self._processes, self._counters(), self._baseline):
             nics = []
             for nic in host.nics:
                 moved = {key: now[nic.name][key] - before[nic.name][key] for key in ("sent", "received", "dropped")}
                 record = {"name": nic.name, "level": nic.level, "switch": nic.switch, "address": nic.address}
                 nics.append(record | {"rate": nic.rate, "up": bool(now[nic.name]["up"])} | moved)
-            alive = health.lives(process)
-            hosts.append(
-                {"name": host.name, "vip": host.vip, "management": host.management, "alive": alive, "nics": nics}
-            )
-        return {"name": self.name, "topology": self.plan.topology, "hosts": hosts}
+            known = {"name": host.name, "vip": host.vip, "management": host.management}
+            hosts.append(known | {"alive": health.lives(process), "nics": nics})
+        return {"name": self.name, "topology": self._plan.topology, "hosts": hosts}
 
     def _dead(self) -> list[str]:
-        return [host.name for host, process in zip(self.plan.hosts, self.processes) if not health.lives(process)]
+        return [host.name for host, process in zip(self._plan.hosts, self._processes) if not health.lives(process)]
 
     def _set_link(self, name: str, nic: str, up: bool) -> dict[str, Any]:
         if name in self._dead():
             return {"error": health.died(self.name, [name])}
-        for host, links in zip(self.plan.hosts, self.hosts):
+        for host, links in zip(self._plan.hosts, self._links):
             if host.name == name and nic in [n.name for n in host.nics]:
                 links.set(nic, state="up" if up else "down")
                 if up:
-                    now = _read(links)
+                    now = counters(links)
                     add_neighbours_and_routes(links, host, [each.name for each in host.nics if now[each.name]["up"]])
                 return {}
         return {"error": f"lab {self.name!r} has no NIC {nic!r} on a host {name!r}"}
@@ -140,22 +135,12 @@ class Keeper:
         """What is down between the first ``hosts`` hosts, who of them and of those that relay for them is dead, and the
         connections that TCP gave up on each, ever."""
         if hosts not in self._crossed:
-            self._crossed[hosts] = health.crossed(self.plan, hosts)
+            self._crossed[hosts] = health.crossed(self._plan, hosts)
         down = [(host, nic.name) for host, nic in self._crossed[hosts] if health.unplugged(nic.port)]
-        used = list(zip(self.plan.hosts[:hosts], self.processes))
+        used = list(zip(self._plan.hosts[:hosts], self._processes))
         needed = {host.name for host, _ in used} | {host for host, _ in self._crossed[hosts]}
         given_up = {host.name: health.given_up(process) for host, process in used}
         return {"down": down, "dead": [name for name in self._dead() if name in needed], "given_up": given_up}
-
-
-def _read(links: Links) -> dict[str, dict[str, int]]:
-    """Bytes through every link of a host, and what its shaping queue dropped."""
-    found = {}
-    for link in links.netlink.get_links():
-        stats = link.get_attr("IFLA_STATS64")
-        counters = {"sent": stats["tx_bytes"], "received": stats["rx_bytes"], "dropped": stats["tx_dropped"]}
-        found[link.get_attr("IFLA_IFNAME")] = counters | {"up": link["flags"] & 1}
-    return found
 
 
 def serve(keeper: Keeper, listener: socket.socket, owner: socket.socket | None) -> None:

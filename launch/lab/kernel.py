@@ -12,8 +12,10 @@ NEW_PID = 0x20000000
 NEW_NET = 0x40000000
 
 MS_NOSUID, MS_NODEV, MS_NOEXEC = 2, 4, 8
+MS_SAFE = MS_NOSUID | MS_NODEV | MS_NOEXEC
+VIRTUAL = {"proc": MS_SAFE, "sysfs": MS_SAFE, "tmpfs": MS_NOSUID | MS_NODEV}
 MS_BIND, MS_RECURSIVE, MS_PRIVATE = 4096, 16384, 1 << 18
-PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
+PR_SET_NAME = 15
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -38,6 +40,24 @@ def mount(source: str, target: str, filesystem: str, flags: int = 0, data: str =
     """mount(2); raises ``OSError`` naming the target."""
     arguments = (source.encode(), target.encode(), filesystem.encode(), ctypes.c_ulong(flags), data.encode())
     _checked(_libc.mount(*arguments), f"mount {filesystem or 'bind'} at {target}")
+
+
+def mount_virtual(filesystem: str, target: str) -> None:
+    """Mount a new ``proc``, ``sysfs`` or ``tmpfs``."""
+    mount(filesystem, target, filesystem, VIRTUAL[filesystem])
+
+
+def keep_mounts_private() -> None:
+    """Let no mount of this namespace be seen outside it."""
+    mount("none", "/", "", MS_RECURSIVE | MS_PRIVATE)
+
+
+def new_machine(user: int, group: int) -> None:
+    """Take new namespaces of all kinds; that of users unless root, that of processes for later children."""
+    if user != 0:
+        unshare(NEW_USER)
+        map_root(user, group)
+    unshare(NEW_PID | NEW_NET | NEW_MOUNT | NEW_UTS)
 
 
 def set_hostname(name: str) -> None:

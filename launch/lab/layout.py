@@ -10,13 +10,13 @@ no frame travels but the job's own, and byte counters can be held against theory
 from __future__ import annotations
 
 from collectives.simulator.topology import Topology, hop_links
-from launch.lab.plan import Forward, Host, Neighbour, Nic, Plan, Route, Trunk
+from launch.lab.plan import ForwardingEntry, LabHost, LabNic, LabPlan, LabRoute, Trunk
 
 MOST_HOSTS = 250
 MOST_RATE = 2**32  # bytes a second: the rate limiter holds it in 32 bits
 
 
-def lay_out(topology: Topology) -> Plan:
+def lay_out(topology: Topology) -> LabPlan:
     """The plan for a topology (`simulator.topology`) (rates in bytes/s); ValueError where it is too large."""
     if topology.hosts > MOST_HOSTS:
         raise ValueError(f"{topology.name} has {topology.hosts} hosts: a lab has at most {MOST_HOSTS}")
@@ -27,21 +27,22 @@ def lay_out(topology: Topology) -> Plan:
         raise ValueError(f"{topology.name} has links of {8e-9 * fastest:g} Gbit/s: a lab's are below 34 Gbit/s")
     nics = _nics(topology)
     first_hops, forwards = _follow_routes(topology, nics)
-    hosts = []
-    for host in range(topology.hosts):
-        routes = [Route(_vip(target), *first_hops[host, target]) for target in range(topology.hosts) if target != host]
-        macs = {nic.address: nic.mac for nic in nics.values()}
-        neighbours = sorted({Neighbour(route.gateway, macs[route.gateway], route.nic) for route in routes})
-        own = tuple(nics[host, level] for level in range(topology.levels))
-        hosts.append(Host(f"h{host}", _vip(host), f"10.255.0.{host + 1}", own, tuple(routes), tuple(neighbours)))
-    return Plan(topology.name, tuple(hosts), tuple(topology.switches), _trunks(topology), forwards)
+
+    def host(number: int) -> LabHost:
+        own = tuple(nics[number, level] for level in range(topology.levels))
+        others = (other for other in range(topology.hosts) if other != number)
+        routes = tuple(LabRoute(_vip(other), *first_hops[number, other]) for other in others)
+        return LabHost(f"h{number}", _vip(number), f"10.255.0.{number + 1}", own, routes)
+
+    hosts = tuple(map(host, range(topology.hosts)))
+    return LabPlan(topology.name, hosts, tuple(topology.switches), _trunks(topology), forwards)
 
 
 def _vip(host: int) -> str:
     return f"10.0.0.{host + 1}"
 
 
-def _nics(topology: Topology) -> dict[tuple[int, int], Nic]:
+def _nics(topology: Topology) -> dict[tuple[int, int], LabNic]:
     """The NIC of every (host, level); switches joined by trunks share a subnet."""
     subnets = _subnets(topology)
     rates = {(link.source, link.target): link.rate for link in topology.links}
@@ -51,7 +52,7 @@ def _nics(topology: Topology) -> dict[tuple[int, int], Nic]:
         address = f"10.{16 + level}.{subnets[switch]}.{host + 1}"
         mac = f"02:6d:00:{level:02x}:{subnets[switch]:02x}:{host + 1:02x}"
         rate = round(8 * rates[f"h{host}", switch])
-        made[host, level] = Nic(f"d{level}", level, address, mac, rate, switch, f"h{host}d{level}")
+        made[host, level] = LabNic(f"d{level}", level, address, mac, rate, switch, f"h{host}d{level}")
     return made
 
 
@@ -81,10 +82,11 @@ def trunk_port(switch: str, other: str) -> str:
 
 
 def _follow_routes(
-    topology: Topology, nics: dict[tuple[int, int], Nic]
-) -> tuple[dict[tuple[int, int], tuple[str, str]], tuple[Forward, ...]]:
-    """Walk the route of every pair: (gateway, NIC) of its first hop, and what the switches on the way must know."""
-    hops: dict[tuple[int, int], tuple[str, str]] = {}
+    topology: Topology, nics: dict[tuple[int, int], LabNic]
+) -> tuple[dict[tuple[int, int], tuple[str, str, str]], tuple[ForwardingEntry, ...]]:
+    """Walk the route of every pair: (gateway, its link address, NIC) of the first hop, and what the switches on the way
+    must know."""
+    hops: dict[tuple[int, int], tuple[str, str, str]] = {}
     tables: dict[tuple[str, str], str] = {}
     for source in range(topology.hosts):
         for target in range(topology.hosts):
@@ -93,9 +95,9 @@ def _follow_routes(
             path = [topology.links[link] for link in hop_links(topology, source, target)]
             end = next(place for place, link in enumerate(path) if link.target not in topology.switches)
             arrival = nics[int(path[end].target[1:]), path[end].level]
-            hops[source, target] = (arrival.address, f"d{path[0].level}")
+            hops[source, target] = (arrival.address, arrival.mac, f"d{path[0].level}")
             for link in path[1 : end + 1]:
                 port = arrival.port if link is path[end] else trunk_port(link.source, link.target)
                 if tables.setdefault((link.source, arrival.mac), port) != port:
                     raise ValueError(f"{topology.name}: switch {link.source} has two ways to {arrival.address}")
-    return hops, tuple(Forward(switch, port, mac) for (switch, mac), port in sorted(tables.items()))
+    return hops, tuple(ForwardingEntry(switch, port, mac) for (switch, mac), port in sorted(tables.items()))

@@ -7,9 +7,11 @@ import os
 import shutil
 import subprocess
 import sys
+from typing import NoReturn
 
 from launch.lab import kernel
 
+LACKING = 3  # the exit code of what found something missing: 1 is that of a crash
 USER_NAMESPACES = (
     "an ordinary user needs user namespaces, and this machine refuses them ({error}): run as root, or let the "
     "administrator set `sysctl user.max_user_namespaces=10000`, on Debian also "
@@ -19,7 +21,10 @@ ROOT_NAMESPACES = (
     "root may not make namespaces here ({error}): a container needs the capability SYS_ADMIN "
     "(`docker run --cap-add SYS_ADMIN --security-opt seccomp=unconfined`)"
 )
-LACKING = 3  # the exit code of what found something missing: 1 is that of a crash
+MOUNTS = (
+    "mounting in a namespace of one's own is refused ({error}): in a container, unmask /proc and /sys "
+    "(`docker run --security-opt systempaths=unconfined`)"
+)
 KERNEL = (
     "this kernel has no {what} ({error}): load the module `{module}` "
     "(on Debian and Ubuntu in the package linux-modules-extra)"
@@ -42,45 +47,36 @@ def missing() -> list[str]:
 
 
 def _missing_tools() -> list[str]:
-    lacking = []
+    tools = [tool for tool in ("nsenter", "setpriv") if shutil.which(tool) is None]
+    lacking = [f"the command {tool} is missing: the package util-linux brings it" for tool in tools]
     if importlib.util.find_spec("pyroute2") is None:
-        lacking.append("the Python package pyroute2 is missing: `pip install pyroute2`")
-    for tool in ("nsenter", "setpriv"):
-        if shutil.which(tool) is None:
-            lacking.append(f"the command {tool} is missing: the package util-linux brings it")
+        lacking.insert(0, "the Python package pyroute2 is missing: `pip install pyroute2`")
     return lacking
 
 
 def _missing_in_kernel() -> list[str]:
     """Try everything once, in namespaces that end with this process."""
-    user, group = os.getuid(), os.getgid()
+    user = os.getuid()
     try:
-        if user != 0:
-            kernel.unshare(kernel.NEW_USER)
-            kernel.map_root(user, group)
-        kernel.unshare(kernel.NEW_PID | kernel.NEW_NET | kernel.NEW_MOUNT | kernel.NEW_UTS)
+        kernel.new_machine(user, os.getgid())
     except OSError as error:
         return [(USER_NAMESPACES if user != 0 else ROOT_NAMESPACES).format(error=error)]
-    return _missing_mounts() + _missing_links()
-
-
-def _missing_mounts() -> list[str]:
     child = os.fork()
     if child == 0:
-        try:
-            kernel.mount("none", "/", "", kernel.MS_RECURSIVE | kernel.MS_PRIVATE)
-            kernel.mount("proc", "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
-            kernel.mount("sysfs", "/sys", "sysfs", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
-            kernel.mount("tmpfs", "/dev/shm", "tmpfs")
-        except OSError as error:
-            print(
-                f"mounting in a namespace of one's own is refused ({error}): in a container, unmask /proc and /sys "
-                "(`docker run --security-opt systempaths=unconfined`)",
-                flush=True,
-            )
-        os._exit(0)
+        _try_mounts()
     os.waitpid(child, 0)
-    return []
+    return _missing_links()
+
+
+def _try_mounts() -> NoReturn:
+    """As process 1 of the new namespaces, as the keeper is."""
+    try:
+        kernel.keep_mounts_private()
+        for filesystem, target in (("proc", "/proc"), ("sysfs", "/sys"), ("tmpfs", "/dev/shm")):
+            kernel.mount_virtual(filesystem, target)
+    except OSError as error:
+        print(MOUNTS.format(error=error), flush=True)
+    os._exit(0)
 
 
 def _missing_links() -> list[str]:

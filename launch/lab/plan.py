@@ -19,7 +19,7 @@ MANAGEMENT_NETWORK = "10.255.0.0/16"
 LAUNCHER_ADDRESS = "10.255.255.1"
 
 
-class Nic(NamedTuple):
+class LabNic(NamedTuple):
     """One data NIC of a host, and the switch port at the other end of its cable."""
 
     name: str
@@ -31,31 +31,24 @@ class Nic(NamedTuple):
     port: str
 
 
-class Route(NamedTuple):
-    """How a host reaches another host's vip: through ``gateway`` (an address in the subnet of ``nic``)."""
+class LabRoute(NamedTuple):
+    """How a host reaches another host's vip: through ``gateway``, which has the link address ``mac`` and an address in
+    the subnet of ``nic``."""
 
     vip: str
     gateway: str
-    nic: str
-
-
-class Neighbour(NamedTuple):
-    """The link address of a host's NIC on the same subnet."""
-
-    address: str
     mac: str
     nic: str
 
 
-class Host(NamedTuple):
+class LabHost(NamedTuple):
     """One emulated machine."""
 
     name: str
     vip: str
     management: str
-    nics: tuple[Nic, ...]
-    routes: tuple[Route, ...]
-    neighbours: tuple[Neighbour, ...]
+    nics: tuple[LabNic, ...]
+    routes: tuple[LabRoute, ...]
 
 
 class Trunk(NamedTuple):
@@ -68,7 +61,7 @@ class Trunk(NamedTuple):
     rate: int
 
 
-class Forward(NamedTuple):
+class ForwardingEntry(NamedTuple):
     """A line of a switch's forwarding table: frames for ``mac`` leave by ``port``."""
 
     switch: str
@@ -76,27 +69,27 @@ class Forward(NamedTuple):
     mac: str
 
 
-class Plan(NamedTuple):
-    """All that `launch.lab.build` needs."""
+class LabPlan(NamedTuple):
+    """All that `launch.lab.network` needs."""
 
     topology: str
-    hosts: tuple[Host, ...]
+    hosts: tuple[LabHost, ...]
     switches: tuple[str, ...]
     trunks: tuple[Trunk, ...]
-    forwards: tuple[Forward, ...]
+    forwards: tuple[ForwardingEntry, ...]
 
 
-def encode(plan: Plan) -> str:
+def encode(plan: LabPlan) -> str:
     """The plan as one line of JSON."""
     return msgspec.json.encode(plan).decode()
 
 
-def decode(text: str) -> Plan:
+def decode(text: str) -> LabPlan:
     """The plan that `encode` wrote."""
-    return msgspec.json.decode(text, type=Plan)
+    return msgspec.json.decode(text, type=LabPlan)
 
 
-def window(plan: Plan) -> int:
+def window(plan: LabPlan) -> int:
     """Bytes that one connection of the lab may have under way."""
     fastest = max(nic.rate for host in plan.hosts for nic in host.nics)
     return min(max(WINDOW[0], round(WINDOW_SECONDS * fastest / 8)), WINDOW[1])

@@ -13,10 +13,10 @@ PATIENCE = 20.0
 """Seconds that a network may be broken: longer than TCP waits, so that a program that notices by itself, by its MPI or
 by a time limit of its own, has the first word."""
 TCP_SECONDS = 13.0
-"""How long TCP has tried when it gives a connection up; `launch.lab.build.SETTINGS` has its retries."""
+"""How long TCP has tried when it gives a connection up; `launch.lab.network.SETTINGS` has its retries."""
 
 
-class Watch:
+class NetworkWatch:
     """Whether a host that a job on the first ``hosts`` hosts of lab ``name`` needs is ``dead``, or the network between
     them has been broken for ``patience`` seconds: a NIC is down, or TCP gave up a connection after the watch began.
     ``reason`` then says so in one sentence."""

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from collectives.simulator.topology import parse
-from launch.command import LauncherError, find
+from launch import LauncherError, find
 from launch.lab import client
 from launch.lab.layout import lay_out
 from launch.lab.needs import missing

@@ -15,8 +15,9 @@ from uuid import uuid4
 import pytest
 
 from collectives.simulator.topology import parse
-from launch.command import find
-from launch.lab import client, leftovers
+from launch import find
+from launch.lab import client
+from launch.lab.job import MARK_VARIABLE
 from launch.lab.layout import lay_out
 from tests.child import TOKEN, carriers
 from tests.lab.conftest import ROOT, Run
@@ -166,7 +167,7 @@ def test_a_host_whose_own_process_is_killed_ends_the_job_and_takes_no_other(make
 def test_processes_that_a_job_left_on_a_host_are_ended(make: Make) -> None:
     name = make("star:2")
     argv = client.host_command(name, "h1", ["sh", "-c", "echo up; exec sleep 600"])
-    left = subprocess.Popen(argv, env={**os.environ, leftovers.VARIABLE: "a job"}, stdout=subprocess.PIPE, text=True)
+    left = subprocess.Popen(argv, env={**os.environ, MARK_VARIABLE: "a job"}, stdout=subprocess.PIPE, text=True)
     assert left.stdout is not None
     assert left.stdout.readline() == "up\n"
     assert client.ask(name, {"do": "clear", "job": "another"}) == {"killed": 0}

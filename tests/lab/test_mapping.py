@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.command import LauncherError, find
+from launch import LauncherError, find
 from launch.lab import client
 from launch.lab.job import agent_settings
 

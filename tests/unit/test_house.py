@@ -19,7 +19,7 @@ ALLOWED = {
     "mpips": ("collectives",),
     "launch": (
         "mpips.options", "mpips.world", "collectives.simulator.topology", "collectives.machine",
-        "collectives.terminal", "collectives.transport.reach",
+        "collectives.terminal", "collectives.node.process_memory",
     ),
 }
 

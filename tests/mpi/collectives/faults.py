@@ -1,9 +1,12 @@
 """Faults made on purpose. A *cell* is a fault, a way to call, and a route that the call takes.
 
-`run` makes one cell with ranks that live through it, and tells what every rank has seen. Faults of which a rank dies
-are made by this module as a program, one cell a job:
+`run` makes one cell with ranks that live through it, and tells what every rank has seen. As a program this module makes
+all cells of some faults one after the other, or one of which a rank dies, and with it the job:
 
+    mpirun -n P python -m tests.mpi.collectives.faults live FAULT...
     mpirun -n P python -m tests.mpi.collectives.faults FAULT WAY ROUTE
+
+`tests.mpi.collectives.fault_table` starts both and prints a table.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,27 +24,24 @@ from mpi4py import MPI
 
 import collectives
 from collectives.communicator import communicator
+from tests.mpi.collectives.cells import SOON, Heard, cells
 from tests.mpi.collectives.support import (
     ODD,
     PATIENCE,
     RANK,
-    SOON,
     TOTAL,
     WORLD,
-    Heard,
     P,
+    fresh,
     hear,
     in_the_middle,
+    polled,
     started,
-    tested,
 )  # fmt: skip
 
-LIVING = ("argument", "size", "dtype", "op", "kind", "order", "absent", "interrupt")
-DEADLY = ("exit", "exception", "kill")
-WAYS = ("blocking", "plan", "tested", "waited")
-TIMEOUT = 0.3  # seconds that ranks wait for one that does not come
-LATE = 0.3  # seconds that rank 0 comes after the others, so that one of these is interrupted while it waits
-INTERRUPTED = 0.1
+TIMEOUT = 0.15  # seconds that ranks wait for one that does not come
+LATE = 0.2  # seconds that rank 0 comes after the others, so that one of these is interrupted while it waits
+INTERRUPTED = 0.05
 SMALL, LARGE = 100, 300_000
 
 
@@ -82,9 +82,10 @@ class Cell:
             group = [np.ones(7, np.float32), x, np.ones(2, np.int64)]
             return lambda: collectives.grouped_allreduce(group, self.comm, **keywords)
         if self.way == "blocking":
-            return lambda: getattr(collectives, words["kind"])(x, self.comm, **keywords)
+            function = getattr(collectives, words["kind"])
+            return lambda: function(x, self.comm, **keywords)
         plan = collectives.plan(words["kind"], x, self.comm, **keywords)
-        return {"plan": plan, "tested": lambda: tested(plan), "waited": lambda: started(plan)}[self.way]
+        return {"plan": plan, "tested": lambda: polled(plan), "waited": lambda: started(plan)}[self.way]
 
     def other(self, fault: str) -> Callable[[], Any]:
         """The call that the odd rank makes instead."""
@@ -128,8 +129,10 @@ class Seen(NamedTuple):
             return "" if self.right and not any(one.error for one in self.heard) else f"not local: {self}"
         errors = {"absent": "StallError", "interrupt": "CollectiveError"}
         wanted = [errors.get(fault, "MismatchError")] * P
+        if fault == "absent" and not self.heard[ODD].error:
+            wanted[ODD] = ""  # between nodes all that it needs may have come before the others gave up
         said = {one[:2] for one in self.again}
-        sentences = {one.sentence for one in self.heard if one.error != "KeyboardInterrupt"}
+        sentences = {one.sentence for one in self.heard if one.error not in ("", "KeyboardInterrupt")}
         if fault == "interrupt":
             wanted[ODD] = "KeyboardInterrupt"
         if [one.error for one in self.heard] != wanted:
@@ -240,44 +243,47 @@ def _interrupted(good: Callable[[], Any]) -> tuple[Callable[[], Any], Callable[[
     return alarmed if RANK == ODD else late if RANK == 0 else good, lambda: at[0]
 
 
-def main(fault: str, way: str, route: str) -> None:
+def live(faults: Sequence[str]) -> None:
+    """One rank of a job that makes all cells of these faults. Rank 0 says what came of each."""
+    for fault, way, route in cells(faults):
+        seconds, wrong = 0.0, ""
+        for warm in (False, True):
+            with fresh() as comm:
+                seen = run(comm, fault, way, route, warm)
+            seconds, wrong = max(seconds, seen.seconds), wrong or seen.wrong(fault)
+        if RANK == 0:
+            _say({"cell": (fault, way, route), "seconds": seconds, "wrong": wrong})
+
+
+def die(fault: str, way: str, route: str) -> None:
     """One rank of a job in which the odd rank dies while the others wait for it. Each says what it has seen."""
-    comm = WORLD.Dup()
-    good = Cell(comm, way, route).call()
-    good()
-    WORLD.Barrier()
-    if RANK == ODD:
-        time.sleep(LATE)
-        _say({"rank": RANK, "at": time.monotonic()})
-        if fault == "exit":
-            sys.exit(3)
-        if fault == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        raise RuntimeError("a bug of the user's")
-    heard, again = hear(good), hear(good)
-    _say({"rank": RANK, "heard": heard, "again": again})
-    if fault == "kill":  # MPI may wait for ever for the dead
-        os._exit(0)
+    if fault == "kill":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of the launcher, which ends the others at once
+    with fresh() as comm:
+        good = Cell(comm, way, route).call()
+        good()
+        WORLD.Barrier()
+        if RANK == ODD:
+            time.sleep(LATE)
+            _say({"rank": RANK, "at": time.monotonic()})
+            _dies(fault)
+        heard, again = hear(good), hear(good)
+        _say({"rank": RANK, "heard": heard, "again": again})
+        if fault == "kill":  # MPI may wait for ever for the dead
+            os._exit(0)
+
+
+def _dies(fault: str) -> None:
+    if fault == "exit":
+        sys.exit(3)
+    if fault == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise RuntimeError("a bug of the user's")
 
 
 def _say(words: dict[str, Any]) -> None:
     os.write(1, f"\n{json.dumps(words)}\n".encode())
 
 
-def wrong_death(said: str, ranks: int) -> tuple[str, float]:
-    """From all that the ranks of such a job have said: what is not as it should be, and how long the slowest took."""
-    lines = [json.loads(line) for line in said.splitlines() if line.startswith('{"rank"')]
-    died = [line["at"] for line in lines if "at" in line]
-    heard = [Heard(*line["heard"]) for line in lines if "heard" in line]
-    again = [Heard(*line["again"]) for line in lines if "again" in line]
-    if len(died) != 1 or len(heard) != ranks - 1:
-        return f"{len(heard)} of {ranks - 1} ranks said what they heard", 0.0
-    seconds = max(one.ended - died[0] for one in heard)
-    told = {one[:2] for one in (*heard, *again)}
-    if len(told) != 1 or "CollectiveError" not in {error for error, _ in told}:
-        return f"unlike sentences {told}", seconds
-    return "" if seconds < SOON else f"heard after {seconds:.1f} s", seconds
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    live(sys.argv[2:]) if sys.argv[1] == "live" else die(*sys.argv[1:])

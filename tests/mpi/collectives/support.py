@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +16,7 @@ import collectives
 from collectives import communicator as communicators
 from collectives.communicator import communicator
 from collectives.errors import CollectiveError
+from tests.mpi.collectives.cells import Heard
 
 WORLD = MPI.COMM_WORLD
 RANK, P = WORLD.rank, WORLD.size
@@ -23,7 +24,6 @@ ODD = P - 1  # the rank that does otherwise
 TOTAL = P * (P + 1) // 2  # of RANK + 1 over all ranks
 MIDDLE = tuple(f"collectives.{name}" for name in ("started", "runner", "node.", "network.", "shared_memory."))
 PATIENCE = 30.0  # seconds that a wait may last in these tests
-SOON = 5.0  # seconds in which every rank has heard; a second, on a machine that is not busy
 
 
 class Pairs(MPI.Intracomm):
@@ -50,15 +50,6 @@ def fresh(nodes: str = "one node") -> Iterator[MPI.Intracomm]:
     communicator(made).patient(PATIENCE, PATIENCE)
     yield made
     made.Free()
-
-
-class Heard(NamedTuple):
-    """What a call raised on a rank ("" for nothing), and when it had begun and ended."""
-
-    error: str
-    sentence: str
-    begun: float
-    ended: float
 
 
 def hear(call: Callable[[], Any]) -> Heard:
@@ -105,7 +96,7 @@ def started(plan: collectives.Plan) -> Any:
     return plan.wait()
 
 
-def tested(plan: collectives.Plan) -> Any:
+def polled(plan: collectives.Plan) -> Any:
     """Run a plan by start, test beside other work, and wait."""
     plan.start()
     while not plan.test():

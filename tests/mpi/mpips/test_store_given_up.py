@@ -198,6 +198,58 @@ def test_an_interrupt_in_a_client_on_several_nodes_is_told_to_its_other_members(
     run("mpi_sync", body, servers=1, clients=1, masters=masters, shared_memory=False, timeout_seconds=20)
 
 
+TOGETHER = [
+    {"servers": 0},
+    {"servers": 0, "shared_memory": False},
+    {"servers": 1, "clients": 1},
+    {"servers": 1, "clients": 1, "masters": "all"},
+]
+
+
+@only_on(3, 4)
+@pytest.mark.parametrize("call", ["pushpull", "list", "barrier", "close"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, StallError])
+@pytest.mark.parametrize("options", TOGETHER)
+def test_all_begin_anew_after_a_call_that_one_of_them_has_given_up(options, error, call):
+    """Rank 0 is interrupted, or waits too long, in a collective of all workers; the others come to it later."""
+    need(2, **options)
+    names = ["v", "w"]
+
+    def interrupt(*what):
+        raise KeyboardInterrupt
+
+    def body(kv):
+        kv.init(names, [np.full(4000, 7, np.float32)] * 2)
+        values = [np.ones(4000, np.float32)] * 2
+        calls = {
+            "pushpull": lambda: kv.pushpull("w", values[0], np.zeros(4000, np.float32)),
+            "list": lambda: kv.push(names, values), "barrier": kv.barrier, "close": kv.barrier,
+        }  # fmt: skip
+        if kv.rank == 0:
+            before = signal.signal(signal.SIGALRM, interrupt)
+            if error is KeyboardInterrupt:
+                signal.setitimer(signal.ITIMER_REAL, 0.3)
+            with pytest.raises(error) as caught:
+                calls[call]()
+            signal.signal(signal.SIGALRM, before)
+        kv.layout.workers.Barrier()
+        if kv.rank:
+            said = failure(calls[call])
+            assert "rank 0" in said if error is KeyboardInterrupt else "has waited for" in said, said
+        elif error is StallError:
+            assert "has waited for" in str(caught.value)
+        if call != "close":
+            out = np.zeros(4000, np.float32)
+            for name in names:
+                failure(lambda: kv.pull(name, out))  # noqa: B023 - servers may tell once more of the round
+                kv.pull(name, out)
+                assert (out == 7).all(), name
+            sums(kv)
+
+    limit = 1 if error is StallError else 20
+    run("mpi_sync", body, big_array=1000, timeout_seconds=limit, **options)
+
+
 FAR = {"servers": 1, "shared_memory": False, "chunk_bytes": 4096, "block_bytes": 4096}
 
 

@@ -233,16 +233,8 @@ def asarray(x: Any, device: int | None = None) -> Array:
     return made
 
 
-def zeros(shape: Any, dtype: Any = float) -> Array:
-    return asarray(np.zeros(shape, dtype))
-
-
 def zeros_like(x: Array) -> Array:
     return asarray(np.zeros(x.shape, x.dtype), x.device.id)
-
-
-def full(shape: Any, value: Any) -> Array:
-    return asarray(np.full(shape, value))
 
 
 def get_current_stream(device: int = -1) -> Stream:

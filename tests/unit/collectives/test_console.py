@@ -168,7 +168,7 @@ def test_a_refusal_of_all_ranks_is_told_by_rank_0_and_its_code_left_where_the_la
 
 ALONE = [
     "mpips.overlap.gap", "mpips.overlap.bench", "mpips.overlap.reproduce.__main__", "mpips.bench.beside_mxnet",
-    "mpips.bench.idle", "mpips.bench.waiting", "launch.measure", "launch.schedulers.script",
+    "mpips.bench.idle", "mpips.bench.waiting", "examples.reproduce.settings", "launch.batch.command",
     "examples.reproduce.allreduce", "examples.reproduce.bml", "examples.reproduce.mlp", "examples.reproduce.mlp_grids",
     "examples.reproduce.mlp_lab", "examples.reproduce.mxnet_mpi", "examples.reproduce.overlap",
     "examples.reproduce.tensor",

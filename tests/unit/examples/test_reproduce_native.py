@@ -11,7 +11,7 @@ from collectives.simulator.clocks import simulate
 from collectives.simulator.flows import play
 from collectives.simulator.topology import star
 from examples.reproduce import native, rabenseifner
-from launch.command import Launcher
+from launch import Launcher
 
 FOLDS = pytest.mark.parametrize("fold", rabenseifner.FOLDS)
 

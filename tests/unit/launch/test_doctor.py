@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import copy
 import mmap
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from launch import doctor, survey
+from launch.doctor import leftovers
+from launch.doctor.__main__ import show
+from launch.doctor.judge import Check, judge
+from launch.doctor.survey import EXTRAS, PACKAGES
 
 HEALTHY: dict[str, Any] = {
     "python": "3.11.7",
-    "packages": dict.fromkeys((*doctor.PACKAGES, *doctor.EXTRAS), "1.0"),
+    "packages": dict.fromkeys((*PACKAGES, *EXTRAS), "1.0"),
     "cores": 4,
-    "leftovers": {"files": 0, "bytes": 0},
+    "processor": "x86_64",
+    "leftovers": [],
     "environment": {},
     "schedulers": ["Slurm"],
     "allocation": None,
@@ -32,7 +37,7 @@ HEALTHY: dict[str, Any] = {
         "rank": 0,
         "node_ranks": 2,
         "threads": "MULTIPLE",
-        "ulfm": True,
+        "ulfm": False,
         "affinities": [[0, 1], [0, 1]],
         "window": "",
         "memfd": "",
@@ -41,7 +46,7 @@ HEALTHY: dict[str, Any] = {
 }
 
 
-def changed(path: str, value: Any) -> dict[str, doctor.Check]:
+def changed(path: str, value: Any) -> dict[str, Check]:
     """Checks by name after one finding is changed."""
     found = copy.deepcopy(HEALTHY)
     *folders, name = path.split(".")
@@ -49,12 +54,12 @@ def changed(path: str, value: Any) -> dict[str, doctor.Check]:
     for folder in folders:
         place = place[folder]
     place[name] = value
-    return {check.name: check for check in doctor.judge(found)}
+    return {check.name: check for check in judge(found)}
 
 
 def test_a_healthy_machine() -> None:
-    checks = doctor.judge(HEALTHY)
-    assert [check.name for check in checks if check.ok is not True] == []
+    checks = judge(HEALTHY)
+    assert [check.name for check in checks if check.ok is not True] == ["ULFM"]
 
 
 @pytest.mark.parametrize(
@@ -69,7 +74,7 @@ def test_a_healthy_machine() -> None:
         ("ranks.window", "no space", "shared memory, windows", False, "/dev/shm"),
         ("ranks.memfd", "Permission denied", "shared memory, memfd", False, "/proc"),
         ("ranks.reach", "not allowed here", "copies by the kernel", None, ""),
-        ("ranks.ulfm", False, "ULFM", None, ""),
+        ("processor", "aarch64", "memory order", None, ""),
         ("ranks.affinities", [[0], [1]], "binding", None, ""),
         ("gpu", {"present": True, "cupy": None}, "GPU", False, "pip install cupy-cuda12x"),
         ("gpu", {"present": True, "cupy": "13", "devices": [], "problem": "x"}, "GPU", False, "nvidia-smi"),
@@ -93,27 +98,81 @@ def test_an_interface_that_is_not_there() -> None:
 
 
 def test_what_aborted_jobs_have_left_is_told_and_nothing_more() -> None:
-    assert "leftovers of MPICH" not in changed("cores", 4)
-    check = changed("leftovers", {"files": 1200, "bytes": 3 << 20})["leftovers of MPICH"]
+    assert not any(name.startswith("leftovers") for name in changed("cores", 4))
+    left = {"mpi": "MPICH", "what": "files", "place": "/dev/shm", "count": 1200, "bytes": 3 << 20, "remove": "rm a"}
+    check = changed("leftovers", [left])["leftovers of MPICH"]
     assert check.ok is None
-    assert "1,200 files in /dev/shm, 3.0 MiB, of aborted jobs: while none runs, rm /dev/shm/mpich_shm_*" in check.found
+    assert check.found == "1,200 files in /dev/shm, 3.0 MiB, of aborted jobs: while none runs, rm a"
+
+
+def kind(folder: Path, pattern: str) -> leftovers.Kind:
+    return leftovers.Kind("An MPI", "files", folder, pattern)
 
 
 def test_leftovers_are_those_that_nobody_has_open(tmp_path: Path) -> None:
     for name in ("mpich_shm_left", "mpich_shm_open", "mpich_shm_mapped", "another"):
         (tmp_path / name).write_bytes(bytes(4096))
+    searched = (kind(tmp_path, "mpich_shm_*"),)
     with (tmp_path / "mpich_shm_mapped").open("r+b") as file:
         mapped = mmap.mmap(file.fileno(), 0)
     with (tmp_path / "mpich_shm_open").open(), mapped:
-        assert survey.leftovers(tmp_path) == {"files": 1, "bytes": 4096}
-    assert survey.leftovers(tmp_path) == {"files": 3, "bytes": 3 * 4096}
+        (found,) = leftovers.look(searched)
+        assert (found["count"], found["bytes"]) == (1, 4096)
+        assert found["remove"] == f"rm {tmp_path}/mpich_shm_left"
+    (found,) = leftovers.look(searched)
+    assert (found["count"], found["bytes"]) == (3, 3 * 4096)
     assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_a_file_counts_for_what_it_holds(tmp_path: Path) -> None:
+    with (tmp_path / "sm_segment.x").open("wb") as file:
+        file.truncate(16 << 20)
+    assert leftovers.look((kind(tmp_path, "sm_*"),))[0]["bytes"] == 0
+
+
+def test_session_folders_are_left_where_no_file_in_them_is_open(tmp_path: Path) -> None:
+    for number in range(6):
+        (tmp_path / f"ompi.{number}").mkdir()
+        (tmp_path / f"ompi.{number}" / "hwloc.sm").write_bytes(bytes(100))
+    searched = (kind(tmp_path, "ompi.[0-9]*"),)
+    with (tmp_path / "ompi.1" / "hwloc.sm").open():
+        (found,) = leftovers.look(searched)
+    held = (tmp_path / "ompi.0" / "hwloc.sm").stat().st_blocks * 512
+    assert (found["count"], found["bytes"]) == (5, 5 * held)
+    assert found["remove"] == f"rm -r {tmp_path}/ompi.[0-9]*"
+
+
+def test_what_open_mpi_leaves_is_looked_for() -> None:
+    assert {(str(kind.folder), kind.pattern) for kind in leftovers.kinds()} >= {
+        ("/dev/shm", "mpich_shm_*"), ("/dev/shm", "sm_segment.*"), (tempfile.gettempdir(), "ompi.[0-9]*"),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "library, ulfm, said, unsaid",
+    [
+        ("Open MPI v5", True, "bare `mpirun --with-ft ulfm` does not, and the other ranks wait", "not in this MPI"),
+        ("MPICH Version: 5", True, "`mpips run` ends the job", "with-ft"),
+        ("Open MPI v5", False, "not in this MPI: a lost rank ends the job", "with-ft"),
+    ],
+)
+def test_fault_tolerance_is_not_promised(library: str, ulfm: bool, said: str, unsaid: str) -> None:
+    ranks = {**HEALTHY["ranks"], "library_text": library, "ulfm": ulfm}
+    check = changed("ranks", ranks)["ULFM"]
+    assert check.ok is None
+    assert said in check.found
+    assert unsaid not in check.found
+
+
+def test_a_processor_with_a_weaker_memory_order_is_told_what_it_costs() -> None:
+    assert "memory order" not in changed("processor", "x86_64")
+    assert "MPI_Win_sync" in changed("processor", "aarch64")["memory order"].found
 
 
 def test_advice_is_shown_only_where_something_must_be_done() -> None:
     console = Console(record=True, width=120)
-    checks = [doctor.Check("a", True, "fine [x]", "never"), doctor.Check("b", False, "bad", "do this")]
-    doctor.show(checks, console)
+    checks = [Check("a", True, "fine [x]", "never"), Check("b", False, "bad", "do this")]
+    show(checks, console)
     text = console.export_text()
     assert "[ok] a:" in text
     assert "fine [x]" in text

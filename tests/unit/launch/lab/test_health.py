@@ -10,7 +10,7 @@ import pytest
 from collectives.simulator.topology import parse
 from launch.lab import client, health
 from launch.lab.layout import lay_out
-from launch.lab.watch import TCP_SECONDS, Watch
+from launch.lab.watch import TCP_SECONDS, NetworkWatch
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ class Network:
         assert (name, request) == ("x", {"do": "health", "hosts": 2})
         return {"down": list(self.down), "dead": list(self.dead), "given_up": dict(self.given_up)}
 
-    def after(self, watch: Watch, seconds: float) -> bool:
+    def after(self, watch: NetworkWatch, seconds: float) -> bool:
         self.seconds += seconds
         return watch()
 
@@ -68,11 +68,11 @@ def network(monkeypatch: pytest.MonkeyPatch) -> Network:
 
 
 @pytest.fixture
-def watch(network: Network) -> Watch:
-    return Watch("x", 2, 20.0, clock=lambda: network.seconds)
+def watch(network: Network) -> NetworkWatch:
+    return NetworkWatch("x", 2, 20.0, clock=lambda: network.seconds)
 
 
-def test_a_nic_that_stays_down_ends_the_job(network: Network, watch: Watch) -> None:
+def test_a_nic_that_stays_down_ends_the_job(network: Network, watch: NetworkWatch) -> None:
     assert not network.after(watch, 1)
     network.down = [["h1", "d0"]]
     assert not network.after(watch, 1)
@@ -82,7 +82,7 @@ def test_a_nic_that_stays_down_ends_the_job(network: Network, watch: Watch) -> N
     assert "`mpips lab link --name x h1 d0 up`" in watch.reason
 
 
-def test_a_nic_that_comes_back_starts_anew(network: Network, watch: Watch) -> None:
+def test_a_nic_that_comes_back_starts_anew(network: Network, watch: NetworkWatch) -> None:
     for _ in range(3):
         network.down = [["h1", "d0"]]
         assert not network.after(watch, 1)
@@ -92,7 +92,7 @@ def test_a_nic_that_comes_back_starts_anew(network: Network, watch: Watch) -> No
     assert watch.reason == ""
 
 
-def test_a_connection_lost_during_the_job_ends_it_though_the_nic_is_back(network: Network, watch: Watch) -> None:
+def test_a_connection_lost_during_the_job_ends_it_though_the_nic_is_back(network: Network, watch: NetworkWatch) -> None:
     assert not network.after(watch, 1)  # what was lost before the job began is another job's
     network.given_up["h1"] = 1
     assert not network.after(watch, 1)
@@ -101,7 +101,7 @@ def test_a_connection_lost_during_the_job_ends_it_though_the_nic_is_back(network
     assert "TCP on host h1" in watch.reason
 
 
-def test_a_host_that_died_ends_the_job_at_once(network: Network, watch: Watch) -> None:
+def test_a_host_that_died_ends_the_job_at_once(network: Network, watch: NetworkWatch) -> None:
     assert not network.after(watch, 1)
     network.dead = ["h1"]
     assert network.after(watch, 1)
@@ -110,7 +110,7 @@ def test_a_host_that_died_ends_the_job_at_once(network: Network, watch: Watch) -
 
 
 def test_a_lab_that_has_gone_is_no_reason(
-    network: Network, watch: Watch, monkeypatch: pytest.MonkeyPatch
+    network: Network, watch: NetworkWatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def gone(name: str, request: dict[str, Any]) -> dict[str, Any]:
         raise client.LabError("there is none")

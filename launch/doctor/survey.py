@@ -1,0 +1,129 @@
+"""What `mpips doctor` looks at: packages, cores, interfaces, GPUs, and an MPI that is tried on real ranks."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from launch.doctor import leftovers, probe
+from launch.machine import this_machine
+from launch.mpirun import Job, Launcher, LauncherError, build, find, program
+from mpips import world
+
+LIMIT = 60.0  # seconds for a probe
+OURS = "the one that started this"
+PROMISES = (world.OPEN_MPI, world.HYDRA, world.SLURM, world.JSRUN)
+SCHEDULERS = {"Slurm": ("sbatch", "SLURM_JOB_ID"), "LSF": ("bsub", "LSB_JOBID"), "PBS": ("qsub", "PBS_JOBID")}
+PACKAGES = ("numpy", "mpi4py", "msgspec", "safetensors", "click", "rich", "threadpoolctl")
+EXTRAS = {"matplotlib": "plot", "scikit-learn": "demo", "pyroute2": "lab"}
+DEVICES = (
+    "import cupy, json; r = cupy.cuda.runtime; print(json.dumps("
+    "[r.getDeviceProperties(i)['name'].decode() for i in range(r.getDeviceCount())]))"
+)
+
+
+def look() -> dict[str, Any]:
+    """Everything that `judge` needs to know, JSON-serialisable. Collective where a launcher started several ranks."""
+    found: dict[str, Any] = {
+        "python": sys.version.split()[0],
+        "processor": platform.machine(),
+        "packages": {name: _version(name) for name in (*PACKAGES, *EXTRAS)},
+        "cores": len(os.sched_getaffinity(0)),
+        "environment": {name: value for name, value in os.environ.items() if _tells(name)},
+        "schedulers": [name for name, (tool, _) in SCHEDULERS.items() if shutil.which(tool)],
+        "allocation": next((name for name, (_, variable) in SCHEDULERS.items() if variable in os.environ), None),
+        "interfaces": list(_interfaces()),
+        "gpu": _gpu(),
+        "leftovers": leftovers.look(leftovers.kinds()),
+    }
+    if any(name in os.environ for name in PROMISES):
+        return {**found, "launcher": OURS, "ranks": _under_launcher()}
+    try:
+        launcher = find()
+    except LauncherError as error:
+        return {**found, "launcher": None, "ranks": {"problem": str(error)}}
+    found["launcher"], found["ranks"] = str(launcher), _started(launcher)
+    if found["gpu"].get("devices"):
+        found["cuda"] = _started(launcher, "cuda")
+    return found
+
+
+def _under_launcher() -> dict[str, Any]:
+    """The ranks that a launcher gave; where they cannot form a world, why, told before MPI_Init, which might abort."""
+    import mpi4py
+
+    mpi4py.rc.initialize, mpi4py.rc.finalize = False, True
+    from mpi4py import MPI
+
+    cause = world.lost(os.environ, MPI.Get_library_version())
+    if cause:
+        return {"lost": cause}
+    MPI.Init_thread()
+    return probe.facts()
+
+
+def _tells(name: str) -> bool:
+    return name in (*PROMISES, *world.MPIRUN_SIGNS) or name.startswith(("SLURM_STEP", "PMIX_NAMESPACE", "PMI_"))
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _interfaces() -> Iterator[dict[str, Any]]:
+    """Network interfaces that are up: name and Mbit/s (None where the kernel does not know)."""
+    for _, name in socket.if_nameindex():
+        folder = Path("/sys/class/net", name)
+        if _text(folder / "operstate") != "down":
+            speed = _text(folder / "speed")
+            yield {"name": name, "mbit": int(speed) if speed.isdigit() else None, "mtu": _text(folder / "mtu")}
+
+
+def _text(path: Path) -> str:
+    """A file of /sys; some of them refuse to be read while a link is down."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _gpu() -> dict[str, Any]:
+    """Devices by CuPy, asked in a child process, because a broken driver may take the process down."""
+    present = bool(shutil.which("nvidia-smi")) or Path("/dev/nvidia0").exists()
+    version = next((v for name in ("cupy-cuda12x", "cupy-cuda13x", "cupy") if (v := _version(name))), None)
+    if version is None:
+        return {"present": present, "cupy": None}
+    done = _child([sys.executable, "-c", DEVICES])
+    return {"present": present, "cupy": version, "devices": done if isinstance(done, list) else [], "problem": done}
+
+
+def _started(launcher: Launcher, *words: str) -> dict[str, Any]:
+    """What two ranks of the probe print, or the problem."""
+    job = Job(2, program(["-m", "launch.doctor.probe", *words]))
+    done = _child(build(launcher, job, this_machine()))
+    return done if isinstance(done, dict) else {"problem": done}
+
+
+def _child(argv: list[str]) -> Any:
+    """The JSON that a child process prints as a line of its own, or, as a string, why there is none."""
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=LIMIT, check=False)
+    except subprocess.TimeoutExpired:
+        return f"no answer within {LIMIT:g} s"
+    lines = [line for line in done.stdout.splitlines() if line.startswith(("{", "["))]
+    if done.returncode == 0 and lines:
+        return json.loads(lines[-1])
+    words = [line for line in (done.stderr + done.stdout).splitlines() if line.strip(" -")]
+    return f"exit code {done.returncode}: {words[-1].strip() if words else 'it printed nothing'}"

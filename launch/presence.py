@@ -1,0 +1,167 @@
+"""Which ranks of a job are alive, and which died: each one on this machine tells the command that started it.
+
+A rank that `python -m mpips` runs connects to a socket without a name in any folder and says its number, then that it
+fails, and with which exit code, or, when it has ended well, goodbye. What ends without a word has died. Ranks on other
+hosts cannot be heard.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import select
+import socket
+import sys
+import uuid
+from pathlib import Path
+from typing import NamedTuple
+
+from mpips import world
+
+CREDENTIALS = 12  # bytes of SO_PEERCRED: pid, user, group
+SPARE_FILES = 64  # that this process may yet need to open
+MOST_BYTES = 4096  # of words at once; they are few
+
+
+class Death(NamedTuple):
+    """The end of a rank that said no goodbye; `signal` is what ended it, 0 where that is not known."""
+
+    rank: int
+    signal: int
+
+
+class Rank:
+    """The connection of a rank, and, once it has said its `number`, a `descriptor` (pidfd) of its process."""
+
+    def __init__(self, line: socket.socket) -> None:
+        self.line = line
+        peer = line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS)
+        self.number, self.pid, self.descriptor = -1, int.from_bytes(peer[:4], sys.byteorder), -1
+        self.well = self.gone = False
+
+    def words(self) -> list[bytes]:
+        """What it has said since. It has `gone` once its end of the line is closed."""
+        try:
+            said = self.line.recv(MOST_BYTES)
+        except BlockingIOError:
+            return []
+        except OSError:
+            said = b""
+        self.gone = not said
+        return said.split(b"\n")[:-1]
+
+    def close(self) -> None:
+        self.line.close()
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+
+
+class Presence:
+    """The ranks of one job, of which `here` are sure to start on this machine. Closed by `close`.
+
+    `death` is the first one, `code` the exit code with which a rank failed before any died; None where there is none.
+    """
+
+    def __init__(self, here: int) -> None:
+        self.death: Death | None = None
+        self.code: int | None = None
+        self._here, self._left = here, 0
+        self._name = f"mpips-ranks-{uuid.uuid4().hex}"
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        self._listener.bind(f"\0{self._name}")
+        self._listener.listen(MOST_BYTES)
+        self._poll = select.epoll()
+        self._poll.register(self._listener, select.EPOLLIN)
+        self._lines: dict[int, Rank] = {}
+        self._alive: dict[int, Rank] = {}
+
+    def environment(self) -> dict[str, str]:
+        """What ranks need to be heard."""
+        return {world.PRESENCE: self._name}
+
+    def fileno(self) -> int:
+        return self._poll.fileno()
+
+    def look(self) -> None:
+        """Hear what has come. The kernel lists processes in the order in which they ended."""
+        while news := self._poll.poll(0):
+            for descriptor, _ in news:
+                if descriptor == self._listener.fileno():
+                    self._admit()
+                elif descriptor in self._lines:
+                    self._listen(self._lines[descriptor])
+                elif descriptor in self._alive:
+                    self._bury(self._alive.pop(descriptor))
+
+    def everyone_left_well(self) -> bool:
+        """Have all ranks that are sure to be here said goodbye, and none died?"""
+        self.look()
+        return self.death is None and not self._alive and self._left >= self._here
+
+    def pids(self) -> list[int]:
+        """The processes of the ranks that live, where all that are sure to be here have been heard; else none."""
+        heard = len(self._alive) + self._left
+        return [rank.pid for rank in self._alive.values()] if heard == self._here else []
+
+    def close(self) -> None:
+        for rank in {*self._lines.values(), *self._alive.values()}:
+            rank.close()
+        self._listener.close()
+        self._poll.close()
+
+    def _admit(self) -> None:
+        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if 2 * len(self._lines) + SPARE_FILES > most:  # the job goes on unheard
+            self._poll.unregister(self._listener)
+            return
+        line, _ = self._listener.accept()
+        line.setblocking(False)
+        self._lines[line.fileno()] = Rank(line)
+        self._poll.register(line, select.EPOLLIN)
+
+    def _listen(self, rank: Rank) -> None:
+        for word in rank.words():
+            self._take(rank, *word.split())
+        if rank.gone:
+            self._poll.unregister(rank.line)
+            del self._lines[rank.line.fileno()]
+            if rank.descriptor < 0:  # it had ended before it could be watched
+                self._left += rank.well
+                rank.close()
+
+    def _take(self, rank: Rank, word: bytes, number: bytes = b"0") -> None:
+        if word == world.PRESENT:
+            rank.number = int(number)
+            self._enter(rank)
+        elif word == world.GOODBYE:
+            rank.well = True
+        elif word == world.FAILING and self.code is None and self.death is None:
+            self.code = int(number)
+
+    def _enter(self, rank: Rank) -> None:
+        try:
+            rank.descriptor = os.pidfd_open(rank.pid)
+        except OSError:  # it has ended already, or is out of sight
+            return
+        self._alive[rank.descriptor] = rank
+        self._poll.register(rank.descriptor, select.EPOLLIN)
+
+    def _bury(self, rank: Rank) -> None:
+        status = _status(rank.pid)
+        for word in rank.words():
+            self._take(rank, *word.split())
+        if rank.well or status == 0:
+            self._left += 1
+        elif self.death is None:
+            self.death = Death(rank.number, os.WTERMSIG(status or 0))
+        self._lines.pop(rank.line.fileno(), None)
+        rank.close()  # closed files leave the poll by themselves
+
+
+def _status(pid: int) -> int | None:
+    """How a process has ended, as wait(2) tells it; None once its parent has heard."""
+    try:
+        words = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2].split()
+    except OSError:
+        return None
+    return int(words[-1]) if words[0] == b"Z" else None

@@ -1,0 +1,104 @@
+"""`grouped_allreduce`: many unlike arrays in one call, each summed across ranks, and apart from each other."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import collectives
+from tests.mpi.collectives.support import NODES, RANK, WORLD, P, fresh, make
+
+SHAPES = [(5,), (), (0,), (3, 4), (70_000,), (1,), (2, 0), (250_001,)]
+DTYPES = ["float32", "float64", "float16", "int64"]
+OPS = {"sum": np.sum, "max": np.max, "mean": np.mean}
+
+
+@pytest.fixture(scope="module", params=NODES)
+def comm(request):
+    with fresh(request.param) as made:
+        yield made
+
+
+def group(rank, turn, dtypes=DTYPES):
+    """What a rank brings."""
+    kinds = [(shape, dtypes[i % len(dtypes)]) for i, shape in enumerate(SHAPES)]
+    return [
+        ((np.arange(np.prod(shape, dtype=int)) % 7 + i + rank) * 2 + turn).reshape(shape).astype(dtype)
+        for i, (shape, dtype) in enumerate(kinds)
+    ]
+
+
+def placed(array, values):
+    found = [make(array, one.size, one.dtype).reshape(one.shape) for one in values]
+    for to, one in zip(found, values):
+        to[...] = one
+    return found
+
+
+@pytest.mark.parametrize("array", ["ordinary", "shared", "mixed", "by turns"])
+@pytest.mark.parametrize("op", OPS)
+def test_each_array_is_reduced_on_its_own(comm, op, array):
+    wrong = []
+    dtypes = DTYPES[:3] if op == "mean" else DTYPES
+    kinds = ("ordinary", "shared") if array == "by turns" else (array,)
+    for turn in range(4):
+        given = group(RANK, turn, dtypes)
+        wanted = [OPS[op](ones, axis=0) for ones in zip(*(group(rank, turn, dtypes) for rank in range(P)))]
+        x = placed(kinds[turn % len(kinds)], given)
+        out = placed(kinds[-1], given) if turn % 2 else None
+        result = collectives.grouped_allreduce(x, comm, op=op, out=out)
+        for i, (one, want) in enumerate(zip(result, wanted)):
+            if one is not (x if out is None else out)[i] or not np.allclose(one, want, rtol=2e-3):
+                wrong.append((turn, i))
+            if out is not None and not np.array_equal(x[i], given[i]):
+                wrong.append((turn, i, "x has changed"))
+    assert not wrong
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "native", "direct", "auto"])
+def test_by_other_algorithms(comm, algorithm):
+    x = [np.full(n, RANK + 1.0, dtype) for n, dtype in ((10, "float32"), (90_000, "float64"), (3, "int32"))]
+    for _ in range(2):
+        for one in x:
+            one[:] = 1
+        collectives.grouped_allreduce(x, comm, algorithm=algorithm)
+        assert all((one == P).all() for one in x)
+
+
+@pytest.mark.parametrize("x", [[], [np.ones(0)], [np.ones(0, np.float32), np.ones((0, 3))]])
+def test_nothing_to_reduce(comm, x):
+    assert len(collectives.grouped_allreduce(x, comm)) == len(x)
+
+
+@pytest.mark.parametrize(
+    "x, words, said",
+    [
+        ([np.ones(3), "x"], {}, "arrays.1"),
+        ([np.ones((4, 4))[:, 1]], {}, "C-contiguous"),
+        ([np.ones(3), np.ones(2, np.int64)], {"op": "mean"}, "mean"),
+        ([np.ones(3)], {"out": [np.ones(3), np.ones(3)]}, "1 arrays and out 2"),
+        ([np.ones(3)], {"out": [np.ones(4)]}, "same size"),
+        ([np.ones(3)], {"algorithm": "quicksort"}, "quicksort"),
+        ([np.ones(3)], {"op": "xor"}, "xor"),
+    ],
+)
+def test_what_is_refused(comm, x, words, said):
+    """On one rank: nobody else hears of it."""
+    if RANK == 0:
+        with pytest.raises((ValueError, TypeError), match=said):
+            collectives.grouped_allreduce(x, comm, **words)
+    good = [np.ones(3)]
+    collectives.grouped_allreduce(good, comm)
+    assert (good[0] == P).all()
+
+
+def test_many_groups_of_as_many_bytes():
+    """Groups that differ only in how their bytes are shared out."""
+    wrong = []
+    for turn in range(30):
+        n = 1 + turn % 9
+        x = [np.full(n, RANK + 1.0), np.full(10 - n, RANK + 2.0)]
+        collectives.grouped_allreduce(x, WORLD)
+        total = P * (P + 1) // 2
+        wrong += [turn] * bool((x[0] != total).any() or (x[1] != total + P).any())
+    assert not wrong

@@ -1,0 +1,137 @@
+"""Ctrl-C at any moment, in rows of calls: nobody hangs, no value is wrong, and nobody writes into an array after the
+interrupted rank has it back."""
+
+from __future__ import annotations
+
+import signal
+import time
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+import collectives
+from collectives.communicator import communicator
+from tests.mpi.collectives.faults import Cell
+from tests.mpi.collectives.support import ODD, RANK, WORLD, P, fresh, in_the_middle, still_works
+from tests.mpi.sizes import only_on
+
+ROUNDS = 8
+CALLS = 400  # more than are made before the interrupt comes
+AFTER = (0.0005, 0.02)  # seconds until it comes
+
+
+@contextmanager
+def interrupted(seconds):
+    """Raise KeyboardInterrupt once, in the middle of a call, after so many seconds."""
+
+    def interrupt(number, frame):
+        if in_the_middle(frame):
+            raise KeyboardInterrupt
+        signal.setitimer(signal.ITIMER_REAL, 2e-5)
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def row(cell, call):
+    """Calls until one of them raises; (the error's name and sentence, whether all values before it were right)."""
+    x, right = cell.arrays[-1], True
+    try:
+        for turn in range(CALLS):
+            x[:] = RANK + turn
+            call()
+            right &= bool((x == P * (P - 1) // 2 + P * turn).all())
+    except (KeyboardInterrupt, collectives.CollectiveError) as error:
+        return type(error).__name__, str(error), right
+    return "", "", right
+
+
+def written_later(x):
+    """Whether anybody writes into an array that this rank has back."""
+    x[:] = -7
+    time.sleep(0.05)
+    return bool((x != -7).any())
+
+
+def one_round(comm, way, route, rng):
+    """What is wrong after one interrupt; "" for nothing."""
+    cell = Cell(comm, way, route)
+    call = cell.call()
+    if RANK == ODD:
+        with interrupted(rng.uniform(*AFTER)):
+            name, sentence, right = row(cell, call)
+    else:
+        name, sentence, right = row(cell, call)
+    everybody = WORLD.allgather((name, sentence, right, written_later(cell.arrays[-1])))
+    names = [one[0] for one in everybody]
+    if not all(one[2] for one in everybody) or any(one[3] for one in everybody):
+        return f"wrong values: {everybody}"
+    if names == [""] * P:  # so late that all calls were made
+        return ""
+    if names != ["CollectiveError" if rank != ODD else "KeyboardInterrupt" for rank in range(P)]:
+        return f"raised {everybody}"
+    told = {one[1] for rank, one in enumerate(everybody) if rank != ODD}
+    if len(told) > 1 or f"rank {ODD} has given up" not in told.pop():
+        return f"unlike sentences: {everybody}"
+    collectives.renew(comm)
+    communicator(comm).patient(30.0, 30.0)
+    return "" if WORLD.allreduce(cell.sums()) == P else "wrong sums after renew"
+
+
+@only_on(2, 3)
+@pytest.mark.parametrize("nodes", ["one node", "a node for each rank"])
+@pytest.mark.parametrize(
+    "way, route", [("blocking", "small"), ("blocking", "large"), ("blocking", "empty"), ("blocking", "grouped"),
+                   ("plan", "small"), ("plan", "ring"), ("plan", "native"), ("plan", "large"),
+                   ("tested", "large"), ("tested", "ring"), ("waited", "native"), ("waited", "empty")],
+)  # fmt: skip
+def test_interrupts_at_any_moment(nodes, way, route):
+    rng, wrong = np.random.default_rng(7), []
+    rounds = ROUNDS if nodes == "one node" else ROUNDS // 2
+    for number in range(rounds):
+        with fresh(nodes) as comm:
+            if words := one_round(comm, way, route, rng):
+                wrong.append((number, words))
+    assert not wrong
+
+
+@only_on(2, 3)
+@pytest.mark.parametrize("nodes", ["one node", "a node for each rank"])
+@pytest.mark.parametrize("route", ["large", "empty", "native", "ring"])
+@pytest.mark.parametrize("how", ["timeout", "interrupt"])
+def test_the_array_of_a_call_that_was_given_up_is_not_written_later(nodes, route, how):
+    """The other ranks come when the array has other use; MPI may not have let go of it, so it is kept alive."""
+    with fresh(nodes) as comm:
+        cell = Cell(comm, "blocking", route)
+        call = cell.call()
+        call()
+        x = cell.arrays[-1]
+        WORLD.Barrier()
+        written = False
+        if RANK == 0:
+            communicator(comm).patient(30.0, 0.1 if how == "timeout" else 30.0)
+            with pytest.raises((KeyboardInterrupt, collectives.CollectiveError)), interrupted(0.1):
+                call()
+            x[:] = -7
+        WORLD.Barrier()
+        if RANK:
+            with pytest.raises(collectives.CollectiveError):
+                call()
+        WORLD.Barrier()
+        if RANK == 0:
+            address, n = x.ctypes.data, x.size
+            cell.arrays.clear()
+            del x, call
+            others = [np.full(n, -7.0) for _ in range(4)]  # one of them may lie where it lay
+            time.sleep(0.3)
+            written = any((one != -7).any() for one in others)
+            assert route != "native" or address not in [one.ctypes.data for one in others] or nodes == "one node"
+        assert not WORLD.allreduce(written)
+        collectives.renew(comm)
+        still_works(comm)

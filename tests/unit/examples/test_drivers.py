@@ -1,0 +1,25 @@
+"""What drives a reproduction is no rank: it starts no MPI, as its mpirun may not be the one that would be found."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+DRIVERS = ["allreduce", "bml", "mlp", "mlp_grids", "mlp_lab", "mxnet_mpi", "overlap", "settings", "tensor"]
+CODE = """
+import importlib, sys
+importlib.import_module("examples.reproduce." + sys.argv[1])
+MPI = sys.modules.get("mpi4py.MPI")
+print(MPI is not None, MPI is not None and MPI.Is_initialized())
+"""
+
+
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_a_driver_starts_no_mpi(driver: str) -> None:
+    command = [sys.executable, "-c", CODE, driver]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == [str(driver.startswith("mlp")), "False"], done.stderr

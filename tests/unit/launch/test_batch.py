@@ -1,0 +1,94 @@
+"""Batch scripts have the shape that each scheduler reads. None of them runs here."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+
+import pytest
+
+from launch.batch import lsf, pbs, slurm
+from launch.batch.request import Request, RequestError
+from mpips.options import Options
+
+OPTIONS = Options(servers=2, clients=2, workers=14, masters="all")
+REQUEST = Request(
+    "train", OPTIONS, ("train.py", "--note", "two words"), nodes=4, minutes=90, flavour="openmpi", queue="fast",
+    account="lab1", cores_per_rank=3, gpus_per_node=2,
+)  # fmt: skip
+WRITERS = {"#SBATCH": slurm.script, "#BSUB": lsf.script, "#PBS": pbs.script}
+
+
+@pytest.mark.parametrize("mark", WRITERS)
+def test_shape(mark: str) -> None:
+    text = WRITERS[mark](REQUEST)
+    lines = text.splitlines()
+    assert lines[0] == "#!/bin/bash"
+    directives = [i for i, line in enumerate(lines) if line.startswith(mark)]
+    assert directives == list(range(1, len(directives) + 1)), "directives after a command are not read"
+    assert not re.search("None|True|False", text)
+    assert subprocess.run(["bash", "-n"], input=text, text=True, check=False, timeout=180).returncode == 0
+    assert shlex.split(lines[-1])[-3:] == ["train.py", "--note", "two words"]
+    assert "export OMP_NUM_THREADS=3" in lines
+
+
+def test_slurm() -> None:
+    text = slurm.script(REQUEST)
+    for words in (
+        "--nodes=4",
+        "--ntasks=16",
+        "--ntasks-per-node=4",
+        "--time=01:30:00",
+        "--partition=fast",
+        "--account=lab1",
+    ):
+        assert f"#SBATCH {words}\n" in text
+    for line in ("export MPIPS_SERVERS=2", "export MPIPS_WORKERS=14", "export MPIPS_MASTERS=all"):
+        assert line in text.splitlines()
+
+
+@pytest.mark.parametrize(("flavour", "pmi"), [("openmpi", "pmix"), ("mpich", "pmi2"), ("intel", "pmi2")])
+def test_srun_speaks_the_language_of_the_mpi(flavour: str, pmi: str) -> None:
+    argv = slurm.srun(REQUEST._replace(flavour=flavour))
+    assert argv[:2] == ["srun", f"--mpi={pmi}"]
+    assert argv[-5:] == ["-m", "mpips", *REQUEST.program]
+
+
+def test_intel_mpi_does_not_start_without_the_library_by_which_it_hears_srun() -> None:
+    text = slurm.script(REQUEST._replace(flavour="intel"))
+    guarded = text.replace(shlex.join(slurm.srun(REQUEST._replace(flavour="intel"))), "echo started")
+    for library, code in (("", 1), ("/usr/lib/libpmi2.so", 0)):
+        environment = {"I_MPI_PMI_LIBRARY": library} if library else {}
+        done = subprocess.run(["bash"], input=guarded, env=environment, text=True, capture_output=True, timeout=180)
+        assert (done.returncode != 0) == code, done.stderr
+        assert ("libpmi2.so" in done.stderr) == code
+    assert "I_MPI" not in slurm.script(REQUEST)
+
+
+def test_lsf_asks_for_affinity_only_where_ranks_have_several_cores() -> None:
+    assert '#BSUB -R "span[ptile=4]"\n' in lsf.script(REQUEST._replace(cores_per_rank=1))
+
+
+def test_lsf() -> None:
+    text = lsf.script(REQUEST)
+    assert "#BSUB -n 16\n" in text
+    assert '#BSUB -R "span[ptile=4] affinity[core(3)]"\n' in text
+    assert "#BSUB -W 1:30\n" in text
+    assert '--hostfile "$LSB_DJOB_HOSTFILE"' in text
+    assert "--servers 2 --clients 2 --workers 14 --masters all" in text
+
+
+def test_pbs() -> None:
+    text = pbs.script(REQUEST)
+    assert "#PBS -l select=4:ncpus=12:mpiprocs=4:ngpus=2\n" in text
+    assert "#PBS -l walltime=01:30:00\n" in text
+    assert "#PBS -V\n" in text
+    assert '--hostfile "$PBS_NODEFILE"' in text
+
+
+@pytest.mark.parametrize("bad", [{"nodes": 17}, {"name": "two words"}, {"queue": "a;b"}])
+def test_refusals(bad: dict[str, object]) -> None:
+    for write in WRITERS.values():
+        with pytest.raises(RequestError):
+            write(REQUEST._replace(**bad))

@@ -1,0 +1,58 @@
+"""How many ranks a machine can hold: which ranks count, and what is said of those that do not fit."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from launch import Job, LauncherError, Machine
+from launch.hosts import Placed
+from launch.machine import Capacity, check_room, crowd, room, threads
+
+SMALL = Capacity(8, "it is small")
+
+
+def test_ranks_may_outnumber_cores_but_not_what_fits() -> None:
+    check_room(Job(8, ()), {}, SMALL)
+    with pytest.raises(LauncherError, match="9 ranks cannot start on this machine: it is small; ask for at most 8"):
+        check_room(Job(9, ()), {}, SMALL)
+
+
+def test_only_ranks_of_this_machine_count() -> None:
+    check_room(Job(9, (), hosts=(Placed("far", 9),)), {}, SMALL)
+    here = (Placed("far", 9), Placed("localhost", 5), Placed(socket.gethostname(), 4))
+    with pytest.raises(LauncherError, match="9 ranks cannot"):
+        check_room(Job(18, (), hosts=here), {}, SMALL)
+
+
+@pytest.mark.parametrize("extra, variables", [
+    (("--hostfile", "f"), {}),
+    (("-hosts", "a,b"), {}),
+    ((), {"SLURM_JOB_ID": "1"}),
+])  # fmt: skip
+def test_where_mpirun_finds_hosts_by_itself_nothing_is_known(
+    extra: tuple[str, ...], variables: dict[str, str]
+) -> None:
+    check_room(Job(9, (), extra=extra), variables, SMALL)
+
+
+def test_this_machine_holds_some_and_not_any_number() -> None:
+    found = room()
+    assert 1 < found.ranks < 10**9
+    assert found.why
+
+
+def test_many_ranks_a_core_are_warned_of_with_what_to_do() -> None:
+    assert crowd(Job(32, ()), Machine(2), {}) is None
+    said = crowd(Job(1000, ()), Machine(2), {})
+    assert said is not None
+    assert "1000 ranks share 2 cores: starting them takes some 300 s" in said
+    assert "ask for fewer" in said
+    assert crowd(Job(1000, (), hosts=(Placed("far", 1000),)), Machine(2), {}) is None
+
+
+def test_threads_share_the_cores_unless_the_user_says() -> None:
+    assert threads(3, Machine(8), {}) == {"OMP_NUM_THREADS": "2"}
+    assert threads(9, Machine(8), {}) == {"OMP_NUM_THREADS": "1"}
+    assert threads(3, Machine(8), {"MKL_NUM_THREADS": "4"}) == {"MKL_NUM_THREADS": "4"}

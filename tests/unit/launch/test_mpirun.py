@@ -1,0 +1,132 @@
+"""From a job to a command, for each MPI; settings appear where they are needed and only there."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch import Job, Launcher, LauncherError, Machine, build, find, program, this_machine
+from launch.hosts import Placed
+from launch.mpirun import parse_version
+
+OPEN_MPI = Launcher("mpirun", "openmpi", "5.0.11")
+MPICH = Launcher("mpiexec", "mpich", "5.0.2")
+INTEL = Launcher("mpirun", "intel", "2021.18")
+MACHINE = Machine(cores=8)
+PROGRAM = ("python", "x.py")
+
+
+def has(argv: list[str], *words: str) -> bool:
+    """Do these words stand next to each other?"""
+    return any(tuple(argv[i : i + len(words)]) == words for i in range(len(argv)))
+
+
+@pytest.mark.parametrize(
+    ("text", "known"),
+    [
+        ("mpirun (Open MPI) 5.0.11\n\nReport bugs to ...", ("openmpi", "5.0.11")),
+        ("HYDRA build details:\n    Version:                                 4.2.1\n", ("mpich", "4.2.1")),
+        ("Intel(R) MPI Library for Linux* OS, Version 2021.18 Build 2", ("intel", "2021.18")),
+        ("something else 1.0", None),
+    ],
+)
+def test_flavours(text: str, known: tuple[str, str] | None) -> None:
+    assert parse_version(text) == known
+
+
+def test_plain_job_on_one_machine() -> None:
+    argv = build(OPEN_MPI, Job(4, PROGRAM, {"A": "1"}), MACHINE)
+    assert argv[0] == "mpirun"
+    assert argv[-4:] == ["-n", "4", *PROGRAM]
+    assert has(argv, "-x", "A=1")
+    assert has(argv, "--bind-to", "none")
+    assert "--allow-run-as-root" not in argv
+    assert "--oversubscribe" not in argv
+    assert "btl_tcp_eager_limit" not in argv
+    assert build(MPICH, Job(4, PROGRAM, {"A": "1"}), MACHINE) == ["mpiexec", "-genv", "A", "1", "-n", "4", *PROGRAM]
+
+
+def test_more_ranks_than_cores_sleep_when_idle() -> None:
+    argv = build(OPEN_MPI, Job(9, PROGRAM), MACHINE)
+    assert "--oversubscribe" in argv
+    assert has(argv, "--mca", "mpi_yield_when_idle", "1")
+
+
+@pytest.mark.parametrize("launcher", [OPEN_MPI, MPICH])
+def test_ranks_that_share_cores_share_what_these_have_learned_of_their_code(launcher: Launcher) -> None:
+    """Where the machine lets them, and all of them are on it."""
+    fixed = ("setarch", "x86_64", "-R")
+    lets = MACHINE._replace(fixed_addresses=fixed)
+    assert build(launcher, Job(9, PROGRAM), lets)[:4] == [*fixed, launcher.path]
+    assert build(launcher, Job(8, PROGRAM), lets)[0] == launcher.path
+    assert build(launcher, Job(9, PROGRAM), MACHINE)[0] == launcher.path
+    assert build(launcher, Job(9, PROGRAM, hosts=(Placed("node1", 9),)), lets)[0] == launcher.path
+
+
+@pytest.mark.parametrize(("text", "allowed"), [("#!/bin/sh\nexit 0", True), ("#!/bin/sh\nexit 1", False), ("", False)])
+def test_a_container_may_forbid_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, allowed: bool) -> None:
+    """Or have a file of that name which is no program."""
+    setarch = tmp_path / "setarch"
+    setarch.write_text(text)
+    setarch.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert this_machine().fixed_addresses == ((str(setarch), platform.machine(), "-R") if allowed else ())
+
+
+def test_root_and_infiniband() -> None:
+    assert "--allow-run-as-root" in build(OPEN_MPI, Job(1, PROGRAM), Machine(8, root=True))
+    assert has(build(OPEN_MPI, Job(1, PROGRAM), MACHINE), "--mca", "osc", "^ucx")
+    assert "^ucx" not in build(OPEN_MPI, Job(1, PROGRAM), Machine(8, infiniband=True))
+
+
+def test_the_user_binds() -> None:
+    argv = build(OPEN_MPI, Job(2, PROGRAM, extra=("--bind-to", "core")), MACHINE)
+    assert argv.count("--bind-to") == 1
+    assert has(argv, "--bind-to", "core")
+
+
+HOSTS = (Placed("a", 2), Placed("b", 2), Placed("a", 1))
+
+
+def test_hosts_in_the_order_of_ranks() -> None:
+    job = Job(5, PROGRAM, hosts=HOSTS, interface="eth1")
+    argv = build(OPEN_MPI, job, MACHINE)
+    assert [argv[i + 1] for i, word in enumerate(argv) if word == "--host"] == ["a:2", "b:2", "a:1"]
+    assert argv.count(":") == 2
+    assert has(argv, "--mca", "btl_tcp_if_include", "eth1")
+    for name in ("btl_tcp_eager_limit", "btl_tcp_rndv_eager_limit", "btl_tcp_max_send_size"):
+        assert has(argv, "--mca", name, "8388608")
+    mpich = build(MPICH, job, MACHINE)
+    assert has(mpich, "-hosts", "a:2,b:2,a:1")
+    assert has(mpich, "-iface", "eth1")
+    intel = build(INTEL, job, MACHINE)
+    assert [intel[i + 1] for i, word in enumerate(intel) if word == "-host"] == ["a", "b", "a"]
+
+
+def test_ranks_and_hosts_must_agree() -> None:
+    with pytest.raises(LauncherError, match="5 ranks are placed on hosts, but the job has 6"):
+        build(OPEN_MPI, Job(6, PROGRAM, hosts=HOSTS), MACHINE)
+
+
+def test_every_rank_runs_under_the_runner_that_ends_the_job() -> None:
+    assert program(["x.py", "--lr", "1"], "py") == ("py", "-m", "mpips", "x.py", "--lr", "1")
+
+
+def test_a_stranger_is_refused(tmp_path: Path) -> None:
+    stranger = tmp_path / "mpirun"
+    stranger.write_text(f"#!{sys.executable}\nprint('Strange MPI 3')\n")
+    stranger.chmod(0o755)
+    with pytest.raises(LauncherError, match="Strange MPI 3"):
+        find(str(stranger))
+
+
+def test_a_mistyped_mpirun_is_told_from_an_mpi_that_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(LauncherError, match=f"^--mpirun {tmp_path}/none is not there: name an mpirun that is, or"):
+        find(f"{tmp_path}/none")
+    with pytest.raises(LauncherError, match=r"^--mpirun mpirum is not there on the PATH: "):
+        find("mpirum")
+    with pytest.raises(LauncherError, match=f"^--mpirun {tmp_path} is no program that can be run: "):
+        find(str(tmp_path))

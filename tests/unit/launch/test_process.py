@@ -1,0 +1,272 @@
+"""A job that is watched: signals reach it once, and its exit code comes back."""
+
+from __future__ import annotations
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+WATCH = """
+import sys
+from launch import process
+process.GRACE = 0.5
+sys.exit(process.wait([sys.executable, '-c', *sys.argv[1:]], name='mpips run'))
+"""
+WAITS = "import os, signal\nprint(os.getpid(), flush=True)\nsignal.pause()"
+COUNTS = """
+import signal, sys
+count = 0
+def heard(*_):
+    global count
+    count += 1
+    print("heard", flush=True)
+signal.signal(signal.SIGINT, heard)
+print("up", flush=True)
+for line in sys.stdin:
+    sys.exit(count)
+"""
+
+
+STUBBORN = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+sleep = [sys.executable, "-c", "import time; print(0, flush=True); time.sleep(600)"]
+rank = subprocess.Popen(sleep, start_new_session=True, stdout=subprocess.PIPE)
+rank.stdout.readline()
+print(os.getpid(), rank.pid, flush=True)
+time.sleep(600)
+"""
+HOPEFUL = """
+import sys
+from launch import process
+looks = []
+code = process.wait([sys.executable, "-c", sys.argv[1]], lambda: looks.append(0) or len(looks) == int(sys.argv[2]))
+print(len(looks), code)
+"""
+
+LAUNCHER = """
+import os, signal, subprocess, sys
+ranks = sys.argv[1:]  # what each does
+def interrupted(*_):
+    for rank in started: rank.kill()
+signal.signal(signal.SIGINT, interrupted)
+variables = lambda rank: {**os.environ, "OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": str(len(ranks))}
+run = [sys.executable, "-m", "mpips", "-c"]
+started = [subprocess.Popen([*run, line], env=variables(i), start_new_session=True) for i, line in enumerate(ranks)]
+for rank in started: rank.wait()
+sys.exit(int(os.environ.get("LAUNCHER_CODE", "0")))
+"""
+JOB = """
+import sys
+from launch import process
+process.AFTER_A_FAILURE = limit
+code = process.wait([sys.executable, "-c", *sys.argv[1:]], name="mpips run", roles=["worker", "server"], here=2)
+sys.exit(code)
+"""
+UP = "import os, signal, time; os.write(1, b'up\\n'); "
+
+
+def heed() -> None:
+    """Ctrl-C counts, also where these tests run in the background of a shell, which ignores it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def watched(code: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", WATCH, code]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True, preexec_fn=heed)
+
+
+def test_the_exit_code_comes_back() -> None:
+    assert watched("raise SystemExit(7)").wait(60) == 7
+    assert watched("import os, signal; os.kill(os.getpid(), signal.SIGKILL)").wait(60) == 128 + signal.SIGKILL
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 128 + signal.SIGTERM)])
+def test_a_signal_to_the_command_reaches_the_job(number: signal.Signals, code: int) -> None:
+    process = watched(WAITS)
+    assert process.stdout is not None
+    job = int(process.stdout.readline())
+    process.send_signal(number)
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == code
+    assert said.count("mpips run: interrupted\n") == 1
+    with pytest.raises(ProcessLookupError):
+        os.kill(job, 0)
+
+
+def test_a_job_that_a_signal_does_not_end_is_killed_with_all_its_processes() -> None:
+    process = watched(STUBBORN)
+    assert process.stdout is not None
+    pids = [int(word) for word in process.stdout.readline().split()]
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 128 + signal.SIGTERM
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_the_code_is_the_signals_where_mpirun_gives_one_of_its_own(number: signal.Signals, code: int) -> None:
+    fails = "import signal, sys\nfor n in (2, 15): signal.signal(n, lambda *_: sys.exit(1))\n"
+    process = watched(fails + "print(flush=True)\nsignal.pause()")
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.send_signal(number)
+    assert process.wait(60) == code
+
+
+def test_ranks_that_a_killed_mpirun_leaves_behind_are_killed() -> None:
+    process = watched(STUBBORN)
+    assert process.stdout is not None
+    job, rank = (int(word) for word in process.stdout.readline().split())
+    os.kill(job, signal.SIGKILL)
+    assert process.wait(60) == 128 + signal.SIGKILL
+    with pytest.raises(ProcessLookupError):
+        os.kill(rank, 0)
+
+
+def test_a_job_that_ends_well_after_an_interrupt_has_ended_well() -> None:
+    process = watched("import signal\ntry:\n    print(flush=True); signal.pause()\nexcept KeyboardInterrupt:\n    pass")
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 0
+    assert "interrupted" not in said
+
+
+def test_the_job_ends_with_a_command_that_is_killed() -> None:
+    process = watched(WAITS)
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.kill()
+    assert process.stdout.read() == ""  # ends when the job, which holds the other end, does
+    assert process.wait(60) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    "code, hopeless_at, said",
+    [("import signal; signal.pause()", "2", f"2 {128 + signal.SIGTERM}"), ("raise SystemExit(7)", "0", "7")],
+)
+def test_a_job_is_ended_when_it_has_become_hopeless_only(code: str, hopeless_at: str, said: str) -> None:
+    command = [sys.executable, "-c", HOPEFUL, code, hopeless_at]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip().endswith(said), done.stderr
+
+
+def job(*ranks: str, after_a_failure: float = 20.0) -> subprocess.Popen[str]:
+    """A job of ranks under an mpirun that waits for the others when one has died, and says 0 whatever happened."""
+    command = [sys.executable, "-c", f"limit = {after_a_failure}\n{JOB}", LAUNCHER, *ranks]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True, preexec_fn=heed)
+
+
+def started(process: subprocess.Popen[str], ranks: int = 2) -> subprocess.Popen[str]:
+    """The same once so many ranks run."""
+    assert process.stdout is not None
+    assert [process.stdout.readline() for _ in range(ranks)] == ["up\n"] * ranks
+    return process
+
+
+@pytest.mark.parametrize("dies, role", [(0, "rank 0 (worker)"), (1, "rank 1 (server)")])
+def test_a_rank_that_dies_ends_the_job_and_is_named(dies: int, role: str) -> None:
+    lines = [f"{UP}time.sleep(600)"] * 2
+    lines[dies] = f"{UP}time.sleep(1); os.kill(os.getpid(), signal.SIGKILL)"
+    process = started(job(*lines))
+    began = time.monotonic()
+    said = process.communicate(timeout=60)[1]
+    assert time.monotonic() - began < 20
+    assert process.returncode in (137, 1)  # 1 where the launcher was quicker to hear how it had ended
+    how = "was ended by SIGKILL" if process.returncode == 137 else "has died"
+    assert f"mpips: {role} {how}: the job has ended\n" in said
+
+
+def test_ranks_that_end_one_after_the_other_end_well() -> None:
+    process = job(f"{UP}", f"{UP}time.sleep(5)")
+    assert process.communicate(timeout=60)[1] == ""
+    assert process.returncode == 0
+
+
+def test_an_error_that_a_rank_has_told_is_not_told_again() -> None:
+    process = job(f"{UP}raise ValueError('told')", f"{UP}time.sleep(60)", after_a_failure=3)
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 1
+    assert "ValueError: told" in said
+    assert "the job has ended" not in said
+
+
+def test_the_code_is_that_of_the_rank_that_failed_where_mpirun_crashed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LAUNCHER_CODE", "255")
+    process = job(f"{UP}raise SystemExit(4)", UP)
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 4, said
+    assert "exit 4 on rank 0 of 2" in said
+
+
+def test_an_interrupt_counts_where_mpirun_says_0_and_its_ranks_were_killed() -> None:
+    process = started(job(f"{UP}time.sleep(600)", f"{UP}time.sleep(600)"))
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 130
+    assert "mpips run: interrupted" in said
+
+
+def test_signals_for_ranks_reach_each_of_them_once() -> None:
+    line = (
+        "import os, signal, time; heard = []\n"
+        "for n in (10, 12): signal.signal(n, lambda n, _: heard.append(n))\n"
+        "os.write(1, b'up\\n')\n"
+        "while len(heard) < 2: time.sleep(0.01)\n"
+        "os.write(1, b'%r\\n' % heard)\n"
+    )
+    process = started(job(line, line))
+    time.sleep(0.5)
+    process.send_signal(signal.SIGUSR1)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGUSR2)
+    out, said = process.communicate(timeout=60)
+    assert (process.returncode, out) == (0, "[10, 12]\n" * 2), said
+
+
+def test_a_signal_for_a_job_whose_ranks_are_not_known_goes_to_the_job() -> None:
+    process = watched(f"import signal, sys\nsignal.signal(10, lambda *_: sys.exit(4))\n{WAITS}")
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(60) == 4
+
+
+def test_signals_are_ours_again_after_a_job() -> None:
+    code = (
+        "import signal, sys\nfrom launch import process\n"
+        "process.wait([sys.executable, '-c', '1'])\n"
+        "print(signal.pthread_sigmask(signal.SIG_BLOCK, []))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "set()\n", done.stderr
+
+
+def test_ctrl_c_at_a_terminal_reaches_the_job_once() -> None:
+    child, terminal = pty.fork()
+    if not child:
+        os.chdir(ROOT)
+        heed()
+        os.execv(sys.executable, [sys.executable, "-c", WATCH, COUNTS])
+    text = b""
+    for typed, answer in ((b"", b"up"), (b"\x03", b"heard"), (b"\n", b"")):
+        os.write(terminal, typed)
+        while answer not in text:
+            text += os.read(terminal, 100)
+    _, status = os.waitpid(child, 0)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(status) == 130
+    assert text.count(b"heard") == 1
