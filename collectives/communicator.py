@@ -7,6 +7,7 @@ It is made at the first call and lives until it fails: then it is over on all ra
 from __future__ import annotations
 
 import atexit
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -85,6 +86,7 @@ class Communicator:
         self.plan_lanes, self.tags_dealt = self.lanes, 0
         """What messages of plans go over, and the tags dealt on it, which keep them apart."""
         self._kept: list[Any] = []
+        self._pid = os.getpid()
         _alive.add(self)
 
     def patient(self, stall_seconds: float, timeout_seconds: float) -> None:
@@ -146,7 +148,7 @@ class Communicator:
         """`what` has raised here: end the communicator for all ranks; the error to raise. `kept` is not dropped, as
         others, or MPI, may still touch it. Blocks for some seconds at most, until nobody touches this rank's arrays."""
         self._kept.append(kept)
-        if self.over is not None:
+        if self.over is not None or not self.open:
             return error
         told = error if isinstance(error, CollectiveError) else CollectiveError(self._given_up(what, error))
         if isinstance(error, OutOfReach):
@@ -168,7 +170,8 @@ class Communicator:
 
     def _given_up(self, what: str, error: BaseException) -> str:
         reason = f": {error}" if str(error) else ""
-        return f"rank {self.rank} has given up {what}: {type(error).__name__}{reason}"
+        sentence = f"rank {self.rank} has given up {what}: {type(error).__name__}{reason}"
+        return sentence.encode(errors="replace").decode()  # file names may hold what no text can
 
     def deal(self, tags: int) -> None:
         """A plan has taken so many tags; it keeps its lanes where the next one gets others. Collective."""
@@ -205,7 +208,7 @@ class Communicator:
 
     def leave(self) -> None:
         """This rank's program ends."""
-        if self.open and not MPI.Is_finalized():
+        if self.open and self._pid == os.getpid() and not MPI.Is_finalized():  # a child that was forked is no rank
             self.board.leave()
             if self.control is not None:
                 self.control.leave()

@@ -18,8 +18,8 @@ from collectives.network.tags import Tags
 from collectives.node.wait import see_in_time
 from collectives.operations import operation
 from collectives.runner import Inner, Over, Runner, build_schedule, chosen, make_runner
-from collectives.shared_memory.executor import MET, Executor
-from collectives.started import Started, advance, begin, finish
+from collectives.shared_memory.executor import MET, Executor, not_begun
+from collectives.started import Started, advance, agree, begin, finish
 from collectives.tensor import compile_tensor
 
 
@@ -34,7 +34,7 @@ class Plan:
         self._arrays: Any = None
         self._result: Any = None
         self._operation: Started | None = None
-        self._freed = False
+        self._freed = self._retired = False
         own_tags = isinstance(runner, Over) and runner.moves_by(MessagePlan)
         self._exclusive = home.control is None or not own_tags
 
@@ -42,10 +42,12 @@ class Plan:
         """Run to the end. Blocking."""
         try:
             code = self.runner.fast()
-            if code:
+            if code and not self._freed:
                 self.go_on(code)
         except BaseException as error:
             raise self._home.fail(self.call.text, error, self._arrays) from None
+        if code and self._freed:
+            self._check()
         return self._result
 
     def go_on(self, code: int) -> None:
@@ -88,6 +90,8 @@ class Plan:
             self._home.check()
             with self._home.failing(self.call.text, self._arrays):
                 finish(self._home, operation)
+        if self._retired:
+            self.free()
         return self._result
 
     def keep(self, x: Any, out: Any) -> None:
@@ -127,7 +131,14 @@ class Plan:
         if not self._freed:
             self._freed = True
             self.runner.free()
+            self.runner.fast = not_begun
             self._arrays = self._result = None
+
+    def retire(self) -> None:
+        """Free it, as soon as what was started is over."""
+        self._retired = True
+        if self._operation is None:
+            self.free()
 
     def _check(self) -> None:
         if self._freed:
@@ -161,7 +172,7 @@ def plan(
     with home.preparing(f"a plan of {kind}"):
         made = compile_plan(home, kind, x, op, algorithm, out, root, tags)
     made.keep(x, out)
-    home.agree("plan of " + made.call.text)
+    agree(home, "plan of " + made.call.text)
     home.deal(tags.count)  # by all ranks, as they have just met
     return made
 

@@ -41,7 +41,10 @@ class PlanCache:
 
     def find(self, call: tuple[Any, ...], x: Any, out: Any, make: Callable[[], Any]) -> Any:
         """The plan of a call with these arrays: `call` says all else. One that is made is kept."""
-        key = (*call, place(x), place(out))
+        try:
+            key = (*call, place(x), place(out))
+        except TypeError:  # it is no array, of which `make` says which
+            return make()
         made = self._by_place.get(key)
         if made is None:
             made = make()
@@ -70,7 +73,7 @@ class PlanCache:
         _, plan = self._by_place.popitem(last=False)
         self._held -= plan.held_bytes
         self.by_identity.clear()  # which may hold it too
-        plan.free()
+        plan.retire()
 
 
 def place(x: Any) -> Any:

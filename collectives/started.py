@@ -59,6 +59,17 @@ def advance(home: Communicator) -> None:
             taken = taken or operation.exclusive
 
 
+def agree(home: Communicator, text: str) -> None:
+    """`Communicator.agree`, behind what has been started: the words of a node serve one operation at a time."""
+    if home.control is not None or not home.started:
+        home.agree(text)
+        return
+    operation = Started(text, home.board.agreed(text), True)
+    with home.failing(text):
+        begin(home, operation)
+        finish(home, operation)
+
+
 def finish(home: Communicator, operation: Started) -> None:
     """Run until `operation`, and with it what it has to wait for, is done. Blocking."""
 

@@ -22,7 +22,7 @@ CARD_BYTES = 1024
 HEAD_WORDS = 16
 HEAD_BYTES = HEAD_WORDS * 8
 TEXT_BYTES = CARD_BYTES - HEAD_BYTES
-LAST_TOKEN = (1 << 32) - 2  # then tokens begin anew; one more is no token
+LAST_TOKEN = (1 << 32) - CARDS  # then tokens begin anew, each at the same place of the desk; higher ones are none
 DIFFERENT = "the ranks call different collectives, and must call the same"
 PLACE_WORDS = 12
 

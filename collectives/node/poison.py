@@ -36,7 +36,7 @@ class Poison:
         """End the epoch with this sentence, unless another has ended it. The error that all ranks raise."""
         with self._locked():
             if not self.flag[0]:
-                text = sentence.encode()[: POISON_BYTES - TEXT_AT]
+                text = sentence.encode(errors="replace")[: POISON_BYTES - TEXT_AT]
                 self._memory[TEXT_AT : TEXT_AT + len(text)] = np.frombuffer(text, np.uint8)
                 self.flag[1] = len(text)
                 self.flag[0] = 1 + kind_of(error)

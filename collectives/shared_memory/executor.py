@@ -132,7 +132,8 @@ class Executor:
             return SHARED
         if call.nbytes <= max(ways.slots, ways.ordinary_slots):
             return SLOTS
-        return CROSS if self._crosses(call) and not moving else STAGES
+        crosses = self._crosses(call) and not moving and reached_at(part.x.vector)
+        return CROSS if crosses else STAGES
 
     def _crosses(self, call: Call) -> bool:
         return self._desk.reachable and call.nbytes >= self._ways.cross_memory

@@ -53,7 +53,7 @@ class Access(NamedTuple):
 
 @dataclass
 class Layout:
-    """The shared words: a number for each name, what it holds first, and the one rank that stores there, if it is one."""
+    """The shared words: a number for each name, what it holds first, and the rank that alone stores there, if any."""
 
     numbers: dict[Any, int] = field(default_factory=dict)
     first: list[Any] = field(default_factory=list)
@@ -591,6 +591,10 @@ def _monotonic() -> float:
     return world.clock
 
 
+def _give_way() -> None:
+    _now().pause("board")
+
+
 def _flock(fd: int, how: int) -> None:
     world = _now()
     kind = ACQUIRE if how == poison.fcntl.LOCK_EX else RELEASE
@@ -603,8 +607,8 @@ def hooked() -> Iterator[None]:
     clock = {"monotonic": _monotonic}
     with (
         mock.patch.object(board, "time", SimpleNamespace(sleep=lambda seconds: _now().access(DRAIN), **clock)),
-        mock.patch.object(board, "sched_yield", lambda: _now().pause("board")),
-        mock.patch.object(executor, "sched_yield", lambda: _now().pause("board")),
+        mock.patch.object(board, "sched_yield", _give_way),
+        mock.patch.object(executor, "sched_yield", _give_way),
         mock.patch.object(board, "drive", partial(wait.drive, spins=0)),
         mock.patch.object(wait, "time", SimpleNamespace(sleep=lambda seconds: _now().pause("drive"), **clock)),
         mock.patch.object(wait, "os", SimpleNamespace(sched_yield=lambda: _now().pause("drive"))),

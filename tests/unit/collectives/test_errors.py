@@ -7,12 +7,12 @@ from functools import partial
 
 import pytest
 
-from collectives import callers
+from collectives import errors
 
 
 def through(*modules):
     """A warning, given by a function of the last module that one of the module before calls, and so on."""
-    call = partial(callers.warn, "rank 2 has not come")
+    call = partial(errors.warn, "rank 2 has not come")
     for module in reversed(modules):
         namespace = {"__name__": module}
         exec(compile("def call(inner):\n    inner()\n", f"{module}.py", "exec"), namespace)
@@ -22,7 +22,7 @@ def through(*modules):
 
 def test_a_warning_is_at_the_users_line_however_deep_it_comes_from():
     with pytest.warns(RuntimeWarning, match="rank 2") as told:
-        through("library", "train", "mpips.store", "collectives.watch")()
+        through("library", "train", "mpips.store", "collectives.node.wait")()
     assert [(warning.filename, warning.lineno) for warning in told] == [("train.py", 2)]
 
 

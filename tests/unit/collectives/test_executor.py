@@ -1,0 +1,295 @@
+"""Calls through shared memory, with the ranks of a node in one process: `collectives.shared_memory`."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays as any_array
+
+from collectives.errors import MismatchError
+from collectives.node import arena
+from collectives.node.cards import CARDS, Card
+from collectives.operations import operation
+from collectives.shared_memory import executor, slots
+from collectives.shared_memory.executor import CROSS, SHARED, SLOTS, STAGES, Ways
+from collectives.shared_memory.program import combine
+from tests.unit.collectives import node
+
+KINDS = ("allreduce", "reduce_scatter", "allgather", "broadcast", "reduce", "alltoall")
+WAYS = {
+    SLOTS: Ways(1 << 17, 1 << 17, 1 << 60),
+    SHARED: Ways(0, 0, 1 << 60),
+    CROSS: Ways(0, 0, 0),
+    STAGES: Ways(0, 0, 1 << 60),
+}
+LARGE = 300_001  # float64: several blocks of the stages
+
+
+def given_by(rank: int, n: int, turn: int) -> np.ndarray:
+    return np.arange(n) % 1000 + 1000.0 * (rank + 10 * turn + 1)
+
+
+def ordinary(n: int) -> np.ndarray:
+    return np.full(n, -1.0)
+
+
+def shared(n: int) -> np.ndarray:
+    made = arena.empty(n, np.float64)
+    made[:] = -1
+    return made
+
+
+class Rank:
+    """One rank's call, again and again, with arrays of its own."""
+
+    def __init__(self, board, kind, n, p, ways, allocate, in_place=False):
+        self.board, self.n, self.in_place = board, n, in_place
+        self.call = node.call_of(kind, n, p, root=p - 1)
+        sizes = (n, n) if in_place else self.call.sizes(board.rank)
+        self.x = allocate(sizes[0])
+        self.out = self.x if in_place else allocate(sizes[1])
+        self.made = node.executor(board, self.call, self.x, self.out, ways)
+
+    def bring(self, turn):
+        first, last = self.call.extent_of_x(self.board.rank, self.in_place)
+        self.x[:] = given_by(self.board.rank, self.n, turn)[first:last]
+
+    def see(self, turn):
+        """AssertionError unless `out` holds what it should."""
+        call, rank, n, p = self.call, self.board.rank, self.n, self.call.p
+        every = [given_by(other, n, turn) for other in range(p)]
+        start, stop = call.block(rank)
+        if call.kind in ("allreduce", "reduce", "reduce_scatter"):
+            total = sum(every)
+            if call.kind == "reduce" and rank != call.root:
+                return
+            if call.kind == "reduce_scatter":
+                out = self.out[start:stop] if self.in_place else self.out
+                assert np.array_equal(out, total[start:stop])
+            else:
+                assert np.array_equal(self.out, total)
+        elif call.kind == "broadcast":
+            assert np.array_equal(self.out, every[call.root])
+        elif call.kind == "allgather":
+            blocks = [every[other][slice(*call.block(other))] for other in range(p)]
+            assert np.array_equal(self.out, np.concatenate(blocks))
+        else:
+            assert np.array_equal(self.out, np.concatenate([other[start:stop] for other in every]))
+
+
+def turns(rank, count=3):
+    for turn in range(count):
+        rank.bring(turn)
+        node.run(rank.board, rank.made)
+        rank.see(turn)
+
+
+@pytest.mark.parametrize("mode", [SLOTS, SHARED, CROSS, STAGES])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [1, 3])
+def test_every_call_every_way(kind, mode, size):
+    n = 1000 if mode == SLOTS else LARGE
+    ranks = [
+        Rank(board, kind, n, size, WAYS[mode], shared if mode == SHARED else ordinary)
+        for board in node.boards(size, reachable=True)
+    ]
+    assert all(rank.made.modes == [mode] for rank in ranks)
+    assert node.together(*(partial(turns, rank) for rank in ranks)) == [None] * size
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("ways", [Ways(100, 50_000, 1 << 60), Ways(100, 100, 0), Ways(100, 100, 1 << 60)])
+def test_ranks_whose_arrays_are_unlike_find_one_way(kind, ways, in_place):
+    """One array in shared memory, one not, and one in place: 6,000 elements, at first."""
+    boards = node.boards(3, reachable=True)
+    allocators = (shared, ordinary, ordinary)
+    for n in (6_000, 9, 60_000):
+        places = (in_place, False, kind == "alltoall" or in_place)
+        ranks = [Rank(board, kind, n, 3, ways, *how) for board, *how in zip(boards, allocators, places)]
+        assert node.together(*(partial(turns, rank) for rank in ranks)) == [None] * 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("who", [(0,), (1, 2), (0, 1, 2)])
+def test_arrays_that_nobody_can_reach_go_through_stages(monkeypatch, kind, who):
+    boards = node.boards(3, reachable=True)
+    ranks = []
+    for board in boards:
+        if board.rank in who:  # as memory of a device is
+            monkeypatch.setattr(executor, "reached_at", lambda array, written=False: 0)
+        ranks.append(Rank(board, kind, LARGE, 3, WAYS[CROSS], ordinary))
+        ranks[-1].made._publish()  # the card says where the arrays are
+        monkeypatch.undo()
+    assert node.together(*(partial(turns, rank) for rank in ranks)) == [None] * 3
+
+
+def test_a_rank_may_bring_another_array_at_any_time():
+    boards = node.boards(3, reachable=True)
+
+    def work(board):
+        made = [
+            Rank(board, "allreduce", 6_000, 3, Ways(0, 0, 0), allocate) for allocate in (ordinary, shared, ordinary)
+        ]
+        for turn in range(40):
+            rank = made[(turn >> board.rank) % 3]
+            rank.bring(turn)
+            node.run(board, rank.made)
+            rank.see(turn)
+
+    assert node.together(*(partial(work, board) for board in boards)) == [None] * 3
+
+
+def test_cards_are_put_again_when_they_are_spent():
+    boards = node.boards(2)
+
+    def work(board):
+        rank = Rank(board, "allreduce", 2, 2, WAYS[SLOTS], ordinary)
+        for turn in range(3):
+            turns(rank, 2)
+            for number in range(CARDS - 1 + turn):
+                board.publish(Card(f"another call {number}"))
+
+    assert node.together(*(partial(work, board) for board in boards)) == [None] * 2
+
+
+def test_calls_that_do_not_fit_are_refused_on_all_ranks():
+    boards = node.boards(2)
+    kinds = ("allreduce", "reduce")
+    ranks = [Rank(board, kind, 2, 2, WAYS[SLOTS], ordinary) for board, kind in zip(boards, kinds)]
+    for rank in ranks:
+        rank.bring(0)
+    told = node.together(*(partial(node.run, rank.board, rank.made) for rank in ranks))
+    assert {type(error) for error in told} == {MismatchError} and str(told[0]) == str(told[1])
+
+
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning", "ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize("op", ["sum", "mean"])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@given(data=st.data())
+def test_a_few_numbers_are_added_as_numpy_adds_them(op, dtype, data):
+    """By the short way: the other ranks have come, and this one is the last."""
+    p, n = data.draw(st.integers(2, 9)), data.draw(st.integers(1, slots.MOST_SCALARS))
+    values = st.floats(width=8 * np.dtype(dtype).itemsize, allow_nan=False)
+    call = node.call_of("allreduce", n, p, dtype, op)
+    parts = [np.zeros(n, dtype) for _ in range(p)]
+    ours, theirs = np.empty(n, dtype), np.empty(n, dtype)
+    made = [
+        node.executor(board, call, part, ours if board.rank == 0 else None, WAYS[SLOTS])
+        for board, part in zip(node.boards(p), parts)
+    ]
+    node.in_turn(made)
+    for _ in range(2):
+        for part in parts:
+            part[:] = data.draw(any_array(dtype, n, elements=values))
+        for function, arguments in combine(call, [part.copy() for part in parts], theirs, theirs):
+            function(*arguments)
+        for other in made[1:]:
+            next(other.steps())
+        assert made[0].fast() == executor.DONE
+        assert np.array_equal(ours, theirs, equal_nan=True)
+        assert (np.signbit(ours) == np.signbit(theirs))[~np.isnan(ours)].all()
+        for other in made[1:]:
+            list(other.rest())
+
+
+@pytest.mark.parametrize(
+    ("kind", "op", "dtype", "n"),
+    [
+        ("allreduce", "max", "f4", 1), ("allreduce", "sum", "f2", 1), ("allreduce", "sum", "i8", 1),
+        ("allreduce", "sum", "f4", slots.MOST_SCALARS + 1), ("allreduce", "sum", "f4", 0), ("reduce", "sum", "f4", 1),
+    ],
+)  # fmt: skip
+def test_what_python_would_not_add_in_the_same_way_is_left_to_numpy(kind, op, dtype, n):
+    board = node.boards(2)[0]
+    made = node.executor(board, node.call_of(kind, n, 2, dtype, op), np.zeros(n, dtype))
+    assert slots.scalars(board.desk, *made._parts[0]) is None
+
+
+def test_numbers_that_are_not_aligned_are_left_to_numpy():
+    board = node.boards(2)[0]
+    x = np.zeros(9, np.uint8)[1:].view("f4")
+    assert slots.scalars(board.desk, *node.executor(board, node.call_of("allreduce", 2, 2, "f4"), x)._parts[0]) is None
+
+
+@pytest.mark.parametrize("op", ["min", "max", "prod"])
+def test_other_operations(op):
+    boards = node.boards(3)
+    xs = [np.array([2.0, -1, 5]) * (board.rank + 1) for board in boards]
+    expected = operation(op, np.dtype("f8")).ufunc.reduce(xs)
+    made = [node.executor(board, node.call_of("allreduce", 3, 3, op=op), x) for board, x in zip(boards, xs)]
+    node.in_turn(made)
+    assert all(np.array_equal(x, expected) for x in xs)
+
+
+class Interrupt:
+    """KeyboardInterrupt at the line, or bytecode, of a function that is passed as the `at`th."""
+
+    def __init__(self, code, at):
+        self.code, self.at, self.passed = code, at, 0
+
+    def __call__(self, frame, event, argument):
+        if frame.f_code is not self.code:
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return self.count
+
+    def count(self, frame, event, argument):
+        if event == "opcode":
+            self.passed += 1
+            if self.passed == self.at:
+                raise KeyboardInterrupt
+        return self.count
+
+
+@pytest.mark.parametrize("case", ["scalars", "slots", "shared", "stages"])
+def test_an_interrupt_at_any_bytecode_of_a_short_way_ends_the_epoch_for_all(case):
+    """Rank 0 is interrupted; rank 1 raises too, unless it has ended the operation, with the right sum."""
+    n, ways, allocate = {
+        "scalars": (2, WAYS[SLOTS], ordinary), "slots": (9, WAYS[SLOTS], ordinary), "shared": (9, WAYS[SHARED], shared),
+        "stages": (9, WAYS[STAGES], ordinary),
+    }[case]  # fmt: skip
+    for at in range(1, 1000):
+        boards = node.boards(2)
+        ranks = [Rank(board, "allreduce", n, 2, ways, allocate) for board in boards]
+        assert node.together(*(partial(turns, rank, 2) for rank in ranks)) == [None] * 2
+        told = node.together(partial(interrupted, ranks[0], at), partial(goes_on, ranks[1]))
+        if told[0] is None:
+            assert at > 30 and told[1] == 3
+            return
+        assert str(told[0]) == "rank 0 was interrupted"
+        assert told[1] in (2, 3) or str(told[1]) == "rank 0 was interrupted", at
+        if told[1] in (2, 3):
+            with pytest.raises(Exception, match="rank 0 was interrupted"):
+                boards[1].hear()
+    raise AssertionError("never through")
+
+
+def interrupted(rank, at):
+    """The third operation, interrupted; ends the epoch as a communicator does."""
+    rank.bring(2)
+    sys.settrace(Interrupt(rank.made.fast.__code__, at))
+    try:
+        node.run(rank.board, rank.made)
+    except KeyboardInterrupt as error:
+        sys.settrace(None)
+        return rank.board.end(error, "rank 0 was interrupted")
+    finally:
+        sys.settrace(None)
+    return None
+
+
+def goes_on(rank):
+    """How many operations it has done."""
+    rank.bring(2)
+    try:
+        node.run(rank.board, rank.made)
+    except RuntimeError as error:
+        return rank.board.end(error, str(error))
+    rank.see(2)
+    return 3
