@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 ORDER = sys.byteorder
 NUMBERS = (1 << 32) - 1  # operations are counted modulo 2^32
+UNKNOWN = sys.maxsize
 OUT = (1 << 64) - 1  # the entry of a rank that has left the epoch
 OUT_TOKEN = OUT & NUMBERS
 SPINS_ALONE, SPINS_SHARED = 64, 1  # looks before giving way: ranks have cores of their own, or share them
@@ -65,7 +66,7 @@ class Board:
         self.phase = 0
         """Phases that this rank has finished, over all operations."""
         self.last_phase = 0
-        """The phase with which ranks touch each other's arrays no more."""
+        """The phase with which ranks touch each other's arrays no more; `UNKNOWN` from entering to meeting."""
         self.spent = -CARDS
         """Only a card that was put after this one may be brought by a short way."""
         self.spins = SPINS_SHARED if desk.crowded else SPINS_ALONE
@@ -84,9 +85,11 @@ class Board:
         self._held = held
         self.spent = sys.maxsize if held else self.cards.put - CARDS
 
-    def enter(self, token: int) -> None:
-        """Say: I am in the next operation, with this token. All I wrote before is visible to who sees it."""
+    def enter(self, token: int, exposed: bool = False) -> None:
+        """Say: I am in the next operation, with this token. All I wrote before is visible to who sees it. `exposed`:
+        the others learn by the token where this rank's arrays are."""
         self.number = number = self.number + 1 & NUMBERS
+        self.last_phase = UNKNOWN if exposed else 0
         if self.fence is not None:
             self.fence()
         self.entries[number & 1][self.rank] = number << 32 | token

@@ -26,7 +26,7 @@ from collectives.arrays import Flat, Vector
 from collectives.call import Call
 from collectives.errors import CollectiveError
 from collectives.node import arena
-from collectives.node.board import NUMBERS, ORDER, Board
+from collectives.node.board import NUMBERS, ORDER, UNKNOWN, Board
 from collectives.node.cards import CARDS, PLACE_WORDS, Card, Place
 from collectives.node.process_memory import place as reached_at
 from collectives.shared_memory import cross_memory, direct, slots
@@ -81,6 +81,7 @@ class Executor:
         self._tokens: tuple[int, ...] | None = None
         self.modes = [self._mode(part) for part in parts]
         """How this rank means to go with each array."""
+        self._exposed = SHARED in self.modes or CROSS in self.modes
         self._program = Program()
         self._puts = self._brought()
         self.fast: Callable[[], int] = not_begun
@@ -91,7 +92,7 @@ class Executor:
         if not board.cards.readable(self._put):
             self._publish()
         perform(self._puts[board.number + 1 & 1])
-        board.enter(self._token)
+        board.enter(self._token, self._exposed)
         yield from board.met()
         yield from self.rest()
 
@@ -102,8 +103,7 @@ class Executor:
         if tokens != self._tokens:
             self._bind(tokens)
         program = self._program
-        if program.touches:
-            board.last_phase = board.phase + len(program.phases)
+        board.last_phase = board.phase + len(program.phases) if program.touches else 0
         for phase in program.phases:
             perform(phase.before)
             board.signal()
@@ -197,7 +197,8 @@ class Executor:
             if few is not None:
                 summed = _sum_of_scalars(self._board, self._text, self._put, self._token, others, few)
                 return _mean_of_scalars(summed, few, self._board.size) if few.mean else summed
-        return _straight(self._board, self._text, self._put, self._token, others, self._puts, self._program)
+        bound = (self._puts, self._program, self._exposed)
+        return _straight(self._board, self._text, self._put, self._token, others, *bound)
 
 
 def _region(vector: Vector) -> Place:
@@ -255,7 +256,7 @@ def _mean_of_scalars(summed: Callable[[], int], few: Scalars, ranks: int) -> Cal
 
 
 def _straight(
-    board: Board, text: str, put: int, token: int, others: int, puts: Turns, program: Program
+    board: Board, text: str, put: int, token: int, others: int, puts: Turns, program: Program, exposed: bool
 ) -> Callable[[], int]:
     rank, ones, order, read, meet = board.rank, board.ones << 32, ORDER, int.from_bytes, board.meet
     turns = tuple(zip(board.entries, puts, program.last))
@@ -270,12 +271,14 @@ def _straight(
         for function, arguments in brought:
             function(*arguments)
         board.number = number
+        if exposed:
+            board.last_phase = UNKNOWN
         row[rank] = number << 32 | token
         wanted = number * ones + others
         if read(row, order) != wanted and not meet(row, wanted, text):
             return MET
-        if touches:
-            board.last_phase = board.phase + count
+        if exposed:
+            board.last_phase = board.phase + count if touches else 0
         for before, after in phases:
             for function, arguments in before:
                 function(*arguments)
