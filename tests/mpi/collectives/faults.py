@@ -24,9 +24,19 @@ from mpi4py import MPI
 
 import collectives
 from collectives.communicator import communicator
-from tests.mpi.collectives.cells import SOON, WAYS, Heard, cells
+from tests.mpi.collectives.cells import SOON, Heard, cells
 from tests.mpi.collectives.support import (
-    ODD, PATIENCE, RANK, TOTAL, WORLD, P, fresh, hear, in_the_middle, polled, started,
+    ODD,
+    PATIENCE,
+    RANK,
+    TOTAL,
+    WORLD,
+    P,
+    fresh,
+    hear,
+    in_the_middle,
+    polled,
+    started,
 )  # fmt: skip
 
 TIMEOUT = 0.15  # seconds that ranks wait for one that does not come
