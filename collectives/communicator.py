@@ -142,7 +142,7 @@ class Communicator:
         """`what` has raised here: end the communicator for all ranks; the error to raise. `kept` is not dropped, as
         others, or MPI, may still touch it. Blocks for some seconds at most, until nobody touches this rank's arrays."""
         self._kept.append(kept)
-        if self.over is not None:
+        if self.over is not None or not self.open:
             return error
         told = error if isinstance(error, CollectiveError) else CollectiveError(self._given_up(what, error))
         if isinstance(error, OutOfReach):

@@ -1,7 +1,7 @@
 """The MPI's own collectives, behind the same interface.
 
-The non-blocking calls are used, which can be polled: a rank that never comes would hold the others in a blocking one for
-ever. Counts past 2^31 go in parts. Serves all kinds but only element types that MPI can reduce.
+The non-blocking calls are used, which can be polled: a rank that never comes would hold the others in a blocking one
+for ever. Counts past 2^31 go in parts. Serves all kinds but only element types that MPI can reduce.
 """
 
 from __future__ import annotations

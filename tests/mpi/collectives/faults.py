@@ -77,7 +77,8 @@ class Cell:
         x = make(words["n"], words["dtype"])
         x[:] = RANK + 1
         self.arrays.append(x)
-        keywords = {key: words[key] for key in ("op", "algorithm") if key == "algorithm" or words["kind"] != "broadcast"}
+        taken = ("algorithm",) if words["kind"] == "broadcast" else ("op", "algorithm")
+        keywords = {key: words[key] for key in taken}
         if self.route == "grouped" and words["kind"] == "allreduce":
             group = [np.ones(7, np.float32), x, np.ones(2, np.int64)]
             return lambda: collectives.grouped_allreduce(group, self.comm, **keywords)

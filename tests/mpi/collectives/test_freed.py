@@ -17,7 +17,8 @@ def test_what_was_made_on_a_freed_communicator_is_refused(algorithm):
     plan, started = (collectives.plan("allreduce", array, comm, algorithm=algorithm) for array in (x, np.ones(5000)))
     plan()
     comm.Free()
-    for use in (plan, plan.start, lambda: collectives.plan("allreduce", x, comm), lambda: collectives.allreduce(x, comm)):
+    calls = (lambda: collectives.plan("allreduce", x, comm), lambda: collectives.allreduce(x, comm))
+    for use in (plan, plan.start, *calls):
         assert "freed" in sentence(use)
     plan.free()
     started.free()
