@@ -69,9 +69,9 @@ class Plan:
         self._check()
         if self._operation is not None:
             raise of_caller(CollectiveError(f"{self.call.text} was started twice: wait for it first"))
-        self._operation = operation = Started(self.call.text, self.runner.steps(), self._exclusive)
         with self._home.failing(self.call.text, self._arrays):
-            begin(self._home, operation)
+            self._operation = Started(self.call.text, self.runner.steps(), self._exclusive)
+            begin(self._home, self._operation)
 
     def test(self) -> bool:
         """Move on as far as possible without waiting; True when done. `wait` must still be called."""

@@ -77,7 +77,8 @@ class Cell:
         x = make(words["n"], words["dtype"])
         x[:] = RANK + 1
         self.arrays.append(x)
-        keywords = {key: words[key] for key in ("op", "algorithm") if key == "algorithm" or words["kind"] != "broadcast"}
+        taken = ("algorithm",) if words["kind"] == "broadcast" else ("op", "algorithm")
+        keywords = {key: words[key] for key in taken}
         if self.route == "grouped" and words["kind"] == "allreduce":
             group = [np.ones(7, np.float32), x, np.ones(2, np.int64)]
             return lambda: collectives.grouped_allreduce(group, self.comm, **keywords)
@@ -153,6 +154,8 @@ def run(comm: MPI.Intracomm, fault: str, way: str, route: str, warm: bool) -> Se
         good()
     mine, fault_at = _made(cell, fault, good)
     WORLD.Barrier()
+    if fault == "interrupt" and RANK == 0:
+        time.sleep(LATE)
     if fault == "absent" and RANK == ODD:
         heard = _absent(mine)
     else:
@@ -227,10 +230,6 @@ def _interrupted(good: Callable[[], Any]) -> tuple[Callable[[], Any], Callable[[
         at[0] = time.monotonic()
         raise KeyboardInterrupt
 
-    def late() -> None:
-        time.sleep(LATE)
-        good()
-
     def alarmed() -> None:
         before = signal.signal(signal.SIGALRM, interrupt)
         try:
@@ -240,7 +239,7 @@ def _interrupted(good: Callable[[], Any]) -> tuple[Callable[[], Any], Callable[[
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
 
-    return alarmed if RANK == ODD else late if RANK == 0 else good, lambda: at[0]
+    return alarmed if RANK == ODD else good, lambda: at[0]
 
 
 def live(faults: Sequence[str]) -> None:
@@ -258,7 +257,8 @@ def live(faults: Sequence[str]) -> None:
 def die(fault: str, way: str, route: str) -> None:
     """One rank of a job in which the odd rank dies while the others wait for it. Each says what it has seen."""
     if fault == "kill":
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of the launcher, which ends the others at once
+        for number in (signal.SIGTERM, signal.SIGUSR1):  # of the launchers, which end the others at once
+            signal.signal(number, signal.SIG_IGN)
     with fresh() as comm:
         good = Cell(comm, way, route).call()
         good()
@@ -269,7 +269,8 @@ def die(fault: str, way: str, route: str) -> None:
             _dies(fault)
         heard, again = hear(good), hear(good)
         _say({"rank": RANK, "heard": heard, "again": again})
-        if fault == "kill":  # MPI may wait for ever for the dead
+        if fault == "kill":  # MPI may wait for ever for the dead, and a launcher end the others when one leaves
+            time.sleep(LATE)
             os._exit(0)
 
 

@@ -16,7 +16,7 @@ from tests.mpi.collectives.faults import Cell
 from tests.mpi.collectives.support import ODD, RANK, WORLD, P, fresh, in_the_middle, still_works
 from tests.mpi.sizes import only_on
 
-ROUNDS = 8
+ROUNDS = 6
 CALLS = 400  # more than are made before the interrupt comes
 AFTER = (0.0005, 0.02)  # seconds until it comes
 

@@ -6,9 +6,9 @@ import time
 
 import numpy as np
 import pytest
-from collectives.network.drain import part
 from mpi4py import MPI
 
+from collectives.network.parting import part
 from tests.mpi.sizes import only_on
 
 WORLD = MPI.COMM_WORLD

@@ -7,25 +7,11 @@ import pytest
 from mpi4py import MPI
 
 import collectives
-from collectives.errors import MismatchError
+from tests.mpi.collectives.support import Alone, Pairs
 from tests.mpi.sizes import either_mpi
 
 N = 70_001
 CUTS = (0, 1, 3, 10, 300, 2_500, 12_000, 40_000, N)
-
-
-class Alone(MPI.Intracomm):
-    """A communicator whose nodes hold one rank each."""
-
-    def Split_type(self, split_type, key=0, info=MPI.INFO_NULL):
-        return self.Split(self.rank)
-
-
-class Pairs(MPI.Intracomm):
-    """A communicator whose nodes hold two ranks each, but perhaps the last."""
-
-    def Split_type(self, split_type, key=0, info=MPI.INFO_NULL):
-        return self.Split(self.rank // 2)
 
 
 @pytest.fixture(scope="module", params=[MPI.Intracomm, Alone, Pairs])
@@ -67,5 +53,5 @@ def test_memory_adds_in_the_order_of_the_ranks():
 
 
 def test_it_serves_sums_of_whole_vectors_alone(comm):
-    with pytest.raises(MismatchError, match="reproducible serves allreduce, not reduce_scatter"):
+    with pytest.raises(ValueError, match="reproducible serves allreduce, not reduce_scatter"):
         collectives.reduce_scatter(values(comm, False), comm, algorithm="reproducible")

@@ -32,20 +32,6 @@ def test_a_spoilt_table_is_warned_of_and_the_shipped_one_serves(monkeypatch, tmp
     comm.Free()
 
 
-@pytest.mark.mpi
-@pytest.mark.parametrize("way", ["slots", "stages", "cross_memory"])
-def test_calls_go_right_by_every_forced_table(way):
-    comm = command.opened(WORLD, command.forced(WORLD.size)[way])
-    wrong = []
-    for n in (1, 1000, 30_000):
-        for x in (np.empty(n, np.float32), collectives.empty(n, np.float32, comm)):
-            x[:] = WORLD.rank
-            collectives.allreduce(x, comm)
-            wrong += [n] * bool((x != WORLD.size * (WORLD.size - 1) // 2).any())
-    comm.Free()
-    assert not WORLD.allreduce(wrong)
-
-
 @pytest.mark.mpi(min_size=2, max_size=3)
 def test_tune_on_one_node(monkeypatch):
     monkeypatch.setattr(command, "CROSS_SIZES", (1 << 20, 1 << 18))
