@@ -25,11 +25,11 @@ def begin(
     out: Any = None,
     root: int = 0,
 ) -> Plan:
-    """A one-shot call that has begun: `test()` now and then, then `wait()`. The caller holds on to the arrays."""
+    """A one-shot call that has begun: `test()` now and then, then `wait()`."""
     home = communicator(comm)
     home.check()
     made = _plan(home, kind, x, op, algorithm, out, root)
-    made.start()
+    made.start(x, out)
     return made
 
 

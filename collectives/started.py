@@ -11,10 +11,12 @@ LOOK_SECONDS = 1e-3  # between two looks for the end of the epoch of a rank that
 
 
 class Started:
-    """A started run of a plan: `what` is the call. Those that are `exclusive` take turns; others run beside them."""
+    """A started run of a plan: `what` is the call, `arrays` are those that must stay while it is under way. Those that
+    are `exclusive` take turns; others run beside them."""
 
-    def __init__(self, what: str, steps: Iterator[None], exclusive: bool) -> None:
+    def __init__(self, what: str, steps: Iterator[None], exclusive: bool, arrays: object = None) -> None:
         self.what, self.exclusive, self.done = what, exclusive, False
+        self._arrays = arrays
         self._steps = steps
         self._due = 0.0
 
