@@ -25,11 +25,11 @@ def begin(
     out: Any = None,
     root: int = 0,
 ) -> Plan:
-    """A one-shot call that has begun: `test()` now and then, then `wait()`. The caller holds on to the arrays."""
+    """A one-shot call that has begun: `test()` now and then, then `wait()`."""
     home = communicator(comm)
     home.check()
     made = _plan(home, kind, x, op, algorithm, out, root)
-    made.start()
+    made.start(x, out)
     return made
 
 
@@ -90,9 +90,9 @@ def allreduce(
     Returns where the result is: `out`, or x. Every rank gets bitwise the same.
 
     Bad arguments raise ValueError or TypeError on the rank that made them; nothing was sent. Ranks call the same, in
-    the same order. Otherwise all raise `MismatchError`, with the same sentence. Where a rank is interrupted, or ends, all
-    others raise `CollectiveError`; a wait longer than MPIPS_TIMEOUT_SECONDS (300; 0: never) raises `StallError`. Then
-    the communicator is over: see `renew`. A wait longer than MPIPS_STALL_SECONDS (60) warns. One thread may call.
+    the same order. Otherwise all raise `MismatchError`, with the same sentence. Where a rank is interrupted, or ends,
+    all others raise `CollectiveError`; a wait longer than MPIPS_TIMEOUT_SECONDS (300; 0: never) raises `StallError`.
+    Then the communicator is over: see `renew`. A wait longer than MPIPS_STALL_SECONDS (60) warns. One thread may call.
     """
     return _call("allreduce", x, comm, op, algorithm, out, 0)
 

@@ -64,13 +64,15 @@ class Plan:
         else:
             home.run(runner.steps(), self.call.text)
 
-    def start(self) -> None:
-        """Begin to run, and return as soon as there is something to wait for."""
+    def start(self, *arrays: Any) -> None:
+        """Begin to run, and return as soon as there is something to wait for. `arrays`: those of a plan that does not
+        hold on to its own."""
         self._check()
         if self._operation is not None:
             raise of_caller(CollectiveError(f"{self.call.text} was started twice: wait for it first"))
-        with self._home.failing(self.call.text, self._arrays):
-            self._operation = Started(self.call.text, self.runner.steps(), self._exclusive)
+        kept = arrays or self._arrays  # also of a plan that is forgotten before it is done
+        with self._home.failing(self.call.text, kept):
+            self._operation = Started(self.call.text, self.runner.steps(), self._exclusive, kept)
             begin(self._home, self._operation)
 
     def test(self) -> bool:

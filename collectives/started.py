@@ -12,12 +12,14 @@ MOST_BESIDE = 1.0  # seconds between two looks that count as waiting: a rank tha
 
 
 class Started:
-    """A started run of a plan: `what` is the call. Those that are `exclusive` take turns; others run beside them."""
+    """A started run of a plan: `what` is the call, `arrays` are those that must stay while it is under way. Those that
+    are `exclusive` take turns; others run beside them."""
 
-    def __init__(self, what: str, steps: Iterator[None], exclusive: bool) -> None:
+    def __init__(self, what: str, steps: Iterator[None], exclusive: bool, arrays: object = None) -> None:
         self.what, self.exclusive, self.done = what, exclusive, False
         self.waited = 0.0
         """Seconds through which this rank has tested it in vain."""
+        self._arrays = arrays
         self._steps = steps
         self._looked = 0.0
 

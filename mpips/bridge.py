@@ -3,13 +3,16 @@ begins anew at the store's next call, as all workers have raised its sentence.""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from mpi4py import MPI
 
 from collectives import renew
 from collectives.communicator import Communicator, communicator
+from collectives.errors import CollectiveError
+from collectives.plan import Plan
 from mpips.meet import Pause
 
 _looks: WeakKeyDictionary[Communicator, Callable[[], None]] = WeakKeyDictionary()
@@ -37,6 +40,20 @@ def _renewed(comm: MPI.Comm, over: Communicator) -> Communicator:
     if over in _looks:
         meanwhile(comm, look)
     return home
+
+
+def in_steps(comm: MPI.Comm, started: Plan, *arrays: Any) -> Generator[bool, None, None]:
+    """Go on with a collective, of these arrays, until it is done. Who breaks off ends it for all, as others may count
+    on it, and touch the arrays."""
+    home = communicator(comm)
+    try:
+        while not started.test():
+            yield False
+        started.wait()
+    except BaseException:
+        what = started.call.text
+        home.fail(what, CollectiveError(f"rank {home.rank} has given up {what}"), *arrays)
+        raise
 
 
 def patient(comm: MPI.Comm, stall_seconds: float, timeout_seconds: float) -> Communicator:

