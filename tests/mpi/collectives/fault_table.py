@@ -18,7 +18,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import NamedTuple
 
-from launch.command import Job, build, find, this_machine
+from launch import Job, build, find, this_machine
 from tests import child
 from tests.mpi.collectives.cells import DEADLY, LIVING, ROUTES, WAYS, cells, wrong_death
 

@@ -192,8 +192,8 @@ def test_arrays_on_gpus_and_on_the_host_in_one_call(
     plan = collectives.plan("allreduce", x, COMM, algorithm=algorithm, out=out)
     right = True
     for shift in (0, 1):  # what lies on the host is read at every call
-        for v, fresh in zip(x, numbers_in):
-            v[...] = fresh + shift
+        for v, then in zip(x, numbers_in):
+            v[...] = then + shift
         plan()
         total = want("sum", n, "float32", 2) + shift * 2 * COMM.size
         right = right and all(np.array_equal(v if isinstance(v, np.ndarray) else v.get(), total) for v in out or x)
@@ -270,7 +270,7 @@ def test_a_nan_of_one_vector_comes_through(xp: Any, op: str, special: float) -> 
 
 
 def refused(x: Any, **given: Any) -> str:
-    with pytest.raises(MismatchError) as raised:
+    with pytest.raises((ValueError, TypeError)) as raised:
         collectives.allreduce(x, COMM, **given)
     return str(raised.value)
 
