@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, NoReturn
+from typing import Any
 from weakref import WeakSet
 
 import numpy as np
@@ -108,11 +108,6 @@ class Communicator:
         if self.size > 1:
             with self.failing(text):
                 self.run((self.board if self.control is None else self.control).agreed(text), text)
-
-    def refuse(self, sentence: str) -> NoReturn:
-        """End the communicator: this rank and all others raise MismatchError with this sentence."""
-        with self.failing(sentence):
-            raise MismatchError(sentence)
 
     def run(self, steps: Iterator[None], what: str) -> None:
         """Run an operation to its end."""

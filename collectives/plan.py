@@ -35,34 +35,32 @@ class Plan:
         self._result: Any = None
         self._operation: Started | None = None
         self._freed = self._retired = False
-        own_tags = isinstance(runner, Over) and runner.moves_by(MessagePlan)
-        self._exclusive = home.control is None or not own_tags
+        self._exclusive = True
 
     def __call__(self) -> Any:
         """Run to the end. Blocking."""
         try:
             code = self.runner.fast()
-            if code and not self._freed:
-                self.go_on(code)
         except BaseException as error:
             raise self._home.fail(self.call.text, error, self._arrays) from None
-        if code and self._freed:
-            self._check()
+        if code:
+            self.go_on(code)
         return self._result
 
     def go_on(self, code: int) -> None:
         """Run to the end from where the short way has left it."""
         home, runner = self._home, self.runner
-        if code == MET:
-            home.run(runner.rest(), self.call.text)
-            return
-        self._check()
-        if home.started:
-            last = Started(self.call.text, runner.steps(), True)
-            begin(home, last)
-            finish(home, last)
-        else:
-            home.run(runner.steps(), self.call.text)
+        if code != MET:
+            self._check()
+        with home.failing(self.call.text, self._arrays):
+            if code == MET:
+                home.run(runner.rest(), self.call.text)
+            elif home.started:
+                last = Started(self.call.text, runner.steps(), True)
+                begin(home, last)
+                finish(home, last)
+            else:
+                home.run(runner.steps(), self.call.text)
 
     def start(self, *arrays: Any) -> None:
         """Begin to run, and return as soon as there is something to wait for. `arrays`: those of a plan that does not
@@ -97,7 +95,10 @@ class Plan:
         return self._result
 
     def keep(self, x: Any, out: Any) -> None:
-        """Hold on to the arrays, so that the plan can run as long as it lives."""
+        """Hold on to the arrays, so that the plan can run as long as it lives. It has tags of its own, so that between
+        nodes its messages may be under way beside those of others."""
+        own_tags = isinstance(self.runner, Over) and self.runner.moves_by(MessagePlan)
+        self._exclusive = self._home.control is None or not own_tags
         self._arrays = (x, out)
         self._result = self.result_of(x, out)
 
@@ -132,6 +133,7 @@ class Plan:
         """Give back what the plan holds of MPI, and its arrays. Local; the plan cannot run any more."""
         if not self._freed:
             self._freed = True
+            self.runner.fast = not_begun
             self.runner.free()
             self.runner.fast = not_begun
             self._arrays = self._result = None

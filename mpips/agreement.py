@@ -17,6 +17,7 @@ from mpi4py import MPI
 
 from collectives.errors import CollectiveError, MismatchError
 from collectives.network.parting import last_tag
+from collectives.started import agree
 from mpips.arguments import Name
 from mpips.bridge import living
 from mpips.meetings import Meetings, fresh_number
@@ -92,7 +93,7 @@ class Agreement:
         self.note(text)
         try:
             if card.refusal:
-                living(self._comm).agree(card.refusal)
+                agree(living(self._comm), card.refusal)
             left = call()
             if isinstance(left, Generator):
                 yield from left

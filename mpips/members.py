@@ -8,6 +8,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from collectives.errors import CollectiveError, MismatchError
+from collectives.started import agree
 from mpips import bridge, meet
 from mpips.agreement import Agreement, Card
 from mpips.arguments import Name
@@ -186,7 +187,7 @@ class Members:
 
     def _agree(self, text: str) -> None:
         assert self.layout.client is not None
-        bridge.living(self.layout.client).agree(text)
+        agree(bridge.living(self.layout.client), text)
 
     def _raising(self, task: Failing) -> Task:
         """Raise at the end what the task returns."""

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 import collectives
 from collectives.api import begin
 from collectives.errors import MismatchError
+from collectives.started import agree
 from mpips import bridge
 from mpips.agreement import Agreement, Card
 from mpips.arguments import Name
@@ -234,7 +235,7 @@ class Pure:
 
     def _everybodys(self, key: Key, rows: list[RowSparse]) -> Task:
         """This worker's rows in, those of all workers out, in their order."""
-        bridge.living(self._comm).agree(f"push of rows of key {key.name!r}")
+        agree(bridge.living(self._comm), f"push of rows of key {key.name!r}")
         mine = packed(rows.pop())
         sizes = np.empty(self._comm.Get_size(), np.int64)
         yield from until(self._comm.Iallgather(np.array([mine.size], np.int64), sizes))
@@ -310,7 +311,7 @@ class Pure:
         yield from self._agreed(Card(what, [], False), lambda: self._agree(what))
 
     def _agree(self, what: str) -> Task:
-        bridge.living(self._comm).agree(f"{what} of the store")
+        agree(bridge.living(self._comm), f"{what} of the store")
         yield from ()
 
     def finish(self) -> None:

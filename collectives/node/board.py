@@ -187,7 +187,10 @@ class Board:
         touches this rank's arrays any more."""
         told = self.poison.spread(error, sentence)
         self.hold(True)
-        self.entries[self.number & 1][self.rank] = OUT
+        said = max(row[self.rank] for row in self.progress)
+        lending = self.lent == self.number and said < self.last_phase
+        if lending or not self._complete():  # else all have what they need for this operation
+            self.entries[self.number & 1][self.rank] = OUT
         if self.fence is not None:
             self.fence()
         time.sleep(SETTLE_SECONDS)

@@ -196,14 +196,15 @@ class Executor:
     def _fast(self, tokens: tuple[int, ...]) -> Callable[[], int]:
         """The call as one straight function, while the others bring these tokens."""
         others = int.from_bytes(array("Q", tokens), ORDER)
+        bound, program = _Bound(self._board, self._text, self._put, self._token, others), self._program
         if self.modes == [SLOTS] and not self._program.phases:
             few = slots.scalars(self._desk, *self._parts[0])
             if few is not None:
-                summed = _sum_of_scalars(self._board, self._text, self._put, self._token, others, few)
+                summed = _sum_of_scalars(bound, few)
                 return _mean_of_scalars(summed, few, self._board.size) if few.mean else summed
-        return _straight(
-            self._board, self._text, self._put, self._token, others, self._puts, self._program, self._lends
-        )
+        if not program.phases:
+            return _straight(bound, self._puts, program.last, self._lends)
+        return _in_phases(bound, _straight(bound, self._puts, NOTHING, self._lends), program)
 
 
 def _region(vector: Vector) -> Place:
@@ -216,7 +217,19 @@ def not_begun() -> int:
     return NOT_BEGUN
 
 
-def _sum_of_scalars(board: Board, text: str, put: int, token: int, others: int, few: Scalars) -> Callable[[], int]:
+class _Bound(NamedTuple):
+    """What a short way knows of a call: this rank brings `token`, as the `put`th that it has put; the others bring
+    the words `others`, side by side."""
+
+    board: Board
+    text: str
+    put: int
+    token: int
+    others: int
+
+
+def _sum_of_scalars(bound: _Bound, few: Scalars) -> Callable[[], int]:
+    board, text, put, token, others = bound
     rank, ones, order, read, meet = board.rank, board.ones << 32, ORDER, int.from_bytes, board.meet
     even, odd = zip(board.entries, few.mine, few.first, few.second, few.more)
     spins, looks, numbers = board.spins, board.looks, board.numbers
@@ -272,19 +285,16 @@ def _mean_of_scalars(summed: Callable[[], int], few: Scalars, ranks: int) -> Cal
     return fast
 
 
-def _straight(
-    board: Board, text: str, put: int, token: int, others: int, puts: Turns, program: Program, lends: bool
-) -> Callable[[], int]:
+def _straight(bound: _Bound, puts: Turns, last: Turns, lends: bool) -> Callable[[], int]:
+    board, text, put, token, others = bound
     rank, ones, order, read, meet = board.rank, board.ones << 32, ORDER, int.from_bytes, board.meet
-    turns = tuple(zip(board.entries, puts, program.last))
-    progress, finished, follow = board.progress, board.ones, board.follow
-    phases, spins, looks, numbers = program.phases, board.spins, board.looks, board.numbers
+    turns, spins, looks, numbers = tuple(zip(board.entries, puts, last)), board.spins, board.looks, board.numbers
 
     def fast() -> int:
         number = board.number + 1
         if put <= board.spent or number > NUMBERS:
             return NOT_BEGUN
-        row, brought, last = turns[number & 1]
+        row, brought, taken = turns[number & 1]
         for function, arguments in brought:
             function(*arguments)
         board.number = number
@@ -305,6 +315,23 @@ def _straight(
             else:
                 if not meet(row, wanted, text):
                     return MET
+        for function, arguments in taken:
+            function(*arguments)
+        return DONE
+
+    return fast
+
+
+def _in_phases(bound: _Bound, enter: Callable[[], int], program: Program) -> Callable[[], int]:
+    board, text = bound.board, bound.text
+    rank, order, read = board.rank, ORDER, int.from_bytes
+    progress, finished, follow, spins, looks = board.progress, board.ones, board.follow, board.spins, board.looks
+    phases, (even, odd) = program.phases, program.last
+
+    def fast() -> int:
+        code = enter()
+        if code:
+            return code
         for before, after in phases:
             for function, arguments in before:
                 function(*arguments)
@@ -322,7 +349,7 @@ def _straight(
                         sched_yield()
                 else:
                     follow(row, wanted, text)
-        for function, arguments in last:
+        for function, arguments in odd if board.number & 1 else even:
             function(*arguments)
         return DONE
 

@@ -130,7 +130,7 @@ def _gpus(found: Mapping[str, Any]) -> Iterator[Check]:
     if not gpu["present"]:
         yield Check("GPU", None, "none here: NumPy arrays only")
     elif gpu["cupy"] is None:
-        yield Check("GPU", False, "a GPU, but no CuPy", "pip install cupy-cuda12x, or the CuPy of your CUDA")
+        yield Check("GPU", False, "a GPU, but no CuPy", "pip install cupy-cuda12x[ctk], or the CuPy of your CUDA")
     elif not gpu["devices"]:
         text = f"CuPy {gpu['cupy']} finds no device: {gpu['problem']}"
         yield Check("GPU", False, text, "check nvidia-smi and the driver")

@@ -12,7 +12,7 @@ from mpi4py import MPI
 from .agreement import agree
 
 DEVICES = ("cpu", "gpu")
-CUPY = "pip install cupy-cuda12x"
+CUPY = "pip install cupy-cuda12x[ctk]"
 
 
 def missing(device: str) -> str | None:

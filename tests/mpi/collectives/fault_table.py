@@ -24,11 +24,12 @@ from tests.mpi.collectives.cells import DEADLY, LIVING, ROUTES, WAYS, cells, wro
 
 ROOT = Path(__file__).resolve().parents[3]
 MODULE = "tests.mpi.collectives.faults"
+NOT_DONE = "not done after"  # what `tests.child` says of a job that hangs
 LIVE_SECONDS, DIE_SECONDS = 900, 30
 
 
 class Result(NamedTuple):
-    """What came of one cell; no seconds where it did not come to its end."""
+    """What came of one cell; no seconds where the launcher ended the job before all had said what they heard."""
 
     seconds: float | None
     wrong: str
@@ -80,8 +81,10 @@ def living(place: Place, faults: list[str]) -> Table:
 def deadly(place: Place, fault: str, way: str, route: str) -> Result:
     """One cell of which a rank dies, a job of its own."""
     code, said = place.run([fault, way, route], DIE_SECONDS, survive=fault == "kill")
+    if fault == "kill" and said.count('"heard"') < place.ranks - 1 and code and NOT_DONE not in said:
+        return Result(None, "")
     wrong, seconds = wrong_death(said, place.ranks)
-    if not wrong and code == 0:
+    if not wrong and code == 0 and fault != "kill":
         wrong = "the job ended with 0"
     return Result(seconds, wrong)
 
@@ -104,7 +107,9 @@ def show(place: Place, table: Table) -> bool:
 def _cell(result: Result | None) -> str:
     if result is None:
         return "-"
-    return "wrong" if result.wrong or result.seconds is None else f"{result.seconds:.2f}"
+    if result.wrong:
+        return "wrong"
+    return "ended" if result.seconds is None else f"{result.seconds:.2f}"
 
 
 @contextmanager

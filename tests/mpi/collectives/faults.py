@@ -136,6 +136,7 @@ class Seen(NamedTuple):
         sentences = {one.sentence for one in self.heard if one.error not in ("", "KeyboardInterrupt")}
         if fault == "interrupt":
             wanted[ODD] = "KeyboardInterrupt"
+            wanted[0] = wanted[0] if self.heard[0].error else ""  # likewise
         if [one.error for one in self.heard] != wanted:
             return f"raised {[one[:2] for one in self.heard]}"
         if len(sentences) > 1 or len(said) > 1 or {one.sentence for one in self.again} != sentences:

@@ -68,7 +68,8 @@ def wrong(comm, kind, n, in_place, array="ordinary", dtype="float32", op="sum"):
     wide = n if in_place or kind != "allgather" else own
     x = make(array, wide, dtype)
     out = None if in_place else make(array, {"reduce_scatter": own, "alltoall": own * P}.get(kind, n), dtype)
-    words = {"root": ROOT} if kind in ("broadcast", "reduce") else {"op": op} if op != "sum" else {}
+    rooted, moving = kind in ("broadcast", "reduce"), kind in ("allgather", "alltoall")
+    words = {"root": ROOT} if rooted else {} if moving else {"op": op}
     for turn in range(2):
         given = values(RANK, turn, n, dtype)
         x[:] = given if wide == n else given[mine]

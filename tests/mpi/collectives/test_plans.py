@@ -142,13 +142,17 @@ def test_start_and_wait_come_in_pairs(comm):
 
 def test_a_freed_plan_is_refused(comm):
     x = np.full(4, RANK + 1.0)
-    plan = collectives.plan("allreduce", x, comm)
-    plan.free()
-    with pytest.raises(CollectiveError, match="freed"):
-        plan()
-    with fresh() as other:
-        collectives.allreduce(x, other)
-    assert (x == TOTAL).all()
+    for runs in range(3):
+        plan = collectives.plan("allreduce", x, comm)
+        for _ in range(runs):
+            plan()
+        plan.free()
+        for use in (plan, plan.start):
+            with pytest.raises(CollectiveError, match="freed"):
+                use()
+        x[:] = RANK + 1
+        collectives.allreduce(x, comm)
+        assert (x == TOTAL).all()
 
 
 def test_long_vectors_go_in_several_messages(comm, monkeypatch):

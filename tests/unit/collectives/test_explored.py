@@ -23,7 +23,7 @@ from collectives.errors import CollectiveError
 from collectives.node.board import Board
 from collectives.node.cards import Place
 from collectives.node.poison import Poison
-from collectives.shared_memory.executor import MET, SHARED, SLOTS, Executor, _sum_of_scalars
+from collectives.shared_memory.executor import MET, SHARED, SLOTS, Executor, _Bound, _sum_of_scalars
 from collectives.shared_memory.program import NOTHING, Phase, Program, Turns
 from collectives.shared_memory.slots import Scalars
 from tests.unit.collectives import explorer
@@ -87,7 +87,8 @@ class Slots(Executor):
 
     def _fast(self, tokens: tuple[int, ...]) -> Callable[[], int]:
         others = sum(token << 64 * rank for rank, token in enumerate(tokens))
-        return _sum_of_scalars(self._board, self._text, self._put, self._token, others, self.few())
+        bound = _Bound(self._board, self._text, self._put, self._token, others)
+        return _sum_of_scalars(bound, self.few())
 
 
 class Touching(Slots):
