@@ -22,7 +22,7 @@ from collectives.network import requests
 from collectives.network.control import Control
 from collectives.network.tags import TAGS, Lanes
 from collectives.node.board import Board
-from collectives.node.desk import Desk, open_desks
+from collectives.node.layout import NodeMemory, open_memory
 from collectives.node.process_memory import OutOfReach
 from collectives.node.wait import NAP_AFTER_BETWEEN_NODES, Limits, drive, limits, until
 from collectives.tuner import table
@@ -65,10 +65,10 @@ class Communicator:
         self.comm = comm.Dup()
         self.rank, self.size = comm.rank, comm.size
         self.limits = limits()
-        self.node, desk, names = _desks(self.comm)
+        self.node, memory, names = _node_memory(self.comm)
         self.node_of = self._nodes(min(names))
         self.nodes = len(set(self.node_of))
-        self.board = Board(desk, names, self.limits)
+        self.board = Board(memory, names, self.limits)
         self.across = self._across()
         self.control = Control(self.comm.Dup(), self.limits) if self.nodes > 1 else None
         self.epoch = Between(self.board, self.control) if self.control is not None else self.board
@@ -315,18 +315,18 @@ def _retire(old: Communicator) -> None:
         old.control.part()
 
 
-def _desks(comm: MPI.Intracomm) -> tuple[MPI.Comm, Desk, list[int]]:
-    """The ranks that share memory with this one, their desks, and their numbers; this rank alone where they cannot."""
+def _node_memory(comm: MPI.Intracomm) -> tuple[MPI.Comm, NodeMemory, list[int]]:
+    """The ranks that share memory with this one, their areas, and their numbers; this rank alone where they cannot."""
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    desk = open_desks(node)
-    if desk is None:
+    memory = open_memory(node)
+    if memory is None:
         node.Free()
         node = comm.Split(comm.rank)
-        desk = open_desks(node)
-        assert desk is not None
+        memory = open_memory(node)
+        assert memory is not None
     names = np.empty(node.size, np.int64)
     node.Allgather(np.array([comm.rank], np.int64), names)
-    return node, desk, names.tolist()
+    return node, memory, names.tolist()
 
 
 @atexit.register

@@ -99,7 +99,7 @@ def _flats(x: Sequence[Any], out: Sequence[Any] | None) -> tuple[list[Flat], lis
 
 
 def _on_node(home: Communicator, call: GroupCall, op: str, pairs: Sequence[tuple[Flat, Flat]]) -> Runner:
-    reachable = home.board.desk.reachable
+    reachable = home.board.memory.reachable
     few = [pair for pair in pairs if not reachable or _nbytes(pair[0]) <= PACKED_BYTES]
     parts = [
         part_of(_call(home, source, op, "shared_memory"), home.rank, source, target)

@@ -13,7 +13,7 @@ from collectives.network.messages import MessagePlan
 from collectives.network.native import NativePlan
 from collectives.network.tags import Tags
 from collectives.network.two_level import TwoLevelPlan
-from collectives.node.cards import CARDS, Card
+from collectives.node.descriptors import DESCRIPTORS, Descriptor
 from collectives.schedule import catalog
 from collectives.schedule.model import Schedule
 from collectives.shared_memory.executor import MET, Executor, Ways, not_begun, part_of
@@ -73,7 +73,7 @@ class Over:
     def __init__(self, home: Communicator, text: str, body: Body, sees: bool = True) -> None:
         """`sees`: False where the body does so itself."""
         self._home, self._text, self._body, self._sees = home, text, body, sees
-        self._put, self._token = -CARDS, 0
+        self._put, self._token = -DESCRIPTORS, 0
         self.fast: Callable[[], int] = not_begun
 
     def steps(self) -> Iterator[None]:
@@ -94,9 +94,9 @@ class Over:
 
     def _met(self) -> Iterator[None]:
         board = self._home.board
-        if not board.cards.readable(self._put):
-            self._token = board.publish(Card(self._text))
-            self._put = board.cards.put
+        if not board.descriptors.readable(self._put):
+            self._token = board.publish(Descriptor(self._text))
+            self._put = board.descriptors.put
         board.enter(self._token)
         yield from board.met()
         board.read(board.tokens())
@@ -134,8 +134,8 @@ def make_body(home: Communicator, call: Call, x: Flat, out: Flat, tags: Tags) ->
 
 def ways(home: Communicator, ranks: int) -> Ways:
     """Which vectors go which way between so many ranks of a node."""
-    slots = home.table.slot_limits(ranks, home.board.desk.crowded)
-    return Ways(slots.always, slots.ordinary, home.table.cross_memory_from(ranks, home.board.desk.crowded))
+    slots = home.table.slot_limits(ranks, home.board.memory.crowded)
+    return Ways(slots.always, slots.ordinary, home.table.cross_memory_from(ranks, home.board.memory.crowded))
 
 
 def chosen(home: Communicator, draft: Call, algorithm: str) -> str:

@@ -16,7 +16,7 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives.errors import CollectiveError, MismatchError
-from collectives.network.parting import last_tag
+from collectives.network.drain import last_tag
 from collectives.started import agree
 from mpips.arguments import Name
 from mpips.bridge import living

@@ -76,7 +76,7 @@ class Layout:
     def free(self, unfinished: bool = False) -> None:
         """Give the communicators back; collective over `world`. `unfinished`: MPI has to do with a collective that the
         workers that sum together have given up."""
-        from collectives.network.parting import part
+        from collectives.network.drain import part
 
         summing = self.client if self.num_servers else self.workers
         for comm in (self.client, self.workers, self.servers, self.world):

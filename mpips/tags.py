@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import cache
 
-from collectives.network.parting import last_tag
+from collectives.network.drain import last_tag
 from mpips.lines import TAG_DATA
 
 

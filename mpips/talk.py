@@ -24,7 +24,7 @@ import msgspec
 from mpi4py import MPI
 
 from collectives.errors import MismatchError, StallError, warn
-from collectives.network.parting import part
+from collectives.network.drain import part
 from mpips import arguments
 from mpips.arguments import Name
 from mpips.meet import Pause

@@ -19,8 +19,8 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives.errors import KINDS, CollectiveError, MismatchError, kind_of
-from collectives.network.parting import part
-from collectives.node.cards import disagreement
+from collectives.network.drain import part
+from collectives.node.descriptors import disagreement
 from collectives.node.wait import Limits
 
 SPEAK_SECONDS = 0.05

@@ -16,7 +16,7 @@ from collectives.arrays import Flat, Vector
 from collectives.call import Call
 from collectives.errors import MismatchError
 from collectives.network.requests import leave
-from collectives.node.cards import DIFFERENT, digest
+from collectives.node.descriptors import DIFFERENT, digest
 from collectives.operations import mpi_type, scale
 from collectives.shared_memory.program import Step, perform
 

@@ -2,9 +2,9 @@
 
 An operation starts when all ranks have *entered* it. A rank enters by one 8-byte store: the number of the operation
 << 32 | a token for what it brings. It has met the others when all words of the row bear that number; a token that it
-does not know stands for a card, which it reads and compares. In the operation, ranks meet again after *phases*.
+does not know stands for a descriptor, which it reads and compares. In the operation, ranks meet again after *phases*.
 
-    publish   what others are to see (a vector in a slot, a card) is written first
+    publish   what others are to see (a vector in a slot, a descriptor) is written first
     meet      one store to `entries`, then looks at the row until it is complete
     take      what the others have put is read
     poison    the flag is set; this rank's entry becomes OUT, which completes no row; whoever waits looks at the flag
@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any
 from collectives.errors import CollectiveError
 from collectives.node import arena
 from collectives.node.arena import Region
-from collectives.node.cards import CARDS, Card, Cards, Place
-from collectives.node.desk import FINISHED, LEFT, Desk
+from collectives.node.descriptors import DESCRIPTORS, Descriptor, Descriptors, Place
+from collectives.node.layout import FINISHED, LEFT, NodeMemory
 from collectives.node.poison import Peers, Poison
 from collectives.node.process_memory import OutOfReach
 from collectives.node.wait import NAP_AFTER_ON_NODE, Limits, drive, until
@@ -51,12 +51,13 @@ class Board:
 
     nap_after = NAP_AFTER_ON_NODE
 
-    def __init__(self, desk: Desk, names: Sequence[int], limits: Limits) -> None:
-        self.desk, self.rank, self.size, self.names, self.limits = desk, desk.rank, desk.size, tuple(names), limits
-        self.cards = Cards(desk.cards, desk.rank, names)
-        self.poison = Poison(desk.poison, desk.poison_fd)
-        self.entries, self.progress = desk.rows
-        self.fence = desk.fence
+    def __init__(self, memory: NodeMemory, names: Sequence[int], limits: Limits) -> None:
+        self.memory, self.rank, self.size = memory, memory.rank, memory.size
+        self.names, self.limits = tuple(names), limits
+        self.descriptors = Descriptors(memory.descriptors, memory.rank, names)
+        self.poison = Poison(memory.poison, memory.poison_fd)
+        self.entries, self.progress = memory.rows
+        self.fence = memory.fence
         self.ones = sum(1 << 64 * rank for rank in range(self.size))
         """Times a number: that number once for each rank, as in a row read at once."""
         self.numbers = self.ones * NUMBERS << 32
@@ -68,25 +69,25 @@ class Board:
         """The phase with which others touch the arrays no more that this rank has lent them,"""
         self.lent = 0
         """in this operation."""
-        self.spent = -CARDS
-        """Only a card that was put after this one may be brought by a short way."""
-        self.spins = SPINS_SHARED if desk.crowded else SPINS_ALONE
+        self.spent = -DESCRIPTORS
+        """Only a descriptor that was put after this one may be brought by a short way."""
+        self.spins = SPINS_SHARED if memory.crowded else SPINS_ALONE
         self.looks = range(self.spins + MOST_LOOKS)
         """A short way looks so many times, and gives way after `spins` of them, before the wait loop takes over."""
         self._held = self._carrying = False
         self._due = 0.0
-        self._peers = Peers(desk.pids)
+        self._peers = Peers(memory.pids)
 
-    def publish(self, card: Card, many: NDArray[np.int64] | None = None, place: Place = Place()) -> int:  # noqa: B008
-        """Put a card on the desk; its token. See `Cards.publish`."""
-        token = self.cards.publish(card, many, place)
+    def publish(self, descriptor: Descriptor, many: NDArray[np.int64] | None = None, place: Place = Place()) -> int:  # noqa: B008
+        """Put a descriptor into this rank's area; its token. See `Descriptors.publish`."""
+        token = self.descriptors.publish(descriptor, many, place)
         self.hold(self._held)
         return token
 
     def hold(self, held: bool) -> None:
         """From here on no operation may begin by a short way, or each may again."""
         self._held = held
-        self.spent = sys.maxsize if held else self.cards.put - CARDS
+        self.spent = sys.maxsize if held else self.descriptors.put - DESCRIPTORS
 
     def enter(self, token: int, lends: bool = False) -> None:
         """Say: I am in the next operation, with this token. All I wrote before is visible to who sees it. `lends`:
@@ -115,17 +116,17 @@ class Board:
         """With what each rank has entered; valid after a meeting, until this rank enters again."""
         return tuple(word & NUMBERS for word in self.entries[self.number & 1])
 
-    def read(self, tokens: Sequence[int]) -> list[Card]:
-        """The cards of all ranks, or MismatchError, the same on all of them, where the calls do not fit together."""
+    def read(self, tokens: Sequence[int]) -> list[Descriptor]:
+        """The descriptors of all ranks, or MismatchError, the same on all, where the calls do not fit together."""
         if OUT_TOKEN in tokens:
             raise self.poison.error()
-        found = [self.cards.read(rank, token, _attach) for rank, token in enumerate(tokens)]
-        self.cards.compare(found)
+        found = [self.descriptors.read(rank, token, _attach) for rank, token in enumerate(tokens)]
+        self.descriptors.compare(found)
         return found
 
     def agreed(self, text: str) -> Iterator[None]:
         """MismatchError on every rank unless all bring the same text."""
-        self.enter(self.publish(Card(text)))
+        self.enter(self.publish(Descriptor(text)))
         yield from self.met()
         self.read(self.tokens())
 
@@ -153,7 +154,7 @@ class Board:
         self._carrying = True
         yield from steps
         self._carrying = False
-        self.desk.words[self.rank][FINISHED] = self.number
+        self.memory.words[self.rank][FINISHED] = self.number
 
     def late(self) -> list[int]:
         """Ranks of the user's communicator that have not come as far as this one."""
@@ -166,9 +167,9 @@ class Board:
         if (now := time.monotonic()) < self._due:
             return
         self._due = now + LOOK_AT_PEERS_SECONDS
-        ended = [rank for rank in self._late() if self.desk.words[rank][LEFT] or self._peers.ended(rank)]
+        ended = [rank for rank in self._late() if self.memory.words[rank][LEFT] or self._peers.ended(rank)]
         if ended and ended[0] in self._late():  # looked at again: its last word may have come just now
-            how = "its program" if self.desk.words[ended[0]][LEFT] else "its process"
+            how = "its program" if self.memory.words[ended[0]][LEFT] else "its process"
             raise CollectiveError(f"rank {self.names[ended[0]]} is needed, and {how} has ended")
 
     def hear(self) -> None:
@@ -179,7 +180,7 @@ class Board:
             return
         self._due = now + LOOK_AT_PEERS_SECONDS
         for rank in range(self.size):
-            if not self.desk.words[rank][LEFT] and self._peers.ended(rank):
+            if not self.memory.words[rank][LEFT] and self._peers.ended(rank):
                 raise CollectiveError(f"rank {self.names[rank]} is needed, and its process has ended")
 
     def end(self, error: BaseException, sentence: str) -> CollectiveError:
@@ -201,17 +202,17 @@ class Board:
 
     def leave(self) -> None:
         """Say that this rank's program ends."""
-        self.desk.words[self.rank][LEFT] = 1
+        self.memory.words[self.rank][LEFT] = 1
 
     def explain(self, error: OutOfReach) -> str:
         """The sentence for all ranks where this one could not reach a process."""
-        other = self.names[self.desk.pids.index(error.pid)]
+        other = self.names[self.memory.pids.index(error.pid)]
         why = os.strerror(error.errno)
         return f"rank {self.names[self.rank]} cannot reach the memory of rank {other} any more: {why}"
 
     def close(self) -> None:
         """Collective where a fence is needed."""
-        self.desk.close()
+        self.memory.close()
 
     def _complete(self) -> bool:
         row = int.from_bytes(self.entries[self.number & 1], ORDER)
@@ -221,7 +222,7 @@ class Board:
         entries, progress = self.entries[self.number & 1], self.progress[self.phase & 1]
         others = [rank for rank in range(self.size) if rank != self.rank]
         if self._carrying:
-            return [rank for rank in others if self.desk.words[rank][FINISHED] != self.number]
+            return [rank for rank in others if self.memory.words[rank][FINISHED] != self.number]
         return [rank for rank in others if entries[rank] >> 32 != self.number or progress[rank] != self.phase]
 
     def _touching(self) -> bool:

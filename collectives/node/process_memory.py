@@ -110,9 +110,9 @@ def place(array: NDArray[Any], written: bool = False) -> int:
 
 def _all_reach(node: MPI.Comm) -> bool:
     secret = np.array([secrets.randbits(62)], np.int64)
-    cards = np.empty((node.size, 3), np.int64)
-    node.Allgather(np.array([os.getpid(), secret.ctypes.data, secret[0]], np.int64), cards)
-    return _everybody(node, _READ is not None and _WRITE is not None and all(_reads(*map(int, c)) for c in cards))
+    descriptors = np.empty((node.size, 3), np.int64)
+    node.Allgather(np.array([os.getpid(), secret.ctypes.data, secret[0]], np.int64), descriptors)
+    return _everybody(node, _READ is not None and _WRITE is not None and all(_reads(*map(int, c)) for c in descriptors))
 
 
 def _reads(pid: int, address: int, secret: int) -> bool:

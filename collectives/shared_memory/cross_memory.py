@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from collectives.arrays import Vector
 from collectives.call import Call
-from collectives.node.cards import Place
-from collectives.node.desk import Desk
+from collectives.node.descriptors import Place
+from collectives.node.layout import NodeMemory
 from collectives.node.process_memory import Move, deliver, fetch
 from collectives.operations import scale
 from collectives.shared_memory.program import Phase, Program, Step, Window, copy
@@ -34,22 +34,22 @@ class _Far(NamedTuple):
         return self.pid, self.address + (start - self.first) * self.itemsize
 
 
-def program(desk: Desk, call: Call, x: Window, out: Window, places: Sequence[tuple[Place, Place]]) -> Program:
+def program(memory: NodeMemory, call: Call, x: Window, out: Window, places: Sequence[tuple[Place, Place]]) -> Program:
     """One rank's part of a call, in which it touches the others' arrays, where these places say they are."""
-    reached = _Reached(desk, call, x, out, places)
+    reached = _Reached(memory, call, x, out, places)
     if call.kind == "alltoall":
         return Program((Phase(tuple(reached.arrivals()), tuple(reached.own())),))
     return Program((Phase(tuple(reached.steps())),))
 
 
 class _Reached:
-    def __init__(self, desk: Desk, call: Call, x: Window, out: Window, places: Sequence[tuple[Place, Place]]):
-        self._call, self._rank, self._order = call, desk.rank, [desk.rank, *desk.turn()]
-        self._x, self._out, self._buffers = x, out, desk.buffers(BLOCK_BYTES)
+    def __init__(self, memory: NodeMemory, call: Call, x: Window, out: Window, places: Sequence[tuple[Place, Place]]):
+        self._call, self._rank, self._order = call, memory.rank, [memory.rank, *memory.turn()]
+        self._x, self._out, self._buffers = x, out, memory.buffers(BLOCK_BYTES)
         self._xs: dict[int, _Far] = {}
         self._outs: dict[int, _Far] = {}
-        for rank in desk.turn():
-            (x_place, out_place), pid, size = places[rank], desk.pids[rank], call.dtype.itemsize
+        for rank in memory.turn():
+            (x_place, out_place), pid, size = places[rank], memory.pids[rank], call.dtype.itemsize
             in_place = x_place.address == out_place.address
             self._xs[rank] = _Far(pid, x_place.address, call.extent_of_x(rank, in_place)[0], size)
             self._outs[rank] = _Far(pid, out_place.address, call.extent_of_out(rank, in_place)[0], size)

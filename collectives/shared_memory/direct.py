@@ -15,29 +15,30 @@ from collectives.arrays import Vector
 from collectives.call import Call
 from collectives.node import arena
 from collectives.node.arena import Region
-from collectives.node.cards import Place
-from collectives.node.desk import Desk
+from collectives.node.descriptors import Place
+from collectives.node.layout import NodeMemory
 from collectives.shared_memory.program import Phase, Program, Step, Window, combine, copy
 
 BLOCK_BYTES = 256 << 10
 
 
-def program(desk: Desk, call: Call, x: Window, out: Window, places: Sequence[tuple[Place, Place]]) -> Program:
+def program(memory: NodeMemory, call: Call, x: Window, out: Window, places: Sequence[tuple[Place, Place]]) -> Program:
     """What this rank does, once all have come with arrays at these places."""
-    xs, outs = [x] * desk.size, [out] * desk.size
-    for rank in desk.turn():
+    xs, outs = [x] * memory.size, [out] * memory.size
+    for rank in memory.turn():
         x_place, out_place = places[rank]
         in_place = x_place == out_place
         xs[rank] = Window(_attach(x_place).view(call.dtype), call.extent_of_x(rank, in_place)[0])
         outs[rank] = Window(_attach(out_place).view(call.dtype), call.extent_of_out(rank, in_place)[0])
-    order = [desk.rank, *desk.turn()]
+    order = [memory.rank, *memory.turn()]
     if call.kind == "alltoall":
-        blocks = [(out.part(*call.arrival(desk.rank, rank)), xs[rank].part(*call.block(desk.rank))) for rank in order]
+        mine = call.block(memory.rank)
+        blocks = [(out.part(*call.arrival(memory.rank, rank)), xs[rank].part(*mine)) for rank in order]
         return Program((Phase(tuple(step for to, source in blocks for step in copy(to, source))),))
-    sources = [xs[rank] for rank in call.sources(desk.rank)]
-    readers = [outs[rank] for rank in order if rank in call.readers(desk.rank)]
+    sources = [xs[rank] for rank in call.sources(memory.rank)]
+    readers = [outs[rank] for rank in order if rank in call.readers(memory.rank)]
     steps: list[Step] = []
-    start, end = call.block(desk.rank)
+    start, end = call.block(memory.rank)
     block = max(1, BLOCK_BYTES // call.dtype.itemsize)
     scratch = np.empty(min(block, end - start), call.dtype)
     for first in range(start, end, block):

@@ -10,8 +10,8 @@ stages        other arrays, and where ranks bring unlike ones (`stages`).
 All of them add in the order of the ranks, so a sum's bits depend neither on the program, nor on the vector's length,
 nor on the element's place in it.
 
-The first run reads the others' cards and binds a program to the arrays. From then on `fast` carries the call out in
-one straight function, as long as the others bring what they brought; else it says so, and `steps` or `rest` goes on.
+The first run reads the others' descriptors and binds a program to the arrays. From then on `fast` carries the call out
+in one straight function, as long as the others bring what they brought; else it says so, and `steps` or `rest` goes on.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from collectives.call import Call
 from collectives.errors import CollectiveError
 from collectives.node import arena
 from collectives.node.board import NUMBERS, ORDER, Board
-from collectives.node.cards import CARDS, PLACE_WORDS, Card, Place
+from collectives.node.descriptors import DESCRIPTORS, PLACE_WORDS, Descriptor, Place
 from collectives.node.process_memory import place as reached_at
 from collectives.shared_memory import cross_memory, direct, slots
 from collectives.shared_memory.program import NOTHING, Program, Turns, Window, merged, perform, same
@@ -78,8 +78,8 @@ class Executor:
     holds = False
 
     def __init__(self, board: Board, text: str, parts: Sequence[Part], ways: Ways) -> None:
-        self._board, self._desk, self._text, self._parts, self._ways = board, board.desk, text, parts, ways
-        self._put = -CARDS
+        self._board, self._memory, self._text, self._parts, self._ways = board, board.memory, text, parts, ways
+        self._put = -DESCRIPTORS
         self._token = 0
         self._tokens: tuple[int, ...] | None = None
         self.modes = [self._mode(part) for part in parts]
@@ -93,7 +93,7 @@ class Executor:
     def steps(self) -> Iterator[None]:
         """The operation from its beginning, in steps between which there is something to wait for."""
         board = self._board
-        if not board.cards.readable(self._put):
+        if not board.descriptors.readable(self._put):
             self._publish()
         perform(self._puts[board.number + 1 & 1])
         board.enter(self._token, self._lends)
@@ -136,15 +136,15 @@ class Executor:
         return CROSS if crosses else STAGES
 
     def _crosses(self, call: Call) -> bool:
-        return self._desk.reachable and call.nbytes >= self._ways.cross_memory
+        return self._memory.reachable and call.nbytes >= self._ways.cross_memory
 
     def _brought(self) -> Turns:
         """What this rank puts before it enters, whatever the others bring."""
         call, x, out = self._parts[0]
         if self.modes == [SLOTS]:
-            return slots.puts(self._desk, call, x, 0), slots.puts(self._desk, call, x, 1)
+            return slots.puts(self._memory, call, x, 0), slots.puts(self._memory, call, x, 1)
         if self.modes == [STAGES]:
-            return (Staged(self._desk, call, x, out).puts(0),) * 2
+            return (Staged(self._memory, call, x, out).puts(0),) * 2
         return NOTHING
 
     def _publish(self) -> None:
@@ -154,8 +154,8 @@ class Executor:
             many = arena.empty((len(places), PLACE_WORDS), np.int64)
             many[:] = np.array(places, np.int64).reshape(len(places), -1)
             place = _region(many)
-        self._token = self._board.publish(Card(self._text, places), many, place)
-        self._put = self._board.cards.put
+        self._token = self._board.publish(Descriptor(self._text, places), many, place)
+        self._put = self._board.descriptors.put
 
     def _places(self, part: Part, mode: int) -> tuple[Place, Place]:
         """Where the others find this rank's x and out; nowhere where these go through slots or stages."""
@@ -170,35 +170,35 @@ class Executor:
         return x_place._replace(address=x_at), out_place._replace(address=out_at)
 
     def _bind(self, tokens: tuple[int, ...]) -> None:
-        """The ranks' arrays are others than last time: read their cards and compile anew."""
+        """The ranks' arrays are others than last time: read their descriptors and compile anew."""
         self._tokens, self.fast = None, not_begun
-        cards = self._board.read(tokens)
-        programs = [self._compile(number, cards) for number in range(len(self._parts))]
+        descriptors = self._board.read(tokens)
+        programs = [self._compile(number, descriptors) for number in range(len(self._parts))]
         self._program = programs[0] if len(programs) == 1 else merged(programs)
         self._tokens = tokens
         if self._board.fence is None:
             self.fast = self._fast(tokens)
 
-    def _compile(self, number: int, cards: Sequence[Card]) -> Program:
-        part, desk = self._parts[number], self._desk
-        places = [card.places[number] for card in cards]
+    def _compile(self, number: int, descriptors: Sequence[Descriptor]) -> Program:
+        part, memory = self._parts[number], self._memory
+        places = [descriptor.places[number] for descriptor in descriptors]
         if all(x.shared and out.shared for x, out in places):
-            return direct.program(desk, *part, places)
+            return direct.program(memory, *part, places)
         if self.modes[number] == SLOTS and not any(x.shared for x, _ in places):
-            return Program(last=(slots.takes(desk, *part, 0), slots.takes(desk, *part, 1)))
+            return Program(last=(slots.takes(memory, *part, 0), slots.takes(memory, *part, 1)))
         if all(x.address and out.address for x, out in places):
-            return cross_memory.program(desk, *part, places)
+            return cross_memory.program(memory, *part, places)
         if len(self._parts) > 1:
             raise CollectiveError(f"array {number} of {self._text} lies where other ranks cannot reach it: pass a copy")
         unlike = any(x.shared or x.address for x, _ in places) or self.modes[number] == SLOTS
-        return Staged(desk, *part).program(restage=unlike)
+        return Staged(memory, *part).program(restage=unlike)
 
     def _fast(self, tokens: tuple[int, ...]) -> Callable[[], int]:
         """The call as one straight function, while the others bring these tokens."""
         others = int.from_bytes(array("Q", tokens), ORDER)
         bound, program = _Bound(self._board, self._text, self._put, self._token, others), self._program
         if self.modes == [SLOTS] and not self._program.phases:
-            few = slots.scalars(self._desk, *self._parts[0])
+            few = slots.scalars(self._memory, *self._parts[0])
             if few is not None:
                 summed = _sum_of_scalars(bound, few)
                 return _mean_of_scalars(summed, few, self._board.size) if few.mean else summed

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from collectives.call import Call
-from collectives.node.desk import SLOT_BYTES, Desk
+from collectives.node.layout import SLOT_BYTES, NodeMemory
 from collectives.shared_memory.program import Step, Window, combine, copy
 
 MOST_SCALARS = 2  # elements, 8 bytes of float32
@@ -29,48 +29,48 @@ class Scalars(NamedTuple):
     mean: bool
 
 
-def puts(desk: Desk, call: Call, x: Window, parity: int) -> tuple[Step, ...]:
+def puts(memory: NodeMemory, call: Call, x: Window, parity: int) -> tuple[Step, ...]:
     """What this rank brings, into its slot."""
     start, stop = 0, call.n
-    if call.kind == "broadcast" and desk.rank != call.root:
+    if call.kind == "broadcast" and memory.rank != call.root:
         return ()
     if call.kind == "allgather":
-        start, stop = call.block(desk.rank)
-    return tuple(copy(_slot(desk, call, desk.rank, parity).part(start, stop), x.part(start, stop)))
+        start, stop = call.block(memory.rank)
+    return tuple(copy(_slot(memory, call, memory.rank, parity).part(start, stop), x.part(start, stop)))
 
 
-def takes(desk: Desk, call: Call, x: Window, out: Window, parity: int) -> tuple[Step, ...]:
+def takes(memory: NodeMemory, call: Call, x: Window, out: Window, parity: int) -> tuple[Step, ...]:
     """What this rank wants, from the slots to `out`."""
-    slots = [_slot(desk, call, rank, parity) for rank in range(desk.size)]
+    slots = [_slot(memory, call, rank, parity) for rank in range(memory.size)]
     steps: list[Step] = []
     if call.operation is not None:
-        start, stop = _summed(desk, call)
+        start, stop = _summed(memory, call)
         total = out.part(start, stop)
         steps += combine(call, [slot.part(start, stop) for slot in slots], total, total)
     elif call.kind == "broadcast":
-        steps += copy(out.part(0, call.n), (x if desk.rank == call.root else slots[call.root]).part(0, call.n))
+        steps += copy(out.part(0, call.n), (x if memory.rank == call.root else slots[call.root]).part(0, call.n))
     else:
-        mine = call.block(desk.rank)
-        for rank in [desk.rank, *desk.turn()]:
+        mine = call.block(memory.rank)
+        for rank in [memory.rank, *memory.turn()]:
             block = call.block(rank)
             source = slots[rank].part(*(mine if call.kind == "alltoall" else block))
-            to = call.arrival(desk.rank, rank) if call.kind == "alltoall" else block
-            steps += copy(out.part(*to), x.part(*block) if rank == desk.rank else source)
+            to = call.arrival(memory.rank, rank) if call.kind == "alltoall" else block
+            steps += copy(out.part(*to), x.part(*block) if rank == memory.rank else source)
     return tuple(steps)
 
 
-def scalars(desk: Desk, call: Call, x: Window, out: Window) -> Scalars | None:
+def scalars(memory: NodeMemory, call: Call, x: Window, out: Window) -> Scalars | None:
     """The call as a sum of a few floats; None where it is none, or where this rank does not take all of it."""
     adds = call.operation is not None and call.operation.name in ("sum", "mean")
     known = call.dtype.char in "fd" and call.dtype.isnative and x.vector.flags.aligned and out.vector.flags.aligned
     if call.kind != "allreduce" or not adds or not known or not 0 < call.n <= MOST_SCALARS or call.p == 1:
         return None
     assert call.operation is not None
-    even, odd = ([_slot(desk, call, rank, parity).vector.data for rank in range(desk.size)] for parity in (0, 1))
+    even, odd = ([_slot(memory, call, rank, parity).vector.data for rank in range(memory.size)] for parity in (0, 1))
     return Scalars(
         x.vector.data,
         out.vector.data,
-        (even[desk.rank], odd[desk.rank]),
+        (even[memory.rank], odd[memory.rank]),
         (even[0], odd[0]),
         (even[1], odd[1]),
         (tuple(even[2:]), tuple(odd[2:])),
@@ -78,12 +78,12 @@ def scalars(desk: Desk, call: Call, x: Window, out: Window) -> Scalars | None:
     )
 
 
-def _slot(desk: Desk, call: Call, rank: int, parity: int) -> Window:
-    return Window(desk.slot(rank, parity)[: call.nbytes].view(call.dtype))
+def _slot(memory: NodeMemory, call: Call, rank: int, parity: int) -> Window:
+    return Window(memory.slot(rank, parity)[: call.nbytes].view(call.dtype))
 
 
-def _summed(desk: Desk, call: Call) -> tuple[int, int]:
+def _summed(memory: NodeMemory, call: Call) -> tuple[int, int]:
     """The elements of the reduction that this rank takes."""
-    if call.kind == "reduce" and desk.rank != call.root:
+    if call.kind == "reduce" and memory.rank != call.root:
         return 0, 0
-    return call.block(desk.rank) if call.kind == "reduce_scatter" else (0, call.n)
+    return call.block(memory.rank) if call.kind == "reduce_scatter" else (0, call.n)

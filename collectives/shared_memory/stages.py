@@ -11,17 +11,17 @@ import numpy as np
 
 from collectives.arrays import Vector
 from collectives.call import Call
-from collectives.node.desk import Desk
+from collectives.node.layout import NodeMemory
 from collectives.shared_memory.program import Phase, Program, Step, Window, combine, copy, same
 
 
 class Staged:
     """The pipeline of one rank. Block k of owner q is part k of q's piece of the vector."""
 
-    def __init__(self, desk: Desk, call: Call, x: Window, out: Window):
-        self._desk, self._call, self._x, self._out = desk, call, x, out
-        self._block = max(1, desk.block_bytes // call.dtype.itemsize)
-        self._pieces = [self._piece(owner) for owner in range(desk.size)]
+    def __init__(self, memory: NodeMemory, call: Call, x: Window, out: Window):
+        self._memory, self._call, self._x, self._out = memory, call, x, out
+        self._block = max(1, memory.block_bytes // call.dtype.itemsize)
+        self._pieces = [self._piece(owner) for owner in range(memory.size)]
         self._count = max(-(-(stop - start) // self._block) for start, stop in self._pieces)
         self._scratch = np.empty(min(self._block, call.n), call.dtype)
 
@@ -40,60 +40,60 @@ class Staged:
 
     def puts(self, k: int) -> tuple[Step, ...]:
         """My share of block k of every other owner, into my stage."""
-        call, desk = self._call, self._desk
+        call, memory = self._call, self._memory
         steps: list[Step] = []
-        for owner in desk.turn():
-            if call.kind == "alltoall" or desk.rank in call.sources(owner):
+        for owner in memory.turn():
+            if call.kind == "alltoall" or memory.rank in call.sources(owner):
                 part = self._x.part(*self._range(owner, k))
-                steps += copy(self._stage(desk.stage_in(desk.rank, k % 2, owner), part.size), part)
+                steps += copy(self._stage(memory.stage_in(memory.rank, k % 2, owner), part.size), part)
         return tuple(steps)
 
     def _reduces(self, k: int) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
         """Block k of mine into the stage, and from there to my own out."""
-        call, desk = self._call, self._desk
-        start, stop = self._range(desk.rank, k)
-        wanted = call.readers(desk.rank)
+        call, memory = self._call, self._memory
+        start, stop = self._range(memory.rank, k)
+        wanted = call.readers(memory.rank)
         if start == stop:
             return (), ()
         parts = [
-            self._stage(desk.stage_in(rank, k % 2, desk.rank), stop - start) if rank != desk.rank
+            self._stage(memory.stage_in(rank, k % 2, memory.rank), stop - start) if rank != memory.rank
             else self._x.part(start, stop)
-            for rank in call.sources(desk.rank)
+            for rank in call.sources(memory.rank)
         ]
-        if wanted == [desk.rank]:
+        if wanted == [memory.rank]:
             return tuple(combine(call, parts, self._out.part(start, stop), self._scratch)), ()
-        total = self._stage(desk.stage_out(desk.rank, k % 3), stop - start)
-        home = tuple(copy(self._out.part(start, stop), total)) if desk.rank in wanted else ()
-        if desk.rank in wanted and len(parts) == 1 and same(parts[0], self._out.part(start, stop)):
+        total = self._stage(memory.stage_out(memory.rank, k % 3), stop - start)
+        home = tuple(copy(self._out.part(start, stop), total)) if memory.rank in wanted else ()
+        if memory.rank in wanted and len(parts) == 1 and same(parts[0], self._out.part(start, stop)):
             home = ()
         return tuple(combine(call, parts, total, total)), home
 
     def _takes(self, k: int) -> tuple[Step, ...]:
         """Block k of every other owner, into my out."""
-        call, desk = self._call, self._desk
+        call, memory = self._call, self._memory
         steps: list[Step] = []
         if k < 0:
             return ()
         if call.kind == "alltoall":
             return tuple(self._arrivals(k))
-        for owner in desk.turn():
+        for owner in memory.turn():
             start, stop = self._range(owner, k)
-            if desk.rank in call.readers(owner):
-                stage = self._stage(desk.stage_out(owner, k % 3), stop - start)
+            if memory.rank in call.readers(owner):
+                stage = self._stage(memory.stage_out(owner, k % 3), stop - start)
                 steps += copy(self._out.part(start, stop), stage)
         return tuple(steps)
 
     def _arrivals(self, k: int) -> Iterator[Step]:
         """alltoall: block k of what every rank, and this one too, has for me."""
-        desk, (begin, _) = self._desk, self._call.block(self._desk.rank)
-        start, stop = self._range(desk.rank, k)
-        for source in [desk.rank, *desk.turn()]:
-            at, _ = self._call.arrival(desk.rank, source)
+        memory, (begin, _) = self._memory, self._call.block(self._memory.rank)
+        start, stop = self._range(memory.rank, k)
+        for source in [memory.rank, *memory.turn()]:
+            at, _ = self._call.arrival(memory.rank, source)
             to = self._out.part(at + start - begin, at + stop - begin)
-            if source == desk.rank:
+            if source == memory.rank:
                 yield from copy(to, self._x.part(start, stop))
             else:
-                yield from copy(to, self._stage(desk.stage_in(source, k % 2, desk.rank), stop - start))
+                yield from copy(to, self._stage(memory.stage_in(source, k % 2, memory.rank), stop - start))
 
     def _piece(self, owner: int) -> tuple[int, int]:
         """A broadcast has nothing to reduce: the root owns it all."""

@@ -80,8 +80,8 @@ def still_works(comm: MPI.Intracomm) -> None:
 
 def share_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on ranks share no memory, as on a node for each."""
-    opened = communicators.open_desks
-    monkeypatch.setattr(communicators, "open_desks", lambda node: opened(node) if node.size == 1 else None)
+    opened = communicators.open_memory
+    monkeypatch.setattr(communicators, "open_memory", lambda node: opened(node) if node.size == 1 else None)
 
 
 def make(array: str, n: int, dtype: Any = np.float32) -> Any:

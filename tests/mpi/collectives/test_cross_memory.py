@@ -32,7 +32,7 @@ def forced(monkeypatch):
 
     def opened(way):
         made.append(command.opened(WORLD, command.forced(P)[way]))
-        if way == "cross_memory" and not communicator(made[-1]).board.desk.reachable:
+        if way == "cross_memory" and not communicator(made[-1]).board.memory.reachable:
             pytest.skip("the kernel does not copy between the memories of several ranks here")
         return made[-1]
 
@@ -108,7 +108,7 @@ def test_other_elements_and_operations(forced, dtype, way):
 def test_where_the_kernel_forbids_it_stages_serve(monkeypatch, forced):
     monkeypatch.setattr(process_memory, "_READ", None)
     with fresh() as comm:
-        assert not communicator(comm).board.desk.reachable
+        assert not communicator(comm).board.memory.reachable
         assert not [kind for kind in KINDS if wrong(comm, kind, 200_003, False)]
 
 

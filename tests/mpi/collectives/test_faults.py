@@ -137,7 +137,7 @@ def test_the_sentence_names_who_calls_what():
 
 @pytest.mark.mpi(min_size=2)
 def test_long_texts_that_differ_at_their_end_are_told_apart():
-    """What fits on a card is alike: the whole texts are compared all the same."""
+    """What fits on a descriptor is alike: the whole texts are compared all the same."""
     with fresh() as comm:
         arrays = [np.ones(1 + i) for i in range(100)]
         if RANK == ODD:

@@ -40,7 +40,7 @@ def test_a_started_plan_on_a_freed_communicator():
 
 @pytest.mark.mpi(min_size=2)
 def test_a_communicator_freed_while_another_rank_is_still_in_the_call():
-    """What stands on the desk of a rank that has left stays until all have read it."""
+    """What stands on the memory of a rank that has left stays until all have read it."""
     wrong = 0
     for turn in range(30):
         comm = WORLD.Dup()
@@ -48,7 +48,7 @@ def test_a_communicator_freed_while_another_rank_is_still_in_the_call():
         collectives.allreduce(x, comm)
         comm.Free()
         if turn % P == RANK:
-            kept = [collectives.empty(1 << 20, np.uint8) for _ in range(2)]  # may lie where the desk lay
+            kept = [collectives.empty(1 << 20, np.uint8) for _ in range(2)]  # may lie where the memory lay
             for one in kept:
                 one[:] = 255
         wrong += int((x != P * (P + 1) // 2).sum())

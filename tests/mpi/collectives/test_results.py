@@ -191,7 +191,7 @@ def test_arrays_made_anew_at_each_call(nodes, kind):
 def test_communicators_of_some_ranks(fence, monkeypatch):
     """In another order; with fences as on processors that reorder stores."""
     if fence:
-        monkeypatch.setattr(communicators, "open_desks", partial(communicators.open_desks, fenced=True))
+        monkeypatch.setattr(communicators, "open_memory", partial(communicators.open_memory, fenced=True))
     part, right = WORLD.Split(RANK % 2, -RANK), []
     wanted = sum(rank for rank in range(P) if rank % 2 == RANK % 2)
     for n in (5, 5, 100_000, 100_000):

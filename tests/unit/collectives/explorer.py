@@ -91,7 +91,7 @@ class Words:
 
 
 class Bytes:
-    """Shared bytes, of which each slice that is written at once is one word here. See `Cards` and `Poison`."""
+    """Shared bytes, of which each slice that is written at once is one word here. See `Descriptors` and `Poison`."""
 
     def __init__(self, world: World, name: Any, owner: int | None = None) -> None:
         self._world, self._name, self._owner = world, name, owner
@@ -183,7 +183,7 @@ class World:
 
     def board(self, kind: type[Stepping] | None = None) -> board.Board:
         """The real board over these words."""
-        made = (kind or Stepping)(self._desk(), range(self.size), wait.Limits())
+        made = (kind or Stepping)(self._memory(), range(self.size), wait.Limits())
         made._world, made.spins, made.looks = self, 0, range(1)
         made._due = float("inf")  # processes do not end here
         made.poison.flag = self.words(("flag", 0), ("flag", 1))  # type: ignore[assignment]
@@ -196,7 +196,7 @@ class World:
             rank=self.rank, size=self.size, rows=rows, fence=None, crowded=False, reachable=True, poison_fd=self.rank,
             pids=[0] * self.size, poison=np.zeros(poison.POISON_BYTES, np.uint8),
             words=[[0] * 8 for _ in range(self.size)],
-            cards=[Bytes(self, ("card", rank), rank) for rank in range(self.size)],
+            descriptors=[Bytes(self, ("descriptor", rank), rank) for rank in range(self.size)],
         )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from collectives import arrays
 from collectives.call import REDUCING, Call
 from collectives.node.board import Board
-from collectives.node.desk import ROWS_AT, Desk
+from collectives.node.layout import ROWS_AT, NodeMemory
 from collectives.node.wait import Limits
 from collectives.operations import operation
 from collectives.shared_memory.executor import MET, Executor, Ways, part_of
@@ -25,13 +25,13 @@ HANGS_SECONDS = 30
 
 def boards(size: int, reachable: bool = False, limits: Limits = Limits(60, 20)) -> list[Board]:  # noqa: B008
     """A board for each rank of a node."""
-    desks = [np.zeros(ROWS_AT + 4096 * size, np.uint8) for _ in range(size)]
+    areas = [np.zeros(ROWS_AT + 4096 * size, np.uint8) for _ in range(size)]
     file = os.memfd_create("poison")
     made = []
     for rank in range(size):
         fd = os.open(f"/proc/self/fd/{file}", os.O_RDWR)
-        desk = Desk(rank, desks, [os.getpid()] * size, cores=1, reachable=reachable, fence=None, poison_fd=fd)
-        made.append(Board(desk, range(size), limits))
+        memory = NodeMemory(rank, areas, [os.getpid()] * size, cores=1, reachable=reachable, fence=None, poison_fd=fd)
+        made.append(Board(memory, range(size), limits))
     os.close(file)
     return made
 

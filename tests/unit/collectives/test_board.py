@@ -10,14 +10,14 @@ import pytest
 
 from collectives.errors import CollectiveError, MismatchError, StallError
 from collectives.node.board import NUMBERS, OUT, Board
-from collectives.node.cards import LAST_TOKEN, Card
-from collectives.node.desk import FINISHED, LEFT
+from collectives.node.descriptors import LAST_TOKEN, Descriptor
+from collectives.node.layout import FINISHED, LEFT
 from collectives.node.wait import Limits, drive
 from tests.unit.collectives import node
 
 
 def enter(board: Board, text: str = "a call") -> None:
-    board.enter(board.publish(Card(text)))
+    board.enter(board.publish(Descriptor(text)))
 
 
 def test_no_entry_of_a_rank_that_is_there_is_that_of_one_that_has_left():
@@ -59,7 +59,7 @@ def test_who_has_not_carried_out_is_late():
     steps = boards[0].carried_out(iter([None]))
     next(steps)
     assert boards[0].late() == [1]
-    boards[1].desk.words[1][FINISHED] = boards[1].number
+    boards[1].memory.words[1][FINISHED] = boards[1].number
     assert boards[0].late() == []
 
 
@@ -101,7 +101,7 @@ def test_a_program_that_has_ended_is_not_waited_for():
     boards = node.boards(2)
     enter(boards[0])
     boards[1].leave()
-    assert boards[0].desk.words[1][LEFT] == 1
+    assert boards[0].memory.words[1][LEFT] == 1
     with pytest.raises(CollectiveError, match="rank 1 is needed, and its program has ended"):
         drive(boards[0].met(), boards[0], "a call")
 
@@ -120,7 +120,7 @@ def test_a_process_that_has_ended_is_not_waited_for():
         os._exit(0)
     os.waitpid(child, 0)
     boards = node.boards(2)
-    boards[0].desk.pids[1] = child
+    boards[0].memory.pids[1] = child
     enter(boards[0])
     with pytest.raises(CollectiveError, match="rank 1 is needed, and its process has ended"):
         drive(boards[0].met(), boards[0], "a call")
@@ -128,7 +128,7 @@ def test_a_process_that_has_ended_is_not_waited_for():
 
 def lend(boards, meet):
     for board in boards:
-        board.enter(board.publish(Card("a call")), lends=True)
+        board.enter(board.publish(Descriptor("a call")), lends=True)
     if meet:
         for board in boards:
             drive(board.met(), board, "a call")

@@ -12,7 +12,7 @@ from mpi4py import MPI
 import collectives
 from collectives import CollectiveError
 from collectives.communicator import Communicator, communicator
-from collectives.node.desk import LEFT
+from collectives.node.layout import LEFT
 from tests.unit.collectives import node
 
 
@@ -24,9 +24,9 @@ def test_the_end_of_a_forked_child_is_not_the_end_of_its_rank():
         home.leave()
         os._exit(0)
     os.waitpid(child, 0)
-    assert home.board.desk.words[0][LEFT] == 0
+    assert home.board.memory.words[0][LEFT] == 0
     home.leave()
-    assert home.board.desk.words[0][LEFT] == 1
+    assert home.board.memory.words[0][LEFT] == 1
     comm.Free()
 
 

@@ -13,7 +13,7 @@ from hypothesis.extra.numpy import arrays as any_array
 
 from collectives.errors import MismatchError
 from collectives.node import arena
-from collectives.node.cards import CARDS, Card
+from collectives.node.descriptors import DESCRIPTORS, Descriptor
 from collectives.operations import operation
 from collectives.shared_memory import executor, slots
 from collectives.shared_memory.executor import CROSS, SHARED, SLOTS, STAGES, Ways
@@ -124,7 +124,7 @@ def test_arrays_that_nobody_can_reach_go_through_stages(monkeypatch, kind, who):
         if board.rank in who:  # as memory of a device is
             monkeypatch.setattr(executor, "reached_at", lambda array, written=False: 0)
         ranks.append(Rank(board, kind, LARGE, 3, WAYS[CROSS], ordinary))
-        ranks[-1].made._publish()  # the card says where the arrays are
+        ranks[-1].made._publish()  # the descriptor says where the arrays are
         monkeypatch.undo()
     assert node.together(*(partial(turns, rank) for rank in ranks)) == [None] * 3
 
@@ -152,8 +152,8 @@ def test_cards_are_put_again_when_they_are_spent():
         rank = Rank(board, "allreduce", 2, 2, WAYS[SLOTS], ordinary)
         for turn in range(3):
             turns(rank, 2)
-            for number in range(CARDS - 1 + turn):
-                board.publish(Card(f"another call {number}"))
+            for number in range(DESCRIPTORS - 1 + turn):
+                board.publish(Descriptor(f"another call {number}"))
 
     assert node.together(*(partial(work, board) for board in boards)) == [None] * 2
 
@@ -208,13 +208,14 @@ def test_a_few_numbers_are_added_as_numpy_adds_them(op, dtype, data):
 def test_what_python_would_not_add_in_the_same_way_is_left_to_numpy(kind, op, dtype, n):
     board = node.boards(2)[0]
     made = node.executor(board, node.call_of(kind, n, 2, dtype, op), np.zeros(n, dtype))
-    assert slots.scalars(board.desk, *made._parts[0]) is None
+    assert slots.scalars(board.memory, *made._parts[0]) is None
 
 
 def test_numbers_that_are_not_aligned_are_left_to_numpy():
     board = node.boards(2)[0]
     x = np.zeros(9, np.uint8)[1:].view("f4")
-    assert slots.scalars(board.desk, *node.executor(board, node.call_of("allreduce", 2, 2, "f4"), x)._parts[0]) is None
+    part = node.executor(board, node.call_of("allreduce", 2, 2, "f4"), x)._parts[0]
+    assert slots.scalars(board.memory, *part) is None
 
 
 @pytest.mark.parametrize("op", ["min", "max", "prod"])

@@ -1,7 +1,7 @@
 """The board's protocol (publish, meet, take, poison), in every interleaving of two and three ranks.
 
-The real code runs: board, poison, cards, executor with its short ways, and how a communicator fails. Vectors and arrays
-are words; an array is touched by the other ranks, and freed when its rank is done or has failed. CASES says what is
+The real code runs: board, poison, descriptors, executor with its short ways, and how a communicator fails. Vectors and
+arrays are words; an array is touched by the other ranks, and freed when its rank is done or has failed. CASES says what is
 covered: two operations, the first of which may bind, a rank that brings another array to the second, numbers that wrap,
 an interrupt of one or of both ranks before each access, stores that a processor holds back. Two ranks are explored
 access by access. With three, but for slots where nobody fails, a look at a row is one move, and so is what a rank does
@@ -21,7 +21,7 @@ from greenlet import GreenletExit
 from collectives.communicator import Communicator
 from collectives.errors import CollectiveError
 from collectives.node.board import Board
-from collectives.node.cards import Place
+from collectives.node.descriptors import Place
 from collectives.node.poison import Poison
 from collectives.shared_memory.executor import MET, SHARED, SLOTS, Executor, _Bound, _sum_of_scalars
 from collectives.shared_memory.program import NOTHING, Phase, Program, Turns
@@ -79,7 +79,7 @@ class Slots(Executor):
         rank = self.world.rank
         return tuple(((lambda slots=slots: slots[rank].__setitem__(0, self.x[0]), ()),) for slots in self.slots)  # type: ignore[return-value,misc]
 
-    def _compile(self, number: int, cards: Any) -> Program:
+    def _compile(self, number: int, descriptors: Any) -> Program:
         def take(slots: Any) -> None:
             self.out[0] = sum(slot[0] for slot in slots)
 
@@ -122,7 +122,7 @@ class Touching(Slots):
     def _brought(self) -> Turns:
         return NOTHING
 
-    def _compile(self, number: int, cards: Any) -> Program:
+    def _compile(self, number: int, descriptors: Any) -> Program:
         return Program((Phase(((self.touch, ()),)),))
 
     def touch(self) -> None:
@@ -137,7 +137,7 @@ class Touching(Slots):
 
 def program(kind: type[Slots], *, bound: bool = False, operations: int = 2, make: Make = World.board,
             first: int = 0, anew: bool = False) -> explorer.Program:  # fmt: skip
-    """Some operations of a rank; whatever is raised ends the epoch. `bound`: all know each other's cards already.
+    """Some operations of a rank; whatever is raised ends the epoch. `bound`: all know each other's descriptors already.
     `first`: the number of the operation before. `anew`: rank 0 brings another array to each."""
 
     def run(world: World) -> Any:
@@ -184,9 +184,9 @@ def follow(world: World, number: int) -> None:
 
 
 def bind(call: Any, board: Board) -> None:
-    """As after a first operation, of which nothing is left but the cards."""
+    """As after a first operation, of which nothing is left but the descriptors."""
     size = call.world.size
-    call._put = call._token = board.cards.put = 1
+    call._put = call._token = board.descriptors.put = 1
     board.hold(False)
     call._tokens = (1,) * size
     call._program = call._compile(0, [])
@@ -304,7 +304,7 @@ class LateVector(Slots):
 class LateWork(Touching):
     """A phase that is said to be over before it begins."""
 
-    def _compile(self, number: int, cards: Any) -> Program:
+    def _compile(self, number: int, descriptors: Any) -> Program:
         return Program((Phase((), ((self.touch, ()),)),))
 
 

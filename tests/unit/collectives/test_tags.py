@@ -7,7 +7,7 @@ from mpi4py import MPI
 
 import collectives
 from collectives.communicator import communicator
-from collectives.network.parting import LEAST_TAG
+from collectives.network.drain import LEAST_TAG
 from collectives.network.tags import FIRST_TAG, TAGS, Lanes, Tags
 
 LANES = Lanes(MPI.COMM_SELF, None)

@@ -1,4 +1,4 @@
-"""What ranks bring, and how it is compared: `collectives.node.cards`."""
+"""What ranks bring, and how it is compared: `collectives.node.descriptors`."""
 
 from __future__ import annotations
 
@@ -6,15 +6,24 @@ import numpy as np
 import pytest
 
 from collectives.errors import CollectiveError, MismatchError
-from collectives.node import cards
-from collectives.node.cards import CARD_BYTES, CARDS, LAST_TOKEN, TEXT_BYTES, Card, Cards, Place, disagreement
+from collectives.node import descriptors
+from collectives.node.descriptors import (
+    DESCRIPTOR_BYTES,
+    DESCRIPTORS,
+    LAST_TOKEN,
+    TEXT_BYTES,
+    Descriptor,
+    Descriptors,
+    Place,
+    disagreement,
+)
 
 
 @pytest.fixture
 def ranks():
-    """The cards of two ranks, 5 and 7 in the user's communicator."""
-    desks = [np.zeros(CARDS * CARD_BYTES, np.uint8) for _ in range(2)]
-    return [Cards(desks, rank, (5, 7)) for rank in range(2)]
+    """The descriptors of two ranks, 5 and 7 in the user's communicator."""
+    areas = [np.zeros(DESCRIPTORS * DESCRIPTOR_BYTES, np.uint8) for _ in range(2)]
+    return [Descriptors(areas, rank, (5, 7)) for rank in range(2)]
 
 
 def attach(place):
@@ -23,7 +32,7 @@ def attach(place):
 
 def test_a_card_is_read_as_it_was_put(ranks):
     places = ((Place(1, 2, 3, 4, 5, 1 << 63), Place(address=7)),)
-    token = ranks[0].publish(Card("reduce of 3 bytes äöü", places))
+    token = ranks[0].publish(Descriptor("reduce of 3 bytes äöü", places))
     read = ranks[1].read(0, token, attach)
     assert read.places == places and read.text == "reduce of 3 bytes äöü"
     assert read.places[0][0].shared and not read.places[0][1].shared
@@ -32,21 +41,21 @@ def test_a_card_is_read_as_it_was_put(ranks):
 def test_the_places_of_many_arrays_lie_elsewhere(ranks):
     pairs = tuple((Place(1, 2, 3, at, 8), Place()) for at in range(5))
     many = np.array(pairs, np.int64)
-    token = ranks[0].publish(Card("many", pairs), many, Place(9, 9, 9, 9, many.nbytes))
+    token = ranks[0].publish(Descriptor("many", pairs), many, Place(9, 9, 9, 9, many.nbytes))
     found = ranks[1].read(0, token, lambda place: many.reshape(-1).view(np.uint8) if place.pid == 9 else None)
     assert found.places == pairs
 
 
 def test_long_texts_that_are_the_same_are_the_same(ranks):
     text = "x" * (3 * TEXT_BYTES)
-    tokens = [rank.publish(Card(text)) for rank in ranks]
+    tokens = [rank.publish(Descriptor(text)) for rank in ranks]
     for rank in ranks:
         rank.compare([rank.read(other, token, attach) for other, token in enumerate(tokens)])
 
 
 def test_texts_that_differ_behind_what_a_card_holds_differ_on_all_ranks(ranks):
     texts = ["x" * TEXT_BYTES + end for end in "ab"]
-    tokens = [rank.publish(Card(text)) for rank, text in zip(ranks, texts)]
+    tokens = [rank.publish(Descriptor(text)) for rank, text in zip(ranks, texts)]
     told = []
     for rank in ranks:
         with pytest.raises(MismatchError, match="differ further on") as error:
@@ -57,7 +66,7 @@ def test_texts_that_differ_behind_what_a_card_holds_differ_on_all_ranks(ranks):
 
 def test_a_text_that_is_cut_within_a_letter_gives_one_sentence(ranks):
     texts = ["x" * (TEXT_BYTES - 1) + "ä", "y"]
-    tokens = [rank.publish(Card(text)) for rank, text in zip(ranks, texts)]
+    tokens = [rank.publish(Descriptor(text)) for rank, text in zip(ranks, texts)]
     told = set()
     for rank in ranks:
         with pytest.raises(MismatchError) as error:
@@ -66,40 +75,40 @@ def test_a_text_that_is_cut_within_a_letter_gives_one_sentence(ranks):
     assert len(told) == 1
 
 
-@pytest.mark.parametrize("before", [0, 100, LAST_TOKEN - 3, LAST_TOKEN - CARDS])
+@pytest.mark.parametrize("before", [0, 100, LAST_TOKEN - 3, LAST_TOKEN - DESCRIPTORS])
 def test_a_card_stays_until_as_many_have_been_put_as_there_are_places(ranks, before):
     ranks[0].put = before
-    token, put = ranks[0].publish(Card("first")), ranks[0].put
-    for number in range(CARDS - 1):
-        ranks[0].publish(Card(f"{number}"))
+    token, put = ranks[0].publish(Descriptor("first")), ranks[0].put
+    for number in range(DESCRIPTORS - 1):
+        ranks[0].publish(Descriptor(f"{number}"))
     assert ranks[0].readable(put)
     assert ranks[1].read(0, token, attach).text == "first"
-    ranks[0].publish(Card("last"))
+    ranks[0].publish(Descriptor("last"))
     assert not ranks[0].readable(put)
-    reader = Cards(ranks[1]._desks, 1, (5, 7))
-    with pytest.raises(CollectiveError, match="card of rank 5 has been overwritten"):
+    reader = Descriptors(ranks[1]._desks, 1, (5, 7))
+    with pytest.raises(CollectiveError, match="descriptor of rank 5 has been overwritten"):
         reader.read(0, token, attach)
 
 
 def test_tokens_begin_anew_and_stand_for_the_new_cards(ranks):
     ranks[0].put = LAST_TOKEN - 2
-    tokens = [ranks[0].publish(Card(f"call {number}")) for number in range(4)]
+    tokens = [ranks[0].publish(Descriptor(f"call {number}")) for number in range(4)]
     assert tokens == [LAST_TOKEN - 1, LAST_TOKEN, 1, 2]
     assert [ranks[1].read(0, token, attach).text for token in tokens] == [f"call {number}" for number in range(4)]
 
 
 def test_a_token_that_has_come_round_is_not_taken_for_the_old_card(ranks, monkeypatch):
-    monkeypatch.setattr(cards, "LAST_TOKEN", 2 * CARDS)
-    for number in range(5 * CARDS):
-        token = ranks[0].publish(Card(f"call {number}"))
+    monkeypatch.setattr(descriptors, "LAST_TOKEN", 2 * DESCRIPTORS)
+    for number in range(5 * DESCRIPTORS):
+        token = ranks[0].publish(Descriptor(f"call {number}"))
         assert ranks[1].read(0, token, attach).text == f"call {number}"
         assert ranks[0].read(0, token, attach).text == f"call {number}"
 
 
 def test_what_is_known_of_others_does_not_grow(ranks):
-    for number in range(3 * CARDS):
-        ranks[1].read(0, ranks[0].publish(Card(f"call {number}")), attach)
-    assert len(ranks[0]._known) <= CARDS and len(ranks[1]._known) <= CARDS
+    for number in range(3 * DESCRIPTORS):
+        ranks[1].read(0, ranks[0].publish(Descriptor(f"call {number}")), attach)
+    assert len(ranks[0]._known) <= DESCRIPTORS and len(ranks[1]._known) <= DESCRIPTORS
 
 
 def test_ranks_that_agree_are_named_together():

@@ -1,14 +1,14 @@
-"""Where what lies in the shared memory of a node's ranks: each rank has a desk, which it writes for the others to read.
+"""Where what lies in the shared memory of a node's ranks: each rank writes an area that the others read.
 
-On the desk of a rank lie
+In the area of a rank lie
   words     `FINISHED`: the last operation that the rank has carried out over messages; `LEFT`: 1 once its program has
-            ended; `CLOSED`: one byte for each rank, that it reads this desk no more;
-  poison    on the first rank's desk: the end of the epoch (`poison`);
-  cards     what a token stands for (`cards`);
+            ended; `CLOSED`: one byte for each rank, that it reads this area no more;
+  poison    in the first rank's area: the end of the epoch (`poison`);
+  descriptors  what a token stands for (`descriptors`);
   slots     two buffers, used in turn, for the vectors of small calls;
   stages    buffers through which ordinary arrays pass, block by block.
 
-On the first rank's desk lie the words that all ranks look at again and again, side by side, so that one look takes in
+In the first rank's area lie the words that all ranks look at again and again, side by side, so that one look takes in
 all of them: `entries` and `progress`, two rows of each, used in turn (`board`).
 
 Order of memory: x86 keeps stores in order and loads in order, so data written before a signal is there when the signal
@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from collectives.errors import CollectiveError
 from collectives.node import arena, process_memory
 from collectives.node.arena import Region
-from collectives.node.cards import CARD_BYTES, CARDS
+from collectives.node.descriptors import DESCRIPTOR_BYTES, DESCRIPTORS
 from collectives.node.poison import POISON_BYTES
 
 SLOT_BYTES = 128 << 10
@@ -40,8 +40,8 @@ MOST_CORES = 4096
 FINISHED, LEFT = 0, 1
 CLOSED_AT = LINE_BYTES
 POISON_AT = 4096
-CARDS_AT = POISON_AT + POISON_BYTES
-SLOTS_AT = CARDS_AT + CARDS * CARD_BYTES
+DESCRIPTORS_AT = POISON_AT + POISON_BYTES
+SLOTS_AT = DESCRIPTORS_AT + DESCRIPTORS * DESCRIPTOR_BYTES
 STAGES_AT = SLOTS_AT + 2 * SLOT_BYTES
 ROWS_AT = STAGES_AT + 2 * STAGE_BYTES + 3 * BLOCK_BYTES
 ORDERED_STORES = platform.machine().lower() in ("x86_64", "amd64", "i686", "i386")
@@ -54,13 +54,13 @@ class Rows(NamedTuple):
     progress: tuple[memoryview, memoryview]
 
 
-class Desk:
-    """The desks of a node's ranks, as rank `rank` of them sees them. `pids`: their processes."""
+class NodeMemory:
+    """The areas of a node's ranks, as rank `rank` of them sees them. `pids`: their processes."""
 
     def __init__(
         self,
         rank: int,
-        desks: Sequence[NDArray[np.uint8]],
+        areas: Sequence[NDArray[np.uint8]],
         pids: Sequence[int],
         *,
         cores: int,
@@ -68,13 +68,13 @@ class Desk:
         fence: MPI.Win | None,
         poison_fd: int,
     ) -> None:
-        self.rank, self.size, self.desks, self.pids = rank, len(desks), desks, pids
+        self.rank, self.size, self.areas, self.pids = rank, len(areas), areas, pids
         self.crowded = self.size > cores
         """Whether ranks share cores: each meeting then costs as many switches."""
         self.reachable = reachable
         """Whether every rank can reach the others' own memory (`process_memory`)."""
         self.poison_fd = poison_fd
-        self.words = [desk[:LINE_BYTES].data.cast("B").cast("Q") for desk in desks]
+        self.words = [area[:LINE_BYTES].data.cast("B").cast("Q") for area in areas]
         even, odd, even_phase, odd_phase = (row.data.cast("Q") for row in self._rows())
         self.rows = Rows((even, odd), (even_phase, odd_phase))
         self.fence: Callable[[], None] | None = None if fence is None else fence.Sync
@@ -85,7 +85,7 @@ class Desk:
 
     def _rows(self) -> NDArray[np.uint64]:
         end = ROWS_AT + 4 * _row_bytes(self.size)
-        return self.desks[0][ROWS_AT:end].reshape(4, -1)[:, : self.size * 8]  # type: ignore[return-value]
+        return self.areas[0][ROWS_AT:end].reshape(4, -1)[:, : self.size * 8]  # type: ignore[return-value]
 
     def turn(self) -> list[int]:
         """The other ranks, nearest right neighbour first, so that not all read the same memory at once."""
@@ -93,26 +93,26 @@ class Desk:
 
     @property
     def poison(self) -> NDArray[np.uint8]:
-        return self.desks[0][POISON_AT:CARDS_AT]
+        return self.areas[0][POISON_AT:DESCRIPTORS_AT]
 
     @property
-    def cards(self) -> list[NDArray[np.uint8]]:
-        return [desk[CARDS_AT:SLOTS_AT] for desk in self.desks]
+    def descriptors(self) -> list[NDArray[np.uint8]]:
+        return [area[DESCRIPTORS_AT:SLOTS_AT] for area in self.areas]
 
     def slot(self, rank: int, parity: int) -> NDArray[np.uint8]:
         """Where `rank` puts its vector of an even, or odd, operation."""
         start = SLOTS_AT + parity * SLOT_BYTES
-        return self.desks[rank][start : start + SLOT_BYTES]
+        return self.areas[rank][start : start + SLOT_BYTES]
 
     def stage_in(self, rank: int, parity: int, owner: int) -> NDArray[np.uint8]:
         """Where `rank` puts its share of what `owner` is to reduce."""
         start = STAGES_AT + (parity * self.size + owner) * self.block_bytes
-        return self.desks[rank][start : start + self.block_bytes]
+        return self.areas[rank][start : start + self.block_bytes]
 
     def stage_out(self, rank: int, third: int) -> NDArray[np.uint8]:
         """Where `rank` puts what it has reduced."""
         start = STAGES_AT + 2 * STAGE_BYTES + third * BLOCK_BYTES
-        return self.desks[rank][start : start + self.block_bytes]
+        return self.areas[rank][start : start + self.block_bytes]
 
     def buffers(self, nbytes: int) -> list[NDArray[np.uint8]]:
         """Two buffers of this rank for the operation under way, whichever it is; for all of them the same."""
@@ -121,9 +121,9 @@ class Desk:
         return self._buffers
 
     def close(self) -> None:
-        """Collective where a fence window exists. The desk stays until all others have closed: they may still read."""
-        for desk in self.desks:
-            desk[CLOSED_AT + self.rank] = 1
+        """Collective where a fence window exists. The area stays until all others have closed: they may still read."""
+        for area in self.areas:
+            area[CLOSED_AT + self.rank] = 1
         os.close(self.poison_fd)
         _closed.append(self)
         _clear()
@@ -132,16 +132,16 @@ class Desk:
             self._window.Free()
 
 
-def open_desks(node: MPI.Comm, fenced: bool = not ORDERED_STORES) -> Desk | None:
-    """Collective over `node`: one desk each. None, on every rank, when some rank cannot map another's desk."""
+def open_memory(node: MPI.Comm, fenced: bool = not ORDERED_STORES) -> NodeMemory | None:
+    """Collective over `node`: one area each. None, on every rank, when some rank cannot map another's area."""
     _clear()
     mine = arena.empty(ROWS_AT + 4 * _row_bytes(node.size), np.uint8)
     mine[:SLOTS_AT] = mine[ROWS_AT:] = 0
     regions = np.empty((node.size, len(Region._fields)), np.int64)
     node.Allgather(np.array(arena.locate(mine), np.int64), regions)
     places = [Region(*map(int, region)) for region in regions]
-    desks, poison_fd = _attach(places)
-    opened = np.array([len(desks)], np.int64)
+    areas, poison_fd = _attach(places)
+    opened = np.array([len(areas)], np.int64)
     node.Allreduce(MPI.IN_PLACE, opened, MPI.MIN)
     if opened[0] < node.size:
         if poison_fd is not None:
@@ -153,10 +153,10 @@ def open_desks(node: MPI.Comm, fenced: bool = not ORDERED_STORES) -> Desk | None
         assert isinstance(node, MPI.Intracomm)
         fence = MPI.Win.Create(np.zeros(8, np.uint8), comm=node)
         fence.Lock_all(MPI.MODE_NOCHECK)
-    desks[node.rank] = mine  # keeps it alive
-    return Desk(
+    areas[node.rank] = mine  # keeps it alive
+    return NodeMemory(
         node.rank,
-        desks,
+        areas,
         [place.pid for place in places],
         cores=_cores(node),
         reachable=process_memory.open_to_all(node),
@@ -166,7 +166,7 @@ def open_desks(node: MPI.Comm, fenced: bool = not ORDERED_STORES) -> Desk | None
 
 
 def _attach(places: Sequence[Region]) -> tuple[list[NDArray[np.uint8]], int | None]:
-    """All desks, and the file of the first; fewer where one cannot be mapped."""
+    """All areas, and the file of the first; fewer where one cannot be mapped."""
     try:
         first = os.open(f"/proc/{places[0].pid}/fd/{places[0].fd}", os.O_RDWR | os.O_CLOEXEC)
     except OSError:
@@ -189,12 +189,12 @@ def _cores(node: MPI.Comm) -> int:
     return int(np.count_nonzero(cores))
 
 
-_closed: list[Desk] = []
-"""Whose desks others may still read."""
+_closed: list[NodeMemory] = []
+"""Whose areas others may still read."""
 
 
 def _clear() -> None:
-    """Forget closed desks that all ranks have left."""
+    """Forget closed areas that all ranks have left."""
     _closed[:] = [
-        desk for desk in _closed if not desk.desks[desk.rank][CLOSED_AT : CLOSED_AT + desk.size].all()
+        memory for memory in _closed if not memory.areas[memory.rank][CLOSED_AT : CLOSED_AT + memory.size].all()
     ]
