@@ -10,7 +10,7 @@ import pytest
 import collectives
 from collectives import api
 from collectives.errors import CollectiveError
-from collectives.network import messages
+from collectives.network import requests
 from tests.mpi.collectives.support import RANK, TOTAL, WORLD, P, fresh, make, polled, started
 from tests.mpi.sizes import only_on
 
@@ -156,7 +156,7 @@ def test_a_freed_plan_is_refused(comm):
 
 
 def test_long_vectors_go_in_several_messages(comm, monkeypatch):
-    monkeypatch.setattr(messages, "MESSAGE_BYTES", 1000)
+    monkeypatch.setattr(requests, "MESSAGE_BYTES", 1000)
     kinds = {"allreduce": TOTAL, "broadcast": 1}
     xs = [np.full(5000, RANK + 1, np.int32) for _ in kinds]
     for kind, x in zip(kinds, xs):

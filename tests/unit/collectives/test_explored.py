@@ -1,13 +1,13 @@
 """The board's protocol (publish, meet, take, poison), in every interleaving of two and three ranks.
 
-The real code runs: board, poison, descriptors, executor with its short ways, and how a communicator fails. Vectors and
-arrays are words; an array is touched by the other ranks, and freed when its rank is done or has failed. CASES says what
-is covered: two operations, the first of which may bind, a rank that brings another array to the second, numbers that wrap,
-an interrupt of one or of both ranks before each access, stores that a processor holds back. Two ranks are explored
-access by access. With three, but for slots where nobody fails, a look at a row is one move, and so is what a rank does
-under the lock. Three ranks that touch arrays while one fails do one operation, in the slow tests. Not covered:
-processes that die, time limits, two interrupts of one rank, fences of other processors, what goes over messages.
-"""
+The real code runs: board, poison, descriptors, executor with its short ways, and how a communicator fails. Vectors
+and arrays are words; an array is touched by the other ranks, and freed when its rank is done or has failed. CASES
+says what is covered: two operations, the first of which may bind, a rank that brings another array to the second,
+numbers that wrap, an interrupt of one or of both ranks before each access, stores that a processor holds back. Two
+ranks are explored access by access. With three, but for slots where nobody fails, a look at a row is one move, and so
+is what a rank does under the lock. Three ranks that touch arrays while one fails do one operation, in the slow tests.
+Not covered: processes that die, time limits, two interrupts of one rank, fences of other processors, what goes over
+messages. """
 
 from __future__ import annotations
 
