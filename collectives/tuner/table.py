@@ -52,9 +52,9 @@ SHIPPED_SLOTS: dict[int, Slots] = {
 CROWDED = 64 << 10, 512 << 10
 """Bytes of a rank, and of all together. Where ranks share cores, the meetings that slots save cost more than reading
 as many."""
-SHIPPED_CROSS_MEMORY: dict[int, int] = {2: 256 << 10, 4: 512 << 10}
-CROSS_MEMORY_PART = 128 << 10
-"""Bytes of a rank's part of the vector from which on, for other numbers of ranks, the kernel copies faster."""
+SHIPPED_CROSS_MEMORY = 4 << 20
+"""Measured with 2 and 4 ranks on two cores. Where other work has emptied the caches between calls, the kernel's copies
+are faster from some 256 KiB on."""
 SHIPPED_MEMORY: dict[str, Line] = {
     "slots 2": Line(1.1e-6, 7.4e-11),
     "slots 4": Line(6.5e-6, 2.8e-10),
@@ -109,8 +109,7 @@ class Table(msgspec.Struct, frozen=True):
     def cross_memory_from(self, ranks: int, crowded: bool) -> int:
         """From how many bytes of the whole vector on ordinary arrays go by the kernel's copies between processes. The
         shipped values hold whether ranks share cores or not."""
-        shipped = SHIPPED_CROSS_MEMORY.get(ranks, CROSS_MEMORY_PART * ranks)
-        return self.cross_memory.get(ranks, shipped)
+        return self.cross_memory.get(ranks, SHIPPED_CROSS_MEMORY)
 
     def best_between(self, kind: str, nodes: int, ranks: int, nbytes: int) -> str:
         """The algorithm for ranks on several nodes."""

@@ -42,7 +42,7 @@ from tests.mpi.collectives.support import (
 TIMEOUT = 0.15  # seconds that ranks wait for one that does not come
 LATE = 0.2  # seconds that rank 0 comes after the others, so that one of these is interrupted while it waits
 INTERRUPTED = 0.05
-SMALL, LARGE = 100, 300_000
+SMALL, LARGE = 100, 600_000
 
 
 class Route(NamedTuple):
