@@ -20,6 +20,7 @@ from mpi4py import MPI
 from collectives.errors import CollectiveError, MismatchError, of_caller
 from collectives.network import requests
 from collectives.network.control import Control
+from collectives.network.drain import part
 from collectives.network.tags import TAGS, Lanes
 from collectives.node.board import Board
 from collectives.node.layout import NodeMemory, open_memory
@@ -307,12 +308,17 @@ def _open(comm: MPI.Intracomm, arrival: _Arrival | None, known_table: Table | No
 
 
 def _retire(old: Communicator) -> None:
-    """All ranks have come to renew it: nobody touches its memory any more."""
+    """All ranks have come to renew it: nobody touches its memory any more, and no more messages are sent."""
     old.open = True
     old.close()
-    old.drop()
+    unfinished = requests.outstanding()
+    more = () if old.plan_lanes is old.lanes else old.plan_lanes
+    for comm in (*old.lanes, *more):
+        if comm is not None:
+            part(comm, unfinished)
     if old.control is not None:
         old.control.part()
+    old.drop()
 
 
 def _node_memory(comm: MPI.Intracomm) -> tuple[MPI.Comm, NodeMemory, list[int]]:

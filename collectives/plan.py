@@ -42,7 +42,7 @@ class Plan:
         try:
             code = self.runner.fast()
         except BaseException as error:
-            raise self._home.fail(self.call.text, error, self._arrays) from None
+            raise self._home.fail(self.call.text, error, self) from None
         if code:
             self.go_on(code)
         return self._result
@@ -52,7 +52,7 @@ class Plan:
         home, runner = self._home, self.runner
         if code != MET:
             self._check()
-        with home.failing(self.call.text, self._arrays):
+        with home.failing(self.call.text, self):
             if code == MET:
                 home.run(runner.rest(), self.call.text)
             elif home.started:
@@ -69,14 +69,14 @@ class Plan:
         if self._operation is not None:
             raise of_caller(CollectiveError(f"{self.call.text} was started twice: wait for it first"))
         kept = arrays or self._arrays  # also of a plan that is forgotten before it is done
-        with self._home.failing(self.call.text, kept):
+        with self._home.failing(self.call.text, self, kept):
             self._operation = Started(self.call.text, self.runner.steps(), self._exclusive, kept)
             begin(self._home, self._operation)
 
     def test(self) -> bool:
         """Move on as far as possible without waiting; True when done. `wait` must still be called."""
         operation = self._started()
-        with self._home.failing(self.call.text, self._arrays):
+        with self._home.failing(self.call.text, self):
             advance(self._home)
             if not operation.done and operation.due():
                 self._home.hear(operation.waited)
@@ -88,7 +88,7 @@ class Plan:
         operation, self._operation = self._started(), None
         if not operation.done:
             self._home.check()
-            with self._home.failing(self.call.text, self._arrays):
+            with self._home.failing(self.call.text, self):
                 finish(self._home, operation)
         if self._retired:
             self.free()

@@ -174,7 +174,7 @@ def test_more_plans_than_there_are_tags():
         x, y = np.empty(600), np.empty(600)
         old = collectives.plan("allreduce", x, comm, algorithm="ring")
         for turn in range(30):
-            new = collectives.plan("allreduce", y, comm, algorithm="multi_ring(rings=300)" if turn % 2 else "ring")
+            new = collectives.plan("allreduce", y, comm, algorithm="multi_ring(rings=600)" if turn % 2 else "ring")
             x[:], y[:] = RANK + 1, 2 * RANK + 2 + turn
             for plan in (old, new):
                 plan.start()
