@@ -192,6 +192,7 @@ class Board:
         lending = self.lent == self.number and said < self.last_phase
         if lending or not self._complete():  # else all have what they need for this operation
             self.entries[self.number & 1][self.rank] = OUT
+        self.progress[self.phase + 1 & 1][self.rank] = OUT  # more than any phase: this rank touches nobody's arrays
         if self.fence is not None:
             self.fence()
         time.sleep(SETTLE_SECONDS)

@@ -190,7 +190,7 @@ class World:
         made.poison._memory = Bytes(self, "sentence")  # type: ignore[assignment]
         return made
 
-    def _desk(self) -> Any:
+    def _memory(self) -> Any:
         rows = [tuple(self.row((name, parity)) for parity in (0, 1)) for name in ("entry", "progress")]
         return SimpleNamespace(
             rank=self.rank, size=self.size, rows=rows, fence=None, crowded=False, reachable=True, poison_fd=self.rank,
