@@ -85,7 +85,7 @@ def test_a_card_stays_until_as_many_have_been_put_as_there_are_places(ranks, bef
     assert ranks[1].read(0, token, attach).text == "first"
     ranks[0].publish(Descriptor("last"))
     assert not ranks[0].readable(put)
-    reader = Descriptors(ranks[1]._desks, 1, (5, 7))
+    reader = Descriptors(ranks[1]._areas, 1, (5, 7))
     with pytest.raises(CollectiveError, match="descriptor of rank 5 has been overwritten"):
         reader.read(0, token, attach)
 
