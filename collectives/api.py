@@ -1,5 +1,7 @@
-"""The calls: `allreduce(x)` and its family. The plan is compiled at the first call and found again. `allreduce` tells
-what its sisters, and `plan`, have in common with it."""
+"""The calls that users make: `allreduce(x)`, its family, `grouped_allreduce`; how each finds its plan.
+
+`allreduce` tells what its sisters, and `plan`, have in common with it.
+"""
 
 from __future__ import annotations
 

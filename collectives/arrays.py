@@ -59,6 +59,8 @@ def host(x: Any, name: str = "x") -> Vector:
     """`x` as a NumPy array over the same memory; TypeError when it is no host array."""
     if isinstance(x, np.ndarray):
         return x
+    if isinstance(x, np.generic):
+        raise TypeError(f"{name} is a NumPy scalar, whose memory is nobody's: pass an array of it, numpy.array(...)")
     if is_torch(x) and x.device.type == "cpu":
         return _of_torch(x, name)
     if hasattr(x, "__array_interface__"):

@@ -17,7 +17,7 @@ from weakref import WeakSet
 import numpy as np
 from mpi4py import MPI
 
-from collectives.errors import CollectiveError, MismatchError, of_caller
+from collectives.errors import CollectiveError, MismatchError, of_caller, ranks
 from collectives.network import requests
 from collectives.network.control import Control
 from collectives.network.drain import part
@@ -29,7 +29,7 @@ from collectives.node.wait import NAP_AFTER_BETWEEN_NODES, Limits, drive, limits
 from collectives.tuner import table
 from collectives.tuner.table import Table
 
-FREED = "the communicator has been freed: use one that is still there, and make plans on it anew"
+FREED = "the communicator has been freed, or renewed: use one that is still there, and make plans on it anew"
 COME = "let all call it, or name a communicator of those that do (beside a store with servers kv.layout.workers)"
 _recent: tuple[MPI.Comm | None, Communicator | None] = (None, None)
 """The last answer of `communicator`, which is mostly the next one too."""
@@ -237,7 +237,14 @@ def communicator(comm: MPI.Comm | None, known_table: Table | None = None) -> Com
     return found
 
 
+def _see_comm(comm: object) -> None:
+    if not isinstance(comm, MPI.Comm):
+        given = f"comm {comm!r} is of type {type(comm).__name__}"
+        raise of_caller(TypeError(f"{given}: pass a communicator of mpi4py, or None for COMM_WORLD"))
+
+
 def _found(comm: MPI.Comm, known_table: Table | None) -> Communicator:
+    _see_comm(comm)
     try:
         found: Any = comm.Get_attr(_key())
     except MPI.Exception:
@@ -256,6 +263,7 @@ def renew(comm: MPI.Comm | None = None) -> None:
     StallError where a rank has not come within the limits of the environment; a later call waits on for it.
     """
     comm = MPI.COMM_WORLD if comm is None else comm
+    _see_comm(comm)
     found: Any = comm.Get_attr(_key())
     if isinstance(found, Communicator):
         found.open, found.over = False, found.over or CollectiveError("it has been renewed")
@@ -279,12 +287,15 @@ class _Arrival:
     def wait(self) -> None:
         """Blocking; StallError after the limit of the environment."""
         self.limits = limits()
-        name = self._comm.Get_name() or "a communicator"
-        what = f"the first collective on {name} ({self._comm.size} ranks: {COME})"
+        name = f"{self._comm.Get_name() or 'a communicator'} of {self._comm.size} ranks"
+        what = f"the first collective on {name} ({COME})" if self.old is None else f"renew of {name}"
         drive(until(self._request.Test), self, what)
 
     def look(self, waited: float) -> None:
-        """There is no epoch yet that could end."""
+        """There is no epoch yet that could end, but what is renewed knows whose program has ended."""
+        ended = self.old.board.ended() if self.old is not None else []
+        if ended:
+            raise CollectiveError(f"{ranks(ended)} cannot come to renew: the program has ended")
 
     def late(self) -> list[int]:
         """Not known here."""

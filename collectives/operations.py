@@ -54,12 +54,15 @@ OPERATIONS = {
 
 def operation(name: str, dtype: np.dtype[Any]) -> Operation:
     """The operation called `name` on elements of `dtype`; ValueError with the choices otherwise."""
+    if not isinstance(name, str):
+        raise TypeError(f"op {name!r} is of type {type(name).__name__}: pass one of {', '.join(OPERATIONS)}, as a word")
     found = OPERATIONS.get(name)
     if found is None:
         raise ValueError(f"unknown operation {name!r}: choose one of {', '.join(OPERATIONS)}")
     if not (dtype.kind in "iuf" and dtype.isnative) and dtype.name != "bfloat16":
         raise ValueError(
-            f"cannot reduce elements of type {dtype.name}: use float16, bfloat16, float32, float64 or integers"
+            f"cannot reduce elements of type {dtype.name}{'' if dtype.isnative else ' in the other byte order'}: "
+            "use float16, bfloat16, float32, float64 or integers, as this machine has them"
         )
     if found.is_mean and dtype.kind in "iu":
         raise ValueError(f"the mean of {dtype.name} elements is no {dtype.name}: use op='sum' and divide, or floats")

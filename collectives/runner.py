@@ -140,6 +140,8 @@ def ways(home: Communicator, ranks: int) -> Ways:
 
 def chosen(home: Communicator, draft: Call, algorithm: str) -> str:
     """The algorithm that a name asks for; the same on all ranks."""
+    if not isinstance(algorithm, str):
+        raise TypeError(f"algorithm {algorithm!r} is of type {type(algorithm).__name__}: pass a name, such as 'auto'")
     if algorithm == "auto":
         return choose(home, draft)
     return choose_reproducible(home, draft) if algorithm == "reproducible" else algorithm

@@ -1,4 +1,4 @@
-"""How ranks that share no memory learn that calls differ, or that one has failed: short notes, beside all data.
+"""How ranks of other nodes learn that calls differ, or that a rank has failed: short notes, beside all data.
 
 Operations are numbered. A rank that has waited `SPEAK_SECONDS` tells all others which operation it is in. Who hears of
 an operation that it knows by another name answers with that name, so every rank gets all names and raises the same

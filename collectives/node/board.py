@@ -201,6 +201,11 @@ class Board:
             sched_yield()
         return told
 
+    def ended(self) -> list[int]:
+        """Ranks of the user's communicator on this node whose program, or process, has ended."""
+        gone = (r for r in range(self.size) if self.memory.words[r][LEFT] or self._peers.ended(r))
+        return [self.names[rank] for rank in gone]
+
     def leave(self) -> None:
         """Say that this rank's program ends."""
         self.memory.words[self.rank][LEFT] = 1

@@ -1,4 +1,4 @@
-"""The end of an epoch on a node: one flag and one sentence in shared memory, which the first to fail writes.
+"""How all ranks of a node learn that one has failed: one flag and one sentence, which the first to fail writes.
 
 Every wait looks at the flag. A file lock makes sure that the first sentence stays, and a process that dies with the
 lock gives it back. Who has ended without a word is seen by its process (`Peers`).

@@ -1,4 +1,4 @@
-"""One call on one node, line by line: put, enter, meet, take; or phases, each of which ends with a meeting.
+"""What happens, line by line, when a call on one node is made again: put, enter, meet, take; or phases and meetings.
 
 Four programs carry a call out; all ranks pick the same, by what they bring:
 

@@ -139,7 +139,7 @@ class Seen(NamedTuple):
             wanted[0] = wanted[0] if self.heard[0].error else ""  # likewise
         if [one.error for one in self.heard] != wanted:
             return f"raised {[one[:2] for one in self.heard]}"
-        if len(sentences) > 1 or len(said) > 1 or {one.sentence for one in self.again} != sentences:
+        if len(sentences) > 1 or len(said) > 1 or (sentences and {one.sentence for one in self.again} != sentences):
             return f"unlike sentences {sentences} and then {said}"
         if self.seconds > SOON:
             return f"heard after {self.seconds:.1f} s"
