@@ -113,8 +113,8 @@ def _call(
     if len({v.n for v in x}) > 1 or len({v.n for v in out}) > 1 or len(types) > 1:
         raise ValueError(
             f"the vectors of a tensor must be of one size and type, but x has {sorted(v.n for v in x)} elements, "
-            f"out {sorted(v.n for v in out)}, of {', '.join(sorted(t.name for t in types))}; for unlike arrays there is "
-            "grouped_allreduce"
+            f"out {sorted(v.n for v in out)}, of {', '.join(sorted(t.name for t in types))}; for unlike "
+            "arrays there is grouped_allreduce"
         )
     see_root(root, home.size)
     (dtype,) = types
