@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from itertools import chain
 from typing import Any
 from weakref import WeakSet
 
@@ -84,6 +85,7 @@ class Communicator:
         self.cache: Any = None
         self.lanes = Lanes(self.comm, self.across)
         """What messages of one-shot calls go over."""
+        self.all_lanes = [self.lanes]
         self.plan_lanes, self.tags_dealt = self.lanes, 0
         """What messages of plans go over, and the tags dealt on it, which keep them apart."""
         self._kept: list[Any] = []
@@ -98,10 +100,10 @@ class Communicator:
 
     def check(self) -> None:
         """Raise where the communicator is over, with the sentence that ended it, or freed."""
-        if not self.open:
-            raise MismatchError(FREED)
         if self.over is not None:
             raise type(self.over)(str(self.over))
+        if not self.open:
+            raise MismatchError(FREED)
 
     def agree(self, text: str) -> None:
         """Collective, blocking: MismatchError on every rank unless all bring the same text."""
@@ -135,7 +137,9 @@ class Communicator:
         """Errors of arguments raised within are this rank's alone; whatever else is raised ends the communicator."""
         try:
             yield
-        except (ValueError, TypeError) as error:
+        except Exception as error:
+            if isinstance(error, MemoryError):
+                raise self.fail(what, error) from None
             raise of_caller(error) from None
         except BaseException as error:
             raise self.fail(what, error) from None
@@ -143,9 +147,9 @@ class Communicator:
     def fail(self, what: str, error: BaseException, *kept: Any) -> BaseException:
         """`what` has raised here: end the communicator for all ranks; the error to raise. `kept` is not dropped, as
         others, or MPI, may still touch it. Blocks for some seconds at most, until nobody touches this rank's arrays."""
-        self._kept.append(kept)
         if self.over is not None or not self.open:
             return error
+        self._kept.append(kept)
         told = error if isinstance(error, CollectiveError) else CollectiveError(self._given_up(what, error))
         if isinstance(error, OutOfReach):
             told = CollectiveError(self.board.explain(error))
@@ -175,6 +179,7 @@ class Communicator:
         if self.tags_dealt > TAGS // 2:
             across = None if self.across is None else self.across.Dup()
             self.plan_lanes, self.tags_dealt = Lanes(self.comm.Dup(), across), 0
+            self.all_lanes.append(self.plan_lanes)
 
     def drop(self) -> None:
         """Let go of the arrays of operations that have failed, unless MPI may still touch them."""
@@ -198,7 +203,7 @@ class Communicator:
             self.control.free()
         self.board.close()
         self.node.Free()
-        for comm in (self.across, self.comm):
+        for comm in chain(*self.all_lanes):
             if comm is not None and self.over is None:
                 comm.Free()
 
@@ -323,8 +328,7 @@ def _retire(old: Communicator) -> None:
     old.open = True
     old.close()
     unfinished = requests.outstanding()
-    more = () if old.plan_lanes is old.lanes else old.plan_lanes
-    for comm in (*old.lanes, *more):
+    for comm in chain(*old.all_lanes):
         if comm is not None:
             part(comm, unfinished)
     if old.control is not None:

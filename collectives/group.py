@@ -77,7 +77,7 @@ def compile_group(
     text = f"{len(sources)} arrays ({', '.join(f'{flat.n} {flat.dtype.name}' for flat in sources)}), {op}"
     raw = GroupCall("allreduce", sum(_nbytes(flat) for flat in sources), np.dtype(np.uint8), None, 0, algorithm,
                     home.size, arrays=text)  # fmt: skip
-    pairs = [(source, target) for source, target in zip(sources, targets) if source.n]
+    pairs = [pair for pair in _apart([*zip(sources, targets)]) if pair[0].n]
     on_node = chosen(home, raw, algorithm) == "shared_memory"
     runner = (_on_node if on_node else _over_messages)(home, raw, op, pairs)
     return raw, runner
@@ -96,6 +96,24 @@ def _flats(x: Sequence[Any], out: Sequence[Any] | None) -> tuple[list[Flat], lis
             raise ValueError(f"arrays[{i}] has {source.n} {source.dtype.name} and out[{i}] {target.n} "
                              f"{target.dtype.name}: give both the same size and type")  # fmt: skip
     return sources, targets
+
+
+def _apart(pairs: Sequence[tuple[Flat, Flat]]) -> list[tuple[Flat, Flat]]:
+    """The arrays, each once: one that is there twice, as tied weights are, is reduced once. ValueError where the result
+    of one goes into part of another."""
+    once = {pair: number for number, pair in reversed([*enumerate(pairs)])}
+    extents = []
+    for (source, target), number in once.items():
+        extents.append((target.address, target.address + _nbytes(target), number, True))
+        if source != target:
+            extents.append((source.address, source.address + _nbytes(source), number, False))
+    end, last, written = 0, -1, False
+    for start, stop, number, writes in sorted(extents):
+        if start < end and number != last and (writes or written):
+            raise ValueError(f"arrays {last} and {number} overlap, and a result goes there: give each its own memory")
+        if stop > end:
+            end, last, written = stop, number, writes
+    return [pair for pair, _ in sorted(once.items(), key=lambda item: item[1])]
 
 
 def _on_node(home: Communicator, call: GroupCall, op: str, pairs: Sequence[tuple[Flat, Flat]]) -> Runner:

@@ -52,6 +52,8 @@ class Plan:
         home, runner = self._home, self.runner
         if code != MET:
             self._check()
+            if self._operation is not None and not self._exclusive:  # its requests are under way
+                raise of_caller(CollectiveError(f"{self.call.text} was started: wait for it first"))
         with home.failing(self.call.text, self):
             if code == MET:
                 home.run(runner.rest(), self.call.text)
@@ -76,6 +78,8 @@ class Plan:
     def test(self) -> bool:
         """Move on as far as possible without waiting; True when done. `wait` must still be called."""
         operation = self._started()
+        if not operation.done:
+            self._home.check()
         with self._home.failing(self.call.text, self):
             advance(self._home)
             if not operation.done and operation.due():
@@ -130,19 +134,16 @@ class Plan:
         return self.call.nbytes if self.runner.holds else 0
 
     def free(self) -> None:
-        """Give back what the plan holds of MPI, and its arrays. Local; the plan cannot run any more."""
-        if not self._freed:
+        """Give back what the plan holds of MPI, and its arrays, as soon as what was started is over. Local; the plan
+        cannot run any more."""
+        if self._operation is not None:
+            self._retired = True
+        elif not self._freed:
             self._freed = True
             self.runner.fast = not_begun
             self.runner.free()
             self.runner.fast = not_begun
             self._arrays = self._result = None
-
-    def retire(self) -> None:
-        """Free it, as soon as what was started is over."""
-        self._retired = True
-        if self._operation is None:
-            self.free()
 
     def _check(self) -> None:
         if self._freed:

@@ -73,7 +73,7 @@ class PlanCache:
         _, plan = self._by_place.popitem(last=False)
         self._held -= plan.held_bytes
         self.by_identity.clear()  # which may hold it too
-        plan.retire()
+        plan.free()
 
 
 def place(x: Any) -> Any:

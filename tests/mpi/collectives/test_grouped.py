@@ -102,3 +102,20 @@ def test_many_groups_of_as_many_bytes():
         total = P * (P + 1) // 2
         wrong += [turn] * bool((x[0] != total).any() or (x[1] != total + P).any())
     assert not wrong
+
+
+@pytest.mark.parametrize("n", [10, 100_000])
+@pytest.mark.parametrize("array", ["ordinary", "shared"])
+def test_an_array_that_is_there_twice_is_reduced_once(comm, array, n):
+    x, y = placed(array, [np.full(n, RANK + 1.0), np.full(n, RANK + 2.0)])
+    collectives.grouped_allreduce([x, y, x], comm)
+    total = P * (P + 1) / 2
+    assert (x == total).all() and (y == total + P).all()
+
+
+def test_results_that_overlap_are_refused_on_this_rank_alone(comm):
+    x = np.ones(200_000)
+    with pytest.raises(ValueError, match="arrays 0 and 1 overlap"):
+        collectives.grouped_allreduce([x[:150_000], x[100_000:]], comm)
+    collectives.grouped_allreduce([x[:100_000], x[100_000:]], comm)
+    assert (x == P).all()

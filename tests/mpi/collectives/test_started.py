@@ -10,6 +10,7 @@ from mpi4py import MPI
 
 import collectives
 from collectives.api import begin
+from tests.mpi.collectives.support import NODES, fresh, hear, polled
 
 N = 1 << 20
 
@@ -46,3 +47,54 @@ def test_a_started_call_that_nobody_waits_for_keeps_its_arrays(one_shot):
     collectives.allreduce(few, comm)
     assert (few == comm.size).all()
     comm.Free()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_what_was_started_beside_a_call_that_failed_hears_so_at_once():
+    with fresh("one node") as comm:
+        plans = [collectives.plan("allreduce", np.ones(1000), comm) for _ in range(2)]
+        for plan in plans:
+            plan.start()
+        bad = hear(lambda: collectives.allreduce(np.ones(4 + comm.rank), comm))
+        heard = [hear(lambda plan=plan: polled(plan)) for plan in plans]
+        assert {one.sentence for one in heard if one.error} <= {bad.sentence}
+        assert all(one.ended - one.begun < 5 for one in heard)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("nodes", NODES)
+def test_a_plan_of_messages_that_was_started_is_neither_run_nor_freed_meanwhile(nodes):
+    with fresh(nodes) as comm:
+        x = np.ones(1000)
+        plan = collectives.plan("allreduce", x, comm, algorithm="ring")
+        plan.start()
+        if nodes == "a node for each rank":
+            with pytest.raises(collectives.CollectiveError, match="was started"):
+                plan()
+        plan.free()
+        plan.wait()
+        assert (x == comm.size).all()
+        with pytest.raises(collectives.CollectiveError, match="has been freed"):
+            plan()
+        y = np.ones(3)
+        collectives.allreduce(y, comm)
+        assert (y == comm.size).all()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_whatever_an_argument_raises_is_this_ranks_alone():
+    class Refusing:
+        def __dlpack__(self, **given):
+            raise BufferError("not to be had")
+
+        def __dlpack_device__(self):
+            return 1, 0
+
+    with fresh("one node") as comm:
+        if comm.rank == 0:
+            for bad in (Refusing(), np.float64(3.0), [np.float64(3.0)], "x"):
+                with pytest.raises((BufferError, TypeError, ValueError)):
+                    collectives.allreduce(bad, comm)
+        x = np.ones(3)
+        collectives.allreduce(x, comm)
+        assert (x == comm.size).all()

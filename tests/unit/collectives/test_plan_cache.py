@@ -25,7 +25,7 @@ class Made:
         Made.made += 1
         self.held_bytes, self.retired = nbytes, 0
 
-    def retire(self):
+    def free(self):
         self.retired += 1
 
 
