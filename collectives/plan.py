@@ -142,7 +142,6 @@ class Plan:
             self._freed = True
             self.runner.fast = not_begun
             self.runner.free()
-            self.runner.fast = not_begun
             self._arrays = self._result = None
 
     def _check(self) -> None:

@@ -1,4 +1,4 @@
-"""The vector that a schedule works in, and the ways between it and the caller's arrays; the same for all transports."""
+"""The vector that a schedule works in, and the ways between it and the caller's arrays."""
 
 from __future__ import annotations
 
