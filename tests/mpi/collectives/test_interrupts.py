@@ -106,7 +106,7 @@ def test_interrupts_at_any_moment(nodes, way, route):
 @pytest.mark.parametrize("route", ["large", "empty", "native", "ring"])
 @pytest.mark.parametrize("how", ["timeout", "interrupt"])
 def test_the_array_of_a_call_that_was_given_up_is_not_written_later(nodes, route, how):
-    """The other ranks come when the array has other use; MPI may not have let go of it, so it is kept alive."""
+    """The other ranks come when the array has other use, or when other arrays lie where it lay."""
     with fresh(nodes) as comm:
         cell = Cell(comm, "blocking", route)
         call = cell.call()
@@ -125,13 +125,12 @@ def test_the_array_of_a_call_that_was_given_up_is_not_written_later(nodes, route
                 call()
         WORLD.Barrier()
         if RANK == 0:
-            address, n = x.ctypes.data, x.size
+            n = x.size
             cell.arrays.clear()
             del x, call
             others = [np.full(n, -7.0) for _ in range(4)]  # one of them may lie where it lay
             time.sleep(0.3)
             written = any((one != -7).any() for one in others)
-            assert route != "native" or address not in [one.ctypes.data for one in others] or nodes == "one node"
         assert not WORLD.allreduce(written)
         collectives.renew(comm)
         still_works(comm)
