@@ -23,10 +23,10 @@ class Made:
 
     def __init__(self, nbytes=0):
         Made.made += 1
-        self.held_bytes, self.retired = nbytes, 0
+        self.held_bytes, self.freed = nbytes, 0
 
     def free(self):
-        self.retired += 1
+        self.freed += 1
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_plans_are_bounded_and_those_used_last_stay(cache):
     for x in xs:
         plans.append(cache.find(CALL, x, None, Made))
         cache.find(CALL, xs[0], None, Made)
-    assert [plan.retired for plan in plans] == [0] + [1] * 10 + [0] * (MOST_PLANS - 1)
+    assert [plan.freed for plan in plans] == [0] + [1] * 10 + [0] * (MOST_PLANS - 1)
     assert cache.find(CALL, xs[0], None, Made) is plans[0]
     assert cache.find(CALL, xs[1], None, Made) is not plans[1]
 
@@ -89,16 +89,16 @@ def test_a_plan_that_is_gone_is_not_found_by_identity(cache):
     gone = cache.find(CALL, x, None, Made)
     for other in (others := [np.zeros(1) for _ in range(MOST_PLANS)]):
         cache.find(CALL, other, None, Made)
-    assert others and gone.retired == 1
+    assert others and gone.freed == 1
     assert all(entry.plan is not gone for entry in cache.by_identity.values())
 
 
 def test_bytes_are_bounded(cache):
     xs = [np.zeros(1) for _ in range(3)]
     plans = [cache.find(CALL, x, None, lambda: Made(MOST_BYTES // 2)) for x in xs]
-    assert [plan.retired for plan in plans] == [1, 0, 0]
+    assert [plan.freed for plan in plans] == [1, 0, 0]
     last = cache.find(CALL, np.zeros(1), None, lambda: Made(2 * MOST_BYTES))
-    assert [plan.retired for plan in plans] == [1, 1, 1] and not last.retired
+    assert [plan.freed for plan in plans] == [1, 1, 1] and not last.freed
 
 
 def test_identities_are_bounded(cache):
@@ -112,7 +112,7 @@ def test_identities_are_bounded(cache):
 def test_freeing_gives_all_back(cache):
     plans = [cache.find(CALL, x, None, lambda: Made(5)) for x in [np.zeros(1), np.zeros(1)]]
     cache.free()
-    assert [plan.retired for plan in plans] == [1, 1] and not cache.by_identity
+    assert [plan.freed for plan in plans] == [1, 1] and not cache.by_identity
 
 
 @pytest.mark.parametrize("algorithm", ["auto", "native", "ring"])
