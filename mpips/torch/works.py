@@ -7,13 +7,17 @@ belong to. Sends and receives go on beside them. The thread sleeps while there i
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Generator
 from typing import Any
 
+import numpy as np
 import torch
 from torch.futures import Future
 
+NAP_SECONDS = 2e-5
+"""Between two looks at operations that go on beside each other."""
 Steps = Generator[None, None, Any]
 """An operation that yields whenever it has to wait; it returns the result."""
 
@@ -62,7 +66,8 @@ class Communication:
                 return job.future
             self._busy = True
         try:
-            job.end(job.run())
+            with np.errstate(all="ignore"):  # as PyTorch computes
+                job.end(job.run())
         finally:
             with self._state:
                 self._busy = False
@@ -82,6 +87,7 @@ class Communication:
         self._thread.start()
 
     def _loop(self) -> None:
+        np.seterr(all="ignore")
         while True:
             with self._state:
                 self._state.wait_for(lambda: self._closing or (self._jobs and not self._busy))
@@ -104,7 +110,10 @@ class Communication:
                     _run(job)
                     continue
                 under_way.append((job, job.steps()))
-            under_way = [(each, steps) for each, steps in under_way if not _stepped(each, steps)]
+            left = [(each, steps) for each, steps in under_way if not _stepped(each, steps)]
+            if left and len(left) == len(under_way):
+                time.sleep(NAP_SECONDS)
+            under_way = left
 
     def _next(self, under_way: list[tuple[Job, Steps]]) -> Job | None:
         """The next job that may begin: collectives wait for the one before."""
