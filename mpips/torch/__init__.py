@@ -2,8 +2,12 @@
 
     import torch.distributed as dist, mpips.torch
     dist.init_process_group("mpips")            # under mpirun, mpips run or srun: rank and size come from MPI
+    model = mpips.torch.DataParallel(model)     # or torch's own DistributedDataParallel(model)
 """
 
 from mpips.torch.backend import register
+from mpips.torch.data_parallel import DataParallel
+
+__all__ = ["DataParallel"]
 
 register()
