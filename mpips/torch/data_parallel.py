@@ -26,7 +26,7 @@ from mpips.torch import buckets as cutting
 from mpips.torch.buckets import Bucket, Costs
 from mpips.torch.gradients import Gradients, empty
 from mpips.torch.group import communication
-from mpips.torch.tensors import data
+from mpips.torch.state import broadcast_tensors
 from mpips.torch.works import Job
 
 PROFILE_STEPS = 3
@@ -67,7 +67,7 @@ class DataParallel(torch.nn.Module):
         if isinstance(buckets, str) and buckets != "auto":
             cutting.cut([1], [0.0], Costs(0.0, 0.0), buckets)  # a word that is unknown is refused here
         self._see_alike(module)
-        self._broadcast([*module.parameters(), *module.buffers()])
+        broadcast_tensors([*module.parameters(), *module.buffers()], 0, self._comm)
         self._buffers_too = broadcast_buffers and any(True for _ in module.buffers())
         self._syncs, self._joining, self._armed = True, False, False
         self._active = torch.zeros(1)
@@ -85,7 +85,7 @@ class DataParallel(torch.nn.Module):
         if self._joining and self._syncs:
             self._count(1.0)
         elif self._buffers_too and self.training and self._syncs:
-            self._broadcast(list(self.module.buffers()))
+            broadcast_tensors(self.module.buffers(), 0, self._comm)
         return self.module(*inputs, **keywords)
 
     @contextmanager
@@ -109,7 +109,7 @@ class DataParallel(torch.nn.Module):
                 self._gradients.nothing()
                 self._run(0)
                 self._ended()
-            self._broadcast([*self.module.parameters(), *self.module.buffers()], self._last(made))
+            broadcast_tensors([*self.module.parameters(), *self.module.buffers()], self._last(made), self._comm)
         finally:
             self._joining = False
 
@@ -283,20 +283,6 @@ class DataParallel(torch.nn.Module):
         elements = sum(parameter.numel() for parameter in module.parameters())
         self._home.agree(f"DataParallel of {type(module).__name__}, {len(shapes)} parameters with {elements} elements, "
                          f"names and shapes {digest}, buckets {self._asked}, algorithm {self._algorithm}")  # fmt: skip
-
-    def _broadcast(self, tensors: Sequence[Tensor], root: int = 0) -> None:
-        """The root's values for all."""
-        packed = np.concatenate([data(tensor.detach().contiguous()) for tensor in tensors] or [np.empty(0, np.uint8)])
-        if not packed.size:
-            return
-        collectives.broadcast(packed, self._comm, root)
-        start = 0
-        with torch.no_grad():
-            for tensor in tensors:
-                part = torch.from_numpy(packed[start : start + tensor.numel() * tensor.element_size()].copy())
-                if tensor.numel():
-                    tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
-                start += part.numel()
 
 
 class _Allreduce:
