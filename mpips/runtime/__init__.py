@@ -1,1 +1,1 @@
-"""What the store runs on: epochs and their failures, rendezvous, waiting, operations in the background."""
+"""What the store stands on while it runs: its epoch, how ranks meet, how they wait, and how they end."""
