@@ -135,7 +135,11 @@ class Flush(msgspec.Struct, tag=True):
 
 
 class OpenStore(msgspec.Struct, tag=True):
-    """One more store with these servers; sent by every worker, as making it is collective over all ranks."""
+    """One more store with these servers; sent by every worker. Answered before the server joins in making it, which is
+    collective over all ranks."""
+
+    kind: str
+    options: dict[str, str | int | float | bool]
 
 
 class SetOptimizer(msgspec.Struct, tag=True):
@@ -146,9 +150,10 @@ class SetOptimizer(msgspec.Struct, tag=True):
 
 
 class UpdateOptimizer(msgspec.Struct, tag=True):
-    """Other numbers of these keys' optimizer (a whole encoded record), from the next round on. State is kept."""
+    """Other numbers (`mpips.optimizers.encode_numbers`) of these keys' optimizers, of all keys where None, from the next
+    round on. State is kept."""
 
-    data: bytes
+    numbers: bytes
     keys: list[int | str] | None = None
 
 
@@ -193,10 +198,11 @@ class RoundsAre(msgspec.Struct, tag=True):
 
 
 class SetRounds(msgspec.Struct, tag=True):
-    """After a recovery: the rounds from which units count on, so that all units of a key count alike."""
+    """The rounds from which units count on, so that all units of a key count alike, and whether they are torn."""
 
     units: list[int]
     rounds: list[int]
+    torn: list[bool]
 
 
 class Snapshot(msgspec.Struct, tag=True):
@@ -209,13 +215,11 @@ class Snapshot(msgspec.Struct, tag=True):
 class Snapshotted(msgspec.Struct, tag=True):
     """For each unit that was frozen: its round, the optimizer's step, and the dtypes of its state arrays."""
 
-    rounds: list[int]
-    steps: list[int]
-    dtypes: list[list[str]]
+    units: list[tuple[int, int, list[str]]]
 
 
 class ReadSnapshot(msgspec.Struct, tag=True):
-    """Elements [start, stop) of a frozen unit's values (slot -1) or of state array `slot`; answered with Elements."""
+    """Elements [start, stop) of a frozen unit's values (slot -1) or of state array `slot`; answered with Bytes."""
 
     number: int
     unit: int
@@ -224,10 +228,9 @@ class ReadSnapshot(msgspec.Struct, tag=True):
     stop: int
 
 
-class Elements(msgspec.Struct, tag=True):
-    """Elements of an array."""
+class Bytes(msgspec.Struct, tag=True):
+    """Elements of an array, as bytes in its dtype."""
 
-    dtype: str
     data: bytes
 
 
@@ -245,7 +248,7 @@ Request = (
     Create | Forget | Flush | OpenStore | SetOptimizer | UpdateOptimizer | SetCompression | GetState | PutState
     | Rounds | SetRounds | Snapshot | ReadSnapshot | DropSnapshot
 )  # fmt: skip
-Answer = Created | StatePart | RoundsAre | Snapshotted | Elements | Done
+Answer = Created | StatePart | RoundsAre | Snapshotted | Bytes | Done
 
 encode = msgspec.msgpack.Encoder().encode
 decode_request = msgspec.msgpack.Decoder(Request).decode

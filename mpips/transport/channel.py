@@ -1,0 +1,151 @@
+"""Messages between nodes: lines of them, and those under way whose memory is the caller's.
+
+A call that ends early must leave nothing under way in memory that the caller has back. So whoever sends or receives
+there notes it in `UnderWay` until it is over, and `UnderWay.stop` sees to what is left when the epoch has ended.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from mpi4py import MPI
+
+from collectives.network import requests as kept
+from mpips.runtime.tasks import Task
+from mpips.transport.frames import FRAME, FRAME_BYTES, NOWHERE, ROUND, ROUND_AT, Frame
+from mpips.transport.tags import TAG_BODY, TAG_FRAME
+
+SENT = 32
+"""Sends of a line after which it looks which of them MPI has taken."""
+QUIET_SECONDS = 5.0
+"""How long the end of an epoch waits for messages whose memory is the caller's. Who answers at all does so sooner."""
+LOOK_SECONDS = 1e-4
+
+
+class MessageLine:
+    """Frames and bodies as messages; the sender's copies live until MPI has taken them."""
+
+    local = False
+
+    def __init__(self, comm: MPI.Intracomm, peer: int) -> None:
+        self._comm, self._peer = comm, peer
+        self._sends: list[tuple[MPI.Request, bytes]] = []
+
+    def _send(self, data: bytes, tag: int) -> None:
+        if len(self._sends) > SENT:
+            self._sends = [(request, data) for request, data in self._sends if not request.Test()]
+        self._sends.append((self._comm.Isend(data, self._peer, tag), data))
+
+    def post(
+        self, op: int, unit: int = 0, round_: int = 0, region: tuple[int, ...] = NOWHERE, coding: int = 0,
+        priority: int = 0, aux: int = 0, token: int = 0, flags: int = 0,
+    ) -> None:  # fmt: skip
+        """Send a frame."""
+        self._send(FRAME.pack(op, flags, coding, priority, unit, aux, *region, token, round_), TAG_FRAME)
+
+    def again(self, frame: bytes, round_: int) -> None:
+        """Send a packed frame with another round."""
+        self._send(frame[:ROUND_AT] + ROUND.pack(round_), TAG_FRAME)
+
+    def post_body(self, body: bytes, op: int, unit: int = 0, round_: int = 0, token: int = 0, flags: int = 0) -> None:
+        """Send a frame, then its body."""
+        self.post(op, unit, round_, (0, 0, 0, 0, len(body)), token=token, flags=flags)
+        self._send(body, TAG_BODY)
+
+    def flush(self) -> bool:
+        """MPI has everything."""
+        return True
+
+    def waiting(self) -> bool:
+        """Whether a frame has come."""
+        return self._comm.Iprobe(self._peer, TAG_FRAME)
+
+    def read(self) -> Iterator[bytes]:
+        """The frames that have come, packed, in order."""
+        while self._comm.Iprobe(self._peer, TAG_FRAME):
+            data = bytearray(FRAME_BYTES)
+            self._comm.Recv(data, self._peer, TAG_FRAME)
+            yield bytes(data)
+
+    def body(self, frame: Frame) -> bytes:
+        """The body of a frame that has been read; its sender has sent it already."""
+        data = bytearray(frame.nbytes)
+        self._comm.Recv(data, self._peer, TAG_BODY)
+        return bytes(data)
+
+    def stopped(self) -> bool:
+        """A server of another node reads no memory of this one."""
+        return True
+
+    def done(self) -> bool:
+        """Whether MPI has taken everything sent."""
+        self._sends = [(request, data) for request, data in self._sends if not request.Test()]
+        return not self._sends
+
+
+class Exchange:
+    """Messages that belong together, and what they are sent from or received into."""
+
+    def __init__(self, receives: Sequence[MPI.Request], sends: Sequence[MPI.Request]) -> None:
+        self.receives, self.sends = list(receives), list(sends)
+
+    def left(self) -> int:
+        """How many are under way; one look at MPI for all that come, one for all that go."""
+        self.receives, self.sends = pending(self.receives), pending(self.sends)
+        return len(self.receives) + len(self.sends)
+
+    def cancel(self) -> None:
+        """Receive nothing more, but for what is coming in already."""
+        for request in reversed(self.receives):  # what comes meanwhile belongs to an earlier one
+            if request:
+                request.Cancel()
+
+
+class UnderWay:
+    """The exchanges of one rank that are not over."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, Exchange] = {}
+
+    def begin(self, receives: Sequence[MPI.Request] = (), sends: Sequence[MPI.Request] = ()) -> Exchange:
+        """Note requests whose memory may be the caller's."""
+        exchange = Exchange(receives, sends)
+        self._open[id(exchange)] = exchange
+        return exchange
+
+    def over(self, exchange: Exchange) -> None:
+        """All of it has come and gone."""
+        del self._open[id(exchange)]
+
+    def wait(self, exchange: Exchange) -> Task[None]:
+        """Wait until it is over."""
+        before = len(exchange.receives) + len(exchange.sends)
+        while left := exchange.left():
+            yield left < before
+            before = left
+        self.over(exchange)
+
+    def stop(self, seconds: float = QUIET_SECONDS) -> bool:
+        """The epoch is over: cancel receives, wait for sends, so that nothing touches memory of the caller; blocking,
+        so long at most. Whether nothing is under way any more: what is left, as its peer does not answer, is kept with
+        its memory until MPI is through with it. Not to be begun or waited for again before the next epoch."""
+        exchanges = list(self._open.values())
+        for exchange in exchanges:
+            exchange.cancel()
+        until = time.monotonic() + seconds
+        while (left := [exchange for exchange in exchanges if exchange.left()]) and time.monotonic() < until:
+            time.sleep(LOOK_SECONDS)
+        for exchange in left:
+            for request in exchange.receives + exchange.sends:
+                kept.leave(request)
+        self._open.clear()
+        return not left
+
+
+def pending(requests: list[Any]) -> list[Any]:
+    """Those that have not ended; one look at MPI for all of them."""
+    if not requests or not (ended := MPI.Request.Testsome(requests)):
+        return requests
+    return [request for index, request in enumerate(requests) if index not in ended]
