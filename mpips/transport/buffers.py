@@ -20,6 +20,8 @@ KEPT = 16  # buffers kept for the next block
 FRAME_COST = 2048  # bytes that a small payload costs beside itself
 
 Bytes = NDArray[np.uint8]
+Place = tuple[int, int]
+"""Round, and first element in the key."""
 
 
 class Buffers:
@@ -54,15 +56,22 @@ class _Sent(NamedTuple):
     """A payload on its way."""
 
     key: Hashable
-    settled: Callable[[], int]
-    round: int
+    place: Place
+    consumed: Callable[[], int]
     nbytes: int
+
+    def read(self) -> bool:
+        """Whether the server has read it."""
+        return self.consumed() >= self.place[0]
 
 
 class Window:
     """What a worker has sent to one server without being asked, and the server has not read yet.
 
-    `limit`: so many bytes at most, or one payload.
+    A payload has a place in its key: its round, and where in the key it begins. All workers send what a round of a key
+    consists of, and a server reads what has come from everybody. So a worker may wait only for what comes before in
+    the key: that can be read without what it holds back. Behind a later part, or another key, workers that go through
+    them in different orders would wait for each other.
     """
 
     def __init__(self) -> None:
@@ -70,16 +79,16 @@ class Window:
         self._bytes = 0
 
     def admits(self, nbytes: int, limit: int) -> bool:
-        """Whether so many bytes more may be sent now."""
-        while self._open and self._open[0].settled() >= self._open[0].round:
+        """Whether so many bytes more may be sent now: `limit` bytes in all at most, or one payload."""
+        while self._open and self._open[0].read():
             self._bytes -= self._open.popleft().nbytes
         return not self._open or self._bytes + nbytes + FRAME_COST <= limit
 
-    def holds(self, key: Hashable) -> bool:
-        """Whether a payload of the key was still under way when `admits` looked."""
-        return any(sent.key == key for sent in self._open)
+    def holds(self, key: Hashable, before: Place) -> bool:
+        """Whether a payload of the key is under way that comes before that place."""
+        return any(sent.key == key and sent.place < before and not sent.read() for sent in self._open)
 
-    def add(self, key: Hashable, settled: Callable[[], int], round_: int, nbytes: int) -> None:
-        """A payload of the key is sent; it has been read, or is of no use, when `settled()` reaches `round_`."""
-        self._open.append(_Sent(key, settled, round_, nbytes + FRAME_COST))
+    def add(self, key: Hashable, place: Place, consumed: Callable[[], int], nbytes: int) -> None:
+        """A payload is sent; it has been read when `consumed()` reaches its round."""
+        self._open.append(_Sent(key, place, consumed, nbytes + FRAME_COST))
         self._bytes += nbytes + FRAME_COST

@@ -14,7 +14,7 @@ from mpi4py import MPI
 
 from collectives.network import requests as kept
 from mpips.runtime.tasks import Task
-from mpips.transport.frames import FRAME, FRAME_BYTES, NOWHERE, ROUND, ROUND_AT, Frame
+from mpips.transport.frames import FRAME, FRAME_BYTES, NOWHERE, ROUND, ROUND_AT, WITH_BODY, Frame
 from mpips.transport.tags import TAG_BODY, TAG_FRAME
 
 SENT = 32
@@ -25,18 +25,28 @@ LOOK_SECONDS = 1e-4
 
 
 class MessageLine:
-    """Frames and bodies as messages; the sender's copies live until MPI has taken them."""
+    """Frames and bodies as messages; the sender's copies live until MPI has taken them. Nothing here blocks: a frame
+    that has a body is there when all of the body is."""
 
     local = False
 
     def __init__(self, comm: MPI.Intracomm, peer: int) -> None:
-        self._comm, self._peer = comm, peer
+        self.comm, self._peer = comm, peer
         self._sends: list[tuple[MPI.Request, bytes]] = []
+        self._body = bytearray()
+        self._frame = b""
+        """One whose body is on its way."""
+        self._request = MPI.REQUEST_NULL
+
+    @property
+    def coming(self) -> bool:
+        """Whether the body of a frame is on its way."""
+        return bool(self._frame)
 
     def _send(self, data: bytes, tag: int) -> None:
         if len(self._sends) > SENT:
             self._sends = [(request, data) for request, data in self._sends if not request.Test()]
-        self._sends.append((self._comm.Isend(data, self._peer, tag), data))
+        self._sends.append((self.comm.Isend(data, self._peer, tag), data))
 
     def post(
         self, op: int, unit: int = 0, round_: int = 0, region: tuple[int, ...] = NOWHERE, coding: int = 0,
@@ -59,21 +69,30 @@ class MessageLine:
         return True
 
     def waiting(self) -> bool:
-        """Whether a frame has come."""
-        return self._comm.Iprobe(self._peer, TAG_FRAME)
+        """Whether a frame has come, or is coming with its body."""
+        return self.coming or self.comm.Iprobe(self._peer, TAG_FRAME)
 
     def read(self) -> Iterator[bytes]:
         """The frames that have come, packed, in order."""
-        while self._comm.Iprobe(self._peer, TAG_FRAME):
-            data = bytearray(FRAME_BYTES)
-            self._comm.Recv(data, self._peer, TAG_FRAME)
-            yield bytes(data)
+        while self.coming or self.comm.Iprobe(self._peer, TAG_FRAME):
+            frame = self._frame or self._next()
+            if frame[0] in WITH_BODY and not self._request.Test():
+                self._frame = frame
+                return
+            self._frame = b""
+            yield frame
+
+    def _next(self) -> bytes:
+        data = bytearray(FRAME_BYTES)
+        self.comm.Recv(data, self._peer, TAG_FRAME)
+        if data[0] in WITH_BODY:
+            self._body = bytearray(Frame.of(data).nbytes)
+            self._request = self.comm.Irecv(self._body, self._peer, TAG_BODY)
+        return bytes(data)
 
     def body(self, frame: Frame) -> bytes:
-        """The body of a frame that has been read; its sender has sent it already."""
-        data = bytearray(frame.nbytes)
-        self._comm.Recv(data, self._peer, TAG_BODY)
-        return bytes(data)
+        """The body of the frame that was read last."""
+        return bytes(self._body)
 
     def stopped(self) -> bool:
         """A server of another node reads no memory of this one."""
@@ -83,6 +102,11 @@ class MessageLine:
         """Whether MPI has taken everything sent."""
         self._sends = [(request, data) for request, data in self._sends if not request.Test()]
         return not self._sends
+
+
+def knocked(lines: Sequence[MessageLine]) -> bool:
+    """Whether any of these lines of one communicator may have a frame: one look at MPI for all of them."""
+    return bool(lines) and (lines[0].comm.Iprobe(MPI.ANY_SOURCE, TAG_FRAME) or any(line.coming for line in lines))
 
 
 class Exchange:

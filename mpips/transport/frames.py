@@ -57,6 +57,10 @@ class Op(IntEnum):
     """The typed answer to a CONTROL. flags: 1 where it is an error."""
 
 
+WITH_BODY = frozenset({Op.CONTROL, Op.PULL_ROWS, Op.WARNING, Op.ANSWER})
+"""What is always followed by a body."""
+
+
 class Coding(IntEnum):
     """How a payload is to be read (the `coding` of a frame)."""
 
@@ -143,15 +147,15 @@ class OpenStore(msgspec.Struct, tag=True):
 
 
 class SetOptimizer(msgspec.Struct, tag=True):
-    """The optimizer (`mpips.optimizers.encode`) of these keys from now on, of all keys where None. State begins anew."""
+    """The optimizer (`mpips.optimizers.encode`) of these keys, of all where None, from now on. State begins anew."""
 
     optimizer: bytes
     keys: list[int | str] | None = None
 
 
 class UpdateOptimizer(msgspec.Struct, tag=True):
-    """Other numbers (`mpips.optimizers.encode_numbers`) of these keys' optimizers, of all keys where None, from the next
-    round on. State is kept."""
+    """Other numbers (`mpips.optimizers.encode_numbers`) of these keys' optimizers, of all where None, from the next round
+    on. State is kept."""
 
     numbers: bytes
     keys: list[int | str] | None = None

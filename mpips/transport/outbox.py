@@ -6,7 +6,7 @@ workers push side by side and the server keeps up. Where it does not, the next b
 waits for a worker that comes late.
 
 In memory: word 0 counts blocks filled over all rounds, the words from `PLACES` on hold the slot of each block, and then
-come the slots. Works where the processor keeps the order of stores (`rings.usable`).
+come the slots. Works where the processor keeps the order of stores (`ring.usable`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def header_bytes(blocks: int) -> int:
 
 
 class Outbox:
-    """One part's, of `size` elements in `blocks` blocks of `block_elements`; `words[0]` is the server's progress."""
+    """One shard's, of `size` elements in `blocks` blocks of `block_elements`; `words[0]` is the server's progress."""
 
     def __init__(self, words: Any, size: int, blocks: int, block_elements: int, dtype: np.dtype) -> None:
         self._words, self._blocks, self._step = words, blocks, block_elements
@@ -46,7 +46,7 @@ class Outbox:
         memory = arena.empty(header + elements * dtype.itemsize, np.uint8)
         self._mine = memoryview(memory[:header].view(np.uint64))  # type: ignore[arg-type]
         self.slots: Array = memory[header:].view(dtype)
-        """1-D; of a part of one block: all of it."""
+        """1-D; of a shard of one block: all of it."""
         self.growing: Region = arena.locate(memory) or NOWHERE
         self.plain: Region = arena.locate(self.slots) or NOWHERE
         self._before = self._used = self._summed = 0
@@ -72,7 +72,7 @@ class Outbox:
         return self.filled >= self._blocks
 
     def put(self, values: Array) -> None:
-        """Copy the next block of the part's values in and count it."""
+        """Copy the next block of the shard's values in and count it."""
         mine, step = self._mine, self._step
         slot = self._free.pop() if self._free else self._slot()
         block = mine[0] - self._before
@@ -111,3 +111,16 @@ class Outbox:
                 return False
             os.sched_yield()
         return True
+
+
+Grows = list[tuple[Outbox, Array]]
+"""Outboxes with what they are filled with."""
+
+
+def fill(grows: Grows) -> None:
+    """Copy what is not there yet into outboxes block by block, in turns over the servers and, where workers share a
+    core, over them, so that a server finds every worker's block in the cache."""
+    while left := [item for item in grows if not item[0].full]:
+        for outbox, values in left:
+            outbox.put(values)
+            os.sched_yield()
