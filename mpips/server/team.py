@@ -21,9 +21,8 @@ class _Task:
         """Item after item from the front, as thread 0."""
         try:
             self._take(0, self._left.popleft)
-        except BaseException:
-            self._left.clear()
-            raise
+        finally:
+            self._left.clear()  # where it has raised, the others are to end
 
     def back(self, thread: int) -> None:
         """Item after item from the back."""
