@@ -107,7 +107,7 @@ def scaled(g: np.ndarray, rescale: float) -> np.ndarray:
 
 
 def decayed(w: np.ndarray, g: np.ndarray, rescale: float, weight_decay: float, scratch: np.ndarray) -> np.ndarray:
-    """`rescale * g + weight_decay * w` (PyTorch's weight decay) in a block of scratch, or `g` where that is the same."""
+    """`rescale * g + weight_decay * w` in a block of scratch (PyTorch's decay), or `g` where that is the same."""
     d = scaled(g, rescale)
     if weight_decay == 0.0:
         return d

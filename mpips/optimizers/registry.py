@@ -44,13 +44,12 @@ def register(kind: T) -> T:
 
 def _fits(kind: Any) -> None:
     name = getattr(kind, "__name__", repr(kind))
-    frozen = isinstance(kind, type) and dataclasses.is_dataclass(kind) and kind.__dataclass_params__.frozen  # type: ignore[attr-defined]
-    if not frozen:
+    if not (isinstance(kind, type) and "__dataclass_params__" in vars(kind) and vars(kind)["__dataclass_params__"].frozen):
         raise TypeError(f"{name} cannot be registered: it needs @dataclass(frozen=True), below @register")
     if not (hasattr(kind, "init") and hasattr(kind, "update")) and not hasattr(kind, "at"):
         raise TypeError(
-            f"{name} cannot be registered: an optimizer needs init(weights) and update(weights, gradient, state, step), "
-            "a schedule needs at(step)"
+            f"{name} cannot be registered: an optimizer needs init(weights) and "
+            "update(weights, gradient, state, step), a schedule needs at(step)"
         )
 
 
