@@ -50,6 +50,8 @@ class Record(msgspec.Struct):
     """How often the optimizer had updated it."""
     state: list[str]
     """Dtypes of the optimizer's arrays of it, each of as many elements as the key."""
+    optimizer: dict[str, Any] | None = None
+    """The key's own optimizer, as data; None: the default."""
 
     @property
     def size(self) -> int:
@@ -65,8 +67,8 @@ class Header(msgspec.Struct):
     options: dict[str, Any]
     """Of the store that was saved; for readers."""
     records: list[Record]
-    optimizers: str
-    """As `mpips.optimizers.Groups.encode` has them, in hexadecimal digits; "": none."""
+    optimizer: dict[str, Any] | None
+    """The default optimizer, as data; None: there is none."""
     compression: dict[str, Any] | None
     residuals: int
     """How many workers or clients compressed their pushes; 0: none."""
@@ -148,7 +150,7 @@ class Writer:
         assert values.dtype == tensor.dtype and start + values.size <= math.prod(tensor.shape), name
         if values.size:
             data = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
-            self._put(memoryview(data), place + start * tensor.dtype.itemsize)
+            self._put(data.data, place + start * tensor.dtype.itemsize)
 
     def finish(self) -> None:
         """Put the file in place, where it stays whatever happens to the machine. Blocks until the disk has it."""

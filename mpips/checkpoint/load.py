@@ -20,7 +20,7 @@ from mpips.checkpoint import residuals
 from mpips.checkpoint.file import Header, Record, read_header, residual_name, state_name, value_name
 from mpips.checkpoint.source import Store, served
 from mpips.keys.key import Key, Name
-from mpips.optimizers import Groups
+from mpips.optimizers import Groups, Optimizer, decode
 from mpips.runtime.rendezvous import agree, attempt
 from mpips.runtime.tasks import Task
 
@@ -62,14 +62,21 @@ def _checked(store: Store, path: Any) -> Header | None:
 
 
 def _groups(header: Header) -> Groups:
-    return Groups.decode(bytes.fromhex(header.optimizers)) if header.optimizers else Groups()
+    """The optimizers; ValueError or TypeError where one is unknown here."""
+    own = {record.key: _from_data(record.optimizer) for record in header.records if record.optimizer is not None}
+    return Groups(None if header.optimizer is None else _from_data(header.optimizer), own)
+
+
+def _from_data(data: dict[str, Any]) -> Optimizer:
+    return decode(msgspec.msgpack.encode(data))
 
 
 def _loaded(store: Store, path: str, header: Header) -> Task[None]:
     """Everything from the file into the store, key by key. Collective."""
-    if header.optimizers or header.compression is not None:
-        compressor = None if header.compression is None else compression.create(header.compression)
-        yield from store.use(_groups(header), compressor)
+    compressor = None if header.compression is None else compression.create(header.compression)
+    groups = _groups(header)
+    if groups or compressor is not None:
+        yield from store.use(groups, compressor)
     with Reader(path if store.layout.rank == 0 else "") as reader:
         for record in header.records:
             value = reader.get(value_name(record.key), record.shape, record.dtype)

@@ -32,6 +32,7 @@ from mpips.checkpoint.file import (
 )
 from mpips.checkpoint.source import Handle, Snapshot, Store, senders
 from mpips.keys.key import Key
+from mpips.optimizers import Optimizer, encode
 from mpips.runtime.rendezvous import agree, attempt
 from mpips.runtime.tasks import Task, nothing
 
@@ -125,18 +126,24 @@ def _frozen(store: Store, keys: Sequence[Key], writer: Writer | None) -> Task[Sn
     return snapshot
 
 
+def as_data(optimizer: Optimizer | None) -> dict[str, Any] | None:
+    """An optimizer's name and numbers, which the header shows."""
+    return None if optimizer is None else msgspec.msgpack.decode(encode(optimizer))
+
+
 def _header(store: Store, keys: Sequence[Key], snapshot: Snapshot) -> Header:
     records = []
     for key in keys:
-        frozen = snapshot.records[key.name]
-        records.append(Record(key.name, key.shape, key.dtype.name, frozen.round, frozen.step, list(frozen.dtypes)))
+        round_, step, dtypes = snapshot.records[key.name]
+        own = as_data(store.groups.own.get(key.name))
+        records.append(Record(key.name, key.shape, key.dtype.name, round_, step, list(dtypes), own))
     compressor = store.compressor
     return Header(
         version=VERSION,
         kind=store.layout.kind,
         options=asdict(store.layout.options),
         records=records,
-        optimizers=store.groups.encode().hex() if store.groups else "",
+        optimizer=as_data(store.groups.default),
         compression=None if compressor is None else compression.options(compressor),
         residuals=0 if compressor is None else len(senders(store.layout)),
     )

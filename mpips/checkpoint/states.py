@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from mpips.checkpoint import file
 from mpips.checkpoint.load import shared
+from mpips.checkpoint.save import as_data
 from mpips.checkpoint.source import States, Store, served
 from mpips.keys.key import Key
 from mpips.optimizers import Groups
@@ -62,7 +63,8 @@ def write(fname: str | os.PathLike[str], states: States, groups: Groups | None) 
     tensors = {f"{key!r}/{slot}": array for key, (_, arrays) in states.items() for slot, array in enumerate(arrays)}
     header = {"steps": json.dumps({repr(key): step for key, (step, _) in states.items()})}
     if groups is not None:
-        header["optimizers"] = groups.encode().hex()
+        own = {repr(key): as_data(optimizer) for key, optimizer in groups.own.items()}
+        header["optimizers"] = json.dumps([as_data(groups.default), own])
     try:
         file.write(fname, tensors, header)
     except OSError as error:
