@@ -31,8 +31,8 @@ def register(name: str) -> Callable[[K], K]:
         raise TypeError(f'register takes the name of the type, as @mpips.compression.register("sign"), not {name!r}')
 
     def put(kind: K) -> K:
-        compressor = isinstance(kind, type) and issubclass(kind, Compressor)
-        if not (compressor and "__dataclass_params__" in vars(kind) and vars(kind)["__dataclass_params__"].frozen):
+        parameters = vars(kind).get("__dataclass_params__") if isinstance(kind, type) else None
+        if parameters is None or not parameters.frozen or not issubclass(kind, Compressor):
             raise TypeError(
                 f"{getattr(kind, '__name__', kind)} cannot be registered: it needs @dataclass(frozen=True), below "
                 "@register, and mpips.compression.Compressor as its base"

@@ -44,7 +44,8 @@ def register(kind: T) -> T:
 
 def _fits(kind: Any) -> None:
     name = getattr(kind, "__name__", repr(kind))
-    if not (isinstance(kind, type) and "__dataclass_params__" in vars(kind) and vars(kind)["__dataclass_params__"].frozen):
+    parameters = vars(kind).get("__dataclass_params__") if isinstance(kind, type) else None
+    if parameters is None or not parameters.frozen:
         raise TypeError(f"{name} cannot be registered: it needs @dataclass(frozen=True), below @register")
     if not (hasattr(kind, "init") and hasattr(kind, "update")) and not hasattr(kind, "at"):
         raise TypeError(
@@ -69,7 +70,10 @@ def create(optimizer: str | Optimizer, **options: Any) -> Optimizer:
         made: Optimizer = kind(**options)
         return made
     if not isinstance(optimizer, Optimizer):
-        raise ValueError(f"{_named(optimizer)} is no optimizer of mpips: the known ones are {', '.join(OPTIMIZERS)}")
+        raise ValueError(
+            f"{_named(optimizer)} is no optimizer of mpips: give a name and numbers, as 'sgd', learning_rate=0.1; "
+            f"the known ones are {', '.join(OPTIMIZERS)}"
+        )
     if options:
         words = ", ".join(sorted(options))
         raise TypeError(f"options ({words}) go with an optimizer's name, not with a {_named(optimizer)} made already")
