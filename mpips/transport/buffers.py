@@ -9,7 +9,6 @@ added and gone, so nothing waits for ever.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
@@ -75,13 +74,14 @@ class Window:
     """
 
     def __init__(self) -> None:
-        self._open: deque[_Sent] = deque()
+        self._open: list[_Sent] = []
         self._bytes = 0
 
     def admits(self, nbytes: int, limit: int) -> bool:
         """Whether so many bytes more may be sent now: `limit` bytes in all at most, or one payload."""
-        while self._open and self._open[0].read():
-            self._bytes -= self._open.popleft().nbytes
+        if self._open and self._bytes + nbytes + FRAME_COST > limit:
+            self._open = [sent for sent in self._open if not sent.read()]
+            self._bytes = sum(sent.nbytes for sent in self._open)
         return not self._open or self._bytes + nbytes + FRAME_COST <= limit
 
     def holds(self, key: Hashable, before: Place) -> bool:

@@ -86,7 +86,7 @@ class MessageLine:
         data = bytearray(FRAME_BYTES)
         self.comm.Recv(data, self._peer, TAG_FRAME)
         if data[0] in WITH_BODY:
-            self._body = bytearray(Frame.of(data).nbytes)
+            self._body = bytearray(Frame.of(bytes(data)).nbytes)
             self._request = self.comm.Irecv(self._body, self._peer, TAG_BODY)
         return bytes(data)
 
@@ -110,15 +110,29 @@ def knocked(lines: Sequence[MessageLine]) -> bool:
 
 
 class Exchange:
-    """Messages that belong together, and what they are sent from or received into."""
+    """Messages that belong together, noted in `UnderWay` until they are over."""
 
-    def __init__(self, receives: Sequence[MPI.Request], sends: Sequence[MPI.Request]) -> None:
+    def __init__(
+        self, known: dict[int, Exchange], receives: Sequence[MPI.Request], sends: Sequence[MPI.Request]
+    ) -> None:
         self.receives, self.sends = list(receives), list(sends)
+        self._known = known
+        known[id(self)] = self
 
-    def left(self) -> int:
+    def pending(self) -> int:
         """How many are under way; one look at MPI for all that come, one for all that go."""
-        self.receives, self.sends = pending(self.receives), pending(self.sends)
-        return len(self.receives) + len(self.sends)
+        self.receives, self.sends = _not_ended(self.receives), _not_ended(self.sends)
+        left = len(self.receives) + len(self.sends)
+        if not left:
+            self._known.pop(id(self), None)
+        return left
+
+    def wait(self) -> Task[None]:
+        """Wait until it is over."""
+        before = len(self.receives) + len(self.sends)
+        while left := self.pending():
+            yield left < before
+            before = left
 
     def cancel(self) -> None:
         """Receive nothing more, but for what is coming in already."""
@@ -134,22 +148,8 @@ class UnderWay:
         self._open: dict[int, Exchange] = {}
 
     def begin(self, receives: Sequence[MPI.Request] = (), sends: Sequence[MPI.Request] = ()) -> Exchange:
-        """Note requests whose memory may be the caller's."""
-        exchange = Exchange(receives, sends)
-        self._open[id(exchange)] = exchange
-        return exchange
-
-    def over(self, exchange: Exchange) -> None:
-        """All of it has come and gone."""
-        del self._open[id(exchange)]
-
-    def wait(self, exchange: Exchange) -> Task[None]:
-        """Wait until it is over."""
-        before = len(exchange.receives) + len(exchange.sends)
-        while left := exchange.left():
-            yield left < before
-            before = left
-        self.over(exchange)
+        """Note requests whose memory may be the caller's, until `pending` says that none is left."""
+        return Exchange(self._open, receives, sends)
 
     def stop(self, seconds: float = QUIET_SECONDS) -> bool:
         """The epoch is over: cancel receives, wait for sends, so that nothing touches memory of the caller; blocking,
@@ -159,7 +159,7 @@ class UnderWay:
         for exchange in exchanges:
             exchange.cancel()
         until = time.monotonic() + seconds
-        while (left := [exchange for exchange in exchanges if exchange.left()]) and time.monotonic() < until:
+        while (left := [exchange for exchange in exchanges if exchange.pending()]) and time.monotonic() < until:
             time.sleep(LOOK_SECONDS)
         for exchange in left:
             for request in exchange.receives + exchange.sends:
@@ -168,7 +168,7 @@ class UnderWay:
         return not left
 
 
-def pending(requests: list[Any]) -> list[Any]:
+def _not_ended(requests: list[Any]) -> list[Any]:
     """Those that have not ended; one look at MPI for all of them."""
     if not requests or not (ended := MPI.Request.Testsome(requests)):
         return requests

@@ -63,8 +63,8 @@ class ClientSums:
         _add(parts, out)
 
     def reduce_to_first(self, x: Array, out: Array | None, tag: int) -> Task[None]:
-        """out on rank 0 = the sum of everybody's x; None elsewhere. A long vector is reduce-scattered, then slices go to
-        rank 0; a short one goes there whole."""
+        """out on rank 0 = the sum of everybody's x; None elsewhere. A long vector is reduce-scattered, then slices go
+        to rank 0; a short one goes there whole."""
         owners = self._size if x.nbytes > SHORT_BYTES else 1
         cuts = [int(cut(x.size, owners, min(i, owners))) for i in range(self._size + 1)]
         mine = np.empty(cuts[self._rank + 1] - cuts[self._rank], x.dtype)
@@ -88,9 +88,9 @@ class ClientSums:
             return
         own = self._under_way.begin([self._receive(slices[rank], 0, tag)])
         others = self._under_way.begin([self._receive(slices[i], i, tag) for i in range(size) if i != rank])
-        yield from self._under_way.wait(own)
+        yield from own.wait()
         others.sends = [self._send(slices[rank], i, tag) for i in range(1, size) if i != rank]
-        yield from self._under_way.wait(others)
+        yield from others.wait()
 
     def allgather(self, x: Array, cuts: Sequence[int], tag: int) -> Task[None]:
         """Rank i's elements [cuts[i], cuts[i+1]) of x on every rank, in place."""
@@ -105,7 +105,7 @@ class ClientSums:
         yield from self._all([self._receive(theirs, source, tag)], [self._send(mine, to, tag)])
 
     def _all(self, receives: Sequence[MPI.Request], sends: Sequence[MPI.Request] = ()) -> Task[None]:
-        return self._under_way.wait(self._under_way.begin(receives, sends))
+        return self._under_way.begin(receives, sends).wait()
 
     def _send(self, x: Array, to: int, tag: int) -> MPI.Request:
         return self._comm.Isend(x.view(np.uint8), to, tag)

@@ -154,8 +154,8 @@ class SetOptimizer(msgspec.Struct, tag=True):
 
 
 class UpdateOptimizer(msgspec.Struct, tag=True):
-    """Other numbers (`mpips.optimizers.encode_numbers`) of these keys' optimizers, of all where None, from the next round
-    on. State is kept."""
+    """Other numbers (`mpips.optimizers.encode_numbers`) of these keys' optimizers, of all where None, from the next
+    round on. State is kept."""
 
     numbers: bytes
     keys: list[int | str] | None = None

@@ -147,17 +147,19 @@ class SharedLine:
     """A line of two rings. A body lies in memory of its sender until the other end is through with its frame.
 
     Where a ring is full, a worker waits by `wait`, as servers always read on. A server never waits for a worker: its
-    line has none, and keeps what finds no room until `flush`, which each later frame calls too.
+    line has none, and keeps what finds no room until `flush`, which each later frame calls too. `gone`: whether the
+    process at the other end has ended.
     """
 
     local = True
 
-    def __init__(self, outgoing: Ring, incoming: Ring, wait: Wait | None = None) -> None:
-        self._out, self._in, self._wait = outgoing, incoming, wait
+    def __init__(
+        self, outgoing: Ring, incoming: Ring, wait: Wait | None = None, gone: Callable[[], bool] = bool
+    ) -> None:
+        self._out, self._in, self._wait, self._gone = outgoing, incoming, wait, gone
         self._backlog: deque[tuple[tuple[int, ...], NDArray[Any] | None]] = deque()
         self._bodies: deque[tuple[int, NDArray[Any]]] = deque()
         """Those under way, each with the number of its frame."""
-        self.stopped = incoming.stopped
 
     def post(
         self, op: int, unit: int = 0, round_: int = 0, region: tuple[int, ...] = NOWHERE, coding: int = 0,
@@ -211,3 +213,7 @@ class SharedLine:
     def body(self, frame: Frame) -> bytes:
         """The body of a frame that has been read."""
         return arena.attach(Region(*frame.region)).tobytes()
+
+    def stopped(self) -> bool:
+        """Whether the server at the other end reads no more of this worker's memory, as its epoch is over."""
+        return self._in.stopped() or self._gone()
