@@ -225,6 +225,4 @@ class Link:
     def _lends(self) -> bool:
         """Whether a server of this node may still read what this worker has pushed."""
         pushes: Sequence[tuple[Key, Shard]] = [(key, shard) for key in self._keys.values() for shard in key.pushes]
-        return any(
-            shard.local and shard.consumed() < key.round and not shard.line.stopped() for key, shard in pushes
-        )
+        return any(shard.local and shard.consumed() < key.round and not shard.line.stopped() for key, shard in pushes)

@@ -30,7 +30,7 @@ class MessageLine:
 
     local = False
 
-    def __init__(self, comm: MPI.Intracomm, peer: int) -> None:
+    def __init__(self, comm: MPI.Comm, peer: int) -> None:
         self.comm, self._peer = comm, peer
         self._sends: list[tuple[MPI.Request, bytes]] = []
         self._body = bytearray()

@@ -31,7 +31,7 @@ class ClientSums:
     result is there. Tags come from `tags.member_tag`.
     """
 
-    def __init__(self, comm: MPI.Intracomm) -> None:
+    def __init__(self, comm: MPI.Comm) -> None:
         self._comm = comm
         self._rank, self._size = comm.Get_rank(), comm.Get_size()
         self._under_way = UnderWay()

@@ -43,9 +43,7 @@ def connect(layout: Layout, epoch: Epoch) -> tuple[list[Line], Rings | None]:
     region = arena.locate(memory)
     assert region is not None
     offer = msgspec.msgpack.encode(_Offer(tuple(region)))
-    offers = [
-        Region(*msgspec.msgpack.decode(data, type=_Offer).region) for data in exchange(epoch, offer, WHAT, True)
-    ]
+    offers = [Region(*msgspec.msgpack.decode(data, type=_Offer).region) for data in exchange(epoch, offer, WHAT, True)]
     peers = range(layout.num_workers) if layout.is_server else range(layout.num_workers, len(offers))
     mapped = {peer: _try(layout, peer, offers[peer]) for peer in peers}
     verdicts = exchange(epoch, bytes(mapped.get(peer) is not None for peer in range(len(offers))), WHAT, True)

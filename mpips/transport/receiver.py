@@ -94,7 +94,7 @@ class Shipment(NamedTuple):
 class Receiver:
     """One server's messages with payloads, from and to workers of other nodes."""
 
-    def __init__(self, comm: MPI.Intracomm, in_flight: int) -> None:
+    def __init__(self, comm: MPI.Comm, in_flight: int) -> None:
         self.comm, self.in_flight = comm, in_flight
         self.buffers = Buffers()
         self._shipping: list[Shipment] = []
