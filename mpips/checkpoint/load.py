@@ -21,7 +21,7 @@ from mpips.checkpoint.file import Header, Record, read_header, residual_name, st
 from mpips.checkpoint.source import Store, served
 from mpips.keys.key import Key, Name
 from mpips.optimizers import Groups, Optimizer, decode
-from mpips.runtime.rendezvous import agree, attempt
+from mpips.runtime.rendezvous import attempt
 from mpips.runtime.tasks import Task
 
 Array = NDArray[Any]
@@ -32,7 +32,7 @@ def load(store: Store, path: str | os.PathLike[str]) -> None:
     header, refusal = attempt(lambda: _checked(store, path))
     store.finish()
     mine = b"" if header is None else msgspec.msgpack.encode(header)
-    told = agree(store.epoch, "load", [("path", str(path))], refusal, noun="argument", data=mine)
+    told = store.agree("load", [("path", str(path))], refusal, noun="argument", data=mine)
     store.settle()
     store.run("load", _loaded(store, str(path), msgspec.msgpack.decode(told[0], type=Header)))
 

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from collectives.errors import of_caller
 from mpips import compression
 from mpips.checkpoint import residuals
 from mpips.checkpoint.file import (
@@ -33,7 +34,7 @@ from mpips.checkpoint.file import (
 from mpips.checkpoint.source import Handle, Snapshot, Store, senders
 from mpips.keys.key import Key
 from mpips.optimizers import Optimizer, encode
-from mpips.runtime.rendezvous import agree, attempt
+from mpips.runtime.rendezvous import attempt
 from mpips.runtime.tasks import Task, nothing
 
 PIECE = 1 << 20
@@ -77,9 +78,9 @@ def save(store: Store, path: str | os.PathLike[str], wait: bool) -> Saving | Non
         if wait:
             failure = store.run("save", task)
             refused = ValueError(f"{path} cannot be written: {failure}") if failure else None
-            agree(store.epoch, "save", refusal=refused)
+            store.agree("save", refusal=refused)
             return None
-        agree(store.epoch, "save")  # until now nobody has pushed: it is one round everywhere
+        store.agree("save")  # until now nobody has pushed: it is one round everywhere
         saving = Saving(store.start("save", task), str(path))
         stack.pop_all()
         return saving
@@ -99,16 +100,17 @@ def _opened(path: Any, rank: int) -> Writer | None:
 def _after_one_round(store: Store, keys: Sequence[Key], path: str, refusal: BaseException | None) -> None:
     """All have called `save` with the same path, and in a synchronous store after the same rounds; else ValueError."""
     rounds = msgspec.msgpack.encode([key.round for key in keys])
-    told = agree(store.epoch, "save", [("path", path)], refusal, noun="argument", data=rounds)
+    told = store.agree("save", [("path", path)], refusal, noun="argument", data=rounds)
     if store.layout.asynchronous:
         return
     for key, counts in zip(keys, zip(*(msgspec.msgpack.decode(data, type=list[int]) for data in told))):
         if len(set(counts)) > 1:
             most, least = max(counts), min(counts)
-            raise ValueError(
+            sentence = (
                 f"save: key {key.name!r} was pushed {most} times by rank {counts.index(most)} and {least} times by "
                 f"rank {counts.index(least)}: save after a round that all have pushed"
             )
+            raise of_caller(ValueError(sentence))
 
 
 def _frozen(store: Store, keys: Sequence[Key], writer: Writer | None) -> Task[Snapshot]:

@@ -11,7 +11,6 @@ from mpips.compression import Compressor
 from mpips.keys.key import Key, Name
 from mpips.layout import Layout
 from mpips.optimizers import Groups
-from mpips.runtime.epoch import Epoch
 from mpips.runtime.tasks import Task
 
 T = TypeVar("T")
@@ -91,12 +90,22 @@ class Store(Protocol):
     """What `save` and `load` see of a `KVStore`."""
 
     layout: Layout
-    epoch: Epoch
     backend: Backend
     keys: dict[Name, Key]
     groups: Groups
     """The optimizers."""
     compressor: Compressor | None
+
+    def agree(
+        self,
+        what: str,
+        items: Sequence[tuple[Any, str]] = (),
+        refusal: BaseException | None = None,
+        noun: str = "key",
+        data: bytes = b"",
+    ) -> list[bytes]:
+        """All workers ask for the same, and learn everybody's data, or all raise the same ValueError or TypeError."""
+        ...
 
     def finish(self) -> None:
         """Wait for all operations that were started before."""

@@ -17,7 +17,7 @@ from mpips.checkpoint.save import as_data
 from mpips.checkpoint.source import States, Store, served
 from mpips.keys.key import Key
 from mpips.optimizers import Groups
-from mpips.runtime.rendezvous import agree, attempt
+from mpips.runtime.rendezvous import attempt
 
 Array = NDArray[Any]
 
@@ -29,7 +29,7 @@ def save_states(store: Store, fname: str, dump_optimizer: bool) -> None:
     found = store.run("save_optimizer_states", store.backend.states(list(store.keys.values())))
     groups = store.groups if dump_optimizer else None
     _, refusal = attempt(lambda: write(fname, found, groups) if store.layout.rank == 0 else None)
-    agree(store.epoch, "save_optimizer_states", refusal=refusal)
+    store.agree("save_optimizer_states", refusal=refusal)
 
 
 def load_states(store: Store, fname: str) -> None:
@@ -38,7 +38,7 @@ def load_states(store: Store, fname: str) -> None:
     _all_come(store, "load_optimizer_states", fname)
     states, refusal = attempt(lambda: read(fname, keys) if store.layout.rank == 0 else {})
     shapes = [(step, [array.dtype.name for array in arrays]) for step, arrays in (states or {}).values()]
-    told = agree(store.epoch, "load_optimizer_states", refusal=refusal, data=json.dumps(shapes).encode())
+    told = store.agree("load_optimizer_states", refusal=refusal, data=json.dumps(shapes).encode())
     store.settle()
     if not served(store.layout):
         if store.layout.rank:
@@ -55,7 +55,7 @@ def _all_come(store: Store, what: str, fname: str) -> None:
     """All workers have called it with the same name, and there is an optimizer; else ValueError."""
     refusal = None if store.groups else ValueError("it needs an optimizer; call set_optimizer first")
     store.finish()
-    agree(store.epoch, what, [("fname", str(fname))], refusal, noun="argument")
+    store.agree(what, [("fname", str(fname))], refusal, noun="argument")
 
 
 def write(fname: str | os.PathLike[str], states: States, groups: Groups | None) -> None:

@@ -31,14 +31,11 @@ ARRAYS = {
 
 
 class World:
-    """An epoch and a layout of one worker alone."""
+    """A layout of one worker alone."""
 
     def __init__(self, kind="local"):
         self.kind, self.options, self.rank, self.num_workers, self.num_servers = kind, Options(), 0, 1, 0
         self.clients, self.asynchronous, self.workers = (Interval(0, 1),), False, None
-
-    def meet(self, payload, what, everybody=False):
-        return [payload]
 
 
 class Copy:
@@ -95,7 +92,7 @@ class Store:
     """A store of one worker, as `save` and `load` see it; what is started goes on in `test` and `wait`."""
 
     def __init__(self):
-        self.layout = self.epoch = World()
+        self.layout = World()
         self.backend, self.keys = Backend(), {}
         self.groups, self.compressor = optimizers.Groups(), None
 
@@ -103,6 +100,11 @@ class Store:
         pass
 
     settle = finish
+
+    def agree(self, what, items=(), refusal=None, noun="key", data=b""):
+        if refusal is not None:
+            raise refusal
+        return [data]
 
     def run(self, what, task):
         while True:
