@@ -154,9 +154,10 @@ class Link:
 
     def answer(self, token: int) -> Task[Any]:
         """What a server answers; ValueError with its sentence if it refuses."""
+        self.listen()
         while token not in self._answers:
-            self.listen()
             yield False
+            self.listen()
         data, failed = self._answers.pop(token)
         if failed:
             raise ValueError(data.decode())

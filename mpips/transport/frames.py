@@ -43,7 +43,7 @@ class Op(IntEnum):
     PULL_ROWS = 8
     """PULL of some rows, whose numbers (int64) are the body; between nodes."""
     WAITS = 9
-    """The worker has waited long for `round` of the unit (flags: 1 where it has pushed to it)."""
+    """The worker has waited long for `round` of the unit."""
     CONSUMED = 16
     """The contribution to this round has been read: the worker may overwrite it. (Between nodes; else a word tells.)
     Round 0: the first value is there."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mpips import tags
-from mpips.tags import Numbers, pull_tag, push_tag
+from mpips.transport import tags
+from mpips.transport.tags import COMPARE_TAG, Numbers, member_tag, pull_tag, push_tag
 
 
 def test_no_two_units_in_use_share_a_tag(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,3 +35,14 @@ def test_tags_are_what_mpi_allows() -> None:
     most = tags.most_units()
     assert most > 16000
     assert push_tag(most - 1) + 1 == pull_tag(most - 1) < max(32767, 2 * most + 16)
+
+
+def test_members_of_a_client_never_take_a_comparison_for_a_piece() -> None:
+    most = 2 * tags.most_units() + tags.TAG_DATA
+    pieces = (0, 1, 7, most // 4, most, 10 * most)
+    used = [member_tag(piece, call) for piece in pieces for call in range(3 * tags.CALLS)]
+    assert COMPARE_TAG not in used and max(used) <= max(32767, most)
+
+
+def test_pieces_of_one_call_and_calls_of_one_piece_have_tags_of_their_own() -> None:
+    assert len({member_tag(piece, call) for piece in range(1000) for call in range(tags.CALLS)}) == 1000 * tags.CALLS

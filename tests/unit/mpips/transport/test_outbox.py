@@ -1,21 +1,22 @@
 """Blocks that a worker fills, as its server reads them: each is what was pushed until the server has summed it."""
 
+import contextlib
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from collectives.node import arena
-from mpips import outbox
-from mpips.outbox import Outbox
-from mpips.session import fill_at_last
-from mpips.sources import Filling
+from mpips.server.sources import Filling
+from mpips.transport import outbox
+from mpips.transport.outbox import Outbox, fill
 
 SIZE, STEP = 38, 4
 BLOCKS = -(-SIZE // STEP)
 
 
 class Worker:
-    """Pushes rounds of a part; `words[0]` is what the server says it has summed."""
+    """Pushes rounds of a shard; `words[0]` is what the server says it has summed."""
 
     def __init__(self):
         self.words = [0]
@@ -86,7 +87,7 @@ def test_nobody_waits_for_a_server_that_has_not_begun_or_stops():
 def test_what_was_summed_before_this_round_frees_nothing():
     worker = Worker()
     worker.begin()
-    worker.words[0] = BLOCKS - 1  # this worker's part of the round was read ahead
+    worker.words[0] = BLOCKS - 1  # what came before is summed
     source = worker.begin()
     for block in range(BLOCKS):
         worker.put(block)
@@ -105,19 +106,7 @@ def test_a_slot_that_an_interrupt_has_lost_is_found_again():
         worker.words[0] = worker.round * BLOCKS
 
 
-def test_a_round_that_fails_while_it_is_filled_frees_only_what_was_filled():
-    worker = Worker()
-    source = worker.begin()
-    for block in range(BLOCKS):
-        worker.outbox._mine[outbox.PLACES + block] = 1000 + block  # as memory is that had another use before
-    for block in range(BLOCKS):
-        if block == 3:
-            worker.words[0] = BLOCKS
-        worker.put(block)
-        assert worker.reads(source, block)
-
-
-def test_what_completes_a_push_goes_on_through_interrupts():
+def test_what_an_interrupt_has_left_is_filled_from_where_it_was():
     class Interrupted(Outbox):
         def put(self, values):
             calls.append(self.filled)
@@ -129,8 +118,10 @@ def test_what_completes_a_push_goes_on_through_interrupts():
     box = Interrupted(words, SIZE, BLOCKS, STEP, np.dtype(np.float32))
     values = np.arange(SIZE, dtype=np.float32)
     box.begin(1)
-    fill_at_last([(box, values)])
+    while not box.full:
+        with contextlib.suppress(KeyboardInterrupt):
+            fill([(box, values)])
     source = Filling(arena.attach(box.growing), BLOCKS, STEP, np.dtype(np.float32))
     source.begin(1)
     read = [source.part(block, block * STEP, min(SIZE, (block + 1) * STEP)) for block in range(BLOCKS)]
-    assert box.full and np.concatenate(read).tolist() == values.tolist()
+    assert np.concatenate(read).tolist() == values.tolist()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpips.buffers import FRAME_COST, Buffers, Window
+from mpips.transport.buffers import FRAME_COST, Buffers, Window
 
 
 @given(st.lists(st.tuples(st.integers(1, 40), st.booleans(), st.booleans())))
@@ -40,7 +40,7 @@ def test_a_window_opens_when_the_server_has_read():
     limit = 2 * (100 + FRAME_COST)
     for round_ in (1, 2):
         assert window.admits(100, limit)
-        window.add("w", lambda: read[0], round_, 100)
+        window.add("w", (round_, 0), lambda: read[0], 100)
     assert not window.admits(1, limit)
     read[0] = 1
     assert window.admits(100, limit) and not window.admits(101, limit)
@@ -48,11 +48,21 @@ def test_a_window_opens_when_the_server_has_read():
     assert window.admits(10**9, limit)  # one payload may always go
 
 
-def test_a_window_knows_whose_payloads_are_under_way():
-    window, read = Window(), {"a": 0, "b": 0}
+def test_what_waits_for_others_does_not_keep_room_that_later_payloads_have_given_back():
+    window, read = Window(), {"slow": 0, "w": 0}
+    limit = 2 * (100 + FRAME_COST)
     for key in read:
-        window.add(key, lambda key=key: read[key], 1, 100)
-    assert window.holds("a") and window.holds("b") and not window.holds("c")
+        window.add(key, (1, 0), lambda key=key: read[key], 100)
+    assert not window.admits(100, limit)
+    read["w"] = 1
+    assert window.admits(100, limit)
+
+
+def test_a_window_knows_what_is_under_way_before_a_place_in_the_key():
+    window, read = Window(), {"a": 0, "b": 0}
+    for key, place in (("a", (1, 10)), ("b", (1, 0))):
+        window.add(key, place, lambda key=key: read[key], 100)
+    assert window.holds("a", (1, 11)) and window.holds("a", (2, 0))
+    assert not window.holds("a", (1, 10)) and not window.holds("a", (1, 3)) and not window.holds("c", (9, 0))
     read["a"] = 1
-    assert window.admits(100, 2 * (100 + FRAME_COST))
-    assert not window.holds("a") and window.holds("b")
+    assert not window.holds("a", (2, 0)) and window.holds("b", (2, 0))
