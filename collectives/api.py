@@ -14,7 +14,9 @@ from collectives.communicator import Communicator, communicator
 from collectives.group import compile_group
 from collectives.network.tags import Tags
 from collectives.plan import Plan, compile_plan
-from collectives.plan_cache import PlanCache
+from collectives.plan_cache import PlanCache, identity
+
+GROUP = "grouped_allreduce"
 
 
 def begin(
@@ -28,7 +30,7 @@ def begin(
     root: int = 0,
     label: str = "",
 ) -> Plan:
-    """A one-shot call that has begun: `test()` now and then, then `wait()`."""
+    """A one-shot call that has begun: `test()` now and then, then `wait()`. `kind` is the name of one of the calls."""
     home = communicator(comm)
     home.check()
     made = _plan(home, kind, x, op, algorithm, out, root, label)
@@ -63,6 +65,8 @@ def _plan(
     home: Communicator, kind: str, x: Any, op: str, algorithm: str, out: Any, root: int, label: str
 ) -> Plan:
     def make() -> Plan:
+        if kind == GROUP:
+            return Plan(home, *compile_group(home, x, op, algorithm, out, label), out is None)
         return compile_plan(home, kind, x, op, algorithm, out, root, Tags(home.lanes), label)
 
     return _kept(home, (kind, op, algorithm, root, label), x, out, make)
@@ -203,12 +207,12 @@ def grouped_allreduce(
     """
     home = communicator(comm)
     home.check()
-    arrays, out = list(arrays), None if out is None else list(out)
-
-    def make() -> Plan:
-        return Plan(home, *compile_group(home, arrays, op, algorithm, out, label), out is None)
-
-    made = _kept(home, ("grouped_allreduce", op, algorithm, 0, label), arrays, out, make)
+    every = [*arrays] if out is None else [*arrays, *out]
+    found = home.plans.get(identity((GROUP, op, algorithm, 0, label), every, len(arrays)))
+    if found is not None and found.holds(every):
+        made = found.plan
+    else:
+        made = _plan(home, GROUP, list(arrays), op, algorithm, None if out is None else list(out), 0, label)
     with home.failing(made.call.text, arrays, out):
         made()
-    return arrays if out is None else out
+    return list(arrays if out is None else out)

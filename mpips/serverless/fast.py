@@ -71,7 +71,7 @@ class Lists:
         """Contribute to all keys. Arrays are C-contiguous, of their keys' shapes and dtypes."""
         replicas, text = self._prepared(keys)
         totals = [replica.room() for replica in replicas]
-        self._sums.many(arrays, totals, text)
+        self._sum(arrays, totals, text)
         for replica, total in zip(replicas, totals):
             replica.take(total)
 
@@ -84,8 +84,14 @@ class Lists:
     def pushpull(self, keys: Sequence[Key], arrays: Sequence[Array], outs: Sequence[Array], priority: int) -> None:
         """Both. The sums go into `outs`, which may be `arrays`, on their way."""
         replicas, text = self._prepared(keys)
-        self._sums.many(arrays, outs, text)
+        self._sum(arrays, outs, text)
         take_from(replicas, outs)
+
+    def _sum(self, arrays: Sequence[Array], outs: Sequence[Array], text: str) -> None:
+        if len(arrays) == 1:
+            self._sums.one(arrays[0], outs[0], text)
+        else:
+            self._sums.many(arrays, outs, text)
 
     def _prepared(self, keys: Sequence[Key]) -> tuple[list[Replica], str]:
         replicas = [self._replicas[key.name] for key in keys]

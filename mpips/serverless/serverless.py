@@ -141,12 +141,7 @@ class Serverless:
             replica.prepare()
         payloads = [self._payload(replica.key, flat) for replica, flat in zip(replicas, flats)]
         text = label("push", [replica.key.name for replica in replicas])
-        if len(replicas) == 1:
-            run = self._sums.one if self.direct else self._sums.one_in_steps
-            yield from run(payloads[0], outs[0], text) or ()
-        else:
-            together = self._sums.many if self.direct else self._sums.many_in_steps
-            yield from together(payloads, outs, text) or ()
+        yield from self._sums.task(payloads, outs, text, self.direct)
 
     def _payload(self, key: Key, flat: Array) -> Array:
         """What this worker adds: where pushes are compressed, what the others would decode."""

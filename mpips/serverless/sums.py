@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from operator import is_
 from typing import Any
 
 from mpi4py import MPI
@@ -50,16 +51,22 @@ class Sums:
 
     def many(self, arrays: Sequence[Array], outs: Sequence[Array], text: str) -> None:
         """The same of each array, all at once. Collective, blocking."""
-        out = None if outs is arrays else outs
+        out = None if all(map(is_, arrays, outs)) else outs
         collectives.grouped_allreduce(arrays, self.comm, algorithm=SUMS, out=out, label=text)
 
-    def one_in_steps(self, array: Array, out: Array, text: str) -> Task[None]:
-        """`one`, beside compute; who blocks in `one` takes part in the same collective."""
-        out_ = None if out is array else out
-        yield from in_steps(begin("allreduce", array, self.comm, algorithm=SUMS, out=out_, label=text))
+    def task(self, arrays: Sequence[Array], outs: Sequence[Array], text: str, direct: bool) -> Task[None]:
+        """`one` or `many`, beside compute unless `direct`; workers that block take part in the same collective."""
+        single = len(arrays) == 1
+        if not direct:
+            yield from in_steps(self._begun(arrays, outs, text, single))
+        elif single:
+            self.one(arrays[0], outs[0], text)
+        else:
+            self.many(arrays, outs, text)
 
-    def many_in_steps(self, arrays: Sequence[Array], outs: Sequence[Array], text: str) -> Task[None]:
-        """`many`, beside compute."""
-        out = None if outs is arrays else list(outs)
-        plan = begin("grouped_allreduce", list(arrays), self.comm, algorithm=SUMS, out=out, label=text)
-        yield from in_steps(plan)
+    def _begun(self, arrays: Sequence[Array], outs: Sequence[Array], text: str, single: bool) -> Plan:
+        in_place = all(map(is_, arrays, outs))
+        x: Any = arrays[0] if single else list(arrays)
+        out: Any = None if in_place else outs[0] if single else list(outs)
+        kind = "allreduce" if single else "grouped_allreduce"
+        return begin(kind, x, self.comm, algorithm=SUMS, out=out, label=text)
