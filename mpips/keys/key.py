@@ -47,6 +47,13 @@ class Fast(Protocol):
         ...
 
 
+class Rounds(dict[Name, int]):
+    """What `recover` found: of every key the last complete round, which it stands at."""
+
+    torn: tuple[Name, ...] = ()
+    """Keys of whose last round some blocks were applied and others not: load a checkpoint of them."""
+
+
 @dataclass
 class Key:
     """One key, as a worker knows it."""

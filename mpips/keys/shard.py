@@ -7,9 +7,6 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from mpips.transport.line import Line, Repeated
-from mpips.transport.outbox import Outbox
-
 Array = NDArray[Any]
 
 
@@ -22,8 +19,8 @@ class Shard:
     server: int
     start: int
     stop: int
-    line: Line
-    """To that server."""
+    line: Any
+    """To that server: a `transport` line."""
     contributors: tuple[int, ...]
     """Ranks of the workers that push it."""
     block_elements: int
@@ -36,9 +33,9 @@ class Shard:
     """The unit's words in the server's memory, on one node: word 0 counts blocks summed over all rounds."""
     stored: Array | None = None
     """The unit's values in the server's memory, on one node."""
-    outbox: Outbox | None = None
+    outbox: Any = None
     """Through which ordinary arrays go to a server of this node."""
-    copy: Repeated | None = None
+    copy: Any = None
     """The push of what lies there."""
     kept: Array | None = None
     """Between nodes: this worker's copy of what it pushed, until the server has asked for all of it."""
@@ -54,7 +51,7 @@ class Shard:
     @property
     def local(self) -> bool:
         """Whether its server shares this worker's node."""
-        return self.line.local
+        return bool(self.line.local)
 
     def enough(self, done: int) -> int:
         """Of how many blocks a pull waits that has copied `done`."""

@@ -1,19 +1,20 @@
 """What a store with servers (`served`) and one without (`serverless`) offer to the calls of a worker.
 
-Arguments have been checked: arrays are C-contiguous host arrays of the key's dtype; `flat` and `out` are 1-D and hold the
-whole key. Every method that returns a task does nothing before the task's first step. Tasks raise what they find: who runs
-them (`worker.operations`) ends the epoch. Arrays may be read and written until the task is over, and no longer.
+Arguments have been checked: arrays are C-contiguous host arrays of the key's dtype; `flat` and `out` are 1-D and hold
+the whole key. Every method that returns a task does nothing before the task's first step. Tasks raise what they find:
+who runs them (`worker.operations`) ends the epoch, but for a ValueError that all workers raise, marked by `of_caller`,
+and with which nothing has changed. Arrays may be read and written until the task is over, and no longer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
 from mpips.compression.base import Compressor
-from mpips.keys.key import Key, Name
+from mpips.keys.key import Key, Name, Rounds
 from mpips.keys.row_sparse import RowSparse
 from mpips.optimizers.base import Optimizer
 from mpips.runtime.tasks import Task
@@ -27,18 +28,10 @@ class Backend(Protocol):
     """The operations of one store on one worker. "Collective": all workers call it, in the same order."""
 
     direct: bool
-    """Set by `worker.operations` while it runs a task with nothing else under way: a task may then block in a collective
-    instead of yielding. A worker that does and one that does not take part in the same collective."""
+    """Set by `worker.operations` while it runs a task with nothing else under way: a task may then block in a
+    collective instead of yielding. A worker that does and one that does not take part in the same collective."""
     communicators: tuple[Hashable, ...]
     """Names of what all operations hold collectives on: operations that take turns on them start in program order."""
-    lists: bool
-    """Whether several keys of one call are better given as one list (`push_list` and so on)."""
-    updates: bool
-    """Whether something applies a push: not in an asynchronous store without an optimizer."""
-
-    def collective(self, pushes: bool) -> bool:
-        """Whether other workers take part in this worker's pushes (or else its pulls)."""
-        ...
 
     # ---- keys
 
@@ -73,7 +66,7 @@ class Backend(Protocol):
         ...
 
     def push_list(self, keys: Sequence[Key], flats: Sequence[Array], priority: int) -> Task[None]:
-        """`push` of several keys, as one step where that is faster. Only where `lists`."""
+        """`push` of several keys, as one step where that is faster. Where others take part, all give the same list."""
         ...
 
     def pull_list(self, keys: Sequence[Key], outs: Sequence[Array]) -> Task[None]:
@@ -92,11 +85,18 @@ class Backend(Protocol):
 
     # ---- settings
 
-    def set_optimizer(self, optimizer: Optimizer, keys: Sequence[Key] | None) -> Task[None]:
-        """Update these keys by it from now on, state anew; None: all keys that have none of their own. Collective."""
+    def check_updated(self, what: str) -> None:
+        """ValueError where nothing would apply a push: in an asynchronous store without an optimizer. Local."""
         ...
 
-    def update_optimizer(self, numbers: Mapping[str, Any], keys: Sequence[Key] | None) -> Task[None]:
+    def set_optimizer(self, optimizer: Optimizer, keys: Sequence[Name] | None) -> Task[None]:
+        """Update these keys by it from now on, state anew; None: all keys, also those to come. Collective.
+
+        ValueError on all workers, and nothing has changed, where a server does not know it.
+        """
+        ...
+
+    def update_optimizer(self, numbers: Mapping[str, Any], keys: Sequence[Name] | None) -> Task[None]:
         """Change numbers of the optimizers of these keys from their next round on; state stays. Collective."""
         ...
 
@@ -124,16 +124,21 @@ class Backend(Protocol):
         """Give it back, one 1-D array a key, to this worker. Local."""
         ...
 
+    def put(self, keys: Sequence[Key], values: Sequence[Array]) -> Task[None]:
+        """Store worker 0's values under keys that are there; they are torn no more. Collective."""
+        ...
+
+    def snapshot(self, keys: Sequence[Key]) -> Task[Any]:
+        """A copy that nothing pushed later changes (`checkpoint.source.Snapshot`). Collective."""
+        ...
+
     # ---- epochs and the end
 
-    def recover(self) -> Task[dict[Name, tuple[int, bool]]]:
-        """After `epoch.renew()`: new lines, nothing under way; of each key the last complete round, and whether it is
-        torn. The caller sets `key.round`. Fast routes are bound anew. Collective."""
+    def recover(self) -> Rounds:
+        """After `epoch.renew()`: everything anew, nothing under way; the rounds that keys stand at. Sets `key.round`
+        and binds fast routes. Keys that it does not name are forgotten. Collective, blocking."""
         ...
 
     def finish(self) -> None:
         """This worker makes no more calls: say goodbye to the servers. Not collective; does not wait."""
         ...
-
-    warn: Callable[[str], None]
-    """What to do with a server's warning."""

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
-from mpips.optimizers import Optimizer, State
-
 ROWS_AT_A_TIME = 4096  # what is gathered of weights and state beside them
+
+
+class Updates(Protocol):
+    """An optimizer (`mpips.optimizers`)."""
+
+    def update(
+        self, weights: np.ndarray, gradient: np.ndarray, state: Sequence[np.ndarray], step: int
+    ) -> None: ...  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +106,9 @@ def merge(a: RowSparse, b: RowSparse) -> RowSparse:
     return RowSparse(rows, values, a.shape)
 
 
-def update_rows(optimizer: Optimizer, weights: np.ndarray, gradient: RowSparse, state: State, step: int) -> None:
+def update_rows(
+    optimizer: Updates, weights: np.ndarray, gradient: RowSparse, state: Sequence[np.ndarray], step: int
+) -> None:
     """Update only the gradient's rows of `weights` (of shape `gradient.shape`) and of `state`, in place.
 
     The rows left out keep their values and state ("lazy": no decay of momentum or weights for them), as in MXNet.

@@ -15,30 +15,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.node import arena
-from mpips.calls import Call
-from mpips.row_sparse import RowSparse
+from mpips.keys.key import Key
 
 SMALL_BYTES = {True: 1 << 14, False: 1 << 16}
-"""Of a key with a short way, and of one without: longer ones go alone, as to copy them takes as long as they save."""
+"""Of a key with a fast route, and of one without: longer ones go alone, as to copy them takes as long as they save."""
 MOST_BYTES = 1 << 20
 """Of one vector."""
 Array = NDArray[Any]
 
 
-def steps(made: Sequence[Call]) -> list[list[Call]]:
-    """Calls that go together, the same on every worker that makes the same calls: all push, or all pull."""
-    result: list[list[Call]] = []
-    open_: dict[np.dtype, tuple[list[Call], int]] = {}
-    for call in made:
-        key = call.key
-        if isinstance(call.payload, RowSparse) or not 0 < key.nbytes <= SMALL_BYTES[key.short is not None]:
-            result.append([call])
+def steps(keys: Sequence[Key]) -> list[list[int]]:
+    """Which keys of a list (by their places there) go together, in which order: the same on every worker."""
+    result: list[list[int]] = []
+    open_: dict[np.dtype, tuple[list[int], int]] = {}
+    for place, key in enumerate(keys):
+        if not 0 < key.nbytes <= SMALL_BYTES[key.fast is not None]:
+            result.append([place])
             continue
         step, nbytes = open_.get(key.dtype, ([], 0))
         if not step or nbytes + key.nbytes > MOST_BYTES:
             step, nbytes = [], 0
             result.append(step)
-        step.append(call)
+        step.append(place)
         open_[key.dtype] = step, nbytes + key.nbytes
     return result
 
@@ -65,7 +63,7 @@ class Vectors:
         return vector, total, [slice(*ends) for ends in pairwise(cuts)]
 
     def leave(self) -> None:
-        """Take other memory from now on: messages of a call that broke off may yet read or write this."""
+        """Take other memory from now on: messages of an epoch that has ended may yet read or write this."""
         self._memory.clear()
 
     def lay(self, values: Sequence[Array]) -> tuple[Array, Array, list[Array]]:

@@ -1,17 +1,22 @@
-"""Pushes and pulls as data: what a caller handed over, checked as a whole before anything is sent. No I/O."""
+"""Pushes and pulls as data: what a caller handed over, checked as a whole before anything is sent. Local.
+
+Arrays on GPUs get a host array beside them (`arrays.Staged`), and the kernels that sum them are queued here.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mpips import arguments, row_sparse
-from mpips.arguments import Name
-from mpips.keys import Key
-from mpips.row_sparse import RowSparse
+from mpips.keys import arguments, arrays, row_sparse
+from mpips.keys.arrays import Staged
+from mpips.keys.key import Key, Name
+from mpips.keys.row_sparse import RowSparse
+from mpips.runtime.tasks import Task
 
 Array = NDArray[Any]
 Known = Mapping[Name, Key]
@@ -25,6 +30,10 @@ class Call(NamedTuple):
     """The sum of the caller's arrays, in the key's shape; None where the call only pulls."""
     targets: Sequence[Array]
     """Empty where the call only pushes."""
+    gathered: Task[None] | None = None
+    """Waits until GPUs have summed the payload."""
+    spread: Staged | None = None
+    """Copies the first target, its host array, to GPUs."""
 
 
 def check(known: Known, what: str, key: Any, value: Any = None, out: Any = None) -> list[Call]:
@@ -36,17 +45,12 @@ def check(known: Known, what: str, key: Any, value: Any = None, out: Any = None)
     target, argument = (value, "value") if out is None and what != "pull" else (out, "out")
     outs = arguments.pairs(key, target, what, argument) if what != "push" else None
     keys = [arguments.known(known, name, what) for name in arguments.names(key)]
-    payloads = [_payload(one, given, what) for one, (_, given) in zip(keys, values)] if values else [None] * len(keys)
-    targets = [_targets(one, given, what) for one, (_, given) in zip(keys, outs)] if outs else [[] for _ in keys]
-    return [Call(*fields) for fields in zip(keys, payloads, targets, strict=True)]
-
-
-def named(known: Known, key: Any) -> list[Key] | None:
-    """The keys of a call whose arguments are bad, so far as they are known; None where one cannot be."""
-    try:
-        return [known[name] for name in arguments.names(key)]
-    except (ValueError, TypeError, KeyError):
-        return None
+    made = []
+    for index, one in enumerate(keys):
+        targets, spread = _targets(one, outs[index][1], what) if outs else ([], None)
+        payload, gathered = _payload(one, values[index][1], what) if values else (None, None)
+        made.append(Call(one, payload, targets, gathered, spread))
+    return made
 
 
 def rows(known: Known, key: Any, out: Any, row_ids: Any) -> list[tuple[Key, Array, NDArray[np.int64]]]:
@@ -92,13 +96,16 @@ def _row_ids(key: Key, row_ids: Any) -> NDArray[np.int64]:
     return ids.astype(np.int64, copy=False)
 
 
-def _payload(key: Key, values: Sequence[Any], what: str) -> Array | RowSparse:
+def _payload(key: Key, values: Sequence[Any], what: str) -> tuple[Array | RowSparse, Task[None] | None]:
     if any(isinstance(value, RowSparse) for value in values):
-        return _row_payload(key, values, what)
+        return _row_payload(key, values, what), None
+    if any(map(arrays.is_device, values)):
+        staged = _staged(key, values, what, False)
+        return staged.host, staged.gathered(staged.begin())
     given = [arguments.readable(value, key.name, what) for value in values]
     for array in given:
         arguments.fits(array, key.shape, key.dtype, key.name, what)
-    return arguments.total(given)
+    return arguments.total(given), None
 
 
 def _row_payload(key: Key, values: Sequence[Any], what: str) -> RowSparse:
@@ -109,8 +116,42 @@ def _row_payload(key: Key, values: Sequence[Any], what: str) -> RowSparse:
     return values[0] if len(values) == 1 else row_sparse.add(values)
 
 
-def _targets(key: Key, outs: Sequence[Any], what: str) -> list[Array]:
-    targets = [arguments.writable(out, key.name, what) for out in outs]
+def _targets(key: Key, outs: Sequence[Any], what: str) -> tuple[list[Array], Staged | None]:
+    on_gpus = [out for out in outs if arrays.is_device(out)]
+    targets = [arguments.writable(out, key.name, what) for out in outs if not arrays.is_device(out)]
     for target in targets:
         arguments.fits(target, key.shape, key.dtype, key.name, what)
-    return targets
+    if not on_gpus:
+        return targets, None
+    staged = _staged(key, on_gpus, what, True)
+    return [staged.host, *targets], staged
+
+
+def _staged(key: Key, values: Sequence[Any], what: str, written: bool) -> Staged:
+    """Host memory beside arrays on GPUs that fit the key; ValueError or TypeError with the key's name."""
+    for value in values:
+        if arrays.is_jax(value):
+            raise TypeError(f"{what}: key {key.name!r} got a JAX array on a GPU: pass numpy.asarray of it")
+    try:
+        staged = Staged(values, written)
+    except (ValueError, TypeError, ImportError) as error:
+        raise type(error)(f"{what}: key {key.name!r}: {error}") from error
+    arguments.fits(staged.host, key.shape, key.dtype, key.name, what)
+    return staged
+
+
+def first_value(name: Name, value: Any) -> Array:
+    """What `init` stores: a host array of it. From a GPU it is copied, blocking."""
+    what = "init"
+    if isinstance(value, RowSparse):
+        value = value.to_dense()
+    if not arrays.is_device(value):
+        return arguments.readable(value, name, what)
+    try:
+        staged = Staged([value], False)
+    except (ValueError, TypeError, ImportError) as error:
+        raise TypeError(f"{what}: key {name!r}: {error}") from error
+    arguments.see_dtype(staged.host.dtype, name, what)
+    for _ in staged.gathered(staged.begin()):
+        os.sched_yield()
+    return staged.host

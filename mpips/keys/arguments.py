@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives import arrays
-from mpips.row_sparse import RowSparse
+from mpips.keys import arrays
+from mpips.keys.key import Name
+from mpips.keys.row_sparse import RowSparse
 
-Name = int | str
 T = TypeVar("T")
 Array = NDArray[Any]
 PRIORITY_BITS = 31
@@ -89,6 +89,11 @@ def readable(value: Any, name: Name, what: str) -> Array:
 
 def writable(value: Any, name: Name, what: str) -> Array:
     """A host array to write to: C-contiguous and not read-only."""
+    if arrays.is_jax(value):
+        raise TypeError(
+            f"{what}: key {name!r} got an array of JAX to write to, which cannot be written: pass a NumPy array as "
+            "out, and make a JAX array of it"
+        )
     array = readable(value, name, what)
     if not array.flags.writeable:
         raise ValueError(f"{what}: the array of key {name!r} is read-only; pass one that may be written")
@@ -98,18 +103,25 @@ def writable(value: Any, name: Name, what: str) -> Array:
 def _host(value: Any, name: Name, what: str) -> Array:
     if isinstance(value, RowSparse):
         raise TypeError(f"{what}: key {name!r} got a RowSparse where an array is needed; pass its to_dense()")
+    if arrays.is_device(value):
+        raise TypeError(f"{what}: key {name!r} got an array on a GPU where a host array is needed; copy it there first")
     try:
-        array = value if type(value) is np.ndarray else arrays.host(value)
-    except TypeError:
+        array = arrays.host(value)
+    except TypeError as error:
         kind = type(value).__name__
-        raise TypeError(f"{what}: key {name!r} needs an array, not {kind}: pass numpy.asarray of it") from None
-    dtype = array.dtype
+        why = f" ({error})" if hasattr(value, "shape") else ""
+        raise TypeError(f"{what}: key {name!r} needs an array, not {kind}: pass numpy.asarray of it{why}") from None
+    see_dtype(array.dtype, name, what)
+    return array
+
+
+def see_dtype(dtype: np.dtype, name: Name, what: str) -> None:
+    """TypeError unless servers can sum such elements."""
     if not (dtype.kind in "iuf" and dtype.isnative) and dtype.name != "bfloat16":
         raise TypeError(
             f"{what}: key {name!r} has elements of dtype {_called(dtype)}; pass float16, bfloat16, "
             "float32, float64 or integers, in this machine's byte order"
         )
-    return array
 
 
 def fits(array: Any, shape: tuple[int, ...], dtype: np.dtype, name: Name, what: str, rows: int | None = None) -> None:

@@ -38,13 +38,14 @@ class Tracker(Generic[T]):
     """Operations that were added and not yet removed. Not thread-safe; items are compared by identity."""
 
     def __init__(self) -> None:
-        self._nodes: dict[int, _Node[T]] = {}
+        self.nodes: dict[int, _Node[T]] = {}
+        """By the identity of their items; for whoever asks often whether there are any."""
         self._variables: dict[Hashable, _Variable[T]] = {}
         self._ready: list[_Node[T]] = []
         self._count = 0
 
     def __len__(self) -> int:
-        return len(self._nodes)
+        return len(self.nodes)
 
     def add(
         self, item: T, reads: Iterable[Hashable] = (), mutates: Iterable[Hashable] = (), priority: float = 0
@@ -53,7 +54,7 @@ class Tracker(Generic[T]):
         written = frozenset(mutates)
         node = _Node(item, (-priority, self._count), frozenset(reads) - written, written)
         self._count += 1
-        self._nodes[id(item)] = node
+        self.nodes[id(item)] = node
         for name in node.reads:
             variable = self._variables.setdefault(name, _Variable())
             self._block(node, variable.writer)
@@ -66,16 +67,26 @@ class Tracker(Generic[T]):
         if not node.blockers:
             insort(self._ready, node, key=lambda other: other.order)
 
+    def items(self) -> list[T]:
+        """All of them, in program order."""
+        return [node.item for node in self.nodes.values()]
+
+    def clear(self) -> None:
+        """Forget them all."""
+        self.nodes.clear()
+        self._variables.clear()
+        self._ready.clear()
+
     def ready(self) -> list[T]:
         """Operations that nothing holds back, in the order in which they should be given attention."""
         return [node.item for node in self._ready]
 
     def remove(self, item: T) -> None:
         """A ready operation has ended: what waited for it may go on. KeyError if unknown, ValueError if not ready."""
-        node = self._nodes[id(item)]
+        node = self.nodes[id(item)]
         if node.blockers:
             raise ValueError(f"{item!r} cannot have ended: it waits for {len(node.blockers)} operations before it")
-        del self._nodes[id(item)]
+        del self.nodes[id(item)]
         self._ready.remove(node)
         for later in node.dependents:
             later.blockers.remove(node)
@@ -87,7 +98,7 @@ class Tracker(Generic[T]):
     def behind(self, item: T, through: Iterable[Hashable]) -> list[T]:
         """Operations that wait for `item`, directly, because of one of the variables `through`; in program order."""
         names = frozenset(through)
-        later = [node for node in self._nodes[id(item)].dependents if names & (node.reads | node.mutates)]
+        later = [node for node in self.nodes[id(item)].dependents if names & (node.reads | node.mutates)]
         return [node.item for node in sorted(later, key=lambda node: node.order[1])]
 
     @staticmethod
