@@ -25,11 +25,6 @@ from mpips.served.push import Push
 from mpips.worker.bundle import Vectors, steps
 
 Array = NDArray[Any]
-SMALL_BYTES = {True: 1 << 14, False: 1 << 16}
-"""Of a key with a fast route, and of one without. Longer keys of a list go alone: to copy them takes as long as they
-save."""
-MOST_BYTES = 1 << 20
-"""Of one vector of small keys."""
 
 
 class Client:
@@ -122,21 +117,33 @@ class Client:
     def push_list(self, keys: Sequence[Key], flats: Sequence[Array], priority: int) -> Task[None]:
         """Push keys in this order, small ones of one dtype as one vector."""
         for chosen in self._steps(keys):
-            if len(chosen) == 1:
-                yield from self.push(keys[chosen[0]], flats[chosen[0]], priority)
-            else:
+            if len(chosen) > 1:
                 yield from self._push_vector([keys[i] for i in chosen], [flats[i] for i in chosen], priority)
+                continue
+            key, flat = keys[chosen[0]], flats[chosen[0]]
+            left = self.push(key, flat, priority) if key.fast is None else key.fast.post(flat, priority)
+            if left is not None:
+                yield from left
 
     def pull_list(self, keys: Sequence[Key], outs: Sequence[Array]) -> Task[None]:
         """Pull keys in this order."""
         if self._direct:
-            yield from together([self.pull(key, out) for key, out in zip(keys, outs, strict=True)])
+            yield from together(self._read_directly(keys, outs))
             return
         for chosen in self._steps(keys):
             if len(chosen) == 1:
                 yield from self.pull(keys[chosen[0]], outs[chosen[0]])
             else:
                 yield from self._pull_vector([keys[i] for i in chosen], [outs[i] for i in chosen])
+
+    def _read_directly(self, keys: Sequence[Key], outs: Sequence[Array]) -> list[Task[None]]:
+        """Pull keys in turn, as far as it goes without waiting; what is left."""
+        left: list[Task[None]] = []
+        for key, out in zip(keys, outs, strict=True):
+            task = self.pull(key, out) if left or key.fast is None else key.fast.pull(out)
+            if task is not None:
+                left.append(task)
+        return left
 
     def pushpull_list(
         self, keys: Sequence[Key], flats: Sequence[Array], outs: Sequence[Array], priority: int
@@ -160,7 +167,7 @@ class Client:
         """Places in the list of what goes together."""
         if self._all:
             return [[place] for place in range(len(keys))]
-        return steps(keys, lambda key: SMALL_BYTES[key.fast is not None], MOST_BYTES)
+        return steps(keys)
 
     def _push_vector(self, keys: Sequence[Key], flats: Sequence[Array], priority: int) -> Task[None]:
         """Push keys of one dtype, which the members sum as one vector."""

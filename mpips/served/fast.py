@@ -8,7 +8,7 @@ moment is left to them: a call returns the task of what is left, or None.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np

@@ -39,8 +39,11 @@ def label(what: str, keys: Sequence[Key]) -> str:
 
 
 class Members:
-    """The members of one client, as one of them sees them. `home` is what `collectives` keeps for them, `first` the rank
-    in the store of the first; `one_node`: all workers share a node with all servers."""
+    """The members of one client, as one of them sees them.
+
+    `home` is what `collectives` keeps for them; `first` is the first one's rank in the store. `one_node`: all workers
+    share a node with all servers.
+    """
 
     def __init__(self, home: Communicator, comm: MPI.Intracomm, first: int, one_node: bool) -> None:
         self.home, self.comm, self.first, self.one_node = home, comm, first, one_node
@@ -111,14 +114,15 @@ class CallBetween(Call):
         self._others = [rank for rank in range(members.size) if rank != members.rank]
         self._mine = _told(text)
         self._theirs = np.zeros((members.size, TEXT_BYTES), np.uint8)
+        self._receives: list[MPI.Request] = []
         self._exchange: Exchange | None = None
 
     def run(self, task: Task[None]) -> Task[None]:
         """Run what the call does; MismatchError where another member makes another call."""
         comm = self._members.comm
-        receives = [comm.Irecv(self._theirs[rank], rank, COMPARE_TAG) for rank in self._others]
+        self._receives = [comm.Irecv(self._theirs[rank], rank, COMPARE_TAG) for rank in self._others]
         sends = [comm.Isend(self._mine, rank, COMPARE_TAG) for rank in self._others]
-        self._exchange = self._members.under_way.begin(receives, sends)
+        self._exchange = self._members.under_way.begin(self._receives, sends)
         for moved in task:
             self._look()
             yield moved
@@ -139,10 +143,9 @@ class CallBetween(Call):
         if exchange is None:
             return True
         left = exchange.left()
-        for rank in self._others:
-            theirs = self._theirs[rank]
-            if theirs[-1] and not np.array_equal(theirs, self._mine):
-                raise MismatchError(self._differ(rank, theirs))
+        for rank, request in zip(self._others, self._receives, strict=True):
+            if not request and not np.array_equal(self._theirs[rank], self._mine):  # it has come
+                raise MismatchError(self._differ(rank, self._theirs[rank]))
         if left:
             return False
         self._members.under_way.over(exchange)
@@ -179,15 +182,15 @@ class CallBetween(Call):
 
 
 def _told(text: str) -> Array:
-    """A text as members tell it: its beginning, filled with zeros, then its checksum, which is not zero at its end."""
+    """A text as members tell it: its beginning, filled with zeros, then its checksum."""
     data = text.encode()
     told = np.zeros(TEXT_BYTES, np.uint8)
-    beginning = np.frombuffer(data[: TEXT_BYTES - 5], np.uint8)
+    beginning = np.frombuffer(data[: TEXT_BYTES - 4], np.uint8)
     told[: beginning.size] = beginning
-    told[-5:] = np.frombuffer(crc32(data).to_bytes(4, "little") + b"\1", np.uint8)
+    told[-4:] = np.frombuffer(crc32(data).to_bytes(4, "little"), np.uint8)
     return told
 
 
 def _said(told: Array) -> str:
     """The text of what was told."""
-    return told[:-5].tobytes().rstrip(b"\0").decode(errors="replace")
+    return told[:-4].tobytes().rstrip(b"\0").decode(errors="replace")

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.node import arena
-from mpips.compression.base import Compressor
+from mpips.compression import Residuals
 from mpips.keys.key import Key
 from mpips.keys.shard import Shard
 from mpips.layout import Layout
@@ -29,14 +29,13 @@ Array = NDArray[Any]
 class Push:
     """One worker's contributions. Whoever runs a task hears the servers meanwhile (`Link.hearing`).
 
-    `compressor` and `residuals`, by number of the shard, are those of the store.
+    `residuals`: of compression, by numbers of shards; None where pushes are not compressed.
     """
 
     def __init__(self, layout: Layout, link: Link) -> None:
         self._layout, self._link = layout, link
         self._small_bytes = layout.options.small_bytes
-        self.compressor: Compressor | None = None
-        self.residuals: dict[int, Array] = {}
+        self.residuals: Residuals | None = None
 
     def whole(self, key: Key, flat: Array, priority: int, wait: bool = True) -> Task[None]:
         """Contribute `flat` (1-D, all elements) to the key's next round; `wait` as in `part`."""
@@ -53,7 +52,7 @@ class Push:
         read them (the caller sees to that), so they are read in place if they can be.
         """
         payloads = [(shard, values[shard.start - base : shard.stop - base]) for shard in shards]
-        if self.compressor is not None and key.dtype.kind == "f":
+        if self.residuals is not None and key.dtype.kind == "f":
             yield from together([self._compressed(key, round_, *payload, priority) for payload in payloads])
             return
         here = [payload for payload in payloads if payload[0].local]
@@ -125,10 +124,7 @@ class Push:
 
     def _compressed(self, key: Key, round_: int, shard: Shard, values: Array, priority: int) -> Task[None]:
         """Contribute what the compressor makes of a shard's elements."""
-        assert self.compressor is not None
+        assert self.residuals is not None
         yield from self.read(round_ - 1, [shard])
-        residual = self.residuals.get(shard.number)
-        if residual is None:
-            residual = self.residuals[shard.number] = self.compressor.init(values)
-        payload = self.compressor.encode(values, residual)
+        payload = self.residuals.payload(shard.number, values)
         yield from self.coded(key, round_, shard, payload, Coding.COMPRESSED, priority)
