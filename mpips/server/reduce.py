@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpips.keys.row_sparse import RowSparse, merge
+from mpips.keys.row_sparse import merge
 from mpips.server.team import Team
 from mpips.server.unit import Source, Unit
 

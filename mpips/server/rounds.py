@@ -1,15 +1,15 @@
 """Synchronous rounds of a server's units, without MPI: events in, replies out, arithmetic in between.
 
 Round r of a unit is complete when every contributor has pushed it r times. It is summed in the order of the
-contributors, block by block; each block is updated by the optimizer, or replaces the stored one, and the unit's progress
-word tells readers how many blocks are done. A worker may be any number of rounds ahead: its contributions wait.
+contributors, block by block. Each block is updated by the optimizer, or replaces the stored one, and the unit's
+progress word tells readers how many blocks are done. A worker may be any number of rounds ahead.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from collectives.errors import CollectiveError, MismatchError
+from collectives.errors import MismatchError
 from mpips.server.reads import Reads
 from mpips.server.reduce import Reduce
 from mpips.server.unit import Replies, Reply, Source, Unit
@@ -56,7 +56,7 @@ class Rounds:
         try:
             worked = self._sum(unit, [queue[0] for queue in unit.queues])
         except Exception as error:
-            raise failed(unit, error) from error
+            raise unit.failed(error) from error
         return worked, self._finish(unit) if unit.block == unit.blocks else []
 
     def _sum(self, unit: Unit, sources: Sequence[Source]) -> bool:
@@ -105,11 +105,3 @@ class Rounds:
         """A unit that nobody will use again."""
         self.ready.pop(number, None)
         self.open.pop(number, None)
-
-
-def failed(unit: Unit, error: Exception) -> CollectiveError:
-    """What is raised where an update on the server has failed, which may have changed something before."""
-    if not isinstance(error, (TypeError, ValueError)):
-        unit.writes += 1
-    what = "" if isinstance(error, (TypeError, ValueError)) else f"{type(error).__name__}: "
-    return CollectiveError(f"key {unit.key!r}: the update on the server failed: {what}{error}")

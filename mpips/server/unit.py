@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 from numpy.typing import NDArray
 
+from collectives.errors import CollectiveError
 from mpips.keys.row_sparse import RowSparse, update_rows
 from mpips.optimizers import Optimizer, State, initial
 
@@ -166,6 +167,7 @@ class Unit:
             self.torn = True
         elif self.stepped:
             self.step -= 1
+        self.readers, self.pulls = [], []
         self.reset()
 
     # ---- what is stored
@@ -176,15 +178,19 @@ class Unit:
 
     def open_write(self) -> None:
         """What follows changes what is stored, in another step of the optimizer."""
-        for frozen in self.frozen:
-            frozen.copy()
         if self.frozen:
-            self.frozen = []
+            self.thaw()
         if self.optimizer is not None:
             if self.state is None:
                 self.state, self.step = initial(self.optimizer, self.stored), 0
             self.step += 1
             self.stepped = True
+
+    def thaw(self) -> None:
+        """Copy what is frozen, so that it stays while this is written to."""
+        for frozen in self.frozen:
+            frozen.copy()
+        self.frozen = []
 
     def write(self, start: int, stop: int, gradient: Array) -> None:
         """Update stored elements [start, stop) in the step that has begun; without optimizer: replace them."""
@@ -206,3 +212,11 @@ class Unit:
             assert self.state is not None
             update_rows(self.optimizer, table, gradient, self.state, self.step)
         self.writes += 1
+
+    def failed(self, error: Exception) -> CollectiveError:
+        """What is raised where an update has raised an error."""
+        refused = isinstance(error, (TypeError, ValueError))
+        if not refused:  # else it has looked at its arguments before anything changed
+            self.writes += 1
+        why = str(error) if refused else f"{type(error).__name__}: {error}"
+        return CollectiveError(f"key {self.key!r}: the update on the server failed: {why}")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from mpips.server.reads import Reads
 from mpips.server.reduce import Reduce
-from mpips.server.rounds import failed
 from mpips.server.unit import Replies, Reply, Source, Unit
 
 
@@ -51,7 +50,7 @@ class Updates:
         try:
             self._reduce.single(unit, source)
         except Exception as error:
-            raise failed(unit, error) from error
+            raise unit.failed(error) from error
         return True, self._finish(unit, index) if unit.block == unit.blocks else []
 
     def _finish(self, unit: Unit, index: int) -> Replies:
