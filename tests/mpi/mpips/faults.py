@@ -16,7 +16,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from types import FrameType
 from typing import Any, NamedTuple
@@ -35,6 +35,7 @@ LATE = 0.2  # seconds that worker 0 comes after the others, so that one of these
 INTERRUPTED = 0.05
 SIZES = {"a": 100, "b": 600_000}
 MORE = 20  # rounds after `recover`
+Make = Callable[[int], Any]
 STORE = ("mpips.", "collectives.")  # modules that a call is in once it has begun
 
 
@@ -51,23 +52,26 @@ class Worker:
     adds rank + 1.
     """
 
-    def __init__(self, kv: mpips.KVStore, comm: MPI.Intracomm, way: str) -> None:
-        self.kv, self.comm, self.way = kv, comm, way
+    def __init__(
+        self, kv: mpips.KVStore, comm: MPI.Intracomm, way: str, sizes: Mapping[str, int] = SIZES, make: Make = np.zeros
+    ) -> None:
+        self.kv, self.comm, self.way, self.sizes = kv, comm, way, sizes
         self.rank, self.odd = kv.rank, kv.num_workers - 1
         self.total = kv.num_workers * (kv.num_workers + 1) // 2
         self.sync = kv.type.endswith("_sync")
-        self.arrays = {key: np.zeros(n) for key, n in SIZES.items()}
-        self.outs = {key: np.zeros(n) for key, n in SIZES.items()}
-        self.begun = dict.fromkeys(SIZES, 0)  # pushes of this worker
-        self.ended = dict.fromkeys(SIZES, 0)
-        self.base = dict.fromkeys(SIZES, 0)
-        kv.init(list(SIZES), [np.zeros(n) for n in SIZES.values()])
+        self.arrays = {key: make(n) for key, n in sizes.items()}
+        self.outs = {key: np.zeros(n) for key, n in sizes.items()}
+        self.begun = dict.fromkeys(sizes, 0)  # pushes of this worker
+        self.ended = dict.fromkeys(sizes, 0)
+        self.base = dict.fromkeys(sizes, 0)  # asynchronous: what is stored after `known` pushes of each worker
+        self.known = dict.fromkeys(sizes, 0)
+        kv.init(list(sizes), [np.zeros(n) for n in sizes.values()])
         if not self.sync:
             kv.set_optimizer(Add())
 
-    def call(self, order: Sequence[str] = ("a", "b")) -> None:
-        """One round of both keys, as the cell calls."""
-        kv = self.kv
+    def call(self, order: Sequence[str] = ()) -> None:
+        """One round of all keys, as the cell calls."""
+        kv, order = self.kv, order or list(self.sizes)
         for key in order:
             self.begun[key] += 1
             self.arrays[key][:] = (self.rank + 1) * (self.begun[key] if self.sync else 1)
@@ -89,22 +93,30 @@ class Worker:
         """Whether so many rounds come out exactly. Collective."""
         for _ in range(times):
             self.call()
-            if self.sync and any((self.outs[key] != self.total * self.begun[key]).any() for key in SIZES):
+            if self.sync and any((self.outs[key] != self.total * self.begun[key]).any() for key in self.sizes):
                 return False
         if not self.sync:
             self.kv.barrier()
-            for key in SIZES:
+            for key in self.sizes:
                 self.kv.pull(key, self.outs[key])
                 expected = self.base[key] + self.total * times
                 if (self.outs[key] != expected).any():
                     return False
-                self.base[key] = expected
+                self.base[key], self.known[key] = expected, self.ended[key]
             self.kv.barrier()
         return True
 
+    def counted(self) -> None:
+        """All that was begun has been done: what is stored in an asynchronous store is known again. Collective."""
+        for key, base in self.base.items() if not self.sync else ():
+            made = self.comm.allgather(self.ended[key] - self.known[key])
+            self.base[key] = base + sum((rank + 1) * n for rank, n in enumerate(made))
+            self.known[key] = self.ended[key]
+
     def wrong_after(self, rounds: mpips.Rounds) -> str:
         """What is not as `recover` has said, "" where all is. Collective. Afterwards rounds count from there."""
-        everybody = self.comm.allgather((dict(rounds), rounds.torn, self.begun, self.ended))
+        begun, ended = ({key: n[key] - self.known[key] for key in self.sizes} for n in (self.begun, self.ended))
+        everybody = self.comm.allgather((dict(rounds), rounds.torn, begun, ended))
         if any(said[:2] != everybody[0][:2] for said in everybody):
             return f"recover said {everybody}"
         for key, round_ in rounds.items():
@@ -118,16 +130,16 @@ class Worker:
                 self.begun[key] = round_
             else:
                 least, most = (sum((rank + 1) * said[n][key] for rank, said in enumerate(everybody)) for n in (3, 2))
-                if len(found) != 1 or not least <= found[0] <= most:
-                    return f"key {key!r} holds {found[:3]}, pushed were {least} to {most}"
-                self.base[key] = int(found[0])
+                if len(found) != 1 or not least <= found[0] - self.base[key] <= most:
+                    return f"key {key!r} holds {found[:3]}, pushed were {least} to {most} beside {self.base[key]}"
+                self.base[key], self.begun[key], self.known[key] = int(found[0]), self.ended[key], self.ended[key]
         self.comm.Barrier()
         return ""
 
     def _start_again(self, key: str) -> None:
         self.kv.forget([key])
-        self.kv.init(key, np.zeros(SIZES[key]))
-        self.begun[key] = self.base[key] = 0
+        self.kv.init(key, np.zeros(self.sizes[key]))
+        self.begun[key] = self.ended[key] = self.base[key] = self.known[key] = 0
 
 
 class Seen(NamedTuple):
@@ -216,9 +228,8 @@ def _seen(worker: Worker, fault: str) -> Seen:
         torn = len(rounds.torn)
         wrong = "" if kv.epoch == epoch + 1 else f"epoch {epoch} was followed by {kv.epoch}"
         wrong = worker.wrong_after(rounds) or wrong
-    elif not worker.sync:
-        for key in SIZES:
-            worker.base[key] = sum((rank + 1) * n for rank, n in enumerate(comm.allgather(worker.ended[key])))
+    else:
+        worker.counted()
     if not (wrong or worker.good(MORE)):
         wrong = "wrong sums afterwards"
     wrong = next(filter(None, comm.allgather(wrong)), "")
