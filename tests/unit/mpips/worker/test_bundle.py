@@ -7,49 +7,37 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpips import fused
-from mpips.calls import Call
-from mpips.fused import MOST_BYTES, SMALL_BYTES, Vectors, steps
-from mpips.keys import Key
-from mpips.row_sparse import RowSparse
+from mpips.keys.key import Key
+from mpips.worker import bundle
+from mpips.worker.bundle import MOST_BYTES, SMALL_BYTES, Vectors, steps
 
 DTYPES = [np.dtype(name) for name in ("f2", "f4", "f8", "i8")]
 SIZES = st.one_of(st.integers(0, 40), st.integers(SMALL_BYTES[True] // 8 - 2, SMALL_BYTES[False] // 2 + 2))
-ROWS = RowSparse(np.array([1]), np.ones((1, 3), np.float32), (7, 3))
 
 
-def pushing(name, size, dtype, short=False):
-    """A call whose payload nobody looks at, of a key with a short way or without."""
-    return Call(Key(name, (size,), dtype, short=object() if short else None), np.empty(0, dtype), [])
+def keys_of(*wanted, fast=False):
+    """Keys of (elements, dtype), with a fast route or without."""
+    return [Key(name, (size,), dtype, fast=object() if fast else None) for name, (size, dtype) in enumerate(wanted)]
 
 
 @given(st.lists(st.tuples(SIZES, st.sampled_from(DTYPES)), max_size=120), st.booleans())
-def test_every_call_is_made_once_with_others_of_its_dtype_and_small(wanted, short):
-    made = [pushing(name, *each, short) for name, each in enumerate(wanted)]
-    found = steps(made)
-    assert sorted(call.key.name for step in found for call in step) == list(range(len(made)))
-    assert [step[0].key.name for step in found] == sorted(step[0].key.name for step in found)
-    together = [step for step in found if len(step) > 1]
-    for step in together:
-        assert len({call.key.dtype for call in step}) == 1
-        assert all(0 < call.key.nbytes <= SMALL_BYTES[short] for call in step)
-        assert [call.key.name for call in step] == sorted(call.key.name for call in step)
-        assert sum(call.key.nbytes for call in step) <= MOST_BYTES
+def test_every_key_is_there_once_with_others_of_its_dtype_and_small(wanted, fast):
+    keys = keys_of(*wanted, fast=fast)
+    found = steps(keys)
+    assert sorted(place for step in found for place in step) == list(range(len(keys)))
+    assert [step[0] for step in found] == sorted(step[0] for step in found)
+    for step in (step for step in found if len(step) > 1):
+        assert len({keys[place].dtype for place in step}) == 1
+        assert all(0 < keys[place].nbytes <= SMALL_BYTES[fast] for place in step)
+        assert step == sorted(step)
+        assert sum(keys[place].nbytes for place in step) <= MOST_BYTES
 
 
-def test_small_calls_of_a_dtype_fill_vectors():
-    made = [pushing(name, 1000, DTYPES[1]) for name in range(1000)]
+def test_small_keys_of_a_dtype_fill_vectors():
+    made = keys_of(*[(1000, DTYPES[1])] * 1000)
     assert len(steps(made)) == -(-1000 // (MOST_BYTES // 4000))
-    mixed = [pushing(name, 10, DTYPES[name % 4]) for name in range(100)]
+    mixed = keys_of(*[(10, DTYPES[name % 4]) for name in range(100)])
     assert [len(step) for step in steps(mixed)] == [25] * 4
-
-
-def test_rows_go_alone_and_pulls_together():
-    rows = Call(Key("r", (7, 3), DTYPES[1]), ROWS, [])
-    pushes = [pushing(name, 4, DTYPES[1]) for name in "abc"]
-    assert steps([pushes[0], rows, *pushes[1:]]) == [pushes, [rows]]
-    pulls = [call._replace(payload=None) for call in pushes]
-    assert steps(pulls) == [pulls]
 
 
 @given(st.lists(st.lists(st.integers(1, 50), min_size=1, max_size=9), min_size=1, max_size=5), st.booleans())
@@ -66,7 +54,7 @@ def test_vectors_hold_arrays_one_behind_the_other(calls, shared):
 
 @pytest.mark.parametrize("size", [3, 1000])
 def test_memory_is_used_again(monkeypatch, size):
-    monkeypatch.setattr(fused, "MOST_BYTES", 400)
+    monkeypatch.setattr(bundle, "MOST_BYTES", 400)
     vectors = Vectors(False)
     values = [np.ones(size, np.float32)] * 2
     first, second = vectors.lay(values), vectors.lay(values)

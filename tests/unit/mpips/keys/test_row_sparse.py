@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpips import optimizers, row_sparse
-from mpips.row_sparse import RowSparse
+from mpips import optimizers
+from mpips.keys import row_sparse
+from mpips.keys.row_sparse import RowSparse
 
 
 @st.composite

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpips.keys import Part
-from mpips.sharding import SHORT, Interval, Placement, block_bytes, grain_of, owners, pulled_at_once, split, units
+from mpips.keys.shard import Shard
+from mpips.keys.sharding import SHORT, Interval, Placement, block_bytes, grain_of, owners, pulled_at_once, split, units
 
 
 @given(st.integers(0, 500), st.integers(0, 500), st.integers(1, 9), st.integers(1, 50))
@@ -85,7 +85,7 @@ def test_every_group_contributes_every_element_once(workers, clients, masters, k
 @given(st.integers(1, 200), st.integers(1, 64), st.integers(1, 9000))
 def test_a_pull_copies_all_of_a_unit_and_long_ones_by_copies_that_go_past_the_caches(blocks, block, past_caches):
     least = pulled_at_once(blocks * block, block, past_caches)
-    part = Part(0, 0, 0, blocks * block, None, (0,), block, blocks, least)
+    part = Shard(0, 0, 0, blocks * block, None, (0,), block, blocks, least)
     steps = [0]
     while steps[-1] < blocks:
         steps.append(part.enough(steps[-1]))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mpips import calls
-from mpips.keys import Key
+from mpips.keys import calls
+from mpips.keys.key import Key
 
 KNOWN = {name: Key(name, (10, 3), np.dtype(np.float32)) for name in "cd"}
 
@@ -38,3 +38,27 @@ def test_a_key_with_several_outs_takes_one_list_or_one_for_each():
 def test_bad_rows_are_told(row_ids, rows, error, words):
     with pytest.raises(error, match=words):
         calls.rows(KNOWN, "c", outs(rows)[0], row_ids)
+
+
+def test_numpy_integers_are_keys():
+    numbered = {3: Key(3, (2,), np.dtype(np.float32))}
+    (call,) = calls.check(numbered, "push", np.int64(3), np.ones(2, np.float32))
+    assert call.key.name == 3
+    assert type(call.key.name) is int
+
+
+def test_a_list_of_arrays_is_summed_and_the_result_goes_to_all():
+    values = [np.full((10, 3), value, np.float32) for value in (1, 2)]
+    (call,) = calls.check(KNOWN, "pushpull", "c", values)
+    assert (call.payload == 3).all()
+    assert [target is value for target, value in zip(call.targets, values)] == [True, True]
+
+
+@pytest.mark.parametrize("what, value, out, words", [
+    ("push", "no", None, "push: key 'c' needs an array, not str"),
+    ("pull", None, [1, 2], "pull: key 'c' needs an array, not int"),
+    ("pushpull", np.zeros((10, 3), np.float32), "no", "pushpull: key 'c' needs an array, not str"),
+])  # fmt: skip
+def test_bad_arrays_are_told_before_anything_is_sent(what, value, out, words):
+    with pytest.raises(TypeError, match=words):
+        calls.check(KNOWN, what, "c", value, out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import threading
 import time
@@ -11,20 +12,24 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from mpips import meet
-from mpips.engine import DependencyError, Engine, Task
+from collectives.node import wait
+from mpips.runtime.engine import Alone, DependencyError, Engine
+from mpips.runtime.errors import EpochError
+from mpips.runtime.tasks import Task as GenericTask
+
+Task = GenericTask[object]
 
 
 @pytest.fixture(params=[True, False], ids=["background", "foreground"])
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    engine = Engine(stall_seconds=30, timeout_seconds=30, background=request.param)
+    engine = Engine(Alone(30, 30), request.param)
     yield engine
     engine.close()
 
 
 @pytest.fixture
 def background() -> Iterator[Engine]:
-    engine = Engine(stall_seconds=30, timeout_seconds=30)
+    engine = Engine(Alone(30, 30))
     yield engine
     engine.close()
 
@@ -149,21 +154,114 @@ def test_what_depends_on_a_failure_is_not_run(engine: Engine) -> None:
     assert ran == ["other", "fresh"]
 
 
-def test_submitted_operations_on_a_key_run_in_order_even_after_a_failure(engine: Engine) -> None:
+class Ending:
+    """An epoch that ends when it is told to, or by an operation that fails."""
+
+    def __init__(self) -> None:
+        self.limits = wait.Limits(30, 30)
+        self.over: BaseException | None = None
+        self.ended: list[str] = []
+
+    def check(self) -> None:
+        if self.over is not None:
+            raise self.over
+
+    def look(self, waited: float) -> None:
+        self.check()
+
+    def end(self, what: str, error: BaseException) -> BaseException:
+        self.ended.append(what)
+        self.over = self.over or EpochError(f"{what}: {error}")
+        return self.over
+
+
+@pytest.fixture(params=[True, False], ids=["background", "foreground"])
+def ending(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    engine = Engine(Ending(), request.param)
+    yield engine
+    engine.close()
+
+
+def bad() -> Task:
+    yield
+    raise ValueError("no route")
+
+
+def test_an_operation_of_the_store_that_fails_ends_all_others(ending: Engine) -> None:
+    ran: list[str] = []
+
+    def after() -> Task:
+        ran.append("after")
+        yield
+
+    handles = [ending.submit(["k"], bad(), 0, "push of k"), ending.submit(["k"], after(), 5, "pull of k")]
+    handles.append(ending.submit(["j"], until(threading.Event()), 0, "push of j"))
+    for handle in handles:
+        with pytest.raises(EpochError, match="push of k: no route"):
+            handle.wait()
+    assert not ran
+    ending.forget()
+    ending.finish()
+
+
+def test_a_wait_hears_that_the_epoch_has_ended(ending: Engine) -> None:
+    closed = threading.Event()
+
+    def forever() -> Task:
+        try:
+            while True:
+                yield
+        finally:
+            closed.set()
+
+    handle = ending.submit(["k"], forever(), 0, "pull of k")
+    ending.epoch.over = EpochError("rank 1 has left")  # type: ignore[attr-defined]
+    with pytest.raises(EpochError, match="rank 1 has left"):
+        handle.wait()
+    assert closed.is_set()
+    with pytest.raises(EpochError, match="rank 1 has left"):
+        ending.run([], until(threading.Event()), 0, lambda: "push of k")
+
+
+def test_submitted_operations_on_a_key_run_in_order(engine: Engine) -> None:
     ran: list[str] = []
 
     def task(name: str) -> Task:
         yield
-        if name == "bad":
-            raise ValueError(name)
         ran.append(name)
 
-    bad = engine.submit(["k"], task("bad"), 0, "push of k")
+    engine.submit(["k"], task("push"), 0, "push of k")
     engine.submit(["k"], task("pull"), 5, "pull of k").wait()
-    with pytest.raises(ValueError, match="bad"):
-        bad.wait()
     engine.run(["k"], task("again"), 0, lambda: "push of k")
-    assert ran == ["pull", "again"]
+    assert ran == ["push", "pull", "again"]
+
+
+def test_what_is_detached_is_waited_for_at_the_end_alone(engine: Engine) -> None:
+    gate = threading.Event()
+    saving = engine.submit([], until(gate), 0, "save", detached=True)
+    engine.push(lambda: None).wait()
+    engine.finish()
+    assert not saving.done
+    gate.set()
+    engine.finish(detached=True)
+    assert saving.done
+
+
+def test_a_program_that_ends_with_operations_under_way_ends() -> None:
+    """Whoever owns the engine finishes it at exit, when the thread is still there."""
+    script = """
+import atexit, time
+from mpips.runtime.engine import Engine
+engine = Engine()
+def work():
+    end = time.monotonic() + 0.2
+    while time.monotonic() < end:
+        yield
+atexit.register(lambda: (engine.finish(), print("finished"), engine.close()))
+engine.submit(["k"], work(), 0, "ipushpull")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=True)
+    assert done.stdout == "finished\n"
 
 
 def test_an_operation_that_waits_for_another_is_told(engine: Engine) -> None:
@@ -187,7 +285,7 @@ def test_nothing_goes_on_while_paused(background: Engine) -> None:
 
 
 def test_a_wait_that_is_too_long_says_for_what() -> None:
-    engine = Engine(stall_seconds=30, timeout_seconds=0.05)
+    engine = Engine(Alone(30, 0.05))
     handle = engine.push(lambda: until(threading.Event()), what="pull of key 'w'")
     with pytest.raises(TimeoutError, match="pull of key 'w'"):
         handle.wait()
@@ -240,14 +338,14 @@ def test_a_long_operation_sleeps_and_stalls_only_where_nothing_goes_on(
 ) -> None:
     now, slept = [0.0], []
     clock = types.SimpleNamespace(monotonic=lambda: now[0], sleep=slept.append)
-    monkeypatch.setattr(meet, "time", clock)
+    monkeypatch.setattr(wait, "time", clock)
 
     def work(step: float) -> Task:
         for look in range(1000):
             now[0] += step
             yield goes_on and look % 20 == 0
 
-    engine = Engine(stall_seconds=1, background=False)
+    engine = Engine(Alone(1), False)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         engine.run([], work(5e-5), 0, lambda: "work")
