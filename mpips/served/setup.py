@@ -58,12 +58,9 @@ class Setup:
             raise of_caller(ValueError(failure))
         return done
 
-    def tell(self, request: frames.Request, what: str) -> Task[None]:
-        """Rank 0 tells all servers; collective. ValueError on all workers where the first server refuses. Where only
-        later ones do, the servers differ: CollectiveError."""
-        yield from self.at_rank_0(lambda: self._tell_all(request), what)
-
-    def _tell_all(self, request: frames.Request) -> Task[bytes]:
+    def tell_all(self, request: frames.Request) -> Task[bytes]:
+        """For rank 0: tell all servers. ValueError where the first refuses; where only later ones do, servers differ:
+        CollectiveError."""
         yield from self._link.request(0, request)
         for server in range(1, self._layout.num_servers):
             yield from self._surely(server, request)
