@@ -14,12 +14,13 @@ import subprocess
 import sys
 from typing import Any, NamedTuple
 
+from mpips.keys.placement import Placement
+
 from examples.reproduce import lab
 from examples.reproduce.cores import processor
+from examples.reproduce.predicted import Exchange, exchange
 from launch.lab import client
 from mpips.options import Options
-from mpips.predict import Exchange, exchange
-from mpips.sharding import Placement
 
 INTERVAL = 64
 """Iterations between two exchanges of elastic averaging: `mpips.trainer` has the same, and would bring MPI."""
@@ -37,6 +38,7 @@ class Mode(NamedTuple):
 
     name: str
     script: str
+    kind: str
     clients: int
     masters: str = "one"
 
@@ -46,11 +48,11 @@ class Mode(NamedTuple):
 
 
 MODES = tuple(
-    Mode(f"{group}-{kind.upper()}", f"examples/{group}_{kind}.py", clients)
+    Mode(f"{group}-{algorithm.upper()}", f"examples/{algorithm}.py", f"{group}_{order}", clients)
     for group, clients in (("dist", 1), ("mpi", CLIENTS))
-    for kind in ("sgd", "asgd", "esgd")
+    for algorithm, order in (("sgd", "sync"), ("asgd", "async"), ("esgd", "async"))
 )
-ALL_MASTERS = Mode("mpi-SGD, all masters", "examples/mpi_sgd.py", CLIENTS, "all")
+ALL_MASTERS = Mode("mpi-SGD, all masters", "examples/sgd.py", "mpi_sync", CLIENTS, "all")
 
 
 def train(
@@ -58,7 +60,7 @@ def train(
 ) -> dict[str, Any]:
     """The curve of one mode: [(seconds, test accuracy)], an entry an epoch; idle cores, over the whole job."""
     arguments = ["--lines", "1", "--epochs", str(epochs), "--hidden", str(hidden), "--batch-size", str(BATCH)]
-    arguments += ["--sample-seconds", str(sample_seconds)]
+    arguments += ["--sample-seconds", str(sample_seconds), "--kind", mode.kind]
     before = processor()
     argv = client.job_command(name, WORKERS + SERVERS, [sys.executable, "-m", "mpips", mode.script, *arguments])
     variables = {**os.environ, **lab.ONE_THREAD, **mode.options.environment(), "PYTHONPATH": str(lab.ROOT)}

@@ -1,6 +1,10 @@
-"""mpi-ESGD (figure 8): a client does synchronous SGD; now and then it and the servers' centre attract each other.
+"""Elastic SGD (figure 8): a client does SGD of its own; now and then it and the servers' centre attract each other.
 
-mpips run --servers 2 --clients 2 --workers 4 examples/mpi_esgd.py
+mpips run --servers 2 --clients 2 --workers 4 examples/esgd.py --kind mpi_async
+mpips run --servers 2 --workers 4 examples/esgd.py --kind dist_async
+
+mpi_async (mpi-ESGD): a client's workers are equal, as they sum their gradients in every iteration.
+dist_async (dist-ESGD): every worker is its own client.
 """
 
 import numpy as np
@@ -8,12 +12,12 @@ import numpy as np
 import collectives
 import mpips
 from mpips.optimizers import SGD, Elastic1, Elastic2, Updater
-from task import Settings, Task, settings
+from task import Settings, Task, mode, settings
 
 
 def main(options: Settings) -> Task:
-    kv = mpips.create("mpi_async")
-    task = Task("mpi-ESGD", kv, options)
+    kv = mpips.create(options.kind)
+    task = Task(mode(options.kind, "ESGD"), kv, options)
     model, keys = task.model, task.model.names
     client = kv.layout.client
     centers = [np.empty_like(parameter) for parameter in model.parameters]
@@ -26,14 +30,15 @@ def main(options: Settings) -> Task:
     iteration = 0
     for epoch in task.epochs():
         for x, y in task.batches(epoch):
-            task.backward(x, y)
+            model.forward(x)
+            model.backward(y)
             if iteration % options.interval == 0:
                 for center, parameter in zip(centers, model.parameters):
                     np.multiply(parameter, rescale, out=center)  # the push sums over the client's workers
                 kv.push(keys, centers)
                 kv.pull(keys, centers)
                 elastic2.update(centers)
-            collectives.allreduce(model.flat_gradients, client)
+            collectives.grouped_allreduce(model.gradients, client)
             sgd.update(model.gradients)
             iteration += 1
     kv.close()
@@ -41,4 +46,4 @@ def main(options: Settings) -> Task:
 
 
 if __name__ == "__main__":
-    main(settings())
+    main(settings("mpi_async", "dist_async"))

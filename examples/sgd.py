@@ -1,16 +1,20 @@
-"""mpi-SGD (figure 6): a client reduces its workers' gradients, its master pushes the sum; all workers update alike.
+"""Synchronous SGD (figure 6): gradients are pushed, their sum is pulled, and all workers update alike.
 
-mpips run --servers 2 --clients 2 --workers 4 examples/mpi_sgd.py
+mpips run --servers 2 --clients 2 --workers 4 examples/sgd.py --kind mpi_sync
+mpips run --servers 2 --workers 4 examples/sgd.py --kind dist_sync
+
+mpi_sync (mpi-SGD): the workers of a client sum their gradients, and its master pushes the sum.
+dist_sync (dist-SGD): every worker pushes its own.
 """
 
 import mpips
 from mpips.optimizers import SGD, Updater
-from task import Settings, Task, settings
+from task import Settings, Task, mode, settings
 
 
 def main(options: Settings) -> Task:
-    kv = mpips.create("mpi_sync")
-    task = Task("mpi-SGD", kv, options)
+    kv = mpips.create(options.kind)
+    task = Task(mode(options.kind, "SGD"), kv, options)
     model, keys = task.model, task.model.names
     kv.init(keys, model.parameters)
     kv.pull(keys, model.parameters)
@@ -18,7 +22,8 @@ def main(options: Settings) -> Task:
     sgd = Updater(SGD(options.learning_rate, momentum=options.momentum, rescale=rescale), model.parameters)
     for epoch in task.epochs():
         for x, y in task.batches(epoch):
-            task.backward(x, y)
+            model.forward(x)
+            model.backward(y)
             kv.push(keys, model.gradients)
             kv.pull(keys, model.gradients)
             sgd.update(model.gradients)
@@ -27,4 +32,4 @@ def main(options: Settings) -> Task:
 
 
 if __name__ == "__main__":
-    main(settings())
+    main(settings("mpi_sync", "dist_sync"))
