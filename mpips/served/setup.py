@@ -38,6 +38,8 @@ class Setup:
     def __init__(self, layout: Layout, epoch: Epoch, link: Link, cutting: Cutting) -> None:
         self._layout, self._epoch, self._link, self._cutting = layout, epoch, link, cutting
         self.keys: dict[Name, Key] = {}
+        self._torn: set[Name] = set()
+        """Keys that were torn when the epoch began, and have not been overwritten since."""
 
     def at_rank_0(self, do: Callable[[], Task[bytes]], what: str) -> Task[bytes]:
         """Rank 0 does it; all workers learn what it returns. Collective.
@@ -102,11 +104,23 @@ class Setup:
                 raise ValueError(f"init of keys {names}: {where}: {error}") from error
         told = msgspec.msgpack.encode(answers)
         self._know(keys, cards, told)
-        yield from self.put(keys, values)
+        yield from self._write(keys, values)
         return told
 
     def put(self, keys: Sequence[Key], values: Sequence[Array]) -> Task[None]:
-        """Overwrite what is stored, while nothing is under way; for one worker."""
+        """Overwrite what is stored by rank 0's values, while nothing is under way: no key is torn any more.
+        Collective."""
+        yield from self.at_rank_0(lambda: self._put(keys, values), "load")
+        for key in keys:
+            self._torn.discard(key.name)
+
+    def _put(self, keys: Sequence[Key], values: Sequence[Array]) -> Task[bytes]:
+        yield from self._write(keys, values)
+        torn = [key for key in keys if key.name in self._torn]
+        yield from self._set_rounds({key.name: (key.round, False) for key in torn})
+        return b""
+
+    def _write(self, keys: Sequence[Key], values: Sequence[Array]) -> Task[None]:
         flat = (np.ascontiguousarray(value).reshape(-1) for value in values)
         yield from self._link.set(zip(keys, flat, strict=True))
 
@@ -160,6 +174,7 @@ class Setup:
         self._cutting = self._cutting.only(kept.values())
         data = yield from self.at_rank_0(self._ask_rounds, "recover")
         state = msgspec.msgpack.decode(data, type=dict[int | str, tuple[int, bool]])
+        self._torn = {name for name, (_, torn) in state.items() if torn}
         for name, key in kept.items():
             key.round = state[name][0]
             for shard in key.shards:
@@ -176,11 +191,18 @@ class Setup:
             answer = yield from self._surely(server, frames.Rounds(numbers))
             rounds.update(zip(numbers, zip(answer.rounds, answer.torn, strict=True), strict=True))
         state = {name: self._joined(key, rounds) for name, key in self.keys.items()}
-        for server, shards in by_server.items():
-            units = [shard.number for shard in shards]
-            of = [state[name] for name, key in self.keys.items() for shard in key.shards if shard.server == server]
-            yield from self._surely(server, frames.SetRounds(units, [r for r, _ in of], [torn for _, torn in of]))
+        yield from self._set_rounds(state)
         return msgspec.msgpack.encode(state)
+
+    def _set_rounds(self, state: State) -> Task[None]:
+        """Let all units of these keys count from one round on."""
+        by_server: dict[int, list[tuple[int, int, bool]]] = {}
+        for name, (round_, torn) in state.items():
+            for shard in self.keys[name].shards:
+                by_server.setdefault(shard.server, []).append((shard.number, round_, torn))
+        for server, units in by_server.items():
+            numbers, rounds, torn_ = (list(column) for column in zip(*units, strict=True))
+            yield from self._surely(server, frames.SetRounds(numbers, rounds, torn_))
 
     def _joined(self, key: Key, rounds: dict[int, tuple[int, bool]]) -> tuple[int, bool]:
         """The last round of a key, and whether it is torn: its shards stand at different rounds, or one is itself."""
