@@ -14,12 +14,11 @@ import subprocess
 import sys
 from typing import Any, NamedTuple
 
-from mpips.keys.placement import Placement
-
 from examples.reproduce import lab
 from examples.reproduce.cores import processor
 from examples.reproduce.predicted import Exchange, exchange
 from launch.lab import client
+from mpips.keys.sharding import Placement
 from mpips.options import Options
 
 INTERVAL = 64

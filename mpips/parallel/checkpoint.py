@@ -177,6 +177,6 @@ def _write(path: str, arrays: dict[str, np.ndarray], hybrid: Hybrid, rule: Rule 
     )  # fmt: skip
     try:
         checkpoint.write(path, arrays, {"mpips": msgspec.json.encode(header).decode()})
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         return f"checkpoint {path} cannot be written: {error}"
     return None

@@ -256,7 +256,8 @@ def killed(count: int) -> int:
             job.wait()
             job.stdout.close()
             time.sleep(0.5)  # ranks see that mpirun is gone
-            good += subprocess.run(_argv(2, "loads", path), timeout=60, capture_output=True, check=False).returncode == 0
+            done = subprocess.run(_argv(2, "loads", path), timeout=60, capture_output=True, check=False)
+            good += done.returncode == 0
             print(f"killed {number + 1} times, loaded {good} times", flush=True)
     return good
 
@@ -302,7 +303,8 @@ def slower(kind: str = "dist_sync", servers: int = 1, nbytes: int = 64 << 20) ->
                 ratio = sum(beside) / len(beside) / (sum(alone) / len(alone))
                 print(
                     f"{turn}: {median(alone):.1f} ms a step alone, {median(beside):.1f} beside a save, {len(beside)} "
-                    f"steps, mean {ratio:.3f} times; save took {seconds:.2f} s and stopped all for {1e3 * stopped:.1f} ms",
+                    f"steps, mean {ratio:.3f} times; the save took {seconds:.2f} s and stopped all for "
+                    f"{1e3 * stopped:.1f} ms",
                     flush=True,
                 )
 

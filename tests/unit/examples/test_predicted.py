@@ -2,7 +2,7 @@
 
 import pytest
 
-from mpips.predict import exchange
+from examples.reproduce.predicted import exchange
 
 M = 4 * 2**20
 RATE = 12.5e6  # 100 Mbit/s
