@@ -7,12 +7,11 @@ there notes it in `UnderWay` until it is over, and `UnderWay.stop` sees to what 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from mpi4py import MPI
 
-from collectives.network import requests as kept
 from mpips.runtime.tasks import Task
 from mpips.transport.frames import FRAME, FRAME_BYTES, NOWHERE, ROUND, ROUND_AT, WITH_BODY, Frame
 from mpips.transport.tags import TAG_BODY, TAG_FRAME
@@ -22,6 +21,7 @@ SENT = 32
 QUIET_SECONDS = 5.0
 """How long the end of an epoch waits for messages whose memory is the caller's. Who answers at all does so sooner."""
 LOOK_SECONDS = 1e-4
+_left: list[MPI.Request] = []
 
 
 class MessageLine:
@@ -162,10 +162,14 @@ class UnderWay:
         while (left := [exchange for exchange in exchanges if exchange.pending()]) and time.monotonic() < until:
             time.sleep(LOOK_SECONDS)
         for exchange in left:
-            for request in exchange.receives + exchange.sends:
-                kept.leave(request)
+            keep(exchange.receives + exchange.sends)
         self._open.clear()
         return not left
+
+
+def keep(requests: Iterable[MPI.Request]) -> None:
+    """Hold on to requests that nobody waits for, and so to their memory, until MPI is through with them."""
+    _left[:] = [request for request in (*_left, *requests) if not request.Test()]
 
 
 def _not_ended(requests: list[Any]) -> list[Any]:

@@ -19,11 +19,10 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from collectives.network import requests as kept
 from collectives.network.drain import last_tag
 from mpips.keys.row_sparse import RowSparse
 from mpips.transport.buffers import Buffers
-from mpips.transport.channel import MessageLine
+from mpips.transport.channel import MessageLine, keep
 from mpips.transport.frames import Coding, Frame, Op
 from mpips.transport.line import Line
 from mpips.transport.tags import pull_tag, push_tag
@@ -182,9 +181,7 @@ class Receiver:
         for request in [*self._coming.values(), *scratch]:
             if not request.Test():
                 request.Cancel()
-        for request in [*self._coming.values(), *scratch, *shipped]:
-            if request:
-                kept.leave(request)
+        keep([*self._coming.values(), *scratch, *shipped])
         self._coming.clear()
         self._shipping.clear()
 
