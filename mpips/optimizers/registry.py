@@ -57,8 +57,8 @@ def _fits(kind: Any) -> None:
 def create(optimizer: str | Optimizer, **options: Any) -> Optimizer:
     """The optimizer of that name (any case) with these options; an optimizer is given back as it is.
 
-    Raises ValueError for an unknown name or a value that cannot be, TypeError for an unknown option, an optimizer that
-    is not registered, or a class in place of a record. What is known is listed.
+    Raises ValueError for an unknown name or a value that cannot be, TypeError for an unknown option, an option that is
+    no plain data, an optimizer that is not registered, or a class in place of a record. What is known is listed.
     """
     if isinstance(optimizer, type):
         raise TypeError(f"give an optimizer, {optimizer.__name__}(...), not the class {optimizer.__name__}")
@@ -68,6 +68,7 @@ def create(optimizer: str | Optimizer, **options: Any) -> Optimizer:
             raise ValueError(f"unknown optimizer {optimizer!r}: the known ones are {', '.join(OPTIMIZERS)}")
         known(kind, options)
         made: Optimizer = kind(**options)
+        _options(made)
         return made
     if not isinstance(optimizer, Optimizer):
         raise ValueError(
@@ -79,6 +80,7 @@ def create(optimizer: str | Optimizer, **options: Any) -> Optimizer:
         raise TypeError(f"options ({words}) go with an optimizer's name, not with a {_named(optimizer)} made already")
     if OPTIMIZERS.get(type(optimizer).__name__.lower()) is not type(optimizer):
         raise TypeError(f"{_named(optimizer)} is not registered: put @mpips.optimizers.register above its class")
+    _options(optimizer)
     return optimizer
 
 
@@ -92,8 +94,8 @@ def _named(thing: Any) -> str:
 
 def encode(optimizer: Optimizer) -> bytes:
     """The optimizer as msgpack: a map of its name and its options. `decode` gives an equal one back."""
-    create(optimizer)
-    return msgspec.msgpack.encode({"name": type(optimizer).__name__.lower(), "options": _options(optimizer)})
+    record = create(optimizer)
+    return msgspec.msgpack.encode({"name": type(record).__name__.lower(), "options": _options(record)})
 
 
 def decode(data: bytes) -> Optimizer:
@@ -118,6 +120,7 @@ def decode_numbers(data: bytes) -> dict[str, Any]:
 
 
 def _options(record: Any) -> dict[str, Any]:
+    """The options of a record as plain data; TypeError for one that cannot travel."""
     return {field.name: _plain(getattr(record, field.name)) for field in dataclasses.fields(record) if field.init}
 
 

@@ -152,7 +152,7 @@ def test_what_is_no_optimizer_is_a_short_sentence(given, error, words):
 
 def test_an_option_that_cannot_travel_is_named():
     with pytest.raises(TypeError, match=r"not a .*ndarray"):
-        optimizers.encode(Lion(weight_decay=np.zeros(3)))
+        optimizers.create(Lion(weight_decay=np.zeros(3)))
 
 
 def test_state_of_another_size_is_named():
