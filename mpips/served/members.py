@@ -142,13 +142,12 @@ class CallBetween(Call):
         exchange = self._exchange
         if exchange is None:
             return True
-        left = exchange.left()
+        left = exchange.pending()
         for rank, request in zip(self._others, self._receives, strict=True):
             if not request and not np.array_equal(self._theirs[rank], self._mine):  # it has come
                 raise MismatchError(self._differ(rank, self._theirs[rank]))
         if left:
             return False
-        self._members.under_way.over(exchange)
         self._exchange = None
         return True
 

@@ -68,8 +68,9 @@ class Served:
         layout, self._members, self._client = self.layout, None, None
         if self._size > 1:
             assert layout.client is not None
-            home, first = self._epoch.within(layout.client), layout.rank - layout.client.Get_rank()
-            self._members = Members(home, layout.client, first, self.one_node)
+            names = range(*layout.clients[layout.client_number])
+            home = self._epoch.within(layout.client, names)
+            self._members = Members(home, layout.client, names.start, self.one_node)
             self._client = Client(layout, self._members, self._push, self._pull, self._reads)
         self._rows = Sparse(layout, self._members, self._push, self._pull, self._reads)
         self._general = General(self._epoch.flag, self._link, self._push, self._pull)

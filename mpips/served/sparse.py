@@ -135,16 +135,15 @@ class Sparse:
         """Send members their bytes (uint8) and receive from each source what it sends, of whatever size."""
         assert self._members is not None
         comm, under_way = self._members.comm, self._members.under_way
-        exchange = under_way.begin([], [comm.Isend(data, to, ROWS_TAG) for to, data in sends.items()])
+        exchanges = [under_way.begin([], [comm.Isend(data, to, ROWS_TAG) for to, data in sends.items()])]
         received: dict[int, Array] = {}
         status = MPI.Status()
-        while len(received) < len(sources) or exchange.left():
+        while len(received) < len(sources) or any(exchange.pending() for exchange in exchanges):
             for source in sources:
                 if source not in received and (message := comm.Improbe(source, ROWS_TAG, status)) is not None:
                     received[source] = np.empty(status.Get_count(MPI.BYTE), np.uint8)
-                    exchange.receives.append(message.Irecv(received[source]))
+                    exchanges.append(under_way.begin([message.Irecv(received[source])]))
             yield False
-        under_way.over(exchange)
         return received
 
     def _read(self, key: Key, ids: Array, table: Array) -> Task[None]:
