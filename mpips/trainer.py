@@ -12,7 +12,7 @@ import numpy as np
 
 import collectives
 from mpips import optimizers
-from mpips.arguments import Name
+from mpips.keys.key import Name
 from mpips.optimizers import Elastic1, Elastic2, Optimizer, Updater
 from mpips.overlap import job
 from mpips.overlap.exchange import Overlapped
@@ -20,6 +20,7 @@ from mpips.overlap.model import check
 from mpips.overlap.profile import Profile
 from mpips.overlap.profile import save as save_profile
 from mpips.overlap.report import Recorder, Report, blocking
+from mpips.runtime.rendezvous import attempt
 from mpips.store import KVStore
 
 INTERVAL = 64
@@ -207,11 +208,11 @@ class Trainer:
                 trainable(model)
             return optimizers.create(optimizer, **options)
 
-        made, refusal = kv._try(chosen)
+        made, refusal = attempt(chosen)
         words: list[tuple[Name, str]] = [
             ("optimizer", repr(made)), ("elastic", repr(elastic)), ("overlap", repr(overlap)),
         ]  # fmt: skip
-        kv._agree("Trainer", words, refusal, "argument")
+        kv.settings.agree("Trainer", words, refusal, noun="argument")
         self.model, self.kv = model, kv
         self.exchange: Exchange
         if elastic is not None:
@@ -269,8 +270,8 @@ class Trainer:
         samples that do not fill a mini-batch of all workers wait for another epoch. `test` is measured after each.
         Collective; ValueError or TypeError on every worker where arguments are wrong, or differ between workers.
         """
-        words, refusal = self.kv._try(lambda: fitting(x, y, batch_size, epochs, seed, test))
-        self.kv._agree("fit", words or [], refusal, "argument")
+        words, refusal = attempt(lambda: fitting(self.model, x, y, batch_size, epochs, seed, test))
+        self.kv.settings.agree("fit", words or [], refusal, noun="argument")
         start, history = time.perf_counter(), []
         for epoch in range(1, epochs + 1):
             rows = shares(len(x), batch_size, epoch, seed, self.kv)
@@ -300,9 +301,18 @@ def trainable(model: object) -> None:
 
 
 def fitting(
-    x: np.ndarray, y: np.ndarray, batch_size: int, epochs: int, seed: int, test: tuple[np.ndarray, np.ndarray] | None
+    model: object,
+    x: np.ndarray,
+    y: np.ndarray,
+    batch_size: int,
+    epochs: int,
+    seed: int,
+    test: tuple[np.ndarray, np.ndarray] | None,
 ) -> list[tuple[Name, str]]:
     """The arguments of `fit` that are equal on all workers, by name; TypeError or ValueError where they are wrong."""
+    if test is not None and not callable(getattr(model, "accuracy", None)):
+        raise TypeError(f"fit(test=...) needs a model with accuracy(x, y), which {type(model).__name__} has not: "
+                        "add it, or leave test out")
     for name, pair in {"x and y": (x, y), "test": test}.items():
         if pair is None:
             continue
