@@ -42,7 +42,7 @@ class KVStore:
         self.settings = Settings(layout, backend, epoch)
         """What the workers agree on; for other packages of mpips."""
         self._operations, engine = self.settings.operations, self.settings.engine
-        self._quick = Quick(self.settings.keys, engine.under_way, self._operations)
+        self._quick = Quick(self.settings.keys, engine.under_way, self._operations, backend)
         self._call = self._quick.call
         self._closed = closed
         epoch.on_end.append(self._unbind)

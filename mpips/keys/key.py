@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -44,6 +45,20 @@ class Fast(Protocol):
 
     def pushpull(self, array: Array, out: Array, priority: int) -> Task[None] | None:
         """Both; `out` may be `array`. It may read the result behind the servers, while they sum what follows."""
+        ...
+
+
+class FastList(Protocol):
+    """The fast route of a list of keys that each have one, in one step; `None` and tasks as in `Fast`."""
+
+    def push(self, keys: Sequence[Key], arrays: Sequence[Array], priority: int) -> Task[None] | None: ...
+
+    def pull(self, keys: Sequence[Key], outs: Sequence[Array]) -> Task[None] | None: ...
+
+    def pushpull(
+        self, keys: Sequence[Key], arrays: Sequence[Array], outs: Sequence[Array], priority: int
+    ) -> Task[None] | None:
+        """Both; each of `outs` may be its own of `arrays`, and overlaps with no other."""
         ...
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
+
+from mpips.keys.arrays import host
 
 ROWS_AT_A_TIME = 4096  # what is gathered of weights and state beside them
 
@@ -32,7 +35,7 @@ class RowSparse:
     shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        rows, values, shape = np.asarray(self.rows), np.asarray(self.values), tuple(int(n) for n in self.shape)
+        rows, values, shape = _array(self.rows), _array(self.values), tuple(int(n) for n in self.shape)
         if rows.size == 0:
             rows = rows.astype(np.int64)
         if not shape or min(shape) < 0:
@@ -83,6 +86,11 @@ class RowSparse:
         return RowSparse(self.rows[chosen] - start, self.values[chosen], (stop - start, *self.shape[1:]))
 
 
+def _array(x: Any) -> np.ndarray:
+    """As NumPy's; lists become arrays, those of other libraries are viewed."""
+    return np.asarray(x) if isinstance(x, (list, tuple, range)) else host(x)
+
+
 def add(parts: Sequence[RowSparse]) -> RowSparse:
     """The sum of one or more arrays of one shape and dtype, merged; added in the order given, so it is reproducible."""
     if not parts:
@@ -104,6 +112,19 @@ def merge(a: RowSparse, b: RowSparse) -> RowSparse:
         part = slice(start, start + ROWS_AT_A_TIME)
         values[np.searchsorted(rows, b.rows[part])] += b.values[part]
     return RowSparse(rows, values, a.shape)
+
+
+def packed(rows: RowSparse) -> np.ndarray:
+    """Row numbers (int64), then their values, as bytes."""
+    values = np.ascontiguousarray(rows.values).reshape(-1)
+    return np.concatenate([rows.rows.view(np.uint8), values.view(np.uint8)])
+
+
+def unpacked(data: np.ndarray, shape: tuple[int, ...], dtype: np.dtype) -> RowSparse:
+    """What `packed` made of rows of an array of this shape and dtype."""
+    count = data.size // (8 + math.prod(shape[1:]) * dtype.itemsize)
+    values = data[8 * count :].view(dtype).reshape(count, *shape[1:])
+    return RowSparse(data[: 8 * count].view(np.int64), values, shape)
 
 
 def update_rows(

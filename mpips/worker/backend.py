@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from numpy.typing import NDArray
 
 from mpips.compression.base import Compressor
-from mpips.keys.key import Key, Name, Rounds
+from mpips.keys.key import FastList, Key, Name, Rounds
 from mpips.keys.row_sparse import RowSparse
 from mpips.optimizers.base import Optimizer
 from mpips.runtime.tasks import Task
@@ -32,6 +32,11 @@ class Backend(Protocol):
     collective instead of yielding. A worker that does and one that does not take part in the same collective."""
     communicators: tuple[Hashable, ...]
     """Names of what all operations hold collectives on: operations that take turns on them start in program order."""
+
+    @property
+    def quick_list(self) -> FastList | None:
+        """The fast route of lists, where keys are not better pushed one by one."""
+        ...
 
     # ---- keys
 

@@ -9,8 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpips.keys.arguments import PRIORITY_BITS
-from mpips.keys.key import Key, Name
+from mpips.keys.key import FastList, Key, Name
 from mpips.runtime.tasks import Task, together
+from mpips.worker.backend import Backend
 from mpips.worker.operations import Operations
 
 Array = NDArray[Any]
@@ -24,8 +25,8 @@ class Quick:
     pulled in turn, from the first that has to be waited for together.
     """
 
-    def __init__(self, known: Mapping[Name, Key], under_way: Sized, operations: Operations) -> None:
-        self._known, self._under_way, self._operations = known, under_way, operations
+    def __init__(self, known: Mapping[Name, Key], under_way: Sized, operations: Operations, backend: Backend) -> None:
+        self._known, self._under_way, self._operations, self._backend = known, under_way, operations, backend
 
     def call(self, what: str, key: Any, value: Any, out: Any, priority: int) -> bool:
         """Make a call (`what`: push, pull or pushpull); whether it was made. Nothing has been done where it was not."""
@@ -60,13 +61,39 @@ class Quick:
             return False
         if what != "push" and not _writeable(targets):
             return False
+        # what is written for one key may be what a server still reads for another
+        mixed = what == "pushpull" and (outs is not None or len(set(map(id, values))) < len(values))
+        if self._backend.quick_list is not None:
+            self._as_one(self._backend.quick_list, what, records, values, targets, priority, mixed)
+            return True
         if what != "pull":
-            # what is written for one key may be what a server still reads for another
-            wait = what == "push" or outs is not None or len(set(map(id, values))) < len(values)
-            self._contribute(records, values, priority, wait, what)
+            self._contribute(records, values, priority, what == "push" or mixed, what)
         if what != "push":
             self._take(records, targets, priority, what)
         return True
+
+    def _as_one(
+        self,
+        route: FastList,
+        what: str,
+        records: Sequence[Key],
+        values: Sequence[Array],
+        targets: Sequence[Array],
+        priority: int,
+        mixed: bool,
+    ) -> None:
+        """All keys in one step."""
+        if what == "pushpull" and not mixed:
+            self._rest(records, route.pushpull(records, values, targets, priority), priority, what)
+            return
+        if what != "pull":
+            self._rest(records, route.push(records, values, priority), priority, what)
+        if what != "push":
+            self._rest(records, route.pull(records, targets), priority, what)
+
+    def _rest(self, records: Sequence[Key], left: Task[None] | None, priority: int, what: str) -> None:
+        if left is not None:
+            self._operations.run([record.name for record in records], left, priority, what)
 
     def _contribute(
         self, records: Sequence[Key], values: Sequence[Array], priority: int, wait: bool, what: str
@@ -118,10 +145,10 @@ class Quick:
         """The keys, where a call for one plain array each can be made."""
         if not keys or type(arrays) not in LISTS or len(arrays) != len(keys):
             return None
-        records = []
+        records, as_one = [], self._backend.quick_list is not None
         for key, array in zip(keys, arrays):
             record = self._one(key, array, priority)
-            if record is None or not record.fast.lists:  # type: ignore[union-attr]
+            if record is None or not (as_one or record.fast.lists):  # type: ignore[union-attr]
                 return None
             records.append(record)
         return records if len(set(keys)) == len(keys) else None
