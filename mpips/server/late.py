@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 WAITS_TAG = 1
 """Of what servers tell the first one."""
+CIRCLE_SECONDS = 0.5
+"""How long a circle must have been seen."""
 
 
 class Wait(msgspec.Struct, array_like=True, frozen=True):
@@ -39,6 +41,7 @@ class Late:
         self._said: dict[int, tuple[Unit, int]] = {}
         self._told: dict[int, list[Wait]] = {}
         self._suspected: list[Wait] = []
+        self._since = 0.0
 
     # ---- rounds that wait
 
@@ -77,7 +80,7 @@ class Late:
         for worker, (unit, round_) in list(self._said.items()):
             if unit.round >= round_:
                 del self._said[worker]
-            elif absent := _absent(unit, round_):
+            elif absent := _absent(unit, round_, worker):
                 waits.append(Wait(worker, unit.key, round_, absent))
         return waits
 
@@ -85,21 +88,21 @@ class Late:
         """What another server's `own` says now."""
         self._told[server] = waits
 
-    def look(self) -> None:
-        """MismatchError if workers wait in a circle, as they did at the last look: what another server had said by then
-        may have been over before."""
+    def look(self, clock: float) -> None:
+        """MismatchError if workers have waited in a circle for a while: what another server has said may be over."""
         waits = {wait.worker: wait for wait in self.own()}
         for others in self._told.values():
             waits.update((wait.worker, wait) for wait in others)
         circle = find_circle(waits)
-        if circle and circle == self._suspected:
+        if circle != self._suspected:
+            self._suspected, self._since = circle, clock
+        if circle and clock - self._since > CIRCLE_SECONDS:
             steps = "; ".join(
                 f"rank {wait.worker} waits for round {wait.round} of key {wait.key!r}, to which {ranks(wait.absent)} "
                 f"{'have' if len(wait.absent) > 1 else 'has'} not pushed"
                 for wait in circle
             )
             raise MismatchError(f"{steps}: use keys in the same order on all ranks")
-        self._suspected = circle
 
     def forget(self, units: Sequence[Unit]) -> None:
         """Units that nobody will use again."""
@@ -133,9 +136,10 @@ def find_circle(waits: dict[int, Wait]) -> list[Wait]:
     return []
 
 
-def _absent(unit: Unit, round_: int) -> tuple[int, ...]:
-    """Workers that have not pushed to a round of the unit."""
-    return tuple(worker for worker, queue in zip(unit.contributors, unit.queues) if unit.round + len(queue) < round_)
+def _absent(unit: Unit, round_: int, but: int) -> tuple[int, ...]:
+    """Workers that have not pushed to a round of the unit, but for one."""
+    behind = (worker for worker, queue in zip(unit.contributors, unit.queues) if unit.round + len(queue) < round_)
+    return tuple(worker for worker in behind if worker != but)
 
 
 def _sentence(units: Sequence[Unit], waited: float) -> str:

@@ -56,6 +56,7 @@ class Rounds:
         try:
             worked = self._sum(unit, [queue[0] for queue in unit.queues])
         except Exception as error:
+            self.forget(unit.number)  # nobody goes on with it
             raise unit.failed(error) from error
         return worked, self._finish(unit) if unit.block == unit.blocks else []
 

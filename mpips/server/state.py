@@ -8,6 +8,7 @@ epoch: then `finish` goes on as far as it can, `abandon` drops the rest, and `re
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import islice
 from operator import attrgetter
 from typing import Any
@@ -83,7 +84,7 @@ class State:
     def tick(self, clock: float) -> Replies:
         """Look for waits that have become too long; call now and then while idle. StallError or MismatchError where one
         will not end."""
-        self.late.look()
+        self.late.look(clock)
         return self.late.tick(clock, list(self._machine.open.values()))
 
     @property
@@ -168,10 +169,8 @@ class State:
         worked = False
         for unit in list(self.ready.values()):
             unit.readers.clear()
-            try:
+            with suppress(CollectiveError):
                 worked |= self._machine.turn(unit)[0]
-            except CollectiveError:
-                self._machine.forget(unit.number)
         return worked
 
     def abandon(self) -> None:

@@ -50,6 +50,7 @@ class Updates:
         try:
             self._reduce.single(unit, source)
         except Exception as error:
+            self.forget(unit.number)  # nobody goes on with it
             raise unit.failed(error) from error
         return True, self._finish(unit, index) if unit.block == unit.blocks else []
 

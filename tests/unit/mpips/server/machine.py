@@ -4,35 +4,51 @@ from __future__ import annotations
 
 import numpy as np
 
-from mpips.server_state import ServerState
-from mpips.sources import Elements
-from mpips.unit import Unit
+from mpips.server.late import Late
+from mpips.server.sources import Elements
+from mpips.server.state import State
+from mpips.server.unit import Unit
 
 WORKERS = 3
+
+
+def late(stall_seconds=60.0, timeout_seconds=0.0):
+    return Late(stall_seconds, timeout_seconds)
 
 
 class Machine:
     """A server with one unit "w" of `size` elements, and what it has said."""
 
-    def __init__(self, size=10, block=4, workers=WORKERS, asynchronous=False, **options):
-        self.state = ServerState(range(workers), asynchronous, **options)
+    def __init__(self, size=10, block=4, workers=WORKERS, asynchronous=False, optimizer=None, **options):
+        self.state = State(asynchronous, **options)
         self.unit = Unit(0, "w", np.zeros(size, np.float32), [0] * (1 + workers), range(workers), block, 1)
         self.state.create(self.unit)
+        if optimizer is not None:
+            self.state.set_optimizer(optimizer)
         self.said = []
 
-    def push(self, worker, value, clock=0.0):
-        source = value if hasattr(value, "coded") else Elements(np.full(self.unit.stored.size, value, np.float32))
-        self.said += self.state.pushed(0, worker, source, 0, clock) or []
+    def push(self, worker, value, clock=0.0, unit=None):
+        unit = unit or self.unit
+        source = value if hasattr(value, "coded") else Elements(np.full(unit.stored.size, value, np.float32))
+        self.state.pushed(unit, unit.position[worker], source, 0, clock)
 
-    def refuse(self, worker, sentence, round_=None):
-        self.said += self.state.refused(0, worker, sentence, round_ or self.unit.round + 1, 0.0)
-
-    def work(self, ahead=False):
+    def work(self):
         while True:
-            worked, replies = self.state.work(ahead)
+            worked, replies = self.state.work()
             self.said += replies
             if not worked:
                 return list(self.unit.stored)
+
+    def pull(self, worker, round_, rows=None):
+        self.said += self.state.pulled(0, worker, round_, rows)
+
+    def end(self):
+        """The epoch is over, and the next one begins."""
+        while self.state.finish():
+            pass
+        self.state.abandon()
+        self.state.recover()
+        return list(self.unit.stored)
 
     def heard(self, what):
         return [(reply.worker, reply.text) for reply in self.said if reply.what == what]
@@ -53,7 +69,6 @@ class Arriving(Growing):
     """Blocks that come as messages: each is there once, in order, as far as `there` says."""
 
     local = False
-    complete = False
 
     def __init__(self, array, there):
         super().__init__(array, there)

@@ -1,4 +1,4 @@
-"""The server's state machine, event by event, without MPI."""
+"""Synchronous rounds of a server, event by event, without MPI."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpips import compression, sums
+from collectives.errors import CollectiveError
+from mpips import compression
+from mpips.keys.row_sparse import RowSparse
 from mpips.optimizers import SGD, Adam, Add
-from mpips.row_sparse import RowSparse
-from mpips.sources import Compressed, Elements, Rows
-from tests.unit.mpips.machine import WORKERS, Arriving, Growing, Machine
+from mpips.server import reduce
+from mpips.server.sources import Compressed, Elements, Rows
+from tests.unit.mpips.server.machine import WORKERS, Arriving, Growing, Machine
 
 
 def test_a_round_is_complete_when_all_have_pushed():
@@ -28,20 +30,20 @@ def test_a_round_is_complete_when_all_have_pushed():
     assert machine.unit.words == [3, 1, 1, 1]  # three blocks of one round; each contributor's first push was read
 
 
-@given(st.permutations(range(WORKERS)), st.booleans(), st.integers(1, 12))
-def test_sums_do_not_depend_on_the_order_of_arrival(order, ahead, block):
+@given(st.permutations(range(WORKERS)), st.integers(1, 12))
+def test_sums_do_not_depend_on_the_order_of_arrival(order, block):
     values = [np.random.default_rng(worker).normal(size=10).astype(np.float32) for worker in range(WORKERS)]
     machine = Machine(block=block)
     for worker in order:
         machine.push(worker, Elements(values[worker]))
-        machine.work(ahead)
+        machine.work()
     assert machine.work() == list((values[0] + values[1]) + values[2])
 
 
 @pytest.mark.parametrize("block", [4, 10])
 @pytest.mark.parametrize("workers", [2, 3, 5])
 def test_a_sum_is_the_same_piece_by_piece(monkeypatch, workers, block):
-    monkeypatch.setattr(sums, "PIECE_BYTES", 12)
+    monkeypatch.setattr(reduce, "PIECE_BYTES", 12)
     values = [np.random.default_rng(worker).normal(size=10).astype(np.float32) for worker in range(workers)]
     machine = Machine(workers=workers, block=block)
     for worker in range(workers):
@@ -65,16 +67,6 @@ def test_a_worker_may_be_rounds_ahead():
     assert machine.unit.words[1:] == [2, 2, 2]
 
 
-def test_who_waits_is_read_ahead_in_order():
-    machine = Machine()
-    machine.push(0, 1)
-    machine.push(2, 3)
-    machine.work(ahead=True)
-    assert machine.unit.words == [0, 1, 0, 0]  # worker 0 may go on; worker 2's turn is after worker 1
-    machine.push(1, 2)
-    assert machine.work() == [6] * 10
-
-
 def test_blocks_are_published_one_by_one():
     machine = Machine()
     filled = [0]
@@ -92,8 +84,8 @@ def test_blocks_are_published_one_by_one():
 def long_from(bytes_):
     """Threads share sums of so many bytes already."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sums, "SHARED_BYTES", bytes_)
-        patch.setattr(sums, "PART_BYTES", bytes_)
+        patch.setattr(reduce, "SHARED_BYTES", bytes_)
+        patch.setattr(reduce, "PART_BYTES", bytes_)
         yield
 
 
@@ -150,15 +142,12 @@ def test_readers_are_told_only_of_blocks_that_have_been_summed():
     assert machine.unit.words == [12, 1, 1, 1] and not machine.unit.words.early
 
 
-def test_what_fails_on_any_thread_fails_the_round():
-    machine = Machine(size=64, block=4, threads=3)
-    machine.state.set_optimizer(Broken())
+def test_what_fails_on_any_thread_ends_the_epoch():
+    machine = Machine(size=64, block=4, threads=3, optimizer=Broken())
     for worker in range(WORKERS):
         machine.push(worker, 1)
-    with long_from(bytes_=8):
+    with long_from(bytes_=8), pytest.raises(CollectiveError, match="key 'w': .* failed: no such element"):
         machine.work()
-    said = {text for _, text in machine.heard("FAILED")}
-    assert said == {"key 'w': the update on the server failed: no such element"}
 
 
 class Broken(SGD):
@@ -186,44 +175,13 @@ def test_an_optimizer_updates_once_a_round():
     assert list(machine.unit.stored) == list(expected)
 
 
-@pytest.mark.parametrize("refused_first", [True, False])
-def test_a_refusal_fails_the_round_for_all_and_keeps_what_is_stored(refused_first):
-    machine = Machine()
-    for worker in range(WORKERS):
-        machine.push(worker, 1)
-    machine.work()
-    machine.push(0, 5)
-    if refused_first:
-        machine.refuse(1, "rank 1: no")
-    machine.push(2, 5)
-    if not refused_first:
-        machine.refuse(1, "rank 1: no")
-    assert machine.work() == [3] * 10
-    assert sorted(machine.heard("FAILED")) == [(worker, "rank 1: no") for worker in range(WORKERS)]
-    for worker in range(WORKERS):
-        machine.push(worker, 2)
-    assert machine.work() == [6] * 10
-
-
-def test_a_refusal_after_reading_ahead_drops_the_partial_sum():
-    machine = Machine()
-    machine.push(0, 5)
-    machine.work(ahead=True)
-    machine.refuse(1, "no")
-    machine.push(2, 5)
-    machine.work(ahead=True)
-    for worker in range(WORKERS):
-        machine.push(worker, 1)
-    assert machine.work(ahead=True) == [3] * 10
-
-
-def test_an_update_that_raises_fails_the_round():
+def test_an_update_that_raises_ends_the_epoch():
     machine = Machine(workers=1)
     machine.unit.stored = np.zeros(10, np.int64)
     machine.state.set_optimizer(Add())
     machine.push(0, Elements(np.ones(10, np.int64)))
-    machine.work()
-    assert "float weights" in machine.heard("FAILED")[0][1]
+    with pytest.raises(CollectiveError, match="key 'w': the update on the server failed: .*float weights"):
+        machine.work()
 
 
 def test_rows_and_compressed_payloads_add_up_with_plain_ones():
@@ -247,8 +205,8 @@ def test_blocks_of_messages_are_taken_once_however_long_they_take():
     for _ in range(3):
         for worker in reversed(range(WORKERS)):
             there[worker][0] += 1
-            machine.work(ahead=True)
-    assert machine.work(ahead=True) == list((values[0] + values[1]) + values[2])
+            machine.work()
+    assert machine.work() == list((values[0] + values[1]) + values[2])
 
 
 def test_rows_and_dense_contributions_add_up_in_one_round():
@@ -269,30 +227,43 @@ def packed_rows(rows):
 
 
 @given(st.lists(st.tuples(st.permutations(range(WORKERS)), st.booleans(), st.booleans(), st.booleans()), max_size=4))
-def test_reading_rows_ahead_changes_nothing(rounds):
-    """A row that nobody names keeps its momentum, whenever the server reads and whatever a worker does afterwards."""
-    early, late = Machine(size=12, block=4), Machine(size=12, block=4)
-    for machine in early, late:
-        machine.unit.row_elements = 3
-        machine.state.set_optimizer(SGD(learning_rate=1.0, momentum=0.5))
+def test_rows_that_nobody_names_keep_their_momentum_whatever_the_order(rounds):
+    """And what a worker writes to its payload once it hears that its push was read changes nothing."""
+    machine, serial = Machine(size=12, block=4), np.zeros(12, np.float32)
+    machine.unit.row_elements = 3
+    optimizer = SGD(learning_rate=1.0, momentum=0.5)
+    machine.state.set_optimizer(optimizer)
+    state = list(optimizer.init(serial))
     for number, (order, *dense) in enumerate(rounds):
         payloads = [packed_rows([worker, 3] if number % 2 else [0]) for worker in range(WORKERS)]
         for worker in order:
-            for machine in early, late:
-                mine = payloads[worker].copy()
-                machine.push(worker, 2 if dense[worker] else Rows(mine, mine.size // 20, (4, 3), np.dtype("f4")))
-                if machine is early:
-                    machine.work(ahead=True)
-                    if machine.unit.words[1 + worker] > number:
-                        mine[mine.size // 20 * 8 :] = 0xFF  # the worker has heard that its push was read
-        assert early.work(ahead=True) == late.work()
-    assert early.unit.words == late.unit.words
+            mine = payloads[worker]
+            machine.push(worker, 2 if dense[worker] else Rows(mine, mine.size // 20, (4, 3), np.dtype("f4")))
+        machine.work()
+        assert machine.unit.words[1:] == [number + 1] * WORKERS
+        for mine in payloads:
+            mine[mine.size // 20 * 8 :] = 0xFF
+        rows = [0, 1, 2, 3] if any(dense) else [0, 1, 2, 3] if number % 2 else [0]
+        gradient = np.zeros((4, 3), np.float32)
+        for worker in range(WORKERS):
+            if dense[worker]:
+                gradient += 2
+            else:
+                gradient[[worker, 3] if number % 2 else [0]] += 1
+        chosen = np.repeat(np.isin(np.arange(4), rows), 3)
+        weights, kept = serial[chosen].copy(), [array[chosen].copy() for array in state]
+        optimizer.update(weights, gradient.reshape(-1)[chosen].copy(), kept, number + 1)
+        serial[chosen] = weights
+        for array, part in zip(state, kept):
+            array[chosen] = part
+        assert list(machine.unit.stored) == list(serial)
 
 
 def test_rows_that_are_asked_for_are_named_in_the_grant():
     machine = Machine(workers=1, remote=[0])
     numbers = np.array([1])
-    assert machine.state.pulled(0, 0, 1, numbers) == []
+    machine.pull(0, 1, numbers)
+    assert machine.said == []
     machine.push(0, 1)
     machine.work()
     (grant,) = [reply for reply in machine.said if reply.what == "GRANT"]
