@@ -97,7 +97,7 @@ def test_an_update_that_fails_tears_what_it_may_have_changed(monkeypatch, block,
     values[4 * block] = 2
     for worker in range(WORKERS):
         machine.push(worker, Elements(values))
-    with pytest.raises(CollectiveError, match="key 'w': the update on the server failed: .*no"):
+    with pytest.raises(CollectiveError, match=r"key 'w': the update on the server failed: .*no"):
         machine.work()
     machine.end()
     assert machine.unit.torn == torn and machine.unit.round == 0

@@ -17,11 +17,10 @@ from tests.unit.mpips.server.machine import WORKERS, Growing, Machine
 @pytest.mark.parametrize("left_first", [False, True])
 def test_a_worker_that_left_ends_the_epoch_of_those_who_need_it(left_first):
     machine = Machine()
-    if not left_first:
-        machine.push(0, 1)
+    events = [lambda: machine.push(0, 1), lambda: machine.state.left(1)]
+    events[left_first]()
     with pytest.raises(MismatchError, match="key 'w': round 1 needs rank 1, which has left the store"):
-        machine.state.left(1)
-        machine.push(0, 1)
+        events[not left_first]()
 
 
 def test_a_worker_that_has_pushed_may_leave():
