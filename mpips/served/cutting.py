@@ -11,9 +11,8 @@ import numpy as np
 
 from collectives.machine.caches import past_caches
 from mpips.keys.key import Key
-from mpips.keys.placement import Placement
 from mpips.keys.shard import Piece, Shard
-from mpips.keys.sharding import Interval, block_bytes, grain_of, pulled_at_once, split, units
+from mpips.keys.sharding import Interval, Placement, block_bytes, grain_of, pulled_at_once, split, units
 from mpips.layout import Layout
 from mpips.transport.frames import UnitCard
 from mpips.transport.line import Line
@@ -48,7 +47,8 @@ class Cutting:
         other = Cutting(self._layout, self._one_node, self._side_by_side)
         kept = list(keys)
         for key in kept:
-            other._placement.hold(_parts(key), key.dtype.itemsize)
+            for server, elements in _parts(key):
+                other._placement.loads[server] += elements * key.dtype.itemsize
         other._numbers = Numbers(shard.number for key in kept for shard in key.shards)
         return other
 

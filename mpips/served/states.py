@@ -62,12 +62,13 @@ class Settings:
             self._make(frames.decode_request(data))
 
     def _change(self, change: Change, what: str) -> Task[None]:
+        before = self._last
         self._begun, self._last = self._begun + 1, change
         try:
             yield from self._setup.at_rank_0(lambda: self._setup.tell_all(change), what)
         except ValueError as error:
             if not isinstance(error, CollectiveError):  # the servers refuse it: nothing has changed
-                self._begun -= 1
+                self._begun, self._last = self._begun - 1, before
             raise
         self._make(change)
 
