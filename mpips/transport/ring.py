@@ -128,8 +128,8 @@ class Ring:
         tail = self._words[self._tail_word]
         while self._head < tail:
             slot = self._base + (self._head % SLOTS) * FRAME_BYTES
-            yield self._slots[slot : slot + FRAME_BYTES].tobytes()
             self._head += 1
+            yield self._slots[slot : slot + FRAME_BYTES].tobytes()
             self._words[self._head_word] = self._head
 
     @property

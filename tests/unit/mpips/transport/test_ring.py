@@ -135,3 +135,13 @@ def test_a_worker_whose_server_reads_no_more_is_told_by_its_epoch():
         worker.post(1)
     with pytest.raises(Over):
         worker.post(1)
+
+
+def test_a_frame_whose_handler_fails_is_not_read_again():
+    _, worker, server = pair()
+    for round_ in range(3):
+        worker.post(1, round_=round_)
+    with pytest.raises(ZeroDivisionError):
+        for _ in server.read():
+            raise ZeroDivisionError
+    assert [Frame.of(data).round for data in server.read()] == [1, 2]
