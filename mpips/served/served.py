@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from collectives.errors import of_caller
 from mpips.compression import Compressor
-from mpips.keys.key import Fast, Key, Name, Rounds
+from mpips.keys.key import Fast, FastList, Key, Name, Rounds
 from mpips.keys.row_sparse import RowSparse
 from mpips.layout import Layout
 from mpips.optimizers import Optimizer
@@ -46,7 +46,8 @@ class Served:
     """
 
     def __init__(self, layout: Layout, lines: list[Line], epoch: Epoch, cores_shared: bool) -> None:
-        self.layout, self._epoch, self.direct = layout, epoch, False
+        self.layout, self._epoch = layout, epoch
+        self.direct = False
         self._link = Link(layout, lines, epoch)
         near = [data == b"1" for data in rendezvous.exchange(epoch, b"%d" % self._link.all_local, "create")]
         members = range(*layout.clients[layout.client_number]) if layout.kind.startswith("mpi_") else [layout.rank]
@@ -78,6 +79,11 @@ class Served:
     def _quiesce(self) -> None:
         if self._members is not None:
             self._members.stop()
+
+    @property
+    def quick_list(self) -> FastList | None:
+        """See `Backend`: keys of a list go one by one."""
+        return None
 
     # ---- keys
 
