@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -141,7 +142,7 @@ def test_a_frame_whose_handler_fails_is_not_read_again():
     _, worker, server = pair()
     for round_ in range(3):
         worker.post(1, round_=round_)
-    with pytest.raises(ZeroDivisionError):
-        for _ in server.read():
-            raise ZeroDivisionError
+    with contextlib.suppress(ZeroDivisionError):
+        for data in server.read():
+            raise ZeroDivisionError(data)
     assert [Frame.of(data).round for data in server.read()] == [1, 2]
