@@ -32,6 +32,7 @@ from mpips.served.sparse import Sparse, whole
 from mpips.served.states import Settings, Snapshot, States, Stored
 from mpips.transport import frames
 from mpips.transport.connect import connect
+from mpips.transport.frames import Op
 from mpips.transport.line import Line
 
 Array = NDArray[Any]
@@ -197,6 +198,14 @@ class Served:
             return
         for key in keys:
             yield from self._push.read(key.round, key.pushes)
+
+    def waits(self, keys: Sequence[Key]) -> None:
+        """This worker's program has waited long for what it has called of these keys: the servers look for circles."""
+        if not self.layout.asynchronous:
+            for key in keys:
+                for shard in key.shards:
+                    if not shard.local or shard.words[0] < key.round * shard.blocks:
+                        shard.line.post(Op.WAITS, shard.number, key.round)
 
     # ---- settings and states
 
