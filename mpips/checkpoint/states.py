@@ -16,7 +16,7 @@ from mpips.checkpoint.load import shared
 from mpips.checkpoint.save import as_data
 from mpips.checkpoint.source import States, Store, served
 from mpips.keys.key import Key
-from mpips.optimizers import Groups
+from mpips.optimizers import Groups, initial
 from mpips.runtime.rendezvous import attempt
 
 Array = NDArray[Any]
@@ -36,7 +36,7 @@ def load_states(store: Store, fname: str) -> None:
     """See `KVStore.load_optimizer_states`."""
     keys = list(store.keys.values())
     _all_come(store, "load_optimizer_states", fname)
-    states, refusal = attempt(lambda: read(fname, keys) if store.layout.rank == 0 else {})
+    states, refusal = attempt(lambda: _fitting(store, read(fname, keys)) if store.layout.rank == 0 else {})
     shapes = [(step, [array.dtype.name for array in arrays]) for step, arrays in (states or {}).values()]
     told = store.agree("load_optimizer_states", refusal=refusal, data=json.dumps(shapes).encode())
     store.settle()
@@ -56,6 +56,21 @@ def _all_come(store: Store, what: str, fname: str) -> None:
     refusal = None if store.groups else ValueError("it needs an optimizer; call set_optimizer first")
     store.finish()
     store.agree(what, [("fname", str(fname))], refusal, noun="argument")
+
+
+def _fitting(store: Store, states: States) -> States:
+    """The states; ValueError where one is not of its key's optimizer."""
+    for name, (_, arrays) in states.items():
+        optimizer = store.groups.of(name)
+        if not arrays or optimizer is None:
+            continue
+        wanted = [array.dtype for array in initial(optimizer, np.zeros(1, store.keys[name].dtype))]
+        if wanted != [array.dtype for array in arrays]:
+            raise ValueError(
+                f"key {name!r}: the saved state does not fit {type(optimizer).__name__}: "
+                "set the optimizer that it was saved of"
+            )
+    return states
 
 
 def write(fname: str | os.PathLike[str], states: States, groups: Groups | None) -> None:
