@@ -19,6 +19,8 @@ PRIORITY_BITS = 31
 
 def names(key: Any) -> list[Name]:
     """One key or a list of keys as a list; int or str, never mixed, none twice."""
+    if type(key) is str or type(key) is int:
+        return [key]
     keys = list(key) if isinstance(key, (list, tuple)) else [key]
     if not keys:
         raise ValueError("an empty list of keys: a call needs at least one")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -41,6 +42,21 @@ def host(x: Any) -> Array:
         raise
     except Exception as error:  # of whatever library it is
         raise TypeError(f"{type(x).__name__} cannot be viewed as a host array ({error})") from error
+
+
+def viewed(x: Any) -> Any:
+    """A CPU tensor of PyTorch's as a view of it, a list with such views in it; anything else as it is."""
+    if type(x) is np.ndarray:
+        return x
+    if type(x) in (list, tuple):
+        views = [viewed(one) for one in x]
+        return x if all(map(is_, views, x)) else views
+    if not arrays.is_torch(x) or x.device.type != "cpu":
+        return x
+    try:
+        return arrays.host(x)
+    except (TypeError, RuntimeError):  # the checks of a call say why
+        return x
 
 
 def is_jax(x: Any) -> bool:

@@ -44,7 +44,7 @@ def check(known: Known, what: str, key: Any, value: Any = None, out: Any = None)
     values = arguments.pairs(key, value, what) if what != "pull" else None
     target, argument = (value, "value") if out is None and what != "pull" else (out, "out")
     outs = arguments.pairs(key, target, what, argument) if what != "push" else None
-    keys = [arguments.known(known, name, what) for name in arguments.names(key)]
+    keys = [arguments.known(known, name, what) for name, _ in values or outs or ()]
     made = []
     for index, one in enumerate(keys):
         targets, spread = _targets(one, outs[index][1], what) if outs else ([], None)

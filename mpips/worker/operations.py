@@ -5,8 +5,7 @@ A bad argument is raised before anything was sent; nothing has changed. Whatever
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,12 +16,26 @@ from mpips.keys import arguments, calls
 from mpips.keys.calls import Call
 from mpips.keys.key import Key, Name
 from mpips.keys.row_sparse import RowSparse
-from mpips.runtime.engine import Engine, Handle
+from mpips.runtime.engine import Engine, Epoch, Handle
 from mpips.runtime.tasks import Task, together
 from mpips.worker.backend import Backend
 
 Array = NDArray[Any]
 CLOSED = "the store is closed: make this call before close()"
+
+
+class Guard:
+    """A context in which whatever is raised ends the epoch, but for what `refused` tells."""
+
+    def __init__(self, epoch: Epoch, what: str, names: Sequence[Name]) -> None:
+        self._epoch, self._what, self._names = epoch, what, names
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None and not refused(error):
+            raise self._epoch.end(text(self._what, self._names), error) from None
 
 
 class Operations:
@@ -60,22 +73,16 @@ class Operations:
 
     def run(self, names: Sequence[Name], task: Task[Any], priority: int, what: str) -> None:
         """Do it, blocking; a failure ends the epoch."""
-        with self.guard(lambda: text(what, names)):
+        with self.guard(what, names):
             self._backend.direct = not self._engine.under_way
             try:
                 self._engine.run(self._order(names), task, priority, lambda: text(what, names))
             finally:
                 self._backend.direct = False
 
-    @contextlib.contextmanager
-    def guard(self, what: Callable[[], str]) -> Iterator[None]:
+    def guard(self, what: str, names: Sequence[Name] = ()) -> Guard:
         """Whatever is raised within ends the epoch, but for what all workers raise as they asked for what cannot be."""
-        try:
-            yield
-        except BaseException as error:
-            if _refused(error):
-                raise
-            raise self._engine.epoch.end(what(), error) from None
+        return Guard(self._engine.epoch, what, names)
 
     def pull(self, key: Key, out: Array) -> Task[None]:
         """What pulls one key, when it is run."""
@@ -89,8 +96,10 @@ class Operations:
         """RuntimeError where the store is closed, EpochError where the epoch has ended."""
         if self.closed:
             raise of_caller(RuntimeError(CLOSED))
-        with self.guard(lambda: "a call of the store"):
+        try:
             self._engine.epoch.check()
+        except CollectiveError as error:
+            raise self._engine.epoch.end("a call of the store", error) from None
 
     # ---- inside
 
@@ -171,7 +180,7 @@ def _finish(call: Call) -> Generator[bool | None, None, None]:
         yield from call.spread.spread()
 
 
-def _refused(error: BaseException) -> bool:
+def refused(error: BaseException) -> bool:
     """Whether it is an error that all workers raise, with which nothing has changed (`rendezvous.agree`)."""
     callers = isinstance(error, (ValueError, TypeError)) and not isinstance(error, CollectiveError)
     return callers and getattr(error, "of_caller", False)

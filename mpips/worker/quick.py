@@ -1,13 +1,15 @@
-"""Calls with plain arrays, one or a list, that need none of the checks and tasks of `operations`: fast routes."""
+"""Calls with plain arrays (or tensors), one or a list, that need none of the checks and tasks of `operations`: fast routes."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence, Sized
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mpips.keys import arrays
 from mpips.keys.arguments import PRIORITY_BITS
 from mpips.keys.key import FastList, Key, Name
 from mpips.runtime.tasks import Task, together
@@ -31,6 +33,10 @@ class Quick:
     def call(self, what: str, key: Any, value: Any, out: Any, priority: int) -> bool:
         """Make a call (`what`: push, pull or pushpull); whether it was made. Nothing has been done where it was not."""
         record = self._one(key, out if what == "pull" else value, priority)
+        if record is None and "torch" in sys.modules:
+            views = arrays.viewed(value), arrays.viewed(out)
+            if views[0] is not value or views[1] is not out:
+                return self.call(what, key, *views, priority)
         try:
             if record is None:
                 return type(key) in LISTS and self._several(what, key, value, out, priority)

@@ -128,7 +128,7 @@ class Settings:
 
     def recover(self) -> Rounds:
         """See `KVStore.recover`."""
-        with self.operations.guard(lambda: "recover"):
+        with self.operations.guard("recover"):
             self.engine.forget()
             self.epoch.renew()
             rounds = self.backend.recover()
@@ -161,7 +161,7 @@ class Settings:
         self.operations.check_open()
         if self._alone:
             self.engine.finish()  # the communication thread may not use MPI beside this one
-        with self.operations.guard(lambda: what):
+        with self.operations.guard(what):
             return rendezvous.agree(self.epoch, what, items, refusal, noun, data)
 
     def run(self, what: str, task: Task[T], names: Sequence[Name] = ()) -> T:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpips.keys import arguments, calls
+from mpips.keys import arguments, arrays, calls
 from mpips.keys.key import Key
 from tests.unit.collectives import device
 
@@ -43,6 +43,17 @@ def test_bfloat16_of_torch_is_that_of_ml_dtypes() -> None:
     assert array.dtype == ml_dtypes.bfloat16
     array[0] = 2
     assert tensor.detach()[0] == 2
+
+
+def test_tensors_in_lists_are_viewed_and_all_else_stays() -> None:
+    torch = pytest.importorskip("torch")
+    tensor, other = torch.ones(2, 3), object()
+    for same in (ONES, [ONES], other, None, [other, [ONES]], "no"):
+        assert arrays.viewed(same) is same
+    (first, (second, third)) = arrays.viewed([tensor, (tensor, ONES)])
+    assert third is ONES
+    first[0, 0] = 7
+    assert second[0, 0] == tensor[0, 0] == 7
 
 
 def test_arrays_of_jax_are_read_and_not_written() -> None:
