@@ -214,7 +214,7 @@ def test_the_programs_of_the_docs_do_what_they_say(servers, monkeypatch, capsys)
         optimizers.OPTIMIZERS.pop("lion")  # the program registers another
         for program in programs:
             with contextlib.suppress(SystemExit):
-                exec(compile(program, "program", "exec"), {"__name__": "program"})
+                exec(compile(program, "program", "exec", dont_inherit=True), {"__name__": "program"})
     finally:
         optimizers.OPTIMIZERS.clear(), compression.COMPRESSORS.clear()
         optimizers.OPTIMIZERS.update(kept[0]), compression.COMPRESSORS.update(kept[1])
