@@ -316,7 +316,7 @@ class Server:
         self._state.abandon()
         if self._rings is not None:
             self._rings.stop()
-        self._receiver.stop()
+        self._receiver.stop(self._lines)
         self._requests.drop()
         self._over = now
 

@@ -31,7 +31,7 @@ class MessageLine:
     local = False
 
     def __init__(self, comm: MPI.Comm, peer: int) -> None:
-        self.comm, self._peer = comm, peer
+        self.comm, self.peer = comm, peer
         self._sends: list[tuple[MPI.Request, bytes]] = []
         self._body = bytearray()
         self._frame = b""
@@ -46,7 +46,7 @@ class MessageLine:
     def _send(self, data: bytes, tag: int) -> None:
         if len(self._sends) > SENT:
             self._sends = [(request, data) for request, data in self._sends if not request.Test()]
-        self._sends.append((self.comm.Isend(data, self._peer, tag), data))
+        self._sends.append((self.comm.Isend(data, self.peer, tag), data))
 
     def post(
         self, op: int, unit: int = 0, round_: int = 0, region: tuple[int, ...] = NOWHERE, coding: int = 0,
@@ -70,11 +70,11 @@ class MessageLine:
 
     def waiting(self) -> bool:
         """Whether a frame has come, or is coming with its body."""
-        return self.coming or self.comm.Iprobe(self._peer, TAG_FRAME)
+        return self.coming or self.comm.Iprobe(self.peer, TAG_FRAME)
 
     def read(self) -> Iterator[bytes]:
         """The frames that have come, packed, in order."""
-        while self.coming or self.comm.Iprobe(self._peer, TAG_FRAME):
+        while self.coming or self.comm.Iprobe(self.peer, TAG_FRAME):
             frame = self._frame or self._next()
             if frame[0] in WITH_BODY and not self._request.Test():
                 self._frame = frame
@@ -84,10 +84,10 @@ class MessageLine:
 
     def _next(self) -> bytes:
         data = bytearray(FRAME_BYTES)
-        self.comm.Recv(data, self._peer, TAG_FRAME)
+        self.comm.Recv(data, self.peer, TAG_FRAME)
         if data[0] in WITH_BODY:
             self._body = bytearray(Frame.of(bytes(data)).nbytes)
-            self._request = self.comm.Irecv(self._body, self._peer, TAG_BODY)
+            self._request = self.comm.Irecv(self._body, self.peer, TAG_BODY)
         return bytes(data)
 
     def body(self, frame: Frame) -> bytes:

@@ -35,7 +35,7 @@ class Op(IntEnum):
     RELEASE = 4
     """Has read the unit that was granted."""
     SET = 5
-    """The first value of a unit, from another node: `aux` messages follow."""
+    """The first value of a unit, from another node: `aux` messages follow, of `nbytes` each but for the last."""
     CONTROL = 6
     """A typed body; the server answers with ANSWER."""
     BYE = 7

@@ -19,10 +19,9 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from collectives.network.drain import last_tag
 from mpips.keys.row_sparse import RowSparse
 from mpips.transport.buffers import Buffers
-from mpips.transport.channel import MessageLine, keep
+from mpips.transport.channel import LOOK_SECONDS, MessageLine, keep
 from mpips.transport.frames import Coding, Frame, Op
 from mpips.transport.line import Line
 from mpips.transport.tags import pull_tag, push_tag
@@ -167,23 +166,29 @@ class Receiver:
         self.delivered()
         return not self._shipping and all(line.done() for line in lines if isinstance(line, MessageLine))
 
-    def stop(self) -> None:
+    def stop(self, lines: Iterable[Line]) -> None:
         """The epoch is over: take in for a moment what workers have under way, as they wait until it is; then give up
         all receives. What MPI may still touch is kept. Nothing that comes here counts as a contribution."""
-        status, scratch = MPI.Status(), []
+        distant = [line for line in lines if isinstance(line, MessageLine)]
+        dropped: list[MPI.Request] = []
         until = time.monotonic() + DRAIN_SECONDS
-        while time.monotonic() < until:
-            while self.comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG, status) and status.Get_tag() != last_tag():
-                data = bytearray(status.Get_count(MPI.BYTE))
-                scratch.append(self.comm.Irecv(data, status.Get_source(), status.Get_tag()))
-            time.sleep(1e-3)
-        shipped = [request for shipment in self._shipping for request in shipment.requests]
-        for request in [*self._coming.values(), *scratch]:
+        while distant and time.monotonic() < until:
+            for line in distant:
+                dropped += [request for data in line.read() for request in self._drop(line, Frame.of(data))]
+            time.sleep(LOOK_SECONDS)
+        receives = [*self._coming.values(), *dropped]
+        for request in receives:
             if not request.Test():
                 request.Cancel()
-        keep([*self._coming.values(), *scratch, *shipped])
+        keep([*receives, *(request for shipment in self._shipping for request in shipment.requests)])
         self._coming.clear()
         self._shipping.clear()
+
+    def _drop(self, line: MessageLine, frame: Frame) -> list[MPI.Request]:
+        """Receive what follows a frame unasked, for nothing."""
+        unasked = frame.aux if frame.op == Op.SET else int(frame.op == Op.PUSH and frame.flags & ALONG)
+        tag = push_tag(frame.unit)
+        return [self.comm.Irecv(np.empty(frame.nbytes, np.uint8), line.peer, tag) for _ in range(unasked)]
 
 
 class FirstValue:

@@ -74,7 +74,7 @@ class Sender:
         """Send the first value of a unit to a server of another node; over when it is there."""
         shard.granted = False
         slices = self.blocks(shard, values)
-        shard.line.post(Op.SET, shard.number, 0, Region(0, 0, 0, 0, values.nbytes), aux=len(slices))
+        shard.line.post(Op.SET, shard.number, 0, Region(0, 0, 0, 0, slices[0].size), aux=len(slices))
         yield from self._under_way.begin(sends=[self._isend(shard, data) for data in slices]).wait()
         while not shard.granted:
             yield False

@@ -245,7 +245,7 @@ def test_what_is_given_up_touches_no_memory_of_the_caller(comm):
         comm.recv(source=0, tag=9)
         server.receiver.ship(unit, 0)
         comm.Barrier()
-        server.receiver.stop()
+        server.receiver.stop(server.lines)
         return
     shards = [Shard(0, 0, 0, size, None, (0,), size // 4, 4)]
     key = Key("w", (size,), np.dtype(float), shards=shards, pushes=shards)
@@ -268,7 +268,7 @@ def test_who_gives_up_a_push_waits_until_its_server_has_it_and_no_longer(comm):
         unit = Unit(0, "w", np.zeros(size), [0] * 2, (0,), size)
         server = Server(comm, [unit])
         time.sleep(0.2)
-        server.receiver.stop()
+        server.receiver.stop(server.lines)
         assert not unit.stored.any()
         return
     shards = [Shard(0, 0, 0, size, None, (0,), size, 1)]
