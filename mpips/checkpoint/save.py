@@ -41,13 +41,22 @@ PIECE = 1 << 20
 """Bytes that are read and written at a time."""
 REST = 19
 """In the background a piece is followed by a rest of so many times as long as it took: it takes 1 / 20 of the time."""
+LOOK_SECONDS = 5e-5
+"""Between two looks of a worker that waits for a file."""
+
+
+class Pace:
+    """How long the writer rests after a piece, in times of what the piece took."""
+
+    def __init__(self, rest: int) -> None:
+        self.rest = rest
 
 
 class Saving:
     """A checkpoint that is being written. On all workers but 0 it is over at once."""
 
-    def __init__(self, handle: Handle, path: str) -> None:
-        self._handle, self._path = handle, path
+    def __init__(self, handle: Handle, path: str, pace: Pace) -> None:
+        self._handle, self._path, self._pace = handle, path, pace
 
     def test(self) -> bool:
         """Whether the file is there; lets everything go on a little, and does not block. Raises as `wait` does."""
@@ -57,8 +66,11 @@ class Saving:
         return True
 
     def wait(self) -> None:
-        """Block until the file is there. ValueError where it cannot be written: what was at its place still is.
-        EpochError where the epoch has ended before all was written."""
+        """Block until the file is there, which is now written without rest. ValueError where it cannot be written: what
+        was at its place still is. EpochError where the epoch has ended before all was written."""
+        self._pace.rest = 0
+        while not self._handle.test():
+            time.sleep(LOOK_SECONDS)
         if failure := self._handle.wait():
             raise ValueError(f"{self._path} cannot be written: {failure}")
 
@@ -74,14 +86,15 @@ def save(store: Store, path: str | os.PathLike[str], wait: bool) -> Saving | Non
         _after_one_round(store, keys, str(path), refusal)
         store.settle()
         snapshot = store.run("save", _frozen(store, keys, writer))
-        task = _written(snapshot, keys, writer, 0 if wait else REST)
+        pace = Pace(0 if wait else REST)
+        task = _written(snapshot, keys, writer, pace)
         if wait:
             failure = store.run("save", task)
             refused = ValueError(f"{path} cannot be written: {failure}") if failure else None
             store.agree("save", refusal=refused)
             return None
         store.agree("save")  # until now nobody has pushed: it is one round everywhere
-        saving = Saving(store.start("save", task), str(path))
+        saving = Saving(store.start("save", task), str(path), pace)
         stack.pop_all()
         return saving
 
@@ -151,7 +164,7 @@ def _header(store: Store, keys: Sequence[Key], snapshot: Snapshot) -> Header:
     )
 
 
-def _written(snapshot: Snapshot, keys: Sequence[Key], writer: Writer | None, rest: int) -> Task[str]:
+def _written(snapshot: Snapshot, keys: Sequence[Key], writer: Writer | None, pace: Pace) -> Task[str]:
     """Write what the snapshot holds and put the file in place; why that cannot be, or "". Worker 0's affair."""
     if writer is None:
         yield from nothing()
@@ -163,7 +176,7 @@ def _written(snapshot: Snapshot, keys: Sequence[Key], writer: Writer | None, res
                 name = value_name(key.name) if slot < 0 else state_name(key.name, slot)
                 step = max(1, PIECE // np.dtype(dtype).itemsize)
                 for start in range(0, key.size, step):
-                    yield from _copied(snapshot, key, slot, (start, min(start + step, key.size)), writer, name, rest)
+                    yield from _copied(snapshot, key, slot, (start, min(start + step, key.size)), writer, name, pace)
         yield from snapshot.release()
         return (yield from _finished(writer))
     finally:
@@ -171,15 +184,15 @@ def _written(snapshot: Snapshot, keys: Sequence[Key], writer: Writer | None, res
 
 
 def _copied(
-    snapshot: Snapshot, key: Key, slot: int, part: tuple[int, int], writer: Writer, name: str, rest: int
+    snapshot: Snapshot, key: Key, slot: int, part: tuple[int, int], writer: Writer, name: str, pace: Pace
 ) -> Task[None]:
     """One piece from the snapshot into the file, and the rest after it."""
     begun = time.perf_counter()
     array = yield from snapshot.read(key, slot, *part)
     writer.write(name, part[0], array)
-    until = time.perf_counter()
-    until += rest * (until - begun)
-    while time.perf_counter() < until:
+    took = time.perf_counter() - begun
+    yield True
+    while time.perf_counter() - begun < (1 + pace.rest) * took:
         yield False
 
 

@@ -88,6 +88,25 @@ class Backend:
         self.rest.update((key.name, value) for key, value in zip(keys, values))
 
 
+class Handle:
+    """What was started; it goes on in `test`."""
+
+    def __init__(self, task):
+        self.task, self.result, self.over = task, None, False
+
+    def test(self):
+        try:
+            next(self.task)
+        except StopIteration as stop:
+            self.result, self.over = stop.value if not self.over else self.result, True
+        return self.over
+
+    def wait(self):
+        while not self.test():
+            pass
+        return self.result
+
+
 class Store:
     """A store of one worker, as `save` and `load` see it; what is started goes on in `test` and `wait`."""
 
@@ -114,7 +133,7 @@ class Store:
                 return stop.value
 
     def start(self, what, task):
-        return SimpleNamespace(wait=lambda: self.run(what, task), test=lambda: next(task, "over") == "over")
+        return Handle(task)
 
     def use(self, groups, compressor):
         yield from nothing()
