@@ -124,6 +124,16 @@ class Communicator:
         """Raise where the communicator has ended; beside compute, through which an operation has waited so long."""
         self.epoch.look(waited)
 
+    def listen(self, waited: float = 0.0) -> None:
+        """Raise where the communicator has ended, or a process of the node has; for a rank that is in no operation."""
+        if self.control is not None:
+            self.control.look(waited)
+        self.board.hear(waited)
+
+    def told(self) -> bool:
+        """Whether a rank has told this one that the communicator has ended."""
+        return bool(self.board.poison.flag[0]) or (self.control is not None and self.control.over)
+
     def hold(self) -> None:
         """See anew whether operations may begin by a short way."""
         self.board.hold(bool(self.started or self.over is not None or not self.open))

@@ -110,6 +110,11 @@ class Control:
         heard = self._heard.get(self.number, {})
         return [self._names[rank] for rank in range(self._size) if rank != self._rank and rank not in heard]
 
+    @property
+    def over(self) -> bool:
+        """Whether a rank has ended the epoch."""
+        return bool(self._over)
+
     def ended(self) -> dict[int, str]:
         """Ranks that have said that they have left; and how."""
         self._hear()

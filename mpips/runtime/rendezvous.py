@@ -7,17 +7,78 @@ Each rank sends its bytes to each other rank, so that each knows whom it waits f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import msgspec
+from mpi4py import MPI
 
-from collectives.errors import of_caller
+from collectives.errors import CollectiveError, of_caller
+from collectives.node.wait import Epoch as Waiting
+from collectives.node.wait import Limits, drive, until
 
-if TYPE_CHECKING:
-    from mpips.runtime.epoch import Epoch
-
+TAG = 3
+"""Of messages on the store's communicators; other modules leave it alone."""
 Items = Sequence[tuple[Any, str]]
+
+
+class Meets(Protocol):
+    """Where ranks meet: an `Epoch`."""
+
+    def meet(self, payload: bytes, what: str, everybody: bool = False) -> list[bytes]: ...
+
+
+class Room:
+    """Meetings of the ranks of one communicator, one after the other. A rank that gives one up comes to no other."""
+
+    def __init__(self, comm: MPI.Comm, tag: int = TAG) -> None:
+        self.comm, self.rank, self.size, self._tag = comm, comm.Get_rank(), comm.Get_size(), tag
+        self._heard: list[deque[bytes]] = [deque() for _ in range(self.size)]
+        """What each rank has brought to meetings that are not over here."""
+        self._sends: list[MPI.Request] = []
+
+    def bring(self, payload: bytes) -> None:
+        """Begin a meeting. Does not block."""
+        self._sends = [send for send in self._sends if not send.Test()]
+        self._heard[self.rank].append(payload)
+        others = (rank for rank in range(self.size) if rank != self.rank)
+        self._sends += [self.comm.Isend([payload, MPI.BYTE], rank, self._tag) for rank in others]
+
+    def missing(self) -> list[int]:
+        """Ranks that have not come to the present meeting. Does not block."""
+        status = MPI.Status()
+        while (message := self.comm.Improbe(MPI.ANY_SOURCE, self._tag, status)) is not None:
+            data = bytearray(status.Get_count(MPI.BYTE))
+            message.Recv([data, MPI.BYTE])
+            self._heard[status.Get_source()].append(bytes(data))
+        return [rank for rank, heard in enumerate(self._heard) if not heard]
+
+    def brought(self) -> list[bytes]:
+        """What all have brought to the present meeting, which is over with that."""
+        return [heard.popleft() for heard in self._heard]
+
+    def last(self) -> list[bytes]:
+        """What each rank has brought last, b"" where it has not come, while no meeting is over."""
+        return [heard[-1] if heard else b"" for heard in self._heard]
+
+    def exchange(self, payload: bytes, what: str, waiting: Waiting) -> list[bytes]:
+        """Everybody's payload, in rank order. Collective, blocking."""
+        self.bring(payload)
+        drive(until(lambda: not self.missing()), waiting, what)
+        return self.brought()
+
+
+class Assembling:
+    """How a rank waits for others while nothing stands yet that could end."""
+
+    nap_after = 2e-3
+
+    def __init__(self, limits: Limits, late: Callable[[], Sequence[int]] = tuple) -> None:
+        self.limits, self.late = limits, late
+
+    def look(self, waited: float) -> None:
+        """There is nothing to be heard."""
 
 
 class _Word(msgspec.Struct, array_like=True):
@@ -30,7 +91,7 @@ class _Word(msgspec.Struct, array_like=True):
     data: bytes = b""
 
 
-def exchange(epoch: Epoch, payload: bytes, what: str, everybody: bool = False) -> list[bytes]:
+def exchange(epoch: Meets, payload: bytes, what: str, everybody: bool = False) -> list[bytes]:
     """Each worker's payload, in rank order. Collective over the workers (`everybody`: over all ranks of the store),
     blocking.
 
@@ -40,7 +101,7 @@ def exchange(epoch: Epoch, payload: bytes, what: str, everybody: bool = False) -
 
 
 def agree(
-    epoch: Epoch,
+    epoch: Meets,
     what: str,
     items: Items = (),
     refusal: BaseException | None = None,
@@ -68,8 +129,17 @@ def attempt(make: Callable[[], Any]) -> tuple[Any, BaseException | None]:
     """What `make` returns, or the ValueError or TypeError that it raises, to be brought along as a `refusal`."""
     try:
         return make(), None
+    except CollectiveError:  # the epoch is over: nobody is to be told of it in a rendezvous
+        raise
     except (ValueError, TypeError) as error:
         return None, error
+
+
+def see_there(missing: Sequence[int], gone: Mapping[int, str], what: str) -> None:
+    """CollectiveError where a rank that is waited for has left; `gone` says how."""
+    for rank in missing:
+        if rank in gone:
+            raise CollectiveError(f"{what}: rank {rank} is needed, and {gone[rank]}")
 
 
 def difference(every: Sequence[_Word], noun: str = "key") -> ValueError | TypeError | None:

@@ -14,7 +14,7 @@ from mpips import optimizers
 class Lion:
     """Lion (Chen et al. 2023), in plain NumPy."""
 
-    learning_rate: float | optimizers.Schedule = 1e-4
+    learning_rate: float | optimizers.RateSchedule = 1e-4
     beta1: float = 0.9
     beta2: float = 0.99
     weight_decay: float = 0.0

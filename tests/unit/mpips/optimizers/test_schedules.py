@@ -11,17 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpips import optimizers
-from mpips.optimizers import SGD, AdaGrad, Adam, AdamW, Chained, Constant, Cosine, RMSProp, Step, Warmup
+from mpips.optimizers import SGD, AdaGrad, Adam, AdamW, Chained, Constant, Cosine, RMSProp, StepDecay, Warmup
 
-CHAIN = Chained((Warmup(0.1, 3), Step(0.1, every=2, factor=0.5), Constant(0.01)), until=(3, 7))
+CHAIN = Chained((Warmup(0.1, 3), StepDecay(0.1, every=2, factor=0.5), Constant(0.01)), until=(3, 7))
 
 
 @pytest.mark.parametrize(
     "schedule, rates",
     [
         (Constant(0.25), [0.25, 0.25, 0.25]),
-        (Step(1.0, every=2, factor=0.5), [1, 1, 0.5, 0.5, 0.25, 0.25]),
-        (Step(1.0, every=1), [1, 0.1, 0.01]),
+        (StepDecay(1.0, every=2, factor=0.5), [1, 1, 0.5, 0.5, 0.25, 0.25]),
+        (StepDecay(1.0, every=1), [1, 0.1, 0.01]),
         (Cosine(1.0, steps=4, end=0.5), [1, 0.5 + 0.25 * (1 + math.sqrt(0.5)), 0.75, 0.5732233, 0.5, 0.5, 0.5]),
         (Warmup(1.0, steps=4), [0.25, 0.5, 0.75, 1, 1, 1]),
         (Warmup(1.0, steps=2, start=0.5), [0.75, 1, 1]),
@@ -51,9 +51,9 @@ def test_numbers_of_other_kinds_are_taken():
     "make, words",
     [
         (lambda: Constant(-1), ["Constant", "rate=-1", ">= 0"]),
-        (lambda: Step(0.1, every=0), ["Step", "every=0"]),
-        (lambda: Step(0.1, every=2.5), ["every=2.5", "whole"]),
-        (lambda: Step(0.1, every=2, factor=float("inf")), ["factor=inf"]),
+        (lambda: StepDecay(0.1, every=0), ["StepDecay", "every=0"]),
+        (lambda: StepDecay(0.1, every=2.5), ["every=2.5", "whole"]),
+        (lambda: StepDecay(0.1, every=2, factor=float("inf")), ["factor=inf"]),
         (lambda: Cosine("fast", 10), ["Cosine", "'fast'"]),
         (lambda: Warmup(0.1, steps=True), ["steps=True"]),
         (lambda: Chained((Constant(1), 0.5), until=(3,)), ["Constant(0.1)", "0.5"]),
@@ -96,7 +96,7 @@ def test_an_update_under_a_schedule_is_bitwise_one_with_the_same_rates(make, dty
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize("schedule", [Constant(0.5), Step(1, 2), Cosine(1, 5, 0.1), Warmup(1, 5), CHAIN], ids=repr)
+@pytest.mark.parametrize("schedule", [Constant(0.5), StepDecay(1, 2), Cosine(1, 5, 0.1), Warmup(1, 5), CHAIN], ids=repr)
 def test_a_schedule_travels_with_its_optimizer(schedule):
     sent = SGD(schedule, momentum=0.5)
     assert optimizers.decode(optimizers.encode(sent)) == sent
@@ -106,14 +106,14 @@ def test_a_schedule_travels_with_its_optimizer(schedule):
 
 
 def test_an_optimizer_by_name_takes_a_schedule():
-    made = optimizers.create("sgd", learning_rate=Step(0.1, every=10))
-    assert made == SGD(Step(0.1, every=10))
-    assert dataclasses.replace(made, rescale=0.5).learning_rate == Step(0.1, every=10)
+    made = optimizers.create("sgd", learning_rate=StepDecay(0.1, every=10))
+    assert made == SGD(StepDecay(0.1, every=10))
+    assert dataclasses.replace(made, rescale=0.5).learning_rate == StepDecay(0.1, every=10)
 
 
 def test_an_updater_follows_a_schedule():
     weights = np.zeros(3)
-    updater = optimizers.Updater(SGD(Step(1.0, every=1, factor=0.5)), [weights])
+    updater = optimizers.Updater(SGD(StepDecay(1.0, every=1, factor=0.5)), [weights])
     for _ in range(3):
         updater.update([np.ones(3)])
     np.testing.assert_array_equal(weights, -1.75)
