@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ from collectives.errors import of_caller
 from mpips import checkpoint
 from mpips.keys.key import Name, Rounds
 from mpips.layout import Layout
+from mpips.runtime import breaking
 from mpips.runtime.engine import Handle
 from mpips.runtime.epoch import Epoch
 from mpips.worker.backend import Backend
@@ -46,7 +46,7 @@ class KVStore:
         self._call = self._quick.call
         self._closed = closed
         epoch.on_end.append(self._unbind)
-        atexit.register(self.close)
+        breaking.at_exit(self.close)
 
     # ---- who we are
 
@@ -229,15 +229,11 @@ class KVStore:
         if self._operations.closed:
             return
         self._operations.closed = True
-        atexit.unregister(self.close)
+        breaking.closed(self.close)
         self._unbind()
         engine = self.settings.engine
-        try:
-            engine.finish(detached=True)
-        finally:
-            engine.close()
-            self.settings.backend.finish()
-            self._closed()
+        under_way = (lambda: engine.finish(detached=True)) if self.settings.epoch.over is None else engine.forget
+        breaking.in_order(under_way, engine.close, self.settings.backend.finish, self._closed)
 
     def _unbind(self) -> None:
         """No call takes a fast route any more: the general way sees why."""

@@ -12,8 +12,8 @@ from functools import cache
 from collectives.network.drain import last_tag
 
 TAG_FRAME, TAG_BODY, TAG_DATA = 1, 2, 16
-COMPARE_TAG = 1
-"""Inside a client: what members call."""
+COMPARE_TAG, ROWS_TAG = 1, 2
+"""Inside a client: what members call; row-sparse gradients, which go one call at a time."""
 CALLS = 4
 """Calls after which the members' tags of a piece repeat: messages of one sender and tag stay in order anyway."""
 

@@ -1,4 +1,4 @@
-"""Calls with plain arrays (or tensors), one or a list, that need none of the checks and tasks of `operations`: fast routes."""
+"""Calls with plain arrays or tensors, one or a list, without the checks and tasks of `operations`: fast routes."""
 
 from __future__ import annotations
 
