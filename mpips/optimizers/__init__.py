@@ -2,7 +2,7 @@
 
 from mpips.optimizers.adam import Adam, AdamW, Moments
 from mpips.optimizers.adaptive import AdaGrad, RMSProp, Squares
-from mpips.optimizers.base import Number, Optimizer, Schedule, State, at, changed, check, initial
+from mpips.optimizers.base import Number, Optimizer, RateSchedule, State, at, changed, check, initial
 from mpips.optimizers.blocks import by_blocks, working_dtype, zeros
 from mpips.optimizers.elastic import Elastic1, Elastic2
 from mpips.optimizers.groups import Groups
@@ -16,16 +16,18 @@ from mpips.optimizers.registry import (
     encode_numbers,
     register,
 )  # fmt: skip
-from mpips.optimizers.schedules import Chained, Constant, Cosine, Step, Warmup
+from mpips.optimizers.schedules import Chained, Constant, Cosine, StepDecay, Warmup
 from mpips.optimizers.sgd import SGD, Add, Momentum
 from mpips.optimizers.updater import Updater
 
-for _kind in (SGD, AdaGrad, RMSProp, Adam, AdamW, Elastic1, Elastic2, Add, Constant, Step, Cosine, Warmup, Chained):
+for _kind in (SGD, AdaGrad, RMSProp, Adam, AdamW, Elastic1, Elastic2, Add):
+    register(_kind)
+for _kind in (Constant, StepDecay, Cosine, Warmup, Chained):
     register(_kind)
 
 __all__ = [
     "OPTIMIZERS", "SCHEDULES", "SGD", "AdaGrad", "Adam", "AdamW", "Add", "Chained", "Constant", "Cosine", "Elastic1",
-    "Elastic2", "Groups", "Moments", "Momentum", "Number", "Optimizer", "RMSProp", "Schedule", "Squares", "State",
-    "Step", "Updater", "Warmup", "at", "by_blocks", "changed", "check", "create", "decode", "decode_numbers", "encode",
-    "encode_numbers", "initial", "register", "working_dtype", "zeros",
+    "Elastic2", "Groups", "Moments", "Momentum", "Number", "Optimizer", "RMSProp", "RateSchedule", "Squares", "State",
+    "StepDecay", "Updater", "Warmup", "at", "by_blocks", "changed", "check", "create", "decode", "decode_numbers",
+    "encode", "encode_numbers", "initial", "register", "working_dtype", "zeros",
 ]  # fmt: skip

@@ -14,7 +14,7 @@ State = Sequence[np.ndarray]
 
 
 @runtime_checkable
-class Schedule(Protocol):
+class RateSchedule(Protocol):
     """A number that depends on the step: a frozen record with `at`. See `mpips.optimizers.schedules`."""
 
     def at(self, step: int) -> float:
@@ -43,7 +43,7 @@ class Optimizer(Protocol):
 
 
 O = TypeVar("O", bound=Optimizer)  # noqa: E741
-Number = float | Schedule
+Number = float | RateSchedule
 """A number that stays, or one that depends on the step."""
 
 
@@ -69,16 +69,16 @@ def check(
 ) -> None:
     """Make every field of a frozen dataclass a finite float or a bool; for its `__post_init__`.
 
-    `scheduled`: fields that may hold a Schedule instead. `at_least_zero`, `below_one`: fields that must be >= 0, or in
-    [0, 1). Raises ValueError, which names class, field and value.
+    `scheduled`: fields that may hold a RateSchedule instead. `at_least_zero`, `below_one`: fields that must be >= 0, or
+    in [0, 1). Raises ValueError, which names class, field and value.
     """
     for field in dataclasses.fields(record):
         value = getattr(record, field.name)
-        if field.name in scheduled and isinstance(value, Schedule) and not isinstance(value, type):
+        if field.name in scheduled and isinstance(value, RateSchedule) and not isinstance(value, type):
             continue
         object.__setattr__(record, field.name, _number(record, field.name, value))
     for name in at_least_zero:
-        if not isinstance(value := getattr(record, name), Schedule) and value < 0:
+        if not isinstance(value := getattr(record, name), RateSchedule) and value < 0:
             raise ValueError(f"{type(record).__name__}({name}={value}): give a number >= 0")
     for name in below_one:
         if not 0 <= (value := getattr(record, name)) < 1:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mpips.optimizers.base import Schedule
+from mpips.optimizers.base import RateSchedule
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Constant:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepDecay:
     """`rate` for `every` steps, then `factor` times as much for as many, and so on.
 
     rate * factor^((step - 1) // every).
@@ -98,13 +98,13 @@ class Chained:
     Each counts its own steps from 1. `until` is ascending and one shorter than `schedules`.
     """
 
-    schedules: tuple[Schedule, ...]
+    schedules: tuple[RateSchedule, ...]
     until: tuple[int, ...]
 
     def __post_init__(self) -> None:
         chain, until = _sequence(self, "schedules"), _sequence(self, "until")
         for schedule in chain:
-            if not isinstance(schedule, Schedule) or isinstance(schedule, type):
+            if not isinstance(schedule, RateSchedule) or isinstance(schedule, type):
                 raise ValueError(f"Chained(schedules={chain!r}): give schedules, as Constant(0.1), not {schedule!r}")
         object.__setattr__(self, "schedules", chain)
         object.__setattr__(self, "until", tuple(_whole(self, "until", step) for step in until))

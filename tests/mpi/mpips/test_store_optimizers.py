@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mpips import compression, optimizers
-from mpips.optimizers import SGD, Adam, Chained, Constant, Cosine, Step, Warmup
+from mpips.optimizers import SGD, Adam, Chained, Constant, Cosine, StepDecay, Warmup
 from tests.mpi.mpips.support import WORLD, failure, need, run
 from tests.mpi.sizes import either_mpi
 
@@ -24,7 +24,7 @@ STORES = [
     ("mpi_sync", {"servers": 0}),
 ]
 SIZES = {"small": 6, "large": 300_000}
-RATE = Chained((Warmup(0.5, 3), Step(0.5, every=2, factor=0.5), Cosine(0.1, 4)), until=(3, 7))
+RATE = Chained((Warmup(0.5, 3), StepDecay(0.5, every=2, factor=0.5), Cosine(0.1, 4)), until=(3, 7))
 
 
 @optimizers.register
@@ -32,7 +32,7 @@ RATE = Chained((Warmup(0.5, 3), Step(0.5, every=2, factor=0.5), Cosine(0.1, 4)),
 class Lion:
     """An optimizer of a user's own; it has no `from __future__` of its own to lean on."""
 
-    learning_rate: float | optimizers.Schedule = 0.01
+    learning_rate: float | optimizers.RateSchedule = 0.01
     beta1: float = 0.9
     beta2: float = 0.99
 
