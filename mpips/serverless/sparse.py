@@ -6,7 +6,6 @@ are added up in the order of the workers, on each of them alike.
 
 from __future__ import annotations
 
-import math
 from functools import reduce
 from typing import Any
 
@@ -17,7 +16,7 @@ from numpy.typing import NDArray
 import collectives
 from collectives.api import begin
 from mpips.keys.key import Key
-from mpips.keys.row_sparse import RowSparse, merge
+from mpips.keys.row_sparse import RowSparse, merge, packed, unpacked
 from mpips.runtime.tasks import Task
 from mpips.serverless.sums import in_steps, label
 
@@ -45,9 +44,8 @@ class Sparse:
         rank = self._comm.Get_rank()
         blocks[rank * block : rank * block + mine.size] = mine
         yield from self._gathered(blocks, None, text, direct)
-        everyone = [
-            unpacked(blocks[start * block : start * block + size], key) for start, size in enumerate(sizes)
-        ]
+        pieces = [blocks[start * block : start * block + size] for start, size in enumerate(sizes)]
+        everyone = [unpacked(piece, key.shape, key.dtype) for piece in pieces]
         return reduce(merge, everyone)
 
     def _gathered(self, x: Array, out: Array | None, text: str, direct: bool) -> Task[None]:
@@ -68,16 +66,3 @@ def _round_up(size: int) -> int:
     """Bytes of a block: of few lengths, so that there are few collectives to be prepared."""
     return max(64, 1 << (size - 1).bit_length())
 
-
-def packed(rows: RowSparse) -> Array:
-    """Row numbers (int64), then their values, as bytes."""
-    values = np.ascontiguousarray(rows.values).reshape(-1)
-    return np.concatenate([rows.rows.view(np.uint8), values.view(np.uint8)])
-
-
-def unpacked(data: Array, key: Key) -> RowSparse:
-    """What `packed` made of rows of the key."""
-    row = math.prod(key.shape[1:])
-    count = data.size // (8 + row * key.dtype.itemsize)
-    values = data[8 * count :].view(key.dtype).reshape(count, *key.shape[1:])
-    return RowSparse(data[: 8 * count].view(np.int64), values, key.shape)
