@@ -42,9 +42,11 @@ def member_tag(piece: int, call: int) -> int:
 class Numbers:
     """Numbers of units, each given once: a server may still speak of a unit that is forgotten."""
 
-    def __init__(self) -> None:
-        self._next = 0
-        self._tagged: set[int] = set()
+    def __init__(self, used: Iterable[int] = ()) -> None:
+        """`used`: numbers that were given before, all of which are in use."""
+        numbers = list(used)
+        self._next = max(numbers, default=-1) + 1
+        self._tagged = {number % most_units() for number in numbers}
 
     def take(self, key: int | str) -> int:
         """The number of a new unit of the key; ValueError where all tags are in use."""
