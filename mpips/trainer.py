@@ -87,6 +87,17 @@ def keys_of(model: Model) -> list[Name]:
     return list(getattr(model, "names", map(str, range(len(model.parameters)))))
 
 
+def free_keys(model: Model, kv: KVStore) -> list[Name]:
+    """`keys_of`, with a prefix where the store has some of them already, such as those of another Trainer."""
+    keys, taken = keys_of(model), kv.settings.keys
+    number = 2
+    chosen = keys
+    while any(key in taken for key in chosen):
+        chosen = [f"trainer{number}/{key}" for key in keys]
+        number += 1
+    return chosen
+
+
 def averaged(optimizer: Optimizer, workers: float) -> Optimizer:
     """The optimizer for gradients that arrive as a sum over workers: `rescale` divided by their number."""
     if "rescale" not in {field.name for field in fields(optimizer)}:
@@ -124,9 +135,9 @@ class Gradients(Blocking):
 
     def __init__(self, model: Model, kv: Any, optimizer: Optimizer) -> None:
         super().__init__(model, "none")
-        self._kv, self._keys = kv, keys_of(model)
+        self._kv, self._keys = kv, free_keys(model, kv)
         kv.init(self._keys, list(model.parameters))
-        kv.set_optimizer(averaged(optimizer, workers_in_a_sum(kv)))
+        kv.set_optimizer(averaged(optimizer, workers_in_a_sum(kv)), keys=self._keys)
         kv.pull(self._keys, list(model.parameters))
 
     def _step(self, x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
@@ -143,10 +154,10 @@ class ElasticAveraging(Blocking):
         if not kv.type.endswith("async"):
             raise ValueError(f"elastic averaging needs a store of kind dist_async or mpi_async, not {kv.type}")
         super().__init__(model, "none, elastic")
-        self._kv, self._keys, self._interval = kv, keys_of(model), elastic.interval
+        self._kv, self._keys, self._interval = kv, free_keys(model, kv), elastic.interval
         self._workers = kv.layout.client.Get_size()
         kv.init(self._keys, list(model.parameters))
-        kv.set_optimizer(Elastic1(alpha=elastic.alpha))
+        kv.set_optimizer(Elastic1(alpha=elastic.alpha), keys=self._keys)
         kv.pull(self._keys, list(model.parameters))
         self._centers = [np.empty_like(array) for array in model.parameters]
         self._attract = Updater(Elastic2(alpha=elastic.alpha), model.parameters)

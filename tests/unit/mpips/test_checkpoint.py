@@ -274,7 +274,7 @@ for number in range(10 ** 6):
 def test_killed_at_any_moment_the_old_or_the_new_one_is_there(tmp_path):
     path, rng = tmp_path / "x", np.random.default_rng(7)
     write(path, {"a": np.full(200_000, -1), "b": np.full(3, -1)}, {})
-    for _ in range(20):
+    for _ in range(6):
         process = subprocess.Popen([sys.executable, "-c", SAVES, path], stdout=subprocess.PIPE)
         assert process.stdout.readline()
         time.sleep(rng.random() * 0.02)
