@@ -20,10 +20,10 @@ from mpips.optimizers.schedules import Chained, Constant, Cosine, StepDecay, War
 from mpips.optimizers.sgd import SGD, Add, Momentum
 from mpips.optimizers.updater import Updater
 
-for _kind in (SGD, AdaGrad, RMSProp, Adam, AdamW, Elastic1, Elastic2, Add):
-    register(_kind)
-for _kind in (Constant, StepDecay, Cosine, Warmup, Chained):
-    register(_kind)
+for _optimizer in (SGD, AdaGrad, RMSProp, Adam, AdamW, Elastic1, Elastic2, Add):
+    register(_optimizer)
+for _schedule in (Constant, StepDecay, Cosine, Warmup, Chained):
+    register(_schedule)
 
 __all__ = [
     "OPTIMIZERS", "SCHEDULES", "SGD", "AdaGrad", "Adam", "AdamW", "Add", "Chained", "Constant", "Cosine", "Elastic1",
