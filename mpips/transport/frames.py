@@ -23,6 +23,8 @@ ROUND = struct.Struct("<q")
 ROUND_AT = FRAME_BYTES - ROUND.size
 """Where `round` lies in a frame; all before it is the same in pushes of one region."""
 NOWHERE = Region(0, 0, 0, 0, 0)
+ALONG = 1
+"""Flag of a PUSH whose payload follows at once."""
 
 
 class Op(IntEnum):

@@ -22,14 +22,13 @@ from numpy.typing import NDArray
 from mpips.keys.row_sparse import RowSparse
 from mpips.transport.buffers import Buffers
 from mpips.transport.channel import LOOK_SECONDS, MessageLine, keep
-from mpips.transport.frames import Coding, Frame, Op
+from mpips.transport.frames import ALONG, Coding, Frame, Op
 from mpips.transport.line import Line
 from mpips.transport.tags import pull_tag, push_tag
 
 Array = NDArray[Any]
 Bytes = NDArray[np.uint8]
 ROW_MESSAGES = 2  # messages with rows that are under way to a worker
-ALONG = 1  # flag of a frame whose payload follows at once
 DRAIN_SECONDS = 0.2
 """How long a server takes in what workers have under way when the epoch is over, so that they need not wait for it."""
 

@@ -21,8 +21,7 @@ from mpips.layout import Layout
 from mpips.runtime.tasks import Task
 from mpips.transport.buffers import FRAME_COST, Place, Window
 from mpips.transport.channel import Exchange, UnderWay
-from mpips.transport.frames import Coding, Op
-from mpips.transport.receiver import ALONG
+from mpips.transport.frames import ALONG, Coding, Op
 from mpips.transport.tags import pull_tag, push_tag
 
 Array = NDArray[Any]

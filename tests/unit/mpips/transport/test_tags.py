@@ -46,3 +46,10 @@ def test_members_of_a_client_never_take_a_comparison_for_a_piece() -> None:
 
 def test_pieces_of_one_call_and_calls_of_one_piece_have_tags_of_their_own() -> None:
     assert len({member_tag(piece, call) for piece in range(1000) for call in range(tags.CALLS)}) == 1000 * tags.CALLS
+
+
+def test_after_a_recovery_numbers_go_on_after_those_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tags, "most_units", lambda: 4)
+    numbers = Numbers([2, 5])
+    taken = [numbers.take("a"), numbers.take("b")]
+    assert min(taken) > 5 and len({push_tag(number) for number in (2, 5, *taken)}) == 4
