@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -87,15 +88,14 @@ def keys_of(model: Model) -> list[Name]:
     return list(getattr(model, "names", map(str, range(len(model.parameters)))))
 
 
-def free_keys(model: Model, kv: KVStore) -> list[Name]:
-    """`keys_of`, with a prefix where the store has some of them already, such as those of another Trainer."""
-    keys, taken = keys_of(model), kv.settings.keys
-    number = 2
-    chosen = keys
-    while any(key in taken for key in chosen):
-        chosen = [f"trainer{number}/{key}" for key in keys]
-        number += 1
-    return chosen
+_trainers: WeakKeyDictionary[KVStore, int] = WeakKeyDictionary()
+"""How many Trainers a store has had."""
+
+
+def own_keys(model: Model, kv: KVStore) -> list[Name]:
+    """`keys_of` for the first Trainer of a store; with a prefix for those after it."""
+    number = _trainers[kv] = _trainers.get(kv, 0) + 1
+    return [key if number == 1 else f"trainer{number}/{key}" for key in keys_of(model)]
 
 
 def averaged(optimizer: Optimizer, workers: float) -> Optimizer:
@@ -135,7 +135,7 @@ class Gradients(Blocking):
 
     def __init__(self, model: Model, kv: Any, optimizer: Optimizer) -> None:
         super().__init__(model, "none")
-        self._kv, self._keys = kv, free_keys(model, kv)
+        self._kv, self._keys = kv, own_keys(model, kv)
         kv.init(self._keys, list(model.parameters))
         kv.set_optimizer(averaged(optimizer, workers_in_a_sum(kv)), keys=self._keys)
         kv.pull(self._keys, list(model.parameters))
@@ -154,7 +154,7 @@ class ElasticAveraging(Blocking):
         if not kv.type.endswith("async"):
             raise ValueError(f"elastic averaging needs a store of kind dist_async or mpi_async, not {kv.type}")
         super().__init__(model, "none, elastic")
-        self._kv, self._keys, self._interval = kv, free_keys(model, kv), elastic.interval
+        self._kv, self._keys, self._interval = kv, own_keys(model, kv), elastic.interval
         self._workers = kv.layout.client.Get_size()
         kv.init(self._keys, list(model.parameters))
         kv.set_optimizer(Elastic1(alpha=elastic.alpha), keys=self._keys)

@@ -39,7 +39,7 @@ class Servers:
 
     def __init__(
         self, count: int, clients: int = 1, kind: str = "sync", every: int = INTERVAL, alpha: float = 0.5,
-        comm: MPI.Comm | None = None,
+        comm: MPI.Intracomm | None = None,
     ) -> None:  # fmt: skip
         if kind not in STORES:
             raise TrainingError(f"servers of kind {kind!r}: choose one of {', '.join(STORES)}")
@@ -48,12 +48,12 @@ class Servers:
         if not (math.isfinite(alpha) and 0 < alpha <= 1):
             raise TrainingError(f"elastic averaging by alpha {alpha}: give more than 0 and at most 1")
         self.count, self.clients, self.kind, self.every, self.alpha = count, clients, kind, every, alpha
-        self.comm = MPI.COMM_WORLD if comm is None else comm
+        self.comm: MPI.Intracomm = MPI.COMM_WORLD if comm is None else comm
         self.between = False
         """Whether the ranks are on several nodes."""
         self.groups = 0
         """Into how many groups the slices are dealt; each has servers of its own."""
-        self._members = MPI.COMM_NULL
+        self._members: MPI.Intracomm = MPI.COMM_NULL  # type: ignore[assignment]
         self._share = 0
         self._opened = self._gone = False
         self.store: KVStore | None = None

@@ -10,6 +10,7 @@ import numpy as np
 
 from mpips.optimizers import Elastic1, Elastic2, Optimizer, State, initial
 from mpips.runtime.engine import Handle
+from mpips.worker.backend import States
 from mpips.worker.settings import Settings
 
 from .agreement import TrainingError, agree
@@ -129,7 +130,7 @@ class Sync:
                 views = [self._funnel.keyed(whole) for whole in wholes]
                 for name, (_, arrays) in found.items():
                     for view, array in zip(views, arrays):
-                        view[name][...] = array
+                        view[str(name)][...] = array
 
         if state:
             self._together(work)
@@ -144,7 +145,7 @@ class Sync:
 
         def work(store: Settings) -> None:
             views = [self._funnel.keyed(whole) for whole in wholes]
-            states = {name: (step, [view[name] for view in views]) for name in self._keys}
+            states: States = {name: (step, [view[name] for view in views]) for name in self._keys}
             store.run("restore", store.backend.put_states([store.keys[name] for name in self._keys], states))
 
         if state:
