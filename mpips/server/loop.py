@@ -24,7 +24,7 @@ from mpips.server.state import State
 from mpips.server.unit import Replies, Unit
 from mpips.transport.channel import MessageLine, knocked
 from mpips.transport.connect import connect
-from mpips.transport.frames import ROUND, ROUND_AT, Frame, Op
+from mpips.transport.frames import ROUND, ROUND_AT, Frame, Op, OpenStore
 from mpips.transport.line import Line
 from mpips.transport.receiver import FirstValue, Receiver
 from mpips.transport.ring import Rings
@@ -46,11 +46,11 @@ GRACE_SECONDS, END_SECONDS = 0.02, 1.0
 PUSH = int(Op.PUSH)
 
 
-def serve(servers: Sequence[Server], opened: Callable[[Server], Server] | None = None) -> None:
+def serve(servers: Sequence[Server], opened: Callable[[OpenStore], Server | None] | None = None) -> None:
     """Serve these stores, and others that their workers open, until all workers of all stores have left. Blocking.
 
-    `opened` makes one more store; it is called with the store whose workers have all asked for it, and collective over
-    all ranks. Raises what is neither a worker's fault nor the network's.
+    `opened` makes one more store, collectively with all workers, which have asked for it; None where it cannot be.
+    Raises what is neither a worker's fault nor the network's.
     """
     here, idle, turns = list(servers), _Idle(), 0
     while here:
@@ -63,15 +63,13 @@ def serve(servers: Sequence[Server], opened: Callable[[Server], Server] | None =
             continue
         if not (now := idle.look(worked)):
             continue
-        for server in here:
+        for server in list(here):
             server.tick(now)
-            if opened is not None and server.opens():
-                here.append(opened(server))
-                break
+            if opened is not None and (asked := server.opens()) and (more := opened(asked)):
+                here.append(more)
             if server.finished:
                 here.remove(server)
                 server.close()
-                break
         idle.rest(now, any(server.hot for server in here))
 
 
@@ -139,6 +137,7 @@ class Server:
         self._callers = [*enumerate(lines)][first:] + [*enumerate(lines)][:first]
         self._firsts: list[tuple[Unit, int, FirstValue]] = []
         self._pushes = Pushes(self._state.units, self._receiver, self._requests)
+        assert self.layout.servers is not None
         self._gossip = Gossip(self.layout.servers, self._state.late)
         self._flag = self.epoch.flag
         self._over = 0.0
@@ -156,12 +155,14 @@ class Server:
         """Whether a worker of this node may let a sum go on at any moment: to sleep would cost more than the wait."""
         return bool(self._state.ready) and not self._remote
 
-    def opens(self) -> bool:
-        """Whether all workers have asked for one more store since it was last so."""
-        if len(self._requests.opening) < self.layout.num_workers:
-            return False
-        self._requests.opening.clear()
-        return True
+    def opens(self) -> OpenStore | None:
+        """One more store, if all workers have asked for it since it was last so."""
+        asked = self._requests.opening
+        if len(asked) < self.layout.num_workers:
+            return None
+        first = asked[0]
+        asked.clear()
+        return first
 
     def close(self) -> None:
         """Every worker has left: end with all ranks of the store. Blocking."""
@@ -297,7 +298,7 @@ class Server:
 
     def _end(self, error: Exception) -> None:
         """End the epoch, for all ranks, because of an error of this one; or learn that another has ended it."""
-        raised = self.epoch.end("a server", error)
+        raised = self.epoch.end(f"server rank {self.layout.rank}", error)
         if not isinstance(raised, CollectiveError):
             raise raised
         self.at_end()

@@ -18,7 +18,7 @@ from mpips.server.snapshot import Snapshots
 from mpips.server.state import State
 from mpips.server.unit import Unit
 from mpips.transport import frames
-from mpips.transport.frames import Answer, Frame, Op, Request, UnitCard
+from mpips.transport.frames import Answer, Frame, Op, OpenStore, Request, UnitCard
 from mpips.transport.line import Line
 
 REFUSALS = (ValueError, TypeError, MemoryError)
@@ -34,8 +34,8 @@ class Requests:
         self.snapshots = Snapshots()
         self.waiting: list[tuple[int, Line, int, Request]] = []
         """(worker, line, token, request) of what waits until all that was pushed has been applied."""
-        self.opening: set[int] = set()
-        """Workers that have asked for one more store."""
+        self.opening: dict[int, OpenStore] = {}
+        """By workers that have asked for one more store: for which."""
         self._answers: dict[type[Request], Callable[[Any], Answer]] = {
             frames.Create: self._create, frames.Forget: self._forget, frames.Flush: self._flush,
             frames.SetOptimizer: self._set_optimizer, frames.UpdateOptimizer: self._update_optimizer,
@@ -68,7 +68,7 @@ class Requests:
     def _at_once(self, request: Request) -> bool:
         if isinstance(request, frames.Forget):
             return self._state.idle(request.units)
-        return isinstance(request, frames.Create | frames.OpenStore | frames.ReadSnapshot | frames.DropSnapshot)
+        return isinstance(request, frames.Create | OpenStore | frames.ReadSnapshot | frames.DropSnapshot)
 
     def _reply(self, worker: int, line: Line, token: int, request: Request) -> bool:
         """Answer; where a request cannot be served, nothing has changed, and the worker hears why."""
@@ -81,8 +81,8 @@ class Requests:
         return isinstance(request, frames.Create | frames.Forget | frames.Rounds)
 
     def _answer(self, worker: int, request: Request) -> Answer:
-        if isinstance(request, frames.OpenStore):
-            self.opening.add(worker)
+        if isinstance(request, OpenStore):
+            self.opening[worker] = request
             return frames.Done()
         return self._answers[type(request)](request)
 
