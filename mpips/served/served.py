@@ -277,6 +277,11 @@ class Served:
         self._epoch.wait(lambda: not goes_on(running), "recover")
         return results[0]
 
+    def open_store(self, request: frames.OpenStore) -> Task[None]:
+        """Ask all servers to take part in the making of one more store. All workers ask, and then make it."""
+        for server in range(self.layout.num_servers):
+            yield from self._link.request(server, request)
+
     def finish(self) -> None:
         """See `Backend`."""
         self._link.goodbye()
