@@ -23,7 +23,7 @@ STORES = [
     ("mpi_sync", {"servers": 2, "clients": 1, "masters": "all"}),
     ("mpi_sync", {"servers": 0}),
 ]
-SIZES = {"small": 6, "large": 300_000}
+SIZES = {"small": 6, "large": 100_000}
 RATE = Chained((Warmup(0.5, 3), StepDecay(0.5, every=2, factor=0.5), Cosine(0.1, 4)), until=(3, 7))
 
 
