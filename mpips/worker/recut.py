@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.errors import of_caller
+from mpips.keys import arguments
 from mpips.keys.key import Key, Name
 from mpips.runtime.rendezvous import attempt
 from mpips.worker.backend import States
@@ -20,11 +21,11 @@ Array = NDArray[Any]
 
 def recut(store: Settings, keys: Sequence[Name], new: Mapping[Name, int]) -> None:
     """See `KVStore.recut`."""
-    old, refusal = attempt(lambda: _old(store, keys, new))
+    found, refusal = attempt(lambda: _asked(store, keys, new))
+    old, sizes = found or ([], {})
     store.settle()
-    rounds = [key.round for key in old or ()]
-    asked = [(key.name, "") for key in old or ()]
-    asked += [(name, str(size)) for name, size in (new if refusal is None else {}).items()]
+    rounds = [key.round for key in old]
+    asked = [*((key.name, "") for key in old), *((name, str(size)) for name, size in sizes.items())]
     told = store.agree("recut", asked, refusal, data=msgspec.msgpack.encode(rounds))
     _none_ahead(store, old, [msgspec.msgpack.decode(data, type=list[int]) for data in told])
     states: States = store.run("recut", store.backend.states(old)) if store.groups else {}
@@ -33,7 +34,7 @@ def recut(store: Settings, keys: Sequence[Name], new: Mapping[Name, int]) -> Non
     values = _values(store, old)
     kept = store.run("recut", store.backend.residuals(old))
     store.drop(old, "recut")
-    made = [Key(name, (size,), values.dtype) for name, size in new.items()]
+    made = [Key(name, (size,), values.dtype) for name, size in sizes.items()]
     cuts = np.cumsum([key.size for key in made])[:-1]
     store.run("recut", store.backend.init(made, np.split(values, cuts)))
     store.add(made)
@@ -43,21 +44,27 @@ def recut(store: Settings, keys: Sequence[Name], new: Mapping[Name, int]) -> Non
         store.run("recut", store.backend.put_residuals(made, np.split(kept, cuts)))
 
 
-def _old(store: Settings, keys: Sequence[Name], new: Mapping[Name, int]) -> list[Key]:
+def _asked(store: Settings, keys: Sequence[Name], new: Mapping[Name, int]) -> tuple[list[Key], dict[Name, int]]:
+    """The old keys and the sizes of the new ones; ValueError or TypeError where they do not suit."""
     old = store.known(keys, "recut")
     if not isinstance(new, Mapping):
         raise TypeError(f"recut: the new keys are a dict of names and sizes, not {type(new).__name__}")
+    sizes = dict(zip(arguments.names(list(new)), map(int, new.values())))
     if len({key.dtype for key in old}) > 1:
-        raise ValueError(f"recut: keys {list(keys)} must be of one dtype: cut those of each dtype by themselves")
-    sizes = sum(key.size for key in old), sum(new.values())
-    if sizes[0] != sizes[1]:
-        had, would = f"{list(keys)} have {sizes[0]} elements", f"{list(new)} would have {sizes[1]}"
+        raise ValueError(f"recut: keys {_shown(old)} must be of one dtype: cut those of each dtype by themselves")
+    before, after = sum(key.size for key in old), sum(sizes.values())
+    if before != after or min(sizes.values()) < 0:
+        had, would = f"{_shown(old)} have {before} elements", f"{list(sizes)} would have {after}"
         raise ValueError(f"recut: keys {had}, {would}: give the new ones as many")
     names = [key.name for key in old]
-    for name in new:
+    for name in sizes:
         if name in store.keys and name not in names:
             raise ValueError(f"recut: key {name!r} exists already; choose another name")
-    return old
+    return old, sizes
+
+
+def _shown(keys: Sequence[Key]) -> list[Name]:
+    return [key.name for key in keys]
 
 
 def _none_ahead(store: Settings, keys: Sequence[Key], rounds: Sequence[Sequence[int]]) -> None:
@@ -78,7 +85,7 @@ def _see_steps(keys: Sequence[Key], states: States) -> None:
     """ValueError where the states of the keys cannot be those of one key. Known where the states are."""
     steps = sorted({step for step, _ in states.values()})
     if len(steps) > 1:
-        raise ValueError(f"keys {[key.name for key in keys]} were updated {steps} times, not equally often")
+        raise ValueError(f"keys {_shown(keys)} were updated {steps} times, not equally often")
 
 
 def _values(store: Settings, keys: Sequence[Key]) -> Array:
