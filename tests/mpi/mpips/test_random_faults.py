@@ -55,7 +55,7 @@ def job(seed: int, count: int, deadly: bool = True) -> list[str]:
     plan = [Fault(_chosen(rng, deadly), rng.randrange(ranks), rng.randrange(STEPS), rng.random()) for _ in range(count)]
     ways = [rng.choice(WAYS) for _ in range(count)]
     try:
-        kv = mpips.create(name, comm=WORLD, timeout_seconds=2 * TIMEOUT, stall_seconds=PATIENCE,
+        kv = mpips.create(name, comm=WORLD, timeout_seconds=TIMEOUT, stall_seconds=PATIENCE,
                           shared_memory=not nodes, **options)  # fmt: skip
     except SystemExit:
         return []
@@ -110,7 +110,7 @@ def _calls(worker: Worker, fault: Fault) -> None:
                 assert hear(lambda bad=bad: worker.kv.push(order, bad)).error in ("ValueError", "TypeError")
             worker.call(order)
         elif fault.kind == "late":
-            time.sleep(fault.seconds * 4 * TIMEOUT)
+            time.sleep(fault.seconds * 3 * TIMEOUT)
             worker.call(order)
         else:
             sys.exit(3)
