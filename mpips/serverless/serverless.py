@@ -167,6 +167,9 @@ class Serverless:
         """Pushes have ended when they return."""
         return nothing()
 
+    def waits(self, keys: Sequence[Key]) -> None:
+        """`collectives` sees by itself that workers make different calls."""
+
     # ---- settings
 
     def check_updated(self, what: str) -> None:

@@ -88,6 +88,11 @@ class Backend(Protocol):
         """Wait until the servers have read all that this worker has pushed, and where asynchronous, applied it."""
         ...
 
+    def waits(self, keys: Sequence[Key]) -> None:
+        """This worker's program has waited long for a call with these keys, and does nothing else: so workers that wait
+        for one another in a circle are found. At once."""
+        ...
+
     # ---- settings
 
     def check_updated(self, what: str) -> None:

@@ -5,6 +5,8 @@ A bad argument is raised before anything was sent; nothing has changed. Whatever
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Generator, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +23,8 @@ from mpips.runtime.tasks import Task, together
 from mpips.worker.backend import Backend
 
 Array = NDArray[Any]
+LONG_SECONDS = 1.0
+"""Of a wait, after which peers hear what this worker waits for."""
 CLOSED = "the store is closed: make this call before close()"
 
 
@@ -76,7 +80,7 @@ class Operations:
         with self.guard(what, names):
             self._backend.direct = not self._engine.under_way
             try:
-                self._engine.run(self._order(names), task, priority, lambda: text(what, names))
+                self._engine.run(self._order(names), self._told(names, task), priority, lambda: text(what, names))
             finally:
                 self._backend.direct = False
 
@@ -102,6 +106,21 @@ class Operations:
             raise self._engine.epoch.end("a call of the store", error) from None
 
     # ---- inside
+
+    def _told(self, names: Sequence[Name], task: Task[Any]) -> Task[Any]:
+        """The task of a call that the program waits for: where it does not go on for long, peers hear of it, once."""
+        since = 0.0
+        try:
+            for moved in task:
+                now = time.monotonic()
+                if moved or not since:
+                    since = now
+                elif now - since > LONG_SECONDS:
+                    since = math.inf
+                    self._backend.waits([self._known[name] for name in names if name in self._known])
+                yield moved
+        finally:
+            task.close()
 
     def _prepare(self, what: str, key: Any, value: Any, out: Any, priority: int) -> tuple[list[Name], Task[None]]:
         """The keys, and what is to be done. ValueError or TypeError where an argument is bad."""
