@@ -30,9 +30,9 @@ def recut(store: Settings, keys: Sequence[Name], new: Mapping[Name, int]) -> Non
     _none_ahead(store, old, [msgspec.msgpack.decode(data, type=list[int]) for data in told])
     states: States = store.run("recut", store.backend.states(old)) if store.groups else {}
     _, refusal = attempt(lambda: _see_steps(old, states))
-    store.agree("recut", refusal=refusal)
     values = _values(store, old)
     kept = store.run("recut", store.backend.residuals(old))
+    store.agree("recut", refusal=refusal)  # all have read what the servers are to forget
     store.drop(old, "recut")
     made = [Key(name, (size,), values.dtype) for name, size in sizes.items()]
     cuts = np.cumsum([key.size for key in made])[:-1]
