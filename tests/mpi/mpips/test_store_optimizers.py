@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import mpips
 from mpips import compression, optimizers
 from mpips.optimizers import SGD, Adam, Chained, Constant, Cosine, StepDecay, Warmup
 from tests.mpi.mpips.support import WORLD, failure, need, run
@@ -225,3 +226,36 @@ def test_the_programs_of_the_docs_do_what_they_say(servers, monkeypatch, capsys)
         assert float(said.split()[-1]) <= 0.005 * workers + 0.001
     else:
         assert said == ""
+
+
+@optimizers.register
+@dataclass(frozen=True)
+class Breaks(Lion):
+    """Its third update of a key fails, in the middle."""
+
+    def update(self, weights, gradient, state, step):
+        super().update(weights, gradient, state, step)
+        if step == 3:
+            raise ArithmeticError("three is too many")
+
+
+@pytest.mark.parametrize("kind, options", [*STORES, ("dist_async", {"servers": 1})], ids=str)
+def test_an_update_that_raises_ends_the_epoch_with_its_text(kind, options):
+    need(**options)
+
+    def body(kv):
+        begin(kv)
+        kv.set_optimizer("breaks")
+
+        def train():
+            for step in range(4):
+                push(kv, "small", [step])
+                kv.barrier()
+
+        with pytest.raises((mpips.EpochError, ArithmeticError), match="three is too many"):
+            train()
+        kv.recover()
+        kv.set_optimizer(SGD(0.5))
+        push(kv, "large", range(2))
+
+    run(kind, body, **options)
