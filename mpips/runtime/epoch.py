@@ -170,7 +170,8 @@ class Epoch:
 
         def look(waited: float) -> None:
             self.look(waited)
-            see_there(room.missing(), self.gone(), what)
+            gone = self.gone()  # first: who leaves has brought its payload before
+            see_there(room.missing(), gone, what)
 
         return room.exchange(payload, what, _Wait(self, room.missing, look))
 
