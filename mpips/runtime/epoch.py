@@ -26,6 +26,8 @@ from mpips.runtime.rendezvous import Room, see_there
 
 PARTING_TAG = 4
 RECOVER, CLOSE = b"recover", b"close"
+LAST_WORD_SECONDS = 0.2
+"""How long a message may take from a rank that has left since."""
 PARTING_SECONDS = 5.0
 """So long a rank that closes waits for the others once the epoch is over."""
 FREEING_SECONDS = 1.0
@@ -168,10 +170,18 @@ class Epoch:
         assert room is not None, "servers meet everybody, or nobody"
         self.check()
 
+        first = 0.0
+
         def look(waited: float) -> None:
+            nonlocal first
             self.look(waited)
-            gone = self.gone()  # first: who leaves has brought its payload before
-            see_there(room.missing(), gone, what)
+            gone = self.gone()
+            if not any(rank in gone for rank in room.missing()):
+                first = 0.0
+            elif not first:
+                first = waited  # what it has brought may still be on its way
+            elif waited > first + LAST_WORD_SECONDS:
+                see_there(room.missing(), gone, what)
 
         return room.exchange(payload, what, _Wait(self, room.missing, look))
 
