@@ -7,7 +7,9 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from collectives.errors import of_caller
-from mpips import checkpoint
+from mpips.checkpoint.load import load
+from mpips.checkpoint.save import Saving, save
+from mpips.checkpoint.states import load_states, save_states
 from mpips.keys.key import Name, Rounds
 from mpips.layout import Layout
 from mpips.runtime import breaking
@@ -19,7 +21,6 @@ from mpips.worker.recut import recut
 from mpips.worker.settings import Settings
 
 if TYPE_CHECKING:
-    from mpips.checkpoint import Saving
     from mpips.optimizers import Optimizer
 
 
@@ -138,25 +139,25 @@ class KVStore:
         A kill at any moment leaves the old file or the new one. `wait=False`: training goes on; `wait()` of what is
         returned blocks until the file is there. ValueError where it cannot be written.
         """
-        return checkpoint.save(self.settings, path, wait)
+        return save(self.settings, path, wait)
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Read back what `save` wrote, with any number of servers, clients and workers. Rank 0 reads.
 
         Keys that the store does not have are made. ValueError where the file does not fit the keys that it has.
         """
-        checkpoint.load(self.settings, path)
+        load(self.settings, path)
 
     def save_optimizer_states(self, fname: str, dump_optimizer: bool = False) -> None:
         """Write the optimizers' state of all keys, from all servers, to one file (safetensors). Rank 0 writes.
 
         `dump_optimizer` stores the optimizers' names and options beside it.
         """
-        checkpoint.save_states(self.settings, fname, dump_optimizer)
+        save_states(self.settings, fname, dump_optimizer)
 
     def load_optimizer_states(self, fname: str) -> None:
         """Read back what `save_optimizer_states` wrote, with any number of servers."""
-        checkpoint.load_states(self.settings, fname)
+        load_states(self.settings, fname)
 
     def recover(self) -> Rounds:
         """Begin the next epoch after an EpochError. What was under way is forgotten, values stay.
@@ -232,8 +233,11 @@ class KVStore:
         breaking.closed(self.close)
         self._unbind()
         engine = self.settings.engine
-        under_way = (lambda: engine.finish(detached=True)) if self.settings.epoch.over is None else engine.forget
-        breaking.in_order(under_way, engine.close, self.settings.backend.finish, self._closed)
+        under_way: list[Callable[[], None]] = [engine.forget]
+        if self.settings.epoch.over is None:
+            saving = self.settings.saving
+            under_way = [*([saving.finish] if saving else []), lambda: engine.finish(detached=True)]
+        breaking.in_order(*under_way, engine.close, self.settings.backend.finish, self._closed)
 
     def _unbind(self) -> None:
         """No call takes a fast route any more: the general way sees why."""

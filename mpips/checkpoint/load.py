@@ -15,12 +15,14 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 import collectives
-from mpips import compression
 from mpips.checkpoint import residuals
 from mpips.checkpoint.file import Header, Record, read_header, residual_name, state_name, value_name
 from mpips.checkpoint.source import Store, served
+from mpips.compression.registry import create
 from mpips.keys.key import Key, Name
-from mpips.optimizers import Groups, Optimizer, decode
+from mpips.optimizers.base import Optimizer
+from mpips.optimizers.groups import Groups
+from mpips.optimizers.registry import decode
 from mpips.runtime.rendezvous import attempt
 from mpips.runtime.tasks import Task
 
@@ -57,7 +59,7 @@ def _checked(store: Store, path: Any) -> Header | None:
         raise ValueError(f"{path} has keys of type {' and '.join(sorted(kinds))}, beside those of the store")
     _groups(header)  # an optimizer of the user's must be registered
     if header.compression is not None:
-        compression.create(header.compression)
+        create(header.compression)
     return header
 
 
@@ -73,7 +75,7 @@ def _from_data(data: dict[str, Any]) -> Optimizer:
 
 def _loaded(store: Store, path: str, header: Header) -> Task[None]:
     """Everything from the file into the store, key by key. Collective."""
-    compressor = None if header.compression is None else compression.create(header.compression)
+    compressor = None if header.compression is None else create(header.compression)
     groups = _groups(header)
     if groups or compressor is not None:
         yield from store.use(groups, compressor)

@@ -18,8 +18,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from collectives.errors import of_caller
-from mpips import compression
+from collectives.errors import of_caller, warn
 from mpips.checkpoint import residuals
 from mpips.checkpoint.file import (
     VERSION,
@@ -32,8 +31,10 @@ from mpips.checkpoint.file import (
     value_name,
 )
 from mpips.checkpoint.source import Handle, Snapshot, Store, senders
+from mpips.compression.registry import options
 from mpips.keys.key import Key
-from mpips.optimizers import Optimizer, encode
+from mpips.optimizers.base import Optimizer
+from mpips.optimizers.registry import encode
 from mpips.runtime.rendezvous import attempt
 from mpips.runtime.tasks import Task, nothing
 
@@ -57,6 +58,7 @@ class Saving:
 
     def __init__(self, handle: Handle, path: str, pace: Pace) -> None:
         self._handle, self._path, self._pace = handle, path, pace
+        self._told = False
 
     def test(self) -> bool:
         """Whether the file is there; lets everything go on a little, and does not block. Raises as `wait` does."""
@@ -68,11 +70,23 @@ class Saving:
     def wait(self) -> None:
         """Block until the file is there, which is now written without rest. ValueError where it cannot be written: what
         was at its place still is. EpochError where the epoch has ended before all was written."""
+        self._told = True
+        if failure := self._over():
+            raise ValueError(failure)
+
+    def finish(self) -> None:
+        """The same, with a warning in place of the ValueError, unless somebody has heard of it."""
+        if (failure := self._over()) and not self._told:
+            warn(failure)
+        self._told = True
+
+    def _over(self) -> str:
+        """Wait until it is over; why there is no file, or ""."""
         self._pace.rest = 0
         while not self._handle.test():
             time.sleep(LOOK_SECONDS)
-        if failure := self._handle.wait():
-            raise ValueError(f"{self._path} cannot be written: {failure}")
+        failure = self._handle.wait()
+        return f"{self._path} cannot be written: {failure}" if failure else ""
 
 
 def save(store: Store, path: str | os.PathLike[str], wait: bool) -> Saving | None:
@@ -82,6 +96,8 @@ def save(store: Store, path: str | os.PathLike[str], wait: bool) -> Saving | Non
         if writer is not None:
             stack.callback(writer.abandon)
         store.finish()
+        if store.saving is not None:
+            store.saving.finish()
         keys = list(store.keys.values())
         _after_one_round(store, keys, str(path), refusal)
         store.settle()
@@ -94,7 +110,7 @@ def save(store: Store, path: str | os.PathLike[str], wait: bool) -> Saving | Non
             store.agree("save", refusal=refused)
             return None
         store.agree("save")  # until now nobody has pushed: it is one round everywhere
-        saving = Saving(store.start("save", task), str(path), pace)
+        store.saving = saving = Saving(store.start("save", task), str(path), pace)
         stack.pop_all()
         return saving
 
@@ -159,7 +175,7 @@ def _header(store: Store, keys: Sequence[Key], snapshot: Snapshot) -> Header:
         options=asdict(store.layout.options),
         records=records,
         optimizer=as_data(store.groups.default),
-        compression=None if compressor is None else compression.options(compressor),
+        compression=None if compressor is None else options(compressor),
         residuals=0 if compressor is None else len(senders(store.layout)),
     )
 

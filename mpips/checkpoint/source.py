@@ -7,16 +7,17 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from numpy.typing import NDArray
 
-from mpips.compression import Compressor
+from mpips.compression.base import Compressor
 from mpips.keys.key import Key, Name
 from mpips.layout import Layout
-from mpips.optimizers import Groups
+from mpips.optimizers.groups import Groups
 from mpips.runtime.tasks import Task
+from mpips.worker.backend import Backend, States
+
+__all__ = ["Backend", "Frozen", "Handle", "Snapshot", "States", "Store", "Written", "senders", "served"]
 
 T = TypeVar("T")
 Array = NDArray[Any]
-States = dict[Name, tuple[int, list[Array]]]
-"""Of each key: how often the optimizer has updated it, and its 1-D state arrays, each as long as the key."""
 
 
 class Frozen(NamedTuple):
@@ -41,39 +42,6 @@ class Snapshot(Protocol):
         ...
 
 
-class Backend(Protocol):
-    """What a store's backend does for a checkpoint; all workers call these, in the same order."""
-
-    def snapshot(self, keys: Sequence[Key]) -> Task[Snapshot]:
-        """A copy that nothing pushed later changes. Nothing is under way on the keys."""
-        ...
-
-    def init(self, keys: Sequence[Key], values: Sequence[Array]) -> Task[None]:
-        """Make keys with worker 0's values."""
-        ...
-
-    def put(self, keys: Sequence[Key], values: Sequence[Array]) -> Task[None]:
-        """Store worker 0's values, flat, under keys that are there; they are torn no more."""
-        ...
-
-    def states(self, keys: Sequence[Key]) -> Task[States]:
-        """Steps and states of the optimizers; complete on worker 0."""
-        ...
-
-    def put_states(self, keys: Sequence[Key], states: States) -> Task[None]:
-        """Give them back: worker 0's count; without servers they are the same everywhere."""
-        ...
-
-    def residuals(self, keys: Sequence[Key]) -> Task[Array | None]:
-        """What compression kept back of this worker's (or its client's) pushes, float64, one key behind the other; None
-        where nothing is compressed."""
-        ...
-
-    def put_residuals(self, keys: Sequence[Key], values: Sequence[Array]) -> Task[None]:
-        """Give it back, one flat array a key."""
-        ...
-
-
 class Handle(Protocol):
     """An operation of the engine."""
 
@@ -86,6 +54,14 @@ class Handle(Protocol):
         ...
 
 
+class Written(Protocol):
+    """A checkpoint that is written beside the training."""
+
+    def finish(self) -> None:
+        """Wait until it is over."""
+        ...
+
+
 class Store(Protocol):
     """What `save` and `load` see of a `KVStore`."""
 
@@ -95,6 +71,8 @@ class Store(Protocol):
     groups: Groups
     """The optimizers."""
     compressor: Compressor | None
+    saving: Written | None
+    """The last one that was begun in the background."""
 
     def agree(
         self,

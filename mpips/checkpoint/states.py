@@ -16,7 +16,8 @@ from mpips.checkpoint.load import shared
 from mpips.checkpoint.save import as_data
 from mpips.checkpoint.source import States, Store, served
 from mpips.keys.key import Key
-from mpips.optimizers import Groups, initial
+from mpips.optimizers.base import initial
+from mpips.optimizers.groups import Groups
 from mpips.runtime.rendezvous import attempt
 
 Array = NDArray[Any]

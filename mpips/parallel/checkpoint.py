@@ -9,7 +9,8 @@ import numpy as np
 from mpi4py import MPI
 from safetensors import SafetensorError, safe_open
 
-from mpips import checkpoint, optimizers
+from mpips import optimizers
+from mpips.checkpoint.file import write
 
 from .agreement import agree
 from .communication import on_host, put
@@ -176,7 +177,7 @@ def _write(path: str, arrays: dict[str, np.ndarray], hybrid: Hybrid, rule: Rule 
         rule,
     )  # fmt: skip
     try:
-        checkpoint.write(path, arrays, {"mpips": msgspec.json.encode(header).decode()})
+        write(path, arrays, {"mpips": msgspec.json.encode(header).decode()})
     except OSError as error:
         return f"checkpoint {path} cannot be written: {error}"
     return None

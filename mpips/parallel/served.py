@@ -48,7 +48,7 @@ class Servers:
         if not (math.isfinite(alpha) and 0 < alpha <= 1):
             raise TrainingError(f"elastic averaging by alpha {alpha}: give more than 0 and at most 1")
         self.count, self.clients, self.kind, self.every, self.alpha = count, clients, kind, every, alpha
-        self.comm: MPI.Intracomm = MPI.COMM_WORLD if comm is None else comm
+        self.comm = MPI.COMM_WORLD if comm is None else comm
         self.between = False
         """Whether the ranks are on several nodes."""
         self.groups = 0
@@ -77,7 +77,8 @@ class Servers:
             group = led[0]
         self._share = dealt[group][1] - dealt[group][0] if group is not None else 0
         role = self.comm.Split(int(server >= 0), self.comm.rank)
-        self._members = self.comm.Split(MPI.UNDEFINED if group is None else group, self.comm.rank)
+        members = self.comm.Split(MPI.UNDEFINED if group is None else group, self.comm.rank)
+        self._members = members  # type: ignore[assignment]
         if server < 0:
             return Grid(self.clients * batch, model, role)
         agree(self.comm, None)

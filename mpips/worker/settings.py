@@ -13,6 +13,7 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from mpips import compression, optimizers
+from mpips.checkpoint.source import Written
 from mpips.compression import Compressor
 from mpips.keys import arguments, calls
 from mpips.keys.key import Key, Name, Rounds
@@ -42,6 +43,8 @@ class Settings:
         self.groups = Groups()
         """The optimizers."""
         self.compressor: Compressor | None = None
+        self.saving: Written | None = None
+        """The last checkpoint that was begun in the background."""
 
     # ---- keys
 
@@ -93,7 +96,7 @@ class Settings:
         what = "update_optimizer"
         names, refusal = rendezvous.attempt(lambda: self._names(keys, what))
         trial = Groups(self.groups.default, self.groups.own)
-        _, other = rendezvous.attempt(lambda: trial.update(numbers, names))
+        _, other = rendezvous.attempt(lambda: (trial.update(numbers, names), optimizers.encode_numbers(numbers)))
         self.settle()
         items = [("keys", repr(names)), *((name, repr(numbers[name])) for name in sorted(numbers))]
         self.agree(what, items, refusal or other, noun="argument")

@@ -16,9 +16,11 @@ import pytest
 from safetensors import safe_open
 
 from mpips import compression, optimizers
-from mpips.checkpoint import Frozen, load, save
 from mpips.checkpoint.file import Tensor, Writer, read_header, write
+from mpips.checkpoint.load import load
 from mpips.checkpoint.residuals import given_back
+from mpips.checkpoint.save import save
+from mpips.checkpoint.source import Frozen
 from mpips.keys.key import Key
 from mpips.keys.sharding import Interval
 from mpips.options import Options
@@ -113,7 +115,7 @@ class Store:
     def __init__(self):
         self.layout = World()
         self.backend, self.keys = Backend(), {}
-        self.groups, self.compressor = optimizers.Groups(), None
+        self.groups, self.compressor, self.saving = optimizers.Groups(), None, None
 
     def finish(self):
         pass
@@ -264,7 +266,7 @@ def test_what_was_kept_back_is_shared_out_where_fewer_load():
 
 SAVES = """
 import sys, numpy as np
-from mpips.checkpoint import write
+from mpips.checkpoint.file import write
 for number in range(10 ** 6):
     write(sys.argv[1], {"a": np.full(200_000, number), "b": np.full(3, number)}, {})
     print(number, flush=True)
