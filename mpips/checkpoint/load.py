@@ -75,23 +75,28 @@ def _from_data(data: dict[str, Any]) -> Optimizer:
 
 def _loaded(store: Store, path: str, header: Header) -> Task[None]:
     """Everything from the file into the store, key by key. Collective."""
-    compressor = None if header.compression is None else create(header.compression)
-    groups = _groups(header)
-    if groups or compressor is not None:
-        yield from store.use(groups, compressor)
     with Reader(path if store.layout.rank == 0 else "") as reader:
         for record in header.records:
-            value = reader.get(value_name(record.key), record.shape, record.dtype)
-            if record.key not in store.keys:
-                key = Key(record.key, tuple(record.shape), np.dtype(record.dtype))
-                yield from store.backend.init([key], [value])
-                store.add([key])
-            else:
-                yield from store.backend.put([store.keys[record.key]], [value.reshape(-1)])
+            yield from _value_loaded(store, reader, record)
+        compressor, groups = None if header.compression is None else create(header.compression), _groups(header)
+        if groups or compressor is not None:
+            yield from store.use(Groups(groups.default or store.groups.default, groups.own), compressor)
+        for record in header.records:
+            key = store.keys[record.key]
             if store.groups:
-                yield from _state_loaded(store, reader, store.keys[record.key], record)
+                yield from _state_loaded(store, reader, key, record)
             if header.residuals and residuals.compressible(record.dtype):
-                yield from _residuals_loaded(store, reader, header, store.keys[record.key])
+                yield from _residuals_loaded(store, reader, header, key)
+
+
+def _value_loaded(store: Store, reader: Reader, record: Record) -> Task[None]:
+    value = reader.get(value_name(record.key), record.shape, record.dtype)
+    if record.key in store.keys:
+        yield from store.backend.put([store.keys[record.key]], [value.reshape(-1)])
+        return
+    key = Key(record.key, tuple(record.shape), np.dtype(record.dtype))
+    yield from store.backend.init([key], [value])
+    store.add([key])
 
 
 def _state_loaded(store: Store, reader: Reader, key: Key, record: Record) -> Task[None]:
