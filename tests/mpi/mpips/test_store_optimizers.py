@@ -149,6 +149,16 @@ def test_groups_of_keys_have_optimizers_of_their_own(kind, options):
     run(kind, body, **options)
 
 
+class Unheard:
+    """A schedule that is not registered, so that it cannot travel."""
+
+    def at(self, step):
+        return 0.1
+
+    def __repr__(self):
+        return "Unheard()"
+
+
 @pytest.mark.parametrize("kind, options", STORES, ids=str)
 def test_a_bad_change_is_a_sentence_on_all_and_changes_nothing(kind, options):
     need(**options)
@@ -164,6 +174,7 @@ def test_a_bad_change_is_a_sentence_on_all_and_changes_nothing(kind, options):
             lambda: kv.update_optimizer(keys=["large"], beta1=0.5): "set_optimizer",
             lambda: kv.update_optimizer(keys=["none"], learning_rate=1): "'none'",
             lambda: kv.update_optimizer(): "no number",
+            lambda: kv.update_optimizer(learning_rate=Unheard()): "registered schedule",
             lambda: kv.set_optimizer("sgd", learning_rate="fast"): "fast",
             lambda: kv.set_optimizer(object()): "no optimizer of mpips",
         }.items():
@@ -182,23 +193,23 @@ def test_a_name_that_the_servers_do_not_know_is_a_sentence_and_the_store_lives_o
     workers = need(servers=servers)
 
     @dataclass(frozen=True)
-    class Unheard(Lion):
+    class Unknown(Lion):
         pass
 
     if WORLD.rank < workers:
-        optimizers.register(Unheard)
+        optimizers.register(Unknown)
 
     def body(kv):
         serial = begin(kv)
-        said = failure(lambda: kv.set_optimizer("unheard"))
-        assert "'unheard' is not known" in said and "before mpips.create" in said
+        said = failure(lambda: kv.set_optimizer("unknown"))
+        assert "'unknown' is not known" in said and "before mpips.create" in said
         kv.set_optimizer(SGD(0.5))
         np.testing.assert_array_equal(push(kv, "large", range(2)), serial["large"].run(SGD(0.5), range(2)))
 
     try:
         run("dist_sync", body, servers=servers)
     finally:
-        optimizers.OPTIMIZERS.pop("unheard", None)
+        optimizers.OPTIMIZERS.pop("unknown", None)
 
 
 @either_mpi

@@ -87,11 +87,19 @@ class Failing(SGD):
         super().update(weights, gradient, state, step)
 
 
+BUILT_IN, OWN = "mpips.optimizers.sgd", "train"
+
+
 @pytest.mark.parametrize(
-    "block, error, torn", [(0, ValueError("no"), False), (0, KeyError("no"), True), (1, ValueError("no"), True)]
-)
-def test_an_update_that_fails_tears_what_it_may_have_changed(monkeypatch, block, error, torn):
+    "block, error, module, torn",
+    [
+        (0, ValueError("no"), BUILT_IN, False), (0, KeyError("no"), BUILT_IN, True), (1, ValueError("no"), BUILT_IN, True),
+        (0, ValueError("no"), OWN, True),  # nobody knows what it has changed before
+    ],
+)  # fmt: skip
+def test_an_update_that_fails_tears_what_it_may_have_changed(monkeypatch, block, error, module, torn):
     monkeypatch.setattr(Failing, "error", error)
+    monkeypatch.setattr(Failing, "__module__", module)
     machine = Machine(optimizer=Failing(1.0, momentum=0.5))
     values = np.ones(10, np.float32)
     values[4 * block] = 2
