@@ -17,7 +17,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -39,10 +38,12 @@ Make = Callable[[int], Any]
 STORE = ("mpips.", "collectives.")  # modules that a call is in once it has begun
 
 
-@cache
+_WORKERS = [WORLD.Split(int(WORLD.rank >= WORLD.size - servers), WORLD.rank) for servers in range(4)]
+
+
 def workers(servers: int) -> MPI.Intracomm:
-    """A communicator of the tests' own for the workers of a store with so many servers. Collective over all ranks."""
-    return WORLD.Split(int(WORLD.rank >= WORLD.size - servers), WORLD.rank)
+    """A communicator of the tests' own for the workers of a store with so many servers."""
+    return _WORKERS[servers]
 
 
 class Worker:
