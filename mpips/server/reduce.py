@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpips.keys.row_sparse import merge
-from mpips.server.team import Team
+from mpips.runtime.team import Team
 from mpips.server.unit import Source, Unit
 
 BURST = 4
