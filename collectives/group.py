@@ -32,8 +32,8 @@ class GroupCall(Call):
 
     arrays: str = ""
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "text", f"grouped_allreduce of {self.arrays}, algorithm {self.algorithm}")
+    def described(self) -> str:
+        return f"grouped_allreduce of {self.arrays}, algorithm {self.algorithm}"
 
 
 class Packed:
@@ -68,7 +68,7 @@ class Packed:
 
 
 def compile_group(
-    home: Communicator, x: Sequence[Any], op: str, algorithm: str, out: Sequence[Any] | None
+    home: Communicator, x: Sequence[Any], op: str, algorithm: str, out: Sequence[Any] | None, label: str = ""
 ) -> tuple[Call, Runner]:
     """The call, and what carries it out. ValueError or TypeError where the arguments are bad. Local."""
     sources, targets = _flats(x, out)
@@ -76,7 +76,7 @@ def compile_group(
         operation(op, source.dtype)
     text = f"{len(sources)} arrays ({', '.join(f'{flat.n} {flat.dtype.name}' for flat in sources)}), {op}"
     raw = GroupCall("allreduce", sum(_nbytes(flat) for flat in sources), np.dtype(np.uint8), None, 0, algorithm,
-                    home.size, arrays=text)  # fmt: skip
+                    home.size, label, arrays=text)  # fmt: skip
     pairs = [pair for pair in _apart([*zip(sources, targets)]) if pair[0].n]
     on_node = chosen(home, raw, algorithm) == "shared_memory"
     runner = (_on_node if on_node else _over_messages)(home, raw, op, pairs)
@@ -120,21 +120,22 @@ def _on_node(home: Communicator, call: GroupCall, op: str, pairs: Sequence[tuple
     reachable = home.board.memory.reachable
     few = [pair for pair in pairs if not reachable or _nbytes(pair[0]) <= PACKED_BYTES]
     parts = [
-        part_of(_call(home, source, op, "shared_memory"), home.rank, source, target)
+        part_of(_call(home, source, op, "shared_memory", call.label), home.rank, source, target)
         for source, target in pairs if (source, target) not in few
     ]  # fmt: skip
     packs = _pack(few, arena.empty)
-    parts += [part_of(_call(home, flat, op, "shared_memory"), home.rank, flat, flat) for flat, _, _ in packs]
+    packed = [flat for flat, _, _ in packs]
+    parts += [part_of(_call(home, flat, op, "shared_memory", call.label), home.rank, flat, flat) for flat in packed]
     if not parts:
         empty = user_arrays.flat(np.empty(0, np.float32), "x", True)
-        parts = [part_of(_call(home, empty, op, "shared_memory"), home.rank, empty, empty)]
+        parts = [part_of(_call(home, empty, op, "shared_memory", call.label), home.rank, empty, empty)]
     executor = Executor(home.board, call.text, parts, ways(home, home.size))
     return _packed([executor], packs)
 
 
 def _over_messages(home: Communicator, call: GroupCall, op: str, pairs: Sequence[tuple[Flat, Flat]]) -> Runner:
     packs = _pack(pairs, np.empty)
-    calls = [_call(home, flat, op, call.algorithm) for flat, _, _ in packs]
+    calls = [_call(home, flat, op, call.algorithm, call.label) for flat, _, _ in packs]
     runners = [make_runner(home, one, flat, flat, Tags(home.lanes)) for one, (flat, _, _) in zip(calls, packs)]
     return _packed(runners, packs)
 
@@ -145,9 +146,9 @@ def _packed(runners: Sequence[Runner], packs: Sequence[tuple[Flat, list[Step], l
     return Packed(runners, into, back)
 
 
-def _call(home: Communicator, flat: Flat, op: str, algorithm: str) -> Call:
+def _call(home: Communicator, flat: Flat, op: str, algorithm: str, label: str) -> Call:
     draft = Call("allreduce", flat.n, flat.dtype, operation(op, flat.dtype), 0, "auto", home.size)
-    return Call("allreduce", flat.n, flat.dtype, draft.operation, 0, chosen(home, draft, algorithm), home.size)
+    return Call("allreduce", flat.n, flat.dtype, draft.operation, 0, chosen(home, draft, algorithm), home.size, label)
 
 
 def _pack(

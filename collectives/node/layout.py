@@ -1,8 +1,9 @@
 """Where what lies in the shared memory of a node's ranks: each rank writes an area that the others read.
 
 In the area of a rank lie
-  words     `FINISHED`: the last operation that the rank has carried out over messages; `LEFT`: 1 once its program has
-            ended; `CLOSED`: one byte for each rank, that it reads this area no more;
+  words     `FINISHED`: the last operation that the rank has carried out over messages; `LEFT`: how it has left
+            (`poison.DEPARTURES`), 0 while it is there; `CLOSED`: one byte for each rank, that it reads this area no
+            more;
   poison    in the first rank's area: the end of the epoch (`poison`);
   descriptors  what a token stands for (`descriptors`);
   slots     two buffers, used in turn, for the vectors of small calls;

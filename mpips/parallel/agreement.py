@@ -8,9 +8,12 @@ import msgspec
 import numpy as np
 from mpi4py import MPI
 
-from mpips.meet import exchange
+from collectives.node.wait import Limits
+from mpips.runtime.rendezvous import Assembling, Room
 
 _NAMED = 8  # ranks that a sentence lists one by one
+_TAG = 1017  # of what ranks tell each other in `alike`
+_ROOM = MPI.Comm.Create_keyval()
 
 
 class TrainingError(ValueError):
@@ -41,7 +44,10 @@ def alike(
     lowest rank's problem. Arguments are compared as texts. Collective, before anything that ranks must do alike.
     """
     mine = [("the call", call), *((name, str(value)) for name, value in arguments.items())]
-    payloads = exchange(comm, msgspec.json.encode((mine, problem)), call)
+    found = comm.Get_attr(_ROOM)
+    room = found if isinstance(found, Room) else Room(comm, _TAG)
+    comm.Set_attr(_ROOM, room)
+    payloads = room.exchange(msgspec.json.encode((mine, problem)), call, Assembling(Limits()))
     if problem is None and all(payload == payloads[0] for payload in payloads):
         return
     come = [msgspec.json.decode(payload, type=tuple[list[tuple[str, str]], str | None]) for payload in payloads]

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from mpi4py import MPI
+from mpips.engine import Engine
 
 import mpips
 from mpips import optimizers
-from mpips.engine import Engine
 from mpips.overlap import bench, execute
 from mpips.overlap.exchange import STRATEGIES, Overlapped
 from mpips.overlap.strategies.joint import JointPlan

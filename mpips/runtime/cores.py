@@ -1,0 +1,68 @@
+"""Cores for the processes of a store on a node that has more processes than cores.
+
+Who waits there gives his core away at every look, which the kernel takes for work: it may leave both servers on one
+core, and those who wait for them on the other, for seconds. So each process gets one core, in turn, unless a launcher
+has bound any of them before; servers, the last ranks, then have different ones.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Protocol
+
+import msgspec
+
+from mpips.runtime.rendezvous import Meets, exchange
+
+Cores = frozenset[int]
+
+
+class Ranks(Protocol):
+    """Which ranks share a node: a `layout.Layout`."""
+
+    rank: int
+
+    def same_node(self, a: int, b: int) -> bool: ...
+
+
+def crowded(allowed: Sequence[Cores]) -> bool:
+    """Whether processes of a node, which may use these cores, are more than the cores."""
+    return len(frozenset().union(*allowed)) < len(allowed)
+
+
+def spread(allowed: Sequence[Cores]) -> list[int] | None:
+    """A core for each process of a node, from the cores that each may use; None where they stay as they are."""
+    cores = sorted(allowed[0])
+    if len(set(allowed)) > 1 or not 1 < len(cores) < len(allowed):
+        return None
+    return [cores[index % len(cores)] for index in range(len(allowed))]
+
+
+class Seat:
+    """The core of this process, until it leaves."""
+
+    def __init__(self, layout: Ranks, epoch: Meets) -> None:
+        """Collective over all ranks of the store, blocking. `shared`: some process of this node has no core alone."""
+        self.before: Cores = frozenset(os.sched_getaffinity(0))
+        mine = msgspec.msgpack.encode(sorted(self.before))
+        every = [frozenset(msgspec.msgpack.decode(data)) for data in exchange(epoch, mine, "mpips.create", True)]
+        node = [rank for rank in range(len(every)) if layout.same_node(rank, layout.rank)]
+        allowed = [every[rank] for rank in node]
+        self.shared, cores = crowded(allowed), spread(allowed)
+        self.own = frozenset([cores[node.index(layout.rank)]]) if cores else self.before
+        self._take(self.own)
+
+    def step_aside(self) -> None:
+        """The calling thread leaves this process' core to its main thread, where it has but that one."""
+        self._take(self.before - self.own or self.before)
+
+    def leave(self) -> None:
+        """The process runs where it ran before."""
+        self._take(self.before)
+
+    def _take(self, cores: Cores) -> None:
+        if cores != frozenset(os.sched_getaffinity(0)):
+            with suppress(OSError):  # where a container forbids it, all stays as it is
+                os.sched_setaffinity(0, cores)

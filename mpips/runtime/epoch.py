@@ -1,0 +1,279 @@
+"""One epoch of a store: it ends once, for all ranks, with one sentence; `renew` begins the next.
+
+An epoch stands on what `collectives` keeps for the store's world: a flag and a sentence in memory that the ranks of a
+node share, and notes between nodes. Who finds a failure calls `end`; every wait looks, and raises the same sentence.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+from mpi4py import MPI
+
+from collectives.communicator import Communicator, communicator
+from collectives.errors import CollectiveError
+from collectives.network.drain import sweep
+from collectives.node.poison import CLOSED
+from collectives.node.wait import NAP_AFTER_BETWEEN_NODES, NAP_AFTER_ON_NODE, Limits, drive, until
+from mpips.runtime.breaking import surely
+from mpips.runtime.errors import EpochError, of_kind
+from mpips.runtime.rendezvous import Room, see_there
+
+PARTING_TAG = 4
+RECOVER, CLOSE = b"recover", b"close"
+LAST_WORD_SECONDS = 0.2
+"""How long a message may take from a rank that has left since."""
+PARTING_SECONDS = 5.0
+"""So long a rank that closes waits for the others once the epoch is over."""
+FREEING_SECONDS = 1.0
+NEVER = Limits(math.inf, 0.0)
+
+
+class Ranks(Protocol):
+    """The ranks of a store and their communicators: a `layout.Layout`."""
+
+    world: MPI.Intracomm
+    workers: MPI.Intracomm | None
+    num_workers: int
+    nodes: tuple[int, ...]
+
+    @property
+    def is_server(self) -> bool: ...
+
+    @property
+    def limits(self) -> Limits: ...
+
+    def again(self) -> None: ...
+
+    def free(self) -> None: ...
+
+
+class _Wait:
+    """How one wait looks at the epoch."""
+
+    def __init__(self, epoch: Epoch, late: Callable[[], Sequence[int]], look: Callable[[float], None]) -> None:
+        self.late, self.look, self.limits = late, look, epoch.limits
+        self.nap_after = NAP_AFTER_ON_NODE if epoch.one_node else NAP_AFTER_BETWEEN_NODES
+
+
+class Epoch:
+    """The present epoch of one store, as one rank sees it. Making it is collective over `layout.world`, blocking."""
+
+    def __init__(self, layout: Ranks) -> None:
+        self._layout = layout
+        self.number = 0
+        """One more after each `renew`."""
+        self.limits = layout.limits
+        """`stall_seconds` and `timeout_seconds` of the store's options."""
+        self.on_end: list[Callable[[], None]] = []
+        """What this rank does once when it learns that the epoch is over, before it raises: it sees to it that nobody
+        reads arrays that it has lent, and that what others count on is there."""
+        self._hearing, self._ending = threading.Lock(), threading.RLock()
+        self._closed = False
+        self._begin()
+
+    def _begin(self) -> None:
+        layout = self._layout
+        self.rank, self.size = layout.world.Get_rank(), layout.world.Get_size()
+        self.one_node = len(set(layout.nodes)) == 1
+        """Whether all ranks of the store share memory."""
+        self._home = communicator(layout.world)
+        self._home.patient(*self.limits)
+        self._inner: list[Communicator] = []
+        self.flag: memoryview = self._home.board.poison.flag
+        """flag[0] != 0 once the epoch has ended on this node. `renew` replaces it."""
+        self.over: EpochError | None = None
+        self._everybody = Room(layout.world)
+        self._workers = None if layout.workers is None else Room(layout.workers)
+        self._parting = Room(layout.world, PARTING_TAG)
+        self._chosen = b""
+
+    # ---- the end
+
+    def check(self) -> None:
+        """Raise EpochError if the epoch has ended on this node. Cheap; sends and receives nothing."""
+        if self.over is not None or self.flag[0]:
+            raise self._error()
+
+    def look(self, waited: float = 0.0) -> None:
+        """The same from within a wait of so many seconds: also hears other nodes, and sees whose process has ended."""
+        self.check()
+        if self._hearing.acquire(blocking=False):  # else another thread hears
+            try:
+                self._home.listen(waited)
+            finally:
+                self._hearing.release()
+
+    def end(self, what: str, error: BaseException) -> BaseException:
+        """`what` has raised `error` on this rank: end the epoch for all ranks; what this rank is to raise.
+
+        That is an EpochError with the sentence that all ranks raise where the error is one of `collectives`, of MPI or
+        of the epoch; else `error` itself. Idempotent. Blocks for some seconds at most, until nobody touches arrays that
+        this rank has lent.
+        """
+        with self._ending:  # another thread may end it, too
+            if self.over is None:
+                surely(lambda: self._end(what, error))
+        return self._error() if isinstance(error, (CollectiveError, MPI.Exception)) else error
+
+    @contextmanager
+    def failing(self, what: str) -> Iterator[None]:
+        """Whatever is raised within ends the epoch."""
+        try:
+            yield
+        except BaseException as error:
+            raise self.end(what, error) from None
+
+    def _end(self, what: str, error: BaseException) -> None:
+        home = self._home
+        if isinstance(error, CollectiveError) and not home.told() and what not in str(error):
+            error = of_kind(error, f"{what}: {error}")
+        if home.over is None:
+            home.fail(what, error)
+        assert home.over is not None
+        self.over = of_kind(home.over)
+        for inner in self._inner:
+            inner.fail(what, self.over)
+        for step in self.on_end:
+            surely(step)
+
+    def _error(self) -> EpochError:
+        return of_kind(self.over if self.over is not None else self._home.board.poison.error())
+
+    # ---- waits
+
+    def within(self, comm: MPI.Intracomm, names: Sequence[int] = ()) -> Communicator:
+        """What `collectives` keeps for a smaller communicator of the store, such as that of the workers, with the
+        store's limits; `names` are its ranks in the store's world. Waits there look at the epoch, too: it ends with the
+        epoch. Collective over `comm` at first."""
+        self.check()
+        home = communicator(comm, names=names or None)
+        if home not in self._inner:
+            home.patient(*self.limits)
+            home.lies_within(self.look)
+            self._inner.append(home)
+        return home
+
+    def wait(self, ready: Callable[[], object], what: str, late: Callable[[], Sequence[int]] = tuple) -> None:
+        """Wait until `ready()`; blocking. Looks at the epoch; after the limits it warns, and raises StallError, which
+        names the ranks of `late()`."""
+        drive(until(ready), _Wait(self, late, self.look), what)
+
+    def meet(self, payload: bytes, what: str, everybody: bool = False) -> list[bytes]:
+        """See `rendezvous.exchange`."""
+        room = self._everybody if everybody else self._workers
+        assert room is not None, "servers meet everybody, or nobody"
+        self.check()
+
+        first = 0.0
+
+        def look(waited: float) -> None:
+            nonlocal first
+            self.look(waited)
+            gone = self.gone()
+            if not any(rank in gone for rank in room.missing()):
+                first = 0.0
+            elif not first:
+                first = waited  # what it has brought may still be on its way
+            elif waited > first + LAST_WORD_SECONDS:
+                see_there(room.missing(), gone, what)
+
+        return room.exchange(payload, what, _Wait(self, room.missing, look))
+
+    def gone(self) -> dict[int, str]:
+        """Ranks of the store that have closed it, or have ended; and how, as far as it is known here."""
+        return self._home.ended()
+
+    # ---- from epoch to epoch
+
+    def renew(self) -> bool:
+        """Begin the next epoch on the same ranks. Collective over all ranks of the store, blocking: the layout's
+        communicators are new ones (`Layout.again`), and what was sent on the old ones is dropped.
+
+        EpochError on a worker where another closes the store instead, or has ended; a server returns False then.
+        """
+        if self.over is None:
+            self.end("recover", CollectiveError(f"rank {self.rank} calls recover"))
+        self._choose(RECOVER)
+        server = self._layout.is_server
+        wait = _Wait(self, self._parting.missing, lambda waited: None)
+        if server:
+            wait.limits = NEVER
+        drive(until(lambda: self._why_not() or not self._parting.missing()), wait, "recover")
+        if why := self._why_not():
+            if server:
+                return False
+            raise EpochError(f"{why}: the store cannot be recovered")
+        self._layout.again()
+        self.number += 1
+        self._begin()
+        sweep(FREEING_SECONDS)
+        return True
+
+    def asked(self) -> bool:
+        """Whether another rank has begun to renew or to close since the epoch is over. Does not block."""
+        self._parting.missing()
+        return any(self._parting.last()) or bool(self.gone())
+
+    def _choose(self, choice: bytes) -> None:
+        """Tell all others how this rank goes on after the epoch."""
+        if self._chosen != choice:
+            self._chosen = choice
+            self._parting.bring(choice)
+
+    def _why_not(self) -> str:
+        """Why the store cannot be recovered; "" where it may be."""
+        missing = self._parting.missing()
+        for rank, choice in enumerate(self._parting.last()):
+            if choice == CLOSE:
+                return f"rank {rank} has closed the store"
+        gone = self.gone()
+        return next((f"rank {rank} is needed, and {gone[rank]}" for rank in missing if rank in gone), "")
+
+    def close(self) -> None:
+        """The store ends on this rank: wait for the others, and give all communicators back. Collective over all ranks
+        of the store. Waits for nobody for longer than some seconds once the epoch is over."""
+        if self._closed:
+            return
+        self._closed = True
+        for home in (*self._inner, self._home):
+            home.leave(CLOSED)
+        self._choose(CLOSE)
+        if self._all_close():
+            self._layout.free()
+            sweep(FREEING_SECONDS)
+
+    def _all_close(self) -> bool:
+        """Wait until all have closed; whether they have."""
+        deadline = math.inf if self.over is None else time.monotonic() + PARTING_SECONDS
+        wait = _Wait(self, self._parting.missing, lambda waited: None)
+        wait.limits = NEVER
+
+        def late() -> bool:
+            nonlocal deadline
+            if self.over is None:
+                with_error = self._hear_end()
+                if with_error is not None:
+                    self.end("close", with_error)
+                    deadline = time.monotonic() + PARTING_SECONDS
+            return time.monotonic() > deadline
+
+        drive(until(lambda: not self._open() or late()), wait, "close")
+        return not self._open()
+
+    def _hear_end(self) -> CollectiveError | None:
+        try:
+            self.look()
+        except CollectiveError as error:
+            return error
+        return None
+
+    def _open(self) -> list[int]:
+        """Ranks that have not said that they close. One may have said before that it would recover."""
+        self._parting.missing()
+        return [rank for rank, said in enumerate(self._parting.last()) if said != CLOSE]

@@ -1,0 +1,48 @@
+"""Which core each process of a crowded node gets."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpips.runtime.cores import crowded, spread
+
+
+@given(st.sets(st.integers(0, 200), min_size=2, max_size=8), st.integers(1, 30))
+def test_every_core_gets_as_many_processes_as_another_or_one_more(cores, extra):
+    got = spread([frozenset(cores)] * (len(cores) + extra))
+    assert set(got) == cores
+    counts = Counter(got).values()
+    assert max(counts) - min(counts) <= 1
+
+
+def test_the_last_ranks_which_serve_get_different_cores():
+    assert spread([frozenset({2, 5})] * 6) == [2, 5, 2, 5, 2, 5]
+
+
+@pytest.mark.parametrize(
+    "allowed",
+    [
+        pytest.param([{0, 1}, {0, 1}], id="enough for all"),
+        pytest.param([{0}, {0}, {0}], id="only one"),
+        pytest.param([{0}, {1}, {0}], id="bound by a launcher"),
+        pytest.param([{0, 1}, {0, 1}, {0}], id="one is bound"),
+    ],
+)
+def test_others_stay_where_they_are(allowed):
+    assert spread([frozenset(cores) for cores in allowed]) is None
+
+
+@pytest.mark.parametrize(
+    ("allowed", "expected"),
+    [
+        pytest.param([{0, 1}, {0, 1}], False, id="a core for each"),
+        pytest.param([{0, 1}] * 3, True, id="fewer"),
+        pytest.param([{0}, {1}, {2}], False, id="each bound to one of its own"),
+        pytest.param([{0}, {1}, {0}], True, id="two bound to one"),
+        pytest.param([{0, 1}, {1, 2}, {2, 3}], False, id="sets that overlap"),
+    ],
+)
+def test_a_node_is_crowded_where_processes_are_more_than_their_cores(allowed, expected):
+    assert crowded([frozenset(cores) for cores in allowed]) is expected
