@@ -21,8 +21,9 @@ import collectives
 
 
 def allreduce(tree: Any, op: str = "mean", comm: MPI.Comm | None = None, algorithm: str = "auto") -> Any:
-    """The reduction over all ranks of `comm` (None: COMM_WORLD) of every leaf of a pytree: a tree of the same shapes and
-    types. Collective; `op` and `algorithm` as in `collectives.allreduce`, errors too.
+    """Every leaf of a pytree reduced over all ranks of `comm` (None: COMM_WORLD): a tree of the same shapes and types.
+
+    Collective; `op` and `algorithm` as in `collectives.allreduce`, errors too.
 
     >>> mpips.jax.allreduce({"w": jnp.ones(3), "b": jnp.zeros(())})
     """

@@ -13,7 +13,8 @@ from typing import Any
 import torch.distributed as dist
 from mpi4py import MPI
 
-from mpips.torch.group import Group, communication
+from mpips.torch.group import Group
+from mpips.torch.works import communication
 
 NAME = "mpips"
 TAG = 7301
@@ -44,7 +45,7 @@ def _create(options: Any, group_options: Any = None) -> Group:
 
 
 def _by_mpi(given: Any, url: str, timeout: timedelta = dist.default_pg_timeout, **keywords: Any) -> Iterator[Any]:
-    """The rendezvous of `env://`, where a launcher has set its variables; otherwise rank 0 says over MPI where it is."""
+    """The rendezvous of `env://`, where a launcher has set its variables; else rank 0 says over MPI where it is."""
     if "MASTER_ADDR" in os.environ:
         yield from given(url, timeout=timeout, **keywords)
         return

@@ -7,10 +7,8 @@
 from __future__ import annotations
 
 import hashlib
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -21,19 +19,16 @@ from torch.autograd import Variable
 
 import collectives
 from collectives.communicator import communicator
-from mpips.overlap.fit import costs as fitted
 from mpips.torch import buckets as cutting
 from mpips.torch.buckets import Bucket, Costs
-from mpips.torch.gradients import Gradients, empty
-from mpips.torch.group import communication
+from mpips.torch.profile import Profile, costs
+from mpips.torch.reducer import Reducer, names
 from mpips.torch.state import broadcast_tensors
-from mpips.torch.works import Job
 
 PROFILE_STEPS = 3
 """Steps whose times are taken; the first is not, as it warms up."""
-REVIEW_STEPS, DRIFT = 200, 0.3
-"""How often backward's time is compared with the profile's, and how far it may have moved."""
-PROBE_BYTES, PROBES = (1 << 12, 1 << 18, 1 << 21), 5
+REVIEW_STEPS = 200
+"""How often backward's time is compared with the profile's."""
 
 
 class DataParallel(torch.nn.Module):
@@ -58,23 +53,28 @@ class DataParallel(torch.nn.Module):
         super().__init__()
         self.module = module
         self._comm = MPI.COMM_WORLD if comm is None else comm
-        self._home = communicator(self._comm)
-        self._beside = self._home.nodes > 1 or not self._home.board.memory.crowded
+        home = communicator(self._comm)
+        self._beside = home.nodes > 1 or not home.board.memory.crowded
         self._asked, self._algorithm = buckets, algorithm
+        self._strategy = "" if not isinstance(buckets, str) else buckets
+        if buckets == "auto":
+            self._strategy = "optimal" if self._beside and self._comm.size > 1 else "single"
+        elif self._strategy:
+            cutting.cut([1], [0.0], Costs(0.0, 0.0), self._strategy)  # a word that is unknown is refused here
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         if not parameters:
             raise ValueError("DataParallel: the model has no parameter with requires_grad: there is nothing to average")
-        if isinstance(buckets, str) and buckets != "auto":
-            cutting.cut([1], [0.0], Costs(0.0, 0.0), buckets)  # a word that is unknown is refused here
-        self._see_alike(module)
-        broadcast_tensors([*module.parameters(), *module.buffers()], 0, self._comm)
+        home.agree(_described(module, buckets, algorithm))
+        broadcast_tensors(self._tensors(), 0, self._comm)
         self._buffers_too = broadcast_buffers and any(True for _ in module.buffers())
         self._syncs, self._joining, self._armed = True, False, False
         self._active = torch.zeros(1)
-        self._step, self._began = 0, 0.0
-        self._spans: list[float] = []
-        self._usual = 0.0
-        self._lay(parameters[::-1])
+        self._step = 0
+        most = float("inf") if isinstance(buckets, str) else float(buckets) * (1 << 20)
+        self._planned = self._strategy in ("", "single")
+        order = parameters[::-1]
+        self._reducer = self._lay(order, cutting.by_bytes(_sizes(order), most))
+        self._profile = Profile(len(order), self._comm)
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(self._ready)
 
@@ -106,18 +106,17 @@ class DataParallel(torch.nn.Module):
             yield
             made = self._step - before
             while self._count(0.0):
-                self._gradients.nothing()
-                self._run(0)
+                self._reducer.contribute_nothing()
                 self._ended()
-            broadcast_tensors([*self.module.parameters(), *self.module.buffers()], self._last(made), self._comm)
+            broadcast_tensors(self._tensors(), self._last(made), self._comm)
         finally:
             self._joining = False
 
     def clip_grad_norm_(self, most: float) -> Tensor:
         """Scale all gradients so that their norm is at most so; the norm that they had. Alike on all ranks."""
-        norm = self._gradients.norm()
+        norm = self._reducer.gradients.norm()
         if norm > most:
-            for parameter in self._gradients.parameters:
+            for parameter in self._reducer.gradients.parameters:
                 if parameter.grad is not None:
                     parameter.grad.mul_(most / norm)
         return norm
@@ -126,17 +125,17 @@ class DataParallel(torch.nn.Module):
         """That of the module, which plain PyTorch loads."""
         return self.module.state_dict(*args, **keywords)
 
-    def load_state_dict(self, state: Any, *args: Any, **keywords: Any) -> Any:
-        """Into the module, on this rank."""
-        return self.module.load_state_dict(state, *args, **keywords)
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Into the module, on this rank. Values are copied: `assign` would part gradients from their parameters."""
+        if assign:
+            raise ValueError("load_state_dict: assign=True makes other parameters: load into the module before it is "
+                             "wrapped")  # fmt: skip
+        return self.module.load_state_dict(state_dict, strict)
 
     @property
     def buckets(self) -> list[list[str]]:
         """The names of the parameters that travel together, in the order in which they do."""
-        names = {parameter: name for name, parameter in self.module.named_parameters()}
-        return [
-            [names[parameter] for parameter in self._gradients.parameters[first:last]] for first, last in self._buckets
-        ]
+        return names(self._reducer, self.module.named_parameters())
 
     # ---- one backward
 
@@ -145,125 +144,45 @@ class DataParallel(torch.nn.Module):
         if not self._syncs:
             return
         if not self._armed:
-            self._armed, self._began = True, time.perf_counter()
+            self._armed = True
+            self._profile.begin()
             Variable._execution_engine.queue_callback(self._finish)
-        index = self._place[parameter]
-        self._gradients.take(index)
-        self._times[index] = time.perf_counter() - self._began
-        self._missing.discard(index)
-        while self._next < len(self._buckets) and self._there(self._buckets[self._next]):
-            self._start(self._next)
-
-    def _there(self, bucket: Bucket) -> bool:
-        if self._next == len(self._buckets) - 1 and len(self._buckets) == 1:
-            return False  # at the end of backward, with all there is
-        return self._missing.isdisjoint(range(*bucket)) and self._next < len(self._buckets) - 1
-
-    def _start(self, number: int) -> None:
-        plan = self._plans[number]
-        self._next = number + 1
-        job = Job(plan, lambda: plan.steps(), True)
-        self._under_way.append(communication.do(job, self._beside))
+        self._profile.ready(self._reducer.arrive(parameter))
 
     def _finish(self) -> None:
         """Backward has ended."""
         self._armed = False
-        self._spans.append(time.perf_counter() - self._began)
-        for index in self._missing:
-            self._gradients.lack(index)
-        self._run(self._next)
-        scale = self._comm.size / float(self._active[0]) if self._joining else 1.0
-        self._gradients.give(scale)
+        self._profile.end()
+        self._reducer.finish(self._comm.size / float(self._active[0]) if self._joining else 1.0)
         self._ended()
-
-    def _run(self, first: int) -> None:
-        """Start the buckets from this one on, and wait for all."""
-        for number in range(first, len(self._buckets)):
-            self._start(number)
-        for future in self._under_way:
-            future.wait()
-        self._under_way.clear()
-        self._missing, self._next = set(range(len(self._place))), 0
 
     def _ended(self) -> None:
         """One more step has been made, by all ranks."""
         self._step += 1
-        if not self._planned and self._step >= PROFILE_STEPS:
+        if not self._strategy or self._strategy == "single":
+            return
+        first = not self._planned and self._step >= PROFILE_STEPS
+        if first or (self._planned and self._step % REVIEW_STEPS == 0 and self._profile.moved()):
             self._plan()
-        elif self._planned and isinstance(self._asked, str) and self._step % REVIEW_STEPS == 0:
-            self._review()
 
     # ---- buckets
 
-    def _lay(self, parameters: Sequence[Tensor], cuts: list[Bucket] | None = None) -> None:
-        """Give gradients their places, in this order, and compile the allreduces. Collective."""
-        for plan in getattr(self, "_plans", []):
-            plan.free()
-        kept = {parameter: parameter.grad for parameter in parameters}
-        self._gradients = Gradients(parameters, self._comm)
-        self._place = {parameter: index for index, parameter in enumerate(parameters)}
-        nbytes = [parameter.numel() * parameter.element_size() for parameter in parameters]
-        if cuts is None:
-            most = float(self._asked) * (1 << 20) if not isinstance(self._asked, str) else float("inf")
-            cuts = cutting.by_bytes(nbytes, most)
-        self._planned = not isinstance(self._asked, str) or self._strategy == "single"
-        self._buckets = cutting.apart(cuts, [parameter.dtype for parameter in parameters])
-        self._plans = [_Allreduce(self, bucket) for bucket in self._buckets]
-        self._times = [0.0] * len(parameters)
-        self._missing, self._next = set(range(len(parameters))), 0
-        self._under_way: list[Any] = []
-        for index, parameter in enumerate(parameters):
-            if kept[parameter] is not None:
-                self._gradients.views[index].copy_(kept[parameter])
-                parameter.grad = self._gradients.views[index]
-
-    @property
-    def _strategy(self) -> str:
-        if self._asked == "auto":
-            return "optimal" if self._beside and self._comm.size > 1 else "single"
-        return str(self._asked)
+    def _lay(self, parameters: Sequence[Tensor], cuts: Sequence[Bucket]) -> Reducer:
+        return Reducer(parameters, cuts, self._comm, self._algorithm, self._beside)
 
     def _plan(self) -> None:
         """Buckets from the times of the steps so far, the same on all ranks. Collective."""
-        times = np.array(self._times)
-        collectives.allreduce(times, self._comm, op="mean")
-        order = sorted(range(len(times)), key=lambda index: (times[index], index))
-        parameters = [self._gradients.parameters[index] for index in order]
-        ready = list(accumulate((times[index] for index in order), max))
-        nbytes = [parameter.numel() * parameter.element_size() for parameter in parameters]
-        self._usual = self._mean_span()
-        self._lay(parameters, cutting.cut(nbytes, ready, self._costs(), self._strategy))
+        order, ready = self._profile.order()
+        parameters = [self._reducer.gradients.parameters[index] for index in order]
+        cuts = cutting.cut(_sizes(parameters), ready, costs(self._comm, self._algorithm), self._strategy)
+        self._reducer.free()
+        self._reducer = self._lay(parameters, cuts)
         self._planned = True
 
-    def _review(self) -> None:
-        """Take new times where backward takes longer, or shorter, than when the plan was made. Collective."""
-        span = self._mean_span()
-        if self._usual and abs(span - self._usual) > DRIFT * self._usual:
-            self._plan()
-
-    def _mean_span(self) -> float:
-        """Backward's seconds, of the middle one of the last steps, over all ranks. Collective."""
-        middle = np.array([float(np.median(self._spans[1:] or self._spans or [0.0]))])
-        self._spans = []
-        return float(collectives.allreduce(middle, self._comm, op="mean")[0])
-
-    def _costs(self) -> Costs:
-        """What an allreduce costs here, measured now. Collective."""
-        seconds = np.zeros(len(PROBE_BYTES))
-        for index, nbytes in enumerate(PROBE_BYTES):
-            run = collectives.plan("allreduce", empty(nbytes // 4, torch.float32, self._comm).zero_().numpy(), self._comm,
-                                   algorithm=self._algorithm)  # fmt: skip
-            runs = []
-            for _ in range(PROBES):
-                begin = time.perf_counter()
-                run()
-                runs.append(time.perf_counter() - begin)
-            seconds[index] = np.median(runs)
-            run.free()
-        collectives.allreduce(seconds, self._comm, op="mean")
-        return Costs(*fitted(np.ones(len(seconds)), PROBE_BYTES, seconds))
-
     # ---- all ranks alike
+
+    def _tensors(self) -> list[Tensor]:
+        return [*self.module.parameters(), *self.module.buffers()]
 
     def _count(self, one: float) -> float:
         """How many ranks still have steps to make."""
@@ -277,29 +196,15 @@ class DataParallel(torch.nn.Module):
         made[self._comm.rank] = steps
         return int(np.argmax(collectives.allreduce(made, self._comm)))
 
-    def _see_alike(self, module: torch.nn.Module) -> None:
-        shapes = [f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for name, p in module.named_parameters()]
-        digest = hashlib.blake2b("\n".join(shapes).encode(), digest_size=4).hexdigest()
-        elements = sum(parameter.numel() for parameter in module.parameters())
-        self._home.agree(f"DataParallel of {type(module).__name__}, {len(shapes)} parameters with {elements} elements, "
-                         f"names and shapes {digest}, buckets {self._asked}, algorithm {self._algorithm}")  # fmt: skip
+
+def _sizes(parameters: Sequence[Tensor]) -> list[int]:
+    return [parameter.numel() * parameter.element_size() for parameter in parameters]
 
 
-class _Allreduce:
-    """The mean of one bucket, run by the communication thread or at once."""
-
-    def __init__(self, owner: DataParallel, bucket: Bucket) -> None:
-        stretch = owner._gradients.stretch(*bucket)
-        self._plan = collectives.plan("allreduce", stretch, owner._comm, op="mean", algorithm=owner._algorithm)
-
-    def __call__(self) -> None:
-        self._plan()
-
-    def steps(self) -> Iterator[None]:
-        self._plan.start()
-        while not self._plan.test():
-            yield
-        self._plan.wait()
-
-    def free(self) -> None:
-        self._plan.free()
+def _described(module: torch.nn.Module, buckets: str | float, algorithm: str) -> str:
+    """What has to be the same on all ranks."""
+    shapes = [f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for name, p in module.named_parameters()]
+    digest = hashlib.blake2b("\n".join(shapes).encode(), digest_size=4).hexdigest()
+    elements = sum(parameter.numel() for parameter in module.parameters())
+    return (f"DataParallel of {type(module).__name__}, {len(shapes)} parameters with {elements} elements, "
+            f"names and shapes {digest}, buckets {buckets}, algorithm {algorithm}")  # fmt: skip

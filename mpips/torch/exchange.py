@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,9 +13,12 @@ from torch import Tensor
 from torch.futures import Future
 
 from collectives.communicator import Communicator
+from collectives.node.wait import see_in_time
 from mpips.torch.tensors import data
 from mpips.torch.works import Steps
 
+LOOK_SECONDS = 1e-2
+"""Between two looks for the end of the epoch."""
 _limbo: list[Any] = []
 """Requests given up, with the arrays that MPI may still touch."""
 
@@ -35,8 +39,8 @@ def elements(tensor: Tensor, splits: Sequence[int] | None, ranks: int, argument:
 class Exchange:
     """MPI's calls on one communicator, used for nothing else."""
 
-    def __init__(self, comm: MPI.Intracomm, home: Communicator) -> None:
-        self._comm, self._home = comm, home
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self._comm = comm
 
     def alltoall(self, target: Tensor, into: Sequence[int], source: Tensor, out_of: Sequence[int]) -> Steps:
         size = source.element_size()
@@ -81,6 +85,26 @@ class Exchange:
         finally:
             if request:
                 _limbo.append((request, arrays))
+
+
+def watched(steps: Steps, home: Communicator, what: str) -> Steps:
+    """The same, beside others; it raises where the epoch of `home` has ended, and ends it where it fails itself."""
+    start = due = time.monotonic()
+    try:
+        home.check()
+        while True:
+            try:
+                next(steps)
+            except StopIteration as stop:
+                return stop.value
+            now = time.monotonic()
+            if now >= due:
+                home.hear(now - start)
+                see_in_time(what, now - start, home.epoch)
+                due = now + LOOK_SECONDS
+            yield
+    except Exception as error:
+        raise home.fail(what, error) from None
 
 
 class Found:

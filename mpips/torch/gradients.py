@@ -13,7 +13,7 @@ from torch import Tensor
 
 import collectives
 
-NUMPY = {
+NUMPY: dict[torch.dtype, np.dtype[Any]] = {
     torch.float32: np.dtype(np.float32), torch.float64: np.dtype(np.float64), torch.float16: np.dtype(np.float16),
 }  # fmt: skip
 
@@ -23,7 +23,7 @@ def empty(n: int, dtype: torch.dtype, comm: MPI.Comm) -> Tensor:
     if dtype is torch.bfloat16:
         return torch.from_numpy(collectives.empty(n, np.int16, comm)).view(dtype)
     if dtype not in NUMPY:
-        raise TypeError(f"a parameter is of type {dtype}: gradients are exchanged as float16, bfloat16, float32 or float64")
+        raise TypeError(f"a parameter is of type {dtype}: gradients may be float16, bfloat16, float32 or float64")
     return torch.from_numpy(collectives.empty(n, NUMPY[dtype], comm))
 
 

@@ -23,7 +23,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     """Wraps a PyTorch optimizer: `step` exchanges gradients through a store and leaves the new parameters.
 
     optimizer           of torch.optim. SGD, Adam, AdamW, RMSprop and Adagrad run on the store's servers, where it has
-                        any (without amsgrad, dampening, ...); any other runs here, on gradients averaged over the workers.
+                        any (without amsgrad, dampening, ...); any other runs here, on gradients averaged over the
+                        workers.
     named_parameters    as `model.named_parameters()`; parameters that the optimizer has not are left out.
     kind, **options     of the store, see `mpips.create`: "mpi_sync", "dist_async", ..., servers=2, staleness=4.
                         A server serves within this call and leaves by SystemExit when the workers have closed.
@@ -44,7 +45,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         compression: dict[str, Any] | None = None, elastic: float | None = None, interval: int = 64, **options: Any,
     ) -> None:  # fmt: skip
         if backward_passes_per_step < 1 or interval < 1:
-            raise ValueError(f"backward_passes_per_step={backward_passes_per_step}, interval={interval}: give at least 1")
+            raise ValueError(f"backward_passes_per_step={backward_passes_per_step}, interval={interval}: at least 1")
         self.optimizer = optimizer
         self._names = _named(optimizer, named_parameters)
         self.store = store if store is not None else mpips.create(kind, **options)
@@ -64,9 +65,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if elastic is not None:
             self.store.set_optimizer(Elastic1(alpha=elastic))
         elif not self.on_servers and self.store.type.endswith("async"):
-            raise ValueError(f"{type(optimizer).__name__} with these options has no counterpart on the servers, which an "
-                             f"asynchronous store needs: choose SGD, Adam, AdamW, RMSprop or Adagrad, or a synchronous "
-                             f"kind (docs/torch.md, DistributedOptimizer)")  # fmt: skip
+            raise ValueError(f"{type(optimizer).__name__} with these options has no counterpart on the servers, which "
+                             "an asynchronous store needs: choose SGD, Adam, AdamW, RMSprop or Adagrad, or a "
+                             "synchronous kind (docs/torch.md, DistributedOptimizer)")  # fmt: skip
         self._pull(self._parameters)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -92,7 +93,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return self.store.save(path, wait=wait)
 
     def load(self, path: str | Path) -> None:
-        """What `save` wrote, of any number of servers; the model has the parameters then. All workers call; blocking."""
+        """What `save` wrote, of any number of servers; the model then has it. All workers call; blocking."""
         self.store.load(path)
         self._pull(self._parameters)
 
@@ -111,6 +112,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if None in records:
             return False
         for group, record in zip(self.optimizer.param_groups, records):
+            assert record is not None
             self.store.set_optimizer(record, keys=[self._names[p] for p in group["params"]])
         self._rates = [translation.rate(group) for group in self.optimizer.param_groups]
         return True

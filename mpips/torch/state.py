@@ -55,7 +55,8 @@ def broadcast_tensors(tensors: Iterable[Tensor], root: int = 0, comm: MPI.Comm |
         for tensor in given:
             nbytes = tensor.numel() * tensor.element_size()
             if nbytes:
-                tensor.copy_(torch.from_numpy(packed[start : start + nbytes].copy()).view(tensor.dtype).view(tensor.shape))
+                part = torch.from_numpy(packed[start : start + nbytes].copy())
+                tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
             start += nbytes
 
 
@@ -106,4 +107,5 @@ def _unpacked(value: Any, tensors: list[Tensor]) -> Any:
         return tensors[-1]
     if value["type"] == "tuple":
         return tuple(_unpacked(one, tensors) for one in value["items"])
-    return dict(zip((_unpacked(key, tensors) for key in value["keys"]), (_unpacked(v, tensors) for v in value["values"])))
+    keys = [_unpacked(key, tensors) for key in value["keys"]]
+    return dict(zip(keys, [_unpacked(one, tensors) for one in value["values"]]))

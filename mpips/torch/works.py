@@ -123,6 +123,10 @@ class Communication:
         return None
 
 
+communication = Communication()
+"""That of this process."""
+
+
 def _run(job: Job) -> None:
     try:
         job.end(job.run())

@@ -70,7 +70,8 @@ def _calls(dtype: torch.dtype, shape: tuple[int, ...]) -> Iterator[tuple[str, Ca
         lambda out: dist.reduce_scatter_tensor(out, tensor(dtype, (p * out.numel(),)), group=g),
     )
     yield "all_to_all_single", lambda g: _into(
-        torch.zeros((p * 2, *shape), dtype=dtype), lambda out: dist.all_to_all_single(out, tensor(dtype, out.shape), group=g)
+        torch.zeros((p * 2, *shape), dtype=dtype),
+        lambda out: dist.all_to_all_single(out, tensor(dtype, out.shape), group=g),
     )
     yield "all_to_all_single, uneven", lambda g: _uneven(dtype, g)
     yield "gather", lambda g: _gathered(dtype, shape, last, g)
