@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from mpi4py import MPI
 from torch import Tensor
 from torch.futures import Future
@@ -15,7 +14,7 @@ from torch.futures import Future
 from collectives.communicator import Communicator
 from collectives.node.wait import see_in_time
 from mpips.torch.tensors import data
-from mpips.torch.works import Steps
+from mpips.torch.works import Steps, Work
 
 LOOK_SECONDS = 1e-2
 """Between two looks for the end of the epoch."""
@@ -113,22 +112,12 @@ class Found:
     rank = -1
 
 
-class FromAny(torch._C._distributed_c10d.Work):
+class FromAny(Work):
     """A receive from any rank, which says from whom it came."""
 
     def __init__(self, future: Future[Any], found: Found) -> None:
-        super().__init__()
-        self._future, self._found = future, found
-
-    def wait(self, timeout: Any = None) -> bool:
-        self._future.wait()
-        return True
-
-    def is_completed(self) -> bool:
-        return self._future.done()
-
-    def get_future(self) -> Future[Any]:
-        return self._future
+        super().__init__(future)
+        self._found = found
 
     def source_rank(self) -> int:
         return self._found.rank

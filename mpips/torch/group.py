@@ -19,7 +19,7 @@ from mpips.torch import exchange
 from mpips.torch.jobs import Jobs, deal, empty, in_turn
 from mpips.torch.reductions import Reduction, reduction
 from mpips.torch.tensors import flat, see_host, written
-from mpips.torch.works import Job, communication, work
+from mpips.torch.works import Job, Work, communication
 
 Tensors = Sequence[Tensor]
 
@@ -112,7 +112,10 @@ class Group(dist.ProcessGroup):
             jobs.append(self._jobs.moved("allgather", flat(given), target, 0, home))
         return _do(in_turn(jobs, outputs), opts, [*outputs, *inputs])
 
-    allgather_coalesced = allgather
+    def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Any:
+        by_tensor = [[out[number] for out in outputs] for number in range(len(inputs))]  # c10d lists them by rank here
+        return self.allgather(by_tensor, inputs, opts)
+
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
@@ -207,7 +210,7 @@ class Group(dist.ProcessGroup):
         """What follows is put into operations one by one: they run in order in any case."""
 
     def _end_coalescing(self, device: Any = None) -> Any:
-        return work(communication.do(empty(), False))
+        return Work(communication.do(empty(), False))
 
     def _set_sequence_number_for_group(self) -> None:
         """Operations are numbered by `collectives`."""
@@ -222,7 +225,7 @@ class Group(dist.ProcessGroup):
 def _do(job: Job, opts: Any, keep: Sequence[Any]) -> Any:
     """Do the job, beside compute where the options say so."""
     job.keep = keep
-    return work(communication.do(job, opts is None or opts.asyncOp))
+    return Work(communication.do(job, opts is None or opts.asyncOp))
 
 
 def _joined(parts: Tensors, dtype: torch.dtype) -> Tensor:

@@ -147,6 +147,38 @@ def _stepped(job: Job, steps: Steps) -> bool:
     return True
 
 
-def work(future: Future[Any]) -> Any:
-    """What c10d hands to its users."""
-    return torch._C._distributed_c10d._create_work_from_future(future)
+class Work(torch._C._distributed_c10d.Work):
+    """What c10d hands to its users: unlike PyTorch's own wrapper of a future, `wait` raises what the operation has."""
+
+    def __init__(self, future: Future[Any]) -> None:
+        super().__init__()
+        self._future = future
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Blocking; `timeout` is that of the group."""
+        self._future.wait()
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return self._future.done()
+
+    def is_success(self) -> bool:
+        return self._future.done() and self.exception() is None
+
+    def exception(self) -> Any:
+        """What the operation has raised, or None."""
+        if self._future.done():
+            try:
+                self._future.value()
+            except Exception as error:
+                return error
+        return None
+
+    def result(self) -> Any:
+        return self._future.wait()
+
+    def get_future(self) -> Future[Any]:
+        return self._future
