@@ -50,7 +50,7 @@ class Case(theirs.DistributedTest._DistTestBase, unittest.TestCase):
         return types.MethodType(member, self) if callable(member) else member
 
     def assertEqual(self, first: Any, second: Any, msg: Any = None, **keywords: Any) -> None:
-        theirs.TestDistBackend.assertEqual(HELPER, first, second, msg, **keywords)
+        theirs.TestDistBackend.assertEqual(HELPER, first, second, msg, **keywords)  # noqa: PT009
 
 
 class _Helper(theirs.TestDistBackend):
