@@ -65,7 +65,7 @@ class Worker:
         self.outs = {key: np.zeros(n) for key, n in sizes.items()}
         self.begun = dict.fromkeys(sizes, 0)  # pushes of this worker
         self.ended = dict.fromkeys(sizes, 0)
-        self.base: dict[str, Any] = dict.fromkeys(sizes, 0)  # asynchronous: what is stored after `known` pushes of each worker
+        self.base: dict[str, Any] = dict.fromkeys(sizes, 0)  # asynchronous: what `known` pushes of each have made
         self.known = dict.fromkeys(sizes, 0)
         kv.init(list(sizes), [np.zeros(n) for n in sizes.values()])
         if not self.sync:
