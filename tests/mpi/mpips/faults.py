@@ -358,7 +358,7 @@ def die(fault: str, way: str, kind: str) -> None:
         if fault == "exit":
             sys.exit(3)
         raise RuntimeError("a bug of the user's")
-    until = time.monotonic() + PATIENCE
+    until = time.monotonic() + (PATIENCE if kind != "dist_async" else 2.0)
     heard = hear(worker.call)
     while not heard.error and time.monotonic() < until:
         heard = hear(worker.call)
