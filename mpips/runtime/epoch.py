@@ -20,12 +20,13 @@ from collectives.errors import CollectiveError
 from collectives.network.drain import sweep
 from collectives.node.poison import CLOSED
 from collectives.node.wait import NAP_AFTER_BETWEEN_NODES, NAP_AFTER_ON_NODE, Limits, drive, until
-from mpips.runtime.breaking import surely
+from mpips.runtime.breaking import uninterrupted
 from mpips.runtime.errors import EpochError, of_kind
 from mpips.runtime.rendezvous import Room, see_there
 
 PARTING_TAG = 4
-RECOVER, CLOSE = b"recover", b"close"
+RECOVER, GO, CLOSE = b"recover", b"go", b"close"
+"""How a rank goes on after the epoch: it would begin the next; it has heard that all would; it leaves."""
 LAST_WORD_SECONDS = 0.2
 """How long a message may take from a rank that has left since."""
 PARTING_SECONDS = 5.0
@@ -106,6 +107,8 @@ class Epoch:
         if self._hearing.acquire(blocking=False):  # else another thread hears
             try:
                 self._home.listen(waited)
+            except CollectiveError as error:
+                raise of_kind(error) from None
             finally:
                 self._hearing.release()
 
@@ -118,7 +121,8 @@ class Epoch:
         """
         with self._ending:  # another thread may end it, too
             if self.over is None:
-                surely(lambda: self._end(what, error))
+                with uninterrupted():
+                    self._end(what, error)
         return self._error() if isinstance(error, (CollectiveError, MPI.Exception)) else error
 
     @contextmanager
@@ -140,7 +144,7 @@ class Epoch:
         for inner in self._inner:
             inner.fail(what, self.over)
         for step in self.on_end:
-            surely(step)
+            step()
 
     def _error(self) -> EpochError:
         return of_kind(self.over if self.over is not None else self._home.board.poison.error())
@@ -199,14 +203,8 @@ class Epoch:
         """
         if self.over is None:
             self.end("recover", CollectiveError(f"rank {self.rank} calls recover"))
-        self._choose(RECOVER)
-        server = self._layout.is_server
-        wait = _Wait(self, self._parting.missing, lambda waited: None)
-        if server:
-            wait.limits = NEVER
-        drive(until(lambda: self._why_not() or not self._parting.missing()), wait, "recover")
-        if why := self._why_not():
-            if server:
+        if why := self._why_not_go():
+            if self._layout.is_server:
                 return False
             raise EpochError(f"{why}: the store cannot be recovered")
         self._layout.again()
@@ -214,6 +212,19 @@ class Epoch:
         self._begin()
         sweep(FREEING_SECONDS)
         return True
+
+    def _why_not_go(self) -> str:
+        """Wait until all ranks are about to begin the next epoch; "", or why they cannot."""
+        wait = _Wait(self, lambda: self._others(RECOVER, GO), lambda waited: None)
+        if self._layout.is_server:
+            wait.limits = NEVER
+        self._choose(RECOVER)
+        drive(until(lambda: self._why_not() or not self._others(RECOVER, GO)), wait, "recover")
+        with uninterrupted():  # who has said that it goes must not stay away
+            if not self._why_not():
+                self._choose(GO)
+                drive(until(lambda: self._why_not() or not self._others(GO)), wait, "recover")
+        return self._why_not()
 
     def asked(self) -> bool:
         """Whether another rank has begun to renew or to close since the epoch is over. Does not block."""
@@ -228,12 +239,14 @@ class Epoch:
 
     def _why_not(self) -> str:
         """Why the store cannot be recovered; "" where it may be."""
-        missing = self._parting.missing()
-        for rank, choice in enumerate(self._parting.last()):
-            if choice == CLOSE:
-                return f"rank {rank} has closed the store"
-        gone = self.gone()
-        return next((f"rank {rank} is needed, and {gone[rank]}" for rank in missing if rank in gone), "")
+        for rank in sorted(set(range(self.size)) - set(self._others(CLOSE))):
+            return f"rank {rank} has closed the store"
+        return next((f"rank {rank} is needed, and {how}" for rank, how in self.gone().items()), "")
+
+    def _others(self, *choices: bytes) -> list[int]:
+        """Ranks that have said last that they go on otherwise, or have said nothing. Does not block."""
+        self._parting.missing()
+        return [rank for rank, said in enumerate(self._parting.last()) if said not in choices]
 
     def close(self) -> None:
         """The store ends on this rank: wait for the others, and give all communicators back. Collective over all ranks
@@ -244,36 +257,22 @@ class Epoch:
         for home in (*self._inner, self._home):
             home.leave(CLOSED)
         self._choose(CLOSE)
-        if self._all_close():
-            self._layout.free()
-            sweep(FREEING_SECONDS)
+        try:
+            if self.over is None:
+                with self.failing("close"):
+                    self._closing(math.inf, self.look)
+        except CollectiveError:  # the epoch has ended meanwhile
+            pass
+        self._closing(time.monotonic() + PARTING_SECONDS, lambda waited: None)
+        self._layout.free()
+        sweep(0.0 if self._others(CLOSE) else FREEING_SECONDS)
 
-    def _all_close(self) -> bool:
-        """Wait until all have closed; whether they have."""
-        deadline = math.inf if self.over is None else time.monotonic() + PARTING_SECONDS
-        wait = _Wait(self, self._parting.missing, lambda waited: None)
+    def _closing(self, deadline: float, look: Callable[[float], None]) -> None:
+        """Wait until all have closed, or have ended, or until then."""
+        wait = _Wait(self, lambda: self._others(CLOSE), look)
         wait.limits = NEVER
 
-        def late() -> bool:
-            nonlocal deadline
-            if self.over is None:
-                with_error = self._hear_end()
-                if with_error is not None:
-                    self.end("close", with_error)
-                    deadline = time.monotonic() + PARTING_SECONDS
-            return time.monotonic() > deadline
+        def over() -> bool:
+            return time.monotonic() > deadline or not set(self._others(CLOSE)) - self.gone().keys()
 
-        drive(until(lambda: not self._open() or late()), wait, "close")
-        return not self._open()
-
-    def _hear_end(self) -> CollectiveError | None:
-        try:
-            self.look()
-        except CollectiveError as error:
-            return error
-        return None
-
-    def _open(self) -> list[int]:
-        """Ranks that have not said that they close. One may have said before that it would recover."""
-        self._parting.missing()
-        return [rank for rank, said in enumerate(self._parting.last()) if said != CLOSE]
+        drive(until(over), wait, "close")
