@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from functools import cache
 from zlib import crc32
 
+from collectives.errors import of_caller
 from collectives.network.drain import last_tag
 
 TAG_FRAME, TAG_BODY, TAG_DATA = 1, 2, 16
@@ -61,10 +62,10 @@ class Numbers:
         """The number of a new unit of the key; ValueError where all tags are in use."""
         most = most_units()
         if len(self._tagged) >= most:
-            raise ValueError(
+            raise of_caller(ValueError(
                 f"init: key {key!r}: this MPI has tags for {most} units of keys, and all are in use; "
                 "init fewer and larger keys, or raise chunk_bytes"
-            )
+            ))  # fmt: skip
         while self._next % most in self._tagged:
             self._next += 1
         self._tagged.add(self._next % most)
