@@ -62,7 +62,6 @@ class Operations:
 
     def taken(self, key: Any, push: Handle) -> Handle:
         """A handle that ends when the servers have read what `push`, of these keys, sends."""
-        self.check_open()
         keys = [arguments.known(self._known, name, "taken") for name in arguments.names(key)]
         return self._engine.submit([("taken", push)], self._read(keys, push), 0, f"{push.what}, read by the servers")
 
