@@ -71,7 +71,7 @@ class Lists:
         """Contribute to all keys. Arrays are C-contiguous, of their keys' shapes and dtypes."""
         replicas, text = self._prepared(keys)
         totals = [replica.room() for replica in replicas]
-        self._sum(arrays, totals, text)
+        self._sum(arrays, totals, text, None)
         for replica, total in zip(replicas, totals):
             replica.take(total)
 
@@ -84,14 +84,17 @@ class Lists:
     def pushpull(self, keys: Sequence[Key], arrays: Sequence[Array], outs: Sequence[Array], priority: int) -> None:
         """Both. The sums go into `outs`, which may be `arrays`, on their way."""
         replicas, text = self._prepared(keys)
-        self._sum(arrays, outs, text)
-        take_from(replicas, outs)
+        blocks = blocks_of(replicas)
+        self._sum(arrays, outs, text, blocks)
+        take_from(replicas, outs, blocks)
 
-    def _sum(self, arrays: Sequence[Array], outs: Sequence[Array], text: str) -> None:
+    def _sum(
+        self, arrays: Sequence[Array], outs: Sequence[Array], text: str, blocks: Sequence[Array | None] | None
+    ) -> None:
         if len(arrays) == 1:
             self._sums.one(arrays[0], outs[0], text)
         else:
-            self._sums.many(arrays, outs, text)
+            self._sums.many(arrays, outs, text, blocks)
 
     def _prepared(self, keys: Sequence[Key]) -> tuple[list[Replica], str]:
         replicas = [self._replicas[key.name] for key in keys]
@@ -105,9 +108,20 @@ class Lists:
         return replicas, text
 
 
-def take_from(replicas: Sequence[Replica], outs: Sequence[Array]) -> None:
-    """Sums lie in `outs`: update by them, and write there what is stored then."""
-    for replica, out in zip(replicas, outs):
+def blocks_of(replicas: Sequence[Replica]) -> list[Array | None] | None:
+    """Where a collective of several keys leaves this worker's blocks of the sums; None where it is to leave none."""
+    if len(replicas) == 1:
+        return None
+    blocks = [replica.block_room() for replica in replicas]
+    return blocks if any(block is not None for block in blocks) else None
+
+
+def take_from(replicas: Sequence[Replica], outs: Sequence[Array], blocks: Sequence[Array | None] | None = None) -> None:
+    """Sums lie in `outs`, and this worker's blocks of some in `blocks`: update, and write to `outs` what is stored."""
+    for number, (replica, out) in enumerate(zip(replicas, outs)):
+        if blocks is not None and blocks[number] is not None:
+            replica.take_block()
+            continue
         total = flat(out)
         replica.take(total)
         if replica.optimizer is not None:

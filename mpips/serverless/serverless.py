@@ -20,7 +20,8 @@ from mpips.optimizers import Optimizer
 from mpips.runtime.epoch import Epoch
 from mpips.runtime.rendezvous import exchange
 from mpips.runtime.tasks import Task, nothing
-from mpips.serverless.fast import Fast, Lists, take_from
+from mpips.serverless import spread
+from mpips.serverless.fast import Fast, Lists, blocks_of, take_from
 from mpips.serverless.reconcile import Having, Source, settings_from, sources, standing
 from mpips.serverless.replica import Replica
 from mpips.serverless.settings import Settings
@@ -69,6 +70,7 @@ class Serverless:
             stored[...] = value.reshape(-1)
             yield from self._broadcast(stored, 0, label("init", [key.name]))
             made.append(Replica(key, stored, self._settings.groups.of(key.name), self._allocate))
+        yield from self._share([replica for replica in made if self._shares and spread.long(replica.key)])
         self._replicas.update((replica.key.name, replica) for replica in made)
         for key in keys:
             key.fast = self.bind(key)
@@ -92,13 +94,24 @@ class Serverless:
         self._settings.forget([key.name for key in keys])
         yield from ()
 
+    def _share(self, replicas: Sequence[Replica]) -> Task[None]:
+        """Tell the other workers where long values lie."""
+        if replicas:
+            mine = spread.regions(replicas)
+            table = np.empty((self._comm.Get_size(), *mine.shape), np.int64)
+            text = label("init", [replica.key.name for replica in replicas])
+            yield from in_steps(begin("allgather", mine.reshape(-1), self._comm, out=table.reshape(-1), label=text))
+            spread.share(replicas, table, self._comm.Get_rank())
+
     def put(self, keys: Sequence[Key], values: Sequence[Array]) -> Task[None]:
         """Replace what is stored by rank 0's values; rounds stay. Collective."""
         for key, value in zip(keys, values, strict=True):
-            replica, array = self._replicas[key.name], self._allocate(key.size, key.dtype)
-            array[...] = value.reshape(-1)
-            yield from self._broadcast(array, 0, label("put", [key.name]))
-            replica.value = array
+            replica = self._replicas[key.name]
+            room = replica.room()
+            room[...] = value.reshape(-1)
+            yield from self._broadcast(room, 0, label("put", [key.name]))
+            replica.turn()
+            replica.updating = False
 
     # ---- pushes and pulls
 
@@ -133,15 +146,22 @@ class Serverless:
     ) -> Task[None]:
         """Both. The sums go into `outs` on their way."""
         replicas = [self._replicas[key.name] for key in keys]
-        yield from self._sum(replicas, flats, outs)
-        take_from(replicas, outs)
+        blocks = blocks_of(replicas)
+        yield from self._sum(replicas, flats, outs, blocks)
+        take_from(replicas, outs, blocks)
 
-    def _sum(self, replicas: Sequence[Replica], flats: Sequence[Array], outs: Sequence[Array]) -> Task[None]:
+    def _sum(
+        self,
+        replicas: Sequence[Replica],
+        flats: Sequence[Array],
+        outs: Sequence[Array],
+        blocks: Sequence[Array | None] | None = None,
+    ) -> Task[None]:
         for replica in replicas:
             replica.prepare()
         payloads = [self._payload(replica.key, flat) for replica, flat in zip(replicas, flats)]
         text = label("push", [replica.key.name for replica in replicas])
-        yield from self._sums.task(payloads, outs, text, self.direct)
+        yield from self._sums.task(payloads, outs, text, self.direct, blocks)
 
     def _payload(self, key: Key, flat: Array) -> Array:
         """What this worker adds: where pushes are compressed, what the others would decode."""
@@ -257,7 +277,8 @@ class Serverless:
         replica.optimizer = self._settings.groups.of(replica.key.name)
         if source.rank < 0:
             return
-        for array in replica.become(source.standing.round, source.standing.step, source.standing.state):
+        there, gives = source.standing, source.rank == self.layout.rank
+        for array in replica.become(there.round, there.step, there.state, gives):
             collectives.broadcast(array, self._comm, source.rank, label=label("recover", [replica.key.name]))
         replica.updating = False
 

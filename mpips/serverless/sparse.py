@@ -65,4 +65,3 @@ class Sparse:
 def _round_up(size: int) -> int:
     """Bytes of a block: of few lengths, so that there are few collectives to be prepared."""
     return max(64, 1 << (size - 1).bit_length())
-

@@ -49,24 +49,36 @@ class Sums:
         """out = the sum of all workers' arrays. Collective, blocking."""
         collectives.allreduce(array, self.comm, algorithm=SUMS, out=None if out is array else out, label=text)
 
-    def many(self, arrays: Sequence[Array], outs: Sequence[Array], text: str) -> None:
-        """The same of each array, all at once. Collective, blocking."""
+    def many(
+        self, arrays: Sequence[Array], outs: Sequence[Array], text: str, blocks: Sequence[Array | None] | None = None
+    ) -> None:
+        """The same of each array, all at once; this worker's block of each sum goes into `blocks`, too."""
         out = None if all(map(is_, arrays, outs)) else outs
-        collectives.grouped_allreduce(arrays, self.comm, algorithm=SUMS, out=out, label=text)
+        collectives.grouped_allreduce(arrays, self.comm, algorithm=SUMS, out=out, label=text, blocks=blocks)
 
-    def task(self, arrays: Sequence[Array], outs: Sequence[Array], text: str, direct: bool) -> Task[None]:
+    def task(
+        self,
+        arrays: Sequence[Array],
+        outs: Sequence[Array],
+        text: str,
+        direct: bool,
+        blocks: Sequence[Array | None] | None = None,
+    ) -> Task[None]:
         """`one` or `many`, beside compute unless `direct`; workers that block take part in the same collective."""
         single = len(arrays) == 1
         if not direct:
-            yield from in_steps(self._begun(arrays, outs, text, single))
+            in_place = all(map(is_, arrays, outs))
+            if single:
+                plan = self._begin("allreduce", arrays[0], None if in_place else outs[0], text)
+            else:
+                plan = self._begin(
+                    "grouped_allreduce", list(arrays), None if in_place else list(outs), text, blocks=blocks
+                )
+            yield from in_steps(plan)
         elif single:
             self.one(arrays[0], outs[0], text)
         else:
-            self.many(arrays, outs, text)
+            self.many(arrays, outs, text, blocks)
 
-    def _begun(self, arrays: Sequence[Array], outs: Sequence[Array], text: str, single: bool) -> Plan:
-        in_place = all(map(is_, arrays, outs))
-        x: Any = arrays[0] if single else list(arrays)
-        out: Any = None if in_place else outs[0] if single else list(outs)
-        kind = "allreduce" if single else "grouped_allreduce"
-        return begin(kind, x, self.comm, algorithm=SUMS, out=out, label=text)
+    def _begin(self, kind: str, x: Any, out: Any, text: str, **more: Any) -> Plan:
+        return begin(kind, x, self.comm, algorithm=SUMS, out=out, label=text, **more)
