@@ -189,7 +189,6 @@ class KVStore:
         ends when its arrays may be overwritten.) It is `push` itself where that is all that can be known: without
         servers, and in asynchronous stores."""
         self._operations.check_open()
-        self._operations.check_open()
         known = self.layout.num_servers and not self.layout.asynchronous
         return self._operations.taken(key, push) if known else push
 
