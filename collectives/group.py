@@ -121,6 +121,10 @@ def _kept(sources: Sequence[Flat], blocks: Sequence[Any] | None) -> list[tuple[F
     return kept
 
 
+class OverlapError(ValueError):
+    """A result would go into a part of another array, or of its own, before that has been read."""
+
+
 class _Pair(NamedTuple):
     """An array, where its result goes, and where this rank's block of it goes, too."""
 
@@ -130,8 +134,8 @@ class _Pair(NamedTuple):
 
 
 def _apart(pairs: Sequence[tuple[Flat, Flat]], kept: Sequence[tuple[Flat, ...]]) -> list[_Pair]:
-    """The arrays, each once: one that is there twice, as tied weights are, is reduced once. ValueError where the result
-    of one goes into part of another."""
+    """The arrays, each once: one that is there twice, as tied weights are, is reduced once. OverlapError where a result
+    goes into a part of another array, or of its own."""
     once: dict[tuple[Flat, Flat], int] = {}
     every: dict[tuple[Flat, Flat], tuple[Flat, ...]] = {}
     for number, pair in enumerate(pairs):
@@ -144,8 +148,9 @@ def _apart(pairs: Sequence[tuple[Flat, Flat]], kept: Sequence[tuple[Flat, ...]])
             extents.append((source.address, source.address + _nbytes(source), number, False))
     end, last, written = 0, -1, False
     for start, stop, number, writes in sorted(extents):
-        if start < end and number != last and (writes or written):
-            raise ValueError(f"arrays {last} and {number} overlap, and a result goes there: give each its own memory")
+        if start < end and (writes or written):
+            both = f"arrays {last} and {number} overlap" if number != last else f"arrays[{number}] and its out overlap"
+            raise OverlapError(f"{both}, and a result goes there: give each its own memory")
         if stop > end:
             end, last, written = stop, number, writes
     return [_Pair(*pair, every[pair]) for pair in once]

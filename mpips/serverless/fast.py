@@ -11,6 +11,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from collectives.group import OverlapError
 from mpips.keys.key import Key, Name
 from mpips.runtime.epoch import Epoch
 from mpips.serverless.replica import Replica
@@ -71,7 +72,10 @@ class Lists:
         """Contribute to all keys. Arrays are C-contiguous, of their keys' shapes and dtypes."""
         replicas, text = self._prepared(keys)
         totals = [replica.room() for replica in replicas]
-        self._sum(arrays, totals, text, None)
+        if len(keys) == 1:
+            self._sums.one(arrays[0], totals[0], text)
+        else:
+            self._sums.many(arrays, totals, text)
         for replica, total in zip(replicas, totals):
             replica.take(total)
 
@@ -82,19 +86,19 @@ class Lists:
             flat(out)[...] = self._replicas[key.name].value
 
     def pushpull(self, keys: Sequence[Key], arrays: Sequence[Array], outs: Sequence[Array], priority: int) -> None:
-        """Both. The sums go into `outs`, which may be `arrays`, on their way."""
-        replicas, text = self._prepared(keys)
-        blocks = blocks_of(replicas)
-        self._sum(arrays, outs, text, blocks)
-        take_from(replicas, outs, blocks)
-
-    def _sum(
-        self, arrays: Sequence[Array], outs: Sequence[Array], text: str, blocks: Sequence[Array | None] | None
-    ) -> None:
-        if len(arrays) == 1:
-            self._sums.one(arrays[0], outs[0], text)
-        else:
-            self._sums.many(arrays, outs, text, blocks)
+        """Both. The sums go into `outs`, which may be `arrays`, on their way, but for results that overlap arrays."""
+        if len(keys) > 1:
+            replicas, text = self._prepared(keys)
+            blocks = blocks_of(replicas)
+            try:
+                self._sums.many(arrays, outs, text, blocks)
+            except OverlapError:  # nothing has been sent
+                pass
+            else:
+                take_from(replicas, outs, blocks)
+                return
+        self.push(keys, arrays, priority)
+        self.pull(keys, outs)
 
     def _prepared(self, keys: Sequence[Key]) -> tuple[list[Replica], str]:
         replicas = [self._replicas[key.name] for key in keys]
@@ -110,8 +114,6 @@ class Lists:
 
 def blocks_of(replicas: Sequence[Replica]) -> list[Array | None] | None:
     """Where a collective of several keys leaves this worker's blocks of the sums; None where it is to leave none."""
-    if len(replicas) == 1:
-        return None
     blocks = [replica.block_room() for replica in replicas]
     return blocks if any(block is not None for block in blocks) else None
 

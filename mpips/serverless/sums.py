@@ -1,4 +1,4 @@
-"""The sums of all workers, blocking or in steps: single arrays, or many in one collective. Bits depend on neither."""
+"""What workers do together, blocking or in steps: above all sums, of single arrays or many. Bits depend on neither."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 import collectives
 from collectives.api import begin
+from collectives.communicator import Communicator
 from collectives.plan import Plan
 from mpips.keys.key import Name
 from mpips.runtime.tasks import Task
@@ -40,10 +41,13 @@ def in_steps(plan: Plan) -> Task[None]:
 
 
 class Sums:
-    """Sums over one communicator of workers. Arrays are C-contiguous; `outs` may be the arrays themselves."""
+    """Collectives over one communicator of workers, `home`. Arrays are C-contiguous; `outs` may be the arrays
+    themselves. Workers that block and workers that go in steps take part in the same collective."""
 
-    def __init__(self, comm: MPI.Intracomm) -> None:
-        self.comm = comm
+    def __init__(self, home: Communicator, comm: MPI.Intracomm) -> None:
+        self.comm, self.rank, self.size = comm, home.rank, home.size
+        self.one_node = home.size > 1 and home.nodes == 1
+        """Whether there are other workers, all on this node."""
 
     def one(self, array: Array, out: Array, text: str) -> None:
         """out = the sum of all workers' arrays. Collective, blocking."""
@@ -64,7 +68,7 @@ class Sums:
         direct: bool,
         blocks: Sequence[Array | None] | None = None,
     ) -> Task[None]:
-        """`one` or `many`, beside compute unless `direct`; workers that block take part in the same collective."""
+        """`one` or `many`, beside compute unless `direct`."""
         single = len(arrays) == 1
         if not direct:
             in_place = all(map(is_, arrays, outs))
@@ -82,3 +86,21 @@ class Sums:
 
     def _begin(self, kind: str, x: Any, out: Any, text: str, **more: Any) -> Plan:
         return begin(kind, x, self.comm, algorithm=SUMS, out=out, label=text, **more)
+
+    def give(self, array: Array, root: int, text: str) -> None:
+        """The root's array, on all workers. Collective, blocking."""
+        collectives.broadcast(array, self.comm, root, label=text)
+
+    def broadcast(self, array: Array, root: int, text: str, direct: bool) -> Task[None]:
+        """`give`, beside compute unless `direct`."""
+        if direct:
+            self.give(array, root, text)
+        else:
+            yield from in_steps(begin("broadcast", array, self.comm, root=root, label=text))
+
+    def gather(self, x: Array, out: Array | None, text: str, direct: bool) -> Task[None]:
+        """All workers' blocks, on all: x -> out; without `out` this worker's is in x already."""
+        if direct:
+            collectives.allgather(x, self.comm, out=out, label=text)
+        else:
+            yield from in_steps(begin("allgather", x, self.comm, out=out, label=text))

@@ -138,5 +138,7 @@ def test_results_that_overlap_are_refused_on_this_rank_alone(comm):
     x = np.ones(200_000)
     with pytest.raises(ValueError, match="arrays 0 and 1 overlap"):
         collectives.grouped_allreduce([x[:150_000], x[100_000:]], comm)
+    with pytest.raises(ValueError, match=r"arrays\[1\] and its out overlap"):
+        collectives.grouped_allreduce([np.ones(3), x[:-1]], comm, out=[np.ones(3), x[1:]])
     collectives.grouped_allreduce([x[:100_000], x[100_000:]], comm)
     assert (x == P).all()
