@@ -9,6 +9,7 @@ does follows from its seed, which is printed where something is wrong.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import random
 import signal
@@ -79,6 +80,8 @@ def _one(worker: Worker, fault: Fault) -> str:
     """A fault among some calls; what was wrong on any worker."""
     comm = worker.comm
     heard = hear(lambda: _calls(worker, fault))
+    if fault.kind == "exit":  # the odd worker is gone: the job ends
+        sys.exit(3 if not heard.error or heard.error.startswith("Epoch") else f"raised {heard}")
     every = comm.allgather(heard)
     if any(one.error for one in every):
         again = comm.allgather(hear(worker.call).sentence)
@@ -144,6 +147,7 @@ def test_some_faults(seed):
 def main() -> int:
     """Command line; the exit code."""
     if sys.argv[1] == "job":
+        faulthandler.dump_traceback_later(JOB_SECONDS - 10)  # where it hangs
         for words in job(int(sys.argv[2]), int(sys.argv[3])):
             print(json.dumps({"wrong": words}), flush=True)
         return 0
