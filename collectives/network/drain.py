@@ -72,15 +72,17 @@ def leave(comm: MPI.Comm, kept: object = None) -> None:
 def sweep(seconds: float = 0.0) -> bool:
     """Give back what has been left. Whether all is gone; blocks until then, for so many seconds at most."""
     deadline = time.monotonic() + seconds
-    while _left:
-        _partings.append(Parting(*_left.pop(0)))
     while True:
-        for parting in list(_partings):  # to free one may leave others, which were kept for it
-            if parting.free():
+        while _left:
+            _partings.append(Parting(*_left.pop(0)))
+        for parting in list(_partings):
+            if parting.free():  # which may leave others, which were kept for it
                 _partings.remove(parting)
                 _limbo.append(parting.kept)
         if not outstanding():
             _limbo.clear()
+        if _left:
+            continue
         if not _partings or time.monotonic() >= deadline:
             return not _partings
         time.sleep(LOOK_SECONDS)
