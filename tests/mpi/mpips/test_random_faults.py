@@ -55,6 +55,7 @@ def job(seed: int, count: int, deadly: bool = True) -> list[str]:
     make: Callable[[int], Any] = rng.choice([np.zeros, lambda n: mpips.empty(n, np.float64)])
     plan = [Fault(_chosen(rng, deadly), rng.randrange(ranks), rng.randrange(STEPS), rng.random()) for _ in range(count)]
     ways = [rng.choice(WAYS) for _ in range(count)]
+    WORLD.Barrier()  # ranks start at their own pace
     try:
         kv = mpips.create(name, comm=WORLD, timeout_seconds=TIMEOUT, stall_seconds=PATIENCE,
                           shared_memory=not nodes, **options)  # fmt: skip
