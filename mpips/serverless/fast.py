@@ -15,7 +15,7 @@ from collectives.group import OverlapError
 from mpips.keys.key import Key, Name
 from mpips.runtime.epoch import Epoch
 from mpips.serverless.replica import Replica
-from mpips.serverless.sums import Sums, label
+from mpips.serverless.sums import Blocks, Sums, label
 
 Array = NDArray[Any]
 
@@ -112,13 +112,13 @@ class Lists:
         return replicas, text
 
 
-def blocks_of(replicas: Sequence[Replica]) -> list[Array | None] | None:
+def blocks_of(replicas: Sequence[Replica]) -> Blocks:
     """Where a collective of several keys leaves this worker's blocks of the sums; None where it is to leave none."""
     blocks = [replica.block_room() for replica in replicas]
     return blocks if any(block is not None for block in blocks) else None
 
 
-def take_from(replicas: Sequence[Replica], outs: Sequence[Array], blocks: Sequence[Array | None] | None = None) -> None:
+def take_from(replicas: Sequence[Replica], outs: Sequence[Array], blocks: Blocks) -> None:
     """Sums lie in `outs`, and this worker's blocks of some in `blocks`: update, and write to `outs` what is stored."""
     for number, (replica, out) in enumerate(zip(replicas, outs)):
         if blocks is not None and blocks[number] is not None:

@@ -23,7 +23,7 @@ from mpips.serverless.replicas import Replicas, States
 from mpips.serverless.settings import Settings
 from mpips.serverless.snapshot import Snapshot
 from mpips.serverless.sparse import Sparse
-from mpips.serverless.sums import Sums, label
+from mpips.serverless.sums import Blocks, Sums, label
 
 Array = NDArray[Any]
 
@@ -131,22 +131,13 @@ class Serverless:
         yield from self.pull_list(keys, outs)
 
     def _sum(
-        self,
-        replicas: Sequence[Replica],
-        flats: Sequence[Array],
-        outs: Sequence[Array],
-        blocks: Sequence[Array | None] | None = None,
+        self, replicas: Sequence[Replica], flats: Sequence[Array], outs: Sequence[Array], blocks: Blocks = None
     ) -> Task[None]:
         for replica in replicas:
             replica.prepare()
-        payloads = [self._payload(replica.key, flat) for replica, flat in zip(replicas, flats)]
+        payloads = [self._settings.payload(replica.key, flat) for replica, flat in zip(replicas, flats)]
         text = label("push", [replica.key.name for replica in replicas])
         yield from self._sums.task(payloads, outs, text, self.direct, blocks)
-
-    def _payload(self, key: Key, flat: Array) -> Array:
-        """What this worker adds: where pushes are compressed, what the others would decode."""
-        residuals = self._settings.compressing(key)
-        return flat if residuals is None else residuals.decoded(key.name, flat)
 
     def push_rows(self, key: Key, rows: RowSparse, priority: int) -> Task[None]:
         """A round of which every worker hears of all rows; where pushes are compressed the whole key is pushed."""

@@ -51,6 +51,11 @@ class Settings:
         """What compression keeps back, where it compresses the pushes of this key."""
         return self.residuals if key.dtype.kind == "f" else None
 
+    def payload(self, key: Key, flat: Array) -> Array:
+        """What this worker adds for a push: where pushes are compressed, what the others would decode."""
+        residuals = self.compressing(key)
+        return flat if residuals is None else residuals.decoded(key.name, flat)
+
     def kept(self, keys: Sequence[Key]) -> Array | None:
         """What compression has kept back of this worker's pushes, float64, one key behind the other; None where nothing
         is compressed."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from operator import is_
-from typing import Any
+from typing import Any, TypeAlias
 
 from mpi4py import MPI
 from numpy.typing import NDArray
@@ -21,6 +21,8 @@ Array = NDArray[Any]
 SUMS = "reproducible"
 """The algorithm: however keys are cut, or put together in lists, every element is added up in the same order."""
 SHOWN = 4
+Blocks: TypeAlias = "Sequence[Array | None] | None"
+"""Of each of several arrays where this worker's block of the sum goes, too, if anywhere."""
 
 
 def label(what: str, names: Sequence[Name]) -> str:
@@ -53,9 +55,7 @@ class Sums:
         """out = the sum of all workers' arrays. Collective, blocking."""
         collectives.allreduce(array, self.comm, algorithm=SUMS, out=None if out is array else out, label=text)
 
-    def many(
-        self, arrays: Sequence[Array], outs: Sequence[Array], text: str, blocks: Sequence[Array | None] | None = None
-    ) -> None:
+    def many(self, arrays: Sequence[Array], outs: Sequence[Array], text: str, blocks: Blocks = None) -> None:
         """The same of each array, all at once; this worker's block of each sum goes into `blocks`, too."""
         out = None if all(map(is_, arrays, outs)) else outs
         collectives.grouped_allreduce(arrays, self.comm, algorithm=SUMS, out=out, label=text, blocks=blocks)
@@ -66,7 +66,7 @@ class Sums:
         outs: Sequence[Array],
         text: str,
         direct: bool,
-        blocks: Sequence[Array | None] | None = None,
+        blocks: Blocks = None,
     ) -> Task[None]:
         """`one` or `many`, beside compute unless `direct`."""
         single = len(arrays) == 1

@@ -50,7 +50,7 @@ def test_an_optimizer_updates():
 def test_the_caller_gets_what_is_stored_after_the_update():
     one, out = replica(sgd()), np.full((2, 2), 3, np.float32)
     one.prepare()
-    take_from([one], [out])
+    take_from([one], [out], None)
     assert (out == -1.5).all() and (one.value == -1.5).all()
 
 
