@@ -20,8 +20,8 @@ from mpips.options import OptionError, Options
 from mpips.runtime.rendezvous import Assembling, Room
 
 WHAT = "mpips.create"
-_given_up: list[MPI.Request] = []
-"""Arrivals of ranks that stopped waiting; the others may yet come."""
+_arrivals: list[MPI.Request] = []
+"""Under way; of who has stopped waiting, too, as the others may yet come."""
 
 
 class _Card(msgspec.Struct, array_like=True):
@@ -149,11 +149,9 @@ def _come(comm: MPI.Intracomm, limits: Limits) -> None:
     """Wait until all ranks have come. What makes communicators blocks in MPI, and must not before."""
     what = f"{WHAT}, to which not all {comm.Get_size()} ranks have come (all must call it, servers too),"
     request = comm.Ibarrier()
-    try:
-        drive(until(request.Test), Assembling(limits), what)
-    except BaseException:
-        _given_up.append(request)
-        raise
+    _arrivals.append(request)
+    drive(until(request.Test), Assembling(limits), what)
+    _arrivals.remove(request)
 
 
 def _check(kind: str, options: Options, size: int) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
@@ -16,23 +15,20 @@ from typing import Protocol
 from mpi4py import MPI
 
 from collectives.communicator import Communicator, communicator
-from collectives.errors import CollectiveError
+from collectives.errors import CollectiveError, StallError
 from collectives.network.drain import sweep
 from collectives.node.poison import CLOSED
 from collectives.node.wait import NAP_AFTER_BETWEEN_NODES, NAP_AFTER_ON_NODE, Limits, drive, until
 from mpips.runtime.breaking import uninterrupted
 from mpips.runtime.errors import EpochError, of_kind
+from mpips.runtime.parting import NEVER, Parting
 from mpips.runtime.rendezvous import Room, see_there
 
-PARTING_TAG = 4
-RECOVER, GO, CLOSE = b"recover", b"go", b"close"
-"""How a rank goes on after the epoch: it would begin the next; it has heard that all would; it leaves."""
 LAST_WORD_SECONDS = 0.2
 """How long a message may take from a rank that has left since."""
 PARTING_SECONDS = 5.0
 """So long a rank that closes waits for the others once the epoch is over."""
 FREEING_SECONDS = 1.0
-NEVER = Limits(math.inf, 0.0)
 
 
 class Ranks(Protocol):
@@ -91,8 +87,7 @@ class Epoch:
         self.over: EpochError | None = None
         self._everybody = Room(layout.world)
         self._workers = None if layout.workers is None else Room(layout.workers)
-        self._parting = Room(layout.world, PARTING_TAG)
-        self._chosen = b""
+        self._parting = Parting(layout.world, self.gone)
 
     # ---- the end
 
@@ -120,6 +115,8 @@ class Epoch:
         this rank has lent.
         """
         with self._ending:  # another thread may end it, too
+            if self.over is not None and isinstance(error, EpochError):
+                return error
             if self.over is None:
                 with uninterrupted():
                     self._end(what, error)
@@ -200,11 +197,17 @@ class Epoch:
         communicators are new ones (`Layout.again`), and what was sent on the old ones is dropped.
 
         EpochError on a worker where another closes the store instead, or has ended; a server returns False then.
+        EpochStallError where one has not come within the limits; a later call waits on for it.
         """
         if self.over is None:
             self.end("recover", CollectiveError(f"rank {self.rank} calls recover"))
-        if why := self._why_not_go():
-            if self._layout.is_server:
+        server = self._layout.is_server
+        try:
+            why = self._parting.go_on(NEVER if server else self.limits)
+        except StallError as error:
+            raise of_kind(error) from None
+        if why:
+            if server:
                 return False
             raise EpochError(f"{why}: the store cannot be recovered")
         self._layout.again()
@@ -213,40 +216,9 @@ class Epoch:
         sweep(FREEING_SECONDS)
         return True
 
-    def _why_not_go(self) -> str:
-        """Wait until all ranks are about to begin the next epoch; "", or why they cannot."""
-        wait = _Wait(self, lambda: self._others(RECOVER, GO), lambda waited: None)
-        if self._layout.is_server:
-            wait.limits = NEVER
-        self._choose(RECOVER)
-        drive(until(lambda: self._why_not() or not self._others(RECOVER, GO)), wait, "recover")
-        with uninterrupted():  # who has said that it goes must not stay away
-            if not self._why_not():
-                self._choose(GO)
-                drive(until(lambda: self._why_not() or not self._others(GO)), wait, "recover")
-        return self._why_not()
-
     def asked(self) -> bool:
         """Whether another rank has begun to renew or to close since the epoch is over. Does not block."""
-        self._parting.missing()
-        return any(self._parting.last()) or bool(self.gone())
-
-    def _choose(self, choice: bytes) -> None:
-        """Tell all others how this rank goes on after the epoch."""
-        if self._chosen != choice:
-            self._chosen = choice
-            self._parting.bring(choice)
-
-    def _why_not(self) -> str:
-        """Why the store cannot be recovered; "" where it may be."""
-        for rank in sorted(set(range(self.size)) - set(self._others(CLOSE))):
-            return f"rank {rank} has closed the store"
-        return next((f"rank {rank} is needed, and {how}" for rank, how in self.gone().items()), "")
-
-    def _others(self, *choices: bytes) -> list[int]:
-        """Ranks that have said last that they go on otherwise, or have said nothing. Does not block."""
-        self._parting.missing()
-        return [rank for rank, said in enumerate(self._parting.last()) if said not in choices]
+        return self._parting.asked()
 
     def close(self) -> None:
         """The store ends on this rank: wait for the others, and give all communicators back. Collective over all ranks
@@ -256,23 +228,13 @@ class Epoch:
         self._closed = True
         for home in (*self._inner, self._home):
             home.leave(CLOSED)
-        self._choose(CLOSE)
+        self._parting.leave()
         try:
             if self.over is None:
                 with self.failing("close"):
-                    self._closing(math.inf, self.look)
+                    self._parting.left(math.inf, self.look)
         except CollectiveError:  # the epoch has ended meanwhile
             pass
-        self._closing(time.monotonic() + PARTING_SECONDS, lambda waited: None)
+        all_left = self._parting.left(PARTING_SECONDS)
         self._layout.free()
-        sweep(0.0 if self._others(CLOSE) else FREEING_SECONDS)
-
-    def _closing(self, deadline: float, look: Callable[[float], None]) -> None:
-        """Wait until all have closed, or have ended, or until then."""
-        wait = _Wait(self, lambda: self._others(CLOSE), look)
-        wait.limits = NEVER
-
-        def over() -> bool:
-            return time.monotonic() > deadline or not set(self._others(CLOSE)) - self.gone().keys()
-
-        drive(until(over), wait, "close")
+        sweep(FREEING_SECONDS if all_left else 0.0)

@@ -164,6 +164,22 @@ def test_who_recovers_while_another_closes_is_told_so_and_a_server_leaves(nodes)
             epoch.close()
 
 
+@only_on(2, 3)
+def test_who_waits_too_long_for_others_to_recover_is_told_so_and_may_come_again():
+    with store(timeout_seconds=0.5) as (layout, epoch):
+        raise_or_hear(epoch)
+        WORLD.Barrier()
+        if RANK != FIRST and not layout.is_server:
+            with pytest.raises(EpochStallError) as told, epoch.failing("recover"):
+                epoch.renew()
+            assert str(told.value) == "recover has waited for 0.5 s: rank 0 has not come"
+        if RANK == FIRST:
+            time.sleep(1)
+        assert epoch.renew()
+        works(layout, epoch)
+        epoch.close()
+
+
 def raise_or_hear(epoch):
     """All ranks are at the end of the epoch."""
     with pytest.raises(EpochError):
