@@ -25,14 +25,15 @@ import pytest
 import mpips
 from tests.mpi.collectives.fault_table import NOT_DONE, Place
 from tests.mpi.mpips.cells import KINDS, WAYS
-from tests.mpi.mpips.faults import PATIENCE, TIMEOUT, WORLD, Worker, hear, in_the_middle, workers
+from tests.mpi.mpips.faults import PATIENCE, WORLD, Worker, hear, in_the_middle, workers
 from tests.mpi.sizes import only_on
 
 MODULE = "tests.mpi.mpips.test_random_faults"
 FAULTS = ("interrupt", "interrupt", "order", "argument", "late", "exit")
 STEPS = 30  # calls among which the fault happens
+PATIENT = 8.0  # seconds that a wait may last; a late worker comes up to half as many again later
 EACH = 8  # faults in a job
-JOB_SECONDS = 120
+JOB_SECONDS = 200
 
 
 class Fault(NamedTuple):
@@ -57,7 +58,7 @@ def job(seed: int, count: int, deadly: bool = True) -> list[str]:
     ways = [rng.choice(WAYS) for _ in range(count)]
     WORLD.Barrier()  # ranks start at their own pace
     try:
-        kv = mpips.create(name, comm=WORLD, timeout_seconds=TIMEOUT, stall_seconds=PATIENCE,
+        kv = mpips.create(name, comm=WORLD, timeout_seconds=PATIENT, stall_seconds=PATIENCE,
                           shared_memory=not nodes, **options)  # fmt: skip
     except SystemExit:
         return []
@@ -114,7 +115,7 @@ def _calls(worker: Worker, fault: Fault) -> None:
                 assert hear(lambda bad=bad: worker.kv.push(order, bad)).error in ("ValueError", "TypeError")
             worker.call(order)
         elif fault.kind == "late":
-            time.sleep(fault.seconds * 3 * TIMEOUT)
+            time.sleep(fault.seconds * 1.5 * PATIENT)
             worker.call(order)
         else:
             sys.exit(3)
