@@ -29,12 +29,17 @@ def begin(
     out: Any = None,
     root: int = 0,
     label: str = "",
+    blocks: Sequence[Any] | None = None,
 ) -> Plan:
-    """A one-shot call that has begun: `test()` now and then, then `wait()`. `kind` is the name of one of the calls."""
+    """A one-shot call that has begun: `test()` now and then, then `wait()`. `kind` is the name of one of the calls;
+    `blocks` are `grouped_allreduce`'s."""
     home = communicator(comm)
     home.check()
-    made = _plan(home, kind, x, op, algorithm, out, root, label)
-    made.start(x, out)
+    if kind == GROUP:
+        made = _group(home, x, op, algorithm, out, label, blocks)
+    else:
+        made = _plan(home, kind, x, op, algorithm, out, root, label)
+    made.start(x, out, blocks)
     return made
 
 
@@ -65,11 +70,37 @@ def _plan(
     home: Communicator, kind: str, x: Any, op: str, algorithm: str, out: Any, root: int, label: str
 ) -> Plan:
     def make() -> Plan:
-        if kind == GROUP:
-            return Plan(home, *compile_group(home, x, op, algorithm, out, label), out is None)
         return compile_plan(home, kind, x, op, algorithm, out, root, Tags(home.lanes), label)
 
     return _kept(home, (kind, op, algorithm, root, label), x, out, make)
+
+
+def _group(
+    home: Communicator,
+    arrays: Sequence[Any],
+    op: str,
+    algorithm: str,
+    out: Sequence[Any] | None,
+    label: str,
+    blocks: Sequence[Any] | None,
+) -> Plan:
+    """The plan of many arrays, by the identities of all of them first."""
+    written = None if out is None and blocks is None else [*(out or ())]
+    which = None
+    if blocks is not None:
+        which = tuple([block is not None for block in blocks])
+        written += [block for block in blocks if block is not None]  # type: ignore[operator]
+    call = (GROUP, op, algorithm, which, label)
+    every = [*arrays, *(written or ())]
+    found = home.plans.get(identity(call, every, len(arrays)))
+    if found is not None and found.holds(every):
+        plan: Plan = found.plan
+        return plan
+
+    def make() -> Plan:
+        return Plan(home, *compile_group(home, arrays, op, algorithm, out, label, blocks), out is None)
+
+    return _kept(home, call, list(arrays), written, make)
 
 
 def _kept(home: Communicator, call: tuple[Any, ...], x: Any, out: Any, make: Callable[[], Plan]) -> Plan:
@@ -194,6 +225,7 @@ def grouped_allreduce(
     out: Sequence[Any] | None = None,
     *,
     label: str = "",
+    blocks: Sequence[Any] | None = None,
 ) -> list[Any]:
     """Many arrays of any sizes and types in one call, each reduced across ranks: arrays[i][n_i] -> out[i][n_i].
     Collective, blocking.
@@ -204,15 +236,13 @@ def grouped_allreduce(
     Unlike `allreduce` of a list, which adds the vectors of a worker together, the arrays stay apart. All ranks bring as
     many, of the same sizes and types, in the same order. Small ones travel together. Returns `out`, or `arrays`, as a
     list. Arguments and errors: see `allreduce`.
+
+    blocks     for each array another of its size and type, or None: there this rank's block of the result goes, too,
+               where `reduce_scatter` has it; all else there stays as it is. Ranks need not do alike.
     """
     home = communicator(comm)
     home.check()
-    every = [*arrays] if out is None else [*arrays, *out]
-    found = home.plans.get(identity((GROUP, op, algorithm, 0, label), every, len(arrays)))
-    if found is not None and found.holds(every):
-        made = found.plan
-    else:
-        made = _plan(home, GROUP, list(arrays), op, algorithm, None if out is None else list(out), 0, label)
-    with home.failing(made.call.text, arrays, out):
+    made = _group(home, arrays, op, algorithm, out, label, blocks)
+    with home.failing(made.call.text, arrays, out, blocks):
         made()
     return list(arrays if out is None else out)

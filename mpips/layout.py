@@ -6,7 +6,6 @@ communicator of a store comes from here, and each epoch has communicators of its
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,15 +13,15 @@ import msgspec
 import numpy as np
 from mpi4py import MPI
 
-from collectives.network.drain import part
+from collectives.network.drain import leave, part
 from collectives.node.wait import Limits, drive, until
 from mpips.keys.sharding import Interval, owners, split
 from mpips.options import OptionError, Options
 from mpips.runtime.rendezvous import Assembling, Room
 
 WHAT = "mpips.create"
-_given_up: list[MPI.Request] = []
-"""Arrivals of ranks that stopped waiting; the others may yet come."""
+_arrivals: list[MPI.Request] = []
+"""Under way; of who has stopped waiting, too, as the others may yet come."""
 
 
 class _Card(msgspec.Struct, array_like=True):
@@ -91,26 +90,27 @@ class Layout:
     def again(self) -> None:
         """Take new communicators for the next epoch, and give the old ones back with all that was sent on them.
         Collective over `world`, blocking."""
-        old, world = self._communicators(), self.world
-        self.world = world.Dup()
+        old = self._communicators()
+        self.world = self.world.Dup()
         self._split()
-        _part_all([*old, world])
+        for comm in old:
+            part(comm)
 
     def free(self) -> None:
-        """Give the communicators back. Collective over `world`, blocking."""
-        _part_all([*self._communicators(), self.world])
+        """Give the communicators back, as all ranks do, each when it likes. Does not block."""
+        for comm in self._communicators():
+            leave(comm)
 
     def _split(self) -> None:
         """Make the communicators of roles and clients. Collective over `world`, blocking."""
-        group = self.world.Split(int(self.is_server), self.rank)
+        group = _split(self.world, int(self.is_server), self.rank)
         if self.is_server:
             self.servers = group
         else:
-            self.workers, self.client = group, group.Split(self.client_number, self.rank)
+            self.workers, self.client = group, _split(group, self.client_number, self.rank)
 
     def _communicators(self) -> list[MPI.Intracomm]:
-        """Those within `world`."""
-        return [comm for comm in (self.client, self.workers, self.servers) if comm is not None]
+        return [comm for comm in (self.client, self.workers, self.servers, self.world) if comm is not None]
 
 
 def create(comm: MPI.Intracomm, kind: str, options: Options | None, refusal: str = "") -> Layout:
@@ -149,11 +149,9 @@ def _come(comm: MPI.Intracomm, limits: Limits) -> None:
     """Wait until all ranks have come. What makes communicators blocks in MPI, and must not before."""
     what = f"{WHAT}, to which not all {comm.Get_size()} ranks have come (all must call it, servers too),"
     request = comm.Ibarrier()
-    try:
-        drive(until(request.Test), Assembling(limits), what)
-    except BaseException:
-        _given_up.append(request)
-        raise
+    _arrivals.append(request)
+    drive(until(request.Test), Assembling(limits), what)
+    _arrivals.remove(request)
 
 
 def _check(kind: str, options: Options, size: int) -> str:
@@ -185,6 +183,13 @@ def _agree(room: Room, card: _Card, limits: Limits) -> None:
                 )
 
 
+def _split(comm: MPI.Intracomm, number: int, rank: int) -> MPI.Intracomm:
+    """The ranks of `comm` with this number, in order. Collective, blocking."""
+    part = comm.Split(number, rank)
+    assert isinstance(part, MPI.Intracomm)
+    return part
+
+
 def _nodes(world: MPI.Intracomm, shared_memory: bool) -> tuple[int, ...]:
     if not shared_memory:
         return tuple(range(world.Get_size()))
@@ -194,8 +199,3 @@ def _nodes(world: MPI.Intracomm, shared_memory: bool) -> tuple[int, ...]:
     node.Free()
     world.Allgather(lowest, nodes)
     return tuple(nodes.tolist())
-
-
-def _part_all(comms: Sequence[MPI.Intracomm]) -> None:
-    for comm in comms:
-        part(comm)

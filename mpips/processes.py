@@ -13,9 +13,9 @@ from collectives.errors import of_caller
 from mpips import layout as layouts
 from mpips import options as option_table
 from mpips import world
+from mpips.cores import Seat
 from mpips.layout import Layout
 from mpips.options import OptionError, Options
-from mpips.runtime.cores import Seat
 from mpips.runtime.epoch import Epoch
 from mpips.served.served import Served
 from mpips.server.loop import Server, serve

@@ -42,11 +42,9 @@ class KVStore:
     ) -> None:
         self.settings = Settings(layout, backend, epoch)
         """What the workers agree on; for other packages of mpips."""
-        self._operations, engine = self.settings.operations, self.settings.engine
-        self._quick = Quick(self.settings.keys, engine.under_way, self._operations, backend)
-        self._call = self._quick.call
+        self._operations = self.settings.operations
+        self._call = Quick(self.settings.keys, self.settings.engine.under_way, self._operations, backend).call
         self._closed = closed
-        epoch.on_end.append(self._unbind)
         breaking.at_exit(self.close)
 
     # ---- who we are
@@ -190,6 +188,7 @@ class KVStore:
         """A handle that ends when the servers have read what `push`, the last `ipush` of these keys, sends. (The push
         ends when its arrays may be overwritten.) It is `push` itself where that is all that can be known: without
         servers, and in asynchronous stores."""
+        self._operations.check_open()
         known = self.layout.num_servers and not self.layout.asynchronous
         return self._operations.taken(key, push) if known else push
 
@@ -229,17 +228,5 @@ class KVStore:
         """
         if self._operations.closed:
             return
-        self._operations.closed = True
         breaking.closed(self.close)
-        self._unbind()
-        engine = self.settings.engine
-        under_way: list[Callable[[], None]] = [engine.forget]
-        if self.settings.epoch.over is None:
-            saving = self.settings.saving
-            under_way = [*([saving.finish] if saving else []), lambda: engine.finish(detached=True)]
-        breaking.in_order(*under_way, engine.close, self.settings.backend.finish, self._closed)
-
-    def _unbind(self) -> None:
-        """No call takes a fast route any more: the general way sees why."""
-        for key in self.settings.keys.values():
-            key.fast = None
+        breaking.in_order(*self.settings.closing(), self._closed)

@@ -50,11 +50,13 @@ class Parting:
     def free(self) -> bool:
         """Give it back, if all has come, and MPI itself does not go on with an operation on it. Whether it is gone."""
         if not self._freed and self.heard() and not unfinished(self._comm):
-            self._comm.Free()
             self._freed = True
+            self._comm.Free()
         return self._freed
 
 
+_left: list[tuple[MPI.Comm, object]] = []
+"""What has been left, and nothing was said of it yet."""
 _partings: list[Parting] = []
 """What has been left, and not all of it has come."""
 _limbo: list[object] = []
@@ -62,20 +64,25 @@ _limbo: list[object] = []
 
 
 def leave(comm: MPI.Comm, kept: object = None) -> None:
-    """Give `comm` back, as all its ranks do, each when it likes; now, or in a later `sweep`. Does not block."""
-    _partings.append(Parting(comm, kept))
-    sweep()
+    """Give `comm` back, as all its ranks do, each when it likes: in the next `sweep` that finds it drained. Sends
+    nothing here: MPICH, which may call this when it frees something, holds a lock meanwhile."""
+    _left.append((comm, kept))
 
 
 def sweep(seconds: float = 0.0) -> bool:
     """Give back what has been left. Whether all is gone; blocks until then, for so many seconds at most."""
     deadline = time.monotonic() + seconds
     while True:
-        for parting in [parting for parting in _partings if parting.free()]:
-            _partings.remove(parting)
-            _limbo.append(parting.kept)
+        while _left:
+            _partings.append(Parting(*_left.pop(0)))
+        for parting in list(_partings):
+            if parting.free():  # which may leave others, which were kept for it
+                _partings.remove(parting)
+                _limbo.append(parting.kept)
         if not outstanding():
             _limbo.clear()
+        if _left:
+            continue
         if not _partings or time.monotonic() >= deadline:
             return not _partings
         time.sleep(LOOK_SECONDS)

@@ -58,7 +58,7 @@ class FastList(Protocol):
     def pushpull(
         self, keys: Sequence[Key], arrays: Sequence[Array], outs: Sequence[Array], priority: int
     ) -> Task[None] | None:
-        """Both; each of `outs` may be its own of `arrays`, and overlaps with no other."""
+        """Both, wherever `outs` and `arrays` lie."""
         ...
 
 

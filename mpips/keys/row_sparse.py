@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mpips.keys.arrays import host
+from collectives import arrays
 
 ROWS_AT_A_TIME = 4096  # what is gathered of weights and state beside them
 
@@ -87,8 +87,8 @@ class RowSparse:
 
 
 def _array(x: Any) -> np.ndarray:
-    """As NumPy's; lists become arrays, those of other libraries are viewed."""
-    return np.asarray(x) if isinstance(x, (list, tuple, range)) else host(x)
+    """As NumPy's; lists become arrays, tensors of PyTorch are viewed, whether they record gradients or not."""
+    return arrays.host(x) if arrays.is_torch(x) else np.asarray(x)
 
 
 def add(parts: Sequence[RowSparse]) -> RowSparse:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 
 import msgspec
 import numpy as np
@@ -13,7 +14,12 @@ from mpips.runtime.rendezvous import Assembling, Room
 
 _NAMED = 8  # ranks that a sentence lists one by one
 _TAG = 1017  # of what ranks tell each other in `alike`
-_ROOM = MPI.Comm.Create_keyval()
+
+
+@cache
+def _room() -> int:
+    """Under what a communicator keeps its room. Made at first use: a driver may import this without MPI."""
+    return MPI.Comm.Create_keyval()
 
 
 class TrainingError(ValueError):
@@ -44,9 +50,9 @@ def alike(
     lowest rank's problem. Arguments are compared as texts. Collective, before anything that ranks must do alike.
     """
     mine = [("the call", call), *((name, str(value)) for name, value in arguments.items())]
-    found = comm.Get_attr(_ROOM)
+    found = comm.Get_attr(_room())
     room = found if isinstance(found, Room) else Room(comm, _TAG)
-    comm.Set_attr(_ROOM, room)
+    comm.Set_attr(_room(), room)
     payloads = room.exchange(msgspec.json.encode((mine, problem)), call, Assembling(Limits()))
     if problem is None and all(payload == payloads[0] for payload in payloads):
         return

@@ -7,19 +7,35 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Callable
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 
 Step = Callable[[], None]
 _closing: list[Step] = []
 _pid = os.getpid()
 
 
-def surely(step: Step) -> None:
-    """Do it, and once more from its beginning where a second Ctrl-C has come into it: others count on it."""
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Ctrl-C that comes within is heard at the end: others count on what is done here. For some seconds at most."""
+    came: list[FrameType | None] = []
+    main = threading.current_thread() is threading.main_thread()
+    before = signal.getsignal(signal.SIGINT) if main else None
+    if before is None or before is signal.SIG_IGN:  # it is not heard here, or not by Python
+        yield
+        return
+    signal.signal(signal.SIGINT, lambda number, frame: came.append(frame))
     try:
-        step()
-    except KeyboardInterrupt:
-        step()
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if came and callable(before):
+        before(signal.SIGINT, came[0])
+    elif came:
+        signal.raise_signal(signal.SIGINT)
 
 
 def in_order(*steps: Step) -> None:

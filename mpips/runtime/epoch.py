@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
@@ -16,22 +15,20 @@ from typing import Protocol
 from mpi4py import MPI
 
 from collectives.communicator import Communicator, communicator
-from collectives.errors import CollectiveError
+from collectives.errors import CollectiveError, StallError
 from collectives.network.drain import sweep
 from collectives.node.poison import CLOSED
 from collectives.node.wait import NAP_AFTER_BETWEEN_NODES, NAP_AFTER_ON_NODE, Limits, drive, until
-from mpips.runtime.breaking import surely
+from mpips.runtime.breaking import uninterrupted
 from mpips.runtime.errors import EpochError, of_kind
+from mpips.runtime.parting import NEVER, Parting
 from mpips.runtime.rendezvous import Room, see_there
 
-PARTING_TAG = 4
-RECOVER, CLOSE = b"recover", b"close"
 LAST_WORD_SECONDS = 0.2
 """How long a message may take from a rank that has left since."""
 PARTING_SECONDS = 5.0
 """So long a rank that closes waits for the others once the epoch is over."""
 FREEING_SECONDS = 1.0
-NEVER = Limits(math.inf, 0.0)
 
 
 class Ranks(Protocol):
@@ -90,8 +87,7 @@ class Epoch:
         self.over: EpochError | None = None
         self._everybody = Room(layout.world)
         self._workers = None if layout.workers is None else Room(layout.workers)
-        self._parting = Room(layout.world, PARTING_TAG)
-        self._chosen = b""
+        self._parting = Parting(layout.world, self.gone)
 
     # ---- the end
 
@@ -106,6 +102,8 @@ class Epoch:
         if self._hearing.acquire(blocking=False):  # else another thread hears
             try:
                 self._home.listen(waited)
+            except CollectiveError as error:
+                raise of_kind(error) from None
             finally:
                 self._hearing.release()
 
@@ -117,8 +115,11 @@ class Epoch:
         this rank has lent.
         """
         with self._ending:  # another thread may end it, too
+            if self.over is not None and isinstance(error, EpochError):
+                return error
             if self.over is None:
-                surely(lambda: self._end(what, error))
+                with uninterrupted():
+                    self._end(what, error)
         return self._error() if isinstance(error, (CollectiveError, MPI.Exception)) else error
 
     @contextmanager
@@ -140,7 +141,7 @@ class Epoch:
         for inner in self._inner:
             inner.fail(what, self.over)
         for step in self.on_end:
-            surely(step)
+            step()
 
     def _error(self) -> EpochError:
         return of_kind(self.over if self.over is not None else self._home.board.poison.error())
@@ -196,16 +197,16 @@ class Epoch:
         communicators are new ones (`Layout.again`), and what was sent on the old ones is dropped.
 
         EpochError on a worker where another closes the store instead, or has ended; a server returns False then.
+        EpochStallError where one has not come within the limits; a later call waits on for it.
         """
         if self.over is None:
             self.end("recover", CollectiveError(f"rank {self.rank} calls recover"))
-        self._choose(RECOVER)
         server = self._layout.is_server
-        wait = _Wait(self, self._parting.missing, lambda waited: None)
-        if server:
-            wait.limits = NEVER
-        drive(until(lambda: self._why_not() or not self._parting.missing()), wait, "recover")
-        if why := self._why_not():
+        try:
+            why = self._parting.go_on(NEVER if server else self.limits)
+        except StallError as error:
+            raise of_kind(error) from None
+        if why:
             if server:
                 return False
             raise EpochError(f"{why}: the store cannot be recovered")
@@ -217,23 +218,7 @@ class Epoch:
 
     def asked(self) -> bool:
         """Whether another rank has begun to renew or to close since the epoch is over. Does not block."""
-        self._parting.missing()
-        return any(self._parting.last()) or bool(self.gone())
-
-    def _choose(self, choice: bytes) -> None:
-        """Tell all others how this rank goes on after the epoch."""
-        if self._chosen != choice:
-            self._chosen = choice
-            self._parting.bring(choice)
-
-    def _why_not(self) -> str:
-        """Why the store cannot be recovered; "" where it may be."""
-        missing = self._parting.missing()
-        for rank, choice in enumerate(self._parting.last()):
-            if choice == CLOSE:
-                return f"rank {rank} has closed the store"
-        gone = self.gone()
-        return next((f"rank {rank} is needed, and {gone[rank]}" for rank in missing if rank in gone), "")
+        return self._parting.asked()
 
     def close(self) -> None:
         """The store ends on this rank: wait for the others, and give all communicators back. Collective over all ranks
@@ -243,37 +228,13 @@ class Epoch:
         self._closed = True
         for home in (*self._inner, self._home):
             home.leave(CLOSED)
-        self._choose(CLOSE)
-        if self._all_close():
-            self._layout.free()
-            sweep(FREEING_SECONDS)
-
-    def _all_close(self) -> bool:
-        """Wait until all have closed; whether they have."""
-        deadline = math.inf if self.over is None else time.monotonic() + PARTING_SECONDS
-        wait = _Wait(self, self._parting.missing, lambda waited: None)
-        wait.limits = NEVER
-
-        def late() -> bool:
-            nonlocal deadline
-            if self.over is None:
-                with_error = self._hear_end()
-                if with_error is not None:
-                    self.end("close", with_error)
-                    deadline = time.monotonic() + PARTING_SECONDS
-            return time.monotonic() > deadline
-
-        drive(until(lambda: not self._open() or late()), wait, "close")
-        return not self._open()
-
-    def _hear_end(self) -> CollectiveError | None:
+        self._parting.leave()
         try:
-            self.look()
-        except CollectiveError as error:
-            return error
-        return None
-
-    def _open(self) -> list[int]:
-        """Ranks that have not said that they close. One may have said before that it would recover."""
-        self._parting.missing()
-        return [rank for rank, said in enumerate(self._parting.last()) if said != CLOSE]
+            if self.over is None:
+                with self.failing("close"):
+                    self._parting.left(math.inf, self.look)
+        except CollectiveError:  # the epoch has ended meanwhile
+            pass
+        all_left = self._parting.left(PARTING_SECONDS)
+        self._layout.free()
+        sweep(FREEING_SECONDS if all_left else 0.0)

@@ -59,9 +59,10 @@ class Members:
 
     def stop(self) -> None:
         """The epoch is over: let nothing touch the caller's memory any more."""
-        self.under_way.stop()
-        if self.sums is not None:
-            self.sums.stop()
+        if self.sums is None:
+            self.under_way.stop()
+        else:
+            self.sums.stop(self.under_way)
 
 
 class Call:
@@ -110,7 +111,7 @@ class CallBetween(Call):
 
     def __init__(self, members: Members, sums: ClientSums, text: str) -> None:
         super().__init__(members, text)
-        self._sums, self._number = sums, members.calls
+        self._sums, self._number, self._data = sums, members.calls, text.encode()
         self._others = [rank for rank in range(members.size) if rank != members.rank]
         self._mine = _told(text)
         self._theirs = np.zeros((members.size, TEXT_BYTES), np.uint8)
@@ -173,7 +174,7 @@ class CallBetween(Call):
         return self._sums.allgather(out, self._cuts(piece), self._tag(piece))
 
     def _tag(self, piece: Piece) -> int:
-        return member_tag(piece.number, self._number)
+        return member_tag(piece.number, self._number, self._data)
 
     @staticmethod
     def _cuts(piece: Piece) -> list[int]:

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from collectives.errors import CollectiveError, StallError
+from mpips.cores import Seat
 from mpips.layout import Layout
-from mpips.runtime.cores import Seat
 from mpips.runtime.epoch import Epoch
 from mpips.server.late import Late
 from mpips.server.requests import Requests

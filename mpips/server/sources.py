@@ -16,7 +16,6 @@ from mpips.server.unit import Source, Unit
 from mpips.transport.frames import ROUND_AT, Coding, Frame
 from mpips.transport.line import Line
 from mpips.transport.outbox import PLACES, header_bytes
-from mpips.transport.receiver import Receiver
 
 VIEWS = 4096
 """Least number of regions that are kept mapped."""
@@ -111,6 +110,16 @@ class Rows(Payload):
         return self._rows
 
 
+class Receiving(Protocol):
+    """What receives payloads from other nodes (`transport.receiver`)."""
+
+    def source(
+        self, line: Line, worker: int, unit: Unit, frame: Frame, read: Callable[[Array], Source] | None
+    ) -> Source:
+        """The payload of a frame; `read` makes a source of a coded one."""
+        ...
+
+
 class Settings(Protocol):
     """What tells how payloads are to be read."""
 
@@ -120,7 +129,7 @@ class Settings(Protocol):
 class Pushes:
     """What push frames say. Where the same region may be pushed again, it is kept by the frame but for its round."""
 
-    def __init__(self, units: Mapping[int, Unit], receiver: Receiver, settings: Settings) -> None:
+    def __init__(self, units: Mapping[int, Unit], receiver: Receiving, settings: Settings) -> None:
         self._units, self._receiver, self._settings = units, receiver, settings
         self._views: dict[tuple[int, ...], Array] = {}
         self._most = VIEWS

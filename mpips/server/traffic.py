@@ -113,6 +113,7 @@ class Traffic:
 
     def _set(self, worker: int, frame: Frame) -> None:
         unit = self._state.units[frame.unit]
+        unit.thaw()
         self._firsts.append((unit, worker, self._receiver.first(unit, worker)))
 
     def _stored(self, unit: Unit, worker: int, first: FirstValue) -> bool:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from collectives.errors import CollectiveError
 from mpips.keys.row_sparse import RowSparse, update_rows
-from mpips.optimizers import Optimizer, State, initial
+from mpips.optimizers.base import Optimizer, State, initial
 
 Array = NDArray[Any]
 

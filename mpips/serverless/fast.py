@@ -11,10 +11,11 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from collectives.group import OverlapError
 from mpips.keys.key import Key, Name
 from mpips.runtime.epoch import Epoch
 from mpips.serverless.replica import Replica
-from mpips.serverless.sums import Sums, label
+from mpips.serverless.sums import Blocks, Sums, label
 
 Array = NDArray[Any]
 
@@ -71,7 +72,10 @@ class Lists:
         """Contribute to all keys. Arrays are C-contiguous, of their keys' shapes and dtypes."""
         replicas, text = self._prepared(keys)
         totals = [replica.room() for replica in replicas]
-        self._sum(arrays, totals, text)
+        if len(keys) == 1:
+            self._sums.one(arrays[0], totals[0], text)
+        else:
+            self._sums.many(arrays, totals, text)
         for replica, total in zip(replicas, totals):
             replica.take(total)
 
@@ -82,16 +86,19 @@ class Lists:
             flat(out)[...] = self._replicas[key.name].value
 
     def pushpull(self, keys: Sequence[Key], arrays: Sequence[Array], outs: Sequence[Array], priority: int) -> None:
-        """Both. The sums go into `outs`, which may be `arrays`, on their way."""
-        replicas, text = self._prepared(keys)
-        self._sum(arrays, outs, text)
-        take_from(replicas, outs)
-
-    def _sum(self, arrays: Sequence[Array], outs: Sequence[Array], text: str) -> None:
-        if len(arrays) == 1:
-            self._sums.one(arrays[0], outs[0], text)
-        else:
-            self._sums.many(arrays, outs, text)
+        """Both. The sums go into `outs`, which may be `arrays`, on their way, but for results that overlap arrays."""
+        if len(keys) > 1:
+            replicas, text = self._prepared(keys)
+            blocks = blocks_of(replicas)
+            try:
+                self._sums.many(arrays, outs, text, blocks)
+            except OverlapError:  # nothing has been sent
+                pass
+            else:
+                take_from(replicas, outs, blocks)
+                return
+        self.push(keys, arrays, priority)
+        self.pull(keys, outs)
 
     def _prepared(self, keys: Sequence[Key]) -> tuple[list[Replica], str]:
         replicas = [self._replicas[key.name] for key in keys]
@@ -105,9 +112,18 @@ class Lists:
         return replicas, text
 
 
-def take_from(replicas: Sequence[Replica], outs: Sequence[Array]) -> None:
-    """Sums lie in `outs`: update by them, and write there what is stored then."""
-    for replica, out in zip(replicas, outs):
+def blocks_of(replicas: Sequence[Replica]) -> Blocks:
+    """Where a collective of several keys leaves this worker's blocks of the sums; None where it is to leave none."""
+    blocks = [replica.block_room() for replica in replicas]
+    return blocks if any(block is not None for block in blocks) else None
+
+
+def take_from(replicas: Sequence[Replica], outs: Sequence[Array], blocks: Blocks) -> None:
+    """Sums lie in `outs`, and this worker's blocks of some in `blocks`: update, and write to `outs` what is stored."""
+    for number, (replica, out) in enumerate(zip(replicas, outs)):
+        if blocks is not None and blocks[number] is not None:
+            replica.take_block()
+            continue
         total = flat(out)
         replica.take(total)
         if replica.optimizer is not None:

@@ -6,11 +6,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from mpips import compression, optimizers
 from mpips.compression import Compressor, Residuals
-from mpips.keys.key import Name
+from mpips.keys.key import Key, Name
 from mpips.optimizers import Groups, Optimizer
+
+Array = NDArray[Any]
 
 
 class _Record(msgspec.Struct, array_like=True):
@@ -42,6 +46,29 @@ class Settings:
         """Residuals begin at zero."""
         self.residuals = Residuals(compressor)
         self.changes += 1
+
+    def compressing(self, key: Key) -> Residuals | None:
+        """What compression keeps back, where it compresses the pushes of this key."""
+        return self.residuals if key.dtype.kind == "f" else None
+
+    def payload(self, key: Key, flat: Array) -> Array:
+        """What this worker adds for a push: where pushes are compressed, what the others would decode."""
+        residuals = self.compressing(key)
+        return flat if residuals is None else residuals.decoded(key.name, flat)
+
+    def kept(self, keys: Sequence[Key]) -> Array | None:
+        """What compression has kept back of this worker's pushes, float64, one key behind the other; None where nothing
+        is compressed."""
+        if self.residuals is None:
+            return None
+        kept = [(key.size, self.residuals.get(key.name)) for key in keys]
+        return np.concatenate([np.zeros(size) if each is None else each.astype(np.float64) for size, each in kept])
+
+    def keep(self, keys: Sequence[Key], values: Sequence[Array]) -> None:
+        """Give it back, one array a key."""
+        for key, value in zip(keys, values, strict=True):
+            if (residuals := self.compressing(key)) is not None:
+                residuals.put(key.name, value, key.dtype)
 
     def forget(self, names: Sequence[Name]) -> None:
         """These keys are gone."""

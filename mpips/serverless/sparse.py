@@ -10,25 +10,22 @@ from functools import reduce
 from typing import Any
 
 import numpy as np
-from mpi4py import MPI
 from numpy.typing import NDArray
 
-import collectives
-from collectives.api import begin
 from mpips.keys.key import Key
 from mpips.keys.row_sparse import RowSparse, merge, packed, unpacked
 from mpips.runtime.tasks import Task
-from mpips.serverless.sums import in_steps, label
+from mpips.serverless.sums import Sums, label
 
 Array = NDArray[Any]
 
 
 class Sparse:
-    """Sums of rows over one communicator of workers."""
+    """Sums of rows, of all workers."""
 
-    def __init__(self, comm: MPI.Intracomm) -> None:
-        self._comm = comm
-        self._sizes = np.zeros(comm.Get_size(), np.int64)
+    def __init__(self, sums: Sums) -> None:
+        self._sums = sums
+        self._sizes = np.zeros(sums.size, np.int64)
         self._mine = np.zeros(1, np.int64)
         self._blocks = np.empty(0, np.uint8)
 
@@ -37,22 +34,16 @@ class Sparse:
         text = label("push of rows", [key.name])
         mine = packed(rows.merged())
         self._mine[0] = mine.size
-        yield from self._gathered(self._mine, self._sizes, text, direct)
+        yield from self._sums.gather(self._mine, self._sizes, text, direct)
         sizes = self._sizes.tolist()
         block = _round_up(max(sizes))
         blocks = self._room(block)
-        rank = self._comm.Get_rank()
+        rank = self._sums.rank
         blocks[rank * block : rank * block + mine.size] = mine
-        yield from self._gathered(blocks, None, text, direct)
+        yield from self._sums.gather(blocks, None, text, direct)
         pieces = [blocks[start * block : start * block + size] for start, size in enumerate(sizes)]
         everyone = [unpacked(piece, key.shape, key.dtype) for piece in pieces]
         return reduce(merge, everyone)
-
-    def _gathered(self, x: Array, out: Array | None, text: str, direct: bool) -> Task[None]:
-        if direct:
-            collectives.allgather(x, self._comm, out=out, label=text)
-            return
-        yield from in_steps(begin("allgather", x, self._comm, out=out, label=text))
 
     def _room(self, block: int) -> Array:
         """A block for each worker; the same memory again, so that collectives know it."""
@@ -65,4 +56,3 @@ class Sparse:
 def _round_up(size: int) -> int:
     """Bytes of a block: of few lengths, so that there are few collectives to be prepared."""
     return max(64, 1 << (size - 1).bit_length())
-

@@ -155,12 +155,24 @@ class UnderWay:
         """The epoch is over: cancel receives, wait for sends, so that nothing touches memory of the caller; blocking,
         so long at most. Whether nothing is under way any more: what is left, as its peer does not answer, is kept with
         its memory until MPI is through with it. Not to be begun or waited for again before the next epoch."""
-        exchanges = list(self._open.values())
-        for exchange in exchanges:
-            exchange.cancel()
+        self.cancel()
         until = time.monotonic() + seconds
-        while (left := [exchange for exchange in exchanges if exchange.pending()]) and time.monotonic() < until:
+        while self.pending() and time.monotonic() < until:
             time.sleep(LOOK_SECONDS)
+        return self.leave()
+
+    def cancel(self) -> None:
+        """Receive nothing more, but for what is coming in already."""
+        for exchange in list(self._open.values()):
+            exchange.cancel()
+
+    def pending(self) -> int:
+        """How many messages are under way."""
+        return sum(exchange.pending() for exchange in list(self._open.values()))
+
+    def leave(self) -> bool:
+        """Forget all; what is under way is kept with its memory until MPI is through with it. Whether nothing was."""
+        left = [exchange for exchange in list(self._open.values()) if exchange.pending()]
         for exchange in left:
             keep(exchange.receives + exchange.sends)
         self._open.clear()

@@ -7,6 +7,7 @@ everywhere.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -17,11 +18,14 @@ from numpy.typing import NDArray
 
 from collectives.schedule.model import cut
 from mpips.runtime.tasks import Task
-from mpips.transport.channel import UnderWay
+from mpips.transport.channel import LOOK_SECONDS, QUIET_SECONDS, UnderWay, keep
+from mpips.transport.tags import QUIET_TAG
 
 Array = NDArray[Any]
 SHORT_BYTES = 8 << 10
 """Up to here one message from everybody to rank 0 is taken for faster than two rounds of smaller ones."""
+ALONE_SECONDS = 1.0
+"""How long a member that sends nothing takes in what others send."""
 
 
 class ClientSums:
@@ -36,9 +40,26 @@ class ClientSums:
         self._rank, self._size = comm.Get_rank(), comm.Get_size()
         self._under_way = UnderWay()
 
-    def stop(self) -> None:
-        """The epoch is over: let nothing touch memory of the caller any more; blocks for some seconds at most."""
-        self._under_way.stop()
+    def stop(self, other: UnderWay) -> None:
+        """The epoch is over: let nothing touch memory of the caller any more, here and in `other`.
+
+        MPI cannot take back what is being sent, so members take in what others send until all have said that they send
+        nothing more, but for ALONE_SECONDS at most, or QUIET_SECONDS where this member is still sending itself.
+        """
+        ways, quiet = (self._under_way, other), _Quiet(self._comm)
+        for way in ways:
+            way.cancel()
+        begun = time.monotonic()
+        while not quiet.all_quiet():
+            sending = sum(way.pending() for way in ways)
+            waited = time.monotonic() - begun
+            if not sending or waited > QUIET_SECONDS:
+                quiet.say()
+            if waited > (QUIET_SECONDS if sending else ALONE_SECONDS):
+                break
+            time.sleep(LOOK_SECONDS)
+        for way in ways:
+            way.leave()
 
     def broadcast(self, x: Array, tag: int) -> Task[None]:
         """Rank 0's x on every rank."""
@@ -112,6 +133,30 @@ class ClientSums:
 
     def _receive(self, x: Array, source: int, tag: int) -> MPI.Request:
         return self._comm.Irecv(x.view(np.uint8), source, tag)
+
+
+class _Quiet:
+    """Who of the members sends nothing more."""
+
+    def __init__(self, comm: MPI.Comm) -> None:
+        self._comm, self._said = comm, False
+        self._others = set(range(comm.Get_size())) - {comm.Get_rank()}
+
+    def say(self) -> None:
+        """This member sends nothing more; once."""
+        if not self._said:
+            self._said = True
+            others = set(range(self._comm.Get_size())) - {self._comm.Get_rank()}
+            keep([self._comm.Isend(bytearray(), to, QUIET_TAG) for to in others])
+
+    def all_quiet(self) -> bool:
+        """Take in and drop what has come; whether nobody sends any more."""
+        status = MPI.Status()
+        while (message := self._comm.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, status)) is not None:
+            keep([message.Irecv([bytearray(status.Get_count(MPI.BYTE)), MPI.BYTE])])
+            if status.Get_tag() == QUIET_TAG:
+                self._others.discard(status.Get_source())
+        return self._said and not self._others
 
 
 def _add(parts: Mapping[int, Array], out: Array) -> None:

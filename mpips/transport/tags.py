@@ -8,14 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cache
+from zlib import crc32
 
+from collectives.errors import of_caller
 from collectives.network.drain import last_tag
 
 TAG_FRAME, TAG_BODY, TAG_DATA = 1, 2, 16
-COMPARE_TAG, ROWS_TAG = 1, 2
-"""Inside a client: what members call; row-sparse gradients, which go one call at a time."""
+COMPARE_TAG, ROWS_TAG, QUIET_TAG = 1, 2, 3
+"""Inside a client: what members call; row-sparse gradients, which go one call at a time; the end of an epoch."""
 CALLS = 4
 """Calls after which the members' tags of a piece repeat: messages of one sender and tag stay in order anyway."""
+PIECES = 1024
+"""Pieces of a call after which tags repeat: never are so many under way at a time."""
 
 
 @cache
@@ -34,9 +38,15 @@ def pull_tag(unit: int) -> int:
     return push_tag(unit) + 1
 
 
-def member_tag(piece: int, call: int) -> int:
-    """The tag of a piece's messages inside a client, in its call of that number; never `COMPARE_TAG`."""
-    return TAG_DATA + (CALLS * piece + call % CALLS) % (last_tag() - TAG_DATA)
+def member_tag(piece: int, call: int, text: bytes = b"") -> int:
+    """The tag of a piece's messages inside a client, in its call of that number; never one of the three above.
+
+    Members that make calls of other texts must not get each other's messages: one that is longer than the memory for it
+    makes Open MPI write beyond its end.
+    """
+    span = last_tag() - TAG_DATA
+    place = (CALLS * piece + call % CALLS) % min(CALLS * PIECES, span)
+    return TAG_DATA + place + CALLS * PIECES * (crc32(text) % max(1, span // (CALLS * PIECES)))
 
 
 class Numbers:
@@ -52,10 +62,10 @@ class Numbers:
         """The number of a new unit of the key; ValueError where all tags are in use."""
         most = most_units()
         if len(self._tagged) >= most:
-            raise ValueError(
+            raise of_caller(ValueError(
                 f"init: key {key!r}: this MPI has tags for {most} units of keys, and all are in use; "
                 "init fewer and larger keys, or raise chunk_bytes"
-            )
+            ))  # fmt: skip
         while self._next % most in self._tagged:
             self._next += 1
         self._tagged.add(self._next % most)

@@ -42,6 +42,20 @@ class Guard:
             raise self._epoch.end(text(self._what, self._names), error) from None
 
 
+class Given:
+    """A context in which arguments are looked at: its errors are the caller's, and shown with the caller's lines."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, (ValueError, TypeError)):
+            of_caller(error)
+
+
+GIVEN = Given()
+
+
 class Operations:
     """What a store does with keys. `known`: the keys that are initialised."""
 
@@ -62,7 +76,6 @@ class Operations:
 
     def taken(self, key: Any, push: Handle) -> Handle:
         """A handle that ends when the servers have read what `push`, of these keys, sends."""
-        self.check_open()
         keys = [arguments.known(self._known, name, "taken") for name in arguments.names(key)]
         return self._engine.submit([("taken", push)], self._read(keys, push), 0, f"{push.what}, read by the servers")
 
@@ -70,8 +83,9 @@ class Operations:
         """`KVStore.row_sparse_pull`."""
         what = "row_sparse_pull"
         self.check_open()
-        arguments.see_priority(priority, what)
-        rows = calls.rows(self._known, key, out, row_ids)
+        with GIVEN:
+            arguments.see_priority(priority, what)
+            rows = calls.rows(self._known, key, out, row_ids)
         for record, target, ids in rows:
             self.run([record.name], self._backend.pull_rows(record, target, ids), priority, what)
 
@@ -125,10 +139,11 @@ class Operations:
     def _prepare(self, what: str, key: Any, value: Any, out: Any, priority: int) -> tuple[list[Name], Task[None]]:
         """The keys, and what is to be done. ValueError or TypeError where an argument is bad."""
         self.check_open()
-        if what != "pull":
-            self._backend.check_updated(what)
-        arguments.see_priority(priority, what)
-        made = calls.check(self._known, what, key, value, out)
+        with GIVEN:
+            if what != "pull":
+                self._backend.check_updated(what)
+            arguments.see_priority(priority, what)
+            made = calls.check(self._known, what, key, value, out)
         names = [call.key.name for call in made]
         if len(made) == 1:
             return names, self._one(made[0], priority)

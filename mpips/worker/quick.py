@@ -67,11 +67,11 @@ class Quick:
             return False
         if what != "push" and not _writeable(targets):
             return False
+        if self._backend.quick_list is not None:
+            self._as_one(self._backend.quick_list, what, records, values, targets, priority)
+            return True
         # what is written for one key may be what a server still reads for another
         mixed = what == "pushpull" and (outs is not None or len(set(map(id, values))) < len(values))
-        if self._backend.quick_list is not None:
-            self._as_one(self._backend.quick_list, what, records, values, targets, priority, mixed)
-            return True
         if what != "pull":
             self._contribute(records, values, priority, what == "push" or mixed, what)
         if what != "push":
@@ -79,25 +79,15 @@ class Quick:
         return True
 
     def _as_one(
-        self,
-        route: FastList,
-        what: str,
-        records: Sequence[Key],
-        values: Sequence[Array],
-        targets: Sequence[Array],
-        priority: int,
-        mixed: bool,
+        self, route: FastList, what: str, records: Sequence[Key], values: Any, targets: Any, priority: int
     ) -> None:
         """All keys in one step."""
-        if what == "pushpull" and not mixed:
-            self._rest(records, route.pushpull(records, values, targets, priority), priority, what)
-            return
-        if what != "pull":
-            self._rest(records, route.push(records, values, priority), priority, what)
-        if what != "push":
-            self._rest(records, route.pull(records, targets), priority, what)
-
-    def _rest(self, records: Sequence[Key], left: Task[None] | None, priority: int, what: str) -> None:
+        if what == "push":
+            left = route.push(records, values, priority)
+        elif what == "pull":
+            left = route.pull(records, targets)
+        else:
+            left = route.pushpull(records, values, targets, priority)
         if left is not None:
             self._operations.run([record.name for record in records], left, priority, what)
 

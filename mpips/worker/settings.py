@@ -6,7 +6,7 @@ changed. Whatever goes wrong after that ends the epoch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from mpi4py import MPI
@@ -38,6 +38,7 @@ class Settings:
         self._alone = level < MPI.THREAD_MULTIPLE
         self.layout, self.backend, self.epoch = layout, backend, epoch
         self.engine = Engine(epoch, level >= MPI.THREAD_SERIALIZED)
+        epoch.on_end.append(self.unbind)
         self.keys: dict[Name, Key] = {}
         self.operations = Operations(layout.rank, backend, self.engine, self.keys)
         self.groups = Groups()
@@ -96,7 +97,12 @@ class Settings:
         what = "update_optimizer"
         names, refusal = rendezvous.attempt(lambda: self._names(keys, what))
         trial = Groups(self.groups.default, self.groups.own)
-        _, other = rendezvous.attempt(lambda: (trial.update(numbers, names), optimizers.encode_numbers(numbers)))
+
+        def tried() -> None:
+            trial.update(numbers, names)
+            optimizers.encode_numbers(numbers)
+
+        _, other = rendezvous.attempt(tried)
         self.settle()
         items = [("keys", repr(names)), *((name, repr(numbers[name])) for name in sorted(numbers))]
         self.agree(what, items, refusal or other, noun="argument")
@@ -138,6 +144,21 @@ class Settings:
         for name in [name for name in self.keys if name not in rounds]:
             del self.keys[name]
         return rounds
+
+    def closing(self) -> list[Callable[[], None]]:
+        """No calls are made from now on: what is to be done at the end, in this order, each though another fails."""
+        self.operations.closed = True
+        self.unbind()
+        last = [self.engine.close, self.backend.finish]
+        if self.epoch.over is not None:
+            return [self.engine.forget, *last]
+        saving = [] if self.saving is None else [self.saving.finish]
+        return [*saving, lambda: self.engine.finish(detached=True), *last]
+
+    def unbind(self) -> None:
+        """No call takes a fast route any more: the general way sees why."""
+        for key in self.keys.values():
+            key.fast = None
 
     # ---- how such calls are made
 

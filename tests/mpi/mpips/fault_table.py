@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 
 from tests.mpi.collectives.fault_table import NOT_DONE, Place, Result, Table, places
 from tests.mpi.mpips.cells import DEADLY, KINDS, LIVING, WAYS, cells, wrong_death
@@ -37,7 +38,7 @@ def living(place: Place, fault: str) -> Table:
 def deadly(place: Place, fault: str, way: str, kind: str) -> Result:
     """One cell of which a worker dies, a job of its own."""
     code, said = place.run([fault, way, kind], DIE_SECONDS)
-    wrong, seconds = wrong_death(said, place.ranks - KINDS[kind][1]["servers"])
+    wrong, seconds = wrong_death(said, fault, kind, place.ranks - KINDS[kind][1]["servers"], time.monotonic())
     if NOT_DONE in said:
         wrong = f"hangs: {said[-500:]}"
     elif not wrong and code == 0:

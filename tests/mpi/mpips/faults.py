@@ -65,7 +65,7 @@ class Worker:
         self.outs = {key: np.zeros(n) for key, n in sizes.items()}
         self.begun = dict.fromkeys(sizes, 0)  # pushes of this worker
         self.ended = dict.fromkeys(sizes, 0)
-        self.base: dict[str, Any] = dict.fromkeys(sizes, 0)  # asynchronous: what is stored after `known` pushes of each worker
+        self.base: dict[str, Any] = dict.fromkeys(sizes, 0)  # asynchronous: what `known` pushes of each have made
         self.known = dict.fromkeys(sizes, 0)
         kv.init(list(sizes), [np.zeros(n) for n in sizes.values()])
         if not self.sync:
@@ -358,7 +358,7 @@ def die(fault: str, way: str, kind: str) -> None:
         if fault == "exit":
             sys.exit(3)
         raise RuntimeError("a bug of the user's")
-    until = time.monotonic() + PATIENCE
+    until = time.monotonic() + (PATIENCE if kind != "dist_async" else 2.0)
     heard = hear(worker.call)
     while not heard.error and time.monotonic() < until:
         heard = hear(worker.call)

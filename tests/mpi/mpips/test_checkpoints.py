@@ -196,6 +196,27 @@ def test_what_compression_kept_back_comes_back(folder, kind, options):
 
 
 @only_on(3)
+@pytest.mark.parametrize("servers", [0, 1])
+def test_a_load_while_a_save_is_under_way_changes_nothing_of_it(folder, servers):
+    need(1, servers=servers)
+
+    def body(kv):
+        kv.init("w", np.zeros((700, 1000)))
+        out = np.empty((700, 1000))
+        kv.save(folder / "first")
+        kv.push("w", np.full((700, 1000), 1.0))
+        second = kv.save(folder / "second", wait=False)
+        kv.load(folder / "first")
+        kv.pull("w", out)
+        assert (out == 0).all()
+        second.wait()
+        kv.load(folder / "second")
+        kv.pull("w", out)
+        assert (out == kv.num_workers).all()
+
+    run("dist_sync" if servers else "mpi_sync", body, servers=servers)
+
+
 def test_a_save_needs_one_round(folder):
     def body(kv):
         kv.init("w", np.zeros(10))

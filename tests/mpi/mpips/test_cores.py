@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from mpips.runtime.cores import spread
+from mpips.cores import spread
 from tests.mpi.mpips.support import WORLD, run
 
 

@@ -9,6 +9,7 @@ does follows from its seed, which is printed where something is wrong.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import random
 import signal
@@ -24,14 +25,15 @@ import pytest
 import mpips
 from tests.mpi.collectives.fault_table import NOT_DONE, Place
 from tests.mpi.mpips.cells import KINDS, WAYS
-from tests.mpi.mpips.faults import PATIENCE, TIMEOUT, WORLD, Worker, hear, in_the_middle, workers
+from tests.mpi.mpips.faults import PATIENCE, WORLD, Worker, hear, in_the_middle, workers
 from tests.mpi.sizes import only_on
 
 MODULE = "tests.mpi.mpips.test_random_faults"
 FAULTS = ("interrupt", "interrupt", "order", "argument", "late", "exit")
 STEPS = 30  # calls among which the fault happens
+PATIENT = 8.0  # seconds that a wait may last; a late worker comes up to half as many again later
 EACH = 8  # faults in a job
-JOB_SECONDS = 120
+JOB_SECONDS = 200
 
 
 class Fault(NamedTuple):
@@ -54,8 +56,9 @@ def job(seed: int, count: int, deadly: bool = True) -> list[str]:
     make: Callable[[int], Any] = rng.choice([np.zeros, lambda n: mpips.empty(n, np.float64)])
     plan = [Fault(_chosen(rng, deadly), rng.randrange(ranks), rng.randrange(STEPS), rng.random()) for _ in range(count)]
     ways = [rng.choice(WAYS) for _ in range(count)]
+    WORLD.Barrier()  # ranks start at their own pace
     try:
-        kv = mpips.create(name, comm=WORLD, timeout_seconds=TIMEOUT, stall_seconds=PATIENCE,
+        kv = mpips.create(name, comm=WORLD, timeout_seconds=PATIENT, stall_seconds=PATIENCE,
                           shared_memory=not nodes, **options)  # fmt: skip
     except SystemExit:
         return []
@@ -79,6 +82,8 @@ def _one(worker: Worker, fault: Fault) -> str:
     """A fault among some calls; what was wrong on any worker."""
     comm = worker.comm
     heard = hear(lambda: _calls(worker, fault))
+    if fault.kind == "exit":  # the odd worker is gone: the job ends
+        sys.exit(3 if not heard.error or heard.error.startswith("Epoch") else f"raised {heard}")
     every = comm.allgather(heard)
     if any(one.error for one in every):
         again = comm.allgather(hear(worker.call).sentence)
@@ -110,7 +115,7 @@ def _calls(worker: Worker, fault: Fault) -> None:
                 assert hear(lambda bad=bad: worker.kv.push(order, bad)).error in ("ValueError", "TypeError")
             worker.call(order)
         elif fault.kind == "late":
-            time.sleep(fault.seconds * 3 * TIMEOUT)
+            time.sleep(fault.seconds * 1.5 * PATIENT)
             worker.call(order)
         else:
             sys.exit(3)
@@ -144,6 +149,7 @@ def test_some_faults(seed):
 def main() -> int:
     """Command line; the exit code."""
     if sys.argv[1] == "job":
+        faulthandler.dump_traceback_later(JOB_SECONDS - 10)  # where it hangs
         for words in job(int(sys.argv[2]), int(sys.argv[3])):
             print(json.dumps({"wrong": words}), flush=True)
         return 0

@@ -82,13 +82,32 @@ def test_keys_in_another_order_where_workers_are_independent():
     def body(kv):
         keys = ["a", "b", "c"]
         kv.init(keys, [np.zeros(200_000, np.float32)] * 3)
-        gradient = mpips.empty(200_000)
+        gradient = np.empty(200_000, np.float32)
         for key in keys if kv.rank % 2 else keys[::-1]:
             gradient[...] = 1
             kv.push(key, gradient)
         for key in keys:
             kv.pull(key, gradient)
             assert (gradient == kv.num_workers).all()
+
+    run("dist_sync", body, servers=1)
+
+
+@pytest.mark.mpi(min_size=3)
+def test_arrays_that_are_read_in_place_are_pushed_in_one_order():
+    """A push of them waits until all push the key; who waits for one another in a circle hears of it."""
+    need(2, servers=1)
+
+    def body(kv):
+        kv.init(["a", "b"], [np.zeros(200_000, np.float32)] * 2)
+        gradient = mpips.empty(200_000)
+        gradient[...] = 1
+        first, second = "ab" if kv.rank % 2 else "ba"
+        said = failure(lambda: (kv.push(first, gradient), kv.push(second, gradient)))
+        assert "use keys in the same order on all ranks" in said, said
+        assert kv.recover() == {"a": 0, "b": 0}
+        kv.pushpull(["a", "b"], [gradient, mpips.empty(200_000)])
+        assert (gradient == kv.num_workers).all()
 
     run("dist_sync", body, servers=1)
 

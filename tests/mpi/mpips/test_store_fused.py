@@ -168,7 +168,7 @@ def test_who_calls_something_else_ends_the_epoch_and_nothing_is_lost(kind, optio
     if found is not None:
         said, rounds, stored, after = found
         assert len(set(said)) == 1, said
-        assert "push of keys 'a', 'b', 'c'" in said[0]
+        assert "keys 'a', 'b', 'c'" in said[0]
         assert rounds == {"a": 0, "b": 0, "c": 0}
         assert stored == [{5.0}] * 3
         assert after == [{float(workers)}] * 3

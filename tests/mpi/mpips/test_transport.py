@@ -20,7 +20,7 @@ from mpips.options import Options
 from mpips.runtime.tasks import goes_on, together
 from mpips.served.link import Link
 from mpips.server.unit import Unit
-from mpips.transport.channel import MessageLine, knocked
+from mpips.transport.channel import MessageLine, UnderWay, knocked
 from mpips.transport.client_sums import ClientSums
 from mpips.transport.frames import Frame, Op
 from mpips.transport.receiver import Receiver
@@ -79,7 +79,7 @@ def test_a_sum_that_is_given_up_writes_nothing_any_more(comm):
     if comm.rank:
         task = sums.spread(out, member_tag(0, 0))
         goes_on(task)
-        sums.stop()
+        sums.stop(UnderWay())
     comm.Barrier()
     if comm.rank == 0:
         task = ClientSums(comm).spread(np.ones(100_000), member_tag(0, 0))

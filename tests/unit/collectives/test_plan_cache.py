@@ -214,6 +214,6 @@ def test_a_list_of_the_same_arrays_is_known_without_a_look_at_where_they_lie(com
     monkeypatch.setattr("collectives.plan_cache.place", lambda x: pytest.fail("it looks"))
     arrays[0][:] = 7
     assert collectives.grouped_allreduce(arrays, comm, out=outs)[0] is outs[0] and outs[0][4] == 7
-    arrays[0].resize(4, refcheck=False)
+    arrays[0].dtype = np.int64
     with pytest.raises(BaseException, match="it looks"):
         collectives.grouped_allreduce(arrays, comm, out=outs)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpips.runtime.cores import crowded, spread
+from mpips.cores import crowded, spread
 
 
 @given(st.sets(st.integers(0, 200), min_size=2, max_size=8), st.integers(1, 30))

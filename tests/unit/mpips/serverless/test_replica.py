@@ -50,7 +50,7 @@ def test_an_optimizer_updates():
 def test_the_caller_gets_what_is_stored_after_the_update():
     one, out = replica(sgd()), np.full((2, 2), 3, np.float32)
     one.prepare()
-    take_from([one], [out])
+    take_from([one], [out], None)
     assert (out == -1.5).all() and (one.value == -1.5).all()
 
 
@@ -96,7 +96,7 @@ def test_it_becomes_another_workers():
     other.prepare()
     other.take(np.ones(4, np.float32))
     there = standing(other)
-    arrays = one.become(there.round, there.step, there.state)
+    arrays = one.become(there.round, there.step, there.state, False)
     for array, source in zip(arrays, [other.value, *other.state], strict=True):
         array[...] = source
     one.updating = False
@@ -124,3 +124,64 @@ def test_a_snapshot_stays_as_it_was():
     with pytest.raises(StopIteration) as over:
         next(read)
     assert over.value.value.tolist() == [-0.5, -0.5]
+
+
+def spread(workers: int = 2, size: int = 5) -> list[Replica]:
+    """The same key on workers that have each other's memory."""
+    made = [replica(shape=(size,)) for _ in range(workers)]
+    cuts = [size * i // workers for i in range(workers + 1)]
+    for mine in made:
+        mine.share([(cuts[i], cuts[i + 1], one.arrays()) for i, one in enumerate(made) if one is not mine])
+    return made
+
+
+def give_blocks(workers: list[Replica], total: np.ndarray) -> None:
+    for i, one in enumerate(workers):
+        start, stop = (total.size * (i + j) // len(workers) for j in (0, 1))
+        one.block_room()[start:stop] = total[start:stop]
+    for one in workers:
+        one.take_block()
+
+
+def test_a_spread_value_is_whole_for_who_asks():
+    workers = spread()
+    for turn in range(1, 4):
+        total = np.arange(5, dtype=np.float32) * turn
+        give_blocks(workers, total)
+        if turn != 2:
+            assert all((one.value == total).all() and one.key.round == turn for one in workers)
+
+
+def test_who_has_the_whole_serves_who_has_its_block():
+    first, second = spread()
+    give_blocks([first, second], np.ones(5, np.float32))
+    first.room()[...] = 2
+    first.take(first.room())
+    second.block_room()[2:] = 2
+    second.take_block()
+    assert (second.value == 2).all() and (first.value == 2).all()
+
+
+def test_with_an_optimizer_every_worker_keeps_the_whole():
+    workers = spread()
+    give_blocks(workers, np.ones(5, np.float32))
+    for one in workers:
+        one.set_optimizer(sgd())
+        assert one.block_room() is None
+        one.prepare()
+    for one in workers:
+        one.take(np.ones(5, np.float32))
+        assert (one.value == 0.5).all()
+
+
+def test_who_gives_a_spread_value_gives_all_of_it():
+    workers = spread()
+    give_blocks(workers, np.arange(5, dtype=np.float32))
+    giver, taker = workers
+    there = standing(giver)
+    given, room = (one.become(there.round, 0, None, one is giver)[0] for one in (giver, taker))
+    room[...] = given
+    assert given.tolist() == [0, 1, 2, 3, 4]
+    giver.updating = taker.updating = False
+    give_blocks(workers, np.full(5, 7, np.float32))
+    assert all((one.value == 7).all() for one in workers)

@@ -40,12 +40,17 @@ def test_tags_are_what_mpi_allows() -> None:
 def test_members_of_a_client_never_take_a_comparison_for_a_piece() -> None:
     most = 2 * tags.most_units() + tags.TAG_DATA
     pieces = (0, 1, 7, most // 4, most, 10 * most)
-    used = [member_tag(piece, call) for piece in pieces for call in range(3 * tags.CALLS)]
+    texts = (b"", b"push of key 'a'", b"push of key 'b'")
+    used = [member_tag(piece, call, text) for piece in pieces for call in range(3 * tags.CALLS) for text in texts]
     assert COMPARE_TAG not in used and max(used) <= max(32767, most)
 
 
 def test_pieces_of_one_call_and_calls_of_one_piece_have_tags_of_their_own() -> None:
     assert len({member_tag(piece, call) for piece in range(1000) for call in range(tags.CALLS)}) == 1000 * tags.CALLS
+
+
+def test_calls_of_other_texts_do_not_get_each_others_messages() -> None:
+    assert len({member_tag(3, 1, f"push of key {number}".encode()) for number in range(100)}) > 90
 
 
 def test_after_a_recovery_numbers_go_on_after_those_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
