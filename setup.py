@@ -47,7 +47,7 @@ setup(
         "gpu": ["cupy-cuda12x[ctk]>=14"],  # ctk: NVRTC and the headers, where no CUDA toolkit is installed
         "lab": LAB,
         "test": [*TEST, *DEMO, *LAB],
-        "torch": ["torch>=2.2"],  # on CPUs from https://download.pytorch.org/whl/cpu: PyPI's wheel brings CUDA along
+        "torch": ["torch>=2.2"],
         "jax": ["jax>=0.4.30", "optax>=0.2"],
     },
     entry_points={"console_scripts": ["mpips = launch.cli:main"]},
