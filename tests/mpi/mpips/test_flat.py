@@ -44,8 +44,10 @@ def held() -> dict[str, int]:
 
 def calls(kv: mpips.KVStore) -> Iterator[Callable[[], None]]:
     """Ways to exchange the keys of a store, which are made here."""
-    arrays = [np.ones(n, np.float32) for n in N]
+    arrays = [np.zeros(n, np.float32) for n in N]
     shared = [mpips.empty(n, np.float32) for n in N]
+    for array in shared:
+        array[:] = 0  # results go where they came from, and are summed again
     names = list(range(len(N)))
     kv.init(names, [np.zeros(n, np.float32) for n in N])
     if kv.type.endswith("_async"):
