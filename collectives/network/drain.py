@@ -15,14 +15,9 @@ import time
 from mpi4py import MPI
 
 from collectives.network.requests import outstanding, unfinished
+from collectives.network.tags import last_tag
 
-LEAST_TAG = 32767  # the highest tag on the poorest MPI
 LOOK_SECONDS = 2e-4
-
-
-def last_tag() -> int:
-    """The highest tag of this MPI, which nothing else is sent with."""
-    return int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or LEAST_TAG)
 
 
 class Parting:

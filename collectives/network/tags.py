@@ -7,10 +7,14 @@ from typing import NamedTuple
 
 from mpi4py import MPI
 
-from collectives.network.drain import last_tag
-
 FIRST_TAG = 16
+LEAST_TAG = 32767  # the highest tag on the poorest MPI
 TAGS = 8000  # of plans; MPI promises 32,767 at least
+
+
+def last_tag() -> int:
+    """The highest tag of this MPI, which nothing else is sent with."""
+    return int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or LEAST_TAG)
 
 
 class Lanes(NamedTuple):

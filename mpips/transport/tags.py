@@ -11,7 +11,7 @@ from functools import cache
 from zlib import crc32
 
 from collectives.errors import of_caller
-from collectives.network.drain import last_tag
+from collectives.network.tags import last_tag
 
 TAG_FRAME, TAG_BODY, TAG_DATA = 1, 2, 16
 COMPARE_TAG, ROWS_TAG, QUIET_TAG = 1, 2, 3

@@ -7,8 +7,7 @@ from mpi4py import MPI
 
 import collectives
 from collectives.communicator import communicator
-from collectives.network.drain import last_tag
-from collectives.network.tags import FIRST_TAG, TAGS, Lanes, Tags
+from collectives.network.tags import FIRST_TAG, TAGS, Lanes, Tags, last_tag
 
 LANES = Lanes(MPI.COMM_SELF, None)
 
