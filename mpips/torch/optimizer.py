@@ -89,7 +89,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.optimizer.zero_grad(set_to_none)
 
     def save(self, path: str | Path, wait: bool = True) -> Any:
-        """Parameters and the servers' state in one file, see `kv.save`. All workers call."""
+        """Parameters and the servers' state in one file, see `kv.save`. All workers call; blocking.
+
+        An optimizer that runs here keeps its own state, which `optimizer.state_dict()` gives as ever.
+        """
+        if self._elastic is None and not self.on_servers:
+            self._give_parameters()
         return self.store.save(path, wait=wait)
 
     def load(self, path: str | Path) -> None:
@@ -159,6 +164,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for parameter, gradient in zip(self._parameters, gradients):
             parameter.grad = gradient.mul_(1.0 / (members * self._passes))
         self.optimizer.step()
+
+    def _give_parameters(self) -> None:
+        """Let the store's keys, which have held gradients, hold the parameters: rank 0's, to which others add zeros."""
+        first = self.store.rank == 0
+        values = [p.detach().clone() if first else torch.zeros_like(p) for p in self._parameters]
+        self.store.pushpull(self._keys, [value.contiguous() for value in values])
 
     def _pull(self, parameters: list[Tensor]) -> None:
         self.store.pull(self._keys, [parameter.detach() for parameter in parameters])

@@ -26,7 +26,7 @@ from typing import Any
 from mpi4py import MPI
 
 WORLD = MPI.COMM_WORLD
-os.environ |= {"BACKEND": "mpips", "WORLD_SIZE": str(WORLD.size), "RANK": str(WORLD.rank)}
+os.environ |= {"BACKEND": "gloo", "WORLD_SIZE": str(WORLD.size), "RANK": str(WORLD.rank)}
 os.environ["TEMP_DIR"] = WORLD.bcast(tempfile.mkdtemp() if WORLD.rank == 0 else None)
 for folder in ("barrier", "test_dir", "init_dir"):
     Path(os.environ["TEMP_DIR"], folder).mkdir(exist_ok=True)
@@ -34,6 +34,7 @@ for folder in ("barrier", "test_dir", "init_dir"):
 import torch.distributed as dist  # noqa: E402
 import torch.testing._internal.distributed.distributed_test as theirs  # noqa: E402
 from torch.testing._internal.common_distributed import TEST_SKIPS  # noqa: E402
+from torch.testing._internal.common_utils import set_rng_seed  # noqa: E402
 
 import mpips.torch  # noqa: E402, F401
 
@@ -66,12 +67,13 @@ def run(name: str) -> tuple[str, str]:
     case = Case(name)
     case.file_name = ""
     dist.init_process_group("mpips")
-    theirs.Barrier.init() if WORLD.rank == 0 else None
+    if WORLD.rank == 0:
+        theirs.Barrier.init()
+    theirs.Barrier.barrier_id = 0
+    set_rng_seed(1234)
     WORLD.Barrier()
     try:
-        method = getattr(case, name)
-        getattr(method, "__wrapped__", method)  # as it stands, with what skips it
-        method()
+        getattr(case, name)()
     except unittest.SkipTest as skip:
         return "skipped", str(skip)
     except SystemExit as end:

@@ -24,10 +24,11 @@ def test_an_allreduce_inside_jit() -> None:
 
 def test_a_store_inside_jit() -> None:
     tree = {"w": jax.numpy.zeros((4, 3)), "b": jax.numpy.ones(2)}
-    with mpips.create("mpi_sync") as kv:
-        mpips.jax.init(kv, "model", tree)
-        step = jax.jit(lambda gradients: mpips.jax.pushpull(kv, "model", gradients))
-        found = jax.block_until_ready(step({"w": jax.numpy.ones((4, 3)), "b": jax.numpy.ones(2)}))
+    kv = mpips.create("mpi_sync")
+    mpips.jax.init(kv, "model", tree)
+    step = jax.jit(lambda gradients: mpips.jax.pushpull(kv, "model", gradients))
+    found = jax.block_until_ready(step({"w": jax.numpy.ones((4, 3)), "b": jax.numpy.ones(2)}))
+    kv.close()
     everybody = WORLD.allgather([float(np.asarray(found[name]).mean()) for name in "wb"])
     assert all(each == [float(WORLD.size)] * 2 for each in everybody)
 

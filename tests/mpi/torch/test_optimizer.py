@@ -30,8 +30,8 @@ def test_training_equals_that_on_the_joined_batch(kind: Any, options: dict[str, 
     model, plain = network(), network()
     wrapped = mpips.torch.DistributedOptimizer(kind(model.parameters(), **options), model.named_parameters())
     beside = kind(plain.parameters(), **options)
-    with wrapped.store:
-        train(model, wrapped, 6, batch)
+    train(model, wrapped, 6, batch)
+    wrapped.close()
     train(plain, beside, 6, joined_batch)
     assert worst(far(model, plain)) < 1e-6
 
