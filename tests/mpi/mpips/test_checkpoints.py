@@ -217,6 +217,7 @@ def test_a_load_while_a_save_is_under_way_changes_nothing_of_it(folder, servers)
     run("dist_sync" if servers else "mpi_sync", body, servers=servers)
 
 
+@only_on(3)
 def test_a_save_needs_one_round(folder):
     def body(kv):
         kv.init("w", np.zeros(10))
