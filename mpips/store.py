@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from collectives.errors import of_caller
 from mpips.checkpoint.load import load
-from mpips.checkpoint.save import Saving, save
+from mpips.checkpoint.save import save
+from mpips.checkpoint.saving import Saving
 from mpips.checkpoint.states import load_states, save_states
 from mpips.keys.key import Name, Rounds
 from mpips.layout import Layout
@@ -16,7 +17,7 @@ from mpips.runtime import breaking
 from mpips.runtime.engine import Handle
 from mpips.runtime.epoch import Epoch
 from mpips.worker.backend import Backend
-from mpips.worker.quick import Quick
+from mpips.worker.quick import Quick, with_meanwhile
 from mpips.worker.recut import recut
 from mpips.worker.settings import Settings
 
@@ -43,9 +44,14 @@ class KVStore:
         self.settings = Settings(layout, backend, epoch)
         """What the workers agree on; for other packages of mpips."""
         self._operations = self.settings.operations
-        self._call = Quick(self.settings.keys, self.settings.engine.under_way, self._operations, backend).call
+        self._quick = Quick(self.settings.keys, self.settings.engine.under_way, self._operations, backend)
+        self._alone()
         self._closed = closed
         breaking.at_exit(self.close)
+
+    def _alone(self) -> None:
+        """Calls do nothing but what they are to do."""
+        self._call, self._start = self._quick.call, self._operations.start
 
     # ---- who we are
 
@@ -137,7 +143,11 @@ class KVStore:
         A kill at any moment leaves the old file or the new one. `wait=False`: training goes on; `wait()` of what is
         returned blocks until the file is there. ValueError where it cannot be written.
         """
-        return save(self.settings, path, wait)
+        saving = save(self.settings, path, wait)
+        if saving is not None:
+            self._call = with_meanwhile(self._quick.call, saving.go_on, self._alone)
+            self._start = with_meanwhile(self._operations.start, saving.go_on, self._alone)
+        return saving
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Read back what `save` wrote, with any number of servers, clients and workers. Rank 0 reads.
@@ -182,7 +192,7 @@ class KVStore:
         those that may run, higher priority goes first; but in program order where they hold collectives (`mpi_*` kinds,
         and stores without servers), as these must start in one order on all workers.
         """
-        return self._operations.start("push", key, value, None, priority, turns)
+        return self._start("push", key, value, None, priority, turns)
 
     def taken(self, key: Any, push: Handle) -> Handle:
         """A handle that ends when the servers have read what `push`, the last `ipush` of these keys, sends. (The push
@@ -199,7 +209,7 @@ class KVStore:
 
     def ipull(self, key: Any, out: Any, priority: int = 0, turns: Sequence[Hashable] = ()) -> Handle:
         """`pull` that returns a handle at once; `out` holds the values when it is done."""
-        return self._operations.start("pull", key, None, out, priority, turns)
+        return self._start("pull", key, None, out, priority, turns)
 
     def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
         """`push` and `pull` in one, into `value` where `out` is None; returns when the result is there."""
@@ -210,7 +220,7 @@ class KVStore:
         self, key: Any, value: Any, out: Any = None, priority: int = 0, turns: Sequence[Hashable] = ()
     ) -> Handle:
         """`pushpull` that returns a handle at once."""
-        return self._operations.start("pushpull", key, value, out, priority, turns)
+        return self._start("pushpull", key, value, out, priority, turns)
 
     def row_sparse_pull(self, key: Any, out: Any, priority: int = 0, row_ids: Any = None) -> None:
         """Write rows of the keys into `out` of shape (len(row_ids), ...), in the order of `row_ids`; blocking.

@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
-import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 import msgspec
-import numpy as np
 
-from collectives.errors import of_caller, warn
+from collectives.errors import of_caller
 from mpips.checkpoint import residuals
 from mpips.checkpoint.file import (
     VERSION,
@@ -27,90 +24,37 @@ from mpips.checkpoint.file import (
     Writer,
     metadata,
     residual_name,
-    state_name,
-    value_name,
 )
-from mpips.checkpoint.source import Handle, Snapshot, Store, senders
+from mpips.checkpoint.saving import Saving, written
+from mpips.checkpoint.source import Snapshot, Store, senders
 from mpips.compression.registry import options
 from mpips.keys.key import Key
 from mpips.optimizers.base import Optimizer
 from mpips.optimizers.registry import encode
 from mpips.runtime.rendezvous import attempt
-from mpips.runtime.tasks import Task, nothing
-
-PIECE = 1 << 20
-"""Bytes that are read and written at a time."""
-REST = 19
-"""In the background a piece is followed by a rest of so many times as long as it took: it takes 1 / 20 of the time."""
-LOOK_SECONDS = 5e-5
-"""Between two looks of a worker that waits for a file."""
-
-
-class Pace:
-    """How long the writer rests after a piece, in times of what the piece took."""
-
-    def __init__(self, rest: int) -> None:
-        self.rest = rest
-
-
-class Saving:
-    """A checkpoint that is being written. On all workers but 0 it is over at once."""
-
-    def __init__(self, handle: Handle, path: str, pace: Pace) -> None:
-        self._handle, self._path, self._pace = handle, path, pace
-        self._told = False
-
-    def test(self) -> bool:
-        """Whether the file is there; lets everything go on a little, and does not block. Raises as `wait` does."""
-        if not self._handle.test():
-            return False
-        self.wait()
-        return True
-
-    def wait(self) -> None:
-        """Block until the file is there, which is now written without rest. ValueError where it cannot be written: what
-        was at its place still is. EpochError where the epoch has ended before all was written."""
-        self._told = True
-        if failure := self._over():
-            raise ValueError(failure)
-
-    def finish(self) -> None:
-        """The same, with a warning in place of the ValueError, unless somebody has heard of it."""
-        if (failure := self._over()) and not self._told:
-            warn(failure)
-        self._told = True
-
-    def _over(self) -> str:
-        """Wait until it is over; why there is no file, or ""."""
-        self._pace.rest = 0
-        while not self._handle.test():
-            time.sleep(LOOK_SECONDS)
-        failure = self._handle.wait()
-        return f"{self._path} cannot be written: {failure}" if failure else ""
+from mpips.runtime.tasks import Task
 
 
 def save(store: Store, path: str | os.PathLike[str], wait: bool) -> Saving | None:
     """See `KVStore.save`."""
     with contextlib.ExitStack() as stack:
+        store.finish()
+        if store.saving is not None:
+            store.saving.finish()  # it may write to the same place
         writer, refusal = attempt(lambda: _opened(path, store.layout.rank))
         if writer is not None:
             stack.callback(writer.abandon)
-        store.finish()
-        if store.saving is not None:
-            store.saving.finish()
         keys = list(store.keys.values())
         _after_one_round(store, keys, str(path), refusal)
         store.settle()
         snapshot = store.run("save", _frozen(store, keys, writer))
-        pace = Pace(0 if wait else REST)
-        task = _written(snapshot, keys, writer, pace)
         if wait:
-            failure = store.run("save", task)
+            failure = store.run("save", written(snapshot, keys, writer)) if writer is not None else ""
             refused = ValueError(f"{path} cannot be written: {failure}") if failure else None
             store.agree("save", refusal=refused)
             return None
         store.agree("save")  # until now nobody has pushed: it is one round everywhere
-        store.saving = saving = Saving(store.start("save", task), str(path), pace)
+        store.saving = saving = Saving(store, snapshot, keys, writer)
         stack.pop_all()
         return saving
 
@@ -178,52 +122,3 @@ def _header(store: Store, keys: Sequence[Key], snapshot: Snapshot) -> Header:
         compression=None if compressor is None else options(compressor),
         residuals=0 if compressor is None else len(senders(store.layout)),
     )
-
-
-def _written(snapshot: Snapshot, keys: Sequence[Key], writer: Writer | None, pace: Pace) -> Task[str]:
-    """Write what the snapshot holds and put the file in place; why that cannot be, or "". Worker 0's affair."""
-    if writer is None:
-        yield from nothing()
-        return ""
-    try:
-        for key in keys:
-            frozen = snapshot.records[key.name]
-            for slot, dtype in enumerate((key.dtype.name, *frozen.dtypes), -1):
-                name = value_name(key.name) if slot < 0 else state_name(key.name, slot)
-                step = max(1, PIECE // np.dtype(dtype).itemsize)
-                for start in range(0, key.size, step):
-                    yield from _copied(snapshot, key, slot, (start, min(start + step, key.size)), writer, name, pace)
-        yield from snapshot.release()
-        return (yield from _finished(writer))
-    finally:
-        writer.abandon()
-
-
-def _copied(
-    snapshot: Snapshot, key: Key, slot: int, part: tuple[int, int], writer: Writer, name: str, pace: Pace
-) -> Task[None]:
-    """One piece from the snapshot into the file, and the rest after it."""
-    begun = time.perf_counter()
-    array = yield from snapshot.read(key, slot, *part)
-    writer.write(name, part[0], array)
-    took = time.perf_counter() - begun
-    yield True
-    while time.perf_counter() - begun < (1 + pace.rest) * took:
-        yield False
-
-
-def _finished(writer: Writer) -> Task[str]:
-    """Let another thread wait for the disk; why the file is not in place, or ""."""
-    said: list[str] = []
-
-    def finish() -> None:
-        try:
-            writer.finish()
-        except OSError as error:
-            said.append(str(error))
-
-    thread = threading.Thread(target=finish, name="mpips checkpoint")
-    thread.start()
-    while thread.is_alive():
-        yield False
-    return "".join(said)

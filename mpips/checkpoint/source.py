@@ -11,6 +11,7 @@ from mpips.compression.base import Compressor
 from mpips.keys.key import Key, Name
 from mpips.layout import Layout
 from mpips.optimizers.groups import Groups
+from mpips.runtime.epoch import Epoch
 from mpips.runtime.tasks import Task
 from mpips.worker.backend import Backend, States
 
@@ -45,6 +46,9 @@ class Snapshot(Protocol):
 class Handle(Protocol):
     """An operation of the engine."""
 
+    done: bool
+    error: BaseException | None
+
     def test(self) -> bool:
         """Whether it is over; raises what made it fail."""
         ...
@@ -66,6 +70,7 @@ class Store(Protocol):
     """What `save` and `load` see of a `KVStore`."""
 
     layout: Layout
+    epoch: Epoch
     backend: Backend
     keys: dict[Name, Key]
     groups: Groups

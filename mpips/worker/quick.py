@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence, Sized
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence, Sized
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,7 @@ from mpips.worker.backend import Backend
 from mpips.worker.operations import Operations
 
 Array = NDArray[Any]
+T = TypeVar("T")
 LISTS = (list, tuple)
 
 
@@ -152,3 +153,15 @@ class Quick:
 
 def _writeable(arrays: Sequence[Array]) -> bool:
     return all(array.flags.writeable for array in arrays)
+
+
+def with_meanwhile(call: Callable[..., T], go_on: Callable[[], bool], over: Callable[[], None]) -> Callable[..., T]:
+    """`call`, and after each one `go_on`; `over` when that says that it has ended."""
+
+    def called(*words: Any) -> T:
+        result = call(*words)
+        if go_on():
+            over()
+        return result
+
+    return called

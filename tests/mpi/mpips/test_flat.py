@@ -112,6 +112,7 @@ def _store(kind: str, fails: bool) -> None:
     for call in made:
         call()
     if fails:
+        kv.barrier()  # nobody's call is cut off
         kv.recover()
         made[0]()
     kv.close()

@@ -94,26 +94,25 @@ class Handle:
     """What was started; it goes on in `test`."""
 
     def __init__(self, task):
-        self.task, self.result, self.over = task, None, False
+        self.task, self.error, self.done = task, None, False
 
     def test(self):
         try:
             next(self.task)
-        except StopIteration as stop:
-            self.result, self.over = stop.value if not self.over else self.result, True
-        return self.over
+        except StopIteration:
+            self.done = True
+        return self.done
 
     def wait(self):
         while not self.test():
             pass
-        return self.result
 
 
 class Store:
     """A store of one worker, as `save` and `load` see it; what is started goes on in `test` and `wait`."""
 
     def __init__(self):
-        self.layout = World()
+        self.layout, self.epoch = World(), SimpleNamespace(number=0, over=None)
         self.backend, self.keys = Backend(), {}
         self.groups, self.compressor, self.saving = optimizers.Groups(), None, None
 
