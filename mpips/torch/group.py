@@ -32,6 +32,7 @@ class Group(dist.ProcessGroup):
         self.comm = comm
         self._jobs = Jobs(comm, timeout.total_seconds())
         self._token = torch.zeros(1)
+        self._name = ""
 
     # ---- reductions
 
@@ -42,7 +43,7 @@ class Group(dist.ProcessGroup):
             return self.allreduce_coalesced(tensors, opts)
         target, home = written(tensors[0])
         how = reduction(opts.reduceOp, target.dtype)
-        return _do(self._jobs.reduced("allreduce", target, target, how, 0, home), opts, tensors)
+        return _do(self._jobs.reduced("allreduce", target, target, how, 0, home), opts, tensors, tensors)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Any:
         opts = opts or dist.AllreduceCoalescedOptions()
@@ -57,7 +58,7 @@ class Group(dist.ProcessGroup):
         if self.comm.rank == opts.rootRank:
             target, home = written(tensor)
         how = reduction(opts.reduceOp, tensor.dtype)
-        return _do(self._jobs.reduced("reduce", given, target, how, opts.rootRank, home), opts, tensors)
+        return _do(self._jobs.reduced("reduce", given, target, how, opts.rootRank, home), opts, tensors, tensors)
 
     def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> Any:
         opts = opts or dist.ReduceScatterOptions()
@@ -90,7 +91,7 @@ class Group(dist.ProcessGroup):
         see_host(tensors, "broadcast")
         pairs = [written(tensor) for tensor in tensors]
         jobs = [self._jobs.moved("broadcast", target, None, opts.rootRank, home) for target, home in pairs]
-        return _do(in_turn(jobs, tensors), opts, tensors)
+        return _do(in_turn(jobs, tensors), opts, tensors, tensors)
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Any:
         opts = opts or dist.AllgatherOptions()
@@ -198,8 +199,9 @@ class Group(dist.ProcessGroup):
 
     @property
     def pg_name(self) -> str:
-        """The name under which c10d knows the group."""
-        return dist.distributed_c10d._world.pg_names[self]
+        """The name under which c10d knows the group, or has known it."""
+        self._name = dist.distributed_c10d._world.pg_names.get(self, self._name)
+        return self._name
 
     group_name = pg_name
 
@@ -222,9 +224,9 @@ class Group(dist.ProcessGroup):
         """When the group is destroyed: the thread that serves all groups goes on."""
 
 
-def _do(job: Job, opts: Any, keep: Sequence[Any]) -> Any:
-    """Do the job, beside compute where the options say so."""
-    job.keep = keep
+def _do(job: Job, opts: Any, keep: Sequence[Any], result: Tensors | None = None) -> Any:
+    """Do the job, beside compute where the options say so. `result`: the tensors that the work's future gives."""
+    job.keep, job.result = keep, None if result is None else list(result)
     return Work(communication.do(job, opts is None or opts.asyncOp))
 
 

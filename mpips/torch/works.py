@@ -31,12 +31,14 @@ class Job:
         self.run, self.steps, self.ordered = run, steps, ordered
         self.keep = keep
         """Tensors that must live as long as the operation."""
+        self.result: Any = None
+        """What the future gives, in place of what the operation returns."""
         self.future: Future[Any] = Future()
 
     def end(self, result: Any) -> None:
         """It is done."""
         self.keep = None
-        self.future.set_result(result)
+        self.future.set_result(result if self.result is None else self.result)
 
     def fail(self, error: BaseException) -> None:
         """It has raised."""
@@ -181,4 +183,10 @@ class Work(torch._C._distributed_c10d.Work):
         return self._future.wait()
 
     def get_future(self) -> Future[Any]:
-        return self._future
+        """A future that has failed in C++ too, where the operation has: Python's exceptions are mere values there."""
+        fine = self._future.done() and self.exception() is None
+        return self._future if fine else self._future.then(_value)
+
+
+def _value(future: Future[Any]) -> Any:
+    return future.wait()
