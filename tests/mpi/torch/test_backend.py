@@ -173,3 +173,21 @@ def test_a_shape_that_differs_is_raised_by_all(beside: bool) -> None:
     late = time.monotonic() - begin
     everybody = WORLD.allgather((words, late))
     assert all("all" in text and seconds < 1.5 for text, seconds in everybody), everybody
+
+
+def test_ddp_on_a_group_that_is_over_raises() -> None:
+    if WORLD.size == 1:
+        pytest.skip("one rank has nobody to differ from")
+    own = dist.new_group(backend="mpips")
+    model = DistributedDataParallel(network(), process_group=own)
+    words = ["", ""]
+    try:
+        dist.all_reduce(torch.ones(3 + WORLD.rank), group=own)
+    except CollectiveError as error:
+        words[0] = str(error)
+    try:
+        model(batch(0)[0]).sum().backward()
+    except RuntimeError as error:
+        words[1] = str(error)
+    everybody = WORLD.allgather(bool(words[0]) and words[0] in words[1])
+    assert all(everybody), words

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 import mpips.torch  # noqa: E402
-from tests.mpi.torch.support import WORLD, batch, far, joined_batch, network, train, worst  # noqa: E402
+from tests.mpi.torch.support import BATCH, WORLD, batch, far, joined_batch, network, train, worst  # noqa: E402
 
 OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [
     (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
@@ -106,3 +107,34 @@ def test_words_that_mean_nothing() -> None:
         mpips.torch.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), [])
     with pytest.raises(ValueError, match="at least 1"):
         mpips.torch.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), [], interval=0)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"kind": "dist_sync"}, {"kind": "mpi_async"}, {"kind": "mpi_async", "staleness": 2},
+     {"kind": "mpi_async", "elastic": 0.25, "interval": 2}],
+)  # fmt: skip
+def test_a_server(options: dict[str, Any]) -> None:
+    """One rank serves; the others train. Elastic training only comes near."""
+    if WORLD.size == 1:
+        pytest.skip("a server needs a worker beside it")
+    off = 0.0
+    with contextlib.suppress(SystemExit):  # of a server whose workers have left
+        model, plain = network(), network()
+        optimizer = mpips.torch.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), 0.05, 0.9), model.named_parameters(), servers=1, **options
+        )
+        rank, workers = optimizer.store.rank, optimizer.store.num_workers
+
+        def mine(step: int) -> tuple[Any, Any]:
+            return batch(step, rank=rank)
+
+        def joined(step: int) -> tuple[Any, Any]:
+            x, y = joined_batch(step)
+            return x[: BATCH * workers], y[: BATCH * workers]
+
+        train(model, optimizer, 5, mine)
+        optimizer.close()
+        train(plain, torch.optim.SGD(plain.parameters(), 0.05, 0.9), 5, joined)
+        off = far(model, plain)
+    assert worst(off) < (0.5 if "elastic" in options else 1e-6)
