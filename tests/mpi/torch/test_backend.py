@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch")
+torch = pytest.importorskip("torch", reason="PyTorch is not installed: pip install 'mpips[torch]'")
 
 import torch.distributed as dist  # noqa: E402
 from torch.distributed.optim import ZeroRedundancyOptimizer  # noqa: E402
