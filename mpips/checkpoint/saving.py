@@ -25,8 +25,8 @@ PIECE_BYTES = 1 << 20
 """What is read and written at a time."""
 COST = 3
 """What a piece costs this worker and its server, in times of what it takes to write it."""
-REST = 19
-"""Pieces are followed by a rest of so many times what they cost: they take 1 / 20 of the time."""
+REST = 29
+"""Pieces are followed by a rest of so many times what they cost: they take 1 / 30 of the time."""
 LOOK_SECONDS = 5e-5
 """Between two looks of a worker that waits for the file."""
 
