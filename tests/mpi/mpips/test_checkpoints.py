@@ -310,7 +310,7 @@ def slower(kind: str = "dist_sync", servers: int = 1, nbytes: int = 64 << 20) ->
     folder = workers(servers).bcast(tempfile.mkdtemp() if kv.rank == 0 else None)
     for _ in range(5):
         step()
-    for turn in range(3):
+    for turn in range(8):
         alone = [step() for _ in range(20)]
         begun = time.perf_counter()
         saving = kv.save(f"{folder}/x", wait=False)
