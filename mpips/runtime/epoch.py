@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from mpi4py import MPI
 
@@ -18,11 +19,22 @@ from collectives.communicator import Communicator, communicator
 from collectives.errors import CollectiveError, StallError
 from collectives.network.drain import sweep
 from collectives.node.poison import CLOSED
-from collectives.node.wait import NAP_AFTER_BETWEEN_NODES, NAP_AFTER_ON_NODE, Limits, drive, until
+from collectives.node.wait import (
+    LOOK_SECONDS,
+    NAP_AFTER_BETWEEN_NODES,
+    NAP_AFTER_ON_NODE,
+    Limits,
+    drive,
+    see_in_time,
+    until,
+)
 from mpips.runtime.breaking import uninterrupted
 from mpips.runtime.errors import EpochError, of_kind
 from mpips.runtime.parting import NEVER, Parting
 from mpips.runtime.rendezvous import Room, see_there
+from mpips.runtime.tasks import Task, goes_on
+
+T = TypeVar("T")
 
 LAST_WORD_SECONDS = 0.2
 """How long a message may take from a rank that has left since."""
@@ -165,12 +177,43 @@ class Epoch:
         names the ranks of `late()`."""
         drive(until(ready), _Wait(self, late, self.look), what)
 
+    def carry_out(self, task: Task[T], what: str) -> T:
+        """Run a task to its end, blocking, and return its result."""
+        results: list[T] = []
+
+        def steps() -> Task[None]:
+            results.append((yield from task))
+
+        running = steps()
+        self.wait(lambda: not goes_on(running), what)
+        return results[0]
+
     def meet(self, payload: bytes, what: str, everybody: bool = False) -> list[bytes]:
         """See `rendezvous.exchange`."""
+        room = self._room(everybody)
+        return room.exchange(payload, what, self._meeting(room, what))
+
+    def met(self, payload: bytes, what: str) -> Task[list[bytes]]:
+        """The same for workers, as a task."""
+        room, begun = self._room(False), time.monotonic()
+        watch, due = self._meeting(room, what), begun + LOOK_SECONDS
+        room.bring(payload)
+        while room.missing():
+            if (now := time.monotonic()) >= due:
+                due = now + LOOK_SECONDS
+                watch.look(now - begun)
+                see_in_time(what, now - begun, watch)
+            yield False
+        return room.brought()
+
+    def _room(self, everybody: bool) -> Room:
         room = self._everybody if everybody else self._workers
         assert room is not None, "servers meet everybody, or nobody"
         self.check()
+        return room
 
+    def _meeting(self, room: Room, what: str) -> _Wait:
+        """How to wait in a room: see also who comes no more."""
         first = 0.0
 
         def look(waited: float) -> None:
@@ -184,7 +227,7 @@ class Epoch:
             elif waited > first + LAST_WORD_SECONDS:
                 see_there(room.missing(), gone, what)
 
-        return room.exchange(payload, what, _Wait(self, room.missing, look))
+        return _Wait(self, room.missing, look)
 
     def gone(self) -> dict[int, str]:
         """Ranks of the store that have closed it, or have ended; and how, as far as it is known here."""

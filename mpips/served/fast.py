@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 
 import collectives
 from collectives.node import arena
-from mpips.keys.key import Key
+from mpips.keys.key import Fast, Key
 from mpips.keys.shard import Shard
+from mpips.layout import Layout
 from mpips.runtime.tasks import Task
 from mpips.served.link import Link
 from mpips.served.members import label
@@ -294,6 +295,25 @@ class InClient:
             piece.reduced = arena.empty(self._key.size, self._key.dtype)
         self._total, self._pushes = piece.reduced, Lent(self._key.pushes).of(piece.reduced)
         return piece.reduced
+
+
+def by_itself(general: General, key: Key, layout: Layout) -> Fast | None:
+    """The fast route of a worker that pushes and pulls by itself, where the key has one."""
+    if layout.options.staleness >= 0:
+        return None
+    if len(key.shards) > 1 or key.shards[0].blocks > 1:
+        return None if layout.asynchronous else Blocks(general, key, layout.options.small_bytes)
+    return (AnyTime if layout.asynchronous else OneBlock)(general, key, layout.options.small_bytes)
+
+
+def in_client(
+    general: General, key: Key, layout: Layout, slow: Callable[[Key, Array, int], Task[None]]
+) -> Fast | None:
+    """The fast route of a member of a client, where the key has one. `slow`: a push in the general way."""
+    if layout.options.masters != "one" or not key.size:
+        return None
+    assert layout.client is not None
+    return InClient(general, key, layout.client, slow)
 
 
 def _readable(shard: Shard) -> tuple[Any, ...]:

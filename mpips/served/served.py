@@ -5,10 +5,9 @@ dist_*: every worker pushes and pulls by itself. mpi_*: the members of a client 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Container, Hashable, Mapping, Sequence
+from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from collectives.errors import of_caller
@@ -19,16 +18,17 @@ from mpips.layout import Layout
 from mpips.optimizers import Optimizer
 from mpips.runtime import rendezvous
 from mpips.runtime.epoch import Epoch
-from mpips.runtime.tasks import Task, goes_on, together
+from mpips.runtime.tasks import Task
+from mpips.served.alone import Alone
 from mpips.served.client import Client
 from mpips.served.cutting import Cutting
-from mpips.served.fast import AnyTime, Blocks, General, InClient, OneBlock
+from mpips.served.fast import General, by_itself, in_client
 from mpips.served.link import Link
 from mpips.served.members import Members
 from mpips.served.pull import Pull
 from mpips.served.push import Push
 from mpips.served.setup import Setup
-from mpips.served.sparse import Sparse, whole
+from mpips.served.sparse import Sparse
 from mpips.served.states import Settings, Snapshot, States, Stored
 from mpips.transport import frames
 from mpips.transport.connect import connect
@@ -36,7 +36,6 @@ from mpips.transport.frames import Op
 from mpips.transport.line import Line
 
 Array = NDArray[Any]
-T = TypeVar("T")
 
 
 class Served:
@@ -67,14 +66,15 @@ class Served:
 
     def _begin(self) -> None:
         """What an epoch has of its own."""
-        layout, self._members, self._client = self.layout, None, None
+        layout, self._members = self.layout, None
+        self._route: Alone | Client = Alone(self._push, self._pull, self.one_node, layout.asynchronous)
         if self._size > 1:
             assert layout.client is not None
             names = range(*layout.clients[layout.client_number])
             home = self._epoch.within(layout.client, names)
             self._members = Members(home, layout.client, names.start, self.one_node)
-            self._client = Client(layout, self._members, self._push, self._pull, self._reads)
-        self._rows = Sparse(layout, self._members, self._push, self._pull, self._reads)
+            self._route = Client(layout, self._members, self._push, self._pull, self._reads)
+        self._rows = Sparse(layout, self._members, self._route, self._push, self._pull, self._reads)
         self._general = General(self._epoch.flag, self._link, self._push, self._pull)
 
     def _quiesce(self) -> None:
@@ -102,19 +102,11 @@ class Served:
 
     def bind(self, key: Key) -> Fast | None:
         """The fast route of a key, where it has one."""
-        options, asynchronous = self.layout.options, self.layout.asynchronous
         if self._push.residuals is not None or not self._settings.updates or not self._link.all_local:
             return None
-        if self._client is not None:
-            assert self.layout.client is not None
-            if not (self.one_node and self._reads and options.masters == "one" and key.size):
-                return None
-            return InClient(self._general, key, self.layout.client, self.push)
-        if options.staleness >= 0:
-            return None
-        if len(key.shards) > 1 or key.shards[0].blocks > 1:
-            return None if asynchronous else Blocks(self._general, key, options.small_bytes)
-        return (AnyTime if asynchronous else OneBlock)(self._general, key, options.small_bytes)
+        if self._size > 1:
+            return in_client(self._general, key, self.layout, self.push) if self.one_node and self._reads else None
+        return by_itself(self._general, key, self.layout)
 
     def _bind_all(self) -> None:
         for key in self._setup.keys.values():
@@ -124,68 +116,37 @@ class Served:
 
     def push(self, key: Key, flat: Array, priority: int) -> Task[None]:
         """See `Backend`."""
-        way = self._push.whole if self._client is None else self._client.push
-        return self._link.hearing(way(key, flat, priority))
+        return self._link.hearing(self._route.push(key, flat, priority))
 
     def pull(self, key: Key, out: Array) -> Task[None]:
         """See `Backend`."""
-        task = self._pull.part(key, out, key.shards) if self._client is None else self._client.pull(key, out)
-        return self._link.hearing(task)
+        return self._link.hearing(self._route.pull(key, out))
 
     def pushpull(self, key: Key, flat: Array, out: Array, priority: int) -> Task[None]:
         """See `Backend`."""
-        way = self._pushpull if self._client is None else self._client.pushpull
-        return self._link.hearing(way(key, flat, out, priority))
-
-    def _pushpull(self, key: Key, flat: Array, out: Array, priority: int) -> Task[None]:
-        if self.one_node or self.layout.asynchronous or len(key.pieces) == 1:
-            # Servers may still read later elements of `flat` while earlier ones of the result are written.
-            wait = self.layout.asynchronous or (out is not flat and np.may_share_memory(flat, out))
-            yield from self._push.whole(key, flat, priority, wait)
-            yield from self._pull.part(key, out, key.shards)
-            return
-        key.round += 1  # later pieces go to the servers while the answer of earlier ones comes
-        pushes = [self._push.part(key, key.round, flat, priority, piece.pushes, wait=False) for piece in key.pieces]
-        pairs = zip(key.pieces, pushes, strict=True)
-        yield from together([self._pull.exchange(key, push, out, piece.pushes) for piece, push in pairs])
+        return self._link.hearing(self._route.pushpull(key, flat, out, priority))
 
     def push_rows(self, key: Key, rows: RowSparse, priority: int) -> Task[None]:
         """See `Backend`."""
-        if self._push.residuals is not None or not whole(key):
-            return self.push(key, rows.to_dense().reshape(-1), priority)
         return self._link.hearing(self._rows.push(key, rows, priority))
 
     def pull_rows(self, key: Key, out: Array, ids: Array) -> Task[None]:
         """See `Backend`."""
-        return self._link.hearing(self._rows.pull(key, out, ids)) if whole(key) else self._pull_all_rows(key, out, ids)
-
-    def _pull_all_rows(self, key: Key, out: Array, ids: Array) -> Task[None]:
-        table = np.empty(key.shape, key.dtype)
-        yield from self.pull(key, table.reshape(-1))
-        out[...] = table[ids]
+        return self._link.hearing(self._rows.pull(key, out, ids))
 
     def push_list(self, keys: Sequence[Key], flats: Sequence[Array], priority: int) -> Task[None]:
         """See `Backend`."""
-        if self._client is not None:
-            return self._link.hearing(self._client.push_list(keys, flats, priority))
-        pairs = zip(keys, flats, strict=True)
-        return self._link.hearing(together([self._push.whole(key, flat, priority) for key, flat in pairs]))
+        return self._link.hearing(self._route.push_list(keys, flats, priority))
 
     def pull_list(self, keys: Sequence[Key], outs: Sequence[Array]) -> Task[None]:
         """See `Backend`."""
-        if self._client is not None:
-            return self._link.hearing(self._client.pull_list(keys, outs))
-        pairs = zip(keys, outs, strict=True)
-        return self._link.hearing(together([self._pull.part(key, out, key.shards) for key, out in pairs]))
+        return self._link.hearing(self._route.pull_list(keys, outs))
 
     def pushpull_list(
         self, keys: Sequence[Key], flats: Sequence[Array], outs: Sequence[Array], priority: int
     ) -> Task[None]:
         """See `Backend`."""
-        if self._client is not None:
-            return self._link.hearing(self._client.pushpull_list(keys, flats, outs, priority))
-        each = zip(keys, flats, outs, strict=True)
-        return self._link.hearing(together([self._pushpull(key, flat, out, priority) for key, flat, out in each]))
+        return self._link.hearing(self._route.pushpull_list(keys, flats, outs, priority))
 
     def settle(self, keys: Sequence[Key]) -> Task[None]:
         """See `Backend`."""
@@ -254,28 +215,17 @@ class Served:
 
     # ---- epochs and the end
 
-    def recover(self) -> Rounds:
+    def recover(self, known: Container[Name]) -> Rounds:
         """See `Backend`."""
         lines, _ = connect(self.layout, self._epoch)
         self._link.renew(lines)
         self._begin()
-        state = self._run(self._setup.recover())
-        self._run(self._settings.recover())
+        state = self._epoch.carry_out(self._setup.recover(known), "recover")
+        self._epoch.carry_out(self._settings.recover(), "recover")
         self._bind_all()
         rounds = Rounds({name: round_ for name, (round_, _) in state.items()})
         rounds.torn = tuple(name for name, (_, torn) in state.items() if torn)
         return rounds
-
-    def _run(self, task: Task[T]) -> T:
-        """Run a task of `recover` to its end, blocking."""
-        results: list[T] = []
-
-        def steps() -> Task[None]:
-            results.append((yield from task))
-
-        running = steps()
-        self._epoch.wait(lambda: not goes_on(running), "recover")
-        return results[0]
 
     def open_store(self, request: frames.OpenStore) -> Task[None]:
         """Ask all servers to take part in the making of one more store. All workers ask, and then make it."""

@@ -6,7 +6,7 @@ is there once this is over on all workers. Where the epoch ends before, `recover
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -54,8 +54,8 @@ class Setup:
                 if isinstance(error, CollectiveError):
                     raise
                 failure = str(error)
-        told = rendezvous.exchange(self._epoch, msgspec.msgpack.encode((failure, done)), what)[0]
-        failure, done = msgspec.msgpack.decode(told, type=tuple[str, bytes])
+        told = yield from rendezvous.exchanged(self._epoch, msgspec.msgpack.encode((failure, done)), what)
+        failure, done = msgspec.msgpack.decode(told[0], type=tuple[str, bytes])
         if failure:
             raise of_caller(ValueError(failure))
         return done
@@ -158,14 +158,16 @@ class Setup:
 
     # ---- the next epoch
 
-    def recover(self) -> Task[State]:
+    def recover(self, known: Container[Name]) -> Task[State]:
         """Keep the keys that all workers have, forget all others; the round of each. Collective; the link is new."""
-        mine = {repr(name): [shard.number for shard in key.shards] for name, key in self.keys.items()}
+        mine = {
+            repr(name): [shard.number for shard in key.shards] for name, key in self.keys.items() if name in known
+        }  # fmt: skip
         told = rendezvous.exchange(self._epoch, msgspec.msgpack.encode(mine), "recover")
         everybody = [msgspec.msgpack.decode(data, type=dict[str, list[int]]) for data in told]
         kept = {
             name: key for name, key in self.keys.items()
-            if all(other.get(repr(name)) == mine[repr(name)] for other in everybody)
+            if name in known and all(other.get(repr(name)) == mine[repr(name)] for other in everybody)
         }  # fmt: skip
         for key in [*self._link.keys()]:
             if kept.get(key.name) is not key:

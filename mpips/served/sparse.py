@@ -1,9 +1,9 @@
 """Row-sparse pushes and pulls of a worker with servers: only rows that somebody names move.
 
-For keys of which every shard is whole rows. On a node, rows are read from the server's memory. A server of another node
-is told which rows are wanted and answers those. Inside a client a row belongs to the member that exchanges it with the
-servers, its owner: members send owners what they push, or which rows they want. The owner adds the rows up in the order
-of the members, or asks the servers once for what anybody wants.
+A key that is compressed, or whose shards cut rows, moves as a whole. On a node, rows are read from the server's memory.
+A server of another node is told which rows are wanted and answers those. Inside a client a row belongs to the member
+that exchanges it with the servers, its owner: members send owners what they push, or which rows they want. The owner
+adds the rows up in the order of the members, or asks the servers once for what anybody wants.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from mpips.keys.key import Key
 from mpips.keys.row_sparse import RowSparse, merge, packed, unpacked
 from mpips.layout import Layout
 from mpips.runtime.tasks import Task, together
+from mpips.served.alone import Alone
+from mpips.served.client import Client
 from mpips.served.members import Members, label
 from mpips.served.pull import Pull, Rows
 from mpips.served.push import Push
@@ -43,10 +45,15 @@ def whole(key: Key) -> bool:
 
 
 class Sparse:
-    """One worker's rows. `members`: those of its client, where it has others; `direct`: each pulls by itself."""
+    """One worker's rows. `members`: those of its client, where it has others; `direct`: each pulls by itself.
 
-    def __init__(self, layout: Layout, members: Members | None, push: Push, pull: Pull, direct: bool) -> None:
-        self._members, self._push, self._pull = members, push, pull
+    `route` takes keys that move as a whole.
+    """
+
+    def __init__(
+        self, layout: Layout, members: Members | None, route: Alone | Client, push: Push, pull: Pull, direct: bool
+    ) -> None:
+        self._members, self._route, self._push, self._pull = members, route, push, pull
         self._direct = direct or members is None
         self._size = 1 if members is None else members.size
         self._rank = 0 if members is None else members.rank
@@ -54,6 +61,9 @@ class Sparse:
 
     def push(self, key: Key, rows: RowSparse, priority: int) -> Task[None]:
         """Contribute rows to the key's next round."""
+        if self._push.residuals is not None or not whole(key):
+            yield from self._route.push(key, rows.to_dense().reshape(-1), priority)
+            return
         key.round += 1
         merged = rows.merged()
         if self._members is not None:
@@ -73,6 +83,11 @@ class Sparse:
 
     def pull(self, key: Key, out: Array, ids: Array) -> Task[None]:
         """Rows `ids` of the key to `out`, (len(ids), ...)."""
+        if not whole(key):
+            dense = np.empty(key.shape, key.dtype)
+            yield from self._route.pull(key, dense.reshape(-1))
+            out[...] = dense[ids]
+            return
         wanted, places = np.unique(ids, return_inverse=True)
         table = np.empty((len(wanted), elements(key)), key.dtype)
         if self._direct or self._members is None:

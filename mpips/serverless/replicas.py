@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import msgspec
@@ -95,6 +95,10 @@ class Replicas:
             replica.put_state(*states[replica.key.name])
 
     # ---- the next epoch
+
+    def keep(self, known: Container[Name]) -> None:
+        """Forget all other keys."""
+        self.forget([replica.key for name, replica in self.by_name.items() if name not in known])
 
     def reconcile(self, exchange: Callable[[bytes], list[bytes]]) -> Rounds:
         """Have what the other workers have, settings, values and states. `exchange` gives every worker's bytes.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Container, Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -217,10 +217,11 @@ class Serverless:
 
     # ---- epochs and the end
 
-    def recover(self) -> Rounds:
+    def recover(self, known: Container[Name]) -> Rounds:
         """After `epoch.renew()`: all workers have the same again; see `reconcile`. Collective, blocking."""
         self._replicas.sums = self._joined()
         self._join()
+        self._replicas.keep(known)
         rounds = self._replicas.reconcile(lambda data: exchange(self._epoch, data, "recover"))
         self._bind_all()
         return rounds

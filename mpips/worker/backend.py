@@ -8,7 +8,7 @@ and with which nothing has changed. Arrays may be read and written until the tas
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Container, Hashable, Mapping, Sequence
 from typing import Any, Protocol
 
 from numpy.typing import NDArray
@@ -144,9 +144,12 @@ class Backend(Protocol):
 
     # ---- epochs and the end
 
-    def recover(self) -> Rounds:
+    def recover(self, known: Container[Name]) -> Rounds:
         """After `epoch.renew()`: everything anew, nothing under way; the rounds that keys stand at. Sets `key.round`
-        and binds fast routes. Keys that it does not name are forgotten. Collective, blocking."""
+        and binds fast routes. Collective, blocking.
+
+        A key stays if it is `known` on all workers, whose `init` has come to its end. Others are forgotten.
+        """
         ...
 
     def finish(self) -> None:

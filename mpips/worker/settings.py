@@ -140,7 +140,7 @@ class Settings:
         with self.operations.guard("recover"):
             self.engine.forget()
             self.epoch.renew()
-            rounds = self.backend.recover()
+            rounds = self.backend.recover(self.keys)
         for name in [name for name in self.keys if name not in rounds]:
             del self.keys[name]
         return rounds

@@ -289,7 +289,7 @@ def test_what_gpus_cannot_do_is_refused_on_every_rank(gpus: Any) -> None:
 @only_on(2)
 @pytest.mark.parametrize("algorithm", ["auto", "multi_ring", "reg", "vector_ring"])
 def test_repeated_one_shot_calls_use_their_pinned_memory_and_kernels_again(gpus: Any, algorithm: str) -> None:
-    """A call may still hold its memory when the next one begins: there are fewer pieces than calls, whatever they need."""
+    """A call may still hold its memory when the next one begins, but there are fewer pieces than calls."""
     seen = []
     for _ in range(12):
         x = placed(device, put_in("sum", 70_001, "float32", 2))

@@ -226,7 +226,7 @@ def test_a_save_needs_one_round(folder):
             kv.push("w", np.ones(10))
         with pytest.raises(ValueError, match="'w' was pushed 1 times by rank 0 and 0 times by rank 1"):
             kv.save(folder / "x")
-        assert not list(folder.iterdir())
+        assert kv.rank or not list(folder.iterdir())  # rank 0 has the file, and gives it up
         if kv.rank == 1:
             kv.push("w", np.ones(10))
         kv.pull("w", out := np.zeros(10))
