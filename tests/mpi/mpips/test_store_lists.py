@@ -152,7 +152,7 @@ def test_a_list_that_takes_too_long_ends_the_epoch_and_the_next_goes_on(size):
         kv.pushpull(names, values, out=outs)
         return said, [float(out[0]) for out in outs]
 
-    found = run("dist_sync", body, servers=1, timeout_seconds=0.5)
+    found = run("dist_sync", body, servers=1, timeout_seconds=2)
     if found:
         said, ends = found
         assert "has waited" in said[0], found
