@@ -13,8 +13,8 @@ from typing import Any
 import torch.distributed as dist
 from mpi4py import MPI
 
-from mpips.torch.group import Group
-from mpips.torch.works import communication
+from mpips.torch.process_group.group import Group
+from mpips.torch.process_group.works import communication
 
 NAME = "mpips"
 TAG = 7301

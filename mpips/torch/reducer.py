@@ -11,7 +11,7 @@ from torch import Tensor
 import collectives
 from mpips.torch.buckets import Bucket, apart
 from mpips.torch.gradients import Gradients
-from mpips.torch.works import Job, Steps, communication
+from mpips.torch.process_group.works import Job, Steps, communication
 
 
 class Reducer:

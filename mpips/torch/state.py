@@ -12,7 +12,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 import collectives
-from mpips.torch.tensors import data
+from mpips.torch.process_group.tensors import data
 
 
 class _Tensor(msgspec.Struct, tag="tensor"):

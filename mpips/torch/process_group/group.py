@@ -15,11 +15,11 @@ import torch.distributed as dist
 from mpi4py import MPI
 from torch import Tensor
 
-from mpips.torch import exchange
-from mpips.torch.jobs import Jobs, deal, empty, in_turn
-from mpips.torch.reductions import Reduction, reduction
-from mpips.torch.tensors import flat, see_host, written
-from mpips.torch.works import Job, Work, communication
+from mpips.torch.process_group import exchange
+from mpips.torch.process_group.jobs import Jobs, deal, empty, in_turn
+from mpips.torch.process_group.reductions import Reduction, reduction
+from mpips.torch.process_group.tensors import flat, see_host, written
+from mpips.torch.process_group.works import Found, Job, Work, communication
 
 Tensors = Sequence[Tensor]
 
@@ -186,11 +186,11 @@ class Group(dist.ProcessGroup):
     def recv_anysource(self, tensors: Tensors, tag: int) -> Any:
         see_host(tensors, "recv")
         target, home = written(tensors[0])
-        found = exchange.Found()
+        found = Found()
         steps = self._jobs.between.receive(target, MPI.ANY_SOURCE, tag, found)
         job = self._jobs.exchanged(steps, "recv from any rank", list(tensors), home, False)
         job.keep = [*tensors, target]
-        return exchange.FromAny(communication.do(job, True), found)
+        return Work(communication.do(job, True), found)
 
     # ---- the rest of c10d
 

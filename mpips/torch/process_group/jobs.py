@@ -15,10 +15,10 @@ from torch import Tensor
 import collectives
 from collectives.api import begin
 from collectives.communicator import communicator
-from mpips.torch import exchange
-from mpips.torch.reductions import Reduction, numbers, reduction
-from mpips.torch.tensors import flat, movable, see_host, written
-from mpips.torch.works import Job, Steps
+from mpips.torch.process_group import exchange
+from mpips.torch.process_group.reductions import Reduction, numbers, reduction
+from mpips.torch.process_group.tensors import flat, movable, see_host, written
+from mpips.torch.process_group.works import Job, Steps
 
 Home = Callable[[], None]
 """Brings a result to where the caller wants it."""

@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 from torch import Tensor
-from torch.futures import Future
 
 from collectives.communicator import Communicator
 from collectives.node.wait import see_in_time
-from mpips.torch.tensors import data
-from mpips.torch.works import Steps, Work
+from mpips.torch.process_group.tensors import data
+from mpips.torch.process_group.works import Found, Steps
 
 LOOK_SECONDS = 1e-2
 """Between two looks for the end of the epoch."""
@@ -104,25 +103,6 @@ def watched(steps: Steps, home: Communicator, what: str) -> Steps:
             yield
     except Exception as error:
         raise home.fail(what, error) from None
-
-
-class Found:
-    """From whom a message came."""
-
-    rank = -1
-
-
-class FromAny(Work):
-    """A receive from any rank, which says from whom it came."""
-
-    def __init__(self, future: Future[Any], found: Found) -> None:
-        super().__init__(future)
-        self._found = found
-
-    def source_rank(self) -> int:
-        return self._found.rank
-
-    _source_rank = source_rank
 
 
 def _cut(memory: np.ndarray, sizes: Sequence[int], itemsize: int) -> list[Any]:

@@ -149,12 +149,18 @@ def _stepped(job: Job, steps: Steps) -> bool:
     return True
 
 
+class Found:
+    """From whom a message of any rank came."""
+
+    rank = -1
+
+
 class Work(torch._C._distributed_c10d.Work):
     """What c10d hands to its users: unlike PyTorch's own wrapper of a future, `wait` raises what the operation has."""
 
-    def __init__(self, future: Future[Any]) -> None:
+    def __init__(self, future: Future[Any], found: Found | None = None) -> None:
         super().__init__()
-        self._future = future
+        self._future, self._found = future, found
 
     def wait(self, timeout: Any = None) -> bool:
         """Blocking; `timeout` is that of the group."""
@@ -181,6 +187,12 @@ class Work(torch._C._distributed_c10d.Work):
 
     def result(self) -> Any:
         return self._future.wait()
+
+    def source_rank(self) -> int:
+        """From whom a receive of any rank had its message."""
+        return -1 if self._found is None else self._found.rank
+
+    _source_rank = source_rank
 
     def get_future(self) -> Future[Any]:
         """A future that has failed in C++ too, where the operation has: Python's exceptions are mere values there."""
