@@ -70,6 +70,41 @@ class _Wait:
         self.nap_after = NAP_AFTER_ON_NODE if epoch.one_node else NAP_AFTER_BETWEEN_NODES
 
 
+class _Meeting:
+    """How one rank waits in a room: it looks at the epoch, and sees who comes no more."""
+
+    def __init__(self, epoch: Epoch, room: Room, what: str) -> None:
+        self._epoch, self._room, self._what = epoch, room, what
+        self._first = 0.0
+        """After how many seconds somebody who is missing was seen to have left."""
+        self.late, self.limits = room.missing, epoch.limits
+        self.nap_after = NAP_AFTER_ON_NODE if epoch.one_node else NAP_AFTER_BETWEEN_NODES
+
+    def look(self, waited: float) -> None:
+        """Raise where the epoch has ended, or somebody who is needed has left."""
+        self._epoch.look(waited)
+        gone = self._epoch.gone()
+        if not any(rank in gone for rank in self._room.missing()):
+            self._first = 0.0
+        elif not self._first:
+            self._first = waited  # what it has brought may still be on its way
+        elif waited > self._first + LAST_WORD_SECONDS:
+            see_there(self._room.missing(), gone, self._what)
+
+    def steps(self, payload: bytes) -> Task[list[bytes]]:
+        """The meeting as a task: what all have brought."""
+        begun = time.monotonic()
+        due = begun + LOOK_SECONDS
+        self._room.bring(payload)
+        while self._room.missing():
+            if (now := time.monotonic()) >= due:
+                due = now + LOOK_SECONDS
+                self.look(now - begun)
+                see_in_time(self._what, now - begun, self)
+            yield False
+        return self._room.brought()
+
+
 class Epoch:
     """The present epoch of one store, as one rank sees it. Making it is collective over `layout.world`, blocking."""
 
@@ -191,43 +226,18 @@ class Epoch:
     def meet(self, payload: bytes, what: str, everybody: bool = False) -> list[bytes]:
         """See `rendezvous.exchange`."""
         room = self._room(everybody)
-        return room.exchange(payload, what, self._meeting(room, what))
+        return room.exchange(payload, what, _Meeting(self, room, what))
 
     def met(self, payload: bytes, what: str) -> Task[list[bytes]]:
         """The same for workers, as a task."""
-        room, begun = self._room(False), time.monotonic()
-        watch, due = self._meeting(room, what), begun + LOOK_SECONDS
-        room.bring(payload)
-        while room.missing():
-            if (now := time.monotonic()) >= due:
-                due = now + LOOK_SECONDS
-                watch.look(now - begun)
-                see_in_time(what, now - begun, watch)
-            yield False
-        return room.brought()
+        room = self._room(False)
+        return _Meeting(self, room, what).steps(payload)
 
     def _room(self, everybody: bool) -> Room:
         room = self._everybody if everybody else self._workers
         assert room is not None, "servers meet everybody, or nobody"
         self.check()
         return room
-
-    def _meeting(self, room: Room, what: str) -> _Wait:
-        """How to wait in a room: see also who comes no more."""
-        first = 0.0
-
-        def look(waited: float) -> None:
-            nonlocal first
-            self.look(waited)
-            gone = self.gone()
-            if not any(rank in gone for rank in room.missing()):
-                first = 0.0
-            elif not first:
-                first = waited  # what it has brought may still be on its way
-            elif waited > first + LAST_WORD_SECONDS:
-                see_there(room.missing(), gone, what)
-
-        return _Wait(self, room.missing, look)
 
     def gone(self) -> dict[int, str]:
         """Ranks of the store that have closed it, or have ended; and how, as far as it is known here."""
