@@ -38,6 +38,8 @@ T = TypeVar("T")
 
 LAST_WORD_SECONDS = 0.2
 """How long a message may take from a rank that has left since."""
+LAST_LOOKS = 10
+"""How often a rank looks for messages that were sent before the epoch ended."""
 PARTING_SECONDS = 5.0
 """So long a rank that closes waits for the others once the epoch is over."""
 FREEING_SECONDS = 1.0
@@ -82,7 +84,13 @@ class _Meeting:
 
     def look(self, waited: float) -> None:
         """Raise where the epoch has ended, or somebody who is needed has left."""
-        self._epoch.look(waited)
+        try:
+            self._epoch.look(waited)
+        except EpochError:
+            # Who has ended it may have been through this meeting before: then its word is here.
+            if all(self._room.missing() for _ in range(LAST_LOOKS)):
+                raise
+            return
         gone = self._epoch.gone()
         if not any(rank in gone for rank in self._room.missing()):
             self._first = 0.0
