@@ -19,11 +19,13 @@ from mpips.torch.process_group import exchange
 from mpips.torch.process_group.jobs import Jobs, deal, empty, in_turn
 from mpips.torch.process_group.reductions import Reduction, reduction
 from mpips.torch.process_group.tensors import flat, see_host, written
+from mpips.torch.process_group.uncompiled import uncompiled
 from mpips.torch.process_group.works import Found, Job, Work, communication
 
 Tensors = Sequence[Tensor]
 
 
+@uncompiled
 class Group(dist.ProcessGroup):
     """Ranks of one MPI communicator as a group of c10d's. Making it is collective over `comm`."""
 
