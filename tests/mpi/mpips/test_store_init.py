@@ -42,7 +42,8 @@ def test_some_push_before_they_init_and_some_after(kind, shared_memory):
     ("mpi_sync", {"servers": 1, "clients": 1}), ("mpi_sync", {"servers": 1, "clients": 2, "masters": "all"}),
 ])  # fmt: skip
 @memory
-def test_init_while_a_long_push_is_under_way(kind, options, shared_memory):
+@pytest.mark.parametrize("waits", [False, True])
+def test_init_while_a_long_push_is_under_way(kind, options, shared_memory, waits):
     need(2, **options)
 
     def body(kv):
@@ -50,6 +51,8 @@ def test_init_while_a_long_push_is_under_way(kind, options, shared_memory):
         kv.init("a", np.zeros(big))
         value, out, other = np.full(big, kv.rank + 1.0), np.zeros(big), np.zeros(3)
         push = kv.ipush("a", value)
+        if kv.rank % 2 and waits:
+            push.wait()  # which needs what the others, in `init` already, have not sent yet
         kv.init("b", np.full(3, 7.0))
         push.wait()
         kv.pull(["a", "b"], [out, other])
