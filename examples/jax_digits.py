@@ -1,6 +1,6 @@
 """A small network on handwritten digits in JAX and optax, data parallel: the sum of gradients is inside `jit`.
 
-mpips run -n 4 examples/jax_digits.py --epochs 5
+mpips run -w 4 examples/jax_digits.py --epochs 5
 """
 
 import argparse

@@ -1,9 +1,9 @@
 """A small CNN on handwritten digits in PyTorch, data parallel in four ways.
 
-mpips run -n 4 examples/torch_digits.py --way ddp              torch's DistributedDataParallel on the backend "mpips"
-mpips run -n 4 examples/torch_digits.py --way data-parallel    mpips.torch.DataParallel, which plans its buckets
-mpips run -n 4 examples/torch_digits.py --way sync             a parameter server: gradients in, parameters out
-mpips run -n 4 examples/torch_digits.py --way async            the same, and no worker waits for another
+mpips run -w 4 examples/torch_digits.py --way ddp              torch's DistributedDataParallel on the backend "mpips"
+mpips run -w 4 examples/torch_digits.py --way data-parallel    mpips.torch.DataParallel, which plans its buckets
+mpips run -w 4 examples/torch_digits.py --way sync             a parameter server: gradients in, parameters out
+mpips run -w 4 examples/torch_digits.py --way async            the same, and no worker waits for another
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """A small transformer that learns Python's own documentation letter by letter, on 4 ranks.
 
-mpips run -n 4 examples/torch_language.py --steps 100
+mpips run -w 4 examples/torch_language.py --steps 100
 
 The text comes with Python (`pydoc_data.topics`). Every rank reads other places of it. The loss is that of the next
 letter, in nats: it begins as if all letters were equally likely.

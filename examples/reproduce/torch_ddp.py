@@ -1,6 +1,6 @@
 """A training step in PyTorch by who averages the gradients: gloo, an mpi4py allreduce, "mpips", and DataParallel.
 
-    mpips run -n 4 -m examples.reproduce.torch_ddp [--models mlp-1M,cnn] [--json FILE]
+    mpips run -w 4 -m examples.reproduce.torch_ddp [--models mlp-1M,cnn] [--json FILE]
 
 All contenders take turns in one job. gloo is what DistributedDataParallel makes of it with one bucket, and with buckets
 of 1 MB: its faster counts. What communication costs is a step minus the same step without any exchange, which all
