@@ -1,9 +1,9 @@
 """A small CNN on handwritten digits in PyTorch, data parallel in four ways.
 
-mpips run -w 4 examples/torch_digits.py --way ddp              torch's DistributedDataParallel on the backend "mpips"
-mpips run -w 4 examples/torch_digits.py --way data-parallel    mpips.torch.DataParallel, which plans its buckets
-mpips run -w 4 examples/torch_digits.py --way sync             a parameter server: gradients in, parameters out
-mpips run -w 4 examples/torch_digits.py --way async            the same, and no worker waits for another
+mpips run -w 4 examples/torch_digits.py --way ddp             torch's DistributedDataParallel on the backend "mpips"
+mpips run -w 4 examples/torch_digits.py --way data-parallel   mpips.torch.DataParallel, which plans its buckets
+mpips run -s 1 -w 4 examples/torch_digits.py --way sync       a parameter server: gradients in, parameters out
+mpips run -s 1 -w 4 examples/torch_digits.py --way async      the same, and no worker waits for another
 """
 
 import argparse
@@ -44,9 +44,8 @@ def main(way: str, epochs: int, batch_size: int, learning_rate: float) -> None:
     elif way == "data-parallel":
         model = mpips.torch.DataParallel(model)
     else:
-        kind = f"dist_{way}"
-        optimizer = mpips.torch.DistributedOptimizer(optimizer, model.named_parameters(), kind=kind, servers=1)
-        rank, workers = optimizer.store.rank, optimizer.store.num_workers  # the server has left this program
+        optimizer = mpips.torch.DistributedOptimizer(optimizer, model.named_parameters(), kind=f"dist_{way}")
+        rank, workers = optimizer.store.rank, optimizer.store.num_workers  # servers have left this program
     train(model, optimizer, epochs, batch_size, rank, workers)
     if way == "ddp":
         dist.destroy_process_group()
