@@ -21,7 +21,7 @@ from collectives.errors import CollectiveError, MismatchError, of_caller
 from collectives.network.control import Control
 from collectives.network.drain import leave, sweep
 from collectives.network.tags import TAGS, Lanes
-from collectives.node.board import Board
+from collectives.node.board import Board, unreachable
 from collectives.node.layout import NodeMemory, open_memory
 from collectives.node.poison import PROGRAM_ENDED
 from collectives.node.process_memory import OutOfReach
@@ -166,7 +166,7 @@ class Communicator:
         self._kept.append(kept)
         told = error if isinstance(error, CollectiveError) else CollectiveError(self._given_up(what, error))
         if isinstance(error, OutOfReach):
-            told = CollectiveError(self.board.explain(error))
+            told = CollectiveError(unreachable(self.board, error))
         self.over = told
         try:
             self.over = self._end(told)

@@ -217,12 +217,6 @@ class Board:
         """Say that this rank comes no more."""
         self.memory.words[self.rank][LEFT] = how
 
-    def explain(self, error: OutOfReach) -> str:
-        """The sentence for all ranks where this one could not reach a process."""
-        other = self.names[self.memory.pids.index(error.pid)]
-        why = os.strerror(error.errno)
-        return f"rank {self.names[self.rank]} cannot reach the memory of rank {other} any more: {why}"
-
     def close(self) -> None:
         """Collective where a fence is needed."""
         self.memory.close()
@@ -251,6 +245,12 @@ class Board:
             word != OUT and max(row[rank] for row in self.progress) < self.last_phase and not self._peers.ended(rank)
             for rank, word in words.items()
         )
+
+
+def unreachable(board: Board, error: OutOfReach) -> str:
+    """The sentence for all ranks where this one could not reach a process."""
+    other = board.names[board.memory.pids.index(error.pid)]
+    return f"rank {board.names[board.rank]} cannot reach the memory of rank {other} any more: {os.strerror(error.errno)}"
 
 
 def _attach(place: Place) -> Any:
