@@ -250,7 +250,8 @@ class Board:
 def unreachable(board: Board, error: OutOfReach) -> str:
     """The sentence for all ranks where this one could not reach a process."""
     other = board.names[board.memory.pids.index(error.pid)]
-    return f"rank {board.names[board.rank]} cannot reach the memory of rank {other} any more: {os.strerror(error.errno)}"
+    why = os.strerror(error.errno)
+    return f"rank {board.names[board.rank]} cannot reach the memory of rank {other} any more: {why}"
 
 
 def _attach(place: Place) -> Any:
