@@ -38,7 +38,8 @@ class DataParallel(torch.nn.Module):
     comm        an mpi4py communicator (None: COMM_WORLD).
     buckets     which gradients travel together: a strategy of `mpips.overlap` ("merged" is MG-WFBP's, "optimal" the
                 optimum, "single", "layerwise"), from a profile of the first steps; or most MiB of a bucket. "auto":
-                "optimal" where communication can go on beside compute, else "single".
+                "optimal" where communication can go on beside compute (between nodes, or where each rank has two
+                cores), else "single".
     algorithm   of the allreduces, as in `collectives.allreduce`: "bcube(n=2,k=2)", "hierarchical(local=4)", ...
     broadcast_buffers   take rank 0's buffers at every forward in training, as of BatchNorm.
 
@@ -54,7 +55,7 @@ class DataParallel(torch.nn.Module):
         self.module = module
         self._comm = MPI.COMM_WORLD if comm is None else comm
         home = communicator(self._comm)
-        self._beside = home.nodes > 1 or not home.board.memory.crowded
+        self._beside = home.nodes > 1 or home.board.memory.roomy
         self._asked, self._algorithm = buckets, algorithm
         self._strategy = "" if not isinstance(buckets, str) else buckets
         if buckets == "auto":
