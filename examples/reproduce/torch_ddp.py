@@ -2,7 +2,7 @@
 
     mpips run -w 4 -m examples.reproduce.torch_ddp [--models mlp-1M,cnn] [--json FILE]
 
-All contenders take turns in one job. gloo is what DistributedDataParallel makes of it with one bucket, and with buckets
+All contenders take turns in one job. gloo is what DistributedDataParallel makes of it with buckets of 25 MB, and
 of 1 MB: its faster counts. What communication costs is a step minus the same step without any exchange, which all
 ranks take at the same time. Of a step the slowest rank counts, and the median over the rounds. One thread a rank.
 """
