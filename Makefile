@@ -12,7 +12,7 @@ VENV = $(PYTHON) -m launch.venv .venv --mpi $(MPI)
 BIN = .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow unit lab lint install clean overlap \
+.PHONY: help demo test test-slow test-torch unit lab lint install clean overlap \
 	reproduce-mg-wfbp reproduce-ibatch reproduce-bml reproduce-mxnet-mpi reproduce-tensor reproduce-mlp
 
 help: ## this list
@@ -46,6 +46,10 @@ test-%: ## MPI tests on that many ranks: make test-4
 test-slow: ## collectives and keys of more than 2^31 elements and bytes: 2 ranks, about 10 GiB of memory
 	$(VENV) --extra test
 	$(BIN)/python -m tests.run --stages mpi --ranks 2 -m slow tests/mpi
+
+test-torch: ## tests of mpips.torch and mpips.jax on 1, 2 and 3 ranks; installs PyTorch and JAX
+	$(PYTHON) -m launch.venv .venv-torch --mpi $(MPI) --extra test --extra torch --extra jax
+	.venv-torch/bin/python -m tests.run --stages mpi --ranks 1,2,3 --python .venv-torch/bin/python tests/mpi/torch
 
 install: ## make .venv with mpips and an MPI, and look at the machine with `mpips doctor`
 	$(VENV)
@@ -82,4 +86,4 @@ reproduce-mlp: ## strong scaling of batch, model and hybrid parallel MLPs to 32 
 	$(BIN)/python -m examples.reproduce.mlp --json out/$@.json --plot out/$@.png
 
 clean: ## remove environments, results and caches
-	rm -rf .venv .venv-mpich out build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-mpich .venv-torch out build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

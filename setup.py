@@ -48,6 +48,7 @@ setup(
         "lab": LAB,
         "test": [*TEST, *DEMO, *LAB],
         "torch": ["torch>=2.2"],
+        "jax": ["jax>=0.4.30", "optax>=0.2"],
     },
     entry_points={"console_scripts": ["mpips = launch.cli:main"]},
     classifiers=[

@@ -14,7 +14,9 @@ from collectives.communicator import Communicator, communicator
 from collectives.group import compile_group
 from collectives.network.tags import Tags
 from collectives.plan import Plan, compile_plan
-from collectives.plan_cache import PlanCache
+from collectives.plan_cache import PlanCache, identity
+
+GROUP = "grouped_allreduce"
 
 
 def begin(
@@ -26,19 +28,27 @@ def begin(
     algorithm: str = "auto",
     out: Any = None,
     root: int = 0,
+    label: str = "",
+    blocks: Sequence[Any] | None = None,
 ) -> Plan:
-    """A one-shot call that has begun: `test()` now and then, then `wait()`."""
+    """A one-shot call that has begun: `test()` now and then, then `wait()`. `kind` is the name of one of the calls;
+    `blocks` are `grouped_allreduce`'s."""
     home = communicator(comm)
     home.check()
-    made = _plan(home, kind, x, op, algorithm, out, root)
-    made.start(x, out)
+    if kind == GROUP:
+        made = _group(home, x, op, algorithm, out, label, blocks)
+    else:
+        made = _plan(home, kind, x, op, algorithm, out, root, label)
+    made.start(x, out, blocks)
     return made
 
 
-def _call(kind: str, x: Any, comm: MPI.Comm | None, op: str, algorithm: str, out: Any, root: int) -> Any:
+def _call(
+    kind: str, x: Any, comm: MPI.Comm | None, op: str, algorithm: str, out: Any, root: int, label: str
+) -> Any:
     """Find the plan, by the identity of the array first, and run it."""
     home = communicator(comm)
-    found = home.plans.get((kind, id(x), id(out), op, algorithm, root))
+    found = home.plans.get((kind, id(x), id(out), op, algorithm, root, label))
     if found is not None:
         made, x_then, out_then, n, dtype = found
         if x_then() is x and (out is None or out_then() is out) and x.size == n and x.dtype is dtype:
@@ -50,17 +60,47 @@ def _call(kind: str, x: Any, comm: MPI.Comm | None, op: str, algorithm: str, out
                 raise home.fail(made.call.text, error, x, out) from None
             return out if out is not None else x if kind != "reduce_scatter" else made.result_of(x, out)
     home.check()
-    made = _plan(home, kind, x, op, algorithm, out, root)
+    made = _plan(home, kind, x, op, algorithm, out, root, label)
     with home.failing(made.call.text, x, out):
         made()
     return made.result_of(x, out)
 
 
-def _plan(home: Communicator, kind: str, x: Any, op: str, algorithm: str, out: Any, root: int) -> Plan:
+def _plan(
+    home: Communicator, kind: str, x: Any, op: str, algorithm: str, out: Any, root: int, label: str
+) -> Plan:
     def make() -> Plan:
-        return compile_plan(home, kind, x, op, algorithm, out, root, Tags(home.lanes))
+        return compile_plan(home, kind, x, op, algorithm, out, root, Tags(home.lanes), label)
 
-    return _kept(home, (kind, op, algorithm, root), x, out, make)
+    return _kept(home, (kind, op, algorithm, root, label), x, out, make)
+
+
+def _group(
+    home: Communicator,
+    arrays: Sequence[Any],
+    op: str,
+    algorithm: str,
+    out: Sequence[Any] | None,
+    label: str,
+    blocks: Sequence[Any] | None,
+) -> Plan:
+    """The plan of many arrays, by the identities of all of them first."""
+    written = None if out is None and blocks is None else [*(out or ())]
+    which = None
+    if blocks is not None:
+        which = tuple([block is not None for block in blocks])
+        written += [block for block in blocks if block is not None]  # type: ignore[operator]
+    call = (GROUP, op, algorithm, which, label)
+    every = [*arrays, *(written or ())]
+    found = home.plans.get(identity(call, every, len(arrays)))
+    if found is not None and found.holds(every):
+        plan: Plan = found.plan
+        return plan
+
+    def make() -> Plan:
+        return Plan(home, *compile_group(home, arrays, op, algorithm, out, label, blocks), out is None)
+
+    return _kept(home, call, list(arrays), written, make)
 
 
 def _kept(home: Communicator, call: tuple[Any, ...], x: Any, out: Any, make: Callable[[], Plan]) -> Plan:
@@ -72,7 +112,7 @@ def _kept(home: Communicator, call: tuple[Any, ...], x: Any, out: Any, make: Cal
 
 
 def allreduce(
-    x: Any, comm: MPI.Comm | None = None, op: str = "sum", algorithm: str = "auto", out: Any = None
+    x: Any, comm: MPI.Comm | None = None, op: str = "sum", algorithm: str = "auto", out: Any = None, *, label: str = ""
 ) -> Any:
     """The reduction of all ranks' x, on all ranks: x[n] -> out[n]. Collective, blocking.
 
@@ -88,6 +128,7 @@ def allreduce(
                "reproducible" (allreduce): `auto` among those that add the ranks' values of every element in one order,
                wherever it stands and however long the vector is, so that cutting a vector changes no bit.
     out        where the result goes: an array as x is, of x's type; None: in place, into x.
+    label      what the call is for, such as "layer 3": ranks compare it, and sentences name it.
 
     Returns where the result is: `out`, or x. Every rank gets bitwise the same.
 
@@ -96,11 +137,11 @@ def allreduce(
     all others raise `CollectiveError`; a wait longer than MPIPS_TIMEOUT_SECONDS (300; 0: never) raises `StallError`.
     Then the communicator is over: see `renew`. A wait longer than MPIPS_STALL_SECONDS (60) warns. One thread may call.
     """
-    return _call("allreduce", x, comm, op, algorithm, out, 0)
+    return _call("allreduce", x, comm, op, algorithm, out, 0, label)
 
 
 def reduce_scatter(
-    x: Any, comm: MPI.Comm | None = None, op: str = "sum", algorithm: str = "auto", out: Any = None
+    x: Any, comm: MPI.Comm | None = None, op: str = "sum", algorithm: str = "auto", out: Any = None, *, label: str = ""
 ) -> Any:
     """This rank's block of the reduction of all ranks' x: x[n] -> out[block]. Collective, blocking.
 
@@ -110,10 +151,12 @@ def reduce_scatter(
     larger first. In place the block of x is returned, as a 1-D view, and the rest of x is as before or scratch, by
     algorithm. Arguments and errors: see `allreduce`.
     """
-    return _call("reduce_scatter", x, comm, op, algorithm, out, 0)
+    return _call("reduce_scatter", x, comm, op, algorithm, out, 0, label)
 
 
-def allgather(x: Any, comm: MPI.Comm | None = None, algorithm: str = "auto", out: Any = None) -> Any:
+def allgather(
+    x: Any, comm: MPI.Comm | None = None, algorithm: str = "auto", out: Any = None, *, label: str = ""
+) -> Any:
     """All ranks' blocks, on all ranks: x[block] -> out[n]. Collective, blocking.
 
     >>> collectives.allgather(np.full(3, 7))
@@ -122,10 +165,12 @@ def allgather(x: Any, comm: MPI.Comm | None = None, algorithm: str = "auto", out
     Blocks are those of `reduce_scatter`. In place x has n elements, of which this rank's block is given. Elements may
     be of any type but Python objects. Arguments and errors: see `allreduce`.
     """
-    return _call("allgather", x, comm, "sum", algorithm, out, 0)
+    return _call("allgather", x, comm, "sum", algorithm, out, 0, label)
 
 
-def broadcast(x: Any, comm: MPI.Comm | None = None, root: int = 0, algorithm: str = "auto", out: Any = None) -> Any:
+def broadcast(
+    x: Any, comm: MPI.Comm | None = None, root: int = 0, algorithm: str = "auto", out: Any = None, *, label: str = ""
+) -> Any:
     """The root's x, on all ranks: x[n] of rank `root` -> out[n]. Collective, blocking.
 
     >>> collectives.broadcast(np.arange(3), root=0)
@@ -134,11 +179,18 @@ def broadcast(x: Any, comm: MPI.Comm | None = None, root: int = 0, algorithm: st
     x has the same size and type on all ranks. Elements may be of any type but Python objects. Arguments and errors: see
     `allreduce`.
     """
-    return _call("broadcast", x, comm, "sum", algorithm, out, root)
+    return _call("broadcast", x, comm, "sum", algorithm, out, root, label)
 
 
 def reduce(
-    x: Any, comm: MPI.Comm | None = None, op: str = "sum", root: int = 0, algorithm: str = "auto", out: Any = None
+    x: Any,
+    comm: MPI.Comm | None = None,
+    op: str = "sum",
+    root: int = 0,
+    algorithm: str = "auto",
+    out: Any = None,
+    *,
+    label: str = "",
 ) -> Any:
     """The reduction of all ranks' x, on the root: x[n] -> out[n] of rank `root`. Collective, blocking.
 
@@ -147,10 +199,12 @@ def reduce(
     What other ranks pass as `out`, and get back, is not touched; in place their x is scratch. Arguments and errors: see
     `allreduce`.
     """
-    return _call("reduce", x, comm, op, algorithm, out, root)
+    return _call("reduce", x, comm, op, algorithm, out, root, label)
 
 
-def alltoall(x: Any, comm: MPI.Comm | None = None, algorithm: str = "auto", out: Any = None) -> Any:
+def alltoall(
+    x: Any, comm: MPI.Comm | None = None, algorithm: str = "auto", out: Any = None, *, label: str = ""
+) -> Any:
     """Block d of each rank r's x, at place r of rank d's result: x[n] -> out. Collective, blocking.
 
     >>> x = np.full(3 * MPI.COMM_WORLD.size, 7)
@@ -160,7 +214,7 @@ def alltoall(x: Any, comm: MPI.Comm | None = None, algorithm: str = "auto", out:
     Blocks are those of `reduce_scatter`; on rank r, `out` has p times the elements of its block. In place p must divide
     n. Elements may be of any type but Python objects; x is one array. Arguments and errors: see `allreduce`.
     """
-    return _call("alltoall", x, comm, "sum", algorithm, out, 0)
+    return _call("alltoall", x, comm, "sum", algorithm, out, 0, label)
 
 
 def grouped_allreduce(
@@ -169,6 +223,9 @@ def grouped_allreduce(
     op: str = "sum",
     algorithm: str = "auto",
     out: Sequence[Any] | None = None,
+    *,
+    label: str = "",
+    blocks: Sequence[Any] | None = None,
 ) -> list[Any]:
     """Many arrays of any sizes and types in one call, each reduced across ranks: arrays[i][n_i] -> out[i][n_i].
     Collective, blocking.
@@ -179,15 +236,13 @@ def grouped_allreduce(
     Unlike `allreduce` of a list, which adds the vectors of a worker together, the arrays stay apart. All ranks bring as
     many, of the same sizes and types, in the same order. Small ones travel together. Returns `out`, or `arrays`, as a
     list. Arguments and errors: see `allreduce`.
+
+    blocks     for each array another of its size and type, or None: there this rank's block of the result goes, too,
+               where `reduce_scatter` has it; all else there stays as it is. Ranks need not do alike.
     """
     home = communicator(comm)
     home.check()
-    arrays, out = list(arrays), None if out is None else list(out)
-
-    def make() -> Plan:
-        return Plan(home, *compile_group(home, arrays, op, algorithm, out), out is None)
-
-    made = _kept(home, ("grouped_allreduce", op, algorithm, 0), arrays, out, make)
-    with home.failing(made.call.text, arrays, out):
+    made = _group(home, arrays, op, algorithm, out, label, blocks)
+    with home.failing(made.call.text, arrays, out, blocks):
         made()
-    return arrays if out is None else out
+    return list(arrays if out is None else out)

@@ -28,18 +28,25 @@ class Call:
     root: int
     algorithm: str
     p: int
+    label: str = ""
+    """What the caller calls it for; ranks compare that, too."""
     text: str = field(init=False)
     """What ranks compare: the same on all of them, or the call is refused on all of them."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"unknown collective {self.kind!r}: choose one of {', '.join(KINDS)}")
+        text = self.described()
+        object.__setattr__(self, "text", f"{self.label} ({text})" if self.label else text)
+
+    def described(self) -> str:
+        """The call in words, without its label."""
         parts = [f"{self.kind} of {self.n} {self.dtype.name}"]
         if self.operation is not None:
             parts.append(self.operation.name)
         if self.kind in ROOTED:
             parts.append(f"root {self.root}")
-        object.__setattr__(self, "text", f"{', '.join(parts)}, algorithm {self.algorithm}")
+        return f"{', '.join(parts)}, algorithm {self.algorithm}"
 
     @property
     def nbytes(self) -> int:

@@ -8,23 +8,22 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from itertools import chain
 from typing import Any
 from weakref import WeakSet
 
 import numpy as np
 from mpi4py import MPI
 
-from collectives.errors import CollectiveError, MismatchError, of_caller, ranks
-from collectives.network import requests
+from collectives.errors import CollectiveError, MismatchError, of_caller
 from collectives.network.control import Control
-from collectives.network.drain import part
+from collectives.network.drain import leave, sweep
 from collectives.network.tags import TAGS, Lanes
-from collectives.node.board import Board
+from collectives.node.board import Board, unreachable
 from collectives.node.layout import NodeMemory, open_memory
+from collectives.node.poison import PROGRAM_ENDED
 from collectives.node.process_memory import OutOfReach
 from collectives.node.wait import NAP_AFTER_BETWEEN_NODES, Limits, drive, limits, until
 from collectives.tuner import table
@@ -34,8 +33,6 @@ FREED = "the communicator has been freed, or renewed: use one that is still ther
 COME = "let all call it, or name a communicator of those that do (beside a store with servers kv.layout.workers)"
 _recent: tuple[MPI.Comm | None, Communicator | None] = (None, None)
 """The last answer of `communicator`, which is mostly the next one too."""
-_limbo: list[Any] = []
-"""Arrays that MPI may still touch, as requests of their operation are under way for ever."""
 _alive: WeakSet[Communicator] = WeakSet()
 
 
@@ -56,23 +53,26 @@ class Between:
 
     def look(self, waited: float) -> None:
         self._control.look(waited)
-        self._board.hear()
+        self._board.hear(waited)
 
 
 class Communicator:
     """One communicator, from its first call to its end. `board` is that of this node's ranks; `control` is None where
-    that is all ranks. Making it is collective, blocking."""
+    that is all ranks. `names`: its ranks as sentences are to name them. Making it is collective, blocking."""
 
-    def __init__(self, comm: MPI.Intracomm, known_table: Table | None = None) -> None:
+    def __init__(
+        self, comm: MPI.Intracomm, known_table: Table | None = None, names: Sequence[int] | None = None
+    ) -> None:
         self.comm = comm.Dup()
+        self.names = range(comm.size) if names is None else names
         self.rank, self.size = comm.rank, comm.size
         self.limits = limits()
-        self.node, memory, names = _node_memory(self.comm)
-        self.node_of = self._nodes(min(names))
+        self.node, memory, on_node = _node_memory(self.comm)
+        self.node_of = self._nodes(min(on_node))
         self.nodes = len(set(self.node_of))
-        self.board = Board(memory, names, self.limits)
+        self.board = Board(memory, [self.names[rank] for rank in on_node], self.limits)
         self.across = self._across()
-        self.control = Control(self.comm.Dup(), self.limits) if self.nodes > 1 else None
+        self.control = Control(self.comm.Dup(), self.limits, self.names) if self.nodes > 1 else None
         self.epoch = Between(self.board, self.control) if self.control is not None else self.board
         self.table = known_table or table.shared(self.comm)
         self.over: CollectiveError | None = None
@@ -91,6 +91,10 @@ class Communicator:
         self._kept: list[Any] = []
         self._pid = os.getpid()
         _alive.add(self)
+
+    def lies_within(self, look: Callable[[float], None]) -> None:
+        """Every wait here calls `look(seconds waited)`, which raises where a larger epoch has ended."""
+        self.board.beyond = look
 
     def patient(self, stall_seconds: float, timeout_seconds: float) -> None:
         """How long a wait may last before it warns, and before it raises (0: never)."""
@@ -119,6 +123,16 @@ class Communicator:
     def hear(self, waited: float) -> None:
         """Raise where the communicator has ended; beside compute, through which an operation has waited so long."""
         self.epoch.look(waited)
+
+    def listen(self, waited: float = 0.0) -> None:
+        """Raise where the communicator has ended, or a process of the node has; for a rank that is in no operation."""
+        if self.control is not None:
+            self.control.look(waited)
+        self.board.hear(waited)
+
+    def told(self) -> bool:
+        """Whether a rank has told this one that the communicator has ended."""
+        return bool(self.board.poison.flag[0]) or (self.control is not None and self.control.over)
 
     def hold(self) -> None:
         """See anew whether operations may begin by a short way."""
@@ -152,7 +166,7 @@ class Communicator:
         self._kept.append(kept)
         told = error if isinstance(error, CollectiveError) else CollectiveError(self._given_up(what, error))
         if isinstance(error, OutOfReach):
-            told = CollectiveError(self.board.explain(error))
+            told = CollectiveError(unreachable(self.board, error))
         self.over = told
         try:
             self.over = self._end(told)
@@ -170,7 +184,7 @@ class Communicator:
 
     def _given_up(self, what: str, error: BaseException) -> str:
         reason = f": {error}" if str(error) else ""
-        sentence = f"rank {self.rank} has given up {what}: {type(error).__name__}{reason}"
+        sentence = f"rank {self.names[self.rank]} has given up {what}: {type(error).__name__}{reason}"
         return sentence.encode(errors="replace").decode()  # file names may hold what no text can
 
     def deal(self, tags: int) -> None:
@@ -181,15 +195,9 @@ class Communicator:
             self.plan_lanes, self.tags_dealt = Lanes(self.comm.Dup(), across), 0
             self.all_lanes.append(self.plan_lanes)
 
-    def drop(self) -> None:
-        """Let go of the arrays of operations that have failed, unless MPI may still touch them."""
-        if requests.outstanding():
-            _limbo.append(self._kept)
-        self._kept = []
-
     def close(self) -> None:
-        """When the user's communicator is freed, or renewed: collective, as that is. Where the communicator has failed,
-        messages may still be under way on those that carry them: they stay."""
+        """When the user's communicator is freed, or renewed: collective, as that is, but blocks nowhere, as each rank
+        may do so when it likes. Messages may still be under way: what carries them goes when they have come."""
         if not self.open:
             return
         self.open = False
@@ -199,20 +207,29 @@ class Communicator:
             return
         if self.cache is not None:
             self.cache.free()
-        if self.control is not None:
-            self.control.free()
         self.board.close()
         self.node.Free()
-        for comm in chain(*self.all_lanes):
-            if comm is not None and self.over is None:
-                comm.Free()
+        for comm in self._carriers():
+            leave(comm, self._kept)
+        self._kept = []
 
-    def leave(self) -> None:
-        """This rank's program ends."""
+    def leave(self, how: int = PROGRAM_ENDED) -> None:
+        """This rank's program ends, or what the communicator is for."""
         if self.open and self._pid == os.getpid() and not MPI.Is_finalized():  # a child that was forked is no rank
-            self.board.leave()
+            self.board.leave(how)
             if self.control is not None:
-                self.control.leave()
+                self.control.leave(how)
+
+    def ended(self) -> dict[int, str]:
+        """Ranks that have left, or whose process has ended; and how, as far as it is known here. Looks at messages."""
+        return self.board.ended() | (self.control.ended() if self.control is not None else {})
+
+    def _carriers(self) -> Iterator[MPI.Comm]:
+        """The communicators of its own that messages go over."""
+        if self.control is not None:
+            yield self.control.comm
+        for lanes in self.all_lanes:
+            yield from (comm for comm in lanes if comm is not None)
 
     def _nodes(self, first: int) -> list[int]:
         """For each rank the lowest rank of its node."""
@@ -227,17 +244,20 @@ class Communicator:
         return self.comm.Split(self.board.rank, self.rank)
 
 
-def communicator(comm: MPI.Comm | None, known_table: Table | None = None) -> Communicator:
+def communicator(
+    comm: MPI.Comm | None, known_table: Table | None = None, names: Sequence[int] | None = None
+) -> Communicator:
     """What is kept for `comm` (None: COMM_WORLD). The first call for a communicator is collective, blocking.
 
     StallError there means that a rank had not come within the limits of the environment; a later call waits on for it.
-    `known_table`, the same on all ranks, counts in the first call, in place of the user's.
+    `known_table`, the same on all ranks, counts in the first call, in place of the user's; `names` there are its ranks
+    as sentences are to name them.
     """
     global _recent
     before, known = _recent
     if comm is before and known is not None and known.open:
         return known
-    found = _found(MPI.COMM_WORLD if comm is None else comm, known_table)
+    found = _found(MPI.COMM_WORLD if comm is None else comm, known_table, names)
     _recent = (comm, found)
     return found
 
@@ -248,7 +268,7 @@ def _see_comm(comm: object) -> None:
         raise of_caller(TypeError(f"{given}: pass a communicator of mpi4py, or None for COMM_WORLD"))
 
 
-def _found(comm: MPI.Comm, known_table: Table | None) -> Communicator:
+def _found(comm: MPI.Comm, known_table: Table | None, names: Sequence[int] | None) -> Communicator:
     _see_comm(comm)
     try:
         found: Any = comm.Get_attr(_key())
@@ -258,7 +278,7 @@ def _found(comm: MPI.Comm, known_table: Table | None) -> Communicator:
         return found
     if not isinstance(comm, MPI.Intracomm):
         raise MismatchError("an intercommunicator has no collectives here: merge it first")
-    return _open(comm, found, known_table)
+    return _open(comm, found, known_table, names)
 
 
 def renew(comm: MPI.Comm | None = None) -> None:
@@ -298,9 +318,8 @@ class _Arrival:
 
     def look(self, waited: float) -> None:
         """There is no epoch yet that could end, but what is renewed knows whose program has ended."""
-        ended = self.old.board.ended() if self.old is not None else []
-        if ended:
-            raise CollectiveError(f"{ranks(ended)} cannot come to renew: the program has ended")
+        for rank, how in (self.old.ended() if self.old is not None else {}).items():
+            raise CollectiveError(f"rank {rank} cannot come to renew: {how}")
 
     def late(self) -> list[int]:
         """Not known here."""
@@ -310,30 +329,23 @@ class _Arrival:
         """MPI completes a barrier under way by itself."""
 
 
-def _open(comm: MPI.Intracomm, arrival: _Arrival | None, known_table: Table | None) -> Communicator:
+def _open(
+    comm: MPI.Intracomm, arrival: _Arrival | None, known_table: Table | None, names: Sequence[int] | None
+) -> Communicator:
     """Wait for all ranks, from where an earlier call gave up, and make what is kept."""
     if arrival is None:
         arrival = _Arrival(comm)
         comm.Set_attr(_key(), arrival)
     arrival.wait()
-    if arrival.old is not None:
-        _retire(arrival.old)
-    made = Communicator(comm, known_table)
+    old = arrival.old
+    if old is not None:  # all have come: nobody touches its memory any more
+        old.open = True
+        old.close()
+        names = old.names
+    sweep()
+    made = Communicator(comm, known_table, names)
     comm.Set_attr(_key(), made)
     return made
-
-
-def _retire(old: Communicator) -> None:
-    """All ranks have come to renew it: nobody touches its memory any more, and no more messages are sent."""
-    old.open = True
-    old.close()
-    unfinished = requests.outstanding()
-    for comm in chain(*old.all_lanes):
-        if comm is not None:
-            part(comm, unfinished)
-    if old.control is not None:
-        old.control.part()
-    old.drop()
 
 
 def _node_memory(comm: MPI.Intracomm) -> tuple[MPI.Comm, NodeMemory, list[int]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from collectives.network.tags import Tags
 from collectives.node import arena
 from collectives.operations import operation
 from collectives.runner import Runner, chosen, make_runner, ways
+from collectives.schedule.model import cut
 from collectives.shared_memory.executor import DONE, Executor, not_begun, part_of
 from collectives.shared_memory.program import Step, copy, perform
 
@@ -32,8 +33,8 @@ class GroupCall(Call):
 
     arrays: str = ""
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "text", f"grouped_allreduce of {self.arrays}, algorithm {self.algorithm}")
+    def described(self) -> str:
+        return f"grouped_allreduce of {self.arrays}, algorithm {self.algorithm}"
 
 
 class Packed:
@@ -68,16 +69,23 @@ class Packed:
 
 
 def compile_group(
-    home: Communicator, x: Sequence[Any], op: str, algorithm: str, out: Sequence[Any] | None
+    home: Communicator,
+    x: Sequence[Any],
+    op: str,
+    algorithm: str,
+    out: Sequence[Any] | None,
+    label: str = "",
+    blocks: Sequence[Any] | None = None,
 ) -> tuple[Call, Runner]:
     """The call, and what carries it out. ValueError or TypeError where the arguments are bad. Local."""
     sources, targets = _flats(x, out)
+    kept = _kept(sources, blocks)
     for source in sources:
         operation(op, source.dtype)
     text = f"{len(sources)} arrays ({', '.join(f'{flat.n} {flat.dtype.name}' for flat in sources)}), {op}"
     raw = GroupCall("allreduce", sum(_nbytes(flat) for flat in sources), np.dtype(np.uint8), None, 0, algorithm,
-                    home.size, arrays=text)  # fmt: skip
-    pairs = [pair for pair in _apart([*zip(sources, targets)]) if pair[0].n]
+                    home.size, label, arrays=text)  # fmt: skip
+    pairs = [pair for pair in _apart([*zip(sources, targets)], kept) if pair.source.n]
     on_node = chosen(home, raw, algorithm) == "shared_memory"
     runner = (_on_node if on_node else _over_messages)(home, raw, op, pairs)
     return raw, runner
@@ -98,10 +106,41 @@ def _flats(x: Sequence[Any], out: Sequence[Any] | None) -> tuple[list[Flat], lis
     return sources, targets
 
 
-def _apart(pairs: Sequence[tuple[Flat, Flat]]) -> list[tuple[Flat, Flat]]:
-    """The arrays, each once: one that is there twice, as tied weights are, is reduced once. ValueError where the result
-    of one goes into part of another."""
-    once = {pair: number for number, pair in reversed([*enumerate(pairs)])}
+def _kept(sources: Sequence[Flat], blocks: Sequence[Any] | None) -> list[tuple[Flat, ...]]:
+    """For each array where this rank's block of its result goes, too."""
+    kept: list[tuple[Flat, ...]] = []
+    for i, (source, block) in enumerate(zip(sources, blocks or [None] * len(sources), strict=True)):
+        if block is None:
+            kept.append(())
+            continue
+        found = user_arrays.flat(block, f"blocks[{i}]", True)
+        if (found.n, found.dtype) != (source.n, source.dtype):
+            raise ValueError(f"blocks[{i}] has {found.n} {found.dtype.name} and arrays[{i}] {source.n} "
+                             f"{source.dtype.name}: give both the same size and type")  # fmt: skip
+        kept.append((found,))
+    return kept
+
+
+class OverlapError(ValueError):
+    """A result would go into a part of another array, or of its own, before that has been read."""
+
+
+class _Pair(NamedTuple):
+    """An array, where its result goes, and where this rank's block of it goes, too."""
+
+    source: Flat
+    target: Flat
+    kept: tuple[Flat, ...] = ()
+
+
+def _apart(pairs: Sequence[tuple[Flat, Flat]], kept: Sequence[tuple[Flat, ...]]) -> list[_Pair]:
+    """The arrays, each once: one that is there twice, as tied weights are, is reduced once. OverlapError where a result
+    goes into a part of another array, or of its own."""
+    once: dict[tuple[Flat, Flat], int] = {}
+    every: dict[tuple[Flat, Flat], tuple[Flat, ...]] = {}
+    for number, pair in enumerate(pairs):
+        once.setdefault(pair, number)
+        every[pair] = (*every.get(pair, ()), *kept[number])
     extents = []
     for (source, target), number in once.items():
         extents.append((target.address, target.address + _nbytes(target), number, True))
@@ -109,32 +148,34 @@ def _apart(pairs: Sequence[tuple[Flat, Flat]]) -> list[tuple[Flat, Flat]]:
             extents.append((source.address, source.address + _nbytes(source), number, False))
     end, last, written = 0, -1, False
     for start, stop, number, writes in sorted(extents):
-        if start < end and number != last and (writes or written):
-            raise ValueError(f"arrays {last} and {number} overlap, and a result goes there: give each its own memory")
+        if start < end and (writes or written):
+            both = f"arrays {last} and {number} overlap" if number != last else f"arrays[{number}] and its out overlap"
+            raise OverlapError(f"{both}, and a result goes there: give each its own memory")
         if stop > end:
             end, last, written = stop, number, writes
-    return [pair for pair, _ in sorted(once.items(), key=lambda item: item[1])]
+    return [_Pair(*pair, every[pair]) for pair in once]
 
 
-def _on_node(home: Communicator, call: GroupCall, op: str, pairs: Sequence[tuple[Flat, Flat]]) -> Runner:
+def _on_node(home: Communicator, call: GroupCall, op: str, pairs: Sequence[_Pair]) -> Runner:
     reachable = home.board.memory.reachable
-    few = [pair for pair in pairs if not reachable or _nbytes(pair[0]) <= PACKED_BYTES]
+    few = [pair for pair in pairs if not reachable or _nbytes(pair.source) <= PACKED_BYTES]
     parts = [
-        part_of(_call(home, source, op, "shared_memory"), home.rank, source, target)
-        for source, target in pairs if (source, target) not in few
+        part_of(_call(home, pair.source, op, "shared_memory", call.label), home.rank, *pair)
+        for pair in pairs if pair not in few
     ]  # fmt: skip
-    packs = _pack(few, arena.empty)
-    parts += [part_of(_call(home, flat, op, "shared_memory"), home.rank, flat, flat) for flat, _, _ in packs]
-    if not parts:
+    packs = _pack(home, few, arena.empty)
+    packed = [flat for flat, _, _ in packs]
+    parts += [part_of(_call(home, flat, op, "shared_memory", call.label), home.rank, flat, flat) for flat in packed]
+    if not parts or (len(parts) == 1 and not packs):  # of one alone no block is kept
         empty = user_arrays.flat(np.empty(0, np.float32), "x", True)
-        parts = [part_of(_call(home, empty, op, "shared_memory"), home.rank, empty, empty)]
+        parts.append(part_of(_call(home, empty, op, "shared_memory", call.label), home.rank, empty, empty))
     executor = Executor(home.board, call.text, parts, ways(home, home.size))
     return _packed([executor], packs)
 
 
-def _over_messages(home: Communicator, call: GroupCall, op: str, pairs: Sequence[tuple[Flat, Flat]]) -> Runner:
-    packs = _pack(pairs, np.empty)
-    calls = [_call(home, flat, op, call.algorithm) for flat, _, _ in packs]
+def _over_messages(home: Communicator, call: GroupCall, op: str, pairs: Sequence[_Pair]) -> Runner:
+    packs = _pack(home, pairs, np.empty)
+    calls = [_call(home, flat, op, call.algorithm, call.label) for flat, _, _ in packs]
     runners = [make_runner(home, one, flat, flat, Tags(home.lanes)) for one, (flat, _, _) in zip(calls, packs)]
     return _packed(runners, packs)
 
@@ -145,26 +186,29 @@ def _packed(runners: Sequence[Runner], packs: Sequence[tuple[Flat, list[Step], l
     return Packed(runners, into, back)
 
 
-def _call(home: Communicator, flat: Flat, op: str, algorithm: str) -> Call:
+def _call(home: Communicator, flat: Flat, op: str, algorithm: str, label: str) -> Call:
     draft = Call("allreduce", flat.n, flat.dtype, operation(op, flat.dtype), 0, "auto", home.size)
-    return Call("allreduce", flat.n, flat.dtype, draft.operation, 0, chosen(home, draft, algorithm), home.size)
+    return Call("allreduce", flat.n, flat.dtype, draft.operation, 0, chosen(home, draft, algorithm), home.size, label)
 
 
 def _pack(
-    pairs: Sequence[tuple[Flat, Flat]], allocate: Callable[[int, Any], Vector]
+    home: Communicator, pairs: Sequence[_Pair], allocate: Callable[[int, Any], Vector]
 ) -> list[tuple[Flat, list[Step], list[Step]]]:
     """For each type one vector that holds the arrays of that type, and the copies into it and back."""
     packs = []
-    for dtype in dict.fromkeys(source.dtype for source, _ in pairs):
-        alike = [pair for pair in pairs if pair[0].dtype == dtype]
-        vector = allocate(sum(source.n for source, _ in alike), dtype)
+    for dtype in dict.fromkeys(pair.source.dtype for pair in pairs):
+        alike = [pair for pair in pairs if pair.source.dtype == dtype]
+        vector = allocate(sum(pair.source.n for pair in alike), dtype)
         into: list[Step] = []
         back: list[Step] = []
         at = 0
-        for source, target in alike:
+        for source, target, kept in alike:
             beside = vector[at : at + source.n]
             into += copy(beside, source.vector())
             back += copy(target.vector(), beside)
+            start, stop = (int(cut(source.n, home.size, rank)) for rank in (home.rank, home.rank + 1))
+            for block in kept:
+                back += copy(block.vector()[start:stop], beside[start:stop])
             at += source.n
         packs.append((user_arrays.flat(vector, "x", True), into, back))
     return packs

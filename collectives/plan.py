@@ -164,6 +164,7 @@ def plan(
     algorithm: str = "auto",
     out: Any = None,
     root: int = 0,
+    label: str = "",
 ) -> Plan:
     """Compile a collective over these arrays, to be run many times. Collective, blocking: ranks compare arguments here.
 
@@ -174,7 +175,7 @@ def plan(
     home.check()
     tags = Tags(home.plan_lanes, home.tags_dealt)
     with home.preparing(f"a plan of {kind}"):
-        made = compile_plan(home, kind, x, op, algorithm, out, root, tags)
+        made = compile_plan(home, kind, x, op, algorithm, out, root, tags, label)
     made.keep(x, out)
     agree(home, "plan of " + made.call.text)
     home.deal(tags.count)  # by all ranks, as they have just met
@@ -182,21 +183,21 @@ def plan(
 
 
 def compile_plan(
-    home: Communicator, kind: str, x: Any, op: str, algorithm: str, out: Any, root: int, tags: Tags
+    home: Communicator, kind: str, x: Any, op: str, algorithm: str, out: Any, root: int, tags: Tags, label: str = ""
 ) -> Plan:
     """A plan, where the arguments are good; ValueError or TypeError where they are not. Local."""
     if isinstance(x, (list, tuple)) or arrays.is_device(x) or arrays.is_device(out):
-        return _compile_tensor(home, kind, x, op, algorithm, out, root, tags)
-    return _compile(home, kind, x, op, algorithm, out, root, tags)
+        return _compile_tensor(home, kind, x, op, algorithm, out, root, tags, label)
+    return _compile(home, kind, x, op, algorithm, out, root, tags, label)
 
 
 def _compile(
-    home: Communicator, kind: str, x: Any, op: str, algorithm: str, out: Any, root: int, tags: Tags
+    home: Communicator, kind: str, x: Any, op: str, algorithm: str, out: Any, root: int, tags: Tags, label: str = ""
 ) -> Plan:
     source = arrays.host(x, "x")
     target = source if out is None else arrays.host(out, "out")
     in_place = out is None
-    call = _call(home, kind, source, target, op, algorithm, in_place, root)
+    call = _call(home, kind, source, target, op, algorithm, in_place, root, label)
     writes_x = in_place and not (kind == "broadcast" and home.rank == root)
     x_flat = arrays.flat(source, "x", writes_x)
     out_flat = x_flat if in_place else arrays.flat(target, "out", True)
@@ -204,9 +205,9 @@ def _compile(
 
 
 def _compile_tensor(
-    home: Communicator, kind: str, x: Any, op: str, algorithm: str, out: Any, root: int, tags: Tags
+    home: Communicator, kind: str, x: Any, op: str, algorithm: str, out: Any, root: int, tags: Tags, label: str = ""
 ) -> Plan:
-    call, make, in_place = compile_tensor(home, kind, x, op, algorithm, out, root)
+    call, make, in_place = compile_tensor(home, kind, x, op, algorithm, out, root, label)
 
     def flat_runner(call: Call, x: Flat, out: Flat, tags: Tags) -> Inner:
         return Inner(make_runner(home, call, x, out, tags))
@@ -216,7 +217,15 @@ def _compile_tensor(
 
 
 def _call(
-    home: Communicator, kind: str, x: Vector, out: Vector, op: str, algorithm: str, in_place: bool, root: int
+    home: Communicator,
+    kind: str,
+    x: Vector,
+    out: Vector,
+    op: str,
+    algorithm: str,
+    in_place: bool,
+    root: int,
+    label: str,
 ) -> Call:
     see_root(root, home.size)
     if x.dtype != out.dtype:
@@ -230,6 +239,6 @@ def _call(
                          f"needs {wanted[0]} and {wanted[1]} on rank {home.rank}")
     if kind == "alltoall" and in_place and n % home.size:
         raise ValueError(f"alltoall in place of {n} elements needs a multiple of {home.size}: pass out=")
-    return Call(kind, n, x.dtype, reduction, draft.root, chosen(home, draft, algorithm), home.size)
+    return Call(kind, n, x.dtype, reduction, draft.root, chosen(home, draft, algorithm), home.size, label)
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from operator import is_
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,10 +31,32 @@ class Entry(NamedTuple):
     dtype: Any
 
 
+class Several(NamedTuple):
+    """A plan of many arrays, and those for which it was found last."""
+
+    plan: Any
+    arrays: list[weakref.ref[Any]]
+    sizes: list[int]
+    dtypes: list[Any]
+
+    def holds(self, arrays: Sequence[Any]) -> bool:
+        """Whether it is the plan of these arrays, whose identities are the same."""
+        return (
+            all(map(is_, [ref() for ref in self.arrays], arrays))
+            and [one.size for one in arrays] == self.sizes
+            and [one.dtype for one in arrays] == self.dtypes
+        )
+
+
+def identity(call: tuple[Any, ...], every: Sequence[Any], arrays: int) -> tuple[Any, ...]:
+    """Under what a plan of many arrays, of which so many are sources, is found."""
+    return (call, arrays, tuple(map(id, every)))
+
+
 class PlanCache:
     """The plans of one communicator. A plan says how many `held_bytes` its work vectors take, and can be freed."""
 
-    def __init__(self, by_identity: dict[Any, Entry]) -> None:
+    def __init__(self, by_identity: dict[Any, Any]) -> None:
         """`by_identity` is kept up to date, for who looks there first."""
         self.by_identity = by_identity
         self._by_place: OrderedDict[Any, Any] = OrderedDict()
@@ -51,17 +74,27 @@ class PlanCache:
             self._keep(key, made)
         else:
             self._by_place.move_to_end(key)
+        if len(self.by_identity) >= MOST_IDENTITIES:
+            self.by_identity.clear()
         if isinstance(x, np.ndarray) and (out is None or isinstance(out, np.ndarray)):
-            if len(self.by_identity) >= MOST_IDENTITIES:
-                self.by_identity.clear()
             entry = Entry(made, weakref.ref(x), weakref.ref(x if out is None else out), x.size, x.dtype)
             self.by_identity[(call[0], id(x), id(out), *call[1:])] = entry
+        elif isinstance(x, list):
+            self._know_again(call, made, x, out)
         return made
 
     def free(self) -> None:
         """Give back what all plans hold."""
         while self._by_place:
             self._drop()
+
+    def _know_again(self, call: tuple[Any, ...], plan: Any, x: list[Any], out: Any) -> None:
+        """Find the plan of these NumPy arrays by their identities from now on."""
+        every = x if out is None else [*x, *out]
+        if every and all(isinstance(one, np.ndarray) for one in every):
+            refs, sizes, dtypes = zip(*((weakref.ref(one), one.size, one.dtype) for one in every))
+            entry = Several(plan, list(refs), list(sizes), list(dtypes))
+            self.by_identity[identity(call, every, len(x))] = entry
 
     def _keep(self, key: Any, plan: Any) -> None:
         self._by_place[key] = plan

@@ -43,6 +43,7 @@ class Mode(NamedTuple):
 
     name: str
     script: str
+    kind: str = ""
     servers: bool = True
     clients: bool = False
     launched: bool = True
@@ -50,12 +51,12 @@ class Mode(NamedTuple):
 
 MODES = (
     Mode("serial", "serial.py", servers=False, launched=False),
-    Mode("dist-SGD", "dist_sgd.py"),
-    Mode("dist-ASGD", "dist_asgd.py"),
-    Mode("dist-ESGD", "dist_esgd.py"),
-    Mode("mpi-SGD", "mpi_sgd.py", clients=True),
-    Mode("mpi-ASGD", "mpi_asgd.py", clients=True),
-    Mode("mpi-ESGD", "mpi_esgd.py", clients=True),
+    Mode("dist-SGD", "sgd.py", "dist_sync"),
+    Mode("dist-ASGD", "asgd.py", "dist_async"),
+    Mode("dist-ESGD", "esgd.py", "dist_async"),
+    Mode("mpi-SGD", "sgd.py", "mpi_sync", clients=True),
+    Mode("mpi-ASGD", "asgd.py", "mpi_async", clients=True),
+    Mode("mpi-ESGD", "esgd.py", "mpi_async", clients=True),
     Mode("pure MPI", "pure_mpi.py", servers=False),
 )
 
@@ -72,6 +73,8 @@ def command(mode: Mode, options: argparse.Namespace) -> list[str]:
     workers = options.workers if mode.launched else 1
     batch = options.batch_size * (1 if mode.launched else options.workers)
     script = [str(HERE / mode.script), "--lines", "1", "--epochs", str(options.epochs), "--batch-size", str(batch)]
+    if mode.kind:
+        script += ["--kind", mode.kind]
     if not mode.launched:
         return [sys.executable, *script]
     roles = ["--workers", str(workers), "--servers", str(options.servers if mode.servers else 0)]

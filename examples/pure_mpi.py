@@ -17,7 +17,8 @@ def main(options: Settings) -> Task:
     kv.pull(keys, model.parameters)
     for epoch in task.epochs():
         for x, y in task.batches(epoch):
-            task.backward(x, y)
+            model.forward(x)
+            model.backward(y)
             kv.pushpull(keys, model.gradients, out=model.parameters)
     kv.close()
     return task

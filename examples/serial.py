@@ -13,7 +13,8 @@ def main(options: Settings) -> Task:
     sgd = Updater(SGD(options.learning_rate, momentum=options.momentum), task.model.parameters)
     for epoch in task.epochs():
         for x, y in task.batches(epoch):
-            task.backward(x, y)
+            task.model.forward(x)
+            task.model.backward(y)
             sgd.update(task.model.gradients)
     return task
 

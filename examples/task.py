@@ -1,4 +1,7 @@
-"""What the examples share: handwritten digits, a small network, a worker's batches, and the report of its progress."""
+"""What the examples share: handwritten digits, a network of two layers, a worker's batches, the report of its progress.
+
+The network is written out, so that a loop shows all that happens: `forward`, `backward`, and what the store does.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,6 @@ from typing import Any
 import numpy as np
 
 import mpips
-from mpips.parallel.mlp import MLP
-from mpips.trainer import INTERVAL, shares
 from words import Parser, number
 
 AT_LEAST_ONE = ("epochs", "batch_size", "hidden", "interval")
@@ -31,22 +32,29 @@ class Settings:
     momentum: float = 0.9
     hidden: int = 256
     alpha: float = 0.5
-    interval: int = INTERVAL
+    """How strongly a client and the centre attract each other (ESGD)."""
+    interval: int = 64
+    """Iterations from one attraction to the next (ESGD)."""
     seed: int = 0
     dtype: str = "float32"
     sample_seconds: float = 0.0
     """Seconds that a worker sleeps for each sample, as a larger model would compute."""
     lines: int = 0
     """1: print an epoch as a line of JSON instead of words."""
+    kind: str = ""
+    """The store, where an example has a choice."""
 
 
-def settings() -> Settings:
-    """The settings of the command line."""
+def settings(*kinds: str) -> Settings:
+    """The settings of the command line. `kinds`: what --kind may be, the default first; without them there is none."""
     parser = Parser(description="Train a small network on handwritten digits.")
     for field in fields(Settings):
         flag = "--" + field.name.replace("_", "-")
         kind, least = type(field.default), 1 if field.name in AT_LEAST_ONE else 0
-        if kind is str:
+        if field.name == "kind":
+            if kinds:
+                parser.add_argument(flag, choices=kinds, default=kinds[0])
+        elif kind is str:
             parser.add_argument(flag, choices=DTYPES, default=field.default)
         else:
             parser.add_argument(flag, type=number(kind, least), default=field.default)
@@ -66,35 +74,85 @@ def digits(dtype: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     return x[train], y[train], x[test], y[test]
 
 
+class Network:
+    """softmax(relu(x @ weight1 + bias1) @ weight2 + bias2), its gradients in memory that the node's processes share.
+
+    `names`, `parameters`, `gradients`: lists in one order; the arrays stay where they are.
+    """
+
+    def __init__(self, inputs: int, hidden: int, outputs: int, dtype: str, seed: int) -> None:
+        shapes = {"weight1": (inputs, hidden), "bias1": (hidden,), "weight2": (hidden, outputs), "bias2": (outputs,)}
+        self.names = list(shapes)
+        self.parameters = [np.zeros(shape, dtype) for shape in shapes.values()]
+        self.gradients = [mpips.empty(shape, dtype) for shape in shapes.values()]
+        self.loss = 0.0
+        rng = np.random.default_rng(seed)
+        for weight in self.parameters[::2]:
+            weight[:] = rng.normal(0, np.sqrt(2 / len(weight)), weight.shape)
+
+    def forward(self, x: np.ndarray) -> np.ndarray:
+        """Scores (samples, outputs) of x (samples, inputs)."""
+        weight1, bias1, weight2, bias2 = self.parameters
+        self._x, self._hidden = x, np.maximum(x @ weight1 + bias1, 0)
+        self._scores: np.ndarray = self._hidden @ weight2 + bias2
+        return self._scores
+
+    def backward(self, y: np.ndarray) -> None:
+        """After `forward`: `loss` becomes the mean cross-entropy against classes y (samples,), `gradients` its own."""
+        weight1, bias1, weight2, bias2 = self.gradients
+        chances = np.exp(self._scores - self._scores.max(axis=1, keepdims=True))
+        chances /= chances.sum(axis=1, keepdims=True)
+        right = np.arange(len(y)), y
+        self.loss = -float(np.log(np.maximum(chances[right], 1e-30)).mean())
+        chances[right] -= 1
+        slope = chances / len(y)
+        np.matmul(self._hidden.T, slope, out=weight2)
+        np.sum(slope, axis=0, out=bias2)
+        slope = slope @ self.parameters[2].T * (self._hidden > 0)
+        np.matmul(self._x.T, slope, out=weight1)
+        np.sum(slope, axis=0, out=bias1)
+
+    def accuracy(self, x: np.ndarray, y: np.ndarray) -> float:
+        """Share of the samples whose largest score is the class y (samples,)."""
+        return float((self.forward(x).argmax(axis=1) == y).mean())
+
+
 class Task:
     """One worker's view of the task: its model, its batches, its report."""
 
     def __init__(self, mode: str, kv: Any, settings: Settings) -> None:
         self.mode, self.kv, self.settings = mode, kv, settings
         self.x, self.y, self.test_x, self.test_y = digits(settings.dtype)
-        sizes = (self.x.shape[1], settings.hidden, 10)
-        self.model = MLP(sizes, loss="softmax", dtype=settings.dtype, seed=settings.seed, empty=mpips.empty)
+        self.model = Network(self.x.shape[1], settings.hidden, 10, settings.dtype, settings.seed)
         self._losses: list[float] = []
 
     def epochs(self) -> Iterator[int]:
-        """Numbers of the epochs; each is reported when its loop is done."""
+        """Numbers of the epochs, from 1; each is reported when its loop is done."""
         self.kv.barrier()
-        start = time.perf_counter()
+        seconds = 0.0
         for epoch in range(1, self.settings.epochs + 1):
             self._losses.clear()
+            start = time.perf_counter()
             yield epoch
-            self._report(epoch, time.perf_counter() - start)
+            seconds += time.perf_counter() - start  # of training alone, without the report
+            self._report(epoch, seconds)
 
     def batches(self, epoch: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """This worker's x and y of every mini-batch."""
-        for rows in shares(len(self.x), self.settings.batch_size, epoch, self.settings.seed, self.kv):
-            yield self.x[rows], self.y[rows]
+        """This worker's x (batch_size, 64) and y (batch_size,) of every mini-batch; every epoch has another order.
 
-    def backward(self, x: np.ndarray, y: np.ndarray) -> None:
-        """Forward and backward: the model's gradients become those of this batch's mean loss."""
-        self._losses.append(self.model.loss_and_gradients(x, y))
-        if self.settings.sample_seconds:
-            time.sleep(len(y) * self.settings.sample_seconds)
+        A mini-batch is the batches of all workers, worker after worker. All have equally many; the rest is left out.
+        """
+        size, workers, rank = self.settings.batch_size, self.kv.num_workers, self.kv.rank
+        if size * workers > len(self.x):
+            raise ValueError(f"--batch-size {size} of {workers} workers is more than {len(self.x)} images: take less")
+        order = np.random.default_rng([self.settings.seed, epoch]).permutation(len(self.x))
+        for step in range(len(self.x) // (size * workers)):
+            start = (step * workers + rank) * size
+            rows = order[start : start + size]
+            if self.settings.sample_seconds:
+                time.sleep(size * self.settings.sample_seconds)
+            yield self.x[rows], self.y[rows]
+            self._losses.append(self.model.loss)
 
     def _report(self, epoch: int, seconds: float) -> None:
         if self.kv.rank != 0:
@@ -109,3 +167,8 @@ class Task:
                 f"test accuracy {accuracy:.3f}  {seconds:.2f} s",
                 flush=True,
             )
+
+
+def mode(kind: str, algorithm: str) -> str:
+    """The paper's name: mpi_sync and SGD are mpi-SGD."""
+    return f"{kind.partition('_')[0]}-{algorithm}"

@@ -12,15 +12,17 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from mpips.lastwords import install_hooks as _install_hooks
+from mpips.runtime.last_words import install_hooks as _install_hooks
 
 if TYPE_CHECKING:
     from collectives.errors import CollectiveError, MismatchError, StallError
     from collectives.node.arena import empty
-    from mpips import optimizers
+    from mpips import compression, optimizers
+    from mpips.keys.key import Rounds
+    from mpips.keys.row_sparse import RowSparse
     from mpips.options import OptionError, Options
     from mpips.processes import create
-    from mpips.row_sparse import RowSparse
+    from mpips.runtime.errors import EpochError, EpochMismatchError, EpochStallError
     from mpips.store import KVStore
     from mpips.trainer import Trainer
 
@@ -28,19 +30,23 @@ _install_hooks()
 
 _HOMES = {
     "create": "mpips.processes", "KVStore": "mpips.store", "Options": "mpips.options", "OptionError": "mpips.options",
-    "RowSparse": "mpips.row_sparse", "Trainer": "mpips.trainer", "empty": "collectives.node.arena",
+    "RowSparse": "mpips.keys.row_sparse", "Rounds": "mpips.keys.key", "Trainer": "mpips.trainer",
+    "empty": "collectives.node.arena",
     "CollectiveError": "collectives.errors", "MismatchError": "collectives.errors", "StallError": "collectives.errors",
+    "EpochError": "mpips.runtime.errors", "EpochMismatchError": "mpips.runtime.errors",
+    "EpochStallError": "mpips.runtime.errors",
 }  # fmt: skip
+_PACKAGES = ("compression", "optimizers")
 
 __all__ = [
-    "CollectiveError", "KVStore", "MismatchError", "OptionError", "Options", "RowSparse", "StallError", "Trainer",
-    "create", "empty", "optimizers",
+    "CollectiveError", "EpochError", "EpochMismatchError", "EpochStallError", "KVStore", "MismatchError", "OptionError",
+    "Options", "Rounds", "RowSparse", "StallError", "Trainer", "compression", "create", "empty", "optimizers",
 ]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
-    if name == "optimizers":
-        return importlib.import_module("mpips.optimizers")
+    if name in _PACKAGES:
+        return importlib.import_module(f"mpips.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'mpips' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

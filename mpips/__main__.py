@@ -14,7 +14,7 @@ from contextlib import suppress
 
 from mpi4py.run import main
 
-from mpips.lastwords import end, end_unstarted, is_started
+from mpips.runtime.last_words import end, end_unstarted, is_started
 from mpips.world import FAILING, GOODBYE, PRESENCE, PRESENT, launched_as
 
 COMMANDS = ("run", "doctor", "script", "train", "bench", "tune", "sim", "plan", "lab")

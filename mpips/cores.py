@@ -10,13 +10,21 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Protocol
 
 import msgspec
 
-from mpips import meet
-from mpips.layout import Layout
+from mpips.runtime.rendezvous import Meets, exchange
 
 Cores = frozenset[int]
+
+
+class Ranks(Protocol):
+    """Which ranks share a node: a `layout.Layout`."""
+
+    rank: int
+
+    def same_node(self, a: int, b: int) -> bool: ...
 
 
 def crowded(allowed: Sequence[Cores]) -> bool:
@@ -35,11 +43,11 @@ def spread(allowed: Sequence[Cores]) -> list[int] | None:
 class Seat:
     """The core of this process, until it leaves."""
 
-    def __init__(self, layout: Layout) -> None:
-        """Collective over the layout's ranks; blocking. `shared`: some processes of this node have no core alone."""
+    def __init__(self, layout: Ranks, epoch: Meets) -> None:
+        """Collective over all ranks of the store, blocking. `shared`: some process of this node has no core alone."""
         self.before: Cores = frozenset(os.sched_getaffinity(0))
         mine = msgspec.msgpack.encode(sorted(self.before))
-        every = [frozenset(msgspec.msgpack.decode(data)) for data in meet.exchange(layout.world, mine, "mpips.create")]
+        every = [frozenset(msgspec.msgpack.decode(data)) for data in exchange(epoch, mine, "mpips.create", True)]
         node = [rank for rank in range(len(every)) if layout.same_node(rank, layout.rank)]
         allowed = [every[rank] for rank in node]
         self.shared, cores = crowded(allowed), spread(allowed)

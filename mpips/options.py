@@ -54,7 +54,7 @@ FIELDS = (
     Field("chunks_in_flight", 8, 1, (), "messages of one array under way at a time between two ranks"),
     Field("shared_memory", True, None, (), "exchange payloads in shared memory where processes share a node"),
     Field("stall_seconds", 60.0, 0.001, (), "a wait longer than this warns, naming key or sum and the ranks not there"),
-    Field("timeout_seconds", 0.0, 0, (), "a wait longer than this raises StallError; 0: never"),
+    Field("timeout_seconds", 300.0, 0, (), "a wait longer than this ends the epoch with StallError; 0: never"),
 )
 
 
@@ -74,7 +74,7 @@ class Options:
     chunks_in_flight: int = 8
     shared_memory: bool = True
     stall_seconds: float = 60.0
-    timeout_seconds: float = 0.0
+    timeout_seconds: float = 300.0
 
     def __post_init__(self) -> None:
         for field in FIELDS:

@@ -1,86 +1,174 @@
-"""Processes of a job: `create` makes workers and servers of them, and an uncaught exception on one ends them all."""
+"""Processes of a job: `create` makes workers and servers of them, and of one process what several stores need."""
 
 from __future__ import annotations
 
-import math
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from mpi4py import MPI
 
 from collectives.errors import of_caller
 from mpips import layout as layouts
-from mpips import meet, world
 from mpips import options as option_table
-from mpips.connect import connect
+from mpips import world
 from mpips.cores import Seat
 from mpips.layout import Layout
 from mpips.options import OptionError, Options
-from mpips.pure import Pure
-from mpips.served import Served
-from mpips.server import Server
+from mpips.runtime.epoch import Epoch
+from mpips.served.served import Served
+from mpips.server.loop import Server, serve
+from mpips.serverless import Serverless
 from mpips.store import KVStore
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
-_open: list[Seat] = []
-"""That of the store with servers, where this process has one open."""
+from mpips.transport.connect import connect
+from mpips.transport.frames import OpenStore
 
 
-def create(kind: str, comm: MPI.Comm | None = None, **options: Any) -> KVStore:
-    """Make the store of a job. Collective over `comm` (COMM_WORLD; `local`: this process alone); blocking.
+@dataclass
+class _Open:
+    """A store with servers that this worker has open. `comm`: what it was made on."""
+
+    comm: MPI.Intracomm
+    layout: Layout
+    store: KVStore
+    served: Served
+
+
+_open: list[_Open] = []
+_seats: list[Seat] = []
+"""That of this process, while it has a store with servers."""
+
+
+def create(kind: str, comm: MPI.Intracomm | None = None, **options: Any) -> KVStore:
+    """Make a store of a job. Collective over `comm` (COMM_WORLD; `local`: this process alone); blocking.
 
     Options by name or `MPIPS_*` variable, see `mpips.options`. On a worker it returns the store. A server serves inside
-    this call and leaves it by SystemExit(0) when all workers have closed theirs or ended. Raises TypeError where `kind`
-    is no string and OptionError, the same on every rank, where options are bad or differ.
+    its first call, this store and all that the workers make on the same `comm` later, and leaves by SystemExit(0) when
+    all workers have closed them or ended. Raises TypeError where `kind` is no string and OptionError, the same on every
+    rank, where options are bad or differ.
     """
-    from mpi4py import MPI
+    word, chosen, refusal = _asked(kind, options)
+    if word == "local":
+        if chosen is None or refusal:
+            raise OptionError(refusal)
+        return _serverless(layouts.create(MPI.COMM_SELF, word, Options(stall_seconds=chosen.stall_seconds)))
+    if comm is None:
+        comm = MPI.COMM_WORLD
+        if cause := world.lost(os.environ, MPI.Get_library_version(), comm.Get_size()):
+            raise of_caller(RuntimeError(cause))
+    before = _serving(comm)
+    if before is not None:
+        if chosen is not None and not refusal:
+            refusal = _unfit(chosen, before.layout)
+        asked = layouts.record(chosen or Options())
+        before.store.settings.run("create", before.served.open_store(OpenStore(word, asked)))
+    layout = layouts.create(comm, word, chosen, refusal)
+    if not layout.num_servers:
+        return _serverless(layout)
+    if layout.is_server:
+        serve([_server(layout)], lambda asked: _one_more(comm, layout, asked))
+        _rise()
+        raise SystemExit(0)
+    return _served(comm, layout)
 
-    chosen, word, refusal = None, "", ""
+
+def _asked(kind: str, options: dict[str, Any]) -> tuple[str, Options | None, str]:
+    """The kind, the options, and what is wrong with them: all ranks raise that once they have met."""
+    word, chosen = "", None
     try:
         word = option_table.kind_of(kind)
         chosen = option_table.read(options)
         option_table.check_kind(word, options)
     except OptionError as error:
+        return word, chosen, str(error)
+    return word, chosen, ""
+
+
+def _serverless(layout: Layout) -> KVStore:
+    epoch = Epoch(layout)
+    with epoch.failing(layouts.WHAT):
+        return KVStore(layout, Serverless(layout, epoch), epoch, epoch.close)
+
+
+def _served(comm: MPI.Intracomm, layout: Layout) -> KVStore:
+    epoch = Epoch(layout)
+    with epoch.failing(layouts.WHAT):
+        lines, _ = connect(layout, epoch)
+        served = Served(layout, lines, epoch, _seat(layout, epoch).shared)
+        store = KVStore(layout, served, epoch, _closer(layout, epoch))
+    _open.append(_Open(comm, layout, store, served))
+    return store
+
+
+def _closer(layout: Layout, epoch: Epoch) -> Callable[[], None]:
+    """What a worker's store does at its end: part from the others, and be nobody's way to servers any more."""
+
+    def close() -> None:
+        _open[:] = [other for other in _open if other.layout is not layout]
+        if not _open:
+            _rise()
+        epoch.close()
+
+    return close
+
+
+def _server(layout: Layout) -> Server:
+    epoch = Epoch(layout)
+    with epoch.failing(layouts.WHAT):
+        lines, rings = connect(layout, epoch)
+        return Server(layout, lines, rings, _seat(layout, epoch), epoch)
+
+
+def _one_more(comm: MPI.Intracomm, first: Layout, asked: OpenStore) -> Server | None:
+    """On a server: join in making one more store, for which all workers have asked; None where it is refused."""
+    refusal, chosen = "", None
+    try:
+        chosen = option_table.read(asked.options, {})
+        refusal = _unfit(chosen, first)
+    except OptionError as error:
         refusal = str(error)
-    if word == "local":
-        if chosen is None or refusal:
-            raise OptionError(refusal)
-        alone = layouts.create(MPI.COMM_SELF, word, Options(stall_seconds=chosen.stall_seconds))
-        return KVStore(alone, Pure(alone))
-    if comm is None:
-        comm = MPI.COMM_WORLD
-        if cause := world.lost(os.environ, MPI.Get_library_version(), comm.Get_size()):
-            raise of_caller(RuntimeError(cause))
-    if _open:
-        still = "this process has a store with servers open; close() it before the next create"
-        raise of_caller(RuntimeError(still))
-    layout = layouts.create(comm, word, chosen, refusal)
-    if not layout.num_servers:
-        return KVStore(layout, Pure(layout))
-    lines, rings = connect(layout)
-    seat = Seat(layout)
-    if layout.is_server:
-        try:
-            Server(layout, lines, rings, seat).serve()
-        finally:
-            seat.leave()
-        _part(layout)
-        raise SystemExit(0)
-    _open.append(seat)
-    return KVStore(layout, Served(layout, lines, seat.shared))
+    try:
+        layout = layouts.create(comm, asked.kind, chosen, refusal)
+    except OptionError:  # all workers raise it
+        return None
+    return _server(layout)
 
 
-def closed(layout: Layout, unfinished: bool) -> None:
-    """A worker's store has said goodbye: meet the others and the servers a last time, and free the communicators.
-    `unfinished` as in `Layout.free`."""
-    if not layout.num_servers:
-        layout.free(unfinished)
-        return
-    _open.pop().leave()
-    _part(layout, unfinished)
+def _serving(comm: MPI.Intracomm) -> _Open | None:
+    """The open store whose servers `comm` has, too: they serve, and have to be asked to come. RuntimeError where they
+    do not know `comm`."""
+    for other in _open:
+        if MPI.Comm.Compare(comm, other.comm) == MPI.IDENT:
+            return other
+    here = comm.Get_group()
+    for other in _open:
+        servers = list(range(other.layout.num_workers, other.layout.world.Get_size()))
+        there = other.layout.world.Get_group()
+        if any(rank != MPI.UNDEFINED for rank in there.Translate_ranks(servers, here)):
+            busy = "this communicator has servers of an open store, which serve"
+            raise of_caller(RuntimeError(f"{busy}: make the next store on the communicator that the first was made on"))
+    return None
 
 
-def _part(layout: Layout, unfinished: bool = False) -> None:
-    """All ranks end together: nobody's memory or messages are needed any more."""
-    meet.exchange(layout.world, b"", "close", stall_seconds=math.inf)
-    layout.free(unfinished)
+def _unfit(options: Options, first: Layout) -> str:
+    """Why servers of a first store cannot serve another one with these options; "" where they can."""
+    if options.servers == first.num_servers:
+        return ""
+    return (
+        f"servers={options.servers}, but this communicator has a store with servers={first.num_servers} open: ask for "
+        "as many, or make a store without servers on kv.layout.workers"
+    )
+
+
+def _seat(layout: Layout, epoch: Epoch) -> Seat:
+    """The seat of this process; taken with its first store. Collective over the layout's ranks, blocking."""
+    if not _seats:
+        _seats.append(Seat(layout, epoch))
+    return _seats[0]
+
+
+def _rise() -> None:
+    """This process has no store with servers any more."""
+    while _seats:
+        _seats.pop().leave()

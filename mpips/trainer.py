@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
 import collectives
 from mpips import optimizers
-from mpips.arguments import Name
+from mpips.keys.key import Name
 from mpips.optimizers import Elastic1, Elastic2, Optimizer, Updater
 from mpips.overlap import job
 from mpips.overlap.exchange import Overlapped
@@ -20,6 +21,7 @@ from mpips.overlap.model import check
 from mpips.overlap.profile import Profile
 from mpips.overlap.profile import save as save_profile
 from mpips.overlap.report import Recorder, Report, blocking
+from mpips.runtime.rendezvous import attempt
 from mpips.store import KVStore
 
 INTERVAL = 64
@@ -86,6 +88,16 @@ def keys_of(model: Model) -> list[Name]:
     return list(getattr(model, "names", map(str, range(len(model.parameters)))))
 
 
+_trainers: WeakKeyDictionary[KVStore, int] = WeakKeyDictionary()
+"""How many Trainers a store has had."""
+
+
+def own_keys(model: Model, kv: KVStore) -> list[Name]:
+    """`keys_of` for the first Trainer of a store; with a prefix for those after it."""
+    number = _trainers[kv] = _trainers.get(kv, 0) + 1
+    return [key if number == 1 else f"trainer{number}/{key}" for key in keys_of(model)]
+
+
 def averaged(optimizer: Optimizer, workers: float) -> Optimizer:
     """The optimizer for gradients that arrive as a sum over workers: `rescale` divided by their number."""
     if "rescale" not in {field.name for field in fields(optimizer)}:
@@ -123,9 +135,9 @@ class Gradients(Blocking):
 
     def __init__(self, model: Model, kv: Any, optimizer: Optimizer) -> None:
         super().__init__(model, "none")
-        self._kv, self._keys = kv, keys_of(model)
+        self._kv, self._keys = kv, own_keys(model, kv)
         kv.init(self._keys, list(model.parameters))
-        kv.set_optimizer(averaged(optimizer, workers_in_a_sum(kv)))
+        kv.set_optimizer(averaged(optimizer, workers_in_a_sum(kv)), keys=self._keys)
         kv.pull(self._keys, list(model.parameters))
 
     def _step(self, x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
@@ -142,10 +154,10 @@ class ElasticAveraging(Blocking):
         if not kv.type.endswith("async"):
             raise ValueError(f"elastic averaging needs a store of kind dist_async or mpi_async, not {kv.type}")
         super().__init__(model, "none, elastic")
-        self._kv, self._keys, self._interval = kv, keys_of(model), elastic.interval
+        self._kv, self._keys, self._interval = kv, own_keys(model, kv), elastic.interval
         self._workers = kv.layout.client.Get_size()
         kv.init(self._keys, list(model.parameters))
-        kv.set_optimizer(Elastic1(alpha=elastic.alpha))
+        kv.set_optimizer(Elastic1(alpha=elastic.alpha), keys=self._keys)
         kv.pull(self._keys, list(model.parameters))
         self._centers = [np.empty_like(array) for array in model.parameters]
         self._attract = Updater(Elastic2(alpha=elastic.alpha), model.parameters)
@@ -207,11 +219,11 @@ class Trainer:
                 trainable(model)
             return optimizers.create(optimizer, **options)
 
-        made, refusal = kv._try(chosen)
+        made, refusal = attempt(chosen)
         words: list[tuple[Name, str]] = [
             ("optimizer", repr(made)), ("elastic", repr(elastic)), ("overlap", repr(overlap)),
         ]  # fmt: skip
-        kv._agree("Trainer", words, refusal, "argument")
+        kv.settings.agree("Trainer", words, refusal, noun="argument")
         self.model, self.kv = model, kv
         self.exchange: Exchange
         if elastic is not None:
@@ -269,8 +281,8 @@ class Trainer:
         samples that do not fill a mini-batch of all workers wait for another epoch. `test` is measured after each.
         Collective; ValueError or TypeError on every worker where arguments are wrong, or differ between workers.
         """
-        words, refusal = self.kv._try(lambda: fitting(x, y, batch_size, epochs, seed, test))
-        self.kv._agree("fit", words or [], refusal, "argument")
+        words, refusal = attempt(lambda: fitting(self.model, x, y, batch_size, epochs, seed, test))
+        self.kv.settings.agree("fit", words or [], refusal, noun="argument")
         start, history = time.perf_counter(), []
         for epoch in range(1, epochs + 1):
             rows = shares(len(x), batch_size, epoch, seed, self.kv)
@@ -300,9 +312,18 @@ def trainable(model: object) -> None:
 
 
 def fitting(
-    x: np.ndarray, y: np.ndarray, batch_size: int, epochs: int, seed: int, test: tuple[np.ndarray, np.ndarray] | None
+    model: object,
+    x: np.ndarray,
+    y: np.ndarray,
+    batch_size: int,
+    epochs: int,
+    seed: int,
+    test: tuple[np.ndarray, np.ndarray] | None,
 ) -> list[tuple[Name, str]]:
     """The arguments of `fit` that are equal on all workers, by name; TypeError or ValueError where they are wrong."""
+    if test is not None and not callable(getattr(model, "accuracy", None)):
+        raise TypeError(f"fit(test=...) needs a model with accuracy(x, y), which {type(model).__name__} has not: "
+                        "add it, or leave test out")
     for name, pair in {"x and y": (x, y), "test": test}.items():
         if pair is None:
             continue

@@ -8,12 +8,14 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import IO
 from uuid import uuid4
 
 TOKEN = "TESTS_RUN_TOKEN"  # in the environment of everything that a run starts
 PATIENCE = 10  # seconds to end when asked, and again when killed
+GRACE = 2  # seconds that a killed process may take to give its memory back
 UNPRINTABLE = bytes({*range(32), 127} - {*b"\n\t"})  # a log is text: a NUL in it, which Open MPI prints, breaks readers
 LAUNCHER_VARIABLES = re.compile(r"MPIPS_|OMPI_|PMIX_|PRTE_|PMI_|HYDRA_|MPI_LOCAL")
 _screen = threading.Lock()
@@ -53,7 +55,7 @@ def run(argv: list[str], limit: float, folder: Path, out: IO[bytes] | None = Non
     finally:
         _end(process)
         _running.discard(process)
-        for pid in carriers(token):
+        for pid in left(token):
             show(f"-- left behind, ended: process {pid}, {_words(pid)}\n".encode(), out)
             _kill(pid)
         relay.join(PATIENCE)
@@ -100,6 +102,14 @@ def carriers(token: str) -> list[int]:
                 found.append(int(folder.name))
         except OSError:  # of another user, or gone
             continue
+    return found
+
+
+def left(token: str) -> list[int]:
+    """The same, once those that were ending when mpirun ended have had time for it."""
+    deadline = time.monotonic() + GRACE
+    while (found := carriers(token)) and time.monotonic() < deadline:
+        time.sleep(0.05)
     return found
 
 

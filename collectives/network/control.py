@@ -19,8 +19,8 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives.errors import KINDS, CollectiveError, MismatchError, kind_of
-from collectives.network.drain import part
 from collectives.node.descriptors import disagreement
+from collectives.node.poison import DEPARTURES, PROGRAM_ENDED
 from collectives.node.wait import Limits
 
 SPEAK_SECONDS = 0.05
@@ -33,7 +33,8 @@ _TAG = 1
 
 class Note(msgspec.Struct, array_like=True, order=True):
     """What a rank says: in which operation it is (`text` names it), why the epoch is over (`kind` is a place in
-    `KINDS`), or that its program has ended after that operation. Of notes of an end, the first in order counts."""
+    `KINDS`), or that it has left after that operation (`kind` tells how). Of notes of an end, the first in order
+    counts."""
 
     number: int
     rank: int
@@ -43,10 +44,10 @@ class Note(msgspec.Struct, array_like=True, order=True):
 
 
 class Control:
-    """The notes of one epoch. `comm` is used for nothing else."""
+    """The notes of one epoch. `comm` is used for nothing else; `names`: its ranks as the user counts them."""
 
-    def __init__(self, comm: MPI.Intracomm, limits: Limits) -> None:
-        self._comm, self._rank, self._size = comm, comm.rank, comm.size
+    def __init__(self, comm: MPI.Intracomm, limits: Limits, names: Sequence[int]) -> None:
+        self.comm, self._rank, self._size, self._names = comm, comm.rank, comm.size, names
         self.limits = limits
         self.number = 0
         """The operation that this rank has begun last."""
@@ -54,7 +55,7 @@ class Control:
         self._heard: dict[int, dict[int, str]] = {}
         self._told: set[int] = set()
         self._open: set[int] = set()
-        self._left: dict[int, int] = {}
+        self._left: dict[int, Note] = {}
         self._over: list[Note] = []
         self._settled = self._differs = 0.0
         self._sends: list[tuple[MPI.Request, bytes]] = []
@@ -99,14 +100,25 @@ class Control:
             self._raise()
         for number in sorted(self._heard):
             self._compare(number)
-        gone = [rank for rank, number in self._left.items() if self._open and number < min(self._open)]
+        gone = [rank for rank, note in self._left.items() if self._open and note.number < min(self._open)]
         if gone:
-            raise CollectiveError(f"rank {min(gone)} is needed, and its program has ended")
+            first = min(gone)
+            raise CollectiveError(f"rank {self._names[first]} is needed, and {DEPARTURES[self._left[first].kind]}")
 
     def late(self) -> Sequence[int]:
         """Ranks that have not said that they are in the present operation."""
         heard = self._heard.get(self.number, {})
-        return [rank for rank in range(self._size) if rank != self._rank and rank not in heard]
+        return [self._names[rank] for rank in range(self._size) if rank != self._rank and rank not in heard]
+
+    @property
+    def over(self) -> bool:
+        """Whether a rank has ended the epoch."""
+        return bool(self._over)
+
+    def ended(self) -> dict[int, str]:
+        """Ranks that have said that they have left; and how."""
+        self._hear()
+        return {self._names[rank]: DEPARTURES[note.kind] for rank, note in self._left.items()}
 
     def end(self, error: BaseException, sentence: str) -> CollectiveError:
         """End the epoch for all ranks; what they raise. Blocks for SETTLE_SECONDS."""
@@ -116,19 +128,9 @@ class Control:
             self._send(note)
         return self._settle()
 
-    def leave(self) -> None:
-        """Say that this rank's program ends. Waits for nobody."""
-        self._send(Note(min(self._open, default=self.number + 1) - 1, self._rank, LEFT))
-
-    def free(self) -> None:
-        """Give the communicator back, unless something was said on it, which may come later than that. Blocks nowhere:
-        MPI calls this on each rank when it likes."""
-        if not (self._told or self._over):
-            self._comm.Free()
-
-    def part(self) -> None:
-        """Give the communicator back, with all that was said on it. Collective, blocking."""
-        part(self._comm)
+    def leave(self, how: int = PROGRAM_ENDED) -> None:
+        """Say that this rank comes no more. Waits for nobody."""
+        self._send(Note(min(self._open, default=self.number + 1) - 1, self._rank, LEFT, kind=how))
 
     def _begin(self, text: str) -> int:
         self.number += 1
@@ -150,14 +152,14 @@ class Control:
 
     def _hear(self) -> None:
         status = MPI.Status()
-        while self._comm.Iprobe(MPI.ANY_SOURCE, _TAG, status):
+        while self.comm.Iprobe(MPI.ANY_SOURCE, _TAG, status):
             message = np.empty(status.Get_count(MPI.BYTE), np.uint8)
-            self._comm.Recv([message, MPI.BYTE], status.Get_source(), _TAG)
+            self.comm.Recv([message, MPI.BYTE], status.Get_source(), _TAG)
             note = msgspec.msgpack.decode(message.tobytes(), type=Note)
             if note.sort == OVER:
                 self._over.append(note)
             elif note.sort == LEFT:
-                self._left[note.rank] = note.number
+                self._left[note.rank] = note
             else:
                 self._heard.setdefault(note.number, {})[note.rank] = note.text
                 if note.number in self._mine and note.number not in self._told:
@@ -172,7 +174,7 @@ class Control:
         message = msgspec.msgpack.encode(note)
         for other in range(self._size):
             if other != self._rank:
-                self._sends.append((self._comm.Isend([message, MPI.BYTE], other, _TAG), message))
+                self._sends.append((self.comm.Isend([message, MPI.BYTE], other, _TAG), message))
 
     def _compare(self, number: int) -> None:
         """MismatchError where others know this operation by another name; once all have named it, or after a while."""
@@ -182,7 +184,7 @@ class Control:
         texts = {**self._heard[number], self._rank: mine}
         self._differs = self._differs or time.monotonic()
         if len(texts) == self._size or time.monotonic() > self._differs + NAMES_SECONDS:
-            raise MismatchError(disagreement(texts))
+            raise MismatchError(disagreement({self._names[rank]: text for rank, text in texts.items()}))
 
     def _raise(self) -> NoReturn:
         raise self._settle()

@@ -19,7 +19,7 @@ from mpi4py import MPI
 
 from collectives.arrays import Flat, Vector
 from collectives.call import Call
-from collectives.network.requests import pieces, release
+from collectives.network.requests import receives, release, sends
 from collectives.network.workspace import Workspace
 from collectives.schedule.model import NOBODY, RankStep, Schedule, extent, in_rank_order, overlap
 
@@ -126,12 +126,11 @@ class MessagePlan:
                 elif self._call.kind != "alltoall" and overlap(came, sent):
                     landings.append(_Landing(place, np.empty_like(place), False))
                     place = landings[-1].beside
-                requests += [comm.Recv_init(piece, round_.receive_from, tag) for piece in pieces(place)]
+                requests += receives(comm, place, round_.receive_from, tag)
         for round_ in step.rounds:
             if round_.send_to != NOBODY:
                 start, stop = extent(offsets, round_.send)
-                part = self._space.source[start:stop]
-                requests += [comm.Send_init(piece, round_.send_to, tag) for piece in pieces(part)]
+                requests += sends(comm, self._space.source[start:stop], round_.send_to, tag)
         for terms in sums.values():
             landings += [_Landing(terms[to], terms[of], True) for to, of in in_rank_order(comm.rank, terms)]
         return _Step(requests, landings)

@@ -38,12 +38,12 @@ def _most(call: Call) -> int:
     return MOST_ELEMENTS if call.operation is not None else min(MOST_ELEMENTS, MOST_BYTES // call.dtype.itemsize)
 
 
-def _done(request: MPI.Request) -> Iterator[None]:
+def _done(request: MPI.Request, comm: MPI.Comm) -> Iterator[None]:
     try:
         while not request.Test():
             yield
     finally:
-        leave(request)
+        leave(request, comm)
 
 
 class NativePlan:
@@ -62,7 +62,7 @@ class NativePlan:
             yield from self._compared()
         perform(self._before)
         for immediate, arguments in self._calls:
-            yield from _done(immediate(*arguments))
+            yield from _done(immediate(*arguments), self._comm)
         perform(self._after)
 
     def _compared(self) -> Iterator[None]:
@@ -70,7 +70,7 @@ class NativePlan:
         number = digest(self._call.text.encode()) >> 1
         words = np.array([number, -number], np.int64)
         request = self._comm.Iallreduce(MPI.IN_PLACE, words, MPI.MAX)
-        yield from _done(request)
+        yield from _done(request, self._comm)
         if words[0] != -words[1]:
             raise MismatchError(DIFFERENT)
 

@@ -1,6 +1,7 @@
 """Persistent MPI requests: how a vector is cut into their buffers, and how they are given back.
 
-Those that were under way when an error ended their operation are kept, with their memory.
+Those that were under way when an error ended their operation are kept, with their memory, until MPI is through with
+them: receives are cancelled, and sends end when whoever gives their communicator back drops what was sent on it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,22 @@ from collectives.arrays import Vector
 
 MESSAGE_BYTES = 4 << 20
 _left: list[MPI.Request] = []
+_collectives: list[tuple[MPI.Request, MPI.Comm]] = []
+"""MPI's own, which it goes on with on their communicators."""
+
+
+class Receive(MPI.Prequest):
+    """A persistent request that receives, which can be cancelled."""
+
+
+def receives(comm: MPI.Comm, vector: Vector, source: int, tag: int) -> list[MPI.Prequest]:
+    """Requests that receive a vector."""
+    return [Receive(comm.Recv_init(piece, source, tag)) for piece in pieces(vector)]
+
+
+def sends(comm: MPI.Comm, vector: Vector, target: int, tag: int) -> list[MPI.Prequest]:
+    """Requests that send a vector."""
+    return [comm.Send_init(piece, target, tag) for piece in pieces(vector)]
 
 
 def release(requests: Sequence[MPI.Prequest]) -> None:
@@ -22,20 +39,33 @@ def release(requests: Sequence[MPI.Prequest]) -> None:
     for request in requests:
         if request.Test():
             request.Free()
-        else:
-            _left.append(request)
-
-
-def leave(request: MPI.Request) -> None:
-    """Hold on to a request until MPI is through with it."""
-    if not request.Test():
+            continue
+        if isinstance(request, Receive):
+            request.Cancel()
         _left.append(request)
+
+
+def leave(request: MPI.Request, comm: MPI.Comm) -> None:
+    """Hold on to the request of a collective of MPI's own until MPI is through with it."""
+    if not request.Test():
+        _collectives.append((request, comm))
+
+
+def unfinished(comm: MPI.Comm) -> bool:
+    """Whether MPI still goes on with a collective on `comm`."""
+    _collectives[:] = [kept for kept in _collectives if not kept[0].Test()]
+    return any(comm == other for _, other in _collectives)
 
 
 def outstanding() -> bool:
     """Whether MPI may still touch memory of an operation that has failed."""
-    _left[:] = [request for request in _left if not request.Test()]
-    return bool(_left)
+    _collectives[:] = [kept for kept in _collectives if not kept[0].Test()]
+    over = [request for request in _left if request.Test()]
+    for request in over:
+        _left.remove(request)
+        if isinstance(request, MPI.Prequest):
+            request.Free()
+    return bool(_left or _collectives)
 
 
 def pieces(vector: Vector) -> list[list[Any]]:

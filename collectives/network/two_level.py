@@ -52,7 +52,7 @@ class TwoLevelPlan:
         for i in range(count):
             start, stop = int(cut(call.n, count, i)), int(cut(call.n, count, i + 1))
             inside = [
-                Call(kind, stop - start, call.dtype, operation, 0, call.algorithm, local)
+                Call(kind, stop - start, call.dtype, operation, 0, call.algorithm, local, call.label)
                 for kind, operation in (("reduce_scatter", call.operation), ("allgather", None))
             ]
             x_part, out_part = _part(x, start, stop), _part(out, start, stop)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from os import sched_yield
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,7 @@ from collectives.node import arena
 from collectives.node.arena import Region
 from collectives.node.descriptors import DESCRIPTORS, Descriptor, Descriptors, Place
 from collectives.node.layout import FINISHED, LEFT, NodeMemory
-from collectives.node.poison import Peers, Poison
+from collectives.node.poison import DEPARTURES, PROGRAM_ENDED, Peers, Poison
 from collectives.node.process_memory import OutOfReach
 from collectives.node.wait import NAP_AFTER_ON_NODE, Limits, drive, until
 
@@ -77,6 +77,8 @@ class Board:
         self._held = self._carrying = False
         self._due = 0.0
         self._peers = Peers(memory.pids)
+        self.beyond: Callable[[float], None] | None = None
+        """Raises where the epoch has ended within which this one lies; every look at this one looks there, too."""
 
     def publish(self, descriptor: Descriptor, many: NDArray[np.int64] | None = None, place: Place = Place()) -> int:  # noqa: B008
         """Put a descriptor into this rank's area; its token. See `Descriptors.publish`."""
@@ -164,24 +166,28 @@ class Board:
         """Raise where the epoch has ended, or a rank that is waited for has."""
         if self.poison.flag[0] and self._late():
             raise self.poison.error()
+        if self.beyond is not None and self._late():
+            self.beyond(waited)
         if (now := time.monotonic()) < self._due:
             return
         self._due = now + LOOK_AT_PEERS_SECONDS
         ended = [rank for rank in self._late() if self.memory.words[rank][LEFT] or self._peers.ended(rank)]
         if ended and ended[0] in self._late():  # looked at again: its last word may have come just now
-            how = "its program" if self.memory.words[ended[0]][LEFT] else "its process"
-            raise CollectiveError(f"rank {self.names[ended[0]]} is needed, and {how} has ended")
+            how = DEPARTURES[self.memory.words[ended[0]][LEFT]]
+            raise CollectiveError(f"rank {self.names[ended[0]]} is needed, and {how}")
 
-    def hear(self) -> None:
+    def hear(self, waited: float = 0.0) -> None:
         """Raise where the epoch has ended, or a process of the node has. For a rank that waits for no word here."""
         if self.poison.flag[0]:
             raise self.poison.error()
+        if self.beyond is not None:
+            self.beyond(waited)
         if (now := time.monotonic()) < self._due:
             return
         self._due = now + LOOK_AT_PEERS_SECONDS
         for rank in range(self.size):
             if not self.memory.words[rank][LEFT] and self._peers.ended(rank):
-                raise CollectiveError(f"rank {self.names[rank]} is needed, and its process has ended")
+                raise CollectiveError(f"rank {self.names[rank]} is needed, and {DEPARTURES[0]}")
 
     def end(self, error: BaseException, sentence: str) -> CollectiveError:
         """End the epoch for all ranks of the node; what they raise. Blocks, for LEAVING_SECONDS at most, until nobody
@@ -201,20 +207,15 @@ class Board:
             sched_yield()
         return told
 
-    def ended(self) -> list[int]:
-        """Ranks of the user's communicator on this node whose program, or process, has ended."""
-        gone = (r for r in range(self.size) if self.memory.words[r][LEFT] or self._peers.ended(r))
-        return [self.names[rank] for rank in gone]
+    def ended(self) -> dict[int, str]:
+        """Ranks of the user's communicator on this node that have left, or whose process has ended; and how."""
+        words = self.memory.words
+        gone = [rank for rank in range(self.size) if words[rank][LEFT] or self._peers.ended(rank)]
+        return {self.names[rank]: DEPARTURES[words[rank][LEFT]] for rank in gone}
 
-    def leave(self) -> None:
-        """Say that this rank's program ends."""
-        self.memory.words[self.rank][LEFT] = 1
-
-    def explain(self, error: OutOfReach) -> str:
-        """The sentence for all ranks where this one could not reach a process."""
-        other = self.names[self.memory.pids.index(error.pid)]
-        why = os.strerror(error.errno)
-        return f"rank {self.names[self.rank]} cannot reach the memory of rank {other} any more: {why}"
+    def leave(self, how: int = PROGRAM_ENDED) -> None:
+        """Say that this rank comes no more."""
+        self.memory.words[self.rank][LEFT] = how
 
     def close(self) -> None:
         """Collective where a fence is needed."""
@@ -244,6 +245,13 @@ class Board:
             word != OUT and max(row[rank] for row in self.progress) < self.last_phase and not self._peers.ended(rank)
             for rank, word in words.items()
         )
+
+
+def unreachable(board: Board, error: OutOfReach) -> str:
+    """The sentence for all ranks where this one could not reach a process."""
+    other = board.names[board.memory.pids.index(error.pid)]
+    why = os.strerror(error.errno)
+    return f"rank {board.names[board.rank]} cannot reach the memory of rank {other} any more: {why}"
 
 
 def _attach(place: Place) -> Any:

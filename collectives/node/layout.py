@@ -1,8 +1,9 @@
 """Where what lies in the shared memory of a node's ranks: each rank writes an area that the others read.
 
 In the area of a rank lie
-  words     `FINISHED`: the last operation that the rank has carried out over messages; `LEFT`: 1 once its program has
-            ended; `CLOSED`: one byte for each rank, that it reads this area no more;
+  words     `FINISHED`: the last operation that the rank has carried out over messages; `LEFT`: how it has left
+            (`poison.DEPARTURES`), 0 while it is there; `CLOSED`: one byte for each rank, that it reads this area no
+            more;
   poison    in the first rank's area: the end of the epoch (`poison`);
   descriptors  what a token stands for (`descriptors`);
   slots     two buffers, used in turn, for the vectors of small calls;
@@ -71,6 +72,8 @@ class NodeMemory:
         self.rank, self.size, self.areas, self.pids = rank, len(areas), areas, pids
         self.crowded = self.size > cores
         """Whether ranks share cores: each meeting then costs as many switches."""
+        self.roomy = 2 * self.size <= cores
+        """Whether each rank has a core for communication beside the one on which it computes."""
         self.reachable = reachable
         """Whether every rank can reach the others' own memory (`process_memory`)."""
         self.poison_fd = poison_fd

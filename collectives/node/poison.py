@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 POISON_BYTES = 4096
 TEXT_AT = 16
+PROGRAM_ENDED, CLOSED = 1, 2
+DEPARTURES = {0: "its process has ended", PROGRAM_ENDED: "its program has ended", CLOSED: "it has closed its store"}
+"""How a rank has left, by the word that it has written before."""
 
 
 class Poison:

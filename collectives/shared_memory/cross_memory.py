@@ -34,12 +34,20 @@ class _Far(NamedTuple):
         return self.pid, self.address + (start - self.first) * self.itemsize
 
 
-def program(memory: NodeMemory, call: Call, x: Window, out: Window, places: Sequence[tuple[Place, Place]]) -> Program:
-    """One rank's part of a call, in which it touches the others' arrays, where these places say they are."""
+def program(
+    memory: NodeMemory,
+    call: Call,
+    x: Window,
+    out: Window,
+    kept: Sequence[Vector],
+    places: Sequence[tuple[Place, Place]],
+) -> Program:
+    """One rank's part of a call, in which it touches the others' arrays, where these places say they are. Its block
+    goes into `kept`, too."""
     reached = _Reached(memory, call, x, out, places)
     if call.kind == "alltoall":
         return Program((Phase(tuple(reached.arrivals()), tuple(reached.own())),))
-    return Program((Phase(tuple(reached.steps())),))
+    return Program((Phase(tuple(reached.steps(kept))),))
 
 
 class _Reached:
@@ -54,7 +62,7 @@ class _Reached:
             self._xs[rank] = _Far(pid, x_place.address, call.extent_of_x(rank, in_place)[0], size)
             self._outs[rank] = _Far(pid, out_place.address, call.extent_of_out(rank, in_place)[0], size)
 
-    def steps(self) -> Iterator[Step]:
+    def steps(self, kept: Sequence[Vector]) -> Iterator[Step]:
         call, rank = self._call, self._rank
         start, end = call.block(rank)
         block = max(1, BLOCK_BYTES // call.dtype.itemsize)
@@ -70,6 +78,8 @@ class _Reached:
                     yield from copy(self._out.part(first, last), total)
                 else:
                     yield from _moved(deliver, total, *self._outs[reader].at(first))
+            for vector in kept:
+                yield from copy(vector[first:last], total)
 
     def _has_it(self, reader: int) -> bool:
         """Whether the piece comes from that very place, as in a broadcast in place it does on the root."""

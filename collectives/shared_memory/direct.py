@@ -22,8 +22,15 @@ from collectives.shared_memory.program import Phase, Program, Step, Window, comb
 BLOCK_BYTES = 256 << 10
 
 
-def program(memory: NodeMemory, call: Call, x: Window, out: Window, places: Sequence[tuple[Place, Place]]) -> Program:
-    """What this rank does, once all have come with arrays at these places."""
+def program(
+    memory: NodeMemory,
+    call: Call,
+    x: Window,
+    out: Window,
+    kept: Sequence[Vector],
+    places: Sequence[tuple[Place, Place]],
+) -> Program:
+    """What this rank does, once all have come with arrays at these places. Its block goes into `kept`, too."""
     xs, outs = [x] * memory.size, [out] * memory.size
     for rank in memory.turn():
         x_place, out_place = places[rank]
@@ -48,6 +55,8 @@ def program(memory: NodeMemory, call: Call, x: Window, out: Window, places: Sequ
         steps += combine(call, parts, total, scratch)
         for reader in readers:
             steps += copy(reader.part(first, last), total)
+        for vector in kept:
+            steps += copy(vector[first:last], total)
     return Program((Phase(tuple(steps)),))
 
 

@@ -59,15 +59,18 @@ class Part(NamedTuple):
     call: Call
     x: Window
     out: Window
+    kept: tuple[Vector, ...] = ()
+    """Vectors into which this rank's block of the result goes, too; where a call has several parts."""
 
 
-def part_of(call: Call, rank: int, x: Flat, out: Flat) -> Part:
+def part_of(call: Call, rank: int, x: Flat, out: Flat, kept: Sequence[Flat] = ()) -> Part:
     """The part of a call that lies at these addresses on this rank."""
     in_place = x == out
     return Part(
         call,
         Window(x.vector(), call.extent_of_x(rank, in_place)[0]),
         Window(out.vector(), call.extent_of_out(rank, in_place)[0]),
+        tuple(flat.vector() for flat in kept),
     )
 
 
@@ -140,7 +143,7 @@ class Executor:
 
     def _brought(self) -> Turns:
         """What this rank puts before it enters, whatever the others bring."""
-        call, x, out = self._parts[0]
+        call, x, out, _ = self._parts[0]
         if self.modes == [SLOTS]:
             return slots.puts(self._memory, call, x, 0), slots.puts(self._memory, call, x, 1)
         if self.modes == [STAGES]:
@@ -185,20 +188,20 @@ class Executor:
         if all(x.shared and out.shared for x, out in places):
             return direct.program(memory, *part, places)
         if self.modes[number] == SLOTS and not any(x.shared for x, _ in places):
-            return Program(last=(slots.takes(memory, *part, 0), slots.takes(memory, *part, 1)))
+            return Program(last=(slots.takes(memory, *part[:3], 0), slots.takes(memory, *part[:3], 1)))
         if all(x.address and out.address for x, out in places):
             return cross_memory.program(memory, *part, places)
         if len(self._parts) > 1:
             raise CollectiveError(f"array {number} of {self._text} lies where other ranks cannot reach it: pass a copy")
         unlike = any(x.shared or x.address for x, _ in places) or self.modes[number] == SLOTS
-        return Staged(memory, *part).program(restage=unlike)
+        return Staged(memory, *part[:3]).program(restage=unlike)
 
     def _fast(self, tokens: tuple[int, ...]) -> Callable[[], int]:
         """The call as one straight function, while the others bring these tokens."""
         others = int.from_bytes(array("Q", tokens), ORDER)
         bound, program = _Bound(self._board, self._text, self._put, self._token, others), self._program
         if self.modes == [SLOTS] and not self._program.phases:
-            few = slots.scalars(self._memory, *self._parts[0])
+            few = slots.scalars(self._memory, *self._parts[0][:3])
             if few is not None:
                 summed = _sum_of_scalars(bound, few)
                 return _mean_of_scalars(summed, few, self._board.size) if few.mean else summed

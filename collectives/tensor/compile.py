@@ -48,9 +48,8 @@ class TensorCall(Call):
 
     vectors: int = 1
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "text", f"{self.text}, {self.vectors} vectors a rank")
+    def described(self) -> str:
+        return f"{super().described()}, {self.vectors} vectors a rank"
 
     @property
     def staged(self) -> bool:
@@ -81,7 +80,9 @@ class Compiled(NamedTuple):
     in_place: bool
 
 
-def compile_tensor(home: Home, kind: str, x: Any, op: str, algorithm: str, out: Any, root: int) -> Compiled:
+def compile_tensor(
+    home: Home, kind: str, x: Any, op: str, algorithm: str, out: Any, root: int, label: str = ""
+) -> Compiled:
     """The call of `kind` on the vectors `x`, a list or one device array, into `out` (None: in place).
 
     The vectors of x and out have one dtype. Those of x have one size, those of out one size, and there are as many of
@@ -95,7 +96,7 @@ def compile_tensor(home: Home, kind: str, x: Any, op: str, algorithm: str, out: 
         raise ValueError(f"x has {len(given)} vectors and out {len(taken)}: give at least one, and as many of each")
     sources = [place(v, f"x[{i}]", written=in_place) for i, v in enumerate(given)]
     targets = sources if in_place else [place(v, f"out[{i}]", written=True) for i, v in enumerate(taken)]
-    call = _call(home, kind, sources, targets, op, algorithm, in_place, root)
+    call = _call(home, kind, sources, targets, op, algorithm, in_place, root, label)
     _see_devices(call, sources, targets)
     return Compiled(call, partial(_make, home, call, sources, targets, in_place), in_place)
 
@@ -105,7 +106,15 @@ def _listed(x: Any) -> list[Any]:
 
 
 def _call(
-    home: Home, kind: str, x: list[Place], out: list[Place], op: str, algorithm: str, in_place: bool, root: int
+    home: Home,
+    kind: str,
+    x: list[Place],
+    out: list[Place],
+    op: str,
+    algorithm: str,
+    in_place: bool,
+    root: int,
+    label: str,
 ) -> TensorCall:
     if kind == "alltoall":
         raise ValueError("alltoall of a list of vectors has no meaning: call it for each vector")
@@ -121,7 +130,8 @@ def _call(
     reduction = operation(op, dtype) if kind in REDUCING else None
     n = out[0].n if kind == "allgather" else x[0].n
     chosen = algorithm if algorithm != "auto" else _auto(home, kind, n * dtype.itemsize)
-    call = TensorCall(kind, n, dtype, reduction, root if kind in ROOTED else 0, chosen, home.size, len(x))
+    root = root if kind in ROOTED else 0
+    call = TensorCall(kind, n, dtype, reduction, root, chosen, home.size, label, vectors=len(x))
     if in_place and kind in ("reduce_scatter", "allgather"):
         raise ValueError(f"{kind} of a list of vectors needs out=")
     if not in_place and (x[0].n, out[0].n) != call.sizes(home.rank):

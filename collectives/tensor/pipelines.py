@@ -22,7 +22,7 @@ from mpi4py import MPI
 
 from collectives.arrays import Vector
 from collectives.call import Call
-from collectives.network.requests import pieces, release
+from collectives.network.requests import receives, release, sends
 from collectives.network.tags import Tags
 from collectives.operations import scale
 from collectives.schedule.model import NOBODY, Interval, RankStep, Schedule, extent
@@ -153,10 +153,10 @@ class Fused:
                 made.arrivals.append((start, stop))
                 complete[r.receive.start : r.receive.stop] = True
             filled[r.receive.start : r.receive.stop] = True
-            made.requests.extend(comm.Recv_init(piece, r.receive_from, tag) for piece in pieces(place))
+            made.requests.extend(receives(comm, place, r.receive_from, tag))
         for r in sent:
             part = self._work[slice(*extent(offsets, r.send))]
-            made.requests.extend(comm.Send_init(piece, r.send_to, tag) for piece in pieces(part))
+            made.requests.extend(sends(comm, part, r.send_to, tag))
         return made
 
 

@@ -17,7 +17,7 @@ from mpi4py import MPI
 
 from collectives.arrays import Vector
 from collectives.call import Call
-from collectives.network.requests import pieces, release
+from collectives.network.requests import leave, receives, release, sends
 from collectives.network.tags import Tags
 from collectives.operations import mpi_type, scale
 from collectives.schedule import ring
@@ -25,8 +25,6 @@ from collectives.schedule.model import cut
 from collectives.tensor.vectors import NO_MEMORY, Ticket, Vectors, running, until
 
 PART_BYTES = 1 << 20
-_LEFT: list[MPI.Request] = []
-"""What was under way when an error ended its operation: MPI may still write there. A request holds its memory."""
 
 
 class Reg:
@@ -47,7 +45,8 @@ class Reg:
             with running(self._vectors):
                 yield from self._steps(requests)
         finally:
-            _LEFT.extend(request for request in requests if request != MPI.REQUEST_NULL)
+            for request in requests:
+                leave(request, self._comm)
 
     def free(self) -> None:
         """Give the memory back."""
@@ -144,8 +143,8 @@ class VectorRing:
             received = self._extent(int(rounds[0].receive.start))
             source, target = int(rounds[0].receive_from) // count, int(rounds[-1].send_to) // count
             incoming, outgoing = _first(self._incoming, received), _first(self._outgoing, sent[-1])
-            requests = [comm.Recv_init(piece, source, tag) for piece in pieces(incoming)]
-            requests += [comm.Send_init(piece, target, tag) for piece in pieces(outgoing)]
+            requests = receives(comm, incoming, source, tag)
+            requests += sends(comm, outgoing, target, tag)
             yield _Step(rounds[0].add, sent[-1], received, sent[:-1], requests)
 
     def _extent(self, chunk: int) -> tuple[int, int]:

@@ -27,8 +27,8 @@ from examples.reproduce.interpreter import Interpreter
 from examples.reproduce.mxnet_job import synchronised
 from examples.reproduce.mxnet_tables import show
 from examples.reproduce.mxnet_training import ALL_MASTERS, BATCH, CLIENTS, MODES, SAMPLE_SECONDS, SERVERS, WORKERS
+from examples.reproduce.predicted import exchange
 from mpips.options import Options
-from mpips.predict import exchange
 
 NBYTES = 4 << 20
 WITH_MXNET = Interpreter("install them there: pip install mxnet==1.9.1 numpy==1.23.5", "mxnet", "numpy")

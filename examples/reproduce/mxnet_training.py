@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 from examples.reproduce import lab
 from examples.reproduce.cores import processor
+from examples.reproduce.predicted import Exchange, exchange
 from launch.lab import client
+from mpips.keys.sharding import Placement
 from mpips.options import Options
-from mpips.predict import Exchange, exchange
-from mpips.sharding import Placement
 
 INTERVAL = 64
 """Iterations between two exchanges of elastic averaging: `mpips.trainer` has the same, and would bring MPI."""
@@ -37,6 +37,7 @@ class Mode(NamedTuple):
 
     name: str
     script: str
+    kind: str
     clients: int
     masters: str = "one"
 
@@ -46,11 +47,11 @@ class Mode(NamedTuple):
 
 
 MODES = tuple(
-    Mode(f"{group}-{kind.upper()}", f"examples/{group}_{kind}.py", clients)
+    Mode(f"{group}-{algorithm.upper()}", f"examples/{algorithm}.py", f"{group}_{order}", clients)
     for group, clients in (("dist", 1), ("mpi", CLIENTS))
-    for kind in ("sgd", "asgd", "esgd")
+    for algorithm, order in (("sgd", "sync"), ("asgd", "async"), ("esgd", "async"))
 )
-ALL_MASTERS = Mode("mpi-SGD, all masters", "examples/mpi_sgd.py", CLIENTS, "all")
+ALL_MASTERS = Mode("mpi-SGD, all masters", "examples/sgd.py", "mpi_sync", CLIENTS, "all")
 
 
 def train(
@@ -58,7 +59,7 @@ def train(
 ) -> dict[str, Any]:
     """The curve of one mode: [(seconds, test accuracy)], an entry an epoch; idle cores, over the whole job."""
     arguments = ["--lines", "1", "--epochs", str(epochs), "--hidden", str(hidden), "--batch-size", str(BATCH)]
-    arguments += ["--sample-seconds", str(sample_seconds)]
+    arguments += ["--sample-seconds", str(sample_seconds), "--kind", mode.kind]
     before = processor()
     argv = client.job_command(name, WORKERS + SERVERS, [sys.executable, "-m", "mpips", mode.script, *arguments])
     variables = {**os.environ, **lab.ONE_THREAD, **mode.options.environment(), "PYTHONPATH": str(lab.ROOT)}

@@ -109,8 +109,8 @@ def _binding(ranks: Mapping[str, Any]) -> Check:
 
 def _memory_order(found: Mapping[str, Any]) -> Iterator[Check]:
     if found["processor"] not in STRONG_ORDER:
-        text = f"weaker on {found['processor']} than on x86: shared memory is used with a fence (MPI_Win_sync), slower"
-        yield Check("memory order", None, text)
+        text = f"weaker on {found['processor']} than on x86: collectives use shared memory with a fence (MPI_Win_sync)"
+        yield Check("memory order", None, text + ", workers and servers of a store talk by messages; both are slower")
 
 
 def _leftovers(found: Mapping[str, Any]) -> Iterator[Check]:

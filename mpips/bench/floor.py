@@ -17,7 +17,8 @@ from mpi4py import MPI
 
 from collectives.node import arena
 from collectives.node.arena import Region
-from mpips import meet
+from collectives.node.wait import Limits
+from mpips.runtime.rendezvous import Assembling, Room
 
 BLOCK = 262_144  # elements summed at a time, so that a block is in cache for the next contribution
 
@@ -29,7 +30,8 @@ def measure(comm: MPI.Comm, servers: int, nbytes: int, repeats: int) -> dict[str
     shared, ordinary, out = arena.empty(n), np.ones(n, np.float32), np.zeros(n, np.float32)
     shared[...] = 1
     region = arena.locate(shared)
-    regions = [msgspec.msgpack.decode(data) for data in meet.exchange(comm, msgspec.msgpack.encode(region), "floor")]
+    told = Room(comm).exchange(msgspec.msgpack.encode(region), "floor", Assembling(Limits()))
+    regions = [msgspec.msgpack.decode(data) for data in told]
     everyone = [arena.attach(Region(*region)).view(np.float32) for region in regions]
     cuts = [n * server // servers for server in range(servers + 1)]
 

@@ -61,14 +61,17 @@ def command(seconds: float) -> None:
         raise click.UsageError("one process: start it as `mpirun -n 2 python -m mpips.bench.idle`")
     pids = np.empty(world.size, np.int64)
     world.Allgather(np.array([os.getpid()], np.int64), pids)
-    table = Table("lines", "share of a core, used", "idle", f"under {LIMIT:.0%}")
+    table, late = Table("lines", "share of a core, used", "idle", f"under {LIMIT:.0%}"), 0
     for shared_memory in (True, False):
         found = share(int(pids[-1]), shared_memory, seconds)
         if found is not None:
+            late += found[1] >= LIMIT
             name = "shared memory" if shared_memory else "messages"
             table.add_row(name, f"{found[0]:.0%}", f"{found[1]:.2%}", "yes" if found[1] < LIMIT else "no")
     if world.rank == 0:
         console().print(table)
+        if late:
+            raise SystemExit(1)
 
 
 if __name__ == "__main__":

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from mpips.optimizers.base import Numbers, Scaled, State, at_least_zero, below_one, scaled
+from mpips.optimizers.base import Number, State, at, check
+from mpips.optimizers.blocks import Numbers, by_blocks, decayed, scaled, zeros
 
 
 class Moments(NamedTuple):
@@ -22,61 +24,94 @@ class Moments(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Adam(Scaled):
+class Adam:
     """Adam (Kingma, Ba 2015) as in PyTorch: with d = rescale * gradient + weight_decay * w, at step t from 1,
 
     m = beta1 * m + (1 - beta1) * d;  v = beta2 * v + (1 - beta2) * d^2;
     w = w - learning_rate * (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + epsilon).
     """
 
-    slots: ClassVar[int] = 2
-    learning_rate: float = 0.001
+    fixed: ClassVar[Sequence[str]] = ("beta1", "beta2")
+    learning_rate: Number = 0.001
+    weight_decay: float = 0.0
+    rescale: float = 1.0
     beta1: float = 0.9
     beta2: float = 0.999
     epsilon: float = 1e-8
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        below_one(self, "beta1", "beta2")
-        at_least_zero(self, "epsilon")
+        _check(self)
 
-    def _state(self, arrays: tuple[np.ndarray, ...]) -> State:
-        return Moments(*arrays)
+    def init(self, weights: np.ndarray) -> State:
+        """The two moments, zeros."""
+        return Moments(*zeros(weights, 2))
 
-    def _numbers(self, step: int) -> tuple[float, ...]:
-        # With first = m / (1 - beta1) and second = v / (1 - beta2), all factors end in one rate and one epsilon.
-        size = math.sqrt((1 - self.beta2) / (1 - self.beta2**step))
-        rate = self.learning_rate * (1 - self.beta1) / (1 - self.beta1**step) / size
-        return self.beta1, self.beta2, rate, self.epsilon / size, 1 - self.learning_rate * self.weight_decay
+    def update(self, weights: np.ndarray, gradient: np.ndarray, state: State, step: int) -> None:
+        """One update in place; see `mpips.optimizers.Optimizer`."""
+        by_blocks(self._block, weights, gradient, state, slots=2, step=step, numbers=_numbers(self, step))
 
     def _block(self, w: np.ndarray, g: np.ndarray, state: State, scratch: np.ndarray, numbers: Numbers) -> None:
-        self._step(w, self._scaled(w, g, scratch), state, scratch, numbers)
-
-    def _step(self, w: np.ndarray, d: np.ndarray, state: State, scratch: np.ndarray, numbers: Numbers) -> None:
-        first, second = state
-        beta1, beta2, rate, epsilon, _ = numbers
-        np.multiply(first, beta1, out=first)
-        np.add(first, d, out=first)
-        np.multiply(d, d, out=scratch)
-        np.multiply(second, beta2, out=second)
-        np.add(second, scratch, out=second)
-        np.sqrt(second, out=scratch)
-        np.add(scratch, epsilon, out=scratch)
-        np.divide(first, scratch, out=scratch)
-        np.multiply(scratch, rate, out=scratch)
-        np.subtract(w, scratch, out=w)
+        _step(w, decayed(w, g, self.rescale, self.weight_decay, scratch), state, scratch, numbers)
 
 
 @dataclass(frozen=True)
-class AdamW(Adam):
+class AdamW:
     """Adam with decoupled weight decay (Loshchilov, Hutter 2019) as in PyTorch:
 
     w = w * (1 - learning_rate * weight_decay), then Adam's update with d = rescale * gradient.
     """
 
+    fixed: ClassVar[Sequence[str]] = ("beta1", "beta2")
+    learning_rate: Number = 0.001
     weight_decay: float = 0.01
+    rescale: float = 1.0
+    beta1: float = 0.9
+    beta2: float = 0.999
+    epsilon: float = 1e-8
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    def init(self, weights: np.ndarray) -> State:
+        """The two moments, zeros."""
+        return Moments(*zeros(weights, 2))
+
+    def update(self, weights: np.ndarray, gradient: np.ndarray, state: State, step: int) -> None:
+        """One update in place; see `mpips.optimizers.Optimizer`."""
+        by_blocks(self._block, weights, gradient, state, slots=2, step=step, numbers=_numbers(self, step))
 
     def _block(self, w: np.ndarray, g: np.ndarray, state: State, scratch: np.ndarray, numbers: Numbers) -> None:
         if self.weight_decay:
             np.multiply(w, numbers[-1], out=w)
-        self._step(w, scaled(g, self.rescale), state, scratch, numbers)
+        _step(w, scaled(g, self.rescale), state, scratch, numbers)
+
+
+def _check(record: Adam | AdamW) -> None:
+    check(
+        record, scheduled=["learning_rate"], below_one=["beta1", "beta2"],
+        at_least_zero=["learning_rate", "weight_decay", "epsilon"],
+    )  # fmt: skip
+
+
+def _numbers(record: Adam | AdamW, step: int) -> tuple[float, ...]:
+    """With first = m / (1 - beta1) and second = v / (1 - beta2), all factors end in one rate and one epsilon."""
+    learning_rate = at(record.learning_rate, step)
+    step = max(step, 1)  # what is below 1 is refused with the arrays
+    size = math.sqrt((1 - record.beta2) / (1 - record.beta2**step))
+    rate = learning_rate * (1 - record.beta1) / (1 - record.beta1**step) / size
+    return record.beta1, record.beta2, rate, record.epsilon / size, 1 - learning_rate * record.weight_decay
+
+
+def _step(w: np.ndarray, d: np.ndarray, state: State, scratch: np.ndarray, numbers: Numbers) -> None:
+    first, second = state
+    beta1, beta2, rate, epsilon, _ = numbers
+    np.multiply(first, beta1, out=first)
+    np.add(first, d, out=first)
+    np.multiply(d, d, out=scratch)
+    np.multiply(second, beta2, out=second)
+    np.add(second, scratch, out=second)
+    np.sqrt(second, out=scratch)
+    np.add(scratch, epsilon, out=scratch)
+    np.divide(first, scratch, out=scratch)
+    np.multiply(scratch, rate, out=scratch)
+    np.subtract(w, scratch, out=w)

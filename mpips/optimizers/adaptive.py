@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from mpips.optimizers.base import Numbers, Scaled, State, at_least_zero, below_one
+from mpips.optimizers.base import Number, State, at, check
+from mpips.optimizers.blocks import Numbers, by_blocks, decayed, zeros
 
 
 class Squares(NamedTuple):
@@ -17,27 +18,31 @@ class Squares(NamedTuple):
 
 
 @dataclass(frozen=True)
-class AdaGrad(Scaled):
+class AdaGrad:
     """AdaGrad (Duchi, Hazan, Singer 2011) as in PyTorch: with d = rescale * gradient + weight_decay * w,
 
     squares = squares + d^2;  w = w - learning_rate * d / (sqrt(squares) + epsilon).
     """
 
-    slots: ClassVar[int] = 1
+    learning_rate: Number = 0.01
+    weight_decay: float = 0.0
+    rescale: float = 1.0
     epsilon: float = 1e-10
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least_zero(self, "epsilon")
+        check(self, scheduled=["learning_rate"], at_least_zero=["learning_rate", "weight_decay", "epsilon"])
 
-    def _state(self, arrays: tuple[np.ndarray, ...]) -> State:
-        return Squares(*arrays)
+    def init(self, weights: np.ndarray) -> State:
+        """The sum of squares, zeros."""
+        return Squares(*zeros(weights, 1))
 
-    def _numbers(self, step: int) -> tuple[float, ...]:
-        return self.learning_rate, self.epsilon
+    def update(self, weights: np.ndarray, gradient: np.ndarray, state: State, step: int) -> None:
+        """One update in place; see `mpips.optimizers.Optimizer`."""
+        numbers = at(self.learning_rate, step), self.epsilon
+        by_blocks(self._block, weights, gradient, state, slots=1, step=step, numbers=numbers)
 
     def _block(self, w: np.ndarray, g: np.ndarray, state: State, scratch: np.ndarray, numbers: Numbers) -> None:
-        d = self._scaled(w, g, scratch)
+        d = decayed(w, g, self.rescale, self.weight_decay, scratch)
         (squares,) = state
         np.multiply(d, d, out=scratch)
         np.add(squares, scratch, out=squares)
@@ -45,29 +50,35 @@ class AdaGrad(Scaled):
 
 
 @dataclass(frozen=True)
-class RMSProp(Scaled):
+class RMSProp:
     """RMSProp (Tieleman, Hinton 2012) as in PyTorch: with d = rescale * gradient + weight_decay * w,
 
     squares = decay * squares + (1 - decay) * d^2;  w = w - learning_rate * d / (sqrt(squares) + epsilon).
     """
 
-    slots: ClassVar[int] = 1
+    learning_rate: Number = 0.01
+    weight_decay: float = 0.0
+    rescale: float = 1.0
     decay: float = 0.99
     epsilon: float = 1e-8
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        below_one(self, "decay")
-        at_least_zero(self, "epsilon")
+        check(
+            self, scheduled=["learning_rate"], below_one=["decay"],
+            at_least_zero=["learning_rate", "weight_decay", "epsilon"],
+        )  # fmt: skip
 
-    def _state(self, arrays: tuple[np.ndarray, ...]) -> State:
-        return Squares(*arrays)
+    def init(self, weights: np.ndarray) -> State:
+        """The mean of squares, zeros."""
+        return Squares(*zeros(weights, 1))
 
-    def _numbers(self, step: int) -> tuple[float, ...]:
-        return self.decay, 1 - self.decay, self.learning_rate, self.epsilon
+    def update(self, weights: np.ndarray, gradient: np.ndarray, state: State, step: int) -> None:
+        """One update in place; see `mpips.optimizers.Optimizer`."""
+        numbers = self.decay, 1 - self.decay, at(self.learning_rate, step), self.epsilon
+        by_blocks(self._block, weights, gradient, state, slots=1, step=step, numbers=numbers)
 
     def _block(self, w: np.ndarray, g: np.ndarray, state: State, scratch: np.ndarray, numbers: Numbers) -> None:
-        d = self._scaled(w, g, scratch)
+        d = decayed(w, g, self.rescale, self.weight_decay, scratch)
         (squares,) = state
         decay, rest, rate, epsilon = numbers
         np.multiply(squares, decay, out=squares)

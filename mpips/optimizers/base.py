@@ -1,177 +1,137 @@
-"""What every optimizer is: a frozen record of numbers, a pure `init`, an in-place `update` in cache-sized blocks."""
+"""What an optimizer is: a frozen record of numbers with `init` and `update`; its numbers checked and changed."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
-import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
 State = Sequence[np.ndarray]
-Numbers = Sequence[np.ndarray]
-
-BLOCK_BYTES = 384 * 1024
-"""Bytes of one array that a block covers: the arrays of an update then stay in cache between its passes."""
-
-_local = threading.local()
+"""What an optimizer keeps of an array of n weights: some arrays of shape (n,), an element of each for every weight."""
 
 
-def working_dtype(dtype: np.dtype) -> np.dtype:
-    """The dtype an update computes in and keeps its state in: float32 for 16-bit floats, otherwise the dtype itself."""
-    if dtype.name in ("float16", "bfloat16"):
-        return np.dtype(np.float32)
-    if dtype.kind != "f":
-        raise TypeError(f"an optimizer needs float weights, not {dtype.name}; store a float array or set no optimizer")
-    return dtype
+@runtime_checkable
+class RateSchedule(Protocol):
+    """A number that depends on the step: a frozen record with `at`. See `mpips.optimizers.schedules`."""
+
+    def at(self, step: int) -> float:
+        """The number for update `step` of a key, counted from 1."""
 
 
-def _scratch(name: str, dtype: np.dtype, length: int, like: np.ndarray) -> np.ndarray:
-    """One block of this thread's scratch memory where `like` lies, on the host or a GPU; the same name, dtype and place
-    give the same memory again."""
-    buffers: dict[Any, np.ndarray] = _local.__dict__
-    block = buffers.get((name, dtype, type(like)))
-    if block is None:
-        block = np.empty_like(like, dtype, shape=(BLOCK_BYTES // dtype.itemsize,))
-        buffers[name, dtype, type(like)] = block
-    return block[:length]
+@runtime_checkable
+class Optimizer(Protocol):
+    """A frozen dataclass of numbers with these two methods; `mpips.optimizers.register` makes it known by its name.
 
-
-@dataclass(frozen=True)
-class Optimizer:
-    """Base of all optimizers: options are finite numbers or flags, checked once; the rest is `init` and `update`.
-
-    An update of [0:n) equals updates of any pieces of it (elements are independent), so a server may update a shard by
-    intervals. 16-bit weights are widened to float32 block by block, their state is float32; the result is rounded once.
+    An element's update depends on that element of weights, gradient and state alone. A server then updates a shard
+    interval by interval, on several threads at once, and gets the bits of an update of the whole.
     """
 
-    slots: ClassVar[int] = 0
-    """How many arrays of state an element has."""
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, (bool, np.bool_)):
-                object.__setattr__(self, field.name, bool(value))
-                continue
-            try:
-                number = float(value)
-            except (TypeError, ValueError):
-                number = math.nan
-            if not math.isfinite(number):
-                raise ValueError(f"{type(self).__name__}({field.name}={value!r}): give a finite number")
-            object.__setattr__(self, field.name, number)
+    __dataclass_fields__: ClassVar[dict[str, Any]]
 
     def init(self, weights: np.ndarray) -> State:
-        """State for `weights` (1-D, n elements): a tuple of arrays (n,) of zeros in the working dtype."""
-        dtype = working_dtype(weights.dtype)
-        if isinstance(weights, np.ndarray):
-            return self._state(tuple(np.zeros(weights.size, dtype) for _ in range(self._slots())))
-        return self._state(tuple(np.zeros_like(weights, dtype) for _ in range(self._slots())))
+        """State for `weights` (1-D, n elements, any float dtype): arrays of shape (n,), of any dtypes."""
 
     def update(self, weights: np.ndarray, gradient: np.ndarray, state: State, step: int) -> None:
-        """One update in place: `weights` and `state` change, `gradient` does not.
+        """One update in place: `weights` and the arrays of `state` change, `gradient` does not.
 
-        Shapes: all (n,), C-contiguous; `gradient` has the dtype of `weights`, `state` is what `init` gave, or the same
-        slice of each of its arrays. `step` is the number of this update, from 1. Raises ValueError or TypeError on
-        arrays that do not fit, before anything changes.
+        All are 1-D, contiguous, of one length: whole arrays or the same interval of each. `gradient` has the dtype of
+        `weights`. `step` counts the updates of the key from 1.
         """
-        self._check(weights, gradient, state, step)
-        dtype = working_dtype(weights.dtype)
-        # As 0-d arrays: NumPy would convert a Python number again in every pass over every block.
-        numbers: list[Any] = [np.array(number, dtype) for number in self._numbers(step)]
-        if not isinstance(weights, np.ndarray):
-            numbers = [dtype.type(number) for number in numbers]  # a GPU's functions take no host arrays
-        length = BLOCK_BYTES // dtype.itemsize
-        block = self._block if weights.dtype == dtype else self._wide_block
-        scratch = _scratch("update", dtype, min(length, weights.size), weights)
-        for start in range(0, weights.size, length):
-            part = slice(start, start + length)
-            w = weights[part]
-            block(w, gradient[part], [s[part] for s in state], scratch[: w.size], numbers)
 
-    def _wide_block(self, w: np.ndarray, g: np.ndarray, state: State, scratch: np.ndarray, numbers: Numbers) -> None:
-        """A block of 16-bit weights: computed in the dtype of `scratch`, rounded once."""
-        wide_w, wide_g = (_scratch(name, scratch.dtype, w.size, w) for name in ("weights", "gradient"))
-        wide_w[...], wide_g[...] = w, g
-        self._block(wide_w, wide_g, state, scratch, numbers)
-        w[...] = wide_w
 
-    def _check(self, weights: np.ndarray, gradient: np.ndarray, state: State, step: int) -> None:
-        if gradient.shape != weights.shape or gradient.dtype != weights.dtype or weights.ndim != 1:
+O = TypeVar("O", bound=Optimizer)  # noqa: E741
+Number = float | RateSchedule
+"""A number that stays, or one that depends on the step."""
+
+
+def at(number: Number, step: int) -> float:
+    """The number itself, or what the schedule says for this step."""
+    return number if isinstance(number, (float, int)) else number.at(step)
+
+
+def initial(optimizer: Optimizer, weights: np.ndarray) -> list[np.ndarray]:
+    """`optimizer.init(weights)`, looked at: raises ValueError unless all are arrays of the weights' shape (n,)."""
+    state = list(optimizer.init(weights))
+    for array in state:
+        if getattr(array, "shape", None) != weights.shape:
             raise ValueError(
-                f"update needs two 1-D arrays alike, not weights {weights.dtype.name}{weights.shape} "
-                f"and gradient {gradient.dtype.name}{gradient.shape}"
+                f"{type(optimizer).__name__}.init gave {getattr(array, 'shape', array)!r} for weights {weights.shape}: "
+                f"each array of state needs an element for every weight"
             )
-        if not (weights.flags.c_contiguous and gradient.flags.c_contiguous):
-            raise ValueError("update needs contiguous weights and gradient; pass contiguous views")
-        if len(state) != self._slots() or any(s.shape != weights.shape for s in state):
-            raise ValueError(
-                f"{type(self).__name__} keeps {self._slots()} arrays of shape {weights.shape}, not "
-                f"{[s.shape for s in state]}; take them from init(weights)"
-            )
-        if step < 1:
-            raise ValueError(f"step counts updates from 1, not {step}")
-
-    def _slots(self) -> int:
-        return self.slots
-
-    def _state(self, arrays: tuple[np.ndarray, ...]) -> State:
-        return arrays
-
-    def _numbers(self, step: int) -> tuple[float, ...]:
-        """Numbers that all blocks of this update need."""
-        return ()
-
-    def _block(self, w: np.ndarray, g: np.ndarray, state: State, scratch: np.ndarray, numbers: Numbers) -> None:
-        """Update one block in place; `scratch` is free for use, `g` is not."""
-        raise NotImplementedError
+    return state
 
 
-@dataclass(frozen=True)
-class Scaled(Optimizer):
-    """An optimizer whose gradient is `rescale * gradient + weight_decay * weights` (PyTorch's L2 weight decay).
+def check(
+    record: Any, *, scheduled: Sequence[str] = (), at_least_zero: Sequence[str] = (), below_one: Sequence[str] = ()
+) -> None:
+    """Make every field of a frozen dataclass a finite float or a bool; for its `__post_init__`.
 
-    `rescale` is usually 1 / mini-batch size, or 1 / workers: pushes arrive summed.
+    `scheduled`: fields that may hold a RateSchedule instead. `at_least_zero`, `below_one`: fields that must be >= 0, or
+    in [0, 1). Raises ValueError, which names class, field and value.
     """
-
-    learning_rate: float = 0.01
-    weight_decay: float = 0.0
-    rescale: float = 1.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least_zero(self, "learning_rate", "weight_decay")
-
-    def _scaled(self, w: np.ndarray, g: np.ndarray, scratch: np.ndarray) -> np.ndarray:
-        """`rescale * g + weight_decay * w` in a block of its own, or `g` itself where that is the same."""
-        return decayed(w, scaled(g, self.rescale), self.weight_decay, scratch)
-
-
-def scaled(g: np.ndarray, rescale: float) -> np.ndarray:
-    """`rescale * g` in a block of scratch, or `g` itself where that is the same."""
-    return g if rescale == 1.0 else np.multiply(g, rescale, out=_scratch("scaled", g.dtype, g.size, g))
+    for field in dataclasses.fields(record):
+        value = getattr(record, field.name)
+        if field.name in scheduled and isinstance(value, RateSchedule) and not isinstance(value, type):
+            continue
+        object.__setattr__(record, field.name, _number(record, field.name, value))
+    for name in at_least_zero:
+        if not isinstance(value := getattr(record, name), RateSchedule) and value < 0:
+            raise ValueError(f"{type(record).__name__}({name}={value}): give a number >= 0")
+    for name in below_one:
+        if not 0 <= (value := getattr(record, name)) < 1:
+            raise ValueError(f"{type(record).__name__}({name}={value}): give a number in [0, 1)")
 
 
-def decayed(w: np.ndarray, g: np.ndarray, weight_decay: float, scratch: np.ndarray) -> np.ndarray:
-    """`g + weight_decay * w` in a block of scratch, or `g` itself where that is the same."""
-    if weight_decay == 0.0:
-        return g
-    np.multiply(w, weight_decay, out=scratch)
-    return np.add(g, scratch, out=_scratch("scaled", g.dtype, g.size, g))
+def _number(record: Any, name: str, value: Any) -> float | bool:
+    if isinstance(value, (bool, np.bool_)):
+        return bool(value)
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"{type(record).__name__}({name}={value!r}): give a finite number")
+    return number
 
 
-def at_least_zero(optimizer: Optimizer, *names: str) -> None:
-    """Raise ValueError, naming the option, unless each of the named options is >= 0."""
-    for name in names:
-        if getattr(optimizer, name) < 0:
-            raise ValueError(f"{type(optimizer).__name__}({name}={getattr(optimizer, name)}): give a number >= 0")
+def options(kind: type) -> list[str]:
+    """Names of the options of a class of optimizers or schedules."""
+    return [field.name for field in dataclasses.fields(kind) if field.init]
 
 
-def below_one(optimizer: Optimizer, *names: str) -> None:
-    """Raise ValueError, naming the option, unless each of the named options is in [0, 1)."""
-    for name in names:
-        if not 0 <= getattr(optimizer, name) < 1:
-            raise ValueError(f"{type(optimizer).__name__}({name}={getattr(optimizer, name)}): give a number in [0, 1)")
+def known(kind: type, given: Sequence[str] | dict[str, Any]) -> None:
+    """Raise TypeError, which lists the known options, if `kind` lacks one of those given."""
+    if unknown := sorted(set(given) - set(options(kind))):
+        have = ", ".join(options(kind)) or "none"
+        raise TypeError(f"{kind.__name__} has no option {', '.join(unknown)}; it has {have}")
+
+
+def changed(optimizer: O, **numbers: Any) -> O:
+    """The same optimizer with other numbers, checked as always; the state that it keeps stays valid.
+
+    Raises TypeError for an option that it lacks. Raises ValueError for a bad value, for an option in the class's
+    `fixed`, and where it would keep another number of arrays (SGD from `momentum=0` to 0.9).
+    """
+    kind = type(optimizer)
+    if not numbers:
+        raise TypeError(f"no number to change: {kind.__name__} has {', '.join(options(kind)) or 'none'}")
+    known(kind, numbers)
+    other = dataclasses.replace(optimizer, **numbers)
+    for name in set(numbers) & set(getattr(kind, "fixed", ())):
+        if getattr(other, name) != getattr(optimizer, name):
+            raise ValueError(
+                f"{kind.__name__} keeps its state in terms of {name}: "
+                "set_optimizer changes it and begins the state anew"
+            )
+    probe = np.zeros(1, np.float32)
+    before, after = len(optimizer.init(probe)), len(other.init(probe))
+    if before != after:
+        words = ", ".join(f"{name}={value!r}" for name, value in numbers.items())
+        raise ValueError(
+            f"{kind.__name__} with {words} keeps {after} arrays of state, and {before} are there: "
+            f"set_optimizer changes that and begins the state anew"
+        )
+    return other

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpips.optimizers.base import Numbers, Optimizer, Scaled, State, below_one
+from mpips.optimizers.base import Number, State, at, check
+from mpips.optimizers.blocks import Numbers, by_blocks, decayed, zeros
 
 
 class Momentum(NamedTuple):
@@ -17,34 +18,39 @@ class Momentum(NamedTuple):
 
 
 @dataclass(frozen=True)
-class SGD(Scaled):
+class SGD:
     """SGD as in PyTorch (dampening 0): with d = rescale * gradient + weight_decay * w,
 
     velocity = momentum * velocity + d;  w = w - learning_rate * (velocity, or d + momentum * velocity with `nesterov`).
 
-    Without momentum, w = w - learning_rate * d (MXNET-MPI, equation 1), and there is no state.
+    Without momentum, w = w - learning_rate * d (MXNET-MPI, equation 1), and there is no state. `rescale` is usually
+    1 / mini-batch size, or 1 / workers: pushes arrive summed.
     """
 
+    learning_rate: Number = 0.01
+    weight_decay: float = 0.0
+    rescale: float = 1.0
     momentum: float = 0.0
     nesterov: bool = False
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        below_one(self, "momentum")
+        check(
+            self, scheduled=["learning_rate"], at_least_zero=["learning_rate", "weight_decay"], below_one=["momentum"]
+        )  # fmt: skip
         if self.nesterov and self.momentum == 0:
             raise ValueError("SGD(nesterov=True) needs momentum > 0")
 
-    def _slots(self) -> int:
-        return 1 if self.momentum else 0
+    def init(self, weights: np.ndarray) -> State:
+        """The velocity, zeros; nothing without momentum."""
+        return Momentum(*zeros(weights, 1)) if self.momentum else zeros(weights, 0)
 
-    def _state(self, arrays: tuple[np.ndarray, ...]) -> State:
-        return Momentum(*arrays) if arrays else arrays
-
-    def _numbers(self, step: int) -> tuple[float, ...]:
-        return self.learning_rate, self.momentum
+    def update(self, weights: np.ndarray, gradient: np.ndarray, state: State, step: int) -> None:
+        """One update in place; see `mpips.optimizers.Optimizer`."""
+        numbers = at(self.learning_rate, step), self.momentum
+        by_blocks(self._block, weights, gradient, state, slots=1 if self.momentum else 0, step=step, numbers=numbers)
 
     def _block(self, w: np.ndarray, g: np.ndarray, state: State, scratch: np.ndarray, numbers: Numbers) -> None:
-        d = self._scaled(w, g, scratch)
+        d = decayed(w, g, self.rescale, self.weight_decay, scratch)
         rate, momentum = numbers
         if not self.momentum:
             np.multiply(d, rate, out=scratch)
@@ -63,10 +69,21 @@ class SGD(Scaled):
 
 
 @dataclass(frozen=True)
-class Add(Optimizer):
+class Add:
     """w = w + rescale * pushed: after any pushes in any order the value is the start plus their scaled sum."""
 
     rescale: float = 1.0
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    def init(self, weights: np.ndarray) -> State:
+        """No state."""
+        return zeros(weights, 0)
+
+    def update(self, weights: np.ndarray, gradient: np.ndarray, state: State, step: int) -> None:
+        """One update in place; see `mpips.optimizers.Optimizer`."""
+        by_blocks(self._block, weights, gradient, state, slots=0, step=step)
 
     def _block(self, w: np.ndarray, g: np.ndarray, state: State, scratch: np.ndarray, numbers: Numbers) -> None:
         np.multiply(g, self.rescale, out=scratch)

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mpips.runtime.rendezvous import attempt
+
 from . import job, planner, review
 from .execute import Messages
 from .model import LayeredModel, check
@@ -30,7 +32,7 @@ from .strategies.joint import JointPlan
 from .wire import Wire
 
 if TYPE_CHECKING:
-    from mpips.arguments import Name
+    from mpips.keys.key import Name
     from mpips.optimizers import Optimizer
     from mpips.store import KVStore
 
@@ -53,8 +55,8 @@ class Overlapped:
         self, model: LayeredModel, kv: KVStore, optimizer: Optimizer, strategy: str = "auto",
         review_every: int = REVIEW,
     ) -> None:  # fmt: skip
-        items, refusal = kv._try(lambda: _arguments(model, strategy, review_every))
-        kv._agree("overlap", items or [], refusal, "argument")
+        items, refusal = attempt(lambda: _arguments(model, strategy, review_every))
+        kv.settings.agree("overlap", items or [], refusal, noun="argument")
         self._model, self._kv, self._optimizer, self.strategy = model, kv, optimizer, strategy
         self._elements = list(model.layer_elements)
         self._wire = Wire(kv, model.flat_gradients, model.flat_parameters, self._elements)
@@ -186,7 +188,7 @@ class Overlapped:
 
     def _told(self, what: str, mine: np.ndarray) -> list[np.ndarray]:
         """Everybody's array of one length and dtype; the store's own meeting, so that nobody waits unheard."""
-        told = self._kv._agree(f"overlap: {what}", [], "", data=mine.tobytes())
+        told = self._kv.settings.agree(f"overlap: {what}", data=mine.tobytes())
         return [np.frombuffer(data, mine.dtype) for data in told]
 
 

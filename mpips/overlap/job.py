@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mpips.runtime.rendezvous import attempt
+
 from . import measure
 from .model import LayeredModel
 from .profile import Collective, Linear, Profile, create
@@ -26,8 +28,8 @@ def profile_of(model: LayeredModel, kv: KVStore, x: np.ndarray, y: np.ndarray, c
     Collective over the workers, blocking, with nothing under way. The store has its optimizer, so that messages cost
     what they will. Gradients are overwritten; parameters and state stay.
     """
-    clocked, refusal = kv._try(lambda: measure.compute(model, x, y))
-    kv._agree("profile", [], refusal)
+    clocked, refusal = attempt(lambda: measure.compute(model, x, y))
+    kv.settings.agree("profile", refusal=refusal)
     assert clocked is not None
     forward, backward = clocked
     push, (startup, per_byte) = message_costs(model, kv) if costs is None else costs

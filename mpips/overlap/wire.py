@@ -17,7 +17,7 @@ from .stage import Groups, from_ends
 from .strategies.joint import JointPlan, Link
 
 if TYPE_CHECKING:
-    from mpips.engine import Handle
+    from mpips.runtime.engine import Handle
     from mpips.store import KVStore
 
 Group = tuple[int, int]

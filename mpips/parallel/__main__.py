@@ -100,8 +100,9 @@ def _abort(comm: MPI.Comm) -> None:
 class _Run:
     """One call of the command, whose options have been checked."""
 
-    def __init__(self, comm: MPI.Comm, options: dict[str, Any]) -> None:
-        self.comm, self.console, self.options = comm, console(), options_of(options)
+    def __init__(self, comm: MPI.Intracomm, options: dict[str, Any]) -> None:
+        self.comm: MPI.Comm = comm
+        self.console, self.options = console(), options_of(options)
         self.optimizer = usage.optimizer_of(self.options)
         self.last_epoch = self.options.epochs
         self.began = False

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 
 import msgspec
 import numpy as np
 from mpi4py import MPI
 
-from mpips.meet import exchange
+from collectives.node.wait import Limits
+from mpips.runtime.rendezvous import Assembling, Room
 
 _NAMED = 8  # ranks that a sentence lists one by one
+_TAG = 1017  # of what ranks tell each other in `alike`
+
+
+@cache
+def _room() -> int:
+    """Under what a communicator keeps its room. Made at first use: a driver may import this without MPI."""
+    return MPI.Comm.Create_keyval()
 
 
 class TrainingError(ValueError):
@@ -41,7 +50,10 @@ def alike(
     lowest rank's problem. Arguments are compared as texts. Collective, before anything that ranks must do alike.
     """
     mine = [("the call", call), *((name, str(value)) for name, value in arguments.items())]
-    payloads = exchange(comm, msgspec.json.encode((mine, problem)), call)
+    found = comm.Get_attr(_room())
+    room = found if isinstance(found, Room) else Room(comm, _TAG)
+    comm.Set_attr(_room(), room)
+    payloads = room.exchange(msgspec.json.encode((mine, problem)), call, Assembling(Limits()))
     if problem is None and all(payload == payloads[0] for payload in payloads):
         return
     come = [msgspec.json.decode(payload, type=tuple[list[tuple[str, str]], str | None]) for payload in payloads]

@@ -8,9 +8,9 @@ import msgspec
 import numpy as np
 from mpi4py import MPI
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
-from mpips import optimizers, whole_file
+from mpips import optimizers
+from mpips.checkpoint.file import write
 
 from .agreement import agree
 from .communication import on_host, put
@@ -177,7 +177,7 @@ def _write(path: str, arrays: dict[str, np.ndarray], hybrid: Hybrid, rule: Rule 
         rule,
     )  # fmt: skip
     try:
-        whole_file.put(path, lambda name: save_file(arrays, name, {"mpips": msgspec.json.encode(header).decode()}))
-    except (OSError, SafetensorError) as error:
+        write(path, arrays, {"mpips": msgspec.json.encode(header).decode()})
+    except OSError as error:
         return f"checkpoint {path} cannot be written: {error}"
     return None

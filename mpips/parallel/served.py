@@ -39,7 +39,7 @@ class Servers:
 
     def __init__(
         self, count: int, clients: int = 1, kind: str = "sync", every: int = INTERVAL, alpha: float = 0.5,
-        comm: MPI.Comm | None = None,
+        comm: MPI.Intracomm | None = None,
     ) -> None:  # fmt: skip
         if kind not in STORES:
             raise TrainingError(f"servers of kind {kind!r}: choose one of {', '.join(STORES)}")
@@ -53,7 +53,7 @@ class Servers:
         """Whether the ranks are on several nodes."""
         self.groups = 0
         """Into how many groups the slices are dealt; each has servers of its own."""
-        self._members = MPI.COMM_NULL
+        self._members: MPI.Intracomm = MPI.COMM_NULL  # type: ignore[assignment]
         self._share = 0
         self._opened = self._gone = False
         self.store: KVStore | None = None
@@ -77,7 +77,8 @@ class Servers:
             group = led[0]
         self._share = dealt[group][1] - dealt[group][0] if group is not None else 0
         role = self.comm.Split(int(server >= 0), self.comm.rank)
-        self._members = self.comm.Split(MPI.UNDEFINED if group is None else group, self.comm.rank)
+        members = self.comm.Split(MPI.UNDEFINED if group is None else group, self.comm.rank)
+        self._members = members  # type: ignore[assignment]
         if server < 0:
             return Grid(self.clients * batch, model, role)
         agree(self.comm, None)

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 
-from mpips import states
-from mpips.engine import Handle
-from mpips.keys import Key
-from mpips.optimizers import Elastic1, Elastic2, Optimizer, State
+from mpips.optimizers import Elastic1, Elastic2, Optimizer, State, initial
+from mpips.runtime.engine import Handle
+from mpips.worker.backend import States
+from mpips.worker.settings import Settings
 
-from .agreement import TrainingError, agree, broadcast_bytes
+from .agreement import TrainingError, agree
 from .clock import Clock
 from .funnel import Funnel
 from .grid import Grid
@@ -123,20 +121,19 @@ class Sync:
         self._clock.add("backward", start)
 
     def fetch(self) -> State:
-        state = self._optimizer.init(self._network.flat_parameters)
+        state = initial(self._optimizer, self._network.flat_parameters)
         wholes = [self._funnel.whole(array) for array in state]
 
-        def work(path: str) -> None:
-            self._kv.save_optimizer_states(path)
+        def work(store: Settings) -> None:
+            found = store.run("fetch", store.backend.states([store.keys[name] for name in self._in]))
             if self._grid.batch_index == 0:
                 views = [self._funnel.keyed(whole) for whole in wholes]
-                keys = [Key(name, array.shape, array.dtype) for name, array in self._in.items()]
-                for name, (_, arrays) in states.load(path, keys).items():
+                for name, (_, arrays) in found.items():
                     for view, array in zip(views, arrays):
-                        view[name][...] = array
+                        view[str(name)][...] = array
 
         if state:
-            self._with_file(work)
+            self._together(work)
         for whole, array in zip(wholes, state):
             self._funnel.down(whole, array)
         return state
@@ -146,26 +143,23 @@ class Sync:
         for whole, array in zip(wholes, state):
             self._funnel.up(array, whole)
 
-        def work(path: str) -> None:
-            if self._grid.batch_index == 0:
-                views = [self._funnel.keyed(whole) for whole in wholes]
-                found = {name: (step, [view[name] for view in views]) for name in self._keys}
-                states.save(path, found, self._optimizer, dump_optimizer=False)
-            self._kv.load_optimizer_states(path)
+        def work(store: Settings) -> None:
+            views = [self._funnel.keyed(whole) for whole in wholes]
+            states: States = {name: (step, [view[name] for view in views]) for name in self._keys}
+            store.run("restore", store.backend.put_states([store.keys[name] for name in self._keys], states))
 
         if state:
-            self._with_file(work)
+            self._together(work)
 
-    def _with_file(self, work: Callable[[str], None]) -> None:
-        """Let the speakers of a group work with a file of the first of them, which is gone afterwards."""
+    def _together(self, work: Callable[[Settings], None]) -> None:
+        """Let the speakers of a group work with what their servers keep, when all that was pushed has been applied."""
         problem = None
         if self._kv is not None:
-            with tempfile.TemporaryDirectory() as folder:
-                mine = os.path.join(folder, "states").encode()
-                try:
-                    work(broadcast_bytes(self._grid.batch_comm, mine).decode())
-                except (OSError, ValueError) as error:
-                    problem = f"the servers' optimizer states: {error}"
+            try:
+                self._kv.settings.settle()
+                work(self._kv.settings)
+            except ValueError as error:
+                problem = f"the servers' optimizer states: {error}"
         agree(self._grid.comm, problem)
 
 

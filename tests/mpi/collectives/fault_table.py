@@ -39,26 +39,26 @@ Table = dict[tuple[str, str, str], Result]
 
 
 class Place:
-    """Where jobs run: under which Python, on one node or in a lab of that name."""
+    """Where jobs of a module run: under which Python, on one node or in a lab of that name."""
 
-    def __init__(self, python: str, lab: str = "") -> None:
-        self.python, self.lab = python, lab
+    def __init__(self, python: str, lab: str = "", module: str = MODULE, ranks: tuple[int, int] = (3, 4)) -> None:
+        self.python, self.lab, self.module = python, lab, module
         self.launcher = find(python=python)
-        self.ranks = 4 if lab else 3
+        self.ranks = ranks[bool(lab)]
 
     def __str__(self) -> str:
-        where = "two hosts of a lab, two ranks each" if self.lab else "one node, three ranks"
+        where = f"two hosts of a lab, {self.ranks // 2} ranks each" if self.lab else f"one node, {self.ranks} ranks"
         return f"{self.launcher.flavour} {self.launcher.version}, {where}"
 
     def run(self, words: list[str], limit: float, survive: bool = False) -> tuple[int, str]:
         """The exit code and the output of a job. `survive`: the launcher leaves the others alone when a rank dies."""
         keep = ("-disable-auto-cleanup",) if survive and self.launcher.flavour == "mpich" else ()
-        program = (self.python, "-m", MODULE, *words)
+        program = (self.python, "-m", self.module, *words)
         if self.lab:
             from launch.lab import client
 
             argv = client.job_command(
-                self.lab, self.ranks, program, per_host=2, mpirun=self.launcher.path, extra=keep
+                self.lab, self.ranks, program, per_host=self.ranks // 2, mpirun=self.launcher.path, extra=keep
             )
         else:
             job = Job(self.ranks, program, {"OMP_NUM_THREADS": "1"}, extra=keep)
@@ -113,9 +113,11 @@ def _cell(result: Result | None) -> str:
 
 
 @contextmanager
-def places(pythons: list[str], where: list[str]) -> Iterator[list[Place]]:
-    """All places; a lab lives as long as they are needed."""
-    found = [Place(python) for python in pythons if "node" in where]
+def places(
+    pythons: list[str], where: list[str], module: str = MODULE, ranks: tuple[int, int] = (3, 4)
+) -> Iterator[list[Place]]:
+    """All places for jobs of a module, of so many ranks on a node and in a lab, which lives as long as it is needed."""
+    found = [Place(python, "", module, ranks) for python in pythons if "node" in where]
     if "lab" not in where:
         yield found
         return
@@ -124,7 +126,7 @@ def places(pythons: list[str], where: list[str]) -> Iterator[list[Place]]:
     from launch.lab.layout import lay_out
 
     with client.lab(f"faults-{os.getpid()}", lay_out(parse("star:2", 125e6))) as lab:
-        yield [*found, *(Place(python, lab) for python in pythons)]
+        yield [*found, *(Place(python, lab, module, ranks) for python in pythons)]
 
 
 def main() -> int:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import collectives
+from collectives.schedule.model import cut
 from tests.mpi.collectives.support import NODES, RANK, WORLD, P, fresh, make
 
 SHAPES = [(5,), (), (0,), (3, 4), (70_000,), (1,), (2, 0), (250_001,)]
@@ -65,6 +66,26 @@ def test_by_other_algorithms(comm, algorithm):
         assert all((one == P).all() for one in x)
 
 
+@pytest.mark.parametrize("array", ["ordinary", "shared", "mixed"])
+@pytest.mark.parametrize("sizes", [[70_001], [5, 70_001, 300_000, 0], [3]])
+def test_a_ranks_block_of_each_result_goes_elsewhere_too(comm, array, sizes):
+    wanted = [P * (np.arange(n) % 9) + P * (P + 1) // 2 for n in sizes]
+    blocks = [np.full(n, -1, np.float32) for n in sizes]
+    for turn in range(4):
+        x = placed(array, [np.arange(n, dtype=np.float32) % 9 + RANK + 1 for n in sizes])
+        out = placed(array, x) if turn % 2 else None
+        mine = None if RANK == 1 and turn == 2 else [None if turn == 3 else blocks[0], *blocks[1:]]
+        result = collectives.grouped_allreduce(x, comm, algorithm="reproducible", out=out, blocks=mine)
+        assert all(np.array_equal(one, want) for one, want in zip(result, wanted))
+        for want, block in zip(wanted, blocks):
+            start, stop = cut(want.size, P, RANK), cut(want.size, P, RANK + 1)
+            assert np.array_equal(block[start:stop], want[start:stop])
+            assert (block[:start] == -1).all() and (block[stop:] == -1).all()
+    tied, blocks = placed(array, [np.ones(70_001)])[0], [np.zeros(70_001), np.zeros(70_001)]
+    collectives.grouped_allreduce([tied, tied], comm, blocks=blocks)
+    assert [int(block.sum()) for block in blocks] == [P * (cut(70_001, P, RANK + 1) - cut(70_001, P, RANK))] * 2
+
+
 @pytest.mark.parametrize("x", [[], [np.ones(0)], [np.ones(0, np.float32), np.ones((0, 3))]])
 def test_nothing_to_reduce(comm, x):
     assert len(collectives.grouped_allreduce(x, comm)) == len(x)
@@ -117,5 +138,7 @@ def test_results_that_overlap_are_refused_on_this_rank_alone(comm):
     x = np.ones(200_000)
     with pytest.raises(ValueError, match="arrays 0 and 1 overlap"):
         collectives.grouped_allreduce([x[:150_000], x[100_000:]], comm)
+    with pytest.raises(ValueError, match=r"arrays\[1\] and its out overlap"):
+        collectives.grouped_allreduce([np.ones(3), x[:-1]], comm, out=[np.ones(3), x[1:]])
     collectives.grouped_allreduce([x[:100_000], x[100_000:]], comm)
     assert (x == P).all()

@@ -10,7 +10,9 @@ import pytest
 from mpi4py import MPI
 
 import mpips
-from mpips.engine import Engine, Task
+from mpips.runtime.engine import Alone, Engine
+from mpips.runtime.tasks import Task
+from tests.mpi.mpips.support import failure, need, run
 from tests.mpi.sizes import either_mpi
 
 COMM = MPI.COMM_WORLD
@@ -23,12 +25,12 @@ def all_ranks(ok: bool) -> bool:
 
 @pytest.fixture
 def engine() -> Iterator[Engine]:
-    engine = Engine(stall_seconds=20, timeout_seconds=40)
+    engine = Engine(Alone(20, 40))
     yield engine
     engine.close()
 
 
-def summed(comm: MPI.Comm, values: np.ndarray) -> Task:
+def summed(comm: MPI.Comm, values: np.ndarray) -> Task[np.ndarray]:
     out = np.empty_like(values)
     request = comm.Iallreduce(values, out)
     while not request.Test():
@@ -124,12 +126,78 @@ def test_store_calls_in_flight_give_the_sums(kind: str, options: dict) -> None:
     assert all_ranks(ok)
 
 
-def test_a_bad_call_in_flight_raises_at_wait_on_every_rank() -> None:
-    kv = mpips.create("mpi_sync")
-    kv.init("w", np.zeros(3, np.float32))
-    with pytest.raises(ValueError, match="'w'"):
-        kv.ipush("w", np.zeros(4, np.float32)).wait()
-    out = np.empty(3, np.float32)
-    kv.pushpull("w", np.ones(3, np.float32), out=out)
-    kv.close()
-    assert all_ranks(np.array_equal(out, np.full(3, kv.num_workers)))
+@pytest.mark.parametrize("servers", [0, 1])
+def test_a_bad_call_in_flight_raises_at_once_and_changes_nothing(servers: int) -> None:
+    workers = need(servers=servers)
+
+    def body(kv: mpips.KVStore) -> float:
+        kv.init("w", np.zeros(3, np.float32))
+        if kv.rank == 0:
+            with pytest.raises(ValueError, match="'w'"):
+                kv.ipush("w", np.zeros(4, np.float32))
+        out = np.empty(3, np.float32)
+        kv.ipushpull("w", np.ones(3, np.float32), out=out).wait()
+        return float(out[0])
+
+    assert run("mpi_sync", body, servers=servers) in (None, workers)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("kind, servers", [("mpi_sync", 0), ("mpi_sync", 1), ("dist_sync", 1)])
+def test_one_worker_started_its_calls_and_another_blocks(kind: str, servers: int) -> None:
+    """An i-call costs the store no fast route: fault 8."""
+    workers = need(servers=servers)
+
+    def body(kv: mpips.KVStore) -> list[float]:
+        kv.init(["a", "b"], [np.zeros(3, np.float32)] * 2)
+        found = []
+        for round_ in range(6):
+            out = [np.empty(3, np.float32) for _ in "ab"]
+            ones = [np.full(3, round_ + 1, np.float32) for _ in "ab"]
+            if kv.rank % 2:
+                kv.pushpull("a", ones[0], out=out[0])
+                kv.pushpull("b", ones[1], out=out[1])
+            else:
+                handles = [kv.ipushpull(name, ones[i], out=out[i]) for i, name in enumerate("ab")]
+                for handle in handles:
+                    handle.wait()
+            found += [float(one[0]) for one in out]
+        assert all(key.fast is not None for key in kv.settings.keys.values())
+        return found
+
+    expected = [float(workers * (round_ + 1)) for round_ in range(6) for _ in "ab"]
+    assert run(kind, body, servers=servers) in (None, expected)
+
+
+def test_numpy_integers_are_keys_everywhere() -> None:
+    """Fault 10."""
+    workers = need(servers=1)
+
+    def body(kv: mpips.KVStore) -> float:
+        kv.init(np.int64(3), np.zeros(3))
+        kv.recut([np.int32(3)], {np.int64(4): 3})
+        out = np.empty(3)
+        kv.pushpull(np.uint8(4), np.ones(3), out=out)
+        kv.forget(np.int64(4))
+        return float(out[0])
+
+    assert run("dist_sync", body, servers=1) in (None, workers)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_bad_list_on_one_worker_is_told_to_all() -> None:
+    """Fault 10."""
+    need(2)
+
+    def body(kv: mpips.KVStore) -> list[str]:
+        kv.init("w", np.zeros(3))
+        bad = kv.rank == 1
+        said = [
+            failure(lambda: kv.forget(3.5 if bad else ["w"])),
+            failure(lambda: kv.recut("w", 7 if bad else {"v": 3})),
+        ]
+        kv.pushpull("w", np.ones(3))
+        return said
+
+    said = run("mpi_sync", body)
+    assert said is None or ("a key is an int or a str" in said[0] and "a dict of names and sizes" in said[1])

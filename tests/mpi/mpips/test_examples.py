@@ -34,10 +34,14 @@ def worst_accuracy(run):
 
 @either_mpi
 @pytest.mark.parametrize(
-    "example", ["dist_sgd", "dist_asgd", "dist_esgd", "mpi_sgd", "mpi_asgd", "mpi_esgd", "pure_mpi"]
-)
-def test_an_example_learns_the_digits(example, monkeypatch, capsys):
-    servers, clients = (0, 1) if example == "pure_mpi" else (1, 2 if example.startswith("mpi") else 1)
+    "example, kind",
+    [
+        ("sgd", "dist_sync"), ("asgd", "dist_async"), ("esgd", "dist_async"),
+        ("sgd", "mpi_sync"), ("asgd", "mpi_async"), ("esgd", "mpi_async"), ("pure_mpi", ""),
+    ],
+)  # fmt: skip
+def test_an_example_learns_the_digits(example, kind, monkeypatch, capsys):
+    servers, clients = (0, 1) if example == "pure_mpi" else (1, 2 if kind.startswith("mpi") else 1)
     if WORLD.size < servers + clients:
         pytest.skip(f"{example} needs {servers + clients} ranks")
     monkeypatch.setenv("MPIPS_SERVERS", str(servers))
@@ -45,7 +49,7 @@ def test_an_example_learns_the_digits(example, monkeypatch, capsys):
     monkeypatch.setenv("MPIPS_STALENESS", "4")  # on busy cores a worker could fall behind by most of so short a run
 
     def run():
-        done = importlib.import_module(example).main(task.Settings(epochs=6, interval=8))
+        done = importlib.import_module(example).main(task.Settings(epochs=6, interval=8, kind=kind))
         return done.model.accuracy(done.test_x, done.test_y)
 
     assert worst_accuracy(run) > 0.75

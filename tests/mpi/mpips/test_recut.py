@@ -9,7 +9,6 @@ import pytest
 from mpi4py import MPI
 
 import mpips
-from collectives.errors import CollectiveError
 from tests.mpi.sizes import either_mpi
 
 COMM = MPI.COMM_WORLD
@@ -97,9 +96,14 @@ def test_what_does_not_fit_is_told(kind: str, options: dict[str, Any]) -> None:
     kv = worker(kind, options)
     if kv is not None:
         kv.init(["a", "b"], [np.zeros(5), np.zeros(5, np.float32)])
-        for keys, new, sentence in ((["a"], {"c": 4}, "as many"), (["a", "b"], {"c": 10}, "each dtype by"),
-                                    (["a"], {"b": 5}, "; choose another"), (["x"], {"c": 5}, "not initialised"),
-                                    (["a", "a"], {"c": 10}, "name each once"), ([], {"c": 0}, "at least one")):
+        for keys, new, sentence in (
+            (["a"], {"c": 4}, "as many"),
+            (["a", "b"], {"c": 10}, "each dtype by"),
+            (["a"], {"b": 5}, "; choose another"),
+            (["x"], {"c": 5}, "not initialised"),
+            (["a", "a"], {"c": 10}, "name each once"),
+            ([], {"c": 0}, "at least one"),
+        ):
             with pytest.raises(ValueError, match=sentence):
                 kv.recut(keys, new)
         for keys, sentence in ((["a", "x"], "not initialised"), (["a", "a"], "comes twice")):
@@ -107,34 +111,6 @@ def test_what_does_not_fit_is_told(kind: str, options: dict[str, Any]) -> None:
                 kv.forget(keys)
         kv.recut(["a"], {"a": 2, "c": 3})
         kv.forget(["c", "b"])
-        kv.close()
-
-
-@pytest.mark.parametrize("call", ["forget", "recut"])
-@pytest.mark.parametrize("kind, options", STORES[1:])
-def test_after_an_interrupt_halfway_every_worker_hears_that_the_store_is_of_no_more_use(
-    kind: str, options: dict[str, Any], call: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(*what: object) -> None:
-        raise KeyboardInterrupt
-
-    kv = worker(kind, options)
-    if kv is not None:
-        kv.init("a", np.zeros(SIZE))
-        change = {"forget": lambda: kv.forget(["a"]), "recut": lambda: kv.recut(["a"], {"b": SIZE})}[call]
-        if kv.rank == 0:
-            monkeypatch.setattr(kv._backend, "_drop", interrupted)  # when the servers have done their part
-        with pytest.raises(KeyboardInterrupt if kv.rank == 0 else CollectiveError):
-            change()
-        for later in (change, kv.barrier, lambda: kv.pull("a", np.empty(SIZE)), lambda: kv.init("c", np.zeros(3))):
-            with pytest.raises(RuntimeError, match=f"{call} broke off .* make another store"):
-                later()
-        kv.close()
-    kv = worker(kind, options)
-    if kv is not None:
-        kv.init("a", np.zeros(SIZE))
-        kv.pushpull("a", np.ones(SIZE), out=(out := np.empty(SIZE)))
-        assert (out == kv.num_workers).all()
         kv.close()
 
 

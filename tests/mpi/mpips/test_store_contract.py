@@ -297,7 +297,7 @@ def test_files_that_cannot_be_used_are_named_everywhere(tmp_path_factory, server
         for call, path in ((kv.save_optimizer_states, f"{folder}/nowhere/x"), (kv.load_optimizer_states, corrupt),
                            (kv.load_optimizer_states, other), (kv.load_optimizer_states, folder)):  # fmt: skip
             said = kv.layout.workers.allgather(failure(lambda: call(path)))  # noqa: B023
-            assert len(set(said)) == 1 and path in said[0] and "rank 0" in said[0], said
+            assert len(set(said)) == 1 and path in said[0] and ("rank 0" in said[0] or len(said) == 1), said
             assert call != kv.save_optimizer_states or f"no folder {folder}/nowhere: make it first" in said[0], said
         out = np.empty(5)
         kv.pushpull("w", np.ones(5), out)

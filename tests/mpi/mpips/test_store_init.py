@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
-
 import numpy as np
 import pytest
 
-from mpips import server, server_state
-from tests.mpi.mpips.support import TAG, failure, need, run, tells
+from mpips.server import requests
+from tests.mpi.mpips import faults
+from tests.mpi.mpips.support import WORLD, failure, need, run
 from tests.mpi.sizes import either_mpi, only_on
 
 memory = pytest.mark.parametrize("shared_memory", [True, False])
@@ -43,7 +42,8 @@ def test_some_push_before_they_init_and_some_after(kind, shared_memory):
     ("mpi_sync", {"servers": 1, "clients": 1}), ("mpi_sync", {"servers": 1, "clients": 2, "masters": "all"}),
 ])  # fmt: skip
 @memory
-def test_init_while_a_long_push_is_under_way(kind, options, shared_memory):
+@pytest.mark.parametrize("waits", [False, True])
+def test_init_while_a_long_push_is_under_way(kind, options, shared_memory, waits):
     need(2, **options)
 
     def body(kv):
@@ -51,6 +51,8 @@ def test_init_while_a_long_push_is_under_way(kind, options, shared_memory):
         kv.init("a", np.zeros(big))
         value, out, other = np.full(big, kv.rank + 1.0), np.zeros(big), np.zeros(3)
         push = kv.ipush("a", value)
+        if kv.rank % 2 and waits:
+            push.wait()  # which needs what the others, in `init` already, have not sent yet
         kv.init("b", np.full(3, 7.0))
         push.wait()
         kv.pull(["a", "b"], [out, other])
@@ -62,29 +64,29 @@ def test_init_while_a_long_push_is_under_way(kind, options, shared_memory):
 @memory
 @pytest.mark.parametrize("servers", [1, 2])
 def test_a_server_without_memory_is_told_to_every_worker(monkeypatch, servers, shared_memory):
+    """Nothing has changed then: keys of before are there, and others can be made."""
     options = {"servers": servers, "big_array": 1000, "shared_memory": shared_memory}
     need(2, **options)
-    make = server.Server._create
+    make = requests.Requests._create
 
-    def create(self, cards):
-        if self._layout.rank == self._layout.num_workers + servers - 1 and any(card.key == "big" for card in cards):
+    def create(self, request):
+        if WORLD.rank == WORLD.size - 1 and any(card.key == "big" for card in request.units):
             raise MemoryError("no memory for 42 bytes")
-        return make(self, cards)
+        return make(self, request)
 
-    monkeypatch.setattr(server.Server, "_create", create)
+    monkeypatch.setattr(requests.Requests, "_create", create)
 
     def body(kv):
         kv.init("a", np.zeros(10))
         if not kv.rank:
             kv.push("a", np.ones(10))
-        said = kv.layout.workers.allgather(failure(lambda: kv.init(["big", "b"], [np.zeros(5000), np.zeros(3)])))
-        last = kv.num_workers + servers - 1
-        assert set(said) == {f"init of keys 'big', 'b': server rank {last}: no memory for 42 bytes"}
+        said = faults.workers(servers).allgather(failure(lambda: kv.init(["big", "b"], [np.zeros(5000), np.zeros(3)])))
+        assert len(set(said)) == 1 and "no memory for 42 bytes" in said[0] and "'big'" in said[0], said
         if kv.rank:
             kv.push("a", np.ones(10))
         out, large = np.zeros(10), np.zeros(5000)
         kv.pull("a", out)
-        assert (out == kv.num_workers).all()
+        assert (out == kv.num_workers).all() and kv.epoch == 0
         assert "'b' was not initialised" in failure(lambda: kv.pull("b", np.zeros(3)))
         kv.init("large", large)
         kv.pushpull("large", large + 1, large)
@@ -93,20 +95,13 @@ def test_a_server_without_memory_is_told_to_every_worker(monkeypatch, servers, s
     run("dist_sync", body, **options)
 
 
-def test_the_first_values_of_many_keys_are_under_way_side_by_side(monkeypatch):
-    """A server that sets none before 50 have come hears of 50."""
-    options = {"servers": 1, "shared_memory": False, "timeout_seconds": 20}
+@only_on(2, 3, 4)
+def test_first_values_of_many_keys_between_nodes():
+    options = {"servers": 1, "shared_memory": False}
     need(1, **options)
-    held, step = [True], server_state.ServerState._set_next
-
-    def late(self):
-        held[0] = held[0] and len(self.setting) < 50
-        return (False, []) if held[0] else step(self)
-
-    monkeypatch.setattr(server_state.ServerState, "_set_next", late)
 
     def body(kv):
-        sizes = [*range(50), 5000, 20_000]
+        sizes = [*range(50), 5000, 20_000, 300_000]
         kv.init(list(range(len(sizes))), [np.full(size, size, np.float32) for size in sizes])
         for key, size in enumerate(sizes):
             out = np.zeros(size, np.float32)
@@ -117,104 +112,55 @@ def test_the_first_values_of_many_keys_are_under_way_side_by_side(monkeypatch):
 
 
 @memory
-@pytest.mark.parametrize("servers", [1, 2])
-def test_an_init_that_rank_0_gives_up_is_told_to_all_and_can_be_made_again(servers, shared_memory):
-    options = {"servers": servers, "shared_memory": shared_memory, "big_array": 1000, "chunk_bytes": 4096}
+@pytest.mark.parametrize("who", [0, -1])
+def test_an_interrupted_init_ends_the_epoch_and_can_be_made_again(who, shared_memory):
+    """Placement stays the same on all workers: what is made later is pushed to where it lies."""
+    options = {"servers": 2, "shared_memory": shared_memory, "big_array": 1000, "chunk_bytes": 4096}
     need(2, **options)
 
     def body(kv):
         kv.init("a", np.zeros(10))
-        first = kv._session.set
-
-        def interrupted(pairs):
-            task = first(pairs)
-            next(task, None)
-            task.close()
-            raise KeyboardInterrupt
-            yield
-
-        if kv.rank:
-            assert "rank 0 has given up init" in failure(lambda: kv.init(["b", "c"], [np.ones(4000), np.ones(3)]))
-        else:
-            kv._session.set = interrupted
-            with pytest.raises(KeyboardInterrupt):
-                kv.init(["b", "c"], [np.ones(4000), np.ones(3)])
-            kv._session.set = first
+        odd = who % kv.num_workers
+        values = [np.ones(4000), np.ones(3)]
+        heard = faults.hear(lambda: _interrupted(kv, values) if kv.rank == odd else _goes_on(kv, values))
+        every = faults.workers(2).allgather(heard)
+        assert every[odd].error == "KeyboardInterrupt", every
+        others = {one[:2] for rank, one in enumerate(every) if rank != odd}
+        assert len(others) == 1 and every[odd - 1].error.startswith("Epoch") and f"rank {odd}" in str(others), every
+        rounds = kv.recover()
+        assert rounds["a"] == 0
         out, other = np.zeros(4000), np.zeros(10)
-        assert "'b' was not initialised" in failure(lambda: kv.pull("b", out))
         kv.pushpull("a", np.ones(10), other)
-        kv.init(["d", "b"], [np.full(5000, 5.0), np.full(4000, 7.0)])
-        kv.pull("b", out)
-        assert (out == 7).all() and (other == kv.num_workers).all()
-        kv.pushpull("b", np.ones(4000), out)
+        assert (other == kv.num_workers).all()
+        kv.init(["d", "e"], [np.full(5000, 5.0), np.full(4000, 7.0)])
+        kv.pull("e", out)
+        assert (out == 7).all()
+        if "b" not in rounds:
+            kv.init("b", np.zeros(4000))
+        kv.pushpull(["b", "e"], [np.ones(4000), np.ones(4000)], [out, np.empty(4000)])
         assert (out == kv.num_workers).all()
 
     run("dist_sync", body, **options, timeout_seconds=20)
 
 
-@only_on(3, 4)
-def test_an_init_that_another_worker_gives_up_is_told_to_all_and_can_be_made_again():
-    options = {"servers": 1, "stall_seconds": 0.2}
-    need(2, **options)
+def _interrupted(kv, values):
+    """`init`, and an interrupt when all have agreed on it."""
+    task = kv.settings.backend.init
 
-    def body(kv):
-        last, request = kv.num_workers - 1, kv._session.request
+    def broken(*what):
+        begun = task(*what)
+        next(begun, None)
+        begun.close()
+        raise KeyboardInterrupt
+        yield
 
-        def late(*what):
-            tells(kv, [last])
-            return (yield from request(*what))
-
-        def interrupt(*_):
-            raise KeyboardInterrupt
-
-        with warnings.catch_warnings():
-            warnings.simplefilter("always")
-            if kv.rank == last:
-                warnings.showwarning = interrupt
-                with pytest.raises(KeyboardInterrupt):
-                    kv.init("b", np.ones(10))
-                kv.layout.workers.Send(b"1", 0, TAG)
-            else:
-                warnings.showwarning = lambda *_: None
-                if not kv.rank:
-                    kv._session.request = late
-                assert f"rank {last} has given up init" in failure(lambda: kv.init("b", np.ones(10)))
-                kv._session.request = request
-        kv.init("b", np.full(10, 7.0))
-        out = np.zeros(10)
-        kv.pull("b", out)
-        assert (out == 7).all()
-
-    run("dist_sync", body, **options)
+    kv.settings.backend.init = broken
+    try:
+        kv.init(["b", "c"], values)
+    finally:
+        del kv.settings.backend.init
 
 
-@only_on(3, 4)
-def test_a_long_wait_for_rank_0_in_init_is_told():
-    options = {"servers": 1, "stall_seconds": 0.2}
-    need(2, **options)
-
-    def body(kv):
-        request, texts = kv._backend.session.request, []
-
-        def late(*what):
-            tells(kv, range(1, kv.num_workers))
-            return (yield from request(*what))
-
-        def heard(message, *_):
-            texts.append(str(message))
-            if len(texts) == 1:
-                kv.layout.workers.Send(b"1", 0, TAG)
-
-        with warnings.catch_warnings():
-            warnings.simplefilter("always")
-            if kv.rank:
-                warnings.showwarning = heard
-            else:
-                kv._backend.session.request = late
-            kv.init("b", np.full(10, 7.0))
-        assert not kv.rank or (f"rank {kv.rank} waits for the other" in texts[0] and "in init" in texts[0]), texts
-        out = np.zeros(10)
-        kv.pull("b", out)
-        assert (out == 7).all()
-
-    run("dist_sync", body, **options)
+def _goes_on(kv, values):
+    kv.init(["b", "c"], values)
+    kv.barrier()

@@ -1,14 +1,11 @@
 """Ordinary arrays of many blocks go through few slots: every round counts what was pushed, whoever is late."""
 
-import signal
 import time
-from contextlib import contextmanager, suppress
 
 import numpy as np
 import pytest
 
 import mpips
-from collectives.errors import CollectiveError
 from tests.mpi.delays import put_off
 from tests.mpi.mpips.support import WORLD, need, run
 
@@ -102,58 +99,6 @@ def test_an_asynchronous_store_counts_all_that_was_pushed(servers):
         return np.array_equal(out, sum(summed(round_, workers) for round_ in range(rounds)))
 
     assert run("dist_async", body, servers=servers, block_bytes=4096, big_array=1000) is not False
-
-
-class Interrupted(Exception):
-    """What a signal makes of a push."""
-
-
-@contextmanager
-def interrupt(seconds, begun):
-    """Raise that after so many seconds, or as soon as it has begun."""
-
-    def handler(number, frame):
-        if not begun():
-            signal.setitimer(signal.ITIMER_REAL, 2e-4)  # time enough to return from here, also where cores are shared
-            return
-        raise Interrupted
-
-    before = signal.signal(signal.SIGALRM, handler)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize(("servers", "block_bytes"), [(1, 4096), (2, 4096), (2, 2**20)])
-def test_an_interrupt_anywhere_in_a_push_leaves_nobody_waiting(servers, block_bytes):
-    workers = need(servers=servers)
-
-    def body(kv):
-        kv.init("w", np.zeros(SIZE))
-        value, out, wrong = np.empty(SIZE), np.empty(SIZE), []
-        for attempt in range(30):
-            value[:] = pushed(2 * attempt, kv.rank)
-            kv.barrier()
-            round_ = kv._keys["w"].round
-            with suppress(Interrupted, CollectiveError, ValueError):
-                if kv.rank == 0:
-                    with interrupt(1e-4 * (attempt + 1), lambda before=round_: kv._keys["w"].round > before):
-                        kv.push("w", value)
-                else:
-                    kv.push("w", value)
-                kv.pull("w", out)
-            kv.barrier()
-            value[:] = pushed(2 * attempt + 1, kv.rank)
-            kv.pushpull("w", value, out)
-            if not np.array_equal(out, summed(2 * attempt + 1, workers)):
-                wrong.append(attempt)
-        return wrong
-
-    assert not run("dist_sync", body, servers=servers, block_bytes=block_bytes, big_array=1000, timeout_seconds=20)
 
 
 @pytest.mark.mpi(min_size=3)

@@ -74,13 +74,11 @@ class Player:
         outs = [np.empty_like(self.model[name]) for name in names]
         wrong = self.kv.num_workers - 1 if self.chosen.random() < 0.2 else -1
         way = self.chosen.choice(["push", "pushpull", "ipushpull"])
-        if wrong == self.kv.rank:
-            mine[-1] = np.ones(self.model[names[-1]].size + 1)
-        said = self.kv.layout.workers.allgather(failure(lambda: self.call(way, names, mine, outs)))
-        if wrong >= 0:
-            assert all("was initialised as" in words for words in said), (way, names, said)
-            return
-        assert set(said) == {"nothing was raised"}, (way, names, said)
+        if wrong == self.kv.rank:  # a bad argument is this worker's own affair
+            bad = [*mine[:-1], np.ones(self.model[names[-1]].size + 1)]
+            said = failure(lambda: self.call(way, names, bad, outs))
+            assert "was initialised as" in said, (way, names, said)
+        self.call(way, names, mine, outs)
         for name, out in zip(names, outs):
             total = sum(v.to_dense() if hasattr(v, "to_dense") else v for v in (one[name] for one in everyone))
             self.model[name] = self.model[name] - total if self.descends else total

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import time
 
 import numpy as np
 import pytest
 from mpi4py import MPI
 
 import mpips
-from tests.mpi.mpips.support import WORLD, failure, need, run
+from tests.mpi.mpips.support import WORLD, need, run
 from tests.mpi.sizes import either_mpi
 
 STORES = [
@@ -213,27 +212,3 @@ def test_rows_and_dense_pushes_of_a_round_add_up_round_after_round(options):
             assert (out == sum(gradient(repeat, worker).to_dense() for worker in range(kv.num_workers))).all()
 
     run("dist_sync", body, servers=1, **options)
-
-
-@pytest.mark.parametrize("servers", [1, 2])
-def test_a_push_after_one_that_failed_counts(servers):
-    """Its worker hears later, but the others do not wait for ever."""
-    need(2, servers=servers)
-
-    def body(kv):
-        kv.init("e", np.zeros(SHAPE, np.float32))
-        late = kv.num_workers - 1
-        for repeat in range(30):
-            try:
-                if kv.rank == late:
-                    time.sleep(0.0005 * (repeat % 10))
-                kv.push("e", np.ones(7 if kv.rank == late else SHAPE, np.float32))
-            except (ValueError, RuntimeError):
-                pass
-            pushed = kv.layout.workers.allgather(failure(lambda: kv.push("e", gradient(repeat, kv.rank))))  # noqa: B023
-            out = np.empty(SHAPE, np.float32)
-            pulled = kv.layout.workers.allgather(failure(lambda: kv.pull("e", out)))  # noqa: B023
-            if set(pushed + pulled) == {"nothing was raised"}:
-                assert (out == sum(gradient(repeat, worker).to_dense() for worker in range(kv.num_workers))).all()
-
-    run("dist_sync", body, servers=servers, shared_memory=False, chunk_bytes=4096, big_array=100)

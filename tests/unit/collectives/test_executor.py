@@ -208,14 +208,14 @@ def test_a_few_numbers_are_added_as_numpy_adds_them(op, dtype, data):
 def test_what_python_would_not_add_in_the_same_way_is_left_to_numpy(kind, op, dtype, n):
     board = node.boards(2)[0]
     made = node.executor(board, node.call_of(kind, n, 2, dtype, op), np.zeros(n, dtype))
-    assert slots.scalars(board.memory, *made._parts[0]) is None
+    assert slots.scalars(board.memory, *made._parts[0][:3]) is None
 
 
 def test_numbers_that_are_not_aligned_are_left_to_numpy():
     board = node.boards(2)[0]
     x = np.zeros(9, np.uint8)[1:].view("f4")
     part = node.executor(board, node.call_of("allreduce", 2, 2, "f4"), x)._parts[0]
-    assert slots.scalars(board.memory, *part) is None
+    assert slots.scalars(board.memory, *part[:3]) is None
 
 
 @pytest.mark.parametrize("op", ["min", "max", "prod"])

@@ -142,7 +142,7 @@ def program(kind: type[Slots], *, bound: bool = False, operations: int = 2, make
 
     def run(world: World) -> Any:
         home: Any = object.__new__(Communicator)
-        home.__dict__.update(rank=world.rank, control=None, over=None, started=[], _kept=[], open=True)
+        home.__dict__.update(rank=world.rank, names=range(9), control=None, over=None, started=[], _kept=[], open=True)
         if first:
             follow(world, first)
         board = home.board = make(world)

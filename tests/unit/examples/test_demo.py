@@ -28,6 +28,9 @@ def test_every_mode_has_its_script_and_roles():
     words = {mode.name: " ".join(demo.command(mode, OPTIONS)[1:]) for mode in demo.MODES}
     assert all((demo.HERE / mode.script).is_file() for mode in demo.MODES)
     assert "--servers 2 --clients 2" in words["mpi-ESGD"]
+    assert "esgd.py" in words["mpi-ESGD"] and words["mpi-ESGD"].endswith("--kind mpi_async")
+    assert "/sgd.py" in words["dist-SGD"] and words["dist-SGD"].endswith("--kind dist_sync")
+    assert not any("--kind" in words[name] for name in ("serial", "pure MPI"))
     assert "--servers 2" in words["dist-SGD"]
     assert "--clients" not in words["dist-SGD"]
     assert "--servers 0" in words["pure MPI"]

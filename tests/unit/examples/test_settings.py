@@ -44,6 +44,19 @@ def test_settings_come_from_the_command_line(monkeypatch):
     assert task.settings() == task.Settings(batch_size=32, alpha=0.25, dtype="float64")
 
 
+def test_an_example_takes_the_kinds_that_it_is_for(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["example"])
+    assert task.settings("mpi_sync", "dist_sync").kind == "mpi_sync"
+    monkeypatch.setattr(sys, "argv", ["example", "--kind", "dist_sync"])
+    assert task.settings("mpi_sync", "dist_sync").kind == "dist_sync"
+    with pytest.raises(SystemExit):
+        task.settings("mpi_async", "dist_async")
+    assert "'dist_sync'" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        task.settings()
+    assert "--kind" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("option, file, said", [
     ("--trace", "none/x.json", "cannot be written: there is no folder"),
     ("--profile", "x/", "cannot be written: that names a folder"),

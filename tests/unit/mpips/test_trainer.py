@@ -71,6 +71,13 @@ def test_what_a_model_lacks_is_said(model, words):
 X, Y = np.zeros((9, 4)), np.zeros(9)
 
 
+class Scored:
+    """A model that can be tested."""
+
+    def accuracy(self, x, y):
+        return 0.0
+
+
 @pytest.mark.parametrize(
     "given_, words",
     [
@@ -83,7 +90,7 @@ X, Y = np.zeros((9, 4)), np.zeros(9)
 )
 def test_what_cannot_be_fitted_is_said(given_, words):
     with pytest.raises((TypeError, ValueError), match=words):
-        fitting(**{"x": X, "y": Y, "batch_size": 3, "epochs": 1, "seed": 0, "test": None, **given_})
+        fitting(**{"model": Scored(), "x": X, "y": Y, "batch_size": 3, "epochs": 1, "seed": 0, "test": None, **given_})
 
 
 @pytest.mark.parametrize("x, y", [(X[:, :3], Y), (X, Y[:5]), (X[0], Y)])

@@ -19,12 +19,12 @@ from mpi4py import MPI
 
 import mpips
 from mpips import optimizers
-from mpips.engine import Engine
 from mpips.overlap import bench, execute
 from mpips.overlap.exchange import STRATEGIES, Overlapped
 from mpips.overlap.strategies.joint import JointPlan
 from mpips.overlap.wire import Wire
 from mpips.parallel.mlp import MLP
+from mpips.runtime.engine import Alone, Engine
 from mpips.trainer import Gradients, Trainer
 from tests.mpi.mpips.overlap.support import SIZES, STORES, WORLD, all_ranks, exchange_of, worker
 from tests.mpi.sizes import JOB_LIMIT, either_mpi, only_on
@@ -307,7 +307,7 @@ class Reducer:
 
 def test_clocked_iterations_of_a_plan() -> None:
     """The tasks of a measured iteration respect the plan, and the sums are right."""
-    engine = Engine(stall_seconds=20, timeout_seconds=40)
+    engine = Engine(Alone(20, 40))
     comm = WORLD.Dup()
     gradients, totals = np.zeros(6), np.zeros(6)
     groups = ((1, 2), (3, 6))
@@ -357,6 +357,7 @@ from mpi4py import MPI
 from mpips.overlap.exchange import Overlapped
 from mpips.optimizers import SGD
 from mpips.parallel.mlp import MLP
+from mpips.runtime.engine import Alone, Engine
 assert MPI.Query_thread() == MPI.THREAD_SERIALIZED
 kv = mpips.create("dist_sync", servers={servers})
 exchange = Overlapped(MLP([6, 9, 5, 3], loss="softmax"), kv, SGD(learning_rate=0.1), review_every=2)

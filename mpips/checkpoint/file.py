@@ -1,0 +1,226 @@
+"""A checkpoint's file: safetensors, written piece by piece, there whole or not at all; and what its header tells."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import ml_dtypes  # noqa: F401  (NumPy then knows bfloat16 by name)
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+
+Array = NDArray[Any]
+
+NAMES = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "bool": "BOOL",
+    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8",
+    "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8",
+}  # fmt: skip
+"""Every dtype that a file can hold, and what safetensors calls it."""
+
+VERSION = 1
+
+
+class Tensor(NamedTuple):
+    """What a file holds under a name."""
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Record(msgspec.Struct):
+    """One key, as the header tells of it."""
+
+    key: int | str
+    shape: tuple[int, ...]
+    dtype: str
+    round: int
+    """The round after which it was saved."""
+    step: int
+    """How often the optimizer had updated it."""
+    state: list[str]
+    """Dtypes of the optimizer's arrays of it, each of as many elements as the key."""
+    optimizer: dict[str, Any] | None = None
+    """The key's own optimizer, as data; None: the default."""
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+class Header(msgspec.Struct):
+    """What a file says beside its tensors."""
+
+    version: int
+    kind: str
+    """Of the store that was saved; for readers."""
+    options: dict[str, Any]
+    """Of the store that was saved; for readers."""
+    records: list[Record]
+    optimizer: dict[str, Any] | None
+    """The default optimizer, as data; None: there is none."""
+    compression: dict[str, Any] | None
+    residuals: int
+    """How many workers or clients compressed their pushes; 0: none."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All that the file holds, by name."""
+        found: dict[str, Tensor] = {}
+        for record in self.records:
+            found[value_name(record.key)] = Tensor(np.dtype(record.dtype), record.shape)
+            for slot, dtype in enumerate(record.state):
+                found[state_name(record.key, slot)] = Tensor(np.dtype(dtype), (record.size,))
+            for group in range(self.residuals if np.dtype(record.dtype).kind not in "iub" else 0):
+                found[residual_name(record.key, group)] = Tensor(residual_dtype(record.dtype), (record.size,))
+        return found
+
+
+def value_name(key: int | str) -> str:
+    """The tensor of a key's values."""
+    return f"value/{key}"
+
+
+def state_name(key: int | str, slot: int) -> str:
+    """The tensor of one array of the optimizer's state of a key."""
+    return f"state{slot}/{key}"
+
+
+def residual_name(key: int | str, group: int) -> str:
+    """The tensor of what one worker's or client's compression kept back of a key."""
+    return f"residual{group}/{key}"
+
+
+def residual_dtype(dtype: str) -> np.dtype:
+    """In what compression keeps the rest of a key of this dtype: float32 for 16-bit floats."""
+    return np.dtype(np.float64 if dtype == "float64" else np.float32)
+
+
+class Writer:
+    """A file that is being written beside `path`, under the name `path`.part; `finish` puts it in place.
+
+    Raises OSError where it cannot be made: `path` is a folder, a device or a pipe, or its folder is not there. What
+    makes a later step fail, `finish` raises.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = os.fspath(path)
+        self._unfinished = f"{self.path}.part"
+        if os.path.exists(self.path) and not os.path.isfile(self.path):
+            raise OSError(f"{self.path} is there and no regular file: choose another name")
+        folder = os.path.dirname(self.path)
+        if folder and not os.path.isdir(folder):
+            raise OSError(f"there is no folder {folder}: make it first")
+        self._file = os.open(self._unfinished, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        self._places: dict[str, tuple[int, Tensor]] = {}
+        self._failure: OSError | None = None
+        self._finishing = False
+
+    def begin(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+        """Write the header; once, before `write`. ValueError where a dtype is none that the format knows."""
+        header: dict[str, Any] = {"__metadata__": dict(metadata)}
+        offset, offsets = 0, {}
+        for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize):  # aligned, then
+            if tensor.dtype.name not in NAMES:
+                raise ValueError(f"{name} is of {tensor.dtype.name}: a checkpoint holds {', '.join(NAMES)}")
+            offsets[name], end = offset, offset + tensor.nbytes
+            header[name] = {
+                "dtype": NAMES[tensor.dtype.name], "shape": list(tensor.shape), "data_offsets": [offset, end]
+            }  # fmt: skip
+            offset = end
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        base = 8 + len(text)
+        self._put(b"", base + offset)
+        self._put(len(text).to_bytes(8, "little") + text, 0)
+        self._places = {name: (base + offsets[name], tensor) for name, tensor in tensors.items()}
+
+    def write(self, name: str, start: int, values: Array) -> None:
+        """Elements from `start` on of a tensor, flat, of its dtype."""
+        place, tensor = self._places[name]
+        assert values.dtype == tensor.dtype and start + values.size <= math.prod(tensor.shape), name
+        if values.size:
+            data = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+            self._put(data.data, place + start * tensor.dtype.itemsize)
+
+    def finish(self) -> None:
+        """Put the file in place, where it stays whatever happens to the machine. Blocks until the disk has it."""
+        self._finishing = True
+        try:
+            if self._failure is not None:
+                raise self._failure
+            os.fsync(self._file)
+            os.replace(self._unfinished, self.path)
+        except OSError:
+            self._remove()
+            raise
+        finally:
+            os.close(self._file)
+        folder = os.open(os.path.dirname(self.path) or ".", os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def abandon(self) -> None:
+        """Leave what was at `path` as it was. Once `finish` has begun: nothing."""
+        if not self._finishing:
+            self._finishing = True
+            self._remove()
+            os.close(self._file)
+
+    def _remove(self) -> None:
+        with contextlib.suppress(OSError):
+            os.unlink(self._unfinished)
+
+    def _put(self, data: bytes | memoryview, offset: int) -> None:
+        """Write at a place; nothing: let the file be so long."""
+        left = memoryview(data)
+        try:
+            if not len(left):
+                os.truncate(self._file, offset)
+            while len(left) and self._failure is None:
+                written = os.pwrite(self._file, left, offset)
+                left, offset = left[written:], offset + written
+        except OSError as error:
+            self._failure = error
+
+
+def write(path: str | os.PathLike[str], arrays: Mapping[str, Array], metadata: Mapping[str, str]) -> None:
+    """Write arrays of any shapes and a few words into one file. Blocking; OSError where it cannot be written."""
+    with contextlib.ExitStack() as stack:
+        writer = Writer(path)
+        stack.callback(writer.abandon)
+        writer.begin({name: Tensor(array.dtype, array.shape) for name, array in arrays.items()}, metadata)
+        for name, array in arrays.items():
+            writer.write(name, 0, array)
+        writer.finish()
+
+
+def read_header(path: str | os.PathLike[str]) -> Header:
+    """What the file says beside its tensors; ValueError where it is no checkpoint of a store, or cannot be read."""
+    try:
+        with safe_open(os.fspath(path), framework="numpy") as file:
+            text = (file.metadata() or {}).get("mpips.store")
+        if text is None:
+            raise ValueError(f"{path} was not written by save: it has no header of a store")
+        header = msgspec.json.decode(text, type=Header)
+    except (OSError, SafetensorError, msgspec.MsgspecError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    if header.version != VERSION:
+        raise ValueError(f"{path} has version {header.version}, this program reads version {VERSION}: use a newer one")
+    return header
+
+
+def metadata(header: Header) -> dict[str, str]:
+    """The header as safetensors' metadata."""
+    return {"mpips.store": msgspec.json.encode(header).decode()}

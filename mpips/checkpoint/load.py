@@ -1,0 +1,147 @@
+"""`kv.load`: read a checkpoint into a store with any number of servers, clients and workers.
+
+Worker 0 reads; the others need not see the file. What does not fit is found before anything changes: then all raise the
+same ValueError. Keys that the store does not have are made; keys that the file does not have are an error.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+
+import collectives
+from mpips.checkpoint import residuals
+from mpips.checkpoint.file import Header, Record, read_header, residual_name, state_name, value_name
+from mpips.checkpoint.source import Store, served
+from mpips.compression.registry import create
+from mpips.keys.key import Key, Name
+from mpips.optimizers.base import Optimizer
+from mpips.optimizers.groups import Groups
+from mpips.optimizers.registry import decode
+from mpips.runtime.rendezvous import attempt
+from mpips.runtime.tasks import Task
+
+Array = NDArray[Any]
+
+
+def load(store: Store, path: str | os.PathLike[str]) -> None:
+    """See `KVStore.load`."""
+    header, refusal = attempt(lambda: _checked(store, path))
+    store.finish()
+    if store.saving is not None:  # it reads what is stored now
+        store.saving.finish()
+    mine = b"" if header is None else msgspec.msgpack.encode(header)
+    told = store.agree("load", [("path", str(path))], refusal, noun="argument", data=mine)
+    store.settle()
+    store.run("load", _loaded(store, str(path), msgspec.msgpack.decode(told[0], type=Header)))
+
+
+def _checked(store: Store, path: Any) -> Header | None:
+    """On worker 0 the header; ValueError where the file cannot be read, or does not fit the store."""
+    if not isinstance(os.fspath(path), str):
+        raise TypeError(f"load: path {path!r} is of type {type(path).__name__}: give a str or a Path")
+    if store.layout.rank:
+        return None
+    header = read_header(path)
+    records = {record.key: record for record in header.records}
+    for key in store.keys.values():
+        if key.name not in records:
+            raise ValueError(f"{path} has no key {key.name!r}, which the store has: forget it first, or save it too")
+        record = records[key.name]
+        there, here = f"{record.dtype}{record.shape}", f"{key.dtype.name}{key.shape}"
+        if there != here:
+            raise ValueError(f"{path}: key {key.name!r} is {there} in the file and {here} in the store")
+    kinds = {type(name).__name__ for name in (*records, *store.keys)}
+    if len(kinds) > 1:
+        raise ValueError(f"{path} has keys of type {' and '.join(sorted(kinds))}, beside those of the store")
+    _groups(header)  # an optimizer of the user's must be registered
+    if header.compression is not None:
+        create(header.compression)
+    return header
+
+
+def _groups(header: Header) -> Groups:
+    """The optimizers; ValueError or TypeError where one is unknown here."""
+    own = {record.key: _from_data(record.optimizer) for record in header.records if record.optimizer is not None}
+    return Groups(None if header.optimizer is None else _from_data(header.optimizer), own)
+
+
+def _from_data(data: dict[str, Any]) -> Optimizer:
+    return decode(msgspec.msgpack.encode(data))
+
+
+def _loaded(store: Store, path: str, header: Header) -> Task[None]:
+    """Everything from the file into the store, key by key. Collective."""
+    with Reader(path if store.layout.rank == 0 else "") as reader:
+        for record in header.records:
+            yield from _value_loaded(store, reader, record)
+        compressor, groups = None if header.compression is None else create(header.compression), _groups(header)
+        if groups or compressor is not None:
+            yield from store.use(Groups(groups.default or store.groups.default, groups.own), compressor)
+        for record in header.records:
+            key = store.keys[record.key]
+            if store.groups:
+                yield from _state_loaded(store, reader, key, record)
+            if header.residuals and residuals.compressible(record.dtype):
+                yield from _residuals_loaded(store, reader, header, key)
+
+
+def _value_loaded(store: Store, reader: Reader, record: Record) -> Task[None]:
+    value = reader.get(value_name(record.key), record.shape, record.dtype)
+    if record.key in store.keys:
+        yield from store.backend.put([store.keys[record.key]], [value.reshape(-1)])
+        return
+    key = Key(record.key, tuple(record.shape), np.dtype(record.dtype))
+    yield from store.backend.init([key], [value])
+    store.add([key])
+
+
+def _state_loaded(store: Store, reader: Reader, key: Key, record: Record) -> Task[None]:
+    size = (record.size,)
+    arrays = [reader.get(state_name(key.name, slot), size, dtype) for slot, dtype in enumerate(record.state)]
+    if not served(store.layout):
+        shared(store, key.name, arrays)
+    yield from store.backend.put_states([key], {key.name: (record.step, arrays)})
+
+
+def _residuals_loaded(store: Store, reader: Reader, header: Header, key: Key) -> Task[None]:
+    dtype = residuals.residual_dtype(key.dtype.name).name
+    saved = [reader.get(residual_name(key.name, group), (key.size,), dtype) for group in range(header.residuals)]
+    yield from residuals.given_back(store.layout, store.backend, key, saved, header.residuals)
+
+
+def shared(store: Store, key: Name, arrays: list[Array]) -> None:
+    """Worker 0's arrays on all workers."""
+    if store.layout.num_workers > 1:
+        for array in arrays:
+            collectives.broadcast(array, store.layout.workers, root=0, label=f"load of key {key!r}")
+
+
+class Reader:
+    """The tensors of a file, for worker 0; of no file (""), for the others: arrays that hold nothing of use."""
+
+    def __init__(self, path: str) -> None:
+        self._path, self._file = path, None
+
+    def __enter__(self) -> Reader:
+        if self._path:
+            self._file = safe_open(self._path, framework="numpy").__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._file is not None:
+            self._file.__exit__(*error)
+
+    def get(self, name: str, shape: tuple[int, ...], dtype: str) -> Array:
+        """A tensor, writable. ValueError where the file cannot be read, which ends the epoch."""
+        if self._file is None:
+            return np.empty(shape, np.dtype(dtype))
+        try:
+            return np.array(self._file.get_tensor(name), copy=None)
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"{self._path} cannot be read: {error}") from error

@@ -1,0 +1,124 @@
+"""`kv.save`: freeze what a store holds after one round, then write it while training goes on.
+
+All workers see that they are after the same round, and wait until the servers have applied it. Then the backend makes a
+*snapshot*, which later rounds do not change, and everybody may push again. Worker 0 reads the snapshot, a piece at a
+time, and writes the file. What compression kept back is written before training goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import msgspec
+
+from collectives.errors import of_caller
+from mpips.checkpoint import residuals
+from mpips.checkpoint.file import (
+    VERSION,
+    Header,
+    Record,
+    Writer,
+    metadata,
+    residual_name,
+)
+from mpips.checkpoint.saving import Saving, written
+from mpips.checkpoint.source import Snapshot, Store, senders
+from mpips.compression.registry import options
+from mpips.keys.key import Key
+from mpips.optimizers.base import Optimizer
+from mpips.optimizers.registry import encode
+from mpips.runtime.rendezvous import attempt
+from mpips.runtime.tasks import Task
+
+
+def save(store: Store, path: str | os.PathLike[str], wait: bool) -> Saving | None:
+    """See `KVStore.save`."""
+    with contextlib.ExitStack() as stack:
+        store.finish()
+        if store.saving is not None:
+            store.saving.finish()  # it may write to the same place
+        writer, refusal = attempt(lambda: _opened(path, store.layout.rank))
+        if writer is not None:
+            stack.callback(writer.abandon)
+        keys = list(store.keys.values())
+        _after_one_round(store, keys, str(path), refusal)
+        store.settle()
+        snapshot = store.run("save", _frozen(store, keys, writer))
+        if wait:
+            failure = store.run("save", written(snapshot, keys, writer)) if writer is not None else ""
+            refused = ValueError(f"{path} cannot be written: {failure}") if failure else None
+            store.agree("save", refusal=refused)
+            return None
+        store.agree("save")  # until now nobody has pushed: it is one round everywhere
+        store.saving = saving = Saving(store, snapshot, keys, writer)
+        stack.pop_all()
+        return saving
+
+
+def _opened(path: Any, rank: int) -> Writer | None:
+    """Worker 0's writer; ValueError or TypeError where there cannot be a file."""
+    name = os.fspath(path)
+    if not isinstance(name, str):
+        raise TypeError(f"save: path {path!r} is of type {type(path).__name__}: give a str or a Path")
+    try:
+        return Writer(name) if rank == 0 else None
+    except OSError as error:
+        raise ValueError(f"{name} cannot be written: {error}") from error
+
+
+def _after_one_round(store: Store, keys: Sequence[Key], path: str, refusal: BaseException | None) -> None:
+    """All have called `save` with the same path, and in a synchronous store after the same rounds; else ValueError."""
+    rounds = msgspec.msgpack.encode([key.round for key in keys])
+    told = store.agree("save", [("path", path)], refusal, noun="argument", data=rounds)
+    if store.layout.asynchronous:
+        return
+    for key, counts in zip(keys, zip(*(msgspec.msgpack.decode(data, type=list[int]) for data in told))):
+        if len(set(counts)) > 1:
+            most, least = max(counts), min(counts)
+            sentence = (
+                f"save: key {key.name!r} was pushed {most} times by rank {counts.index(most)} and {least} times by "
+                f"rank {counts.index(least)}: save after a round that all have pushed"
+            )
+            raise of_caller(ValueError(sentence))
+
+
+def _frozen(store: Store, keys: Sequence[Key], writer: Writer | None) -> Task[Snapshot]:
+    """A snapshot of the store; its header, and what compression kept back, are in the file."""
+    snapshot = yield from store.backend.snapshot(keys)
+    if writer is not None:
+        header = _header(store, keys, snapshot)
+        writer.begin(header.tensors(), metadata(header))
+    for key in keys if store.compressor is not None else ():
+        if residuals.compressible(key.dtype):
+            kept = yield from residuals.gathered(store.layout, store.backend, key)
+            for group, array in enumerate(kept):
+                if writer is not None:
+                    writer.write(residual_name(key.name, group), 0, array)
+    return snapshot
+
+
+def as_data(optimizer: Optimizer | None) -> dict[str, Any] | None:
+    """An optimizer's name and numbers, which the header shows."""
+    return None if optimizer is None else msgspec.msgpack.decode(encode(optimizer))
+
+
+def _header(store: Store, keys: Sequence[Key], snapshot: Snapshot) -> Header:
+    records = []
+    for key in keys:
+        round_, step, dtypes = snapshot.records[key.name]
+        own = as_data(store.groups.own.get(key.name))
+        records.append(Record(key.name, key.shape, key.dtype.name, round_, step, list(dtypes), own))
+    compressor = store.compressor
+    return Header(
+        version=VERSION,
+        kind=store.layout.kind,
+        options=asdict(store.layout.options),
+        records=records,
+        optimizer=as_data(store.groups.default),
+        compression=None if compressor is None else options(compressor),
+        residuals=0 if compressor is None else len(senders(store.layout)),
+    )

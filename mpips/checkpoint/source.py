@@ -1,0 +1,127 @@
+"""What a checkpoint needs of a store: its keys, a frozen copy of them, and a way to run what takes a while."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from numpy.typing import NDArray
+
+from mpips.compression.base import Compressor
+from mpips.keys.key import Key, Name
+from mpips.layout import Layout
+from mpips.optimizers.groups import Groups
+from mpips.runtime.epoch import Epoch
+from mpips.runtime.tasks import Task
+from mpips.worker.backend import Backend, States
+
+__all__ = ["Backend", "Frozen", "Handle", "Snapshot", "States", "Store", "Written", "senders", "served"]
+
+T = TypeVar("T")
+Array = NDArray[Any]
+
+
+class Frozen(NamedTuple):
+    """A key in a snapshot: its last round, how often its optimizer has updated it, and the dtypes of its state."""
+
+    round: int
+    step: int
+    dtypes: tuple[str, ...]
+
+
+class Snapshot(Protocol):
+    """What a store held after one round. On worker 0 it can be read; on the others `records` is empty."""
+
+    records: Mapping[Name, Frozen]
+
+    def read(self, key: Key, slot: int, start: int, stop: int) -> Task[Array]:
+        """Elements [start, stop) of the values (slot -1) or of an array of state; good until the next read."""
+        ...
+
+    def release(self) -> Task[None]:
+        """Give its memory back."""
+        ...
+
+
+class Handle(Protocol):
+    """An operation of the engine."""
+
+    done: bool
+    error: BaseException | None
+
+    def test(self) -> bool:
+        """Whether it is over; raises what made it fail."""
+        ...
+
+    def wait(self) -> Any:
+        """Block until it is over; what it returned."""
+        ...
+
+
+class Written(Protocol):
+    """A checkpoint that is written beside the training."""
+
+    def finish(self) -> None:
+        """Wait until it is over."""
+        ...
+
+
+class Store(Protocol):
+    """What `save` and `load` see of a `KVStore`."""
+
+    layout: Layout
+    epoch: Epoch
+    backend: Backend
+    keys: dict[Name, Key]
+    groups: Groups
+    """The optimizers."""
+    compressor: Compressor | None
+    saving: Written | None
+    """The last one that was begun in the background."""
+
+    def agree(
+        self,
+        what: str,
+        items: Sequence[tuple[Any, str]] = (),
+        refusal: BaseException | None = None,
+        noun: str = "key",
+        data: bytes = b"",
+    ) -> list[bytes]:
+        """All workers ask for the same, and learn everybody's data, or all raise the same ValueError or TypeError."""
+        ...
+
+    def finish(self) -> None:
+        """Wait for all operations that were started before."""
+        ...
+
+    def settle(self) -> None:
+        """`finish`, and wait until the servers have applied what this worker has pushed."""
+        ...
+
+    def run(self, what: str, task: Task[T]) -> T:
+        """Run a task, blocking; what it raises ends the epoch."""
+        ...
+
+    def start(self, what: str, task: Task[Any]) -> Handle:
+        """Run a task beside the training. Only the end of the store waits for it."""
+        ...
+
+    def use(self, groups: Groups, compressor: Compressor | None) -> Task[None]:
+        """Set these optimizers and this compression, as `set_optimizer` and `set_gradient_compression` do."""
+        ...
+
+    def add(self, keys: Iterable[Key]) -> None:
+        """Keys that have been made."""
+        ...
+
+
+def served(layout: Layout) -> bool:
+    """Whether servers keep the values."""
+    return layout.num_servers > 0
+
+
+def senders(layout: Layout) -> list[range]:
+    """The workers that compress as one, by ranks: clients where servers sum over clients, else each worker alone."""
+    if served(layout) and layout.kind.startswith("mpi_"):
+        return [range(*client) for client in layout.clients]
+    return [range(worker, worker + 1) for worker in range(layout.num_workers)]

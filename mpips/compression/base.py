@@ -1,0 +1,90 @@
+"""What a compressor is: bytes of fixed size for a gradient, and what they leave out kept for the next one.
+
+Every compressor is pure arithmetic on flat float arrays: `encode` turns gradient and residual into bytes, `decode` adds
+them to an array (or writes them). Always: sum of decoded payloads + residual = sum of gradients, up to rounding.
+A payload's size depends on the number of elements alone: `max_bytes(n)`. NaN and infinity are not supported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+BLOCK = 32 * 1024
+"""Elements handled at a time, a multiple of 8 (bits of a payload byte): temporaries stay in cache."""
+
+
+@dataclass(frozen=True)
+class Compressor:
+    """Base of all compressors: sizes and error feedback. A class of your own gives `max_bytes`, `fill` and `read`."""
+
+    def max_bytes(self, n: int) -> int:
+        """Bytes of the payload for n elements."""
+        raise NotImplementedError
+
+    def fill(self, residual: np.ndarray, payload: np.ndarray) -> None:
+        """Write the nearest of what `residual` holds into `payload`, and take that off `residual`, in place.
+
+        `residual`: (n,), float32 or float64, gradients included. `payload`: uint8, (max_bytes(n),), whatever is in it.
+        """
+        raise NotImplementedError
+
+    def read(self, payload: np.ndarray, out: np.ndarray, add: bool) -> None:
+        """Add what `payload` holds to `out` of shape (n,), any float dtype; where `add` is false write it instead."""
+        raise NotImplementedError
+
+    def init(self, gradient: np.ndarray) -> np.ndarray:
+        """The first residual for gradients like this one: zeros of its size, 1-D, float32 for 16-bit gradients."""
+        wide = np.float32 if gradient.dtype.itemsize < 4 else gradient.dtype
+        return np.zeros(gradient.size, wide)
+
+    def encode(self, gradient: np.ndarray, residual: np.ndarray) -> np.ndarray:
+        """The payload, uint8 (max_bytes(n),), for a gradient of shape (n,); `residual` (n,) changes in place."""
+        if gradient.ndim != 1 or gradient.shape != residual.shape:
+            raise ValueError(f"encode needs 1-D gradient and residual alike, not {gradient.shape} and {residual.shape}")
+        payload = np.empty(self.max_bytes(gradient.size), np.uint8)
+        for part in blocks(gradient.size):
+            residual[part] += gradient[part]
+        self.fill(residual, payload)
+        return payload
+
+    def decode(self, payload: np.ndarray, out: np.ndarray, add: bool = True) -> None:
+        """Add what `payload` (uint8) holds to `out` of shape (n,), any float dtype; with add=False write it instead."""
+        if out.ndim != 1 or payload.shape != (self.max_bytes(out.size),):
+            raise ValueError(
+                f"{type(self).__name__} has {self.max_bytes(out.size)} bytes for {out.size} elements, "
+                f"not {payload.shape}; sender and receiver need the same compression and the same interval"
+            )
+        self.read(payload, out, add)
+
+
+def blocks(n: int) -> Iterator[slice]:
+    """Slices that cover n elements, BLOCK at a time."""
+    return (slice(start, min(start + BLOCK, n)) for start in range(0, n, BLOCK))
+
+
+def bit_bytes(n: int) -> int:
+    """Bytes of a plane of n bits."""
+    return (n + 7) // 8
+
+
+def bits_of(payload: np.ndarray, part: slice) -> np.ndarray:
+    """Bits [part) of a bit plane, as int8 zeros and ones; `part` is one of `blocks`."""
+    plane = payload[part.start // 8 : bit_bytes(part.stop)]
+    return np.unpackbits(plane, count=part.stop - part.start).view(np.int8)
+
+
+def put_bits(payload: np.ndarray, part: slice, bits: np.ndarray) -> None:
+    """Set bits [part) of a bit plane to where `bits` is not zero; `part` is one of `blocks`."""
+    payload[part.start // 8 : bit_bytes(part.stop)] = np.packbits(bits)
+
+
+def put(out: np.ndarray, part: slice, values: Any, add: bool) -> None:
+    """Add values to `out[part]`, or write them there."""
+    if add:
+        out[part] += values
+    else:
+        out[part] = values

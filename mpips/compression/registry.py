@@ -1,0 +1,84 @@
+"""Compressors by name: `register`, and `create` from options."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from mpips.compression.base import Compressor
+from mpips.compression.half import Half
+from mpips.compression.one_bit import OneBit
+from mpips.compression.top_k import TopK
+from mpips.compression.two_bit import TwoBit
+
+COMPRESSORS: dict[str, type[Compressor]] = {"2bit": TwoBit, "1bit": OneBit, "fp16": Half, "topk": TopK}
+"""Every compressor by its name in `set_gradient_compression`."""
+
+EXAMPLE = '{"type": "2bit", "threshold": 0.5}'
+
+K = TypeVar("K", bound=type[Compressor])
+
+
+def register(name: str) -> Callable[[K], K]:
+    """Make a frozen dataclass derived from Compressor known as `{"type": name, ...its options}`; a class decorator.
+
+    Use it above `@dataclass(frozen=True)`, before `mpips.create`: servers run the script up to there and so know the
+    name. Options are numbers and strings. Raises TypeError for what is no such class, ValueError for a name that is
+    another class's.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f'register takes the name of the type, as @mpips.compression.register("sign"), not {name!r}')
+
+    def put(kind: K) -> K:
+        parameters = vars(kind).get("__dataclass_params__") if isinstance(kind, type) else None
+        if parameters is None or not parameters.frozen or not issubclass(kind, Compressor):
+            raise TypeError(
+                f"{getattr(kind, '__name__', kind)} cannot be registered: it needs @dataclass(frozen=True), below "
+                "@register, and mpips.compression.Compressor as its base"
+            )
+        held = COMPRESSORS.get(name)
+        if held is not None and (held.__module__, held.__qualname__) != (kind.__module__, kind.__qualname__):
+            raise ValueError(f"compression type {name!r} is {held.__module__}.{held.__qualname__}: choose another name")
+        COMPRESSORS[name] = kind
+        return kind
+
+    return put
+
+
+def create(options: Mapping[str, Any]) -> Compressor:
+    """The compressor of `options`: {"type": name, ...its options}, as `{"type": "2bit", "threshold": 0.5}`.
+
+    Raises ValueError for an unknown type or a bad value, TypeError for an unknown option, or no mapping.
+    """
+    if not isinstance(options, Mapping):
+        raise TypeError(f"compression is given as {EXAMPLE}, not as {options!r}")
+    given = dict(options)
+    name = given.pop("type", None)
+    if name is None:
+        asked = f"no key 'type', only {', '.join(map(repr, given))}" if given else "no key 'type'"
+        raise ValueError(f'compression has {asked}: pass {EXAMPLE}; types are {", ".join(COMPRESSORS)}')
+    if name not in COMPRESSORS:
+        raise ValueError(
+            f"unknown compression type {name!r}: the known ones are {', '.join(COMPRESSORS)}; register your own "
+            "(@mpips.compression.register) before mpips.create in the script that servers run, too"
+        )
+    fields = {field.name: field for field in dataclasses.fields(COMPRESSORS[name]) if field.init}
+    if unknown := sorted(set(given) - set(fields)):
+        raise TypeError(f"{name} compression has no option {', '.join(unknown)}; it has {', '.join(fields) or 'none'}")
+    try:
+        return COMPRESSORS[name](**{key: _value(fields[key].type, value) for key, value in given.items()})
+    except TypeError as error:
+        raise ValueError(f"{name} compression needs numbers as options, not {given}") from error
+
+
+def _value(kind: Any, value: Any) -> Any:
+    return float(value) if kind in (float, "float") else value
+
+
+def options(compressor: Compressor) -> dict[str, Any]:
+    """What `create` makes an equal compressor of, as plain data; ValueError for one that is not registered."""
+    for name, kind in COMPRESSORS.items():
+        if kind is type(compressor):
+            return {"type": name, **dataclasses.asdict(compressor)}
+    raise ValueError(f"{type(compressor).__name__} is not registered: put @mpips.compression.register(...) above it")

@@ -1,0 +1,149 @@
+"""Gradients of which only some rows are not zero, as an embedding layer has them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from collectives import arrays
+
+ROWS_AT_A_TIME = 4096  # what is gathered of weights and state beside them
+
+
+class Updates(Protocol):
+    """An optimizer (`mpips.optimizers`)."""
+
+    def update(
+        self, weights: np.ndarray, gradient: np.ndarray, state: Sequence[np.ndarray], step: int
+    ) -> None: ...  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class RowSparse:
+    """Rows of an array of shape `shape`; all other rows are zero.
+
+    `rows`: integers (k,), any order; values of a row that comes several times add up. `values`: (k, *shape[1:]).
+    Checked once, in the constructor (ValueError, naming what does not fit); the arrays are not copied.
+    """
+
+    rows: np.ndarray
+    values: np.ndarray
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        rows, values, shape = _array(self.rows), _array(self.values), tuple(int(n) for n in self.shape)
+        if rows.size == 0:
+            rows = rows.astype(np.int64)
+        if not shape or min(shape) < 0:
+            raise ValueError(f"RowSparse needs a shape of at least one dimension, all >= 0, not {shape}")
+        if rows.ndim != 1 or rows.dtype.kind not in "iu":
+            raise ValueError(f"RowSparse needs 1-D integer rows, not {rows.dtype.name}{rows.shape}")
+        if values.shape != (len(rows), *shape[1:]):
+            raise ValueError(
+                f"RowSparse with {len(rows)} rows of {shape} needs values {(len(rows), *shape[1:])}, not {values.shape}"
+            )
+        if len(rows) and not (rows.min() >= 0 and rows.max() < shape[0]):
+            raise ValueError(f"RowSparse rows must lie in [0, {shape[0]}), not {int(rows.min())}..{int(rows.max())}")
+        object.__setattr__(self, "rows", rows.astype(np.int64, copy=False))
+        object.__setattr__(self, "values", values)
+        object.__setattr__(self, "shape", shape)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype of the values."""
+        return self.values.dtype
+
+    def merged(self) -> RowSparse:
+        """The same array with rows ascending and each once; values of one row are added in the order they stand."""
+        if np.all(self.rows[1:] > self.rows[:-1]):
+            return self
+        order = np.argsort(self.rows, kind="stable")
+        rows = self.rows[order]
+        starts = np.flatnonzero(np.concatenate(([True], rows[1:] != rows[:-1])))
+        sums = np.add.reduceat(self.values[order], starts, axis=0, dtype=self.values.dtype)
+        return RowSparse(rows[starts], sums, self.shape)
+
+    def to_dense(self) -> np.ndarray:
+        """The array of shape `shape`, zeros included."""
+        dense = np.zeros(self.shape, self.dtype)
+        self.add_to(dense)
+        return dense
+
+    def add_to(self, dense: np.ndarray) -> None:
+        """Add to an array of the same shape, in place."""
+        if dense.shape != self.shape:
+            raise ValueError(f"RowSparse of shape {self.shape} cannot be added to an array of shape {dense.shape}")
+        once = self.merged()
+        dense[once.rows] += once.values
+
+    def between(self, start: int, stop: int) -> RowSparse:
+        """The rows of [start, stop) as an array of that many rows: a shard's part, its rows counted from 0."""
+        chosen = (self.rows >= start) & (self.rows < stop)
+        return RowSparse(self.rows[chosen] - start, self.values[chosen], (stop - start, *self.shape[1:]))
+
+
+def _array(x: Any) -> np.ndarray:
+    """As NumPy's; lists become arrays, tensors of PyTorch are viewed, whether they record gradients or not."""
+    return arrays.host(x) if arrays.is_torch(x) else np.asarray(x)
+
+
+def add(parts: Sequence[RowSparse]) -> RowSparse:
+    """The sum of one or more arrays of one shape and dtype, merged; added in the order given, so it is reproducible."""
+    if not parts:
+        raise ValueError("add needs at least one RowSparse")
+    first = parts[0]
+    for part in parts[1:]:
+        if part.shape != first.shape or part.dtype != first.dtype:
+            raise ValueError(f"cannot add RowSparse {part.dtype.name}{part.shape} to {first.dtype.name}{first.shape}")
+    rows = np.concatenate([part.rows for part in parts])
+    return RowSparse(rows, np.concatenate([part.values for part in parts]), first.shape).merged()
+
+
+def merge(a: RowSparse, b: RowSparse) -> RowSparse:
+    """a + b, both merged, without a copy of both beside the sum."""
+    rows = np.union1d(a.rows, b.rows)
+    values = np.zeros((len(rows), *a.shape[1:]), a.dtype)
+    values[np.searchsorted(rows, a.rows)] = a.values
+    for start in range(0, len(b.rows), ROWS_AT_A_TIME):
+        part = slice(start, start + ROWS_AT_A_TIME)
+        values[np.searchsorted(rows, b.rows[part])] += b.values[part]
+    return RowSparse(rows, values, a.shape)
+
+
+def packed(rows: RowSparse) -> np.ndarray:
+    """Row numbers (int64), then their values, as bytes."""
+    values = np.ascontiguousarray(rows.values).reshape(-1)
+    return np.concatenate([rows.rows.view(np.uint8), values.view(np.uint8)])
+
+
+def unpacked(data: np.ndarray, shape: tuple[int, ...], dtype: np.dtype) -> RowSparse:
+    """What `packed` made of rows of an array of this shape and dtype."""
+    count = data.size // (8 + math.prod(shape[1:]) * dtype.itemsize)
+    values = data[8 * count :].view(dtype).reshape(count, *shape[1:])
+    return RowSparse(data[: 8 * count].view(np.int64), values, shape)
+
+
+def update_rows(
+    optimizer: Updates, weights: np.ndarray, gradient: RowSparse, state: Sequence[np.ndarray], step: int
+) -> None:
+    """Update only the gradient's rows of `weights` (of shape `gradient.shape`) and of `state`, in place.
+
+    The rows left out keep their values and state ("lazy": no decay of momentum or weights for them), as in MXNet.
+    `state` is what `optimizer.init(weights.reshape(-1))` gave.
+    """
+    if weights.shape != gradient.shape:
+        raise ValueError(f"weights {weights.shape} and RowSparse gradient {gradient.shape} differ in shape")
+    once = gradient.merged()
+    tables = [array.reshape(weights.shape) for array in state]
+    for start in range(0, len(once.rows), ROWS_AT_A_TIME):
+        rows = once.rows[start : start + ROWS_AT_A_TIME]
+        chosen, chosen_state = weights[rows], [table[rows] for table in tables]
+        values = np.ascontiguousarray(once.values[start : start + ROWS_AT_A_TIME], dtype=weights.dtype)
+        optimizer.update(chosen.reshape(-1), values.reshape(-1), [part.reshape(-1) for part in chosen_state], step)
+        weights[rows] = chosen
+        for table, part in zip(tables, chosen_state):
+            table[rows] = part

@@ -1,0 +1,155 @@
+"""Optimizers and schedules by name: `register`, `create`, and their form on the wire (msgpack, never pickle)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from mpips.optimizers.base import Optimizer, known
+
+OPTIMIZERS: dict[str, type] = {}
+"""Every optimizer by its lower-case name: the built-in ones and those that `register` added."""
+
+SCHEDULES: dict[str, type] = {}
+"""Every schedule by its lower-case name."""
+
+T = TypeVar("T", bound=type)
+
+
+class _Record(msgspec.Struct):
+    name: str
+    options: dict[str, Any]
+
+
+def register(kind: T) -> T:
+    """Make a frozen dataclass known by its lower-case name: an optimizer (`init`, `update`) or a schedule (`at`).
+
+    Use it as a decorator above `@dataclass(frozen=True)`, before `mpips.create`: servers run the script up to there
+    and so know the name. Options may be numbers, flags, strings, None, schedules, and tuples of these. Raises TypeError
+    for what is no such class, ValueError for a name that another class has.
+    """
+    _fits(kind)
+    table = OPTIMIZERS if hasattr(kind, "update") else SCHEDULES
+    name = kind.__name__.lower()
+    held = table.get(name)
+    if held is not None and (held.__module__, held.__qualname__) != (kind.__module__, kind.__qualname__):
+        raise ValueError(f"the name {name!r} is that of {held.__module__}.{held.__qualname__}: choose another")
+    table[name] = kind
+    return kind
+
+
+def _fits(kind: Any) -> None:
+    name = getattr(kind, "__name__", repr(kind))
+    parameters = vars(kind).get("__dataclass_params__") if isinstance(kind, type) else None
+    if parameters is None or not parameters.frozen:
+        raise TypeError(f"{name} cannot be registered: it needs @dataclass(frozen=True), below @register")
+    if not (hasattr(kind, "init") and hasattr(kind, "update")) and not hasattr(kind, "at"):
+        raise TypeError(
+            f"{name} cannot be registered: an optimizer needs init(weights) and "
+            "update(weights, gradient, state, step), a schedule needs at(step)"
+        )
+
+
+def create(optimizer: str | Optimizer, **options: Any) -> Optimizer:
+    """The optimizer of that name (any case) with these options; an optimizer is given back as it is.
+
+    Raises ValueError for an unknown name or a value that cannot be, TypeError for an unknown option, an option that is
+    no plain data, an optimizer that is not registered, or a class in place of a record. What is known is listed.
+    """
+    if isinstance(optimizer, type):
+        raise TypeError(f"give an optimizer, {optimizer.__name__}(...), not the class {optimizer.__name__}")
+    if isinstance(optimizer, str):
+        kind = OPTIMIZERS.get(optimizer.lower())
+        if kind is None:
+            raise ValueError(f"unknown optimizer {optimizer!r}: the known ones are {', '.join(OPTIMIZERS)}")
+        known(kind, options)
+        made: Optimizer = kind(**options)
+        _options(made)
+        return made
+    if not isinstance(optimizer, Optimizer):
+        raise ValueError(
+            f"{_named(optimizer)} is no optimizer of mpips: give a name and numbers, as 'sgd', learning_rate=0.1; "
+            f"the known ones are {', '.join(OPTIMIZERS)}"
+        )
+    if options:
+        words = ", ".join(sorted(options))
+        raise TypeError(f"options ({words}) go with an optimizer's name, not with a {_named(optimizer)} made already")
+    if OPTIMIZERS.get(type(optimizer).__name__.lower()) is not type(optimizer):
+        raise TypeError(f"{_named(optimizer)} is not registered: put @mpips.optimizers.register above its class")
+    _options(optimizer)
+    return optimizer
+
+
+def _named(thing: Any) -> str:
+    """What it is, in a few words whatever its repr: `None`, `3`, or its class."""
+    if thing is None or isinstance(thing, (bool, int, float)):
+        return repr(thing)
+    kind = type(thing)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def encode(optimizer: Optimizer) -> bytes:
+    """The optimizer as msgpack: a map of its name and its options. `decode` gives an equal one back."""
+    record = create(optimizer)
+    return msgspec.msgpack.encode({"name": type(record).__name__.lower(), "options": _options(record)})
+
+
+def decode(data: bytes) -> Optimizer:
+    """The optimizer that `encode` wrote; raises ValueError or TypeError on anything else, or an unknown name."""
+    record = msgspec.msgpack.decode(data, type=_Record)
+    if record.name not in OPTIMIZERS:
+        raise ValueError(
+            f"optimizer {record.name!r} is not known here: register it (@mpips.optimizers.register) before "
+            "mpips.create in the script that servers run, too"
+        )
+    return create(record.name, **{name: _made(value) for name, value in record.options.items()})
+
+
+def encode_numbers(numbers: Mapping[str, Any]) -> bytes:
+    """What `update_optimizer` changes, as msgpack: options by name, schedules included."""
+    return msgspec.msgpack.encode({name: _plain(value) for name, value in numbers.items()})
+
+
+def decode_numbers(data: bytes) -> dict[str, Any]:
+    """What `encode_numbers` wrote."""
+    return {name: _made(value) for name, value in msgspec.msgpack.decode(data, type=dict[str, Any]).items()}
+
+
+def _options(record: Any) -> dict[str, Any]:
+    """The options of a record as plain data; TypeError for one that cannot travel."""
+    return {field.name: _plain(getattr(record, field.name)) for field in dataclasses.fields(record) if field.init}
+
+
+def _plain(value: Any) -> Any:
+    """An option as plain data: numbers and strings as they are, a schedule as a map of its name and options."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (tuple, list)):
+        return [_plain(part) for part in value]
+    name = type(value).__name__.lower()
+    if SCHEDULES.get(name) is type(value):
+        return {"schedule": name, "options": _options(value)}
+    raise TypeError(
+        f"an option of an optimizer is a number, a flag, a string or a registered schedule, not a {_named(value)}"
+    )
+
+
+def _made(value: Any) -> Any:
+    """What `_plain` was given."""
+    if isinstance(value, list):
+        return tuple(_made(part) for part in value)
+    if not isinstance(value, dict):
+        return value
+    name = value.get("schedule")
+    if name not in SCHEDULES:
+        raise ValueError(
+            f"schedule {name!r} is not known here: register it (@mpips.optimizers.register) before mpips.create in the "
+            "script that servers run, too"
+        )
+    return SCHEDULES[name](**{option: _made(part) for option, part in value["options"].items()})

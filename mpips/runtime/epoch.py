@@ -1,0 +1,301 @@
+"""One epoch of a store: it ends once, for all ranks, with one sentence; `renew` begins the next.
+
+An epoch stands on what `collectives` keeps for the store's world: a flag and a sentence in memory that the ranks of a
+node share, and notes between nodes. Who finds a failure calls `end`; every wait looks, and raises the same sentence.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol, TypeVar
+
+from mpi4py import MPI
+
+from collectives.communicator import Communicator, communicator
+from collectives.errors import CollectiveError, StallError
+from collectives.network.drain import sweep
+from collectives.node.poison import CLOSED
+from collectives.node.wait import (
+    LOOK_SECONDS,
+    NAP_AFTER_BETWEEN_NODES,
+    NAP_AFTER_ON_NODE,
+    Limits,
+    drive,
+    see_in_time,
+    until,
+)
+from mpips.runtime.breaking import uninterrupted
+from mpips.runtime.errors import EpochError, of_kind
+from mpips.runtime.parting import NEVER, Parting
+from mpips.runtime.rendezvous import Room, see_there
+from mpips.runtime.tasks import Task, goes_on
+
+T = TypeVar("T")
+
+LAST_WORD_SECONDS = 0.2
+"""How long a message may take from a rank that has left since."""
+LAST_LOOKS = 10
+"""How often a rank looks for messages that were sent before the epoch ended."""
+PARTING_SECONDS = 5.0
+"""So long a rank that closes waits for the others once the epoch is over."""
+FREEING_SECONDS = 1.0
+
+
+class Ranks(Protocol):
+    """The ranks of a store and their communicators: a `layout.Layout`."""
+
+    world: MPI.Intracomm
+    workers: MPI.Intracomm | None
+    num_workers: int
+    nodes: tuple[int, ...]
+
+    @property
+    def is_server(self) -> bool: ...
+
+    @property
+    def limits(self) -> Limits: ...
+
+    def again(self) -> None: ...
+
+    def free(self) -> None: ...
+
+
+class _Wait:
+    """How one wait looks at the epoch."""
+
+    def __init__(self, epoch: Epoch, late: Callable[[], Sequence[int]], look: Callable[[float], None]) -> None:
+        self.late, self.look, self.limits = late, look, epoch.limits
+        self.nap_after = NAP_AFTER_ON_NODE if epoch.one_node else NAP_AFTER_BETWEEN_NODES
+
+
+class _Meeting:
+    """How one rank waits in a room: it looks at the epoch, and sees who comes no more."""
+
+    def __init__(self, epoch: Epoch, room: Room, what: str) -> None:
+        self._epoch, self._room, self._what = epoch, room, what
+        self._first = 0.0
+        """After how many seconds somebody who is missing was seen to have left."""
+        self.late, self.limits = room.missing, epoch.limits
+        self.nap_after = NAP_AFTER_ON_NODE if epoch.one_node else NAP_AFTER_BETWEEN_NODES
+
+    def look(self, waited: float) -> None:
+        """Raise where the epoch has ended, or somebody who is needed has left."""
+        try:
+            self._epoch.look(waited)
+        except EpochError:
+            # Who has ended it may have been through this meeting before: then its word is here.
+            if all(self._room.missing() for _ in range(LAST_LOOKS)):
+                raise
+            return
+        gone = self._epoch.gone()
+        if not any(rank in gone for rank in self._room.missing()):
+            self._first = 0.0
+        elif not self._first:
+            self._first = waited  # what it has brought may still be on its way
+        elif waited > self._first + LAST_WORD_SECONDS:
+            see_there(self._room.missing(), gone, self._what)
+
+    def steps(self, payload: bytes) -> Task[list[bytes]]:
+        """The meeting as a task: what all have brought."""
+        begun = time.monotonic()
+        due = begun + LOOK_SECONDS
+        self._room.bring(payload)
+        while self._room.missing():
+            if (now := time.monotonic()) >= due:
+                due = now + LOOK_SECONDS
+                self.look(now - begun)
+                see_in_time(self._what, now - begun, self)
+            yield False
+        return self._room.brought()
+
+
+class Epoch:
+    """The present epoch of one store, as one rank sees it. Making it is collective over `layout.world`, blocking."""
+
+    def __init__(self, layout: Ranks) -> None:
+        self._layout = layout
+        self.number = 0
+        """One more after each `renew`."""
+        self.limits = layout.limits
+        """`stall_seconds` and `timeout_seconds` of the store's options."""
+        self.on_end: list[Callable[[], None]] = []
+        """What this rank does once when it learns that the epoch is over, before it raises: it sees to it that nobody
+        reads arrays that it has lent, and that what others count on is there."""
+        self._hearing, self._ending = threading.Lock(), threading.RLock()
+        self._closed = False
+        self._begin()
+
+    def _begin(self) -> None:
+        layout = self._layout
+        self.rank, self.size = layout.world.Get_rank(), layout.world.Get_size()
+        self.one_node = len(set(layout.nodes)) == 1
+        """Whether all ranks of the store share memory."""
+        self._home = communicator(layout.world)
+        self._home.patient(*self.limits)
+        self._inner: list[Communicator] = []
+        self.flag: memoryview = self._home.board.poison.flag
+        """flag[0] != 0 once the epoch has ended on this node. `renew` replaces it."""
+        self.over: EpochError | None = None
+        self._everybody = Room(layout.world)
+        self._workers = None if layout.workers is None else Room(layout.workers)
+        self._parting = Parting(layout.world, self.gone)
+
+    # ---- the end
+
+    def check(self) -> None:
+        """Raise EpochError if the epoch has ended on this node. Cheap; sends and receives nothing."""
+        if self.over is not None or self.flag[0]:
+            raise self._error()
+
+    def look(self, waited: float = 0.0) -> None:
+        """The same from within a wait of so many seconds: also hears other nodes, and sees whose process has ended."""
+        self.check()
+        if self._hearing.acquire(blocking=False):  # else another thread hears
+            try:
+                self._home.listen(waited)
+            except CollectiveError as error:
+                raise of_kind(error) from None
+            finally:
+                self._hearing.release()
+
+    def end(self, what: str, error: BaseException) -> BaseException:
+        """`what` has raised `error` on this rank: end the epoch for all ranks; what this rank is to raise.
+
+        That is an EpochError with the sentence that all ranks raise where the error is one of `collectives`, of MPI or
+        of the epoch; else `error` itself. Idempotent. Blocks for some seconds at most, until nobody touches arrays that
+        this rank has lent.
+        """
+        with self._ending:  # another thread may end it, too
+            if self.over is not None and isinstance(error, EpochError):
+                return error
+            if self.over is None:
+                with uninterrupted():
+                    self._end(what, error)
+        return self._error() if isinstance(error, (CollectiveError, MPI.Exception)) else error
+
+    @contextmanager
+    def failing(self, what: str) -> Iterator[None]:
+        """Whatever is raised within ends the epoch."""
+        try:
+            yield
+        except BaseException as error:
+            raise self.end(what, error) from None
+
+    def _end(self, what: str, error: BaseException) -> None:
+        home = self._home
+        if isinstance(error, CollectiveError) and not home.told() and what not in str(error):
+            error = of_kind(error, f"{what}: {error}")
+        if home.over is None:
+            home.fail(what, error)
+        assert home.over is not None
+        self.over = of_kind(home.over)
+        for inner in self._inner:
+            inner.fail(what, self.over)
+        for step in self.on_end:
+            step()
+
+    def _error(self) -> EpochError:
+        return of_kind(self.over if self.over is not None else self._home.board.poison.error())
+
+    # ---- waits
+
+    def within(self, comm: MPI.Intracomm, names: Sequence[int] = ()) -> Communicator:
+        """What `collectives` keeps for a smaller communicator of the store, such as that of the workers, with the
+        store's limits; `names` are its ranks in the store's world. Waits there look at the epoch, too: it ends with the
+        epoch. Collective over `comm` at first."""
+        self.check()
+        home = communicator(comm, names=names or None)
+        if home not in self._inner:
+            home.patient(*self.limits)
+            home.lies_within(self.look)
+            self._inner.append(home)
+        return home
+
+    def wait(self, ready: Callable[[], object], what: str, late: Callable[[], Sequence[int]] = tuple) -> None:
+        """Wait until `ready()`; blocking. Looks at the epoch; after the limits it warns, and raises StallError, which
+        names the ranks of `late()`."""
+        drive(until(ready), _Wait(self, late, self.look), what)
+
+    def carry_out(self, task: Task[T], what: str) -> T:
+        """Run a task to its end, blocking, and return its result."""
+        results: list[T] = []
+
+        def steps() -> Task[None]:
+            results.append((yield from task))
+
+        running = steps()
+        self.wait(lambda: not goes_on(running), what)
+        return results[0]
+
+    def meet(self, payload: bytes, what: str, everybody: bool = False) -> list[bytes]:
+        """See `rendezvous.exchange`."""
+        room = self._room(everybody)
+        return room.exchange(payload, what, _Meeting(self, room, what))
+
+    def met(self, payload: bytes, what: str) -> Task[list[bytes]]:
+        """The same for workers, as a task."""
+        room = self._room(False)
+        return _Meeting(self, room, what).steps(payload)
+
+    def _room(self, everybody: bool) -> Room:
+        room = self._everybody if everybody else self._workers
+        assert room is not None, "servers meet everybody, or nobody"
+        self.check()
+        return room
+
+    def gone(self) -> dict[int, str]:
+        """Ranks of the store that have closed it, or have ended; and how, as far as it is known here."""
+        return self._home.ended()
+
+    # ---- from epoch to epoch
+
+    def renew(self) -> bool:
+        """Begin the next epoch on the same ranks. Collective over all ranks of the store, blocking: the layout's
+        communicators are new ones (`Layout.again`), and what was sent on the old ones is dropped.
+
+        EpochError on a worker where another closes the store instead, or has ended; a server returns False then.
+        EpochStallError where one has not come within the limits; a later call waits on for it.
+        """
+        if self.over is None:
+            self.end("recover", CollectiveError(f"rank {self.rank} calls recover"))
+        server = self._layout.is_server
+        try:
+            why = self._parting.go_on(NEVER if server else self.limits)
+        except StallError as error:
+            raise of_kind(error) from None
+        if why:
+            if server:
+                return False
+            raise EpochError(f"{why}: the store cannot be recovered")
+        self._layout.again()
+        self.number += 1
+        self._begin()
+        sweep(FREEING_SECONDS)
+        return True
+
+    def asked(self) -> bool:
+        """Whether another rank has begun to renew or to close since the epoch is over. Does not block."""
+        return self._parting.asked()
+
+    def close(self) -> None:
+        """The store ends on this rank: wait for the others, and give all communicators back. Collective over all ranks
+        of the store. Waits for nobody for longer than some seconds once the epoch is over."""
+        if self._closed:
+            return
+        self._closed = True
+        for home in (*self._inner, self._home):
+            home.leave(CLOSED)
+        self._parting.leave()
+        try:
+            if self.over is None:
+                with self.failing("close"):
+                    self._parting.left(math.inf, self.look)
+        except CollectiveError:  # the epoch has ended meanwhile
+            pass
+        all_left = self._parting.left(PARTING_SECONDS)
+        self._layout.free()
+        sweep(FREEING_SECONDS if all_left else 0.0)

@@ -1,0 +1,181 @@
+"""The one rendezvous: ranks learn each other's bytes, or see that they ask for the same.
+
+Used by what all workers (or all ranks) call together: create, init, set_optimizer, forget, recut, barrier, save, load.
+Each rank sends its bytes to each other rank, so that each knows whom it waits for. A bad argument is brought along as a
+`refusal`: all ranks raise one sentence, nothing has changed, and the epoch lives on.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import msgspec
+from mpi4py import MPI
+
+from collectives.errors import CollectiveError, of_caller
+from collectives.node.wait import Epoch as Waiting
+from collectives.node.wait import Limits, drive, until
+from mpips.runtime.tasks import Task
+
+TAG = 3
+"""Of messages on the store's communicators; other modules leave it alone."""
+Items = Sequence[tuple[Any, str]]
+
+
+class Meets(Protocol):
+    """Where ranks meet: an `Epoch`."""
+
+    def meet(self, payload: bytes, what: str, everybody: bool = False) -> list[bytes]: ...
+
+    def met(self, payload: bytes, what: str) -> Task[list[bytes]]: ...
+
+
+class Room:
+    """Meetings of the ranks of one communicator, one after the other. A rank that gives one up comes to no other."""
+
+    def __init__(self, comm: MPI.Comm, tag: int = TAG) -> None:
+        self.comm, self.rank, self.size, self._tag = comm, comm.Get_rank(), comm.Get_size(), tag
+        self._heard: list[deque[bytes]] = [deque() for _ in range(self.size)]
+        """What each rank has brought to meetings that are not over here."""
+        self._sends: list[MPI.Request] = []
+
+    def bring(self, payload: bytes) -> None:
+        """Begin a meeting. Does not block."""
+        self._sends = [send for send in self._sends if not send.Test()]
+        self._heard[self.rank].append(payload)
+        others = (rank for rank in range(self.size) if rank != self.rank)
+        self._sends += [self.comm.Isend([payload, MPI.BYTE], rank, self._tag) for rank in others]
+
+    def missing(self) -> list[int]:
+        """Ranks that have not come to the present meeting. Does not block."""
+        status = MPI.Status()
+        while (message := self.comm.Improbe(MPI.ANY_SOURCE, self._tag, status)) is not None:
+            data = bytearray(status.Get_count(MPI.BYTE))
+            message.Recv([data, MPI.BYTE])
+            self._heard[status.Get_source()].append(bytes(data))
+        return [rank for rank, heard in enumerate(self._heard) if not heard]
+
+    def brought(self) -> list[bytes]:
+        """What all have brought to the present meeting, which is over with that."""
+        return [heard.popleft() for heard in self._heard]
+
+    def last(self) -> list[bytes]:
+        """What each rank has brought last, b"" where it has not come, while no meeting is over."""
+        return [heard[-1] if heard else b"" for heard in self._heard]
+
+    def exchange(self, payload: bytes, what: str, waiting: Waiting) -> list[bytes]:
+        """Everybody's payload, in rank order. Collective, blocking."""
+        self.bring(payload)
+        drive(until(lambda: not self.missing()), waiting, what)
+        return self.brought()
+
+
+class Assembling:
+    """How a rank waits for others while nothing stands yet that could end."""
+
+    nap_after = 2e-3
+
+    def __init__(self, limits: Limits, late: Callable[[], Sequence[int]] = tuple) -> None:
+        self.limits, self.late = limits, late
+
+    def look(self, waited: float) -> None:
+        """There is nothing to be heard."""
+
+
+class _Word(msgspec.Struct, array_like=True):
+    """What a rank brings: the call, what it calls it with, why it cannot (`refusal`, a TypeError or a ValueError)."""
+
+    what: str
+    items: list[tuple[str, str]]
+    refusal: str = ""
+    type_error: bool = False
+    data: bytes = b""
+
+
+def exchange(epoch: Meets, payload: bytes, what: str, everybody: bool = False) -> list[bytes]:
+    """Each worker's payload, in rank order. Collective over the workers (`everybody`: over all ranks of the store),
+    blocking.
+
+    EpochError where the epoch ends meanwhile; StallError, naming the ranks that have not come, after the limit.
+    """
+    return epoch.meet(payload, what, everybody)
+
+
+def exchanged(epoch: Meets, payload: bytes, what: str) -> Task[list[bytes]]:
+    """`exchange` of the workers as a task: what else is under way goes on, which others may need before they come."""
+    return epoch.met(payload, what)
+
+
+def agree(
+    epoch: Meets,
+    what: str,
+    items: Items = (),
+    refusal: BaseException | None = None,
+    noun: str = "key",
+    data: bytes = b"",
+    everybody: bool = False,
+) -> list[bytes]:
+    """See that all workers ask for the same; each one's `data`, in rank order. Collective, blocking.
+
+    `items` are (name, what is asked for it), such as (key, "float32(3, 4)"); `noun` says what a name is of. `refusal`
+    is what was wrong with this rank's own arguments. Where one refuses, or two differ, all ranks raise the same
+    ValueError (TypeError where the only refusals are such), nothing has changed, and the epoch lives on.
+    """
+    words = [(repr(name), text) for name, text in items]
+    mine = _Word(what, words, _text(refusal), isinstance(refusal, TypeError), data)
+    said = exchange(epoch, msgspec.msgpack.encode(mine), what, everybody)
+    every = [msgspec.msgpack.decode(word, type=_Word) for word in said]
+    error = difference(every, noun)
+    if error is not None:
+        raise of_caller(error)
+    return [word.data for word in every]
+
+
+def attempt(make: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+    """What `make` returns, or the ValueError or TypeError that it raises, to be brought along as a `refusal`."""
+    try:
+        return make(), None
+    except CollectiveError:  # the epoch is over: nobody is to be told of it in a rendezvous
+        raise
+    except (ValueError, TypeError) as error:
+        return None, error
+
+
+def see_there(missing: Sequence[int], gone: Mapping[int, str], what: str) -> None:
+    """CollectiveError where a rank that is waited for has left; `gone` says how."""
+    for rank in missing:
+        if rank in gone:
+            raise CollectiveError(f"{what}: rank {rank} is needed, and {gone[rank]}")
+
+
+def difference(every: Sequence[_Word], noun: str = "key") -> ValueError | TypeError | None:
+    """What all ranks raise; None where all ask for the same. Pure."""
+    refused = [rank for rank, word in enumerate(every) if word.refusal]
+    if refused:
+        first = every[refused[0]]
+        same = len(refused) == len(every) and len({word.refusal for word in every}) == 1
+        sentence = first.refusal if same else f"rank {refused[0]}: {first.refusal}"
+        return (TypeError if all(every[rank].type_error for rank in refused) else ValueError)(sentence)
+    for rank, word in enumerate(every):
+        if sentence := _unlike(every[0], word, rank, noun):
+            return ValueError(sentence)
+    return None
+
+
+def _unlike(first: _Word, other: _Word, rank: int, noun: str) -> str:
+    if first.what != other.what:
+        return f"rank 0 calls {first.what}, rank {rank} calls {other.what}: all make this call together"
+    for mine, theirs in zip(first.items, other.items):
+        if mine[0] != theirs[0]:
+            return f"{first.what}: rank 0 gives {noun} {mine[0]}, rank {rank} {noun} {theirs[0]} in its place"
+        if mine[1] != theirs[1]:
+            return f"{first.what}: {noun} {mine[0]} is {mine[1]} on rank 0 and {theirs[1]} on rank {rank}"
+    if len(first.items) != len(other.items):
+        return f"{first.what}: rank 0 gives {len(first.items)} {noun}s, rank {rank} gives {len(other.items)}"
+    return ""
+
+
+def _text(refusal: BaseException | None) -> str:
+    return "" if refusal is None else str(refusal) or type(refusal).__name__

@@ -1,0 +1,45 @@
+"""Tasks: work that has to wait now and then, as generators, and how several run side by side. No I/O.
+
+A task yields whenever it has to wait: True where it has gone on since it last did, False or None where it has not. Who
+runs it looks again soon, or sleeps a little. Its result is what it returns. Errors pass through as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable
+from typing import TypeVar
+
+T = TypeVar("T")
+Task = Generator[bool | None, None, T]
+
+
+def goes_on(task: Task[T]) -> bool:
+    """Advance a task to its next wait; whether it is not over yet."""
+    for _ in task:
+        return True
+    return False
+
+
+def together(tasks: Iterable[Task[T]]) -> Task[None]:
+    """Run tasks side by side until all are over. The first failure is raised at once, and the others are closed."""
+    running = list(tasks)
+    try:
+        while running:
+            left, moved = [], False
+            for task in running:
+                for step in task:
+                    moved |= bool(step)
+                    left.append(task)
+                    break
+            moved |= len(left) < len(running)
+            running = left
+            if running:
+                yield moved
+    finally:
+        for task in running:
+            task.close()
+
+
+def nothing() -> Task[None]:
+    """A task that is over at once."""
+    yield from ()

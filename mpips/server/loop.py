@@ -1,0 +1,239 @@
+"""The loop of a server: frames in and out (`Traffic`), `State` in the middle, until every worker has said goodbye.
+
+`serve` gives each store of this process its turn. What a turn raises ends that store's epoch; the server then waits
+until the workers begin the next one, or close.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from collectives.errors import CollectiveError, StallError
+from mpips.cores import Seat
+from mpips.layout import Layout
+from mpips.runtime.epoch import Epoch
+from mpips.server.late import Late
+from mpips.server.requests import Requests
+from mpips.server.state import State
+from mpips.server.traffic import Traffic
+from mpips.transport.connect import connect
+from mpips.transport.frames import OpenStore
+from mpips.transport.line import Line
+from mpips.transport.ring import Rings
+
+YIELDS = 8
+"""Before the clock is looked at; where cores are busy each may cost a slice."""
+SPIN_SECONDS = 1e-3
+SLEEP_SECONDS = (1e-4, 2e-3)
+"""The shortest and the longest sleep between two looks."""
+SLEEP_SHARE = 0.02
+"""Of the time without anything to do so far: so much later it may hear what ends that."""
+TICK_SECONDS = 0.05
+BUSY_TURNS = 256
+"""Turns of a busy server after which it looks at the clock."""
+MOST_THREADS = 4
+"""More than a few cores only wait for memory."""
+GRACE_SECONDS, END_SECONDS = 0.02, 1.0
+"""At the end of an epoch: for frames that are being written; for a round that is complete and still being filled."""
+ORPHAN_SECONDS = 300.0
+"""Least time after which a server ends whose workers do nothing more."""
+
+
+def serve(servers: Sequence[Server], opened: Callable[[OpenStore], Server | None] | None = None) -> None:
+    """Serve these stores, and others that their workers open, until all workers of all stores have left. Blocking.
+
+    `opened` makes one more store, collectively with all workers, which have asked for it; None where it cannot be.
+    Raises what is neither a worker's fault nor the network's.
+    """
+    here, idle, turns = list(servers), _Idle(), 0
+    while here:
+        worked = False
+        for server in here:
+            worked |= server.turn()
+        turns += 1
+        if worked and turns % BUSY_TURNS:
+            idle.over()
+            continue
+        if not (now := idle.look(worked)):
+            continue
+        for server in list(here):
+            server.tick(now)
+            if opened is not None and (asked := server.opens()) and (more := opened(asked)):
+                here.append(more)
+            if server.finished:
+                here.remove(server)
+                server.close()
+        idle.rest(now, any(server.hot for server in here))
+
+
+class _Idle:
+    """The rest of a loop that has nothing to do: it gives way, and then sleeps, the longer the longer it has waited."""
+
+    def __init__(self) -> None:
+        self._since, self._spins = 0.0, 0
+
+    def over(self) -> None:
+        """Something was done."""
+        self._since, self._spins = 0.0, 0
+
+    def look(self, worked: bool) -> float:
+        """The time, where it is to be looked at; else 0."""
+        if worked:
+            self.over()
+            return time.monotonic()
+        self._spins += 1
+        os.sched_yield()
+        if self._spins < YIELDS:
+            return 0.0
+        now = time.monotonic()
+        self._since = self._since or now
+        return now
+
+    def rest(self, now: float, hot: bool) -> None:
+        """Sleep a little, unless something may go on at any moment (`hot`)."""
+        if self._since and now - self._since > SPIN_SECONDS and not hot:
+            time.sleep(min(max(SLEEP_SHARE * (now - self._since), SLEEP_SECONDS[0]), SLEEP_SECONDS[1]))
+
+
+def _threads(layout: Layout, cores: int) -> int:
+    """Cores for a long sum: workers wait meanwhile, so the servers of a node share all that this one may use."""
+    servers = range(layout.num_workers, layout.num_workers + layout.num_servers)
+    here = sum(layout.same_node(layout.rank, server) for server in servers)
+    return max(1, min(MOST_THREADS, cores // here))
+
+
+class Server:
+    """One store on one server rank. `lines` and `rings` as `connect` gave them."""
+
+    def __init__(self, layout: Layout, lines: list[Line], rings: Rings | None, seat: Seat, epoch: Epoch) -> None:
+        options = layout.options
+        self.layout, self.epoch = layout, epoch
+        remote = [worker for worker, line in enumerate(lines) if not line.local]
+        self._state = State(
+            layout.asynchronous, options.staleness, remote, Late(options.stall_seconds, options.timeout_seconds),
+            _threads(layout, len(seat.before)), seat.step_aside, seat.shared,
+        )  # fmt: skip
+        self._requests = Requests(self._state)
+        self._begin(lines, rings)
+
+    def _begin(self, lines: list[Line], rings: Rings | None) -> None:
+        """Begin an epoch with these lines."""
+        self._traffic = Traffic(self.layout, lines, rings, self._state, self._requests)
+        self._flag = self.epoch.flag
+        self._next_tick = 0.0
+        self._ended: float | None = None
+        self._closed = False
+
+    @property
+    def finished(self) -> bool:
+        """Whether every worker has left."""
+        return self._closed or self._traffic.over
+
+    @property
+    def hot(self) -> bool:
+        """Whether a worker of this node may let a sum go on at any moment: to sleep would cost more than the wait."""
+        return bool(self._state.ready) and not self._traffic.remote
+
+    def opens(self) -> OpenStore | None:
+        """One more store, if all workers have asked for it since it was last so."""
+        asked = self._requests.opening
+        if len(asked) < self.layout.num_workers:
+            return None
+        first = asked[0]
+        asked.clear()
+        return first
+
+    def close(self) -> None:
+        """Every worker has left: end with all ranks of the store. Blocking."""
+        if self._ended is None:
+            with suppress(CollectiveError):  # what is not taken now never is
+                self.epoch.wait(self._traffic.done, "close")
+        self.epoch.close()
+
+    # ---- turns
+
+    def turn(self) -> bool:
+        """One look at everything; whether anything was done. What it raises ends the epoch."""
+        if self._ended is not None:
+            return self._next_epoch()
+        try:
+            return self._turn()
+        except Exception as error:
+            self._end(error)
+            return True
+
+    def _turn(self) -> bool:
+        if self._flag[0]:
+            self.epoch.look()
+        traffic, state = self._traffic, self._state
+        heard = traffic.hear()
+        worked, replies = state.work()
+        if replies:
+            traffic.send(replies)
+        if self._requests.waiting and state.quiet:
+            traffic.answer()
+        if traffic.remote:
+            traffic.arrived()
+        return heard or worked
+
+    def tick(self, now: float) -> None:
+        """Called while there is time, at `now`: look for long waits, and at the epoch, now and then."""
+        if self._ended is not None or self.finished:
+            return
+        try:
+            self._traffic.flush()
+            self._requests.snapshots.copy_next()
+            if now > self._next_tick:
+                self._next_tick = now + TICK_SECONDS
+                self.epoch.look()
+                self._traffic.tick(now)
+        except Exception as error:
+            self._end(error)
+
+    # ---- the end of an epoch
+
+    def _end(self, error: Exception) -> None:
+        """End the epoch, for all ranks, because of an error of this one; or learn that another has ended it."""
+        raised = self.epoch.end(f"server rank {self.layout.rank}", error)
+        if not isinstance(raised, CollectiveError):
+            raise raised
+        self.at_end()
+
+    def at_end(self) -> None:
+        """The epoch is over: finish rounds to which all have contributed, drop all else, and say that this server reads
+        no worker's memory any more. Blocks for a moment."""
+        now = time.monotonic()
+        grace, until = now + GRACE_SECONDS, now + END_SECONDS
+        while now < grace or (self._state.ready and now < until):
+            self._traffic.hear_last()
+            if self._state.finish():
+                until = now + END_SECONDS
+            time.sleep(SLEEP_SECONDS[0])
+            now = time.monotonic()
+        self._state.abandon()
+        self._traffic.stop()
+        self._requests.drop()
+        self._ended = now
+
+    def _next_epoch(self) -> bool:
+        """Begin the next epoch as soon as the workers do; whether they have, or have closed the store. StallError where
+        none of them comes for long."""
+        assert self._ended is not None
+        if not self.epoch.asked():
+            limit = self.epoch.limits.timeout_seconds
+            if limit and time.monotonic() - self._ended > max(limit, ORPHAN_SECONDS):
+                raise StallError("the epoch is over, and no worker has called recover() or close()")
+            return False
+        if self.epoch.renew():
+            self.recovered(*connect(self.layout, self.epoch))
+        else:
+            self._closed = True
+        return True
+
+    def recovered(self, lines: list[Line], rings: Rings | None) -> None:
+        """The next epoch has begun, with these lines: rounds count on from the last complete one."""
+        self._state.recover()
+        self._begin(lines, rings)

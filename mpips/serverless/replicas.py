@@ -1,0 +1,127 @@
+"""All keys of a store without servers, on one worker: made, replaced, given up, and made alike again by all workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.node import arena
+from mpips.keys.key import Key, Name, Rounds
+from mpips.runtime.tasks import Task
+from mpips.serverless import spread
+from mpips.serverless.reconcile import Having, Source, settings_from, sources, standing
+from mpips.serverless.replica import Replica
+from mpips.serverless.settings import Settings
+from mpips.serverless.sums import Sums, label
+
+Array = NDArray[Any]
+States = dict[Name, tuple[int, list[Array]]]
+
+
+class Replicas:
+    """This worker's replicas, `by_name`. `sums`: those of the present epoch."""
+
+    def __init__(self, settings: Settings, sums: Sums) -> None:
+        self._settings, self.sums = settings, sums
+        self.by_name: dict[Name, Replica] = {}
+
+    def of(self, keys: Sequence[Key]) -> list[Replica]:
+        """Those of these keys."""
+        return [self.by_name[key.name] for key in keys]
+
+    def make(self, keys: Sequence[Key], values: Sequence[Array], direct: bool) -> Task[None]:
+        """Make keys, with rank 0's values. Collective; `direct`: it may block."""
+        made = []
+        for key, value in zip(keys, values, strict=True):
+            stored = self._allocate(key.size, key.dtype)
+            stored[...] = value.reshape(-1)
+            yield from self.sums.broadcast(stored, 0, label("init", [key.name]), direct)
+            made.append(Replica(key, stored, self._settings.groups.of(key.name), self._allocate))
+        if self.sums.one_node:
+            yield from self._share([replica for replica in made if spread.long(replica.key)], direct)
+        self.by_name.update((replica.key.name, replica) for replica in made)
+
+    def _share(self, replicas: Sequence[Replica], direct: bool) -> Task[None]:
+        """Tell the other workers where long values lie."""
+        if replicas:
+            mine = spread.regions(replicas)
+            table = np.empty((self.sums.size, *mine.shape), np.int64)
+            text = label("init", [replica.key.name for replica in replicas])
+            yield from self.sums.gather(mine.reshape(-1), table.reshape(-1), text, direct)
+            spread.share(replicas, table, self.sums.rank)
+
+    def _allocate(self, size: int, dtype: np.dtype) -> Array:
+        """Memory for a key, where collectives are fastest."""
+        return arena.empty(size, dtype) if self.sums.one_node else np.empty(size, dtype)
+
+    def put(self, keys: Sequence[Key], values: Sequence[Array], direct: bool) -> Task[None]:
+        """Replace what is stored by rank 0's values; rounds stay. Collective."""
+        for replica, value in zip(self.of(keys), values, strict=True):
+            room = replica.room()
+            room[...] = value.reshape(-1)
+            yield from self.sums.broadcast(room, 0, label("put", [replica.key.name]), direct)
+            replica.turn()
+            replica.updating = False
+
+    def forget(self, keys: Sequence[Key]) -> None:
+        """Give up keys."""
+        for key in keys:
+            self.by_name.pop(key.name, None)
+            key.fast = None
+        self._settings.forget([key.name for key in keys])
+
+    # ---- settings and states
+
+    def take_settings(self, begin: bool, names: Sequence[Name] | None) -> None:
+        """Every key has the optimizer that settings say now; those of `names` (None: all) `begin` their states anew."""
+        for name, replica in self.by_name.items():
+            optimizer = self._settings.groups.of(name)
+            if begin and (names is None or name in names):
+                replica.set_optimizer(optimizer)
+            else:
+                replica.optimizer = optimizer
+
+    def states(self, keys: Sequence[Key]) -> States:
+        """Of each key the optimizer's steps and its state, not copied."""
+        return {replica.key.name: (replica.step, list(replica.state or ())) for replica in self.of(keys)}
+
+    def put_states(self, keys: Sequence[Key], states: States) -> None:
+        """The same on every worker."""
+        for replica in self.of(keys):
+            replica.put_state(*states[replica.key.name])
+
+    # ---- the next epoch
+
+    def keep(self, known: Container[Name]) -> None:
+        """Forget all other keys."""
+        self.forget([replica.key for name, replica in self.by_name.items() if name not in known])
+
+    def reconcile(self, exchange: Callable[[bytes], list[bytes]]) -> Rounds:
+        """Have what the other workers have, settings, values and states. `exchange` gives every worker's bytes.
+        Collective, blocking."""
+        mine = Having(self._settings.changes, self._settings.encode(), [*map(standing, self.by_name.values())])
+        told = exchange(msgspec.msgpack.encode(mine))
+        having = [msgspec.msgpack.decode(each, type=Having) for each in told]
+        best = having[settings_from(having)]
+        if best.changes != mine.changes:
+            self._settings.take(best.settings, best.changes)
+        found = sources(having)
+        self.forget([replica.key for name, replica in self.by_name.items() if name not in found])
+        for name, source in found.items():
+            self._take_over(self.by_name[name], source)
+        rounds = Rounds({name: source.standing.round for name, source in found.items()})
+        rounds.torn = tuple(name for name, source in found.items() if source.torn)
+        return rounds
+
+    def _take_over(self, replica: Replica, source: Source) -> None:
+        replica.optimizer = self._settings.groups.of(replica.key.name)
+        if source.rank < 0:
+            return
+        there, gives = source.standing, source.rank == self.sums.rank
+        for array in replica.become(there.round, there.step, there.state, gives):
+            self.sums.give(array, source.rank, label("recover", [replica.key.name]))
+        replica.updating = False

@@ -1,0 +1,15 @@
+"""PyTorch on mpips: `import mpips.torch` makes "mpips" a backend of torch.distributed.
+
+    import torch.distributed as dist, mpips.torch
+    dist.init_process_group("mpips")            # under mpirun, mpips run or srun: rank and size come from MPI
+    model = mpips.torch.DataParallel(model)     # or torch's own DistributedDataParallel(model)
+"""
+
+from mpips.torch.backend import register
+from mpips.torch.data_parallel import DataParallel
+from mpips.torch.optimizer import DistributedOptimizer
+from mpips.torch.state import broadcast_optimizer_state, broadcast_parameters
+
+__all__ = ["DataParallel", "DistributedOptimizer", "broadcast_optimizer_state", "broadcast_parameters"]
+
+register()

@@ -1,0 +1,211 @@
+"""Data-parallel training: `DataParallel(model)` averages gradients over all ranks while backward goes on.
+
+    model = mpips.torch.DataParallel(model)
+    loss = loss_of(model(x)); loss.backward(); optimizer.step()      # gradients are those of all ranks' batches
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from mpi4py import MPI
+from torch import Tensor
+from torch.autograd import Variable
+
+import collectives
+from collectives.communicator import communicator
+from mpips.torch import buckets as cutting
+from mpips.torch.buckets import Bucket, Costs
+from mpips.torch.profile import Profile, costs
+from mpips.torch.reducer import Reducer, names
+from mpips.torch.state import broadcast_tensors
+
+PROFILE_STEPS = 3
+"""Steps whose times are taken; the first is not, as it warms up."""
+REVIEW_STEPS = 200
+"""How often backward's time is compared with the profile's."""
+
+
+class DataParallel(torch.nn.Module):
+    """A model whose gradients are the mean over all ranks of `comm` after every backward.
+
+    module      a model on the host, the same on every rank; rank 0's parameters and buffers are taken by all.
+    comm        an mpi4py communicator (None: COMM_WORLD).
+    buckets     which gradients travel together: a strategy of `mpips.overlap` ("merged" is MG-WFBP's, "optimal" the
+                optimum, "single", "layerwise"), from a profile of the first steps; or most MiB of a bucket. "auto":
+                "optimal" where communication can go on beside compute (between nodes, or where each rank has two
+                cores), else "single".
+    algorithm   of the allreduces, as in `collectives.allreduce`: "bcube(n=2,k=2)", "hierarchical(local=4)", ...
+    broadcast_buffers   take rank 0's buffers at every forward in training, as of BatchNorm.
+
+    Making it is collective, blocking; so is every backward outside `no_sync`. MismatchError on all ranks where models
+    differ. Parameters without a gradient on some ranks count as zero there; those without any have none.
+    """
+
+    def __init__(
+        self, module: torch.nn.Module, comm: MPI.Intracomm | None = None, buckets: str | float = "auto",
+        algorithm: str = "auto", broadcast_buffers: bool = True,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.module = module
+        self._comm = MPI.COMM_WORLD if comm is None else comm
+        home = communicator(self._comm)
+        self._beside = home.nodes > 1 or home.board.memory.roomy
+        self._asked, self._algorithm = buckets, algorithm
+        self._strategy = "" if not isinstance(buckets, str) else buckets
+        if buckets == "auto":
+            self._strategy = "optimal" if self._beside and self._comm.size > 1 else "single"
+        elif self._strategy:
+            cutting.cut([1], [0.0], Costs(0.0, 0.0), self._strategy)  # a word that is unknown is refused here
+        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        if not parameters:
+            raise ValueError("DataParallel: the model has no parameter with requires_grad: there is nothing to average")
+        home.agree(_described(module, buckets, algorithm))
+        broadcast_tensors(self._tensors(), 0, self._comm)
+        self._buffers_too = broadcast_buffers and any(True for _ in module.buffers())
+        self._syncs, self._joining, self._armed = True, False, False
+        self._active = torch.zeros(1)
+        self._step = 0
+        most = float("inf") if isinstance(buckets, str) else float(buckets) * (1 << 20)
+        self._planned = self._strategy in ("", "single")
+        order = parameters[::-1]
+        self._reducer = self._lay(order, cutting.by_bytes(_sizes(order), most))
+        self._profile = Profile(len(order), self._comm)
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(self._ready)
+
+    # ---- what training calls
+
+    def forward(self, *inputs: Any, **keywords: Any) -> Any:
+        """The module's; before it, rank 0's buffers are taken."""
+        if self._joining and self._syncs:
+            self._count(1.0)
+        elif self._buffers_too and self.training and self._syncs:
+            broadcast_tensors(self.module.buffers(), 0, self._comm)
+        return self.module(*inputs, **keywords)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward within adds to this rank's gradients and exchanges nothing; the next one outside exchanges all."""
+        before, self._syncs = self._syncs, False
+        try:
+            yield
+        finally:
+            self._syncs = before
+
+    @contextmanager
+    def join(self) -> Iterator[None]:
+        """Ranks may make different numbers of steps within: who is done contributes nothing and is not counted. At the
+        end all have the parameters of those who made most."""
+        self._joining, before = True, self._step
+        try:
+            yield
+            made = self._step - before
+            while self._count(0.0):
+                self._reducer.contribute_nothing()
+                self._ended()
+            broadcast_tensors(self._tensors(), self._last(made), self._comm)
+        finally:
+            self._joining = False
+
+    def clip_grad_norm_(self, most: float) -> Tensor:
+        """Scale all gradients so that their norm is at most so; the norm that they had. Alike on all ranks."""
+        norm = self._reducer.gradients.norm()
+        if norm > most:
+            for parameter in self._reducer.gradients.parameters:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(most / norm)
+        return norm
+
+    def state_dict(self, *args: Any, **keywords: Any) -> Any:
+        """That of the module, which plain PyTorch loads."""
+        return self.module.state_dict(*args, **keywords)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Into the module, on this rank. Values are copied: `assign` would part gradients from their parameters."""
+        if assign:
+            raise ValueError("load_state_dict: assign=True makes other parameters: load into the module before it is "
+                             "wrapped")  # fmt: skip
+        return self.module.load_state_dict(state_dict, strict)
+
+    @property
+    def buckets(self) -> list[list[str]]:
+        """The names of the parameters that travel together, in the order in which they do."""
+        return names(self._reducer, self.module.named_parameters())
+
+    # ---- one backward
+
+    def _ready(self, parameter: Tensor) -> None:
+        """A gradient has been accumulated."""
+        if not self._syncs:
+            return
+        if not self._armed:
+            self._armed = True
+            self._profile.begin()
+            Variable._execution_engine.queue_callback(self._finish)
+        self._profile.ready(self._reducer.arrive(parameter))
+
+    def _finish(self) -> None:
+        """Backward has ended."""
+        self._armed = False
+        self._profile.end()
+        self._reducer.finish(self._comm.size / float(self._active[0]) if self._joining else 1.0)
+        self._ended()
+
+    def _ended(self) -> None:
+        """One more step has been made, by all ranks."""
+        self._step += 1
+        if not self._strategy or self._strategy == "single":
+            return
+        first = not self._planned and self._step >= PROFILE_STEPS
+        if first or (self._planned and self._step % REVIEW_STEPS == 0 and self._profile.moved()):
+            self._plan()
+
+    # ---- buckets
+
+    def _lay(self, parameters: Sequence[Tensor], cuts: Sequence[Bucket]) -> Reducer:
+        return Reducer(parameters, cuts, self._comm, self._algorithm, self._beside)
+
+    def _plan(self) -> None:
+        """Buckets from the times of the steps so far, the same on all ranks. Collective."""
+        order, ready = self._profile.order()
+        parameters = [self._reducer.gradients.parameters[index] for index in order]
+        cuts = cutting.cut(_sizes(parameters), ready, costs(self._comm, self._algorithm), self._strategy)
+        self._reducer.free()
+        self._reducer = self._lay(parameters, cuts)
+        self._planned = True
+
+    # ---- all ranks alike
+
+    def _tensors(self) -> list[Tensor]:
+        return [*self.module.parameters(), *self.module.buffers()]
+
+    def _count(self, one: float) -> float:
+        """How many ranks still have steps to make."""
+        self._active[0] = one
+        collectives.allreduce(self._active, self._comm)
+        return float(self._active[0])
+
+    def _last(self, steps: int) -> int:
+        """The lowest rank that has made most steps."""
+        made = np.zeros(self._comm.size)
+        made[self._comm.rank] = steps
+        return int(np.argmax(collectives.allreduce(made, self._comm)))
+
+
+def _sizes(parameters: Sequence[Tensor]) -> list[int]:
+    return [parameter.numel() * parameter.element_size() for parameter in parameters]
+
+
+def _described(module: torch.nn.Module, buckets: str | float, algorithm: str) -> str:
+    """What has to be the same on all ranks."""
+    shapes = [f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for name, p in module.named_parameters()]
+    digest = hashlib.blake2b("\n".join(shapes).encode(), digest_size=4).hexdigest()
+    elements = sum(parameter.numel() for parameter in module.parameters())
+    return (f"DataParallel of {type(module).__name__}, {len(shapes)} parameters with {elements} elements, "
+            f"names and shapes {digest}, buckets {buckets}, algorithm {algorithm}")  # fmt: skip

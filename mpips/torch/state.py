@@ -1,0 +1,111 @@
+"""Rank 0's parameters, and its optimizer's state, for all ranks; as Horovod's calls of the same names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+import collectives
+from mpips.torch.process_group.tensors import data
+
+
+class _Tensor(msgspec.Struct, tag="tensor"):
+    """A tensor in a message: its bytes follow by themselves."""
+
+    dtype: str
+    shape: list[int]
+
+
+class _Tuple(msgspec.Struct, tag="tuple"):
+    """A tuple, which a message would bring back as a list."""
+
+    items: list[Any]
+
+
+class _Map(msgspec.Struct, tag="map"):
+    """A dict, whose keys may be numbers."""
+
+    keys: list[Any]
+    values: list[Any]
+
+
+def broadcast_parameters(
+    parameters: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], root_rank: int = 0, comm: MPI.Comm | None = None
+) -> None:
+    """The root's values of a `state_dict`, or of named parameters, for all ranks, in place. Collective, blocking."""
+    pairs = parameters.items() if isinstance(parameters, Mapping) else parameters
+    broadcast_tensors([tensor for _, tensor in pairs if isinstance(tensor, Tensor)], root_rank, comm)
+
+
+def broadcast_tensors(tensors: Iterable[Tensor], root: int = 0, comm: MPI.Comm | None = None) -> None:
+    """The root's values for all ranks, in place: tensors of the same shapes and types on all. Collective, blocking."""
+    given = list(tensors)
+    packed = np.concatenate([data(tensor.detach().contiguous()) for tensor in given] or [np.empty(0, np.uint8)])
+    if not packed.size:
+        return
+    collectives.broadcast(packed, comm, root)
+    start = 0
+    with torch.no_grad():
+        for tensor in given:
+            nbytes = tensor.numel() * tensor.element_size()
+            if nbytes:
+                part = torch.from_numpy(packed[start : start + nbytes].copy())
+                tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
+            start += nbytes
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer, root_rank: int = 0, comm: MPI.Comm | None = None
+) -> None:
+    """The root's `state_dict` of a PyTorch optimizer, loaded on all ranks, whatever they had. Collective, blocking.
+
+    TypeError on the root where the state holds anything but numbers, texts and tensors.
+    """
+    comm = MPI.COMM_WORLD if comm is None else comm
+    tensors: list[Tensor] = []
+    message = msgspec.msgpack.encode(_packed(optimizer.state_dict(), tensors)) if comm.rank == root_rank else b""
+    size = np.array([len(message)])
+    collectives.broadcast(size, comm, root_rank)
+    text = np.frombuffer(message, np.uint8).copy() if comm.rank == root_rank else np.empty(int(size[0]), np.uint8)
+    collectives.broadcast(text, comm, root_rank)
+    state = msgspec.msgpack.decode(text.tobytes())
+    if comm.rank != root_rank:
+        state = _unpacked(state, tensors)
+    broadcast_tensors(tensors, root_rank, comm)
+    if comm.rank != root_rank:
+        optimizer.load_state_dict(state)
+
+
+def _packed(value: Any, tensors: list[Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return _Tensor(str(value.dtype).removeprefix("torch."), list(value.shape))
+    if isinstance(value, dict):
+        return _Map([_packed(key, tensors) for key in value], [_packed(one, tensors) for one in value.values()])
+    if isinstance(value, tuple):
+        return _Tuple([_packed(one, tensors) for one in value])
+    if isinstance(value, list):
+        return [_packed(one, tensors) for one in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise TypeError(f"an optimizer's state holds a {type(value).__name__}: numbers, texts and tensors can be sent")
+
+
+def _unpacked(value: Any, tensors: list[Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_unpacked(one, tensors) for one in value]
+    if not isinstance(value, dict):
+        return value
+    if value["type"] == "tensor":
+        tensors.append(torch.empty(value["shape"], dtype=getattr(torch, value["dtype"])))
+        return tensors[-1]
+    if value["type"] == "tuple":
+        return tuple(_unpacked(one, tensors) for one in value["items"])
+    keys = [_unpacked(key, tensors) for key in value["keys"]]
+    return dict(zip(keys, [_unpacked(one, tensors) for one in value["values"]]))

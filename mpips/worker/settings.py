@@ -1,0 +1,219 @@
+"""Calls that all workers make together: keys, optimizers, compression, barriers. And what a checkpoint sees of a store.
+
+A bad argument is compared in the one rendezvous: all workers raise the same ValueError or TypeError, and nothing has
+changed. Whatever goes wrong after that ends the epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+from mpi4py import MPI
+from numpy.typing import NDArray
+
+from mpips import compression, optimizers
+from mpips.checkpoint.source import Written
+from mpips.compression import Compressor
+from mpips.keys import arguments, calls
+from mpips.keys.key import Key, Name, Rounds
+from mpips.layout import Layout
+from mpips.optimizers import Groups, Optimizer
+from mpips.runtime import rendezvous
+from mpips.runtime.engine import Engine, Handle
+from mpips.runtime.epoch import Epoch
+from mpips.runtime.tasks import Task
+from mpips.worker.backend import Backend
+from mpips.worker.operations import Operations
+
+Array = NDArray[Any]
+T = TypeVar("T")
+
+
+class Settings:
+    """What the workers of a store agree on. Its public attributes are what `mpips.checkpoint` reads."""
+
+    def __init__(self, layout: Layout, backend: Backend, epoch: Epoch) -> None:
+        level = MPI.Query_thread()
+        self._alone = level < MPI.THREAD_MULTIPLE
+        self.layout, self.backend, self.epoch = layout, backend, epoch
+        self.engine = Engine(epoch, level >= MPI.THREAD_SERIALIZED)
+        epoch.on_end.append(self.unbind)
+        self.keys: dict[Name, Key] = {}
+        self.operations = Operations(layout.rank, backend, self.engine, self.keys)
+        self.groups = Groups()
+        """The optimizers."""
+        self.compressor: Compressor | None = None
+        self.saving: Written | None = None
+        """The last checkpoint that was begun in the background."""
+
+    # ---- keys
+
+    def init(self, key: Any, value: Any) -> None:
+        """See `KVStore.init`."""
+        pairs, refusal = rendezvous.attempt(lambda: self._first_values(key, value))
+        self.agree("init", [(name, f"{array.dtype.name}{array.shape}") for name, array in pairs or []], refusal)
+        keys = [Key(name, array.shape, array.dtype) for name, array in pairs]
+        self.run("init", self.backend.init(keys, [array for _, array in pairs]), [key.name for key in keys])
+        self.add(keys)
+
+    def forget(self, keys: Any) -> None:
+        """See `KVStore.forget`."""
+        records, refusal = rendezvous.attempt(lambda: self.known(keys, "forget"))
+        self.settle()
+        self.agree("forget", [(record.name, "") for record in records or []], refusal)
+        self.drop(records, "forget")
+
+    def add(self, keys: Iterable[Key]) -> None:
+        """Keys that have been made."""
+        self.keys.update((key.name, key) for key in keys)
+
+    def drop(self, keys: Sequence[Key], what: str) -> None:
+        """Give up keys; collective, after all have agreed on it."""
+        self.run(what, self.backend.forget(keys), [key.name for key in keys])
+        self.groups.forget(key.name for key in keys)
+        for key in keys:
+            del self.keys[key.name]
+            key.fast = None
+
+    def known(self, names: Any, what: str) -> list[Key]:
+        """The keys of these names, one or a list; ValueError or TypeError where there is none."""
+        return [arguments.known(self.keys, name, what) for name in arguments.names(names)]
+
+    # ---- what all keys have in common
+
+    def set_optimizer(self, optimizer: str | Optimizer, keys: Any, keywords: dict[str, Any]) -> None:
+        """See `KVStore.set_optimizer`."""
+        what = "set_optimizer"
+        chosen, refusal = rendezvous.attempt(lambda: optimizers.create(optimizer, **keywords))
+        names, other = rendezvous.attempt(lambda: self._names(keys, what))
+        self.settle()
+        self.agree(what, [("optimizer", repr(chosen)), ("keys", repr(names))], refusal or other, noun="argument")
+        self.run(what, self.backend.set_optimizer(chosen, names))
+        self.groups.set(chosen, names)
+
+    def update_optimizer(self, keys: Any, numbers: dict[str, Any]) -> None:
+        """See `KVStore.update_optimizer`."""
+        what = "update_optimizer"
+        names, refusal = rendezvous.attempt(lambda: self._names(keys, what))
+        trial = Groups(self.groups.default, self.groups.own)
+
+        def tried() -> None:
+            trial.update(numbers, names)
+            optimizers.encode_numbers(numbers)
+
+        _, other = rendezvous.attempt(tried)
+        self.settle()
+        items = [("keys", repr(names)), *((name, repr(numbers[name])) for name in sorted(numbers))]
+        self.agree(what, items, refusal or other, noun="argument")
+        self.run(what, self.backend.update_optimizer(numbers, names))
+        self.groups.update(numbers, names)
+
+    def set_compression(self, options: Any) -> None:
+        """See `KVStore.set_gradient_compression`."""
+        what = "set_gradient_compression"
+        chosen, refusal = rendezvous.attempt(lambda: compression.create(options))
+        self.settle()
+        self.agree(what, [("compression_params", repr(chosen))], refusal, noun="argument")
+        self.run(what, self.backend.set_compression(dict(options), chosen))
+        self.compressor = chosen
+
+    def use(self, groups: Groups, compressor: Compressor | None) -> Task[None]:
+        """Set these optimizers and this compression, which are the same on all workers; for `kv.load`."""
+        if groups.default is not None:
+            yield from self.backend.set_optimizer(groups.default, None)
+        for name, optimizer in groups.own.items():
+            yield from self.backend.set_optimizer(optimizer, [name])
+        self.groups = groups
+        if compressor is not None:
+            yield from self.backend.set_compression(compression.options(compressor), compressor)
+            self.compressor = compressor
+
+    def barrier(self) -> None:
+        """See `KVStore.barrier`."""
+        if self.layout.asynchronous:
+            self.settle()
+        self.agree("barrier")
+
+    def recover(self) -> Rounds:
+        """See `KVStore.recover`."""
+        with self.operations.guard("recover"):
+            self.engine.forget()
+            self.epoch.renew()
+            rounds = self.backend.recover(self.keys)
+        for name in [name for name in self.keys if name not in rounds]:
+            del self.keys[name]
+        return rounds
+
+    def closing(self) -> list[Callable[[], None]]:
+        """No calls are made from now on: what is to be done at the end, in this order, each though another fails."""
+        self.operations.closed = True
+        self.unbind()
+        last = [self.engine.close, self.backend.finish]
+        if self.epoch.over is not None:
+            return [self.engine.forget, *last]
+        saving = [] if self.saving is None else [self.saving.finish]
+        return [*saving, lambda: self.engine.finish(detached=True), *last]
+
+    def unbind(self) -> None:
+        """No call takes a fast route any more: the general way sees why."""
+        for key in self.keys.values():
+            key.fast = None
+
+    # ---- how such calls are made
+
+    def finish(self) -> None:
+        """Wait for all operations that were started before; raise the first failure that nobody has seen."""
+        self.operations.check_open()
+        self.engine.finish()
+
+    def settle(self) -> None:
+        """`finish`, and wait until the servers have read what this worker has pushed, and where asynchronous, applied
+        it: a setting counts from the next push on."""
+        self.finish()
+        self.run("settle", self.backend.settle(list(self.keys.values())))
+
+    def agree(
+        self,
+        what: str,
+        items: Sequence[tuple[Any, str]] = (),
+        refusal: BaseException | None = None,
+        noun: str = "key",
+        data: bytes = b"",
+    ) -> list[bytes]:
+        """All workers ask for the same, and learn everybody's data, or all raise the same sentence."""
+        self.operations.check_open()
+        if self._alone:
+            self.engine.finish()  # the communication thread may not use MPI beside this one
+        with self.operations.guard(what):
+            return rendezvous.agree(self.epoch, what, items, refusal, noun, data)
+
+    def run(self, what: str, task: Task[T], names: Sequence[Name] = ()) -> T:
+        """Run a task, blocking; what it returns. A failure ends the epoch."""
+        results: list[T] = []
+
+        def kept() -> Task[None]:
+            results.append((yield from task))
+
+        self.operations.run(names, kept(), 0, what)
+        return results[0]
+
+    def start(self, what: str, task: Task[Any]) -> Handle:
+        """Run a task beside the training. Only the end of the store waits for it."""
+        return self.engine.submit([("beside", what)], task, 0, what, detached=True)
+
+    # ---- inside
+
+    def _names(self, keys: Any, what: str) -> list[Name] | None:
+        return None if keys is None else [key.name for key in self.known(keys, what)]
+
+    def _first_values(self, key: Any, value: Any) -> list[tuple[Name, Array]]:
+        result = []
+        for name, values in arguments.pairs(key, value, "init"):
+            if name in self.keys:
+                raise ValueError(f"key {name!r} was already initialised; a key is initialised once")
+            other = arguments.of_other_kind(self.keys, name)
+            if other is not None:
+                raise TypeError(f"key {name!r} is not of the type of the keys before, such as {other!r}: pass one kind")
+            result.append((name, calls.first_value(name, values[0])))
+        return result

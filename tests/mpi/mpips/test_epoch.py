@@ -1,0 +1,281 @@
+"""An epoch of a store: it ends for all ranks with one sentence within a second, and the next one begins."""
+
+from __future__ import annotations
+
+import math
+import time
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import collectives
+from collectives.errors import CollectiveError, MismatchError, StallError
+from collectives.node.wait import Limits
+from mpips import layout as layouts
+from mpips.options import Options
+from mpips.runtime import epoch as epochs
+from mpips.runtime import rendezvous
+from mpips.runtime.epoch import Epoch
+from mpips.runtime.errors import EpochError, EpochMismatchError, EpochStallError
+from tests.mpi.collectives.support import NODES
+from tests.mpi.sizes import only_on
+
+WORLD = MPI.COMM_WORLD
+RANK, P = WORLD.rank, WORLD.size
+FIRST = 0  # the rank that ends epochs
+SOON = 1.0 if P < 4 else 2.0
+HOW = ["one node", "a node for each rank"]
+pytestmark = pytest.mark.mpi(min_size=2)
+
+
+@contextmanager
+def store(nodes="one node", servers=1, kind="mpi_sync", clients=1, **options):
+    """The layout of a store, and its epoch."""
+    chosen = Options(servers=servers, clients=clients, **{"timeout_seconds": 30, **options})
+    comm = NODES[nodes](WORLD.Dup())
+    layout = layouts.create(comm, kind, chosen)
+    yield layout, Epoch(layout)
+    comm.Free()
+
+
+def group(layout):
+    """The communicator of this rank's role."""
+    return layout.workers if layout.workers is not None else layout.servers
+
+
+def waits(layout, epoch, way):
+    """Wait in vain for the first rank."""
+    if way == "collective" and not layout.is_server:
+        collectives.allreduce(np.ones(3), layout.workers, label="push of key 'w'")
+    elif way == "rendezvous":
+        rendezvous.exchange(epoch, b"", "barrier", everybody=True)
+    else:
+        epoch.wait(lambda: False, "a push")
+
+
+def works(layout, epoch):
+    """Ranks meet, and sum."""
+    epoch.check()
+    epoch.look()
+    x, comm = np.full(5, 1.0), group(layout)
+    epoch.within(comm)
+    collectives.allreduce(x, comm)
+    assert (x == comm.size).all()
+    said = rendezvous.exchange(epoch, b"%d" % RANK, "barrier", everybody=True)
+    assert said == [b"%d" % rank for rank in range(P)]
+    if not layout.is_server:
+        assert len(rendezvous.agree(epoch, "init", [("w", "float32")])) == layout.num_workers
+
+
+ERRORS = [
+    (KeyboardInterrupt(), EpochError, "rank 0 has given up push of key 'w': KeyboardInterrupt"),
+    (KeyError("why"), EpochError, "rank 0 has given up push of key 'w': KeyError: 'why'"),
+    (MismatchError("unlike"), EpochMismatchError, "push of key 'w': unlike"),
+    (StallError("push of key 'w' has waited"), EpochStallError, "push of key 'w' has waited"),
+]
+
+
+@pytest.mark.parametrize("nodes", HOW)
+@pytest.mark.parametrize("way", ["collective", "rendezvous", "wait"])
+@pytest.mark.parametrize("error, kind, sentence", ERRORS, ids=[type(error).__name__ for error, _, _ in ERRORS])
+def test_all_ranks_hear_of_the_end_within_a_second_and_the_next_epoch_works(nodes, way, error, kind, sentence):
+    with store(nodes) as (layout, epoch):
+        works(layout, epoch)
+        WORLD.Barrier()
+        raised = None
+        begun = time.monotonic()
+        try:
+            with epoch.failing("push of key 'w'"):
+                if RANK == FIRST:
+                    time.sleep(0.1)
+                    raise error
+                waits(layout, epoch, way)
+        except BaseException as caught:
+            raised = caught
+        seconds = time.monotonic() - begun
+        own = RANK == FIRST and not isinstance(error, CollectiveError)
+        assert type(raised) is (type(error) if own else kind)
+        assert own or str(raised) == sentence
+        assert seconds < 0.1 + SOON, seconds
+        for late in (epoch.check, epoch.look, lambda: rendezvous.exchange(epoch, b"", "barrier", True)):
+            with pytest.raises(kind) as told:
+                late()
+            assert str(told.value) == sentence
+        assert epoch.over is not None and epoch.flag[0]
+        assert epoch.renew() and epoch.number == 1 and epoch.over is None
+        works(layout, epoch)
+        epoch.close()
+
+
+@pytest.mark.parametrize("nodes", HOW)
+def test_what_was_sent_in_one_epoch_is_not_heard_in_the_next(nodes):
+    with store(nodes) as (layout, epoch):
+        for number in range(1, 4):
+            if RANK != FIRST:  # it has come to a meeting, and left another message
+                layout.world.Isend(bytearray(8), FIRST, 1)
+                with pytest.raises(EpochError), epoch.failing("barrier"):
+                    rendezvous.exchange(epoch, b"old", "barrier", everybody=True)
+            else:
+                time.sleep(0.05)
+                epoch.end("a push", CollectiveError("it is over"))
+            assert epoch.renew() and epoch.number == number
+            works(layout, epoch)
+            assert not layout.world.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
+            WORLD.Barrier()
+        epoch.close()
+
+
+def test_functions_of_the_end_run_once_on_each_rank_and_in_each_epoch():
+    with store() as (_, epoch):
+        ran = []
+        epoch.on_end.append(lambda: ran.append(epoch.over is not None))
+        for number in range(1, 3):
+            for _ in range(2):
+                with pytest.raises(EpochError):
+                    raise epoch.end("a push", CollectiveError("it is over"))
+            assert ran == [True] * number
+            epoch.renew()
+        epoch.close()
+
+
+def test_a_rank_that_recovers_though_nothing_has_failed_ends_the_epoch():
+    with store() as (layout, epoch):
+        if RANK != FIRST:
+            with pytest.raises(EpochError, match="rank 0 calls recover"), epoch.failing("barrier"):
+                rendezvous.exchange(epoch, b"", "barrier", everybody=True)
+        assert epoch.renew()
+        works(layout, epoch)
+        epoch.close()
+
+
+@pytest.mark.parametrize("nodes", HOW)
+def test_who_recovers_while_another_closes_is_told_so_and_a_server_leaves(nodes):
+    with store(nodes) as (layout, epoch):
+        raise_or_hear(epoch)
+        if RANK == FIRST:
+            epoch.close()
+        elif layout.is_server:
+            assert epoch.renew() is False
+            epoch.close()
+        else:
+            with pytest.raises(EpochError, match=r"rank 0 .*closed .*cannot be recovered"):
+                epoch.renew()
+            epoch.close()
+
+
+@only_on(2, 3)
+def test_who_waits_too_long_for_others_to_recover_is_told_so_and_may_come_again():
+    with store(timeout_seconds=0.5) as (layout, epoch):
+        raise_or_hear(epoch)
+        if RANK != FIRST and not layout.is_server:
+            late = rf"recover has waited for 0\.5 s: rank{'s' if P > 2 else ''} 0"
+            with pytest.raises(EpochStallError, match=late), epoch.failing("recover"):
+                epoch.renew()
+        WORLD.Barrier()
+        epoch.limits = Limits(60, 30)
+        assert epoch.renew()
+        works(layout, epoch)
+        epoch.close()
+
+
+def raise_or_hear(epoch):
+    """All ranks are at the end of the epoch."""
+    with pytest.raises(EpochError):
+        raise epoch.end("a push", CollectiveError("it is over"))
+
+
+@only_on(2, 3)
+def test_closing_an_epoch_that_is_over_waits_for_nobody_for_long(monkeypatch):
+    monkeypatch.setattr(epochs, "PARTING_SECONDS", 0.3)
+    with store() as (_, epoch):
+        raise_or_hear(epoch)
+        if RANK == FIRST:
+            WORLD.Barrier()
+        begun = time.monotonic()
+        epoch.close()
+        assert time.monotonic() - begun < 1.5
+        if RANK != FIRST:
+            WORLD.Barrier()
+
+
+def test_a_rank_that_has_closed_is_missed_at_once():
+    with store() as (_, epoch):
+        if RANK == FIRST:
+            epoch.close()
+        else:
+            begun = time.monotonic()
+            sentence = "barrier: rank 0 is needed, and it has closed its store"
+            with pytest.raises(EpochError, match=sentence), epoch.failing("barrier"):
+                rendezvous.exchange(epoch, b"", "barrier", everybody=True)
+            assert time.monotonic() - begun < SOON + 1
+            epoch.close()
+
+
+@only_on(2, 3)
+@pytest.mark.parametrize("nodes", HOW)
+def test_limits_are_said_as_they_were_given_and_who_is_late_is_named(nodes):
+    with store(nodes, timeout_seconds=0.5) as (_, epoch):
+        assert epoch.limits == (60, 0.5)
+        if RANK != FIRST:
+            with pytest.raises(EpochStallError) as told, epoch.failing("barrier"):
+                rendezvous.exchange(epoch, b"", "barrier", everybody=True)
+            assert str(told.value) == "barrier has waited for 0.5 s: rank 0 has not come"
+        WORLD.Barrier()
+        with pytest.raises(EpochStallError, match=r"barrier has waited for 0\.5 s"):
+            hear(epoch)
+        raise_or_hear(epoch)
+        epoch.close()
+
+
+def hear(epoch):
+    """Look for the end of the epoch."""
+    while True:
+        epoch.look()
+        time.sleep(0.01)
+
+
+@pytest.mark.mpi(min_size=5)
+@pytest.mark.parametrize("nodes", HOW)
+def test_ranks_of_a_client_are_named_as_in_the_store(nodes):
+    with store(nodes, clients=2, timeout_seconds=0.5) as (layout, epoch):
+        if layout.is_server or layout.client_number == 0:
+            pass
+        else:
+            members = range(*layout.clients[1])
+            epoch.within(layout.client, members)
+            if layout.rank != members[-1]:
+                with pytest.raises(EpochError) as told, epoch.failing("push of key 'w'"):
+                    collectives.allreduce(np.ones(3), layout.client, label="push of key 'w'")
+                assert f"rank {members[-1]} has not come" in str(told.value)
+        WORLD.Barrier()
+        raise_or_hear(epoch)
+        epoch.close()
+
+
+def test_ranks_that_ask_for_unlike_things_all_raise_and_the_epoch_lives_on():
+    with store(servers=0) as (layout, epoch):
+        with pytest.raises(ValueError, match=r"init: key 'w' is 0 on rank 0 and 1 on rank 1"):
+            rendezvous.agree(epoch, "init", [("w", str(min(RANK, 1)))])
+        refusal = TypeError("no array") if RANK == P - 1 else None
+        with pytest.raises(TypeError, match=f"rank {P - 1}: no array"):
+            rendezvous.agree(epoch, "init", [("w", "x")], refusal)
+        works(layout, epoch)
+        epoch.close()
+
+
+def test_all_raise_the_same_where_two_end_it_at_once():
+    with store() as (_, epoch):
+        WORLD.Barrier()
+        raised = epoch.end("a push", CollectiveError(f"rank {RANK} has made a mistake"))
+        assert len(set(WORLD.allgather(str(raised)))) == 1
+        assert epoch.renew()
+        epoch.close()
+
+
+def test_a_wait_that_is_over_at_once_asks_nothing():
+    with store() as (_, epoch):
+        epoch.wait(lambda: True, "nothing")
+        assert epoch.number == 0 and epoch.limits.timeout_seconds == 30 and not math.isnan(epoch.limits.stall_seconds)
+        epoch.close()

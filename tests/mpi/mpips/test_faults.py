@@ -1,0 +1,220 @@
+"""What ends a store's epoch: every worker raises the same sentence soon, and after `recover` sums are exact.
+
+An argument error is local and changes nothing. A few cells of the table (`cells`) are made here; the whole table is
+`python -m tests.mpi.mpips.fault_table`.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import warnings
+
+import numpy as np
+import pytest
+
+import mpips
+from tests.mpi.mpips import faults
+from tests.mpi.mpips.cells import KINDS, LIVING, WAYS
+from tests.mpi.mpips.fault_table import RANKS, Place, deadly
+from tests.mpi.mpips.support import WORLD, need, run
+from tests.mpi.sizes import only_on
+
+P = WORLD.size
+
+
+def wrong(cells, nodes=False):
+    """What is not as it should be in these cells, as worker 0 sees it."""
+    found = {}
+    for fault, way, kind in cells:
+        seen = faults.run(fault, way, kind, nodes)
+        if seen is not None and (words := seen.judged(fault)):
+            found[fault, way, kind] = words
+    return found
+
+
+def way_of(fault, kind, more=0):
+    """One way to call for each cell, another one on another number of ranks."""
+    return WAYS[(LIVING.index(fault) + list(KINDS).index(kind) + P // 2 + more) % len(WAYS)]
+
+
+@only_on(3, 5)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("fault", LIVING)
+def test_a_fault_on_one_node(fault, kind):
+    assert not wrong([(fault, way_of(fault, kind), kind)])
+
+
+@only_on(3, 5)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("fault", LIVING)
+def test_a_fault_between_nodes(fault, kind):
+    assert not wrong([(fault, way_of(fault, kind, 1), kind)], nodes=True)
+
+
+@only_on(1)
+@pytest.mark.parametrize(
+    "fault, way, kind", [("exit", "push", "dist_sync"), ("exit", "handle", "mpi_sync-0"),
+                         ("exception", "list", "mpi_sync-2"), ("exception", "pushpull", "dist_async"),
+                         ("exit", "pushpull", "mpi_async")],
+)  # fmt: skip
+def test_a_worker_that_dies(fault, way, kind):
+    assert not deadly(Place(sys.executable, module="tests.mpi.mpips.faults", ranks=RANKS), fault, way, kind).wrong
+
+
+def raised(kv, call):
+    """What a call raises here: (error, sentence); ("", "") for nothing."""
+    return faults.hear(call)[:2]
+
+
+def everywhere(kv, call):
+    """The same, having seen that all workers raise it."""
+    said = faults.workers(kv.layout.options.servers).allgather(raised(kv, call))
+    assert len(set(said)) == 1, said
+    return said[0]
+
+
+@only_on(2, 3, 4)
+@pytest.mark.parametrize("kind, servers", [("dist_sync", 1), ("mpi_sync", 0), ("mpi_sync", 1), ("dist_async", 1)])
+def test_bad_arguments_are_local(kind, servers):
+    """They raise on the worker that gives them, before anything is sent; the others hear nothing."""
+    need(2 if servers == 0 else 1, servers=servers)
+
+    def body(kv):
+        comm = faults.workers(servers)
+        x = np.ones(10, np.float32)
+        kv.init(["w", "v"], [x, x])
+        if not kv.type.endswith("_sync"):
+            kv.set_optimizer("sgd", learning_rate=0.0)
+        frozen = np.ones(10, np.float32)
+        frozen.flags.writeable = False
+        bad = [
+            (lambda: kv.push("w", x[:5]), r"w.*\(10,\).*\(5,\)|w.*\(5,\).*\(10,\)"),
+            (lambda: kv.push("w", x.astype(np.int64)), "float32"),
+            (lambda: kv.push("u", x), "'u'"),
+            (lambda: kv.pull("w", frozen), "read-only"),
+            (lambda: kv.pull("w", x[::2]), "contiguous"),
+            (lambda: kv.pushpull(["w", "w"], [x, x]), "w"),
+            (lambda: kv.pushpull(["w", "v"], [x]), ""),
+            (lambda: kv.pushpull("w", None), "None"),
+            (lambda: kv.push("w", x, priority="high"), "priority"),
+            (lambda: kv.ipush("w", "x"), "str"),
+            (lambda: kv.row_sparse_pull("w", x, row_ids=[10]), ""),
+            (lambda: kv.push(3, x), "3"),
+        ]
+        epoch = kv.epoch
+        if kv.rank == kv.num_workers - 1:
+            for call, words in bad:
+                error, sentence = raised(kv, call)
+                assert error in ("ValueError", "TypeError") and re.search(words, sentence), (error, sentence)
+        comm.Barrier()
+        for turn in range(1, 4):
+            kv.pushpull(["w", "v"], [x * turn, x * turn], [out := np.empty_like(x), np.empty_like(x)])
+            if kind.endswith("_sync"):
+                assert (out == turn * kv.num_workers).all()
+        assert kv.epoch == epoch
+
+    run(kind, body, servers=servers)
+
+
+@only_on(2, 3, 4)
+@pytest.mark.parametrize("servers", [0, 1])
+def test_bad_calls_that_all_make_together_change_nothing(servers):
+    """One worker's bad or different argument: all raise the same sentence, and the next call works."""
+    need(2, servers=servers)
+
+    def body(kv):
+        odd = kv.rank == kv.num_workers - 1
+        last = kv.num_workers - 1
+        for call, error, words in [
+            (lambda: kv.init("w", np.zeros(3 + odd)), "ValueError", r"'w' is float64\(3,\) on rank 0 and .*\(4,\)"),
+            (lambda: kv.init("wv"[odd], np.zeros(3)), "ValueError", "'w'.*'v'"),
+            (lambda: kv.init("w", "x" if odd else np.zeros(3)), "TypeError", f"rank {last}.*str"),
+            (lambda: kv.init(["w", "v"][: 1 + odd], [np.zeros(3)] * (1 + odd)), "ValueError", "1 key"),
+            (lambda: kv.set_optimizer("sgd", learning_rate=0.1 + odd), "ValueError", "1.1"),
+            (lambda: kv.set_optimizer("sgd" if not odd else "sdg"), "ValueError", f"rank {last}.*sdg"),
+            (lambda: kv.set_gradient_compression({"type": "2bit" if odd else "1bit"}), "ValueError", "OneBit|1bit"),
+        ]:
+            found, sentence = everywhere(kv, call)
+            assert found == error and re.search(words, sentence), (found, sentence)
+        kv.init("w", np.zeros(3))
+        for call, words in [
+            (lambda: kv.init("w", np.zeros(3)), "'w' was already"),
+            (lambda: kv.forget(None if odd else ["w"]), f"rank {last}"),
+            (lambda: kv.forget(["nobody"] if odd else ["w"]), "nobody"),
+            (lambda: kv.recut(["w"], {"a": 2 + odd}), "3 elements"),
+            (lambda: kv.save("/nowhere/x"), "no folder /nowhere"),
+            (lambda: kv.load("/nowhere/x"), "/nowhere/x cannot be read"),
+        ]:
+            found, sentence = everywhere(kv, call)
+            assert found in ("ValueError", "TypeError") and re.search(words, sentence), (found, sentence)
+        assert kv.epoch == 0
+        kv.pushpull("w", x := np.full(3, kv.rank + 1.0))
+        assert (x == kv.num_workers * (kv.num_workers + 1) // 2).all()
+
+    run("dist_sync" if servers else "mpi_sync", body, servers=servers)
+
+
+@only_on(3)
+def test_the_sentence_names_who_what_and_both_values():
+    """Without servers and in a client, workers that call unlike things see it at once."""
+
+    def body(kv):
+        kv.init(["w", "v"], [np.zeros(3), np.zeros(4)])
+        kv.pushpull("w", np.ones(3))
+        odd = kv.num_workers - 1
+        error, sentence = everywhere(kv, lambda: kv.pushpull("wv"[kv.rank == odd], np.ones(3 + (kv.rank == odd))))
+        assert error == "EpochMismatchError", error
+        for words in (f"rank {odd}", "'w'", "'v'", "push"):
+            assert words in sentence, sentence
+        assert issubclass(mpips.EpochError, mpips.CollectiveError)
+        rounds = kv.recover()
+        assert rounds["v"] == 0 and rounds["w"] == 1 and rounds.torn == ()
+        kv.pushpull("v", x := np.ones(4))
+        assert (x == kv.num_workers).all()
+
+    run("mpi_sync", body, servers=0)
+    run("mpi_sync", body, servers=1, clients=1)
+
+
+@only_on(3)
+def test_a_wait_warns_before_it_raises():
+    def body(kv):
+        comm = faults.workers(1)
+        kv.init("w", np.zeros(3))
+        texts = []
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            warnings.showwarning = lambda message, *_: texts.append(str(message))
+            if kv.rank == 1:
+                comm.recv(source=0)
+                kv.pushpull("w", np.ones(3))
+            else:
+                handle = kv.ipushpull("w", x := np.ones(3))
+                until = faults.time.monotonic() + 20
+                while not texts and faults.time.monotonic() < until:
+                    handle.test()
+                comm.send(None, 1)
+                handle.wait()
+                assert (x == 2).all() and re.search(r"'w'.*rank.*1", texts[0]), texts
+
+    run("dist_sync", body, servers=1, stall_seconds=0.3, timeout_seconds=30)
+
+
+@only_on(3)
+@pytest.mark.parametrize("servers", [0, 1])
+def test_recovering_again_and_again(servers):
+    """Also a store that is well. Rounds and values stay."""
+
+    def body(kv):
+        kv.init("w", np.zeros(50_000))
+        for turn in range(6):
+            if turn % 2:
+                error, _ = everywhere(kv, lambda: kv.barrier() if kv.rank else kv.init("u", np.zeros(2)))
+                assert error in ("ValueError", "EpochMismatchError")
+            rounds = kv.recover()
+            assert rounds == {"w": turn} and kv.epoch == turn + 1
+            kv.pushpull("w", x := np.full(50_000, turn + 1.0))
+            assert (x == (turn + 1) * kv.num_workers).all()
+
+    run("dist_sync" if servers else "mpi_sync", body, servers=servers)

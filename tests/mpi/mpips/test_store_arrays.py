@@ -1,0 +1,104 @@
+"""Arrays of other libraries in every kind of store: tensors, JAX arrays, arrays on GPUs, DLPack."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpips
+from tests.mpi.mpips.support import failure, need, run
+from tests.unit.collectives import device
+
+STORES = [("mpi_sync", {"servers": 0}), ("dist_sync", {"servers": 1}), ("mpi_sync", {"servers": 1})]
+stores = pytest.mark.parametrize("kind, options", STORES)
+SHAPE = (30, 40)
+
+
+def full(value: float) -> np.ndarray:
+    return np.full(SHAPE, value, np.float32)
+
+
+@stores
+def test_arrays_on_gpus_are_summed_there_and_come_back(kind: str, options: dict[str, Any]) -> None:
+    workers = need(**options)
+
+    def body(kv: mpips.KVStore) -> list[float]:
+        with device.installed():
+            kv.init("w", device.asarray(full(7), 1))
+            there = device.asarray(full(0), 2)
+            kv.pull("w", there)
+            found = [float(there.get()[0, 0])]
+            for round_ in range(3):
+                values = [device.asarray(full(number + round_), number) for number in (1, 2)]
+                outs = [device.asarray(full(0), number) for number in (1, 2)]
+                if round_ == 0:
+                    kv.pushpull("w", values, out=outs)
+                elif round_ == 1:
+                    kv.ipushpull("w", values, out=outs).wait()
+                else:
+                    kv.pushpull(["w"], [values])
+                    outs = values
+                found += [float(out.get().max()) for out in outs]
+        return found
+
+    expected = [7.0] + [float(workers * (3 + 2 * round_)) for round_ in range(3) for _ in range(2)]
+    assert run(kind, body, **options) in (None, expected)
+
+
+@stores
+def test_tensors_with_and_without_gradients_and_of_bfloat16(kind: str, options: dict[str, Any]) -> None:
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("ml_dtypes")
+    workers = need(**options)
+
+    def body(kv: mpips.KVStore) -> list[float]:
+        found = []
+        for dtype in (torch.float32, torch.float64, torch.bfloat16):
+            name = str(dtype)
+            weights = torch.nn.Parameter(torch.zeros(SHAPE, dtype=dtype))
+            kv.init(name, weights)
+            gradient = torch.ones(SHAPE, dtype=dtype, requires_grad=kv.rank == 0)
+            kv.push(name, gradient)
+            kv.pull(name, weights)
+            found.append(float(weights.detach().max()))
+            kv.pushpull([name], [[gradient, gradient]], out=[weights])
+            found.append(float(weights.detach().min()))
+        return found
+
+    assert run(kind, body, **options) in (None, [workers, 2 * workers] * 3)
+
+
+@stores
+def test_arrays_of_jax_are_values_and_no_outs(kind: str, options: dict[str, Any]) -> None:
+    jnp = pytest.importorskip("jax.numpy")
+    workers = need(**options)
+
+    def body(kv: mpips.KVStore) -> tuple[float, str]:
+        kv.init("w", jnp.zeros(SHAPE))
+        out = full(0)
+        kv.pushpull("w", jnp.ones(SHAPE), out=out)
+        return float(out[0, 0]), failure(lambda: kv.pull("w", jnp.zeros(SHAPE)))
+
+    found = run(kind, body, **options)
+    assert found is None or (found[0] == workers and "an array of JAX to write to" in found[1])
+
+
+@pytest.mark.mpi(min_size=2)
+@stores
+def test_a_type_that_is_no_array_is_told_on_its_rank_alone(kind: str, options: dict[str, Any]) -> None:
+    """Fault 37: nobody else waits, and the call can be made again."""
+    workers = need(**options)
+
+    def body(kv: mpips.KVStore) -> list[Any]:
+        kv.init("w", full(0))
+        said = []
+        for bad in (object(), "w", {"w": 1}, [[1, 2]], np.ma, None):
+            if kv.rank == kv.num_workers - 1:
+                said.append(failure(lambda bad=bad: kv.push("w", bad)))
+        value = full(1)
+        kv.pushpull("w", value)
+        return [float(value[0, 0]), kv.epoch, all("key 'w' needs an array" in word for word in said)]
+
+    assert run(kind, body, **options) in (None, [workers, 0, True])

@@ -1,0 +1,318 @@
+"""Calls and what they refuse: bad options, bad arguments of all, a late rank, a closed store, a program that fails."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import mpips
+from tests.mpi.mpips import faults
+from tests.mpi.mpips.support import TAG, WORLD, failure, need, run
+from tests.mpi.sizes import JOB_LIMIT, only_on
+
+ROOT = Path(__file__).parents[3]
+SHAPE = (40, 3)
+KINDS = [
+    ("dist_sync", {"servers": 1}),
+    ("dist_sync", {"servers": 1, "shared_memory": False}),
+    ("dist_sync", {"servers": 0}),
+    ("mpi_sync", {"servers": 1, "clients": 1}),
+    ("mpi_sync", {"servers": 1, "clients": 2, "masters": "all"}),
+]
+ASYNCHRONOUS = [("dist_async", {"servers": 1}), ("mpi_async", {"servers": 1, "clients": 2})]
+kinds = pytest.mark.parametrize("kind, options", KINDS)
+
+
+def goes_on(kv, key="w", shape=(4, 3)):
+    """The store still sums."""
+    out = np.zeros(shape, np.float32)
+    kv.pushpull(key, np.full(shape, kv.rank + 1, np.float32), out)
+    return bool((out == kv.num_workers * (kv.num_workers + 1) / 2).all())
+
+
+def started(kv, shape=(4, 3)):
+    kv.init("w", np.full(shape, 5, np.float32))
+    return kv.num_workers - 1
+
+
+@kinds
+def test_wrong_calls_of_all_ranks(kind, options):
+    need(**options)
+
+    def body(kv):
+        started(kv)
+        good = np.zeros((4, 3), np.float32)
+        locked = good.copy()
+        locked.flags.writeable = False
+        assert "'x' was not initialised" in failure(lambda: kv.pull("x", good))
+        assert "'x' was not initialised" in failure(lambda: kv.push("x", good))
+        assert "read-only" in failure(lambda: kv.pull("w", locked))
+        assert "not contiguous" in failure(lambda: kv.pull("w", np.zeros((8, 3), np.float32)[::2]))
+        assert "float32(4, 3)" in failure(lambda: kv.pull("w", np.zeros(3, np.float32)))
+        assert "mixed" in failure(lambda: kv.push(["w", 1], [good, good]))
+        assert "2 keys needs a list of 2 as out, not a list of 1" in failure(lambda: kv.pull(["w", "v"], [good]))
+        for dtype in (np.dtype("f4").newbyteorder(), "S5", bool):
+            assert "pass float16" in failure(lambda: kv.init("v", np.zeros(3, dtype)))  # noqa: B023
+        for call in (kv.push, kv.pull, kv.pushpull, lambda *words, **named: kv.ipushpull(*words, **named).wait()):
+            for bad in (1.5, True):
+                said = failure(lambda: call("w", good, priority=bad))  # noqa: B023
+                assert f"priority={bad} is no int: pass one" in said
+            said = failure(lambda: call("w", good, priority=-(1 << 31)))  # noqa: B023
+            assert "priority=-2147483648 is out of range: pass an int from -2147483647 to 2147483647" in said
+        assert "unknown optimizer" in failure(lambda: kv.set_optimizer("sdg"))
+        assert "unknown capability" in failure(lambda: kv.is_capable("magic"))
+        assert goes_on(kv)
+
+    run(kind, body, **options)
+
+
+def test_keys_in_another_order_where_workers_are_independent():
+    need(2, servers=1)
+
+    def body(kv):
+        keys = ["a", "b", "c"]
+        kv.init(keys, [np.zeros(200_000, np.float32)] * 3)
+        gradient = np.empty(200_000, np.float32)
+        for key in keys if kv.rank % 2 else keys[::-1]:
+            gradient[...] = 1
+            kv.push(key, gradient)
+        for key in keys:
+            kv.pull(key, gradient)
+            assert (gradient == kv.num_workers).all()
+
+    run("dist_sync", body, servers=1)
+
+
+@pytest.mark.mpi(min_size=3)
+def test_arrays_that_are_read_in_place_are_pushed_in_one_order():
+    """A push of them waits until all push the key; who waits for one another in a circle hears of it."""
+    need(2, servers=1)
+
+    def body(kv):
+        kv.init(["a", "b"], [np.zeros(200_000, np.float32)] * 2)
+        gradient = mpips.empty(200_000)
+        gradient[...] = 1
+        first, second = "ab" if kv.rank % 2 else "ba"
+        said = failure(lambda: (kv.push(first, gradient), kv.push(second, gradient)))
+        assert "use keys in the same order on all ranks" in said, said
+        assert kv.recover() == {"a": 0, "b": 0}
+        kv.pushpull(["a", "b"], [gradient, mpips.empty(200_000)])
+        assert (gradient == kv.num_workers).all()
+
+    run("dist_sync", body, servers=1)
+
+
+def test_options_that_make_no_sense():
+    size = WORLD.size
+    last = size - 1
+    for options, word in [
+        ({"servers": size}, "at least one worker need"),
+        ({"servers": 0, "clients": size + 1}, f"more than the {size} workers"),
+        ({"servers": 0, "stall_seconds": math.nan}, "must be finite"),
+        ({"servers": 0, "workers": size + 1}, f"but the job has {size}"),
+        ({"servers": 0, "masters": "none"}, "one, all"),
+        ({"servers": 0, "staleness": 1}, "no worker runs ahead: ask for dist_async or mpi_async"),
+        ({"servers": 0, "clients": 1 + (WORLD.rank == last)}, "option clients" if last else ""),
+    ]:
+        if word:
+            said = WORLD.allgather(failure(lambda options=options: mpips.create("mpi_sync", **options)))
+            assert len(set(said)) == 1 and word in said[0], said
+    said = WORLD.allgather(failure(lambda: mpips.create("dist_async")))
+    assert len(set(said)) == 1 and "needs a server" in said[0]
+    assert "dist_sync" in failure(lambda: mpips.create("synchronous"))
+    with pytest.raises(TypeError):
+        mpips.create(3)
+
+
+def test_create_keeps_its_limits():
+    """A rank comes late to `create` itself."""
+    if WORLD.size < 2:
+        pytest.skip("needs 2 ranks")
+    late, said, until = WORLD.size - 1, [], time.monotonic() + 30
+
+    def heard(message, category, filename, *_):
+        said.append(f"{filename}: {message}")
+        if len(said) == 1 and WORLD.rank == 0:
+            WORLD.Send(b"1", late, TAG)
+
+    while WORLD.rank == late and not WORLD.Iprobe(0, TAG) and time.monotonic() < until:
+        time.sleep(0.01)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = heard
+        kv = mpips.create("dist_sync", stall_seconds=0.2)
+    kv.close()
+    if WORLD.rank == late and WORLD.Iprobe(0, TAG):
+        WORLD.Recv(bytearray(1), 0, TAG)
+    words = f"{__file__}: mpips.create, to which not all {WORLD.size} ranks have come (all must call it, servers too)"
+    assert WORLD.rank or said[0].startswith(words), said
+
+
+@pytest.mark.parametrize("servers", [0, 1])
+def test_a_closed_store_says_so(servers):
+    need(1, servers=servers)
+
+    def body(kv):
+        kv.init("w", np.zeros(5000, np.float32))
+        value = np.ones(5000, np.float32)
+        kv.pushpull("w", value)
+        handle = kv.ipush("w", value)
+        handle.wait()
+        kv.close()
+        for call in (
+            lambda: kv.push("w", value), lambda: kv.pull("w", value), lambda: kv.ipushpull("w", value), kv.barrier,
+            lambda: kv.init("v", value), lambda: kv.set_optimizer("sgd"),
+            lambda: kv.row_sparse_pull("w", value[:1], row_ids=[0]), lambda: kv.taken("w", handle),
+        ):  # fmt: skip
+            assert "the store is closed" in failure(call)
+
+    run("dist_sync", body, servers=servers)
+
+
+@only_on(1)
+@pytest.mark.parametrize("where", ["worker", "server"])
+def test_an_uncaught_exception_ends_the_job(tmp_path, where):
+    script = tmp_path / "job.py"
+    script.write_text(f"""
+import numpy as np, mpips
+from mpi4py import MPI
+from mpips.server import loop
+if {where == "server"}:
+    loop.Server.turn = lambda self: 1 / 0
+kv = mpips.create("dist_sync", servers=1)
+kv.init("w", np.zeros(3, np.float32))
+if kv.rank == 1:
+    1 / 0
+kv.pushpull("w", np.zeros(3, np.float32))
+""")
+    clean = {k: v for k, v in os.environ.items() if not re.match(r"OMPI_|PMIX_|PRTE_|PMI_|HYDRA_|MPI_|MPIPS_", k)}
+    clean["PYTHONPATH"] = str(ROOT)
+    command = [sys.executable, "-m", "launch.run", "--workers", "2", "--servers", "1", str(script)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=JOB_LIMIT, env=clean, cwd=tmp_path, check=False
+    )
+    assert done.returncode != 0
+    assert "ZeroDivisionError on rank " + ("2" if where == "server" else "1") in done.stderr
+    assert "1 / 0" in done.stderr
+
+
+@only_on(1)
+def test_an_exception_before_create_ends_a_bare_job(tmp_path):
+    script = tmp_path / "job.py"
+    script.write_text("""
+import mpips
+from mpi4py import MPI
+if MPI.COMM_WORLD.rank == 1:
+    1 / 0
+mpips.create("dist_sync", servers=1)
+""")
+    clean = {k: v for k, v in os.environ.items() if not re.match(r"OMPI_|PMIX_|PRTE_|PMI_|HYDRA_|MPI_|MPIPS_", k)}
+    clean["PYTHONPATH"] = str(ROOT)
+    options = {"capture_output": True, "text": True, "timeout": JOB_LIMIT, "env": clean, "cwd": tmp_path}
+    asked = [sys.executable, "-m", "launch.run", "--workers", "2", "--servers", "1", "--dry-run", str(script)]
+    words = shlex.split(subprocess.run(asked, **options).stdout)
+    at = words.index("mpips")  # python -m mpips job.py, which has means of its own
+    done = subprocess.run(words[: at - 1] + words[at + 1 :], **options)
+    assert done.returncode != 0
+    assert "1 / 0" in done.stderr and "ZeroDivisionError on rank 1 of 3" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("kind, options", [
+    ("dist_async", {"servers": 1}), ("dist_async", {"servers": 1, "shared_memory": False}),
+    ("dist_async", {"servers": 1, "staleness": 2}), ("mpi_async", {"servers": 1, "clients": 2}),
+    ("mpi_async", {"servers": 1, "clients": 2, "masters": "all"}),
+])  # fmt: skip
+def test_after_a_barrier_all_pushes_count(kind, options):
+    need(**options)
+
+    def body(kv):
+        kv.set_optimizer("sgd", learning_rate=1.0)
+        kv.init("w", np.zeros(SHAPE, np.float32))
+        each = kv.num_workers * (kv.num_workers + 1) / 2
+        out = np.ones(SHAPE, np.float32)
+        for step in range(1, 21):
+            for _ in range(2):
+                kv.push("w", np.full(SHAPE, kv.rank + 1, np.float32))
+            kv.barrier()
+            kv.pull("w", out)
+            assert (out == -2 * step * each).all(), (step, out[0], -2 * step * each)
+            kv.barrier()
+
+    run(kind, body, **options)
+
+
+def test_a_barrier_does_not_wait_for_pushes_that_staleness_holds_back():
+    need(2, servers=1)
+
+    def body(kv):
+        kv.init("w", np.zeros(SHAPE, np.float32))
+        kv.set_optimizer("add")
+        for _ in range(1 if kv.rank else 4):
+            kv.push("w", np.ones(SHAPE, np.float32))
+        kv.barrier()
+        for _ in range(3 if kv.rank else 0):
+            kv.push("w", np.ones(SHAPE, np.float32))
+        kv.barrier()
+        out = np.ones(SHAPE, np.float32)
+        kv.pull("w", out)
+        assert (out == 4 * kv.num_workers).all()
+
+    run("dist_async", body, servers=1, staleness=1)
+
+
+@only_on(3, 5)
+@pytest.mark.parametrize("servers, clients", [(0, 1), (1, 1)])
+def test_limits_of_create_hold_inside_collectives(servers, clients):
+    """A worker that comes late to an allreduce of the workers, or to its client's reduction."""
+    need(2, servers=servers)
+
+    def body(kv):
+        comm, late = faults.workers(servers), kv.num_workers - 1
+        kv.init("w", np.ones(200_000, np.float32))
+        kv.barrier()
+        gradient = np.ones(200_000, np.float32)
+        if kv.rank == late:
+            for other in range(late):
+                comm.recv(source=other)
+        said = faults.hear(lambda: kv.pushpull("w", gradient))
+        if kv.rank != late:
+            comm.send(None, late)
+        every = comm.allgather(said)
+        assert len({one.sentence for one in every}) == 1 and said.error.startswith("Epoch"), every
+        assert {one.error for one in every[:late]} == {"EpochStallError"}, every
+        assert re.search(rf"ranks? (\d+, )*{late}\b", said.sentence) and "'w'" in said.sentence, said.sentence
+        kv.recover()
+        kv.pushpull("w", gradient := np.ones(200_000, np.float32))
+        assert (gradient == kv.num_workers).all()
+
+    run("mpi_sync", body, servers=servers, clients=clients, stall_seconds=0.3, timeout_seconds=1.5)
+
+
+@only_on(3, 5)
+@kinds
+def test_a_worker_that_leaves_is_told_to_the_others(kind, options):
+    """It has closed the store, and they still use it: one sentence, and they can close it, too."""
+    need(2, **options)
+
+    def body(kv):
+        comm, late = faults.workers(options["servers"]), kv.num_workers - 1
+        started(kv)
+        goes_on(kv)
+        if kv.rank == late:
+            kv.close()
+        said = faults.hear(lambda: goes_on(kv)) if kv.rank != late else None
+        every = [one for one in comm.allgather(said) if one is not None]
+        assert len({one.sentence for one in every}) == 1 and every[0].error.startswith("Epoch"), every
+        assert f"rank {late}" in every[0].sentence, every[0].sentence
+
+    run(kind, body, **options)

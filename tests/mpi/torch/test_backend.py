@@ -1,0 +1,193 @@
+"""The backend of torch.distributed: calls beside gloo's, groups, progress beside compute, PyTorch's own wrappers."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed: pip install 'mpips[torch]'")
+
+import torch.distributed as dist  # noqa: E402
+from torch.distributed.optim import ZeroRedundancyOptimizer  # noqa: E402
+from torch.nn.parallel import DistributedDataParallel  # noqa: E402
+
+from collectives import CollectiveError  # noqa: E402
+from tests.mpi.torch import conformance  # noqa: E402
+from tests.mpi.torch.support import WORLD, batch, far, groups, joined_batch, network, train, worst  # noqa: E402
+
+FINE = ("equal", "refused by both", "more")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group() -> Iterator[None]:
+    with groups():
+        yield
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_calls_give_what_gloo_s_give() -> None:
+    ours, theirs = dist.new_group(backend="mpips"), dist.new_group(backend="gloo")
+    chosen = [cell for cell in conformance.cells() if cell.dtype in CHOSEN and cell.shape in ((7,), (0,), (3, 5))]
+    wrong = [cell[:3] for cell in chosen if conformance.verdict(cell, ours, theirs) not in FINE]
+    everybody = WORLD.allgather(wrong)
+    assert not any(everybody), everybody
+
+
+CHOSEN = (torch.float32, torch.bfloat16, torch.int64, torch.bool)
+
+
+def test_a_smaller_group() -> None:
+    odd = dist.new_group(list(range(1, WORLD.size, 2)), backend="mpips") if WORLD.size > 1 else None
+    x = torch.full((3,), float(WORLD.rank))
+    if odd is not None and WORLD.rank % 2:
+        dist.all_reduce(x, group=odd)
+        expected = float(sum(range(1, WORLD.size, 2)))
+    else:
+        expected = float(WORLD.rank)
+    off = worst(float((x - expected).abs().max()))
+    assert off == 0
+
+
+def test_objects() -> None:
+    mine = {"rank": WORLD.rank, "words": ["a"] * WORLD.rank}
+    found: list[Any] = [None] * WORLD.size
+    dist.all_gather_object(found, mine)
+    sent = [mine, None] if WORLD.rank == 0 else [None, None]
+    dist.broadcast_object_list(sent)
+    parts: list[Any] = [None]
+    dist.scatter_object_list(parts, [f"for {rank}" for rank in range(WORLD.size)] if WORLD.rank == 0 else None)
+    fine = found[-1]["rank"] == WORLD.size - 1 and sent[0]["rank"] == 0 and parts == [f"for {WORLD.rank}"]
+    everybody = WORLD.allgather(fine)
+    assert all(everybody)
+
+
+def test_an_operation_goes_on_beside_compute() -> None:
+    """It ends although this thread never waits for it, and only computes."""
+    x = torch.ones(1 << 16)
+    work = dist.all_reduce(x, async_op=True)
+    compute, until = torch.ones(64, 64), time.monotonic() + 20
+    while not work.is_completed() and time.monotonic() < until:
+        compute = compute @ compute * 1e-2
+    done = WORLD.allgather(work.is_completed() and float(x.sum()) == WORLD.size * x.numel())
+    work.wait()
+    assert all(done)
+
+
+def test_operations_end_in_the_order_in_which_they_began() -> None:
+    x = torch.ones(1000)
+    works = [dist.all_reduce(x, async_op=True) for _ in range(3)]
+    dist.all_reduce(x)
+    for work in works:
+        work.wait()
+    off = worst(float((x - WORLD.size**4).abs().max()))
+    assert off == 0
+
+
+def test_ddp_s_losses_are_gloo_s() -> None:
+    theirs = dist.new_group(backend="gloo")
+    losses = []
+    for group in (None, theirs):
+        model = DistributedDataParallel(network(torch.float32), process_group=group)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9)
+        losses.append(train(model, optimizer, 25, lambda step: batch(step, torch.float32)))
+    off = worst(max(abs(a - b) / b for a, b in zip(*losses)))
+    assert off < 1e-6
+
+
+def test_ddp_over_a_group_with_unused_parameters_and_no_sync() -> None:
+    model = DistributedDataParallel(network(), find_unused_parameters=True)
+    plain = network()
+    for step in range(3):
+        with model.no_sync():
+            torch.nn.functional.mse_loss(model(batch(step)[0]), batch(step)[1]).backward()
+        torch.nn.functional.mse_loss(model(batch(step)[0]), batch(step)[1]).backward()
+        for _ in range(2):
+            torch.nn.functional.mse_loss(plain(joined_batch(step)[0]), joined_batch(step)[1]).backward()
+    pairs = zip(model.parameters(), plain.parameters())
+    off = worst(max(float((a.grad - b.grad).abs().max()) for a, b in pairs))
+    assert off < 1e-12
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_zero_redundancy_optimizer() -> None:
+    model, plain = DistributedDataParallel(network()), network()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.01)
+    train(model, optimizer, 5, batch)
+    train(plain, torch.optim.Adam(plain.parameters(), lr=0.01), 5, joined_batch)
+    assert worst(far(model.module, plain)) < 1e-9
+
+
+def test_fully_sharded_data_parallel() -> None:
+    fsdp = pytest.importorskip("torch.distributed.fsdp")
+    if not hasattr(fsdp, "fully_shard"):
+        pytest.skip("this PyTorch has no fully_shard")
+    from torch.distributed.device_mesh import DeviceMesh
+
+    mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")
+    model, plain = network(torch.float32), network(torch.float32)
+    fsdp.fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    train(model, optimizer, 4, lambda step: batch(step, torch.float32))
+    train(plain, torch.optim.SGD(plain.parameters(), 0.1), 4, lambda step: joined_batch(step, torch.float32))
+    whole = [p.full_tensor() for p in model.parameters()]
+    off = worst(max(float((a - b).abs().max()) for a, b in zip(whole, plain.parameters())))
+    assert off < 1e-5
+
+
+def test_functional_collectives() -> None:
+    functional = pytest.importorskip("torch.distributed._functional_collectives")
+    x = functional.all_reduce(torch.ones(3) * (WORLD.rank + 1), "sum", dist.group.WORLD)
+    off = worst(float((x - sum(range(1, WORLD.size + 1))).abs().max()))
+    assert off == 0
+
+
+def test_an_argument_error_is_one_rank_s() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises((TypeError, ValueError, RuntimeError)):
+            dist.all_reduce(torch.ones(2).to_sparse())
+        with pytest.raises((TypeError, ValueError, RuntimeError)):
+            dist.all_reduce(torch.ones(2), dist.ReduceOp.BOR)
+    x = torch.ones(2)
+    dist.all_reduce(x)
+    off = worst(float((x - WORLD.size).abs().max()))
+    assert off == 0
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_shape_that_differs_is_raised_by_all(beside: bool) -> None:
+    if WORLD.size == 1:
+        pytest.skip("one rank has nobody to differ from")
+    own = dist.new_group(backend="mpips")
+    words, begin = "", time.monotonic()
+    try:
+        work = dist.all_reduce(torch.ones(3 + (WORLD.rank == 1)), group=own, async_op=beside)
+        if beside:
+            work.wait()
+    except (CollectiveError, RuntimeError) as error:
+        words = str(error)
+    late = time.monotonic() - begin
+    everybody = WORLD.allgather((words, late))
+    assert all("all" in text and seconds < 1.5 for text, seconds in everybody), everybody
+
+
+def test_ddp_on_a_group_that_is_over_raises() -> None:
+    if WORLD.size == 1:
+        pytest.skip("one rank has nobody to differ from")
+    own = dist.new_group(backend="mpips")
+    model = DistributedDataParallel(network(), process_group=own)
+    words = ["", ""]
+    try:
+        dist.all_reduce(torch.ones(3 + WORLD.rank), group=own)
+    except CollectiveError as error:
+        words[0] = str(error)
+    try:
+        model(batch(0)[0]).sum().backward()
+    except RuntimeError as error:
+        words[1] = str(error)
+    everybody = WORLD.allgather(bool(words[0]) and words[0] in words[1])
+    assert all(everybody), words

@@ -1,0 +1,195 @@
+"""DataParallel: training on all ranks is training on the joined batch."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed: pip install 'mpips[torch]'")
+
+from torch import nn  # noqa: E402
+
+import mpips.torch  # noqa: E402
+from collectives import MismatchError  # noqa: E402
+from tests.mpi.torch.support import (  # noqa: E402
+    BATCH,
+    WORLD,
+    batch,
+    far,
+    joined_batch,
+    network,
+    train,
+    worst,
+)  # fmt: skip
+
+
+def sgd(model: nn.Module) -> Any:
+    return torch.optim.SGD(model.parameters(), 0.1, 0.9)
+
+
+def serial(steps: int) -> nn.Module:
+    model = network()
+    train(model, sgd(model), steps, joined_batch)
+    return model
+
+
+@pytest.mark.parametrize("buckets", ["auto", "merged", "optimal", "single", "layerwise", 0.001])
+def test_training_equals_that_on_the_joined_batch(buckets: str | float) -> None:
+    model = mpips.torch.DataParallel(network(), buckets=buckets)
+    train(model, sgd(model), 8, batch)
+    named = [name for bucket in model.buckets for name in bucket]
+    assert worst(far(model.module, serial(8))) < 1e-12
+    assert sorted(named) == sorted(name for name, _ in model.module.named_parameters())
+
+
+def test_a_paper_s_algorithm_by_name() -> None:
+    algorithm = f"bcube(n={WORLD.size},k=1)" if WORLD.size > 1 else "auto"
+    model = mpips.torch.DataParallel(network(), algorithm=algorithm)
+    train(model, sgd(model), 5, batch)
+    assert worst(far(model.module, serial(5))) < 1e-12
+
+
+def test_rank_0_s_parameters_are_taken() -> None:
+    torch.manual_seed(WORLD.rank)
+    model = nn.Linear(3, 2)
+    mpips.torch.DataParallel(model)
+    torch.manual_seed(0)
+    difference = worst(far(model, nn.Linear(3, 2)))
+    assert difference == 0
+
+
+def test_gradients_add_up_without_an_exchange() -> None:
+    model, plain = mpips.torch.DataParallel(network()), network()
+    for number in range(3):
+        with model.no_sync() if number < 2 else nullcontext():
+            x, y = batch(number)
+            nn.functional.mse_loss(model(x), y).backward()
+        x, y = joined_batch(number)
+        nn.functional.mse_loss(plain(x), y).backward()
+    for a, b in zip(model.parameters(), plain.parameters()):
+        a.grad.sub_(b.grad)
+    largest = worst(max(float(p.grad.abs().max()) for p in model.parameters()))
+    assert largest < 1e-12
+
+
+class Branches(nn.Module):
+    """Uses one of two layers; a third never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(3))
+
+    def forward(self, x: Any, which: int) -> Any:
+        return self.layers[which](x)
+
+
+@pytest.mark.parametrize("steps", [1, 6])
+def test_parameters_that_some_ranks_do_not_use(steps: int) -> None:
+    model = mpips.torch.DataParallel(Branches(), buckets="layerwise")
+    for _ in range(steps):
+        model.zero_grad()
+        model(torch.ones(1, 2), WORLD.rank % 2).sum().backward()
+    gradients = [layer.weight.grad for layer in model.module.layers]
+    odd = WORLD.size // 2 / WORLD.size
+    first = gradients[0] is not None and torch.allclose(gradients[0], torch.full((2, 2), 1 - odd))
+    second = torch.allclose(gradients[1], torch.full((2, 2), odd)) if WORLD.size > 1 else gradients[1] is None
+    fine = WORLD.allgather(first and second and gradients[2] is None)
+    assert all(fine)
+
+
+def test_ranks_with_different_numbers_of_batches_join() -> None:
+    model, plain = mpips.torch.DataParallel(network()), network()
+    optimizer, beside = sgd(model), sgd(plain)
+    with model.join():
+        train(model, optimizer, 1 + WORLD.rank, batch)
+    for step in range(WORLD.size):
+        beside.zero_grad()
+        x, y = joined_batch(step)
+        there = slice(BATCH * step, None)  # ranks that have so many batches
+        nn.functional.mse_loss(plain(x[there]), y[there]).backward()
+        beside.step()
+    assert worst(far(model.module, plain)) < 1e-12
+
+
+def test_a_model_of_bfloat16() -> None:
+    model = mpips.torch.DataParallel(network(torch.bfloat16))
+    losses = train(model, torch.optim.SGD(model.parameters(), 0.1), 5, lambda step: batch(step, torch.bfloat16))
+    same = WORLD.allgather([p.float().sum().item() for p in model.parameters()])
+    assert all(each == same[0] for each in same)
+    assert all(0 < loss < 100 for loss in losses)
+
+
+def test_autocast() -> None:
+    model, plain = mpips.torch.DataParallel(network(torch.float32)), network(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        train(model, sgd(model), 3, lambda step: batch(step, torch.float32))
+        train(plain, sgd(plain), 3, lambda step: joined_batch(step, torch.float32))
+    assert worst(far(model.module, plain)) < 0.05
+
+
+def test_parameters_of_two_types() -> None:
+    model = network()
+    model[2].to(torch.float32)
+
+    def mixed(x: Any) -> Any:
+        x = model[1](model[0](x))
+        return model[4](model[3](model[2](x.float())).double())
+
+    model.forward = mixed
+    parallel = mpips.torch.DataParallel(model, buckets="layerwise")
+    train(parallel, sgd(parallel), 5, batch)
+    sums = WORLD.allgather([float(p.sum()) for p in parallel.parameters()])
+    assert all(each == sums[0] for each in sums)
+
+
+def test_clipping_takes_the_norm_of_all_ranks() -> None:
+    model, plain = mpips.torch.DataParallel(network()), network()
+    train(model, sgd(model), 1, batch)
+    train(plain, sgd(plain), 1, joined_batch)
+    norm = model.clip_grad_norm_(1e-3)
+    theirs = nn.utils.clip_grad_norm_(plain.parameters(), 1e-3)
+    after = torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in model.parameters()]))
+    off = worst(max(abs(float(norm - theirs)), abs(float(after) - 1e-3)))
+    assert off < 1e-6
+
+
+def test_plain_pytorch_loads_its_state() -> None:
+    model, plain = mpips.torch.DataParallel(network()), network()
+    train(model, sgd(model), 2, batch)
+    plain.load_state_dict(model.state_dict())
+    before = far(model.module, plain)
+    model.load_state_dict(serial(1).state_dict())
+    train(model, sgd(model), 1, batch)
+    finite = all(torch.isfinite(p).all() for p in model.parameters())
+    assert worst(before) == 0
+    assert finite
+
+
+def test_buffers_are_rank_0_s() -> None:
+    model = mpips.torch.DataParallel(nn.BatchNorm1d(3))
+    model(torch.full((2, 3), float(WORLD.rank)) + torch.rand(2, 3))
+    model(torch.zeros(2, 3))
+    means = WORLD.allgather(model.module.running_mean.tolist())
+    assert all(mean == means[0] for mean in means)
+
+
+def test_models_that_differ() -> None:
+    if WORLD.size == 1:
+        pytest.skip("one rank has nobody to differ from")
+    comm = WORLD.Dup()
+    words: Any = None
+    try:
+        mpips.torch.DataParallel(nn.Linear(3, 2 + (comm.rank == 1)), comm)
+    except MismatchError as error:
+        words = str(error)
+    everybody = WORLD.allgather(words)
+    assert all(text is not None and "DataParallel of Linear" in text for text in everybody)
+
+
+def test_words_that_mean_nothing() -> None:
+    with pytest.raises(ValueError, match="choose"):
+        mpips.torch.DataParallel(network(), buckets="clever")
+    with pytest.raises(ValueError, match="requires_grad"):
+        mpips.torch.DataParallel(nn.Linear(2, 2).requires_grad_(False))

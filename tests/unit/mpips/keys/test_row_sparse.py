@@ -1,0 +1,110 @@
+"""RowSparse arrays behave as the dense arrays they stand for."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpips import optimizers
+from mpips.keys import row_sparse
+from mpips.keys.row_sparse import RowSparse
+
+
+@st.composite
+def sparse(draw, shape=None, most=12):
+    """Random, repeated, unsorted or no rows; whole numbers, so that sums are exact."""
+    shape = shape or (draw(st.integers(1, 9)), *draw(st.lists(st.integers(1, 3), max_size=2)))
+    rows = draw(st.lists(st.integers(0, shape[0] - 1), max_size=most))
+    seed = draw(st.integers(0, 10**6))
+    values = np.random.default_rng(seed).integers(-9, 10, (len(rows), *shape[1:])).astype(np.float32)
+    return RowSparse(np.array(rows), values, shape)
+
+
+def dense(array):
+    out = np.zeros(array.shape, array.dtype)
+    for row, value in zip(array.rows, array.values):
+        out[row] += value
+    return out
+
+
+@given(array=sparse())
+def test_to_dense_adds_repeated_rows(array):
+    np.testing.assert_array_equal(array.to_dense(), dense(array))
+
+
+@given(array=sparse())
+def test_merged_has_each_row_once_in_order(array):
+    merged = array.merged()
+    assert list(merged.rows) == sorted(set(array.rows.tolist()))
+    np.testing.assert_array_equal(merged.to_dense(), dense(array))
+
+
+@given(parts=st.lists(sparse(shape=(6, 2)), min_size=1, max_size=5))
+def test_add_is_the_sum_of_the_dense(parts):
+    total = row_sparse.add(parts)
+    np.testing.assert_array_equal(total.to_dense(), sum(dense(part) for part in parts))
+    assert len(set(total.rows.tolist())) == len(total.rows)
+
+
+@given(array=sparse(shape=(8, 2)), cut=st.integers(0, 8))
+def test_between_gives_shards_that_make_the_whole(array, cut):
+    shards = [array.between(0, cut).to_dense(), array.between(cut, 8).to_dense()]
+    np.testing.assert_array_equal(np.concatenate(shards), dense(array))
+
+
+@given(array=sparse(shape=(7, 3)), other=sparse(shape=(7, 3)))
+def test_an_update_of_rows_is_the_dense_update_on_those_rows(array, other):
+    opt = optimizers.SGD(learning_rate=0.5, momentum=0.5)
+    start = np.arange(21.0, dtype=np.float32).reshape(7, 3)
+    weights, state = start.copy(), opt.init(start.reshape(-1))
+    full, full_state = start.copy(), opt.init(start.reshape(-1))
+    row_sparse.update_rows(opt, weights, array, state, 1)
+    opt.update(full.reshape(-1), dense(array).reshape(-1), full_state, 1)
+    np.testing.assert_array_equal(weights, full)
+    before = weights.copy()
+    row_sparse.update_rows(opt, weights, other, state, 2)
+    untouched = np.setdiff1d(np.arange(7), other.rows)
+    np.testing.assert_array_equal(weights[untouched], before[untouched])
+
+
+def test_lists_are_taken_and_no_rows_are_fine():
+    array = RowSparse([], np.zeros((0, 4)), (5, 4))
+    np.testing.assert_array_equal(array.to_dense(), np.zeros((5, 4)))
+    np.testing.assert_array_equal(RowSparse([1, 1], [[1.0], [2.0]], (2, 1)).to_dense(), [[0], [3]])
+
+
+@pytest.mark.parametrize(
+    "rows, values, shape, words",
+    [
+        ([0, 5], np.zeros((2, 2)), (5, 2), ["[0, 5)", "0..5"]),
+        ([-1], np.zeros((1, 2)), (5, 2), ["-1"]),
+        ([0.5], np.zeros((1, 2)), (5, 2), ["integer", "float64"]),
+        ([[0]], np.zeros((1, 2)), (5, 2), ["1-D"]),
+        ([0, 1], np.zeros((1, 2)), (5, 2), ["(2, 2)", "(1, 2)"]),
+        ([0], np.zeros((1, 3)), (5, 2), ["(1, 2)", "(1, 3)"]),
+        ([], np.zeros((0,)), (), ["dimension"]),
+    ],
+)
+def test_what_does_not_fit_is_named(rows, values, shape, words):
+    with pytest.raises(ValueError) as caught:
+        RowSparse(rows, values, shape)
+    assert all(word in str(caught.value) for word in words)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "int8", "int32", "float64"])
+def test_adding_repeated_rows_keeps_the_dtype(dtype):
+    merged = RowSparse([2, 0, 2], np.array([[1, 2], [3, 4], [5, 6]], dtype), (3, 2)).merged()
+    assert merged.values.dtype == dtype
+    assert merged.values.tolist() == [[3, 4], [6, 8]]
+
+
+def test_different_arrays_do_not_add():
+    one, two = RowSparse([0], np.ones((1, 2)), (3, 2)), RowSparse([0], np.ones((1, 2)), (4, 2))
+    with pytest.raises(ValueError, match="cannot add"):
+        row_sparse.add([one, two])
+    with pytest.raises(ValueError, match="cannot be added"):
+        one.add_to(np.zeros((4, 2)))
+    with pytest.raises(ValueError, match="differ"):
+        row_sparse.update_rows(optimizers.SGD(), np.zeros((4, 2)), one, (), 1)

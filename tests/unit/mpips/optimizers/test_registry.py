@@ -1,0 +1,164 @@
+"""Optimizers of a user's own, known by name; and what is no optimizer, in a sentence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import pytest
+
+from mpips import optimizers
+from mpips.optimizers import SGD, Groups, Warmup, changed, initial
+
+from .lion import Lion, Polynomial
+
+
+def test_an_optimizer_of_ones_own_is_one_as_any():
+    assert optimizers.create("lion", beta1=0.8) == Lion(beta1=0.8)
+    for sent in (Lion(), Lion(0.5, weight_decay=0.1), Lion(Warmup(0.1, 5)), Lion(Polynomial(0.1, 7))):
+        assert optimizers.decode(optimizers.encode(sent)) == sent
+    assert changed(Lion(), learning_rate=1.0) == Lion(1.0)
+    groups = Groups(Lion())
+    groups.update({"learning_rate": Polynomial(0.1, 5)})
+    assert groups.of("w") == Lion(Polynomial(0.1, 5))
+
+
+def test_it_updates_by_intervals():
+    rng = np.random.default_rng(0)
+    start, gradient = rng.normal(size=100).astype(np.float32), rng.normal(size=100).astype(np.float32)
+    whole, pieces = start.copy(), start.copy()
+    state, cut = initial(Lion(0.1), whole), initial(Lion(0.1), pieces)
+    for step in (1, 2):
+        Lion(0.1).update(whole, gradient, state, step)
+        for part in (slice(0, 33), slice(33, 100)):
+            Lion(0.1).update(pieces[part], gradient[part], [array[part] for array in cut], step)
+    np.testing.assert_array_equal(whole, pieces)
+    np.testing.assert_allclose(whole, start - 0.2 * np.sign(gradient), rtol=1e-5)
+
+
+def test_the_parts_of_the_built_in_ones_serve_ones_own():
+    """`check`, `zeros` and `by_blocks` for an optimizer in cache-sized blocks and in 16 bits."""
+
+    @optimizers.register
+    @dataclass(frozen=True)
+    class SignSGD:
+        learning_rate: optimizers.Number = 0.01
+
+        def __post_init__(self):
+            optimizers.check(self, scheduled=["learning_rate"], at_least_zero=["learning_rate"])
+
+        def init(self, weights):
+            return optimizers.zeros(weights, 0)
+
+        def update(self, weights, gradient, state, step):
+            numbers = [optimizers.at(self.learning_rate, step)]
+            optimizers.by_blocks(self._block, weights, gradient, state, slots=0, step=step, numbers=numbers)
+
+        def _block(self, w, g, state, scratch, numbers):
+            np.sign(g, out=scratch)
+            np.multiply(scratch, numbers[0], out=scratch)
+            np.subtract(w, scratch, out=w)
+
+    try:
+        w = np.zeros(300_000, np.float16)
+        optimizers.create("signsgd", learning_rate=0.5).update(w, np.full(300_000, 3, np.float16), (), 1)
+        np.testing.assert_array_equal(w, -0.5)
+        with pytest.raises(ValueError, match="learning_rate"):
+            SignSGD(learning_rate=-1)
+    finally:
+        del optimizers.OPTIMIZERS["signsgd"]
+
+
+def test_a_name_that_a_server_does_not_know_is_a_sentence():
+    for data in (
+        {"name": "lyon", "options": {}},
+        {"name": "sgd", "options": {"learning_rate": {"schedule": "lyon", "options": {}}}},
+    ):
+        with pytest.raises(ValueError, match=r"'lyon' is not known here: register it .* before mpips\.create"):
+            optimizers.decode(msgspec.msgpack.encode(data))
+
+
+class Bare:
+    def init(self, weights): ...
+
+    def update(self, weights, gradient, state, step): ...
+
+
+@dataclass(frozen=True)
+class Unregistered(Lion):
+    pass
+
+
+@dataclass
+class Thawed(Lion.__base__):
+    rate: float = 0.1
+
+
+@dataclass(frozen=True)
+class Nothing:
+    rate: float = 0.1
+
+
+@pytest.mark.parametrize(
+    "kind, words",
+    [
+        (Bare, ["Bare", "@dataclass(frozen=True)"]),
+        (Thawed, ["Thawed", "frozen=True"]),
+        (Nothing, ["Nothing", "init(weights)", "update(weights, gradient, state, step)"]),
+        (SGD(), ["frozen=True"]),
+        ("lion", ["lion"]),
+    ],
+)
+def test_what_cannot_be_registered_is_told_why(kind, words):
+    with pytest.raises(TypeError) as caught:
+        optimizers.register(kind)
+    assert all(word in str(caught.value) for word in words)
+
+
+def test_a_name_is_one_class():
+    assert optimizers.register(Lion) is Lion  # again: nothing new
+    with pytest.raises(ValueError, match=r"'sgd' is that of mpips\.optimizers\.sgd\.SGD"):
+        optimizers.register(dataclass(frozen=True)(type("SGD", (Bare,), {"__module__": "mine"})))
+
+
+class Torch:
+    """As torch.optim.SGD, whose repr has eleven lines."""
+
+    def __repr__(self):
+        return "SGD (\nParameter Group 0\n    dampening: 0\n)"
+
+
+Torch.__name__ = Torch.__qualname__ = "SGD"
+Torch.__module__ = "torch.optim.sgd"
+
+
+@pytest.mark.parametrize(
+    "given, error, words",
+    [
+        (Torch(), ValueError, ["torch.optim.sgd.SGD is no optimizer of mpips", "adam"]),
+        (SGD, TypeError, ["SGD(...)", "class"]),
+        (Unregistered(), TypeError, ["Unregistered", "@mpips.optimizers.register"]),
+        (Bare(), ValueError, ["Bare"]),
+        (3, ValueError, ["3", "adam"]),
+    ],
+)
+def test_what_is_no_optimizer_is_a_short_sentence(given, error, words):
+    with pytest.raises(error) as caught:
+        optimizers.create(given)
+    assert all(word in str(caught.value) for word in words)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 240
+
+
+def test_an_option_that_cannot_travel_is_named():
+    with pytest.raises(TypeError, match=r"not a .*ndarray"):
+        optimizers.create(Lion(weight_decay=np.zeros(3)))
+
+
+def test_state_of_another_size_is_named():
+    class Short(Bare):
+        def init(self, weights):
+            return [np.zeros(2)]
+
+    with pytest.raises(ValueError, match=r"Short.init gave \(2,\) for weights \(3,\)"):
+        initial(Short(), np.zeros(3))

@@ -1,0 +1,86 @@
+"""What is shown of an uncaught error, and which errors are the same for all ranks: decided without MPI."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from collectives.errors import of_caller
+from mpips.runtime import last_words
+
+
+def ours(code: str) -> Callable[..., Any]:
+    """The function `call`, as if it stood in this package."""
+    names: dict[str, Any] = {"__name__": "mpips.made_up", "of_caller": of_caller}
+    exec(code, names)
+    function: Callable[..., Any] = names["call"]
+    return function
+
+
+def raised(call: Callable[..., object], *words: object) -> BaseException:
+    try:
+        call(*words)
+    except Exception as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+def shown(error: BaseException) -> str:
+    return "".join(traceback.format_exception(type(error), error, last_words._users(error, error.__traceback__)))
+
+
+refuse = ours("def call(words):\n    inner(words)\ndef inner(words):\n    raise of_caller(ValueError(words))\n")
+
+
+def test_the_rank_in_front_does_not_tell_sentences_apart_and_all_else_does() -> None:
+    words = "rank {}: pull: key 'v' was not initialised"
+    assert last_words._nameless(words.format(0)) == last_words._nameless(words.format(31))
+    assert last_words._nameless(words.format(0)) != last_words._nameless(words.format(0).replace("'v'", "'w'"))
+    for other in ("rank 1 waits for ranks [0]", "init: rank 1: no array", "the rank 1: of 2"):
+        assert last_words._nameless(other) == other
+    assert last_words._nameless("rank 0: rank 1: twice") == "rank 1: twice"
+
+
+def test_a_refused_argument_is_shown_with_the_lines_of_the_caller_alone() -> None:
+    text = shown(raised(refuse, "rank 0: push: no"))
+    assert "ValueError: rank 0: push: no" in text
+    assert text.count('  File "') == 1
+    assert __file__ in text
+
+
+def test_an_error_of_ours_that_nobody_meant_keeps_all_its_lines() -> None:
+    text = shown(raised(ours("def call():\n    inner()\ndef inner():\n    [][0]\n")))
+    assert text.count('  File "') == 3
+
+
+def test_what_we_caught_on_the_way_is_not_shown_and_what_the_caller_caught_is() -> None:
+    text = shown(raised(ours("def call():\n    try:\n        {}['x']\n    except KeyError:\n"
+                             "        raise of_caller(ValueError('no'))\n")))  # fmt: skip
+    assert "KeyError" not in text
+
+    def caller() -> None:
+        try:
+            {}["x"]
+        except KeyError:
+            refuse("no")
+
+    assert "KeyError" in shown(raised(caller))
+
+
+def test_a_sentence_of_ours_is_the_same_wherever_it_is_raised() -> None:
+    late = raised(ours("def call(words):\n    raise of_caller(RuntimeError(words))\n"), "rank 1: push: no")
+    first = raised(refuse, "rank 1: push: no")
+    assert last_words._identity(first, first.__traceback__) == last_words._identity(late, late.__traceback__)
+
+
+@pytest.mark.parametrize("other", [lambda: int("x"), lambda: {}["x"]])
+def test_other_errors_are_the_same_only_from_the_same_line(other: Callable[[], object]) -> None:
+    def here() -> int:
+        return int("x")
+
+    first, again, another = raised(here), raised(here), raised(other)
+    assert last_words._identity(first, first.__traceback__) == last_words._identity(again, again.__traceback__)
+    assert last_words._identity(first, first.__traceback__) != last_words._identity(another, another.__traceback__)

@@ -1,0 +1,62 @@
+"""Tasks side by side: all run to their end, or the first failure is raised at once and the others are closed."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpips.runtime.tasks import goes_on, nothing, together
+
+
+def task(number: int, steps: int, ended: list[int]) -> Generator[bool, None, None]:
+    for _ in range(steps):
+        yield True
+    ended.append(number)
+
+
+@given(st.lists(st.integers(0, 5), max_size=6))
+def test_all_run_to_their_end(plan):
+    ended: list[int] = []
+    list(together([task(number, steps, ended) for number, steps in enumerate(plan)]))
+    assert sorted(ended) == list(range(len(plan)))
+
+
+def endless(number: int, closed: list[int]) -> Generator[bool, None, None]:
+    try:
+        while True:
+            yield False
+    finally:
+        closed.append(number)
+
+
+def test_the_first_failure_is_raised_at_once_and_the_others_are_closed():
+    def fails() -> Generator[bool, None, None]:
+        yield True
+        raise RuntimeError("broken pipe")
+
+    closed: list[int] = []
+    with pytest.raises(RuntimeError, match="broken pipe"):
+        list(together([endless(0, closed), fails(), endless(2, closed)]))
+    assert sorted(closed) == [0, 2]
+
+
+def test_what_is_given_up_is_closed():
+    closed: list[int] = []
+    running = together([endless(0, closed), endless(1, closed)])
+    next(running)
+    running.close()
+    assert closed == [0, 1]
+
+
+def test_it_is_told_whether_something_went_on():
+    assert next(together([task(0, 1, []), endless(1, [])])) is True
+    still = together([endless(0, []), endless(1, [])])
+    assert [next(still), next(still)] == [False, False]
+
+
+def test_one_step():
+    assert goes_on(task(0, 1, []))
+    assert not goes_on(nothing())

@@ -1,0 +1,208 @@
+"""Rare requests to a server: units, optimizers, states, rounds and snapshots, as a worker asks for them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpips import optimizers
+from mpips.optimizers import SGD, Adam, Add
+from mpips.server.requests import Requests
+from mpips.server.sources import Elements
+from mpips.server.state import State
+from mpips.transport import frames
+from mpips.transport.frames import Frame, Op, UnitCard
+
+
+class Line:
+    """A worker's end: what it asks, and the answers."""
+
+    local = True
+
+    def __init__(self):
+        self.asked, self.answers = b"", []
+
+    def body(self, frame):
+        return self.asked
+
+    def post_body(self, body, op, unit=0, round_=0, token=0, flags=0):
+        assert op == Op.ANSWER
+        self.answers.append(body.decode() if flags else frames.decode_answer(body))
+
+
+class Server:
+    """Units "a" (of two workers) and "b" of a server, each of ten float32, in blocks of four."""
+
+    def __init__(self, asynchronous=False):
+        self.state = State(asynchronous)
+        self.requests, self.line = Requests(self.state), Line()
+        cards = [UnitCard(number, key, "float32", 0, 10, 1, 4, (0, 1)) for number, key in ((3, "a"), (7, "b"))]
+        self.ask(frames.Create(cards))
+        self.units = [self.state.units[3], self.state.units[7]]
+        for unit in self.units:
+            unit.stored[...] = 0
+
+    def ask(self, request):
+        """The answer, if there is one."""
+        self.line.answers.clear()
+        self.line.asked = frames.encode(request)
+        self.requests.heard(0, self.line, Frame(int(Op.CONTROL), *[0] * 12))
+        if self.requests.waiting and self.state.quiet:
+            self.requests.answer_all()
+        return self.line.answers[-1] if self.line.answers else None
+
+    def push(self, unit, *values):
+        for worker, value in enumerate(values):
+            self.state.pushed(unit, worker, Elements(np.full(10, value, np.float32)), 0, 0.0)
+
+    def round(self, *values):
+        for unit in self.units:
+            self.push(unit, *values)
+        while self.state.work()[0]:
+            pass
+
+
+def test_settings_wait_until_what_was_pushed_before_has_been_applied():
+    server = Server()
+    unit = server.units[0]
+    server.push(unit, 1)
+    assert server.ask(frames.SetOptimizer(optimizers.encode(Add()))) is None
+    server.state.pushed(unit, 1, Elements(np.full(10, 2, np.float32)), 0, 0.0)
+    assert server.ask(frames.Flush()) is None
+    while server.state.work()[0]:
+        pass
+    assert list(unit.stored) == [3] * 10
+    server.requests.answer_all()
+    assert server.line.answers == [frames.Done(), frames.Done()]
+    server.round(1, 2)
+    assert list(unit.stored) == [6] * 10
+
+
+def test_groups_of_keys_have_their_own_optimizers_and_new_units_the_default():
+    server = Server()
+    server.ask(frames.SetOptimizer(optimizers.encode(Add())))
+    server.ask(frames.SetOptimizer(optimizers.encode(SGD(1.0)), ["b"]))
+    server.round(1, 1)
+    assert [unit.stored[0] for unit in server.units] == [2, -2]
+    server.ask(frames.Create([UnitCard(9, "c", "float32", 0, 10, 1, 4, (0, 1))]))
+    assert server.state.units[9].optimizer == Add()
+
+
+def test_changed_numbers_keep_momentum_and_count_from_the_next_round():
+    server, serial, state = Server(), np.zeros(10, np.float32), None
+    server.ask(frames.SetOptimizer(optimizers.encode(SGD(0.5, momentum=0.5))))
+    state = optimizers.initial(SGD(0.5, momentum=0.5), serial)
+    for step, rate in enumerate((0.5, 0.25, 0.125), 1):
+        assert server.ask(frames.UpdateOptimizer(optimizers.encode_numbers({"learning_rate": rate}))) == frames.Done()
+        server.round(1, 2)
+        SGD(rate, momentum=0.5).update(serial, np.full(10, 3, np.float32), state, step)
+    assert (server.units[0].stored == serial).all()
+
+
+@pytest.mark.parametrize(
+    "request_, why",
+    [
+        (frames.SetOptimizer(b"nonsense"), ""),
+        (frames.UpdateOptimizer(optimizers.encode_numbers({"learning_rate": 1.0})), "set_optimizer"),
+        (frames.PutState(3, frames.StatePart(1, [], [])), "set_optimizer"),
+    ],
+)
+def test_what_cannot_be_done_is_answered_by_a_sentence(request_, why):
+    server = Server()
+    answer = server.ask(request_)
+    assert isinstance(answer, str) and why in answer
+    server.round(1, 2)
+    assert list(server.units[0].stored) == [3] * 10
+
+
+def test_states_come_back_as_they_were():
+    one, other = Server(), Server()
+    for server in (one, other):
+        server.ask(frames.SetOptimizer(optimizers.encode(Adam(0.1))))
+    for _ in range(3):
+        one.round(1, 2)
+    for ours, theirs in zip(one.units, other.units):
+        theirs.stored[...] = ours.stored
+        assert other.ask(frames.PutState(ours.number, one.ask(frames.GetState(ours.number)))) == frames.Done()
+    one.round(3, 4)
+    other.round(3, 4)
+    assert (one.units[0].stored == other.units[0].stored).all()
+
+
+def test_after_a_recovery_units_that_are_not_asked_for_are_forgotten():
+    server = Server()
+    server.round(1, 1)
+    server.push(server.units[0], 1, 1)
+    while server.state.work()[0]:
+        pass
+    server.state.abandon()
+    server.state.recover()
+    assert server.ask(frames.Rounds([3])) == frames.RoundsAre([2], [False])
+    assert list(server.state.units) == [3]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_rounds_count_from_what_workers_say(asynchronous):
+    server = Server(asynchronous)
+    server.state.set_optimizer(Add())
+    assert server.ask(frames.SetRounds([3, 7], [4, 4], [False, True])) == frames.Done()
+    assert [unit.torn for unit in server.units] == [False, True]
+    assert list(server.units[0].words) == [0 if asynchronous else 12, 4, 4]
+    server.round(1, 2)
+    assert list(server.units[0].words)[1:] == [5, 5]
+    assert server.ask(frames.Rounds([3, 7])) in (
+        frames.RoundsAre([5, 5], [False, True]), frames.RoundsAre([4, 4], [False, True]),
+    )  # fmt: skip
+
+
+# ---- snapshots
+
+
+def contents(server, number, slots):
+    """All that is frozen under a number."""
+    return {
+        (unit.number, slot): np.frombuffer(
+            server.ask(frames.ReadSnapshot(number, unit.number, slot, 0, 10)).data, np.float32
+        )
+        for unit in server.units
+        for slot in range(-1, slots)
+    }
+
+
+@given(st.lists(st.sampled_from(["round", "idle", "second"]), max_size=8), st.booleans())
+def test_a_snapshot_holds_what_was_there_whatever_comes_after(events, asynchronous):
+    server = Server(asynchronous)
+    server.ask(frames.SetOptimizer(optimizers.encode(SGD(0.5, momentum=0.5))))
+    server.round(1, 2)
+    server.round(3, 4)
+    expected = {
+        (unit.number, slot): array.copy()
+        for unit in server.units
+        for slot, array in enumerate([unit.stored, *unit.state], -1)
+    }
+    taken = server.ask(frames.Snapshot(5, [3, 7]))
+    assert [step for _, step, _ in taken.units] == [4 if asynchronous else 2] * 2
+    assert all(dtypes == ["float32"] for _, _, dtypes in taken.units)
+    for event in events:
+        if event == "round":
+            server.round(5, 6)
+        elif event == "idle":
+            server.requests.snapshots.copy_next()
+        else:
+            server.ask(frames.Snapshot(6, [3]))
+    found = contents(server, 5, 1)
+    assert all((found[place] == array).all() for place, array in expected.items())
+    server.ask(frames.DropSnapshot(5))
+    server.ask(frames.DropSnapshot(6))
+    server.round(1, 1)
+    assert not any(unit.frozen for unit in server.units)
+
+
+def test_a_part_of_a_frozen_array_can_be_read():
+    server = Server()
+    server.ask(frames.Snapshot(1, [3]))
+    server.units[0].thaw()
+    server.units[0].stored[...] = 1
+    assert server.ask(frames.ReadSnapshot(1, 3, -1, 2, 5)).data == np.zeros(3, np.float32).tobytes()

@@ -1,0 +1,127 @@
+"""Blocks that a worker fills, as its server reads them: each is what was pushed until the server has summed it."""
+
+import contextlib
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from collectives.node import arena
+from mpips.server.sources import Filling
+from mpips.transport import outbox
+from mpips.transport.outbox import Outbox, fill
+
+SIZE, STEP = 38, 4
+BLOCKS = -(-SIZE // STEP)
+
+
+class Worker:
+    """Pushes rounds of a shard; `words[0]` is what the server says it has summed."""
+
+    def __init__(self):
+        self.words = [0]
+        self.outbox = Outbox(self.words, SIZE, BLOCKS, STEP, np.dtype(np.float32))
+        self.round = 0
+
+    def begin(self):
+        self.round += 1
+        self.values = np.arange(SIZE, dtype=np.float32) + 100 * self.round
+        self.outbox.begin(self.round)
+        source = Filling(arena.attach(self.outbox.growing), BLOCKS, STEP, np.dtype(np.float32))
+        source.begin(self.round)
+        return source
+
+    def put(self, block):
+        assert self.outbox.filled == block and not self.outbox.full
+        self.outbox.put(self.values)
+        assert self.outbox.full == (block + 1 == BLOCKS)
+
+    def reads(self, source, block):
+        start, stop = block * STEP, min(SIZE, (block + 1) * STEP)
+        halves = [source.part(block, *part) for part in ((start, start + 1), (start + 1, stop))]
+        both = np.concatenate(halves).tolist()
+        return both == source.part(block, start, stop).tolist() == self.values[start:stop].tolist()
+
+    def slots(self, source):
+        return {source._words[outbox.PLACES + block] for block in range(BLOCKS)}
+
+
+@given(st.lists(st.lists(st.integers(0, BLOCKS), min_size=BLOCKS, max_size=BLOCKS), min_size=1, max_size=3))
+def test_a_block_stays_until_it_is_summed(rounds):
+    """`rounds`: how many blocks of it the server has summed, at most, when each block is filled."""
+    worker = Worker()
+    for summed in rounds:
+        source = worker.begin()
+        assert not source.ready(0)
+        done = 0
+        for block, most in enumerate(summed):
+            worker.put(block)
+            assert source.ready(block) and not source.ready(block + 1)
+            assert all(worker.reads(source, other) for other in range(done, block + 1))
+            done = max(done, min(most, block + 1))
+            worker.words[0] = (worker.round - 1) * BLOCKS + done
+        assert all(worker.reads(source, other) for other in range(done, BLOCKS))
+        worker.words[0] = worker.round * BLOCKS
+
+
+def test_a_server_that_keeps_up_needs_few_slots():
+    worker = Worker()
+    source = worker.begin()
+    for block in range(BLOCKS):
+        worker.put(block)
+        worker.words[0] = block  # all but the last
+    assert len(worker.slots(source)) == 2
+
+
+def test_nobody_waits_for_a_server_that_has_not_begun_or_stops():
+    worker = Worker()
+    for stops in (0, 2):
+        source = worker.begin()
+        for block in range(BLOCKS):
+            worker.put(block)
+            worker.words[0] = (worker.round - 1) * BLOCKS + min(stops, block)
+        assert len(worker.slots(source)) == BLOCKS - stops
+        worker.words[0] = worker.round * BLOCKS
+
+
+def test_what_was_summed_before_this_round_frees_nothing():
+    worker = Worker()
+    worker.begin()
+    worker.words[0] = BLOCKS - 1  # what came before is summed
+    source = worker.begin()
+    for block in range(BLOCKS):
+        worker.put(block)
+    assert len(worker.slots(source)) == BLOCKS
+
+
+def test_a_slot_that_an_interrupt_has_lost_is_found_again():
+    worker = Worker()
+    for lost in range(3):
+        source = worker.begin()
+        for block in range(BLOCKS):
+            if block <= lost:
+                worker.outbox._slot()
+            worker.put(block)
+        assert all(worker.reads(source, block) for block in range(BLOCKS))
+        worker.words[0] = worker.round * BLOCKS
+
+
+def test_what_an_interrupt_has_left_is_filled_from_where_it_was():
+    class Interrupted(Outbox):
+        def put(self, values):
+            calls.append(self.filled)
+            if len(calls) % 3:
+                raise KeyboardInterrupt
+            super().put(values)
+
+    calls, words = [], [0]
+    box = Interrupted(words, SIZE, BLOCKS, STEP, np.dtype(np.float32))
+    values = np.arange(SIZE, dtype=np.float32)
+    box.begin(1)
+    while not box.full:
+        with contextlib.suppress(KeyboardInterrupt):
+            fill([(box, values)])
+    source = Filling(arena.attach(box.growing), BLOCKS, STEP, np.dtype(np.float32))
+    source.begin(1)
+    read = [source.part(block, block * STEP, min(SIZE, (block + 1) * STEP)) for block in range(BLOCKS)]
+    assert np.concatenate(read).tolist() == values.tolist()

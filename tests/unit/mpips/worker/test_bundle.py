@@ -1,0 +1,70 @@
+"""Keys of a call that go together: every call once, in vectors of one dtype that are not too long."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpips.keys.key import Key
+from mpips.worker import bundle
+from mpips.worker.bundle import MOST_BYTES, SMALL_BYTES, Vectors, steps
+
+DTYPES = [np.dtype(name) for name in ("f2", "f4", "f8", "i8")]
+SIZES = st.one_of(st.integers(0, 40), st.integers(SMALL_BYTES[True] // 8 - 2, SMALL_BYTES[False] // 2 + 2))
+
+
+def keys_of(*wanted, fast=False):
+    """Keys of (elements, dtype), with a fast route or without."""
+    return [Key(name, (size,), dtype, fast=object() if fast else None) for name, (size, dtype) in enumerate(wanted)]
+
+
+@given(st.lists(st.tuples(SIZES, st.sampled_from(DTYPES)), max_size=120), st.booleans())
+def test_every_key_is_there_once_with_others_of_its_dtype_and_small(wanted, fast):
+    keys = keys_of(*wanted, fast=fast)
+    found = steps(keys)
+    assert sorted(place for step in found for place in step) == list(range(len(keys)))
+    assert [step[0] for step in found] == sorted(step[0] for step in found)
+    for step in (step for step in found if len(step) > 1):
+        assert len({keys[place].dtype for place in step}) == 1
+        assert all(0 < keys[place].nbytes <= SMALL_BYTES[fast] for place in step)
+        assert step == sorted(step)
+        assert sum(keys[place].nbytes for place in step) <= MOST_BYTES
+
+
+def test_small_keys_of_a_dtype_fill_vectors():
+    made = keys_of(*[(1000, DTYPES[1])] * 1000)
+    assert len(steps(made)) == -(-1000 // (MOST_BYTES // 4000))
+    mixed = keys_of(*[(10, DTYPES[name % 4]) for name in range(100)])
+    assert [len(step) for step in steps(mixed)] == [25] * 4
+
+
+@given(st.lists(st.lists(st.integers(1, 50), min_size=1, max_size=9), min_size=1, max_size=5), st.booleans())
+def test_vectors_hold_arrays_one_behind_the_other(calls, shared):
+    vectors = Vectors(shared)
+    for sizes in calls:
+        values = [np.arange(size, dtype=np.float32) + 100 * index for index, size in enumerate(sizes)]
+        vector, total, parts = vectors.lay(values)
+        assert np.array_equal(vector, np.concatenate(values))
+        total[:] = 2 * vector
+        assert all(np.array_equal(part, 2 * value) for part, value in zip(parts, values, strict=True))
+        assert not np.may_share_memory(vector, total)
+
+
+@pytest.mark.parametrize("size", [3, 1000])
+def test_memory_is_used_again(monkeypatch, size):
+    monkeypatch.setattr(bundle, "MOST_BYTES", 400)
+    vectors = Vectors(False)
+    values = [np.ones(size, np.float32)] * 2
+    first, second = vectors.lay(values), vectors.lay(values)
+    assert all(np.shares_memory(a, b) for a, b in zip(first[:2], second[:2]))
+    assert not np.shares_memory(first[0], vectors.lay([np.ones(size)])[0])
+
+
+def test_what_a_call_that_broke_off_may_still_send_is_not_used_again():
+    vectors = Vectors(False)
+    values = [np.ones(5, np.float32)] * 2
+    sent = vectors.lay(values)
+    vectors.leave()
+    assert not any(np.may_share_memory(old, new) for old in sent[:2] for new in vectors.lay(values)[:2])
