@@ -38,8 +38,6 @@ T = TypeVar("T")
 
 LAST_WORD_SECONDS = 0.2
 """How long a message may take from a rank that has left since."""
-LAST_LOOKS = 10
-"""How often a rank looks for messages that were sent before the epoch ended."""
 PARTING_SECONDS = 5.0
 """So long a rank that closes waits for the others once the epoch is over."""
 FREEING_SECONDS = 1.0
@@ -85,11 +83,14 @@ class _Meeting:
     def look(self, waited: float) -> None:
         """Raise where the epoch has ended, or somebody who is needed has left."""
         try:
-            self._epoch.look(waited)
+            self._epoch.see(waited)
         except EpochError:
-            # Who has ended it may have been through this meeting before: then its word is here.
-            if all(self._room.missing() for _ in range(LAST_LOOKS)):
-                raise
+            # Who has ended it may have been through this meeting before: then all words are here, or on their way.
+            deadline = time.monotonic() + LAST_WORD_SECONDS
+            while self._room.missing():
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(LOOK_SECONDS)
             return
         gone = self._epoch.gone()
         if not any(rank in gone for rank in self._room.missing()):
@@ -104,12 +105,13 @@ class _Meeting:
         begun = time.monotonic()
         due = begun + LOOK_SECONDS
         self._room.bring(payload)
-        while self._room.missing():
-            if (now := time.monotonic()) >= due:
-                due = now + LOOK_SECONDS
-                self.look(now - begun)
-                see_in_time(self._what, now - begun, self)
-            yield False
+        with self._epoch.meets():
+            while self._room.missing():
+                if (now := time.monotonic()) >= due:
+                    due = now + LOOK_SECONDS
+                    self.look(now - begun)
+                    see_in_time(self._what, now - begun, self)
+                yield False
         return self._room.brought()
 
 
@@ -127,6 +129,7 @@ class Epoch:
         reads arrays that it has lent, and that what others count on is there."""
         self._hearing, self._ending = threading.Lock(), threading.RLock()
         self._closed = False
+        self._meeting = False
         self._begin()
 
     def _begin(self) -> None:
@@ -148,12 +151,18 @@ class Epoch:
 
     def check(self) -> None:
         """Raise EpochError if the epoch has ended on this node. Cheap; sends and receives nothing."""
-        if self.over is not None or self.flag[0]:
+        if (self.over is not None or self.flag[0]) and not self._meeting:
             raise self._error()
 
     def look(self, waited: float = 0.0) -> None:
         """The same from within a wait of so many seconds: also hears other nodes, and sees whose process has ended."""
-        self.check()
+        if not self._meeting:
+            self.see(waited)
+
+    def see(self, waited: float) -> None:
+        """`look` for a meeting, which may be over though the epoch has ended meanwhile."""
+        if self.over is not None or self.flag[0]:
+            raise self._error()
         if self._hearing.acquire(blocking=False):  # else another thread hears
             try:
                 self._home.listen(waited)
@@ -161,6 +170,15 @@ class Epoch:
                 raise of_kind(error) from None
             finally:
                 self._hearing.release()
+
+    @contextmanager
+    def meets(self) -> Iterator[None]:
+        """A task is in a meeting within: who runs it does not look at the epoch, the meeting does."""
+        self._meeting = True
+        try:
+            yield
+        finally:
+            self._meeting = False
 
     def end(self, what: str, error: BaseException) -> BaseException:
         """`what` has raised `error` on this rank: end the epoch for all ranks; what this rank is to raise.
