@@ -239,7 +239,7 @@ def hear(epoch):
 @pytest.mark.mpi(min_size=5)
 @pytest.mark.parametrize("nodes", HOW)
 def test_ranks_of_a_client_are_named_as_in_the_store(nodes):
-    with store(nodes, clients=2, timeout_seconds=0.5) as (layout, epoch):
+    with store(nodes, clients=2, timeout_seconds=2) as (layout, epoch):
         if layout.is_server or layout.client_number == 0:
             pass
         else:
