@@ -55,7 +55,7 @@ def run(argv: list[str], limit: float, folder: Path, out: IO[bytes] | None = Non
     finally:
         _end(process)
         _running.discard(process)
-        for pid in left(token):
+        for pid in remaining(token):
             show(f"-- left behind, ended: process {pid}, {_words(pid)}\n".encode(), out)
             _kill(pid)
         relay.join(PATIENCE)
@@ -105,7 +105,7 @@ def carriers(token: str) -> list[int]:
     return found
 
 
-def left(token: str) -> list[int]:
+def remaining(token: str) -> list[int]:
     """The same, once those that were ending when mpirun ended have had time for it."""
     deadline = time.monotonic() + GRACE
     while (found := carriers(token)) and time.monotonic() < deadline:
