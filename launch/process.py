@@ -10,8 +10,10 @@ import ctypes
 import math
 import os
 import select
+import shutil
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -96,6 +98,7 @@ class Watched:
                 _kill(spared=0 if late > GRACE else self._job.pid)
         if self._ends_by < math.inf or self._job.returncode < 0:
             _clear()
+            _drop_session(self._job.pid)
 
     def code(self) -> int:
         """As of a shell. Ranks know better than mpirun: MPICH's may have 0 after an interrupt."""
@@ -140,15 +143,22 @@ class Watched:
 
 
 def _child_of(parent: int, mask: Iterable[int]) -> Callable[[], None]:
-    """What a child does before it becomes another program: it ends with its parent, and hears the signals of `mask`."""
+    """What a child does before it becomes another program: it ends with its parent, and hears the signals of `mask`.
+    Nothing is left of an mpirun of the same number."""
 
     def prepare() -> None:
         _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent:
             os._exit(1)
+        _drop_session(os.getpid())
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     return prepare
+
+
+def _drop_session(pid: int) -> None:
+    """Remove what Open MPI's mpirun with this number has left: where it is there, another one does not start."""
+    shutil.rmtree(Path(tempfile.gettempdir(), f"ompi.{pid}"), ignore_errors=True)
 
 
 def _signal_in(code: int) -> int:

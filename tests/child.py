@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -26,12 +27,17 @@ _stopped = threading.Event()
 def run(argv: list[str], limit: float, folder: Path, out: IO[bytes] | None = None) -> int:
     """Exit code of `argv`, run in `folder`. Past `limit` seconds it is ended, says so, and the code is 1.
 
-    What it prints goes to `out`, or to standard output as it comes. Processes that it leaves behind are ended.
+    What it prints goes to `out`, or to standard output as it comes. Processes and temporary files that it leaves behind
+    are removed: a folder of a killed mpirun is in the way of the next one with its process number.
     """
-    out = out or sys.stdout.buffer
+    with tempfile.TemporaryDirectory(prefix="t", ignore_cleanup_errors=True) as temporary:
+        return _run(argv, limit, folder, temporary, out or sys.stdout.buffer)
+
+
+def _run(argv: list[str], limit: float, folder: Path, temporary: str, out: IO[bytes]) -> int:
     token = f"{TOKEN}={uuid4().hex}"
     environment = {name: value for name, value in os.environ.items() if not LAUNCHER_VARIABLES.match(name)}
-    environment[TOKEN] = token.partition("=")[2]
+    environment |= {TOKEN: token.partition("=")[2], "TMPDIR": temporary}
     sys.stdout.flush()
     if _stopped.is_set():
         return 1
@@ -55,7 +61,7 @@ def run(argv: list[str], limit: float, folder: Path, out: IO[bytes] | None = Non
     finally:
         _end(process)
         _running.discard(process)
-        for pid in left(token):
+        for pid in remaining(token):
             show(f"-- left behind, ended: process {pid}, {_words(pid)}\n".encode(), out)
             _kill(pid)
         relay.join(PATIENCE)
@@ -105,7 +111,7 @@ def carriers(token: str) -> list[int]:
     return found
 
 
-def left(token: str) -> list[int]:
+def remaining(token: str) -> list[int]:
     """The same, once those that were ending when mpirun ended have had time for it."""
     deadline = time.monotonic() + GRACE
     while (found := carriers(token)) and time.monotonic() < deadline:

@@ -19,6 +19,7 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives.errors import KINDS, CollectiveError, MismatchError, kind_of
+from collectives.network.requests import keep
 from collectives.node.descriptors import disagreement
 from collectives.node.poison import DEPARTURES, PROGRAM_ENDED
 from collectives.node.wait import Limits
@@ -58,7 +59,6 @@ class Control:
         self._left: dict[int, Note] = {}
         self._over: list[Note] = []
         self._settled = self._differs = 0.0
-        self._sends: list[tuple[MPI.Request, bytes]] = []
 
     def operation(self, text: str, steps: Iterator[None]) -> Iterator[None]:
         """The steps of one operation, numbered; every rank begins the same operations in the same order."""
@@ -164,7 +164,6 @@ class Control:
                 self._heard.setdefault(note.number, {})[note.rank] = note.text
                 if note.number in self._mine and note.number not in self._told:
                     self._tell(note.number)
-        self._sends = [send for send in self._sends if not send[0].Test()]
 
     def _tell(self, number: int) -> None:
         self._told.add(number)
@@ -174,7 +173,7 @@ class Control:
         message = msgspec.msgpack.encode(note)
         for other in range(self._size):
             if other != self._rank:
-                self._sends.append((self.comm.Isend([message, MPI.BYTE], other, _TAG), message))
+                keep([self.comm.Isend([message, MPI.BYTE], other, _TAG)])
 
     def _compare(self, number: int) -> None:
         """MismatchError where others know this operation by another name; once all have named it, or after a while."""

@@ -74,7 +74,7 @@ def sweep(seconds: float = 0.0) -> bool:
             if parting.free():  # which may leave others, which were kept for it
                 _partings.remove(parting)
                 _limbo.append(parting.kept)
-        if not outstanding():
+        if not outstanding():  # MPICH frees what waited for the last of them, which may leave others, too
             _limbo.clear()
         if _left:
             continue

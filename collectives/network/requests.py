@@ -6,7 +6,7 @@ them: receives are cancelled, and sends end when whoever gives their communicato
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,9 @@ from mpi4py import MPI
 from collectives.arrays import Vector
 
 MESSAGE_BYTES = 4 << 20
+LOOK_AT = 64
+_look_at = LOOK_AT
+"""At so many requests in `_left` those that are over are dropped."""
 _left: list[MPI.Request] = []
 _collectives: list[tuple[MPI.Request, MPI.Comm]] = []
 """MPI's own, which it goes on with on their communicators."""
@@ -45,6 +48,16 @@ def release(requests: Sequence[MPI.Prequest]) -> None:
         _left.append(request)
 
 
+def keep(requests: Iterable[MPI.Request]) -> None:
+    """Hold on to requests that nobody waits for, and so to their memory, until MPI is through with them: MPICH keeps a
+    communicator for as long as one was not seen to be over."""
+    global _look_at
+    _left.extend(requests)
+    if len(_left) >= _look_at:
+        outstanding()
+        _look_at = max(LOOK_AT, 2 * len(_left))
+
+
 def leave(request: MPI.Request, comm: MPI.Comm) -> None:
     """Hold on to the request of a collective of MPI's own until MPI is through with it."""
     if not request.Test():
@@ -58,14 +71,17 @@ def unfinished(comm: MPI.Comm) -> bool:
 
 
 def outstanding() -> bool:
-    """Whether MPI may still touch memory of an operation that has failed."""
+    """Whether MPI may still touch memory of what nobody waits for."""
     _collectives[:] = [kept for kept in _collectives if not kept[0].Test()]
-    over = [request for request in _left if request.Test()]
-    for request in over:
-        _left.remove(request)
-        if isinstance(request, MPI.Prequest):
-            request.Free()
+    _left[:] = [request for request in _left if not _over(request)]
     return bool(_left or _collectives)
+
+
+def _over(request: MPI.Request) -> bool:
+    over = request.Test()
+    if over and isinstance(request, MPI.Prequest):
+        request.Free()
+    return over
 
 
 def pieces(vector: Vector) -> list[list[Any]]:

@@ -32,7 +32,7 @@ from mpips.runtime.breaking import uninterrupted
 from mpips.runtime.errors import EpochError, of_kind
 from mpips.runtime.parting import NEVER, Parting
 from mpips.runtime.rendezvous import Room, see_there
-from mpips.runtime.tasks import Task, goes_on
+from mpips.runtime.tasks import Task, goes_on, kept
 
 T = TypeVar("T")
 
@@ -77,8 +77,7 @@ class _Meeting:
         self._epoch, self._room, self._what = epoch, room, what
         self._first = 0.0
         """After how many seconds somebody who is missing was seen to have left."""
-        self.late, self.limits = room.missing, epoch.limits
-        self.nap_after = NAP_AFTER_ON_NODE if epoch.one_node else NAP_AFTER_BETWEEN_NODES
+        self.watch = _Wait(epoch, room.missing, self.look)
 
     def look(self, waited: float) -> None:
         """Raise where the epoch has ended, or somebody who is needed has left."""
@@ -110,7 +109,7 @@ class _Meeting:
                 if (now := time.monotonic()) >= due:
                     due = now + LOOK_SECONDS
                     self.look(now - begun)
-                    see_in_time(self._what, now - begun, self)
+                    see_in_time(self._what, now - begun, self.watch)
                 yield False
         return self._room.brought()
 
@@ -129,7 +128,6 @@ class Epoch:
         reads arrays that it has lent, and that what others count on is there."""
         self._hearing, self._ending = threading.Lock(), threading.RLock()
         self._closed = False
-        self._meeting = False
         self._begin()
 
     def _begin(self) -> None:
@@ -143,6 +141,7 @@ class Epoch:
         self.flag: memoryview = self._home.board.poison.flag
         """flag[0] != 0 once the epoch has ended on this node. `renew` replaces it."""
         self.over: EpochError | None = None
+        self._meeting = False
         self._everybody = Room(layout.world)
         self._workers = None if layout.workers is None else Room(layout.workers)
         self._parting = Parting(layout.world, self.gone)
@@ -241,18 +240,14 @@ class Epoch:
     def carry_out(self, task: Task[T], what: str) -> T:
         """Run a task to its end, blocking, and return its result."""
         results: list[T] = []
-
-        def steps() -> Task[None]:
-            results.append((yield from task))
-
-        running = steps()
+        running = kept(task, results)
         self.wait(lambda: not goes_on(running), what)
         return results[0]
 
     def meet(self, payload: bytes, what: str, everybody: bool = False) -> list[bytes]:
         """See `rendezvous.exchange`."""
         room = self._room(everybody)
-        return room.exchange(payload, what, _Meeting(self, room, what))
+        return room.exchange(payload, what, _Meeting(self, room, what).watch)
 
     def met(self, payload: bytes, what: str) -> Task[list[bytes]]:
         """The same for workers, as a task."""

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from mpi4py import MPI
 
+from collectives.node.poison import CLOSED, DEPARTURES
 from collectives.node.wait import NAP_AFTER_BETWEEN_NODES, Limits, drive, until
 from mpips.runtime.breaking import uninterrupted
 from mpips.runtime.rendezvous import Room
@@ -57,14 +58,16 @@ class Parting:
         self._say(LEAVES)
 
     def left(self, seconds: float, look: Callable[[float], None] = lambda waited: None) -> bool:
-        """Wait until all have left, for so many seconds at most; whether all have said so. `look` as in an epoch."""
+        """Wait until all have left, for so many seconds at most; whether all have, and none by its end. `look` as in an
+        epoch."""
         deadline = time.monotonic() + seconds
 
         def over() -> bool:
             return time.monotonic() > deadline or not set(self._others(LEAVES)) - self._gone().keys()
 
         drive(until(over), _Wait(NEVER, lambda: self._others(LEAVES), look), "close")
-        return not self._others(LEAVES)
+        gone = self._gone()
+        return all(gone.get(rank) == DEPARTURES[CLOSED] for rank in self._others(LEAVES))
 
     def _say(self, word: bytes) -> None:
         if self._said != word:

@@ -15,6 +15,7 @@ import msgspec
 from mpi4py import MPI
 
 from collectives.errors import CollectiveError, of_caller
+from collectives.network.requests import keep
 from collectives.node.wait import Epoch as Waiting
 from collectives.node.wait import Limits, drive, until
 from mpips.runtime.tasks import Task
@@ -39,14 +40,12 @@ class Room:
         self.comm, self.rank, self.size, self._tag = comm, comm.Get_rank(), comm.Get_size(), tag
         self._heard: list[deque[bytes]] = [deque() for _ in range(self.size)]
         """What each rank has brought to meetings that are not over here."""
-        self._sends: list[MPI.Request] = []
 
     def bring(self, payload: bytes) -> None:
         """Begin a meeting. Does not block."""
-        self._sends = [send for send in self._sends if not send.Test()]
         self._heard[self.rank].append(payload)
         others = (rank for rank in range(self.size) if rank != self.rank)
-        self._sends += [self.comm.Isend([payload, MPI.BYTE], rank, self._tag) for rank in others]
+        keep([self.comm.Isend([payload, MPI.BYTE], rank, self._tag) for rank in others])
 
     def missing(self) -> list[int]:
         """Ranks that have not come to the present meeting. Does not block."""

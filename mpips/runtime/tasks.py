@@ -40,6 +40,11 @@ def together(tasks: Iterable[Task[T]]) -> Task[None]:
             task.close()
 
 
+def kept(task: Task[T], results: list[T]) -> Task[None]:
+    """The same task; its result goes into `results`."""
+    results.append((yield from task))
+
+
 def nothing() -> Task[None]:
     """A task that is over at once."""
     yield from ()

@@ -160,14 +160,13 @@ class Setup:
 
     def recover(self, known: Container[Name]) -> Task[State]:
         """Keep the keys that all workers have, forget all others; the round of each. Collective; the link is new."""
-        mine = {
-            repr(name): [shard.number for shard in key.shards] for name, key in self.keys.items() if name in known
-        }  # fmt: skip
+        here = {name: key for name, key in self.keys.items() if name in known}
+        mine = {repr(name): [shard.number for shard in key.shards] for name, key in here.items()}
         told = rendezvous.exchange(self._epoch, msgspec.msgpack.encode(mine), "recover")
         everybody = [msgspec.msgpack.decode(data, type=dict[str, list[int]]) for data in told]
         kept = {
-            name: key for name, key in self.keys.items()
-            if name in known and all(other.get(repr(name)) == mine[repr(name)] for other in everybody)
+            name: key for name, key in here.items()
+            if all(other.get(repr(name)) == mine[repr(name)] for other in everybody)
         }  # fmt: skip
         for key in [*self._link.keys()]:
             if kept.get(key.name) is not key:

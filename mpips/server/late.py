@@ -168,6 +168,8 @@ class Gossip:
         """Tell what has changed; or, on the first server, hear of it. Call it now and then while idle."""
         if not self._others:
             return
+        from collectives.network.requests import keep
+
         if self._comm.Get_rank() == 0:
             for server in self._others:
                 while self._comm.Iprobe(server, WAITS_TAG):
@@ -175,6 +177,7 @@ class Gossip:
         elif (waits := self._late.own()) != self._said and (self._send is None or self._send.Test()):
             self._said, data = waits, msgspec.msgpack.encode(waits)
             self._send = self._comm.Isend(data, 0, WAITS_TAG)
+            keep([self._send])
 
     def _hear(self, server: int) -> list[Wait]:
         from mpi4py import MPI

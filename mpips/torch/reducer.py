@@ -11,7 +11,7 @@ from torch import Tensor
 import collectives
 from mpips.torch.buckets import Bucket, apart
 from mpips.torch.gradients import Gradients
-from mpips.torch.process_group.works import Job, Steps, communication
+from mpips.torch.process_group.works import Job, Steps, communication, in_steps
 
 
 class Reducer:
@@ -92,9 +92,7 @@ class Reducer:
 
 def _steps(plan: Any) -> Steps:
     plan.start()
-    while not plan.test():
-        yield
-    plan.wait()
+    yield from in_steps(plan)
 
 
 def names(reducer: Reducer, named: Iterator[tuple[str, Tensor]]) -> list[list[str]]:

@@ -7,11 +7,12 @@ there notes it in `UnderWay` until it is over, and `UnderWay.stop` sees to what 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mpi4py import MPI
 
+from collectives.network.requests import keep
 from mpips.runtime.tasks import Task
 from mpips.transport.frames import FRAME, FRAME_BYTES, NOWHERE, ROUND, ROUND_AT, WITH_BODY, Frame
 from mpips.transport.tags import TAG_BODY, TAG_FRAME
@@ -21,7 +22,6 @@ SENT = 32
 QUIET_SECONDS = 5.0
 """How long the end of an epoch waits for messages whose memory is the caller's. Who answers at all does so sooner."""
 LOOK_SECONDS = 1e-4
-_left: list[MPI.Request] = []
 
 
 class MessageLine:
@@ -32,7 +32,7 @@ class MessageLine:
 
     def __init__(self, comm: MPI.Comm, peer: int) -> None:
         self.comm, self.peer = comm, peer
-        self._sends: list[tuple[MPI.Request, bytes]] = []
+        self._sends: list[MPI.Request] = []
         self._body = bytearray()
         self._frame = b""
         """One whose body is on its way."""
@@ -45,8 +45,9 @@ class MessageLine:
 
     def _send(self, data: bytes, tag: int) -> None:
         if len(self._sends) > SENT:
-            self._sends = [(request, data) for request, data in self._sends if not request.Test()]
-        self._sends.append((self.comm.Isend(data, self.peer, tag), data))
+            self._sends = [request for request in self._sends if not request.Test()]
+        self._sends.append(self.comm.Isend(data, self.peer, tag))
+        keep(self._sends[-1:])
 
     def post(
         self, op: int, unit: int = 0, round_: int = 0, region: tuple[int, ...] = NOWHERE, coding: int = 0,
@@ -100,7 +101,7 @@ class MessageLine:
 
     def done(self) -> bool:
         """Whether MPI has taken everything sent."""
-        self._sends = [(request, data) for request, data in self._sends if not request.Test()]
+        self._sends = [request for request in self._sends if not request.Test()]
         return not self._sends
 
 
@@ -177,11 +178,6 @@ class UnderWay:
             keep(exchange.receives + exchange.sends)
         self._open.clear()
         return not left
-
-
-def keep(requests: Iterable[MPI.Request]) -> None:
-    """Hold on to requests that nobody waits for, and so to their memory, until MPI is through with them."""
-    _left[:] = [request for request in (*_left, *requests) if not request.Test()]
 
 
 def _not_ended(requests: list[Any]) -> list[Any]:

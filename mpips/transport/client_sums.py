@@ -16,9 +16,10 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
+from collectives.network.requests import keep
 from collectives.schedule.model import cut
 from mpips.runtime.tasks import Task
-from mpips.transport.channel import LOOK_SECONDS, QUIET_SECONDS, UnderWay, keep
+from mpips.transport.channel import LOOK_SECONDS, QUIET_SECONDS, UnderWay
 from mpips.transport.tags import QUIET_TAG
 
 Array = NDArray[Any]

@@ -19,9 +19,10 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
+from collectives.network.requests import keep
 from mpips.keys.row_sparse import RowSparse
 from mpips.transport.buffers import Buffers
-from mpips.transport.channel import LOOK_SECONDS, MessageLine, keep
+from mpips.transport.channel import LOOK_SECONDS, MessageLine
 from mpips.transport.frames import ALONG, Coding, Frame, Op
 from mpips.transport.line import Line
 from mpips.transport.tags import pull_tag, push_tag

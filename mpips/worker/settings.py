@@ -22,7 +22,7 @@ from mpips.optimizers import Groups, Optimizer
 from mpips.runtime import rendezvous
 from mpips.runtime.engine import Engine, Handle
 from mpips.runtime.epoch import Epoch
-from mpips.runtime.tasks import Task
+from mpips.runtime.tasks import Task, kept
 from mpips.worker.backend import Backend
 from mpips.worker.operations import Operations
 
@@ -191,11 +191,7 @@ class Settings:
     def run(self, what: str, task: Task[T], names: Sequence[Name] = ()) -> T:
         """Run a task, blocking; what it returns. A failure ends the epoch."""
         results: list[T] = []
-
-        def kept() -> Task[None]:
-            results.append((yield from task))
-
-        self.operations.run(names, kept(), 0, what)
+        self.operations.run(names, kept(task, results), 0, what)
         return results[0]
 
     def start(self, what: str, task: Task[Any]) -> Handle:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,14 +11,13 @@ from mpi4py import MPI
 from torch import Tensor
 
 from collectives.communicator import Communicator
+from collectives.network.requests import keep
 from collectives.node.wait import see_in_time
 from mpips.torch.process_group.tensors import data
 from mpips.torch.process_group.works import Found, Steps
 
 LOOK_SECONDS = 1e-2
 """Between two looks for the end of the epoch."""
-_limbo: list[Any] = []
-"""Requests given up, with the arrays that MPI may still touch."""
 
 
 def elements(tensor: Tensor, splits: Sequence[int] | None, ranks: int, argument: str) -> list[int]:
@@ -43,46 +42,46 @@ class Exchange:
     def alltoall(self, target: Tensor, into: Sequence[int], source: Tensor, out_of: Sequence[int]) -> Steps:
         size = source.element_size()
         sent, came = _cut(data(source), out_of, size), _cut(data(target), into, size)
-        yield from self._through(lambda: self._comm.Ialltoallv(sent, came), source, target)
+        yield from self._through(lambda: self._comm.Ialltoallv(sent, came))
 
     def allgather(self, target: Tensor, sizes: Sequence[int], source: Tensor) -> Steps:
         came = _cut(data(target), sizes, source.element_size())
-        yield from self._through(lambda: self._comm.Iallgatherv(data(source), came), source, target)
+        yield from self._through(lambda: self._comm.Iallgatherv(data(source), came))
 
     def gather(self, target: Tensor, sizes: Sequence[int], source: Tensor, root: int) -> Steps:
         came = _cut(data(target), sizes, source.element_size()) if self._comm.rank == root else None
-        yield from self._through(lambda: self._comm.Igatherv(data(source), came, root), source, target)
+        yield from self._through(lambda: self._comm.Igatherv(data(source), came, root))
 
     def scatter(self, target: Tensor, source: Tensor, sizes: Sequence[int], root: int) -> Steps:
         sent = _cut(data(source), sizes, source.element_size()) if self._comm.rank == root else None
-        yield from self._through(lambda: self._comm.Iscatterv(sent, data(target), root), source, target)
+        yield from self._through(lambda: self._comm.Iscatterv(sent, data(target), root))
 
     def reduce(self, target: Tensor, source: Tensor, op: Any, root: int | None) -> Steps:
         """By an operation on bytes; on all ranks where there is no root."""
         given, result = data(source).copy(), data(target)
         if root is None:
-            yield from self._through(lambda: self._comm.Iallreduce(given, result, op), given, target)
+            yield from self._through(lambda: self._comm.Iallreduce(given, result, op))
         else:
             mine = result if self._comm.rank == root else None
-            yield from self._through(lambda: self._comm.Ireduce(given, mine, op, root), given, target)
+            yield from self._through(lambda: self._comm.Ireduce(given, mine, op, root))
 
     def send(self, source: Tensor, destination: int, tag: int) -> Steps:
-        yield from self._through(lambda: self._comm.Isend(data(source), destination, tag), source)
+        yield from self._through(lambda: self._comm.Isend(data(source), destination, tag))
 
     def receive(self, target: Tensor, source: int, tag: int, found: Found | None = None) -> Steps:
         status = MPI.Status()
-        yield from self._through(lambda: self._comm.Irecv(data(target), source, tag), target, status=status)
+        yield from self._through(lambda: self._comm.Irecv(data(target), source, tag), status)
         if found is not None:
             found.rank = status.Get_source()
 
-    def _through(self, start: Any, *arrays: Any, status: MPI.Status | None = None) -> Steps:
+    def _through(self, start: Callable[[], MPI.Request], status: MPI.Status | None = None) -> Steps:
         request = start()
         try:
             while not request.Test(status):
                 yield
         finally:
             if request:
-                _limbo.append((request, arrays))
+                keep([request])  # which holds the arrays that MPI may still touch
 
 
 def watched(steps: Steps, home: Communicator, what: str) -> Steps:

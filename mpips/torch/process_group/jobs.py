@@ -18,7 +18,7 @@ from collectives.communicator import communicator
 from mpips.torch.process_group import exchange
 from mpips.torch.process_group.reductions import Reduction, numbers, reduction
 from mpips.torch.process_group.tensors import flat, movable, see_host, written
-from mpips.torch.process_group.works import Job, Steps
+from mpips.torch.process_group.works import Job, Steps, in_steps
 
 Home = Callable[[], None]
 """Brings a result to where the caller wants it."""
@@ -135,10 +135,7 @@ class Jobs:
             return ended()
 
         def steps() -> Steps:
-            made = begin(kind, x, self.comm, op=op, out=out, root=root)
-            while not made.test():
-                yield
-            made.wait()
+            yield from in_steps(begin(kind, x, self.comm, op=op, out=out, root=root))
             return ended()
 
         return Job(run, steps, True)

@@ -22,6 +22,13 @@ Steps = Generator[None, None, Any]
 """An operation that yields whenever it has to wait; it returns the result."""
 
 
+def in_steps(begun: Any) -> Steps:
+    """A collective (`collectives.Plan`) that has begun, to its end."""
+    while not begun.test():
+        yield
+    begun.wait()
+
+
 class Job:
     """One operation: `run` does it, blocking; `steps` does the same beside others. `ordered`: a collective."""
 

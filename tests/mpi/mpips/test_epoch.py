@@ -12,6 +12,7 @@ from mpi4py import MPI
 
 import collectives
 from collectives.errors import CollectiveError, MismatchError, StallError
+from collectives.network.drain import sweep
 from collectives.node.wait import Limits
 from mpips import layout as layouts
 from mpips.options import Options
@@ -178,6 +179,18 @@ def test_who_waits_too_long_for_others_to_recover_is_told_so_and_may_come_again(
         assert epoch.renew()
         works(layout, epoch)
         epoch.close()
+
+
+def test_nothing_is_left_of_epochs_that_were_closed_soon_after_a_meeting():
+    begun = time.monotonic()
+    for number in range(60):
+        with store() as (_, epoch):
+            rendezvous.exchange(epoch, b"*" * 40 * number, "barrier", everybody=True)
+            epoch.close()
+    seconds = time.monotonic() - begun
+    gone = sweep(10)
+    assert all(WORLD.allgather(gone))
+    assert seconds < 30 * epochs.FREEING_SECONDS  # each close waits so long at most for what others must give back, too
 
 
 def raise_or_hear(epoch):

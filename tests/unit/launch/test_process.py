@@ -270,3 +270,23 @@ def test_ctrl_c_at_a_terminal_reaches_the_job_once() -> None:
     os.close(terminal)
     assert os.waitstatus_to_exitcode(status) == 130
     assert text.count(b"heard") == 1
+
+
+def test_what_a_killed_mpirun_left_is_not_in_the_way_of_one_with_its_number(tmp_path: Path) -> None:
+    """Open MPI names a folder after its mpirun, and starts no job where one with that name is there."""
+    leaves = f"import os, signal\nos.makedirs('{tmp_path}/ompi.%d' % os.getpid())\nos.kill(os.getpid(), signal.SIGKILL)"
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+
+    def job(program: str) -> int:
+        command = [sys.executable, "-c", WATCH, program]
+        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, timeout=60).returncode
+
+    assert job(leaves) == 128 + signal.SIGKILL
+    assert not list(tmp_path.iterdir())
+    last = subprocess.Popen(["true"])
+    last.wait()
+    coming = {(last.pid + 1 + more) % int(Path("/proc/sys/kernel/pid_max").read_text()) for more in range(2000)}
+    for pid in coming:
+        (tmp_path / f"ompi.{pid}").mkdir()
+    assert job(f"import os, sys\nsys.exit(os.path.exists('{tmp_path}/ompi.%d' % os.getpid()))") == 0
+    assert len(list(tmp_path.iterdir())) == len(coming) - 1

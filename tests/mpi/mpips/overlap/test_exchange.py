@@ -357,7 +357,6 @@ from mpi4py import MPI
 from mpips.overlap.exchange import Overlapped
 from mpips.optimizers import SGD
 from mpips.parallel.mlp import MLP
-from mpips.runtime.engine import Alone, Engine
 assert MPI.Query_thread() == MPI.THREAD_SERIALIZED
 kv = mpips.create("dist_sync", servers={servers})
 exchange = Overlapped(MLP([6, 9, 5, 3], loss="softmax"), kv, SGD(learning_rate=0.1), review_every=2)
