@@ -1,12 +1,13 @@
-"""Persistent MPI requests: how a vector is cut into their buffers, and how they are given back.
+"""MPI requests: persistent ones for the buffers that a vector is cut into, and what becomes of those nobody waits for.
 
-Those that were under way when an error ended their operation are kept, with their memory, until MPI is through with
+Requests that were under way when an error ended their operation are kept, with their memory, until MPI is through with
 them: receives are cancelled, and sends end when whoever gives their communicator back drops what was sent on it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,9 @@ MESSAGE_BYTES = 4 << 20
 LOOK_AT = 64
 _look_at = LOOK_AT
 """At so many requests in `_left` those that are over are dropped."""
-_left: list[MPI.Request] = []
+_left: dict[int, MPI.Request] = {}
+"""By identity; threads add to it and take from it."""
+_looking = Lock()
 _collectives: list[tuple[MPI.Request, MPI.Comm]] = []
 """MPI's own, which it goes on with on their communicators."""
 
@@ -45,14 +48,14 @@ def release(requests: Sequence[MPI.Prequest]) -> None:
             continue
         if isinstance(request, Receive):
             request.Cancel()
-        _left.append(request)
+        _left[id(request)] = request
 
 
 def keep(requests: Iterable[MPI.Request]) -> None:
     """Hold on to requests that nobody waits for, and so to their memory, until MPI is through with them: MPICH keeps a
     communicator for as long as one was not seen to be over."""
     global _look_at
-    _left.extend(requests)
+    _left.update((id(request), request) for request in requests)
     if len(_left) >= _look_at:
         outstanding()
         _look_at = max(LOOK_AT, 2 * len(_left))
@@ -72,8 +75,14 @@ def unfinished(comm: MPI.Comm) -> bool:
 
 def outstanding() -> bool:
     """Whether MPI may still touch memory of what nobody waits for."""
-    _collectives[:] = [kept for kept in _collectives if not kept[0].Test()]
-    _left[:] = [request for request in _left if not _over(request)]
+    if _looking.acquire(blocking=False):  # else another thread looks: two must not test one request
+        try:
+            _collectives[:] = [kept for kept in _collectives if not kept[0].Test()]
+            for request in list(_left.values()):
+                if _over(request):
+                    _left.pop(id(request), None)
+        finally:
+            _looking.release()
     return bool(_left or _collectives)
 
 

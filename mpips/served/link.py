@@ -205,6 +205,8 @@ class Link:
         """Tell all servers that this worker has finished. Waits for nobody."""
         for line in self.lines:
             line.post(Op.BYE)
+        for distant in self._distant:
+            distant.leave()
 
     # ---- the end of the epoch
 
@@ -222,6 +224,8 @@ class Link:
         while self._lends() and time.monotonic() < until:
             time.sleep(LOOK_SECONDS)
         self.sender.stop()
+        for line in self._distant:
+            line.leave()
 
     def _lends(self) -> bool:
         """Whether a server of this node may still read what this worker has pushed."""

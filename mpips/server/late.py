@@ -162,7 +162,6 @@ class Gossip:
         self._comm, self._late = comm, late
         self._others = range(1, comm.Get_size())
         self._said: list[Wait] = []
-        self._send: MPI.Request | None = None
 
     def tick(self) -> None:
         """Tell what has changed; or, on the first server, hear of it. Call it now and then while idle."""
@@ -174,10 +173,9 @@ class Gossip:
             for server in self._others:
                 while self._comm.Iprobe(server, WAITS_TAG):
                     self._late.told(server, self._hear(server))
-        elif (waits := self._late.own()) != self._said and (self._send is None or self._send.Test()):
+        elif (waits := self._late.own()) != self._said:
             self._said, data = waits, msgspec.msgpack.encode(waits)
-            self._send = self._comm.Isend(data, 0, WAITS_TAG)
-            keep([self._send])
+            keep([self._comm.Isend(data, 0, WAITS_TAG)])
 
     def _hear(self, server: int) -> list[Wait]:
         from mpi4py import MPI

@@ -47,7 +47,6 @@ class MessageLine:
         if len(self._sends) > SENT:
             self._sends = [request for request in self._sends if not request.Test()]
         self._sends.append(self.comm.Isend(data, self.peer, tag))
-        keep(self._sends[-1:])
 
     def post(
         self, op: int, unit: int = 0, round_: int = 0, region: tuple[int, ...] = NOWHERE, coding: int = 0,
@@ -103,6 +102,11 @@ class MessageLine:
         """Whether MPI has taken everything sent."""
         self._sends = [request for request in self._sends if not request.Test()]
         return not self._sends
+
+    def leave(self) -> None:
+        """Nothing more will be sent: what MPI has not taken it takes when it likes."""
+        keep(self._sends)
+        self._sends = []
 
 
 def knocked(lines: Sequence[MessageLine]) -> bool:

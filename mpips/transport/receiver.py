@@ -181,6 +181,8 @@ class Receiver:
             if not request.Test():
                 request.Cancel()
         keep([*receives, *(request for shipment in self._shipping for request in shipment.requests)])
+        for line in distant:
+            line.leave()
         self._coming.clear()
         self._shipping.clear()
 
