@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import statistics
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +25,7 @@ from collectives.terminal.console import (
     writing,
 )
 from mpips.bench import floor
+from mpips.bench.timing import measure, names
 from mpips.options import kind_of, read, uneven
 
 ARRAYS = ("ordinary", "empty")
@@ -153,57 +151,6 @@ def _row(
     repeats, push_s, pull_s, both_s, fused_s = measure(kv, n, array, keys, seconds)
     over = both_s / floor_s if floor_s else None
     return Row(*roles, array, keys, 4 * n, repeats, push_s, pull_s, both_s, fused_s, floor_s, over)
-
-
-def names(n: int, keys: int) -> list[str]:
-    """Names of `keys` keys with n elements each."""
-    return [f"{n} {key}" for key in range(keys)]
-
-
-def measure(
-    kv: mpips.KVStore, n: int, array: str, keys: int, seconds: float
-) -> tuple[int, float, float, float, float]:
-    """Repeats and medians of push, pull, both after each other, and pushpull, of `keys` keys with n elements each."""
-    make: Callable[[], np.ndarray] = (lambda: mpips.empty(n)) if array == "empty" else (lambda: np.empty(n, np.float32))
-    key: Any = names(n, keys)
-    values, outs = [make() for _ in key], [make() for _ in key]
-    for one, other in zip(values, outs):
-        one[...], other[...] = 1, 0
-    value: Any = values
-    out: Any = outs
-    if keys == 1:
-        key, value, out = key[0], values[0], outs[0]
-    pushes, pulls, fused = [], [], []
-
-    def once() -> None:
-        start = time.perf_counter()
-        kv.push(key, value)
-        pushed = time.perf_counter()
-        kv.pull(key, out)
-        pulled = time.perf_counter()
-        pushes.append(pushed - start)
-        pulls.append(pulled - pushed)
-
-    def once_fused() -> None:
-        start = time.perf_counter()
-        kv.pushpull(key, value, out)
-        fused.append(time.perf_counter() - start)
-
-    for _ in range(3):
-        once()
-        once_fused()
-    assert kv.layout.workers is not None
-    repeats = kv.layout.workers.bcast(max(5, min(2000, int(seconds / 2 / (pushes[-1] + pulls[-1])))), 0)
-    for sample in (pushes, pulls, fused):
-        sample.clear()
-    for once_more in (once, once_fused):
-        kv.barrier()
-        for _ in range(repeats):
-            once_more()
-    if kv.type.endswith("_sync"):
-        assert all((one == kv.num_workers).all() for one in outs), "the sums are wrong"
-    both = statistics.median(map(sum, zip(pushes, pulls)))
-    return repeats, statistics.median(pushes), statistics.median(pulls), both, statistics.median(fused)
 
 
 def table(rows: list[Row]) -> Table:

@@ -1,11 +1,16 @@
-"""The store's benchmark refuses what cannot be before any rank starts."""
+"""The store's benchmark refuses what cannot be before any rank starts, and wrong sums when they come."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import click
+import numpy as np
 import pytest
 
 from mpips.bench.__main__ import check
+from mpips.bench.timing import measure
 
 WORDS = {"kind": "dist_sync", "servers": 1, "clients": 1, "masters": "one", "keys": 1, "arrays": "empty"}
 
@@ -47,3 +52,33 @@ def test_clients_of_a_store_that_has_none_are_refused() -> None:
 def test_sizes_are_whole_elements_each_once(sizes: str, said: str) -> None:
     with pytest.raises(click.UsageError, match=said):
         check(2, **WORDS, sizes=sizes)
+
+
+class LastRound:
+    """A store of one worker, which pulls what was pushed `late` rounds ago."""
+
+    type, rank, num_workers = "dist_sync", 0, 1
+    layout = SimpleNamespace(workers=SimpleNamespace(bcast=lambda value, root: value))
+
+    def __init__(self, late: int) -> None:
+        self.pushed = [np.zeros(100, np.float32)] * (late + 1)
+
+    def push(self, key: str, value: np.ndarray) -> None:
+        self.pushed = [*self.pushed[1:], value.copy()]
+
+    def pull(self, key: str, out: np.ndarray) -> None:
+        out[:] = self.pushed[0]
+
+    def pushpull(self, key: str, value: np.ndarray, out: np.ndarray) -> None:
+        self.push(key, value)
+        self.pull(key, out)
+
+    def barrier(self) -> None: ...
+
+
+def test_a_pull_of_an_earlier_round_is_no_result() -> None:
+    kv: Any = LastRound(0)
+    assert measure(kv, 100, "ordinary", 1, 0.0)[0] == 5
+    kv = LastRound(1)
+    with pytest.raises(RuntimeError, match="dist_sync, round 1: of 400 bytes, an element came back as 0, not 1"):
+        measure(kv, 100, "ordinary", 1, 0.0)
