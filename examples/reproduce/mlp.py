@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 import click
@@ -21,7 +22,7 @@ from rich.table import Table
 from threadpoolctl import threadpool_limits
 
 import examples.reproduce.without_mpi  # noqa: F401 before mpips.parallel
-from collectives.terminal.console import Interruptible, console
+from collectives.terminal.console import Interruptible, OutFile, console
 from mpips.optimizers import SGD
 from mpips.parallel import report
 from mpips.parallel.grid import factorings
@@ -66,7 +67,7 @@ def predicted(width: int, batch: int, model: int, link: Link) -> float:
 
 
 def measured(width: int, batch: int, model: int) -> float:
-    """Seconds of a step in a real run of `mpips train`: the fastest of its epochs after the first."""
+    """Seconds of a step in a real run of `mpips train`: the median of its epochs after the first."""
     steps = 40
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run.json"
@@ -77,7 +78,7 @@ def measured(width: int, batch: int, model: int) -> float:
         ]
         subprocess.run([sys.executable, "-m", "launch.cli", *words], check=True, timeout=120, stdout=subprocess.DEVNULL)
         epochs = msgspec.json.decode(path.read_bytes())["epochs"]
-    return min(epoch["seconds"] for epoch in epochs[1:]) / steps
+    return median(epoch["seconds"] for epoch in epochs[1:]) / steps
 
 
 def points(link: Link, measure: bool) -> list[Point]:
@@ -110,7 +111,7 @@ def summary(found: list[Point]) -> dict[str, float]:
     }
 
 
-def draw(path: str, found: list[Point]) -> None:
+def draw(path: Path, found: list[Point]) -> None:
     """Figures 5, 6 and 7 side by side."""
     from matplotlib.figure import Figure
 
@@ -172,9 +173,9 @@ def _speedups(axis: Any, found: list[Point], batch: bool) -> None:
 @click.option("--measure/--predict-only", default=True, help="Run every grid that has a core for each rank.")
 @click.option("--alpha", default=CORI.alpha, help="Latency, s.")
 @click.option("--beta", default=CORI.beta, help="Inverse bandwidth, s a byte.")
-@click.option("--json", "json_path")
-@click.option("--plot", "plot_path")
-def command(measure: bool, alpha: float, beta: float, json_path: str | None, plot_path: str | None) -> None:
+@click.option("--json", "json_path", type=OutFile())
+@click.option("--plot", "plot_path", type=OutFile())
+def command(measure: bool, alpha: float, beta: float, json_path: Path | None, plot_path: Path | None) -> None:
     """Redraw the paper's figures 5, 6 and 7."""
     with threadpool_limits(1, user_api="blas"):
         found = points(Link(alpha, beta), measure)

@@ -52,9 +52,14 @@ def table(rows: list[dict]) -> Table:
 @click.option("--processes", default="1,2,3,4,5,6,7,8", help="Numbers of processes, commas between.")
 @click.option("--data-directory", default=".", help="Where airfoil_self_noise.dat lies.")
 @click.option("--json", "json_path", type=OutFile())
-def command(processes: str, data_directory: str, json_path: str | None) -> None:
+def command(processes: str, data_directory: str, json_path: Path | None) -> None:
     """Compare every grid with the serial run."""
     rows = [row for count in processes.split(",") for row in ran(int(count), data_directory)]
+    if not rows:
+        raise click.ClickException(
+            f"no data set was found: install scikit-learn, for its digits, or put airfoil_self_noise.dat into "
+            f"{data_directory!r}, or name its folder with --data-directory"
+        )
     console().print(table(rows))
     off = [row for row in rows if not row["difference"] <= TOLERANCE[row["dtype"]]]
     sets = ", ".join(dict.fromkeys(row["data"] for row in rows))

@@ -8,12 +8,14 @@ Then what overlap and mixed precision bring, in turn in one run.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import click
 from rich.table import Table
 
 import examples.reproduce.without_mpi  # noqa: F401 before mpips.parallel
 from collectives.simulator.topology import parse_rate
-from collectives.terminal.console import Interruptible, console
+from collectives.terminal.console import Interruptible, OutFile, console
 from examples.reproduce import lab
 from mpips.parallel import report
 
@@ -32,8 +34,8 @@ COMPARISONS = (
 @click.command(cls=Interruptible, context_settings={"show_default": True})
 @click.option("--rate", default="100mbit", help="Rate of every link.")
 @click.option("--steps", default=5, type=click.IntRange(3))
-@click.option("--json", "json_path")
-def command(rate: str, steps: int, json_path: str | None) -> None:
+@click.option("--json", "json_path", type=OutFile())
+def command(rate: str, steps: int, json_path: Path | None) -> None:
     """Train every grid of 8 emulated hosts in three settings."""
     with lab.networks({"star": f"star:{HOSTS}"}, parse_rate(rate)) as names:
         request = {"cases": list(CASES), "comparisons": list(COMPARISONS), "steps": steps}
