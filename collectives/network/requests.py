@@ -75,14 +75,12 @@ def unfinished(comm: MPI.Comm) -> bool:
 
 def outstanding() -> bool:
     """Whether MPI may still touch memory of what nobody waits for."""
-    if _looking.acquire(blocking=False):  # else another thread looks: two must not test one request
-        try:
+    if not _looking.locked():  # else another thread looks: two must not test one request
+        with _looking:
             _collectives[:] = [kept for kept in _collectives if not kept[0].Test()]
             for request in list(_left.values()):
                 if _over(request):
                     _left.pop(id(request), None)
-        finally:
-            _looking.release()
     return bool(_left or _collectives)
 
 

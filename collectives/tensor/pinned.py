@@ -64,11 +64,9 @@ class PinnedPool:
     def _give(self, slab: Slab) -> None:
         """Called by the garbage collector, perhaps inside `take`: queue, and work only if the lock is free."""
         self._returned.append(slab)
-        if self._lock.acquire(blocking=False):
-            try:
+        if not self._lock.locked():
+            with self._lock:
                 self._settle()
-            finally:
-                self._lock.release()
 
     def _settle(self) -> None:
         """Keep what has come back, and unpin the oldest beyond the limit."""

@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sized
+from typing import Any
 
 DUTY = 24
 """The thread sleeps this many times as long as a look took: 1 / (1 + 24) = 4 % of a core."""
@@ -19,12 +20,17 @@ QUIET, QUIET_SLEEP, QUIET_DUTY = 0.1, (4e-3, 8e-3), 32
 
 class Background:
     """One thread, started when it is first needed. `progress()` looks at everything once and says whether something
-    ended; `under_way` is empty where there is nothing to look at; `changed` is notified when that may have changed."""
+    ended; `under_way` is empty where there is nothing to look at; `changed`, of `lock`, is notified when that may have
+    changed."""
 
-    def __init__(self, changed: threading.Condition, under_way: Sized, progress: Callable[[], bool]) -> None:
-        self._changed, self._under_way, self._progress = changed, under_way, progress
+    def __init__(
+        self, lock: contextlib.AbstractContextManager[Any], changed: threading.Condition, under_way: Sized,
+        progress: Callable[[], bool],
+    ) -> None:  # fmt: skip
+        self._lock, self._changed, self._under_way, self._progress = lock, changed, under_way, progress
         self._thread: threading.Thread | None = None
-        self._waiting = 0
+        self._waiting: set[int] = set()
+        """Threads that look themselves."""
         self._closing = False
 
     def start(self) -> None:
@@ -35,7 +41,7 @@ class Background:
 
     def close(self) -> None:
         """Stop it, and wait until it has stopped."""
-        with self._changed:
+        with self._lock:
             self._closing = True
             self._changed.notify_all()
         if self._thread is not None and self._thread is not threading.current_thread():
@@ -44,19 +50,19 @@ class Background:
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
         """It begins no look inside, as somebody else looks."""
-        with self._changed:
-            self._waiting += 1
+        with self._lock:
+            self._waiting.add(threading.get_ident())
         try:
             yield
         finally:
-            with self._changed:
-                self._waiting -= 1
+            with self._lock:
+                self._waiting.discard(threading.get_ident())
                 self._changed.notify_all()
 
     def _run(self) -> None:
         last, used = 0.0, time.thread_time()  # when something was added or ended; CPU seconds
         while True:
-            with self._changed:
+            with self._lock:
                 if not self._under_way:
                     last = 0.0
                 self._changed.wait_for(lambda: self._closing or (self._under_way and not self._waiting))

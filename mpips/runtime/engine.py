@@ -81,7 +81,9 @@ class Engine:
         """time.monotonic() when the epoch is looked at again."""
         self._background: Background | None = None
         if background:
-            self._background = Background(self._handles.changed, self.under_way, self.progress)
+            self._background = Background(
+                self._handles.lock, self._handles.changed, self.under_way, self.progress
+            )
 
     # ---- operations
 
@@ -147,14 +149,14 @@ class Engine:
 
     def progress(self, wait: bool = True) -> bool:
         """Look once at everything that may go on; whether something ended. `wait`: for another thread's look to end."""
-        if not self._driver.acquire(blocking=wait):
+        if not wait and self._driver.locked():
             return False
-        self._owner = threading.get_ident()
-        try:
-            return self._look()
-        finally:
-            self._owner = 0
-            self._driver.release()
+        with self._driver:
+            self._owner = threading.get_ident()
+            try:
+                return self._look()
+            finally:
+                self._owner = 0
 
     def drive(self, handle: Handle) -> None:
         """Make everything go on until the operation has ended, the communication thread standing aside at first."""
@@ -203,7 +205,7 @@ class Engine:
                 if not self._look():
                     yield
         while not handle.done:
-            with self._handles.changed:
+            with self._handles.lock:
                 self._handles.changed.wait_for(lambda: handle.done, NOTICE)
             yield
 
@@ -211,11 +213,9 @@ class Engine:
         """Look at the epoch from a wait, unless the thread that advances operations does."""
         if self._owner == threading.get_ident():
             self.epoch.look(waited)
-        elif self._driver.acquire(blocking=False):
-            try:
+        elif not self._driver.locked():
+            with self._driver:  # to acquire it without blocking is not safe from interrupts
                 self.epoch.look(waited)
-            finally:
-                self._driver.release()
 
     def _look(self) -> bool:
         """Step what may go on, in order of priority, until something ends: that may free what has a higher one."""

@@ -162,13 +162,12 @@ class Epoch:
         """`look` for a meeting, which may be over though the epoch has ended meanwhile."""
         if self.over is not None or self.flag[0]:
             raise self._error()
-        if self._hearing.acquire(blocking=False):  # else another thread hears
-            try:
-                self._home.listen(waited)
-            except CollectiveError as error:
-                raise of_kind(error) from None
-            finally:
-                self._hearing.release()
+        if not self._hearing.locked():  # else another thread hears
+            with self._hearing:
+                try:
+                    self._home.listen(waited)
+                except CollectiveError as error:
+                    raise of_kind(error) from None
 
     @contextmanager
     def meets(self) -> Iterator[None]:

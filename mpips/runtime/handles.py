@@ -107,7 +107,9 @@ class Handles:
     """
 
     def __init__(self) -> None:
-        self.changed = threading.Condition()
+        self.lock = threading.RLock()
+        """That of `changed`. An interrupt as a condition is entered would leave it taken, but not as a lock is."""
+        self.changed = threading.Condition(self.lock)
         """Notified when something was added or has ended."""
         self._tracker: Tracker[Handle] = Tracker()
         self.under_way = self._tracker.nodes
@@ -119,7 +121,7 @@ class Handles:
 
     def add(self, handle: Handle, reads: Iterable[Hashable], orders: Iterable[Hashable], priority: int) -> None:
         """The next operation in program order. `orders`: names on which it takes turns with others, failed or not."""
-        with self.changed:
+        with self.lock:
             used = frozenset(reads) | handle.mutates
             handle.cause = next((self._poisoned[name] for name in used if name in self._poisoned), None)
             if not self.under_way:
@@ -129,22 +131,22 @@ class Handles:
 
     def ready(self) -> list[Handle]:
         """Those that nothing holds back, in the order in which they should be given attention."""
-        with self.changed:
+        with self.lock:
             return self._tracker.ready()
 
     def first(self, detached: bool) -> Handle | None:
         """The first in program order that is under way, `detached` ones left out or not."""
-        with self.changed:
+        with self.lock:
             return next((handle for handle in self._tracker.items() if detached or not handle.detached), None)
 
     def first_failed(self) -> Handle | None:
         """The first failure that nobody has seen."""
-        with self.changed:
+        with self.lock:
             return self._failed[0] if self._failed else None
 
     def ended(self, handle: Handle) -> None:
         """A ready operation is over."""
-        with self.changed:
+        with self.lock:
             if handle.error is not None:
                 cause = handle.cause or handle
                 self._failed.append(handle)
@@ -158,17 +160,17 @@ class Handles:
 
     def seen(self, handle: Handle) -> None:
         """Somebody has seen its failure: what it should have mutated may be used again from now on."""
-        with self.changed:
+        with self.lock:
             self._failed = [other for other in self._failed if handle not in (other, other.cause)]
             self._poisoned = {name: by for name, by in self._poisoned.items() if by is not handle}
 
     def give_up(self, error: BaseException, forget: bool = False) -> None:
         """End everything under way with this error. `forget`: nobody is to hear of that, or of other failures."""
-        with self.changed:
+        with self.lock:
             handles = self._tracker.items()
         for handle in handles:
             handle.stop(error)
-        with self.changed:
+        with self.lock:
             self._tracker.clear()
             self._failed = [] if forget else [*self._failed, *handles]
             if forget:

@@ -185,7 +185,8 @@ class UnderWay:
 
 
 def _not_ended(requests: list[Any]) -> list[Any]:
-    """Those that have not ended; one look at MPI for all of them."""
-    if not requests or not (ended := MPI.Request.Testsome(requests)):
+    """Those that have not ended; one look at MPI for all of them. Some may have been seen to end before, and an
+    interrupt have come then."""
+    if not requests or MPI.Request.Testsome(requests) == []:
         return requests
-    return [request for index, request in enumerate(requests) if index not in ended]
+    return [request for request in requests if request]

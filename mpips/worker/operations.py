@@ -72,12 +72,15 @@ class Operations:
         """The same, not blocking; it takes turns with others on its keys and on `turns`."""
         names, task = self._prepare(what, key, value, out, priority)
         order = [*self._order(names), *(("turns", name) for name in turns)]
-        return self._engine.submit(order, task, priority, text(what, names))
+        with self.guard(what, names):
+            return self._engine.submit(order, task, priority, text(what, names))
 
     def taken(self, key: Any, push: Handle) -> Handle:
         """A handle that ends when the servers have read what `push`, of these keys, sends."""
         keys = [arguments.known(self._known, name, "taken") for name in arguments.names(key)]
-        return self._engine.submit([("taken", push)], self._read(keys, push), 0, f"{push.what}, read by the servers")
+        what = f"{push.what}, read by the servers"
+        with self.guard(what):
+            return self._engine.submit([("taken", push)], self._read(keys, push), 0, what)
 
     def pull_rows(self, key: Any, out: Any, row_ids: Any, priority: int) -> None:
         """`KVStore.row_sparse_pull`."""

@@ -90,6 +90,19 @@ def test_a_sum_that_is_given_up_writes_nothing_any_more(comm):
     assert not out.any()
 
 
+def test_nobody_waits_for_what_was_seen_to_be_over_before(comm):
+    """An interrupt may come between MPI's word that a message is over and the note of it."""
+    rank, under_way, data = comm.rank, UnderWay(), [np.empty(5) for _ in range(3)]
+    receives = [comm.Irecv(x, rank, tag) for tag, x in enumerate(data)]
+    sends = [comm.Isend(np.ones(5), rank, tag) for tag in range(2)]
+    under_way.begin(receives[:2], sends)
+    under_way.begin(receives[2:])
+    MPI.Request.Waitall(receives[:2] + sends)
+    assert under_way.pending() == 1
+    comm.Send(np.ones(5), rank, 2)
+    assert under_way.stop(SECONDS)
+
+
 # ---- between workers and a server
 
 
