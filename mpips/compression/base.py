@@ -42,23 +42,36 @@ class Compressor:
         return np.zeros(gradient.size, wide)
 
     def encode(self, gradient: np.ndarray, residual: np.ndarray) -> np.ndarray:
-        """The payload, uint8 (max_bytes(n),), for a gradient of shape (n,); `residual` (n,) changes in place."""
+        """The payload, uint8 (max_bytes(n),), for a gradient of shape (n,); `residual` (n,) changes in place.
+
+        ValueError with what `fill` raises."""
         if gradient.ndim != 1 or gradient.shape != residual.shape:
             raise ValueError(f"encode needs 1-D gradient and residual alike, not {gradient.shape} and {residual.shape}")
         payload = np.empty(self.max_bytes(gradient.size), np.uint8)
         for part in blocks(gradient.size):
             residual[part] += gradient[part]
-        self.fill(residual, payload)
+        try:
+            self.fill(residual, payload)
+        except Exception as error:
+            raise ValueError(self._text("fill", gradient.size, error)) from error
         return payload
 
     def decode(self, payload: np.ndarray, out: np.ndarray, add: bool = True) -> None:
-        """Add what `payload` (uint8) holds to `out` of shape (n,), any float dtype; with add=False write it instead."""
+        """Add what `payload` (uint8) holds to `out` of shape (n,), any float dtype; with add=False write it instead.
+
+        ValueError where it is of another size, or with what `read` raises."""
         if out.ndim != 1 or payload.shape != (self.max_bytes(out.size),):
             raise ValueError(
                 f"{type(self).__name__} has {self.max_bytes(out.size)} bytes for {out.size} elements, "
                 f"not {payload.shape}; sender and receiver need the same compression and the same interval"
             )
-        self.read(payload, out, add)
+        try:
+            self.read(payload, out, add)
+        except Exception as error:
+            raise ValueError(self._text("read", out.size, error)) from error
+
+    def _text(self, what: str, n: int, error: Exception) -> str:
+        return f"{type(self).__name__}.{what} failed for {n} elements: {type(error).__name__}: {error}"
 
 
 def blocks(n: int) -> Iterator[slice]:

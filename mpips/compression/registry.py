@@ -66,14 +66,22 @@ def create(options: Mapping[str, Any]) -> Compressor:
     fields = {field.name: field for field in dataclasses.fields(COMPRESSORS[name]) if field.init}
     if unknown := sorted(set(given) - set(fields)):
         raise TypeError(f"{name} compression has no option {', '.join(unknown)}; it has {', '.join(fields) or 'none'}")
+    values = {key: _value(name, key, fields[key].type, value) for key, value in given.items()}
     try:
-        return COMPRESSORS[name](**{key: _value(fields[key].type, value) for key, value in given.items()})
+        return COMPRESSORS[name](**values)
     except TypeError as error:
-        raise ValueError(f"{name} compression needs numbers as options, not {given}") from error
+        raise ValueError(f"{name} compression cannot be made with {values}: {error}") from error
 
 
-def _value(kind: Any, value: Any) -> Any:
-    return float(value) if kind in (float, "float") else value
+def _value(name: str, option: str, kind: Any, value: Any) -> Any:
+    if kind in (float, "float"):
+        try:
+            return float(value)
+        except (TypeError, ValueError):
+            raise ValueError(f"{name} compression has a number as {option}, not {value!r}") from None
+    if not isinstance(value, (bool, int, float, str)):
+        raise ValueError(f"{name} compression has a number or a string as {option}, not {value!r}")
+    return value
 
 
 def options(compressor: Compressor) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from mpips.optimizers.base import Optimizer, known
+from mpips.optimizers.base import Optimizer, initial, known
 
 OPTIMIZERS: dict[str, type] = {}
 """Every optimizer by its lower-case name: the built-in ones and those that `register` added."""
@@ -57,19 +57,21 @@ def _fits(kind: Any) -> None:
 def create(optimizer: str | Optimizer, **options: Any) -> Optimizer:
     """The optimizer of that name (any case) with these options; an optimizer is given back as it is.
 
-    Raises ValueError for an unknown name or a value that cannot be, TypeError for an unknown option, an option that is
-    no plain data, an optimizer that is not registered, or a class in place of a record. What is known is listed.
+    Raises ValueError for an unknown name, a value that cannot be, or one that fails to update one weight. Raises
+    TypeError for an unknown option, an option that is no plain data, an optimizer that is not registered, or a class in
+    place of a record. What is known is listed.
     """
     if isinstance(optimizer, type):
         raise TypeError(f"give an optimizer, {optimizer.__name__}(...), not the class {optimizer.__name__}")
     if isinstance(optimizer, str):
         kind = OPTIMIZERS.get(optimizer.lower())
         if kind is None:
-            raise ValueError(f"unknown optimizer {optimizer!r}: the known ones are {', '.join(OPTIMIZERS)}")
+            raise ValueError(
+                f"unknown optimizer {optimizer!r}: the known ones are {', '.join(OPTIMIZERS)}; register your own "
+                "(@mpips.optimizers.register) before mpips.create"
+            )
         known(kind, options)
-        made: Optimizer = kind(**options)
-        _options(made)
-        return made
+        return _tried(kind(**options))
     if not isinstance(optimizer, Optimizer):
         raise ValueError(
             f"{_named(optimizer)} is no optimizer of mpips: give a name and numbers, as 'sgd', learning_rate=0.1; "
@@ -80,7 +82,18 @@ def create(optimizer: str | Optimizer, **options: Any) -> Optimizer:
         raise TypeError(f"options ({words}) go with an optimizer's name, not with a {_named(optimizer)} made already")
     if OPTIMIZERS.get(type(optimizer).__name__.lower()) is not type(optimizer):
         raise TypeError(f"{_named(optimizer)} is not registered: put @mpips.optimizers.register above its class")
+    return _tried(optimizer)
+
+
+def _tried(optimizer: Optimizer) -> Optimizer:
+    """The same, having seen that its options can travel and that it updates one weight."""
     _options(optimizer)
+    weight = np.zeros(1, np.float32)
+    try:
+        with np.errstate(all="ignore"):
+            optimizer.update(weight, np.zeros_like(weight), initial(optimizer, weight), 1)
+    except Exception as error:
+        raise ValueError(f"{optimizer!r} cannot update one weight: {type(error).__name__}: {error}") from error
     return optimizer
 
 
@@ -106,7 +119,11 @@ def decode(data: bytes) -> Optimizer:
             f"optimizer {record.name!r} is not known here: register it (@mpips.optimizers.register) before "
             "mpips.create in the script that servers run, too"
         )
-    return create(record.name, **{name: _made(value) for name, value in record.options.items()})
+    options = {name: _made(value) for name, value in record.options.items()}
+    try:
+        return create(record.name, **options)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"the optimizer that is registered here as {record.name!r} is another one: {error}") from None
 
 
 def encode_numbers(numbers: Mapping[str, Any]) -> bytes:

@@ -116,7 +116,7 @@ class Server:
             layout.asynchronous, options.staleness, remote, Late(options.stall_seconds, options.timeout_seconds),
             _threads(layout, len(seat.before)), seat.step_aside, seat.shared,
         )  # fmt: skip
-        self._requests = Requests(self._state)
+        self._requests = Requests(self._state, f"server rank {layout.rank}")
         self._begin(lines, rings)
 
     def _begin(self, lines: list[Line], rings: Rings | None) -> None:

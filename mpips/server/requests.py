@@ -28,8 +28,8 @@ REFUSALS = (ValueError, TypeError, MemoryError)
 class Requests:
     """What one server answers."""
 
-    def __init__(self, state: State) -> None:
-        self._state = state
+    def __init__(self, state: State, name: str) -> None:
+        self._state, self._name = state, name
         self.compressor: Compressor | None = None
         self.snapshots = Snapshots()
         self.waiting: list[tuple[int, Line, int, Request]] = []
@@ -75,7 +75,7 @@ class Requests:
         try:
             answer = self._answer(worker, request)
         except REFUSALS as error:
-            line.post_body(str(error).encode(), Op.ANSWER, token=token, flags=1)
+            line.post_body(f"{self._name}: {error}".encode(), Op.ANSWER, token=token, flags=1)
             return False
         line.post_body(frames.encode(answer), Op.ANSWER, token=token)
         return isinstance(request, frames.Create | frames.Forget | frames.Rounds)

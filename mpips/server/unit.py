@@ -220,4 +220,4 @@ class Unit:
         if not (refused and checked):  # built-in ones look at their arguments before they change anything
             self.writes += 1
         why = str(error) if refused else f"{type(error).__name__}: {error}"
-        return CollectiveError(f"key {self.key!r}: the update on the server failed: {why}")
+        return CollectiveError(f"key {self.key!r}: the server could not apply what was pushed: {why}")

@@ -47,6 +47,13 @@ def test_an_unknown_type_says_how_to_register():
         compression.create({"type": "sing"})
 
 
+def test_what_its_methods_raise_names_them():
+    with pytest.raises(ValueError, match=r"Sign\.fill failed for 3 elements: .*: "):
+        Sign("2").encode(np.ones(3), np.ones(3))
+    with pytest.raises(ValueError, match=r"Sign\.read failed for 3 elements: ValueError: .*read-only"):
+        Sign().decode(np.zeros(3, np.uint8), np.broadcast_to(1.0, 3))
+
+
 def test_options_of_every_compressor_are_plain_data():
     for name in ("2bit", "1bit", "fp16", "topk"):
         compressor = compression.create({"type": name})

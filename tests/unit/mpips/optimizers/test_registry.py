@@ -70,6 +70,17 @@ def test_the_parts_of_the_built_in_ones_serve_ones_own():
         del optimizers.OPTIMIZERS["signsgd"]
 
 
+def test_numbers_that_cannot_update_are_refused_before_any_server_hears_of_them():
+    with pytest.raises(ValueError, match=r"Lion\(learning_rate='fast'.* cannot update one weight: AttributeError: "):
+        optimizers.create("lion", learning_rate="fast")
+
+
+def test_another_class_of_that_name_on_a_server_is_told():
+    sent = msgspec.msgpack.encode({"name": "lion", "options": {"warmth": 1.0}})
+    with pytest.raises(ValueError, match="registered here as 'lion' is another one: Lion has no option warmth"):
+        optimizers.decode(sent)
+
+
 def test_a_name_that_a_server_does_not_know_is_a_sentence():
     for data in (
         {"name": "lyon", "options": {}},

@@ -106,7 +106,7 @@ def test_an_update_that_fails_tears_what_it_may_have_changed(monkeypatch, block,
     values[4 * block] = 2
     for worker in range(WORKERS):
         machine.push(worker, Elements(values))
-    with pytest.raises(CollectiveError, match=r"key 'w': the update on the server failed: .*no"):
+    with pytest.raises(CollectiveError, match=r"key 'w': the server could not apply what was pushed: .*no"):
         machine.work()
     machine.end()
     assert machine.unit.torn == torn and machine.unit.round == 0

@@ -37,7 +37,7 @@ class Server:
 
     def __init__(self, asynchronous=False):
         self.state = State(asynchronous)
-        self.requests, self.line = Requests(self.state), Line()
+        self.requests, self.line = Requests(self.state, "server rank 4"), Line()
         cards = [UnitCard(number, key, "float32", 0, 10, 1, 4, (0, 1)) for number, key in ((3, "a"), (7, "b"))]
         self.ask(frames.Create(cards))
         self.units = [self.state.units[3], self.state.units[7]]

@@ -53,7 +53,7 @@ def test_an_update_that_fails_ends_the_epoch_and_is_torn_where_blocks_were_appli
     machine.push(0, -1)
     machine.work()
     machine.push(0, Broken(np.full(10, -1, np.float32)))
-    with pytest.raises(CollectiveError, match="key 'w': the update on the server failed: no elements"):
+    with pytest.raises(CollectiveError, match="key 'w': the server could not apply what was pushed: no elements"):
         machine.work()
     machine.end()
     assert machine.unit.torn == bool(good)
