@@ -146,7 +146,7 @@ def test_what_fails_on_any_thread_ends_the_epoch():
     machine = Machine(size=64, block=4, threads=3, optimizer=Broken())
     for worker in range(WORKERS):
         machine.push(worker, 1)
-    with long_from(bytes_=8), pytest.raises(CollectiveError, match=r"key 'w': the server could not apply what was pushed: no such element"):
+    with long_from(bytes_=8), pytest.raises(CollectiveError, match=r"key 'w': .* pushed: no such element"):
         machine.work()
 
 
