@@ -93,7 +93,7 @@ def test_ddp_s_losses_are_gloo_s() -> None:
     for group in (None, theirs):
         model = DistributedDataParallel(network(torch.float32), process_group=group)
         optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9)
-        losses.append(train(model, optimizer, 25, lambda step: batch(step, torch.float32)))
+        losses.append(train(model, optimizer, 200, lambda step: batch(step, torch.float32)))
     off = worst(max(abs(a - b) / b for a, b in zip(*losses)))
     assert off < 1e-6
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
+from mpi4py import MPI
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed: pip install 'mpips[torch]'")
 
@@ -42,6 +44,14 @@ def test_training_equals_that_on_the_joined_batch(buckets: str | float) -> None:
     named = [name for bucket in model.buckets for name in bucket]
     assert worst(far(model.module, serial(8))) < 1e-12
     assert sorted(named) == sorted(name for name, _ in model.module.named_parameters())
+
+
+def test_losses_are_those_of_the_joined_batch_for_200_steps() -> None:
+    model, plain = mpips.torch.DataParallel(network(torch.float32)), network(torch.float32)
+    ours = np.array(train(model, sgd(model), 200, lambda step: batch(step, torch.float32)))
+    theirs = np.array(train(plain, sgd(plain), 200, lambda step: joined_batch(step, torch.float32)))
+    WORLD.Allreduce(MPI.IN_PLACE, ours)
+    np.testing.assert_allclose(ours / WORLD.size, theirs, rtol=1e-6)
 
 
 def test_a_paper_s_algorithm_by_name() -> None:
