@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import traceback
 from collections.abc import Generator
 from typing import Any
 
@@ -34,7 +35,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, Any, None
     while not request.Test():
         waited = time.monotonic() - start
         if waited > PATIENCE:
-            _give_up(pyfuncitem.nodeid, error)
+            _give_up(pyfuncitem, error)
         os.sched_yield() if waited < SOON else time.sleep(0.0005)
     if verdicts.any() and not failed:
         ranks = ", ".join(map(str, np.flatnonzero(verdicts)))
@@ -42,8 +43,12 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, Any, None
         outcome.force_exception(pytest.fail.Exception(verdict, pytrace=False))
 
 
-def _give_up(test: str, error: BaseException | None) -> None:
+def _give_up(test: pytest.Function, error: BaseException | None) -> None:
     """The other ranks are stuck in the test: says where, and ends the job."""
-    what = f"failed with {type(error).__name__}: {error}" if error else "passed"
-    os.write(2, f"\nrank {VERDICTS.rank}: {test} {what}; other ranks are still in it after {PATIENCE:g} s\n".encode())
+    what = "failed with " + "".join(traceback.format_exception(error)).strip() if error else "passed"
+    said = f"\nrank {VERDICTS.rank}: {test.nodeid} {what}; other ranks are still in it after {PATIENCE:g} s\n"
+    capture = test.config.pluginmanager.getplugin("capturemanager")
+    if capture is not None:  # else pytest keeps it, and the job ends before anybody reads it
+        capture.suspend_global_capture(in_=True)
+    os.write(2, said.encode())
     VERDICTS.Abort(1)

@@ -308,6 +308,7 @@ def test_a_worker_that_leaves_is_told_to_the_others(kind, options):
         comm, late = faults.workers(options["servers"]), kv.num_workers - 1
         started(kv)
         goes_on(kv)
+        comm.Barrier()  # whoever is still in the first call when another's second one fails hears of it there
         if kv.rank == late:
             kv.close()
         said = faults.hear(lambda: goes_on(kv)) if kv.rank != late else None
