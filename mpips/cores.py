@@ -1,8 +1,9 @@
-"""Cores for the processes of a store on a node that has more processes than cores.
+"""Cores for the processes of a store on a machine that has more processes than cores.
 
 Who waits there gives his core away at every look, which the kernel takes for work: it may leave both servers on one
 core, and those who wait for them on the other, for seconds. So each process gets one core, in turn, unless a launcher
-has bound any of them before; servers, the last ranks, then have different ones.
+has bound any of them before; servers, the last ranks, then have different ones. Where nodes are containers of one
+machine, or hosts of a lab, nobody is bound: with Open MPI's waits for the network, two on one core stand still.
 """
 
 from __future__ import annotations
@@ -10,12 +11,15 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Protocol
 
 import msgspec
 
 from mpips.runtime.rendezvous import Meets, exchange
 
+BOOT = Path("/proc/sys/kernel/random/boot_id")
+"""Another one for each start of a machine, and the same in all its containers."""
 Cores = frozenset[int]
 
 
@@ -27,13 +31,20 @@ class Ranks(Protocol):
     def same_node(self, a: int, b: int) -> bool: ...
 
 
+class Place(msgspec.Struct, array_like=True, frozen=True):
+    """Where a process runs."""
+
+    machine: str
+    cores: list[int]
+
+
 def crowded(allowed: Sequence[Cores]) -> bool:
-    """Whether processes of a node, which may use these cores, are more than the cores."""
+    """Whether processes of a machine, which may use these cores, are more than the cores."""
     return len(frozenset().union(*allowed)) < len(allowed)
 
 
 def spread(allowed: Sequence[Cores]) -> list[int] | None:
-    """A core for each process of a node, from the cores that each may use; None where they stay as they are."""
+    """A core for each process of a machine, from the cores that each may use; None where they stay as they are."""
     cores = sorted(allowed[0])
     if len(set(allowed)) > 1 or not 1 < len(cores) < len(allowed):
         return None
@@ -44,14 +55,16 @@ class Seat:
     """The core of this process, until it leaves."""
 
     def __init__(self, layout: Ranks, epoch: Meets) -> None:
-        """Collective over all ranks of the store, blocking. `shared`: some process of this node has no core alone."""
+        """Collective over all ranks of the store, blocking. `shared`: some process has no core alone."""
         self.before: Cores = frozenset(os.sched_getaffinity(0))
-        mine = msgspec.msgpack.encode(sorted(self.before))
-        every = [frozenset(msgspec.msgpack.decode(data)) for data in exchange(epoch, mine, "mpips.create", True)]
-        node = [rank for rank in range(len(every)) if layout.same_node(rank, layout.rank)]
-        allowed = [every[rank] for rank in node]
-        self.shared, cores = crowded(allowed), spread(allowed)
-        self.own = frozenset([cores[node.index(layout.rank)]]) if cores else self.before
+        mine = Place(BOOT.read_text(), sorted(self.before))
+        said = exchange(epoch, msgspec.msgpack.encode(mine), "mpips.create", True)
+        every = [msgspec.msgpack.decode(data, type=Place) for data in said]
+        here = [rank for rank, place in enumerate(every) if place.machine == mine.machine]
+        allowed = [frozenset(every[rank].cores) for rank in here]
+        alone = all(layout.same_node(rank, layout.rank) for rank in here)
+        self.shared, cores = crowded(allowed), spread(allowed) if alone else None
+        self.own = frozenset([cores[here.index(layout.rank)]]) if cores else self.before
         self._take(self.own)
 
     def step_aside(self) -> None:

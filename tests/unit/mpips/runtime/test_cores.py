@@ -1,12 +1,33 @@
 """Which core each process of a crowded node gets."""
 
+import os
 from collections import Counter
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpips.cores import crowded, spread
+from mpips.cores import Seat, crowded, spread
+
+MANY = len(os.sched_getaffinity(0)) + 2
+
+
+class Nodes(NamedTuple):
+    """Ranks in nodes of so many."""
+
+    size: int
+    rank: int = 1
+
+    def same_node(self, a, b):
+        return a // self.size == b // self.size
+
+
+class Epoch:
+    """All ranks are of this machine, and bring what this one does."""
+
+    def meet(self, payload, what, everybody):
+        return [payload] * MANY
 
 
 @given(st.sets(st.integers(0, 200), min_size=2, max_size=8), st.integers(1, 30))
@@ -46,3 +67,17 @@ def test_others_stay_where_they_are(allowed):
 )
 def test_a_node_is_crowded_where_processes_are_more_than_their_cores(allowed, expected):
     assert crowded([frozenset(cores) for cores in allowed]) is expected
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+@pytest.mark.parametrize("size, bound", [(MANY, True), (1, False)])
+def test_only_a_node_that_has_the_machine_for_itself_binds_its_processes(size, bound):
+    before = os.sched_getaffinity(0)
+    seat = Seat(Nodes(size), Epoch())
+    try:
+        assert seat.shared
+        assert os.sched_getaffinity(0) == (set(seat.own) if bound else before)
+        assert (len(seat.own) == 1) is bound
+    finally:
+        seat.leave()
+    assert os.sched_getaffinity(0) == before
