@@ -1,4 +1,4 @@
-"""Two bits an element: +threshold, -threshold or nothing."""
+"""Two bits an element: +threshold, -threshold or nothing. What is left of it goes to the residual (`residuals.py`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fast route of a key: one straight function for a push, one for a pull, bound at `init`.
+"""The fast route of plain arrays within a node: one straight function for a push, one for a pull, bound at `init`.
 
 For plain arrays of a key whose servers are all of this node, uncompressed, while nothing else is under way. It does
 what `push` and `pull` do in the general case, in a fraction of the time. Whatever has to be waited for longer than a

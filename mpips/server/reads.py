@@ -1,4 +1,4 @@
-"""Who may read a unit of a server, and when: after its own pushes, and not too far ahead of the slowest worker.
+"""When a pull may read a unit of a server: after its own pushes, and not too far ahead of the slowest worker.
 
 Who reads holds updates back until it has finished. Workers of this node read a synchronous store without asking, behind
 its progress word; and a unit of one block of an asynchronous store between two updates (see `updates`).

@@ -1,4 +1,4 @@
-"""Calls that all workers make together: keys, optimizers, compression, barriers. And what a checkpoint sees of a store.
+"""Calls that all workers make together: keys, optimizers, compression, barriers, `recover`; a checkpoint's view, too.
 
 A bad argument is compared in the one rendezvous: all workers raise the same ValueError or TypeError, and nothing has
 changed. Whatever goes wrong after that ends the epoch.
