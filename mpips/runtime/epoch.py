@@ -31,13 +31,11 @@ from collectives.node.wait import (
 from mpips.runtime.breaking import uninterrupted
 from mpips.runtime.errors import EpochError, of_kind
 from mpips.runtime.parting import NEVER, Parting
-from mpips.runtime.rendezvous import Room, see_there
+from mpips.runtime.rendezvous import LAST_WORD_SECONDS, Presence, Room
 from mpips.runtime.tasks import Task, goes_on, kept
 
 T = TypeVar("T")
 
-LAST_WORD_SECONDS = 0.2
-"""How long a message may take from a rank that has left since."""
 PARTING_SECONDS = 5.0
 """So long a rank that closes waits for the others once the epoch is over."""
 FREEING_SECONDS = 1.0
@@ -74,9 +72,7 @@ class _Meeting:
     """How one rank waits in a room: it looks at the epoch, and sees who comes no more."""
 
     def __init__(self, epoch: Epoch, room: Room, what: str) -> None:
-        self._epoch, self._room, self._what = epoch, room, what
-        self._first = 0.0
-        """After how many seconds somebody who is missing was seen to have left."""
+        self._epoch, self._room, self._what, self._presence = epoch, room, what, Presence(what)
         self.watch = _Wait(epoch, room.missing, self.look)
 
     def look(self, waited: float) -> None:
@@ -91,13 +87,7 @@ class _Meeting:
                     raise
                 time.sleep(LOOK_SECONDS)
             return
-        gone = self._epoch.gone()
-        if not any(rank in gone for rank in self._room.missing()):
-            self._first = 0.0
-        elif not self._first:
-            self._first = waited  # what it has brought may still be on its way
-        elif waited > self._first + LAST_WORD_SECONDS:
-            see_there(self._room.missing(), gone, self._what)
+        self._presence.see(self._room.missing(), self._epoch.gone())
 
     def steps(self, payload: bytes) -> Task[list[bytes]]:
         """The meeting as a task: what all have brought."""

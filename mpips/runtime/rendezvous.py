@@ -7,6 +7,8 @@ Each rank sends its bytes to each other rank, so that each knows whom it waits f
 
 from __future__ import annotations
 
+import math
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -22,6 +24,8 @@ from mpips.runtime.tasks import Task
 
 TAG = 3
 """Of messages on the store's communicators; other modules leave it alone."""
+LAST_WORD_SECONDS = 0.2
+"""How long a message may take from a rank that has left since."""
 Items = Sequence[tuple[Any, str]]
 
 
@@ -142,11 +146,20 @@ def attempt(make: Callable[[], Any]) -> tuple[Any, BaseException | None]:
         return None, error
 
 
-def see_there(missing: Sequence[int], gone: Mapping[int, str], what: str) -> None:
-    """CollectiveError where a rank that is waited for has left; `gone` says how."""
-    for rank in missing:
-        if rank in gone:
-            raise CollectiveError(f"{what}: rank {rank} is needed, and {gone[rank]}")
+class Presence:
+    """Whether those whom `what` waits for are still there."""
+
+    def __init__(self, what: str) -> None:
+        self._what, self._first = what, math.inf
+        """When somebody who is missing was seen to have left."""
+
+    def see(self, missing: Sequence[int], gone: Mapping[int, str]) -> None:
+        """CollectiveError where one who is missing has left some time ago: what it has said may come later than the
+        word that it has left. `gone` says how."""
+        late = [rank for rank in missing if rank in gone]
+        self._first = min(self._first, time.monotonic()) if late else math.inf
+        if late and time.monotonic() > self._first + LAST_WORD_SECONDS:
+            raise CollectiveError(f"{self._what}: rank {late[0]} is needed, and {gone[late[0]]}")
 
 
 def difference(every: Sequence[_Word], noun: str = "key") -> ValueError | TypeError | None:

@@ -7,6 +7,7 @@ all have said the same.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 from zlib import crc32
@@ -20,12 +21,15 @@ from collectives.communicator import Communicator
 from collectives.errors import MismatchError
 from mpips.keys.key import Key
 from mpips.keys.shard import Piece
+from mpips.runtime.rendezvous import Presence
 from mpips.runtime.tasks import Task
 from mpips.transport.channel import Exchange, UnderWay
 from mpips.transport.client_sums import ClientSums
 from mpips.transport.tags import COMPARE_TAG, member_tag
 
 Array = NDArray[Any]
+LOOK_SECONDS = 0.02
+"""Between two looks at whether the others are still there."""
 TEXT_BYTES = 192
 """Of what members tell each other of a call; the rest of a longer one is compared by its checksum."""
 
@@ -117,6 +121,7 @@ class CallBetween(Call):
         self._theirs = np.zeros((members.size, TEXT_BYTES), np.uint8)
         self._receives: list[MPI.Request] = []
         self._exchange: Exchange | None = None
+        self._presence, self._due = Presence(text), time.monotonic() + LOOK_SECONDS
 
     def run(self, task: Task[None]) -> Task[None]:
         """Run what the call does; MismatchError where another member makes another call."""
@@ -148,9 +153,17 @@ class CallBetween(Call):
             if not request and not np.array_equal(self._theirs[rank], self._mine):  # it has come
                 raise MismatchError(self._differ(rank, self._theirs[rank]))
         if left:
+            self._look_around()
             return False
         self._exchange = None
         return True
+
+    def _look_around(self) -> None:
+        """CollectiveError where a member has left that has not said that it makes this call."""
+        if time.monotonic() > self._due:
+            missing = [rank for rank, request in zip(self._others, self._receives, strict=True) if request]
+            self._presence.see([self._members.first + rank for rank in missing], self._members.home.ended())
+            self._due = time.monotonic() + LOOK_SECONDS
 
     def _differ(self, rank: int, theirs: Array) -> str:
         (low, one), (high, other) = sorted([(self._members.rank, self._mine), (rank, theirs)], key=lambda pair: pair[0])

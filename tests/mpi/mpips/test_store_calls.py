@@ -299,7 +299,9 @@ def test_limits_of_create_hold_inside_collectives(servers, clients):
 
 
 @only_on(3, 5)
-@kinds
+@pytest.mark.parametrize(
+    "kind, options", [*KINDS, ("mpi_sync", {"servers": 1, "clients": 1, "shared_memory": False})]
+)
 def test_a_worker_that_leaves_is_told_to_the_others(kind, options):
     """It has closed the store, and they still use it: one sentence, and they can close it, too."""
     need(2, **options)
