@@ -98,6 +98,10 @@ class Store(Protocol):
         """`finish`, and wait until the servers have applied what this worker has pushed."""
         ...
 
+    def settled(self, what: str) -> None:
+        """`settle` of all workers; ValueError on all where they have not pushed equally often."""
+        ...
+
     def run(self, what: str, task: Task[T]) -> T:
         """Run a task, blocking; what it raises ends the epoch."""
         ...

@@ -26,7 +26,7 @@ Array = NDArray[Any]
 def save_states(store: Store, fname: str, dump_optimizer: bool) -> None:
     """See `KVStore.save_optimizer_states`."""
     _all_come(store, "save_optimizer_states", fname)
-    store.settle()
+    store.settled("save_optimizer_states")
     found = store.run("save_optimizer_states", store.backend.states(list(store.keys.values())))
     groups = store.groups if dump_optimizer else None
     _, refusal = attempt(lambda: write(fname, found, groups) if store.layout.rank == 0 else None)
@@ -40,7 +40,7 @@ def load_states(store: Store, fname: str) -> None:
     states, refusal = attempt(lambda: _fitting(store, read(fname, keys)) if store.layout.rank == 0 else {})
     shapes = [(step, [array.dtype.name for array in arrays]) for step, arrays in (states or {}).values()]
     told = store.agree("load_optimizer_states", refusal=refusal, data=json.dumps(shapes).encode())
-    store.settle()
+    store.settled("load_optimizer_states")
     if not served(store.layout):
         if store.layout.rank:
             states = {

@@ -23,7 +23,7 @@ def recut(store: Settings, keys: Sequence[Name], new: Mapping[Name, int]) -> Non
     """See `KVStore.recut`."""
     found, refusal = attempt(lambda: _asked(store, keys, new))
     old, sizes = found or ([], {})
-    store.settle()
+    store.settled("recut")
     rounds = [key.round for key in old]
     asked = [*((key.name, "") for key in old), *((name, str(size)) for name, size in sizes.items())]
     told = store.agree("recut", asked, refusal, data=msgspec.msgpack.encode(rounds))

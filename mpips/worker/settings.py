@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
+import msgspec
 from mpi4py import MPI
 from numpy.typing import NDArray
 
+from collectives.errors import of_caller
 from mpips import compression, optimizers
 from mpips.checkpoint.source import Written
 from mpips.compression import Compressor
@@ -60,7 +62,7 @@ class Settings:
     def forget(self, keys: Any) -> None:
         """See `KVStore.forget`."""
         records, refusal = rendezvous.attempt(lambda: self.known(keys, "forget"))
-        self.settle()
+        self.settled("forget")
         self.agree("forget", [(record.name, "") for record in records or []], refusal)
         self.drop(records, "forget")
 
@@ -87,7 +89,7 @@ class Settings:
         what = "set_optimizer"
         chosen, refusal = rendezvous.attempt(lambda: optimizers.create(optimizer, **keywords))
         names, other = rendezvous.attempt(lambda: self._names(keys, what))
-        self.settle()
+        self.settled(what)
         self.agree(what, [("optimizer", repr(chosen)), ("keys", repr(names))], refusal or other, noun="argument")
         self.run(what, self.backend.set_optimizer(chosen, names))
         self.groups.set(chosen, names)
@@ -103,7 +105,7 @@ class Settings:
             optimizers.encode_numbers(numbers)
 
         _, other = rendezvous.attempt(tried)
-        self.settle()
+        self.settled(what)
         items = [("keys", repr(names)), *((name, repr(numbers[name])) for name in sorted(numbers))]
         self.agree(what, items, refusal or other, noun="argument")
         self.run(what, self.backend.update_optimizer(numbers, names))
@@ -113,7 +115,7 @@ class Settings:
         """See `KVStore.set_gradient_compression`."""
         what = "set_gradient_compression"
         chosen, refusal = rendezvous.attempt(lambda: compression.create(options))
-        self.settle()
+        self.settled(what)
         self.agree(what, [("compression_params", repr(chosen))], refusal, noun="argument")
         self.run(what, self.backend.set_compression(dict(options), chosen))
         self.compressor = chosen
@@ -173,6 +175,16 @@ class Settings:
         self.finish()
         self.run("settle", self.backend.settle(list(self.keys.values())))
 
+    def settled(self, what: str) -> None:
+        """`settle` of all workers. ValueError on all where one of a synchronous store has pushed more rounds than
+        another, as its servers wait for that one."""
+        self.finish()
+        keys = list(self.keys.values())
+        told = self.agree(what, data=msgspec.msgpack.encode([key.round for key in keys]))
+        if not self.layout.asynchronous:
+            see_one_round(what, keys, [msgspec.msgpack.decode(data, type=list[int]) for data in told])
+        self.settle()
+
     def agree(
         self,
         what: str,
@@ -213,3 +225,14 @@ class Settings:
                 raise TypeError(f"key {name!r} is not of the type of the keys before, such as {other!r}: pass one kind")
             result.append((name, calls.first_value(name, values[0])))
         return result
+
+
+def see_one_round(what: str, keys: Sequence[Key], rounds: Sequence[Sequence[int]]) -> None:
+    """ValueError where workers, whose rounds of the keys are given by rank, have pushed a key differently often."""
+    for key, counts in zip(keys, zip(*rounds)):
+        most, least = max(counts), min(counts)
+        if most > least:
+            raise of_caller(ValueError(
+                f"{what}: key {key.name!r} was pushed {most} times by rank {counts.index(most)} and {least} times by "
+                f"rank {counts.index(least)}: call it after a round that all have pushed"
+            ))  # fmt: skip

@@ -270,6 +270,34 @@ def test_a_barrier_does_not_wait_for_pushes_that_staleness_holds_back():
     run("dist_async", body, servers=1, staleness=1)
 
 
+@only_on(3)
+def test_a_setting_while_a_worker_is_a_round_ahead_is_refused_everywhere():
+    need(2, servers=1)
+
+    def body(kv):
+        one, out = np.ones(3, np.float32), np.empty(3, np.float32)
+        kv.init("w", one)
+        kv.set_optimizer("sgd", learning_rate=1.0)
+        if kv.rank == 0:
+            kv.push("w", one)
+        for call in (
+            lambda: kv.set_optimizer("sgd", learning_rate=0.5),
+            lambda: kv.update_optimizer(learning_rate=0.5),
+            lambda: kv.set_gradient_compression({"type": "fp16"}),
+            lambda: kv.save_optimizer_states("unused"),
+            lambda: kv.forget("w"),
+            lambda: kv.recut(["w"], {"x": 3}),
+        ):
+            assert "key 'w' was pushed 1 times by rank 0 and 0 times by rank 1" in failure(call)
+        kv.init("v", one)
+        if kv.rank:
+            kv.push("w", one)
+        kv.pull("w", out)
+        assert (out == 1 - kv.num_workers).all() and kv.epoch == 0
+
+    run("dist_sync", body, servers=1, timeout_seconds=20)
+
+
 @only_on(3, 5)
 @pytest.mark.parametrize("servers, clients", [(0, 1), (1, 1)])
 def test_limits_of_create_hold_inside_collectives(servers, clients):
