@@ -1,12 +1,13 @@
 """A parameter server for PyTorch's models: `DistributedOptimizer(optimizer, ...)`, in the manner of Horovod's.
 
-    optimizer = mpips.torch.DistributedOptimizer(optimizer, model.named_parameters(), kind="mpi_async", servers=2)
+    optimizer = mpips.torch.DistributedOptimizer(optimizer, model.named_parameters(), kind="dist_sync", servers=2)
     loss.backward(); optimizer.step()           # pushes gradients, pulls parameters
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import inspect
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from torch import Tensor
 import collectives
 import mpips
 from mpips.optimizers import Elastic1
-from mpips.torch import translation
+from mpips.torch.on_servers import OnServers, records
+from mpips.torch.state import broadcast_tensors
+from mpips.torch.stored import restore, stored
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -26,7 +29,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
                         any (without amsgrad, dampening, ...); any other runs here, on gradients averaged over the
                         workers.
     named_parameters    as `model.named_parameters()`; parameters that the optimizer has not are left out.
-    kind, **options     of the store, see `mpips.create`: "mpi_sync", "dist_async", ..., servers=2, staleness=4.
+    kind, **options     of the store, see `mpips.create`: "mpi_sync", "dist_async", ..., servers=2, staleness=4. The
+                        workers of one client wait for each other, also of "mpi_async": choose "dist_async", or clients.
                         A server serves within this call and leaves by SystemExit when the workers have closed.
     store               a store that is there already, in place of `kind` and options.
     backward_passes_per_step    how many backward passes the program makes before each `step`: gradients add up, and
@@ -35,8 +39,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     elastic             alpha of elastic averaging (an asynchronous store): the optimizer runs here, and every
                         `interval` steps this worker and the servers' centre attract each other.
 
-    Every worker starts from rank 0's parameters. Learning rates are live: any scheduler of torch may change them
-    between steps. Making it, and `step` of a synchronous store, are collective over the workers, and block.
+    Every worker starts from rank 0's parameters. Numbers of the groups are live: any scheduler of torch may change them
+    between steps, on all workers, which then wait for each other. Making it, and `step` of a synchronous store, are
+    collective over the workers, and block.
     """
 
     def __init__(
@@ -44,6 +49,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         kind: str = "mpi_sync", *, store: mpips.KVStore | None = None, backward_passes_per_step: int = 1,
         compression: dict[str, Any] | None = None, elastic: float | None = None, interval: int = 64, **options: Any,
     ) -> None:  # fmt: skip
+        _see_optimizer(optimizer)
         if backward_passes_per_step < 1 or interval < 1:
             raise ValueError(f"backward_passes_per_step={backward_passes_per_step}, interval={interval}: at least 1")
         self.optimizer = optimizer
@@ -60,29 +66,75 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.store.init(self._keys, [p.detach().contiguous() for p in self._parameters])
         if compression is not None:
             self.store.set_gradient_compression(compression)
-        self._rates: list[float] = []
-        self.on_servers = elastic is None and self._move_to_servers()
+        self._served: OnServers | None = None
         if elastic is not None:
             self.store.set_optimizer(Elastic1(alpha=elastic))
-        elif not self.on_servers and self.store.type.endswith("async"):
+        elif self.store.layout.num_servers and (found := records(optimizer, self._share())) is not None:
+            self._served = OnServers(self.store, optimizer, self._names, found, self._share())
+        elif self.store.type.endswith("async"):
             raise ValueError(f"{type(optimizer).__name__} with these options has no counterpart on the servers, which "
                              "an asynchronous store needs: choose SGD, Adam, AdamW, RMSprop or Adagrad, or a "
                              "synchronous kind (docs/torch.md, DistributedOptimizer)")  # fmt: skip
-        self._pull(self._parameters)
+        self._pull()
+
+    @property
+    def on_servers(self) -> bool:
+        """Whether the store's servers make the updates."""
+        return self._served is not None
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Exchange gradients and update the parameters; what `closure` returns. Blocking: the parameters are new."""
         loss = closure() if closure is not None else None
         if self._elastic is not None:
             self._step_elastic()
-        elif self.on_servers:
-            self._follow_rates()
-            with torch.no_grad():
-                self.store.pushpull(self._keys, self._gradients(), out=[p.detach() for p in self._parameters])
+        elif self._served is not None:
+            self._served.see_unchanged(self._parameters)
+            self._served.follow()
+            self.store.pushpull(self._keys, self._gradients(), out=[p.detach() for p in self._parameters])
+            self._served.noted(self._parameters)
         else:
             self._step_here()
         self._steps += 1
         return loss
+
+    def set_parameters(self) -> None:
+        """Rank 0's parameters for all workers, and for the servers: call it where the program has changed them, as by
+        `model.load_state_dict`. All workers call; blocking."""
+        if self._served is not None:
+            self._served.take(self._parameters)
+            self._pull()
+        else:
+            broadcast_tensors([p.detach() for p in self._parameters], 0, self.store.layout.workers)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As of the wrapped optimizer; where the store has a part in it, its values and state are the tensor "store".
+        Equal on all workers then, which all call; blocking. `torch.save` writes it."""
+        state = self.optimizer.state_dict()
+        return state if not self._in_store() else {**state, "store": stored(self.store)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """What `state_dict` gave, with any number of servers; the model then has its parameters, where the servers
+        update them. All workers call; blocking."""
+        state = dict(state_dict)
+        data = state.pop("store", None)
+        if (data is not None) is not self._in_store():
+            here, there = ("has", "has none") if self._in_store() else ("has none", "has")
+            raise ValueError(f"load_state_dict: this optimizer {here} of its state in the store, the saved one "
+                             f"{there}: make it as the saved one was")  # fmt: skip
+        self.optimizer.load_state_dict(state)
+        self.state, self.param_groups = self.optimizer.state, self.optimizer.param_groups
+        if data is not None:
+            restore(self.store, data)
+        if self._served is not None:
+            self._served.restored()
+            self._pull()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """RuntimeError: groups are the wrapped optimizer's, as they were when this one was made."""
+        if hasattr(self, "_served"):
+            raise RuntimeError("add_param_group: add groups to the PyTorch optimizer first, then wrap it in a new "
+                               "DistributedOptimizer")  # fmt: skip
+        super().add_param_group(param_group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As of the wrapped optimizer."""
@@ -93,14 +145,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         An optimizer that runs here keeps its own state, which `optimizer.state_dict()` gives as ever.
         """
-        if self._elastic is None and not self.on_servers:
+        if not self._in_store():
             self._give_parameters()
         return self.store.save(path, wait=wait)
 
     def load(self, path: str | Path) -> None:
         """What `save` wrote, of any number of servers; the model then has it. All workers call; blocking."""
         self.store.load(path)
-        self._pull(self._parameters)
+        if self._served is not None:
+            self._served.restored()
+        self._pull()
 
     def close(self) -> None:
         """Close the store: its servers leave. A program that ends does so by itself."""
@@ -108,33 +162,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     # ---- inside
 
-    def _move_to_servers(self) -> bool:
-        """Let the store update, group by group; whether it can."""
-        if not self.store.layout.num_servers:
-            return False
-        share = 1.0 / (self._contributors() * self._passes)
-        records = [translation.record(self.optimizer, group, share) for group in self.optimizer.param_groups]
-        if None in records:
-            return False
-        for group, record in zip(self.optimizer.param_groups, records):
-            assert record is not None
-            self.store.set_optimizer(record, keys=[self._names[p] for p in group["params"]])
-        self._rates = [translation.rate(group) for group in self.optimizer.param_groups]
-        return True
-
-    def _contributors(self) -> float:
-        """Workers whose gradients make one update."""
+    def _share(self) -> float:
+        """What a sum of gradients is multiplied by to be the mean of one update."""
         workers, clients = self.store.num_workers, len(self.store.layout.clients)
-        return workers / clients if self.store.type.endswith("async") else workers
+        return 1.0 / ((workers / clients if self.store.type.endswith("async") else workers) * self._passes)
 
-    def _follow_rates(self) -> None:
-        """Tell the servers of learning rates that have changed."""
-        for number, group in enumerate(self.optimizer.param_groups):
-            rate = translation.rate(group)
-            if rate != self._rates[number]:
-                names = [self._names[p] for p in group["params"]]
-                self.store.update_optimizer(keys=names, learning_rate=rate)
-                self._rates[number] = rate
+    def _in_store(self) -> bool:
+        """Whether the store holds a part of the training's state."""
+        return self._served is not None or self._elastic is not None
 
     def _gradients(self) -> list[Tensor]:
         return [_gradient(parameter) for parameter in self._parameters]
@@ -142,9 +177,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _step_here(self) -> None:
         gradients = self._gradients()
         self.store.pushpull(self._keys, gradients)
-        share = 1.0 / (self._contributors() * self._passes)
         for parameter, gradient in zip(self._parameters, gradients):
-            parameter.grad = gradient.mul_(share)
+            parameter.grad = gradient.mul_(self._share())
         self.optimizer.step()
 
     def _step_elastic(self) -> None:
@@ -171,8 +205,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
         values = [p.detach().clone() if first else torch.zeros_like(p) for p in self._parameters]
         self.store.pushpull(self._keys, [value.contiguous() for value in values])
 
-    def _pull(self, parameters: list[Tensor]) -> None:
-        self.store.pull(self._keys, [parameter.detach() for parameter in parameters])
+    def _pull(self) -> None:
+        self.store.pull(self._keys, [parameter.detach() for parameter in self._parameters])
+        if self._served is not None:
+            self._served.noted(self._parameters)
+
+
+def _see_optimizer(optimizer: Any) -> None:
+    """TypeError or ValueError where it is none that steps once for each call."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"DistributedOptimizer wraps an optimizer of torch.optim, not a {type(optimizer).__name__}")
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ValueError(f"{type(optimizer).__name__} evaluates the loss several times in a step, which cannot be "
+                         "distributed: choose another optimizer")  # fmt: skip
 
 
 def _gradient(parameter: Tensor) -> Tensor:

@@ -55,8 +55,9 @@ def broadcast_tensors(tensors: Iterable[Tensor], root: int = 0, comm: MPI.Comm |
         for tensor in given:
             nbytes = tensor.numel() * tensor.element_size()
             if nbytes:
-                part = torch.from_numpy(packed[start : start + nbytes].copy())
-                tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
+                part = torch.from_numpy(packed[start : start + nbytes].copy()).view(tensor.dtype).view(tensor.shape)
+                if not torch.equal(tensor, part):  # a store takes a write for a change
+                    tensor.copy_(part)
             start += nbytes
 
 
@@ -70,16 +71,23 @@ def broadcast_optimizer_state(
     comm = MPI.COMM_WORLD if comm is None else comm
     tensors: list[Tensor] = []
     message = msgspec.msgpack.encode(_packed(optimizer.state_dict(), tensors)) if comm.rank == root_rank else b""
-    size = np.array([len(message)])
-    collectives.broadcast(size, comm, root_rank)
-    text = np.frombuffer(message, np.uint8).copy() if comm.rank == root_rank else np.empty(int(size[0]), np.uint8)
-    collectives.broadcast(text, comm, root_rank)
-    state = msgspec.msgpack.decode(text.tobytes())
+    state = msgspec.msgpack.decode(broadcast_bytes(message, root_rank, comm))
     if comm.rank != root_rank:
         state = _unpacked(state, tensors)
     broadcast_tensors(tensors, root_rank, comm)
     if comm.rank != root_rank:
         optimizer.load_state_dict(state)
+
+
+def broadcast_bytes(data: bytes, root: int, comm: MPI.Comm | None) -> bytes:
+    """The root's data, on all ranks. Collective, blocking."""
+    size = np.array([len(data)])
+    collectives.broadcast(size, comm, root)
+    buffer = np.zeros(int(size[0]), np.uint8)
+    if len(data) == buffer.size:
+        buffer[:] = np.frombuffer(data, np.uint8)
+    collectives.broadcast(buffer, comm, root)
+    return buffer.tobytes()
 
 
 def _packed(value: Any, tensors: list[Tensor]) -> Any:

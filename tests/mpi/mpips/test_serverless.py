@@ -165,9 +165,9 @@ def test_who_has_not_completed_a_round_takes_it_over(monkeypatch, optimizer, siz
                 with pytest.raises(KeyboardInterrupt):
                     kv.pushpull(["a", "b"], [np.ones(size), np.full(size, 2.0)])
         else:
-            kv.pushpull(["a", "b"], [np.ones(size), np.full(size, 2.0)])
-            with pytest.raises(mpips.EpochError):
-                kv.barrier()
+            values = [np.ones(size), np.full(size, 2.0)]
+            with pytest.raises(mpips.EpochError):  # in the push of who is slower than the last
+                (kv.pushpull(["a", "b"], values), kv.barrier())
         assert kv.recover() == {"a": 2, "b": 2}
         outs = [np.empty(size), np.empty(size)]
         kv.pull(["a", "b"], outs)

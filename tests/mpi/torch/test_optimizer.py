@@ -138,3 +138,114 @@ def test_a_server(options: dict[str, Any]) -> None:
         train(plain, torch.optim.SGD(plain.parameters(), 0.05, 0.9), 5, joined)
         off = far(model, plain)
     assert worst(off) < (0.5 if "elastic" in options else 1e-6)
+
+
+KINDS = [{}, {"servers": 1}, {"servers": 1, "kind": "dist_sync"}]
+
+
+def made(model: nn.Module, optimizer: Any, options: dict[str, Any]) -> Any:
+    """A worker's DistributedOptimizer."""
+    if WORLD.size == 1 and options.get("servers"):
+        pytest.skip("a server needs a worker beside it")
+    return mpips.torch.DistributedOptimizer(optimizer, model.named_parameters(), **options)
+
+
+def mine(optimizer: Any) -> Any:
+    """The batches of one worker, by step."""
+    return lambda step: batch(step, rank=optimizer.store.rank)
+
+
+@pytest.mark.parametrize("options", KINDS)
+def test_training_goes_on_from_a_state_dict_as_if_it_had_not_stopped(tmp_path: Path, options: dict[str, Any]) -> None:
+    path, losses = WORLD.bcast(tmp_path) / "state.pt", []
+    with contextlib.suppress(SystemExit):
+        model = network()
+        optimizer = made(model, torch.optim.Adam(model.parameters(), 0.01), options)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
+        train(model, optimizer, 3, mine(optimizer), scheduler.step)
+        saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "rate": scheduler.state_dict()}
+        if optimizer.store.rank == 0:
+            torch.save(saved, path)
+        losses.append(train(model, optimizer, 3, mine(optimizer), scheduler.step))
+        optimizer.close()
+    with contextlib.suppress(SystemExit):
+        torch.manual_seed(7)
+        model = nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3)).double()
+        optimizer = made(model, torch.optim.Adam(model.parameters(), 0.3), options)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
+        saved = torch.load(path)
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        scheduler.load_state_dict(saved["rate"])
+        losses.append(train(model, optimizer, 3, mine(optimizer), scheduler.step))
+        optimizer.close()
+    assert all(WORLD.allgather(len(losses) == 0 or losses[0] == losses[1]))
+
+
+@pytest.mark.parametrize("options", KINDS)
+def test_parameters_that_the_program_changes(options: dict[str, Any]) -> None:
+    """The servers hear of it, or the next step says that they have not."""
+    verdict = True
+    with contextlib.suppress(SystemExit):
+        model = network()
+        optimizer = made(model, torch.optim.SGD(model.parameters(), 0.0), options)
+        mpips.torch.broadcast_parameters(model.state_dict(), comm=optimizer.store.layout.workers)  # changes nothing
+        train(model, optimizer, 1, mine(optimizer))
+        with torch.no_grad():
+            model[0].bias.fill_(7.0)
+        if options:
+            with pytest.raises(RuntimeError, match=r"'0.bias' was changed.*set_parameters"):
+                optimizer.step()
+        optimizer.set_parameters()
+        train(model, optimizer, 1, mine(optimizer))
+        verdict = bool((model[0].bias == 7.0).all())
+        optimizer.close()
+    assert all(WORLD.allgather(verdict))
+
+
+@pytest.mark.parametrize("options", KINDS)
+def test_every_number_of_a_group_is_live(options: dict[str, Any]) -> None:
+    off = 0.0
+    with contextlib.suppress(SystemExit):
+        ends = []
+        for serial in (False, True):
+            model = network()
+            optimizer: Any = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=0.01)
+            if not serial:
+                optimizer = made(model, optimizer, options)
+                workers = optimizer.store.num_workers
+            scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=8)
+
+            def after(optimizer: Any = optimizer, scheduler: Any = scheduler) -> None:
+                scheduler.step()
+                optimizer.param_groups[0]["weight_decay"] *= 1.5
+
+            def joined(step: int, workers: int = workers) -> Any:
+                x, y = joined_batch(step)
+                return x[: BATCH * workers], y[: BATCH * workers]
+
+            train(model, optimizer, 6, joined if serial else mine(optimizer), after)
+            ends.append(model)
+            if not serial:
+                optimizer.close()
+        off = far(*ends)
+    assert worst(off) < 1e-6
+
+
+@pytest.mark.parametrize("options", KINDS[:2])
+def test_what_cannot_change_is_refused(options: dict[str, Any]) -> None:
+    with contextlib.suppress(SystemExit):
+        model = network()
+        optimizer = made(model, torch.optim.Adam(model.parameters(), 0.01), options)
+        with pytest.raises(RuntimeError, match="wrap it in a new"):
+            optimizer.add_param_group({"params": [torch.zeros(3, requires_grad=True)]})
+        train(model, optimizer, 1, mine(optimizer))
+        optimizer.param_groups[0]["betas"] = (0.5, 0.9)
+        if options:
+            with pytest.raises(ValueError, match="beta"):
+                optimizer.step()
+        optimizer.close()
+    with pytest.raises(ValueError, match="LBFGS"):
+        mpips.torch.DistributedOptimizer(torch.optim.LBFGS(network().parameters()), [])
+    with pytest.raises(TypeError, match="Linear"):
+        mpips.torch.DistributedOptimizer(nn.Linear(1, 1), [])  # type: ignore[arg-type]

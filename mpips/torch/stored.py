@@ -1,0 +1,39 @@
+"""What a store holds, as a tensor of bytes that stands in a `state_dict`: the file that `kv.save` writes."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import mpips
+from mpips.torch.state import broadcast_bytes
+
+
+def stored(store: mpips.KVStore) -> Tensor:
+    """Values, optimizers' state and what compression kept back, on all workers. Collective over them, blocking."""
+    with _file(store) as path:
+        store.save(path)
+        data = path.read_bytes() if store.rank == 0 else b""
+    data = broadcast_bytes(data, 0, store.layout.workers)
+    return torch.from_numpy(np.frombuffer(data, np.uint8).copy())
+
+
+def restore(store: mpips.KVStore, data: Tensor) -> None:
+    """Worker 0's `data` into the store. Collective over the workers, blocking."""
+    with _file(store) as path:
+        if store.rank == 0:
+            path.write_bytes(data.numpy().tobytes())
+        store.load(path)
+
+
+@contextmanager
+def _file(store: mpips.KVStore) -> Iterator[Path]:
+    """The path of a file, the same on all workers; it lies on worker 0's machine, and is gone afterwards."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(broadcast_bytes(folder.encode(), 0, store.layout.workers).decode(), "store.safetensors")
