@@ -69,7 +69,7 @@ class OnServers:
             if parameter._version != version:
                 name = self._names[parameter]
                 raise RuntimeError(f"parameter {name!r} was changed since the last step, and the servers have the old "
-                                   "one: call set_parameters() of the optimizer before step(), on all workers")  # fmt: skip
+                                   "one: call set_parameters() of this optimizer first, on all workers")  # fmt: skip
 
     def take(self, parameters: Sequence[Tensor]) -> None:
         """The servers take over rank 0's parameters. Collective over the workers, blocking."""
