@@ -97,6 +97,8 @@ class Worker:
             self.call()
             if self.sync and any((self.outs[key] != self.total * self.begun[key]).any() for key in self.sizes):
                 return False
+            if not self.sync:
+                self.comm.Barrier()  # a client across a slow network would keep the others in `barrier` below
         if not self.sync:
             self.kv.barrier()
             for key in self.sizes:
