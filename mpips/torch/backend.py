@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from mpi4py import MPI
 
+from mpips.torch.launcher import see_joined
 from mpips.torch.process_group.group import Group
 from mpips.torch.process_group.works import communication
 
@@ -33,7 +34,8 @@ def register() -> None:
 
 
 def _create(options: Any, group_options: Any = None) -> Group:
-    """The group that c10d asks for; collective over its ranks."""
+    """The group that c10d asks for; collective over its ranks. RuntimeError where MPI has not joined all processes."""
+    see_joined()
     ranks, world = list(options.global_ranks_in_group), MPI.COMM_WORLD
     if not ranks or len(ranks) == world.size:
         if options.group_size != world.size:

@@ -21,6 +21,7 @@ import collectives
 from collectives.communicator import communicator
 from mpips.torch import buckets as cutting
 from mpips.torch.buckets import Bucket, Costs
+from mpips.torch.launcher import see_joined
 from mpips.torch.profile import Profile, costs
 from mpips.torch.reducer import Reducer, names
 from mpips.torch.state import broadcast_tensors
@@ -44,7 +45,8 @@ class DataParallel(torch.nn.Module):
     broadcast_buffers   take rank 0's buffers at every forward in training, as of BatchNorm.
 
     Making it is collective, blocking; so is every backward outside `no_sync`. MismatchError on all ranks where models
-    differ. Parameters without a gradient on some ranks count as zero there; those without any have none.
+    differ. RuntimeError where a launcher, such as torchrun, has started processes that MPI has not joined. Parameters
+    without a gradient on some ranks count as zero there; those without any have none.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class DataParallel(torch.nn.Module):
         algorithm: str = "auto", broadcast_buffers: bool = True,
     ) -> None:  # fmt: skip
         super().__init__()
+        see_joined()
         self.module = module
         self._comm = MPI.COMM_WORLD if comm is None else comm
         home = communicator(self._comm)

@@ -145,6 +145,13 @@ def test_functional_collectives() -> None:
     assert off == 0
 
 
+def test_torchrun_s_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("WORLD_SIZE", str(WORLD.size + 1))
+    with pytest.raises(RuntimeError, match="instead of torchrun"):
+        dist.new_group(backend="mpips")
+
+
 def test_an_argument_error_is_one_rank_s() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -198,6 +198,15 @@ def test_models_that_differ() -> None:
     assert all(text is not None and "DataParallel of Linear" in text for text in everybody)
 
 
+def test_torchrun_s_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("WORLD_SIZE", str(WORLD.size + 1))
+    with pytest.raises(RuntimeError, match=f"torchrun started {WORLD.size + 1} .* MPI has {WORLD.size} .*mpips run -w"):
+        mpips.torch.DataParallel(network())
+    monkeypatch.setenv("WORLD_SIZE", str(WORLD.size))
+    mpips.torch.DataParallel(network())
+
+
 def test_words_that_mean_nothing() -> None:
     with pytest.raises(ValueError, match="choose"):
         mpips.torch.DataParallel(network(), buckets="clever")
