@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +18,7 @@ from torch.autograd import Variable
 
 import collectives
 from collectives.communicator import communicator
+from mpips.torch import agreement
 from mpips.torch import buckets as cutting
 from mpips.torch.buckets import Bucket, Costs
 from mpips.torch.launcher import see_joined
@@ -44,9 +44,9 @@ class DataParallel(torch.nn.Module):
     algorithm   of the allreduces, as in `collectives.allreduce`: "bcube(n=2,k=2)", "hierarchical(local=4)", ...
     broadcast_buffers   take rank 0's buffers at every forward in training, as of BatchNorm.
 
-    Making it is collective, blocking; so is every backward outside `no_sync`. MismatchError on all ranks where models
-    differ. RuntimeError where a launcher, such as torchrun, has started processes that MPI has not joined. Parameters
-    without a gradient on some ranks count as zero there; those without any have none.
+    Making it is collective, blocking; so is every backward outside `no_sync`. Where models or arguments differ, all
+    ranks raise MismatchError. RuntimeError where a launcher, such as torchrun, has started processes that MPI has not
+    joined. Parameters without a gradient on some ranks count as zero there; those without any have none.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class DataParallel(torch.nn.Module):
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         if not parameters:
             raise ValueError("DataParallel: the model has no parameter with requires_grad: there is nothing to average")
-        home.agree(_described(module, buckets, algorithm))
+        agreement.agree(agreement.described(module, buckets, algorithm), self._comm)
         broadcast_tensors(self._tensors(), 0, self._comm)
         self._buffers_too = broadcast_buffers and any(True for _ in module.buffers())
         self._syncs, self._joining, self._armed = True, False, False
@@ -203,12 +203,3 @@ class DataParallel(torch.nn.Module):
 
 def _sizes(parameters: Sequence[Tensor]) -> list[int]:
     return [parameter.numel() * parameter.element_size() for parameter in parameters]
-
-
-def _described(module: torch.nn.Module, buckets: str | float, algorithm: str) -> str:
-    """What has to be the same on all ranks."""
-    shapes = [f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for name, p in module.named_parameters()]
-    digest = hashlib.blake2b("\n".join(shapes).encode(), digest_size=4).hexdigest()
-    elements = sum(parameter.numel() for parameter in module.parameters())
-    return (f"DataParallel of {type(module).__name__}, {len(shapes)} parameters with {elements} elements, "
-            f"names and shapes {digest}, buckets {buckets}, algorithm {algorithm}")  # fmt: skip
