@@ -136,6 +136,11 @@ class DataParallel(torch.nn.Module):
                              "wrapped")  # fmt: skip
         return self.module.load_state_dict(state_dict, strict)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """TypeError: what goes on between ranks is neither copied nor saved."""
+        raise TypeError("a DataParallel is tied to the ranks that made it: copy or save its `module`, or its "
+                        "`state_dict()`")  # fmt: skip
+
     @property
     def buckets(self) -> list[list[str]]:
         """The names of the parameters that travel together, in the order in which they do."""

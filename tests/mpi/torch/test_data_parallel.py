@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import time
 from contextlib import nullcontext
 from typing import Any
@@ -231,3 +233,14 @@ def test_words_that_mean_nothing() -> None:
         mpips.torch.DataParallel(network(), buckets="clever")
     with pytest.raises(ValueError, match="requires_grad"):
         mpips.torch.DataParallel(nn.Linear(2, 2).requires_grad_(False))
+
+
+@pytest.mark.parametrize(
+    "use", [copy.deepcopy, lambda model: torch.save(model, io.BytesIO()), torch.optim.swa_utils.AveragedModel]
+)
+def test_the_module_is_copied_and_saved_not_its_wrapper(use: Any) -> None:
+    model = mpips.torch.DataParallel(network())
+    train(model, sgd(model), 1, batch)
+    with pytest.raises(TypeError, match="copy or save its `module`, or its `state_dict\\(\\)`"):
+        use(model)
+    use(model.module)
