@@ -22,6 +22,7 @@ from mpips.torch import agreement
 from mpips.torch import buckets as cutting
 from mpips.torch.buckets import Bucket, Costs
 from mpips.torch.launcher import see_joined
+from mpips.torch.process_group.tensors import see_host
 from mpips.torch.profile import Profile, costs
 from mpips.torch.reducer import Reducer, names
 from mpips.torch.state import broadcast_tensors
@@ -51,9 +52,11 @@ class DataParallel(torch.nn.Module):
 
     def __init__(
         self, module: torch.nn.Module, comm: MPI.Intracomm | None = None, buckets: str | float = "auto",
-        algorithm: str = "auto", broadcast_buffers: bool = True,
+        algorithm: str = "auto", broadcast_buffers: bool = True, **others: Any,
     ) -> None:  # fmt: skip
         super().__init__()
+        _see_arguments(module, comm, others)
+        cutting.see(buckets)
         see_joined()
         self.module = module
         self._comm = MPI.COMM_WORLD if comm is None else comm
@@ -208,3 +211,15 @@ class DataParallel(torch.nn.Module):
 
 def _sizes(parameters: Sequence[Tensor]) -> list[int]:
     return [parameter.numel() * parameter.element_size() for parameter in parameters]
+
+
+def _see_arguments(module: Any, comm: Any, others: Mapping[str, Any]) -> None:
+    """TypeError or ValueError for what is no model on the host, no communicator, or no argument."""
+    for name in others:
+        why = ": mpips works on CPU tensors, leave it out" if "device" in name else ": leave it out"
+        raise TypeError(f"DataParallel has no argument {name}{why}")
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"DataParallel: module is of type {type(module).__name__}: pass a torch.nn.Module")
+    if comm is not None and not isinstance(comm, MPI.Intracomm):
+        raise TypeError(f"DataParallel: comm is of type {type(comm).__name__}: pass an mpi4py communicator, or None")
+    see_host([*module.parameters(), *module.buffers()], "DataParallel")

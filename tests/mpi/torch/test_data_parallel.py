@@ -236,6 +236,24 @@ def test_words_that_mean_nothing() -> None:
 
 
 @pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"module": "x"}, TypeError, "module is of type str: pass a torch.nn.Module"),
+        ({"device_ids": [0]}, TypeError, "no argument device_ids: mpips works on CPU tensors, leave it out"),
+        ({"find_unused_parameters": True}, TypeError, "no argument find_unused_parameters: leave it out"),
+        ({"comm": [0]}, TypeError, "comm is of type list: pass an mpi4py communicator"),
+        ({"module": nn.Linear(2, 2, device="meta")}, ValueError, "a tensor is on meta: pass CPU tensors"),
+        ({"buckets": -1}, ValueError, "buckets is -1: pass .* a number of MiB above 0"),
+        ({"buckets": float("nan")}, ValueError, "buckets is nan: pass"),
+        ({"buckets": None}, TypeError, "buckets is of type NoneType: pass"),
+    ],
+)
+def test_arguments_that_do_not_serve(arguments: dict, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        mpips.torch.DataParallel(**{"module": network(), **arguments})
+
+
+@pytest.mark.parametrize(
     "use", [copy.deepcopy, lambda model: torch.save(model, io.BytesIO()), torch.optim.swa_utils.AveragedModel]
 )
 def test_the_module_is_copied_and_saved_not_its_wrapper(use: Any) -> None:
