@@ -4,7 +4,8 @@
     weights = mpips.jax.pushpull(kv, "w", gradients)        # kv.init("w", leaves) before
 
 Calls are ordered callbacks: they run in the order in which the program makes them, on every rank alike. All leaves of a
-tree go in one call.
+tree go in one call. `jax.vmap` and `jax.grad` through a call are not supported, and JAX refuses them: take gradients
+first, then call.
 """
 
 from __future__ import annotations
@@ -18,15 +19,19 @@ from jax.experimental import io_callback
 from mpi4py import MPI
 
 import collectives
+from collectives.operations import operation
 
 
 def allreduce(tree: Any, op: str = "mean", comm: MPI.Comm | None = None, algorithm: str = "auto") -> Any:
     """Every leaf of a pytree reduced over all ranks of `comm` (None: COMM_WORLD): a tree of the same shapes and types.
 
-    Collective; `op` and `algorithm` as in `collectives.allreduce`, errors too.
+    Collective; `op` and `algorithm` as in `collectives.allreduce`, errors too. An `op` that does not fit the leaves is
+    refused when the call is traced.
 
     >>> mpips.jax.allreduce({"w": jnp.ones(3), "b": jnp.zeros(())})
     """
+    for leaf in jax.tree.leaves(tree):
+        operation(op, jax.numpy.result_type(leaf))
 
     def run(*leaves: Any) -> list[Any]:
         arrays = [np.array(leaf) for leaf in leaves]  # JAX's are not to be written to

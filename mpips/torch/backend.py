@@ -9,10 +9,14 @@ import socket
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
+import numpy as np
 import torch.distributed as dist
 from mpi4py import MPI
 
+from collectives.errors import of_caller
+from mpips.torch.launcher import see_joined
 from mpips.torch.process_group.group import Group
 from mpips.torch.process_group.works import communication
 
@@ -33,12 +37,12 @@ def register() -> None:
 
 
 def _create(options: Any, group_options: Any = None) -> Group:
-    """The group that c10d asks for; collective over its ranks."""
+    """The group that c10d asks for; collective over its ranks. RuntimeError where MPI has not joined all processes,
+    ValueError where rank or size are not MPI's."""
+    see_joined()
     ranks, world = list(options.global_ranks_in_group), MPI.COMM_WORLD
     if not ranks or len(ranks) == world.size:
-        if options.group_size != world.size:
-            raise ValueError(f"init_process_group: world_size is {options.group_size}, and MPI has {world.size} ranks: "
-                             "leave rank and world_size out, MPI knows them")  # fmt: skip
+        _see_place(options.group_rank, options.group_size)
         return Group(world.Dup(), options.timeout)
     members = world.group.Incl(ranks)
     return Group(world.Create_group(members, TAG), options.timeout)
@@ -50,6 +54,8 @@ def _by_mpi(given: Any, url: str, timeout: timedelta = dist.default_pg_timeout, 
         yield from given(url, timeout=timeout, **keywords)
         return
     world = MPI.COMM_WORLD
+    asked = parse_qs(urlsplit(url).query)
+    _see_place(*(int(asked.get(name, ["-1"])[0]) for name in ("rank", "world_size")))
     server = None
     address = _address()
     if world.rank == 0:
@@ -62,6 +68,19 @@ def _by_mpi(given: Any, url: str, timeout: timedelta = dist.default_pg_timeout, 
     host, port = told.rstrip(b"\0").decode().split()
     store = server or dist.TCPStore(host, int(port), world.size, False, timeout, wait_for_workers=False)
     yield store, world.rank, world.size
+
+
+def _see_place(rank: int, size: int) -> None:
+    """ValueError on all ranks where one gives a rank or a size that is not MPI's; -1 is none. Collective."""
+    world = MPI.COMM_WORLD
+    given = np.empty((world.size, 2), np.int64)
+    world.Allgather(np.array([rank, size], np.int64), given)
+    for place, (said, ranks) in enumerate(given.tolist()):
+        wrong = f"world_size is {ranks}, and MPI's is {world.size}" if ranks not in (-1, world.size) else ""
+        if not wrong and said not in (-1, place):
+            wrong = f"rank is {said} on MPI's rank {place}"
+        if wrong:
+            raise of_caller(ValueError(f"init_process_group: {wrong}: leave rank and world_size out, MPI knows them"))
 
 
 def _address() -> str:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from numbers import Real
+from typing import Any, NamedTuple
 
 from mpips.overlap.stage import stage
 from mpips.overlap.strategies import PARTITIONS
 
 STRATEGIES = tuple(PARTITIONS)
+CHOICES = f"auto, {', '.join(STRATEGIES)}, or a number of MiB"
 
 
 class Costs(NamedTuple):
@@ -31,11 +33,21 @@ class Bucket(NamedTuple):
     last: int
 
 
+def see(asked: Any) -> None:
+    """TypeError or ValueError where this is neither a word nor a number of MiB above 0."""
+    if isinstance(asked, str):
+        return
+    if isinstance(asked, bool) or not isinstance(asked, Real):
+        raise TypeError(f"buckets is of type {type(asked).__name__}: pass {CHOICES}")
+    if not float(asked) > 0:
+        raise ValueError(f"buckets is {asked}: pass {CHOICES} above 0")
+
+
 def cut(nbytes: Sequence[int], ready: Sequence[float], costs: Costs, strategy: str) -> list[Bucket]:
     """Buckets by a strategy of `mpips.overlap`: `nbytes` of each gradient and the second at which it is ready, both in
     the order of readiness. ValueError for an unknown strategy."""
     if strategy not in PARTITIONS:
-        raise ValueError(f"buckets={strategy!r} is unknown: choose {', '.join(STRATEGIES)}, or a number of MiB")
+        raise ValueError(f"buckets={strategy!r} is unknown: choose {CHOICES}")
     if not nbytes:
         return []
     compute = [max(0.0, after - before) for before, after in pairwise([0.0, *ready])]

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,8 +18,11 @@ from torch.autograd import Variable
 
 import collectives
 from collectives.communicator import communicator
+from mpips.torch import agreement
 from mpips.torch import buckets as cutting
 from mpips.torch.buckets import Bucket, Costs
+from mpips.torch.launcher import see_joined
+from mpips.torch.process_group.tensors import see_host
 from mpips.torch.profile import Profile, costs
 from mpips.torch.reducer import Reducer, names
 from mpips.torch.state import broadcast_tensors
@@ -43,15 +45,19 @@ class DataParallel(torch.nn.Module):
     algorithm   of the allreduces, as in `collectives.allreduce`: "bcube(n=2,k=2)", "hierarchical(local=4)", ...
     broadcast_buffers   take rank 0's buffers at every forward in training, as of BatchNorm.
 
-    Making it is collective, blocking; so is every backward outside `no_sync`. MismatchError on all ranks where models
-    differ. Parameters without a gradient on some ranks count as zero there; those without any have none.
+    Making it is collective, blocking; so is every backward outside `no_sync`. Where models or arguments differ, all
+    ranks raise MismatchError. RuntimeError where a launcher, such as torchrun, has started processes that MPI has not
+    joined. Parameters without a gradient on some ranks count as zero there; those without any have none.
     """
 
     def __init__(
         self, module: torch.nn.Module, comm: MPI.Intracomm | None = None, buckets: str | float = "auto",
-        algorithm: str = "auto", broadcast_buffers: bool = True,
+        algorithm: str = "auto", broadcast_buffers: bool = True, **others: Any,
     ) -> None:  # fmt: skip
         super().__init__()
+        _see_arguments(module, comm, others)
+        cutting.see(buckets)
+        see_joined()
         self.module = module
         self._comm = MPI.COMM_WORLD if comm is None else comm
         home = communicator(self._comm)
@@ -65,7 +71,7 @@ class DataParallel(torch.nn.Module):
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         if not parameters:
             raise ValueError("DataParallel: the model has no parameter with requires_grad: there is nothing to average")
-        home.agree(_described(module, buckets, algorithm))
+        agreement.agree(agreement.described(module, buckets, algorithm), self._comm)
         broadcast_tensors(self._tensors(), 0, self._comm)
         self._buffers_too = broadcast_buffers and any(True for _ in module.buffers())
         self._syncs, self._joining, self._armed = True, False, False
@@ -132,6 +138,11 @@ class DataParallel(torch.nn.Module):
             raise ValueError("load_state_dict: assign=True makes other parameters: load into the module before it is "
                              "wrapped")  # fmt: skip
         return self.module.load_state_dict(state_dict, strict)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """TypeError: what goes on between ranks is neither copied nor saved."""
+        raise TypeError("a DataParallel is tied to the ranks that made it: copy or save its `module`, or its "
+                        "`state_dict()`")  # fmt: skip
 
     @property
     def buckets(self) -> list[list[str]]:
@@ -202,10 +213,13 @@ def _sizes(parameters: Sequence[Tensor]) -> list[int]:
     return [parameter.numel() * parameter.element_size() for parameter in parameters]
 
 
-def _described(module: torch.nn.Module, buckets: str | float, algorithm: str) -> str:
-    """What has to be the same on all ranks."""
-    shapes = [f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for name, p in module.named_parameters()]
-    digest = hashlib.blake2b("\n".join(shapes).encode(), digest_size=4).hexdigest()
-    elements = sum(parameter.numel() for parameter in module.parameters())
-    return (f"DataParallel of {type(module).__name__}, {len(shapes)} parameters with {elements} elements, "
-            f"names and shapes {digest}, buckets {buckets}, algorithm {algorithm}")  # fmt: skip
+def _see_arguments(module: Any, comm: Any, others: Mapping[str, Any]) -> None:
+    """TypeError or ValueError for what is no model on the host, no communicator, or no argument."""
+    for name in others:
+        why = ": mpips works on CPU tensors, leave it out" if "device" in name else ": leave it out"
+        raise TypeError(f"DataParallel has no argument {name}{why}")
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"DataParallel: module is of type {type(module).__name__}: pass a torch.nn.Module")
+    if comm is not None and not isinstance(comm, MPI.Intracomm):
+        raise TypeError(f"DataParallel: comm is of type {type(comm).__name__}: pass an mpi4py communicator, or None")
+    see_host([*module.parameters(), *module.buffers()], "DataParallel")

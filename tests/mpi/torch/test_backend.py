@@ -12,6 +12,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="PyTorch is not installed: pip install 'mpips[torch]'")
 
 import torch.distributed as dist  # noqa: E402
+from torch.distributed import rendezvous  # noqa: E402
 from torch.distributed.optim import ZeroRedundancyOptimizer  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
@@ -143,6 +144,29 @@ def test_functional_collectives() -> None:
     x = functional.all_reduce(torch.ones(3) * (WORLD.rank + 1), "sum", dist.group.WORLD)
     off = worst(float((x - sum(range(1, WORLD.size + 1))).abs().max()))
     assert off == 0
+
+
+@pytest.mark.parametrize(
+    ("rank", "size", "words"),
+    [
+        (0, WORLD.size, "rank is 0 on MPI's rank 1: leave rank"),
+        (WORLD.rank, 5, f"world_size is 5, and MPI's is {WORLD.size}: leave rank"),
+    ],
+)
+def test_a_place_that_is_not_mpi_s(rank: int, size: int, words: str) -> None:
+    if WORLD.size == 1:
+        pytest.skip("one rank has no other place")
+    with pytest.raises(ValueError, match=words):
+        next(rendezvous("env://", rank, size))
+    with pytest.raises(ValueError, match=words):
+        next(rendezvous(f"env://?rank={rank}&world_size={size}"))
+
+
+def test_torchrun_s_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("WORLD_SIZE", str(WORLD.size + 1))
+    with pytest.raises(RuntimeError, match="instead of torchrun"):
+        dist.new_group(backend="mpips")
 
 
 def test_an_argument_error_is_one_rank_s() -> None:

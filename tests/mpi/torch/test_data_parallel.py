@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import time
 from contextlib import nullcontext
 from typing import Any
 
@@ -15,6 +18,7 @@ from torch import nn  # noqa: E402
 
 import mpips.torch  # noqa: E402
 from collectives import MismatchError  # noqa: E402
+from mpips.torch.agreement import difference  # noqa: E402
 from tests.mpi.torch.support import (  # noqa: E402
     BATCH,
     WORLD,
@@ -185,17 +189,43 @@ def test_buffers_are_rank_0_s() -> None:
     assert all(mean == means[0] for mean in means)
 
 
-def test_models_that_differ() -> None:
+@pytest.mark.parametrize(
+    ("odd", "asked", "words"),
+    [
+        (lambda: nn.Linear(4, 2), {}, "parameter 'weight' is float32(2, 3) on rank 0 and float32(2, 4) on rank 1"),
+        (lambda: nn.Linear(3, 2, dtype=torch.float64), {}, "float32(2, 3) on rank 0 and float64(2, 3) on rank 1"),
+        (lambda: nn.Linear(3, 2, bias=False), {}, "rank 1 has no parameter 'bias', which rank 0 has"),
+        (lambda: nn.Linear(3, 2), {"buckets": 4}, "buckets is 'auto' on rank 0 and 4 on rank 1"),
+    ],
+)
+def test_models_that_differ(odd: Any, asked: dict, words: str) -> None:
     if WORLD.size == 1:
         pytest.skip("one rank has nobody to differ from")
     comm = WORLD.Dup()
-    words: Any = None
+    model, options = (odd(), asked) if comm.rank == 1 else (nn.Linear(3, 2), {})
+    said, begin = "", time.monotonic()
     try:
-        mpips.torch.DataParallel(nn.Linear(3, 2 + (comm.rank == 1)), comm)
+        mpips.torch.DataParallel(model, comm, **options)
     except MismatchError as error:
-        words = str(error)
-    everybody = WORLD.allgather(words)
-    assert all(text is not None and "DataParallel of Linear" in text for text in everybody)
+        said = str(error)
+    everybody = WORLD.allgather((said, time.monotonic() - begin))
+    assert all(words in text and seconds < 1 for text, seconds in everybody), everybody
+
+
+def test_what_differs_first() -> None:
+    a, b, c = ("parameter 'a'", "float32(2,)"), ("parameter 'b'", "float32(2,)"), ("parameter 'c'", "float32(2,)")
+    assert difference([[a, b], [a, b]]) == ""
+    assert difference([[a], [a], [a, c]]) == "rank 0 has no parameter 'c', which rank 2 has"
+    assert difference([[a, b], [b, a]]) == "rank 0 has parameter 'a' where rank 1 has parameter 'b'"
+
+
+def test_torchrun_s_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("WORLD_SIZE", str(WORLD.size + 1))
+    with pytest.raises(RuntimeError, match=f"torchrun started {WORLD.size + 1} .* MPI has {WORLD.size} .*mpips run -w"):
+        mpips.torch.DataParallel(network())
+    monkeypatch.setenv("WORLD_SIZE", str(WORLD.size))
+    mpips.torch.DataParallel(network())
 
 
 def test_words_that_mean_nothing() -> None:
@@ -203,3 +233,32 @@ def test_words_that_mean_nothing() -> None:
         mpips.torch.DataParallel(network(), buckets="clever")
     with pytest.raises(ValueError, match="requires_grad"):
         mpips.torch.DataParallel(nn.Linear(2, 2).requires_grad_(False))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"module": "x"}, TypeError, "module is of type str: pass a torch.nn.Module"),
+        ({"device_ids": [0]}, TypeError, "no argument device_ids: mpips works on CPU tensors, leave it out"),
+        ({"find_unused_parameters": True}, TypeError, "no argument find_unused_parameters: leave it out"),
+        ({"comm": [0]}, TypeError, "comm is of type list: pass an mpi4py communicator"),
+        ({"module": nn.Linear(2, 2, device="meta")}, ValueError, "a tensor is on meta: pass CPU tensors"),
+        ({"buckets": -1}, ValueError, "buckets is -1: pass .* a number of MiB above 0"),
+        ({"buckets": float("nan")}, ValueError, "buckets is nan: pass"),
+        ({"buckets": None}, TypeError, "buckets is of type NoneType: pass"),
+    ],
+)
+def test_arguments_that_do_not_serve(arguments: dict, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        mpips.torch.DataParallel(**{"module": network(), **arguments})
+
+
+@pytest.mark.parametrize(
+    "use", [copy.deepcopy, lambda model: torch.save(model, io.BytesIO()), torch.optim.swa_utils.AveragedModel]
+)
+def test_the_module_is_copied_and_saved_not_its_wrapper(use: Any) -> None:
+    model = mpips.torch.DataParallel(network())
+    train(model, sgd(model), 1, batch)
+    with pytest.raises(TypeError, match="copy or save its `module`, or its `state_dict\\(\\)`"):
+        use(model)
+    use(model.module)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -50,3 +52,23 @@ def test_an_optax_step() -> None:
         weights, state = step(weights, state, jax.numpy.full(3, 1.0 + WORLD.rank + number))
     everybody = WORLD.allgather(np.asarray(weights).tolist())
     assert all(each == everybody[0] for each in everybody)
+
+
+@pytest.mark.parametrize(
+    ("op", "dtype", "words"),
+    [
+        ("foo", "float32", "unknown operation 'foo': choose one of"),
+        ("mean", "int32", "the mean of int32 elements is no int32: use op='sum'"),
+        ("sum", "bool", "cannot reduce elements of type bool: use"),
+        (3, "float32", "op 3 is of type int: pass one of"),
+    ],
+)
+def test_an_operation_that_does_not_fit_is_refused_when_traced(op: str, dtype: str, words: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=words):
+        jax.make_jaxpr(lambda x: mpips.jax.allreduce({"x": x}, op))(jax.numpy.ones(3, dtype))
+
+
+@pytest.mark.parametrize("through", [jax.vmap, jax.grad])
+def test_jax_refuses_what_is_not_supported(through: Any) -> None:
+    with pytest.raises(ValueError, match=r"(?i)io.?callback"):
+        through(lambda x: mpips.jax.allreduce(x).sum())(jax.numpy.ones((2, 3)))

@@ -1,0 +1,74 @@
+"""See that all ranks make a DataParallel of the same model with the same arguments; else say what differs first."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+import collectives
+from collectives.communicator import communicator
+
+WHAT = "DataParallel"
+Items = Sequence[tuple[str, str]]
+"""Things, such as "parameter 'weight'", and what they are: "float32(2, 3)". No thing comes twice."""
+
+
+def described(module: torch.nn.Module, buckets: str | float, algorithm: str) -> Items:
+    """What has to be the same on all ranks."""
+    return [
+        *((f"parameter {name!r}", _kind(p) + ("" if p.requires_grad else ", frozen")) for name, p in
+          module.named_parameters()),
+        *((f"buffer {name!r}", _kind(buffer)) for name, buffer in module.named_buffers()),
+        ("buckets", repr(buckets)), ("algorithm", repr(algorithm)), ("module", type(module).__name__),
+    ]  # fmt: skip
+
+
+def agree(items: Items, comm: MPI.Intracomm) -> None:
+    """MismatchError on all ranks, with one sentence, unless all bring the same. Collective, blocking."""
+    word = msgspec.msgpack.encode(items)
+    head = np.array([len(word), int.from_bytes(hashlib.blake2b(word, digest_size=7).digest())])
+    heads = _gathered(head, comm)
+    if (heads == head).all():
+        return
+    padded = np.zeros(heads[:, 0].max(), np.uint8)
+    padded[: len(word)] = np.frombuffer(word, np.uint8)
+    words = _gathered(padded, comm)
+    every = [msgspec.msgpack.decode(row[:n].tobytes(), type=list[tuple[str, str]]) for row, (n, _) in zip(words, heads)]
+    with communicator(comm).failing(WHAT):
+        raise collectives.MismatchError(f"{WHAT}: {difference(every)}: give all ranks the same")
+
+
+def difference(every: Sequence[Items]) -> str:
+    """What differs first between rank 0 and another; "" where nothing does. Pure."""
+    known = dict(every[0])
+    for rank, items in enumerate(every):
+        theirs = dict(items)
+        for thing, kind in every[0]:
+            if thing not in theirs:
+                return f"rank {rank} has no {thing}, which rank 0 has"
+            if theirs[thing] != kind:
+                return f"{thing} is {kind} on rank 0 and {theirs[thing]} on rank {rank}"
+        for other in theirs:
+            if other not in known:
+                return f"rank 0 has no {other}, which rank {rank} has"
+        for thing, other in zip(known, theirs):
+            if other != thing:
+                return f"rank 0 has {thing} where rank {rank} has {other}"
+    return ""
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{tuple(tensor.shape)}"
+
+
+def _gathered(row: np.ndarray, comm: MPI.Intracomm) -> np.ndarray:
+    """All ranks' rows, which are of one length."""
+    rows = np.empty((comm.size, row.size), row.dtype)
+    collectives.allgather(row, comm, out=rows, label=WHAT)
+    return rows
