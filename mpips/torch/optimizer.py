@@ -17,6 +17,7 @@ from torch import Tensor
 import collectives
 import mpips
 from mpips.optimizers import Elastic1
+from mpips.torch.launcher import see_joined
 from mpips.torch.on_servers import OnServers, records
 from mpips.torch.state import broadcast_tensors
 from mpips.torch.stored import restore, stored
@@ -49,6 +50,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         kind: str = "mpi_sync", *, store: mpips.KVStore | None = None, backward_passes_per_step: int = 1,
         compression: dict[str, Any] | None = None, elastic: float | None = None, interval: int = 64, **options: Any,
     ) -> None:  # fmt: skip
+        see_joined()
         _see_optimizer(optimizer)
         if backward_passes_per_step < 1 or interval < 1:
             raise ValueError(f"backward_passes_per_step={backward_passes_per_step}, interval={interval}: at least 1")
