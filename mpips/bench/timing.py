@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -21,60 +21,72 @@ def names(n: int, keys: int) -> list[str]:
     return [f"{n} {key}" for key in range(keys)]
 
 
+class Rounds:
+    """Rounds of `keys` keys with n elements each, and how long their calls took. What they sum to is compared."""
+
+    def __init__(self, kv: mpips.KVStore, n: int, array: str, keys: int) -> None:
+        self._kv, self._numbers = kv, itertools.count(1)
+        self._values, self._outs = ([_made(n, array) for _ in range(keys)] for _ in range(2))
+        called: list[Any] = [names(n, keys), self._values, self._outs]
+        self._key, self._value, self._out = called if keys > 1 else [one[0] for one in called]
+        self.pushes: list[float] = []
+        self.pulls: list[float] = []
+        self.fused: list[float] = []
+
+    def apart(self) -> None:
+        """A push, then a pull."""
+        number = self._begin()
+        start = time.perf_counter()
+        self._kv.push(self._key, self._value)
+        pushed = time.perf_counter()
+        self._kv.pull(self._key, self._out)
+        pulled = time.perf_counter()
+        self.pushes.append(pushed - start)
+        self.pulls.append(pulled - pushed)
+        self._end(number)
+
+    def together(self) -> None:
+        """A pushpull."""
+        number = self._begin()
+        start = time.perf_counter()
+        self._kv.pushpull(self._key, self._value, self._out)
+        self.fused.append(time.perf_counter() - start)
+        self._end(number)
+
+    def _begin(self) -> int:
+        number = next(self._numbers)
+        mark(self._values, self._kv.rank + number)
+        return number
+
+    def _end(self, number: int) -> None:
+        if self._kv.type.endswith("_sync"):
+            total = sum(worker + number for worker in range(self._kv.num_workers))
+            compare(self._outs, total, f"{self._kv.type}, round {number}")
+
+
+def _made(n: int, array: str) -> np.ndarray:
+    made: np.ndarray = mpips.empty(n) if array == "empty" else np.empty(n, np.float32)
+    made[...] = 0
+    return made
+
+
 def measure(
     kv: mpips.KVStore, n: int, array: str, keys: int, seconds: float
 ) -> tuple[int, float, float, float, float]:
     """Repeats and medians of push, pull, both after each other, and pushpull, of `keys` keys with n elements each."""
-    make: Callable[[], np.ndarray] = (lambda: mpips.empty(n)) if array == "empty" else (lambda: np.empty(n, np.float32))
-    key: Any = names(n, keys)
-    values, outs = [make() for _ in key], [make() for _ in key]
-    for one, other in zip(values, outs):
-        one[...], other[...] = 0, 0
-    rounds = itertools.count(1)
-    value: Any = values
-    out: Any = outs
-    if keys == 1:
-        key, value, out = key[0], values[0], outs[0]
-    pushes, pulls, fused = [], [], []
-
-    def begin() -> int:
-        number = next(rounds)
-        mark(values, kv.rank + number)
-        return number
-
-    def end(number: int) -> None:
-        if kv.type.endswith("_sync"):
-            compare(outs, sum(worker + number for worker in range(kv.num_workers)), f"{kv.type}, round {number}")
-
-    def once() -> None:
-        number = begin()
-        start = time.perf_counter()
-        kv.push(key, value)
-        pushed = time.perf_counter()
-        kv.pull(key, out)
-        pulled = time.perf_counter()
-        pushes.append(pushed - start)
-        pulls.append(pulled - pushed)
-        end(number)
-
-    def once_fused() -> None:
-        number = begin()
-        start = time.perf_counter()
-        kv.pushpull(key, value, out)
-        fused.append(time.perf_counter() - start)
-        end(number)
-
+    rounds = Rounds(kv, n, array, keys)
     for _ in range(3):
-        once()
-        once_fused()
+        rounds.apart()
+        rounds.together()
+    pushes, pulls, fused = rounds.pushes, rounds.pulls, rounds.fused
     assert kv.layout.workers is not None
     repeats = kv.layout.workers.bcast(max(5, min(2000, int(seconds / 2 / (pushes[-1] + pulls[-1])))), 0)
     for sample in (pushes, pulls, fused):
         sample.clear()
-    for once_more in (once, once_fused):
+    for one in (rounds.apart, rounds.together):
         kv.barrier()
         for _ in range(repeats):
-            once_more()
+            one()
     both = statistics.median(map(sum, zip(pushes, pulls)))
     return repeats, statistics.median(pushes), statistics.median(pulls), both, statistics.median(fused)
 

@@ -221,13 +221,14 @@ class Link:
             fill(self.filling)
             self.filling.clear()
         until = time.monotonic() + QUIET_SECONDS
-        while self._lends() and time.monotonic() < until:
+        while _lent(self._keys.values()) and time.monotonic() < until:
             time.sleep(LOOK_SECONDS)
         self.sender.stop()
         for line in self._distant:
             line.leave()
 
-    def _lends(self) -> bool:
-        """Whether a server of this node may still read what this worker has pushed."""
-        pushes: Sequence[tuple[Key, Shard]] = [(key, shard) for key in self._keys.values() for shard in key.pushes]
-        return any(shard.local and shard.consumed() < key.round and not shard.line.stopped() for key, shard in pushes)
+
+def _lent(keys: Iterable[Key]) -> bool:
+    """Whether a server of this node may still read what this worker has pushed of keys."""
+    pushes: Sequence[tuple[Key, Shard]] = [(key, shard) for key in keys for shard in key.pushes]
+    return any(shard.local and shard.consumed() < key.round and not shard.line.stopped() for key, shard in pushes)

@@ -18,9 +18,9 @@ import collectives
 import mpips
 from mpips.optimizers import Elastic1
 from mpips.torch.launcher import see_joined
-from mpips.torch.on_servers import OnServers, records
+from mpips.torch.optimizer.on_servers import OnServers, records
+from mpips.torch.optimizer.stored import restore, stored
 from mpips.torch.state import broadcast_tensors
-from mpips.torch.stored import restore, stored
 
 
 class DistributedOptimizer(torch.optim.Optimizer):

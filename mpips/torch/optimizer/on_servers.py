@@ -12,7 +12,7 @@ from torch import Tensor
 import mpips
 from mpips.keys import calls
 from mpips.optimizers import Optimizer
-from mpips.torch import translation
+from mpips.torch.optimizer import translation
 
 
 class OnServers:

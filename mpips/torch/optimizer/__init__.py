@@ -1,0 +1,1 @@
+"""DistributedOptimizer: a store in the place of a PyTorch optimizer's `step`."""
