@@ -31,10 +31,10 @@ Array = NDArray[Any]
 
 def load(store: Store, path: str | os.PathLike[str]) -> None:
     """See `KVStore.load`."""
-    header, refusal = attempt(lambda: _checked(store, path))
     store.finish()
-    if store.saving is not None:  # it reads what is stored now
-        store.saving.finish()
+    if store.saving is not None:
+        store.saving.finish()  # it may be this file
+    header, refusal = attempt(lambda: _checked(store, path))
     mine = b"" if header is None else msgspec.msgpack.encode(header)
     told = store.agree("load", [("path", str(path))], refusal, noun="argument", data=mine)
     store.settle()

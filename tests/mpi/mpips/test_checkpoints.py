@@ -218,6 +218,25 @@ def test_a_load_while_a_save_is_under_way_changes_nothing_of_it(folder, servers)
     run("dist_sync" if servers else "mpi_sync", body, servers=servers)
 
 
+@only_on(2, 3)
+@pytest.mark.parametrize("servers", [0, 1])
+def test_a_load_of_the_file_that_is_being_written(folder, servers):
+    """It is the new file whole, which has another key."""
+    need(1, servers=servers)
+
+    def body(kv):
+        kv.init("w", np.zeros((700, 1000)))
+        kv.save(folder / "x")
+        kv.init("v", np.ones(3))
+        kv.push("w", np.full((700, 1000), 1.0))
+        kv.save(folder / "x", wait=False)
+        kv.load(folder / "x")
+        kv.pull(["w", "v"], [out := np.empty((700, 1000)), other := np.empty(3)])
+        assert (out == kv.num_workers).all() and (other == 1).all() and kv.epoch == 0
+
+    run("dist_sync" if servers else "mpi_sync", body, servers=servers)
+
+
 @only_on(3)
 def test_a_save_needs_one_round(folder):
     def body(kv):

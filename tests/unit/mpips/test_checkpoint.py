@@ -220,6 +220,18 @@ def test_a_store_comes_back_as_it_was(tmp_path, wait):
     assert [record.step for record in read_header(tmp_path / "x").records] == [5, 2]
 
 
+def test_a_load_waits_for_the_save_that_is_under_way(tmp_path):
+    """Header and tensors are both those of the file that is then there."""
+    save(trained(), tmp_path / "x", True)
+    old = trained()
+    old.make("a", np.ones(4, np.float32), 7, [np.ones(4, np.float32)])
+    old.backend.rest["a"] = np.zeros(4, np.float32)
+    store = Store()
+    store.saving = save(old, tmp_path / "x", False)
+    load(store, tmp_path / "x")
+    assert store.keys["a"].shape == (4,) and store.backend.kept["a"][0] == 7
+
+
 def test_what_does_not_fit_changes_nothing(tmp_path):
     save(trained(), tmp_path / "x", True)
     write(tmp_path / "other", ARRAYS, {})
