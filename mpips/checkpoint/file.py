@@ -1,4 +1,4 @@
-"""A checkpoint's file: safetensors, written piece by piece, there whole or not at all; and what its header tells."""
+"""A checkpoint's file: safetensors, written piece by piece, there whole or not at all; and how it is read."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import ml_dtypes  # noqa: F401  (NumPy then knows bfloat16 by name)
@@ -24,7 +24,11 @@ NAMES = {
 }  # fmt: skip
 """Every dtype that a file can hold, and what safetensors calls it."""
 
+HOLDS = f"a checkpoint holds {', '.join(NAMES)}"
+
 VERSION = 1
+LARGEST = 1 << 63
+"""Steps and rounds are below that."""
 
 
 class Tensor(NamedTuple):
@@ -73,16 +77,14 @@ class Header(msgspec.Struct):
     residuals: int
     """How many workers or clients compressed their pushes; 0: none."""
 
-    def tensors(self) -> dict[str, Tensor]:
-        """All that the file holds, by name."""
-        found: dict[str, Tensor] = {}
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """All that the file holds, with its names."""
         for record in self.records:
-            found[value_name(record.key)] = Tensor(np.dtype(record.dtype), record.shape)
+            yield value_name(record.key), Tensor(np.dtype(record.dtype), record.shape)
             for slot, dtype in enumerate(record.state):
-                found[state_name(record.key, slot)] = Tensor(np.dtype(dtype), (record.size,))
+                yield state_name(record.key, slot), Tensor(np.dtype(dtype), (record.size,))
             for group in range(self.residuals if np.dtype(record.dtype).kind not in "iub" else 0):
-                found[residual_name(record.key, group)] = Tensor(residual_dtype(record.dtype), (record.size,))
-        return found
+                yield residual_name(record.key, group), Tensor(residual_dtype(record.dtype), (record.size,))
 
 
 def value_name(key: int | str) -> str:
@@ -131,7 +133,7 @@ class Writer:
         offset, offsets = 0, {}
         for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize):  # aligned, then
             if tensor.dtype.name not in NAMES:
-                raise ValueError(f"{name} is of {tensor.dtype.name}: a checkpoint holds {', '.join(NAMES)}")
+                raise ValueError(f"{name} is of {tensor.dtype.name}: {HOLDS}")
             offsets[name], end = offset, offset + tensor.nbytes
             header[name] = {
                 "dtype": NAMES[tensor.dtype.name], "shape": list(tensor.shape), "data_offsets": [offset, end]
@@ -206,19 +208,66 @@ def write(path: str | os.PathLike[str], arrays: Mapping[str, Array], metadata: M
         writer.finish()
 
 
-def read_header(path: str | os.PathLike[str]) -> Header:
-    """What the file says beside its tensors; ValueError where it is no checkpoint of a store, or cannot be read."""
-    try:
-        with safe_open(os.fspath(path), framework="numpy") as file:
-            text = (file.metadata() or {}).get("mpips.store")
-        if text is None:
-            raise ValueError(f"{path} was not written by save: it has no header of a store")
-        header = msgspec.json.decode(text, type=Header)
-    except (OSError, SafetensorError, msgspec.MsgspecError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
-    if header.version != VERSION:
-        raise ValueError(f"{path} has version {header.version}, this program reads version {VERSION}: use a newer one")
-    return header
+class Reader:
+    """A checkpoint of a store that is open; whatever is put in its place meanwhile, this one is read.
+
+    ValueError where it is none, cannot be read, or lacks something that its header promises.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = os.fspath(path)
+        try:
+            self._file = safe_open(self.path, framework="numpy")
+            text = (self._file.metadata() or {}).get("mpips.store")
+            if text is None:
+                raise ValueError(f"{self.path} was not written by save: it has no header of a store")
+            self.header = msgspec.json.decode(text, type=Header)
+        except (OSError, SafetensorError, msgspec.MsgspecError) as error:
+            raise ValueError(f"{self.path} cannot be read: {error}") from error
+        if self.header.version != VERSION:
+            version = f"has version {self.header.version}, this program reads version {VERSION}"
+            raise ValueError(f"{self.path} {version}: use a newer one")
+        self._see_records()
+        self._see_tensors()
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._file.__exit__(*error)
+
+    def get(self, name: str) -> Array:
+        """A tensor, writable. ValueError where the disk does not give it."""
+        try:
+            return np.array(self._file.get_tensor(name), copy=None)
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"{self.path} cannot be read: {error}") from error
+
+    def _see_records(self) -> None:
+        seen = set()
+        for record in self.header.records:
+            if record.key in seen:
+                raise ValueError(f"{self.path} names key {record.key!r} twice: save it anew")
+            seen.add(record.key)
+            for dtype in (record.dtype, *record.state):
+                if dtype not in NAMES:
+                    raise ValueError(f"{self.path}: key {record.key!r} is of {dtype}: {HOLDS}")
+            for name, number in (("step", record.step), ("round", record.round)):
+                if not 0 <= number < LARGEST:
+                    raise ValueError(f"{self.path}: key {record.key!r} has {name} {number}: give one in [0, 2**63)")
+        if self.header.residuals and self.header.compression is None:
+            raise ValueError(f"{self.path} has residuals, and no compression that kept them back: save it anew")
+
+    def _see_tensors(self) -> None:
+        there = set(self._file.keys())
+        for name, tensor in self.header.tensors():
+            if name not in there:
+                raise ValueError(f"{self.path} has no tensor {name!r}, which its header promises: save it anew")
+            part = self._file.get_slice(name)
+            found = f"{part.get_dtype()}{tuple(part.get_shape())}"
+            promised = f"{NAMES[tensor.dtype.name]}{tuple(tensor.shape)}"
+            if found != promised:
+                raise ValueError(f"{self.path}: tensor {name!r} is {found}, its header promises {promised}: save anew")
 
 
 def metadata(header: Header) -> dict[str, str]:

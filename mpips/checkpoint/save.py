@@ -91,7 +91,7 @@ def _frozen(store: Store, keys: Sequence[Key], writer: Writer | None) -> Task[Sn
     snapshot = yield from store.backend.snapshot(keys)
     if writer is not None:
         header = _header(store, keys, snapshot)
-        writer.begin(header.tensors(), metadata(header))
+        writer.begin(dict(header.tensors()), metadata(header))
     for key in keys if store.compressor is not None else ():
         if residuals.compressible(key.dtype):
             kept = yield from residuals.gathered(store.layout, store.backend, key)

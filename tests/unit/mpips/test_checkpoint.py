@@ -16,7 +16,7 @@ import pytest
 from safetensors import safe_open
 
 from mpips import compression, optimizers
-from mpips.checkpoint.file import Tensor, Writer, read_header, write
+from mpips.checkpoint.file import Reader, Tensor, Writer, write
 from mpips.checkpoint.load import load
 from mpips.checkpoint.residuals import given_back
 from mpips.checkpoint.save import save
@@ -217,7 +217,7 @@ def test_a_store_comes_back_as_it_was(tmp_path, wait):
         assert new.backend.kept[name][0] == step
         assert all((a == b).all() for a, b in zip(new.backend.kept[name][1], state, strict=True))
     load(new, tmp_path / "x")  # into keys that are there
-    assert [record.step for record in read_header(tmp_path / "x").records] == [5, 2]
+    assert [record.step for record in Reader(tmp_path / "x").header.records] == [5, 2]
 
 
 def test_a_load_waits_for_the_save_that_is_under_way(tmp_path):
@@ -248,6 +248,43 @@ def test_what_does_not_fit_changes_nothing(tmp_path):
     for name, words in [("none", "cannot be read"), ("other", "not written by save")]:
         with pytest.raises(ValueError, match=words):
             load(Store(), tmp_path / name)
+
+
+def edited(source, target, tensors, old="", new=""):
+    """A copy of a checkpoint: these tensors in place of the same ones (None: without it), and a word of its header."""
+    with safe_open(source, framework="numpy") as file:
+        arrays = {name: file.get_tensor(name) for name in file.keys()} | tensors  # noqa: SIM118
+        text = file.metadata()["mpips.store"]
+    assert old in text
+    arrays = {name: array for name, array in arrays.items() if array is not None}
+    write(target, arrays, {"mpips.store": text.replace(old, new, 1)})
+
+
+@pytest.mark.parametrize(
+    "tensors, old, new, words",
+    [
+        ({"value/b": np.ones(2, np.float16)}, "", "", r"'value/b' is F16\(2,\), its header promises F16\(3,\)"),
+        ({"value/b": np.ones(3)}, "", "", r"'value/b' is F64\(3,\), its header promises F16"),
+        ({"value/b": None}, "", "", "no tensor 'value/b'"),
+        ({"state1/b": None}, "", "", "no tensor 'state1/b'"),
+        ({"state0/b": np.ones(3)}, "", "", "'state0/b' is F64"),
+        ({"residual0/b": None}, "", "", "no tensor 'residual0/b'"),
+        ({}, '"step":2', '"step":-2', "key 'b' has step -2"),
+        ({}, '"step":2', f'"step":{1 << 63}', "key 'b' has step 9223372036854775808"),
+        ({}, '"round":0', '"round":-1', "key 'a' has round -1"),
+        ({}, '"float16"', '"float31"', "key 'b' is of float31: a checkpoint holds"),
+        ({}, '"key":"b"', '"key":"a"', "names key 'a' twice"),
+        ({}, '["float32","float32"]', '["float32"]', "state of key 'b' is float32, and Adam keeps float32, float32"),
+        ({}, '{"type":"2bit","threshold":0.25}', "null", "residuals, and no compression"),
+    ],
+)
+def test_a_file_without_what_its_header_promises_changes_nothing(tmp_path, tensors, old, new, words):
+    save(trained(), tmp_path / "x", True)
+    edited(tmp_path / "x", tmp_path / "y", tensors, old, new)
+    store = Store()
+    with pytest.raises(ValueError, match=words):
+        load(store, tmp_path / "y")
+    assert not store.keys and not store.backend.stored and not store.groups and store.compressor is None
 
 
 def test_a_file_cut_short_is_refused(tmp_path):
