@@ -110,7 +110,7 @@ def _loaded(store: Store, reader: Reader | None, header: Header) -> Task[None]:
         yield from store.use(_used(store, groups), compressor)
     for record in header.records:
         key = store.keys[record.key]
-        if store.groups:
+        if store.groups.of(record.key) is not None:
             yield from _state_loaded(store, reader, key, record)
         if header.residuals and residuals.compressible(record.dtype):
             yield from _residuals_loaded(store, reader, header, key)

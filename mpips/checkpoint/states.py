@@ -35,7 +35,7 @@ def save_states(store: Store, fname: str, dump_optimizer: bool) -> None:
 
 def load_states(store: Store, fname: str) -> None:
     """See `KVStore.load_optimizer_states`."""
-    keys = list(store.keys.values())
+    keys = [key for key in store.keys.values() if store.groups.of(key.name) is not None]
     _all_come(store, "load_optimizer_states", fname)
     states, refusal = attempt(lambda: _fitting(store, read(fname, keys)) if store.layout.rank == 0 else {})
     shapes = [(step, [array.dtype.name for array in arrays]) for step, arrays in (states or {}).values()]

@@ -237,6 +237,26 @@ def test_a_load_of_the_file_that_is_being_written(folder, servers):
     run("dist_sync" if servers else "mpi_sync", body, servers=servers)
 
 
+@only_on(2)
+@pytest.mark.parametrize("servers", [0, 1])
+def test_keys_without_an_optimizer_beside_those_with_one(folder, servers):
+    need(1, servers=servers)
+
+    def body(kv):
+        kv.init(["a", "b"], [np.ones(3), np.ones(3)])
+        kv.set_optimizer("adam", keys=["a"])
+        kv.pushpull(["a", "b"], [np.ones(3), np.ones(3)], [a := np.empty(3), b := np.empty(3)])
+        kv.save(folder / "x")
+        kv.save_optimizer_states(folder / "y")
+        kv.push(["a", "b"], [np.zeros(3), np.zeros(3)])
+        kv.load(folder / "x")
+        kv.load_optimizer_states(folder / "y")
+        kv.pull(["a", "b"], [again := np.empty(3), others := np.empty(3)])
+        assert (again == a).all() and (others == b).all() and kv.epoch == 0
+
+    run("dist_sync" if servers else "mpi_sync", body, servers=servers)
+
+
 @only_on(3)
 def test_a_save_needs_one_round(folder):
     def body(kv):
