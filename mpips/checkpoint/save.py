@@ -18,6 +18,8 @@ import msgspec
 from collectives.errors import of_caller
 from mpips.checkpoint import residuals
 from mpips.checkpoint.file import (
+    HOLDS,
+    NAMES,
     VERSION,
     Header,
     Record,
@@ -47,13 +49,15 @@ def save(store: Store, path: str | os.PathLike[str], wait: bool) -> Saving | Non
         keys = list(store.keys.values())
         _after_one_round(store, keys, str(path), refusal)
         store.settle()
-        snapshot = store.run("save", _frozen(store, keys, writer))
+        snapshot, refusal = store.run("save", _frozen(store, keys, writer))
+        if refusal is not None:
+            store.run("save", snapshot.release())
+        elif wait and writer is not None:
+            failure = store.run("save", written(snapshot, keys, writer))
+            refusal = ValueError(f"{path} cannot be written: {failure}") if failure else None
+        store.agree("save", refusal=refusal)  # until now nobody has pushed: it is one round everywhere
         if wait:
-            failure = store.run("save", written(snapshot, keys, writer)) if writer is not None else ""
-            refused = ValueError(f"{path} cannot be written: {failure}") if failure else None
-            store.agree("save", refusal=refused)
             return None
-        store.agree("save")  # until now nobody has pushed: it is one round everywhere
         store.saving = saving = Saving(store, snapshot, keys, writer)
         stack.pop_all()
         return saving
@@ -86,19 +90,33 @@ def _after_one_round(store: Store, keys: Sequence[Key], path: str, refusal: Base
             raise of_caller(ValueError(sentence))
 
 
-def _frozen(store: Store, keys: Sequence[Key], writer: Writer | None) -> Task[Snapshot]:
-    """A snapshot of the store; its header, and what compression kept back, are in the file."""
+def _frozen(
+    store: Store, keys: Sequence[Key], writer: Writer | None
+) -> Task[tuple[Snapshot, BaseException | None]]:
+    """A snapshot of the store; its header, and what compression kept back, are in the file, or why they cannot be."""
     snapshot = yield from store.backend.snapshot(keys)
-    if writer is not None:
-        header = _header(store, keys, snapshot)
-        writer.begin(dict(header.tensors()), metadata(header))
+    _, refusal = attempt(lambda: _begun(store, keys, snapshot, writer) if writer is not None else None)
     for key in keys if store.compressor is not None else ():
         if residuals.compressible(key.dtype):
             kept = yield from residuals.gathered(store.layout, store.backend, key)
             for group, array in enumerate(kept):
-                if writer is not None:
+                if writer is not None and refusal is None:
                     writer.write(residual_name(key.name, group), 0, array)
-    return snapshot
+    return snapshot, refusal
+
+
+def _begun(store: Store, keys: Sequence[Key], snapshot: Snapshot, writer: Writer) -> None:
+    """Write the header; ValueError where a file cannot hold a key or its state."""
+    header = _header(store, keys, snapshot)
+    for record in header.records:
+        if record.dtype not in NAMES:
+            raise ValueError(f"save: key {record.key!r} is of {record.dtype}: {HOLDS}; forget the key first")
+        for dtype in record.state:
+            if dtype not in NAMES:
+                raise ValueError(
+                    f"save: the optimizer's state of key {record.key!r} is of {dtype}: {HOLDS}; set another optimizer"
+                )
+    writer.begin(dict(header.tensors()), metadata(header))
 
 
 def as_data(optimizer: Optimizer | None) -> dict[str, Any] | None:

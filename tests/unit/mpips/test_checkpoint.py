@@ -302,6 +302,22 @@ def test_a_bad_place_leaves_what_was_there(tmp_path):
             save(trained(), path, True)
 
 
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_dtype_that_no_file_holds_leaves_what_was_there(tmp_path, wait):
+    store = trained()
+    save(store, tmp_path / "x", True)
+    before = (tmp_path / "x").read_bytes()
+    store.make("c", np.ones(3), 1, [np.ones(3, np.complex64)])
+    store.backend.rest["c"] = np.zeros(3)
+    with pytest.raises(ValueError, match="state of key 'c' is of complex64: a checkpoint holds float64"):
+        save(store, tmp_path / "x", wait)
+    assert store.backend.last.released
+    store.make("c", np.ones(3, np.longdouble))
+    with pytest.raises(ValueError, match=f"key 'c' is of {np.dtype(np.longdouble).name}: a checkpoint holds float64"):
+        save(store, tmp_path / "x", wait)
+    assert os.listdir(tmp_path) == ["x"] and (tmp_path / "x").read_bytes() == before
+
+
 def test_what_was_kept_back_is_shared_out_where_fewer_load():
     """Three have saved, two load: nothing is lost."""
     saved = [np.full(4, value, np.float32) for value in (1, 2, 4)]
