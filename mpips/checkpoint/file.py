@@ -107,6 +107,32 @@ def residual_dtype(dtype: str) -> np.dtype:
     return np.dtype(np.float64 if dtype == "float64" else np.float32)
 
 
+def file_name(what: str, argument: str, path: Any) -> str:
+    """The path as a str; TypeError or ValueError, which name call and argument, where no file can have that name."""
+    name = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
+    if not isinstance(name, str):
+        raise TypeError(f"{what}: {argument} {path!r} is of type {type(path).__name__}: give a str or a Path")
+    if not name:
+        raise ValueError(f"{what}: {argument} is empty: give the name of a file")
+    if any(letter == "\0" or "\ud800" <= letter <= "\udfff" for letter in name):
+        raise ValueError(f"{what}: {argument} {name!r} has a character that cannot be in it: choose another name")
+    return name
+
+
+def why(error: Exception) -> str:
+    """What went wrong with a file, without its name."""
+    return getattr(error, "strerror", None) or str(error)
+
+
+def opened(path: str) -> Any:
+    """A file of safetensors, to read. OSError or SafetensorError where it cannot be read."""
+    if not os.path.exists(path):
+        raise OSError("there is no such file")
+    if not os.path.isfile(path):
+        raise OSError("it is no regular file: give one that was saved")
+    return safe_open(path, framework="numpy")
+
+
 class Writer:
     """A file that is being written beside `path`, under the name `path`.part; `finish` puts it in place.
 
@@ -118,10 +144,8 @@ class Writer:
         self.path = os.fspath(path)
         self._unfinished = f"{self.path}.part"
         if os.path.exists(self.path) and not os.path.isfile(self.path):
-            raise OSError(f"{self.path} is there and no regular file: choose another name")
-        folder = os.path.dirname(self.path)
-        if folder and not os.path.isdir(folder):
-            raise OSError(f"there is no folder {folder}: make it first")
+            raise OSError("it is there and no regular file: choose another name")
+        _see_folder(os.path.dirname(self.path))
         self._file = os.open(self._unfinished, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         self._places: dict[str, tuple[int, Tensor]] = {}
         self._failure: OSError | None = None
@@ -197,6 +221,17 @@ class Writer:
             self._failure = error
 
 
+def _see_folder(folder: str) -> None:
+    """OSError where it is not there, which says why."""
+    above = folder
+    while above and not os.path.lexists(above):
+        above = os.path.dirname(above)
+    if above and not os.path.isdir(above):
+        raise OSError(f"{above} is no folder: choose another place")
+    if above != folder:
+        raise OSError(f"there is no folder {folder}: make it first")
+
+
 def write(path: str | os.PathLike[str], arrays: Mapping[str, Array], metadata: Mapping[str, str]) -> None:
     """Write arrays of any shapes and a few words into one file. Blocking; OSError where it cannot be written."""
     with contextlib.ExitStack() as stack:
@@ -217,13 +252,13 @@ class Reader:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
         try:
-            self._file = safe_open(self.path, framework="numpy")
+            self._file = opened(self.path)
             text = (self._file.metadata() or {}).get("mpips.store")
             if text is None:
                 raise ValueError(f"{self.path} was not written by save: it has no header of a store")
             self.header = msgspec.json.decode(text, type=Header)
         except (OSError, SafetensorError, msgspec.MsgspecError) as error:
-            raise ValueError(f"{self.path} cannot be read: {error}") from error
+            raise ValueError(f"{self.path} cannot be read: {why(error)}") from error
         if self.header.version != VERSION:
             version = f"has version {self.header.version}, this program reads version {VERSION}"
             raise ValueError(f"{self.path} {version}: use a newer one")
@@ -241,7 +276,7 @@ class Reader:
         try:
             return np.array(self._file.get_tensor(name), copy=None)
         except (OSError, SafetensorError) as error:
-            raise ValueError(f"{self.path} cannot be read: {error}") from error
+            raise ValueError(f"{self.path} cannot be read: {why(error)}") from error
 
     def _see_records(self) -> None:
         seen = set()

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 import collectives
 from mpips.checkpoint import residuals
-from mpips.checkpoint.file import Header, Reader, Record, residual_name, state_name, value_name
+from mpips.checkpoint.file import Header, Reader, Record, file_name, residual_name, state_name, value_name
 from mpips.checkpoint.source import Store, served
 from mpips.compression.registry import create
 from mpips.keys.key import Key, Name
@@ -35,17 +35,16 @@ def load(store: Store, path: str | os.PathLike[str]) -> None:
     if store.saving is not None:
         store.saving.finish()  # it may be this file
     with contextlib.ExitStack() as stack:
-        reader, refusal = attempt(lambda: _opened(store, path, stack))
+        name, refusal = attempt(lambda: file_name("load", "path", path))
+        reader, unfit = attempt(lambda: _opened(store, name, stack) if refusal is None else None)
         mine = b"" if reader is None else msgspec.msgpack.encode(reader.header)
-        told = store.agree("load", [("path", str(path))], refusal, noun="argument", data=mine)
+        told = store.agree("load", [("path", name or "")], refusal or unfit, noun="argument", data=mine)
         store.settle()
         store.run("load", _loaded(store, reader, msgspec.msgpack.decode(told[0], type=Header)))
 
 
-def _opened(store: Store, path: Any, stack: contextlib.ExitStack) -> Reader | None:
+def _opened(store: Store, path: str, stack: contextlib.ExitStack) -> Reader | None:
     """On worker 0 the file; ValueError where it cannot be read, or does not fit the store."""
-    if not isinstance(os.fspath(path), str):
-        raise TypeError(f"load: path {path!r} is of type {type(path).__name__}: give a str or a Path")
     if store.layout.rank:
         return None
     reader = stack.enter_context(Reader(path))

@@ -24,8 +24,10 @@ from mpips.checkpoint.file import (
     Header,
     Record,
     Writer,
+    file_name,
     metadata,
     residual_name,
+    why,
 )
 from mpips.checkpoint.saving import Saving, written
 from mpips.checkpoint.source import Snapshot, Store, senders
@@ -43,18 +45,19 @@ def save(store: Store, path: str | os.PathLike[str], wait: bool) -> Saving | Non
         store.finish()
         if store.saving is not None:
             store.saving.finish()  # it may write to the same place
-        writer, refusal = attempt(lambda: _opened(path, store.layout.rank))
+        name, refusal = attempt(lambda: file_name("save", "path", path))
+        writer, unfit = attempt(lambda: _opened(name) if name and store.layout.rank == 0 else None)
         if writer is not None:
             stack.callback(writer.abandon)
         keys = list(store.keys.values())
-        _after_one_round(store, keys, str(path), refusal)
+        _after_one_round(store, keys, name or "", refusal or unfit)
         store.settle()
         snapshot, refusal = store.run("save", _frozen(store, keys, writer))
         if refusal is not None:
             store.run("save", snapshot.release())
         elif wait and writer is not None:
             failure = store.run("save", written(snapshot, keys, writer))
-            refusal = ValueError(f"{path} cannot be written: {failure}") if failure else None
+            refusal = ValueError(f"{name} cannot be written: {failure}") if failure else None
         store.agree("save", refusal=refusal)  # until now nobody has pushed: it is one round everywhere
         if wait:
             return None
@@ -63,15 +66,12 @@ def save(store: Store, path: str | os.PathLike[str], wait: bool) -> Saving | Non
         return saving
 
 
-def _opened(path: Any, rank: int) -> Writer | None:
-    """Worker 0's writer; ValueError or TypeError where there cannot be a file."""
-    name = os.fspath(path)
-    if not isinstance(name, str):
-        raise TypeError(f"save: path {path!r} is of type {type(path).__name__}: give a str or a Path")
+def _opened(path: str) -> Writer:
+    """The writer; ValueError where there cannot be a file."""
     try:
-        return Writer(name) if rank == 0 else None
+        return Writer(path)
     except OSError as error:
-        raise ValueError(f"{name} cannot be written: {error}") from error
+        raise ValueError(f"{path} cannot be written: {why(error)}") from error
 
 
 def _after_one_round(store: Store, keys: Sequence[Key], path: str, refusal: BaseException | None) -> None:

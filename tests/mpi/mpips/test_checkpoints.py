@@ -275,6 +275,22 @@ def test_a_dtype_that_no_file_holds_does_not_end_the_epoch(folder, servers):
     run("dist_sync" if servers else "mpi_sync", body, servers=servers)
 
 
+@only_on(2, 3)
+def test_a_path_that_cannot_travel_does_not_end_the_epoch(folder):
+    def body(kv):
+        kv.init("w", np.ones(3))
+        kv.set_optimizer("sgd", learning_rate=0.1)
+        for call in (kv.save, kv.load, kv.save_optimizer_states, kv.load_optimizer_states):
+            with pytest.raises(ValueError, match=r"udcff' has a character that cannot be in it"):
+                call(f"{folder}/\udcff")
+        with pytest.raises((ValueError, TypeError), match="save: path None is of type NoneType"):
+            kv.save(None if kv.rank == 0 else folder / "x")
+        kv.barrier()
+        assert kv.epoch == 0 and not list(folder.iterdir())
+
+    run("dist_sync", body, servers=1)
+
+
 @only_on(3)
 def test_a_save_needs_one_round(folder):
     def body(kv):

@@ -296,10 +296,38 @@ def test_a_file_cut_short_is_refused(tmp_path):
             load(Store(), tmp_path / "y")
 
 
-def test_a_bad_place_leaves_what_was_there(tmp_path):
-    for path, words in [(tmp_path, "no regular file"), (tmp_path / "no" / "x", "no folder"), (b"x", "type bytes")]:
-        with pytest.raises((ValueError, TypeError), match=words):
-            save(trained(), path, True)
+@pytest.mark.parametrize(
+    "path, words",
+    [
+        ("/", r"^/ cannot be written: it is there and no regular file"),
+        ("/no/such/x", r"^/no/such/x cannot be written: there is no folder /no/such: make it first"),
+        (f"{__file__}/no/x", r"/no/x cannot be written: .*test_checkpoint.py is no folder: choose another place"),
+        ("", r"^save: path is empty: give the name of a file"),
+        (b"x", r"^save: path b'x' is of type bytes: give a str or a Path"),
+        (None, r"^save: path None is of type NoneType: give a str or a Path"),
+        ("/tmp/\udcff.st", r"^save: path '/tmp/\\udcff.st' has a character that cannot be in it"),
+        ("/tmp/\0.st", r"^save: path '/tmp/\\x00.st' has a character"),
+    ],
+)
+def test_a_place_where_no_file_can_be_written(path, words):
+    with pytest.raises((ValueError, TypeError), match=words) as caught:
+        save(trained(), path, True)
+    assert "\udcff" not in str(caught.value)  # it travels to the other workers
+
+
+@pytest.mark.parametrize(
+    "path, words",
+    [
+        ("/", r"^/ cannot be read: it is no regular file: give one that was saved"),
+        ("/no/such/x", r"^/no/such/x cannot be read: there is no such file"),
+        ("", r"^load: path is empty: give the name of a file"),
+        (3, r"^load: path 3 is of type int: give a str or a Path"),
+        ("/tmp/\udcff.st", r"^load: path '/tmp/\\udcff.st' has a character that cannot be in it"),
+    ],
+)
+def test_a_place_where_no_file_can_be_read(path, words):
+    with pytest.raises((ValueError, TypeError), match=words):
+        load(Store(), path)
 
 
 @pytest.mark.parametrize("wait", [True, False])
