@@ -22,6 +22,7 @@ from safetensors import safe_open
 
 import mpips
 from launch import Job, build, find, this_machine
+from mpips.checkpoint.file import write
 from tests.mpi.mpips.faults import workers
 from tests.mpi.mpips.support import WORLD, need, run
 from tests.mpi.sizes import only_on
@@ -289,6 +290,26 @@ def test_a_path_that_cannot_travel_does_not_end_the_epoch(folder):
         assert kv.epoch == 0 and not list(folder.iterdir())
 
     run("dist_sync", body, servers=1)
+
+
+@only_on(3)
+@pytest.mark.parametrize("servers", [0, 1])
+def test_a_file_that_lacks_a_tensor_changes_nothing_on_any_worker(folder, servers):
+    need(1, servers=servers)
+
+    def body(kv):
+        kv.init(["a", "b"], [np.ones(3), np.ones(3)])
+        kv.save(folder / "x")
+        if kv.rank == 0:
+            with safe_open(folder / "x", framework="numpy") as file:
+                header = file.metadata()
+            write(folder / "x", {"value/a": np.full(3, 7.0)}, header)
+        with pytest.raises(ValueError, match="no tensor 'value/b', which its header promises"):
+            kv.load(folder / "x")
+        kv.pull(["a", "b"], [a := np.empty(3), b := np.empty(3)])
+        assert (a == 1).all() and (b == 1).all() and kv.epoch == 0
+
+    run("dist_sync" if servers else "mpi_sync", body, servers=servers)
 
 
 @only_on(3)
