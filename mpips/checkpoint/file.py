@@ -1,4 +1,4 @@
-"""A checkpoint's file: safetensors, written piece by piece, there whole or not at all; and what its header tells."""
+"""A checkpoint's file: safetensors, written piece by piece, there whole or not at all; and how it is read."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import ml_dtypes  # noqa: F401  (NumPy then knows bfloat16 by name)
@@ -24,7 +24,11 @@ NAMES = {
 }  # fmt: skip
 """Every dtype that a file can hold, and what safetensors calls it."""
 
+HOLDS = f"a checkpoint holds {', '.join(NAMES)}"
+
 VERSION = 1
+LARGEST = 1 << 63
+"""Steps and rounds are below that."""
 
 
 class Tensor(NamedTuple):
@@ -73,16 +77,14 @@ class Header(msgspec.Struct):
     residuals: int
     """How many workers or clients compressed their pushes; 0: none."""
 
-    def tensors(self) -> dict[str, Tensor]:
-        """All that the file holds, by name."""
-        found: dict[str, Tensor] = {}
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """All that the file holds, with its names."""
         for record in self.records:
-            found[value_name(record.key)] = Tensor(np.dtype(record.dtype), record.shape)
+            yield value_name(record.key), Tensor(np.dtype(record.dtype), record.shape)
             for slot, dtype in enumerate(record.state):
-                found[state_name(record.key, slot)] = Tensor(np.dtype(dtype), (record.size,))
+                yield state_name(record.key, slot), Tensor(np.dtype(dtype), (record.size,))
             for group in range(self.residuals if np.dtype(record.dtype).kind not in "iub" else 0):
-                found[residual_name(record.key, group)] = Tensor(residual_dtype(record.dtype), (record.size,))
-        return found
+                yield residual_name(record.key, group), Tensor(residual_dtype(record.dtype), (record.size,))
 
 
 def value_name(key: int | str) -> str:
@@ -105,6 +107,32 @@ def residual_dtype(dtype: str) -> np.dtype:
     return np.dtype(np.float64 if dtype == "float64" else np.float32)
 
 
+def file_name(what: str, argument: str, path: Any) -> str:
+    """The path as a str; TypeError or ValueError, which name call and argument, where no file can have that name."""
+    name = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
+    if not isinstance(name, str):
+        raise TypeError(f"{what}: {argument} {path!r} is of type {type(path).__name__}: give a str or a Path")
+    if not name:
+        raise ValueError(f"{what}: {argument} is empty: give the name of a file")
+    if any(letter == "\0" or "\ud800" <= letter <= "\udfff" for letter in name):
+        raise ValueError(f"{what}: {argument} {name!r} has a character that cannot be in it: choose another name")
+    return name
+
+
+def why(error: Exception) -> str:
+    """What went wrong with a file, without its name."""
+    return getattr(error, "strerror", None) or str(error)
+
+
+def opened(path: str) -> Any:
+    """A file of safetensors, to read. OSError or SafetensorError where it cannot be read."""
+    if not os.path.exists(path):
+        raise OSError("there is no such file")
+    if not os.path.isfile(path):
+        raise OSError("it is no regular file: give one that was saved")
+    return safe_open(path, framework="numpy")
+
+
 class Writer:
     """A file that is being written beside `path`, under the name `path`.part; `finish` puts it in place.
 
@@ -116,10 +144,8 @@ class Writer:
         self.path = os.fspath(path)
         self._unfinished = f"{self.path}.part"
         if os.path.exists(self.path) and not os.path.isfile(self.path):
-            raise OSError(f"{self.path} is there and no regular file: choose another name")
-        folder = os.path.dirname(self.path)
-        if folder and not os.path.isdir(folder):
-            raise OSError(f"there is no folder {folder}: make it first")
+            raise OSError("it is there and no regular file: choose another name")
+        _see_folder(os.path.dirname(self.path))
         self._file = os.open(self._unfinished, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         self._places: dict[str, tuple[int, Tensor]] = {}
         self._failure: OSError | None = None
@@ -131,7 +157,7 @@ class Writer:
         offset, offsets = 0, {}
         for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize):  # aligned, then
             if tensor.dtype.name not in NAMES:
-                raise ValueError(f"{name} is of {tensor.dtype.name}: a checkpoint holds {', '.join(NAMES)}")
+                raise ValueError(f"{name} is of {tensor.dtype.name}: {HOLDS}")
             offsets[name], end = offset, offset + tensor.nbytes
             header[name] = {
                 "dtype": NAMES[tensor.dtype.name], "shape": list(tensor.shape), "data_offsets": [offset, end]
@@ -195,6 +221,17 @@ class Writer:
             self._failure = error
 
 
+def _see_folder(folder: str) -> None:
+    """OSError where it is not there, which says why."""
+    above = folder
+    while above and not os.path.lexists(above):
+        above = os.path.dirname(above)
+    if above and not os.path.isdir(above):
+        raise OSError(f"{above} is no folder: choose another place")
+    if above != folder:
+        raise OSError(f"there is no folder {folder}: make it first")
+
+
 def write(path: str | os.PathLike[str], arrays: Mapping[str, Array], metadata: Mapping[str, str]) -> None:
     """Write arrays of any shapes and a few words into one file. Blocking; OSError where it cannot be written."""
     with contextlib.ExitStack() as stack:
@@ -206,19 +243,66 @@ def write(path: str | os.PathLike[str], arrays: Mapping[str, Array], metadata: M
         writer.finish()
 
 
-def read_header(path: str | os.PathLike[str]) -> Header:
-    """What the file says beside its tensors; ValueError where it is no checkpoint of a store, or cannot be read."""
-    try:
-        with safe_open(os.fspath(path), framework="numpy") as file:
-            text = (file.metadata() or {}).get("mpips.store")
-        if text is None:
-            raise ValueError(f"{path} was not written by save: it has no header of a store")
-        header = msgspec.json.decode(text, type=Header)
-    except (OSError, SafetensorError, msgspec.MsgspecError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
-    if header.version != VERSION:
-        raise ValueError(f"{path} has version {header.version}, this program reads version {VERSION}: use a newer one")
-    return header
+class Reader:
+    """A checkpoint of a store that is open; whatever is put in its place meanwhile, this one is read.
+
+    ValueError where it is none, cannot be read, or lacks something that its header promises.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = os.fspath(path)
+        try:
+            self._file = opened(self.path)
+            text = (self._file.metadata() or {}).get("mpips.store")
+            if text is None:
+                raise ValueError(f"{self.path} was not written by save: it has no header of a store")
+            self.header = msgspec.json.decode(text, type=Header)
+        except (OSError, SafetensorError, msgspec.MsgspecError) as error:
+            raise ValueError(f"{self.path} cannot be read: {why(error)}") from error
+        if self.header.version != VERSION:
+            version = f"has version {self.header.version}, this program reads version {VERSION}"
+            raise ValueError(f"{self.path} {version}: use a newer one")
+        self._see_records()
+        self._see_tensors()
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._file.__exit__(*error)
+
+    def get(self, name: str) -> Array:
+        """A tensor, writable. ValueError where the disk does not give it."""
+        try:
+            return np.array(self._file.get_tensor(name), copy=None)
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"{self.path} cannot be read: {why(error)}") from error
+
+    def _see_records(self) -> None:
+        seen = set()
+        for record in self.header.records:
+            if record.key in seen:
+                raise ValueError(f"{self.path} names key {record.key!r} twice: save it anew")
+            seen.add(record.key)
+            for dtype in (record.dtype, *record.state):
+                if dtype not in NAMES:
+                    raise ValueError(f"{self.path}: key {record.key!r} is of {dtype}: {HOLDS}")
+            for name, number in (("step", record.step), ("round", record.round)):
+                if not 0 <= number < LARGEST:
+                    raise ValueError(f"{self.path}: key {record.key!r} has {name} {number}: give one in [0, 2**63)")
+        if self.header.residuals and self.header.compression is None:
+            raise ValueError(f"{self.path} has residuals, and no compression that kept them back: save it anew")
+
+    def _see_tensors(self) -> None:
+        there = set(self._file.keys())
+        for name, tensor in self.header.tensors():
+            if name not in there:
+                raise ValueError(f"{self.path} has no tensor {name!r}, which its header promises: save it anew")
+            part = self._file.get_slice(name)
+            found = f"{part.get_dtype()}{tuple(part.get_shape())}"
+            promised = f"{NAMES[tensor.dtype.name]}{tuple(tensor.shape)}"
+            if found != promised:
+                raise ValueError(f"{self.path}: tensor {name!r} is {found}, its header promises {promised}: save anew")
 
 
 def metadata(header: Header) -> dict[str, str]:

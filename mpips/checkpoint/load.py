@@ -6,21 +6,21 @@ same ValueError. Keys that the store does not have are made; keys that the file 
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
 
 import collectives
 from mpips.checkpoint import residuals
-from mpips.checkpoint.file import Header, Record, read_header, residual_name, state_name, value_name
+from mpips.checkpoint.file import Header, Reader, Record, file_name, residual_name, state_name, value_name
 from mpips.checkpoint.source import Store, served
 from mpips.compression.registry import create
 from mpips.keys.key import Key, Name
-from mpips.optimizers.base import Optimizer
+from mpips.optimizers.base import Optimizer, initial
 from mpips.optimizers.groups import Groups
 from mpips.optimizers.registry import decode
 from mpips.runtime.rendezvous import attempt
@@ -31,23 +31,34 @@ Array = NDArray[Any]
 
 def load(store: Store, path: str | os.PathLike[str]) -> None:
     """See `KVStore.load`."""
-    header, refusal = attempt(lambda: _checked(store, path))
     store.finish()
-    if store.saving is not None:  # it reads what is stored now
-        store.saving.finish()
-    mine = b"" if header is None else msgspec.msgpack.encode(header)
-    told = store.agree("load", [("path", str(path))], refusal, noun="argument", data=mine)
-    store.settle()
-    store.run("load", _loaded(store, str(path), msgspec.msgpack.decode(told[0], type=Header)))
+    if store.saving is not None:
+        store.saving.finish()  # it may be this file
+    with contextlib.ExitStack() as stack:
+        name, refusal = attempt(lambda: file_name("load", "path", path))
+        reader, unfit = attempt(lambda: _opened(store, name, stack) if refusal is None else None)
+        mine = b"" if reader is None else msgspec.msgpack.encode(reader.header)
+        told = store.agree("load", [("path", name or "")], refusal or unfit, noun="argument", data=mine)
+        store.settle()
+        store.run("load", _loaded(store, reader, msgspec.msgpack.decode(told[0], type=Header)))
 
 
-def _checked(store: Store, path: Any) -> Header | None:
-    """On worker 0 the header; ValueError where the file cannot be read, or does not fit the store."""
-    if not isinstance(os.fspath(path), str):
-        raise TypeError(f"load: path {path!r} is of type {type(path).__name__}: give a str or a Path")
+def _opened(store: Store, path: str, stack: contextlib.ExitStack) -> Reader | None:
+    """On worker 0 the file; ValueError where it cannot be read, or does not fit the store."""
     if store.layout.rank:
         return None
-    header = read_header(path)
+    reader = stack.enter_context(Reader(path))
+    _see_keys(store, reader.path, reader.header)
+    groups = _used(store, _groups(reader.header))  # an optimizer of the user's must be registered
+    for record in reader.header.records:
+        _see_state(reader.path, record, groups.of(record.key))
+    if reader.header.compression is not None:
+        create(reader.header.compression)
+    return reader
+
+
+def _see_keys(store: Store, path: str, header: Header) -> None:
+    """The keys of the store are in the file as they are in the store; else ValueError."""
     records = {record.key: record for record in header.records}
     for key in store.keys.values():
         if key.name not in records:
@@ -59,10 +70,24 @@ def _checked(store: Store, path: Any) -> Header | None:
     kinds = {type(name).__name__ for name in (*records, *store.keys)}
     if len(kinds) > 1:
         raise ValueError(f"{path} has keys of type {' and '.join(sorted(kinds))}, beside those of the store")
-    _groups(header)  # an optimizer of the user's must be registered
-    if header.compression is not None:
-        create(header.compression)
-    return header
+
+
+def _see_state(path: str, record: Record, optimizer: Optimizer | None) -> None:
+    """The state of a key is one of its optimizer's, or there is none yet; else ValueError."""
+    if optimizer is None or not (record.step or record.state):
+        return
+    wanted = [array.dtype.name for array in initial(optimizer, np.zeros(1, np.dtype(record.dtype)))]
+    if record.state != wanted:
+        have, need = (", ".join(dtypes) or "no arrays" for dtypes in (record.state, wanted))
+        raise ValueError(
+            f"{path}: the state of key {record.key!r} is {have}, and {type(optimizer).__name__} keeps {need}: "
+            "register the optimizer that it was saved of"
+        )
+
+
+def _used(store: Store, groups: Groups) -> Groups:
+    """The optimizers after the load: those of the file, where it has any."""
+    return Groups(groups.default or store.groups.default, groups.own) if groups else store.groups
 
 
 def _groups(header: Header) -> Groups:
@@ -75,24 +100,23 @@ def _from_data(data: dict[str, Any]) -> Optimizer:
     return decode(msgspec.msgpack.encode(data))
 
 
-def _loaded(store: Store, path: str, header: Header) -> Task[None]:
-    """Everything from the file into the store, key by key. Collective."""
-    with Reader(path if store.layout.rank == 0 else "") as reader:
-        for record in header.records:
-            yield from _value_loaded(store, reader, record)
-        compressor, groups = None if header.compression is None else create(header.compression), _groups(header)
-        if groups or compressor is not None:
-            yield from store.use(Groups(groups.default or store.groups.default, groups.own), compressor)
-        for record in header.records:
-            key = store.keys[record.key]
-            if store.groups:
-                yield from _state_loaded(store, reader, key, record)
-            if header.residuals and residuals.compressible(record.dtype):
-                yield from _residuals_loaded(store, reader, header, key)
+def _loaded(store: Store, reader: Reader | None, header: Header) -> Task[None]:
+    """Everything from the file, which worker 0 reads, into the store, key by key. Collective."""
+    for record in header.records:
+        yield from _value_loaded(store, reader, record)
+    compressor, groups = None if header.compression is None else create(header.compression), _groups(header)
+    if groups or compressor is not None:
+        yield from store.use(_used(store, groups), compressor)
+    for record in header.records:
+        key = store.keys[record.key]
+        if store.groups.of(record.key) is not None:
+            yield from _state_loaded(store, reader, key, record)
+        if header.residuals and residuals.compressible(record.dtype):
+            yield from _residuals_loaded(store, reader, header, key)
 
 
-def _value_loaded(store: Store, reader: Reader, record: Record) -> Task[None]:
-    value = reader.get(value_name(record.key), record.shape, record.dtype)
+def _value_loaded(store: Store, reader: Reader | None, record: Record) -> Task[None]:
+    value = _read(reader, value_name(record.key), record.shape, record.dtype)
     if record.key in store.keys:
         yield from store.backend.put([store.keys[record.key]], [value.reshape(-1)])
         return
@@ -101,18 +125,23 @@ def _value_loaded(store: Store, reader: Reader, record: Record) -> Task[None]:
     store.add([key])
 
 
-def _state_loaded(store: Store, reader: Reader, key: Key, record: Record) -> Task[None]:
+def _state_loaded(store: Store, reader: Reader | None, key: Key, record: Record) -> Task[None]:
     size = (record.size,)
-    arrays = [reader.get(state_name(key.name, slot), size, dtype) for slot, dtype in enumerate(record.state)]
+    arrays = [_read(reader, state_name(key.name, slot), size, dtype) for slot, dtype in enumerate(record.state)]
     if not served(store.layout):
         shared(store, key.name, arrays)
     yield from store.backend.put_states([key], {key.name: (record.step, arrays)})
 
 
-def _residuals_loaded(store: Store, reader: Reader, header: Header, key: Key) -> Task[None]:
+def _residuals_loaded(store: Store, reader: Reader | None, header: Header, key: Key) -> Task[None]:
     dtype = residuals.residual_dtype(key.dtype.name).name
-    saved = [reader.get(residual_name(key.name, group), (key.size,), dtype) for group in range(header.residuals)]
+    saved = [_read(reader, residual_name(key.name, group), (key.size,), dtype) for group in range(header.residuals)]
     yield from residuals.given_back(store.layout, store.backend, key, saved, header.residuals)
+
+
+def _read(reader: Reader | None, name: str, shape: tuple[int, ...], dtype: str) -> Array:
+    """A tensor of the file; for those who do not read, an array that holds nothing of use."""
+    return np.empty(shape, np.dtype(dtype)) if reader is None else reader.get(name)
 
 
 def shared(store: Store, key: Name, arrays: list[Array]) -> None:
@@ -120,28 +149,3 @@ def shared(store: Store, key: Name, arrays: list[Array]) -> None:
     if store.layout.num_workers > 1:
         for array in arrays:
             collectives.broadcast(array, store.layout.workers, root=0, label=f"load of key {key!r}")
-
-
-class Reader:
-    """The tensors of a file, for worker 0; of no file (""), for the others: arrays that hold nothing of use."""
-
-    def __init__(self, path: str) -> None:
-        self._path, self._file = path, None
-
-    def __enter__(self) -> Reader:
-        if self._path:
-            self._file = safe_open(self._path, framework="numpy").__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        if self._file is not None:
-            self._file.__exit__(*error)
-
-    def get(self, name: str, shape: tuple[int, ...], dtype: str) -> Array:
-        """A tensor, writable. ValueError where the file cannot be read, which ends the epoch."""
-        if self._file is None:
-            return np.empty(shape, np.dtype(dtype))
-        try:
-            return np.array(self._file.get_tensor(name), copy=None)
-        except (OSError, SafetensorError) as error:
-            raise ValueError(f"{self._path} cannot be read: {error}") from error

@@ -18,12 +18,16 @@ import msgspec
 from collectives.errors import of_caller
 from mpips.checkpoint import residuals
 from mpips.checkpoint.file import (
+    HOLDS,
+    NAMES,
     VERSION,
     Header,
     Record,
     Writer,
+    file_name,
     metadata,
     residual_name,
+    why,
 )
 from mpips.checkpoint.saving import Saving, written
 from mpips.checkpoint.source import Snapshot, Store, senders
@@ -41,33 +45,33 @@ def save(store: Store, path: str | os.PathLike[str], wait: bool) -> Saving | Non
         store.finish()
         if store.saving is not None:
             store.saving.finish()  # it may write to the same place
-        writer, refusal = attempt(lambda: _opened(path, store.layout.rank))
+        name, refusal = attempt(lambda: file_name("save", "path", path))
+        writer, unfit = attempt(lambda: _opened(name) if name and store.layout.rank == 0 else None)
         if writer is not None:
             stack.callback(writer.abandon)
         keys = list(store.keys.values())
-        _after_one_round(store, keys, str(path), refusal)
+        _after_one_round(store, keys, name or "", refusal or unfit)
         store.settle()
-        snapshot = store.run("save", _frozen(store, keys, writer))
+        snapshot, refusal = store.run("save", _frozen(store, keys, writer))
+        if refusal is not None:
+            store.run("save", snapshot.release())
+        elif wait and writer is not None:
+            failure = store.run("save", written(snapshot, keys, writer))
+            refusal = ValueError(f"{name} cannot be written: {failure}") if failure else None
+        store.agree("save", refusal=refusal)  # until now nobody has pushed: it is one round everywhere
         if wait:
-            failure = store.run("save", written(snapshot, keys, writer)) if writer is not None else ""
-            refused = ValueError(f"{path} cannot be written: {failure}") if failure else None
-            store.agree("save", refusal=refused)
             return None
-        store.agree("save")  # until now nobody has pushed: it is one round everywhere
         store.saving = saving = Saving(store, snapshot, keys, writer)
         stack.pop_all()
         return saving
 
 
-def _opened(path: Any, rank: int) -> Writer | None:
-    """Worker 0's writer; ValueError or TypeError where there cannot be a file."""
-    name = os.fspath(path)
-    if not isinstance(name, str):
-        raise TypeError(f"save: path {path!r} is of type {type(path).__name__}: give a str or a Path")
+def _opened(path: str) -> Writer:
+    """The writer; ValueError where there cannot be a file."""
     try:
-        return Writer(name) if rank == 0 else None
+        return Writer(path)
     except OSError as error:
-        raise ValueError(f"{name} cannot be written: {error}") from error
+        raise ValueError(f"{path} cannot be written: {why(error)}") from error
 
 
 def _after_one_round(store: Store, keys: Sequence[Key], path: str, refusal: BaseException | None) -> None:
@@ -86,19 +90,33 @@ def _after_one_round(store: Store, keys: Sequence[Key], path: str, refusal: Base
             raise of_caller(ValueError(sentence))
 
 
-def _frozen(store: Store, keys: Sequence[Key], writer: Writer | None) -> Task[Snapshot]:
-    """A snapshot of the store; its header, and what compression kept back, are in the file."""
+def _frozen(
+    store: Store, keys: Sequence[Key], writer: Writer | None
+) -> Task[tuple[Snapshot, BaseException | None]]:
+    """A snapshot of the store; its header, and what compression kept back, are in the file, or why they cannot be."""
     snapshot = yield from store.backend.snapshot(keys)
-    if writer is not None:
-        header = _header(store, keys, snapshot)
-        writer.begin(header.tensors(), metadata(header))
+    _, refusal = attempt(lambda: _begun(store, keys, snapshot, writer) if writer is not None else None)
     for key in keys if store.compressor is not None else ():
         if residuals.compressible(key.dtype):
             kept = yield from residuals.gathered(store.layout, store.backend, key)
             for group, array in enumerate(kept):
-                if writer is not None:
+                if writer is not None and refusal is None:
                     writer.write(residual_name(key.name, group), 0, array)
-    return snapshot
+    return snapshot, refusal
+
+
+def _begun(store: Store, keys: Sequence[Key], snapshot: Snapshot, writer: Writer) -> None:
+    """Write the header; ValueError where a file cannot hold a key or its state."""
+    header = _header(store, keys, snapshot)
+    for record in header.records:
+        if record.dtype not in NAMES:
+            raise ValueError(f"save: key {record.key!r} is of {record.dtype}: {HOLDS}; forget the key first")
+        for dtype in record.state:
+            if dtype not in NAMES:
+                raise ValueError(
+                    f"save: the optimizer's state of key {record.key!r} is of {dtype}: {HOLDS}; set another optimizer"
+                )
+    writer.begin(dict(header.tensors()), metadata(header))
 
 
 def as_data(optimizer: Optimizer | None) -> dict[str, Any] | None:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from collectives.errors import CollectiveError, warn
-from mpips.checkpoint.file import Writer, state_name, value_name
+from mpips.checkpoint.file import Writer, state_name, value_name, why
 from mpips.checkpoint.source import Handle, Snapshot, Store
 from mpips.keys.key import Key
 from mpips.runtime.errors import EpochError
@@ -83,7 +83,7 @@ class Disk:
         try:
             self._writer.finish()
         except OSError as error:
-            self.failure = str(error)
+            self.failure = why(error)
 
     @property
     def done(self) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from mpips.checkpoint import file
 from mpips.checkpoint.load import shared
@@ -35,7 +35,7 @@ def save_states(store: Store, fname: str, dump_optimizer: bool) -> None:
 
 def load_states(store: Store, fname: str) -> None:
     """See `KVStore.load_optimizer_states`."""
-    keys = list(store.keys.values())
+    keys = [key for key in store.keys.values() if store.groups.of(key.name) is not None]
     _all_come(store, "load_optimizer_states", fname)
     states, refusal = attempt(lambda: _fitting(store, read(fname, keys)) if store.layout.rank == 0 else {})
     shapes = [(step, [array.dtype.name for array in arrays]) for step, arrays in (states or {}).values()]
@@ -54,9 +54,10 @@ def load_states(store: Store, fname: str) -> None:
 
 def _all_come(store: Store, what: str, fname: str) -> None:
     """All workers have called it with the same name, and there is an optimizer; else ValueError."""
+    name, unfit = attempt(lambda: file.file_name(what, "fname", fname))
     refusal = None if store.groups else ValueError("it needs an optimizer; call set_optimizer first")
     store.finish()
-    store.agree(what, [("fname", str(fname))], refusal, noun="argument")
+    store.agree(what, [("fname", name or "")], refusal or unfit, noun="argument")
 
 
 def _fitting(store: Store, states: States) -> States:
@@ -84,14 +85,14 @@ def write(fname: str | os.PathLike[str], states: States, groups: Groups | None) 
     try:
         file.write(fname, tensors, header)
     except OSError as error:
-        raise ValueError(f"{fname} cannot be written: {error}") from error
+        raise ValueError(f"{fname} cannot be written: {file.why(error)}") from error
 
 
 def read(fname: str | os.PathLike[str], keys: Sequence[Key]) -> States:
     """The states of `keys`; ValueError naming the file, and the key that is missing or has another size."""
     result: States = {}
     try:
-        with safe_open(os.fspath(fname), framework="numpy") as tensors:
+        with file.opened(os.fspath(fname)) as tensors:
             steps = json.loads((tensors.metadata() or {})["steps"])
             names = set(tensors.keys())
             for key in keys:
@@ -107,7 +108,7 @@ def read(fname: str | os.PathLike[str], keys: Sequence[Key]) -> States:
                     )
                 result[key.name] = steps[repr(key.name)], arrays
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"{fname} cannot be read: {error}") from error
+        raise ValueError(f"{fname} cannot be read: {file.why(error)}") from error
     except (KeyError, TypeError, json.JSONDecodeError) as error:
         raise ValueError(f"{fname} was not written by save_optimizer_states: {error}") from error
     return result

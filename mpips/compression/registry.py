@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -24,8 +25,8 @@ def register(name: str) -> Callable[[K], K]:
     """Make a frozen dataclass derived from Compressor known as `{"type": name, ...its options}`; a class decorator.
 
     Use it above `@dataclass(frozen=True)`, before `mpips.create`: servers run the script up to there and so know the
-    name. Options are numbers and strings. Raises TypeError for what is no such class, ValueError for a name that is
-    another class's.
+    name. Options are finite numbers and strings. Raises TypeError for what is no such class, ValueError for a name that
+    is another class's.
     """
     if not isinstance(name, str):
         raise TypeError(f'register takes the name of the type, as @mpips.compression.register("sign"), not {name!r}')
@@ -68,16 +69,24 @@ def create(options: Mapping[str, Any]) -> Compressor:
         raise TypeError(f"{name} compression has no option {', '.join(unknown)}; it has {', '.join(fields) or 'none'}")
     values = {key: _value(name, key, fields[key].type, value) for key, value in given.items()}
     try:
-        return COMPRESSORS[name](**values)
+        made = COMPRESSORS[name](**values)
     except TypeError as error:
         raise ValueError(f"{name} compression cannot be made with {values}: {error}") from error
+    for option in fields:
+        _see_finite(name, option, getattr(made, option))
+    return made
+
+
+def _see_finite(name: str, option: str, value: Any) -> None:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{name} compression with {option}={value}: give a finite number; a checkpoint holds no other")
 
 
 def _value(name: str, option: str, kind: Any, value: Any) -> Any:
     if kind in (float, "float"):
         try:
             return float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             raise ValueError(f"{name} compression has a number as {option}, not {value!r}") from None
     if not isinstance(value, (bool, int, float, str)):
         raise ValueError(f"{name} compression has a number or a string as {option}, not {value!r}")

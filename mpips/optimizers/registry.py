@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -17,6 +18,9 @@ OPTIMIZERS: dict[str, type] = {}
 SCHEDULES: dict[str, type] = {}
 """Every schedule by its lower-case name."""
 
+LARGEST = 1 << 63
+"""Whole numbers of options are below that."""
+
 T = TypeVar("T", bound=type)
 
 
@@ -29,8 +33,8 @@ def register(kind: T) -> T:
     """Make a frozen dataclass known by its lower-case name: an optimizer (`init`, `update`) or a schedule (`at`).
 
     Use it as a decorator above `@dataclass(frozen=True)`, before `mpips.create`: servers run the script up to there
-    and so know the name. Options may be numbers, flags, strings, None, schedules, and tuples of these. Raises TypeError
-    for what is no such class, ValueError for a name that another class has.
+    and so know the name. Options may be finite numbers, flags, strings, None, schedules, and tuples of these. Raises
+    TypeError for what is no such class, ValueError for a name that another class has.
     """
     _fits(kind)
     table = OPTIMIZERS if hasattr(kind, "update") else SCHEDULES
@@ -86,7 +90,7 @@ def create(optimizer: str | Optimizer, **options: Any) -> Optimizer:
 
 
 def _tried(optimizer: Optimizer) -> Optimizer:
-    """The same, having seen that its options can travel and that it updates one weight."""
+    """The same, having seen that its options can travel and be saved, and that it updates one weight."""
     _options(optimizer)
     weight = np.zeros(1, np.float32)
     try:
@@ -128,7 +132,7 @@ def decode(data: bytes) -> Optimizer:
 
 def encode_numbers(numbers: Mapping[str, Any]) -> bytes:
     """What `update_optimizer` changes, as msgpack: options by name, schedules included."""
-    return msgspec.msgpack.encode({name: _plain(value) for name, value in numbers.items()})
+    return msgspec.msgpack.encode({name: _plain(name, value) for name, value in numbers.items()})
 
 
 def decode_numbers(data: bytes) -> dict[str, Any]:
@@ -137,18 +141,23 @@ def decode_numbers(data: bytes) -> dict[str, Any]:
 
 
 def _options(record: Any) -> dict[str, Any]:
-    """The options of a record as plain data; TypeError for one that cannot travel."""
-    return {field.name: _plain(getattr(record, field.name)) for field in dataclasses.fields(record) if field.init}
+    """The options of a record as plain data; TypeError or ValueError for one that cannot travel or be saved."""
+    fields = [field.name for field in dataclasses.fields(record) if field.init]
+    return {name: _plain(name, getattr(record, name)) for name in fields}
 
 
-def _plain(value: Any) -> Any:
+def _plain(option: str, value: Any) -> Any:
     """An option as plain data: numbers and strings as they are, a schedule as a map of its name and options."""
     if isinstance(value, np.generic):
-        return value.item()
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"option {option}={value}: give a finite number; a checkpoint holds no other")
+    if isinstance(value, int) and not -LARGEST <= value < LARGEST:
+        raise ValueError(f"option {option}={value} does not fit into 64 bits: give a smaller number")
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (tuple, list)):
-        return [_plain(part) for part in value]
+        return [_plain(option, part) for part in value]
     name = type(value).__name__.lower()
     if SCHEDULES.get(name) is type(value):
         return {"schedule": name, "options": _options(value)}

@@ -22,6 +22,7 @@ from safetensors import safe_open
 
 import mpips
 from launch import Job, build, find, this_machine
+from mpips.checkpoint.file import write
 from tests.mpi.mpips.faults import workers
 from tests.mpi.mpips.support import WORLD, need, run
 from tests.mpi.sizes import only_on
@@ -215,6 +216,99 @@ def test_a_load_while_a_save_is_under_way_changes_nothing_of_it(folder, servers)
         kv.load(folder / "second")
         kv.pull("w", out)
         assert (out == kv.num_workers).all()
+
+    run("dist_sync" if servers else "mpi_sync", body, servers=servers)
+
+
+@only_on(2, 3)
+@pytest.mark.parametrize("servers", [0, 1])
+def test_a_load_of_the_file_that_is_being_written(folder, servers):
+    """It is the new file whole, which has another key."""
+    need(1, servers=servers)
+
+    def body(kv):
+        kv.init("w", np.zeros((700, 1000)))
+        kv.save(folder / "x")
+        kv.init("v", np.ones(3))
+        kv.push("w", np.full((700, 1000), 1.0))
+        kv.save(folder / "x", wait=False)
+        kv.load(folder / "x")
+        kv.pull(["w", "v"], [out := np.empty((700, 1000)), other := np.empty(3)])
+        assert (out == kv.num_workers).all() and (other == 1).all() and kv.epoch == 0
+
+    run("dist_sync" if servers else "mpi_sync", body, servers=servers)
+
+
+@only_on(2)
+@pytest.mark.parametrize("servers", [0, 1])
+def test_keys_without_an_optimizer_beside_those_with_one(folder, servers):
+    need(1, servers=servers)
+
+    def body(kv):
+        kv.init(["a", "b"], [np.ones(3), np.ones(3)])
+        kv.set_optimizer("adam", keys=["a"])
+        kv.pushpull(["a", "b"], [np.ones(3), np.ones(3)], [a := np.empty(3), b := np.empty(3)])
+        kv.save(folder / "x")
+        kv.save_optimizer_states(folder / "y")
+        kv.push(["a", "b"], [np.zeros(3), np.zeros(3)])
+        kv.load(folder / "x")
+        kv.load_optimizer_states(folder / "y")
+        kv.pull(["a", "b"], [again := np.empty(3), others := np.empty(3)])
+        assert (again == a).all() and (others == b).all() and kv.epoch == 0
+
+    run("dist_sync" if servers else "mpi_sync", body, servers=servers)
+
+
+@only_on(2)
+@pytest.mark.parametrize("servers", [0, 1])
+def test_a_dtype_that_no_file_holds_does_not_end_the_epoch(folder, servers):
+    need(1, servers=servers)
+
+    def body(kv):
+        kv.init("w", np.ones(3, np.longdouble))
+        for wait in (True, False):
+            with pytest.raises(ValueError, match=f"key 'w' is of {np.dtype(np.longdouble).name}"):
+                kv.save(folder / "x", wait=wait)
+        kv.pushpull("w", np.ones(3, np.longdouble), out := np.zeros(3, np.longdouble))
+        assert (out == kv.num_workers).all() and kv.epoch == 0
+        workers(servers).Barrier()
+        assert not list(folder.iterdir())
+
+    run("dist_sync" if servers else "mpi_sync", body, servers=servers)
+
+
+@only_on(2, 3)
+def test_a_path_that_cannot_travel_does_not_end_the_epoch(folder):
+    def body(kv):
+        kv.init("w", np.ones(3))
+        kv.set_optimizer("sgd", learning_rate=0.1)
+        for call in (kv.save, kv.load, kv.save_optimizer_states, kv.load_optimizer_states):
+            with pytest.raises(ValueError, match=r"udcff' has a character that cannot be in it"):
+                call(f"{folder}/\udcff")
+        with pytest.raises((ValueError, TypeError), match="save: path None is of type NoneType"):
+            kv.save(None if kv.rank == 0 else folder / "x")
+        kv.barrier()
+        assert kv.epoch == 0 and not list(folder.iterdir())
+
+    run("dist_sync", body, servers=1)
+
+
+@only_on(3)
+@pytest.mark.parametrize("servers", [0, 1])
+def test_a_file_that_lacks_a_tensor_changes_nothing_on_any_worker(folder, servers):
+    need(1, servers=servers)
+
+    def body(kv):
+        kv.init(["a", "b"], [np.ones(3), np.ones(3)])
+        kv.save(folder / "x")
+        if kv.rank == 0:
+            with safe_open(folder / "x", framework="numpy") as file:
+                header = file.metadata()
+            write(folder / "x", {"value/a": np.full(3, 7.0)}, header)
+        with pytest.raises(ValueError, match="no tensor 'value/b', which its header promises"):
+            kv.load(folder / "x")
+        kv.pull(["a", "b"], [a := np.empty(3), b := np.empty(3)])
+        assert (a == 1).all() and (b == 1).all() and kv.epoch == 0
 
     run("dist_sync" if servers else "mpi_sync", body, servers=servers)
 

@@ -16,7 +16,7 @@ import pytest
 from safetensors import safe_open
 
 from mpips import compression, optimizers
-from mpips.checkpoint.file import Tensor, Writer, read_header, write
+from mpips.checkpoint.file import Reader, Tensor, Writer, write
 from mpips.checkpoint.load import load
 from mpips.checkpoint.residuals import given_back
 from mpips.checkpoint.save import save
@@ -217,7 +217,19 @@ def test_a_store_comes_back_as_it_was(tmp_path, wait):
         assert new.backend.kept[name][0] == step
         assert all((a == b).all() for a, b in zip(new.backend.kept[name][1], state, strict=True))
     load(new, tmp_path / "x")  # into keys that are there
-    assert [record.step for record in read_header(tmp_path / "x").records] == [5, 2]
+    assert [record.step for record in Reader(tmp_path / "x").header.records] == [5, 2]
+
+
+def test_a_load_waits_for_the_save_that_is_under_way(tmp_path):
+    """Header and tensors are both those of the file that is then there."""
+    save(trained(), tmp_path / "x", True)
+    old = trained()
+    old.make("a", np.ones(4, np.float32), 7, [np.ones(4, np.float32)])
+    old.backend.rest["a"] = np.zeros(4, np.float32)
+    store = Store()
+    store.saving = save(old, tmp_path / "x", False)
+    load(store, tmp_path / "x")
+    assert store.keys["a"].shape == (4,) and store.backend.kept["a"][0] == 7
 
 
 def test_what_does_not_fit_changes_nothing(tmp_path):
@@ -238,6 +250,43 @@ def test_what_does_not_fit_changes_nothing(tmp_path):
             load(Store(), tmp_path / name)
 
 
+def edited(source, target, tensors, old="", new=""):
+    """A copy of a checkpoint: these tensors in place of the same ones (None: without it), and a word of its header."""
+    with safe_open(source, framework="numpy") as file:
+        arrays = {name: file.get_tensor(name) for name in file.keys()} | tensors  # noqa: SIM118
+        text = file.metadata()["mpips.store"]
+    assert old in text
+    arrays = {name: array for name, array in arrays.items() if array is not None}
+    write(target, arrays, {"mpips.store": text.replace(old, new, 1)})
+
+
+@pytest.mark.parametrize(
+    "tensors, old, new, words",
+    [
+        ({"value/b": np.ones(2, np.float16)}, "", "", r"'value/b' is F16\(2,\), its header promises F16\(3,\)"),
+        ({"value/b": np.ones(3)}, "", "", r"'value/b' is F64\(3,\), its header promises F16"),
+        ({"value/b": None}, "", "", "no tensor 'value/b'"),
+        ({"state1/b": None}, "", "", "no tensor 'state1/b'"),
+        ({"state0/b": np.ones(3)}, "", "", "'state0/b' is F64"),
+        ({"residual0/b": None}, "", "", "no tensor 'residual0/b'"),
+        ({}, '"step":2', '"step":-2', "key 'b' has step -2"),
+        ({}, '"step":2', f'"step":{1 << 63}', "key 'b' has step 9223372036854775808"),
+        ({}, '"round":0', '"round":-1', "key 'a' has round -1"),
+        ({}, '"float16"', '"float31"', "key 'b' is of float31: a checkpoint holds"),
+        ({}, '"key":"b"', '"key":"a"', "names key 'a' twice"),
+        ({}, '["float32","float32"]', '["float32"]', "state of key 'b' is float32, and Adam keeps float32, float32"),
+        ({}, '{"type":"2bit","threshold":0.25}', "null", "residuals, and no compression"),
+    ],
+)
+def test_a_file_without_what_its_header_promises_changes_nothing(tmp_path, tensors, old, new, words):
+    save(trained(), tmp_path / "x", True)
+    edited(tmp_path / "x", tmp_path / "y", tensors, old, new)
+    store = Store()
+    with pytest.raises(ValueError, match=words):
+        load(store, tmp_path / "y")
+    assert not store.keys and not store.backend.stored and not store.groups and store.compressor is None
+
+
 def test_a_file_cut_short_is_refused(tmp_path):
     save(trained(), tmp_path / "x", True)
     data = (tmp_path / "x").read_bytes()
@@ -247,10 +296,54 @@ def test_a_file_cut_short_is_refused(tmp_path):
             load(Store(), tmp_path / "y")
 
 
-def test_a_bad_place_leaves_what_was_there(tmp_path):
-    for path, words in [(tmp_path, "no regular file"), (tmp_path / "no" / "x", "no folder"), (b"x", "type bytes")]:
-        with pytest.raises((ValueError, TypeError), match=words):
-            save(trained(), path, True)
+@pytest.mark.parametrize(
+    "path, words",
+    [
+        ("/", r"^/ cannot be written: it is there and no regular file"),
+        ("/no/such/x", r"^/no/such/x cannot be written: there is no folder /no/such: make it first"),
+        (f"{__file__}/no/x", r"/no/x cannot be written: .*test_checkpoint.py is no folder: choose another place"),
+        ("", r"^save: path is empty: give the name of a file"),
+        (b"x", r"^save: path b'x' is of type bytes: give a str or a Path"),
+        (None, r"^save: path None is of type NoneType: give a str or a Path"),
+        ("/tmp/\udcff.st", r"^save: path '/tmp/\\udcff.st' has a character that cannot be in it"),
+        ("/tmp/\0.st", r"^save: path '/tmp/\\x00.st' has a character"),
+    ],
+)
+def test_a_place_where_no_file_can_be_written(path, words):
+    with pytest.raises((ValueError, TypeError), match=words) as caught:
+        save(trained(), path, True)
+    assert "\udcff" not in str(caught.value)  # it travels to the other workers
+
+
+@pytest.mark.parametrize(
+    "path, words",
+    [
+        ("/", r"^/ cannot be read: it is no regular file: give one that was saved"),
+        ("/no/such/x", r"^/no/such/x cannot be read: there is no such file"),
+        ("", r"^load: path is empty: give the name of a file"),
+        (3, r"^load: path 3 is of type int: give a str or a Path"),
+        ("/tmp/\udcff.st", r"^load: path '/tmp/\\udcff.st' has a character that cannot be in it"),
+    ],
+)
+def test_a_place_where_no_file_can_be_read(path, words):
+    with pytest.raises((ValueError, TypeError), match=words):
+        load(Store(), path)
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_dtype_that_no_file_holds_leaves_what_was_there(tmp_path, wait):
+    store = trained()
+    save(store, tmp_path / "x", True)
+    before = (tmp_path / "x").read_bytes()
+    store.make("c", np.ones(3), 1, [np.ones(3, np.complex64)])
+    store.backend.rest["c"] = np.zeros(3)
+    with pytest.raises(ValueError, match="state of key 'c' is of complex64: a checkpoint holds float64"):
+        save(store, tmp_path / "x", wait)
+    assert store.backend.last.released
+    store.make("c", np.ones(3, np.longdouble))
+    with pytest.raises(ValueError, match=f"key 'c' is of {np.dtype(np.longdouble).name}: a checkpoint holds float64"):
+        save(store, tmp_path / "x", wait)
+    assert os.listdir(tmp_path) == ["x"] and (tmp_path / "x").read_bytes() == before
 
 
 def test_what_was_kept_back_is_shared_out_where_fewer_load():

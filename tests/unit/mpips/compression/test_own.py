@@ -47,6 +47,12 @@ def test_an_unknown_type_says_how_to_register():
         compression.create({"type": "sing"})
 
 
+@pytest.mark.parametrize("size", [float("inf"), "nan", 10**400])
+def test_a_number_that_no_checkpoint_holds_is_refused(size):
+    with pytest.raises(ValueError, match="size"):
+        compression.create({"type": "sign", "size": size})
+
+
 def test_what_its_methods_raise_names_them():
     with pytest.raises(ValueError, match=r"Sign\.fill failed for 3 elements: .*: "):
         Sign("2").encode(np.ones(3), np.ones(3))

@@ -14,6 +14,20 @@ from mpips.optimizers import SGD, Groups, Warmup, changed, initial
 from .lion import Lion, Polynomial
 
 
+@optimizers.register
+@dataclass(frozen=True)
+class Clip:
+    """An option that is by itself infinite."""
+
+    clip: object = float("inf")
+
+    def init(self, weights):
+        return []
+
+    def update(self, weights, gradient, state, step):
+        weights -= gradient
+
+
 def test_an_optimizer_of_ones_own_is_one_as_any():
     assert optimizers.create("lion", beta1=0.8) == Lion(beta1=0.8)
     for sent in (Lion(), Lion(0.5, weight_decay=0.1), Lion(Warmup(0.1, 5)), Lion(Polynomial(0.1, 7))):
@@ -164,6 +178,22 @@ def test_what_is_no_optimizer_is_a_short_sentence(given, error, words):
 def test_an_option_that_cannot_travel_is_named():
     with pytest.raises(TypeError, match=r"not a .*ndarray"):
         optimizers.create(Lion(weight_decay=np.zeros(3)))
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), np.float32(np.inf), (1.0, float("-inf")), 1 << 70])
+def test_a_number_that_no_checkpoint_holds_is_refused(value):
+    with pytest.raises(ValueError, match="option clip="):
+        optimizers.create("clip", clip=value)
+    with pytest.raises(ValueError, match="option clip="):
+        optimizers.encode_numbers({"clip": value})
+    with pytest.raises(ValueError, match="option clip=inf: give a finite number"):
+        optimizers.create("clip")
+    assert optimizers.create("clip", clip=None).clip is None
+
+
+def test_a_number_too_large_for_a_float_is_refused():
+    with pytest.raises(ValueError, match="learning_rate=100"):
+        optimizers.create("sgd", learning_rate=10**400)
 
 
 def test_state_of_another_size_is_named():
