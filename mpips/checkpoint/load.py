@@ -39,7 +39,7 @@ def load(store: Store, path: str | os.PathLike[str]) -> None:
         reader, unfit = attempt(lambda: _opened(store, name, stack) if refusal is None else None)
         mine = b"" if reader is None else msgspec.msgpack.encode(reader.header)
         told = store.agree("load", [("path", name or "")], refusal or unfit, noun="argument", data=mine)
-        store.settle()
+        store.settled("load")
         store.run("load", _loaded(store, reader, msgspec.msgpack.decode(told[0], type=Header)))
 
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import msgspec
 
-from collectives.errors import of_caller
 from mpips.checkpoint import residuals
 from mpips.checkpoint.file import (
     HOLDS,
@@ -32,6 +31,7 @@ from mpips.checkpoint.file import (
 from mpips.checkpoint.saving import Saving, written
 from mpips.checkpoint.source import Snapshot, Store, senders
 from mpips.compression.registry import options
+from mpips.keys.arguments import see_one_round
 from mpips.keys.key import Key
 from mpips.optimizers.base import Optimizer
 from mpips.optimizers.registry import encode
@@ -78,16 +78,8 @@ def _after_one_round(store: Store, keys: Sequence[Key], path: str, refusal: Base
     """All have called `save` with the same path, and in a synchronous store after the same rounds; else ValueError."""
     rounds = msgspec.msgpack.encode([key.round for key in keys])
     told = store.agree("save", [("path", path)], refusal, noun="argument", data=rounds)
-    if store.layout.asynchronous:
-        return
-    for key, counts in zip(keys, zip(*(msgspec.msgpack.decode(data, type=list[int]) for data in told))):
-        if len(set(counts)) > 1:
-            most, least = max(counts), min(counts)
-            sentence = (
-                f"save: key {key.name!r} was pushed {most} times by rank {counts.index(most)} and {least} times by "
-                f"rank {counts.index(least)}: save after a round that all have pushed"
-            )
-            raise of_caller(ValueError(sentence))
+    if not store.layout.asynchronous:
+        see_one_round("save", keys, [msgspec.msgpack.decode(data, type=list[int]) for data in told])
 
 
 def _frozen(

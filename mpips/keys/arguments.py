@@ -8,8 +8,9 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from collectives.errors import of_caller
 from mpips.keys import arrays
-from mpips.keys.key import Name
+from mpips.keys.key import Key, Name
 from mpips.keys.row_sparse import RowSparse
 
 T = TypeVar("T")
@@ -149,3 +150,14 @@ def total(values: Sequence[Array]) -> Array:
     for value in values[2:]:
         result += value
     return result
+
+
+def see_one_round(what: str, keys: Sequence[Key], rounds: Sequence[Sequence[int]]) -> None:
+    """ValueError where workers, whose rounds of the keys are given by rank, have pushed a key differently often."""
+    for key, counts in zip(keys, zip(*rounds)):
+        most, least = max(counts), min(counts)
+        if most > least:
+            raise of_caller(ValueError(
+                f"{what}: key {key.name!r} was pushed {most} times by rank {counts.index(most)} and {least} times by "
+                f"rank {counts.index(least)}: call it after a round that all have pushed"
+            ))  # fmt: skip

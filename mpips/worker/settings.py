@@ -13,7 +13,6 @@ import msgspec
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from collectives.errors import of_caller
 from mpips import compression, optimizers
 from mpips.checkpoint.source import Written
 from mpips.compression import Compressor
@@ -182,7 +181,7 @@ class Settings:
         keys = list(self.keys.values())
         told = self.agree(what, data=msgspec.msgpack.encode([key.round for key in keys]))
         if not self.layout.asynchronous:
-            see_one_round(what, keys, [msgspec.msgpack.decode(data, type=list[int]) for data in told])
+            arguments.see_one_round(what, keys, [msgspec.msgpack.decode(data, type=list[int]) for data in told])
         self.settle()
 
     def agree(
@@ -225,14 +224,3 @@ class Settings:
                 raise TypeError(f"key {name!r} is not of the type of the keys before, such as {other!r}: pass one kind")
             result.append((name, calls.first_value(name, values[0])))
         return result
-
-
-def see_one_round(what: str, keys: Sequence[Key], rounds: Sequence[Sequence[int]]) -> None:
-    """ValueError where workers, whose rounds of the keys are given by rank, have pushed a key differently often."""
-    for key, counts in zip(keys, zip(*rounds)):
-        most, least = max(counts), min(counts)
-        if most > least:
-            raise of_caller(ValueError(
-                f"{what}: key {key.name!r} was pushed {most} times by rank {counts.index(most)} and {least} times by "
-                f"rank {counts.index(least)}: call it after a round that all have pushed"
-            ))  # fmt: skip
