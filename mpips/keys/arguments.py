@@ -14,7 +14,7 @@ from mpips.keys.row_sparse import RowSparse
 
 T = TypeVar("T")
 Array = NDArray[Any]
-PRIORITY_BITS = 31
+PRIORITY_BITS, KEY_BITS = 31, 63
 
 
 def names(key: Any) -> list[Name]:
@@ -33,7 +33,20 @@ def names(key: Any) -> list[Name]:
     if len(set(keys)) < len(keys):
         twice = next(name for index, name in enumerate(keys) if name in keys[:index])
         raise ValueError(f"key {twice!r} comes twice in one call: name each once")
-    return [name if isinstance(name, str) else int(name) for name in keys]
+    return [str.__str__(name) if isinstance(name, str) else int(name) for name in keys]
+
+
+def see_new(name: Name, what: str) -> None:
+    """ValueError unless messages and files can hold a key of this name."""
+    if isinstance(name, int):
+        if not -(1 << KEY_BITS) <= name < 1 << KEY_BITS:
+            raise ValueError(f"{what}: key {name} is out of range: pass an int from -2**{KEY_BITS} to 2**{KEY_BITS} - 1")
+        return
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        lone = name[error.start]
+        raise ValueError(f"{what}: key {name!r} holds {lone!r}, which UTF-8 has no bytes for: pass another key") from None
 
 
 def of_other_kind(keys: Iterable[Name], name: Name) -> Name | None:

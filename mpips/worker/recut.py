@@ -58,6 +58,7 @@ def _asked(store: Settings, keys: Sequence[Name], new: Mapping[Name, int]) -> tu
         raise ValueError(f"recut: keys {had}, {would}: give the new ones as many")
     names = [key.name for key in old]
     for name in sizes:
+        arguments.see_new(name, "recut")
         if name in store.keys and name not in names:
             raise ValueError(f"recut: key {name!r} exists already; choose another name")
     return old, sizes

@@ -112,6 +112,27 @@ def test_arrays_that_are_read_in_place_are_pushed_in_one_order():
     run("dist_sync", body, servers=1)
 
 
+@pytest.mark.parametrize("servers", [0, 1])
+def test_keys_are_what_messages_can_hold(servers):
+    need(1, servers=servers)
+
+    def body(kv):
+        ones, out = np.ones(3, np.float32), np.empty(3, np.float32)
+        kv.init(list(np.array(["w", "b"])), [ones, ones])
+        kv.pushpull(np.str_("w"), ones, out)
+        assert (out == kv.num_workers).all()
+        said = failure(lambda: kv.init("\ud800" if kv.rank == 0 else "v", ones))
+        assert r"init: key '\ud800' holds '\ud800', which UTF-8 has no bytes for: pass another key" in said
+        assert r"key '\ud800' holds" in failure(lambda: kv.recut(["w"], {"\ud800": 3}))
+        kv.forget(["w", np.str_("b")])
+        said = failure(lambda: kv.init(1 << 70 if kv.rank == 0 else 1, ones))
+        assert f"init: key {1 << 70} is out of range: pass an int from -2**63 to 2**63 - 1" in said
+        kv.init([-(1 << 63), (1 << 63) - 1], [ones, ones])
+        kv.pushpull(-(1 << 63), ones, out)
+
+    run("dist_sync", body, servers=servers)
+
+
 def test_options_that_make_no_sense():
     size = WORLD.size
     last = size - 1
