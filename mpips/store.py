@@ -95,8 +95,8 @@ class KVStore:
         self.settings.init(key, value)
 
     def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None:
-        """`init`, then `pull`."""
-        self.init(key, value)
+        """`init`, then `pull`; nothing is made where `out` is bad."""
+        self.settings.init(key, value, lambda keys: self._operations.see_pull(keys, key, out, priority))
         self.pull(key, out, priority)
 
     def set_optimizer(self, optimizer: str | Optimizer, keys: Any = None, **keywords: Any) -> None:

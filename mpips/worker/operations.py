@@ -75,6 +75,11 @@ class Operations:
         with self.guard(what, names):
             return self._engine.submit(order, task, priority, text(what, names))
 
+    def see_pull(self, keys: Sequence[Key], key: Any, out: Any, priority: int) -> None:
+        """ValueError or TypeError where a pull of these keys, which are yet to be made, could not be made so."""
+        arguments.see_priority(priority, "pull")
+        calls.check({record.name: record for record in keys}, "pull", key, out=out)
+
     def taken(self, key: Any, push: Handle) -> Handle:
         """A handle that ends when the servers have read what `push`, of these keys, sends."""
         keys = [arguments.known(self._known, name, "taken") for name in arguments.names(key)]

@@ -49,12 +49,19 @@ class Settings:
 
     # ---- keys
 
-    def init(self, key: Any, value: Any) -> None:
-        """See `KVStore.init`."""
-        pairs, refusal = rendezvous.attempt(lambda: self._first_values(key, value))
-        self.agree("init", [(name, f"{array.dtype.name}{array.shape}") for name, array in pairs or []], refusal)
-        keys = [Key(name, array.shape, array.dtype) for name, array in pairs]
-        self.run("init", self.backend.init(keys, [array for _, array in pairs]), [key.name for key in keys])
+    def init(self, key: Any, value: Any, see: Callable[[Sequence[Key]], None] = lambda keys: None) -> None:
+        """See `KVStore.init`. `see` raises where the keys that are to be made do not suit the caller."""
+
+        def asked() -> tuple[list[Key], list[Array]]:
+            pairs = self._first_values(key, value)
+            keys = [Key(name, array.shape, array.dtype) for name, array in pairs]
+            see(keys)
+            return keys, [array for _, array in pairs]
+
+        made, refusal = rendezvous.attempt(asked)
+        keys, values = made or ([], [])
+        self.agree("init", [(one.name, f"{one.dtype.name}{one.shape}") for one in keys], refusal)
+        self.run("init", self.backend.init(keys, values), [one.name for one in keys])
         self.add(keys)
 
     def forget(self, keys: Any) -> None:

@@ -133,6 +133,22 @@ def test_keys_are_what_messages_can_hold(servers):
     run("dist_sync", body, servers=servers)
 
 
+@pytest.mark.parametrize("servers", [0, 1])
+def test_a_broadcast_into_an_array_that_does_not_fit_makes_no_key(servers):
+    need(1, servers=servers)
+
+    def body(kv):
+        ones, out = np.ones(3), np.zeros(3)
+        said = failure(lambda: kv.broadcast("w", ones, np.zeros(4) if kv.rank == 0 else out))
+        assert "'w' was initialised as float64(3,), but this array is float64(4,)" in said, said
+        assert "priority=1.5 is no int" in failure(lambda: kv.broadcast("w", ones, out, priority=1.5))
+        assert "needs a list of 1 as out" in failure(lambda: kv.broadcast(["w"], [ones], out))
+        kv.broadcast("w", ones, out)
+        assert (out == 1).all()
+
+    run("dist_sync", body, servers=servers)
+
+
 def test_options_that_make_no_sense():
     size = WORLD.size
     last = size - 1
