@@ -148,10 +148,10 @@ class Operations:
         """The keys, and what is to be done. ValueError or TypeError where an argument is bad."""
         self.check_open()
         with GIVEN:
-            if what != "pull":
-                self._backend.check_updated(what)
             arguments.see_priority(priority, what)
             made = calls.check(self._known, what, key, value, out)
+            if what != "pull":
+                self._backend.check_updated([call.key for call in made], what)
         names = [call.key.name for call in made]
         if len(made) == 1:
             return names, self._one(made[0], priority)
