@@ -55,6 +55,8 @@ class Settings:
         def asked() -> tuple[list[Key], list[Array]]:
             pairs = self._first_values(key, value)
             keys = [Key(name, array.shape, array.dtype) for name, array in pairs]
+            if self.groups.default is not None:
+                _see_floats(keys, "init", "name the keys that have one, set_optimizer(..., keys=[...])")
             see(keys)
             return keys, [array for _, array in pairs]
 
@@ -93,7 +95,7 @@ class Settings:
         """See `KVStore.set_optimizer`."""
         what = "set_optimizer"
         chosen, refusal = rendezvous.attempt(lambda: optimizers.create(optimizer, **keywords))
-        names, other = rendezvous.attempt(lambda: self._names(keys, what))
+        names, other = rendezvous.attempt(lambda: self._names_of_floats(keys, what))
         self.settle()
         self.agree(what, [("optimizer", repr(chosen)), ("keys", repr(names))], refusal or other, noun="argument")
         self.run(what, self.backend.set_optimizer(chosen, names))
@@ -210,6 +212,12 @@ class Settings:
     def _names(self, keys: Any, what: str) -> list[Name] | None:
         return None if keys is None else [key.name for key in self.known(keys, what)]
 
+    def _names_of_floats(self, keys: Any, what: str) -> list[Name] | None:
+        """The same, for an optimizer."""
+        found = list(self.keys.values()) if keys is None else self.known(keys, what)
+        _see_floats(found, what, "give keys=[...] without it")
+        return None if keys is None else [key.name for key in found]
+
     def _first_values(self, key: Any, value: Any) -> list[tuple[Name, Array]]:
         result = []
         for name, values in arguments.pairs(key, value, "init"):
@@ -221,3 +229,10 @@ class Settings:
             arguments.see_new(name, "init")
             result.append((name, calls.first_value(name, values[0])))
         return result
+
+
+def _see_floats(keys: Iterable[Key], what: str, cure: str) -> None:
+    """ValueError where an optimizer cannot update one of the keys."""
+    for key in keys:
+        if not key.floats:
+            raise ValueError(f"{what}: key {key.name!r} is {key.dtype.name}, and an optimizer needs floats: {cure}")
