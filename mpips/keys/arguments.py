@@ -150,6 +150,13 @@ def fits(array: Any, shape: tuple[int, ...], dtype: np.dtype, name: Name, what: 
         )
 
 
+def see_alike(values: Sequence[Array], name: Name, what: str) -> None:
+    """ValueError unless a key's arrays (one per device) have one shape and one dtype."""
+    kinds = [f"{value.dtype.name}{value.shape}" for value in values]
+    if len(set(kinds)) > 1:
+        raise ValueError(f"{what}: the arrays of key {name!r} are {', '.join(kinds)}: pass arrays of one shape and dtype")
+
+
 def _called(dtype: np.dtype) -> str:
     return dtype.name if dtype.isnative else dtype.str
 
@@ -158,7 +165,7 @@ def total(values: Sequence[Array]) -> Array:
     """The sum of a key's arrays (one per device), in their order; the array itself where there is one."""
     if len(values) == 1:
         return values[0]
-    result = values[0] + values[1]
+    result = np.add(values[0], values[1], out=np.empty_like(values[0]))
     for value in values[2:]:
         result += value
     return result

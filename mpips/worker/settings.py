@@ -227,7 +227,7 @@ class Settings:
             if other is not None:
                 raise TypeError(f"key {name!r} is not of the type of the keys before, such as {other!r}: pass one kind")
             arguments.see_new(name, "init")
-            result.append((name, calls.first_value(name, values[0])))
+            result.append((name, calls.first_value(name, values)))
         return result
 
 

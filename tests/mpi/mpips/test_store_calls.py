@@ -149,6 +149,24 @@ def test_a_broadcast_into_an_array_that_does_not_fit_makes_no_key(servers):
     run("dist_sync", body, servers=servers)
 
 
+@pytest.mark.parametrize("servers", [0, 1])
+def test_first_values_of_several_arrays_are_summed(servers):
+    need(1, servers=servers)
+
+    def body(kv):
+        ones = np.ones(3, np.float32)
+        said = failure(lambda: kv.init("v", [ones, "nonsense"]))
+        assert "key 'v' needs an array, not str" in said, said
+        said = failure(lambda: kv.init("v", [ones, np.ones((2, 7))]))
+        assert said == "init: the arrays of key 'v' are float32(3,), float64(2, 7): pass arrays of one shape and dtype"
+        kv.init(["v", "w", "s"], [[ones, ones], ones, [ones[:1].reshape(())] * 2])
+        outs = [np.empty(3, np.float32), np.empty(3, np.float32), np.empty((), np.float32)]
+        kv.pull(["v", "w", "s"], outs)
+        assert [out.reshape(-1)[0] for out in outs] == [2, 1, 2] and (ones == 1).all()
+
+    run("dist_sync", body, servers=servers)
+
+
 def test_options_that_make_no_sense():
     size = WORLD.size
     last = size - 1
