@@ -15,6 +15,9 @@ from mpips.compression.two_bit import TwoBit
 COMPRESSORS: dict[str, type[Compressor]] = {"2bit": TwoBit, "1bit": OneBit, "fp16": Half, "topk": TopK}
 """Every compressor by its name in `set_gradient_compression`."""
 
+INT_BITS = 63
+"""Of an option that is an int, beside its sign."""
+
 EXAMPLE = '{"type": "2bit", "threshold": 0.5}'
 
 K = TypeVar("K", bound=type[Compressor])
@@ -77,9 +80,9 @@ def _value(name: str, option: str, kind: Any, value: Any) -> Any:
     if kind in (float, "float"):
         try:
             return float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             raise ValueError(f"{name} compression has a number as {option}, not {value!r}") from None
-    if not isinstance(value, (bool, int, float, str)):
+    if not isinstance(value, (bool, int, float, str)) or (isinstance(value, int) and value.bit_length() > INT_BITS):
         raise ValueError(f"{name} compression has a number or a string as {option}, not {value!r}")
     return value
 

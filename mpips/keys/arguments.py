@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -14,6 +14,7 @@ from mpips.keys.row_sparse import RowSparse
 
 T = TypeVar("T")
 Array = NDArray[Any]
+FLOATS = ("float16", "bfloat16", "float32", "float64")
 PRIORITY_BITS, KEY_BITS = 31, 63
 
 
@@ -71,6 +72,17 @@ def see_priority(value: Any, what: str) -> None:
     if int(value).bit_length() > PRIORITY_BITS:
         most = (1 << PRIORITY_BITS) - 1
         raise ValueError(f"{what}: priority={value} is out of range: pass an int from {-most} to {most}")
+
+
+def turns(given: Any, what: str) -> list[Hashable]:
+    """What a call takes turns on, beside its keys; TypeError unless all are hashable."""
+    chosen = list(given)
+    for name in chosen:
+        try:
+            hash(name)
+        except TypeError as error:
+            raise TypeError(f"{what}: turns={given!r} holds {name!r}: pass hashable names ({error})") from None
+    return chosen
 
 
 def pairs(key: Any, value: Any, what: str, argument: str = "value") -> list[tuple[Name, list[Any]]]:
@@ -132,7 +144,7 @@ def _host(value: Any, name: Name, what: str) -> Array:
 
 def see_dtype(dtype: np.dtype, name: Name, what: str) -> None:
     """TypeError unless servers can sum such elements."""
-    if not (dtype.kind in "iuf" and dtype.isnative) and dtype.name != "bfloat16":
+    if not (dtype.isnative and (dtype.kind in "iu" or dtype.name in FLOATS)):
         raise TypeError(
             f"{what}: key {name!r} has elements of dtype {_called(dtype)}; pass float16, bfloat16, "
             "float32, float64 or integers, in this machine's byte order"

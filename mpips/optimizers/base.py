@@ -90,7 +90,7 @@ def _number(record: Any, name: str, value: Any) -> float | bool:
         return bool(value)
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
         raise ValueError(f"{type(record).__name__}({name}={value!r}): give a finite number")

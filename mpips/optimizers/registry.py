@@ -17,6 +17,9 @@ OPTIMIZERS: dict[str, type] = {}
 SCHEDULES: dict[str, type] = {}
 """Every schedule by its lower-case name."""
 
+INT_BITS = 63
+"""Of an option, beside its sign."""
+
 T = TypeVar("T", bound=type)
 
 
@@ -145,6 +148,8 @@ def _plain(value: Any) -> Any:
     """An option as plain data: numbers and strings as they are, a schedule as a map of its name and options."""
     if isinstance(value, np.generic):
         return value.item()
+    if isinstance(value, int) and value.bit_length() > INT_BITS:
+        raise ValueError(f"an option of an optimizer is an int of {INT_BITS} bits, or a float, not {value}: pass a float")
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (tuple, list)):

@@ -129,7 +129,7 @@ def _rates(record: Any, *names: str) -> None:
         value = getattr(record, name)
         try:
             number = float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             number = math.nan
         if not (math.isfinite(number) and number >= 0):
             raise ValueError(f"{type(record).__name__}({name}={value!r}): give a finite number >= 0")

@@ -70,8 +70,10 @@ class Operations:
 
     def start(self, what: str, key: Any, value: Any, out: Any, priority: int, turns: Sequence[Hashable]) -> Handle:
         """The same, not blocking; it takes turns with others on its keys and on `turns`."""
+        with GIVEN:
+            others = arguments.turns(turns, what)
         names, task = self._prepare(what, key, value, out, priority)
-        order = [*self._order(names), *(("turns", name) for name in turns)]
+        order = [*self._order(names), *(("turns", name) for name in others)]
         with self.guard(what, names):
             return self._engine.submit(order, task, priority, text(what, names))
 

@@ -107,14 +107,14 @@ class Settings:
         names, refusal = rendezvous.attempt(lambda: self._names(keys, what))
         trial = Groups(self.groups.default, self.groups.own)
 
-        def tried() -> None:
+        def tried() -> list[tuple[str, str]]:
             trial.update(numbers, names)
             optimizers.encode_numbers(numbers)
+            return [(name, repr(numbers[name])) for name in sorted(numbers)]
 
-        _, other = rendezvous.attempt(tried)
+        items, other = rendezvous.attempt(tried)
         self.settle()
-        items = [("keys", repr(names)), *((name, repr(numbers[name])) for name in sorted(numbers))]
-        self.agree(what, items, refusal or other, noun="argument")
+        self.agree(what, [("keys", repr(names)), *(items or [])], refusal or other, noun="argument")
         self.run(what, self.backend.update_optimizer(numbers, names))
         self.groups.update(numbers, names)
 

@@ -12,10 +12,12 @@ import time
 import warnings
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 import mpips
+from mpips import optimizers
 from tests.mpi.mpips import faults
 from tests.mpi.mpips.support import TAG, WORLD, failure, need, run
 from tests.mpi.sizes import JOB_LIMIT, only_on
@@ -61,7 +63,7 @@ def test_wrong_calls_of_all_ranks(kind, options):
         assert "float32(4, 3)" in failure(lambda: kv.pull("w", np.zeros(3, np.float32)))
         assert "mixed" in failure(lambda: kv.push(["w", 1], [good, good]))
         assert "2 keys needs a list of 2 as out, not a list of 1" in failure(lambda: kv.pull(["w", "v"], [good]))
-        for dtype in (np.dtype("f4").newbyteorder(), "S5", bool):
+        for dtype in (np.dtype("f4").newbyteorder(), "S5", bool, np.longdouble, ml_dtypes.float8_e5m2):
             assert "pass float16" in failure(lambda: kv.init("v", np.zeros(3, dtype)))  # noqa: B023
         for call in (kv.push, kv.pull, kv.pushpull, lambda *words, **named: kv.ipushpull(*words, **named).wait()):
             for bad in (1.5, True):
@@ -69,6 +71,8 @@ def test_wrong_calls_of_all_ranks(kind, options):
                 assert f"priority={bad} is no int: pass one" in said
             said = failure(lambda: call("w", good, priority=-(1 << 31)))  # noqa: B023
             assert "priority=-2147483648 is out of range: pass an int from -2147483647 to 2147483647" in said
+        said = failure(lambda: kv.ipush("w", good, turns=[[1]]))
+        assert said.startswith("push: turns=[[1]] holds [1]: pass hashable names"), said
         assert "unknown optimizer" in failure(lambda: kv.set_optimizer("sdg"))
         assert "unknown capability" in failure(lambda: kv.is_capable("magic"))
         assert goes_on(kv)
@@ -163,6 +167,30 @@ def test_first_values_of_several_arrays_are_summed(servers):
         outs = [np.empty(3, np.float32), np.empty(3, np.float32), np.empty((), np.float32)]
         kv.pull(["v", "w", "s"], outs)
         assert [out.reshape(-1)[0] for out in outs] == [2, 1, 2] and (ones == 1).all()
+
+    run("dist_sync", body, servers=servers)
+
+
+@pytest.mark.parametrize("servers", [0, 1])
+def test_numbers_that_are_too_big_are_refused(servers):
+    need(1, servers=servers)
+
+    def body(kv):
+        started(kv)
+        kv.set_optimizer("sgd", learning_rate=0.1)
+        assert "give a finite number" in failure(lambda: optimizers.Constant(10**400))
+        for big in (10**400, 10**5000):  # of the second Python makes no text
+            big = big if kv.rank == 0 else 0.5
+            for call in (
+                lambda: kv.set_optimizer("sgd", learning_rate=big),  # noqa: B023
+                lambda: kv.set_gradient_compression({"type": "2bit", "threshold": big}),  # noqa: B023
+                lambda: kv.update_optimizer(learning_rate=big),  # noqa: B023
+            ):
+                with pytest.raises(ValueError):
+                    call()
+        said = failure(lambda: kv.update_optimizer(learning_rate=1 << 70))
+        assert said.endswith(f"is an int of 63 bits, or a float, not {1 << 70}: pass a float"), said
+        kv.update_optimizer(learning_rate=0.5)
 
     run("dist_sync", body, servers=servers)
 
