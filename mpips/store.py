@@ -198,9 +198,7 @@ class KVStore:
         """A handle that ends when the servers have read what `push`, the last `ipush` of these keys, sends. (The push
         ends when its arrays may be overwritten.) It is `push` itself where that is all that can be known: without
         servers, and in asynchronous stores."""
-        self._operations.check_open()
-        known = self.layout.num_servers and not self.layout.asynchronous
-        return self._operations.taken(key, push) if known else push
+        return self._operations.taken(key, push, self.layout.num_servers > 0 and not self.layout.asynchronous)
 
     def pull(self, key: Any, out: Any, priority: int = 0, ignore_sparse: bool = True) -> None:
         """Write the keys' values into `out`, after this worker's pushes of them; returns when they are there."""

@@ -61,13 +61,13 @@ def create(options: Mapping[str, Any]) -> Compressor:
     if name is None:
         asked = f"no key 'type', only {', '.join(map(repr, given))}" if given else "no key 'type'"
         raise ValueError(f'compression has {asked}: pass {EXAMPLE}; types are {", ".join(COMPRESSORS)}')
-    if name not in COMPRESSORS:
+    if not isinstance(name, str) or name not in COMPRESSORS:
         raise ValueError(
             f"unknown compression type {name!r}: the known ones are {', '.join(COMPRESSORS)}; register your own "
             "(@mpips.compression.register) before mpips.create in the script that servers run, too"
         )
     fields = {field.name: field for field in dataclasses.fields(COMPRESSORS[name]) if field.init}
-    if unknown := sorted(set(given) - set(fields)):
+    if unknown := sorted(map(str, set(given) - set(fields))):
         raise TypeError(f"{name} compression has no option {', '.join(unknown)}; it has {', '.join(fields) or 'none'}")
     values = {key: _value(name, key, fields[key].type, value) for key, value in given.items()}
     try:

@@ -108,7 +108,11 @@ def _arrays(value: Any, name: Name, what: str) -> list[Any]:
 
 def readable(value: Any, name: Name, what: str) -> Array:
     """A host array to read from: C-contiguous."""
-    array = _host(value, name, what)
+    return _contiguous(value, name, what, "pass numpy.asarray of it")
+
+
+def _contiguous(value: Any, name: Name, what: str, cure: str) -> Array:
+    array = _host(value, name, what, cure)
     if not array.flags.c_contiguous:
         raise ValueError(f"{what}: the array of key {name!r} is not contiguous; pass numpy.ascontiguousarray of it")
     return array
@@ -121,13 +125,13 @@ def writable(value: Any, name: Name, what: str) -> Array:
             f"{what}: key {name!r} got an array of JAX to write to, which cannot be written: pass a NumPy array as "
             "out, and make a JAX array of it"
         )
-    array = readable(value, name, what)
+    array = _contiguous(value, name, what, "pass one, which the value is written into")
     if not array.flags.writeable:
         raise ValueError(f"{what}: the array of key {name!r} is read-only; pass one that may be written")
     return array
 
 
-def _host(value: Any, name: Name, what: str) -> Array:
+def _host(value: Any, name: Name, what: str, cure: str) -> Array:
     if isinstance(value, RowSparse):
         raise TypeError(f"{what}: key {name!r} got a RowSparse where an array is needed; pass its to_dense()")
     if arrays.is_device(value):
@@ -137,7 +141,7 @@ def _host(value: Any, name: Name, what: str) -> Array:
     except TypeError as error:
         kind = type(value).__name__
         why = f" ({error})" if hasattr(value, "shape") else ""
-        raise TypeError(f"{what}: key {name!r} needs an array, not {kind}: pass numpy.asarray of it{why}") from None
+        raise TypeError(f"{what}: key {name!r} needs an array, not {kind}: {cure}{why}") from None
     see_dtype(array.dtype, name, what)
     return array
 

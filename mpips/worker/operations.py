@@ -82,9 +82,16 @@ class Operations:
         arguments.see_priority(priority, "pull")
         calls.check({record.name: record for record in keys}, "pull", key, out=out)
 
-    def taken(self, key: Any, push: Handle) -> Handle:
-        """A handle that ends when the servers have read what `push`, of these keys, sends."""
-        keys = [arguments.known(self._known, name, "taken") for name in arguments.names(key)]
+    def taken(self, key: Any, push: Handle, told: bool) -> Handle:
+        """A handle that ends when the servers have read what `push`, of these keys, sends; `push` where nobody is
+        `told` of that."""
+        self.check_open()
+        with GIVEN:
+            if not isinstance(push, Handle):
+                raise TypeError(f"taken: push={push!r} is no handle: pass what ipush of these keys has returned")
+            keys = [arguments.known(self._known, name, "taken") for name in arguments.names(key)]
+        if not told:
+            return push
         what = f"{push.what}, read by the servers"
         with self.guard(what):
             return self._engine.submit([("taken", push)], self._read(keys, push), 0, what)
@@ -120,10 +127,14 @@ class Operations:
         """A fast route has failed: end the epoch; what to raise."""
         return self._engine.epoch.end(text(what, names), error)
 
-    def check_open(self) -> None:
-        """RuntimeError where the store is closed, EpochError where the epoch has ended."""
+    def check_not_closed(self) -> None:
+        """RuntimeError where the store is closed."""
         if self.closed:
             raise of_caller(RuntimeError(CLOSED))
+
+    def check_open(self) -> None:
+        """RuntimeError where the store is closed, EpochError where the epoch has ended."""
+        self.check_not_closed()
         try:
             self._engine.epoch.check()
         except CollectiveError as error:

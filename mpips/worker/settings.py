@@ -146,6 +146,7 @@ class Settings:
 
     def recover(self) -> Rounds:
         """See `KVStore.recover`."""
+        self.operations.check_not_closed()
         with self.operations.guard("recover"):
             self.engine.forget()
             self.epoch.renew()

@@ -58,6 +58,20 @@ def test_wrong_calls_of_all_ranks(kind, options):
         locked.flags.writeable = False
         assert "'x' was not initialised" in failure(lambda: kv.pull("x", good))
         assert "'x' was not initialised" in failure(lambda: kv.push("x", good))
+        for bad, kind in ((None, "NoneType"), ([1.0, 2.0], "float")):
+            said = failure(lambda: kv.pull("w", bad))  # noqa: B023
+            assert said == f"pull: key 'w' needs an array, not {kind}: pass one, which the value is written into"
+        said = failure(lambda: kv.taken("w", None))
+        assert said == "taken: push=None is no handle: pass what ipush of these keys has returned"
+        for size in (3.7, "three", None, True):
+            said = failure(lambda: kv.recut(["w"], {"v": size}))  # noqa: B023
+            assert said == f"recut: key 'v' is to have {size!r} elements: pass an int"
+        said = failure(lambda: kv.recut(["w"], {"a": -1, "b": 13}))
+        assert said == "recut: key 'a' is to have -1 elements: pass 0 or more"
+        said = failure(lambda: kv.set_gradient_compression({"type": ["2bit"]}))
+        assert said.startswith("unknown compression type ['2bit']: the known ones are")
+        said = failure(lambda: kv.set_gradient_compression({"type": "2bit", 1: 2, "x": 3}))
+        assert said.startswith("2bit compression has no option 1, x")
         assert "read-only" in failure(lambda: kv.pull("w", locked))
         assert "not contiguous" in failure(lambda: kv.pull("w", np.zeros((8, 3), np.float32)[::2]))
         assert "float32(4, 3)" in failure(lambda: kv.pull("w", np.zeros(3, np.float32)))
@@ -237,7 +251,8 @@ def test_create_keeps_its_limits():
     kv.close()
     if WORLD.rank == late and WORLD.Iprobe(0, TAG):
         WORLD.Recv(bytearray(1), 0, TAG)
-    words = f"{__file__}: mpips.create, to which not all {WORLD.size} ranks have come (all must call it, servers too)"
+    who = "all must call it, servers too, which leave when their last store is closed"
+    words = f"{__file__}: mpips.create, to which not all {WORLD.size} ranks have come ({who})"
     assert WORLD.rank or said[0].startswith(words), said
 
 
@@ -255,7 +270,7 @@ def test_a_closed_store_says_so(servers):
         for call in (
             lambda: kv.push("w", value), lambda: kv.pull("w", value), lambda: kv.ipushpull("w", value), kv.barrier,
             lambda: kv.init("v", value), lambda: kv.set_optimizer("sgd"),
-            lambda: kv.row_sparse_pull("w", value[:1], row_ids=[0]), lambda: kv.taken("w", handle),
+            lambda: kv.row_sparse_pull("w", value[:1], row_ids=[0]), lambda: kv.taken("w", handle), kv.recover,
         ):  # fmt: skip
             assert "the store is closed" in failure(call)
 
