@@ -41,13 +41,15 @@ def see_new(name: Name, what: str) -> None:
     """ValueError unless messages and files can hold a key of this name."""
     if isinstance(name, int):
         if not -(1 << KEY_BITS) <= name < 1 << KEY_BITS:
-            raise ValueError(f"{what}: key {name} is out of range: pass an int from -2**{KEY_BITS} to 2**{KEY_BITS} - 1")
+            least, most = f"-2**{KEY_BITS}", f"2**{KEY_BITS} - 1"
+            raise ValueError(f"{what}: key {name} is out of range: pass an int from {least} to {most}")
         return
     try:
         name.encode()
     except UnicodeEncodeError as error:
         lone = name[error.start]
-        raise ValueError(f"{what}: key {name!r} holds {lone!r}, which UTF-8 has no bytes for: pass another key") from None
+        why = f"holds {lone!r}, which UTF-8 has no bytes for"
+        raise ValueError(f"{what}: key {name!r} {why}: pass another key") from None
 
 
 def of_other_kind(keys: Iterable[Name], name: Name) -> Name | None:
@@ -170,7 +172,8 @@ def see_alike(values: Sequence[Array], name: Name, what: str) -> None:
     """ValueError unless a key's arrays (one per device) have one shape and one dtype."""
     kinds = [f"{value.dtype.name}{value.shape}" for value in values]
     if len(set(kinds)) > 1:
-        raise ValueError(f"{what}: the arrays of key {name!r} are {', '.join(kinds)}: pass arrays of one shape and dtype")
+        given = ", ".join(kinds)
+        raise ValueError(f"{what}: the arrays of key {name!r} are {given}: pass arrays of one shape and dtype")
 
 
 def _called(dtype: np.dtype) -> str:

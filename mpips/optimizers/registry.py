@@ -149,7 +149,8 @@ def _plain(value: Any) -> Any:
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, int) and value.bit_length() > INT_BITS:
-        raise ValueError(f"an option of an optimizer is an int of {INT_BITS} bits, or a float, not {value}: pass a float")
+        sort = f"an int of {INT_BITS} bits, or a float"
+        raise ValueError(f"an option of an optimizer is {sort}, not {value}: pass a float")
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (tuple, list)):
