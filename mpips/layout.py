@@ -147,7 +147,8 @@ def _limits(options: Options) -> Limits:
 
 def _come(comm: MPI.Intracomm, limits: Limits) -> None:
     """Wait until all ranks have come. What makes communicators blocks in MPI, and must not before."""
-    what = f"{WHAT}, to which not all {comm.Get_size()} ranks have come (all must call it, servers too),"
+    who = "all must call it, servers too, which leave when their last store is closed"
+    what = f"{WHAT}, to which not all {comm.Get_size()} ranks have come ({who}),"
     request = comm.Ibarrier()
     _arrivals.append(request)
     drive(until(request.Test), Assembling(limits), what)

@@ -95,8 +95,8 @@ class KVStore:
         self.settings.init(key, value)
 
     def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None:
-        """`init`, then `pull`."""
-        self.init(key, value)
+        """`init`, then `pull`; nothing is made where `out` is bad."""
+        self.settings.init(key, value, lambda keys: self._operations.see_pull(keys, key, out, priority))
         self.pull(key, out, priority)
 
     def set_optimizer(self, optimizer: str | Optimizer, keys: Any = None, **keywords: Any) -> None:
@@ -198,9 +198,7 @@ class KVStore:
         """A handle that ends when the servers have read what `push`, the last `ipush` of these keys, sends. (The push
         ends when its arrays may be overwritten.) It is `push` itself where that is all that can be known: without
         servers, and in asynchronous stores."""
-        self._operations.check_open()
-        known = self.layout.num_servers and not self.layout.asynchronous
-        return self._operations.taken(key, push) if known else push
+        return self._operations.taken(key, push, self.layout.num_servers > 0 and not self.layout.asynchronous)
 
     def pull(self, key: Any, out: Any, priority: int = 0, ignore_sparse: bool = True) -> None:
         """Write the keys' values into `out`, after this worker's pushes of them; returns when they are there."""

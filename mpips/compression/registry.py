@@ -16,6 +16,9 @@ from mpips.compression.two_bit import TwoBit
 COMPRESSORS: dict[str, type[Compressor]] = {"2bit": TwoBit, "1bit": OneBit, "fp16": Half, "topk": TopK}
 """Every compressor by its name in `set_gradient_compression`."""
 
+INT_BITS = 63
+"""Of an option that is an int, beside its sign."""
+
 EXAMPLE = '{"type": "2bit", "threshold": 0.5}'
 
 K = TypeVar("K", bound=type[Compressor])
@@ -59,13 +62,13 @@ def create(options: Mapping[str, Any]) -> Compressor:
     if name is None:
         asked = f"no key 'type', only {', '.join(map(repr, given))}" if given else "no key 'type'"
         raise ValueError(f'compression has {asked}: pass {EXAMPLE}; types are {", ".join(COMPRESSORS)}')
-    if name not in COMPRESSORS:
+    if not isinstance(name, str) or name not in COMPRESSORS:
         raise ValueError(
             f"unknown compression type {name!r}: the known ones are {', '.join(COMPRESSORS)}; register your own "
             "(@mpips.compression.register) before mpips.create in the script that servers run, too"
         )
     fields = {field.name: field for field in dataclasses.fields(COMPRESSORS[name]) if field.init}
-    if unknown := sorted(set(given) - set(fields)):
+    if unknown := sorted(map(str, set(given) - set(fields))):
         raise TypeError(f"{name} compression has no option {', '.join(unknown)}; it has {', '.join(fields) or 'none'}")
     values = {key: _value(name, key, fields[key].type, value) for key, value in given.items()}
     try:
@@ -88,7 +91,7 @@ def _value(name: str, option: str, kind: Any, value: Any) -> Any:
             return float(value)
         except (TypeError, ValueError, OverflowError):
             raise ValueError(f"{name} compression has a number as {option}, not {value!r}") from None
-    if not isinstance(value, (bool, int, float, str)):
+    if not isinstance(value, (bool, int, float, str)) or (isinstance(value, int) and value.bit_length() > INT_BITS):
         raise ValueError(f"{name} compression has a number or a string as {option}, not {value!r}")
     return value
 

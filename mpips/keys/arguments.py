@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -15,7 +15,8 @@ from mpips.keys.row_sparse import RowSparse
 
 T = TypeVar("T")
 Array = NDArray[Any]
-PRIORITY_BITS = 31
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+PRIORITY_BITS, KEY_BITS = 31, 63
 
 
 def names(key: Any) -> list[Name]:
@@ -34,7 +35,22 @@ def names(key: Any) -> list[Name]:
     if len(set(keys)) < len(keys):
         twice = next(name for index, name in enumerate(keys) if name in keys[:index])
         raise ValueError(f"key {twice!r} comes twice in one call: name each once")
-    return [name if isinstance(name, str) else int(name) for name in keys]
+    return [str.__str__(name) if isinstance(name, str) else int(name) for name in keys]
+
+
+def see_new(name: Name, what: str) -> None:
+    """ValueError unless messages and files can hold a key of this name."""
+    if isinstance(name, int):
+        if not -(1 << KEY_BITS) <= name < 1 << KEY_BITS:
+            least, most = f"-2**{KEY_BITS}", f"2**{KEY_BITS} - 1"
+            raise ValueError(f"{what}: key {name} is out of range: pass an int from {least} to {most}")
+        return
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        lone = name[error.start]
+        why = f"holds {lone!r}, which UTF-8 has no bytes for"
+        raise ValueError(f"{what}: key {name!r} {why}: pass another key") from None
 
 
 def of_other_kind(keys: Iterable[Name], name: Name) -> Name | None:
@@ -61,6 +77,17 @@ def see_priority(value: Any, what: str) -> None:
         raise ValueError(f"{what}: priority={value} is out of range: pass an int from {-most} to {most}")
 
 
+def turns(given: Any, what: str) -> list[Hashable]:
+    """What a call takes turns on, beside its keys; TypeError unless all are hashable."""
+    chosen = list(given)
+    for name in chosen:
+        try:
+            hash(name)
+        except TypeError as error:
+            raise TypeError(f"{what}: turns={given!r} holds {name!r}: pass hashable names ({error})") from None
+    return chosen
+
+
 def pairs(key: Any, value: Any, what: str, argument: str = "value") -> list[tuple[Name, list[Any]]]:
     """(key, its arrays) for one key or lists of equal length; a key's value is one array or a list of them.
     `argument`: what the caller calls the values."""
@@ -84,7 +111,11 @@ def _arrays(value: Any, name: Name, what: str) -> list[Any]:
 
 def readable(value: Any, name: Name, what: str) -> Array:
     """A host array to read from: C-contiguous."""
-    array = _host(value, name, what)
+    return _contiguous(value, name, what, "pass numpy.asarray of it")
+
+
+def _contiguous(value: Any, name: Name, what: str, cure: str) -> Array:
+    array = _host(value, name, what, cure)
     if not array.flags.c_contiguous:
         raise ValueError(f"{what}: the array of key {name!r} is not contiguous; pass numpy.ascontiguousarray of it")
     return array
@@ -97,13 +128,13 @@ def writable(value: Any, name: Name, what: str) -> Array:
             f"{what}: key {name!r} got an array of JAX to write to, which cannot be written: pass a NumPy array as "
             "out, and make a JAX array of it"
         )
-    array = readable(value, name, what)
+    array = _contiguous(value, name, what, "pass one, which the value is written into")
     if not array.flags.writeable:
         raise ValueError(f"{what}: the array of key {name!r} is read-only; pass one that may be written")
     return array
 
 
-def _host(value: Any, name: Name, what: str) -> Array:
+def _host(value: Any, name: Name, what: str, cure: str) -> Array:
     if isinstance(value, RowSparse):
         raise TypeError(f"{what}: key {name!r} got a RowSparse where an array is needed; pass its to_dense()")
     if arrays.is_device(value):
@@ -113,14 +144,14 @@ def _host(value: Any, name: Name, what: str) -> Array:
     except TypeError as error:
         kind = type(value).__name__
         why = f" ({error})" if hasattr(value, "shape") else ""
-        raise TypeError(f"{what}: key {name!r} needs an array, not {kind}: pass numpy.asarray of it{why}") from None
+        raise TypeError(f"{what}: key {name!r} needs an array, not {kind}: {cure}{why}") from None
     see_dtype(array.dtype, name, what)
     return array
 
 
 def see_dtype(dtype: np.dtype, name: Name, what: str) -> None:
     """TypeError unless servers can sum such elements."""
-    if not (dtype.kind in "iuf" and dtype.isnative) and dtype.name != "bfloat16":
+    if not (dtype.isnative and (dtype.kind in "iu" or dtype.name in FLOATS)):
         raise TypeError(
             f"{what}: key {name!r} has elements of dtype {_called(dtype)}; pass float16, bfloat16, "
             "float32, float64 or integers, in this machine's byte order"
@@ -138,6 +169,14 @@ def fits(array: Any, shape: tuple[int, ...], dtype: np.dtype, name: Name, what: 
         )
 
 
+def see_alike(values: Sequence[Array], name: Name, what: str) -> None:
+    """ValueError unless a key's arrays (one per device) have one shape and one dtype."""
+    kinds = [f"{value.dtype.name}{value.shape}" for value in values]
+    if len(set(kinds)) > 1:
+        given = ", ".join(kinds)
+        raise ValueError(f"{what}: the arrays of key {name!r} are {given}: pass arrays of one shape and dtype")
+
+
 def _called(dtype: np.dtype) -> str:
     return dtype.name if dtype.isnative else dtype.str
 
@@ -146,7 +185,7 @@ def total(values: Sequence[Array]) -> Array:
     """The sum of a key's arrays (one per device), in their order; the array itself where there is one."""
     if len(values) == 1:
         return values[0]
-    result = values[0] + values[1]
+    result = np.add(values[0], values[1], out=np.empty_like(values[0]))
     for value in values[2:]:
         result += value
     return result

@@ -140,15 +140,16 @@ def _staged(key: Key, values: Sequence[Any], what: str, written: bool) -> Staged
     return staged
 
 
-def first_value(name: Name, value: Any) -> Array:
-    """What `init` stores: a host array of it. From a GPU it is copied, blocking."""
+def first_value(name: Name, values: Sequence[Any]) -> Array:
+    """What `init` stores: a host array of the sum of a key's arrays. From GPUs it is copied, blocking."""
     what = "init"
-    if isinstance(value, RowSparse):
-        value = value.to_dense()
-    if not arrays.is_device(value):
-        return arguments.readable(value, name, what)
+    given = [value.to_dense() if isinstance(value, RowSparse) else value for value in values]
+    if not any(map(arrays.is_device, given)):
+        hosts = [arguments.readable(value, name, what) for value in given]
+        arguments.see_alike(hosts, name, what)
+        return arguments.total(hosts)
     try:
-        staged = Staged([value], False)
+        staged = Staged(given, False)
     except (ValueError, TypeError, ImportError) as error:
         raise TypeError(f"{what}: key {name!r}: {error}") from error
     arguments.see_dtype(staged.host.dtype, name, what)

@@ -92,6 +92,11 @@ class Key:
         return math.prod(self.shape)
 
     @property
+    def floats(self) -> bool:
+        """Whether its elements are floats, bfloat16 among them: optimizers and compression are for such keys."""
+        return self.dtype.kind not in "iu"
+
+    @property
     def nbytes(self) -> int:
         """Bytes of a host array of it."""
         return self.size * self.dtype.itemsize

@@ -52,7 +52,7 @@ class Push:
         read them (the caller sees to that), so they are read in place if they can be.
         """
         payloads = [(shard, values[shard.start - base : shard.stop - base]) for shard in shards]
-        if self.residuals is not None and key.dtype.kind == "f":
+        if self.residuals is not None and key.floats:
             yield from together([self._compressed(key, round_, *payload, priority) for payload in payloads])
             return
         here = [payload for payload in payloads if payload[0].local]

@@ -97,12 +97,13 @@ class Served:
     def forget(self, keys: Sequence[Key]) -> Task[None]:
         """See `Backend`."""
         yield from self._setup.forget(keys)
+        self._settings.forget(key.name for key in keys)
         if self._push.residuals is not None:
             self._push.residuals.forget(shard.number for key in keys for shard in key.shards)
 
     def bind(self, key: Key) -> Fast | None:
         """The fast route of a key, where it has one."""
-        if self._push.residuals is not None or not self._settings.updates or not self._link.all_local:
+        if self._push.residuals is not None or not self._settings.updates(key.name) or not self._link.all_local:
             return None
         if self._size > 1:
             return in_client(self._general, key, self.layout, self.push) if self.one_node and self._reads else None
@@ -170,10 +171,12 @@ class Served:
 
     # ---- settings and states
 
-    def check_updated(self, what: str) -> None:
+    def check_updated(self, keys: Sequence[Key], what: str) -> None:
         """See `Backend`."""
-        if not self._settings.updates:
-            raise of_caller(ValueError(f"{what}: an asynchronous store needs an optimizer; call set_optimizer first"))
+        for key in keys:
+            if not self._settings.updates(key.name):
+                why = f"key {key.name!r} has no optimizer, and an asynchronous store needs an optimizer"
+                raise of_caller(ValueError(f"{what}: {why}; call set_optimizer first"))
 
     def set_optimizer(self, optimizer: Optimizer, keys: Sequence[Name] | None) -> Task[None]:
         """See `Backend`."""
@@ -220,7 +223,9 @@ class Served:
         lines, _ = connect(self.layout, self._epoch)
         self._link.renew(lines)
         self._begin()
+        before = set(self._setup.keys)
         state = self._epoch.carry_out(self._setup.recover(known), "recover")
+        self._settings.forget(before - state.keys())
         self._epoch.carry_out(self._settings.recover(), "recover")
         self._bind_all()
         rounds = Rounds({name: round_ for name, (round_, _) in state.items()})

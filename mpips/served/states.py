@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -36,11 +36,21 @@ class Settings:
 
     def __init__(self, layout: Layout, setup: Setup, push: Push) -> None:
         self._setup, self._push = setup, push
-        self.updates = not layout.asynchronous
-        """Whether something applies a push."""
+        self._all = not layout.asynchronous
+        """Whether something applies pushes of every key."""
+        self._own: set[Name] = set()
+        """Keys that have an optimizer of their own."""
         self._begun = self._made = 0
         """How many changes this worker has begun, and made."""
         self._last: Change | None = None
+
+    def updates(self, name: Name) -> bool:
+        """Whether something applies pushes of this key."""
+        return self._all or name in self._own
+
+    def forget(self, names: Iterable[Name]) -> None:
+        """These keys are gone."""
+        self._own.difference_update(names)
 
     def set_optimizer(self, optimizer: Optimizer, keys: Sequence[Name] | None) -> Task[None]:
         """See `Backend.set_optimizer`."""
@@ -75,7 +85,8 @@ class Settings:
     def _make(self, change: frames.Request) -> None:
         """What a change means for this worker."""
         if isinstance(change, frames.SetOptimizer):
-            self.updates = True
+            self._all |= change.keys is None
+            self._own.update(change.keys or ())
         elif isinstance(change, frames.SetCompression):
             self._push.residuals = Residuals(compression.create(change.options))
         self._made = self._begun

@@ -163,7 +163,7 @@ class Serverless:
 
     # ---- settings
 
-    def check_updated(self, what: str) -> None:
+    def check_updated(self, keys: Sequence[Key], what: str) -> None:
         """Without an optimizer a push replaces the value."""
 
     def set_optimizer(self, optimizer: Optimizer, keys: Sequence[Name] | None) -> Task[None]:

@@ -49,7 +49,7 @@ class Settings:
 
     def compressing(self, key: Key) -> Residuals | None:
         """What compression keeps back, where it compresses the pushes of this key."""
-        return self.residuals if key.dtype.kind == "f" else None
+        return self.residuals if key.floats else None
 
     def payload(self, key: Key, flat: Array) -> Array:
         """What this worker adds for a push: where pushes are compressed, what the others would decode."""

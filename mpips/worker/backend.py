@@ -95,8 +95,9 @@ class Backend(Protocol):
 
     # ---- settings
 
-    def check_updated(self, what: str) -> None:
-        """ValueError where nothing would apply a push: in an asynchronous store without an optimizer. Local."""
+    def check_updated(self, keys: Sequence[Key], what: str) -> None:
+        """ValueError where nothing would apply a push of one of them: in an asynchronous store a key without an
+        optimizer. Local."""
         ...
 
     def set_optimizer(self, optimizer: Optimizer, keys: Sequence[Name] | None) -> Task[None]:

@@ -70,14 +70,28 @@ class Operations:
 
     def start(self, what: str, key: Any, value: Any, out: Any, priority: int, turns: Sequence[Hashable]) -> Handle:
         """The same, not blocking; it takes turns with others on its keys and on `turns`."""
+        with GIVEN:
+            others = arguments.turns(turns, what)
         names, task = self._prepare(what, key, value, out, priority)
-        order = [*self._order(names), *(("turns", name) for name in turns)]
+        order = [*self._order(names), *(("turns", name) for name in others)]
         with self.guard(what, names):
             return self._engine.submit(order, task, priority, text(what, names))
 
-    def taken(self, key: Any, push: Handle) -> Handle:
-        """A handle that ends when the servers have read what `push`, of these keys, sends."""
-        keys = [arguments.known(self._known, name, "taken") for name in arguments.names(key)]
+    def see_pull(self, keys: Sequence[Key], key: Any, out: Any, priority: int) -> None:
+        """ValueError or TypeError where a pull of these keys, which are yet to be made, could not be made so."""
+        arguments.see_priority(priority, "pull")
+        calls.check({record.name: record for record in keys}, "pull", key, out=out)
+
+    def taken(self, key: Any, push: Handle, told: bool) -> Handle:
+        """A handle that ends when the servers have read what `push`, of these keys, sends; `push` where nobody is
+        `told` of that."""
+        self.check_open()
+        with GIVEN:
+            if not isinstance(push, Handle):
+                raise TypeError(f"taken: push={push!r} is no handle: pass what ipush of these keys has returned")
+            keys = [arguments.known(self._known, name, "taken") for name in arguments.names(key)]
+        if not told:
+            return push
         what = f"{push.what}, read by the servers"
         with self.guard(what):
             return self._engine.submit([("taken", push)], self._read(keys, push), 0, what)
@@ -113,10 +127,14 @@ class Operations:
         """A fast route has failed: end the epoch; what to raise."""
         return self._engine.epoch.end(text(what, names), error)
 
-    def check_open(self) -> None:
-        """RuntimeError where the store is closed, EpochError where the epoch has ended."""
+    def check_not_closed(self) -> None:
+        """RuntimeError where the store is closed."""
         if self.closed:
             raise of_caller(RuntimeError(CLOSED))
+
+    def check_open(self) -> None:
+        """RuntimeError where the store is closed, EpochError where the epoch has ended."""
+        self.check_not_closed()
         try:
             self._engine.epoch.check()
         except CollectiveError as error:
@@ -143,10 +161,10 @@ class Operations:
         """The keys, and what is to be done. ValueError or TypeError where an argument is bad."""
         self.check_open()
         with GIVEN:
-            if what != "pull":
-                self._backend.check_updated(what)
             arguments.see_priority(priority, what)
             made = calls.check(self._known, what, key, value, out)
+            if what != "pull":
+                self._backend.check_updated([call.key for call in made], what)
         names = [call.key.name for call in made]
         if len(made) == 1:
             return names, self._one(made[0], priority)

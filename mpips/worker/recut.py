@@ -49,18 +49,28 @@ def _asked(store: Settings, keys: Sequence[Name], new: Mapping[Name, int]) -> tu
     old = store.known(keys, "recut")
     if not isinstance(new, Mapping):
         raise TypeError(f"recut: the new keys are a dict of names and sizes, not {type(new).__name__}")
-    sizes = dict(zip(arguments.names(list(new)), map(int, new.values())))
+    sizes = {name: _size(name, size) for name, size in zip(arguments.names(list(new)), new.values())}
     if len({key.dtype for key in old}) > 1:
         raise ValueError(f"recut: keys {_shown(old)} must be of one dtype: cut those of each dtype by themselves")
     before, after = sum(key.size for key in old), sum(sizes.values())
-    if before != after or min(sizes.values()) < 0:
+    if before != after:
         had, would = f"{_shown(old)} have {before} elements", f"{list(sizes)} would have {after}"
         raise ValueError(f"recut: keys {had}, {would}: give the new ones as many")
     names = [key.name for key in old]
     for name in sizes:
+        arguments.see_new(name, "recut")
         if name in store.keys and name not in names:
             raise ValueError(f"recut: key {name!r} exists already; choose another name")
     return old, sizes
+
+
+def _size(name: Name, size: Any) -> int:
+    """The elements of a new key."""
+    if isinstance(size, (bool, np.bool_)) or not isinstance(size, (int, np.integer)):
+        raise TypeError(f"recut: key {name!r} is to have {size!r} elements: pass an int")
+    if size < 0:
+        raise ValueError(f"recut: key {name!r} is to have {size} elements: pass 0 or more")
+    return int(size)
 
 
 def _shown(keys: Sequence[Key]) -> list[Name]:

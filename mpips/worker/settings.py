@@ -50,12 +50,21 @@ class Settings:
 
     # ---- keys
 
-    def init(self, key: Any, value: Any) -> None:
-        """See `KVStore.init`."""
-        pairs, refusal = rendezvous.attempt(lambda: self._first_values(key, value))
-        self.agree("init", [(name, f"{array.dtype.name}{array.shape}") for name, array in pairs or []], refusal)
-        keys = [Key(name, array.shape, array.dtype) for name, array in pairs]
-        self.run("init", self.backend.init(keys, [array for _, array in pairs]), [key.name for key in keys])
+    def init(self, key: Any, value: Any, see: Callable[[Sequence[Key]], None] = lambda keys: None) -> None:
+        """See `KVStore.init`. `see` raises where the keys that are to be made do not suit the caller."""
+
+        def asked() -> tuple[list[Key], list[Array]]:
+            pairs = self._first_values(key, value)
+            keys = [Key(name, array.shape, array.dtype) for name, array in pairs]
+            if self.groups.default is not None:
+                _see_floats(keys, "init", "name the keys that have one, set_optimizer(..., keys=[...])")
+            see(keys)
+            return keys, [array for _, array in pairs]
+
+        made, refusal = rendezvous.attempt(asked)
+        keys, values = made or ([], [])
+        self.agree("init", [(one.name, f"{one.dtype.name}{one.shape}") for one in keys], refusal)
+        self.run("init", self.backend.init(keys, values), [one.name for one in keys])
         self.add(keys)
 
     def forget(self, keys: Any) -> None:
@@ -87,7 +96,7 @@ class Settings:
         """See `KVStore.set_optimizer`."""
         what = "set_optimizer"
         chosen, refusal = rendezvous.attempt(lambda: optimizers.create(optimizer, **keywords))
-        names, other = rendezvous.attempt(lambda: self._names(keys, what))
+        names, other = rendezvous.attempt(lambda: self._names_of_floats(keys, what))
         self.settled(what)
         self.agree(what, [("optimizer", repr(chosen)), ("keys", repr(names))], refusal or other, noun="argument")
         self.run(what, self.backend.set_optimizer(chosen, names))
@@ -99,14 +108,14 @@ class Settings:
         names, refusal = rendezvous.attempt(lambda: self._names(keys, what))
         trial = Groups(self.groups.default, self.groups.own)
 
-        def tried() -> None:
+        def tried() -> list[tuple[str, str]]:
             trial.update(numbers, names)
             optimizers.encode_numbers(numbers)
+            return [(name, repr(numbers[name])) for name in sorted(numbers)]
 
-        _, other = rendezvous.attempt(tried)
+        items, other = rendezvous.attempt(tried)
         self.settled(what)
-        items = [("keys", repr(names)), *((name, repr(numbers[name])) for name in sorted(numbers))]
-        self.agree(what, items, refusal or other, noun="argument")
+        self.agree(what, [("keys", repr(names)), *(items or [])], refusal or other, noun="argument")
         self.run(what, self.backend.update_optimizer(numbers, names))
         self.groups.update(numbers, names)
 
@@ -138,6 +147,7 @@ class Settings:
 
     def recover(self) -> Rounds:
         """See `KVStore.recover`."""
+        self.operations.check_not_closed()
         with self.operations.guard("recover"):
             self.engine.forget()
             self.epoch.renew()
@@ -214,6 +224,12 @@ class Settings:
     def _names(self, keys: Any, what: str) -> list[Name] | None:
         return None if keys is None else [key.name for key in self.known(keys, what)]
 
+    def _names_of_floats(self, keys: Any, what: str) -> list[Name] | None:
+        """The same, for an optimizer."""
+        found = list(self.keys.values()) if keys is None else self.known(keys, what)
+        _see_floats(found, what, "give keys=[...] without it")
+        return None if keys is None else [key.name for key in found]
+
     def _first_values(self, key: Any, value: Any) -> list[tuple[Name, Array]]:
         result = []
         for name, values in arguments.pairs(key, value, "init"):
@@ -222,5 +238,13 @@ class Settings:
             other = arguments.of_other_kind(self.keys, name)
             if other is not None:
                 raise TypeError(f"key {name!r} is not of the type of the keys before, such as {other!r}: pass one kind")
-            result.append((name, calls.first_value(name, values[0])))
+            arguments.see_new(name, "init")
+            result.append((name, calls.first_value(name, values)))
         return result
+
+
+def _see_floats(keys: Iterable[Key], what: str, cure: str) -> None:
+    """ValueError where an optimizer cannot update one of the keys."""
+    for key in keys:
+        if not key.floats:
+            raise ValueError(f"{what}: key {key.name!r} is {key.dtype.name}, and an optimizer needs floats: {cure}")

@@ -76,7 +76,8 @@ class OnServers:
         settings = self._store.settings
         settings.settled("set_parameters")
         keys = [settings.keys[self._names[parameter]] for parameter in parameters]
-        values = [calls.first_value(key.name, p.detach().contiguous()) for key, p in zip(keys, parameters, strict=True)]
+        tensors = [parameter.detach().contiguous() for parameter in parameters]
+        values = [calls.first_value(key.name, [tensor]) for key, tensor in zip(keys, tensors, strict=True)]
         settings.run("set_parameters", settings.backend.put(keys, values))
 
     def _keys(self, group: Mapping[str, Any]) -> list[str]:

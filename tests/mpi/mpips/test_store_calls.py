@@ -12,10 +12,12 @@ import time
 import warnings
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 import mpips
+from mpips import optimizers
 from tests.mpi.mpips import faults
 from tests.mpi.mpips.support import TAG, WORLD, failure, need, run
 from tests.mpi.sizes import JOB_LIMIT, only_on
@@ -56,12 +58,26 @@ def test_wrong_calls_of_all_ranks(kind, options):
         locked.flags.writeable = False
         assert "'x' was not initialised" in failure(lambda: kv.pull("x", good))
         assert "'x' was not initialised" in failure(lambda: kv.push("x", good))
+        for bad, kind in ((None, "NoneType"), ([1.0, 2.0], "float")):
+            said = failure(lambda: kv.pull("w", bad))  # noqa: B023
+            assert said == f"pull: key 'w' needs an array, not {kind}: pass one, which the value is written into"
+        said = failure(lambda: kv.taken("w", None))
+        assert said == "taken: push=None is no handle: pass what ipush of these keys has returned"
+        for size in (3.7, "three", None, True):
+            said = failure(lambda: kv.recut(["w"], {"v": size}))  # noqa: B023
+            assert said == f"recut: key 'v' is to have {size!r} elements: pass an int"
+        said = failure(lambda: kv.recut(["w"], {"a": -1, "b": 13}))
+        assert said == "recut: key 'a' is to have -1 elements: pass 0 or more"
+        said = failure(lambda: kv.set_gradient_compression({"type": ["2bit"]}))
+        assert said.startswith("unknown compression type ['2bit']: the known ones are")
+        said = failure(lambda: kv.set_gradient_compression({"type": "2bit", 1: 2, "x": 3}))
+        assert said.startswith("2bit compression has no option 1, x")
         assert "read-only" in failure(lambda: kv.pull("w", locked))
         assert "not contiguous" in failure(lambda: kv.pull("w", np.zeros((8, 3), np.float32)[::2]))
         assert "float32(4, 3)" in failure(lambda: kv.pull("w", np.zeros(3, np.float32)))
         assert "mixed" in failure(lambda: kv.push(["w", 1], [good, good]))
         assert "2 keys needs a list of 2 as out, not a list of 1" in failure(lambda: kv.pull(["w", "v"], [good]))
-        for dtype in (np.dtype("f4").newbyteorder(), "S5", bool):
+        for dtype in (np.dtype("f4").newbyteorder(), "S5", bool, np.longdouble, ml_dtypes.float8_e5m2):
             assert "pass float16" in failure(lambda: kv.init("v", np.zeros(3, dtype)))  # noqa: B023
         for call in (kv.push, kv.pull, kv.pushpull, lambda *words, **named: kv.ipushpull(*words, **named).wait()):
             for bad in (1.5, True):
@@ -69,6 +85,8 @@ def test_wrong_calls_of_all_ranks(kind, options):
                 assert f"priority={bad} is no int: pass one" in said
             said = failure(lambda: call("w", good, priority=-(1 << 31)))  # noqa: B023
             assert "priority=-2147483648 is out of range: pass an int from -2147483647 to 2147483647" in said
+        said = failure(lambda: kv.ipush("w", good, turns=[[1]]))
+        assert said.startswith("push: turns=[[1]] holds [1]: pass hashable names"), said
         assert "unknown optimizer" in failure(lambda: kv.set_optimizer("sdg"))
         assert "unknown capability" in failure(lambda: kv.is_capable("magic"))
         assert goes_on(kv)
@@ -110,6 +128,85 @@ def test_arrays_that_are_read_in_place_are_pushed_in_one_order():
         assert (gradient == kv.num_workers).all()
 
     run("dist_sync", body, servers=1)
+
+
+@pytest.mark.parametrize("servers", [0, 1])
+def test_keys_are_what_messages_can_hold(servers):
+    need(1, servers=servers)
+
+    def body(kv):
+        ones, out = np.ones(3, np.float32), np.empty(3, np.float32)
+        kv.init(list(np.array(["w", "b"])), [ones, ones])
+        kv.pushpull(np.str_("w"), ones, out)
+        assert (out == kv.num_workers).all()
+        said = failure(lambda: kv.init("\ud800" if kv.rank == 0 else "v", ones))
+        assert r"init: key '\ud800' holds '\ud800', which UTF-8 has no bytes for: pass another key" in said
+        assert r"key '\ud800' holds" in failure(lambda: kv.recut(["w"], {"\ud800": 3}))
+        kv.forget(["w", np.str_("b")])
+        said = failure(lambda: kv.init(1 << 70 if kv.rank == 0 else 1, ones))
+        assert f"init: key {1 << 70} is out of range: pass an int from -2**63 to 2**63 - 1" in said
+        kv.init([-(1 << 63), (1 << 63) - 1], [ones, ones])
+        kv.pushpull(-(1 << 63), ones, out)
+
+    run("dist_sync", body, servers=servers)
+
+
+@pytest.mark.parametrize("servers", [0, 1])
+def test_a_broadcast_into_an_array_that_does_not_fit_makes_no_key(servers):
+    need(1, servers=servers)
+
+    def body(kv):
+        ones, out = np.ones(3), np.zeros(3)
+        said = failure(lambda: kv.broadcast("w", ones, np.zeros(4) if kv.rank == 0 else out))
+        assert "'w' was initialised as float64(3,), but this array is float64(4,)" in said, said
+        assert "priority=1.5 is no int" in failure(lambda: kv.broadcast("w", ones, out, priority=1.5))
+        assert "needs a list of 1 as out" in failure(lambda: kv.broadcast(["w"], [ones], out))
+        kv.broadcast("w", ones, out)
+        assert (out == 1).all()
+
+    run("dist_sync", body, servers=servers)
+
+
+@pytest.mark.parametrize("servers", [0, 1])
+def test_first_values_of_several_arrays_are_summed(servers):
+    need(1, servers=servers)
+
+    def body(kv):
+        ones = np.ones(3, np.float32)
+        said = failure(lambda: kv.init("v", [ones, "nonsense"]))
+        assert "key 'v' needs an array, not str" in said, said
+        said = failure(lambda: kv.init("v", [ones, np.ones((2, 7))]))
+        assert said == "init: the arrays of key 'v' are float32(3,), float64(2, 7): pass arrays of one shape and dtype"
+        kv.init(["v", "w", "s"], [[ones, ones], ones, [ones[:1].reshape(())] * 2])
+        outs = [np.empty(3, np.float32), np.empty(3, np.float32), np.empty((), np.float32)]
+        kv.pull(["v", "w", "s"], outs)
+        assert [out.reshape(-1)[0] for out in outs] == [2, 1, 2] and (ones == 1).all()
+
+    run("dist_sync", body, servers=servers)
+
+
+@pytest.mark.parametrize("servers", [0, 1])
+def test_numbers_that_are_too_big_are_refused(servers):
+    need(1, servers=servers)
+
+    def body(kv):
+        started(kv)
+        kv.set_optimizer("sgd", learning_rate=0.1)
+        assert "give a finite number" in failure(lambda: optimizers.Constant(10**400))
+        for big in (10**400, 10**5000):  # of the second Python makes no text
+            big = big if kv.rank == 0 else 0.5
+            for call in (
+                lambda: kv.set_optimizer("sgd", learning_rate=big),  # noqa: B023
+                lambda: kv.set_gradient_compression({"type": "2bit", "threshold": big}),  # noqa: B023
+                lambda: kv.update_optimizer(learning_rate=big),  # noqa: B023
+            ):
+                with pytest.raises(ValueError):
+                    call()
+        said = failure(lambda: kv.update_optimizer(learning_rate=1 << 70))
+        assert said.endswith(f"is an int of 63 bits, or a float, not {1 << 70}: pass a float"), said
+        kv.update_optimizer(learning_rate=0.5)
+
+    run("dist_sync", body, servers=servers)
 
 
 def test_options_that_make_no_sense():
@@ -154,7 +251,8 @@ def test_create_keeps_its_limits():
     kv.close()
     if WORLD.rank == late and WORLD.Iprobe(0, TAG):
         WORLD.Recv(bytearray(1), 0, TAG)
-    words = f"{__file__}: mpips.create, to which not all {WORLD.size} ranks have come (all must call it, servers too)"
+    who = "all must call it, servers too, which leave when their last store is closed"
+    words = f"{__file__}: mpips.create, to which not all {WORLD.size} ranks have come ({who})"
     assert WORLD.rank or said[0].startswith(words), said
 
 
@@ -172,7 +270,7 @@ def test_a_closed_store_says_so(servers):
         for call in (
             lambda: kv.push("w", value), lambda: kv.pull("w", value), lambda: kv.ipushpull("w", value), kv.barrier,
             lambda: kv.init("v", value), lambda: kv.set_optimizer("sgd"),
-            lambda: kv.row_sparse_pull("w", value[:1], row_ids=[0]), lambda: kv.taken("w", handle),
+            lambda: kv.row_sparse_pull("w", value[:1], row_ids=[0]), lambda: kv.taken("w", handle), kv.recover,
         ):  # fmt: skip
             assert "the store is closed" in failure(call)
 

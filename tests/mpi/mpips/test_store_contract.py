@@ -110,6 +110,33 @@ def test_an_asynchronous_store_needs_an_optimizer_before_the_first_push(kind):
     run(kind, body, servers=1)
 
 
+@pytest.mark.parametrize("kind", ["dist_async", "mpi_async"])
+def test_an_asynchronous_store_needs_an_optimizer_of_the_key_that_is_pushed(kind):
+    workers = need(servers=1)
+
+    def body(kv):
+        one, out = np.ones(4, np.float32), np.empty(4, np.float32)
+        kv.init(["w", "v"], [one, one])
+        kv.set_optimizer("add", keys=["w"])
+        for key, value in (("v", one), (["w", "v"], [one, one])):
+            for call in (kv.push, kv.ipush, kv.pushpull):
+                said = failure(partial(call, key, value))
+                assert "key 'v' has no optimizer" in said and said.endswith("call set_optimizer first"), said
+        kv.push("w", one)
+        kv.forget("w")
+        kv.init("w", one)
+        assert "key 'w' has no optimizer" in failure(lambda: kv.push("w", one))
+        kv.set_optimizer("add", keys="w")
+        kv.push("w", one)
+        kv.barrier()
+        kv.pull("w", out)
+        assert (out == 1 + workers).all()
+        kv.set_optimizer("add")
+        kv.push("v", one)
+
+    run(kind, body, servers=1)
+
+
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_no_worker_runs_further_ahead_than_the_staleness(staleness):
     n = need(2, servers=1)

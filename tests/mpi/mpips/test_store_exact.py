@@ -83,6 +83,31 @@ def test_compressed_pushes_keep_what_they_leave_out():
     run("dist_sync", body, servers=1)
 
 
+@pytest.mark.parametrize("servers", [0, 1])
+def test_bfloat16_is_compressed_as_float16_is(servers):
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    n = need(servers=servers)
+
+    def body(kv):
+        for options in ({"type": "2bit"}, {"type": "1bit"}, {"type": "fp16"}, {"type": "topk", "ratio": 0.5}):
+            kv.set_gradient_compression(options)
+            results = []
+            for dtype in (np.float16, ml_dtypes.bfloat16):
+                kv.init("w", np.zeros(4, dtype))
+                out = np.array([0.75, -0.75, 0.25, 0.5], dtype)
+                kv.pushpull("w", out)
+                results.append(out.astype(float).tolist())
+                kv.forget("w")
+            assert results[0] == results[1], (options, results)
+        kv.set_gradient_compression({"type": "2bit", "threshold": 0.5})
+        kv.init("w", np.zeros(4, ml_dtypes.bfloat16))
+        out = np.full(4, 0.75, ml_dtypes.bfloat16)
+        kv.pushpull("w", out)
+        assert (out.astype(float) == 0.5 * n).all(), out
+
+    run("dist_sync", body, servers=servers)
+
+
 @either_mpi
 @pytest.mark.parametrize("options", [{}, {"type": "1bit"}, {"type": "fp16"}, {"type": "topk", "ratio": 0.5}])
 def test_all_compressions_sum_up_in_the_long_run(options):

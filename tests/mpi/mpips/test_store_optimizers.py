@@ -188,6 +188,29 @@ def test_a_bad_change_is_a_sentence_on_all_and_changes_nothing(kind, options):
     run(kind, body, **options)
 
 
+@pytest.mark.parametrize("servers", [0, 1])
+def test_integer_keys_have_no_optimizer(servers):
+    workers = need(1, servers=servers)
+
+    def body(kv):
+        count, w = np.zeros(1, np.int64), np.ones(3, np.float32)
+        kv.init(["w", "count"], [w, count])
+        why = "key 'count' is int64, and an optimizer needs floats"
+        for keys in (None, ["count"]):
+            said = failure(lambda: kv.set_optimizer("sgd", keys=keys))  # noqa: B023
+            assert said == f"set_optimizer: {why}: give keys=[...] without it"
+        kv.set_optimizer("sgd", keys=["w"], learning_rate=1.0)
+        kv.pushpull(["w", "count"], [np.ones(3, np.float32), out := np.ones(1, np.int64)])
+        assert out[0] == workers
+        kv.forget("count")
+        kv.set_optimizer("sgd")
+        said = failure(lambda: kv.init("count", count))
+        assert said == f"init: {why}: name the keys that have one, set_optimizer(..., keys=[...])"
+        kv.pushpull("w", w)
+
+    run("dist_sync", body, servers=servers)
+
+
 @pytest.mark.parametrize("servers", [1, 2])
 def test_a_name_that_the_servers_do_not_know_is_a_sentence_and_the_store_lives_on(servers):
     workers = need(servers=servers)

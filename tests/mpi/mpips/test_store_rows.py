@@ -83,6 +83,24 @@ def test_a_row_that_nobody_pushes_keeps_its_value_and_its_momentum(kind, options
     run(kind, body, **options)
 
 
+@pytest.mark.parametrize("kind, options", [
+    ("mpi_sync", {"servers": 1, "clients": 1, "masters": "all"}),
+    ("dist_sync", {"servers": 2, "big_array": 100}),
+])  # fmt: skip
+def test_of_a_key_that_travels_whole_momentum_moves_rows_that_did_not_come(kind, options):
+    n = need(2 if kind == "mpi_sync" else 1, **options)
+
+    def body(kv):
+        kv.init("e", np.zeros((3, 1001), np.float32))
+        kv.set_optimizer("sgd", learning_rate=1.0, momentum=0.5)
+        for row in (0, 1):
+            kv.push("e", mpips.RowSparse(np.array([row]), np.full((1, 1001), -1, np.float32), (3, 1001)))
+        kv.pull("e", out := np.empty((3, 1001), np.float32))
+        assert (out[0] == 1.5 * n).all() and (out[1] == n).all() and (out[2] == 0).all(), out
+
+    run(kind, body, **options)
+
+
 class Counting(MPI.Intracomm):
     """A communicator that counts the bytes that this process sends to others through it and what is made of it."""
 

@@ -121,6 +121,9 @@ class Store:
 
     settle = finish
 
+    def settled(self, what):
+        pass
+
     def agree(self, what, items=(), refusal=None, noun="key", data=b""):
         if refusal is not None:
             raise refusal

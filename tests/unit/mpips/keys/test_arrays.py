@@ -103,7 +103,7 @@ def test_gpu_and_host_arrays_go_together() -> None:
     here, there = np.zeros((2, 3), np.float32), device.asarray(ONES, 1)
     (pull,) = calls.check(KNOWN, "pull", "w", out=[here, there])
     assert pull.targets[1] is here
-    assert np.array_equal(calls.first_value("w", there), ONES)
+    assert np.array_equal(calls.first_value("w", [there]), ONES)
 
 
 @pytest.mark.usefixtures("gpus")

@@ -79,7 +79,7 @@ def test_all_servers_hear_what_only_some_had_heard(store):
     store.setups[1].breaks = "met"
     attempt(store.settings[1].set_optimizer(sgd, None))
     recover(store)
-    assert [settings.updates for settings in store.settings] == [True, True]
+    assert [settings.updates("w") for settings in store.settings] == [True, True]
     assert [server[-1] for server in store.servers] == [frames.SetOptimizer(optimizers.encode(sgd))] * 2
 
 

@@ -52,7 +52,7 @@ class Backend:
         self.values: dict[Any, np.ndarray] = {}
         self.fails: BaseException | None = None
 
-    def check_updated(self, what: str) -> None:
+    def check_updated(self, keys, what: str) -> None:
         pass
 
     def push(self, key: Key, flat: np.ndarray, priority: int) -> Iterator[bool]:
