@@ -203,7 +203,7 @@ def test_numbers_that_are_too_big_are_refused(servers):
                 with pytest.raises(ValueError):
                     call()
         said = failure(lambda: kv.update_optimizer(learning_rate=1 << 70))
-        assert said.endswith(f"is an int of 63 bits, or a float, not {1 << 70}: pass a float"), said
+        assert said.endswith(f"XX"), said
         kv.update_optimizer(learning_rate=0.5)
 
     run("dist_sync", body, servers=servers)
