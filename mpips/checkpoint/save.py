@@ -98,11 +98,9 @@ def _frozen(
 
 
 def _begun(store: Store, keys: Sequence[Key], snapshot: Snapshot, writer: Writer) -> None:
-    """Write the header; ValueError where a file cannot hold a key or its state."""
+    """Write the header; ValueError where a file cannot hold a key's state."""
     header = _header(store, keys, snapshot)
     for record in header.records:
-        if record.dtype not in NAMES:
-            raise ValueError(f"save: key {record.key!r} is of {record.dtype}: {HOLDS}; forget the key first")
         for dtype in record.state:
             if dtype not in NAMES:
                 raise ValueError(

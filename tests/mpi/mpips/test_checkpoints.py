@@ -259,24 +259,6 @@ def test_keys_without_an_optimizer_beside_those_with_one(folder, servers):
     run("dist_sync" if servers else "mpi_sync", body, servers=servers)
 
 
-@only_on(2)
-@pytest.mark.parametrize("servers", [0, 1])
-def test_a_dtype_that_no_file_holds_does_not_end_the_epoch(folder, servers):
-    need(1, servers=servers)
-
-    def body(kv):
-        kv.init("w", np.ones(3, np.longdouble))
-        for wait in (True, False):
-            with pytest.raises(ValueError, match=f"key 'w' is of {np.dtype(np.longdouble).name}"):
-                kv.save(folder / "x", wait=wait)
-        kv.pushpull("w", np.ones(3, np.longdouble), out := np.zeros(3, np.longdouble))
-        assert (out == kv.num_workers).all() and kv.epoch == 0
-        workers(servers).Barrier()
-        assert not list(folder.iterdir())
-
-    run("dist_sync" if servers else "mpi_sync", body, servers=servers)
-
-
 @only_on(2, 3)
 def test_a_path_that_cannot_travel_does_not_end_the_epoch(folder):
     def body(kv):

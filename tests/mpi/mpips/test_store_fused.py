@@ -98,9 +98,9 @@ def test_an_asynchronous_store_counts_all_that_lists_push(kind, options):
 
     def body(kv):
         kv.init(NAMES, zeros())
-        kv.set_optimizer("add")
         floats = [index for index, (_, _, dtype) in enumerate(KEYS) if dtype != "int64"]
         names = [NAMES[index] for index in floats]
+        kv.set_optimizer("add", keys=names)
         outs = [zeros()[index] for index in floats]
         for round_ in range(4):
             values = pushed(kv.rank, round_)
