@@ -45,12 +45,12 @@ class Group(dist.ProcessGroup):
             return self.allreduce_coalesced(tensors, opts)
         target, home = written(tensors[0])
         how = reduction(opts.reduceOp, target.dtype)
-        return _do(self._jobs.reduced("allreduce", target, target, how, 0, home), opts, tensors, tensors)
+        return self._do(self._jobs.reduced("allreduce", target, target, how, 0, home), opts, tensors, tensors)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Any:
         opts = opts or dist.AllreduceCoalescedOptions()
         see_host(tensors, "all_reduce_coalesced")
-        return _do(self._jobs.grouped(tensors, opts.reduceOp), opts, tensors)
+        return self._do(self._jobs.grouped(tensors, opts.reduceOp), opts, tensors)
 
     def reduce(self, tensors: Tensors, opts: Any) -> Any:
         see_host(tensors, "reduce")
@@ -60,7 +60,7 @@ class Group(dist.ProcessGroup):
         if self.comm.rank == opts.rootRank:
             target, home = written(tensor)
         how = reduction(opts.reduceOp, tensor.dtype)
-        return _do(self._jobs.reduced("reduce", given, target, how, opts.rootRank, home), opts, tensors, tensors)
+        return self._do(self._jobs.reduced("reduce", given, target, how, opts.rootRank, home), opts, tensors, tensors)
 
     def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> Any:
         opts = opts or dist.ReduceScatterOptions()
@@ -69,7 +69,7 @@ class Group(dist.ProcessGroup):
         if len(parts) != self.comm.size:
             raise ValueError(f"reduce_scatter: {len(parts)} inputs for {self.comm.size} ranks: give one for each")
         sizes = [part.numel() for part in parts]
-        return _do(self._jobs.scattered(output, _joined(parts, output.dtype), sizes, opts.reduceOp), opts, outputs)
+        return self._do(self._jobs.scattered(output, _joined(parts, output.dtype), sizes, opts.reduceOp), opts, outputs)
 
     def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any = None) -> Any:
         return self.reduce_scatter_single_coalesced([output], [given], opts)
@@ -81,7 +81,7 @@ class Group(dist.ProcessGroup):
             self._jobs.scattered(output, flat(given), [given.numel() // self.comm.size] * self.comm.size, opts.reduceOp)
             for output, given in zip(outputs, inputs, strict=True)
         ]
-        return _do(in_turn(jobs, outputs), opts, [*outputs, *inputs])
+        return self._do(in_turn(jobs, outputs), opts, [*outputs, *inputs])
 
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
@@ -93,12 +93,12 @@ class Group(dist.ProcessGroup):
         see_host(tensors, "broadcast")
         pairs = [written(tensor) for tensor in tensors]
         jobs = [self._jobs.moved("broadcast", target, None, opts.rootRank, home) for target, home in pairs]
-        return _do(in_turn(jobs, tensors), opts, tensors, tensors)
+        return self._do(in_turn(jobs, tensors), opts, tensors, tensors)
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Any:
         opts = opts or dist.AllgatherOptions()
         jobs = [self._jobs.gathered(out, given) for out, given in zip(outputs, inputs, strict=True)]
-        return _do(in_turn(jobs, outputs), opts, [*inputs, *(tensor for out in outputs for tensor in out)])
+        return self._do(in_turn(jobs, outputs), opts, [*inputs, *(tensor for out in outputs for tensor in out)])
 
     def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> Any:
         return self.all_gather_single_coalesced([output], [given], opts)
@@ -113,7 +113,7 @@ class Group(dist.ProcessGroup):
                                  f"{given.numel()}: it needs {self.comm.size} times as many")  # fmt: skip
             target, home = written(output)
             jobs.append(self._jobs.moved("allgather", flat(given), target, 0, home))
-        return _do(in_turn(jobs, outputs), opts, [*outputs, *inputs])
+        return self._do(in_turn(jobs, outputs), opts, [*outputs, *inputs])
 
     def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Any:
         by_tensor = [[out[number] for out in outputs] for number in range(len(inputs))]  # c10d lists them by rank here
@@ -125,7 +125,7 @@ class Group(dist.ProcessGroup):
     def barrier(self, opts: Any = None) -> Any:
         sums = Reduction("sum", None, None)
         job = self._jobs.reduced("allreduce", self._token, self._token, sums)
-        return _do(job, opts or dist.BarrierOptions(), ())
+        return self._do(job, opts or dist.BarrierOptions(), ())
 
     # ---- from each to each, from one to all and back
 
@@ -139,7 +139,8 @@ class Group(dist.ProcessGroup):
         sent = exchange.elements(given, input_splits, self.comm.size, "input_split_sizes")
         came = exchange.elements(output, output_splits, self.comm.size, "output_split_sizes")
         steps = self._jobs.between.alltoall(target, came, source, sent)
-        return _do(self._jobs.exchanged(steps, "all_to_all", [output], home), opts, [output, given, source, target])
+        job = self._jobs.exchanged(steps, "all_to_all", [output], home)
+        return self._do(job, opts, [output, given, source, target])
 
     alltoall_base = all_to_all_single
 
@@ -151,7 +152,7 @@ class Group(dist.ProcessGroup):
         came, sent = [tensor.numel() for tensor in outputs], [tensor.numel() for tensor in inputs]
         steps = self._jobs.between.alltoall(target, came, source, sent)
         job = self._jobs.exchanged(steps, "all_to_all", list(outputs), lambda: deal(target, outputs))
-        return _do(job, opts, [*outputs, source, target])
+        return self._do(job, opts, [*outputs, source, target])
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> Any:
         see_host(inputs, "gather")
@@ -160,7 +161,7 @@ class Group(dist.ProcessGroup):
         source, target = flat(given), torch.empty(sum(part.numel() for part in parts), dtype=given.dtype)
         steps = self._jobs.between.gather(target, [part.numel() for part in parts], source, opts.rootRank)
         job = self._jobs.exchanged(steps, "gather", list(parts), lambda: deal(target, parts))
-        return _do(job, opts, [*parts, source, target])
+        return self._do(job, opts, [*parts, source, target])
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> Any:
         see_host(outputs, "scatter")
@@ -168,7 +169,7 @@ class Group(dist.ProcessGroup):
         parts = inputs[0] if self.comm.rank == opts.rootRank else []
         source, (target, home) = _joined(parts, output.dtype), written(output)
         steps = self._jobs.between.scatter(target, source, [part.numel() for part in parts], opts.rootRank)
-        return _do(self._jobs.exchanged(steps, "scatter", [output], home), opts, [output, source, target])
+        return self._do(self._jobs.exchanged(steps, "scatter", [output], home), opts, [output, source, target])
 
     # ---- from one to one
 
@@ -176,14 +177,14 @@ class Group(dist.ProcessGroup):
         see_host(tensors, "send")
         source = flat(tensors[0])
         steps = self._jobs.between.send(source, destination, tag)
-        return _do(self._jobs.exchanged(steps, f"send to rank {destination}", [], None, False), None, [source])
+        return self._do(self._jobs.exchanged(steps, f"send to rank {destination}", [], None, False), None, [source])
 
     def recv(self, tensors: Tensors, source: int, tag: int) -> Any:
         see_host(tensors, "recv")
         target, home = written(tensors[0])
         steps = self._jobs.between.receive(target, source, tag)
         job = self._jobs.exchanged(steps, f"recv from rank {source}", list(tensors), home, False)
-        return _do(job, None, [*tensors, target])
+        return self._do(job, None, [*tensors, target])
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> Any:
         see_host(tensors, "recv")
@@ -225,11 +226,15 @@ class Group(dist.ProcessGroup):
     def shutdown(self) -> None:
         """When the group is destroyed: the thread that serves all groups goes on."""
 
+    def _do(self, job: Job, opts: Any, keep: Sequence[Any], result: Tensors | None = None) -> Any:
+        """Do the job, beside compute where the options say so. `result`: the tensors that the work's future gives.
 
-def _do(job: Job, opts: Any, keep: Sequence[Any], result: Tensors | None = None) -> Any:
-    """Do the job, beside compute where the options say so. `result`: the tensors that the work's future gives."""
-    job.keep, job.result = keep, None if result is None else list(result)
-    return Work(communication.do(job, opts is None or opts.asyncOp))
+        DistributedDataParallel's come inside a backward pass: where ranks have one core each they are done at once, as
+        a thread would only take turns with it.
+        """
+        job.keep, job.result = keep, None if result is None else list(result)
+        alone = not self._jobs.roomy and torch._C._current_graph_task_id() >= 0
+        return Work(communication.do(job, opts is None or (opts.asyncOp and not alone)))
 
 
 def _joined(parts: Tensors, dtype: torch.dtype) -> Tensor:

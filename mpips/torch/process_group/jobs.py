@@ -31,6 +31,8 @@ class Jobs:
         self.comm = comm
         self._home = communicator(comm)
         self._home.patient(self._home.limits.stall_seconds, timeout_seconds)
+        self.roomy = self._home.nodes > 1 or self._home.board.memory.roomy
+        """Whether communication may go on beside compute."""
         self.between = exchange.Exchange(comm.Dup())
 
     def reduced(
