@@ -10,7 +10,6 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from collectives.errors import of_caller
 from mpips.compression import Compressor
 from mpips.keys.key import Fast, FastList, Key, Name, Rounds
 from mpips.keys.row_sparse import RowSparse
@@ -173,10 +172,7 @@ class Served:
 
     def check_updated(self, keys: Sequence[Key], what: str) -> None:
         """See `Backend`."""
-        for key in keys:
-            if not self._settings.updates(key.name):
-                why = f"key {key.name!r} has no optimizer, and an asynchronous store needs an optimizer"
-                raise of_caller(ValueError(f"{what}: {why}; call set_optimizer first"))
+        self._settings.see_updated(keys, what)
 
     def set_optimizer(self, optimizer: Optimizer, keys: Sequence[Name] | None) -> Task[None]:
         """See `Backend`."""

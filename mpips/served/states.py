@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import collectives
-from collectives.errors import CollectiveError
+from collectives.errors import CollectiveError, of_caller
 from mpips import compression
 from mpips.compression import Compressor, Residuals
 from mpips.keys.key import Key, Name
@@ -47,6 +47,13 @@ class Settings:
     def updates(self, name: Name) -> bool:
         """Whether something applies pushes of this key."""
         return self._all or name in self._own
+
+    def see_updated(self, keys: Sequence[Key], what: str) -> None:
+        """ValueError where nothing applies pushes of one of them."""
+        for key in keys:
+            if not self.updates(key.name):
+                why = f"key {key.name!r} has no optimizer, and an asynchronous store needs an optimizer"
+                raise of_caller(ValueError(f"{what}: {why}; call set_optimizer first"))
 
     def forget(self, names: Iterable[Name]) -> None:
         """These keys are gone."""

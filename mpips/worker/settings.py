@@ -6,7 +6,7 @@ changed. Whatever goes wrong after that ends the epoch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -54,7 +54,7 @@ class Settings:
         """See `KVStore.init`. `see` raises where the keys that are to be made do not suit the caller."""
 
         def asked() -> tuple[list[Key], list[Array]]:
-            pairs = self._first_values(key, value)
+            pairs = _first_values(self.keys, key, value)
             keys = [Key(name, array.shape, array.dtype) for name, array in pairs]
             if self.groups.default is not None:
                 _see_floats(keys, "init", "name the keys that have one, set_optimizer(..., keys=[...])")
@@ -230,17 +230,19 @@ class Settings:
         _see_floats(found, what, "give keys=[...] without it")
         return None if keys is None else [key.name for key in found]
 
-    def _first_values(self, key: Any, value: Any) -> list[tuple[Name, Array]]:
-        result = []
-        for name, values in arguments.pairs(key, value, "init"):
-            if name in self.keys:
-                raise ValueError(f"key {name!r} was already initialised; a key is initialised once")
-            other = arguments.of_other_kind(self.keys, name)
-            if other is not None:
-                raise TypeError(f"key {name!r} is not of the type of the keys before, such as {other!r}: pass one kind")
-            arguments.see_new(name, "init")
-            result.append((name, calls.first_value(name, values)))
-        return result
+
+def _first_values(known: Mapping[Name, Key], key: Any, value: Any) -> list[tuple[Name, Array]]:
+    """New keys and what they begin with. ValueError or TypeError where one cannot be made."""
+    result = []
+    for name, values in arguments.pairs(key, value, "init"):
+        if name in known:
+            raise ValueError(f"key {name!r} was already initialised; a key is initialised once")
+        other = arguments.of_other_kind(known, name)
+        if other is not None:
+            raise TypeError(f"key {name!r} is not of the type of the keys before, such as {other!r}: pass one kind")
+        arguments.see_new(name, "init")
+        result.append((name, calls.first_value(name, values)))
+    return result
 
 
 def _see_floats(keys: Iterable[Key], what: str, cure: str) -> None:

@@ -20,7 +20,7 @@ from mpips.torch.process_group.jobs import Jobs, deal, empty, in_turn
 from mpips.torch.process_group.reductions import Reduction, reduction
 from mpips.torch.process_group.tensors import flat, see_host, written
 from mpips.torch.process_group.uncompiled import uncompiled
-from mpips.torch.process_group.works import Found, Job, Work, communication
+from mpips.torch.process_group.works import Found, Work, communication
 
 Tensors = Sequence[Tensor]
 
@@ -33,6 +33,7 @@ class Group(dist.ProcessGroup):
         super().__init__(comm.rank, comm.size)
         self.comm = comm
         self._jobs = Jobs(comm, timeout.total_seconds())
+        self._do = self._jobs.do
         self._token = torch.zeros(1)
         self._name = ""
 
@@ -225,16 +226,6 @@ class Group(dist.ProcessGroup):
 
     def shutdown(self) -> None:
         """When the group is destroyed: the thread that serves all groups goes on."""
-
-    def _do(self, job: Job, opts: Any, keep: Sequence[Any], result: Tensors | None = None) -> Any:
-        """Do the job, beside compute where the options say so. `result`: the tensors that the work's future gives.
-
-        DistributedDataParallel's come inside a backward pass: where ranks have one core each they are done at once, as
-        a thread would only take turns with it.
-        """
-        job.keep, job.result = keep, None if result is None else list(result)
-        alone = not self._jobs.roomy and torch._C._current_graph_task_id() >= 0
-        return Work(communication.do(job, opts is None or (opts.asyncOp and not alone)))
 
 
 def _joined(parts: Tensors, dtype: torch.dtype) -> Tensor:

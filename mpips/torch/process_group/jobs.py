@@ -18,7 +18,7 @@ from collectives.communicator import communicator
 from mpips.torch.process_group import exchange
 from mpips.torch.process_group.reductions import Reduction, numbers, reduction
 from mpips.torch.process_group.tensors import flat, movable, see_host, written
-from mpips.torch.process_group.works import Job, Steps, in_steps
+from mpips.torch.process_group.works import Job, Steps, Work, communication, in_steps
 
 Home = Callable[[], None]
 """Brings a result to where the caller wants it."""
@@ -31,9 +31,18 @@ class Jobs:
         self.comm = comm
         self._home = communicator(comm)
         self._home.patient(self._home.limits.stall_seconds, timeout_seconds)
-        self.roomy = self._home.nodes > 1 or self._home.board.memory.roomy
-        """Whether communication may go on beside compute."""
         self.between = exchange.Exchange(comm.Dup())
+
+    def do(self, job: Job, opts: Any, keep: Sequence[Any], result: Sequence[Tensor] | None = None) -> Work:
+        """Do a job, beside compute where the options say so. `result`: the tensors that the work's future gives.
+
+        DistributedDataParallel's come inside a backward pass: where ranks have one core each they are done at once, as
+        a thread would only take turns with it.
+        """
+        job.keep, job.result = keep, None if result is None else list(result)
+        roomy = self._home.nodes > 1 or self._home.board.memory.roomy
+        alone = not roomy and torch._C._current_graph_task_id() >= 0
+        return Work(communication.do(job, opts is None or (opts.asyncOp and not alone)))
 
     def reduced(
         self, kind: str, given: Tensor, target: Tensor, how: Reduction, root: int = 0, home: Home | None = None
