@@ -12,7 +12,6 @@ TEST = [
     "pytest-timeout>=2.2",
     "hypothesis>=6.90",
     "greenlet>=3.0",  # ranks that hand over to one another at each access to shared memory
-    "ml_dtypes>=0.4",  # bfloat16 arrays
     "ruff>=0.9",
     "mypy>=1.11",
     "nvidia-cuda-nvrtc-cu12>=12.3; sys_platform == 'linux'",  # compiles the CUDA kernels, without a GPU
@@ -34,6 +33,7 @@ setup(
         "numpy>=1.23",  # the arrays
         "mpi4py>=4.0",  # MPI; large counts and ULFM since 4.0
         "msgspec>=0.18",  # typed records as bytes: messages, options, optimizers (never pickle)
+        "ml_dtypes>=0.4",  # bfloat16 keys
         "safetensors>=0.4",  # weights and optimizer states on disk
         "click>=8.1",  # the `mpips` command
         "rich>=13",  # tables
