@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("mpips", "collectives", "launch")
+# Of extras; files that import them when they are loaded are loaded for them alone.
+OPTIONAL = ("cupy", "jax", "mxnet", "pyroute2", "torch")
 # What each package may import of the other two.
 ALLOWED = {
     "collectives": (),
@@ -97,6 +100,20 @@ def test_installed_outside_the_repository(installed: Path, package: str) -> None
 def test_the_launcher_starts_neither_mpi_nor_numpy(installed: Path) -> None:
     code = "import sys, launch.cli, launch.run; print([m for m in ('mpi4py.MPI', 'numpy') if m in sys.modules])"
     assert outside(installed, code) == "[]"
+
+
+def test_what_files_import_when_they_are_loaded_is_installed_with_the_package() -> None:
+    required = re.search(r"install_requires=\[(.*?)\]", (ROOT / "setup.py").read_text(encoding="utf-8"), re.DOTALL)
+    assert required
+    known = {*sys.stdlib_module_names, *PACKAGES, *OPTIONAL, *re.findall(r'"(\w+)[<>=]', required[1])}
+    for package in PACKAGES:
+        for path in (ROOT / package).rglob("*.py"):
+            for node in ast.parse(path.read_text(encoding="utf-8")).body:
+                names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+                if isinstance(node, ast.ImportFrom) and not node.level:
+                    names = [node.module or ""]
+                missing = {name.partition(".")[0] for name in names} - known
+                assert not missing, f"{path}: {missing}"
 
 
 @pytest.mark.parametrize("package", ["mpips", "collectives"])
