@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 
 import mpips
-from mpips.overlap.model import Hook, lay_out
+from mpips.overlap import Hook, lay_out
 from task import digits
 from words import Parser, number
 

@@ -15,11 +15,10 @@ import collectives
 from mpips import optimizers
 from mpips.keys.key import Name
 from mpips.optimizers import Elastic1, Elastic2, Optimizer, Updater
-from mpips.overlap import job
 from mpips.overlap.exchange import Overlapped
-from mpips.overlap.model import check
-from mpips.overlap.profile import Profile
-from mpips.overlap.profile import save as save_profile
+from mpips.overlap.layers import check_model
+from mpips.overlap.measure import job_profile
+from mpips.overlap.profile import Profile, save_profile
 from mpips.overlap.report import Recorder, Report, blocking
 from mpips.runtime.rendezvous import attempt
 from mpips.store import KVStore
@@ -194,7 +193,7 @@ class Trainer:
     `optimizer` is a name with options, or an Optimizer; its gradient is the mean over the samples of all workers that
     contribute to an update. Every worker starts from rank 0's parameters. `elastic` needs an asynchronous store.
     `overlap` exchanges beside the compute, by a strategy of `mpips plan` or "auto", which measures the job and takes
-    the best; the model then offers a little more (`mpips.overlap.model.LayeredModel`, as `MLP` does).
+    the best; the model then offers a little more (`mpips.overlap.LayeredModel`, as `MLP` does).
     Collective over all workers of the store: every worker makes it, with equal arguments, and calls `step` equally
     often. ValueError or TypeError on every worker where arguments are wrong or differ.
     """
@@ -253,13 +252,13 @@ class Trainer:
         Collective over the workers, blocking; gradients are overwritten, parameters stay. Rank 0 writes it to `save`,
         for `mpips plan`. The model is one in layers, as `overlap` needs it; ValueError otherwise, and with `elastic`.
         """
-        check(self.model, "profile")
+        check_model(self.model, "profile")
         if isinstance(self.exchange, ElasticAveraging):
             raise ValueError("elastic averaging sends its model whole, every few iterations: there is nothing to plan")
         if isinstance(self.exchange, Overlapped):
             found = self.exchange.measure(x, y)
         else:
-            found = job.profile_of(self.model, self.kv, x, y)  # type: ignore[arg-type]
+            found = job_profile(self.model, self.kv, x, y)  # type: ignore[arg-type]
         if save is not None and self.kv.rank == 0:
             save_profile(found, save)
         return found

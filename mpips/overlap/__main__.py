@@ -14,11 +14,11 @@ from rich.table import Table
 
 from collectives.terminal.console import Interruptible, OutFile, Picture, console, write_text, writing
 
-from . import models, trace
+from . import networks, trace
 from .planner import Plan, plans
-from .profile import LARGEST, Profile, Ring, load, save
-from .stage import Groups
-from .strategies import NAMES
+from .problem import Groups
+from .profile import LARGEST, TEN_GIGABIT, Profile, Ring, load_profile, save_profile
+from .strategies import STRATEGIES
 
 GAP = 3  # between columns of the table
 DEFAULT_NODES = (4, 8, 16, 32, 64)  # MG-WFBP, figure 9
@@ -83,13 +83,14 @@ def parse_nodes(text: str) -> tuple[int, ...]:
     "profile_file", metavar="[PROFILE.json]", required=False,
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
 )  # fmt: skip
-@click.option("--model", type=click.Choice(list(models.MODELS)), help="Plan a built-in network instead of a profile.")
+@click.option("--model", type=click.Choice(list(networks.MODELS)), help="Plan a built-in network instead of a profile.")
 @click.option("--rate", type=Rate(), default=1.33e12, show_default=True, help="With --model: operations/s of a node.")
 @click.option("--batch", type=BATCH, default=32, show_default=True, help="With --model: examples a node and iteration.")
-@click.option("--save-profile", type=OutFile(), help="Write the profile here, to be edited or measured again.")
+@click.option("--save-profile", "profile_out", type=OutFile(),
+              help="Write the profile here, to be edited or measured again.")
 @click.option("--nodes", type=Nodes(),
-              help="8, 4:64 (doubling), 4:64:4 (a step) or 4,6,9; a profile measured with servers has one size only.")
-@click.option("--strategy", multiple=True, type=click.Choice(NAMES), help="Only these (may be repeated).")
+              help="8, 4:64 (doubling), 4:64:4 (a step) or 4,6,9; a measured profile has one size only.")
+@click.option("--strategy", multiple=True, type=click.Choice(STRATEGIES), help="Only these (may be repeated).")
 @click.option("--direction", type=click.Choice(["push", "pull", "both"]), default="push", show_default=True,
               help="push: backward with allreduces (network). pull: forward with pulls (startup_s, bandwidth_Bps). "
                    "both: one after the other; joint is always both.")
@@ -103,7 +104,7 @@ def command(
     model: str | None,
     rate: float,
     batch: int,
-    save_profile: Path | None,
+    profile_out: Path | None,
     nodes: tuple[int, ...] | None,
     strategy: tuple[str, ...],
     direction: str,
@@ -120,16 +121,16 @@ def command(
         if profile_file and context.get_parameter_source(option) is ParameterSource.COMMANDLINE:
             raise click.UsageError(f"--{option} goes with --model: {profile_file} holds the times of its layers")
     try:
-        profile = load(profile_file) if profile_file else _model_profile(str(model), rate, batch)
-        found = plans(profile, strategy or NAMES, direction, _sizes(profile, nodes), link)  # type: ignore[arg-type]
+        profile = load_profile(profile_file) if profile_file else _model_profile(str(model), rate, batch)
+        found = plans(profile, strategy or STRATEGIES, direction, _sizes(profile, nodes), link)  # type: ignore[arg-type]
         if not all(each.iteration_s for each in found):
             raise ValueError(f"{profile_file}: neither layers nor messages take any time: there is nothing to plan")
     except (ValueError, OSError) as error:
         raise Refused(str(error)) from error
     _show(found, profile)
-    if save_profile:
-        with writing(save_profile):
-            save(profile, save_profile)
+    if profile_out:
+        with writing(profile_out):
+            save_profile(profile, profile_out)
     if json_file:
         write_text(json_file, json.dumps([each.row() for each in found], indent=1) + "\n")
     timelines = {each.strategy: each.tasks for each in found if each.nodes == found[-1].nodes}
@@ -144,9 +145,8 @@ def command(
 
 def _model_profile(model: str, rate: float, batch: int) -> Profile:
     """10GbE as in the MG-WFBP paper, for the allreduce and for a server's link."""
-    from .reproduce.mg_wfbp import ALPHA, BETA, GAMMA
-
-    return models.MODELS[model]().profile(rate, batch, Ring(ALPHA, BETA, GAMMA), ALPHA, 1 / BETA)
+    link = TEN_GIGABIT
+    return networks.MODELS[model]().profile(rate, batch, link, link.alpha, 1 / link.beta)
 
 
 def _sizes(profile: Profile, nodes: tuple[int, ...] | None) -> tuple[int | None, ...]:

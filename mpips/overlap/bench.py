@@ -1,8 +1,8 @@
 """`python -m mpips.overlap.bench`: every strategy's iteration, measured beside its prediction, on the job's own ranks.
 
 Run by all ranks of an MPI job. Compute is emulated by sleeping, so that it needs no core; messages are real and go
-through the store, on the same path as in training (wire.py, execute.py). First the job measures what messages cost
-(wire.py) and how long its sleeps last; all predictions come from that profile. Settings: settings.py.
+through the store, on the same path as in training (messages.py, runtime.py). First the job measures what messages cost
+(measure.py) and how long its sleeps last; all predictions come from that profile. Settings: settings.py.
 
 Without servers an iteration is MG-WFBP's: forward, then backward with allreduces of the gradients. With `--servers S`
 it goes from the start of a backward pass to the end of the next forward pass. As in iBatch's figure 5, the strategies
@@ -25,12 +25,14 @@ from rich.table import Table
 
 from collectives.terminal.console import OutFile, Picture, RankedCommand, console, write_text, writing
 
-from . import execute, job, planner, settings, timeline, trace
-from .profile import PARAMETER_BYTES, Linear, Profile, create, save
+from . import measure as measuring
+from . import planner, runtime, settings, timeline, trace
+from .messages import StoreMessages
+from .problem import JointPlan
+from .profile import PARAMETER_BYTES, Linear, Profile, bandwidth, create_profile
+from .profile import save_profile as save
 from .strategies import PARTITIONS
-from .strategies.joint import JointPlan
 from .timeline import Task
-from .wire import Wire
 
 PUSHES = ("layerwise", "single", "merged", "ibatch", "optimal")  # sequential is single's partition
 PULLS = ("sequential", "layerwise", "ibatch", "optimal")
@@ -75,8 +77,8 @@ class Job:
         self.parameters = np.zeros(sum(elements), np.float32)
         self.forward = self.backward = np.zeros(len(elements))
 
-    def wire(self, name: str) -> Wire:
-        return Wire(self.kv, self.gradients, self.parameters, self.elements, name)
+    def wire(self, name: str) -> StoreMessages:
+        return StoreMessages(self.kv, self.gradients, self.parameters, self.elements, name)
 
     def slowest(self, seconds: float) -> float:
         """The largest over all workers; they start together after it."""
@@ -102,7 +104,9 @@ class Job:
 
     def costs(self, repeats: int) -> tuple[float, ...]:
         """Startup and seconds a byte of a push, then of a pull; rank 0's on all workers."""
-        push, pull = self.wire("measured").costs(self.slowest, repeats, (True,) if self.asleep else (True, False))
+        push, pull = measuring.message_costs(
+            self.wire("measured"), self.slowest, repeats, (True,) if self.asleep else (True, False)
+        )
         return tuple(self.agreed([*push, *pull]))
 
     def profile(self, costs: tuple[float, ...]) -> Profile:
@@ -110,8 +114,8 @@ class Job:
         a, b, startup, per_byte = costs
         names = [f"layer{number}" for number in range(1, len(self.elements) + 1)]
         forward, backward = self._clocked(self.compute_forward), self._clocked(self.compute_backward)
-        network = Linear(a, b, self.kv.num_workers, job.collective(self.kv))
-        return create(names, self.elements, forward, backward, network, startup, 1 / max(per_byte, 1e-15))
+        network = Linear(a, b, self.kv.num_workers, measuring.collective_of(self.kv))
+        return create_profile(names, self.elements, forward, backward, network, startup, bandwidth(per_byte))
 
     def _clocked(self, compute: Callable[[int], None]) -> list[float]:
         """Seconds of every layer, as they are beside each other on all ranks: medians of 3."""
@@ -148,14 +152,14 @@ def measure(job: Job, pushes: str, profile: Profile, iterations: int) -> tuple[l
     for name, plan in found.items():
         wire = job.wire(f"{pushes} {name}")
         wire.plan(plan)
-        messages[name] = execute.Messages(wire, plan, execute.wait_asleep if job.asleep else None)
+        messages[name] = runtime.Execution(wire, plan, runtime.wait_asleep if job.asleep else None)
     times: dict[str, list[float]] = {name: [] for name in found}
     traces: dict[str, list[Task]] = {}
     for turn in range(iterations + 1):
         for name in found:
             job.slowest(0.0)
             begin = time.perf_counter()
-            traces[name] = execute.iteration(messages[name], layers, job.compute_forward, job.compute_backward)
+            traces[name] = runtime.iteration(messages[name], layers, job.compute_forward, job.compute_backward)
             seconds = job.slowest(time.perf_counter() - begin)
             if turn:
                 times[name].append(seconds)

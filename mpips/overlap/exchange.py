@@ -1,12 +1,14 @@
 """Training with the exchange beside the compute: groups of layers are pushed when their gradients are there, and the
 next forward pass takes up a layer when its parameters have come back.
 
-The gradients of a group are one interval of the model's flat array, so nothing is packed (wire.py). Which layers make a
-group is a strategy's plan, from what is measured on the first batch: `auto` takes the optimum. Layers and waits are
-clocked in every step; every `review_every` steps all workers look together whether the plan still fits, and take
-another where that saves enough (review.py). All strategies give the numbers of no overlap, before and after a change of
-plan, bit for bit where the store is synchronous: an iteration uses the parameters that all gradients of the last one
-made, and a store adds the workers' gradients in an order that does not depend on how keys are cut.
+The gradients of a group (a bucket) are one interval of the model's flat array, so nothing is packed (messages.py).
+Which layers make a group is a strategy's plan, from what is measured on the first batch: `auto` takes the optimum.
+Layers and waits are clocked in every step. Every `review_every` steps all workers look together whether the plan still
+fits, and take another where that saves enough (planner.py).
+
+All strategies give the numbers of no overlap, before and after a change of plan, bit for bit where the store is
+synchronous. An iteration uses the parameters that all gradients of the last one made, and a store adds the workers'
+gradients in an order that does not depend on how keys are cut.
 """
 
 from __future__ import annotations
@@ -19,25 +21,22 @@ import numpy as np
 
 from mpips.runtime.rendezvous import attempt
 
-from . import job, planner, review
-from .execute import Messages
-from .model import LayeredModel, check
-from .planner import to_execute
-from .profile import Linear, Profile, create
+from . import planner
+from .layers import LayeredModel, check_model
+from .measure import Costs, Stopwatch, job_costs, job_profile
+from .messages import Store, StoreMessages
+from .problem import JointPlan, from_ends
+from .profile import Linear, Profile, create_profile
 from .report import Recorder, Report, compute_tasks
-from .stage import from_ends
-from .stopwatch import Stopwatch
-from .strategies import NAMES
-from .strategies.joint import JointPlan
-from .wire import Wire
+from .runtime import Execution
+from .strategies import STRATEGIES
 
 if TYPE_CHECKING:
-    from mpips.keys.key import Name
     from mpips.optimizers import Optimizer
-    from mpips.store import KVStore
 
 FIXED = ("sequential", "single", "layerwise")  # they need no profile
-STRATEGIES = ("auto", *NAMES)
+CHOICES = ("auto", *STRATEGIES)
+"""What `Trainer(overlap=...)` takes."""
 REVIEW = 50
 LONGEST = 64
 """Reviews that change nothing come half as often, up to so many times `review_every` apart."""
@@ -52,16 +51,16 @@ class Overlapped:
     """
 
     def __init__(
-        self, model: LayeredModel, kv: KVStore, optimizer: Optimizer, strategy: str = "auto",
+        self, model: LayeredModel, kv: Store, optimizer: Optimizer, strategy: str = "auto",
         review_every: int = REVIEW,
     ) -> None:  # fmt: skip
         items, refusal = attempt(lambda: _arguments(model, strategy, review_every))
         kv.settings.agree("overlap", items or [], refusal, noun="argument")
         self._model, self._kv, self._optimizer, self.strategy = model, kv, optimizer, strategy
         self._elements = list(model.layer_elements)
-        self._wire = Wire(kv, model.flat_gradients, model.flat_parameters, self._elements)
-        self._link = None if self._wire.one_way else self._wire.link
-        self._messages: Messages | None = None
+        self._messages = StoreMessages(kv, model.flat_gradients, model.flat_parameters, self._elements)
+        self._link = None if self._messages.one_way else self._messages.link
+        self._execution: Execution | None = None
         self._watch = Stopwatch(len(self._elements))
         self._recorder = Recorder()
         self._clocked: list[np.ndarray] = []
@@ -82,17 +81,17 @@ class Overlapped:
 
     def step(self, x: np.ndarray, y: np.ndarray) -> float:
         """One iteration; the batch's loss. The new parameters are there after `finish`; the next step waits itself."""
-        if self._messages is None:
+        if self._execution is None:
             self._prepare(x, y)
         elif self.profile is not None and len(self._clocked) >= self._interval:
             self._review()
-        assert self._messages is not None
+        assert self._execution is not None
         begin = time.perf_counter()
-        self._messages.begin()
+        self._execution.begin()
         self._waited += time.perf_counter() - begin
         loss = self._watch.step(self._model, x, y, self._before, self._ready)
         compute = compute_tasks(*self._watch.clocks())
-        self._recorder.step(time.perf_counter() - begin, compute, self._messages.sent)
+        self._recorder.step(time.perf_counter() - begin, compute, self._execution.sent)
         if self.profile is not None:
             self._clocked.append(np.append(np.concatenate(self._watch.seconds()), self._waited + self._watch.waited))
         self._waited = 0.0
@@ -100,18 +99,18 @@ class Overlapped:
 
     def finish(self) -> None:
         """Wait until the parameters are those of the last step. Blocking."""
-        if self._messages is not None:
+        if self._execution is not None:
             begin = time.perf_counter()
-            self._messages.finish()
+            self._execution.finish()
             self._waited += time.perf_counter() - begin
             self._recorder.waited(time.perf_counter() - begin)
 
     def measure(self, x: np.ndarray, y: np.ndarray) -> Profile:
         """The profile of the job as it is now, on a batch. Collective, blocking; what is under way ends first."""
         self.finish()
-        if self._messages is None:
+        if self._execution is None:
             self._kv.set_optimizer(self._optimizer)
-        self._known = job.profile_of(self._model, self._kv, x, y, self._costs())
+        self._known = job_profile(self._model, self._kv, x, y, self._costs())
         return self._known
 
     def report(self) -> Report:
@@ -126,12 +125,12 @@ class Overlapped:
         return self._recorder.report(self.strategy, self.plan.push, pull, early, predicted)
 
     def _before(self, layer: int) -> None:
-        assert self._messages is not None
-        self._messages.before(layer + 1)
+        assert self._execution is not None
+        self._execution.before(layer + 1)
 
     def _ready(self, layer: int) -> None:
-        assert self._messages is not None
-        self._messages.ready(layer + 1)
+        assert self._execution is not None
+        self._execution.ready(layer + 1)
 
     # ---- plans
 
@@ -139,10 +138,10 @@ class Overlapped:
         self._kv.set_optimizer(self._optimizer)  # before messages are measured, which are to cost what they will
         problem = _unknown(self._elements)
         if self.strategy not in FIXED:
-            problem = self.profile = job.profile_of(self._model, self._kv, x, y, self._costs())
-        self._take(to_execute(problem, self.strategy, self._link))
+            problem = self.profile = job_profile(self._model, self._kv, x, y, self._costs())
+        self._take(planner.to_execute(problem, self.strategy, self._link))
         for group in self.plan.push:
-            self._wire.pull(*group).wait()
+            self._messages.pull(*group).wait()
 
     def _review(self) -> None:
         """Look at the plan again; all workers at the same step. What is under way ends first."""
@@ -152,11 +151,11 @@ class Overlapped:
         row[-1] *= -1  # the slowest worker waits least
         slowest = np.max(self._told("a look at the plan", row), axis=0)
         forward, backward = np.split(slowest[:-1], 2)
-        self.profile = review.with_compute(self.profile, forward, backward)
-        drifted = review.network_drifted(self.profile, self.plan, self._link, max(0.0, -slowest[-1]))
+        self.profile = self.profile.with_compute(forward, backward)
+        drifted = planner.network_drifted(self.profile, self.plan, self._link, max(0.0, -slowest[-1]))
         if self._from_rank_0([drifted])[0]:
-            self.profile = review.with_network(self.profile, *self._costs(), self._kv.num_workers)
-        changed = self._take(review.better(self.profile, self.plan, self.strategy, self._link))
+            self.profile = self.profile.with_network(*self._costs(), self._kv.num_workers)
+        changed = self._take(planner.better(self.profile, self.plan, self.strategy, self._link))
         longer = min(2 * self._interval, LONGEST * self._shortest)
         self._interval = self._shortest if changed else longer
         self._clocked.clear()
@@ -173,13 +172,13 @@ class Overlapped:
         plan = JointPlan(push, early, pull)
         if self.plans and plan == self.plan:
             return False
-        self._wire.plan(plan)
-        self._messages = Messages(self._wire, plan)
+        self._messages.plan(plan)
+        self._execution = Execution(self._messages, plan)
         self.plans.append(plan)
         return True
 
-    def _costs(self) -> job.Costs:
-        return job.message_costs(self._model, self._kv)
+    def _costs(self) -> Costs:
+        return job_costs(self._model, self._kv)
 
     # ---- together
 
@@ -192,11 +191,11 @@ class Overlapped:
         return [np.frombuffer(data, mine.dtype) for data in told]
 
 
-def _arguments(model: LayeredModel, strategy: str, review_every: int) -> list[tuple[Name, str]]:
+def _arguments(model: LayeredModel, strategy: str, review_every: int) -> list[tuple[str, str]]:
     """What must be equal on all workers, by name; ValueError where it is wrong."""
-    if strategy not in STRATEGIES:
-        raise ValueError(f"overlap={strategy!r} is unknown; choose one of {', '.join(STRATEGIES)}")
-    check(model, strategy)
+    if strategy not in CHOICES:
+        raise ValueError(f"overlap={strategy!r} is unknown; choose one of {', '.join(CHOICES)}")
+    check_model(model, strategy)
     if review_every < 1:
         raise ValueError(f"review_every={review_every}: give a number of steps, at least 1")
     layers = model.layer_elements
@@ -209,4 +208,4 @@ def _unknown(elements: Sequence[int]) -> Profile:
     """A profile for strategies that look at nothing but the number of layers."""
     nothing = [0.0] * len(elements)
     names = [str(number) for number in range(len(elements))]
-    return create(names, elements, nothing, nothing, Linear(0.0, 0.0), 0.0, 1.0)
+    return create_profile(names, elements, nothing, nothing, Linear(0.0, 0.0), 0.0, 1.0)

@@ -1,7 +1,7 @@
 """`python -m mpips.overlap.gap`: how far each strategy is from the optimum, on random and on real profiles.
 
 The loss is the makespan over the optimum's, less one, of one direction (backward and pushes, or forward and pulls: the
-same problem, see stage.py). Random profiles draw layers' compute and bytes from exponential distributions, and the
+same problem, see problem.py). Random profiles draw layers' compute and bytes from exponential distributions, and the
 startup and the share of communication from log-uniform ones, so that every regime occurs. Real ones are the papers'
 networks at several sizes and rates on 10GbE.
 """
@@ -21,10 +21,10 @@ from rich.table import Table
 
 from collectives.terminal.console import Interruptible, OutFile, console, write_text
 
-from .models import MODELS
+from .networks import MODELS
+from .problem import Problem, makespan
 from .profile import Ring
 from .reproduce.mg_wfbp import ALPHA, BETA, GAMMA
-from .stage import Stage, makespan, stage
 from .strategies import PARTITIONS, joint
 
 RATES = (1.33e12, 5e12, 2e13)  # a K80 half, and newer devices
@@ -43,7 +43,7 @@ class Loss(NamedTuple):
     optimal: float
 
 
-def random_stages(count: int, seed: int) -> Iterator[Stage]:
+def random_stages(count: int, seed: int) -> Iterator[Problem]:
     """Problems of 2..100 layers: communication 0.1 to 10 times the compute, startups 0.1 % to all of it."""
     rng = np.random.default_rng(seed)
     for _ in range(count):
@@ -51,11 +51,11 @@ def random_stages(count: int, seed: int) -> Iterator[Stage]:
         compute, transfer = rng.exponential(size=layers), rng.exponential(size=layers)
         communication = compute.sum() * 10 ** rng.uniform(-1, 1)
         startups = 10 ** rng.uniform(-3, 0)
-        yield stage(compute, communication * startups / layers,
+        yield Problem.of(compute, communication * startups / layers,
                     transfer / transfer.sum() * communication * (1 - startups))
 
 
-def real_stages() -> Iterator[Stage]:
+def real_stages() -> Iterator[Problem]:
     """The papers' networks, layer by layer, batch 32, ring allreduce on 10GbE."""
     network = Ring(ALPHA, BETA, GAMMA)
     for model in MODELS.values():
@@ -70,7 +70,7 @@ def planning_seconds(layers: int, repeats: int, seed: int) -> dict[str, list[flo
     rng = np.random.default_rng(seed)
     times: dict[str, list[float]] = {}
     for _ in range(repeats):
-        push, pull = (stage(rng.exponential(size=layers), 0.5, rng.exponential(size=layers)) for _ in range(2))
+        push, pull = (Problem.of(rng.exponential(size=layers), 0.5, rng.exponential(size=layers)) for _ in range(2))
         calls: dict[str, Callable[[], object]] = {name: partial(f, push) for name, f in PARTITIONS.items()}
         calls |= {"joint, shared": partial(joint.plan, push, pull, "shared"),
                   "joint, duplex": partial(joint.plan, push, pull, "duplex")}
@@ -81,7 +81,7 @@ def planning_seconds(layers: int, repeats: int, seed: int) -> dict[str, list[flo
     return times
 
 
-def losses(name: str, problems: list[Stage]) -> list[Loss]:
+def losses(name: str, problems: list[Problem]) -> list[Loss]:
     """One row a strategy."""
     best = np.array([makespan(p, PARTITIONS["optimal"](p)) for p in problems])
     rows = []

@@ -1,90 +1,127 @@
-"""The profile of a job, measured on its own ranks: what messages cost, and how long the layers compute.
+"""How a profile is measured on the job's own ranks: how long the layers compute, and what messages cost.
 
 Messages cost what they cost in the job: sent in a row, the next one under way when the last one ends, on as many layers
-as there are. In an iteration some of them go on beside compute, looked at by the communication thread now and then,
-and some while the training thread waits and looks itself, which is faster; so half of the measurements are made while
-it sleeps, half while it waits, and the mean counts. What is measured is a run, a list of groups, and its seconds from
-the first start to the last end; the costs of one message follow from runs of different numbers and sizes (fit.py).
-Everything that needs MPI comes from the caller.
+as there are. In an iteration some of them go on beside compute, looked at by the communication thread now and then.
+Others go on while the training thread waits and looks itself, which is faster. So half of the measurements are made
+while it sleeps, half while it waits, and the mean counts. What is measured is a run, a list of groups, and its seconds
+from the first start to the last end. The costs of one message follow from runs of different numbers and sizes.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import numpy as np
+from mpi4py import MPI
+from numpy.typing import ArrayLike, NDArray
 
-from . import fit
-from .model import LayeredModel
-from .profile import PARAMETER_BYTES
-from .stage import Groups
-from .stopwatch import Stopwatch
+from mpips.runtime.rendezvous import attempt
+
+from .layers import Hook, LayeredModel
+from .messages import Message, Store, StoreMessages
+from .problem import Groups
+from .profile import PARAMETER_BYTES, Collective, Linear, Profile, bandwidth, create_profile
 
 POLL_SECONDS = 5e-4
+REPEATS = 3  # of every run of messages
 SHARE = 3  # part of the layers that shorter runs have
+SHORTEST = 1e-6
+"""Seconds that a push takes at least, whatever the clocks say."""
+
+Costs = tuple[tuple[float, float], tuple[float, float]]
+"""(startup seconds, seconds a byte) of a push and of a pull."""
+Start = Callable[[Groups], Sequence[Message]]
+"""Starts the messages of a run, in order, and returns at once; the run has ended when all of them have."""
 
 
-class Waited(Protocol):
-    """A message under way."""
+# ---- the job
+
+
+def job_profile(model: LayeredModel, kv: Store, x: np.ndarray, y: np.ndarray, costs: Costs | None = None) -> Profile:
+    """Layers clocked on a batch, and what messages cost (`costs`: as known already).
+
+    Collective over the workers, blocking, with nothing under way. The store has its optimizer, so that messages cost
+    what they will. Gradients are overwritten; parameters and state stay.
+    """
+    clocked, refusal = attempt(lambda: layer_seconds(model, x, y))
+    kv.settings.agree("profile", refusal=refusal)
+    assert clocked is not None
+    forward, backward = clocked
+    push, (startup, per_byte) = job_costs(model, kv) if costs is None else costs
+    names = [f"layer{number}" for number in range(1, len(model.layer_elements) + 1)]
+    network = Linear(*push, kv.num_workers, collective_of(kv))
+    return create_profile(names, model.layer_elements, forward, backward, network, startup, bandwidth(per_byte))
+
+
+def job_costs(model: LayeredModel, kv: Store) -> Costs:
+    """What pushes and pulls cost in runs over keys of the model's sizes, which are given up again. Collective over the
+    workers, blocking."""
+    workers, everybody = kv.layout.workers, np.empty(1)
+
+    def slowest(seconds: float) -> float:
+        workers.Allreduce(np.array([seconds]), everybody, op=MPI.MAX)
+        return float(everybody[0])
+
+    scratch = np.zeros_like(model.flat_gradients), np.zeros_like(model.flat_gradients)
+    return message_costs(StoreMessages(kv, *scratch, model.layer_elements, "measured"), slowest, REPEATS)
+
+
+def collective_of(kv: Store) -> Collective:
+    """What a push is."""
+    return "servers" if kv.layout.num_servers else "allreduce"
+
+
+# ---- layers
+
+
+class Stopwatch:
+    """One step: when the model came to each layer, and when it went on after the hook.
+
+    What a hook itself takes (a wait for parameters, the start of a message) is not the layer's.
+    """
+
+    def __init__(self, layers: int) -> None:
+        self._came = np.zeros((2, layers))
+        self._went = np.zeros((2, layers))
+
+    def step(self, model: LayeredModel, x: np.ndarray, y: np.ndarray, before: Hook, ready: Hook) -> float:
+        """`loss_and_gradients` with these hooks, clocked."""
+        return model.loss_and_gradients(x, y, self._around(0, before), self._around(1, ready))
+
+    def seconds(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """(forward, backward) of every layer in the last step; the loss counts to the last layer's.
+
+        The turn at the last layer is not seen from outside: a third of it counts as forward.
+        """
+        (came_f, came_b), (went_f, went_b) = self._came, self._went
+        turn = came_b[-1] - went_f[-1]
+        forward = np.append(came_f[1:] - went_f[:-1], turn / 3)
+        return forward, np.append(came_b[:-1] - went_b[1:], turn * 2 / 3)
+
+    def clocks(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """When the model came to each layer's hooks and went on, (2, layers) each: forward, backward."""
+        return self._came.copy(), self._went.copy()
 
     @property
-    def done(self) -> bool: ...
+    def waited(self) -> float:
+        """Seconds spent in the hooks before layers: waits for parameters."""
+        return float((self._went[0] - self._came[0]).sum())
 
-    def wait(self) -> object: ...
+    def _around(self, kind: int, hook: Hook) -> Hook:
+        came, went = self._came[kind], self._went[kind]
 
+        def clocked(layer: int) -> None:
+            came[layer] = time.perf_counter()
+            hook(layer)
+            went[layer] = time.perf_counter()
 
-Start = Callable[[Groups], Sequence[Waited]]
-"""Starts the messages of a run, in order, and returns at once; the run has ended when all handles have."""
-
-
-def runs(elements: Sequence[int]) -> tuple[Groups, ...]:
-    """What is sent: all layers one by one, in a few groups and in one; a third of the layers one by one and in one."""
-    layers = len(elements)
-    few = max(1, layers // SHARE)
-    singles = tuple((layer, layer) for layer in range(1, layers + 1))
-    groups = tuple((first, min(first + few - 1, layers)) for first in range(1, layers + 1, few))
-    return tuple(dict.fromkeys((singles, groups, ((1, layers),), singles[:few], ((1, few),))))
+        return clocked
 
 
-def seconds(
-    start: Start, wanted: Sequence[Groups], slowest: Callable[[float], float], repeats: int = 5,
-    modes: Sequence[bool] = (True, False),
-) -> list[float]:  # fmt: skip
-    """The slowest worker's seconds for each run: medians over `repeats` with the training thread asleep and with it
-    waiting, and the mean of the two; `modes` are whether it is asleep. Collective, blocking.
-
-    `slowest(seconds)` is the largest of all workers', and brings them together.
-    """
-    times = np.empty((repeats + 1, len(modes), len(wanted)))
-    for repeat, mode, index in np.ndindex(times.shape):  # the first repeat warms up
-        slowest(0.0)
-        begin = time.perf_counter()
-        handles = start(wanted[index])
-        while modes[mode] and not all(handle.done for handle in handles):
-            time.sleep(POLL_SECONDS)
-        for handle in handles:
-            handle.wait()
-        times[repeat, mode, index] = slowest(time.perf_counter() - begin)
-    return np.median(times[1:], axis=0).mean(axis=0).tolist()
-
-
-def costs(elements: Sequence[int], wanted: Sequence[Groups], times: Sequence[float]) -> tuple[float, float]:
-    """(startup seconds, seconds a byte) of a message, from the seconds of runs."""
-    numbers = [len(groups) for groups in wanted]
-    nbytes = [sum(group_bytes(elements, *group) for group in groups) for groups in wanted]
-    if len(set(np.divide(nbytes, numbers))) == 1:
-        return float(np.median(np.divide(times, numbers))), 0.0  # one layer: nothing to divide
-    return fit.costs(numbers, nbytes, times)
-
-
-def group_bytes(elements: Sequence[int], first: int, last: int) -> float:
-    """Bytes of the layers first..last."""
-    return float(PARAMETER_BYTES * sum(elements[first - 1 : last]))
-
-
-def compute(model: LayeredModel, x: np.ndarray, y: np.ndarray, repeats: int = 3) -> tuple[list[float], list[float]]:
+def layer_seconds(
+    model: LayeredModel, x: np.ndarray, y: np.ndarray, repeats: int = 3
+) -> tuple[list[float], list[float]]:
     """(forward, backward) seconds of every layer on a batch, medians (`Stopwatch.seconds`). Only gradients are
     written."""
     watch = Stopwatch(len(model.layer_elements))
@@ -98,3 +135,110 @@ def compute(model: LayeredModel, x: np.ndarray, y: np.ndarray, repeats: int = 3)
 
 def _nothing(layer: int) -> None:
     """A hook that does nothing."""
+
+
+# ---- messages
+
+
+def message_costs(
+    messages: StoreMessages,
+    slowest: Callable[[float], float],
+    repeats: int = 5,
+    modes: Sequence[bool] = (True, False),
+) -> Costs:
+    """(startup seconds, seconds a byte) of a push and of a pull, as this job's messages cost in a row.
+
+    What a push takes ends when the pull behind it can begin: when the servers have everybody's. Without servers both
+    are the allreduce's. `slowest`, `repeats`, `modes`: see `run_seconds`. Collective, blocking; the keys for it are
+    given up again.
+    """
+    elements = messages.elements
+
+    def pull_all(groups: Groups) -> list[Message]:
+        return [messages.pull(*group) for group in groups]
+
+    def push_all(groups: Groups) -> list[Message]:
+        """Push as backward does, and wait for the servers by pulling what was pushed last."""
+        sent = [messages.push(*group) for group in reversed(groups)]
+        return sent if messages.one_way else [*sent, messages.pull(*groups[0])]
+
+    wanted = runs(elements)
+    messages.sample(dict.fromkeys(group for groups in wanted for group in groups))
+    pull = 0.0, 0.0
+    if not messages.one_way:
+        pull = costs_of_runs(elements, wanted, run_seconds(pull_all, wanted, slowest, repeats, modes))
+    times = run_seconds(push_all, wanted, slowest, repeats, modes)
+    if not messages.one_way:
+        behind = [pull[0] + pull[1] * group_bytes(elements, *groups[0]) for groups in wanted]
+        times = [max(both - back, SHORTEST) for both, back in zip(times, behind, strict=True)]
+    push = costs_of_runs(elements, wanted, times)
+    messages.forget()
+    return push, push if messages.one_way else pull
+
+
+def runs(elements: Sequence[int]) -> tuple[Groups, ...]:
+    """What is sent: all layers one by one, in a few groups and in one; a third of the layers one by one and in one."""
+    layers = len(elements)
+    few = max(1, layers // SHARE)
+    singles = tuple((layer, layer) for layer in range(1, layers + 1))
+    groups = tuple((first, min(first + few - 1, layers)) for first in range(1, layers + 1, few))
+    return tuple(dict.fromkeys((singles, groups, ((1, layers),), singles[:few], ((1, few),))))
+
+
+def run_seconds(
+    start: Start, wanted: Sequence[Groups], slowest: Callable[[float], float], repeats: int = 5,
+    modes: Sequence[bool] = (True, False),
+) -> list[float]:  # fmt: skip
+    """The slowest worker's seconds for each run: medians over `repeats` with the training thread asleep and with it
+    waiting, and the mean of the two; `modes` are whether it is asleep. Collective, blocking.
+
+    `slowest(seconds)` is the largest of all workers', and brings them together.
+    """
+    times = np.empty((repeats + 1, len(modes), len(wanted)))
+    for repeat, mode, index in np.ndindex(times.shape):  # the first repeat warms up
+        slowest(0.0)
+        begin = time.perf_counter()
+        messages = start(wanted[index])
+        while modes[mode] and not all(message.done for message in messages):
+            time.sleep(POLL_SECONDS)
+        for message in messages:
+            message.wait()
+        times[repeat, mode, index] = slowest(time.perf_counter() - begin)
+    return np.median(times[1:], axis=0).mean(axis=0).tolist()
+
+
+def costs_of_runs(elements: Sequence[int], wanted: Sequence[Groups], times: Sequence[float]) -> tuple[float, float]:
+    """(startup seconds, seconds a byte) of a message, from the seconds of runs."""
+    numbers = [len(groups) for groups in wanted]
+    nbytes = [sum(group_bytes(elements, *group) for group in groups) for groups in wanted]
+    if len(set(np.divide(nbytes, numbers))) == 1:
+        return float(np.median(np.divide(times, numbers))), 0.0  # one layer: nothing to divide
+    return fit_costs(numbers, nbytes, times)
+
+
+def group_bytes(elements: Sequence[int], first: int, last: int) -> float:
+    """Bytes of the layers first..last."""
+    return float(PARAMETER_BYTES * sum(elements[first - 1 : last]))
+
+
+def fit_costs(messages: ArrayLike, nbytes: ArrayLike, seconds: ArrayLike) -> tuple[float, float]:
+    """(startup, per_byte) of runs of so many messages and bytes in all, by least squares of *relative* errors.
+
+    The model is t = startup x messages + per_byte x bytes (MG-WFBP, Eq. 9; iBatch, Eq. 1 and 2, where N batches cost
+    N T_s). Neither cost is negative. Relative, so that short runs count as much as long ones. ValueError unless all
+    times are positive and both costs can be told apart: two runs at least that differ in bytes a message.
+    """
+    n, x, y = (np.asarray(values, np.float64) for values in (messages, nbytes, seconds))
+    if not n.shape == x.shape == y.shape or len(np.unique(x / n)) < 2 or not (y > 0).all():
+        raise ValueError(f"costs need positive times of two message sizes at least, not {y} s of {n} messages of {x}")
+    both, *_ = np.linalg.lstsq(np.stack([n / y, x / y], axis=1), np.ones(len(y)), rcond=None)
+    if both[0] < 0:
+        return 0.0, _only(x / y)
+    if both[1] < 0:
+        return _only(n / y), 0.0
+    return float(both[0]), float(both[1])
+
+
+def _only(shares: np.ndarray) -> float:
+    """The cost c with the least sum of squares of 1 - c x share."""
+    return float(shares.sum() / (shares * shares).sum())

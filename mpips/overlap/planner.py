@@ -1,4 +1,5 @@
-"""From a profile to plans: every strategy, in one direction or both, on any number of nodes, and predicted times."""
+"""From a profile to plans: every strategy, in one direction or both, on any number of nodes, with predicted times; and
+whether a plan still fits a job that has changed. Pure."""
 
 from __future__ import annotations
 
@@ -7,13 +8,16 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from . import timeline
+from .problem import Groups, JointPlan, Link
 from .profile import Profile
-from .stage import Groups
-from .strategies import NAMES, PARTITIONS, joint
-from .strategies.joint import JointPlan, Link
+from .strategies import PARTITIONS, STRATEGIES, joint
 from .timeline import Task
 
 Direction = Literal["push", "pull", "both"]
+GAIN = 0.05
+"""Share of an iteration that another plan must save, so that noise changes nothing."""
+DRIFT = 0.25
+"""Share by which an iteration may miss its prediction before messages are measured again."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +79,8 @@ def plan(
     nodes: size of the allreduce; ValueError where the network needs it and it is None. link: whether pushes and pulls
     share the network ("both" only). ValueError for an unknown strategy.
     """
-    if strategy not in NAMES:
-        raise ValueError(f"strategy {strategy!r} is unknown; known are {', '.join(NAMES)}")
+    if strategy not in STRATEGIES:
+        raise ValueError(f"strategy {strategy!r} is unknown; known are {', '.join(STRATEGIES)}")
     if nodes is None:
         nodes = getattr(profile.network, "nodes", None)
     if strategy == "joint":
@@ -95,7 +99,7 @@ def plan(
 
 
 def iteration(profile: Profile, groups: JointPlan, link: Link | None) -> list[Task]:
-    """The timeline of any plan, as execute.py carries it out: pushes that bring the parameters back (link None), or
+    """The timeline of any plan, as runtime.py carries it out: pushes that bring the parameters back (link None), or
     pushes and pulls of a parameter server, over one link or two."""
     if link is None:
         return timeline.push_iteration(profile, groups.push)
@@ -113,9 +117,27 @@ def to_execute(profile: Profile, strategy: str, link: Link | None) -> JointPlan:
     return JointPlan(partition(profile.push()), 0, partition(profile.pull()))
 
 
+def predicted_s(profile: Profile, groups: JointPlan, link: Link | None) -> float:
+    """Predicted seconds of an iteration. For `link` see `iteration`."""
+    return timeline.end(iteration(profile, groups, link))
+
+
+def network_drifted(profile: Profile, groups: JointPlan, link: Link | None, waited_s: float) -> bool:
+    """Whether an iteration of this compute and so many seconds of waiting for messages is far from the prediction."""
+    predicted = predicted_s(profile, groups, link)
+    return abs(profile.forward_s + profile.backward_s + waited_s - predicted) > DRIFT * predicted
+
+
+def better(profile: Profile, groups: JointPlan, strategy: str, link: Link | None) -> JointPlan:
+    """The strategy's plan for this profile if that is worth a change, else the plan that there is."""
+    found = to_execute(profile, strategy, link)
+    gains = predicted_s(profile, found, link) < (1 - GAIN) * predicted_s(profile, groups, link)
+    return found if gains else groups
+
+
 def plans(
     profile: Profile,
-    strategies: Iterable[str] = NAMES,
+    strategies: Iterable[str] = STRATEGIES,
     direction: Direction = "push",
     nodes: Iterable[int | None] = (None,),
     link: Link = "shared",

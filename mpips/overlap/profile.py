@@ -1,13 +1,14 @@
 """The profile of a job: compute times of its layers and costs of its network, and the JSON file that holds them.
 
 {"layers": [{"name", "parameters", "forward_s", "backward_s"}, ...] in forward order,
- "network": {"a", "b", "collective": "allreduce" (the default) or "servers"}
+ "network": {"a", "b", "collective": "allreduce" (the default), "ring" or "servers"}
             or {"alpha", "beta", "gamma", "collective": "ring"},
  "startup_s": T_s, "bandwidth_Bps": bytes/s, "nodes": optional, the size at which a and b were measured}
 
 Times are seconds, sizes bytes; a parameter is 4 bytes (float32). `network` prices an allreduce of M bytes as
 t = a + b M (MG-WFBP, Eq. 9), or so a push to servers; `startup_s` and `bandwidth_Bps` price one push or pull of a
-parameter server as T_s + M / bandwidth (iBatch, "Problem Formulation").
+parameter server as T_s + M / bandwidth (iBatch, "Problem Formulation"). Only a ring's costs follow at another number of
+nodes. A store without servers sums by another algorithm, so a measured profile says "allreduce".
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
+from numpy.typing import NDArray
 
-from .stage import Stage, stage
+from .problem import Problem
 
 PARAMETER_BYTES = 4
 _TIMES = ("forward_s", "backward_s")
@@ -39,13 +41,16 @@ class Layer:
     backward_s: float
 
 
-Collective = Literal["allreduce", "servers"]
+Collective = Literal["allreduce", "servers", "ring"]
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 
 
 @dataclass(frozen=True)
 class Linear:
-    """Time a + b M of an allreduce, or of a push to servers, on `nodes` nodes (None: not known, so never rescaled)."""
+    """Time a + b M of an allreduce, or of a push to servers, on `nodes` nodes (None: not known, so never rescaled).
+
+    collective: "ring" where the allreduce is known to be a ring; "allreduce" where it may be any.
+    """
 
     a: float
     b: float
@@ -55,7 +60,8 @@ class Linear:
     def at(self, nodes: int | None) -> tuple[float, float]:
         """(a, b) at another size, by the ring's dependence on N: a ~ N - 1, b ~ (N - 1) / N.
 
-        ValueError where that does not follow: from one node, which has no network, and from pushes to servers.
+        ValueError where that does not follow: from one node, which has no network, from pushes to servers, and from an
+        allreduce that need not be a ring.
         """
         if nodes is None or nodes == self.nodes:
             return self.a, self.b
@@ -68,6 +74,10 @@ class Linear:
                              "plan without --nodes, or measure a profile on at least 2")
         if self.nodes is None:
             return self.a, self.b
+        if self.collective != "ring":
+            raise ValueError(f"network: a and b were measured on {self.nodes} nodes with an allreduce that need not be "
+                             f"a ring, so they say nothing of {nodes}: plan without --nodes, or give network "
+                             '"collective": "ring" if it is one')
         ratio = (nodes - 1) / (self.nodes - 1)
         return self.a * ratio, self.b * ratio * self.nodes / nodes
 
@@ -91,25 +101,28 @@ class Ring:
 
 
 Network = Linear | Ring
+TEN_GIGABIT = Ring(alpha=45.26e-6, beta=1.2 / (9 * 2**30 / 8), gamma=2.5e-9 / 4)
+"""MG-WFBP's cluster on 10 Gbit/s Ethernet. alpha: section II.D, 2 (N - 1) alpha = 90.52, 271.56, 633.64 us on 2, 4, 8
+nodes. beta: the authors' simulator. gamma: its 2.5e-9 s, read as the time of one sum of 4-byte numbers."""
 
 
 @dataclass(frozen=True)
 class Profile:
-    """What a planner needs to know of a job. Built by `create`, `loads` or `load`, which check it."""
+    """What a planner needs to know of a job; `create_profile`, `profile_from_dict` and `load_profile` check it."""
 
     layers: tuple[Layer, ...]
     network: Network
     startup_s: float
     bandwidth_Bps: float
 
-    def push(self, nodes: int | None = None) -> Stage:
+    def push(self, nodes: int | None = None) -> Problem:
         """Backward against allreduces of gradients on `nodes` nodes (MG-WFBP)."""
         a, b = self.network.at(nodes)
-        return stage([x.backward_s for x in self.layers], a, b * self.nbytes)
+        return Problem.of([x.backward_s for x in self.layers], a, b * self.nbytes)
 
-    def pull(self) -> Stage:
+    def pull(self) -> Problem:
         """Forward against pulls of parameters from servers (iBatch)."""
-        return stage([x.forward_s for x in self.layers], self.startup_s, self.nbytes / self.bandwidth_Bps)
+        return Problem.of([x.forward_s for x in self.layers], self.startup_s, self.nbytes / self.bandwidth_Bps)
 
     @property
     def nbytes(self) -> np.ndarray:
@@ -124,8 +137,24 @@ class Profile:
     def backward_s(self) -> float:
         return math.fsum(x.backward_s for x in self.layers)
 
+    def with_compute(self, forward_s: NDArray[np.float64], backward_s: NDArray[np.float64]) -> Profile:
+        """The profile with other times of its layers, float64 (L,) each."""
+        times = zip(self.layers, forward_s.tolist(), backward_s.tolist(), strict=True)
+        return replace(self, layers=tuple(replace(layer, forward_s=f, backward_s=b) for layer, f, b in times))
 
-def create(
+    def with_network(self, push: tuple[float, float], pull: tuple[float, float], nodes: int) -> Profile:
+        """The profile with other costs of messages, (startup seconds, seconds a byte) each; its network is Linear."""
+        assert isinstance(self.network, Linear)
+        network = Linear(*push, nodes, self.network.collective)
+        return replace(self, network=network, startup_s=pull[0], bandwidth_Bps=bandwidth(pull[1]))
+
+
+def bandwidth(per_byte_s: float) -> float:
+    """Bytes a second from seconds a byte, finite even where a byte costs nothing that clocks see."""
+    return 1 / max(per_byte_s, 1e-15)
+
+
+def create_profile(
     names: Sequence[str],
     parameters: Sequence[int],
     forward_s: Sequence[float],
@@ -141,11 +170,11 @@ def create(
         raise ValueError(f"columns of a profile need one length: {lengths}")
     rows = zip(names, parameters, forward_s, backward_s)
     layers = [dict(zip(("name", "parameters", *_TIMES), row)) for row in rows]
-    return from_dict({"layers": layers, "network": _network_dict(network), "startup_s": startup_s,
+    return profile_from_dict({"layers": layers, "network": _network_dict(network), "startup_s": startup_s,
                       "bandwidth_Bps": bandwidth_Bps, **_nodes_dict(network)})
 
 
-def from_dict(data: Any) -> Profile:
+def profile_from_dict(data: Any) -> Profile:
     """A profile from the parsed JSON; ValueError with a sentence that names the entry that is wrong."""
     if not isinstance(data, Mapping):
         raise ValueError(f"a profile is a JSON object, not {type(data).__name__}")
@@ -164,17 +193,17 @@ def from_dict(data: Any) -> Profile:
     return Profile(layers, network, _number(data, "profile", "startup_s"), bandwidth)
 
 
-def to_dict(profile: Profile) -> dict[str, Any]:
-    """The profile as JSON data; `from_dict` gives it back."""
+def profile_to_dict(profile: Profile) -> dict[str, Any]:
+    """The profile as JSON data; `profile_from_dict` gives it back."""
     layers = [vars(layer).copy() for layer in profile.layers]
     return {"layers": layers, "network": _network_dict(profile.network), "startup_s": profile.startup_s,
             "bandwidth_Bps": profile.bandwidth_Bps, **_nodes_dict(profile.network)}
 
 
-def load(path: str | Path) -> Profile:
+def load_profile(path: str | Path) -> Profile:
     """The profile in a JSON file; OSError or ValueError naming the file."""
     try:
-        return from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+        return profile_from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not a text file, so no profile in JSON") from error
     except (json.JSONDecodeError, RecursionError) as error:
@@ -183,9 +212,9 @@ def load(path: str | Path) -> Profile:
         raise ValueError(f"{path}: {error}") from error
 
 
-def save(profile: Profile, path: str | Path) -> None:
+def save_profile(profile: Profile, path: str | Path) -> None:
     """Writes the profile as JSON."""
-    Path(path).write_text(json.dumps(to_dict(profile), indent=1) + "\n", encoding="utf-8")
+    Path(path).write_text(json.dumps(profile_to_dict(profile), indent=1) + "\n", encoding="utf-8")
 
 
 def _layer(row: Any, index: int) -> Layer:

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import timeline, trace
-from .execute import sent_tasks
-from .stage import Groups
+from .problem import Groups
+from .runtime import sent_tasks
 from .timeline import COMPUTE, Kind, Task
 
 STEPS = 16

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .models import MODELS
+from .networks import MODELS
 from .profile import PARAMETER_BYTES
 
 SETTINGS = ("uniform", "hidden", *MODELS)

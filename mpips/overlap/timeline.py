@@ -15,9 +15,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from .problem import Groups, JointPlan, Link, Problem, message_times
 from .profile import Profile
-from .stage import Groups, Stage, message_times
-from .strategies.joint import JointPlan, Link
 
 Kind = Literal["forward", "backward", "compute", "push", "pull"]
 COMPUTE, SEND, RECEIVE = "compute", "network", "network (receive)"
@@ -38,7 +37,7 @@ class Task(NamedTuple):
         return self.end - self.start
 
 
-def push(problem: Stage, groups: Groups, start: float = 0.0) -> list[Task]:
+def push(problem: Problem, groups: Groups, start: float = 0.0) -> list[Task]:
     """Backward from `start`, and the pushes of its gradients."""
     tasks = _compute("backward", problem, range(problem.layers, 0, -1), start)
     ready = {task.first: task.end for task in tasks}
@@ -50,7 +49,7 @@ def push(problem: Stage, groups: Groups, start: float = 0.0) -> list[Task]:
     return tasks
 
 
-def pull(problem: Stage, groups: Groups, start: float = 0.0, lane: str = SEND) -> list[Task]:
+def pull(problem: Problem, groups: Groups, start: float = 0.0, lane: str = SEND) -> list[Task]:
     """Pulls from `start`, and the forward pass over what they bring. Layers above the last group are there already."""
     tasks: list[Task] = []
     arrival = np.full(problem.layers + 1, start)
@@ -67,13 +66,13 @@ def pull(problem: Stage, groups: Groups, start: float = 0.0, lane: str = SEND) -
     return tasks
 
 
-def both(push_stage: Stage, pull_stage: Stage, plan: JointPlan, link: Link) -> list[Task]:
+def both(push_problem: Problem, pull_problem: Problem, plan: JointPlan, link: Link) -> list[Task]:
     """From the start of a backward pass to the end of the next forward pass (strategies/joint.py)."""
-    tasks = _compute("backward", push_stage, range(push_stage.layers, 0, -1), 0.0)
+    tasks = _compute("backward", push_problem, range(push_problem.layers, 0, -1), 0.0)
     ready = {task.first: task.end for task in tasks}
     receive_lane = SEND if link == "shared" else RECEIVE
     pushed, received = 0.0, 0.0
-    sizes = zip(plan.push, message_times(push_stage, plan.push), message_times(pull_stage, plan.push))
+    sizes = zip(plan.push, message_times(push_problem, plan.push), message_times(pull_problem, plan.push))
     for (first, last), out, back in reversed(list(sizes)):
         begin = max(pushed, ready[first])
         pushed = begin + float(out)
@@ -84,7 +83,7 @@ def both(push_stage: Stage, pull_stage: Stage, plan: JointPlan, link: Link) -> l
             tasks.append(Task("pull", first, last, begin, received, receive_lane))
             if link == "shared":
                 pushed = received
-    return tasks + pull(pull_stage, plan.pull, max(pushed, received), receive_lane)
+    return tasks + pull(pull_problem, plan.pull, max(pushed, received), receive_lane)
 
 
 def push_iteration(profile: Profile, groups: Groups, nodes: int | None = None) -> list[Task]:
@@ -116,7 +115,7 @@ def hidden_share(tasks: Sequence[Task]) -> float:
     return hidden / total if total else 1.0
 
 
-def _compute(kind: Kind, problem: Stage, order: Iterable[int], start: float) -> list[Task]:
+def _compute(kind: Kind, problem: Problem, order: Iterable[int], start: float) -> list[Task]:
     tasks = []
     for layer in order:
         stop = start + float(problem.compute[layer - 1])

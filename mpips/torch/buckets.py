@@ -1,7 +1,7 @@
 """Which gradients travel together: cuts of the parameters in the order in which they become ready. Pure.
 
 A bucket is a run of parameters; its allreduce starts when the last of its gradients is there. Buckets come from the
-partition problem of MG-WFBP (`mpips.overlap.stage`), whose layers are counted from the front of the model: the other
+partition problem of MG-WFBP (`mpips.overlap.problem`), whose layers are counted from the front of the model: the other
 way round.
 """
 
@@ -12,7 +12,7 @@ from itertools import pairwise
 from numbers import Real
 from typing import Any, NamedTuple
 
-from mpips.overlap.stage import stage
+from mpips.overlap.problem import Problem
 from mpips.overlap.strategies import PARTITIONS
 
 STRATEGIES = tuple(PARTITIONS)
@@ -51,7 +51,7 @@ def cut(nbytes: Sequence[int], ready: Sequence[float], costs: Costs, strategy: s
     if not nbytes:
         return []
     compute = [max(0.0, after - before) for before, after in pairwise([0.0, *ready])]
-    problem = stage(compute[::-1], costs.alpha, [costs.beta * n for n in nbytes[::-1]])
+    problem = Problem.of(compute[::-1], costs.alpha, [costs.beta * n for n in nbytes[::-1]])
     count = len(nbytes)
     return [Bucket(count - last, count - first + 1) for first, last in PARTITIONS[strategy](problem)[::-1]]
 

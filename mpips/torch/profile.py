@@ -10,7 +10,7 @@ import torch
 from mpi4py import MPI
 
 import collectives
-from mpips.overlap.fit import costs as fitted
+from mpips.overlap.measure import fit_costs as fitted
 from mpips.torch.buckets import Costs
 from mpips.torch.gradients import empty
 

@@ -21,9 +21,9 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from ..models import MODELS, Table, googlenet
+from ..networks import MODELS, Table, googlenet
+from ..problem import Problem, makespan
 from ..profile import PARAMETER_BYTES
-from ..stage import Stage, makespan, stage
 from ..strategies import PARTITIONS
 from .figures import Comparison, Figure, Point, speedup
 
@@ -91,9 +91,9 @@ def _transfer(table: Table, nodes: int) -> NDArray[np.float64]:
     return nbytes * (nodes - 1) / nodes / share
 
 
-def _pull(table: Table, nodes: int, compute: float, startup: float) -> Stage:
+def _pull(table: Table, nodes: int, compute: float, startup: float) -> Problem:
     forward = [compute * FORWARD_SHARE * layer.flops / table.flops for layer in table.layers]
-    return stage(forward, startup * nodes, _transfer(table, nodes))
+    return Problem.of(forward, startup * nodes, _transfer(table, nodes))
 
 
 def _point(model: str, strategy: str, nodes: int, compute: float, startup: float) -> Point:

@@ -12,7 +12,7 @@ compared.
 
 from __future__ import annotations
 
-from ..models import MODELS
+from ..networks import MODELS
 from ..planner import plan
 from ..profile import Profile, Ring
 from .figures import Comparison, Figure, Point, speedup

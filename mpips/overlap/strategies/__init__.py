@@ -1,22 +1,23 @@
-"""One file a strategy, each a pure function of a Stage (one direction) or of two (`joint`)."""
+"""How layers become groups (buckets): pure functions of a Problem (one direction), or of two (`joint`), by name."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..stage import Groups, Stage
-from . import ibatch, joint, layerwise, merged, optimal, sequential, single
+from ..problem import Groups, Problem
+from . import baselines, ibatch, joint, merged, optimal
 
-PARTITIONS: dict[str, Callable[[Stage], Groups]] = {
-    "sequential": sequential.partition,
-    "layerwise": layerwise.partition,
-    "single": single.partition,
+PARTITIONS: dict[str, Callable[[Problem], Groups]] = {
+    "sequential": baselines.sequential,
+    "layerwise": baselines.layerwise,
+    "single": baselines.single,
     "merged": merged.partition,
     "ibatch": ibatch.partition,
     "optimal": optimal.partition,
 }
 """Name -> groups of one direction."""
 
-NAMES = (*PARTITIONS, "joint")
+STRATEGIES = (*PARTITIONS, "joint")
+"""The names of all, as `mpips plan --strategy` takes them."""
 
-__all__ = ["NAMES", "PARTITIONS", "joint"]
+__all__ = ["PARTITIONS", "STRATEGIES", "joint"]

@@ -15,17 +15,17 @@ followed where its pseudo-code says too little:
 
 import numpy as np
 
-from ..stage import Groups, Stage, from_ends, makespan, sums
+from ..problem import Groups, Problem, from_ends, makespan, sums
 
 
-def partition(problem: Stage) -> Groups:
+def partition(problem: Problem) -> Groups:
     if problem.layers == 1:
         return ((1, 1),)
     candidates = forward(problem), backward(problem)
     return min(candidates, key=lambda groups: makespan(problem, groups))
 
 
-def forward(problem: Stage) -> Groups:
+def forward(problem: Problem) -> Groups:
     """Algorithm 1: l_1, l_2, .., l_N = L. Needs two layers."""
     compute, sent = sums(problem.compute), problem.startup + sums(problem.transfer)
     ends = _first_pair_forward(compute, sent, problem.layers)
@@ -35,7 +35,7 @@ def forward(problem: Stage) -> Groups:
     return from_ends(ends)
 
 
-def backward(problem: Stage) -> Groups:
+def backward(problem: Problem) -> Groups:
     """Algorithm 2: l_{N-1}, l_{N-2}, .., 0. Needs two layers."""
     compute, sent = sums(problem.compute), problem.startup + sums(problem.transfer)
     starts = _first_pair_backward(compute, sent, problem.layers)  # L, l_{N-1}, l_{N-2}, descending

@@ -29,45 +29,31 @@ separate optima say how long a plan may take at most, so an m whose plans must t
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..stage import Groups, Stage, from_ends, makespan, sums
+from ..problem import Groups, JointPlan, Link, Problem, from_ends, makespan, sums
 from . import optimal
 
-Link = Literal["shared", "duplex"]
 Array = NDArray[np.float64]
 Numbers = NDArray[np.int64]
 ROUNDING = 1e-12
 """Relative gain below which pulling early is not worth its name."""
 
 
-class JointPlan(NamedTuple):
-    """push: groups of layers 1..L. early: how many of the last are pulled at once. pull: groups of the layers below."""
-
-    push: Groups
-    early: int
-    pull: Groups
-
-    @property
-    def first_early_layer(self) -> int:
-        """Layers from this one on are pulled early; L + 1 if none is."""
-        return self.push[-self.early][0] if self.early else self.push[-1][1] + 1
-
-
-def plan(push: Stage, pull: Stage, link: Link) -> JointPlan:
-    """The fastest plan of the family above. Both stages describe the same layers."""
+def plan(push: Problem, pull: Problem, link: Link) -> JointPlan:
+    """The fastest plan of the family above. Both problems describe the same layers."""
     if push.layers != pull.layers:
-        raise ValueError(f"the push has {push.layers} layers and the pull {pull.layers}: give two stages of one model")
+        raise ValueError(f"the push has {push.layers} layers and the pull {pull.layers}: give problems of one model")
     best = JointPlan(optimal.partition(push), 0, optimal.partition(pull))
     least = makespan(push, best.push) + makespan(pull, best.pull)
     found = (_shared if link == "shared" else _duplex)(push, pull, least)
     return found[1] if found[0] < least * (1 - ROUNDING) else best
 
 
-def _table(problem: Stage, rest: Array, last: Array, of: Numbers) -> Array:
+def _table(problem: Problem, rest: Array, last: Array, of: Numbers) -> Array:
     """Columns end[i, m] for the m in `of`, which ascend: end[m, m] = last[m], and for i < m end[i, m] = startup + min
     over i < j <= m of transfer(i + 1..j) + max(end[j, m], rest[i]); infinite for i > m.
 
@@ -96,7 +82,7 @@ def _table(problem: Stage, rest: Array, last: Array, of: Numbers) -> Array:
     return end
 
 
-def _forward(pull: Stage, of: Numbers) -> Array:
+def _forward(pull: Problem, of: Numbers) -> Array:
     """to_go[i, m] for the m in `of`: seconds from the start of pulling i + 1..m, with 1..i and all above m there and
     layers up to i computed, to the end of the forward pass; in the best groups. to_go[0, m] is F[m]."""
     rest = _rest(pull)
@@ -105,7 +91,7 @@ def _forward(pull: Stage, of: Numbers) -> Array:
     return to_go
 
 
-def _worth(pull: Stage, pushed: Array, least: float) -> Numbers:
+def _worth(pull: Problem, pushed: Array, least: float) -> Numbers:
     """The m whose plans may take no longer than `least`, where pushes and early pulls take at least pushed[m]. After
     them comes layer 1's pull and then all compute, or the pulls of 1..m and then layer m's and the later ones'."""
     m = np.arange(pull.layers + 1)
@@ -115,13 +101,13 @@ def _worth(pull: Stage, pushed: Array, least: float) -> Numbers:
     return np.flatnonzero(pushed + forward <= least * (1 + ROUNDING))
 
 
-def _rest(pull: Stage) -> Array:
+def _rest(pull: Problem) -> Array:
     """rest[i]: compute of layers i + 1..L."""
     done = sums(pull.compute)
     return done[-1] - done
 
 
-def _pulls(pull: Stage, to_go: Array, m: int) -> Groups:
+def _pulls(pull: Problem, to_go: Array, m: int) -> Groups:
     """The groups of 1..m that take to_go[0]: the column of m."""
     transfer, rest = sums(pull.transfer), _rest(pull)
     ends, i = [], 0
@@ -132,7 +118,7 @@ def _pulls(pull: Stage, to_go: Array, m: int) -> Groups:
     return from_ends(ends)
 
 
-def _shared(push: Stage, pull: Stage, least: float) -> tuple[float, JointPlan]:
+def _shared(push: Problem, pull: Problem, least: float) -> tuple[float, JointPlan]:
     """The recurrence over e[m, i] for every m at once. At i >= m all groups are early, whatever m: above[i]. At i < m
     it is below[i, m], with above[m] at i = m."""
     layers = push.layers
@@ -159,7 +145,7 @@ def _shared(push: Stage, pull: Stage, least: float) -> tuple[float, JointPlan]:
     return float(total[column]), _joint(from_ends(ends), m, _pulls(pull, to_go[:, column], m))
 
 
-def _message_costs(push: Stage, pull: Stage, i: int) -> tuple[float, Array, Array]:
+def _message_costs(push: Problem, pull: Problem, i: int) -> tuple[float, Array, Array]:
     """When layer i + 1 is ready; seconds to push i + 1..j, and to push and pull them, for j > i."""
     ready = float(np.sum(push.compute[i:]))
     late = push.startup + np.cumsum(push.transfer[i:])
@@ -181,7 +167,7 @@ class _Fronts(NamedTuple):
     of: dict[int, slice]
 
 
-def _fronts(push: Stage, pull: Stage, lowest: int) -> _Fronts:
+def _fronts(push: Problem, pull: Problem, lowest: int) -> _Fronts:
     """The fronts of every i from `lowest` on."""
     layers = push.layers
     ready, sent, fetched = _rest(push), sums(push.transfer), sums(pull.transfer)
@@ -207,7 +193,7 @@ def _fronts(push: Stage, pull: Stage, lowest: int) -> _Fronts:
     return _Fronts(points[0], points[1], layer, np.concatenate(parents), of)
 
 
-def _paths_from_ready(push: Stage, most: int) -> Array:
+def _paths_from_ready(push: Problem, most: int) -> Array:
     """R[j, k] for j = 0..L and k = 0..most."""
     layers = push.layers
     ready = np.cumsum(push.compute[::-1])[::-1]
@@ -225,7 +211,7 @@ def _paths_from_ready(push: Stage, most: int) -> Array:
     return paths
 
 
-def _groups_below(push: Stage, paths: Array, m: int, number: int) -> list[int]:
+def _groups_below(push: Problem, paths: Array, m: int, number: int) -> list[int]:
     """The last layers of the `number` groups of 1..m that attain paths[m, number], from the last group down."""
     ready = np.cumsum(push.compute[::-1])[::-1]
     sent = sums(push.transfer)
@@ -236,7 +222,7 @@ def _groups_below(push: Stage, paths: Array, m: int, number: int) -> list[int]:
     return ends
 
 
-def _duplex(push: Stage, pull: Stage, least: float) -> tuple[float, JointPlan]:
+def _duplex(push: Problem, pull: Problem, least: float) -> tuple[float, JointPlan]:
     layers = push.layers
     ready, sent, fetched = _rest(push), sums(push.transfer), sums(pull.transfer)
     # The send link takes what it takes alone; the other has the early pulls behind the first push.

@@ -13,10 +13,10 @@ O(L): the paper computes all of tau_c again after every merge, O(L^2), but a mer
 
 import numpy as np
 
-from ..stage import Groups, Stage, from_ends
+from ..problem import Groups, Problem, from_ends
 
 
-def partition(problem: Stage) -> Groups:
+def partition(problem: Problem) -> Groups:
     ready = np.cumsum(problem.compute[::-1])[::-1].tolist()  # tau_b + tb of every layer (Eq. 19)
     message = (problem.startup + problem.transfer).tolist()
     begin = ready[-1]  # tau_c of the layer (Eq. 20), of which merging changes only what lies below

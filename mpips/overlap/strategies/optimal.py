@@ -9,7 +9,7 @@ and e[1] is the least makespan. Proof. Take any partition of i..L; its last mess
 than ready[i] and than the end of the messages before it, which is at least e[j + 1] by definition; so no partition
 beats the right side. It is attained: send i..j after a partition of j + 1..L that ends at e[j + 1]. Both steps use only
 that the end of a message never falls when the network is freed later (optimal substructure of a chain). A pull has the
-same makespan for the same groups (stage.py), so the same partition is optimal there.
+same makespan for the same groups (problem.py), so the same partition is optimal there.
 
 Since e is the earliest end of *every* suffix, a group that hides in compute is not merged although merging it might
 cost nothing: the plan is the one that keeps most slack. Between equals the longer message wins, which saves a startup.
@@ -18,10 +18,10 @@ O(L^2) time, O(L) memory, the inner minimum in NumPy: about 1 ms for 200 layers.
 
 import numpy as np
 
-from ..stage import Groups, Stage, from_ends, sums
+from ..problem import Groups, Problem, from_ends, sums
 
 
-def partition(problem: Stage) -> Groups:
+def partition(problem: Problem) -> Groups:
     layers = problem.layers
     ready = np.cumsum(problem.compute[::-1])[::-1]
     transfer = sums(problem.transfer)

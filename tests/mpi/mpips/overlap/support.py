@@ -9,7 +9,7 @@ from mpi4py import MPI
 
 import mpips
 from mpips import optimizers
-from mpips.overlap.exchange import Overlapped
+from mpips.overlap import Overlapped
 from mpips.parallel.mlp import MLP
 from mpips.trainer import averaged, workers_in_a_sum
 

@@ -19,10 +19,9 @@ from mpi4py import MPI
 
 import mpips
 from mpips import optimizers
-from mpips.overlap import bench, execute
-from mpips.overlap.exchange import STRATEGIES, Overlapped
-from mpips.overlap.strategies.joint import JointPlan
-from mpips.overlap.wire import Wire
+from mpips.overlap import JointPlan, Overlapped, bench, runtime
+from mpips.overlap.exchange import CHOICES
+from mpips.overlap.messages import StoreMessages
 from mpips.parallel.mlp import MLP
 from mpips.runtime.engine import Alone, Engine
 from mpips.trainer import Gradients, Trainer
@@ -94,7 +93,7 @@ def test_no_strategy_changes_a_bit(
     monkeypatch.setattr(Overlapped, "_costs", lambda exchange: ((1e-4, 2e-9), (1e-4, 2e-9)))
     if WORLD.size < options.get("servers", 0) + options.get("clients", 1):
         pytest.skip("needs a worker in every client beside the servers")
-    strategies, comm = STRATEGIES if nodes is MPI.Intracomm else FORMS, nodes(WORLD.Dup())
+    strategies, comm = CHOICES if nodes is MPI.Intracomm else FORMS, nodes(WORLD.Dup())
     given = {**options, "chunk_bytes": 1 << 15}
     plain, others = (
         [train(kind, given, strategy, sizes=(60, 300, 9, 40, 7, 5), dtype="float32", comm=comm) for strategy in wanted]
@@ -195,8 +194,8 @@ def test_waiting_for_the_pushes_of_the_step_before_counts_as_waiting(
 ) -> None:
     kv, ok = worker(kind, options), True
     if kv is not None:
-        begin = execute.Messages.begin
-        monkeypatch.setattr(execute.Messages, "begin", lambda messages: (time.sleep(0.1), begin(messages)))
+        begin = runtime.Execution.begin
+        monkeypatch.setattr(runtime.Execution, "begin", lambda messages: (time.sleep(0.1), begin(messages)))
         exchange = exchange_of(kv, Sluggish(), strategy="optimal")
         for seed in range(2):
             step(exchange, seed)
@@ -262,15 +261,15 @@ def test_pushes_and_pulls_cut_differently() -> None:
         elements = [4, 3, 2, 5, 1]
         gradients, parameters = np.arange(15.0), np.zeros(15)
         kv.set_optimizer("sgd", learning_rate=1.0, momentum=0.5)
-        wire = Wire(kv, gradients, parameters, elements)
+        wire = StoreMessages(kv, gradients, parameters, elements)
         expected, velocity = np.zeros(15), np.zeros(15)
         for plan in CUTS:
             wire.plan(plan)
-            messages = execute.Messages(wire, plan)
+            messages = runtime.Execution(wire, plan)
             for _ in range(2):
                 arrived: list[np.ndarray] = []
                 take = partial(_keep, arrived, parameters)
-                tasks = execute.iteration(messages, len(elements), take, lambda layer: None)
+                tasks = runtime.iteration(messages, len(elements), take, lambda layer: None)
                 velocity = 0.5 * velocity - kv.num_workers * gradients
                 expected = expected + velocity
                 stops = np.cumsum(elements)
@@ -315,8 +314,8 @@ def test_clocked_iterations_of_a_plan() -> None:
     def backward(layer: int) -> None:
         gradients[layer - 1] = layer
 
-    messages = execute.Messages(Reducer(engine, comm, gradients, totals), JointPlan(groups, 2, ()))
-    tasks = execute.iteration(messages, 6, lambda layer: None, backward)
+    messages = runtime.Execution(Reducer(engine, comm, gradients, totals), JointPlan(groups, 2, ()))
+    tasks = runtime.iteration(messages, 6, lambda layer: None, backward)
     engine.close()
     comm.Free()
     ends = {(t.kind, t.first): t.end for t in tasks if t.kind == "backward"}
@@ -354,7 +353,7 @@ def test_serialized_threads_suffice(tmp_path: Path, servers: int) -> None:
     script.write_text(f"""
 import numpy as np, mpips
 from mpi4py import MPI
-from mpips.overlap.exchange import Overlapped
+from mpips.overlap import Overlapped
 from mpips.optimizers import SGD
 from mpips.parallel.mlp import MLP
 assert MPI.Query_thread() == MPI.THREAD_SERIALIZED

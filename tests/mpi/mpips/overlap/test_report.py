@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from mpi4py import MPI
 
 import mpips
-from mpips.overlap import profile
+from mpips.overlap import load_profile, profile_to_dict
 from mpips.overlap.__main__ import command as plan
 from mpips.parallel.mlp import MLP
 from mpips.trainer import Elastic, Trainer
@@ -97,13 +97,15 @@ def test_a_profile_of_the_job_is_one_that_plan_reads(
         if measured:
             found = trainer.profile(*batch(9), save=tmp_path / "job.json")
             ok &= found.network.at(None)[0] >= 0 and all(layer.backward_s > 0 for layer in found.layers)
-            ok &= profile.to_dict(found)["network"].get("collective") == ("servers" if options else None)
+            ok &= profile_to_dict(found)["network"].get("collective") == ("servers" if options else None)
             ok &= [layer.parameters for layer in found.layers] == MLP(SIZES).layer_elements
             ok &= (tmp_path / "job.json").exists() == (trainer.kv.rank == 0)
             if trainer.kv.rank == 0:
-                ok &= profile.load(tmp_path / "job.json") == found
+                ok &= load_profile(tmp_path / "job.json") == found
                 result = CliRunner().invoke(plan, [str(tmp_path / "job.json"), "--direction", "both"])
                 ok &= result.exit_code == 0 and "joint" in result.output
+                other = CliRunner().invoke(plan, [str(tmp_path / "job.json"), "--nodes", "64"])
+                ok &= other.exit_code == 2 and "plan without --nodes" in other.output  # no ring measured it
         trainer.step(*batch(1))
         ok &= (trainer.report().predicted_s is not None) == (measured and overlap is not None)
         parameters.append(trainer.model.parameters)

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 from hypothesis import strategies as st
 
-from mpips.overlap import profile
-from mpips.overlap.stage import Groups, Stage, from_ends, stage
+from mpips.overlap import Problem, Profile, Ring, create_profile
+from mpips.overlap.problem import Groups, from_ends
 
 
 def partitions(layers: int) -> Iterator[Groups]:
@@ -20,7 +20,7 @@ def partitions(layers: int) -> Iterator[Groups]:
         yield from_ends([i + 1 for i in range(layers - 1) if mask >> i & 1] + [layers])
 
 
-def random_stage(rng: np.random.Generator, layers: int) -> Stage:
+def random_problem(rng: np.random.Generator, layers: int) -> Problem:
     """All regimes: messages and startups from negligible to dominant, sometimes exactly nothing or all alike."""
     compute, transfer = rng.exponential(size=layers), rng.exponential(size=layers) * 10 ** rng.uniform(-2, 1)
     startup = rng.choice([0.0, 10 ** rng.uniform(-3, 1)])
@@ -28,23 +28,23 @@ def random_stage(rng: np.random.Generator, layers: int) -> Stage:
         compute, transfer = np.ceil(compute), np.ceil(transfer)
     if rng.random() < 0.05:
         compute[rng.integers(layers)] = 0.0
-    return stage(compute, startup, transfer)
+    return Problem.of(compute, startup, transfer)
 
 
 @st.composite
-def stages(draw: st.DrawFn, max_layers: int = 40) -> Stage:
+def problems(draw: st.DrawFn, max_layers: int = 40) -> Problem:
     layers = draw(st.integers(1, max_layers))
-    return random_stage(np.random.default_rng(draw(st.integers(0, 2**32 - 1))), layers)
+    return random_problem(np.random.default_rng(draw(st.integers(0, 2**32 - 1))), layers)
 
 
-def random_profile(seed: int, layers: int) -> profile.Profile:
+def random_profile(seed: int, layers: int) -> Profile:
     rng = np.random.default_rng(seed)
-    return profile.create(
+    return create_profile(
         [f"layer{i}" for i in range(1, layers + 1)],
         rng.integers(1, 10**6, layers).tolist(),
         rng.exponential(1e-3, layers).tolist(),
         rng.exponential(2e-3, layers).tolist(),
-        profile.Ring(1e-5 * 10 ** rng.uniform(0, 1), 1e-9, 1e-10),
+        Ring(1e-5 * 10 ** rng.uniform(0, 1), 1e-9, 1e-10),
         float(rng.exponential(1e-3)),
         float(10 ** rng.uniform(8, 10)),
     )

@@ -8,18 +8,17 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from mpips.overlap import profile
+from mpips.overlap import STRATEGIES, load_profile, profile_to_dict, save_profile
 from mpips.overlap.__main__ import command, parse_nodes
 from mpips.overlap.gap import command as gap
 from mpips.overlap.reproduce.__main__ import command as reproduce
-from mpips.overlap.strategies import NAMES
 
 from .problems import random_profile
 
 
 @pytest.fixture
 def profile_file(tmp_path: Path) -> Path:
-    profile.save(random_profile(2, 15), tmp_path / "profile.json")
+    save_profile(random_profile(2, 15), tmp_path / "profile.json")
     return tmp_path / "profile.json"
 
 
@@ -32,7 +31,7 @@ def test_json_of_all_strategies(profile_file: Path, tmp_path: Path) -> None:
     code, output = plan(str(profile_file), "--nodes", "4:64", "--json", str(tmp_path / "out.json"))
     assert code == 0, output
     rows = json.loads((tmp_path / "out.json").read_text())
-    assert {(row["strategy"], row["nodes"]) for row in rows} == {(s, n) for s in NAMES for n in (4, 8, 16, 32, 64)}
+    assert {(row["strategy"], row["nodes"]) for row in rows} == {(s, n) for s in STRATEGIES for n in (4, 8, 16, 32, 64)}
     for row in rows:
         assert [layer for first, last in row["groups"] for layer in range(first, last + 1)] == list(range(1, 16))
         best = min(r["iteration_s"] for r in rows if r["nodes"] == row["nodes"])
@@ -87,11 +86,11 @@ def test_a_picture_that_cannot_be_written_is_one_sentence(
 def test_built_in_model_saves_its_profile(tmp_path: Path) -> None:
     code, output = plan("--model", "lenet5", "--nodes", "4", "--save-profile", str(tmp_path / "p.json"))
     assert code == 0, output
-    assert sum(layer.parameters for layer in profile.load(tmp_path / "p.json").layers) == 3_274_634
+    assert sum(layer.parameters for layer in load_profile(tmp_path / "p.json").layers) == 3_274_634
 
 
 def test_measured_network_without_its_size_is_said(tmp_path: Path) -> None:
-    data = profile.to_dict(random_profile(2, 5)) | {"network": {"a": 1e-4, "b": 1e-9}}
+    data = profile_to_dict(random_profile(2, 5)) | {"network": {"a": 1e-4, "b": 1e-9}}
     (tmp_path / "p.json").write_text(json.dumps(data))
     code, output = plan(str(tmp_path / "p.json"), "--nodes", "4:8")
     assert code == 0
@@ -104,11 +103,12 @@ def test_measured_network_without_its_size_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize("network, nodes, words", [
     ({"a": 1e-4, "b": 1e-9}, 1, "measured on 1 node"),
     ({"a": 1e-4, "b": 1e-9, "collective": "servers"}, 4, "a push to servers"),
+    ({"a": 1e-4, "b": 1e-9}, 4, "an allreduce that need not be a ring"),
 ])  # fmt: skip
 def test_what_no_other_size_follows_from_is_planned_as_measured(
     tmp_path: Path, network: dict[str, float | str], nodes: int, words: str
 ) -> None:
-    data = profile.to_dict(random_profile(2, 5)) | {"network": network, "nodes": nodes}
+    data = profile_to_dict(random_profile(2, 5)) | {"network": network, "nodes": nodes}
     (tmp_path / "p.json").write_text(json.dumps(data))
     code, output = plan(str(tmp_path / "p.json"), "--nodes", "8:64")
     assert code == 2
@@ -116,9 +116,17 @@ def test_what_no_other_size_follows_from_is_planned_as_measured(
     assert plan(str(tmp_path / "p.json"))[0] == plan(str(tmp_path / "p.json"), "--nodes", str(nodes))[0] == 0
 
 
+def test_a_measured_ring_is_planned_on_other_sizes(tmp_path: Path) -> None:
+    data = profile_to_dict(random_profile(2, 5)) | {"nodes": 4}
+    (tmp_path / "p.json").write_text(json.dumps(data | {"network": {"a": 1e-4, "b": 1e-9, "collective": "ring"}}))
+    code, output = plan(str(tmp_path / "p.json"), "--nodes", "8:64", "--json", str(tmp_path / "out.json"))
+    assert code == 0, output
+    assert {row["nodes"] for row in json.loads((tmp_path / "out.json").read_text())} == {8, 16, 32, 64}
+
+
 def test_servers_of_an_unknown_size_are_refused_other_sizes_in_one_sentence(tmp_path: Path) -> None:
     network = {"a": 1e-4, "b": 1e-9, "collective": "servers"}
-    (tmp_path / "p.json").write_text(json.dumps(profile.to_dict(random_profile(2, 5)) | {"network": network}))
+    (tmp_path / "p.json").write_text(json.dumps(profile_to_dict(random_profile(2, 5)) | {"network": network}))
     code, output = plan(str(tmp_path / "p.json"), "--nodes", "8")
     assert code == 2
     assert output.startswith("Error: network: a and b are those of a push to servers")

@@ -9,17 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpips.overlap import timeline
-from mpips.overlap.stage import Stage, check_groups, makespan
-from mpips.overlap.strategies import joint, optimal
-from mpips.overlap.strategies.joint import JointPlan, Link
+from mpips.overlap import PARTITIONS, JointPlan, Problem, check_groups, makespan, timeline
+from mpips.overlap.problem import Link
+from mpips.overlap.strategies import joint
 
-from .problems import partitions, random_stage
+from .problems import partitions, random_problem
 
 LINKS: tuple[Link, ...] = ("shared", "duplex")
 
 
-def enumerated(push: Stage, pull: Stage, link: Link) -> float:
+def enumerated(push: Problem, pull: Problem, link: Link) -> float:
     """The least time over every push partition, every number of early groups and every partition of the rest."""
     best = np.inf
     for groups in partitions(push.layers):
@@ -30,9 +29,9 @@ def enumerated(push: Stage, pull: Stage, link: Link) -> float:
     return best
 
 
-def is_no_worse(push: Stage, pull: Stage, plan: JointPlan, link: Link) -> None:
+def is_no_worse(push: Problem, pull: Problem, plan: JointPlan, link: Link) -> None:
     """The plan takes no longer than two separate optima."""
-    separate = makespan(push, optimal.partition(push)) + makespan(pull, optimal.partition(pull))
+    separate = makespan(push, PARTITIONS["optimal"](push)) + makespan(pull, PARTITIONS["optimal"](pull))
     assert timeline.end(timeline.both(push, pull, plan, link)) <= separate * (1 + 1e-9)
 
 
@@ -41,7 +40,7 @@ def test_equals_enumeration(link: Link) -> None:
     rng = np.random.default_rng(7)
     for _ in range(60):
         layers = int(rng.integers(1, 6))
-        push, pull = random_stage(rng, layers), random_stage(rng, layers)
+        push, pull = random_problem(rng, layers), random_problem(rng, layers)
         plan = joint.plan(push, pull, link)
         found = timeline.end(timeline.both(push, pull, plan, link))
         assert found == pytest.approx(enumerated(push, pull, link), rel=1e-9)
@@ -52,7 +51,7 @@ def test_messages_without_startup_and_layers_without_compute(link: Link) -> None
     rng = np.random.default_rng(5)
     for _ in range(300):
         layers = int(rng.integers(1, 8))
-        push, pull = random_stage(rng, layers), random_stage(rng, layers)
+        push, pull = random_problem(rng, layers), random_problem(rng, layers)
         push = push._replace(startup=0.0, compute=push.compute * rng.choice([0.0, 1.0], layers))
         is_no_worse(push, pull, joint.plan(push, pull, link), link)
 
@@ -61,7 +60,7 @@ def test_messages_without_startup_and_layers_without_compute(link: Link) -> None
 @settings(max_examples=60)
 def test_never_worse_than_two_separate_optima(seed: int, layers: int, link: Link) -> None:
     rng = np.random.default_rng(seed)
-    push, pull = random_stage(rng, layers), random_stage(rng, layers)
+    push, pull = random_problem(rng, layers), random_problem(rng, layers)
     plan = joint.plan(push, pull, link)
     check_groups(plan.push, layers)
     if plan.pull:
@@ -71,7 +70,7 @@ def test_never_worse_than_two_separate_optima(seed: int, layers: int, link: Link
 
 def test_in_order_plans_add_up_whatever_the_link() -> None:
     rng = np.random.default_rng(3)
-    push, pull = random_stage(rng, 5), random_stage(rng, 5)
+    push, pull = random_problem(rng, 5), random_problem(rng, 5)
     for first, second, link in product(partitions(5), partitions(5), LINKS):
         end = timeline.end(timeline.both(push, pull, JointPlan(first, 0, second), link))
         assert end == pytest.approx(makespan(push, first) + makespan(pull, second))
@@ -84,7 +83,7 @@ def test_tasks_respect_the_job(link: Link) -> None:
     rng = np.random.default_rng(11)
     for _ in range(50):
         layers = int(rng.integers(1, 15))
-        push, pull = random_stage(rng, layers), random_stage(rng, layers)
+        push, pull = random_problem(rng, layers), random_problem(rng, layers)
         tasks = timeline.both(push, pull, joint.plan(push, pull, link), link)
         moments = {(t.kind, layer): t for t in tasks for layer in range(t.first, t.last + 1)}
         slack = 1e-9 * timeline.end(tasks)
@@ -96,7 +95,7 @@ def test_tasks_respect_the_job(link: Link) -> None:
             assert all(a.end <= b.start + slack for a, b in pairwise(row))
 
 
-def test_stages_of_different_models_are_refused() -> None:
+def test_problems_of_different_models_are_refused() -> None:
     rng = np.random.default_rng(0)
     with pytest.raises(ValueError, match="push has 3 layers and the pull 4"):
-        joint.plan(random_stage(rng, 3), random_stage(rng, 4), "shared")
+        joint.plan(random_problem(rng, 3), random_problem(rng, 4), "shared")

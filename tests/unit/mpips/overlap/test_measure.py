@@ -9,28 +9,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpips.overlap import fit, measure, stopwatch
-from mpips.overlap.stage import Groups, check_groups
-from mpips.overlap.stopwatch import Stopwatch
+from mpips.overlap import check_groups, fit_costs, measure
+from mpips.overlap.measure import Stopwatch
+from mpips.overlap.problem import Groups
 
 
 @given(st.floats(1e-6, 1e-1), st.floats(1e-11, 1e-6))
 def test_costs_are_found_again(startup: float, per_byte: float) -> None:
     messages, nbytes = np.array([40, 3, 1, 13, 1]), np.array([1e6, 1e6, 1e6, 3e5, 3e5])
-    found = fit.costs(messages, nbytes, startup * messages + per_byte * nbytes)
+    found = fit_costs(messages, nbytes, startup * messages + per_byte * nbytes)
     assert found == pytest.approx((startup, per_byte), rel=1e-5, abs=1e-15)
 
 
 def test_no_cost_is_negative() -> None:
-    assert fit.costs([1, 1, 1], [1, 2, 4], [4.0, 3.0, 2.0])[1] == 0.0
-    assert fit.costs([1, 1, 1], [1, 2, 4], [0.5, 2.0, 8.0])[0] == 0.0
+    assert fit_costs([1, 1, 1], [1, 2, 4], [4.0, 3.0, 2.0])[1] == 0.0
+    assert fit_costs([1, 1, 1], [1, 2, 4], [0.5, 2.0, 8.0])[0] == 0.0
 
 
 def test_one_message_size_tells_nothing() -> None:
     with pytest.raises(ValueError, match="two message sizes"):
-        fit.costs([1, 2], [8, 16], [1.0, 2.0])
+        fit_costs([1, 2], [8, 16], [1.0, 2.0])
     with pytest.raises(ValueError, match="positive"):
-        fit.costs([1, 1], [8, 16], [0.0, 1.0])
+        fit_costs([1, 1], [8, 16], [0.0, 1.0])
 
 
 @pytest.mark.parametrize("elements", [[5], [3, 1, 2], list(range(1, 50))])
@@ -61,18 +61,18 @@ time = Time()
 @pytest.fixture(autouse=True)
 def _virtual(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "time", time)
-    monkeypatch.setattr(stopwatch, "time", time)
 
 
 class Message:
     """Under way until so many seconds after its start."""
 
     def __init__(self, seconds: float) -> None:
-        self._end = time.perf_counter() + seconds
+        self.started = time.perf_counter()
+        self.ended = self.started + seconds
 
     @property
     def done(self) -> bool:
-        return time.perf_counter() >= self._end
+        return time.perf_counter() >= self.ended
 
     def wait(self) -> None:
         while not self.done:
@@ -87,12 +87,13 @@ def test_costs_of_a_link_from_its_runs() -> None:
         return [Message(startup * len(groups) + per_byte * nbytes)]
 
     wanted = measure.runs(elements)
-    found = measure.costs(elements, wanted, measure.seconds(start, wanted, lambda seconds: seconds, repeats=3))
+    times = measure.run_seconds(start, wanted, lambda seconds: seconds, repeats=3)
+    found = measure.costs_of_runs(elements, wanted, times)
     assert found == pytest.approx((startup, per_byte), rel=0.05)
 
 
 def test_one_layer_is_all_startup() -> None:
-    assert measure.costs([7], measure.runs([7]), [0.25]) == (0.25, 0.0)
+    assert measure.costs_of_runs([7], measure.runs([7]), [0.25]) == (0.25, 0.0)
 
 
 class Sleeper:
@@ -112,7 +113,7 @@ class Sleeper:
 
 
 def test_each_layer_gets_its_own_time() -> None:
-    forward, backward = measure.compute(Sleeper(), np.zeros(1), np.zeros(1))
+    forward, backward = measure.layer_seconds(Sleeper(), np.zeros(1), np.zeros(1))
     assert forward == pytest.approx([0.002, 0.02, 0.002])
     assert backward == pytest.approx([0.002, 0.02, 0.004])
 

@@ -11,8 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpips.overlap import profile
-from mpips.overlap.profile import Linear, Ring
+from mpips.overlap import (
+    Linear,
+    Ring,
+    create_profile,
+    load_profile,
+    profile_from_dict,
+    save_profile,
+)
 
 GOOD: dict[str, Any] = {
     "layers": [
@@ -38,19 +44,22 @@ def changed(path: tuple[Any, ...], value: Any) -> dict[str, Any]:
 
 
 def test_file_round_trip(tmp_path: Path) -> None:
-    first = profile.from_dict(GOOD)
-    profile.save(first, tmp_path / "p.json")
-    assert profile.load(tmp_path / "p.json") == first
-    measured = profile.from_dict(GOOD | {"network": {"a": 1e-4, "b": 1e-9}, "nodes": 8})
-    profile.save(measured, tmp_path / "q.json")
-    assert profile.load(tmp_path / "q.json") == measured
-    served = profile.from_dict(GOOD | {"network": {"a": 1e-4, "b": 1e-9, "collective": "servers"}, "nodes": 8})
-    profile.save(served, tmp_path / "r.json")
-    assert profile.load(tmp_path / "r.json") == served != measured
+    first = profile_from_dict(GOOD)
+    save_profile(first, tmp_path / "p.json")
+    assert load_profile(tmp_path / "p.json") == first
+    measured = profile_from_dict(GOOD | {"network": {"a": 1e-4, "b": 1e-9}, "nodes": 8})
+    save_profile(measured, tmp_path / "q.json")
+    assert load_profile(tmp_path / "q.json") == measured
+    ring = profile_from_dict(GOOD | {"network": {"a": 1e-4, "b": 1e-9, "collective": "ring"}, "nodes": 8})
+    save_profile(ring, tmp_path / "s.json")
+    assert load_profile(tmp_path / "s.json") == ring != measured
+    served = profile_from_dict(GOOD | {"network": {"a": 1e-4, "b": 1e-9, "collective": "servers"}, "nodes": 8})
+    save_profile(served, tmp_path / "r.json")
+    assert load_profile(tmp_path / "r.json") == served != measured
 
 
 def test_stages_price_bytes() -> None:
-    found = profile.from_dict(GOOD)
+    found = profile_from_dict(GOOD)
     pull, push = found.pull(), found.push(4)
     np.testing.assert_allclose(pull.transfer, [400 / 1e9, 4000 / 1e9])
     np.testing.assert_allclose(pull.compute, [0.01, 0.001])
@@ -64,15 +73,20 @@ def test_ring_startups_of_the_paper(nodes: int, seconds: float) -> None:
     assert Ring(45.26e-6, 0, 0).at(nodes)[0] == pytest.approx(seconds)
 
 
-def test_measured_network_rescales_as_a_ring() -> None:
+def test_a_measured_ring_rescales() -> None:
     ring = Ring(1e-5, 1e-9, 3e-10)
-    measured = Linear(*ring.at(8), nodes=8)
+    measured = Linear(*ring.at(8), nodes=8, collective="ring")
     assert measured.at(32) == pytest.approx(ring.at(32))
     assert Linear(1.0, 2.0).at(32) == (1.0, 2.0)
 
 
 @pytest.mark.parametrize(
-    "measured, words", [(Linear(1.0, 2.0, 1), "1 node"), (Linear(1.0, 2.0, 4, "servers"), "push to servers")]
+    "measured, words",
+    [
+        (Linear(1.0, 2.0, 1, "ring"), "1 node"),
+        (Linear(1.0, 2.0, 4, "servers"), "push to servers"),
+        (Linear(1.0, 2.0, 4), "an allreduce that need not be a ring"),
+    ],
 )
 def test_what_cannot_be_rescaled_is_refused(measured: Linear, words: str) -> None:
     assert measured.at(measured.nodes) == measured.at(None) == (1.0, 2.0)
@@ -99,7 +113,7 @@ def test_what_cannot_be_rescaled_is_refused(measured: Linear, words: str) -> Non
         (("network", "alpha"), math.nan, ["network", "alpha", "nan"]),
         (("network", "collective"), "tree", ["network", "'tree'", "'ring'"]),
         (("network",), {"a": 1.0}, ["network", "b is missing"]),
-        (("network",), {"a": 1.0, "b": 1.0, "collective": "tree"}, ["network", "'tree'", "allreduce, servers"]),
+        (("network",), {"a": 1.0, "b": 1.0, "collective": "tree"}, ["network", "'tree'", "allreduce, servers, ring"]),
         (("startup_s",), KeyError, ["startup_s is missing"]),
         (("startup_s",), -1, ["startup_s", "-1"]),
         (("bandwidth_Bps",), 0, ["bandwidth_Bps", "0"]),
@@ -114,26 +128,26 @@ def test_what_cannot_be_rescaled_is_refused(measured: Linear, words: str) -> Non
 )
 def test_errors_name_the_value(path: tuple[Any, ...], value: Any, words: list[str]) -> None:
     with pytest.raises(ValueError) as error:
-        profile.from_dict(changed(path, value))
+        profile_from_dict(changed(path, value))
     for word in words:
         assert word in str(error.value)
 
 
 def test_columns_of_different_lengths_are_named() -> None:
     with pytest.raises(ValueError, match=r"names has 2.*parameters has 2.*forward_s has 1.*backward_s has 2"):
-        profile.create(["a", "b"], [1, 2], [0.1], [0.1, 0.2], Linear(0, 0), 0, 1)
+        create_profile(["a", "b"], [1, 2], [0.1], [0.1, 0.2], Linear(0, 0), 0, 1)
 
 
 def test_a_bad_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "p.json"
     path.write_text(json.dumps(changed(("startup_s",), KeyError)))
     with pytest.raises(ValueError, match=r"p\.json: .*startup_s is missing"):
-        profile.load(path)
+        load_profile(path)
     path.write_text("{")
     with pytest.raises(ValueError, match=r"p\.json"):
-        profile.load(path)
+        load_profile(path)
 
 
 def test_a_ring_needs_a_number_of_nodes() -> None:
     with pytest.raises(ValueError, match="number of nodes"):
-        profile.from_dict(GOOD).push()
+        profile_from_dict(GOOD).push()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from mpips.overlap import settings
-from mpips.overlap.execute import sent_tasks
 from mpips.overlap.report import Ended
 from mpips.overlap.reproduce.mg_wfbp import communication
+from mpips.overlap.runtime import sent_tasks
 
 
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.9])

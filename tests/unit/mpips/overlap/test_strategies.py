@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from mpips.overlap import timeline
-from mpips.overlap.stage import Stage, check_groups, from_ends, makespan, message_times, stage
-from mpips.overlap.strategies import PARTITIONS, ibatch, layerwise, merged, optimal
+from mpips.overlap import PARTITIONS, Problem, check_groups, makespan, timeline
+from mpips.overlap.problem import from_ends, message_times
+from mpips.overlap.strategies import ibatch
 
-from .problems import partitions, random_stage, stages
+from .problems import partitions, problems, random_problem
 
 
-def all_makespans(problem: Stage) -> np.ndarray:
+def all_makespans(problem: Problem) -> np.ndarray:
     """Of all 2^(L-1) partitions at once, by the push's own recurrence over layers (not by the code under test)."""
     layers = problem.layers
     masks = np.arange(1 << (layers - 1))
@@ -31,29 +31,29 @@ def all_makespans(problem: Stage) -> np.ndarray:
 def test_optimal_equals_enumeration(layers: int) -> None:
     rng = np.random.default_rng(layers)
     for _ in range(300):
-        problem = random_stage(rng, layers)
-        found = makespan(problem, optimal.partition(problem))
+        problem = random_problem(rng, layers)
+        found = makespan(problem, PARTITIONS["optimal"](problem))
         assert found == pytest.approx(all_makespans(problem).min(), rel=1e-12)
 
 
-@given(stages(max_layers=120))
-def test_strategies_are_partitions_and_never_beat_the_optimum(problem: Stage) -> None:
-    least = makespan(problem, optimal.partition(problem))
+@given(problems(max_layers=120))
+def test_strategies_are_partitions_and_never_beat_the_optimum(problem: Problem) -> None:
+    least = makespan(problem, PARTITIONS["optimal"](problem))
     for name, partition in PARTITIONS.items():
         groups = check_groups(partition(problem), problem.layers)
         assert makespan(problem, groups) >= least * (1 - 1e-12), name
 
 
-@given(stages(max_layers=8))
-def test_pull_is_the_mirror_of_push(problem: Stage) -> None:
+@given(problems(max_layers=8))
+def test_pull_is_the_mirror_of_push(problem: Problem) -> None:
     for groups in partitions(problem.layers):
         pushed, pulled = timeline.push(problem, groups), timeline.pull(problem, groups)
         assert timeline.end(pushed) == pytest.approx(timeline.end(pulled), rel=1e-12)
         assert timeline.end(pushed) == pytest.approx(makespan(problem, groups), rel=1e-12)
 
 
-@given(stages())
-def test_strategies_do_not_write_to_the_problem(problem: Stage) -> None:
+@given(problems())
+def test_strategies_do_not_write_to_the_problem(problem: Problem) -> None:
     before = problem.compute.copy(), problem.transfer.copy()
     for partition in PARTITIONS.values():
         partition(problem)
@@ -65,34 +65,34 @@ def test_merged_follows_equation_27_on_a_worked_example() -> None:
     # Layers 1..4 of 1 s backward each are ready at 4, 3, 2, 1; a = 2, transfers 0.5, so alone a message takes 2.5.
     # l = 4: layer 3 is ready at 2, tau_c[4] = 1, 2 - 1 < a: merge. l = 3 (now 4 and 3, 3 s): tau_c = 2, layer 2 ready
     # at 3, 3 - 2 < a: merge. l = 2: tau_c = 3, layer 1 ready at 4, 4 - 3 < a: merge. One group: 4 + 2 + 4 x 0.5 = 8.
-    problem = stage([1, 1, 1, 1], 2.0, [0.5] * 4)
-    assert merged.partition(problem) == ((1, 4),)
+    problem = Problem.of([1, 1, 1, 1], 2.0, [0.5] * 4)
+    assert PARTITIONS["merged"](problem) == ((1, 4),)
     # A layer 1 of 4 s is ready at 7, after layers 2..4 could be out (3 + 3.5 = 6.5): it is sent by itself.
-    patient = stage([4, 1, 1, 1], 2.0, [0.5] * 4)
-    assert merged.partition(patient) == ((1, 1), (2, 4))
+    patient = Problem.of([4, 1, 1, 1], 2.0, [0.5] * 4)
+    assert PARTITIONS["merged"](patient) == ((1, 1), (2, 4))
 
 
 def test_merged_is_not_always_optimal() -> None:
     """Theorem 1 claims it is: the counterexample found by enumeration stands here for the table in docs/overlap.md."""
     rng = np.random.default_rng(0)
-    problems = [random_stage(rng, 6) for _ in range(300)]
-    losses = [makespan(p, merged.partition(p)) / all_makespans(p).min() for p in problems]
+    found = [random_problem(rng, 6) for _ in range(300)]
+    losses = [makespan(p, PARTITIONS["merged"](p)) / all_makespans(p).min() for p in found]
     assert max(losses) > 1.01
     assert np.median(losses) < 1.01
 
 
 def test_layers_that_hide_are_not_merged() -> None:
-    problem = stage([1.0] * 10, 0.1, [0.2] * 10)
-    assert optimal.partition(problem) == layerwise.partition(problem) == merged.partition(problem)
+    problem = Problem.of([1.0] * 10, 0.1, [0.2] * 10)
+    assert PARTITIONS["optimal"](problem) == PARTITIONS["layerwise"](problem) == PARTITIONS["merged"](problem)
 
 
 def test_startups_that_dominate_merge_everything() -> None:
-    problem = stage([0.01] * 10, 5.0, [0.2] * 10)
-    assert optimal.partition(problem) == merged.partition(problem) == ((1, 10),)
+    problem = Problem.of([0.01] * 10, 5.0, [0.2] * 10)
+    assert PARTITIONS["optimal"](problem) == PARTITIONS["merged"](problem) == ((1, 10),)
 
 
-@given(stages())
-def test_ibatch_batches_overlap_as_equation_5_asks_wherever_possible(problem: Stage) -> None:
+@given(problems())
+def test_ibatch_batches_overlap_as_equation_5_asks_wherever_possible(problem: Problem) -> None:
     """Algorithm 1: a batch after the second could not be shorter and still exceed the compute before it."""
     if problem.layers < 2:
         return
@@ -107,8 +107,8 @@ def test_ibatch_batches_overlap_as_equation_5_asks_wherever_possible(problem: St
             assert shorter <= before * (1 + 1e-9)
 
 
-@given(stages())
-def test_ibatch_takes_the_better_of_its_two_algorithms(problem: Stage) -> None:
+@given(problems())
+def test_ibatch_takes_the_better_of_its_two_algorithms(problem: Problem) -> None:
     if problem.layers < 2:
         assert ibatch.partition(problem) == ((1, 1),)
         return
@@ -117,7 +117,7 @@ def test_ibatch_takes_the_better_of_its_two_algorithms(problem: Stage) -> None:
 
 
 def test_ibatch_time_is_equation_4_where_equation_5_holds() -> None:
-    problem = stage([2, 1, 1, 1, 3, 1], 0.5, [0.5, 1.0, 1.5, 2.0, 3.0, 4.0])
+    problem = Problem.of([2, 1, 1, 1, 3, 1], 0.5, [0.5, 1.0, 1.5, 2.0, 3.0, 4.0])
     for groups in partitions(problem.layers):
         times = message_times(problem, groups)
         compute = [problem.compute[first - 1 : last].sum() for first, last in groups]

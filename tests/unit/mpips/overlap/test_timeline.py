@@ -7,25 +7,23 @@ from pathlib import Path
 
 import pytest
 
-from mpips.overlap import timeline, trace
-from mpips.overlap.stage import check_groups, stage
-from mpips.overlap.timeline import Task
+from mpips.overlap import Problem, Task, check_groups, draw, hidden_share, save_chrome, timeline
 
 from .problems import random_profile
 
 
 def test_push_by_hand() -> None:
     """MG-WFBP, Eq. 6, 7: layers 3, 2, 1 are ready at 3, 5, 6; messages of 2 and 3.5."""
-    tasks = timeline.push(stage([1, 2, 3], 1.0, [1.5, 1.0, 1.0]), ((1, 2), (3, 3)))
+    tasks = timeline.push(Problem.of([1, 2, 3], 1.0, [1.5, 1.0, 1.0]), ((1, 2), (3, 3)))
     pushes = [task for task in tasks if task.kind == "push"]
     assert [(t.first, t.last, t.start, t.end) for t in pushes] == [(3, 3, 3.0, 5.0), (1, 2, 6.0, 9.5)]
     assert [(t.first, t.end) for t in tasks if t.kind == "backward"] == [(3, 3.0), (2, 5.0), (1, 6.0)]
-    assert timeline.hidden_share(tasks) == pytest.approx(2.0 / 5.5)
+    assert hidden_share(tasks) == pytest.approx(2.0 / 5.5)
 
 
 def test_pull_by_hand() -> None:
     """iBatch, figure 4c: batches arrive at 2 and 5; layer 3 waits for the second."""
-    tasks = timeline.pull(stage([1, 1, 2], 1.0, [0.5, 0.5, 2.0]), ((1, 2), (3, 3)))
+    tasks = timeline.pull(Problem.of([1, 1, 2], 1.0, [0.5, 0.5, 2.0]), ((1, 2), (3, 3)))
     pulls = [task for task in tasks if task.kind == "pull"]
     assert [(t.first, t.last, t.start, t.end) for t in pulls] == [(1, 2, 0.0, 2.0), (3, 3, 2.0, 5.0)]
     assert [(t.start, t.end) for t in tasks if t.kind == "forward"] == [(2.0, 3.0), (3.0, 4.0), (5.0, 7.0)]
@@ -50,8 +48,8 @@ def test_hidden_share_counts_overlapping_compute_once() -> None:
         Task("forward", 2, 2, 1.0, 3.0, timeline.COMPUTE),
         Task("pull", 1, 2, 2.5, 4.5, timeline.SEND),
     ]
-    assert timeline.hidden_share(tasks) == pytest.approx(0.25)
-    assert timeline.hidden_share(tasks[:2]) == 1.0
+    assert hidden_share(tasks) == pytest.approx(0.25)
+    assert hidden_share(tasks[:2]) == 1.0
 
 
 @pytest.mark.parametrize("groups", [((1, 2),), ((2, 3),), ((1, 1), (3, 3)), ((1, 2), (2, 3)), ((1, 4),), ()])
@@ -64,7 +62,7 @@ def test_trace_holds_every_task(tmp_path: Path) -> None:
     profile = random_profile(1, 4)
     tasks = timeline.push_iteration(profile, ((1, 2), (3, 4)), 4)
     names = [layer.name for layer in profile.layers]
-    trace.save_chrome({"plan": tasks}, tmp_path / "t.json", names)
+    save_chrome({"plan": tasks}, tmp_path / "t.json", names)
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     bars = [event for event in events if event["ph"] == "X"]
     assert len(bars) == len(tasks)
@@ -75,5 +73,5 @@ def test_trace_holds_every_task(tmp_path: Path) -> None:
 
 def test_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="pictures need the extra `plot`")
-    trace.draw({"a": timeline.push_iteration(random_profile(1, 4), ((1, 4),), 4)}, tmp_path / "t.png")
+    draw({"a": timeline.push_iteration(random_profile(1, 4), ((1, 4),), 4)}, tmp_path / "t.png")
     assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")

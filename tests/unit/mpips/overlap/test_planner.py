@@ -7,11 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpips.overlap import review
+from mpips.overlap import STRATEGIES, Linear, Profile, create_profile, planner
 from mpips.overlap.planner import to_execute
-from mpips.overlap.profile import Linear, Profile, create
-from mpips.overlap.strategies import NAMES
-from mpips.overlap.strategies.joint import Link
+from mpips.overlap.problem import Link
 
 LAYERS = 12
 LINKS: tuple[Link | None, ...] = (None, "shared", "duplex")
@@ -20,7 +18,7 @@ LINKS: tuple[Link | None, ...] = (None, "shared", "duplex")
 def job(compute_s: float) -> Profile:
     """Equal layers that compute so many seconds each; a startup and a layer's bytes take 4 ms each."""
     times = [compute_s] * LAYERS
-    return create(list("abcdefghijkl"), [1000] * LAYERS, times, times, Linear(4e-3, 1e-6, 4), 4e-3, 1e6)
+    return create_profile(list("abcdefghijkl"), [1000] * LAYERS, times, times, Linear(4e-3, 1e-6, 4), 4e-3, 1e6)
 
 
 @pytest.mark.parametrize("link", LINKS)
@@ -28,31 +26,31 @@ def test_slower_layers_bring_another_plan(link: Link | None) -> None:
     before, after = job(1e-6), job(1e-2)
     plan = to_execute(before, "auto", link)
     assert len(plan.push) < LAYERS
-    measured = review.with_compute(before, np.full(LAYERS, 1e-2), np.full(LAYERS, 1e-2))
+    measured = before.with_compute(np.full(LAYERS, 1e-2), np.full(LAYERS, 1e-2))
     assert measured == after
-    found = review.better(measured, plan, "auto", link)
+    found = planner.better(measured, plan, "auto", link)
     assert len(found.push) > len(plan.push)
-    assert review.seconds(measured, found, link) < (1 - review.GAIN) * review.seconds(measured, plan, link)
+    assert planner.predicted_s(measured, found, link) < (1 - planner.GAIN) * planner.predicted_s(measured, plan, link)
 
 
-@given(st.integers(0, 2**32 - 1), st.sampled_from(LINKS), st.sampled_from(NAMES))
+@given(st.integers(0, 2**32 - 1), st.sampled_from(LINKS), st.sampled_from(STRATEGIES))
 @settings(max_examples=60)
 def test_a_plan_never_changes_for_little(seed: int, link: Link | None, strategy: str) -> None:
     rng = np.random.default_rng(seed)
     profile = job(10 ** rng.uniform(-5, -2))
     plan = to_execute(profile, strategy, link)
-    noisy = review.with_compute(profile, rng.uniform(1e-4, 1e-3, LAYERS), rng.uniform(1e-4, 1e-3, LAYERS))
-    found = review.better(noisy, plan, strategy, link)
-    saved = review.seconds(noisy, plan, link) - review.seconds(noisy, found, link)
-    assert found == plan or saved >= review.GAIN * review.seconds(noisy, plan, link)
+    noisy = profile.with_compute(rng.uniform(1e-4, 1e-3, LAYERS), rng.uniform(1e-4, 1e-3, LAYERS))
+    found = planner.better(noisy, plan, strategy, link)
+    saved = planner.predicted_s(noisy, plan, link) - planner.predicted_s(noisy, found, link)
+    assert found == plan or saved >= planner.GAIN * planner.predicted_s(noisy, plan, link)
 
 
 @pytest.mark.parametrize("link", LINKS)
 def test_waits_unlike_the_prediction_tell_of_a_drifted_network(link: Link | None) -> None:
     profile = job(1e-3)
     plan = to_execute(profile, "auto", link)
-    waited = review.seconds(profile, plan, link) - profile.forward_s - profile.backward_s
-    assert not review.network_drifted(profile, plan, link, waited)
-    assert review.network_drifted(profile, plan, link, 3 * waited + 0.1)
-    slower = review.with_network(profile, (5e-2, 1e-6), (5e-2, 1e-6), 4)
-    assert review.network_drifted(slower, plan, link, waited)
+    waited = planner.predicted_s(profile, plan, link) - profile.forward_s - profile.backward_s
+    assert not planner.network_drifted(profile, plan, link, waited)
+    assert planner.network_drifted(profile, plan, link, 3 * waited + 0.1)
+    slower = profile.with_network((5e-2, 1e-6), (5e-2, 1e-6), 4)
+    assert planner.network_drifted(slower, plan, link, waited)

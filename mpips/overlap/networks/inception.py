@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .network import Builder, Shape, Table, average, concatenate, pool
+from .table import Builder, Shape, Table, average, concatenate, pool
 
 Kernel = int | tuple[int, int]
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from .googlenet import googlenet
 from .inception import inception_v3
 from .lenet import lenet5
-from .network import Layer, Table
 from .resnet import resnet50
+from .table import CountedLayer, Table
 from .vgg import vgg19, vgg19_22k
 
 MODELS: dict[str, Callable[[], Table]] = {
@@ -21,4 +21,4 @@ MODELS: dict[str, Callable[[], Table]] = {
 }
 """Name -> table."""
 
-__all__ = ["MODELS", "Layer", "Table", "googlenet"]
+__all__ = ["MODELS", "CountedLayer", "Table", "googlenet"]

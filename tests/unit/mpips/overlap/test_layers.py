@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpips.overlap.model import check, lay_out
+from mpips.overlap import check_model, lay_out
 from mpips.parallel.mlp import MLP
 
 
@@ -50,11 +50,11 @@ FIVE = np.zeros(5)
 )
 def test_what_is_missing_is_said(model: Any, words: list[str]) -> None:
     with pytest.raises(ValueError, match="overlap='auto' needs a model in layers") as error:
-        check(model, "auto")
+        check_model(model, "auto")
     for word in [*words, "docs/training.md"]:
         assert word in str(error.value)
 
 
 def test_a_model_in_layers_passes() -> None:
-    check(Net(FIVE, FIVE, [2, 3]), "auto")
-    check(MLP((3, 4, 2)), "auto")
+    check_model(Net(FIVE, FIVE, [2, 3]), "auto")
+    check_model(MLP((3, 4, 2)), "auto")

@@ -3,7 +3,7 @@
 The stride of a block sits in its 3 x 3 convolution, as in today's implementations; the parameters do not depend on it.
 """
 
-from .network import Builder, Shape, Table, average, pool
+from .table import Builder, Shape, Table, average, pool
 
 _STAGES = ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2))
 _EXPANSION = 4

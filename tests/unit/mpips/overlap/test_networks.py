@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mpips.overlap.models import MODELS, googlenet
-from mpips.overlap.profile import Ring
+from mpips.overlap import MODELS, Ring
+from mpips.overlap.networks import googlenet
 
 
 @pytest.mark.parametrize(

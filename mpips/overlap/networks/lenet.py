@@ -1,6 +1,6 @@
 """The "LeNet-5 with 3.27 M parameters" of the BML paper: two 5 x 5 convolutions on 28 x 28 digits, two dense layers."""
 
-from .network import Builder, Shape, Table, pool
+from .table import Builder, Shape, Table, pool
 
 
 def lenet5() -> Table:

@@ -1,6 +1,6 @@
 """VGG-19 (16 convolutions, 3 dense layers), and VGG19-22K, the same with the 21,841 classes of ImageNet22K."""
 
-from .network import Builder, Shape, Table, pool
+from .table import Builder, Shape, Table, pool
 
 _BLOCKS = ((64, 2), (128, 2), (256, 4), (512, 4), (512, 4))
 

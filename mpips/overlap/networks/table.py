@@ -1,17 +1,17 @@
-"""Counting parameters and floating-point operations while a network is spelled out layer by layer."""
+"""A network's layer table: parameters and floating-point operations, counted while it is spelled out."""
 
 from __future__ import annotations
 
 from itertools import groupby
 from typing import NamedTuple
 
-from ..profile import Network, Profile, create
+from ..profile import Network, Profile, create_profile
 
 BACKWARD_PER_FORWARD = 2.0
 """Backward computes two products (gradients of inputs and of weights) where forward computes one."""
 
 
-class Layer(NamedTuple):
+class CountedLayer(NamedTuple):
     """One learnable layer: what its gradients weigh, and the operations of its forward pass on one example.
 
     A multiplication with an addition counts as two operations; normalisation as two an element. Biases, pooling and
@@ -36,7 +36,7 @@ class Table(NamedTuple):
     """A network's learnable layers in forward order."""
 
     name: str
-    layers: tuple[Layer, ...]
+    layers: tuple[CountedLayer, ...]
 
     @property
     def parameters(self) -> int:
@@ -60,7 +60,7 @@ class Table(NamedTuple):
         and operations, the others (biases, scales) are there but weigh nothing."""
         parts = [
             layer._replace(name=f"{layer.name} {number}", tensors=1) if not number
-            else Layer(f"{layer.name} {number}", 0, 1, 0)
+            else CountedLayer(f"{layer.name} {number}", 0, 1, 0)
             for layer in self.layers
             for number in range(layer.tensors)
         ]  # fmt: skip
@@ -76,7 +76,7 @@ class Table(NamedTuple):
     ) -> Profile:
         """Compute times of a device that sustains `rate` floating-point operations a second, on `batch` examples."""
         forward = [layer.flops * batch / rate for layer in self.layers]
-        return create(
+        return create_profile(
             [layer.name for layer in self.layers],
             [layer.parameters for layer in self.layers],
             forward,
@@ -87,10 +87,10 @@ class Table(NamedTuple):
         )
 
 
-def _join(part: tuple[Layer, ...]) -> Layer:
+def _join(part: tuple[CountedLayer, ...]) -> CountedLayer:
     name = part[0].name.split("/")[0]
     parameters, tensors, flops = (sum(column) for column in list(zip(*part))[1:])
-    return Layer(name, parameters, tensors, flops)
+    return CountedLayer(name, parameters, tensors, flops)
 
 
 class Builder:
@@ -98,7 +98,7 @@ class Builder:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.layers: list[Layer] = []
+        self.layers: list[CountedLayer] = []
 
     def convolution(
         self,
@@ -120,14 +120,14 @@ class Builder:
         )
         pixels = out.height * out.width
         bias = 0 if normalised else channels
-        self.layers.append(Layer(name, weights + bias, 1 if normalised else 2, 2 * weights * pixels))
+        self.layers.append(CountedLayer(name, weights + bias, 1 if normalised else 2, 2 * weights * pixels))
         if normalised:
-            self.layers.append(Layer(f"{name}/norm", 2 * channels, 2, 2 * channels * pixels))
+            self.layers.append(CountedLayer(f"{name}/norm", 2 * channels, 2, 2 * channels * pixels))
         return out
 
     def dense(self, name: str, x: Shape, units: int) -> Shape:
         weights = x.channels * x.height * x.width * units
-        self.layers.append(Layer(name, weights + units, 2, 2 * weights))
+        self.layers.append(CountedLayer(name, weights + units, 2, 2 * weights))
         return Shape(units, 1, 1)
 
     def table(self) -> Table:

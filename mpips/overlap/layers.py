@@ -1,4 +1,5 @@
-"""What a model offers so that its exchange can go on beside its compute, and what is said where it does not."""
+"""A model in layers: what it offers so that its exchange can go on beside its compute, how its arrays are laid out, and
+what is said where something is missing."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 Hook = Callable[[int], Any]
+"""What a model calls at a layer, with the layer's number from 0."""
 ARRAYS = ("flat_parameters", "flat_gradients", "layer_elements")
 HOOKS = ("before", "ready")
 
@@ -63,7 +65,7 @@ def lay_out(
     return flat, views, elements
 
 
-def check(model: object, overlap: str) -> None:
+def check_model(model: object, overlap: str) -> None:
     """ValueError that says what the model lacks of `LayeredModel`."""
     lacks = [name for name in (*ARRAYS, "loss_and_gradients") if not hasattr(model, name)]
     faults = [f"has no {', '.join(lacks)}"] if lacks else []

@@ -1,6 +1,7 @@
-"""One direction of one iteration as a partition problem: the common shape of MG-WFBP and iBatch.
+"""The partition problem behind MG-WFBP and iBatch: which layers of one direction of an iteration travel together.
 
-Both papers overlap a chain of layer computations with messages, one per contiguous group of layers:
+Both papers overlap a chain of layer computations with messages, one per contiguous group of layers. A group is what
+PyTorch calls a bucket:
 
 * push (MG-WFBP, section II.C): backward computes layers L..1; a group is sent once its lowest layer is done and the
   network is free (Eq. 6, 7, 20);
@@ -19,7 +20,7 @@ strategy for the other, and one exact planner serves both.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -28,8 +29,29 @@ Groups = tuple[tuple[int, int], ...]
 """Contiguous groups that cover the layers 1..L, in layer order, each (first, last), both inclusive."""
 
 
-class Stage(NamedTuple):
-    """Seconds of one direction, layers in forward order.
+Link = Literal["shared", "duplex"]
+"""Whether pushes and pulls share one link, or have one each."""
+
+
+class JointPlan(NamedTuple):
+    """The groups of both directions (strategies/joint.py).
+
+    push: groups of layers 1..L. early: how many of the last are pulled right behind their push. pull: groups of the
+    layers below.
+    """
+
+    push: Groups
+    early: int
+    pull: Groups
+
+    @property
+    def first_early_layer(self) -> int:
+        """Layers from this one on are pulled early; L + 1 if none is."""
+        return self.push[-self.early][0] if self.early else self.push[-1][1] + 1
+
+
+class Problem(NamedTuple):
+    """Seconds of one direction, layers in forward order. `of` makes it from any sequences, and checks them.
 
     compute: float64 (L,), backward (push) or forward (pull) time of each layer.
     startup: seconds every message costs (MG-WFBP's a, iBatch's T_s).
@@ -40,17 +62,20 @@ class Stage(NamedTuple):
     startup: float
     transfer: NDArray[np.float64]
 
+    @classmethod
+    def of(cls, compute: ArrayLike, startup: float, transfer: ArrayLike) -> Problem:
+        """A problem from two sequences of equal, positive length; ValueError otherwise."""
+        c, t = np.asarray(compute, np.float64), np.asarray(transfer, np.float64)
+        if c.ndim != 1 or c.shape != t.shape or not len(c):
+            raise ValueError(
+                f"compute has shape {c.shape}, transfer {t.shape}: give two lists of one length, at least 1"
+            )
+        return cls(c, float(startup), t)
+
     @property
     def layers(self) -> int:
+        """How many there are."""
         return len(self.compute)
-
-
-def stage(compute: ArrayLike, startup: float, transfer: ArrayLike) -> Stage:
-    """A Stage from any two sequences of equal, positive length; ValueError otherwise."""
-    c, t = np.asarray(compute, np.float64), np.asarray(transfer, np.float64)
-    if c.ndim != 1 or c.shape != t.shape or not len(c):
-        raise ValueError(f"compute has shape {c.shape}, transfer {t.shape}: give two lists of one length, at least 1")
-    return Stage(c, float(startup), t)
 
 
 def sums(values: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -80,13 +105,13 @@ def from_ends(ends: Iterable[int]) -> Groups:
     return tuple(groups)
 
 
-def message_times(problem: Stage, groups: Groups) -> NDArray[np.float64]:
+def message_times(problem: Problem, groups: Groups) -> NDArray[np.float64]:
     """Seconds on the network of every group, in layer order."""
     total = sums(problem.transfer)
     return np.array([problem.startup + total[last] - total[first - 1] for first, last in groups])
 
 
-def makespan(problem: Stage, groups: Groups) -> float:
+def makespan(problem: Problem, groups: Groups) -> float:
     """Seconds from the first task's start to the last one's end, of push and of pull alike (module docstring)."""
     compute = sums(problem.compute)
     begun = np.array([compute[first - 1] for first, _ in groups])

@@ -1,6 +1,6 @@
 """GoogLeNet as BVLC's Caffe model: nine inception blocks with biases, and two auxiliary heads used in training."""
 
-from .network import Builder, Shape, Table, average, concatenate, pool
+from .table import Builder, Shape, Table, average, concatenate, pool
 
 # Channels of 1x1, 3x3 reduce, 3x3, 5x5 reduce, 5x5, pool projection.
 _BLOCKS = {

@@ -8,39 +8,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-from .strategies.joint import JointPlan
+from .messages import Carrier, Message
+from .problem import JointPlan
 from .timeline import COMPUTE, RECEIVE, SEND, Kind, Task
 
 Compute = Callable[[int], Any]
 """Computes a layer, 1..L; blocking."""
 
 
-class Handle(Protocol):
-    """A message under way."""
-
-    @property
-    def started(self) -> float:
-        """time.perf_counter() when its operation began."""
-        ...
-
-    @property
-    def ended(self) -> float:
-        """And when it ended."""
-        ...
-
-    @property
-    def done(self) -> bool: ...
-
-    def wait(self) -> Any: ...
-
-
 class Sent(NamedTuple):
     """A push from its start until it was taken in."""
 
-    push: Handle
-    taken: Handle
+    push: Message
+    taken: Message
 
     @property
     def started(self) -> float:
@@ -60,51 +42,32 @@ class Sent(NamedTuple):
         self.taken.wait()
 
 
-class Carrier(Protocol):
-    """Who starts messages of layers first..last and returns at once (wire.py)."""
-
-    @property
-    def one_way(self) -> bool:
-        """Whether a push brings the parameters back."""
-        ...
-
-    def push(self, first: int, last: int) -> Handle: ...
-
-    def taken(self, first: int, last: int, push: Any) -> Handle:
-        """Ends when what `push` sends is where it is to be."""
-        ...
-
-    def pull(self, first: int, last: int, early: bool = False) -> Handle:
-        """`early`: right behind its push, while others are to be pushed."""
-        ...
-
-
 POLL_SECONDS = 5e-4
 
 
-def wait_asleep(handle: Handle) -> None:
+def wait_asleep(handle: Message) -> None:
     """Wait without moving any message: that is left to the communication thread, as beside compute."""
     while not handle.done:
         time.sleep(POLL_SECONDS)
     handle.wait()
 
 
-class Messages:
-    """The messages of one plan, iteration after iteration; `wait` is how to wait for one (None: its own way).
+class Execution:
+    """One plan's messages, iteration after iteration; `wait` is how to wait for one (None: its own way).
 
     A group is pushed as soon as its first layer's gradients are there, the last of the group's to come. Early groups
     are pulled right behind their push, the others in layer order behind the last push.
     """
 
-    def __init__(self, carrier: Carrier, plan: JointPlan, wait: Callable[[Handle], object] | None = None) -> None:
-        self._wait: Callable[[Handle], object] = wait or (lambda handle: handle.wait())
+    def __init__(self, carrier: Carrier, plan: JointPlan, wait: Callable[[Message], object] | None = None) -> None:
+        self._wait: Callable[[Message], object] = wait or (lambda handle: handle.wait())
         self._carrier, self.plan, self.one_way = carrier, plan, carrier.one_way
         self._last_of = dict(plan.push)
         early = plan.push[len(plan.push) - plan.early :]
         self._comes_with = {layer: group for group in plan.pull + early for layer in range(group[0], group[1] + 1)}
-        self._pushes: dict[tuple[int, int], Handle] = {}
-        self._awaited: dict[tuple[int, int], Handle] = {}
-        self.sent: list[tuple[Kind, int, int, Handle]] = []
+        self._pushes: dict[tuple[int, int], Message] = {}
+        self._awaited: dict[tuple[int, int], Message] = {}
+        self.sent: list[tuple[Kind, int, int, Message]] = []
         """Messages of the iteration so far."""
 
     def begin(self) -> None:
@@ -141,47 +104,47 @@ class Messages:
             while under_way:
                 self._wait(under_way.pop(next(iter(under_way))))
 
-    def _push(self, first: int, last: int) -> Handle:
+    def _push(self, first: int, last: int) -> Message:
         handle = self._carrier.push(first, last)
         if not self.one_way:
             handle = Sent(handle, self._carrier.taken(first, last, handle))
         self.sent.append(("push", first, last, handle))
         return handle
 
-    def _pull(self, first: int, last: int, early: bool = False) -> Handle:
+    def _pull(self, first: int, last: int, early: bool = False) -> Message:
         handle = self._carrier.pull(first, last, early)
         self.sent.append(("pull", first, last, handle))
         return handle
 
 
-def iteration(messages: Messages, layers: int, forward: Compute, backward: Compute) -> list[Task]:
+def iteration(execution: Execution, layers: int, forward: Compute, backward: Compute) -> list[Task]:
     """One iteration, clocked; everything on the calling thread but the messages. Blocking.
 
     Where pushes bring the parameters back it is MG-WFBP's: forward, then backward with the pushes. Elsewhere it goes
     from the start of a backward pass to the end of the next forward pass, with the pushes and pulls between them.
     """
     clock = _Clock()
-    messages.begin()
+    execution.begin()
 
     def down() -> None:
         for layer in range(layers, 0, -1):
             with clock.computing("backward", layer):
                 backward(layer)
-            messages.ready(layer)
+            execution.ready(layer)
 
     def up() -> None:
         for layer in range(1, layers + 1):
-            messages.before(layer)
+            execution.before(layer)
             with clock.computing("forward", layer):
                 forward(layer)
 
-    for half in (up, down) if messages.one_way else (down, up):
+    for half in (up, down) if execution.one_way else (down, up):
         half()
-    messages.finish()
-    return [*clock.tasks, *sent_tasks(messages.sent, clock.begin)]
+    execution.finish()
+    return [*clock.tasks, *sent_tasks(execution.sent, clock.begin)]
 
 
-def sent_tasks(sent: Iterable[tuple[Kind, int, int, Handle]], begin: float = 0.0) -> Iterator[Task]:
+def sent_tasks(sent: Iterable[tuple[Kind, int, int, Message]], begin: float = 0.0) -> Iterator[Task]:
     """Ended messages as tasks, in seconds from `begin`. One that was started while the one before it was on its way, or
     a pull while the servers lacked its push, is counted from that one's end: until then it waited."""
     before: dict[Kind, float] = {"push": 0.0, "pull": 0.0}
