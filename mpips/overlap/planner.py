@@ -1,5 +1,7 @@
-"""From a profile to plans: every strategy, in one direction or both, on any number of nodes, with predicted times; and
-whether a plan still fits a job that has changed. Pure."""
+"""The planner decides which layers travel together: from a profile to plans, and whether a plan still fits. Pure.
+
+Every strategy, in one direction or both, on any number of nodes, with predicted times.
+"""
 
 from __future__ import annotations
 

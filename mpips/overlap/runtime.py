@@ -45,11 +45,11 @@ class Sent(NamedTuple):
 POLL_SECONDS = 5e-4
 
 
-def wait_asleep(handle: Message) -> None:
+def wait_asleep(message: Message) -> None:
     """Wait without moving any message: that is left to the communication thread, as beside compute."""
-    while not handle.done:
+    while not message.done:
         time.sleep(POLL_SECONDS)
-    handle.wait()
+    message.wait()
 
 
 class Execution:
@@ -60,7 +60,7 @@ class Execution:
     """
 
     def __init__(self, carrier: Carrier, plan: JointPlan, wait: Callable[[Message], object] | None = None) -> None:
-        self._wait: Callable[[Message], object] = wait or (lambda handle: handle.wait())
+        self._wait: Callable[[Message], object] = wait or (lambda message: message.wait())
         self._carrier, self.plan, self.one_way = carrier, plan, carrier.one_way
         self._last_of = dict(plan.push)
         early = plan.push[len(plan.push) - plan.early :]
@@ -72,8 +72,8 @@ class Execution:
 
     def begin(self) -> None:
         """A new iteration: what was pushed in the last one has come back by now."""
-        for handle in self._pushes.values():
-            self._wait(handle)
+        for message in self._pushes.values():
+            self._wait(message)
         self._pushes.clear()
         self.sent.clear()
 
@@ -81,11 +81,11 @@ class Execution:
         """The gradients of `layer` are there, and its parameters may be overwritten."""
         last = self._last_of.get(layer)
         if last is not None:
-            handle = self._push(layer, last)
+            message = self._push(layer, last)
             if self.one_way:
-                self._awaited[layer, last] = handle
+                self._awaited[layer, last] = message
             else:
-                self._pushes[layer, last] = handle
+                self._pushes[layer, last] = message
                 if layer >= self.plan.first_early_layer:
                     self._awaited[layer, last] = self._pull(layer, last, early=True)
         if layer == 1:
@@ -94,9 +94,9 @@ class Execution:
 
     def before(self, layer: int) -> None:
         """Wait for the parameters of `layer`. Blocking; raises what made its messages fail."""
-        handle = self._awaited.pop(self._comes_with[layer], None)
-        if handle is not None:
-            self._wait(handle)
+        message = self._awaited.pop(self._comes_with[layer], None)
+        if message is not None:
+            self._wait(message)
 
     def finish(self) -> None:
         """Wait for everything under way. Blocking."""
@@ -105,16 +105,16 @@ class Execution:
                 self._wait(under_way.pop(next(iter(under_way))))
 
     def _push(self, first: int, last: int) -> Message:
-        handle = self._carrier.push(first, last)
+        message = self._carrier.push(first, last)
         if not self.one_way:
-            handle = Sent(handle, self._carrier.taken(first, last, handle))
-        self.sent.append(("push", first, last, handle))
-        return handle
+            message = Sent(message, self._carrier.taken(first, last, message))
+        self.sent.append(("push", first, last, message))
+        return message
 
     def _pull(self, first: int, last: int, early: bool = False) -> Message:
-        handle = self._carrier.pull(first, last, early)
-        self.sent.append(("pull", first, last, handle))
-        return handle
+        message = self._carrier.pull(first, last, early)
+        self.sent.append(("pull", first, last, message))
+        return message
 
 
 def iteration(execution: Execution, layers: int, forward: Compute, backward: Compute) -> list[Task]:
@@ -149,13 +149,13 @@ def sent_tasks(sent: Iterable[tuple[Kind, int, int, Message]], begin: float = 0.
     a pull while the servers lacked its push, is counted from that one's end: until then it waited."""
     before: dict[Kind, float] = {"push": 0.0, "pull": 0.0}
     pushed: dict[tuple[int, int], float] = {}
-    for kind, first, last, handle in sent:
+    for kind, first, last, message in sent:
         waited = max(before[kind], pushed.get((first, last), 0.0) if kind == "pull" else 0.0)
-        start = min(max(handle.started, waited), handle.ended)
-        before[kind] = max(before[kind], handle.ended)
+        start = min(max(message.started, waited), message.ended)
+        before[kind] = max(before[kind], message.ended)
         if kind == "push":
-            pushed[first, last] = handle.ended
-        yield Task(kind, first, last, start - begin, handle.ended - begin, SEND if kind == "push" else RECEIVE)
+            pushed[first, last] = message.ended
+        yield Task(kind, first, last, start - begin, message.ended - begin, SEND if kind == "push" else RECEIVE)
 
 
 class _Clock:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from mpips.overlap import PARTITIONS, Problem, check_groups, makespan, timeline
+from mpips.overlap import PARTITIONS, Problem, check_groups, makespan
 from mpips.overlap.problem import from_ends, message_times
 from mpips.overlap.strategies import ibatch
 
@@ -42,14 +42,6 @@ def test_strategies_are_partitions_and_never_beat_the_optimum(problem: Problem) 
     for name, partition in PARTITIONS.items():
         groups = check_groups(partition(problem), problem.layers)
         assert makespan(problem, groups) >= least * (1 - 1e-12), name
-
-
-@given(problems(max_layers=8))
-def test_pull_is_the_mirror_of_push(problem: Problem) -> None:
-    for groups in partitions(problem.layers):
-        pushed, pulled = timeline.push(problem, groups), timeline.pull(problem, groups)
-        assert timeline.end(pushed) == pytest.approx(timeline.end(pulled), rel=1e-12)
-        assert timeline.end(pushed) == pytest.approx(makespan(problem, groups), rel=1e-12)
 
 
 @given(problems())

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mpips.overlap import Problem, Task, check_groups, draw, hidden_share, save_chrome, timeline
+from mpips.overlap import Problem, Task, draw, hidden_share, save_chrome, timeline
 
 from .problems import random_profile
 
@@ -50,12 +50,6 @@ def test_hidden_share_counts_overlapping_compute_once() -> None:
     ]
     assert hidden_share(tasks) == pytest.approx(0.25)
     assert hidden_share(tasks[:2]) == 1.0
-
-
-@pytest.mark.parametrize("groups", [((1, 2),), ((2, 3),), ((1, 1), (3, 3)), ((1, 2), (2, 3)), ((1, 4),), ()])
-def test_groups_that_do_not_cover_are_refused(groups: tuple[tuple[int, int], ...]) -> None:
-    with pytest.raises(ValueError, match="group"):
-        check_groups(groups, 3)
 
 
 def test_trace_holds_every_task(tmp_path: Path) -> None:
