@@ -16,7 +16,7 @@ from collectives.terminal.console import Interruptible, OutFile, Picture, consol
 
 from . import networks, trace
 from .planner import Plan, plans
-from .problem import Groups
+from .problem import Groups, shown
 from .profile import LARGEST, TEN_GIGABIT, Profile, Ring, load_profile, save_profile
 from .strategies import STRATEGIES
 
@@ -198,10 +198,10 @@ def _text(plan: Plan) -> str:
 
 def _groups(groups: Groups) -> str:
     """Groups in words, at most eight of them."""
-    shown = [str(first) if first == last else f"{first}-{last}" for first, last in groups]
-    if len(shown) > 8:
-        shown = [*shown[:4], "..", *shown[-3:]]
-    return " ".join(shown)
+    words = [shown(group) for group in groups]
+    if len(words) > 8:
+        words = [*words[:4], "..", *words[-3:]]
+    return " ".join(words)
 
 
 if __name__ == "__main__":

@@ -105,6 +105,12 @@ def from_ends(ends: Iterable[int]) -> Groups:
     return tuple(groups)
 
 
+def shown(group: tuple[int, int]) -> str:
+    """A group in words: "3", or "3-5"."""
+    first, last = group
+    return str(first) if first == last else f"{first}-{last}"
+
+
 def message_times(problem: Problem, groups: Groups) -> NDArray[np.float64]:
     """Seconds on the network of every group, in layer order."""
     total = sums(problem.transfer)

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import timeline, trace
-from .problem import Groups
+from .problem import Groups, shown
 from .runtime import sent_tasks
 from .timeline import COMPUTE, Kind, Task
 
@@ -143,5 +143,5 @@ def compute_tasks(came: NDArray[np.float64], went: NDArray[np.float64]) -> list[
 
 def _words(groups: Groups) -> str:
     """So many groups, and the first of them."""
-    shown = " ".join(str(first) if first == last else f"{first}-{last}" for first, last in groups[:4])
-    return f"{len(groups)} group{'s' if len(groups) > 1 else ''} ({shown}{' ..' if len(groups) > 4 else ''})"
+    few = " ".join(map(shown, groups[:4]))
+    return f"{len(groups)} group{'s' if len(groups) > 1 else ''} ({few}{' ..' if len(groups) > 4 else ''})"

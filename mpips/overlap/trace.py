@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from .problem import shown
 from .timeline import Task
 
 _COLOURS = {"forward": "#4c72b0", "backward": "#55a868", "compute": "#4c72b0", "push": "#c44e52", "pull": "#dd8452"}
@@ -52,9 +53,8 @@ def save_chrome(timelines: Mapping[str, Sequence[Task]], path: str | Path, names
 
 
 def _event(task: Task, pid: int, tid: int, names: Sequence[str]) -> dict[str, Any]:
-    label = str(task.first) if task.first == task.last else f"{task.first}-{task.last}"
-    event = {"ph": "X", "name": f"{task.kind} {label}", "cat": task.kind, "pid": pid, "tid": tid,
-             "ts": task.start * 1e6, "dur": task.seconds * 1e6}
+    event = {"ph": "X", "name": f"{task.kind} {shown((task.first, task.last))}", "cat": task.kind, "pid": pid,
+             "tid": tid, "ts": task.start * 1e6, "dur": task.seconds * 1e6}
     if names:
         event["args"] = {"layers": list(names[task.first - 1 : task.last])}
     return event
