@@ -1,5 +1,5 @@
-"""Training with the exchange beside the compute: groups of layers are pushed when their gradients are there, and the
-next forward pass takes up a layer when its parameters have come back.
+"""Training with the exchange beside the compute. Groups of layers are pushed when their gradients are there; the next
+forward pass takes up a layer when its parameters have come back.
 
 The gradients of a group (a bucket) are one interval of the model's flat array, so nothing is packed (messages.py).
 Which layers make a group is a strategy's plan, from what is measured on the first batch: `auto` takes the optimum.
@@ -7,7 +7,7 @@ Layers and waits are clocked in every step. Every `review_every` steps all worke
 fits, and take another where that saves enough (planner.py).
 
 All strategies give the numbers of no overlap, before and after a change of plan, bit for bit where the store is
-synchronous. An iteration uses the parameters that all gradients of the last one made, and a store adds the workers'
+synchronous. An iteration uses the parameters that all gradients of the last one made. A store adds the workers'
 gradients in an order that does not depend on how keys are cut.
 """
 

@@ -1,5 +1,5 @@
-"""A model in layers: what it offers so that its exchange can go on beside its compute, how its arrays are laid out, and
-what is said where something is missing."""
+"""A model in layers: what it offers so that its exchange can go on beside its compute, and how its arrays are laid out.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Groups of layers as messages of a store: what a message and a store are here, and the calls that push and pull a
-group.
+"""Groups of layers as messages of a store: their keys, and the calls that push and pull them.
 
 Gradients and parameters of all layers lie in one flat array each, so a group is one interval and nothing is packed. A
 key is what pushes and pulls have in common: where both are cut alike, a group is one key; elsewhere it is several,
@@ -13,10 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from .problem import JointPlan, Link, from_ends
-
-Group = tuple[int, int]
-"""Layers (first, last), both inclusive, counted from 1."""
+from .problem import Group, JointPlan, Link, from_ends
 
 
 class Message(Protocol):

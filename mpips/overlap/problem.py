@@ -8,8 +8,8 @@ PyTorch calls a bucket:
 * pull (iBatch, "Problem Formulation"): groups arrive in the order 1..L, one after the other; a layer is computed once
   its group is there and the layer before it is done.
 
-With c the compute time of a layer, and a message of layers i..j taking `startup + sum(transfer[i..j])`, unrolling the
-two recurrences gives one and the same longest path. For groups g_1, .., g_K in layer order,
+A layer computes c seconds, and a message of layers i..j takes `startup + sum(transfer[i..j])`. Unrolling the two
+recurrences gives one and the same longest path. For groups g_1, .., g_K in layer order,
 
     makespan = max over k of  comm(g_1) + .. + comm(g_k)  +  compute(g_k) + .. + compute(g_K).
 
@@ -25,8 +25,10 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-Groups = tuple[tuple[int, int], ...]
-"""Contiguous groups that cover the layers 1..L, in layer order, each (first, last), both inclusive."""
+Group = tuple[int, int]
+"""Layers (first, last) that travel together, both inclusive, counted from 1."""
+Groups = tuple[Group, ...]
+"""Contiguous groups that cover the layers 1..L, in layer order."""
 
 
 Link = Literal["shared", "duplex"]
@@ -83,7 +85,7 @@ def sums(values: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.concatenate(([0.0], np.cumsum(values)))
 
 
-def check_groups(groups: Iterable[tuple[int, int]], layers: int) -> Groups:
+def check_groups(groups: Iterable[Group], layers: int) -> Groups:
     """The groups as tuples; ValueError unless they are contiguous, in order, and cover 1..layers."""
     found = tuple((int(first), int(last)) for first, last in groups)
     expected = 1
@@ -105,7 +107,7 @@ def from_ends(ends: Iterable[int]) -> Groups:
     return tuple(groups)
 
 
-def shown(group: tuple[int, int]) -> str:
+def shown(group: Group) -> str:
     """A group in words: "3", or "3-5"."""
     first, last = group
     return str(first) if first == last else f"{first}-{last}"

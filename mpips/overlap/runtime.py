@@ -11,9 +11,10 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from .messages import Carrier, Message
-from .problem import JointPlan
+from .problem import Group, JointPlan
 from .timeline import COMPUTE, RECEIVE, SEND, Kind, Task
 
+POLL_SECONDS = 5e-4
 Compute = Callable[[int], Any]
 """Computes a layer, 1..L; blocking."""
 
@@ -42,9 +43,6 @@ class Sent(NamedTuple):
         self.taken.wait()
 
 
-POLL_SECONDS = 5e-4
-
-
 def wait_asleep(message: Message) -> None:
     """Wait without moving any message: that is left to the communication thread, as beside compute."""
     while not message.done:
@@ -65,8 +63,8 @@ class Execution:
         self._last_of = dict(plan.push)
         early = plan.push[len(plan.push) - plan.early :]
         self._comes_with = {layer: group for group in plan.pull + early for layer in range(group[0], group[1] + 1)}
-        self._pushes: dict[tuple[int, int], Message] = {}
-        self._awaited: dict[tuple[int, int], Message] = {}
+        self._pushes: dict[Group, Message] = {}
+        self._awaited: dict[Group, Message] = {}
         self.sent: list[tuple[Kind, int, int, Message]] = []
         """Messages of the iteration so far."""
 
@@ -145,10 +143,13 @@ def iteration(execution: Execution, layers: int, forward: Compute, backward: Com
 
 
 def sent_tasks(sent: Iterable[tuple[Kind, int, int, Message]], begin: float = 0.0) -> Iterator[Task]:
-    """Ended messages as tasks, in seconds from `begin`. One that was started while the one before it was on its way, or
-    a pull while the servers lacked its push, is counted from that one's end: until then it waited."""
+    """Ended messages as tasks, in seconds from `begin`.
+
+    A message may be started while the one before it is on its way, or a pull while the servers lack its push. It is
+    counted from that one's end: until then it waited.
+    """
     before: dict[Kind, float] = {"push": 0.0, "pull": 0.0}
-    pushed: dict[tuple[int, int], float] = {}
+    pushed: dict[Group, float] = {}
     for kind, first, last, message in sent:
         waited = max(before[kind], pushed.get((first, last), 0.0) if kind == "pull" else 0.0)
         start = min(max(message.started, waited), message.ended)

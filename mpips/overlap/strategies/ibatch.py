@@ -19,6 +19,7 @@ from ..problem import Groups, Problem, from_ends, makespan, sums
 
 
 def partition(problem: Problem) -> Groups:
+    """The groups of the algorithm whose makespan is less."""
     if problem.layers == 1:
         return ((1, 1),)
     candidates = forward(problem), backward(problem)

@@ -1,26 +1,26 @@
 """Both directions of an iteration at once: which gradients to send together, and which parameters to fetch when.
 
-The iteration runs from the start of one backward pass to the end of the next forward pass, after which nothing is left
-on the network. A layer may be pulled once its gradients were pushed. If all pulls run in forward order, none can start
-before the last push ends (layer 1 is pushed last and pulled first), so the two directions never meet, the iteration is
-the sum of the two makespans, and two separate optima are the optimum, whatever the network. Something can be gained
-only by pulling the late layers *early*, while gradients of earlier layers are still on their way. So a joint plan is
+The iteration runs from the start of one backward pass to the end of the next forward pass; then nothing is left on the
+network. A layer may be pulled once its gradients were pushed. If all pulls run in forward order, none can start before
+the last push ends, since layer 1 is pushed last and pulled first. So the two directions never meet, and the iteration
+is the sum of the two makespans: two separate optima are the optimum, whatever the network. Something can be gained only
+by pulling the late layers *early*, while gradients of earlier layers are still on their way. So a joint plan is
 
 * push groups, sent from the last layer down;
 * the last `early` of them, in layer order those above some layer m: each is pulled right after its own push;
 * pull groups of layers 1..m, fetched in forward order after the last push.
 
 Network "duplex": pushes and pulls have a link each. "shared": one link carries both, in the order above.
-In-order plans are the case early = 0, so the result is never worse than the sum of the separate optima, and it is the
-exact optimum of this family (tests compare it with enumeration). Pushes that are held back behind more urgent pulls are
+In-order plans are the case early = 0, so the result is never worse than the sum of the separate optima. It is the exact
+optimum of this family (tests compare it with enumeration). Pushes that are held back behind more urgent pulls are
 outside of it.
 
 Exactness. F[m], the time of pulling 1..m and computing 1..L from then on, depends on neither the pushes nor the early
 pulls. For "shared" the only state between groups is when the link is free, and nothing after improves if it is freed
 later; hence e[m, i], the earliest end of the pushes of i + 1..L with those above m pulled early, follows `optimal`'s
 recurrence. For "duplex" the state is the pair (send link free, receive link free); later moments depend monotonically
-on both, so keeping all undominated pairs loses nothing. The pushes below m then start at the send link's time s and end
-at max(s + k a + T(1..m), R[m][k]) for the best number of groups k, where R[m][k] is the least end, over partitions of
+on both, so keeping all undominated pairs loses nothing. The pushes below m then start at the send link's time s. For
+the best number of groups k they end at max(s + k a + T(1..m), R[m][k]). R[m][k] is the least end, over partitions of
 1..m into k groups, of the paths that start with a layer's becoming ready:
 R[j][k] = min over i < j of max(ready[i + 1] + k a + T(1..j), R[i][k - 1]).
 O(L^3) in NumPy over whole rows; which group attains a minimum is looked up again on the way back, for one plan. The
@@ -83,8 +83,8 @@ def _table(problem: Problem, rest: Array, last: Array, of: Numbers) -> Array:
 
 
 def _forward(pull: Problem, of: Numbers) -> Array:
-    """to_go[i, m] for the m in `of`: seconds from the start of pulling i + 1..m, with 1..i and all above m there and
-    layers up to i computed, to the end of the forward pass; in the best groups. to_go[0, m] is F[m]."""
+    """to_go[i, m] for the m in `of`: seconds from the start of pulling i + 1..m to the end of the forward pass, in the
+    best groups. Layers 1..i and all above m are there, and layers up to i are computed. to_go[0, m] is F[m]."""
     rest = _rest(pull)
     to_go = _table(pull, rest, np.zeros(pull.layers + 1), of)
     to_go[0, of == 0] = rest[0]  # nothing to pull: the forward pass alone

@@ -5,8 +5,8 @@ the earliest moment at which all of layers i..L have been sent, with e[L + 1] = 
 
     e[i] = min over j >= i of  max(e[j + 1], ready[i]) + startup + transfer[i] + .. + transfer[j],
 
-and e[1] is the least makespan. Proof. Take any partition of i..L; its last message holds some i..j, starts no earlier
-than ready[i] and than the end of the messages before it, which is at least e[j + 1] by definition; so no partition
+and e[1] is the least makespan. Proof. Take any partition of i..L; its last message holds some i..j. It starts no
+earlier than ready[i], and no earlier than the messages before it end, which is at e[j + 1] at least. So no partition
 beats the right side. It is attained: send i..j after a partition of j + 1..L that ends at e[j + 1]. Both steps use only
 that the end of a message never falls when the network is freed later (optimal substructure of a chain). A pull has the
 same makespan for the same groups (problem.py), so the same partition is optimal there.
@@ -22,6 +22,7 @@ from ..problem import Groups, Problem, from_ends, sums
 
 
 def partition(problem: Problem) -> Groups:
+    """The groups with the least makespan."""
     layers = problem.layers
     ready = np.cumsum(problem.compute[::-1])[::-1]
     transfer = sums(problem.transfer)

@@ -65,7 +65,7 @@ def test_merged_follows_equation_27_on_a_worked_example() -> None:
 
 
 def test_merged_is_not_always_optimal() -> None:
-    """Theorem 1 claims it is: the counterexample found by enumeration stands here for the table in docs/overlap.md."""
+    """Theorem 1 claims it is: the counterexample found by enumeration stands here for the optimality gap."""
     rng = np.random.default_rng(0)
     found = [random_problem(rng, 6) for _ in range(300)]
     losses = [makespan(p, PARTITIONS["merged"](p)) / all_makespans(p).min() for p in found]
