@@ -148,7 +148,7 @@ def test_auto_measures_and_all_workers_follow_one_plan(kind: str, options: dict[
     kv, ok = worker(kind, options), True
     if kv is not None:
         exchange = exchange_of(kv, Sluggish())
-        step(exchange, 0)
+        step(exchange, kv.rank, 0)
         exchange.finish()
         profile = exchange.profile
         ok = profile is not None and all(layer.backward_s > 0 for layer in profile.layers)
@@ -179,8 +179,9 @@ class Sluggish(MLP):
         return super().loss_and_gradients(x, y, sooner, later)
 
 
-def step(exchange: Overlapped, seed: int) -> None:
-    rng = np.random.default_rng([seed, exchange._kv.rank])
+def step(exchange: Overlapped, rank: int, seed: int) -> None:
+    """An iteration on a batch of this rank's own."""
+    rng = np.random.default_rng([seed, rank])
     exchange.step(rng.normal(size=(8, SIZES[0])), rng.integers(SIZES[-1], size=8))
 
 
@@ -195,7 +196,7 @@ def test_waiting_for_the_pushes_of_the_step_before_counts_as_waiting(
         monkeypatch.setattr(runtime.Execution, "begin", lambda messages: (time.sleep(0.1), begin(messages)))
         exchange = exchange_of(kv, Sluggish(), strategy="optimal")
         for seed in range(2):
-            step(exchange, seed)
+            step(exchange, kv.rank, seed)
         exchange.finish()
         ok = all(row[-1] >= 0.1 for row in exchange._clocked) and len(exchange._clocked) == 2
         kv.close()
