@@ -27,7 +27,7 @@ from .measure import Costs, Stopwatch, job_costs, job_profile
 from .messages import Store, StoreMessages
 from .problem import JointPlan, from_ends
 from .profile import Linear, Profile, create_profile
-from .report import Recorder, Report, compute_tasks
+from .report import Recorder, Report
 from .runtime import Execution
 from .strategies import STRATEGIES
 
@@ -90,8 +90,7 @@ class Overlapped:
         self._execution.begin()
         self._waited += time.perf_counter() - begin
         loss = self._watch.step(self._model, x, y, self._before, self._ready)
-        compute = compute_tasks(*self._watch.clocks())
-        self._recorder.step(time.perf_counter() - begin, compute, self._execution.sent)
+        self._recorder.step(time.perf_counter() - begin, self._watch.tasks(), self._execution.sent)
         if self.profile is not None:
             self._clocked.append(np.append(np.concatenate(self._watch.seconds()), self._waited + self._watch.waited))
         self._waited = 0.0

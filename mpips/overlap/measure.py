@@ -22,6 +22,7 @@ from .layers import Hook, LayeredModel
 from .messages import Message, Store, StoreMessages
 from .problem import Groups
 from .profile import PARAMETER_BYTES, Collective, Linear, Profile, bandwidth, create_profile
+from .timeline import COMPUTE, Task
 
 POLL_SECONDS = 5e-4
 REPEATS = 3  # of every run of messages
@@ -94,19 +95,27 @@ class Stopwatch:
 
         The turn at the last layer is not seen from outside: a third of it counts as forward.
         """
-        (came_f, came_b), (went_f, went_b) = self._came, self._went
-        turn = came_b[-1] - went_f[-1]
-        forward = np.append(came_f[1:] - went_f[:-1], turn / 3)
-        return forward, np.append(came_b[:-1] - went_b[1:], turn * 2 / 3)
+        begins, ends = self._spans()
+        forward, backward = ends - begins
+        return forward, backward
 
-    def clocks(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """When the model came to each layer's hooks and went on, (2, layers) each: forward, backward."""
-        return self._came.copy(), self._went.copy()
+    def tasks(self) -> list[Task]:
+        """The same as tasks in the order of the step, by time.perf_counter()."""
+        begins, ends = (moments.tolist() for moments in self._spans())
+        layers = range(len(begins[0]))
+        up = [Task("forward", i + 1, i + 1, begins[0][i], ends[0][i], COMPUTE) for i in layers]
+        return up + [Task("backward", i + 1, i + 1, begins[1][i], ends[1][i], COMPUTE) for i in reversed(layers)]
 
     @property
     def waited(self) -> float:
         """Seconds spent in the hooks before layers: waits for parameters."""
         return float((self._went[0] - self._came[0]).sum())
+
+    def _spans(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """When the compute of each layer began and when it ended, (2, layers) each: forward, backward."""
+        (came_f, came_b), (went_f, went_b) = self._came, self._went
+        turn = went_f[-1] + (came_b[-1] - went_f[-1]) / 3
+        return np.stack([went_f, np.append(went_b[1:], turn)]), np.stack([np.append(came_f[1:], turn), came_b])
 
     def _around(self, kind: int, hook: Hook) -> Hook:
         came, went = self._came[kind], self._went[kind]

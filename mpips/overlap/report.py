@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from . import timeline, trace
 from .problem import Groups, shown
@@ -128,17 +127,6 @@ def blocking(recorder: Recorder, arrays: int, begin: float, computed: float, exc
     """Record a step without overlap: compute until `computed`, then the exchange of all arrays."""
     compute = Task("compute", 1, arrays, begin, computed, COMPUTE)
     recorder.step(exchanged - begin, [compute], [("push", 1, arrays, Ended(computed, exchanged))])
-
-
-def compute_tasks(came: NDArray[np.float64], went: NDArray[np.float64]) -> list[Task]:
-    """Forward and backward of every layer from a step's clocks (`Stopwatch`)."""
-    (came_f, came_b), (went_f, went_b) = came, went
-    turn = went_f[-1] + (came_b[-1] - went_f[-1]) / 3  # as in `Stopwatch.seconds`
-    forward = zip(went_f, np.append(came_f[1:], turn))
-    backward = zip(np.append(went_b[1:], turn), came_b)
-    tasks = [Task("forward", i, i, float(start), float(end), COMPUTE) for i, (start, end) in enumerate(forward, 1)]
-    down = list(enumerate(backward, 1))[::-1]
-    return tasks + [Task("backward", i, i, float(start), float(end), COMPUTE) for i, (start, end) in down]
 
 
 def _words(groups: Groups) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -125,3 +126,15 @@ def test_hooks_do_not_count_as_compute() -> None:
     forward, backward = watch.seconds()
     assert forward[0] + backward[0] == pytest.approx(0.004)
     assert watch.waited == pytest.approx(3 * 0.03)
+
+
+def test_clocks_become_tasks_in_the_order_of_a_step() -> None:
+    watch = Stopwatch(3)
+    watch.step(Sleeper(), np.zeros(1), np.zeros(1), lambda layer: time.sleep(0.5), lambda layer: time.sleep(0.25))
+    tasks = watch.tasks()
+    order = [*(("forward", layer) for layer in (1, 2, 3)), *(("backward", layer) for layer in (3, 2, 1))]
+    assert [(task.kind, task.first) for task in tasks] == order
+    gaps = [after.start - before.end for before, after in pairwise(tasks)]
+    assert gaps == pytest.approx([0.5, 0.5, 0.0, 0.25, 0.25])
+    forward, backward = watch.seconds()
+    assert [task.seconds for task in tasks] == pytest.approx([*forward, *backward[::-1]])

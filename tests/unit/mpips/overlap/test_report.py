@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from mpips.overlap.report import STEPS, Ended, Recorder, blocking, compute_tasks
+from mpips.overlap.report import STEPS, Ended, Recorder, blocking
 from mpips.overlap.timeline import COMPUTE, Task
 
 PUSHED, PULLED = ((1, 1), (2, 2)), ((1, 2),)
@@ -63,12 +62,3 @@ def test_without_overlap_nothing_is_hidden() -> None:
     report = recorder.report("none", ((1, 3),), (), 0, None)
     assert (report.measured_s, report.hidden, report.predicted_s) == (3.0, 0.0, None)
     assert "not predicted" in str(report)
-
-
-def test_clocks_become_tasks_in_the_order_of_a_step() -> None:
-    came = np.array([[0.0, 2.0], [9.0, 6.0]])
-    went = np.array([[1.0, 3.0], [9.5, 7.0]])
-    tasks = compute_tasks(came, went)
-    assert [(task.kind, task.first) for task in tasks] == [
-        ("forward", 1), ("forward", 2), ("backward", 2), ("backward", 1)]
-    assert [(task.start, task.end) for task in tasks] == [(1.0, 2.0), (3.0, 4.0), (4.0, 6.0), (7.0, 9.0)]
