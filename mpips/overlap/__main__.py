@@ -15,6 +15,7 @@ from rich.table import Table
 from collectives.terminal.console import Interruptible, OutFile, Picture, console, write_text, writing
 
 from . import models, trace
+from .models.ten_gigabit import ALPHA, BETA, GAMMA
 from .planner import Plan, plans
 from .profile import LARGEST, Profile, Ring, load, save
 from .stage import Groups
@@ -144,8 +145,6 @@ def command(
 
 def _model_profile(model: str, rate: float, batch: int) -> Profile:
     """10GbE as in the MG-WFBP paper, for the allreduce and for a server's link."""
-    from .reproduce.mg_wfbp import ALPHA, BETA, GAMMA
-
     return models.MODELS[model]().profile(rate, batch, Ring(ALPHA, BETA, GAMMA), ALPHA, 1 / BETA)
 
 

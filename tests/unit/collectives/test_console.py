@@ -167,11 +167,12 @@ def test_a_refusal_of_all_ranks_is_told_by_rank_0_and_its_code_left_where_the_la
 
 
 ALONE = [
-    "mpips.overlap.gap", "mpips.overlap.bench", "mpips.overlap.reproduce.__main__", "mpips.bench.beside_mxnet",
-    "mpips.bench.idle", "mpips.bench.waiting", "examples.reproduce.settings", "launch.batch.command",
-    "examples.reproduce.allreduce", "examples.reproduce.bml", "examples.reproduce.mlp", "examples.reproduce.mlp_grids",
-    "examples.reproduce.mlp_lab", "examples.reproduce.mxnet_mpi", "examples.reproduce.overlap",
-    "examples.reproduce.tensor",
+    "examples.reproduce.overlap.gap", "examples.reproduce.overlap.simulated", "examples.reproduce.overlap.__main__",
+    "examples.reproduce.store.beside_mxnet", "examples.reproduce.store.idle", "examples.reproduce.store.waiting",
+    "examples.reproduce.settings", "examples.reproduce.allreduce.__main__", "examples.reproduce.bml.__main__",
+    "examples.reproduce.mlp.__main__", "examples.reproduce.mlp.grids", "examples.reproduce.mlp.lab",
+    "examples.reproduce.mxnet_mpi.__main__", "examples.reproduce.tensor.__main__", "mpips.bench.overlap",
+    "launch.batch.command",
 ]  # fmt: skip
 
 

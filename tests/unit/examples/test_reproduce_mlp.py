@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from examples.reproduce import mlp, mlp_grids
+from examples.reproduce.mlp import __main__ as mlp
+from examples.reproduce.mlp import grids as mlp_grids
 from mpips.parallel.grid import factorings
 
 

@@ -19,7 +19,8 @@ from mpi4py import MPI
 
 import mpips
 from mpips import optimizers
-from mpips.overlap import bench, execute
+from mpips.bench import overlap as bench
+from mpips.overlap import execute
 from mpips.overlap.exchange import STRATEGIES, Overlapped
 from mpips.overlap.strategies.joint import JointPlan
 from mpips.overlap.wire import Wire
