@@ -177,6 +177,15 @@ def _speedups(axis: Any, found: list[Point], batch: bool) -> None:
             axis.plot(*zip(*real), "x", color=colour)
 
 
+def _table(ends: dict[str, float]) -> Table:
+    table = Table(title="End points")
+    for column in ("", "paper", "predicted"):
+        table.add_column(column, justify="right" if column else "left")
+    for name, value in ends.items():
+        table.add_row(name, f"{PAPER[name]:.2f}", f"{value:.2f}")
+    return table
+
+
 @click.command(cls=Interruptible, context_settings={"show_default": True})
 @click.option("--measure/--predict-only", default=True, help="Run every grid that has a core for each rank.")
 @click.option("--alpha", default=CORI.alpha, help="Latency, s.")
@@ -191,12 +200,8 @@ def command(
     with threadpool_limits(1, user_api="blas"):
         found = points(Link(alpha, beta), measure, quick)
     ends = summary(found)
-    table = Table(title="End points")
-    for column in ("", "paper", "predicted"):
-        table.add_column(column, justify="right" if column else "left")
-    for name, value in ends.items():
-        table.add_row(name, f"{PAPER[name]:.2f}", f"{value:.2f}")
-    console().print(table)
+    if ends:
+        console().print(_table(ends))
     if json_path:
         rows = [point._asdict() for point in found]
         write_json(json_path, {"alpha": alpha, "beta": beta, "paper": PAPER, "predicted": ends, "points": rows})

@@ -29,8 +29,9 @@ def show(report: dict[str, Any]) -> None:
     console.print(_claims(report))
     console.print("The paper draws figures 11 to 14: \"> 1\" is what its text says of who is before whom, 1 that two "
                   "epochs are the same, 6 is read from figure 12. On ImageNet mpi-ESGD reaches 0.67.")  # fmt: skip
-    for line in (elastic(report, ""), reason(report), elastic(report, COMPUTING)):
-        console.print(line)
+    if any(row["mode"].endswith(COMPUTING) for row in report["training"]):
+        for line in (elastic(report, ""), reason(report), elastic(report, COMPUTING)):
+            console.print(line)
 
 
 def _base(report: dict[str, Any]) -> dict[str, Any]:
