@@ -185,6 +185,8 @@ def test_an_interrupt_of_a_module_is_that_of_a_command(
 
     found = vars(importlib.import_module(module))
     command = next(found[name] for name in ("command", "main") if isinstance(found.get(name), click.Command))
+    if isinstance(command, click.Group):
+        command = next(iter(command.commands.values()))
     monkeypatch.setattr(command, "callback", interrupted)
     context = command.make_context(module, [], resilient_parsing=True)
     with pytest.raises(SystemExit) as end:
