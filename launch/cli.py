@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import re
 import sys
@@ -14,8 +13,8 @@ from typing import Any, NamedTuple
 
 import click
 
+from collectives.terminal.help import examples, known
 from collectives.terminal.stdout import lasting
-from launch.help import examples
 from launch.process import INTERRUPTED
 from launch.run import options_of, start
 
@@ -181,10 +180,7 @@ class Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args[0] not in self.commands and not ctx.resilient_parsing:
-            near = difflib.get_close_matches(args[0], self.commands, 1)
-            meant = f"Did you mean {near[0]!r}?" if near else f"There are {', '.join(self.commands)}."
-            ctx.fail(f"No such command {args[0]!r}. {meant}")
+        known(ctx, args[0], self.commands)
         return super().resolve_command(ctx, args)
 
 

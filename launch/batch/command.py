@@ -9,10 +9,10 @@ import click
 from click.core import ParameterSource
 
 from collectives.terminal.console import Interruptible, InterruptibleGroup
+from collectives.terminal.help import examples
 from launch import script
 from launch.batch import lsf, pbs, slurm
 from launch.batch.request import Request, RequestError
-from launch.help import examples
 from launch.mpirun import NAMES, Flavour, LauncherError, find
 from launch.run import role_options, workers_of
 from mpips.options import OptionError, Options
@@ -45,21 +45,7 @@ def request_options(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-class Schedulers(InterruptibleGroup):
-    """The group of schedulers, which says how to name one where a script stands in its place."""
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args[0] not in WRITERS and not ctx.resilient_parsing:
-            ctx.fail(
-                f"{args[0]!r} is no scheduler: name {', '.join(WRITERS)} first, as in `mpips script slurm -N 4 -w 14 "
-                "train.py`"
-            )
-        return super().resolve_command(ctx, args)
-
-
-@click.group("script", cls=Schedulers)
+@click.group("script", cls=InterruptibleGroup)
 @request_options
 @click.pass_context
 def command(context: click.Context, **wanted: Any) -> None:

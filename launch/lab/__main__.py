@@ -16,8 +16,8 @@ import click
 
 from collectives.simulator.topology import parse, parse_rate
 from collectives.terminal.console import InterruptibleGroup, OutFile, console, write_text
+from collectives.terminal.help import examples
 from launch import process
-from launch.help import examples
 from launch.lab import client, job
 from launch.lab.layout import lay_out
 from launch.lab.needs import missing

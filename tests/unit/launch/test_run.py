@@ -331,7 +331,7 @@ def test_wrong_words_are_refused_once_before_any_rank_starts(words: str, named: 
         ("script slurm -n 2 -w 2 -s 1 x.py", "--ranks 2 and --servers 1 make 1 workers, but --workers is 2"),
         ("script slurm x.py", "how many ranks? Give -n/--ranks, which counts all, or -w/--workers"),
         ("script slurm -n 2 --minuts 3 x.py", "--minuts"),
-        ("script -n 2 x.py", "'x.py' is no scheduler: name slurm, lsf, pbs first"),
+        ("script -n 2 x.py", "No such command 'x.py'. There are slurm, lsf, pbs."),
         ("script slurm -n 2", "no script is named"),
     ],
 )
