@@ -65,8 +65,8 @@ reproduce-ibatch: ## iBatch's scaling figures simulated beside the optimum; 6 wo
 
 overlap: ## how far strategies of overlap are from the optimum, how long planning takes, what waiting costs
 	$(VENV)
-	$(BIN)/python -m mpips.overlap.gap
-	$(BIN)/python -m mpips.bench.waiting
+	$(BIN)/python -m examples.reproduce.overlap.gap
+	$(BIN)/python -m examples.reproduce.store.waiting
 
 reproduce-bml: ## BML on an emulated BCube beside the parameter server, measured and predicted
 	$(VENV) --extra plot --extra lab

@@ -1,56 +1,125 @@
 """The `mpips` command: each subcommand lives in its own module, imported only when it is called.
 
-`--ranks P`, which every ranked subcommand takes here, starts P processes of that module under mpirun.
+`-n/--ranks P`, which every ranked subcommand takes here, starts P processes of that module under mpirun.
 """
 
 from __future__ import annotations
 
-import difflib
 import importlib
+import re
 import sys
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 import click
 
+from collectives.terminal.help import examples, known
 from collectives.terminal.stdout import lasting
 from launch.process import INTERRUPTED
 from launch.run import options_of, start
 
 
 class Sub(NamedTuple):
-    """A subcommand: the module of its `command`, its help, and whether `--ranks P` starts it by mpirun."""
+    """A subcommand: the module of its `command`, or of the group in which it is a `case`; its help; lines that show its
+    use; and whether `--ranks P` starts it by mpirun."""
 
     module: str
     summary: str
+    examples: tuple[str, ...]
     ranked: bool = False
+    case: str = ""
+
+    @property
+    def words(self) -> list[str]:
+        """How a Python runs it."""
+        return ["-m", self.module.removesuffix(".__main__"), *filter(None, [self.case])]
+
+
+def _collective(case: str, summary: str, *lines: str) -> Sub:
+    return Sub("collectives.benchmark.__main__", summary, lines, ranked=True, case=case)
 
 
 COMMANDS = {
-    "run": Sub("launch.run", "Start a script as one MPI job of workers and servers."),
-    "doctor": Sub("launch.doctor.__main__", "Check Python, MPI, memory, GPU, cores, scheduler and network."),
-    "script": Sub("launch.batch.command", "Write a batch script for Slurm, LSF or PBS."),
-    "train": Sub("mpips.parallel.__main__", "Train an MLP on a grid of batch and model parallel ranks.", ranked=True),
-    "bench": Sub("collectives.benchmark.__main__", "Time collectives, or `kvstore` and `optimizers`.", ranked=True),
-    "tune": Sub("collectives.tuner.command", "Measure which algorithm is fastest here, for `auto`.", ranked=True),
-    "sim": Sub("collectives.simulator.command", "Simulate an algorithm on a topology."),
-    "plan": Sub("mpips.overlap.__main__", "Group layers for overlap, from a profile."),
-    "lab": Sub("launch.lab.__main__", "An emulated cluster on this machine."),
-}
+    "run": Sub(
+        "launch.run", "Start a script as one MPI job of workers and servers.",
+        ("mpips run -w 4 train.py --lr 0.1", "mpips run -n 6 -s 2 --hostfile hosts train.py    # 4 workers, 2 servers"),
+    ),
+    "doctor": Sub(
+        "launch.doctor.__main__", "Check Python, MPI, memory, GPU, cores, scheduler and network.",
+        ("mpips doctor", "srun -n 4 mpips doctor    # inside an allocation"),
+    ),
+    "script": Sub(
+        "launch.batch.command", "Write a batch script for Slurm, LSF or PBS.",
+        ("mpips script slurm -N 4 -s 2 -w 14 train.py > job.sh", "mpips script pbs -N 2 -n 8 -m my.module > job.sh"),
+    ),
+    "train": Sub(
+        "mpips.parallel.__main__", "Train an MLP on a mesh of data and tensor parallel ranks.",
+        ("mpips train -n 4 --data digits --hidden 512,512 --grid 2x2",
+         "mpips train -n 4 --data table.csv --target price --grid auto --explain"),
+        ranked=True,
+    ),
+    "tune": Sub(
+        "collectives.tuner.command", "Measure which algorithm is fastest here, for `auto`.",
+        ("mpips tune -n 4", "mpips tune -n 4 --dry-run"), ranked=True,
+    ),
+    "sim": Sub(
+        "collectives.simulator.command", "Simulate an algorithm on a topology.",
+        ("mpips sim --topology bcube:3,2 --algorithm bcube --algorithm ring --bytes 4MiB",),
+    ),
+    "plan": Sub(
+        "mpips.overlap.__main__", "Group layers for overlap, from a profile.",
+        ("mpips plan profile.json --nodes 8", "mpips plan --model resnet50 --nodes 4:64 --plot plan.png"),
+    ),
+    "lab": Sub(
+        "launch.lab.__main__", "An emulated cluster on this machine.",
+        ("mpips lab up star:4 --rate 100mbit", "mpips lab run -n 4 -- python -m collectives.benchmark allreduce"),
+    ),
+}  # fmt: skip
 BENCHES = {
-    "kvstore": Sub("mpips.bench.__main__", "Time push and pull of the store.", ranked=True),
-    "optimizers": Sub("mpips.bench.optimizers", "Time optimizer updates, beside PyTorch's."),
-}
-"""Benchmarks of `mpips bench NAME` that are not the collectives'."""
+    "allreduce": _collective(
+        "allreduce", "Time sums over all ranks.",
+        "mpips bench allreduce -n 4", "mpips bench allreduce -n 4 --sizes 8,1KiB,1MiB --algorithms auto,ring --check",
+    ),
+    "reduce_scatter": _collective(
+        "reduce_scatter", "Time sums of which every rank gets a block.", "mpips bench reduce_scatter -n 4 --sizes 1MiB"
+    ),
+    "allgather": _collective(
+        "allgather", "Time gathering every rank's block.", "mpips bench allgather -n 4 --sizes 1MiB"
+    ),
+    "alltoall": _collective("alltoall", "Time a block from each rank to each.", "mpips bench alltoall -n 4"),
+    "broadcast": _collective("broadcast", "Time sending rank 0's array to all.", "mpips bench broadcast -n 4"),
+    "reduce": _collective("reduce", "Time sums for rank 0.", "mpips bench reduce -n 4 --op max"),
+    "pt2pt": _collective("pt2pt", "Time a ping-pong of ranks 0 and 1.", "mpips bench pt2pt -n 2 --sizes 8:1MiB"),
+    "iallreduce": _collective(
+        "iallreduce", "How much of an allreduce hides behind compute.", "mpips bench iallreduce -n 2 --sizes 4MiB"
+    ),
+    "kvstore": Sub(
+        "mpips.bench.kvstore", "Time push and pull of the store.",
+        ("mpips bench kvstore -n 3 --servers 1", "mpips bench kvstore -n 3 --sizes 1KiB --keys 160 --json rows.json"),
+        ranked=True,
+    ),
+    "optimizers": Sub(
+        "mpips.bench.optimizers", "Time optimizer updates, beside PyTorch's.",
+        ("mpips bench optimizers", "mpips bench optimizers --elements 1000000 --repeats 15"),
+    ),
+    "overlap": Sub(
+        "mpips.bench.overlap", "Measure every strategy of overlap beside its prediction.",
+        ("mpips bench overlap -n 4 --layers 20", "mpips bench overlap -n 5 --servers 1 --plot o.png"),
+        ranked=True,
+    ),
+    "mlp": Sub(
+        "mpips.bench.mlp", "Time steps of an MLP, beside PyTorch's.",
+        ("mpips bench mlp", "mpips bench mlp -n 2 --grid 1x2 --batch 1000 --width 4096"), ranked=True,
+    ),
+}  # fmt: skip
 HELP = ["-h", "--help"]
 OURS = ("mpips", "collectives", "launch")
 
 
 class Target(NamedTuple):
-    """What a line of words means: the command's full name, the command, its own words, and the ranks to start."""
+    """What a line of words means: the command's full name, its own words, and the ranks to start."""
 
     name: str
-    sub: Sub
     words: list[str]
     ranks: int | None
 
@@ -58,42 +127,41 @@ class Target(NamedTuple):
 class Forward(click.Command):
     """A command that hands its words, untouched, to the one in the module; only `--ranks P` is taken out."""
 
-    def __init__(self, name: str, sub: Sub) -> None:
+    def __init__(self, group: str, name: str, sub: Sub) -> None:
         super().__init__(name, help=sub.summary, add_help_option=False)
-        self._sub = sub
+        self._sub, self._full = sub, f"{group} {name}"
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
     ) -> click.Context:
         if not extra.get("resilient_parsing"):
             return super().make_context(info_name, args, parent, **extra)
-        target = self._target(args)  # a shell asks how to complete these words
-        return _load(target.sub).make_context(target.name, target.words, parent, **extra)
+        target = self._target(args, parent)  # a shell asks how to complete these words
+        return _load(self._sub).make_context(target.name, target.words, parent, **extra)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.args = list(args)
         return []
 
     def invoke(self, ctx: click.Context) -> None:
-        target = self._target(ctx.args)
+        target = self._target(ctx.args, ctx.parent)
         if target.ranks is None:
-            _load(target.sub, runs_here=True).main(target.words, prog_name=target.name)
+            _load(self._sub, runs_here=True).main(target.words, prog_name=target.name)
         else:
-            _check(target, target.ranks)
-            module = target.sub.module.removesuffix(".__main__")
-            start(target.ranks, ["-m", module, *target.words], name=target.name)
+            _check(self._sub, target, target.ranks)
+            start(target.ranks, [*self._sub.words, *target.words], name=target.name)
 
-    def _target(self, args: list[str]) -> Target:
-        name, sub, words = f"mpips {self.name}", self._sub, list(args)
-        ranks = _take_ranks(words) if sub.ranked else None
-        if self.name == "bench" and words and words[0] in BENCHES:
-            name, sub = f"{name} {words[0]}", BENCHES[words.pop(0)]
-        if ranks is not None and not sub.ranked:
-            raise click.UsageError(f"{name} is a single process and takes no --ranks")
-        return Target(name, sub, words, ranks)
+    def _target(self, args: list[str], group: click.Context | None) -> Target:
+        words = list(args)
+        ranks = group.params.get("ranks") if group else None
+        if self._sub.ranked:
+            ranks = _take_ranks(words) or ranks
+        elif ranks is not None:
+            raise click.UsageError(f"{self._full} is a single process and takes no --ranks")
+        return Target(self._full, words, ranks)
 
 
-class Lazy(click.Group):
+class Commands(click.Group):
     """A group that imports a subcommand when it is named, so that `mpips --help` imports neither MPI nor NumPy."""
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -107,65 +175,69 @@ class Lazy(click.Group):
             return super().main(*args, **options)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(COMMANDS)
-
-    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        return Forward(name, COMMANDS[name]) if name in COMMANDS else None
+        return list(self.commands)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        near = difflib.get_close_matches(args[0], COMMANDS, 1)
-        if args[0] not in COMMANDS and near and not ctx.resilient_parsing:
-            ctx.fail(f"No such command {args[0]!r}. Did you mean {near[0]!r}?")
+        known(ctx, args[0], self.commands)
         return super().resolve_command(ctx, args)
 
 
 def _take_ranks(words: list[str]) -> int | None:
-    """Takes `--ranks P` or `--ranks=P` out of `words`, unless it stands after `--`."""
+    """Takes `-n P`, `--ranks P` or `--ranks=P` out of `words`, unless it stands after `--`."""
     ours = words[: words.index("--")] if "--" in words else words
-    place = next((i for i, word in enumerate(ours) if word.partition("=")[0] == "--ranks"), None)
-    if place is None:
-        return None
-    _, equals, value = words[place].partition("=")
-    if not equals:
-        value = "".join(words[place + 1 : place + 2])
-    if not value.isdigit() or int(value) < 1:
-        raise click.UsageError(f"--ranks must be a whole number of at least 1, not {value!r}")
-    del words[place : place + (1 if equals else 2)]
-    return int(value)
+    for place, word in enumerate(ours):
+        if not (found := re.fullmatch(r"(--ranks|-n)(?:=(.*)|(\d+))?", word)):
+            continue
+        option, assigned, joined = found.groups()
+        value = assigned if assigned is not None else joined
+        count = 1 if value is not None else 2
+        if value is None:
+            value = "".join(words[place + 1 : place + 2])
+        if not value.isdigit() or int(value) < 1:
+            raise click.UsageError(f"{option} must be a whole number of at least 1, not {value!r}")
+        del words[place : place + count]
+        return int(value)
+    return None
 
 
 def _load(sub: Sub, runs_here: bool = False) -> click.Command:
     """The command of the module, which is imported without starting MPI unless it is to run here; its help names
-    `--ranks`, though it never sees that option."""
+    `--ranks`, though it never sees that option, and ends with examples."""
     if not runs_here:
         with suppress(ImportError):  # the command says so
             import mpi4py
 
             mpi4py.rc.initialize = False
     try:
-        command: click.Command = importlib.import_module(sub.module).command
+        command: Any = importlib.import_module(sub.module).command
     except (ImportError, RuntimeError) as error:  # mpi4py's where there is no MPI is a RuntimeError
         if (getattr(error, "name", None) or "").partition(".")[0] in OURS:
             raise
         why = "; ".join(str(error).splitlines())
         raise click.UsageError(f"a part of this installation is missing ({why}): see `mpips doctor`") from None
-    command.context_settings["help_option_names"] = HELP
-    if sub.ranked and all(option.name != "ranks" for option in command.params):
-        text = "start that many ranks under mpirun"
-        command.params.insert(1, click.Option(["--ranks"], type=click.IntRange(1), expose_value=False, help=text))
-    return command
+    found: click.Command = command.commands[sub.case] if sub.case else command
+    found.context_settings["help_option_names"] = HELP
+    found.epilog = examples(*sub.examples)
+    if sub.ranked and all(option.name != "ranks" for option in found.params):
+        found.params.insert(0, _ranks_option(expose_value=False))
+    return found
 
 
-def _check(target: Target, ranks: int) -> None:
+def _ranks_option(**more: Any) -> click.Option:
+    return click.Option(["-n", "--ranks"], type=click.IntRange(1), help="Start that many ranks under mpirun.", **more)
+
+
+def _check(sub: Sub, target: Target, ranks: int) -> None:
     """Says once, here, what every rank would say: `--help`, and what is wrong with the words and MPIPS_* variables.
     The module's `check(ranks, **options)`, where it has one, raises click.UsageError."""
-    with _load(target.sub).make_context(target.name, list(target.words)) as context:
+    with _load(sub).make_context(target.name, list(target.words)) as context:
         options_of({})
-        check = getattr(sys.modules[target.sub.module], "check", None)
+        check = getattr(sys.modules[sub.module], "check", None)
         if check is not None:
-            check(ranks, **context.params)
+            case = {"collective": sub.case} if sub.case else {}
+            check(ranks, **case, **context.params)
 
 
 def _version(ctx: click.Context, option: click.Parameter, wanted: bool) -> None:
@@ -181,7 +253,25 @@ def _version(ctx: click.Context, option: click.Parameter, wanted: bool) -> None:
         ctx.exit()
 
 
-@click.command(cls=Lazy, context_settings={"help_option_names": HELP})
+bench = Commands(
+    "bench",
+    commands={name: Forward("mpips bench", name, sub) for name, sub in BENCHES.items()},
+    params=[_ranks_option()],
+    short_help="Time collectives, the store, optimizers, overlap or MLPs.",
+    help="Benchmarks, each with a --help of its own: collectives beside the MPI's own calls, the store beside bare "
+    "copies, optimizers and MLPs beside PyTorch's, overlap beside its prediction.",
+    epilog=examples("mpips bench allreduce -n 4", "mpips bench kvstore -n 3 --servers 1"),
+    context_settings={"help_option_names": HELP},
+)
+_ORDER = ("run", "doctor", "script", "train", "bench", "tune", "sim", "plan", "lab")
+
+
+@click.command(
+    cls=Commands,
+    commands={name: bench if name == "bench" else Forward("mpips", name, COMMANDS[name]) for name in _ORDER},
+    context_settings={"help_option_names": HELP},
+    epilog=examples("mpips doctor", "mpips run -w 4 -s 1 train.py"),
+)
 @click.option("--version", is_flag=True, callback=_version, is_eager=True, expose_value=False, help="Show versions.")
 def main() -> None:
     """MPI parameter server and collectives runtime.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import shlex
 import sys
@@ -23,7 +22,7 @@ ROLES = ("servers", "clients", "workers", "masters")
 
 
 def role_options(command: Callable[..., None]) -> Callable[..., None]:
-    """The four options that every command which writes down a job takes."""
+    """The options that every command which writes down a job takes; `workers_of` reads two of them."""
     for option in (
         click.option(
             "--masters", type=click.Choice(["one", "all"]), default="one", show_default=True,
@@ -34,9 +33,10 @@ def role_options(command: Callable[..., None]) -> Callable[..., None]:
             help="MPI clients of an mpi_* store.",
         ),
         click.option(
-            "-w", "--workers", type=click.IntRange(1), required=True,
+            "-w", "--workers", type=click.IntRange(1),
             help="Workers in all, as many a client, or nearly.",
         ),
+        click.option("-n", "--ranks", type=click.IntRange(1), help="All ranks, in place of -w: workers and servers."),
         click.option(
             "-s", "--servers", default=0, show_default=True, type=click.IntRange(0),
             help="Server processes; 0 is pure MPI.",
@@ -44,6 +44,23 @@ def role_options(command: Callable[..., None]) -> Callable[..., None]:
     ):  # fmt: skip
         command = option(command)
     return command
+
+
+def workers_of(ranks: int | None, workers: int | None, servers: int) -> int:
+    """The workers of a job; click.UsageError where the command line gives none, or contradicts itself."""
+    if ranks is None:
+        if workers is None:
+            raise click.UsageError("how many ranks? Give -n/--ranks, which counts all, or -w/--workers")
+        return workers
+    if servers >= ranks:
+        least = f"ask for --ranks {servers + 1} or more"
+        raise click.UsageError(f"--ranks {ranks} and --servers {servers} leave no worker: {least}")
+    if workers not in (None, ranks - servers):
+        raise click.UsageError(
+            f"--ranks {ranks} and --servers {servers} make {ranks - servers} workers, but --workers is {workers}: "
+            "give --ranks or --workers"
+        )
+    return ranks - servers
 
 
 class RunCommand(click.Command):
@@ -57,17 +74,7 @@ class RunCommand(click.Command):
             sys.exit(process.INTERRUPTED)
 
 
-def _script(ctx: click.Context, parameter: click.Parameter, words: Words) -> Words:
-    words = script.words_of(words)
-    if unknown := script.unknown_option(words):
-        known = [name for option in ctx.command.params for name in option.opts if name.startswith("--")]
-        raise click.NoSuchOption(unknown, possibilities=difflib.get_close_matches(unknown, known, cutoff=0.7))
-    return words
-
-
-@click.command(
-    "run", cls=RunCommand, context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False}
-)
+@click.command("run", cls=RunCommand, context_settings=dict(script.BEFORE_A_SCRIPT))
 @role_options
 @click.option("--hostfile", type=click.Path(), help="Hosts, one a line: `node1 slots=4` or `node1:4`.")
 @click.option("--topology", help="Order the hosts by their addresses in it: bcube:3,2, star:9 or fattree:4.")
@@ -76,17 +83,18 @@ def _script(ctx: click.Context, parameter: click.Parameter, words: Words) -> Wor
 @click.option("--mpirun", help="The mpirun to use instead of the one found.")
 @click.option("--mpi-arg", "extra", multiple=True, help="A further word for mpirun; may be repeated.")
 @click.option("--dry-run", is_flag=True, help="Print the command and stop.")
-@click.argument(
-    "words", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT.py|-m MODULE [ARGS]...", is_eager=True, callback=_script
-)
+@script.argument
 def command(
-    mpirun: str | None, interface: str | None, extra: Words, dry_run: bool, words: Words, **asked: Any
-) -> None:
+    mpirun: str | None, interface: str | None, extra: Words, dry_run: bool, words: Words, ranks: int | None,
+    workers: int | None, **asked: Any,
+) -> None:  # fmt: skip
     """Start SCRIPT.py ARGS as one MPI job of workers and servers.
 
-    The job has WORKERS + SERVERS ranks, workers first. The roles reach `mpips.create` as MPIPS_* variables. An
-    uncaught exception of one rank ends the job; the exit code is the job's, or 2 where none is started.
+    The job has WORKERS + SERVERS ranks, workers first: say how many by -w and -s, or all by -n and the servers by -s.
+    The roles reach `mpips.create` as MPIPS_* variables. An uncaught exception of one rank ends the job; the exit code
+    is the job's, or 2 where none is started.
     """
+    asked["workers"] = workers_of(ranks, workers, asked["servers"])
     try:
         options = options_of({name: asked.pop(name) for name in ROLES})
         machine, launcher = this_machine(), find(mpirun)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import os
 import sys
@@ -32,6 +33,22 @@ def words_of(words: Sequence[str]) -> tuple[str, ...]:
     if words[0] in ("-m", "-c") and len(words) < 2:
         raise click.UsageError(f"{words[0]} needs an argument")
     return words
+
+
+def _read(ctx: click.Context, parameter: click.Parameter, words: Sequence[str]) -> tuple[str, ...]:
+    words = words_of(words)
+    if unknown := unknown_option(words):
+        known = [name for option in ctx.command.params for name in option.opts if name.startswith("--")]
+        raise click.NoSuchOption(unknown, possibilities=difflib.get_close_matches(unknown, known, cutoff=0.7))
+    return words
+
+
+argument = click.argument(
+    "words", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT.py|-m MODULE [ARGS]...", is_eager=True, callback=_read
+)
+"""Of a command that takes `BEFORE_A_SCRIPT` as its settings: the script and its words, as `words_of` gives them."""
+
+BEFORE_A_SCRIPT = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
 
 def unknown_option(words: Sequence[str]) -> str | None:

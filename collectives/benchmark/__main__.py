@@ -1,6 +1,6 @@
-"""`mpips bench COLLECTIVE`: times collectives over the ranks of a job, beside the MPI's own best call.
+"""`mpips bench allreduce` and its like: times collectives over the ranks of a job, beside the MPI's own best call.
 
-    mpips bench COLLECTIVE --ranks P        or: mpirun -n P python -m collectives.benchmark COLLECTIVE
+    mpips bench COLLECTIVE -n P        or: mpirun -n P python -m collectives.benchmark COLLECTIVE
 """
 
 from __future__ import annotations
@@ -22,52 +22,51 @@ from collectives.benchmark.sizes import show_bytes
 from collectives.benchmark.wanted import CASES, Wanted, check
 from collectives.terminal.console import OutFile, Picture, RankedCommand, Seconds, leave, progress
 
+PARAMETERS: tuple[click.Parameter, ...] = (
+    click.Option(
+        ["--sizes"], default="1KiB:64MiB", show_default=True, help="MIN:MAX[:FACTOR] or a list of sizes"
+    ),
+    click.Option(
+        ["--algorithms"], default="auto", show_default=True, help="a list, as auto,native,one_shot,gloo,ring"
+    ),
+    click.Option(
+        ["--arrays"], default="ordinary,empty", show_default=True, help="ordinary; empty: of collectives.empty"
+    ),
+    click.Option(
+        ["--dtype"], default="float32", show_default=True, help="of the elements, a NumPy name or bfloat16"
+    ),
+    click.Option(["--op"], type=click.Choice(tuple(rivals.OPS)), default="sum", show_default=True),
+    click.Option(
+        ["--seconds"], default=1.0, type=Seconds(), show_default=True, help="time to spend on each size"
+    ),
+    click.Option(["--check", "checked"], is_flag=True, help="count wrong elements; exit 1 if there are any"),
+    click.Option(["--json", "json_path"], type=OutFile(), help="write the rows as JSON"),
+    click.Option(["--csv", "csv_path"], type=OutFile(), help="write the rows as CSV"),
+    click.Option(["--plot", "plot_path"], type=Picture(), help="draw time and bandwidth (PNG)"),
+)
+"""Of every case."""
 
-class _Case(click.Choice):
-    """A case of this benchmark; who asks for none, or for another, hears of all benchmarks."""
 
-    def __init__(self) -> None:
-        super().__init__(CASES)
-
-    def get_missing_message(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
-        return f"It is one of {', '.join(CASES)}; or see `mpips bench kvstore --help`, `mpips bench optimizers --help`"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        if value not in CASES:
-            self.fail(f"{value!r} is none of {', '.join(CASES)}, kvstore, optimizers", param, ctx)
-        return str(value)
+class _Cases(RankedCommand, click.Group):
+    """The cases, each a command of which every rank sees the same words."""
 
 
-@click.command(cls=RankedCommand)
-@click.argument("collective", metavar="COLLECTIVE", type=_Case())
-@click.option("--sizes", default="1KiB:64MiB", show_default=True, help="MIN:MAX[:FACTOR] or a list of sizes")
-@click.option("--algorithms", default="auto", show_default=True, help="a list, as auto,native,one_shot,gloo,ring")
-@click.option("--arrays", default="ordinary,empty", show_default=True, help="ordinary; empty: of collectives.empty")
-@click.option("--dtype", default="float32", show_default=True, help="of the elements, a NumPy name or bfloat16")
-@click.option("--op", type=click.Choice(tuple(rivals.OPS)), default="sum", show_default=True)
-@click.option("--seconds", default=1.0, type=Seconds(), show_default=True, help="time to spend on each size")
-@click.option("--check", "checked", is_flag=True, help="count wrong elements; exit 1 if there are any")
-@click.option("--json", "json_path", type=OutFile(), help="write the rows as JSON")
-@click.option("--csv", "csv_path", type=OutFile(), help="write the rows as CSV")
-@click.option("--plot", "plot_path", type=Picture(), help="draw time and bandwidth (PNG)")
-def command(
+command = _Cases("bench", help="Time a collective over the ranks of the job.")
+
+
+def run(
     collective: str, sizes: str, algorithms: str, arrays: str, dtype: str, op: str, seconds: float, checked: bool,
     json_path: Path | None, csv_path: Path | None, plot_path: Path | None,
 ) -> None:  # fmt: skip
-    """Time COLLECTIVE over the ranks of the job, beside the MPI's own best call in the same run.
-
-    It is allreduce, reduce_scatter, allgather, alltoall, broadcast, reduce, pt2pt (a ping-pong of ranks 0 and 1) or
-    overlap (an allreduce beside compute). Times are of one call on the slowest rank. Start the ranks with `mpips bench
-    ... --ranks P` or with mpirun. `mpips bench kvstore` and `mpips bench optimizers` have helps of their own.
-    """
+    """What the command of a case does."""
     comm = MPI.COMM_WORLD
     wanted = check(
         comm.size, collective=collective, sizes=sizes, algorithms=algorithms, arrays=arrays, dtype=dtype, op=op
     )
     title = f"{collective}, {comm.size} rank{'s' * (comm.size > 1)}"
     if comm.size == 1:
-        click.echo("one rank alone exchanges nothing: start more with --ranks P", err=True)
-    if collective == "overlap":
+        click.echo("one rank alone exchanges nothing: start more with -n/--ranks", err=True)
+    if collective == "iallreduce":
         _overlap(comm, wanted, seconds, title, json_path)
         return
     rows: list[Row] = []
@@ -149,6 +148,16 @@ def _overlap(comm: MPI.Comm, wanted: Wanted, seconds: float, title: str, json_pa
         overlap.print_overlap(rows, title)
         if json_path:
             report.write_json(rows, json_path)
+
+
+for _name, _measures in CASES.items():
+    command.add_command(
+        RankedCommand(
+            _name, callback=partial(run, _name), params=list(PARAMETERS),
+            help=f"{_measures} Start the ranks with -n/--ranks, or with mpirun: mpirun -n P python -m "
+            f"collectives.benchmark {_name}.",
+        )
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the words of `mpips bench COLLECTIVE` ask for, checked before anything starts."""
+"""What `mpips bench allreduce` and its like are asked for, checked before anything starts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,13 @@ from collectives.operations import operation
 from collectives.schedule import catalog
 from collectives.schedule.model import parse
 
-CASES = (*BUS_FACTOR, "pt2pt", "overlap")
+BESIDE = "beside the MPI's own best call in the same run. Times are of one call on the slowest rank."
+CASES = {
+    **{kind: f"Time {kind} over the ranks of the job, {BESIDE}" for kind in BUS_FACTOR},
+    "pt2pt": "Time a ping-pong of ranks 0 and 1 by size.",
+    "iallreduce": "Measure how much of an allreduce hides behind compute of the same length, as the OSU benchmarks do.",
+}
+"""What each measures."""
 PLANS = ("auto", "shared_memory", "native")  # algorithms outside the catalog
 CALLS = ("one_shot", "gloo")  # that cannot be started and waited for
 ARRAYS = ("ordinary", "empty")
@@ -37,7 +43,7 @@ def check(
     """What the command line means for that many ranks; click.UsageError where it cannot be. Starts no MPI."""
     try:
         element = _element(dtype)
-        if collective in (*REDUCING, "overlap"):
+        if collective in (*REDUCING, "iallreduce"):
             operation(op, element)
         counts = parse_counts(sizes, element.itemsize, element.name)
     except (TypeError, ValueError) as error:
@@ -56,7 +62,7 @@ def check(
     for name in names:
         if reason := _refusal(collective, name, ranks):
             raise click.UsageError(f"--algorithms {name}: {reason}")
-    _fits(sizes, largest, 1 if collective == "overlap" else least_arrays(collective, kinds))
+    _fits(sizes, largest, 1 if collective == "iallreduce" else least_arrays(collective, kinds))
     return Wanted(element, counts, names, kinds)
 
 
@@ -74,7 +80,7 @@ def _fits(sizes: str, largest: int, arrays: int) -> None:
 
 
 def _refusal(collective: str, algorithm: str, ranks: int) -> str | None:
-    kind, others = ("allreduce", PLANS) if collective == "overlap" else (collective, PLANS + CALLS)
+    kind, others = ("allreduce", PLANS) if collective == "iallreduce" else (collective, PLANS + CALLS)
     if algorithm in others:
         return None
     try:

@@ -15,6 +15,7 @@ import click
 from rich.console import Console
 from rich.progress import Progress
 
+from collectives.terminal.help import known
 from collectives.terminal.stdout import lasting
 
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
@@ -65,6 +66,12 @@ class Interruptible(click.Command):
 
 class InterruptibleGroup(Interruptible, click.Group):
     """Such a command, with commands of its own."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        known(ctx, args[0], self.commands)
+        return super().resolve_command(ctx, args)
 
 
 class RankedCommand(Interruptible):

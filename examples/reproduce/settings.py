@@ -1,6 +1,6 @@
 """Measures what each setting that `mpips run` makes is worth: one job with and without it, alternating.
 
-    python -m examples.reproduce.settings [--json FILE]
+    python -m examples.reproduce.settings [--json FILE] [--quick]
 
 docs/launching.md shows the table. A case that this machine cannot show (another MPI, no namespaces) says why.
 """
@@ -201,8 +201,8 @@ def prepared(case: Case) -> Iterator[list[str]]:
     yield build(find(), Job(case.ranks, ranks), this_machine())
 
 
-def compare(case: Case) -> dict[str, object]:
-    """Medians of `REPEATS` runs with and without the setting, alternating, and their ratio."""
+def compare(case: Case, repeats: int) -> dict[str, object]:
+    """Medians of `repeats` runs with and without the setting, alternating, and their ratio."""
     if any(word.startswith("--") for run in case.words for word in run) and find().flavour != "openmpi":
         return {"setting": case.name, "skipped": "a setting of Open MPI"}
     if case.in_lab and (lacking := missing()):
@@ -212,7 +212,7 @@ def compare(case: Case) -> dict[str, object]:
     times: dict[bool, list[float]] = {True: [], False: []}
     with prepared(case) as argv:
         bare = without(argv, case.words)
-        for _ in range(REPEATS):
+        for _ in range(repeats):
             for present in (True, False):
                 environment = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", caches.VARIABLE)}
                 environment |= dict(case.environment) if present else {}
@@ -228,8 +228,9 @@ def _seconds(argv: Sequence[str], environment: dict[str, str]) -> float:
 
 @click.command("measure", cls=Interruptible)
 @click.option("--json", "path", type=OutFile(), help="Write the rows to this file, too.")
+@click.option("--quick", is_flag=True, help="Once, and no lab: shows that it works, in seconds.")
 @click.option("--work", hidden=True, help="What a rank of a case does.")
-def command(path: Path | None, work: str | None) -> None:
+def command(path: Path | None, quick: bool, work: str | None) -> None:
     """Measure what each launcher setting is worth on this machine."""
     if work:
         from mpi4py import MPI
@@ -238,7 +239,7 @@ def command(path: Path | None, work: str | None) -> None:
         if MPI.COMM_WORLD.rank == 0:
             print(f"seconds {seconds}", flush=True)
         return
-    rows = [compare(case) for case in CASES]
+    rows = [compare(case, 1 if quick else REPEATS) for case in CASES if not (quick and case.in_lab)]
     for row in rows:
         click.echo(_line(row))
     if path:

@@ -16,6 +16,7 @@ import click
 
 from collectives.simulator.topology import parse, parse_rate
 from collectives.terminal.console import InterruptibleGroup, OutFile, console, write_text
+from collectives.terminal.help import examples
 from launch import process
 from launch.lab import client, job
 from launch.lab.layout import lay_out
@@ -50,7 +51,7 @@ def command() -> None:
     """
 
 
-@command.command()
+@command.command(epilog=examples("mpips lab up star:4 --rate 100mbit", "mpips lab up bcube:3,2 --name cube"))
 @named
 @click.option(
     "--rate", "speed", default="100mbit", show_default=True, help="Of every link, each direction: kbit, mbit, gbit."
@@ -75,9 +76,15 @@ def up(topology: str, speed: str, name: str) -> None:
     )
 
 
-@command.command(context_settings=BEFORE_A_PROGRAM)
+@command.command(
+    context_settings=BEFORE_A_PROGRAM,
+    epilog=examples(
+        "mpips lab run -n 4 -- python train.py",
+        "mpips lab run -n 8 --per-host 2 -- python -m collectives.benchmark allreduce",
+    ),
+)
 @named
-@click.option("-n", "ranks", type=click.IntRange(1), required=True, help="Ranks of the job.")
+@click.option("-n", "--ranks", type=click.IntRange(1), required=True, help="Ranks of the job.")
 @click.option("--per-host", type=click.IntRange(1), default=1, show_default=True, help="Ranks on each host.")
 @click.option("--mpirun", help="The mpirun to use instead of the one found (Open MPI or MPICH).")
 @click.option("--mpi-arg", "extra", multiple=True, help="A further word for mpirun; may be repeated.")
@@ -105,18 +112,18 @@ def run(
     raise SystemExit(code)
 
 
-@command.command("exec", context_settings=BEFORE_A_PROGRAM)
+@command.command("exec", context_settings=BEFORE_A_PROGRAM, epilog=examples("mpips lab exec h0 -- ip route"))
 @named
 @click.argument("host")
 @program_argument
 def execute_on_host(name: str, host: str, program: Words) -> None:
-    """Run PROGRAM on HOST alone, as `mpips lab exec h0 -- ip route`; `launcher` is where bridges and mpirun are."""
+    """Run PROGRAM on HOST alone; `launcher` is where bridges and mpirun are."""
     with sentences():
         argv = client.host_command(name, host, _without_dashes(program))
     os.execvp(argv[0], argv)
 
 
-@command.command()
+@command.command(epilog=examples("mpips lab status", "mpips lab status --json -"))
 @named
 @click.option("--json", "path", type=OutFile(dash=True), help="Write it as JSON to this file, or to - for the screen.")
 def status(name: str, path: Path | None) -> None:
@@ -150,7 +157,7 @@ def _print_status(found: dict[str, Any]) -> None:
     console().print(table)
 
 
-@command.command()
+@command.command(epilog=examples("mpips lab reset"))
 @named
 def reset(name: str) -> None:
     """Count bytes from zero again."""
@@ -158,18 +165,18 @@ def reset(name: str) -> None:
         client.ask(name, {"do": "reset"})
 
 
-@command.command()
+@command.command(epilog=examples("mpips lab link h2 d0 down"))
 @named
 @click.argument("host")
 @click.argument("nic")
 @click.argument("state", type=click.Choice(["up", "down"]))
 def link(name: str, host: str, nic: str, state: str) -> None:
-    """Set a NIC of a host down or up again, for example `mpips lab link h2 d0 down`."""
+    """Set a NIC of a host down or up again."""
     with sentences():
         client.ask(name, {"do": "link", "host": host, "nic": nic, "up": state == "up"})
 
 
-@command.command("list")
+@command.command("list", epilog=examples("mpips lab list"))
 def list_labs() -> None:
     """The labs that are up."""
     names = client.names()
@@ -184,7 +191,7 @@ def list_labs() -> None:
             click.echo(f"{name}: {found['topology']}, {len(found['hosts'])} hosts, keeper {keeper}")
 
 
-@command.command()
+@command.command(epilog=examples("mpips lab down", "mpips lab down --all"))
 @named
 @click.option("--all", "every", is_flag=True, help="End all of this user's labs.")
 def down(name: str, every: bool) -> None:

@@ -1,1 +1,1 @@
-"""Benchmarks of the store and the optimizers."""
+"""`mpips bench`: benchmarks of the store, the optimizers, overlap and MLPs."""

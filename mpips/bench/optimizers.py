@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import statistics
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +15,7 @@ from rich.table import Table
 from collectives.machine import memory
 from collectives.terminal.console import Interruptible, OutFile, console, write_text
 from mpips import optimizers
+from mpips.bench.timing import alternate, seconds_of
 
 CASES = (
     optimizers.SGD(learning_rate=0.01, momentum=0.9),
@@ -89,13 +89,6 @@ def best_of_torch(torch: Any, optimizer: Any, weights: np.ndarray, gradient: np.
         return theirs(torch, optimizer, weights, gradient, fused=False), "default"
 
 
-def milliseconds(step: Step) -> float:
-    """How long one call takes."""
-    start = time.perf_counter()
-    step()
-    return 1e3 * (time.perf_counter() - start)
-
-
 def measure(optimizer: Any, elements: int, repeats: int, torch: Any) -> Case:
     """Alternate one update of each side, `repeats` times after one untimed: medians, and the largest difference."""
     rng = np.random.default_rng(0)
@@ -105,11 +98,8 @@ def measure(optimizer: Any, elements: int, repeats: int, torch: Any) -> Case:
     setting, other = None, start.copy()
     if torch is not None:
         steps["torch"], setting = best_of_torch(torch, optimizer, other, gradient)
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(repeats + 1):
-        for name, step in steps.items():
-            times[name].append(milliseconds(step))
-    median = {name: statistics.median(values[1:]) for name, values in times.items()}
+    times = alternate({name: partial(seconds_of, step) for name, step in steps.items()}, repeats + 1)
+    median = {name: 1e3 * float(np.median(values[1:])) for name, values in times.items()}
     return Case(
         optimizer=label(optimizer),
         elements=elements,

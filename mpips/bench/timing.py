@@ -1,105 +1,73 @@
-"""Pushes and pulls of a store, timed; every round pushes other values, and what comes back is looked at."""
+"""Timing of several contenders in one run, which take turns: what changes slowly on a machine then favours none."""
 
 from __future__ import annotations
 
-import itertools
-import statistics
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-import mpips
-
-MARKS = 64
-"""Elements of an array that tell one round from another."""
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 
-def names(n: int, keys: int) -> list[str]:
-    """Names of `keys` keys with n elements each."""
-    return [f"{n} {key}" for key in range(keys)]
+class Contender(NamedTuple):
+    """A step, and whether all ranks take it or rank 0 alone while the others sleep."""
+
+    name: str
+    step: Callable[[], object]
+    everyone: bool
 
 
-class Rounds:
-    """Rounds of `keys` keys with n elements each, and how long their calls took. What they sum to is compared."""
-
-    def __init__(self, kv: mpips.KVStore, n: int, array: str, keys: int) -> None:
-        self._kv, self._numbers = kv, itertools.count(1)
-        self._values, self._outs = ([_made(n, array) for _ in range(keys)] for _ in range(2))
-        called: list[Any] = [names(n, keys), self._values, self._outs]
-        self._key, self._value, self._out = called if keys > 1 else [one[0] for one in called]
-        self.pushes: list[float] = []
-        self.pulls: list[float] = []
-        self.fused: list[float] = []
-
-    def apart(self) -> None:
-        """A push, then a pull."""
-        number = self._begin()
-        start = time.perf_counter()
-        self._kv.push(self._key, self._value)
-        pushed = time.perf_counter()
-        self._kv.pull(self._key, self._out)
-        pulled = time.perf_counter()
-        self.pushes.append(pushed - start)
-        self.pulls.append(pulled - pushed)
-        self._end(number)
-
-    def together(self) -> None:
-        """A pushpull."""
-        number = self._begin()
-        start = time.perf_counter()
-        self._kv.pushpull(self._key, self._value, self._out)
-        self.fused.append(time.perf_counter() - start)
-        self._end(number)
-
-    def _begin(self) -> int:
-        number = next(self._numbers)
-        mark(self._values, self._kv.rank + number)
-        return number
-
-    def _end(self, number: int) -> None:
-        if self._kv.type.endswith("_sync"):
-            total = sum(worker + number for worker in range(self._kv.num_workers))
-            compare(self._outs, total, f"{self._kv.type}, round {number}")
+def alternate(turns: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, np.ndarray]:
+    """Seconds that each turn says it took, in each of `rounds` rounds. Every other round goes backwards."""
+    times: dict[str, list[float]] = {name: [] for name in turns}
+    for number in range(rounds):
+        for name in list(turns)[:: -1 if number % 2 else 1]:
+            times[name].append(turns[name]())
+    return {name: np.array(values) for name, values in times.items()}
 
 
-def _made(n: int, array: str) -> np.ndarray:
-    made: np.ndarray = mpips.empty(n) if array == "empty" else np.empty(n, np.float32)
-    made[...] = 0
-    return made
+def seconds_of(step: Callable[[], object]) -> float:
+    """How long one call takes."""
+    start = time.perf_counter()
+    step()
+    return time.perf_counter() - start
 
 
-def measure(
-    kv: mpips.KVStore, n: int, array: str, keys: int, seconds: float
-) -> tuple[int, float, float, float, float]:
-    """Repeats and medians of push, pull, both after each other, and pushpull, of `keys` keys with n elements each."""
-    rounds = Rounds(kv, n, array, keys)
-    for _ in range(3):
-        rounds.apart()
-        rounds.together()
-    pushes, pulls, fused = rounds.pushes, rounds.pulls, rounds.fused
-    assert kv.layout.workers is not None
-    repeats = kv.layout.workers.bcast(max(5, min(2000, int(seconds / 2 / (pushes[-1] + pulls[-1])))), 0)
-    for sample in (pushes, pulls, fused):
-        sample.clear()
-    for one in (rounds.apart, rounds.together):
-        kv.barrier()
-        for _ in range(repeats):
-            one()
-    both = statistics.median(map(sum, zip(pushes, pulls)))
-    return repeats, statistics.median(pushes), statistics.median(pulls), both, statistics.median(fused)
+def compare(contenders: list[Contender], comm: MPI.Comm, seconds: float, rounds: int) -> dict[str, np.ndarray]:
+    """Seconds of a step of each contender in each of `rounds` rounds, which take about `seconds` in all. Of a round the
+    slowest rank counts. Collective."""
+    share = seconds / rounds / len(contenders)
+    steps = {each.name: _calibrate(each, comm, share) for each in contenders}
+    times = alternate({each.name: partial(_round, each, comm, steps[each.name]) for each in contenders}, rounds)
+    return {name: values / steps[name] for name, values in times.items()}
 
 
-def mark(arrays: Sequence[np.ndarray], number: float) -> None:
-    """Some elements of each array, all over it, become `number`: no two rounds push the same."""
-    for array in arrays:
-        array[:: max(1, array.size // MARKS)] = number
+def _calibrate(each: Contender, comm: MPI.Comm, seconds: float) -> int:
+    """How many steps take about this long, after a warm-up."""
+    _round(each, comm, 3)
+    count = np.array([max(1, int(3 * seconds / _round(each, comm, 3)))], np.int64)
+    comm.Bcast(count)
+    return int(count[0])
 
 
-def compare(arrays: Sequence[np.ndarray], number: float, what: str) -> None:
-    """RuntimeError unless the elements that `mark` writes are `number`."""
-    for array in arrays:
-        found = array[:: max(1, array.size // MARKS)]
-        if wrong := found[found != number].tolist():
-            raise RuntimeError(f"{what}: of {array.nbytes} bytes, an element came back as {wrong[0]:g}, not {number:g}")
+def _round(each: Contender, comm: MPI.Comm, steps: int) -> float:
+    """Seconds of so many steps, of the slowest rank."""
+    _meet(comm)
+    start = time.perf_counter()
+    if each.everyone or comm.rank == 0:
+        for _ in range(steps):
+            each.step()
+    spent = time.perf_counter() - start
+    _meet(comm)
+    return float(max(comm.allgather(spent)))
+
+
+def _meet(comm: MPI.Comm) -> None:
+    """A barrier whose waiting ranks sleep, so that they leave the cores and the memory to those that compute."""
+    request = comm.Ibarrier()
+    while not request.Test():
+        time.sleep(0.0005)

@@ -118,8 +118,8 @@ def test_what_cannot_be_is_refused(name: str, value: str, said: str) -> None:
     "collective, name, choices",
     [
         ("alltoall", "ring", "auto, shared_memory, native, one_shot, direct"),
-        ("overlap", "one_shot", "auto, shared_memory, native, ring, "),
-        ("overlap", "gloo", "auto, shared_memory, native, ring, "),
+        ("iallreduce", "one_shot", "auto, shared_memory, native, ring, "),
+        ("iallreduce", "gloo", "auto, shared_memory, native, ring, "),
     ],
 )
 def test_the_choices_are_those_that_serve(collective: str, name: str, choices: str) -> None:

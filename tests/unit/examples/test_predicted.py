@@ -2,7 +2,7 @@
 
 import pytest
 
-from examples.reproduce.predicted import exchange
+from examples.reproduce.mxnet_mpi.predicted import exchange
 
 M = 4 * 2**20
 RATE = 12.5e6  # 100 Mbit/s

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from examples.reproduce import allreduce
-from examples.reproduce.allreduce import Environment, command, keep, summary, table, variables
+from examples.reproduce.allreduce import __main__ as allreduce
+from examples.reproduce.allreduce.__main__ import Environment, command, keep, summary, table, variables
 from launch import Launcher
 
 OPEN_MPI = Environment("o/bin/python", Launcher("o/bin/mpirun", "openmpi", "5.0"))

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from examples.reproduce import bml
-from examples.reproduce.bml_tables import show
+from examples.reproduce.bml import __main__ as bml
+from examples.reproduce.bml.tables import show
 
 RATE = 12.5e6
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from examples.reproduce import allreduce
+from examples.reproduce.allreduce import __main__ as allreduce
 
 
 @pytest.fixture(autouse=True)

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from examples.reproduce import mlp, mlp_grids
+from examples.reproduce.mlp import __main__ as mlp
+from examples.reproduce.mlp import grids as mlp_grids
 from mpips.parallel.grid import factorings
 
 
-def as_many_times_as_fast(link: object, measure: bool) -> list[mlp.Point]:
+def as_many_times_as_fast(link: object, measure: bool, quick: bool) -> list[mlp.Point]:
     """All points, without computing: P ranks take 1/P of the time."""
     wanted = {(width, *grid) for width in mlp.WIDTHS for p in mlp.PROCESSES for grid in factorings(p)}
     return [mlp.Point(width, batch, model, 1 / (batch * model), None) for width, batch, model in sorted(wanted)]
@@ -33,3 +34,29 @@ def test_where_no_data_are_found_nothing_has_been_compared(monkeypatch: pytest.M
     done = CliRunner().invoke(mlp_grids.command, [])
     assert done.exit_code == 1
     assert "no data set was found: install scikit-learn" in done.output
+
+
+def test_a_grid_that_is_off_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {"processes": 2, "grid": "2x1", "data": "digits", "dtype": "float64", "widths": "odd", "split": "pairs"}
+    for difference, code in ((1e-12, 0), (1e-3, 1), (float("nan"), 1)):
+        rows = [row | {"difference": difference}, row | {"dtype": "float32", "difference": 0.0}]
+        monkeypatch.setattr(mlp_grids, "ran", lambda ranks, directory, rows=rows: rows)
+        done = CliRunner().invoke(mlp_grids.command, ["--ranks", "2"])
+        assert done.exit_code == code, done.output
+        assert f"{code} off" in done.output
+
+
+def test_the_median_epoch_after_the_first_stands_beside_the_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
+    def trained(command: list[str], **_: object) -> None:
+        epochs = [{"seconds": seconds} for seconds in (100.0, 1.0, 8.0, 4.0)]
+        Path(command[command.index("--json") + 1]).write_text(json.dumps({"epochs": epochs}))
+
+    monkeypatch.setattr(mlp.subprocess, "run", trained)
+    assert mlp.measured(32, 2, 1) == 4.0 / 40
+
+
+@pytest.mark.parametrize("words", [["--ranks", "two"], ["-n", "0"], ["--ranks", "1,,2"]])
+def test_numbers_of_ranks_are_numbers(words: list[str]) -> None:
+    done = CliRunner().invoke(mlp_grids.command, words)
+    assert done.exit_code == 2
+    assert "must be numbers of at least 1 with commas between" in " ".join(done.output.split())

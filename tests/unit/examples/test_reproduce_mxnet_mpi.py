@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from examples.reproduce import mxnet_mpi
-from examples.reproduce import mxnet_training as training
-from examples.reproduce.mxnet_tables import show
+from examples.reproduce.mxnet_mpi import __main__ as mxnet_mpi
+from examples.reproduce.mxnet_mpi import training
+from examples.reproduce.mxnet_mpi.tables import show
 from mpips import trainer
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from examples.reproduce import overlap
+from examples.reproduce.overlap import __main__ as overlap
 
 
 @pytest.mark.parametrize("paper", ["mg-wfbp", "ibatch"])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from collectives.tensor import rivals
-from examples.reproduce import tensor
-from examples.reproduce.tensor_model import MODELS, PART_BYTES, Memory, Network, piped, staged
+from examples.reproduce.tensor import __main__ as tensor
+from examples.reproduce.tensor.model import MODELS, PART_BYTES, Memory, Network, piped, staged
 
 FREE = Memory(0.0, 0.0, 0.0)
 MEMORY = Memory(4e-10, 4e-10, 2e-10)

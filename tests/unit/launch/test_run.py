@@ -6,6 +6,7 @@ import ast
 import importlib
 import importlib.util
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from typing import ClassVar
 import pytest
 from click.testing import CliRunner, Result
 
+from collectives.benchmark.wanted import CASES
 from launch import Launcher, LauncherError, Machine, cli, machine, network, process, run
 from launch.hosts import Placed
 from mpips.__main__ import COMMANDS
@@ -201,9 +203,10 @@ sys.argv[1:] = ["--help"]
 launch.cli.main()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=180)
-    assert all(name in done.stdout for name in cli.COMMANDS)
+    assert all(name in done.stdout for name in cli.main.commands)
     imported = set(ast.literal_eval(done.stdout.splitlines()[-1]))
-    assert imported <= {"collectives.errors", "collectives.terminal", "collectives.terminal.stdout"}
+    terminal = {"collectives.terminal", "collectives.terminal.help", "collectives.terminal.stdout"}
+    assert imported <= terminal | {"collectives.errors"}
 
 
 @pytest.mark.parametrize(
@@ -278,9 +281,14 @@ def ranked(*words: str) -> subprocess.CompletedProcess[str]:
 
 def test_ranks_start_the_module_under_mpirun() -> None:
     done = ranked("bench", "kvstore", "--ranks", "3", "--sizes", "1KiB")
-    assert done.stderr.strip() == "mpips bench kvstore: started 3 ['-m', 'mpips.bench', '--sizes', '1KiB']"
+    assert done.stderr.strip() == "mpips bench kvstore: started 3 ['-m', 'mpips.bench.kvstore', '--sizes', '1KiB']"
+    for two in (["--ranks=2"], ["-n", "2"], ["-n2"]):
+        done = ranked("bench", "allreduce", *two)
+        assert done.stderr.strip() == "mpips bench allreduce: started 2 ['-m', 'collectives.benchmark', 'allreduce']"
+    done = ranked("bench", "-n", "3", "overlap", "--layers", "4")
+    assert done.stderr.strip() == "mpips bench overlap: started 3 ['-m', 'mpips.bench.overlap', '--layers', '4']"
     done = ranked("bench", "allreduce", "--ranks=2")
-    assert done.stderr.strip() == "mpips bench: started 2 ['-m', 'collectives.benchmark', 'allreduce']"
+    assert done.stderr.strip() == "mpips bench allreduce: started 2 ['-m', 'collectives.benchmark', 'allreduce']"
 
 
 @pytest.mark.parametrize(
@@ -289,13 +297,17 @@ def test_ranks_start_the_module_under_mpirun() -> None:
         ("bench allreduce --ranks two", "two"),
         ("bench allreduce --ranks 2 --sizes 3", "--sizes 3"),
         ("bench allreduce --ranks 2 --dtype float23", "'float23' is no type of numbers"),
-        ("bench --ranks 2", "mpips bench kvstore"),
+        ("bench --ranks 2", "Missing command"),
         ("sim --bytes 0", "--bytes 0"),
         ("lab status --json /nosuch/x.json", "there is no folder '/nosuch'"),
         ("bench kvstore --ranks 2 --servers 2", "--ranks 2 and --servers 2 leave no worker"),
         ("plan --rate fast", "'fast' is no rate: give the operations/s of a node, as 1.33e12"),
         ("train --ranks 2 --data digits --grid 3x1", "3x1"),
         ("tune --ranks 2 --bogus", "--bogus"),
+        ("bench overlap -n 2 --servers 2", "--ranks 2 and --servers 2 leave no worker"),
+        ("bench overlap -n 2 --topk 0.1", "--topk needs --servers"),
+        ("bench mlp -n 2 --grid 3x1", "a grid of 3x1 needs 3 ranks, the job has 2"),
+        ("bench mlp -n 2 --grid foo", "grid 'foo' must be BATCHxMODEL"),
         ("script -s 1 -w 2 -c 3 slurm x.py", "clients=3 is more than workers=2"),
     ],
 )
@@ -305,6 +317,30 @@ def test_wrong_words_are_refused_once_before_any_rank_starts(words: str, named: 
     assert named in done.stderr
     assert done.stderr.count("Error") == 1
     assert "started" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("bench optimizers -n 2", "-n"),
+        ("bench -n 2 optimizers", "mpips bench optimizers is a single process and takes no --ranks"),
+        ("bench allreduce -n0", "-n must be a whole number of at least 1, not '0'"),
+        ("bench allreduce -n", "-n must be a whole number of at least 1, not ''"),
+        ("bench kvstor -n 2", "No such command 'kvstor'. Did you mean 'kvstore'?"),
+        ("bench xyz", "There are allreduce, reduce_scatter, allgather, alltoall, broadcast, "),
+        ("script slurm -s 1 -w 2 -c 3 x.py", "clients=3 is more than workers=2"),
+        ("script slurm -n 2 -w 2 -s 1 x.py", "--ranks 2 and --servers 1 make 1 workers, but --workers is 2"),
+        ("script slurm x.py", "how many ranks? Give -n/--ranks, which counts all, or -w/--workers"),
+        ("script slurm -n 2 --minuts 3 x.py", "--minuts"),
+        ("script -n 2 x.py", "No such command 'x.py'. There are slurm, lsf, pbs."),
+        ("script slurm -n 2", "no script is named"),
+    ],
+)
+def test_wrong_words_that_need_no_mpi_are_a_sentence(words: str, named: str) -> None:
+    done = CliRunner().invoke(cli.main, words.split())
+    assert done.exit_code == 2
+    assert named in done.output
+    assert done.output.count("Error") == 1
 
 
 def test_what_train_lacks_is_said_before_any_rank_starts(tmp_path: Path) -> None:
@@ -335,7 +371,7 @@ def test_a_package_that_is_missing_is_one_sentence(tmp_path: Path, monkeypatch: 
 
 def test_ranks_may_stand_before_the_name_of_a_benchmark() -> None:
     done = ranked("bench", "--ranks", "2", "kvstore")
-    assert done.stderr.startswith("mpips bench kvstore: started 2 ['-m', 'mpips.bench'")
+    assert done.stderr.startswith("mpips bench kvstore: started 2 ['-m', 'mpips.bench.kvstore'")
     done = ranked("bench", "optimizers", "--ranks", "2")
     assert done.returncode == 2
     assert "--ranks" in done.stderr
@@ -356,6 +392,9 @@ def completions(words: str) -> list[str]:
         ("mpips d", ["doctor"]),
         ("mpips bench kvstore --se", ["--servers", "--seconds"]),
         ("mpips bench --ra", ["--ranks"]),
+        ("mpips bench kv", ["kvstore"]),
+        ("mpips bench allreduce --al", ["--algorithms"]),
+        ("mpips script sl", ["slurm"]),
         ("mpips lab sta", ["status"]),
         ("mpips run --mas", ["--masters"]),
     ],
@@ -398,6 +437,72 @@ def test_version() -> None:
     assert done.output.startswith("mpips ")
 
 
+def test_the_list_of_benchmarks_needs_no_mpi_and_names_them_all() -> None:
+    code = "import atexit, sys, launch.cli\natexit.register(lambda: print('numpy' in sys.modules))\nlaunch.cli.main()"
+    command = [sys.executable, "-c", code, "bench", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=180)
+    listed = [line.split()[0] for line in done.stdout.splitlines() if re.match(r"  [a-z]\w+ {2,}[A-Z]", line)]
+    assert listed == [*CASES, "kvstore", "optimizers", "overlap", "mlp"]
+    assert done.stdout.endswith("False\n")
+
+
+EVERY = [
+    *cli.main.commands, *(f"bench {name}" for name in cli.bench.commands),
+    *(f"script {name}" for name in ("slurm", "lsf", "pbs")),
+    *(f"lab {name}" for name in ("up", "run", "exec", "status", "reset", "link", "list", "down")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("words", EVERY)
+def test_help_ends_with_an_example(words: str) -> None:
+    done = CliRunner().invoke(cli.main, [*words.split(), "--help"])
+    assert done.exit_code == 0
+    lines = done.output.rstrip().splitlines()
+    title = max(i for i, line in enumerate(lines) if line.strip() in ("Example:", "Examples:"))
+    shown = lines[title + 1 :]
+    assert 1 <= len(shown) <= 2
+    assert all(f"mpips {words} " in f"{line} " for line in shown)
+
+
+@pytest.mark.parametrize(
+    "words", [["-n", "6", "-s", "2"], ["--ranks", "6", "-s", "2", "-w", "4"], ["-w", "4", "-s", "2"]]
+)
+def test_ranks_are_workers_and_servers(mpirun: str, words: list[str]) -> None:
+    done = call(*words, "--mpirun", mpirun, "--dry-run", "x.py")
+    assert done.exit_code == 0, done.output
+    started = shlex.split(done.output)
+    assert started[started.index("-n") + 1] == "6"
+    assert "MPIPS_WORKERS 4" in done.output
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["-n", "3", "-s", "3"], "--ranks 3 and --servers 3 leave no worker: ask for --ranks 4 or more"),
+        (["-n", "3", "-w", "3", "-s", "1"], "--ranks 3 and --servers 1 make 2 workers, but --workers is 3"),
+        (["-s", "1"], "how many ranks? Give -n/--ranks, which counts all, or -w/--workers"),
+    ],
+)
+def test_ranks_that_contradict_workers_are_a_sentence(mpirun: str, words: list[str], said: str) -> None:
+    done = call(*words, "--mpirun", mpirun, "--dry-run", "x.py")
+    assert done.exit_code == 2
+    assert said in " ".join(done.output.split())
+
+
+@pytest.mark.parametrize("scheduler, mark", [("slurm", "#SBATCH"), ("lsf", "#BSUB"), ("pbs", "#PBS")])
+def test_options_stand_before_or_behind_the_scheduler(scheduler: str, mark: str) -> None:
+    def written(*words: str) -> str:
+        done = CliRunner().invoke(cli.main, ["script", *words, "train.py", "--lr", "0.1", "-N", "9"])
+        assert done.exit_code == 0, done.output
+        return done.output
+
+    job, rest = ["-N", "4", "-s", "2", "-w", "14"], ["--name", "slurm", "--mpi", "openmpi"]
+    behind = written(scheduler, *job, *rest)
+    assert mark in behind and "train.py --lr 0.1 -N 9" in behind
+    assert written(*job, *rest, scheduler) == behind
+    assert written("-N", "2", "-n", "16", "-s", "2", *rest, scheduler, "-N", "4") == behind
+
+
 def test_help_of_a_ranked_command_starts_no_ranks() -> None:
     done = ranked("bench", "allreduce", "--ranks", "2", "--help")
     assert done.returncode == 0
@@ -421,7 +526,7 @@ def test_words_are_forwarded_untouched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_command_that_is_run_as_a_script_is_named() -> None:
-    assert set(COMMANDS) == set(cli.COMMANDS)
+    assert set(COMMANDS) == set(cli.main.commands)
     command = [sys.executable, "-m", "mpips", "run", "-w", "2", "train.py"]
     done = subprocess.run(command, cwd=Path(run.__file__).parents[1], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2

@@ -9,8 +9,10 @@ import click
 import numpy as np
 import pytest
 
-from mpips.bench.__main__ import check
-from mpips.bench.timing import measure
+from mpips.bench.kvstore import check
+from mpips.bench.overlap_job import RATE, Job
+from mpips.bench.rounds import measure
+from mpips.bench.timing import alternate
 
 WORDS = {"kind": "dist_sync", "servers": 1, "clients": 1, "masters": "one", "keys": 1, "arrays": "empty"}
 
@@ -82,3 +84,29 @@ def test_a_pull_of_an_earlier_round_is_no_result() -> None:
     kv = LastRound(1)
     with pytest.raises(RuntimeError, match="dist_sync, round 1: of 400 bytes, an element came back as 0, not 1"):
         measure(kv, 100, "ordinary", 1, 0.0)
+
+
+def test_an_iteration_whose_parameters_are_those_before_it_is_no_result() -> None:
+    job: Any = Job.__new__(Job)  # without a store
+    job.kv = SimpleNamespace(rank=0, num_workers=2)
+    job.hold([60, 140])
+    for number in range(1, 4):
+        job.change(number)
+        assert set(job.gradients[::3]) == {number}
+        job.parameters -= np.float32(RATE * (2 * number + 1))  # of both workers
+        job.see("merged", number)
+    job.see("other keys", 1)
+    with pytest.raises(RuntimeError, match=r"merged, iteration 4: a parameter moved by 0, not by 0\.009"):
+        job.see("merged", 4)
+
+
+def test_contenders_take_turns_forwards_and_backwards() -> None:
+    called: list[str] = []
+
+    def turn(name: str) -> float:
+        called.append(name)
+        return float(len(called))
+
+    times = alternate({name: lambda name=name: turn(name) for name in "abc"}, 2)  # type: ignore[misc]
+    assert "".join(called) == "abccba"
+    assert times["a"].tolist() == [1.0, 6.0]

@@ -18,8 +18,9 @@ from mpi4py import MPI
 
 import mpips
 from mpips import optimizers
-from mpips.overlap import Overlapped, bench, runtime
-from mpips.overlap.exchange import CHOICES
+from mpips.bench import overlap as bench
+from mpips.overlap import runtime
+from mpips.overlap.exchange import CHOICES, Overlapped
 from mpips.parallel.mlp import MLP
 from mpips.trainer import Gradients, Trainer
 from tests.mpi.mpips.overlap.support import SIZES, STORES, WORLD, all_ranks, exchange_of, worker

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from examples.reproduce.overlap.gap import command as gap
+from examples.reproduce.overlap.simulated import command as reproduce
 from mpips.overlap import STRATEGIES, load_profile, profile_to_dict, save_profile
 from mpips.overlap.__main__ import command, parse_nodes
-from mpips.overlap.gap import command as gap
-from mpips.overlap.reproduce.__main__ import command as reproduce
 
 from .problems import random_profile
 

@@ -1,0 +1,116 @@
+"""BML's networks and formulas: what the paper states, and what the simulator predicts. Nothing is measured here."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from collectives.simulator.clocks import Run, simulate
+from collectives.simulator.flows import play
+from collectives.simulator.predict import figure5 as simulated_figure5
+from collectives.simulator.topology import parse
+from examples.reproduce import lab, native
+
+STAR, BCUBE = "star:9", "bcube:3,2"
+SERVER, BML = (STAR, "direct"), (BCUBE, "bcube(n=3,k=2,depth=2)")
+MIB = 1 << 20
+LENET, VGG19 = 4 * 3_274_634, 4 * 143_667_240  # bytes of gradient: the paper's 12.5 MB and 548 MB
+GAMMA = 5e-10  # seconds to add a byte, when nine hosts share the cores; 1 % of the smallest bound at most
+FORTY_GIGABIT = 5e9  # the paper's links, bytes a second
+
+
+class Model(NamedTuple):
+    """A network of the paper: its gradient, its sub-minibatches, and how much BML shortened the job, least and most."""
+
+    name: str
+    nbytes: int
+    batches: tuple[int, ...]
+    least: float
+    most: float
+
+    def compute_over_exchange(self) -> float:
+        """Seconds per sample, in units of the parameter server's exchange, such that exchanging in half the time
+        shortens the job with the largest batch by the paper's least gain: gain = (1/2) / (1 + batch x this)."""
+        return (0.5 / self.least - 1) / self.batches[-1]
+
+    def gain(self, batch: int) -> float | None:
+        """The paper's gain: its most with the smallest batch, its least with the largest; others it only draws."""
+        return {self.batches[0]: self.most, self.batches[-1]: self.least}.get(batch)
+
+
+MODELS = (
+    Model("LeNet-5", LENET, (128, 256, 512, 1024), 0.187, 0.564),
+    Model("VGG-19", VGG19, (8, 16, 32, 64), 0.292, 0.521),
+)
+
+
+def bound(topology: str, nbytes: int, rate: float) -> float:
+    """2 (N - 1) / (k N) x bytes / rate, k NICs a host: the paper's GST (sections 2 and 3.2), k = 1 on the star."""
+    network = parse(topology, rate)
+    return 2 * (network.hosts - 1) / (network.levels * network.hosts) * nbytes / rate
+
+
+def predict(topology: str, algorithm: str, nbytes: int, rate: float, alpha: float = 0.0, gamma: float = GAMMA) -> Run:
+    """The simulator's answer; `rate` is the payload's. A network as small as the lab's is played message by message."""
+    network = parse(topology, rate)
+    schedule = native.schedule(algorithm, network.hosts)
+    run = simulate(schedule, network, nbytes, alpha, gamma)
+    return replace(run, seconds=play(schedule, network, nbytes, alpha, gamma)) if network.hosts <= 16 else run
+
+
+def jobs(found: dict[str, Any], rate: float) -> list[dict[str, Any]]:
+    """Rows of job completion time, 1,000 times the seconds of an iteration, by sub-minibatch: both models simulated on
+    the paper's links, LeNet-5 also predicted and measured here."""
+    rows = []
+    for model in MODELS:
+        exchange = {key: predict(*key, model.nbytes, FORTY_GIGABIT, gamma=0.0).seconds for key in (SERVER, BML)}
+        for batch in model.batches:
+            compute = batch * model.compute_over_exchange() * bound(STAR, model.nbytes, FORTY_GIGABIT)
+            row = {"model": model.name, "batch": batch, "where": "simulated, 40 Gbit/s", "measured": None}
+            row["paper_gain"] = model.gain(batch)
+            rows.append(row | _gain({"predicted": [1000 * (compute + exchange[key]) for key in (SERVER, BML)]}))
+    for batch in found["batches"] if found else ():
+        compute = batch * found["per_sample"]
+        times = {"predicted": [], "measured": []}
+        for key in (SERVER, BML):
+            run = predict(*key, LENET, rate * lab.EFFICIENCY, found["alpha"])
+            times["predicted"].append(1000 * (compute + run.seconds))
+            times["measured"].append(1000 * found["answers"][(*key, LENET, batch)][0]["seconds"])
+        row = {"model": "LeNet-5", "batch": batch, "where": f"lab, {8e-6 * rate:g} Mbit/s"}
+        rows.append(row | {"paper_gain": MODELS[0].gain(batch)} | _gain(times))
+    return rows
+
+
+def _gain(times: dict[str, list[float]]) -> dict[str, Any]:
+    """(parameter server, BML) pairs, and by how much BML is shorter."""
+    return {**times, **{f"{name}_gain": 1 - bml / server for name, (server, bml) in times.items()}}
+
+
+def models() -> list[dict[str, Any]]:
+    """Rows of gradient synchronisation time of the paper's networks on its links, simulated: (parameter server, BML)
+    pairs of the paper's bound and of the prediction."""
+    rows = []
+    for model in MODELS:
+        pair = (SERVER, BML)
+        bounds = [bound(topology, model.nbytes, FORTY_GIGABIT) for topology, _ in pair]
+        seconds = [predict(*key, model.nbytes, FORTY_GIGABIT, gamma=0.0).seconds for key in pair]
+        rows.append({"model": model.name, "nbytes": model.nbytes, "paper": bounds, "predicted": seconds})
+    return rows
+
+
+def figure5() -> list[dict[str, Any]]:
+    """GST of both algorithms on both networks with 16 and with 1,024 servers, in units of T_F, the time of the full
+    gradient over one link, beside what the paper's sections 3.2 and 3.3 say."""
+    rows = []
+    for run, _ in simulated_figure5(LENET, FORTY_GIGABIT):
+        algorithm = "PS" if run.algorithm == "direct" else "BML"
+        network = "BCube" if run.topology.startswith("bcube") else "Fat-Tree"
+        gst = run.seconds * FORTY_GIGABIT / LENET
+        row = {"servers": run.ranks, "case": f"{algorithm} on {network}", "network": run.topology, "gst": gst}
+        rows.append(row | {"paper": paper_gst(run.ranks, algorithm, network)})
+    return rows
+
+
+def paper_gst(servers: int, algorithm: str, network: str) -> float:
+    """In units of T_F: 2(N-1)/N, and 1/k of it, k = 2, for BML on BCube; the server there takes "double" of that."""
+    return 2 * (servers - 1) / servers / (2 if (algorithm, network) == ("BML", "BCube") else 1)

@@ -1,0 +1,1 @@
+"""Strong scaling of data, tensor and hybrid parallel MLPs; every grid beside the serial run."""

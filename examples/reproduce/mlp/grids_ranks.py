@@ -1,0 +1,73 @@
+"""What each rank of `examples.reproduce.mlp.grids` runs: all grids of the job, and the serial run beside them.
+
+python -m examples.reproduce.mlp.grids_ranks DIRECTORY ANSWER
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from mpi4py import MPI
+
+from mpips.optimizers import SGD
+from mpips.parallel import MLP, Grid, TrainingError, load, train
+from mpips.parallel.grid import factorings
+from mpips.parallel.sources import Source, open_source
+from mpips.parallel.splits import MODES
+
+WIDTHS = {"8 divides": (32, 16), "odd": (13, 11, 7), "narrow": (2, 3, 1, 5)}
+EPOCHS, BATCH = 3, 97  # the last minibatch is smaller
+
+
+def curve(opened: Callable[[], Source], grid: Grid, hidden: tuple[int, ...], dtype: str, mode: str) -> np.ndarray:
+    """Losses on training and test rows, (epochs, 2)."""
+    data = load(opened, grid, BATCH, dtype, seed=1)
+    loss = "softmax" if data.classes else "l2"
+    model = MLP([data.x.shape[1], *hidden, data.outputs], loss=loss, dtype=dtype, seed=3)
+    epochs = train(model, data, grid, EPOCHS, SGD(learning_rate=0.1, momentum=0.5), mode).epochs
+    return np.array([[epoch.train_loss, epoch.test_loss] for epoch in epochs])
+
+
+def sources(directory: str) -> Iterator[tuple[str, Callable[[], Source]]]:
+    """The data sets that are here."""
+    for name in ("airfoil", "digits"):
+        opened = partial(open_source, name, directory=directory)
+        try:
+            opened()
+        except TrainingError as error:
+            if MPI.COMM_WORLD.rank == 0:
+                print(f"left out: {error}", file=sys.stderr)
+            continue
+        yield name, opened
+
+
+def rows(comm: MPI.Comm, directory: str) -> Iterator[dict[str, Any]]:
+    """One row for each grid, data set, dtype, split and widths."""
+    for name, opened in sources(directory):
+        for dtype in ("float64", "float32"):
+            for widths, hidden in WIDTHS.items():
+                serial = curve(opened, Grid(1, 1, MPI.COMM_SELF), hidden, dtype, MODES[0])
+                for mode in MODES:
+                    for shape in factorings(comm.size):
+                        grid = Grid(*shape, comm)
+                        found = np.array([np.abs(curve(opened, grid, hidden, dtype, mode) - serial).max()])
+                        grid.free()
+                        comm.Allreduce(MPI.IN_PLACE, found, MPI.MAX)
+                        yield {"processes": comm.size, "grid": f"{shape[0]}x{shape[1]}", "data": name, "dtype": dtype,
+                               "widths": widths, "split": mode, "difference": float(found[0])}  # fmt: skip
+
+
+def main(directory: str, answer: Path) -> None:
+    found = list(rows(MPI.COMM_WORLD, directory))
+    if MPI.COMM_WORLD.rank == 0:
+        answer.write_bytes(msgspec.json.encode(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

@@ -1,0 +1,1 @@
+"""MXNET-MPI (Mamidala et al., 2018): six modes of training, beside MXNet's own dist_sync."""

@@ -1,0 +1,44 @@
+"""What each worker runs for `examples.reproduce.mxnet_mpi.training`: the compute of an epoch, all workers at once.
+
+python -m examples.reproduce.mxnet_mpi.compute_ranks REQUEST ANSWER
+REQUEST holds {"hidden", "batch", "iterations", "repeats"}: a network of 64-hidden-10 on so many samples an iteration.
+"""
+
+from __future__ import annotations
+
+import time
+from statistics import median
+
+import numpy as np
+from mpi4py import MPI
+
+from examples.reproduce import rank
+from mpips.optimizers import SGD, Updater
+from mpips.parallel.mlp import MLP
+
+
+def epoch(comm: MPI.Comm, hidden: int, batch: int, iterations: int) -> float:
+    """Seconds of the slowest worker, for gradients and updates."""
+    model = MLP((64, hidden, 10), loss="softmax", dtype="float32", seed=0)
+    updater = Updater(SGD(learning_rate=0.05, momentum=0.9), model.parameters)
+    rng = np.random.default_rng(comm.rank)
+    x, y = rng.random((batch, 64), dtype=np.float32), rng.integers(0, 10, batch)
+    start = rank.together(comm)
+    for _ in range(iterations):
+        model.loss_and_gradients(x, y)
+        updater.update(model.gradients)
+    seconds = time.perf_counter() - start
+    rank.asleep(comm)
+    return float(comm.allreduce(seconds, MPI.MAX))
+
+
+def main() -> None:
+    comm = MPI.COMM_WORLD
+    asked = rank.request()
+    seconds = [epoch(comm, asked["hidden"], asked["batch"], asked["iterations"]) for _ in range(asked["repeats"])]
+    if comm.rank == 0:
+        rank.answer({"seconds": median(seconds)})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""The optimality gap of every strategy of overlap, on random and on real profiles.
+
+    python -m examples.reproduce.overlap.gap [--count 2000] [--json FILE]
+
+The loss is the makespan over the optimum's, less one, of one direction (backward and pushes, or forward and pulls: the
+same problem, see mpips/overlap/problem.py). Random profiles draw layers' compute and bytes from exponential
+distributions, and the startup and the share of communication from log-uniform ones, so that every regime occurs. Real
+ones are the papers' networks at several sizes and rates on 10GbE.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import click
+import numpy as np
+from rich.table import Table
+
+from collectives.terminal.console import Interruptible, OutFile, console, write_text
+from mpips.overlap.networks import MODELS
+from mpips.overlap.problem import Problem, makespan
+from mpips.overlap.profile import TEN_GIGABIT
+from mpips.overlap.strategies import PARTITIONS, joint
+
+RATES = (1.33e12, 5e12, 2e13)  # a K80 half, and newer devices
+NODES = (4, 8, 16, 32, 64)
+LAYERS = 200  # of problems whose planning is timed
+
+
+class Loss(NamedTuple):
+    """Shares over all problems of one set: median, 95th percentile, largest; and how often the optimum was found."""
+
+    problems: str
+    strategy: str
+    median: float
+    p95: float
+    worst: float
+    optimal: float
+
+
+def random_stages(count: int, seed: int) -> Iterator[Problem]:
+    """Problems of 2..100 layers: communication 0.1 to 10 times the compute, startups 0.1 % to all of it."""
+    rng = np.random.default_rng(seed)
+    for _ in range(count):
+        layers = int(rng.integers(2, 101))
+        compute, transfer = rng.exponential(size=layers), rng.exponential(size=layers)
+        communication = compute.sum() * 10 ** rng.uniform(-1, 1)
+        startups = 10 ** rng.uniform(-3, 0)
+        yield Problem.of(compute, communication * startups / layers,
+                    transfer / transfer.sum() * communication * (1 - startups))
+
+
+def real_stages() -> Iterator[Problem]:
+    """The papers' networks, layer by layer, batch 32, ring allreduce on 10GbE."""
+    link = TEN_GIGABIT
+    for model in MODELS.values():
+        for rate in RATES:
+            profile = model().profile(rate, 32, link, link.alpha, 1 / link.beta)
+            for nodes in NODES:
+                yield profile.push(nodes)
+
+
+def planning_seconds(layers: int, repeats: int, seed: int) -> dict[str, list[float]]:
+    """Seconds to plan random problems of so many layers, each repeat another one; joint for both kinds of link."""
+    rng = np.random.default_rng(seed)
+    times: dict[str, list[float]] = {}
+    for _ in range(repeats):
+        push, pull = (Problem.of(rng.exponential(size=layers), 0.5, rng.exponential(size=layers)) for _ in range(2))
+        calls: dict[str, Callable[[], object]] = {name: partial(f, push) for name, f in PARTITIONS.items()}
+        calls |= {"joint, shared": partial(joint.plan, push, pull, "shared"),
+                  "joint, duplex": partial(joint.plan, push, pull, "duplex")}
+        for name, call in calls.items():
+            begin = time.perf_counter()
+            call()
+            times.setdefault(name, []).append(time.perf_counter() - begin)
+    return times
+
+
+def losses(name: str, problems: list[Problem]) -> list[Loss]:
+    """One row a strategy."""
+    best = np.array([makespan(p, PARTITIONS["optimal"](p)) for p in problems])
+    rows = []
+    for strategy, partition in PARTITIONS.items():
+        loss = np.array([makespan(p, partition(p)) for p in problems]) / best - 1
+        median, p95 = np.percentile(loss, [50, 95])
+        rows.append(Loss(name, strategy, float(median), float(p95), float(loss.max()), float(np.mean(loss < 1e-9))))
+    return rows
+
+
+@click.command(cls=Interruptible)
+@click.option("--count", type=click.IntRange(1), default=2000, show_default=True, help="Random profiles.")
+@click.option("--seed", default=0, show_default=True)
+@click.option("--json", "json_file", type=OutFile(), help="Write the table here.")
+def command(count: int, seed: int, json_file: Path | None) -> None:
+    """Compare every strategy with the optimum."""
+    rows = losses(f"{count} random", list(random_stages(count, seed)))
+    real = list(real_stages())
+    rows += losses(f"{len(real)} real", real)
+    terminal = console()
+    table = Table("profiles", "strategy", "median loss", "95 %", "worst", "found the optimum")
+    for row in rows:
+        table.add_row(row.problems, row.strategy, *(f"{share:.2%}" for share in row[2:5]), f"{row.optimal:.0%}")
+    terminal.print(table)
+    planning = planning_seconds(LAYERS, 15, seed)
+    table = Table("strategy", "median ms", "worst ms", title=f"planning {LAYERS} layers, 15 random profiles")
+    for name, seconds in planning.items():
+        table.add_row(name, f"{1e3 * float(np.median(seconds)):.2f}", f"{1e3 * max(seconds):.2f}")
+    terminal.print(table)
+    if json_file:
+        data = {"losses": [row._asdict() for row in rows], "planning_seconds_of_200_layers": planning}
+        write_text(json_file, json.dumps(data, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    command()

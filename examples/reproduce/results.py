@@ -1,0 +1,52 @@
+"""What a reproduction leaves behind: JSON, and a picture beside it. Its folder is looked at before the work is done."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from collectives.terminal.console import unwritable, write_text, writing
+
+
+class OutFolder(click.Path):
+    """A folder for JSON and pictures, which is made; refused where nothing could be written or drawn."""
+
+    def __init__(self) -> None:
+        super().__init__(file_okay=False, path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        folder = Path(super().convert(value, param, ctx))
+        if importlib.util.find_spec("matplotlib") is None:
+            self.fail("a picture takes matplotlib: pip install matplotlib", param, ctx)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            self.fail(f"{str(folder)!r} cannot be made: {error.strerror}", param, ctx)
+        if reason := unwritable(folder / "results.json"):
+            self.fail(f"{str(folder)!r}: a file in it {reason}", param, ctx)
+        return folder
+
+
+out_option = click.option("--out", type=OutFolder(), default="out", help="Folder for the results.")
+
+
+def write_json(path: Path, content: Any) -> None:
+    """`content` as JSON; click.ClickException with a sentence where that cannot be written."""
+    write_text(path, json.dumps(content, indent=1) + "\n")
+
+
+def leave(folder: Path, name: str, report: dict[str, Any], draw: Callable[[dict[str, Any], Path], None]) -> None:
+    """NAME.json and NAME.png in a folder; says where. click.ClickException where one cannot be written.
+
+    `draw` draws the report into a file.
+    """
+    numbers, picture = folder / f"{name}.json", folder / f"{name}.png"
+    write_json(numbers, report)
+    with writing(picture):
+        draw(report, picture)
+    click.echo(f"{numbers}, {picture}")

@@ -1,0 +1,1 @@
+"""The store beside MXNet, and what it costs while it waits."""

@@ -1,0 +1,80 @@
+"""What a server costs its core while nobody asks it anything.
+
+    mpirun -n 2 python -m examples.reproduce.store.idle [--seconds 3]
+
+The last rank serves, the others are workers: they use the store, then sleep, and rank 0 reads the CPU time that the
+server's process has taken meanwhile (/proc/PID/stat). With shared memory, and with messages as between nodes.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import click
+import numpy as np
+from mpi4py import MPI
+from rich.table import Table
+
+import mpips
+from collectives.terminal.console import RankedCommand, console
+
+LIMIT = 0.05  # of a core
+USES = 2000  # pushes and pulls that count as use
+MOMENT = 0.5  # seconds of idling before it counts
+
+
+def cpu(pid: int) -> float:
+    """Seconds of CPU time, of the user's and the system's, that a process of this machine has taken."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def share(pid: int, shared_memory: bool, seconds: float) -> tuple[float, float] | None:
+    """CPU seconds a second of process `pid`, which serves: while used, and while idle; on a worker."""
+    try:
+        kv = mpips.create("dist_sync", servers=1, shared_memory=shared_memory)
+    except SystemExit:
+        return None
+    array = np.ones(1000, np.float32)
+    kv.init("w", array)
+    found = []
+    for idle in (False, True):
+        if idle:
+            time.sleep(MOMENT)
+        begin, before = time.perf_counter(), cpu(pid)
+        if idle:
+            time.sleep(seconds)
+        else:
+            for _ in range(USES):
+                kv.pushpull("w", array)
+        found.append((cpu(pid) - before) / (time.perf_counter() - begin))
+    kv.close()
+    return found[0], found[1]
+
+
+@click.command(cls=RankedCommand)
+@click.option("--seconds", default=3.0, show_default=True, help="Of idling.")
+def command(seconds: float) -> None:
+    """CPU of a server that nobody asks anything, as a share of one core; 2 or more ranks of one machine."""
+    world = MPI.COMM_WORLD
+    if world.size < 2:
+        raise click.UsageError("one process: start it as `mpirun -n 2 python -m examples.reproduce.store.idle`")
+    pids = np.empty(world.size, np.int64)
+    world.Allgather(np.array([os.getpid()], np.int64), pids)
+    table, late = Table("lines", "share of a core, used", "idle", f"under {LIMIT:.0%}"), 0
+    for shared_memory in (True, False):
+        found = share(int(pids[-1]), shared_memory, seconds)
+        if found is not None:
+            late += found[1] >= LIMIT
+            name = "shared memory" if shared_memory else "messages"
+            table.add_row(name, f"{found[0]:.0%}", f"{found[1]:.2%}", "yes" if found[1] < LIMIT else "no")
+    if world.rank == 0:
+        console().print(table)
+        if late:
+            raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    command()

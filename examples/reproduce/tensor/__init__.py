@@ -1,0 +1,1 @@
+"""MXNET-MPI, section 7.3: allreduce of tensors, the paper's algorithm and its rivals."""

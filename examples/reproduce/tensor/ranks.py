@@ -1,0 +1,107 @@
+"""What each host runs for `examples.reproduce.tensor`: allreduces of a tensor, timed; what its memory costs.
+
+python -m examples.reproduce.tensor.ranks REQUEST ANSWER
+REQUEST holds {"vectors", "cases": [{"algorithm", "nbytes", "repeats"}]}. Algorithms are those of `collectives.tensor`;
+`BLOCKING` reduces the vectors, calls MPI_Allreduce and spreads.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+import collectives
+from examples.reproduce import rank
+from examples.reproduce.cores import idle_share, processor
+from examples.reproduce.tensor.model import BLOCKING
+
+SAMPLE = 4 << 20
+
+
+def seconds_a_byte(comm: MPI.Comm, work: Callable[[], object]) -> float:
+    """What `work` on `SAMPLE` bytes takes when all hosts do it at once, the slowest."""
+    times = []
+    for _ in range(5):
+        start = rank.together(comm)
+        work()
+        times.append(time.perf_counter() - start)
+        rank.asleep(comm)
+    return float(comm.allreduce(median(times), MPI.MAX)) / SAMPLE
+
+
+def memory(comm: MPI.Comm, vectors: int) -> list[float]:
+    """Seconds a byte to reduce the vectors to the host, to spread to them, and to add what came in."""
+    parts = [np.ones(SAMPLE // 4, np.float32) for _ in range(vectors)]
+    host = np.ones_like(parts[0])
+    add = seconds_a_byte(comm, lambda: np.add(host, parts[0], out=host))
+    return [seconds_a_byte(comm, lambda: reduce(parts, host)), seconds_a_byte(comm, lambda: spread(parts, host)), add]
+
+
+def reduce(vectors: list[Any], out: Any) -> None:
+    np.add(vectors[0], vectors[1], out=out)
+    for vector in vectors[2:]:
+        np.add(out, vector, out=out)
+
+
+def spread(vectors: list[Any], source: Any) -> None:
+    for vector in vectors:
+        np.copyto(vector, source)
+
+
+class Blocking:
+    """The paper's reg without its pipeline, on the MPI's blocking call."""
+
+    def __init__(self, comm: MPI.Comm, vectors: list[Any]):
+        self._comm, self._vectors, self._host = comm, vectors, np.empty_like(vectors[0])
+
+    def __call__(self) -> None:
+        reduce(self._vectors, self._host)
+        self._comm.Allreduce(MPI.IN_PLACE, self._host)
+        spread(self._vectors, self._host)
+
+    def free(self) -> None:
+        """There is nothing to give back."""
+
+
+def case(comm: MPI.Comm, algorithm: str, nbytes: int, repeats: int, vectors: int) -> dict[str, Any]:
+    """Seconds of each repeat, the slowest rank's, and the share of idle cores; every result is checked exactly."""
+    x = [np.empty(nbytes // 4, np.float32) for _ in range(vectors)]
+    run: Any = Blocking(comm, x)
+    if algorithm != BLOCKING:
+        run = collectives.plan("allreduce", x, comm, algorithm=algorithm)
+    total = vectors * comm.size * (comm.size + 1) / 2
+    seconds, idle = [], []
+    for _ in range(repeats):
+        for vector in x:
+            vector[:] = comm.rank + 1
+        start, before = rank.together(comm), processor()
+        run()
+        took = time.perf_counter() - start
+        after = processor()
+        rank.asleep(comm)
+        seconds.append(comm.allreduce(took, MPI.MAX))
+        idle.append(idle_share(before, after))
+        if not comm.allreduce(all(bool((vector == total).all()) for vector in x), MPI.LAND):
+            raise ArithmeticError(f"{algorithm} of {nbytes} bytes gave a wrong sum")
+    run.free()
+    return {"seconds": seconds, "idle": median(idle)}
+
+
+def main() -> None:
+    comm = MPI.COMM_WORLD
+    asked = rank.request()
+    vectors = asked["vectors"]
+    found: dict[str, Any] = {"alpha": rank.alpha(comm), "memory": memory(comm, vectors)}
+    case(comm, "multi_ring", 1 << 20, 1, vectors)  # connections
+    found["cases"] = [case(comm, **one, vectors=vectors) for one in asked["cases"]]
+    if comm.rank == 0:
+        rank.answer(found)
+
+
+if __name__ == "__main__":
+    main()

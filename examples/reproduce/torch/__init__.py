@@ -1,0 +1,1 @@
+"""Data-parallel training in PyTorch by who averages the gradients."""

@@ -1,0 +1,171 @@
+"""A training step in PyTorch by who averages the gradients: gloo, an mpi4py allreduce, "mpips", and DataParallel.
+
+    mpips run -w 4 -m examples.reproduce.torch.ddp [--models mlp-1M,cnn] [--json FILE]
+
+All contenders take turns in one job. gloo is what DistributedDataParallel makes of it with buckets of 25 MB, and
+of 1 MB: its faster counts. What communication costs is a step minus the same step without any exchange, which all
+ranks take at the same time. Of a step the slowest rank counts, and the median over the rounds. One thread a rank.
+"""
+
+import copy
+import json
+import statistics
+from collections.abc import Callable
+from datetime import timedelta
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+import torch
+import torch.distributed as dist
+from mpi4py import MPI
+from rich.table import Table
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import mpips.torch
+from collectives.terminal.console import OutFile, RankedCommand, Seconds, console, progress, write_text
+from mpips.bench.timing import Contender, compare
+
+WIDTHS = {"mlp-0.3M": (64, 448, 448, 10), "mlp-1M": (784, 800, 400, 10), "mlp-4M": (784, 1600, 1600, 10),
+          "mlp-17M": (1024, 3200, 3200, 1000)}  # fmt: skip
+MODELS = (*WIDTHS, "cnn")
+BATCH = 16
+ALONE = "alone"
+"""The step without any exchange."""
+
+
+class Row(NamedTuple):
+    """One contender on one model, on so many ranks; seconds a step, and what of them communication costs."""
+
+    model: str
+    parameters: int
+    ranks: int
+    contender: str
+    step_s: float
+    communication_s: float
+    over_gloo: float
+    """Its steps a second over gloo's."""
+    share_of_gloo: float
+    """What its communication costs, over what gloo's does."""
+
+
+def network(name: str) -> tuple[nn.Module, Tensor]:
+    """A model and a batch of its inputs."""
+    if name == "cnn":
+        convolutions = [nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU()]
+        return nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(32 * 64, 10)), torch.randn(BATCH, 1, 8, 8)
+    widths = WIDTHS[name]
+    layers: list[nn.Module] = []
+    for fan_in, fan_out in pairwise(widths):
+        layers += [nn.Linear(fan_in, fan_out), nn.ReLU()]
+    return nn.Sequential(*layers[:-1]), torch.randn(BATCH, widths[0])
+
+
+def by_mpi4py(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """DistributedDataParallel's hook: the MPI's own allreduce of a bucket, blocking."""
+    gradients = bucket.buffer()
+    MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, gradients.numpy())
+    done: torch.futures.Future[Tensor] = torch.futures.Future()
+    done.set_result(gradients.div_(MPI.COMM_WORLD.size))
+    return done
+
+
+def contenders(name: str, gloo: Any) -> dict[str, Callable[[], object]]:
+    """A step of each, on models that begin alike. Collective."""
+    torch.manual_seed(1)
+    model, x = network(name)
+
+    def ddp(group: Any = None, megabytes: float = 25) -> DistributedDataParallel:
+        return DistributedDataParallel(
+            copy.deepcopy(model), process_group=group, bucket_cap_mb=megabytes, gradient_as_bucket_view=True
+        )
+
+    hooked = ddp()
+    hooked.register_comm_hook(None, by_mpi4py)
+    made: dict[str, nn.Module] = {
+        ALONE: copy.deepcopy(model),
+        "gloo, 25 MB": ddp(gloo),
+        "gloo, 1 MB": ddp(gloo, 1),
+        "mpi4py": hooked,
+        "mpips": ddp(),
+        "DataParallel": mpips.torch.DataParallel(copy.deepcopy(model)),
+    }
+    return {contender: stepping(one, x) for contender, one in made.items()}
+
+
+def stepping(model: nn.Module, x: Tensor) -> Callable[[], object]:
+    """One step of SGD."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def measure(name: str, gloo: Any, rounds: int, seconds: float) -> list[Row]:
+    """All contenders on one model. Collective."""
+    steps = contenders(name, gloo)
+    for step in steps.values():
+        for _ in range(5):  # DataParallel has its plan after a few steps
+            step()
+    times = compare([Contender(each, step, True) for each, step in steps.items()], MPI.COMM_WORLD, seconds, rounds)
+    medians = {each: statistics.median(values) for each, values in times.items()}
+    best = min((each for each in medians if each.startswith("gloo")), key=lambda each: medians[each])
+    cost = medians[best] - medians[ALONE]
+    parameters = sum(parameter.numel() for parameter in network(name)[0].parameters())
+    rows = []
+    for each, step_s in medians.items():
+        over = step_s - medians[ALONE]
+        rows.append(
+            Row(name, parameters, MPI.COMM_WORLD.size, each, step_s, over, medians[best] / step_s, over / cost)
+        )
+    return rows
+
+
+def table(rows: list[Row]) -> Table:
+    """The rows, in milliseconds."""
+    view = Table(title=f"a step on {rows[0].ranks} ranks, batches of {BATCH}")
+    for column in ("model", "parameters", "contender", "step, ms", "communication, ms", "x gloo", "of gloo's cost"):
+        view.add_column(column, justify="left" if column in ("model", "contender") else "right")
+    for row in rows:
+        view.add_row(
+            row.model, f"{row.parameters:,}", row.contender, f"{1e3 * row.step_s:.2f}",
+            f"{1e3 * row.communication_s:.2f}", f"{row.over_gloo:.2f}", f"{row.share_of_gloo:.2f}",
+            end_section=row.contender == "DataParallel",
+        )  # fmt: skip
+    return view
+
+
+@click.command(cls=RankedCommand)
+@click.option("--models", default=",".join(MODELS), show_default=True)
+@click.option("--rounds", default=7, type=click.IntRange(1), show_default=True)
+@click.option("--seconds", default=10.0, type=Seconds(), show_default=True, help="For each model.")
+@click.option("--json", "json_path", type=OutFile(), help="Write the rows as JSON.")
+def main(models: str, rounds: int, seconds: float, json_path: Path | None) -> None:
+    """Measure and print; a program of every rank."""
+    names = models.split(",")
+    if unknown := [name for name in names if name not in MODELS]:
+        raise click.UsageError(f"--models {unknown[0]!r} is none of {', '.join(MODELS)}")
+    torch.set_num_threads(1)
+    dist.init_process_group("mpips")
+    gloo = dist.new_group(backend="gloo", timeout=timedelta(minutes=2))
+    rows: list[Row] = []
+    first = MPI.COMM_WORLD.rank == 0
+    with progress("models", len(names), first) as done:
+        for name in names:
+            rows += measure(name, gloo, rounds, seconds)
+            done(name)
+    dist.destroy_process_group()
+    if first:
+        console().print(table(rows))
+        if json_path:
+            write_text(json_path, json.dumps([row._asdict() for row in rows], indent=1))
+
+
+if __name__ == "__main__":
+    main()

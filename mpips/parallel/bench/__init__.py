@@ -1,1 +1,0 @@
-"""Benchmarks of parallel training, beside PyTorch's."""
