@@ -32,6 +32,7 @@ from mpips.bench.timing import alternate
 from mpips.overlap import planner, runtime, timeline, trace
 from mpips.overlap.problem import JointPlan
 from mpips.overlap.profile import PARAMETER_BYTES, Profile
+from mpips.overlap.profile import save_profile as write_profile
 from mpips.overlap.strategies import PARTITIONS
 from mpips.overlap.timeline import Task
 
