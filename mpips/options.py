@@ -38,8 +38,8 @@ class Field(NamedTuple):
     text: str
 
 
-MOST = 2**63 - 1
-"""Of a whole number: what a message between ranks holds, and the bytes that a processor can address."""
+LEAST, MOST = -(2**63), 2**63 - 1
+"""Of a whole number: what messages between ranks and files hold, and the bytes that a processor can address."""
 
 FIELDS = (
     Field("servers", 0, 0, (), "server processes: the last ranks of the job; 0 is pure MPI"),

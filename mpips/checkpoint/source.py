@@ -7,15 +7,17 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from numpy.typing import NDArray
 
+import collectives
 from mpips.compression.base import Compressor
 from mpips.keys.key import Key, Name
 from mpips.layout import Layout
 from mpips.optimizers.groups import Groups
-from mpips.runtime.epoch import Epoch
 from mpips.runtime.tasks import Task
 from mpips.worker.backend import Backend, States
 
-__all__ = ["Backend", "Frozen", "Handle", "Snapshot", "States", "Store", "Written", "senders", "served"]
+__all__ = [
+    "Backend", "Frozen", "Handle", "Snapshot", "States", "Store", "Written", "from_worker_0", "senders", "served",
+]  # fmt: skip
 
 T = TypeVar("T")
 Array = NDArray[Any]
@@ -58,6 +60,17 @@ class Handle(Protocol):
         ...
 
 
+class EpochView(Protocol):
+    """The store's epoch: which it is, and whether it has ended."""
+
+    number: int
+
+    @property
+    def over(self) -> BaseException | None:
+        """What has ended it."""
+        ...
+
+
 class Written(Protocol):
     """A checkpoint that is written beside the training."""
 
@@ -67,10 +80,9 @@ class Written(Protocol):
 
 
 class Store(Protocol):
-    """What `save` and `load` see of a `KVStore`."""
+    """What `save`, `load` and `recut` see of a `KVStore`."""
 
     layout: Layout
-    epoch: Epoch
     backend: Backend
     keys: dict[Name, Key]
     groups: Groups
@@ -78,6 +90,9 @@ class Store(Protocol):
     compressor: Compressor | None
     saving: Written | None
     """The last one that was begun in the background."""
+
+    @property
+    def epoch(self) -> EpochView: ...
 
     def agree(
         self,
@@ -90,19 +105,23 @@ class Store(Protocol):
         """All workers ask for the same, and learn everybody's data, or all raise the same ValueError or TypeError."""
         ...
 
+    def settled(
+        self,
+        what: str,
+        items: Sequence[tuple[Any, str]] = (),
+        refusal: BaseException | None = None,
+        noun: str = "key",
+        data: bytes = b"",
+    ) -> list[bytes]:
+        """`agree`; then nothing that was pushed before is under way. ValueError on all where workers have not pushed
+        equally often."""
+        ...
+
     def finish(self) -> None:
         """Wait for all operations that were started before."""
         ...
 
-    def settle(self) -> None:
-        """`finish`, and wait until the servers have applied what this worker has pushed."""
-        ...
-
-    def settled(self, what: str) -> None:
-        """`settle` of all workers; ValueError on all where they have not pushed equally often."""
-        ...
-
-    def run(self, what: str, task: Task[T]) -> T:
+    def run(self, what: str, task: Task[T], names: Sequence[Name] = ()) -> T:
         """Run a task, blocking; what it raises ends the epoch."""
         ...
 
@@ -114,8 +133,16 @@ class Store(Protocol):
         """Set these optimizers and this compression, as `set_optimizer` and `set_gradient_compression` do."""
         ...
 
+    def known(self, names: Any, what: str) -> list[Key]:
+        """The keys of these names, one or a list; ValueError or TypeError where there is none."""
+        ...
+
     def add(self, keys: Iterable[Key]) -> None:
         """Keys that have been made."""
+        ...
+
+    def drop(self, keys: Sequence[Key], what: str) -> None:
+        """Give up keys; collective, after all have agreed on it."""
         ...
 
 
@@ -129,3 +156,10 @@ def senders(layout: Layout) -> list[range]:
     if served(layout) and layout.kind.startswith("mpi_"):
         return [range(*client) for client in layout.clients]
     return [range(worker, worker + 1) for worker in range(layout.num_workers)]
+
+
+def from_worker_0(layout: Layout, key: Name, arrays: Sequence[Array]) -> None:
+    """Worker 0's arrays of a key on all workers. Collective over them, blocking."""
+    if layout.num_workers > 1:
+        for array in arrays:
+            collectives.broadcast(array, layout.workers, root=0, label=f"load of key {key!r}")

@@ -20,7 +20,6 @@ from collectives.errors import CollectiveError, of_caller
 from collectives.network.requests import keep
 from collectives.node.wait import Epoch as Waiting
 from collectives.node.wait import Limits, drive, until
-from mpips.runtime.tasks import Task
 
 TAG = 3
 """Of messages on the store's communicators; other modules leave it alone."""
@@ -33,8 +32,6 @@ class Meets(Protocol):
     """Where ranks meet: an `Epoch`."""
 
     def meet(self, payload: bytes, what: str, everybody: bool = False) -> list[bytes]: ...
-
-    def met(self, payload: bytes, what: str) -> Task[list[bytes]]: ...
 
 
 class Room:
@@ -104,11 +101,6 @@ def exchange(epoch: Meets, payload: bytes, what: str, everybody: bool = False) -
     EpochError where the epoch ends meanwhile; StallError, naming the ranks that have not come, after the limit.
     """
     return epoch.meet(payload, what, everybody)
-
-
-def exchanged(epoch: Meets, payload: bytes, what: str) -> Task[list[bytes]]:
-    """`exchange` of the workers as a task: what else is under way goes on, which others may need before they come."""
-    return epoch.met(payload, what)
 
 
 def agree(
