@@ -12,6 +12,7 @@ from mpips.compression.base import Compressor
 from mpips.keys.key import Key, Name
 from mpips.layout import Layout
 from mpips.optimizers.groups import Groups
+from mpips.runtime.rendezvous import Items
 from mpips.runtime.tasks import Task
 from mpips.worker.backend import Backend, States
 
@@ -95,23 +96,13 @@ class Store(Protocol):
     def epoch(self) -> EpochView: ...
 
     def agree(
-        self,
-        what: str,
-        items: Sequence[tuple[Any, str]] = (),
-        refusal: BaseException | None = None,
-        noun: str = "key",
-        data: bytes = b"",
+        self, what: str, items: Items = (), refusal: BaseException | None = None, noun: str = "key", data: bytes = b""
     ) -> list[bytes]:
         """All workers ask for the same, and learn everybody's data, or all raise the same ValueError or TypeError."""
         ...
 
     def settled(
-        self,
-        what: str,
-        items: Sequence[tuple[Any, str]] = (),
-        refusal: BaseException | None = None,
-        noun: str = "key",
-        data: bytes = b"",
+        self, what: str, items: Items = (), refusal: BaseException | None = None, noun: str = "key", data: bytes = b""
     ) -> list[bytes]:
         """`agree`; then nothing that was pushed before is under way. ValueError on all where workers have not pushed
         equally often."""

@@ -104,14 +104,9 @@ def exchange(epoch: Meets, payload: bytes, what: str, everybody: bool = False) -
 
 
 def agree(
-    epoch: Meets,
-    what: str,
-    items: Items = (),
-    refusal: BaseException | None = None,
-    noun: str = "key",
-    data: bytes = b"",
-    everybody: bool = False,
-) -> list[bytes]:
+    epoch: Meets, what: str, items: Items = (), refusal: BaseException | None = None, noun: str = "key",
+    data: bytes = b"", everybody: bool = False,
+) -> list[bytes]:  # fmt: skip
     """See that all workers ask for the same; each one's `data`, in rank order. Collective, blocking.
 
     `items` are (name, what is asked for it), such as (key, "float32(3, 4)"); `noun` says what a name is of. `refusal`

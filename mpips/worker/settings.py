@@ -23,6 +23,7 @@ from mpips.optimizers import Groups, Optimizer
 from mpips.runtime import rendezvous
 from mpips.runtime.engine import Engine, Handle
 from mpips.runtime.epoch import Epoch
+from mpips.runtime.rendezvous import Items
 from mpips.runtime.tasks import Task, kept
 from mpips.worker.backend import Backend
 from mpips.worker.operations import Operations
@@ -181,12 +182,7 @@ class Settings:
         self.run("settle", self.backend.settle(list(self.keys.values())))
 
     def settled(
-        self,
-        what: str,
-        items: Sequence[tuple[Any, str]] = (),
-        refusal: BaseException | None = None,
-        noun: str = "key",
-        data: bytes = b"",
+        self, what: str, items: Items = (), refusal: BaseException | None = None, noun: str = "key", data: bytes = b""
     ) -> list[bytes]:
         """`agree`, and `settle` of all workers. ValueError on all where one of a synchronous store has pushed more
         rounds than another, as its servers wait for that one."""
@@ -205,12 +201,7 @@ class Settings:
         return [theirs for _, theirs in told]
 
     def agree(
-        self,
-        what: str,
-        items: Sequence[tuple[Any, str]] = (),
-        refusal: BaseException | None = None,
-        noun: str = "key",
-        data: bytes = b"",
+        self, what: str, items: Items = (), refusal: BaseException | None = None, noun: str = "key", data: bytes = b""
     ) -> list[bytes]:
         """All workers ask for the same, and learn everybody's data, or all raise the same sentence."""
         self.operations.check_open()

@@ -18,7 +18,7 @@ import collectives
 from mpips.optimizers.elastic import Elastic1
 from mpips.processes import create
 from mpips.store import KVStore
-from mpips.torch.launcher import see_joined
+from mpips.torch.agreement import see_joined
 from mpips.torch.optimizer.on_servers import OnServers, records
 from mpips.torch.optimizer.stored import restore, stored
 from mpips.torch.state import broadcast_tensors

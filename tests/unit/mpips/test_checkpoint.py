@@ -250,6 +250,20 @@ def test_what_does_not_fit_changes_nothing(tmp_path):
             load(Store(), tmp_path / name)
 
 
+def test_integer_keys_have_no_optimizer(tmp_path):
+    """As in `init`: those of a file, too, that would be made under the store's default optimizer."""
+    old, new = Store(), Store()
+    old.make("count", np.arange(3))
+    save(old, tmp_path / "x", True)
+    new.groups = optimizers.Groups(optimizers.create("sgd"))
+    with pytest.raises(ValueError, match=r"key 'count' is int64, and an optimizer needs floats"):
+        load(new, tmp_path / "x")
+    assert not new.keys
+    new.groups = optimizers.Groups(own={"w": optimizers.create("sgd")})
+    load(new, tmp_path / "x")
+    assert (new.backend.stored["count"] == np.arange(3)).all()
+
+
 def edited(source, target, tensors, old="", new=""):
     """A copy of a checkpoint: these tensors in place of the same ones (None: without it), and a word of its header."""
     with safe_open(source, framework="numpy") as file:
