@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol, TypeVar
 
 from numpy.typing import NDArray
 
@@ -14,7 +14,7 @@ from mpips.layout import Layout
 from mpips.optimizers.groups import Groups
 from mpips.runtime.rendezvous import Items
 from mpips.runtime.tasks import Task
-from mpips.worker.backend import Backend, States
+from mpips.worker.backend import Backend, Frozen, Snapshot, States
 
 __all__ = [
     "Backend", "Frozen", "Handle", "Snapshot", "States", "Store", "Written", "from_worker_0", "senders", "served",
@@ -22,28 +22,6 @@ __all__ = [
 
 T = TypeVar("T")
 Array = NDArray[Any]
-
-
-class Frozen(NamedTuple):
-    """A key in a snapshot: its last round, how often its optimizer has updated it, and the dtypes of its state."""
-
-    round: int
-    step: int
-    dtypes: tuple[str, ...]
-
-
-class Snapshot(Protocol):
-    """What a store held after one round. On worker 0 it can be read; on the others `records` is empty."""
-
-    records: Mapping[Name, Frozen]
-
-    def read(self, key: Key, slot: int, start: int, stop: int) -> Task[Array]:
-        """Elements [start, stop) of the values (slot -1) or of an array of state; good until the next read."""
-        ...
-
-    def release(self) -> Task[None]:
-        """Give its memory back."""
-        ...
 
 
 class Handle(Protocol):
