@@ -227,7 +227,7 @@ def kind_of(name: object) -> str:
 
 
 def table() -> str:
-    """All options as a Markdown table; docs/kvstore.md holds it and a test compares them."""
+    """All options as a Markdown table; the reference holds it and a test compares them."""
     rows = [f"| `{f.name}` | `{PREFIX}{f.name.upper()}` | `{f.default}` | {f.text} |" for f in FIELDS]
     return "\n".join(["| argument | variable | default | meaning |", "|---|---|---|---|", *rows])
 

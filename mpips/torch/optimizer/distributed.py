@@ -77,7 +77,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         elif self.store.type.endswith("async"):
             raise ValueError(f"{type(optimizer).__name__} with these options has no counterpart on the servers, which "
                              "an asynchronous store needs: choose SGD, Adam, AdamW, RMSprop or Adagrad, or a "
-                             "synchronous kind (docs/torch.md, DistributedOptimizer)")  # fmt: skip
+                             "synchronous kind")  # fmt: skip
         self._pull()
 
     @property
