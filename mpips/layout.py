@@ -92,7 +92,7 @@ class Layout:
         Collective over `world`, blocking."""
         old = self._communicators()
         self.world = self.world.Dup()
-        self._split()
+        self.begin()
         for comm in old:
             part(comm)
 
@@ -101,7 +101,7 @@ class Layout:
         for comm in self._communicators():
             leave(comm)
 
-    def _split(self) -> None:
+    def begin(self) -> None:
         """Make the communicators of roles and clients. Collective over `world`, blocking."""
         group = _split(self.world, int(self.is_server), self.rank)
         if self.is_server:
@@ -132,7 +132,7 @@ def create(comm: MPI.Intracomm, kind: str, options: Options | None, refusal: str
     clients = tuple(split(Interval(0, workers), options.clients_of(kind, size)))
     nodes = _nodes(world, options.shared_memory)
     made = Layout(kind, options, world.Get_rank(), workers, options.servers, clients, nodes, world)
-    made._split()
+    made.begin()
     return made
 
 

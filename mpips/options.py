@@ -38,8 +38,8 @@ class Field(NamedTuple):
     text: str
 
 
-MOST = 2**63 - 1
-"""Of a whole number: what a message between ranks holds, and the bytes that a processor can address."""
+LEAST, MOST = -(2**63), 2**63 - 1
+"""Of a whole number: what messages between ranks and files hold, and the bytes that a processor can address."""
 
 FIELDS = (
     Field("servers", 0, 0, (), "server processes: the last ranks of the job; 0 is pure MPI"),
@@ -227,7 +227,7 @@ def kind_of(name: object) -> str:
 
 
 def table() -> str:
-    """All options as a Markdown table; docs/kvstore.md holds it and a test compares them."""
+    """All options as a Markdown table; the reference holds it and a test compares them."""
     rows = [f"| `{f.name}` | `{PREFIX}{f.name.upper()}` | `{f.default}` | {f.text} |" for f in FIELDS]
     return "\n".join(["| argument | variable | default | meaning |", "|---|---|---|---|", *rows])
 

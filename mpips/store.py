@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from collectives.errors import of_caller
@@ -22,7 +22,9 @@ from mpips.worker.recut import recut
 from mpips.worker.settings import Settings
 
 if TYPE_CHECKING:
-    from mpips.optimizers import Optimizer
+    from mpips.optimizers.base import Optimizer
+
+Turns = Sequence[Hashable]
 
 
 class KVStore:
@@ -38,15 +40,12 @@ class KVStore:
     Any other failure ends the epoch: every call of every worker raises `mpips.EpochError` until all call `recover()`.
     """
 
-    def __init__(
-        self, layout: Layout, backend: Backend, epoch: Epoch, closed: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, layout: Layout, backend: Backend, epoch: Epoch, closed: breaking.Step = lambda: None) -> None:
         self.settings = Settings(layout, backend, epoch)
         """What the workers agree on; for other packages of mpips."""
-        self._operations = self.settings.operations
+        self._operations, self._closed = self.settings.operations, closed
         self._quick = Quick(self.settings.keys, self.settings.engine.under_way, self._operations, backend)
         self._alone()
-        self._closed = closed
         breaking.at_exit(self.close)
 
     def _alone(self) -> None:
@@ -87,8 +86,7 @@ class KVStore:
             raise of_caller(ValueError(f"unknown capability {capability!r}; known: optimizer"))
         return True
 
-    # ---- calls that all workers make together; blocking. Where one's arguments are bad or differ, all raise the same
-    # ---- ValueError or TypeError, and nothing has changed.
+    # ---- all workers together; blocking. Bad or different arguments: all raise the same, and nothing has changed
 
     def init(self, key: Any, value: Any) -> None:
         """Store the first values: rank 0's count. Keys, shapes and dtypes are the same everywhere."""
@@ -108,9 +106,7 @@ class KVStore:
 
     def update_optimizer(self, keys: Any = None, **numbers: Any) -> None:
         """Change numbers of the optimizers of these keys, or of all, such as `learning_rate`, from the next round on.
-
-        State stays. A number may be a schedule (`mpips.optimizers.schedules`), counted in updates of the key.
-        """
+        State stays. A number may be a schedule (`mpips.optimizers.schedules`), counted in updates of the key."""
         self.settings.update_optimizer(keys, numbers)
 
     def set_gradient_compression(self, compression_params: Mapping[str, Any]) -> None:
@@ -131,10 +127,8 @@ class KVStore:
         self.settings.forget(keys)
 
     def barrier(self) -> None:
-        """Wait until all workers have come.
-
-        In an asynchronous store a pull after it sees all pushes before it, but for those that `staleness` holds back.
-        """
+        """Wait until all workers have come. In an asynchronous store a pull after it sees all pushes before it, but for
+        those that `staleness` holds back."""
         self.settings.barrier()
 
     def save(self, path: str | os.PathLike[str], wait: bool = True) -> Saving | None:
@@ -158,9 +152,7 @@ class KVStore:
 
     def save_optimizer_states(self, fname: str, dump_optimizer: bool = False) -> None:
         """Write the optimizers' state of all keys, from all servers, to one file (safetensors). Rank 0 writes.
-
-        `dump_optimizer` stores the optimizers' names and options beside it.
-        """
+        `dump_optimizer` stores the optimizers' names and options beside it."""
         save_states(self.settings, fname, dump_optimizer)
 
     def load_optimizer_states(self, fname: str) -> None:
@@ -185,7 +177,7 @@ class KVStore:
         if not self._call("push", key, value, None, priority):
             self._operations.do("push", key, value, None, priority)
 
-    def ipush(self, key: Any, value: Any, priority: int = 0, turns: Sequence[Hashable] = ()) -> Handle:
+    def ipush(self, key: Any, value: Any, priority: int = 0, turns: Turns = ()) -> Handle:
         """`push` that returns a handle at once; the arrays must stay as they are until it is done.
 
         Operations on one key run in program order; so do those with one of `turns` (any hashable names) in common. Of
@@ -205,7 +197,7 @@ class KVStore:
         if not self._call("pull", key, None, out, priority):
             self._operations.do("pull", key, None, out, priority)
 
-    def ipull(self, key: Any, out: Any, priority: int = 0, turns: Sequence[Hashable] = ()) -> Handle:
+    def ipull(self, key: Any, out: Any, priority: int = 0, turns: Turns = ()) -> Handle:
         """`pull` that returns a handle at once; `out` holds the values when it is done."""
         return self._start("pull", key, None, out, priority, turns)
 
@@ -214,9 +206,7 @@ class KVStore:
         if not self._call("pushpull", key, value, out, priority):
             self._operations.do("pushpull", key, value, out, priority)
 
-    def ipushpull(
-        self, key: Any, value: Any, out: Any = None, priority: int = 0, turns: Sequence[Hashable] = ()
-    ) -> Handle:
+    def ipushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0, turns: Turns = ()) -> Handle:
         """`pushpull` that returns a handle at once."""
         return self._start("pushpull", key, value, out, priority, turns)
 
@@ -231,9 +221,7 @@ class KVStore:
 
     def close(self) -> None:
         """Finish what is under way and let the servers go; called by itself when the process ends. Collective.
-
-        A worker that closes while others wait for it in a call ends the epoch there, with a sentence that says so.
-        """
+        A worker that closes while others wait for it in a call ends the epoch there, with a sentence that says so."""
         if self._operations.closed:
             return
         breaking.closed(self.close)

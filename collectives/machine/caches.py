@@ -19,7 +19,7 @@ VARIABLE, THRESHOLD = "GLIBC_TUNABLES", "glibc.cpu.x86_non_temporal_threshold"
 SYSCONF_LEVEL3 = 194  # _SC_LEVEL3_CACHE_SIZE; Python has no name for it
 LARGEST = 32 << 20
 """Bytes of a last cache that one process can count on, as others fill it, too; copies past a larger one lose nothing
-worth mention (docs/launching.md has a Xeon of 480 MiB)."""
+worth mention, as was seen on a Xeon of 480 MiB."""
 LEVEL3 = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")  # as the kernel has it, "32768K"
 
 

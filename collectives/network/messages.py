@@ -6,7 +6,7 @@ comes in to be added is received beside and added when all has come, in the orde
 (`schedule.in_rank_order`). A receive goes beside too where the same step sends from the same place.
 
 One request carries `MESSAGE_BYTES` at most, which keeps counts far below 2^31, and below the sizes from which Open MPI
-asks the receiver first: that makes a TCP connection half-duplex (docs/launching.md).
+asks the receiver first: that makes a TCP connection half-duplex.
 """
 
 from __future__ import annotations

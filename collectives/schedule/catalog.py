@@ -2,7 +2,7 @@
 
 An algorithm is named as in "ring", or with parameters as in "multi_ring(rings=4)", "bcube(n=3,k=2)" or
 "hierarchical(local=4,between=ring)". To add one, write a file like `ring`, import it here and give it a line in
-`ALGORITHMS`; docs/algorithms.md has an example.
+`ALGORITHMS`; docs/how-to/add-an-algorithm.md has an example.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def command(
 ) -> None:  # fmt: skip
     """Simulate a collective on a topology, and show the closed form of its cost beside it where there is one.
 
-    The time of a message is alpha, plus its bytes at its share of the links' rate; see docs/algorithms.md.
+    The time of a message is alpha, plus its bytes at its share of the links' rate.
     """
     try:
         speed = 1 / beta if beta else parse_rate(rate)

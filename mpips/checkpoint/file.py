@@ -15,6 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
+from mpips.options import MOST
+
 Array = NDArray[Any]
 
 NAMES = {
@@ -27,8 +29,6 @@ NAMES = {
 HOLDS = f"a checkpoint holds {', '.join(NAMES)}"
 
 VERSION = 1
-LARGEST = 1 << 63
-"""Steps and rounds are below that."""
 
 
 class Tensor(NamedTuple):
@@ -288,7 +288,7 @@ class Reader:
                 if dtype not in NAMES:
                     raise ValueError(f"{self.path}: key {record.key!r} is of {dtype}: {HOLDS}")
             for name, number in (("step", record.step), ("round", record.round)):
-                if not 0 <= number < LARGEST:
+                if not 0 <= number <= MOST:
                     raise ValueError(f"{self.path}: key {record.key!r} has {name} {number}: give one in [0, 2**63)")
         if self.header.residuals and self.header.compression is None:
             raise ValueError(f"{self.path} has residuals, and no compression that kept them back: save it anew")

@@ -14,15 +14,14 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-import collectives
 from mpips.checkpoint import residuals
 from mpips.checkpoint.file import Header, Reader, Record, file_name, residual_name, state_name, value_name
-from mpips.checkpoint.source import Store, served
+from mpips.checkpoint.source import Store, from_worker_0, served
 from mpips.compression.registry import create
-from mpips.keys.key import Key, Name
+from mpips.keys.key import Key
 from mpips.optimizers.base import Optimizer, initial
 from mpips.optimizers.groups import Groups
-from mpips.optimizers.registry import decode
+from mpips.optimizers.registry import from_data
 from mpips.runtime.rendezvous import attempt
 from mpips.runtime.tasks import Task
 
@@ -38,8 +37,7 @@ def load(store: Store, path: str | os.PathLike[str]) -> None:
         name, refusal = attempt(lambda: file_name("load", "path", path))
         reader, unfit = attempt(lambda: _opened(store, name, stack) if refusal is None else None)
         mine = b"" if reader is None else msgspec.msgpack.encode(reader.header)
-        told = store.agree("load", [("path", name or "")], refusal or unfit, noun="argument", data=mine)
-        store.settled("load")
+        told = store.settled("load", [("path", name or "")], refusal or unfit, noun="argument", data=mine)
         store.run("load", _loaded(store, reader, msgspec.msgpack.decode(told[0], type=Header)))
 
 
@@ -73,8 +71,13 @@ def _see_keys(store: Store, path: str, header: Header) -> None:
 
 
 def _see_state(path: str, record: Record, optimizer: Optimizer | None) -> None:
-    """The state of a key is one of its optimizer's, or there is none yet; else ValueError."""
-    if optimizer is None or not (record.step or record.state):
+    """ValueError where the optimizer cannot update the key, or the state in the file is not one of this optimizer's."""
+    if optimizer is None:
+        return
+    if not residuals.compressible(record.dtype):
+        raise ValueError(f"{path}: key {record.key!r} is {record.dtype}, and an optimizer needs floats: load it into a "
+                         "store whose optimizers name their keys, set_optimizer(..., keys=[...])")  # fmt: skip
+    if not (record.step or record.state):
         return
     wanted = [array.dtype.name for array in initial(optimizer, np.zeros(1, np.dtype(record.dtype)))]
     if record.state != wanted:
@@ -92,12 +95,8 @@ def _used(store: Store, groups: Groups) -> Groups:
 
 def _groups(header: Header) -> Groups:
     """The optimizers; ValueError or TypeError where one is unknown here."""
-    own = {record.key: _from_data(record.optimizer) for record in header.records if record.optimizer is not None}
-    return Groups(None if header.optimizer is None else _from_data(header.optimizer), own)
-
-
-def _from_data(data: dict[str, Any]) -> Optimizer:
-    return decode(msgspec.msgpack.encode(data))
+    own = {record.key: from_data(record.optimizer) for record in header.records if record.optimizer is not None}
+    return Groups(None if header.optimizer is None else from_data(header.optimizer), own)
 
 
 def _loaded(store: Store, reader: Reader | None, header: Header) -> Task[None]:
@@ -129,7 +128,7 @@ def _state_loaded(store: Store, reader: Reader | None, key: Key, record: Record)
     size = (record.size,)
     arrays = [_read(reader, state_name(key.name, slot), size, dtype) for slot, dtype in enumerate(record.state)]
     if not served(store.layout):
-        shared(store, key.name, arrays)
+        from_worker_0(store.layout, key.name, arrays)
     yield from store.backend.put_states([key], {key.name: (record.step, arrays)})
 
 
@@ -142,10 +141,3 @@ def _residuals_loaded(store: Store, reader: Reader | None, header: Header, key: 
 def _read(reader: Reader | None, name: str, shape: tuple[int, ...], dtype: str) -> Array:
     """A tensor of the file; for those who do not read, an array that holds nothing of use."""
     return np.empty(shape, np.dtype(dtype)) if reader is None else reader.get(name)
-
-
-def shared(store: Store, key: Name, arrays: list[Array]) -> None:
-    """Worker 0's arrays on all workers."""
-    if store.layout.num_workers > 1:
-        for array in arrays:
-            collectives.broadcast(array, store.layout.workers, root=0, label=f"load of key {key!r}")

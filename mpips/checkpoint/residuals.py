@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 import collectives
 from mpips.checkpoint.file import residual_dtype
-from mpips.checkpoint.source import Backend, senders
+from mpips.checkpoint.source import Backend, from_worker_0, senders
 from mpips.keys.key import Key
 from mpips.layout import Layout
 from mpips.runtime.tasks import Task
@@ -47,8 +47,7 @@ def given_back(layout: Layout, backend: Backend, key: Key, saved: Sequence[Array
     mine = np.zeros(key.size)
     for number in range(groups):
         array = saved[number] if layout.rank == 0 else np.empty(key.size, residual_dtype(key.dtype.name))
-        if layout.num_workers > 1:
-            collectives.broadcast(array, layout.workers, root=0, label=f"load of key {key.name!r}")
+        from_worker_0(layout, key.name, [array])
         if number % len(senders(layout)) == group:
             mine += array
     yield from backend.put_residuals([key], [mine])

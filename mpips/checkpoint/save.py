@@ -11,9 +11,6 @@ import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
-
-import msgspec
 
 from mpips.checkpoint import residuals
 from mpips.checkpoint.file import (
@@ -31,10 +28,8 @@ from mpips.checkpoint.file import (
 from mpips.checkpoint.saving import Saving, written
 from mpips.checkpoint.source import Snapshot, Store, senders
 from mpips.compression.registry import options
-from mpips.keys.arguments import see_one_round
 from mpips.keys.key import Key
-from mpips.optimizers.base import Optimizer
-from mpips.optimizers.registry import encode
+from mpips.optimizers.registry import as_data
 from mpips.runtime.rendezvous import attempt
 from mpips.runtime.tasks import Task
 
@@ -50,8 +45,7 @@ def save(store: Store, path: str | os.PathLike[str], wait: bool) -> Saving | Non
         if writer is not None:
             stack.callback(writer.abandon)
         keys = list(store.keys.values())
-        _after_one_round(store, keys, name or "", refusal or unfit)
-        store.settle()
+        store.settled("save", [("path", name or "")], refusal or unfit, noun="argument")
         snapshot, refusal = store.run("save", _frozen(store, keys, writer))
         if refusal is not None:
             store.run("save", snapshot.release())
@@ -72,14 +66,6 @@ def _opened(path: str) -> Writer:
         return Writer(path)
     except OSError as error:
         raise ValueError(f"{path} cannot be written: {why(error)}") from error
-
-
-def _after_one_round(store: Store, keys: Sequence[Key], path: str, refusal: BaseException | None) -> None:
-    """All have called `save` with the same path, and in a synchronous store after the same rounds; else ValueError."""
-    rounds = msgspec.msgpack.encode([key.round for key in keys])
-    told = store.agree("save", [("path", path)], refusal, noun="argument", data=rounds)
-    if not store.layout.asynchronous:
-        see_one_round("save", keys, [msgspec.msgpack.decode(data, type=list[int]) for data in told])
 
 
 def _frozen(
@@ -109,24 +95,20 @@ def _begun(store: Store, keys: Sequence[Key], snapshot: Snapshot, writer: Writer
     writer.begin(dict(header.tensors()), metadata(header))
 
 
-def as_data(optimizer: Optimizer | None) -> dict[str, Any] | None:
-    """An optimizer's name and numbers, which the header shows."""
-    return None if optimizer is None else msgspec.msgpack.decode(encode(optimizer))
-
-
 def _header(store: Store, keys: Sequence[Key], snapshot: Snapshot) -> Header:
     records = []
     for key in keys:
         round_, step, dtypes = snapshot.records[key.name]
-        own = as_data(store.groups.own.get(key.name))
-        records.append(Record(key.name, key.shape, key.dtype.name, round_, step, list(dtypes), own))
-    compressor = store.compressor
+        own = store.groups.own.get(key.name)
+        data = None if own is None else as_data(own)
+        records.append(Record(key.name, key.shape, key.dtype.name, round_, step, list(dtypes), data))
+    compressor, default = store.compressor, store.groups.default
     return Header(
         version=VERSION,
         kind=store.layout.kind,
         options=asdict(store.layout.options),
         records=records,
-        optimizer=as_data(store.groups.default),
+        optimizer=None if default is None else as_data(default),
         compression=None if compressor is None else options(compressor),
         residuals=0 if compressor is None else len(senders(store.layout)),
     )

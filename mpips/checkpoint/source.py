@@ -2,45 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol, TypeVar
 
 from numpy.typing import NDArray
 
+import collectives
 from mpips.compression.base import Compressor
 from mpips.keys.key import Key, Name
 from mpips.layout import Layout
 from mpips.optimizers.groups import Groups
-from mpips.runtime.epoch import Epoch
+from mpips.runtime.rendezvous import Items
 from mpips.runtime.tasks import Task
-from mpips.worker.backend import Backend, States
+from mpips.worker.backend import Backend, Frozen, Snapshot, States
 
-__all__ = ["Backend", "Frozen", "Handle", "Snapshot", "States", "Store", "Written", "senders", "served"]
+__all__ = [
+    "Backend", "Frozen", "Handle", "Snapshot", "States", "Store", "Written", "from_worker_0", "senders", "served",
+]  # fmt: skip
 
 T = TypeVar("T")
 Array = NDArray[Any]
-
-
-class Frozen(NamedTuple):
-    """A key in a snapshot: its last round, how often its optimizer has updated it, and the dtypes of its state."""
-
-    round: int
-    step: int
-    dtypes: tuple[str, ...]
-
-
-class Snapshot(Protocol):
-    """What a store held after one round. On worker 0 it can be read; on the others `records` is empty."""
-
-    records: Mapping[Name, Frozen]
-
-    def read(self, key: Key, slot: int, start: int, stop: int) -> Task[Array]:
-        """Elements [start, stop) of the values (slot -1) or of an array of state; good until the next read."""
-        ...
-
-    def release(self) -> Task[None]:
-        """Give its memory back."""
-        ...
 
 
 class Handle(Protocol):
@@ -58,6 +39,17 @@ class Handle(Protocol):
         ...
 
 
+class EpochView(Protocol):
+    """The store's epoch: which it is, and whether it has ended."""
+
+    number: int
+
+    @property
+    def over(self) -> BaseException | None:
+        """What has ended it."""
+        ...
+
+
 class Written(Protocol):
     """A checkpoint that is written beside the training."""
 
@@ -67,10 +59,9 @@ class Written(Protocol):
 
 
 class Store(Protocol):
-    """What `save` and `load` see of a `KVStore`."""
+    """What `save`, `load` and `recut` see of a `KVStore`."""
 
     layout: Layout
-    epoch: Epoch
     backend: Backend
     keys: dict[Name, Key]
     groups: Groups
@@ -79,30 +70,27 @@ class Store(Protocol):
     saving: Written | None
     """The last one that was begun in the background."""
 
+    @property
+    def epoch(self) -> EpochView: ...
+
     def agree(
-        self,
-        what: str,
-        items: Sequence[tuple[Any, str]] = (),
-        refusal: BaseException | None = None,
-        noun: str = "key",
-        data: bytes = b"",
+        self, what: str, items: Items = (), refusal: BaseException | None = None, noun: str = "key", data: bytes = b""
     ) -> list[bytes]:
         """All workers ask for the same, and learn everybody's data, or all raise the same ValueError or TypeError."""
+        ...
+
+    def settled(
+        self, what: str, items: Items = (), refusal: BaseException | None = None, noun: str = "key", data: bytes = b""
+    ) -> list[bytes]:
+        """`agree`; then nothing that was pushed before is under way. ValueError on all where workers have not pushed
+        equally often."""
         ...
 
     def finish(self) -> None:
         """Wait for all operations that were started before."""
         ...
 
-    def settle(self) -> None:
-        """`finish`, and wait until the servers have applied what this worker has pushed."""
-        ...
-
-    def settled(self, what: str) -> None:
-        """`settle` of all workers; ValueError on all where they have not pushed equally often."""
-        ...
-
-    def run(self, what: str, task: Task[T]) -> T:
+    def run(self, what: str, task: Task[T], names: Sequence[Name] = ()) -> T:
         """Run a task, blocking; what it raises ends the epoch."""
         ...
 
@@ -114,8 +102,16 @@ class Store(Protocol):
         """Set these optimizers and this compression, as `set_optimizer` and `set_gradient_compression` do."""
         ...
 
+    def known(self, names: Any, what: str) -> list[Key]:
+        """The keys of these names, one or a list; ValueError or TypeError where there is none."""
+        ...
+
     def add(self, keys: Iterable[Key]) -> None:
         """Keys that have been made."""
+        ...
+
+    def drop(self, keys: Sequence[Key], what: str) -> None:
+        """Give up keys; collective, after all have agreed on it."""
         ...
 
 
@@ -129,3 +125,10 @@ def senders(layout: Layout) -> list[range]:
     if served(layout) and layout.kind.startswith("mpi_"):
         return [range(*client) for client in layout.clients]
     return [range(worker, worker + 1) for worker in range(layout.num_workers)]
+
+
+def from_worker_0(layout: Layout, key: Name, arrays: Sequence[Array]) -> None:
+    """Worker 0's arrays of a key on all workers. Collective over them, blocking."""
+    if layout.num_workers > 1:
+        for array in arrays:
+            collectives.broadcast(array, layout.workers, root=0, label=f"load of key {key!r}")

@@ -12,12 +12,11 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 
 from mpips.checkpoint import file
-from mpips.checkpoint.load import shared
-from mpips.checkpoint.save import as_data
-from mpips.checkpoint.source import States, Store, served
+from mpips.checkpoint.source import States, Store, from_worker_0, served
 from mpips.keys.key import Key
 from mpips.optimizers.base import initial
 from mpips.optimizers.groups import Groups
+from mpips.optimizers.registry import as_data
 from mpips.runtime.rendezvous import attempt
 
 Array = NDArray[Any]
@@ -26,7 +25,6 @@ Array = NDArray[Any]
 def save_states(store: Store, fname: str, dump_optimizer: bool) -> None:
     """See `KVStore.save_optimizer_states`."""
     _all_come(store, "save_optimizer_states", fname)
-    store.settled("save_optimizer_states")
     found = store.run("save_optimizer_states", store.backend.states(list(store.keys.values())))
     groups = store.groups if dump_optimizer else None
     _, refusal = attempt(lambda: write(fname, found, groups) if store.layout.rank == 0 else None)
@@ -40,7 +38,6 @@ def load_states(store: Store, fname: str) -> None:
     states, refusal = attempt(lambda: _fitting(store, read(fname, keys)) if store.layout.rank == 0 else {})
     shapes = [(step, [array.dtype.name for array in arrays]) for step, arrays in (states or {}).values()]
     told = store.agree("load_optimizer_states", refusal=refusal, data=json.dumps(shapes).encode())
-    store.settled("load_optimizer_states")
     if not served(store.layout):
         if store.layout.rank:
             states = {
@@ -48,16 +45,15 @@ def load_states(store: Store, fname: str) -> None:
                 for key, (step, dtypes) in zip(keys, json.loads(told[0]))
             }
         for key in keys:
-            shared(store, key.name, states[key.name][1])
+            from_worker_0(store.layout, key.name, states[key.name][1])
     store.run("load_optimizer_states", store.backend.put_states(keys, states))
 
 
 def _all_come(store: Store, what: str, fname: str) -> None:
-    """All workers have called it with the same name, and there is an optimizer; else ValueError."""
+    """ValueError unless all workers have called it with one name, after the same rounds, and there is an optimizer."""
     name, unfit = attempt(lambda: file.file_name(what, "fname", fname))
     refusal = None if store.groups else ValueError("it needs an optimizer; call set_optimizer first")
-    store.finish()
-    store.agree(what, [("fname", name or "")], refusal or unfit, noun="argument")
+    store.settled(what, [("fname", name or "")], refusal or unfit, noun="argument")
 
 
 def _fitting(store: Store, states: States) -> States:
@@ -81,7 +77,8 @@ def write(fname: str | os.PathLike[str], states: States, groups: Groups | None) 
     header = {"steps": json.dumps({repr(key): step for key, (step, _) in states.items()})}
     if groups is not None:
         own = {repr(key): as_data(optimizer) for key, optimizer in groups.own.items()}
-        header["optimizers"] = json.dumps([as_data(groups.default), own])
+        default = None if groups.default is None else as_data(groups.default)
+        header["optimizers"] = json.dumps([default, own])
     try:
         file.write(fname, tensors, header)
     except OSError as error:

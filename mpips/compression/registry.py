@@ -12,12 +12,10 @@ from mpips.compression.half import Half
 from mpips.compression.one_bit import OneBit
 from mpips.compression.top_k import TopK
 from mpips.compression.two_bit import TwoBit
+from mpips.options import LEAST, MOST
 
 COMPRESSORS: dict[str, type[Compressor]] = {"2bit": TwoBit, "1bit": OneBit, "fp16": Half, "topk": TopK}
 """Every compressor by its name in `set_gradient_compression`."""
-
-INT_BITS = 63
-"""Of an option that is an int, beside its sign."""
 
 EXAMPLE = '{"type": "2bit", "threshold": 0.5}'
 
@@ -91,7 +89,7 @@ def _value(name: str, option: str, kind: Any, value: Any) -> Any:
             return float(value)
         except (TypeError, ValueError, OverflowError):
             raise ValueError(f"{name} compression has a number as {option}, not {value!r}") from None
-    if not isinstance(value, (bool, int, float, str)) or (isinstance(value, int) and value.bit_length() > INT_BITS):
+    if not isinstance(value, (bool, int, float, str)) or (isinstance(value, int) and not LEAST <= value <= MOST):
         raise ValueError(f"{name} compression has a number or a string as {option}, not {value!r}")
     return value
 

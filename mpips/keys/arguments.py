@@ -12,11 +12,12 @@ from collectives.errors import of_caller
 from mpips.keys import arrays
 from mpips.keys.key import Key, Name
 from mpips.keys.row_sparse import RowSparse
+from mpips.options import LEAST, MOST
 
 T = TypeVar("T")
 Array = NDArray[Any]
 FLOATS = ("float16", "bfloat16", "float32", "float64")
-PRIORITY_BITS, KEY_BITS = 31, 63
+PRIORITY_BITS = 31
 
 
 def names(key: Any) -> list[Name]:
@@ -41,9 +42,8 @@ def names(key: Any) -> list[Name]:
 def see_new(name: Name, what: str) -> None:
     """ValueError unless messages and files can hold a key of this name."""
     if isinstance(name, int):
-        if not -(1 << KEY_BITS) <= name < 1 << KEY_BITS:
-            least, most = f"-2**{KEY_BITS}", f"2**{KEY_BITS} - 1"
-            raise ValueError(f"{what}: key {name} is out of range: pass an int from {least} to {most}")
+        if not LEAST <= name <= MOST:
+            raise ValueError(f"{what}: key {name} is out of range: pass an int from -2**63 to 2**63 - 1")
         return
     try:
         name.encode()

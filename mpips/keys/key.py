@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -15,6 +16,8 @@ from mpips.runtime.tasks import Task
 
 Array = NDArray[Any]
 Name = int | str
+SHOWN = 4
+"""Keys that a sentence names."""
 
 
 class Fast(Protocol):
@@ -100,3 +103,13 @@ class Key:
     def nbytes(self) -> int:
         """Bytes of a host array of it."""
         return self.size * self.dtype.itemsize
+
+
+def label(what: str, names: Sequence[Name]) -> str:
+    """What workers compare, and sentences show: "push of key 'w'"; of more than a few keys their number, and a
+    checksum that tells apart whatever is not shown."""
+    keys = f"key{'' if len(names) == 1 else 's'} {', '.join(map(repr, names[:SHOWN]))}"
+    if len(names) > SHOWN:
+        checksum = zlib.crc32(repr(list(names)).encode())
+        keys += f", ... ({len(names)} in all, {checksum:08x})"
+    return f"{what} of {keys}"

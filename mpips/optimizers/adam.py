@@ -55,30 +55,13 @@ class Adam:
 
 
 @dataclass(frozen=True)
-class AdamW:
+class AdamW(Adam):
     """Adam with decoupled weight decay (Loshchilov, Hutter 2019) as in PyTorch:
 
     w = w * (1 - learning_rate * weight_decay), then Adam's update with d = rescale * gradient.
     """
 
-    fixed: ClassVar[Sequence[str]] = ("beta1", "beta2")
-    learning_rate: Number = 0.001
     weight_decay: float = 0.01
-    rescale: float = 1.0
-    beta1: float = 0.9
-    beta2: float = 0.999
-    epsilon: float = 1e-8
-
-    def __post_init__(self) -> None:
-        _check(self)
-
-    def init(self, weights: np.ndarray) -> State:
-        """The two moments, zeros."""
-        return Moments(*zeros(weights, 2))
-
-    def update(self, weights: np.ndarray, gradient: np.ndarray, state: State, step: int) -> None:
-        """One update in place; see `mpips.optimizers.Optimizer`."""
-        by_blocks(self._block, weights, gradient, state, slots=2, step=step, numbers=_numbers(self, step))
 
     def _block(self, w: np.ndarray, g: np.ndarray, state: State, scratch: np.ndarray, numbers: Numbers) -> None:
         if self.weight_decay:
@@ -86,14 +69,14 @@ class AdamW:
         _step(w, scaled(g, self.rescale), state, scratch, numbers)
 
 
-def _check(record: Adam | AdamW) -> None:
+def _check(record: Adam) -> None:
     check(
         record, scheduled=["learning_rate"], below_one=["beta1", "beta2"],
         at_least_zero=["learning_rate", "weight_decay", "epsilon"],
     )  # fmt: skip
 
 
-def _numbers(record: Adam | AdamW, step: int) -> tuple[float, ...]:
+def _numbers(record: Adam, step: int) -> tuple[float, ...]:
     """With first = m / (1 - beta1) and second = v / (1 - beta2), all factors end in one rate and one epsilon."""
     learning_rate = at(record.learning_rate, step)
     step = max(step, 1)  # what is below 1 is refused with the arrays

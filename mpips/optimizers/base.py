@@ -48,8 +48,16 @@ Number = float | RateSchedule
 
 
 def at(number: Number, step: int) -> float:
-    """The number itself, or what the schedule says for this step."""
-    return number if isinstance(number, (float, int)) else number.at(step)
+    """The number itself, or what the schedule says for this step; ValueError where that is not finite."""
+    if isinstance(number, (float, int)):
+        return number
+    try:
+        value = number.at(step)
+    except OverflowError:
+        value = math.inf
+    if not math.isfinite(value):
+        raise ValueError(f"{number!r} gives {value} at step {step}, which is no finite number")
+    return value
 
 
 def initial(optimizer: Optimizer, weights: np.ndarray) -> list[np.ndarray]:
@@ -120,6 +128,9 @@ def changed(optimizer: O, **numbers: Any) -> O:
         raise TypeError(f"no number to change: {kind.__name__} has {', '.join(options(kind)) or 'none'}")
     known(kind, numbers)
     other = dataclasses.replace(optimizer, **numbers)
+    for name in numbers:
+        if isinstance(value := getattr(other, name), RateSchedule):
+            at(value, 1)
     for name in set(numbers) & set(getattr(kind, "fixed", ())):
         if getattr(other, name) != getattr(optimizer, name):
             raise ValueError(

@@ -22,51 +22,27 @@ class Elastic1:
     rescale: float = 1.0
 
     def __post_init__(self) -> None:
-        _check(self)
+        check(self)
+        if not 0 < self.alpha <= 1:
+            raise ValueError(f"{type(self).__name__}(alpha={self.alpha}): give a number in (0, 1]")
 
     def init(self, weights: np.ndarray) -> State:
         """No state."""
         return zeros(weights, 0)
 
     def update(self, weights: np.ndarray, gradient: np.ndarray, state: State, step: int) -> None:
-        """The centre moves towards what was pushed, in place; see `mpips.optimizers.Optimizer`."""
-        _attract(self, weights, gradient, state, step)
+        """The weights move towards what takes the gradient's place; see `mpips.optimizers.Optimizer`."""
+        by_blocks(self._block, weights, gradient, state, slots=0, step=step, numbers=(self.alpha,))
 
-
-@dataclass(frozen=True)
-class Elastic2:
-    """On the client: w = w - alpha * (w - rescale * centre) (MXNET-MPI, equation 3 and figure 8).
-
-    `update(weights, centre, (), step)`: the pulled centre takes the gradient's place.
-    """
-
-    alpha: float = 0.5
-    rescale: float = 1.0
-
-    def __post_init__(self) -> None:
-        _check(self)
-
-    def init(self, weights: np.ndarray) -> State:
-        """No state."""
-        return zeros(weights, 0)
-
-    def update(self, weights: np.ndarray, gradient: np.ndarray, state: State, step: int) -> None:
-        """The weights move towards the centre, in place; see `mpips.optimizers.Optimizer`."""
-        _attract(self, weights, gradient, state, step)
-
-
-def _check(record: Elastic1 | Elastic2) -> None:
-    check(record)
-    if not 0 < record.alpha <= 1:
-        raise ValueError(f"{type(record).__name__}(alpha={record.alpha}): give a number in (0, 1]")
-
-
-def _attract(record: Elastic1 | Elastic2, w: np.ndarray, towards: np.ndarray, state: State, step: int) -> None:
-    """w = w + alpha * (rescale * towards - w): both updates are this one."""
-
-    def block(w: np.ndarray, g: np.ndarray, state: State, scratch: np.ndarray, numbers: Numbers) -> None:
-        np.subtract(scaled(g, record.rescale), w, out=scratch)
+    def _block(self, w: np.ndarray, g: np.ndarray, state: State, scratch: np.ndarray, numbers: Numbers) -> None:
+        np.subtract(scaled(g, self.rescale), w, out=scratch)
         np.multiply(scratch, numbers[0], out=scratch)
         np.add(w, scratch, out=w)
 
-    by_blocks(block, w, towards, state, slots=0, step=step, numbers=(record.alpha,))
+
+@dataclass(frozen=True)
+class Elastic2(Elastic1):
+    """On the client: w = w - alpha * (w - rescale * centre) (MXNET-MPI, equation 3 and figure 8), the same update.
+
+    `update(weights, centre, (), step)`: the pulled centre takes the gradient's place.
+    """

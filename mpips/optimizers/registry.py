@@ -11,15 +11,13 @@ import msgspec
 import numpy as np
 
 from mpips.optimizers.base import Optimizer, initial, known
+from mpips.options import LEAST, MOST
 
 OPTIMIZERS: dict[str, type] = {}
 """Every optimizer by its lower-case name: the built-in ones and those that `register` added."""
 
 SCHEDULES: dict[str, type] = {}
 """Every schedule by its lower-case name."""
-
-LARGEST = 1 << 63
-"""Whole numbers of options are below that."""
 
 T = TypeVar("T", bound=type)
 
@@ -109,15 +107,28 @@ def _named(thing: Any) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def encode(optimizer: Optimizer) -> bytes:
-    """The optimizer as msgpack: a map of its name and its options. `decode` gives an equal one back."""
+def as_data(optimizer: Optimizer) -> dict[str, Any]:
+    """The optimizer as plain data: its name and its options. `from_data` gives an equal one back."""
     record = create(optimizer)
-    return msgspec.msgpack.encode({"name": type(record).__name__.lower(), "options": _options(record)})
+    return {"name": type(record).__name__.lower(), "options": _options(record)}
+
+
+def from_data(data: Any) -> Optimizer:
+    """The optimizer of `as_data`; raises ValueError or TypeError on anything else, or an unknown name."""
+    return _created(msgspec.convert(data, _Record))
+
+
+def encode(optimizer: Optimizer) -> bytes:
+    """`as_data` as msgpack, for messages."""
+    return msgspec.msgpack.encode(as_data(optimizer))
 
 
 def decode(data: bytes) -> Optimizer:
     """The optimizer that `encode` wrote; raises ValueError or TypeError on anything else, or an unknown name."""
-    record = msgspec.msgpack.decode(data, type=_Record)
+    return _created(msgspec.msgpack.decode(data, type=_Record))
+
+
+def _created(record: _Record) -> Optimizer:
     if record.name not in OPTIMIZERS:
         raise ValueError(
             f"optimizer {record.name!r} is not known here: register it (@mpips.optimizers.register) before "
@@ -152,7 +163,7 @@ def _plain(option: str, value: Any) -> Any:
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"option {option}={value}: give a finite number; a checkpoint holds no other")
-    if isinstance(value, int) and not -LARGEST <= value < LARGEST:
+    if isinstance(value, int) and not LEAST <= value <= MOST:
         raise ValueError(f"option {option}={value} does not fit into 64 bits: give a smaller number")
     if value is None or isinstance(value, (bool, int, float, str)):
         return value

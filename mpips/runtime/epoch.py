@@ -239,7 +239,7 @@ class Epoch:
         return room.exchange(payload, what, _Meeting(self, room, what).watch)
 
     def met(self, payload: bytes, what: str) -> Task[list[bytes]]:
-        """The same for workers, as a task."""
+        """The same of the workers, as a task: what else is under way goes on. Others may need it before they come."""
         room = self._room(False)
         return _Meeting(self, room, what).steps(payload)
 

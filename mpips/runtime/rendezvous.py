@@ -20,7 +20,6 @@ from collectives.errors import CollectiveError, of_caller
 from collectives.network.requests import keep
 from collectives.node.wait import Epoch as Waiting
 from collectives.node.wait import Limits, drive, until
-from mpips.runtime.tasks import Task
 
 TAG = 3
 """Of messages on the store's communicators; other modules leave it alone."""
@@ -33,8 +32,6 @@ class Meets(Protocol):
     """Where ranks meet: an `Epoch`."""
 
     def meet(self, payload: bytes, what: str, everybody: bool = False) -> list[bytes]: ...
-
-    def met(self, payload: bytes, what: str) -> Task[list[bytes]]: ...
 
 
 class Room:
@@ -106,20 +103,10 @@ def exchange(epoch: Meets, payload: bytes, what: str, everybody: bool = False) -
     return epoch.meet(payload, what, everybody)
 
 
-def exchanged(epoch: Meets, payload: bytes, what: str) -> Task[list[bytes]]:
-    """`exchange` of the workers as a task: what else is under way goes on, which others may need before they come."""
-    return epoch.met(payload, what)
-
-
 def agree(
-    epoch: Meets,
-    what: str,
-    items: Items = (),
-    refusal: BaseException | None = None,
-    noun: str = "key",
-    data: bytes = b"",
-    everybody: bool = False,
-) -> list[bytes]:
+    epoch: Meets, what: str, items: Items = (), refusal: BaseException | None = None, noun: str = "key",
+    data: bytes = b"", everybody: bool = False,
+) -> list[bytes]:  # fmt: skip
     """See that all workers ask for the same; each one's `data`, in rank order. Collective, blocking.
 
     `items` are (name, what is asked for it), such as (key, "float32(3, 4)"); `noun` says what a name is of. `refusal`

@@ -6,6 +6,7 @@ runs it looks again soon, or sleeps a little. Its result is what it returns. Err
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Generator, Iterable
 from typing import TypeVar
 
@@ -20,11 +21,14 @@ def goes_on(task: Task[T]) -> bool:
     return False
 
 
-def together(tasks: Iterable[Task[T]]) -> Task[None]:
-    """Run tasks side by side until all are over. The first failure is raised at once, and the others are closed."""
-    running = list(tasks)
+def together(tasks: Iterable[Task[T]], most: int = sys.maxsize) -> Task[None]:
+    """Run tasks from first to last, `most` of them side by side, until all are over. The first failure is raised at
+    once, and the others are closed."""
+    waiting, running = list(tasks)[::-1], list[Task[T]]()
     try:
-        while running:
+        while waiting or running:
+            while waiting and len(running) < most:
+                running.append(waiting.pop())
             left, moved = [], False
             for task in running:
                 for step in task:
@@ -36,7 +40,7 @@ def together(tasks: Iterable[Task[T]]) -> Task[None]:
             if running:
                 yield moved
     finally:
-        for task in running:
+        for task in (*running, *waiting):
             task.close()
 
 

@@ -97,20 +97,7 @@ class Client:
 
     def _some(self, tasks: list[Task[None]]) -> Task[None]:
         """Run tasks from first to last, on several nodes a few of them at a time; each has tags of its own."""
-        waiting, running = tasks[::-1], list[Task[None]]()
-        while waiting or running:
-            while waiting and len(running) < self._abreast:
-                running.append(waiting.pop())
-            left, moved = [], False
-            for task in running:
-                for step in task:
-                    moved |= bool(step)
-                    left.append(task)
-                    break
-            moved |= len(left) < len(running)
-            running = left
-            if running:
-                yield moved
+        return together(tasks, self._abreast)
 
     # ---- lists
 

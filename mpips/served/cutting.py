@@ -27,30 +27,31 @@ class Cutting:
     """What is kept where, and how new keys are cut. `grouped`: clients push once; `side_by_side`: every process has a
     core, so that a server sums one block while workers copy the next."""
 
-    def __init__(self, layout: Layout, one_node: bool, side_by_side: bool) -> None:
+    def __init__(
+        self, layout: Layout, one_node: bool, side_by_side: bool, placement: Placement | None = None,
+        numbers: Numbers | None = None,
+    ) -> None:  # fmt: skip
         self._layout, self._one_node, self._side_by_side = layout, one_node, side_by_side
         self._grouped = layout.kind.startswith("mpi_")
         self._past_caches = past_caches(os.environ)
         self._groups = layout.groups()
-        self._placement = Placement(layout.num_servers, layout.options.big_array)
-        self._numbers = Numbers()
+        self._placement = placement or Placement(layout.num_servers, layout.options.big_array)
+        self._numbers = numbers or Numbers()
 
     def copy(self) -> Cutting:
         """The same, to try a change with."""
-        other = object.__new__(Cutting)
-        other.__dict__.update(self.__dict__)
-        other._placement, other._numbers = deepcopy(self._placement), deepcopy(self._numbers)
-        return other
+        return self._with(deepcopy(self._placement), deepcopy(self._numbers))
 
     def only(self, keys: Iterable[Key]) -> Cutting:
         """One where these keys are kept, and nothing else."""
-        other = Cutting(self._layout, self._one_node, self._side_by_side)
-        kept = list(keys)
+        kept, placement = list(keys), Placement(self._layout.num_servers, self._layout.options.big_array)
         for key in kept:
             for server, elements in _parts(key):
-                other._placement.loads[server] += elements * key.dtype.itemsize
-        other._numbers = Numbers(shard.number for key in kept for shard in key.shards)
-        return other
+                placement.loads[server] += elements * key.dtype.itemsize
+        return self._with(placement, Numbers(shard.number for key in kept for shard in key.shards))
+
+    def _with(self, placement: Placement, numbers: Numbers) -> Cutting:
+        return Cutting(self._layout, self._one_node, self._side_by_side, placement, numbers)
 
     def free(self, keys: Iterable[Key]) -> None:
         """These keys are kept no more."""

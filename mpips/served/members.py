@@ -20,6 +20,7 @@ import collectives
 from collectives.communicator import Communicator
 from collectives.errors import MismatchError
 from mpips.keys.key import Key
+from mpips.keys.key import label as key_label
 from mpips.keys.shard import Piece
 from mpips.runtime.rendezvous import Presence
 from mpips.runtime.tasks import Task
@@ -36,10 +37,7 @@ TEXT_BYTES = 192
 
 def label(what: str, keys: Sequence[Key]) -> str:
     """What a call of these keys is called where members of a client meet: the same if they do the same."""
-    if len(keys) == 1:
-        return f"{what} of key {keys[0].name!r}"
-    names = ", ".join(repr(key.name) for key in keys[:4]) + ", ..." * (len(keys) > 4)
-    return f"{what} of {len(keys)} keys {names} ({crc32(repr([key.name for key in keys]).encode()):08x})"
+    return key_label(what, [key.name for key in keys])
 
 
 class Members:

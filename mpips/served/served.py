@@ -28,11 +28,12 @@ from mpips.served.pull import Pull
 from mpips.served.push import Push
 from mpips.served.setup import Setup
 from mpips.served.sparse import Sparse
-from mpips.served.states import Settings, Snapshot, States, Stored
+from mpips.served.states import Settings, Snapshot, Stored
 from mpips.transport import frames
 from mpips.transport.connect import connect
 from mpips.transport.frames import Op
 from mpips.transport.line import Line
+from mpips.worker.backend import States
 
 Array = NDArray[Any]
 

@@ -54,7 +54,7 @@ class Setup:
                 if isinstance(error, CollectiveError):
                     raise
                 failure = str(error)
-        told = yield from rendezvous.exchanged(self._epoch, msgspec.msgpack.encode((failure, done)), what)
+        told = yield from self._epoch.met(msgspec.msgpack.encode((failure, done)), what)
         failure, done = msgspec.msgpack.decode(told[0], type=tuple[str, bytes])
         if failure:
             raise of_caller(ValueError(failure))

@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from functools import reduce
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from mpi4py import MPI
@@ -22,8 +22,6 @@ from mpips.keys.key import Key
 from mpips.keys.row_sparse import RowSparse, merge, packed, unpacked
 from mpips.layout import Layout
 from mpips.runtime.tasks import Task, together
-from mpips.served.alone import Alone
-from mpips.served.client import Client
 from mpips.served.members import Members, label
 from mpips.served.pull import Pull, Rows
 from mpips.served.push import Push
@@ -44,6 +42,14 @@ def whole(key: Key) -> bool:
     return key.size > 0 and all(shard.start % row == 0 and shard.stop % row == 0 for shard in key.shards)
 
 
+class Route(Protocol):
+    """How whole keys go: `Alone` or `Client`."""
+
+    def push(self, key: Key, flat: Array, priority: int) -> Task[None]: ...
+
+    def pull(self, key: Key, out: Array) -> Task[None]: ...
+
+
 class Sparse:
     """One worker's rows. `members`: those of its client, where it has others; `direct`: each pulls by itself.
 
@@ -51,7 +57,7 @@ class Sparse:
     """
 
     def __init__(
-        self, layout: Layout, members: Members | None, route: Alone | Client, push: Push, pull: Pull, direct: bool
+        self, layout: Layout, members: Members | None, route: Route, push: Push, pull: Pull, direct: bool
     ) -> None:
         self._members, self._route, self._push, self._pull = members, route, push, pull
         self._direct = direct or members is None

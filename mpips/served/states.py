@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -22,9 +22,9 @@ from mpips.served.link import Link
 from mpips.served.push import Push
 from mpips.served.setup import Setup
 from mpips.transport import frames
+from mpips.worker.backend import Frozen, States
 
 Array = NDArray[Any]
-States = dict[Name, tuple[int, list[Array]]]
 Change = frames.SetOptimizer | frames.UpdateOptimizer | frames.SetCompression
 
 
@@ -179,16 +179,8 @@ class Stored:
         return made
 
 
-class Frozen(NamedTuple):
-    """A key in a snapshot: its last round, how often its optimizer has updated it, and the dtypes of its state."""
-
-    round: int
-    step: int
-    dtypes: tuple[str, ...]
-
-
 class Snapshot:
-    """What the servers keep of keys after one round, whatever is pushed later (`checkpoint.source.Snapshot`)."""
+    """What the servers keep of keys after one round, whatever is pushed later (`worker.backend.Snapshot`)."""
 
     def __init__(self, link: Link, number: int) -> None:
         self._link, self._number = link, number

@@ -6,14 +6,14 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Protocol
 
 import numpy as np
 
 from collectives.errors import CollectiveError
 from mpips.layout import Layout
 from mpips.server.late import Gossip
-from mpips.server.requests import Requests
-from mpips.server.sources import Filling, Pushes
+from mpips.server.sources import Filling, Pushes, Settings
 from mpips.server.state import State
 from mpips.server.unit import Replies, Unit
 from mpips.transport.channel import MessageLine, knocked
@@ -25,11 +25,19 @@ from mpips.transport.ring import Rings
 PUSH = int(Op.PUSH)
 
 
+class Answers(Settings, Protocol):
+    """What answers rare requests, and knows how pushes are compressed: `requests.Requests`."""
+
+    def heard(self, worker: int, line: Line, frame: Frame) -> bool: ...
+
+    def answer_all(self) -> bool: ...
+
+
 class Traffic:
     """The lines of one server, in one epoch; `lines` and `rings` as `connect` gave them."""
 
     def __init__(
-        self, layout: Layout, lines: list[Line], rings: Rings | None, state: State, requests: Requests
+        self, layout: Layout, lines: list[Line], rings: Rings | None, state: State, requests: Answers
     ) -> None:
         self._lines, self._rings, self._state, self._requests = lines, rings, state, requests
         self.remote = [line for line in lines if isinstance(line, MessageLine)]

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from mpips.keys.key import Key
 from mpips.keys.row_sparse import RowSparse, update_rows
-from mpips.optimizers import Optimizer, initial
+from mpips.optimizers.base import Optimizer, initial
 
 Array = NDArray[Any]
 Arrays = tuple[Array, Array]

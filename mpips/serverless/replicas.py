@@ -17,9 +17,9 @@ from mpips.serverless.reconcile import Having, Source, settings_from, sources, s
 from mpips.serverless.replica import Replica
 from mpips.serverless.settings import Settings
 from mpips.serverless.sums import Sums, label
+from mpips.worker.backend import States
 
 Array = NDArray[Any]
-States = dict[Name, tuple[int, list[Array]]]
 
 
 class Replicas:

@@ -19,11 +19,12 @@ from mpips.runtime.rendezvous import exchange
 from mpips.runtime.tasks import Task, nothing
 from mpips.serverless.fast import Fast, Lists, blocks_of, take_from
 from mpips.serverless.replica import Replica
-from mpips.serverless.replicas import Replicas, States
+from mpips.serverless.replicas import Replicas
 from mpips.serverless.settings import Settings
 from mpips.serverless.snapshot import Snapshot
 from mpips.serverless.sparse import Sparse
 from mpips.serverless.sums import Blocks, Sums, label
+from mpips.worker.backend import States
 
 Array = NDArray[Any]
 

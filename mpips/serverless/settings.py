@@ -9,10 +9,13 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from mpips import compression, optimizers
-from mpips.compression import Compressor, Residuals
+from mpips.compression import registry as compression
+from mpips.compression.base import Compressor
+from mpips.compression.residuals import Residuals
 from mpips.keys.key import Key, Name
-from mpips.optimizers import Groups, Optimizer
+from mpips.optimizers import registry as optimizers
+from mpips.optimizers.base import Optimizer
+from mpips.optimizers.groups import Groups
 
 Array = NDArray[Any]
 

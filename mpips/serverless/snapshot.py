@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 from numpy.typing import NDArray
 
 from mpips.keys.key import Key, Name
 from mpips.runtime.tasks import Task, nothing
 from mpips.serverless.replica import Replica
+from mpips.worker.backend import Frozen
 
 Array = NDArray[Any]
-
-
-class Frozen(NamedTuple):
-    """A key after `round` rounds, of which the optimizer made `step` updates: what its state arrays are."""
-
-    round: int
-    step: int
-    dtypes: tuple[str, ...]
 
 
 class Snapshot:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from operator import is_
 from typing import Any, TypeAlias
@@ -14,25 +13,16 @@ import collectives
 from collectives.api import begin
 from collectives.communicator import Communicator
 from collectives.plan import Plan
-from mpips.keys.key import Name
+from mpips.keys.key import label
 from mpips.runtime.tasks import Task
+
+__all__ = ["SUMS", "Blocks", "Sums", "in_steps", "label"]
 
 Array = NDArray[Any]
 SUMS = "reproducible"
 """The algorithm: however keys are cut, or put together in lists, every element is added up in the same order."""
-SHOWN = 4
 Blocks: TypeAlias = "Sequence[Array | None] | None"
 """Of each of several arrays where this worker's block of the sum goes, too, if anywhere."""
-
-
-def label(what: str, names: Sequence[Name]) -> str:
-    """What workers compare, and sentences show: "push of key 'w'"; of more than a few keys their number, and a
-    checksum that tells apart whatever is not shown."""
-    keys = f"key{'' if len(names) == 1 else 's'} {', '.join(map(repr, names[:SHOWN]))}"
-    if len(names) > SHOWN:
-        checksum = zlib.crc32(repr(list(names)).encode())
-        keys += f", ... ({len(names)} in all, {checksum:08x})"
-    return f"{what} of {keys}"
 
 
 def in_steps(plan: Plan) -> Task[None]:

@@ -1,8 +1,10 @@
-"""See that all ranks make a DataParallel of the same model with the same arguments; else say what differs first."""
+"""See that MPI has joined all processes of a job, and that all make a DataParallel of the same model with the same
+arguments; else say what differs first."""
 
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Sequence
 
 import msgspec
@@ -13,10 +15,25 @@ from torch import Tensor
 
 import collectives
 from collectives.communicator import communicator
+from collectives.errors import of_caller
+from mpips import world
 
 WHAT = "DataParallel"
+TORCHRUN, PROCESSES = "TORCHELASTIC_RUN_ID", "WORLD_SIZE"
 Items = Sequence[tuple[str, str]]
 """Things, such as "parameter 'weight'", and what they are: "float32(2, 3)". No thing comes twice."""
+
+
+def see_joined() -> None:
+    """RuntimeError where a launcher started more processes than MPI has ranks: each would train a model of its own."""
+    ranks = MPI.COMM_WORLD.size
+    cause = world.lost(os.environ, MPI.Get_library_version(), ranks)
+    asked = os.environ.get(PROCESSES, "") if TORCHRUN in os.environ else ""
+    if cause is None and asked.isdigit() and int(asked) > ranks:
+        cause = (f"torchrun started {asked} processes ({PROCESSES}), and MPI has {ranks} rank{'s' * (ranks > 1)}: "
+                 f"start with `mpips run -w {asked}` or `mpirun -n {asked}` instead of torchrun")  # fmt: skip
+    if cause is not None:
+        raise of_caller(RuntimeError(cause))
 
 
 def described(module: torch.nn.Module, buckets: str | float, algorithm: str) -> Items:

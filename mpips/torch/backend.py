@@ -16,7 +16,7 @@ import torch.distributed as dist
 from mpi4py import MPI
 
 from collectives.errors import of_caller
-from mpips.torch.launcher import see_joined
+from mpips.torch.agreement import see_joined
 from mpips.torch.process_group.group import Group
 from mpips.torch.process_group.works import communication
 

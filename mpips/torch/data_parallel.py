@@ -21,7 +21,6 @@ from collectives.communicator import communicator
 from mpips.torch import agreement
 from mpips.torch import buckets as cutting
 from mpips.torch.buckets import Bucket, Costs
-from mpips.torch.launcher import see_joined
 from mpips.torch.process_group.tensors import see_host
 from mpips.torch.profile import Profile, costs
 from mpips.torch.reducer import Reducer, names
@@ -57,7 +56,7 @@ class DataParallel(torch.nn.Module):
         super().__init__()
         _see_arguments(module, comm, others)
         cutting.see(buckets)
-        see_joined()
+        agreement.see_joined()
         self.module = module
         self._comm = MPI.COMM_WORLD if comm is None else comm
         home = communicator(self._comm)

@@ -9,7 +9,7 @@ and with which nothing has changed. Arrays may be read and written until the tas
 from __future__ import annotations
 
 from collections.abc import Container, Hashable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from numpy.typing import NDArray
 
@@ -22,6 +22,29 @@ from mpips.runtime.tasks import Task
 Array = NDArray[Any]
 States = dict[Name, tuple[int, list[Array]]]
 """Of each key: how often the optimizer has updated it, and its 1-D state arrays, each as long as the key."""
+
+
+class Frozen(NamedTuple):
+    """A key in a snapshot: its last round, how often its optimizer has updated it, and the dtypes of its state."""
+
+    round: int
+    step: int
+    dtypes: tuple[str, ...]
+
+
+class Snapshot(Protocol):
+    """What a store held after one round. On worker 0 it can be read; on the others `records` is empty."""
+
+    @property
+    def records(self) -> Mapping[Name, Frozen]: ...
+
+    def read(self, key: Key, slot: int, start: int, stop: int) -> Task[Array]:
+        """Elements [start, stop) of the values (slot -1) or of an array of state; good until the next read."""
+        ...
+
+    def release(self) -> Task[None]:
+        """Give its memory back."""
+        ...
 
 
 class Backend(Protocol):
@@ -139,8 +162,8 @@ class Backend(Protocol):
         """Store worker 0's values under keys that are there; they are torn no more. Collective."""
         ...
 
-    def snapshot(self, keys: Sequence[Key]) -> Task[Any]:
-        """A copy that nothing pushed later changes (`checkpoint.source.Snapshot`). Collective."""
+    def snapshot(self, keys: Sequence[Key]) -> Task[Snapshot]:
+        """A copy that nothing pushed later changes. Collective."""
         ...
 
     # ---- epochs and the end

@@ -10,23 +10,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.errors import of_caller
+from mpips.checkpoint.source import States, Store
 from mpips.keys import arguments
 from mpips.keys.key import Key, Name
 from mpips.runtime.rendezvous import attempt
-from mpips.worker.backend import States
-from mpips.worker.settings import Settings
 
 Array = NDArray[Any]
 
 
-def recut(store: Settings, keys: Sequence[Name], new: Mapping[Name, int]) -> None:
+def recut(store: Store, keys: Sequence[Name], new: Mapping[Name, int]) -> None:
     """See `KVStore.recut`."""
     found, refusal = attempt(lambda: _asked(store, keys, new))
     old, sizes = found or ([], {})
-    store.settled("recut")
     rounds = [key.round for key in old]
     asked = [*((key.name, "") for key in old), *((name, str(size)) for name, size in sizes.items())]
-    told = store.agree("recut", asked, refusal, data=msgspec.msgpack.encode(rounds))
+    told = store.settled("recut", asked, refusal, data=msgspec.msgpack.encode(rounds))
     _none_ahead(store, old, [msgspec.msgpack.decode(data, type=list[int]) for data in told])
     states: States = store.run("recut", store.backend.states(old)) if store.groups else {}
     _, refusal = attempt(lambda: _see_steps(old, states))
@@ -44,7 +42,7 @@ def recut(store: Settings, keys: Sequence[Name], new: Mapping[Name, int]) -> Non
         store.run("recut", store.backend.put_residuals(made, np.split(kept, cuts)))
 
 
-def _asked(store: Settings, keys: Sequence[Name], new: Mapping[Name, int]) -> tuple[list[Key], dict[Name, int]]:
+def _asked(store: Store, keys: Sequence[Name], new: Mapping[Name, int]) -> tuple[list[Key], dict[Name, int]]:
     """The old keys and the sizes of the new ones; ValueError or TypeError where they do not suit."""
     old = store.known(keys, "recut")
     if not isinstance(new, Mapping):
@@ -77,7 +75,7 @@ def _shown(keys: Sequence[Key]) -> list[Name]:
     return [key.name for key in keys]
 
 
-def _none_ahead(store: Settings, keys: Sequence[Key], rounds: Sequence[Sequence[int]]) -> None:
+def _none_ahead(store: Store, keys: Sequence[Key], rounds: Sequence[Sequence[int]]) -> None:
     """ValueError where a worker, whose pushes of the keys are given by rank, is so far ahead of another that servers
     hold back its pushes, and its pulls."""
     staleness = store.layout.options.staleness
@@ -98,7 +96,7 @@ def _see_steps(keys: Sequence[Key], states: States) -> None:
         raise ValueError(f"keys {_shown(keys)} were updated {steps} times, not equally often")
 
 
-def _values(store: Settings, keys: Sequence[Key]) -> Array:
+def _values(store: Store, keys: Sequence[Key]) -> Array:
     """What is stored, one key behind the other."""
     values = np.empty(sum(key.size for key in keys), keys[0].dtype)
     start = 0

@@ -23,6 +23,7 @@ from mpips.optimizers import Groups, Optimizer
 from mpips.runtime import rendezvous
 from mpips.runtime.engine import Engine, Handle
 from mpips.runtime.epoch import Epoch
+from mpips.runtime.rendezvous import Items
 from mpips.runtime.tasks import Task, kept
 from mpips.worker.backend import Backend
 from mpips.worker.operations import Operations
@@ -70,8 +71,7 @@ class Settings:
     def forget(self, keys: Any) -> None:
         """See `KVStore.forget`."""
         records, refusal = rendezvous.attempt(lambda: self.known(keys, "forget"))
-        self.settled("forget")
-        self.agree("forget", [(record.name, "") for record in records or []], refusal)
+        self.settled("forget", [(record.name, "") for record in records or []], refusal)
         self.drop(records, "forget")
 
     def add(self, keys: Iterable[Key]) -> None:
@@ -97,8 +97,7 @@ class Settings:
         what = "set_optimizer"
         chosen, refusal = rendezvous.attempt(lambda: optimizers.create(optimizer, **keywords))
         names, other = rendezvous.attempt(lambda: self._names_of_floats(keys, what))
-        self.settled(what)
-        self.agree(what, [("optimizer", repr(chosen)), ("keys", repr(names))], refusal or other, noun="argument")
+        self.settled(what, [("optimizer", repr(chosen)), ("keys", repr(names))], refusal or other, noun="argument")
         self.run(what, self.backend.set_optimizer(chosen, names))
         self.groups.set(chosen, names)
 
@@ -114,8 +113,7 @@ class Settings:
             return [(name, repr(numbers[name])) for name in sorted(numbers)]
 
         items, other = rendezvous.attempt(tried)
-        self.settled(what)
-        self.agree(what, [("keys", repr(names)), *(items or [])], refusal or other, noun="argument")
+        self.settled(what, [("keys", repr(names)), *(items or [])], refusal or other, noun="argument")
         self.run(what, self.backend.update_optimizer(numbers, names))
         self.groups.update(numbers, names)
 
@@ -123,8 +121,7 @@ class Settings:
         """See `KVStore.set_gradient_compression`."""
         what = "set_gradient_compression"
         chosen, refusal = rendezvous.attempt(lambda: compression.create(options))
-        self.settled(what)
-        self.agree(what, [("compression_params", repr(chosen))], refusal, noun="argument")
+        self.settled(what, [("compression_params", repr(chosen))], refusal, noun="argument")
         self.run(what, self.backend.set_compression(dict(options), chosen))
         self.compressor = chosen
 
@@ -184,23 +181,27 @@ class Settings:
         self.finish()
         self.run("settle", self.backend.settle(list(self.keys.values())))
 
-    def settled(self, what: str) -> None:
-        """`settle` of all workers. ValueError on all where one of a synchronous store has pushed more rounds than
-        another, as its servers wait for that one."""
+    def settled(
+        self, what: str, items: Items = (), refusal: BaseException | None = None, noun: str = "key", data: bytes = b""
+    ) -> list[bytes]:
+        """`agree`, and `settle` of all workers. ValueError on all where one of a synchronous store has pushed more
+        rounds than another, as its servers wait for that one."""
         self.finish()
         keys = list(self.keys.values())
-        told = self.agree(what, data=msgspec.msgpack.encode([key.round for key in keys]))
+        mine = msgspec.msgpack.encode(([key.round for key in keys], data))
+        told = [
+            msgspec.msgpack.decode(word, type=tuple[list[int], bytes])
+            for word in self.agree(what, items, refusal, noun, mine)
+        ]
         if not self.layout.asynchronous:
-            arguments.see_one_round(what, keys, [msgspec.msgpack.decode(data, type=list[int]) for data in told])
-        self.settle()
+            arguments.see_one_round(what, keys, [rounds for rounds, _ in told])
+        if self.layout.num_servers:  # worker 0 speaks for all: the servers are to have everybody's pushes before
+            self.settle()
+            self.agree(what)
+        return [theirs for _, theirs in told]
 
     def agree(
-        self,
-        what: str,
-        items: Sequence[tuple[Any, str]] = (),
-        refusal: BaseException | None = None,
-        noun: str = "key",
-        data: bytes = b"",
+        self, what: str, items: Items = (), refusal: BaseException | None = None, noun: str = "key", data: bytes = b""
     ) -> list[bytes]:
         """All workers ask for the same, and learn everybody's data, or all raise the same sentence."""
         self.operations.check_open()

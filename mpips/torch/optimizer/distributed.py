@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 import collectives
-import mpips
-from mpips.optimizers import Elastic1
-from mpips.torch.launcher import see_joined
+from mpips.optimizers.elastic import Elastic1
+from mpips.processes import create
+from mpips.store import KVStore
+from mpips.torch.agreement import see_joined
 from mpips.torch.optimizer.on_servers import OnServers, records
 from mpips.torch.optimizer.stored import restore, stored
 from mpips.torch.state import broadcast_tensors
@@ -47,7 +48,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, Tensor]],
-        kind: str = "mpi_sync", *, store: mpips.KVStore | None = None, backward_passes_per_step: int = 1,
+        kind: str = "mpi_sync", *, store: KVStore | None = None, backward_passes_per_step: int = 1,
         compression: dict[str, Any] | None = None, elastic: float | None = None, interval: int = 64, **options: Any,
     ) -> None:  # fmt: skip
         see_joined()
@@ -56,7 +57,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise ValueError(f"backward_passes_per_step={backward_passes_per_step}, interval={interval}: at least 1")
         self.optimizer = optimizer
         self._names = _named(optimizer, named_parameters)
-        self.store = store if store is not None else mpips.create(kind, **options)
+        self.store = store if store is not None else create(kind, **options)
         if elastic is not None and not self.store.type.endswith("async"):
             raise ValueError(f"elastic={elastic} needs an asynchronous store, as mpi_async, not {self.store.type}")
         super().__init__(optimizer.param_groups, optimizer.defaults)
@@ -76,7 +77,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         elif self.store.type.endswith("async"):
             raise ValueError(f"{type(optimizer).__name__} with these options has no counterpart on the servers, which "
                              "an asynchronous store needs: choose SGD, Adam, AdamW, RMSprop or Adagrad, or a "
-                             "synchronous kind (docs/torch.md, DistributedOptimizer)")  # fmt: skip
+                             "synchronous kind")  # fmt: skip
         self._pull()
 
     @property

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import mpips
 from mpips.keys import calls
-from mpips.optimizers import Optimizer
+from mpips.optimizers.base import Optimizer
+from mpips.store import KVStore
 from mpips.torch.optimizer import translation
 
 
@@ -19,7 +19,7 @@ class OnServers:
     """The optimizer's groups as records of the store, and the parameters' versions since they were pulled last."""
 
     def __init__(
-        self, store: mpips.KVStore, optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str],
+        self, store: KVStore, optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str],
         records: Sequence[Optimizer], share: float,
     ) -> None:  # fmt: skip
         """Collective over the workers, blocking. `share`: gradients arrive as a sum, and are multiplied by it."""

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import mpips
+from mpips.store import KVStore
 from mpips.torch.state import broadcast_bytes
 
 
-def stored(store: mpips.KVStore) -> Tensor:
+def stored(store: KVStore) -> Tensor:
     """Values, optimizers' state and what compression kept back, on all workers. Collective over them, blocking."""
     with _file(store) as path:
         store.save(path)
@@ -24,7 +24,7 @@ def stored(store: mpips.KVStore) -> Tensor:
     return torch.from_numpy(np.frombuffer(data, np.uint8).copy())
 
 
-def restore(store: mpips.KVStore, data: Tensor) -> None:
+def restore(store: KVStore, data: Tensor) -> None:
     """Worker 0's `data` into the store. Collective over the workers, blocking."""
     with _file(store) as path:
         if store.rank == 0:
@@ -33,7 +33,7 @@ def restore(store: mpips.KVStore, data: Tensor) -> None:
 
 
 @contextmanager
-def _file(store: mpips.KVStore) -> Iterator[Path]:
+def _file(store: KVStore) -> Iterator[Path]:
     """The path of a file, the same on all workers; it lies on worker 0's machine, and is gone afterwards."""
     with tempfile.TemporaryDirectory() as folder:
         yield Path(broadcast_bytes(folder.encode(), 0, store.layout.workers).decode(), "store.safetensors")

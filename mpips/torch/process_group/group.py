@@ -56,10 +56,8 @@ class Group(dist.ProcessGroup):
     def reduce(self, tensors: Tensors, opts: Any) -> Any:
         see_host(tensors, "reduce")
         (tensor,) = tensors
-        given, home = flat(tensor).clone(), None
-        target = torch.empty_like(given)
-        if self.comm.rank == opts.rootRank:
-            target, home = written(tensor)
+        given = flat(tensor).clone()
+        target, home = written(tensor) if self.comm.rank == opts.rootRank else (torch.empty_like(given), None)
         how = reduction(opts.reduceOp, tensor.dtype)
         return self._do(self._jobs.reduced("reduce", given, target, how, opts.rootRank, home), opts, tensors, tensors)
 
@@ -124,8 +122,7 @@ class Group(dist.ProcessGroup):
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def barrier(self, opts: Any = None) -> Any:
-        sums = Reduction("sum", None, None)
-        job = self._jobs.reduced("allreduce", self._token, self._token, sums)
+        job = self._jobs.reduced("allreduce", self._token, self._token, Reduction("sum", None, None))
         return self._do(job, opts or dist.BarrierOptions(), ())
 
     # ---- from each to each, from one to all and back
@@ -166,11 +163,10 @@ class Group(dist.ProcessGroup):
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> Any:
         see_host(outputs, "scatter")
-        (output,) = outputs
         parts = inputs[0] if self.comm.rank == opts.rootRank else []
-        source, (target, home) = _joined(parts, output.dtype), written(output)
+        source, (target, home) = _joined(parts, outputs[0].dtype), written(outputs[0])
         steps = self._jobs.between.scatter(target, source, [part.numel() for part in parts], opts.rootRank)
-        return self._do(self._jobs.exchanged(steps, "scatter", [output], home), opts, [output, source, target])
+        return self._do(self._jobs.exchanged(steps, "scatter", list(outputs), home), opts, [*outputs, source, target])
 
     # ---- from one to one
 
@@ -211,6 +207,10 @@ class Group(dist.ProcessGroup):
 
     def __repr__(self) -> str:
         return f"<mpips process group, rank {self.comm.rank} of {self.comm.size}>"
+
+    def _get_backend(self, device: Any) -> Group:
+        """What carries out calls on tensors of a device: c10d sees that it puts none together."""
+        return self
 
     def _start_coalescing(self, device: Any) -> None:
         """What follows is put into operations one by one: they run in order in any case."""

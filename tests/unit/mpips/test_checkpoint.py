@@ -119,15 +119,12 @@ class Store:
     def finish(self):
         pass
 
-    settle = finish
-
-    def settled(self, what):
-        pass
-
     def agree(self, what, items=(), refusal=None, noun="key", data=b""):
         if refusal is not None:
             raise refusal
         return [data]
+
+    settled = agree
 
     def run(self, what, task):
         while True:
@@ -251,6 +248,20 @@ def test_what_does_not_fit_changes_nothing(tmp_path):
     for name, words in [("none", "cannot be read"), ("other", "not written by save")]:
         with pytest.raises(ValueError, match=words):
             load(Store(), tmp_path / name)
+
+
+def test_integer_keys_have_no_optimizer(tmp_path):
+    """As in `init`: those of a file, too, that would be made under the store's default optimizer."""
+    old, new = Store(), Store()
+    old.make("count", np.arange(3))
+    save(old, tmp_path / "x", True)
+    new.groups = optimizers.Groups(optimizers.create("sgd"))
+    with pytest.raises(ValueError, match=r"key 'count' is int64, and an optimizer needs floats"):
+        load(new, tmp_path / "x")
+    assert not new.keys
+    new.groups = optimizers.Groups(own={"w": optimizers.create("sgd")})
+    load(new, tmp_path / "x")
+    assert (new.backend.stored["count"] == np.arange(3)).all()
 
 
 def edited(source, target, tensors, old="", new=""):

@@ -8,6 +8,16 @@ import pytest
 from mpips.optimizers import SGD, Adam, Add, Constant, Elastic1, Groups, Warmup, changed, decode_numbers, encode_numbers
 
 
+class Never:
+    """A schedule that has no number."""
+
+    def __repr__(self):
+        return "Never()"
+
+    def at(self, step):
+        return float("nan")
+
+
 def test_a_change_keeps_the_other_numbers():
     before = SGD(0.1, momentum=0.9, weight_decay=0.01, rescale=0.25)
     assert changed(before, learning_rate=0.01) == SGD(0.01, momentum=0.9, weight_decay=0.01, rescale=0.25)
@@ -23,6 +33,7 @@ def test_a_change_keeps_the_other_numbers():
         (SGD(), {}, TypeError, ["no number", "learning_rate"]),
         (SGD(), {"learning_rate": -1}, ValueError, ["learning_rate", "-1"]),
         (SGD(), {"learning_rate": "fast"}, ValueError, ["learning_rate", "fast"]),
+        (SGD(), {"learning_rate": Never()}, ValueError, ["Never", "step 1", "no finite number"]),
         (SGD(), {"momentum": 0.9}, ValueError, ["momentum=0.9", "set_optimizer", "anew"]),
         (SGD(momentum=0.9), {"momentum": 0}, ValueError, ["momentum=0", "set_optimizer"]),
         (Adam(), {"beta1": 0.8}, ValueError, ["beta1", "set_optimizer"]),

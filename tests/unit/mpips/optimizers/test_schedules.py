@@ -71,6 +71,16 @@ def test_a_wrong_number_is_named(make, words):
     assert all(word in str(caught.value) for word in words)
 
 
+def test_a_rate_that_is_not_finite_is_an_error_that_names_the_step():
+    growing = SGD(StepDecay(1.0, every=1, factor=10.0))
+    weights, gradient = np.zeros(2), np.ones(2)
+    growing.update(weights, gradient, growing.init(weights), 300)
+    before = weights.copy()
+    with pytest.raises(ValueError, match=r"StepDecay\(.*factor=10.0\) gives inf at step 400"):
+        growing.update(weights, gradient, growing.init(weights), 400)
+    assert (weights == before).all()
+
+
 @pytest.mark.parametrize(
     "make",
     [

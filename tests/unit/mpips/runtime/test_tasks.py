@@ -24,6 +24,20 @@ def test_all_run_to_their_end(plan):
     assert sorted(ended) == list(range(len(plan)))
 
 
+@given(st.lists(st.integers(0, 5), max_size=6), st.integers(1, 4))
+def test_so_many_at_a_time(plan, most):
+    ended: list[int] = []
+    begun: list[int] = []
+
+    def counted(number: int, steps: int) -> Generator[bool, None, None]:
+        begun.append(number)
+        yield from task(number, steps, ended)
+
+    for _ in together([counted(number, steps) for number, steps in enumerate(plan)], most):
+        assert len(begun) - len(ended) <= most
+    assert begun == sorted(begun) and sorted(ended) == list(range(len(plan)))
+
+
 def endless(number: int, closed: list[int]) -> Generator[bool, None, None]:
     try:
         while True:
