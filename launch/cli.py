@@ -30,7 +30,7 @@ COMMANDS = {
     "run": Sub("launch.run", "Start a script as one MPI job of workers and servers."),
     "doctor": Sub("launch.doctor.__main__", "Check Python, MPI, memory, GPU, cores, scheduler and network."),
     "script": Sub("launch.batch.command", "Write a batch script for Slurm, LSF or PBS."),
-    "train": Sub("mpips.parallel.__main__", "Train an MLP on a grid of batch and model parallel ranks.", ranked=True),
+    "train": Sub("mpips.mlp.__main__", "Train an MLP on a grid of batch and model parallel ranks.", ranked=True),
     "bench": Sub("collectives.benchmark.__main__", "Time collectives, or `kvstore` and `optimizers`.", ranked=True),
     "tune": Sub("collectives.tuner.command", "Measure which algorithm is fastest here, for `auto`.", ranked=True),
     "sim": Sub("collectives.simulator.command", "Simulate an algorithm on a topology."),

@@ -21,15 +21,15 @@ import msgspec
 from rich.table import Table
 from threadpoolctl import threadpool_limits
 
-import examples.reproduce.without_mpi  # noqa: F401 before mpips.parallel
+import examples.reproduce.without_mpi  # noqa: F401 before mpips.mlp
 from collectives.terminal.console import Interruptible, OutFile, console
+from mpips.mlp.command import report
+from mpips.mlp.intervals import interval
+from mpips.mlp.mesh import factorings
+from mpips.mlp.network.specification import Specification
+from mpips.mlp.prediction.links import Link, allreduce_seconds
+from mpips.mlp.prediction.predict import compute_seconds, exchange_seconds, messages, parameter_bytes
 from mpips.optimizers import SGD
-from mpips.parallel import report
-from mpips.parallel.grid import factorings
-from mpips.parallel.measure import Link, allreduce_seconds
-from mpips.parallel.network import Specification
-from mpips.parallel.predict import compute_seconds, exchange_seconds, messages, parameter_bytes
-from mpips.parallel.slices import interval
 
 CORI = Link(1e-6, 1 / 5.6e12)  # section 7: "bandwidth is 5.6TB/s and latency is 1 us"
 WIDTHS = (32, 64, 128, 512, 1024)

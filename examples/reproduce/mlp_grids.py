@@ -18,10 +18,10 @@ import click
 import msgspec
 from rich.table import Table
 
-import examples.reproduce.without_mpi  # noqa: F401 before mpips.parallel
+import examples.reproduce.without_mpi  # noqa: F401 before mpips.mlp
 from collectives.terminal.console import Interruptible, OutFile, console
 from launch import Job, build, find, this_machine
-from mpips.parallel import report
+from mpips.mlp.command import report
 
 TOLERANCE = {"float64": 1e-10, "float32": 1e-4}
 

@@ -13,11 +13,11 @@ from pathlib import Path
 import click
 from rich.table import Table
 
-import examples.reproduce.without_mpi  # noqa: F401 before mpips.parallel
+import examples.reproduce.without_mpi  # noqa: F401 before mpips.mlp
 from collectives.simulator.topology import parse_rate
 from collectives.terminal.console import Interruptible, OutFile, console
 from examples.reproduce import lab
-from mpips.parallel import report
+from mpips.mlp.command import report
 
 HOSTS = 8
 CASES = (

@@ -15,7 +15,7 @@ from rich.table import Table
 from collectives.simulator.topology import parse_rate
 from collectives.terminal.console import Interruptible, OutFile, console
 from examples.reproduce import lab
-from mpips.parallel import report
+from mpips.mlp.command import report
 
 HOSTS = 8
 WIDTHS = [784, 1200, 1200, 1200, 1200, 1200, 10]

@@ -19,13 +19,14 @@ from rich.table import Table
 from threadpoolctl import threadpool_limits
 
 from collectives.terminal.console import OutFile, RankedCommand, console
+from mpips.mlp import MLP
+from mpips.mlp.command import report
+from mpips.mlp.intervals import interval
+from mpips.mlp.mesh import Mesh as Grid
+from mpips.mlp.mesh import parse
+from mpips.mlp.worker import Worker as Hybrid
 from mpips.optimizers import SGD
 
-from .. import report
-from ..grid import Grid, parse
-from ..hybrid import Hybrid
-from ..mlp import MLP
-from ..slices import interval
 from . import rivals
 from .timing import Contender, compare
 

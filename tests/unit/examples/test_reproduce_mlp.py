@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from examples.reproduce import mlp, mlp_grids
-from mpips.parallel.grid import factorings
+from mpips.mlp.mesh import factorings
 
 
 def as_many_times_as_fast(link: object, measure: bool) -> list[mlp.Point]:

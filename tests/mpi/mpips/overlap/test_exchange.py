@@ -19,11 +19,11 @@ from mpi4py import MPI
 
 import mpips
 from mpips import optimizers
+from mpips.mlp import MLP
 from mpips.overlap import bench, execute
 from mpips.overlap.exchange import STRATEGIES, Overlapped
 from mpips.overlap.strategies.joint import JointPlan
 from mpips.overlap.wire import Wire
-from mpips.parallel.mlp import MLP
 from mpips.runtime.engine import Alone, Engine
 from mpips.trainer import Gradients, Trainer
 from tests.mpi.mpips.overlap.support import SIZES, STORES, WORLD, all_ranks, exchange_of, worker
@@ -356,7 +356,7 @@ import numpy as np, mpips
 from mpi4py import MPI
 from mpips.overlap.exchange import Overlapped
 from mpips.optimizers import SGD
-from mpips.parallel.mlp import MLP
+from mpips.mlp import MLP
 assert MPI.Query_thread() == MPI.THREAD_SERIALIZED
 kv = mpips.create("dist_sync", servers={servers})
 exchange = Overlapped(MLP([6, 9, 5, 3], loss="softmax"), kv, SGD(learning_rate=0.1), review_every=2)

@@ -4,8 +4,7 @@ import pytest
 from click.testing import CliRunner
 
 from mpips.parallel.bench.__main__ import command
-
-from .support import COMM, same_everywhere
+from tests.mpi.mpips.mlp.support import COMM, same_everywhere
 
 
 @pytest.mark.parametrize(
