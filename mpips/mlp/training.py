@@ -71,7 +71,7 @@ def train(
     """
     asked = _Asked(model, mesh, optimizer, mode, overlap, half, servers)
     mesh, optimizer, mode, servers = chosen = _chosen(asked, worker)
-    with _told_to(servers, mesh):
+    with _told_to(asked.servers or servers, mesh):
         _agree(asked, chosen, data, epochs, worker, loading)
         mesh, data = _load(model, data, mesh, optimizer, mode, worker, loading)
     worker = worker or Worker(model, mesh, optimizer, mode, overlap, half, servers)
