@@ -1,4 +1,4 @@
-"""What training tells: tables on a terminal, one JSON record, one picture."""
+"""What `mpips train` reports: tables on a terminal, one JSON record, one picture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the words of `mpips train` must fulfil before anything starts: every rank, or the launcher alone, can say so."""
+"""Checks of the options of `mpips train`, before anything starts: by every rank, or by the launcher alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The part of a data set that one rank trains and tests on: loaded, checked, standardised."""
+"""The part of a data set that one rank trains and tests on: `load`, with checks and standardisation."""
 
 from __future__ import annotations
 

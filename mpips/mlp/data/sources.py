@@ -1,5 +1,7 @@
-"""Where rows come from: texts, arrays, sets that come with a package, synthetic rows. A source gives its rows part by
-part, so that each rank looks at one part only."""
+"""Where rows come from: texts, arrays, sets that come with a package, synthetic rows.
+
+A source gives its rows part by part, so that each rank looks at one part only.
+"""
 
 from __future__ import annotations
 
