@@ -5,7 +5,7 @@ mpips run --servers 1 --clients 2 --workers 4 examples/with_trainer.py --kind mp
 
 
 import mpips
-from mpips.parallel.mlp import MLP
+from mpips.mlp import MLP
 from mpips.trainer import Elastic, Epoch
 from task import digits
 from words import Parser, number

@@ -53,7 +53,7 @@ COMMANDS = {
         ("mpips script slurm -N 4 -s 2 -w 14 train.py > job.sh", "mpips script pbs -N 2 -n 8 -m my.module > job.sh"),
     ),
     "train": Sub(
-        "mpips.parallel.__main__", "Train an MLP on a mesh of data and tensor parallel ranks.",
+        "mpips.mlp.__main__", "Train an MLP on a mesh of data and tensor parallel ranks.",
         ("mpips train -n 4 --data digits --hidden 512,512 --grid 2x2",
          "mpips train -n 4 --data table.csv --target price --grid auto --explain"),
         ranked=True,

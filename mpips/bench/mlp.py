@@ -23,17 +23,17 @@ from collectives.terminal.console import OutFile, RankedCommand, console, write_
 from collectives.terminal.numbers import Counts
 from mpips.bench import mlp_torch as rivals
 from mpips.bench.timing import Contender, compare
+from mpips.mlp.intervals import interval
+from mpips.mlp.mesh import Mesh, misfit, parse
+from mpips.mlp.network.mlp import MLP
+from mpips.mlp.worker import Worker
 from mpips.optimizers import SGD
-from mpips.parallel.grid import Grid, misfit, parse
-from mpips.parallel.hybrid import Hybrid
-from mpips.parallel.mlp import MLP
-from mpips.parallel.slices import interval
 
 INPUTS, OUTPUTS = 16, 2
 
 
 def check(ranks: int, *, grid_text: str, **_: Any) -> None:
-    """click.UsageError where the grid is none, or not one of that many ranks. Starts no MPI."""
+    """click.UsageError where the mesh is none, or not one of that many ranks. Starts no MPI."""
     try:
         reason = misfit(*parse(grid_text), ranks) if grid_text else None
     except ValueError as error:
@@ -60,67 +60,67 @@ def command(
     """
     comm = MPI.COMM_WORLD
     check(comm.size, grid_text=grid_text)
-    grid = Grid(*(parse(grid_text) if grid_text else (comm.size, 1)), comm)
+    mesh = Mesh(*(parse(grid_text) if grid_text else (comm.size, 1)), comm)
     with_torch = with_torch and importlib.util.find_spec("torch") is not None
     rows = []
     with_ddp = False
     with threadpool_limits(1):
-        if with_torch and comm.size > 1 and grid.model == 1:
+        if with_torch and comm.size > 1 and mesh.model == 1:
             refusal = rivals.join(comm)
             with_ddp = refusal is None
             if refusal and comm.rank == 0:
                 console().print(f"without DistributedDataParallel: {refusal}", markup=False)
         for hidden in width:
             for samples in batch:
-                rows.append(_case(grid, hidden, samples, seconds, rounds, with_torch, with_ddp))
+                rows.append(_case(mesh, hidden, samples, seconds, rounds, with_torch, with_ddp))
     if with_ddp:
         rivals.leave(comm)
     if comm.rank == 0:
         _show(rows)
         if json_path:
-            content = {"grid": str(grid), "cores": os.cpu_count(), "rows": rows}
+            content = {"grid": str(mesh), "cores": os.cpu_count(), "rows": rows}
             write_text(json_path, json.dumps(content, indent=1) + "\n")
 
 
 def _case(
-    grid: Grid, width: int, batch: int, seconds: float, rounds: int, with_torch: bool, with_ddp: bool
+    mesh: Mesh, width: int, batch: int, seconds: float, rounds: int, with_torch: bool, with_ddp: bool
 ) -> dict[str, float]:
     """One width and batch: seconds a step of every contender, and the ratios that matter; medians over rounds."""
     sizes = (INPUTS, width, width, OUTPUTS)
     rng = np.random.default_rng(0)
     x = rng.standard_normal((batch, INPUTS), dtype=np.float32)
     y = rng.standard_normal((batch, OUTPUTS), dtype=np.float32)
-    contenders = _ours(grid, sizes, x, y)
+    contenders = _ours(mesh, sizes, x, y)
     if with_torch:
-        contenders += _theirs(grid, sizes, x, y, with_ddp)
-    times = compare(contenders, grid.comm, seconds, rounds)
+        contenders += _theirs(mesh, sizes, x, y, with_ddp)
+    times = compare(contenders, mesh.comm, seconds, rounds)
     medians = {name: float(np.median(values)) for name, values in times.items()}
     return {"width": width, "batch": batch, **medians, **_ratios(times)}
 
 
-def _ours(grid: Grid, sizes: tuple[int, ...], x: np.ndarray, y: np.ndarray) -> list[Contender]:
-    alone = Grid(1, 1, MPI.COMM_SELF)
-    serial = Hybrid(MLP(sizes, seed=1), alone, SGD(learning_rate=1e-3))
-    tiny = Hybrid(MLP((1, 1, 1, 1), seed=1), alone, SGD(learning_rate=1e-3))
+def _ours(mesh: Mesh, sizes: tuple[int, ...], x: np.ndarray, y: np.ndarray) -> list[Contender]:
+    alone = Mesh(1, 1, MPI.COMM_SELF)
+    serial = Worker(MLP(sizes, seed=1), alone, SGD(learning_rate=1e-3))
+    tiny = Worker(MLP((1, 1, 1, 1), seed=1), alone, SGD(learning_rate=1e-3))
     contenders = [
         Contender("one process", lambda: serial.step(x, y, len(x)), everyone=False),
         Contender("Python", lambda: tiny.step(x[:1, :1], y[:1, :1], 1), everyone=False),
     ]
-    if grid.comm.size > 1:
-        hybrid = Hybrid(MLP(sizes, seed=1), grid, SGD(learning_rate=1e-3))
-        mine = slice(*interval(len(x), grid.batch, grid.batch_index))
-        contenders.append(Contender("grid", lambda: hybrid.step(x[mine], y[mine], len(x)), everyone=True))
+    if mesh.comm.size > 1:
+        worker = Worker(MLP(sizes, seed=1), mesh, SGD(learning_rate=1e-3))
+        mine = slice(*interval(len(x), mesh.batch, mesh.batch_index))
+        contenders.append(Contender("grid", lambda: worker.step(x[mine], y[mine], len(x)), everyone=True))
     return contenders
 
 
-def _theirs(grid: Grid, sizes: tuple[int, ...], x: np.ndarray, y: np.ndarray, with_ddp: bool) -> list[Contender]:
+def _theirs(mesh: Mesh, sizes: tuple[int, ...], x: np.ndarray, y: np.ndarray, with_ddp: bool) -> list[Contender]:
     """PyTorch at each of its settings; the best of them counts."""
     contenders = []
     for fused in (False, True):
         name = "fused" if fused else "plain"
         contenders.append(Contender(f"torch {name}", rivals.torch_step(sizes, x, y, 1, fused), everyone=False))
     if with_ddp:
-        mine = slice(*interval(len(x), grid.batch, grid.batch_index))
+        mine = slice(*interval(len(x), mesh.batch, mesh.batch_index))
         for bucket in (1, 25):
             step = rivals.ddp_step(sizes, x[mine], y[mine], 1, True, bucket)
             contenders.append(Contender(f"ddp {bucket} MB", step, everyone=True))
@@ -138,14 +138,14 @@ def _ratios(times: dict[str, np.ndarray]) -> dict[str, float]:
     def ratio(above: np.ndarray, below: np.ndarray) -> float:
         return float(np.median(above / below))
 
-    alone, torch, ddp, grid = times["one process"], best("torch"), best("ddp"), times.get("grid")
+    alone, torch, ddp, mesh = times["one process"], best("torch"), best("ddp"), times.get("grid")
     ratios = {"Python share": ratio(times["Python"], alone)}
     if torch is not None:
         ratios["one process / torch"] = ratio(alone, torch)
-    if grid is not None:
-        ratios["speedup"] = ratio(alone, grid)
+    if mesh is not None:
+        ratios["speedup"] = ratio(alone, mesh)
         if ddp is not None:
-            ratios["ddp / grid"] = ratio(ddp, grid)
+            ratios["ddp / grid"] = ratio(ddp, mesh)
     return ratios
 
 

@@ -90,6 +90,10 @@ class Store(Protocol):
         """Wait for all operations that were started before."""
         ...
 
+    def settle(self) -> None:
+        """`finish`, and wait until the servers have what this worker has pushed."""
+        ...
+
     def run(self, what: str, task: Task[T], names: Sequence[Name] = ()) -> T:
         """Run a task, blocking; what it raises ends the epoch."""
         ...

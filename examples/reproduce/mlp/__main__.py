@@ -1,7 +1,7 @@
 """The paper's strong-scaling figures 5, 6 and 7, predicted to 32 processes with its constants, measured as far as
 cores go.
 
-Computation is measured here, on each grid's own slice of the network and of the minibatch, alone; communication
+Computation is measured here, on each mesh's own slice of the network and of the minibatch, alone; communication
 comes from the paper's formulas with the constants it gives for Cori.
 
     python -m examples.reproduce.mlp --json FILE --plot FILE [--predict-only] [--quick]
@@ -22,15 +22,15 @@ import msgspec
 from rich.table import Table
 from threadpoolctl import threadpool_limits
 
-import examples.reproduce.without_mpi  # noqa: F401 before mpips.parallel
+import examples.reproduce.without_mpi  # noqa: F401 before mpips.mlp
 from collectives.terminal.console import Interruptible, OutFile, Picture, console, writing
 from examples.reproduce.results import write_json
+from mpips.mlp.intervals import interval
+from mpips.mlp.mesh import factorings
+from mpips.mlp.network.specification import Specification
+from mpips.mlp.prediction.links import Link, allreduce_seconds
+from mpips.mlp.prediction.predict import compute_seconds, exchange_seconds, messages, parameter_bytes
 from mpips.optimizers import SGD
-from mpips.parallel.grid import factorings
-from mpips.parallel.measure import Link, allreduce_seconds
-from mpips.parallel.network import Specification
-from mpips.parallel.predict import compute_seconds, exchange_seconds, messages, parameter_bytes
-from mpips.parallel.slices import interval
 
 CORI = Link(1e-6, 1 / 5.6e12)  # section 7: "bandwidth is 5.6TB/s and latency is 1 us"
 WIDTHS = (32, 64, 128, 512, 1024)
@@ -44,7 +44,7 @@ PAPER = {"figure 5, 32x1": 5.8, "figure 6, width 1,024": 1.2, "figure 7, best hy
 
 
 class Point(NamedTuple):
-    """Seconds of one step on a grid: predicted, and measured where the machine has a core for every rank."""
+    """Seconds of one step on a mesh: predicted, and measured where the machine has a core for every rank."""
 
     width: int
     batch: int
@@ -88,7 +88,7 @@ def points(link: Link, measure: bool, quick: bool = False) -> list[Point]:
     widths, processes = (QUICK_WIDTHS, QUICK_PROCESSES) if quick else (WIDTHS, PROCESSES)
     wanted = {(width, p, 1) for width in widths for p in processes}
     wanted |= {(width, 1, p) for width in widths for p in processes}
-    wanted |= {(FIGURE_7_WIDTH, *grid) for p in processes[2:] for grid in factorings(p)}
+    wanted |= {(FIGURE_7_WIDTH, *mesh) for p in processes[2:] for mesh in factorings(p)}
     cores = len(os.sched_getaffinity(0)) if measure else 0
     return [
         Point(
@@ -108,11 +108,11 @@ def summary(found: list[Point]) -> dict[str, float]:
     if (WIDTHS[-1], 1, PROCESSES[-1]) not in seconds:
         return {}
     width = FIGURE_7_WIDTH
-    hybrids = [seconds[width, 32 // nm, nm] for nm in (2, 4, 8, 16)]
+    workers = [seconds[width, 32 // nm, nm] for nm in (2, 4, 8, 16)]
     return {
         "figure 5, 32x1": seconds[width, 1, 1] / seconds[width, 32, 1],
         "figure 6, width 1,024": max(seconds[1024, 1, 1] / seconds[1024, 1, p] for p in PROCESSES[1:]),
-        "figure 7, best hybrid over batch": seconds[width, 32, 1] / min(hybrids),
+        "figure 7, best hybrid over batch": seconds[width, 32, 1] / min(workers),
     }
 
 
@@ -149,7 +149,7 @@ def _is(point: Point, width: int, ranks: int) -> bool:
 
 
 def _hybrids(axis: Any, points: list[Point], colour: str, label: str) -> None:
-    """One P of figure 7: the speedup of each of its grids over Px1."""
+    """One P of figure 7: the speedup of each of its meshes over Px1."""
     row = sorted(points, key=lambda point: point.model)
     whole = row[0]
     models = [point.model for point in row]

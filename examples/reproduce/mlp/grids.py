@@ -1,9 +1,9 @@
-"""Every grid of every number of ranks against the serial run: loss curves of 3 epochs, the largest difference.
+"""Every mesh of every number of ranks against the serial run: loss curves of 3 epochs, the largest difference.
 
-    python -m examples.reproduce.mlp.grids [--ranks 1,2,3,4,5,6,7,8] [--data-directory DIR] [--json FILE]
+    python -m examples.reproduce.mlp.meshes [--ranks 1,2,3,4,5,6,7,8] [--data-directory DIR] [--json FILE]
 
 On airfoil (where its file is) and digits, in float64 and float32, both splits, widths that the ranks divide, widths
-that they do not, and fewer neurons than ranks. The exit code is 1 if a grid is off by more than 1e-10 (float64) or
+that they do not, and fewer neurons than ranks. The exit code is 1 if a mesh is off by more than 1e-10 (float64) or
 1e-4 (float32).
 """
 
@@ -37,14 +37,14 @@ def ran(ranks: int, directory: str) -> list[dict]:
 
 
 def table(rows: list[dict]) -> Table:
-    """The largest difference of each grid: over data sets, splits and widths."""
+    """The largest difference of each mesh: over data sets, splits and widths."""
     shown = Table(title="largest |loss - serial loss| over data sets, splits and widths")
     for column in ("processes", "grid", "runs", *TOLERANCE):
         shown.add_column(column, justify="right")
-    for processes, grid in dict.fromkeys((row["processes"], row["grid"]) for row in rows):
-        mine = [row for row in rows if (row["processes"], row["grid"]) == (processes, grid)]
+    for processes, mesh in dict.fromkeys((row["processes"], row["grid"]) for row in rows):
+        mine = [row for row in rows if (row["processes"], row["grid"]) == (processes, mesh)]
         worst = [max(row["difference"] for row in mine if row["dtype"] == dtype) for dtype in TOLERANCE]
-        shown.add_row(str(processes), grid, str(len(mine)), *(f"{each:.1e}" for each in worst))
+        shown.add_row(str(processes), mesh, str(len(mine)), *(f"{each:.1e}" for each in worst))
     return shown
 
 
@@ -53,7 +53,7 @@ def table(rows: list[dict]) -> Table:
 @click.option("--data-directory", default=".", help="Where airfoil_self_noise.dat lies.")
 @click.option("--json", "json_path", type=OutFile())
 def command(ranks: tuple[int, ...], data_directory: str, json_path: Path | None) -> None:
-    """Compare every grid with the serial run."""
+    """Compare every mesh with the serial run."""
     rows = [row for count in ranks for row in ran(count, data_directory)]
     if not rows:
         raise click.ClickException(

@@ -1,4 +1,4 @@
-"""What each rank of `examples.reproduce.mlp.grids` runs: all grids of the job, and the serial run beside them.
+"""What each rank of `examples.reproduce.mlp.meshes` runs: all meshes of the job, and the serial run beside them.
 
 python -m examples.reproduce.mlp.grids_ranks DIRECTORY ANSWER
 """
@@ -15,22 +15,22 @@ import msgspec
 import numpy as np
 from mpi4py import MPI
 
+from mpips.mlp import MLP, Mesh, TrainingError, load, open_source, train
+from mpips.mlp.data.sources import Source
+from mpips.mlp.mesh import factorings
+from mpips.mlp.network.splits import MODES
 from mpips.optimizers import SGD
-from mpips.parallel import MLP, Grid, TrainingError, load, train
-from mpips.parallel.grid import factorings
-from mpips.parallel.sources import Source, open_source
-from mpips.parallel.splits import MODES
 
 WIDTHS = {"8 divides": (32, 16), "odd": (13, 11, 7), "narrow": (2, 3, 1, 5)}
 EPOCHS, BATCH = 3, 97  # the last minibatch is smaller
 
 
-def curve(opened: Callable[[], Source], grid: Grid, hidden: tuple[int, ...], dtype: str, mode: str) -> np.ndarray:
+def curve(opened: Callable[[], Source], mesh: Mesh, hidden: tuple[int, ...], dtype: str, mode: str) -> np.ndarray:
     """Losses on training and test rows, (epochs, 2)."""
-    data = load(opened, grid, BATCH, dtype, seed=1)
+    data = load(opened, mesh, BATCH, dtype, seed=1)
     loss = "softmax" if data.classes else "l2"
     model = MLP([data.x.shape[1], *hidden, data.outputs], loss=loss, dtype=dtype, seed=3)
-    epochs = train(model, data, grid, EPOCHS, SGD(learning_rate=0.1, momentum=0.5), mode).epochs
+    epochs = train(model, data, mesh, EPOCHS, SGD(learning_rate=0.1, momentum=0.5), mode).epochs
     return np.array([[epoch.train_loss, epoch.test_loss] for epoch in epochs])
 
 
@@ -48,16 +48,16 @@ def sources(directory: str) -> Iterator[tuple[str, Callable[[], Source]]]:
 
 
 def rows(comm: MPI.Comm, directory: str) -> Iterator[dict[str, Any]]:
-    """One row for each grid, data set, dtype, split and widths."""
+    """One row for each mesh, data set, dtype, split and widths."""
     for name, opened in sources(directory):
         for dtype in ("float64", "float32"):
             for widths, hidden in WIDTHS.items():
-                serial = curve(opened, Grid(1, 1, MPI.COMM_SELF), hidden, dtype, MODES[0])
+                serial = curve(opened, Mesh(1, 1, MPI.COMM_SELF), hidden, dtype, MODES[0])
                 for mode in MODES:
                     for shape in factorings(comm.size):
-                        grid = Grid(*shape, comm)
-                        found = np.array([np.abs(curve(opened, grid, hidden, dtype, mode) - serial).max()])
-                        grid.free()
+                        mesh = Mesh(*shape, comm)
+                        found = np.array([np.abs(curve(opened, mesh, hidden, dtype, mode) - serial).max()])
+                        mesh.free()
                         comm.Allreduce(MPI.IN_PLACE, found, MPI.MAX)
                         yield {"processes": comm.size, "grid": f"{shape[0]}x{shape[1]}", "data": name, "dtype": dtype,
                                "widths": widths, "split": mode, "difference": float(found[0])}  # fmt: skip

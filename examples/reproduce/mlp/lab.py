@@ -2,7 +2,7 @@
 
     python -m examples.reproduce.mlp.lab [--rate 100mbit] [--json FILE] [--quick]
 
-Every grid's step is predicted from alpha, beta and computation measured on it (as `--grid auto` does), then trained.
+Every mesh's step is predicted from alpha, beta and computation measured on it (as `--grid auto` does), then trained.
 Then what overlap and mixed precision bring, in turn in one run.
 """
 
@@ -38,7 +38,7 @@ QUICK_COMPARISONS = ({"name": "small, overlap", "hidden": [16, 16], "batch": 32,
 @click.option("--quick", is_flag=True, help="2 hosts and small networks: shows that all of it works, in seconds.")
 @click.option("--json", "json_path", type=OutFile())
 def command(rate: str, steps: int, quick: bool, json_path: Path | None) -> None:
-    """Train every grid of 8 emulated hosts in three settings."""
+    """Train every mesh of 8 emulated hosts in three settings."""
     hosts, cases, comparisons = (2, QUICK_CASES, QUICK_COMPARISONS) if quick else (HOSTS, CASES, COMPARISONS)
     with lab.networks({"star": f"star:{hosts}"}, parse_rate(rate)) as names:
         request = {"cases": list(cases), "comparisons": list(comparisons), "steps": steps}
@@ -46,7 +46,7 @@ def command(rate: str, steps: int, quick: bool, json_path: Path | None) -> None:
     for each in cases:
         show(f"hidden {each['hidden']}, batch {each['batch']}", found[each["name"]])
     for each in comparisons:
-        compare(f"{each['grid']}, hidden {each['hidden']}, batch {each['batch']}", found[each["name"]])
+        compare(f"{each['mesh']}, hidden {each['hidden']}, batch {each['batch']}", found[each["name"]])
     if json_path:
         write_json(json_path, {"rate": rate, "hosts": hosts, **request, "found": found})
 

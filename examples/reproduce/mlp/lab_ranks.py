@@ -1,8 +1,8 @@
-"""What each host runs for `examples.reproduce.mlp.lab`: for each case every grid, predicted, then trained for a while;
-for each comparison one grid, its steps with and without overlap and mixed precision in turn.
+"""What each host runs for `examples.reproduce.mlp.lab`: for each case every mesh, predicted, then trained for a while;
+for each comparison one mesh, its steps with and without overlap and mixed precision in turn.
 
 python -m examples.reproduce.mlp.lab_ranks REQUEST ANSWER
-REQUEST holds {"cases": [{"name", "hidden", "batch"}], "comparisons": [{"name", "hidden", "batch", "grid"}],
+REQUEST holds {"cases": [{"name", "hidden", "batch"}], "comparisons": [{"name", "hidden", "batch", "mesh"}],
 "steps": S}; networks are 16-hidden-2, float32 where not said.
 """
 
@@ -15,39 +15,39 @@ import numpy as np
 from mpi4py import MPI
 
 from examples.reproduce import rank
+from mpips.mlp import MLP
+from mpips.mlp.clock import share
+from mpips.mlp.intervals import interval
+from mpips.mlp.mesh import Mesh
+from mpips.mlp.network.specification import Specification
+from mpips.mlp.prediction.predict import predict, predict_all
+from mpips.mlp.worker import Worker
 from mpips.optimizers import SGD
-from mpips.parallel.clock import share
-from mpips.parallel.grid import Grid
-from mpips.parallel.hybrid import Hybrid
-from mpips.parallel.mlp import MLP
-from mpips.parallel.predict import predict, predict_all
-from mpips.parallel.slices import interval
-from mpips.parallel.specification import Specification
 
 OPTIMIZER = SGD(learning_rate=1e-3)
 
 
 def case(comm: MPI.Comm, hidden: list[int], batch: int, steps: int) -> list[dict[str, Any]]:
-    """Every grid: predicted before anything is trained, and the median step of its slowest rank, s."""
+    """Every mesh: predicted before anything is trained, and the median step of its slowest rank, s."""
     specification = Specification((16, *hidden, 2), "relu", "l2", "float32", 1)
     rows = []
     for each in predict_all(specification, batch, comm, OPTIMIZER):
-        grid = Grid(each.batch, each.model, comm)
-        found = in_turn(grid, [Hybrid(MLP(*specification), grid, OPTIMIZER)], batch, steps)[0]
-        grid.free()
+        mesh = Mesh(each.batch, each.model, comm)
+        found = in_turn(mesh, [Worker(MLP(*specification), mesh, OPTIMIZER)], batch, steps)[0]
+        mesh.free()
         rows.append({**each._asdict(), "predicted": each.seconds, **found._asdict()})
     return rows
 
 
 def comparison(comm: MPI.Comm, hidden: list[int], batch: int, shape: list[int], steps: int) -> list[dict[str, Any]]:
-    """One grid: without and with overlap, in float32 and mixed; predictions are for overlap, as `auto` takes it."""
-    grid = Grid(*shape, comm)
+    """One mesh: without and with overlap, in float32 and mixed; predictions are for overlap, as `auto` takes it."""
+    mesh = Mesh(*shape, comm)
     networks = {dtype: Specification((16, *hidden, 2), "relu", "l2", dtype, 1) for dtype in ("float32", "mixed")}
-    predicted = {dtype: predict(each, batch, grid, OPTIMIZER).seconds for dtype, each in networks.items()}
+    predicted = {dtype: predict(each, batch, mesh, OPTIMIZER).seconds for dtype, each in networks.items()}
     ways = [(dtype, overlap) for dtype in networks for overlap in (False, True)]
-    hybrids = [Hybrid(MLP(*networks[dtype]), grid, OPTIMIZER, overlap=overlap) for dtype, overlap in ways]
-    found = in_turn(grid, hybrids, batch, steps)
-    grid.free()
+    workers = [Worker(MLP(*networks[dtype]), mesh, OPTIMIZER, overlap=overlap) for dtype, overlap in ways]
+    found = in_turn(mesh, workers, batch, steps)
+    mesh.free()
     return [
         {"dtype": dtype, "overlap": overlap, "predicted": predicted[dtype] if overlap else None, **each._asdict()}
         for (dtype, overlap), each in zip(ways, found)
@@ -62,25 +62,25 @@ class Measured(NamedTuple):
     measured_hidden: float | None
 
 
-def in_turn(grid: Grid, hybrids: list[Hybrid], batch: int, steps: int) -> list[Measured]:
+def in_turn(mesh: Mesh, workers: list[Worker], batch: int, steps: int) -> list[Measured]:
     """Steps of each in turn, on `batch` samples, of which this rank holds its batch index's."""
-    start, stop = interval(batch, grid.batch, grid.batch_index)
-    rng = np.random.default_rng(grid.batch_index)
+    start, stop = interval(batch, mesh.batch, mesh.batch_index)
+    rng = np.random.default_rng(mesh.batch_index)
     x = rng.standard_normal((stop - start, 16), dtype=np.float32)
     y = rng.standard_normal((stop - start, 2), dtype=np.float32)
-    times = np.empty((steps, len(hybrids)))
-    for hybrid in hybrids:
-        hybrid.step(x, y, batch)
-        hybrid.clock.reset()
+    times = np.empty((steps, len(workers)))
+    for worker in workers:
+        worker.step(x, y, batch)
+        worker.clock.reset()
     for row in times:
-        for index, hybrid in enumerate(hybrids):
-            grid.comm.Barrier()
+        for index, worker in enumerate(workers):
+            mesh.comm.Barrier()
             begin = perf_counter()
-            hybrid.step(x, y, batch)
+            worker.step(x, y, batch)
             row[index] = perf_counter() - begin
-    grid.comm.Allreduce(MPI.IN_PLACE, times, MPI.MAX)
-    waits = np.array([(hybrid.clock.communication(), hybrid.clock.under_way) for hybrid in hybrids])
-    grid.comm.Allreduce(MPI.IN_PLACE, waits, MPI.SUM)
+    mesh.comm.Allreduce(MPI.IN_PLACE, times, MPI.MAX)
+    waits = np.array([(worker.clock.communication(), worker.clock.under_way) for worker in workers])
+    mesh.comm.Allreduce(MPI.IN_PLACE, waits, MPI.SUM)
     shares = [share(exposed, under_way) for exposed, under_way in waits.tolist()]
     return [Measured(*each) for each in zip(np.median(times, axis=0).tolist(), shares)]
 

@@ -13,8 +13,8 @@ import numpy as np
 from mpi4py import MPI
 
 from examples.reproduce import rank
+from mpips.mlp import MLP
 from mpips.optimizers import SGD, Updater
-from mpips.parallel.mlp import MLP
 
 
 def epoch(comm: MPI.Comm, hidden: int, batch: int, iterations: int) -> float:

@@ -12,8 +12,8 @@ import pytest
 from mpi4py import MPI
 
 import mpips
+from mpips.mlp import MLP
 from mpips.optimizers import SGD, Updater
-from mpips.parallel.mlp import MLP
 from mpips.trainer import Elastic, Trainer, shares
 from tests.mpi.sizes import either_mpi, only_on
 

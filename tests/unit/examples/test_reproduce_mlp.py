@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from examples.reproduce.mlp import __main__ as mlp
 from examples.reproduce.mlp import grids as mlp_grids
-from mpips.parallel.grid import factorings
+from mpips.mlp.mesh import factorings
 
 
 def as_many_times_as_fast(link: object, measure: bool, quick: bool) -> list[mlp.Point]:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpips import optimizers
-from mpips.parallel.mlp import MLP
+from mpips.mlp import MLP
 from mpips.trainer import Elastic, averaged, fitting, shares, trainable
 
 

@@ -9,8 +9,8 @@ from mpi4py import MPI
 
 import mpips
 from mpips import optimizers
+from mpips.mlp.network.mlp import MLP
 from mpips.overlap import Overlapped
-from mpips.parallel.mlp import MLP
 from mpips.trainer import averaged, workers_in_a_sum
 
 WORLD = MPI.COMM_WORLD

@@ -19,9 +19,9 @@ from mpi4py import MPI
 import mpips
 from mpips import optimizers
 from mpips.bench import overlap as bench
+from mpips.mlp.network.mlp import MLP
 from mpips.overlap import runtime
 from mpips.overlap.exchange import CHOICES, Overlapped
-from mpips.parallel.mlp import MLP
 from mpips.trainer import Gradients, Trainer
 from tests.mpi.mpips.overlap.support import SIZES, STORES, WORLD, all_ranks, exchange_of, worker
 from tests.mpi.sizes import JOB_LIMIT, either_mpi, only_on
@@ -271,7 +271,7 @@ import numpy as np, mpips
 from mpi4py import MPI
 from mpips.overlap import Overlapped
 from mpips.optimizers import SGD
-from mpips.parallel.mlp import MLP
+from mpips.mlp import MLP
 assert MPI.Query_thread() == MPI.THREAD_SERIALIZED
 kv = mpips.create("dist_sync", servers={servers})
 exchange = Overlapped(MLP([6, 9, 5, 3], loss="softmax"), kv, SGD(learning_rate=0.1), review_every=2)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import mpips
-from mpips.parallel.mlp import MLP
+from mpips.mlp import MLP
 from mpips.trainer import Trainer
 from tests.mpi.mpips.overlap.support import SIZES, STORES, WORLD, all_ranks, exchange_of, worker
 

@@ -12,9 +12,9 @@ from click.testing import CliRunner
 from mpi4py import MPI
 
 import mpips
+from mpips.mlp import MLP
 from mpips.overlap import load_profile, profile_to_dict
 from mpips.overlap.__main__ import command as plan
-from mpips.parallel.mlp import MLP
 from mpips.trainer import Elastic, Trainer
 from tests.mpi.sizes import either_mpi, only_on
 

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mpips.mlp.network.mlp import MLP
 from mpips.overlap import check_model, lay_out
-from mpips.parallel.mlp import MLP
 
 
 def test_views_of_all_layers_fill_the_flat_array() -> None:

@@ -1,0 +1,189 @@
+"""Checks of the options of `mpips train`, before anything starts: by every rank, or by the launcher alone."""
+
+from __future__ import annotations
+
+import math
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from collectives.machine import memory
+from mpips import optimizers
+
+from ..agreement import TrainingError
+from ..data.minibatches import Rule
+from ..data.opening import Shape
+from ..data.sources import BUILT_IN, open_source
+from ..mesh import misfit, parse
+from ..network.specification import Specification, working_dtype
+from ..prediction.predict import parameter_bytes
+from ..servers.placement import misfit as misfit_of_servers
+from .device import missing
+
+OPTIMIZERS = ("sgd", "adagrad", "rmsprop", "adam", "adamw")
+_OF_CHECKPOINT = ("hidden", "activation", "dtype", "optimizer", "learning_rate", "momentum")
+
+
+class Finite(click.FloatRange):
+    """A number of a range, which infinity and NaN are not."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is no finite number", param, ctx)
+        return number
+
+
+def options_of(options: dict[str, Any]) -> SimpleNamespace:
+    """The options by name."""
+    return SimpleNamespace(**options)
+
+
+def given(option: str) -> bool:
+    """Whether the user gave the option, rather than taking its default."""
+    context = click.get_current_context(silent=True)
+    return context is not None and context.get_parameter_source(option) is ParameterSource.COMMANDLINE
+
+
+def check(ranks: int, **options: Any) -> None:
+    """Refuses a command line that cannot be for that many ranks, by click.UsageError. Starts no MPI; for the launcher,
+    which sees the files of rank 0."""
+    o = options_of(options)
+    if problem := missing(o.device):
+        raise click.UsageError(f"--{problem}")
+    check_words(ranks, **options)
+    if not (o.data in BUILT_IN or o.data.startswith("synthetic:") or os.path.isfile(o.data)):
+        raise click.UsageError(f"there is no data file {o.data!r}, nor is it one of {', '.join(BUILT_IN)}")
+    if o.load_path and not os.path.isfile(o.load_path):
+        raise click.UsageError(f"there is no checkpoint {o.load_path!r}")
+    if os.path.isfile(o.data) and not o.data.endswith(".npz"):
+        try:
+            open_source(o.data, words(o.target), words(o.features), o.data_directory, o.classify, o.header)
+        except TrainingError as error:
+            raise click.UsageError(str(error)) from None
+
+
+def check_words(ranks: int, **options: Any) -> None:
+    """The same without a look at files, which ranks may see differently: they all raise or none does."""
+    o = options_of(options)
+    try:
+        widths(o.hidden)
+        optimizer_of(o)
+        for problem in (_grid(ranks, o), _servers(o), _data(o), _checkpoint(o), _device(o)):
+            if problem:
+                raise TrainingError(problem)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+
+
+def deal_by(rule: Rule, o: SimpleNamespace) -> None:
+    """Let the options deal rows as a checkpoint's were; TrainingError where the user says otherwise."""
+    for name, before in (("seed", rule.seed), ("test_share", rule.test_share)):
+        if given(name) and (now := getattr(o, name)) != before:
+            raise TrainingError(
+                f"--{name.replace('_', '-')} {now} would mix rows for training and rows for testing: the checkpoint's "
+                f"is {before}; leave the option out"
+            )
+        setattr(o, name, before)
+    if not given("batch"):
+        o.batch = rule.batch
+
+
+def words(text: str) -> list[str]:
+    """The words of an option between commas."""
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def widths(text: str) -> tuple[int, ...]:
+    """The widths of the hidden layers."""
+    try:
+        found = tuple(int(word) for word in words(text))
+    except ValueError:
+        found = (0,)
+    if any(width < 1 for width in found):
+        raise TrainingError(f"--hidden {text!r} must be widths of at least 1 with commas between, for instance 512,512")
+    return found
+
+
+def optimizer_of(o: SimpleNamespace) -> optimizers.Optimizer:
+    """The optimizer of the options; TrainingError where they make none."""
+    if o.momentum and o.optimizer != "sgd":
+        raise TrainingError(f"--momentum is for sgd, not for {o.optimizer}")
+    extra = {"momentum": o.momentum} if o.optimizer == "sgd" else {}
+    try:
+        return optimizers.create(o.optimizer, learning_rate=o.learning_rate, **extra)
+    except ValueError as error:
+        raise TrainingError(str(error)) from error
+
+
+def too_large(
+    specification: Specification, shape: Shape, batch: int, model: int, split: str, ranks: int, on_host: bool = True
+) -> str | None:
+    """Why `ranks` ranks of one machine cannot hold what a mesh of batch x model puts there; None where nothing speaks
+    against it. Asked before anything large is made."""
+    sizes, columns = specification.sizes, shape.features + shape.targets
+    weights = parameter_bytes(sizes, model, working_dtype(specification.dtype).itemsize, split)
+    rows = 8 * max(columns * (shape.rows // batch), shape.rows)  # float64 values, or the numbers of all rows
+    try:
+        if on_host:  # weights and gradients
+            memory.check(f"a network of {'-'.join(map(str, sizes))}", weights, 2, ranks)
+        memory.check(f"a set of {shape.rows:,} rows of {columns:,} columns", rows, 2, ranks)  # as read, and scaled
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _grid(ranks: int, o: SimpleNamespace) -> str | None:
+    """Why the mesh and the servers do not fit the ranks; None where they do."""
+    if o.servers and o.grid_text == "auto":
+        return "with --servers, give the --grid of a client, for instance 1x2"
+    shape = None if o.grid_text == "auto" else parse(o.grid_text)
+    if o.servers and shape:
+        return misfit_of_servers(o.servers, o.clients, *shape, ranks)
+    if o.clients > 1:
+        return "--clients are clients of --servers: give some"
+    return misfit(*shape, ranks) if shape else None
+
+
+def _servers(o: SimpleNamespace) -> str | None:
+    if not o.servers and (lonely := [name for name in ("averaging", "every", "alpha") if given(name)]):
+        return f"--{lonely[0]} says what --servers do: give some"
+    if o.averaging == "sync" and (lonely := [name for name in ("every", "alpha") if given(name)]):
+        return f"--{lonely[0]} is for --averaging elastic"
+    if o.servers and o.dtype == "mixed":
+        return "--servers keep weights and take gradients in one dtype: choose --dtype float32, not mixed"
+    if o.servers and o.overlap and o.averaging == "sync" and o.servers < parse(o.grid_text)[1]:
+        return "--overlap needs a server for each slice of the network: give more --servers"
+    if o.servers and o.explain:
+        return "--explain predicts grids without --servers: leave one of them out"
+    return None
+
+
+def _data(o: SimpleNamespace) -> str | None:
+    names = ("target", "features", "header", "classify")
+    chosen = [name for name in names if given(name)]
+    built_in = o.data in BUILT_IN or o.data.startswith("synthetic:")
+    if chosen and (built_in or (o.data.endswith(".npz") and chosen != ["classify"])):
+        return f"--{chosen[0]} is for a {'file' if built_in else 'delimited text'}, not for {o.data}"
+    if o.data.split(":")[0] == "synthetic":
+        open_source(o.data)
+    return None
+
+
+def _checkpoint(o: SimpleNamespace) -> str | None:
+    if not o.load_path:
+        return None
+    if fixed := [name for name in _OF_CHECKPOINT if given(name)]:
+        return f"--{fixed[0].replace('_', '-')} is the checkpoint's with --load: leave it out"
+    return None
+
+
+def _device(o: SimpleNamespace) -> str | None:
+    if o.device != "cpu" and o.explain:
+        return "--explain predicts for --device cpu alone: leave it out"
+    if o.device != "cpu" and o.grid_text == "auto":
+        return f"--device {o.device} needs a --grid, as auto predicts for the cpu alone: for instance --grid 2x1"
+    return None

@@ -1,0 +1,236 @@
+"""Delimited text: a part is an interval of the file's bytes, and of it only the lines that are asked for are parsed."""
+
+from __future__ import annotations
+
+import csv
+import mmap
+import os
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from ..agreement import TrainingError
+from ..intervals import interval
+
+_MISSING = {"", "?", "-", "na", "n/a", "nan", "null", "none", "nil"}
+_SAMPLES = 256  # places of a file, of which its fingerprint takes
+_SAMPLE_BYTES = 4 << 10  # bytes each
+_COUNT_BYTES = 1 << 20
+
+
+class TextSource:
+    """A file of numbers, one row a line, fields separated by commas, tabs or blanks, with or without a line of names.
+
+    `target` and `features` are columns by name, else by number from 1; by default the target is the last column and
+    the features are all others. `header` says whether the first line holds names; None: it does if none of its fields
+    is a number. With `classes` the target is a class number (0: how many is not known). Raises TrainingError, naming
+    file, line, column and value, on what is not a finite number or not a class.
+    """
+
+    apart = True
+
+    def __init__(
+        self,
+        path: str,
+        target: Sequence[str] = (),
+        features: Sequence[str] = (),
+        header: bool | None = None,
+        classes: int | None = None,
+    ) -> None:
+        self.name, self.classes = path, classes
+        self._bytes = _mapped(path)
+        self._begin = 3 if self._bytes[:3] == b"\xef\xbb\xbf" else 0  # a byte order mark
+        first, after = self._first_line()
+        self._first_number = self._number_at(self._begin)
+        self._delimiter = "," if "," in first else "\t" if "\t" in first else None
+        fields = self._fields(first)
+        self._width, self._names = len(fields), [""] * len(fields)
+        if self._is_header(fields) if header is None else header:
+            self._names, self._begin = fields, after
+            self._check_names({""} if header else _MISSING)
+        targets = [self._column(column) for column in target] or [self._width - 1]
+        inputs = [self._column(column) for column in features]
+        inputs = inputs or [column for column in range(self._width) if column not in targets]
+        if self._width == 1:
+            raise TrainingError(
+                f"{path} has 1 column, but some must be features: fields must be separated by commas, tabs or blanks"
+            )
+        if not inputs or set(inputs) & set(targets):
+            raise TrainingError(f"{path} has {self._width} columns, of which some must be features, not targets")
+        self._columns = inputs + targets
+        self.features, self.targets = len(inputs), len(targets)
+        self._starts = self._stops = np.empty(0, np.int64)
+
+    def fingerprint(self) -> str:
+        """The size and a checksum of the whole file, of more than 1 MiB of samples that lie evenly between the ends."""
+        size = len(self._bytes)
+        if size <= _SAMPLES * _SAMPLE_BYTES:
+            checksum = zlib.crc32(self._bytes)
+        else:
+            checksum = 0
+            for start in np.linspace(0, size - _SAMPLE_BYTES, _SAMPLES).astype(np.int64).tolist():
+                checksum = zlib.crc32(self._bytes[start : start + _SAMPLE_BYTES], checksum)
+        return f"{size} bytes, checksum {checksum:08x}, columns {self._columns}"
+
+    def open_part(self, parts: int, index: int) -> int:
+        """The lines that begin in this part of the file's bytes; only there ends of lines are looked for."""
+        size = len(self._bytes)
+        cuts = (self._begin + cut for cut in interval(size - self._begin, parts, index))
+        begin, end = (self._line_from(cut) for cut in cuts)
+        self._starts, self._stops = _lines(np.frombuffer(self._bytes, np.uint8, end - begin, begin), begin)
+        return len(self._starts)
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        lines = [self._line(row) for row in range(start, stop)]
+        if not lines:
+            return np.empty((0, len(self._columns)))
+        quote = '"' if any('"' in line for line in lines) else None
+        if any(self._count(line) != self._width for line in lines):
+            self._explain(start, lines)
+        try:
+            return np.loadtxt(
+                lines, delimiter=self._delimiter, ndmin=2, comments=None, usecols=self._columns, quotechar=quote
+            )
+        except ValueError:
+            self._explain(start, lines)
+            raise TrainingError(f"{self._place(start)} and below cannot be read as a table of numbers") from None
+
+    def where(self, row: int, column: int) -> str:
+        field = self._fields(self._line(row))[self._columns[column]]
+        return f"{self._place(row)}: {self._label(self._columns[column])} is {field!r}"
+
+    def columns(self) -> str:
+        """What is learned from what."""
+        inputs, targets = self._columns[: self.features], self._columns[self.features :]
+        head = f"names from line {self._first_number}" if any(self._names) else "no line of names"
+        return f"{', '.join(map(self._label, inputs))} -> {', '.join(map(self._label, targets))} ({head})"
+
+    # -- the first line
+
+    def _first_line(self) -> tuple[str, int]:
+        """The first line that is not blank, where lines begin from then on, and where the next one does."""
+        while self._begin < len(self._bytes):
+            after = self._line_from(self._begin + 1)
+            if text := self._bytes[self._begin : after].decode("utf-8", "replace").strip():
+                return text, after
+            self._begin = after
+        raise TrainingError(f"data file {self.name} is empty")
+
+    def _is_header(self, fields: list[str]) -> bool:
+        return not any(_number(field) is not None for field in fields)
+
+    def _check_names(self, missing: set[str]) -> None:
+        """A first line of names must not be a row that is broken; `missing` are no names."""
+        for column, name in enumerate(self._names):
+            if name.lower() in missing or name in self._names[:column]:
+                why = "is missing" if name.lower() in missing else f"is {name!r} as a column before"
+                raise TrainingError(
+                    f"{self.name}, line {self._first_number}: column {column + 1} {why}; a line without numbers must "
+                    f"name every column, each differently: mend it, or remove it if it is a broken row"
+                )
+
+    def _column(self, column: str) -> int:
+        if column in self._names:
+            return self._names.index(column)
+        if column.isdecimal() and 1 <= int(column) <= self._width:
+            return int(column) - 1
+        known = f"the columns are {', '.join(self._names)}" if any(self._names) else "it has no line of names"
+        raise TrainingError(f"{self.name} has no column {column!r}: {known}; or give a number from 1 to {self._width}")
+
+    # -- lines
+
+    def _line_from(self, at: int) -> int:
+        """Where the first line begins that does not begin before `at`."""
+        if at <= self._begin:
+            return self._begin
+        found = self._bytes.find(b"\n", at - 1)
+        return len(self._bytes) if found < 0 else found + 1
+
+    def _line(self, row: int) -> str:
+        return self._bytes[self._starts[row] : self._stops[row]].decode("utf-8", "replace").strip()
+
+    def _fields(self, line: str) -> list[str]:
+        if '"' in line:
+            fields = next(csv.reader([line], delimiter=self._delimiter or " ", skipinitialspace=True))
+            return [field.strip() for field in fields]
+        return [field.strip() for field in line.split(self._delimiter)]
+
+    def _count(self, line: str) -> int:
+        if '"' in line:
+            return len(self._fields(line))
+        return line.count(self._delimiter) + 1 if self._delimiter else len(line.split())
+
+    def _label(self, column: int) -> str:
+        name = self._names[column]
+        return f"column {column + 1} ({name})" if name else f"column {column + 1}"
+
+    def _place(self, row: int) -> str:
+        return f"{self.name}, line {self._number_at(int(self._starts[row]))}"
+
+    def _number_at(self, start: int) -> int:
+        """The number, from 1, of the line that begins at this byte."""
+        before = 0
+        for at in range(0, start, _COUNT_BYTES):
+            before += self._bytes[at : min(start, at + _COUNT_BYTES)].count(b"\n")
+        return before + 1
+
+    def _explain(self, start: int, lines: list[str]) -> None:
+        """Raise for the first line that is wrong."""
+        for row, line in enumerate(lines, start):
+            fields = self._fields(line)
+            if len(fields) != self._width:
+                raise TrainingError(
+                    f"{self._place(row)}: {len(fields)} columns where the first line has {self._width}"
+                )
+            for column in self._columns:
+                if _number(fields[column]) is None:
+                    what = f"is {fields[column]!r}, not a finite number" if fields[column] else "is missing"
+                    cure = "mend or remove the line"
+                    if self._starts[row] == self._begin and not any(self._names):
+                        cure += ", or say --header if it names the columns"
+                    raise TrainingError(f"{self._place(row)}: {self._label(column)} {what}; {cure}")
+
+
+def _mapped(path: str) -> mmap.mmap:
+    if not os.path.isfile(path):
+        raise TrainingError(f"data file {path} does not exist")
+    try:
+        with open(path, "rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except ValueError as error:
+        raise TrainingError(f"data file {path} is empty") from error
+    except OSError as error:
+        raise TrainingError(f"data file {path} cannot be read: {error.strerror}") from error
+
+
+def _number(field: str) -> float | None:
+    """What NumPy reads as a number, too."""
+    try:
+        return float(field) if field.isascii() and "_" not in field else None
+    except ValueError:
+        return None
+
+
+def _lines(data: np.ndarray, begin: int) -> tuple[np.ndarray, np.ndarray]:
+    """Start and stop of every line of these bytes that is not blank; the first byte is byte `begin` of the file."""
+    if not len(data):
+        return np.empty(0, np.int64), np.empty(0, np.int64)
+    stops = np.flatnonzero(data == ord("\n")) + 1
+    if not len(stops) or stops[-1] != len(data):
+        stops = np.append(stops, len(data))
+    starts = np.concatenate([[0], stops[:-1]])
+    filled = np.logical_or.reduceat(data > ord(" "), starts)
+    return starts[filled] + begin, stops[filled] + begin
+
+
+def airfoil(directory: str) -> TextSource:
+    """The NASA airfoil self-noise set of the UCI repository: 1,503 rows; columns 2 to 5 predict the last one."""
+    path = Path(directory) / "airfoil_self_noise.dat"
+    if not path.is_file():
+        raise TrainingError(
+            f"{path} does not exist: download the airfoil self-noise set from the UCI machine learning repository and "
+            f"name its directory with --data-directory"
+        )
+    return TextSource(str(path), features=("2", "3", "4", "5"))

@@ -1,0 +1,124 @@
+"""A multi-layer perceptron in one process: the serial program that every device mesh must reproduce."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from .exchange import LayerHook
+from .functions import LOSSES
+from .memory import Empty, numpy_empty
+from .network import Network
+from .specification import Specification, check
+
+_PREDICT_SAMPLES = 1024
+
+
+class MLP:
+    """Fully connected layers with one activation between them, on the array module `xp`: NumPy or CuPy.
+
+    `sizes` are inputs, hidden widths, outputs. `parameters` and `gradients` are lists of arrays in the order of
+    `names` (``layer0.weight`` (outputs, inputs), ``layer0.bias`` (outputs,), ...); the arrays keep their identity and
+    are updated in place. Both are views of `flat_parameters` and `flat_gradients`, 1-D and contiguous. Pass
+    ``empty=mpips.empty`` to have the gradients in memory that the ranks of a node share. After the first step of a
+    size, steps allocate no arrays of the layers' size. The arrays are made on first use, so describing a network
+    that `train` cuts in slices costs nothing. Nothing here talks to MPI.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        activation: str = "relu",
+        loss: str = "l2",
+        dtype: str = "float32",
+        seed: int = 0,
+        empty: Empty = numpy_empty,
+        xp: Any = np,
+    ) -> None:
+        self.specification = Specification(tuple(sizes), activation, loss, dtype, seed)
+        self.xp, self._empty = xp, empty
+        check(self.specification)
+
+    @cached_property
+    def _network(self) -> Network:
+        return Network(self.specification, empty=self._empty, xp=self.xp)
+
+    @property
+    def used(self) -> bool:
+        """Whether the arrays exist, so that they may hold other weights than the seed's."""
+        return "_network" in self.__dict__
+
+    @cached_property
+    def names(self) -> list[str]:
+        return self._network.names
+
+    @cached_property
+    def parameters(self) -> list[np.ndarray]:
+        return self._network.parameters
+
+    @cached_property
+    def gradients(self) -> list[np.ndarray]:
+        return self._network.gradients
+
+    @cached_property
+    def flat_parameters(self) -> np.ndarray:
+        return self._network.flat_parameters
+
+    @cached_property
+    def flat_gradients(self) -> np.ndarray:
+        return self._network.flat_gradients
+
+    @property
+    def layer_elements(self) -> list[int]:
+        """Parameters of each layer; layers lie one after the other in the flat arrays."""
+        sizes = self.specification.sizes
+        return [(inputs + 1) * outputs for inputs, outputs in pairwise(sizes)]
+
+    def loss_and_gradients(
+        self,
+        x: np.ndarray,
+        y: np.ndarray,
+        before: LayerHook | None = None,
+        ready: LayerHook | None = None,
+    ) -> float:
+        """Mean loss over the samples; `gradients` become its gradient.
+
+        x is (samples, features) in the network's dtype; y is (samples, outputs) or (samples,) for "l2", class numbers
+        (samples,) for "softmax". Needs at least one sample. `before(layer)` is called, layers counted from 0, before a
+        layer's parameters are used, `ready(layer)` when its gradients are there: for exchanges beside the compute.
+        """
+        if not len(x):
+            raise ValueError("a step needs at least one sample")
+        features = self.specification.sizes[0]
+        if x.ndim != 2 or x.shape[1] != features or len(y) != len(x):
+            raise ValueError(f"x is {x.shape} with {len(y)} targets: this network takes x (samples, {features}), and "
+                             "a target for every sample")
+        self._check_targets(y)
+        return self._network.step(x, y, len(x), before, ready) / len(x)
+
+    def _check_targets(self, y: np.ndarray) -> None:
+        outputs, shape, loss = self.specification.sizes[-1], np.shape(y), self.specification.loss
+        if LOSSES[loss].classes:
+            if len(shape) != 1 or y.dtype.kind not in "iu":
+                raise ValueError(f"y is {shape} of {y.dtype}: loss={loss!r} takes the classes of the samples as whole "
+                                 f"numbers (samples,); loss='l2' takes targets (samples, {outputs})")
+        elif math.prod(shape[1:]) != outputs:
+            raise ValueError(f"y is {shape}: loss={loss!r} takes targets (samples, {outputs}); loss='softmax' takes "
+                             "the classes of the samples as whole numbers (samples,)")
+
+    def predict(self, x: np.ndarray) -> np.ndarray:
+        """Outputs (samples, outputs) of inputs (samples, features), a new array; softmax networks return logits."""
+        outputs = self.xp.empty((len(x), self._network.sizes[-1]), self._network.dtype)
+        for start in range(0, len(x), _PREDICT_SAMPLES):
+            block = x[start : start + _PREDICT_SAMPLES]
+            outputs[start : start + len(block)] = self._network.forward(block).T
+        return outputs
+
+    def accuracy(self, x: np.ndarray, y: np.ndarray) -> float:
+        """Share of the samples whose largest output is the class y (samples,)."""
+        return float((self.predict(x).argmax(axis=1) == y).mean())

@@ -1,0 +1,235 @@
+"""Training: what must agree and fit before it begins, then epoch after epoch, the same for every mesh."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+from mpi4py import MPI
+
+from mpips.optimizers.base import Optimizer
+from mpips.optimizers.sgd import SGD
+
+from .agreement import TrainingError, agree, alike, counted, of_network, of_optimizer
+from .communication import on_host
+from .data.part import Data, load
+from .data.sources import Source
+from .epoch import Epoch, run_epoch
+from .mesh import Mesh, parse
+from .network.mlp import MLP
+from .network.specification import Specification
+from .prediction.predict import choose_mesh
+from .worker import UpdateServers, Worker
+
+_LOADING = ("batch", "seed", "test_share", "way", "link")
+
+
+class Trained(NamedTuple):
+    """The history, and this rank's slice of the trained network with its optimizer."""
+
+    epochs: list[Epoch]
+    worker: Worker
+
+
+class _Asked(NamedTuple):
+    """What `train` is asked to do it with; None, and "auto" for the mesh, where the caller leaves it open."""
+
+    model: MLP
+    mesh: Mesh | str
+    optimizer: Optimizer | None
+    mode: str | None
+    overlap: bool | None
+    half: bool | None
+    servers: UpdateServers | None
+
+
+def train(
+    model: MLP, data: Data | Callable[[], Source], mesh: Mesh | str = "auto", epochs: int = 10,
+    optimizer: Optimizer | None = None, mode: str | None = None, on_epoch: Callable[[Epoch], None] | None = None,
+    worker: Worker | None = None, overlap: bool | None = None, half: bool | None = None,
+    servers: UpdateServers | None = None, **loading: Any,
+) -> Trained:  # fmt: skip
+    """Train `model` on the rows that `data` gave this rank. Collective over the mesh; blocking; every rank returns the
+    same history.
+
+    The minibatches and so, up to rounding, the losses do not depend on the mesh. `optimizer`: SGD(learning_rate=0.01)
+    by default. `mode` is how model ranks cut the layers: "pairs", the default, or "columns". `on_epoch` is called on
+    every rank after each epoch. `overlap`: whether messages travel beside computation, `half`: whether a "mixed"
+    network sends float16; None: where the ranks are on several nodes. With elastic `servers` losses are means over the
+    clients, each with its own weights on its own rows.
+
+    `worker` goes on with an earlier run (`Trained.worker`) or a checkpoint: with its weights, network, mesh, optimizer,
+    mode, overlap, half and servers. Whatever else of these is given must be the same.
+
+    In place of loaded data, `data` may be the function that opens them, with `batch` and other arguments of `load`:
+    then `mesh` may be "auto", the one with the shortest predicted step (`choose_mesh`), or a text like "2x2", of all
+    ranks of the job. TrainingError on every rank if the ranks give different arguments, if mesh, network, data and
+    `worker` do not fit, or when a loss is no longer finite.
+    """
+    asked = _Asked(model, mesh, optimizer, mode, overlap, half, servers)
+    mesh, optimizer, mode, servers = chosen = _chosen(asked, worker)
+    with _told_to(asked.servers or servers, mesh):
+        _agree(asked, chosen, data, epochs, worker, loading)
+        mesh, data = _load(model, data, mesh, optimizer, mode, worker, loading)
+    worker = worker or Worker(model, mesh, optimizer, mode, overlap, half, servers)
+    data = data.on(worker.network.xp)
+    done = worker.updates // len(data.deal.samples)
+    history = []
+    for epoch in range(done, done + epochs):
+        history.append(run_epoch(worker, data, epoch))
+        if on_epoch:
+            on_epoch(history[-1])
+    return Trained(history, worker)
+
+
+def _chosen(asked: _Asked, worker: Worker | None) -> tuple[Mesh | str, Optimizer, str, UpdateServers | None]:
+    """Mesh, optimizer, mode and servers: the worker's where it goes on, else what was asked for, or the defaults."""
+    if worker is not None:
+        return worker.mesh, worker.optimizer, worker.network.mode, worker.servers
+    return asked.mesh, asked.optimizer or SGD(learning_rate=0.01), asked.mode or "pairs", asked.servers
+
+
+@contextmanager
+def _told_to(servers: UpdateServers | None, mesh: Mesh | str) -> Iterator[None]:
+    """Servers end, with the sentence, where the training cannot begin."""
+    try:
+        if servers is not None and isinstance(mesh, str):
+            raise TrainingError(f"with servers, give train the Mesh that their join returned, not {mesh!r}")
+        yield
+    except TrainingError as error:
+        if servers is not None:
+            servers.give_up(str(error))
+        raise
+
+
+def _agree(
+    asked: _Asked, chosen: tuple[Mesh | str, Optimizer, str, UpdateServers | None],
+    data: Data | Callable[[], Source], epochs: int, worker: Worker | None, loading: dict[str, Any],
+) -> None:  # fmt: skip
+    """TrainingError on every rank where ranks ask for different trainings, or for one that cannot be. Collective."""
+    model, (mesh, optimizer, mode, servers) = asked.model, chosen
+    arguments = {
+        **of_network(model.specification), "array module": model.xp.__name__, "the grid": mesh, "epochs": epochs,
+        **of_optimizer(optimizer), "mode": mode, "overlap": asked.overlap, "half": asked.half,
+        **(data.arguments() if isinstance(data, Data) else {"data": "a function that opens them", **loading}),
+        **_past(worker), **(servers.arguments() if servers is not None else {"servers": "not given"}),
+    }  # fmt: skip
+    comm = MPI.COMM_WORLD if isinstance(mesh, str) else mesh.comm
+    problem = None if worker is None else _other_than(worker, asked)
+    alike(comm, "train", arguments, problem or _wrong_loading(data, mesh, loading))
+    if worker is None:
+        _check_weights(model, comm)
+
+
+def _past(worker: Worker | None) -> dict[str, object]:
+    """What training goes on from, by name."""
+    if worker is None:
+        return {"worker": "not given"}
+    past = {**of_optimizer(worker.optimizer), **of_network(worker.network.specification)}
+    told = {f"{name} so far": value for name, value in past.items()}
+    return {"worker": "given", "updates so far": worker.updates, "mode so far": worker.network.mode, **told}
+
+
+def _other_than(worker: Worker, asked: _Asked) -> str | None:
+    """What was asked for, and is not what the worker does that goes on; None where all of it is."""
+    network = worker.network
+    mine, theirs = (_described(each.specification, each.xp) for each in (asked.model, network))
+    if asked.mesh != "auto":
+        mine["mesh"], theirs["mesh"] = asked.mesh, worker.mesh
+    if asked.optimizer is not None:
+        mine |= of_optimizer(asked.optimizer)
+        theirs |= of_optimizer(worker.optimizer)
+    given = {"mode": asked.mode, "overlap": asked.overlap, "half": asked.half, "servers": asked.servers}
+    its = {"mode": network.mode, "overlap": worker.overlap, "half": worker.half, "servers": worker.servers}
+    for name in given:
+        if given[name] is not None:
+            mine[name], theirs[name] = given[name], its[name]
+    for name, value in mine.items():
+        if str(value) != str(theirs.get(name)):
+            return f"train: {name} is {value}, but the worker that goes on has {theirs.get(name)}; give the same"
+    if asked.servers is not None and asked.servers is not worker.servers:
+        return f"train: servers is not the {worker.servers} that the worker goes on with, but another; give the same"
+    return None
+
+
+def _described(specification: Specification, xp: Any) -> dict[str, object]:
+    """A network and its array module by name."""
+    named = {f"{name} (model)": value for name, value in of_network(specification).items()}
+    return {**named, "array module (model)": xp.__name__}
+
+
+def _check_weights(model: MLP, comm: MPI.Comm) -> None:
+    """Refuse, on every rank, first weights that differ: where any rank has used its arrays, all must hold the same.
+
+    Collective. Where no rank has, the seed alone decides, and no rank makes arrays of the whole network.
+    """
+    used = np.array([model.used], np.int64)
+    comm.Allreduce(MPI.IN_PLACE, used, MPI.MAX)
+    if used[0]:
+        weights = np.ascontiguousarray(on_host(model.flat_parameters))
+        alike(comm, "train", {"checksum of the network's weights": f"{zlib.crc32(weights.data):08x}"})
+
+
+def _wrong_loading(data: Data | Callable[[], Source], mesh: Mesh | str, loading: dict[str, Any]) -> str | None:
+    """Why the data cannot be loaded so; None where they can, or already are."""
+    if isinstance(data, Data):
+        if not loading and not isinstance(mesh, str):
+            return None
+        return (
+            f"these rows were loaded for a grid {data.mesh}: give train that Mesh, not {mesh!r}, nor how to load; "
+            f"or give it the function that opens the data, with mesh='auto' and batch=..."
+        )
+    if unknown := [name for name in loading if name not in _LOADING] or ("batch" not in loading and ["no batch"]):
+        return f"train with data to open takes batch=..., and may take {_LOADING}; here is {unknown[0]}"
+    return None
+
+
+def _load(
+    model: MLP, data: Data | Callable[[], Source], mesh: Mesh | str, optimizer: Optimizer, mode: str,
+    worker: Worker | None, loading: dict[str, Any],
+) -> tuple[Mesh, Data]:  # fmt: skip
+    """The mesh, chosen if it is to be, and this rank's rows, loaded if they are to be; TrainingError on every rank
+    where they do not fit."""
+    if isinstance(mesh, str):
+        mesh = choose_mesh(model, loading["batch"], optimizer, mode) if mesh == "auto" else Mesh(*parse(mesh))
+    if not isinstance(data, Data):
+        data = load(data, mesh, dtype=model.specification.dtype, **loading)
+    check_fit(model.specification, data, mesh, worker)
+    return mesh, data
+
+
+def check_fit(specification: Specification, data: Data, mesh: Mesh, worker: Worker | None = None) -> None:
+    """TrainingError on every rank unless this network can be trained on these rows on this mesh, going on from
+    `worker` where it is given. Collective over the mesh."""
+    agree(mesh.comm, _misfit(specification, data, mesh) or _mixture(worker, data))
+
+
+def _misfit(specification: Specification, data: Data, mesh: Mesh) -> str | None:
+    if str(mesh) != data.mesh:
+        return f"the data were loaded for a grid {data.mesh}, not for {mesh}: load them for the grid that trains"
+    sizes, loss = specification.sizes, specification.loss
+    features = data.x.shape[1]
+    if (sizes[0], sizes[-1]) != (features, data.outputs):
+        return (
+            f"a network of {counted(sizes[0], 'input')} and {counted(sizes[-1], 'output')} cannot learn "
+            f"{counted(features, 'feature')} -> {data.outputs}"
+        )
+    if (loss == "softmax") != data.classes:
+        targets, fitting = ("class numbers", "softmax") if data.classes else ("numbers", "l2")
+        return f"loss {loss!r} does not fit the targets, which are {targets}: make the MLP with loss={fitting!r}"
+    return None
+
+
+def _mixture(worker: Worker | None, data: Data) -> str | None:
+    """Why rows that were for testing would be trained on, or the other way round; None where they would not."""
+    before = None if worker is None else worker.rule
+    if before is None or before[:2] == data.rule[:2]:
+        return None
+    return (
+        f"the rows were dealt by seed {data.seed} and test share {data.test_share}, but those of the checkpoint by "
+        f"seed {before.seed} and test share {before.test_share}: rows for training and rows for testing would mix; "
+        f"load the data with the checkpoint's"
+    )

@@ -1,0 +1,189 @@
+"""Data reach every rank whole, in each of the ways; bad data are refused by all ranks in the same words."""
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from mpips.mlp import ArraySource, Mesh, SyntheticSource, TextSource, TrainingError, load, open_source
+from mpips.mlp.mesh import factorings
+
+from .support import COMM, MESHES, same_everywhere
+
+pytestmark = MESHES
+
+
+def shared_path(tmp_path_factory, name):
+    """One path for all ranks, rank 0's."""
+    folder = str(tmp_path_factory.mktemp("data")) if COMM.rank == 0 else ""
+    return f"{COMM.bcast(folder)}/{name}"
+
+
+@pytest.mark.parametrize("way", ["read", "scatter", "broadcast"])
+def test_every_way_brings_the_same_rows(way):
+    def only_at_rank_0():
+        if way != "read" and COMM.rank:
+            raise TrainingError("no such file here")
+        return SyntheticSource(501, 6, 2)
+
+    ok = []
+    for batch, model in factorings(COMM.size):
+        mesh = Mesh(batch, model)
+        data = load(only_at_rank_0, mesh, 60, "float64", seed=2, way=way)
+        source = SyntheticSource(501, 6, 2)
+        table = source.read(0, source.open_part(1, 0))
+        x = data.x * data.scaling.x_std + data.scaling.x_mean
+        y = data.y * data.scaling.y_std + data.scaling.y_mean
+        ok.append(np.allclose(x, table[data.deal.train, :6]) and np.allclose(y, table[data.deal.train, 6:]))
+        rows = np.zeros(501)
+        rows[data.deal.train] += 1
+        rows[data.deal.test] += 1
+        mesh.batch_comm.Allreduce(MPI.IN_PLACE, rows)
+        ok.append((rows == 1).all() and data.train_rows == 401 and data.test_rows == 100)
+        mesh.free()
+    assert same_everywhere(all(ok)), ok
+
+
+class Spy(ArraySource):
+    """Notes which rows are asked for."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.asked = []
+
+    def read(self, start, stop):
+        self.asked += range(self._first + start, self._first + stop)
+        return super().read(start, stop)
+
+
+@pytest.mark.parametrize("way", ["read", "scatter", "broadcast"])
+def test_no_row_is_read_twice_and_no_rank_reads_what_another_does(way):
+    x = np.random.default_rng(0).standard_normal((203, 3))
+    ok = []
+    for batch, model in factorings(COMM.size):
+        opened = []
+
+        def spied(opened=opened):
+            opened.append(Spy("spied", x, x[:, 0]))
+            return opened[-1]
+
+        mesh = Mesh(batch, model)
+        data = load(spied, mesh, 20, way=way)
+        mesh.free()
+        asked = [row for spy in opened for row in spy.asked]
+        times = np.zeros(203)
+        times[asked] += 1
+        COMM.Allreduce(MPI.IN_PLACE, times)
+        even = 203 // COMM.size <= len(asked) <= -(-203 // COMM.size)
+        ok.append((times == 1).all() and data.way == way and (even if way == "read" else not COMM.rank or not opened))
+    assert same_everywhere(all(ok)), ok
+
+
+def test_what_has_no_parts_is_opened_by_one_rank_only():
+    opened = []
+
+    def compressed():
+        opened.append(1)
+        return ArraySource("packed", np.ones((40, 2)), np.arange(40.0), apart=False)
+
+    mesh = Mesh(COMM.size, 1)
+    data = load(compressed, mesh, 10)
+    assert same_everywhere(len(opened) == (COMM.rank == 0) and (data.way == "read") == (COMM.size == 1))
+    if COMM.size > 1:
+        with pytest.raises(TrainingError, match="cannot be read in parts"):
+            load(compressed, mesh, 10, way="read")
+    mesh.free()
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_scaling_and_rows_are_those_of_one_process(tmp_path_factory, save):
+    path = shared_path(tmp_path_factory, "data.npz")
+    if COMM.rank == 0:
+        rng = np.random.default_rng(1)
+        save(path, x=5 + 3 * rng.standard_normal((150, 4)), y=rng.standard_normal((150, 2)))
+    COMM.Barrier()
+    alone = Mesh(1, 1, MPI.COMM_SELF)
+    whole = load(lambda: open_source(path), alone, 20, "float64")
+    ok = []
+    for batch, model in factorings(COMM.size):
+        mesh = Mesh(batch, model)
+        data = load(lambda: open_source(path), mesh, 20, "float64")
+        order = [np.flatnonzero(whole.deal.train == row)[0] for row in data.deal.train]
+        ok += [np.allclose(a, b, rtol=1e-12, atol=1e-14) for a, b in zip(data.scaling, whole.scaling)]
+        ok.append(np.allclose(data.x, whole.x[order], atol=1e-12) and np.allclose(data.y, whole.y[order], atol=1e-12))
+        mesh.free()
+    assert same_everywhere(all(ok)), ok
+
+
+def test_auto_sends_rows_where_only_rank_0_can_read_them():
+    def only_at_rank_0():
+        if COMM.rank:
+            raise TrainingError("no such file here")
+        return SyntheticSource(100, 3, 1)
+
+    mesh = Mesh(COMM.size, 1)
+    data = load(only_at_rank_0, mesh, 10, way="auto")
+    everywhere = load(lambda: SyntheticSource(100, 3, 1), mesh, 10, way="auto")
+    mesh.free()
+    assert same_everywhere(np.array_equal(data.x, everywhere.x))
+    assert same_everywhere(everywhere.way == "read")
+    assert same_everywhere(data.way == ("read" if COMM.size == 1 else data.way))
+    assert same_everywhere(COMM.size == 1 or data.way in ("scatter", "broadcast"))
+
+
+@pytest.mark.parametrize("way", ["read", "scatter", "broadcast"])
+@pytest.mark.parametrize(
+    "line, words",
+    [
+        ("1,2", "line 31: 2 columns where the first line has 3"),
+        ("1,,3", "line 31: column 2 is missing"),
+        ("1,2,", "line 31: column 3 is missing"),
+        ("1,two,3", "line 31: column 2 is 'two'"),
+        ("1,2,nan", "line 31: column 3 is 'nan'"),
+    ],
+)
+def test_one_bad_line_is_named_on_every_rank(tmp_path_factory, way, line, words):
+    path = shared_path(tmp_path_factory, "table.csv")
+    if COMM.rank == 0:
+        lines = [f"{row},{row % 7},{row % 5}" for row in range(60)]
+        lines[30] = line
+        with open(path, "w") as file:
+            file.write("\n".join(lines))
+    COMM.Barrier()
+    mesh = Mesh(COMM.size, 1)
+    message = ""
+    try:
+        load(lambda: TextSource(path), mesh, 10, way=way)
+    except TrainingError as error:
+        message = str(error)
+    mesh.free()
+    assert same_everywhere(words in message), message
+    assert len(set(COMM.allgather(message))) == 1
+
+
+def test_a_file_that_is_not_there_is_named_on_every_rank():
+    mesh = Mesh(1, COMM.size)
+    with pytest.raises(TrainingError, match=r"nowhere\.csv does not exist"):
+        load(lambda: TextSource("nowhere.csv"), mesh, 10)
+    mesh.free()
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [({"batch": 0}, "at least 1"), ({"test_share": 1.0}, "less than 1"), ({"way": "carry"}, "choose auto")],
+)
+def test_wrong_options_are_refused(arguments, words):
+    mesh = Mesh(COMM.size, 1)
+    with pytest.raises(TrainingError, match=words):
+        load(lambda: SyntheticSource(10, 2, 1), mesh, **{"batch": 5, **arguments})
+    mesh.free()
+
+
+def test_labels_must_be_class_numbers_and_their_count_is_found_over_all_ranks():
+    x = np.random.default_rng(0).standard_normal((50, 2))
+    y = np.arange(50) % 4
+    mesh = Mesh(COMM.size, 1)
+    data = load(lambda: ArraySource("labels", x, y, classes=0), mesh, 10)
+    with pytest.raises(TrainingError, match=r"y\[3\] is 2.5, not a class number"):
+        load(lambda: ArraySource("labels", x, np.where(y == 3, 2.5, y), classes=0), mesh, 10)
+    mesh.free()
+    assert same_everywhere(data.outputs == 4 and data.classes)
