@@ -61,7 +61,8 @@ def train(
     arguments = ["--lines", "1", "--epochs", str(epochs), "--hidden", str(hidden), "--batch-size", str(BATCH)]
     arguments += ["--sample-seconds", str(sample_seconds), "--kind", mode.kind]
     before = processor()
-    argv = client.job_command(name, WORKERS + SERVERS, [sys.executable, "-m", "mpips", mode.script, *arguments])
+    program = [sys.executable, "-m", "mpips", str(lab.ROOT / mode.script), *arguments]
+    argv = client.job_command(name, WORKERS + SERVERS, program)
     variables = {**os.environ, **lab.ONE_THREAD, **mode.options.environment(), "PYTHONPATH": str(lab.ROOT)}
     done = subprocess.run(argv, cwd=lab.ROOT, env=variables, capture_output=True, text=True, timeout=limit)
     if done.returncode:
