@@ -81,6 +81,10 @@ class Choice(NamedTuple):
         """Words for pytest; these places where the caller names none."""
         return [*(FULL if self.full else ()), *self.words, *(() if self.named else places)]
 
+    def only(self, places: Sequence[str]) -> Choice:
+        """The same tests in these places alone."""
+        return self._replace(words=(*self.words, *places))
+
 
 Task = Callable[[IO[bytes] | None], Result]
 
@@ -170,7 +174,7 @@ def checks(stages: Sequence[str], beside: str, choice: Choice, limits: Limits) -
     for stage in ("lab", "unit"):
         if stage in stages:
             for name, places in parts(stage, choice).items():
-                tasks.append(lambda out, name=name, places=places: alone(name, places, choice, limits, out))  # type: ignore[misc]
+                tasks.append(lambda out, name=name, places=places: alone(name, choice.only(places), limits, out))  # type: ignore[misc]
     if "lint" in stages:
         tasks.append(lambda out: tool("mypy", [sys.executable, "-m", "mypy"], limits, out))
         tasks.append(lambda out: tool("ruff", [sys.executable, "-m", "ruff", "check", "."], limits, out))
@@ -178,24 +182,28 @@ def checks(stages: Sequence[str], beside: str, choice: Choice, limits: Limits) -
 
 
 def parts(stage: str, choice: Choice) -> dict[str, list[str]]:
-    """The runs of a stage and the places of their tests: unit tests in several that may go side by side."""
+    """The runs of a stage that go side by side, a folder each, and the places of their tests."""
     folder = ROOT / "tests" / stage
-    if choice.named or stage != "unit":
-        return {stage: [f"tests/{stage}"]}
+    if choice.named:
+        return {stage: []}
     inner = sorted(path for path in folder.iterdir() if (path / "__init__.py").is_file())
     files = sorted(str(path.relative_to(ROOT)) for path in folder.glob("test_*.py"))
-    return {f"unit {path.name}": [str(path.relative_to(ROOT))] for path in inner} | {"unit": files}
+    runs = {f"{stage} {path.name}": [str(path.relative_to(ROOT))] for path in inner}
+    return runs | ({stage: files} if files else {})
 
 
 def mpi(pythons: Sequence[str], counts: Sequence[int], choice: Choice, limits: Limits) -> list[Result]:
-    """The MPI tests under each interpreter: those on one rank side by side, then one run after the other."""
+    """The MPI tests under each interpreter: those on one rank in parts side by side, then one run after the other."""
     results = [Result(python, 0, 1, failures=("there is no such Python",)) for python in pythons if not usable(python)]
     pythons = [python for python in pythons if usable(python)]
     every = [(python, count) for python in pythons for count in counts]
     runs = [(python, count) for python, count in every if choice.full or turn(python, count, pythons, counts)]
     one: list[Task] = [
-        lambda out, python=python: ranks(python, 1, choice, limits, out)  # type: ignore[misc]
+        lambda out, python=python, name=name, places=places: ranks(  # type: ignore[misc]
+            python, 1, choice.only(places), limits, out, part=name
+        )
         for python, count in runs
+        for name, places in parts("mpi", choice).items()
         if count == 1
     ]
     results += together(one)
@@ -248,26 +256,24 @@ def tool(name: str, argv: list[str], limits: Limits, out: IO[bytes] | None = Non
     return Result(name, int(not code), int(bool(code)), 0, time.monotonic() - started, failures)
 
 
-def alone(
-    name: str, places: Sequence[str], choice: Choice, limits: Limits, out: IO[bytes] | None = None
-) -> Result:  # fmt: skip
-    """The tests of these places, in one process: unit tests need no MPI, lab tests start it themselves."""
+def alone(name: str, choice: Choice, limits: Limits, out: IO[bytes] | None = None) -> Result:
+    """Tests in one process: unit tests need no MPI, lab tests start it themselves."""
     title(f"{name} tests", out)
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "0.xml")
         argv = [sys.executable, "-m", "pytest", "-q", "--color=no", f"--junitxml={report}"]
-        code = child.run([*argv, *choice.of(*places)], limits.now(), ROOT, out)
+        code = child.run([*argv, *choice.of()], limits.now(), ROOT, out)
         return counted(name, report, code, time.monotonic() - started)
 
 
 def ranks(
     python: str, count: int, choice: Choice, limits: Limits, out: IO[bytes] | None = None,
-    environment: Mapping[str, str] = {},
+    environment: Mapping[str, str] = {}, part: str = "",
 ) -> Result:  # fmt: skip
     """The MPI tests on `count` ranks of `python`, under the mpirun that belongs to it."""
     launcher = find(python=python)
-    name = f"{NAMES[launcher.flavour]}, {count} rank{'s' if count > 1 else ''}"
+    name = f"{NAMES[launcher.flavour]}, {count} rank{'s' if count > 1 else ''}" + (f", {part}" if part else "")
     title(name, out)
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
