@@ -7,7 +7,7 @@ from math import prod
 
 import pytest
 
-from tests.choice import covering, crossed, first
+from tests.choice import covering, first, once, pairwise
 
 
 def chosen(params):
@@ -31,18 +31,23 @@ def test_each_value_is_there_once_at_least(sizes):
 
 
 def test_all_combinations_are_there_and_those_beyond_the_choice_are_marked():
-    params = crossed("ab", range(3), [True, False])
+    decorator = pairwise(a="ab", b=range(3), c=[True, False])
+    names, params = decorator.args
+    assert names == "a,b,c"
     assert {param.values for param in params} == set(product("ab", range(3), [True, False]))
     assert len(chosen(params)) == 6
-    assert crossed("ab", range(3), [True, False]) == params, "the same every time"
+    assert pairwise(a="ab", b=range(3), c=[True, False]) == decorator, "the same every time"
+    assert len(chosen(once(a="ab", b=range(3)).args[1])) == 3
 
 
-def test_a_value_may_stand_for_several_arguments_and_bring_marks():
-    params = crossed([pytest.param("a", 1, marks=pytest.mark.gpu)], "xy")
+def test_one_name_may_be_several_and_a_value_may_bring_marks():
+    names, params = pairwise(**{"a, b": [("a", 1)]}, c=[pytest.param("x", marks=pytest.mark.gpu), "y"]).args
+    assert names == "a, b,c"
     assert [param.values for param in params] == [("a", 1, "x"), ("a", 1, "y")]
-    assert all({mark.name for mark in param.marks} == {"gpu"} for param in params)
+    assert [[mark.name for mark in param.marks] for param in params] == [["gpu"], []]
 
 
 def test_the_first_values_stay():
-    assert chosen(first(2, range(4))) == [(0,), (1,)]
-    assert len(first(2, range(4))) == 4
+    _, params = first(2, a=range(4)).args
+    assert chosen(params) == [(0,), (1,)]
+    assert len(params) == 4

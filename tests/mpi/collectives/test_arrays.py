@@ -12,6 +12,7 @@ import pytest
 
 import collectives
 from collectives.communicator import communicator
+from tests.choice import once
 from tests.mpi.collectives.support import RANK, TOTAL, WORLD, P, fresh, make, polled, started
 from tests.mpi.sizes import only_on
 
@@ -92,8 +93,10 @@ def test_lists_of_vectors(comm):
         assert all((one == TOTAL + P * turn).all() for one in x)
 
 
-@pytest.mark.parametrize("way", ["one-shot", "plan", "started", "list", "grouped"])
-@pytest.mark.parametrize("array, n", [("ordinary", 10), ("ordinary", 300_000), ("shared", 300_000)])
+@once(
+    **{"array, n": [("ordinary", 10), ("ordinary", 300_000), ("shared", 300_000)]},
+    way=["one-shot", "plan", "started", "list", "grouped"],
+)
 def test_an_array_that_nobody_keeps_is_gone_at_once(comm, way, array, n):
     """What a call or a freed plan has had is not held."""
     x = make(array, n)

@@ -7,6 +7,7 @@ import pytest
 
 import collectives
 from collectives.schedule.model import cut
+from tests.choice import once
 from tests.mpi.collectives.support import NODES, RANK, WORLD, P, fresh, make
 
 SHAPES = [(5,), (), (0,), (3, 4), (70_000,), (1,), (2, 0), (250_001,)]
@@ -36,8 +37,7 @@ def placed(array, values):
     return found
 
 
-@pytest.mark.parametrize("array", ["ordinary", "shared", "mixed", "by turns"])
-@pytest.mark.parametrize("op", OPS)
+@once(array=["ordinary", "shared", "mixed", "by turns"], op=OPS)
 def test_each_array_is_reduced_on_its_own(comm, op, array):
     wrong = []
     dtypes = DTYPES[:3] if op == "mean" else DTYPES
@@ -66,8 +66,7 @@ def test_by_other_algorithms(comm, algorithm):
         assert all((one == P).all() for one in x)
 
 
-@pytest.mark.parametrize("array", ["ordinary", "shared", "mixed"])
-@pytest.mark.parametrize("sizes", [[70_001], [5, 70_001, 300_000, 0], [3]])
+@once(array=["ordinary", "shared", "mixed"], sizes=[[70_001], [5, 70_001, 300_000, 0], [3]])
 def test_a_ranks_block_of_each_result_goes_elsewhere_too(comm, array, sizes):
     wanted = [P * (np.arange(n) % 9) + P * (P + 1) // 2 for n in sizes]
     blocks = [np.full(n, -1, np.float32) for n in sizes]

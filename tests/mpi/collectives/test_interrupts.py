@@ -12,6 +12,7 @@ import pytest
 
 import collectives
 from collectives.communicator import communicator
+from tests.choice import once, pairwise
 from tests.mpi.collectives.faults import Cell
 from tests.mpi.collectives.support import ODD, RANK, WORLD, P, fresh, in_the_middle, still_works
 from tests.mpi.sizes import only_on
@@ -85,11 +86,11 @@ def one_round(comm, way, route, rng):
 
 
 @only_on(2, 3)
-@pytest.mark.parametrize("nodes", ["one node", "a node for each rank"])
-@pytest.mark.parametrize(
-    "way, route", [("blocking", "small"), ("blocking", "large"), ("blocking", "empty"), ("blocking", "grouped"),
-                   ("plan", "small"), ("plan", "ring"), ("plan", "native"), ("plan", "large"),
-                   ("tested", "large"), ("tested", "ring"), ("waited", "native"), ("waited", "empty")],
+@once(
+    **{"way, route": [("blocking", "small"), ("blocking", "large"), ("blocking", "empty"), ("blocking", "grouped"),
+                      ("plan", "small"), ("plan", "ring"), ("plan", "native"), ("plan", "large"),
+                      ("tested", "large"), ("tested", "ring"), ("waited", "native"), ("waited", "empty")]},
+    nodes=["one node", "a node for each rank"],
 )  # fmt: skip
 def test_interrupts_at_any_moment(nodes, way, route):
     rng, wrong = np.random.default_rng(7), []
@@ -102,9 +103,11 @@ def test_interrupts_at_any_moment(nodes, way, route):
 
 
 @only_on(2, 3)
-@pytest.mark.parametrize("nodes", ["one node", "a node for each rank"])
-@pytest.mark.parametrize("route", ["large", "empty", "native", "ring"])
-@pytest.mark.parametrize("how", ["timeout", "interrupt"])
+@pairwise(
+    nodes=["one node", "a node for each rank"],
+    route=["large", "empty", "native", "ring"],
+    how=["timeout", "interrupt"],
+)
 def test_the_array_of_a_call_that_was_given_up_is_not_written_later(nodes, route, how):
     """The other ranks come when the array has other use, or when other arrays lie where it lay."""
     with fresh(nodes) as comm:
