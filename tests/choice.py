@@ -25,7 +25,7 @@ def once(**axes: Iterable[Any]) -> pytest.MarkDecorator:
     return _parametrize(axes, lambda sizes: covering(sizes, 1))
 
 
-def first(count: int, **axes: Iterable[Any]) -> pytest.MarkDecorator:
+def first(count: int, /, **axes: Iterable[Any]) -> pytest.MarkDecorator:
     """Every combination of these parameters. In `make test` the first `count` of them."""
     return _parametrize(axes, lambda sizes: set([*product(*map(range, sizes))][:count]))
 

@@ -20,6 +20,7 @@ from mpips.runtime import epoch as epochs
 from mpips.runtime import rendezvous
 from mpips.runtime.epoch import Epoch
 from mpips.runtime.errors import EpochError, EpochMismatchError, EpochStallError
+from tests.choice import pairwise
 from tests.mpi.collectives.support import NODES
 from tests.mpi.sizes import only_on
 
@@ -78,9 +79,7 @@ ERRORS = [
 ]
 
 
-@pytest.mark.parametrize("nodes", HOW)
-@pytest.mark.parametrize("way", ["collective", "rendezvous", "wait"])
-@pytest.mark.parametrize("error, kind, sentence", ERRORS, ids=[type(error).__name__ for error, _, _ in ERRORS])
+@pairwise(nodes=HOW, way=["collective", "rendezvous", "wait"], **{"error, kind, sentence": ERRORS})
 def test_all_ranks_hear_of_the_end_within_a_second_and_the_next_epoch_works(nodes, way, error, kind, sentence):
     with store(nodes) as (layout, epoch):
         works(layout, epoch)

@@ -20,9 +20,9 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import numpy as np
-import pytest
 
 import mpips
+from tests.choice import first
 from tests.mpi.collectives.fault_table import NOT_DONE, Place
 from tests.mpi.mpips.cells import KINDS, WAYS
 from tests.mpi.mpips.faults import PATIENCE, WORLD, Worker, hear, in_the_middle, workers
@@ -138,7 +138,7 @@ def _interrupted(call: Callable[[], None], seconds: float) -> None:
 
 
 @only_on(3, 5)
-@pytest.mark.parametrize("seed", range(4))
+@first(2, seed=range(4))
 def test_some_faults(seed):
     assert not job(seed, 4, deadly=False)
 

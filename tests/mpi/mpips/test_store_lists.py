@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import mpips
+from tests.choice import pairwise
 from tests.mpi.mpips.support import failure, need, run
 
 SIZES = [1, 7, 1000, 5000, 20_000]  # one block and several, copied and read in place
@@ -13,8 +14,6 @@ MAKERS = {
     "mixed": lambda size, index: mpips.empty(size, np.float64) if index % 2 else np.empty(size),
 }
 OPTIONS = {"block_bytes": 8192, "big_array": 10_000, "small_bytes": 1024}
-makers = pytest.mark.parametrize("arrays", MAKERS)
-servers_of = pytest.mark.parametrize("servers", [0, 1, 2])
 
 
 def made(arrays):
@@ -45,9 +44,7 @@ def exchanged(kv, names, values, outs, how):
 
 
 @pytest.mark.mpi(min_size=2)
-@servers_of
-@makers
-@pytest.mark.parametrize("how", ["push, pull", "pushpull", "in place"])
+@pairwise(servers=[0, 1, 2], arrays=MAKERS, how=["push, pull", "pushpull", "in place"])
 def test_every_key_of_a_list_has_its_sum(servers, arrays, how):
     workers = need(servers=servers)
 
@@ -68,7 +65,7 @@ def test_every_key_of_a_list_has_its_sum(servers, arrays, how):
 
 
 @pytest.mark.mpi(min_size=2)
-@makers
+@pytest.mark.parametrize("arrays", MAKERS)
 def test_the_result_of_one_key_goes_where_another_was_pushed_from(arrays):
     workers = need(servers=1)
 
