@@ -13,9 +13,9 @@ import pytest
 from mpi4py import MPI
 
 import collectives
+from collectives import CollectiveError
 from collectives import communicator as communicators
 from collectives.communicator import communicator
-from collectives.errors import CollectiveError
 from tests.mpi.collectives.cells import Heard
 
 WORLD = MPI.COMM_WORLD
@@ -24,6 +24,7 @@ ODD = P - 1  # the rank that does otherwise
 TOTAL = P * (P + 1) // 2  # of RANK + 1 over all ranks
 MIDDLE = tuple(f"collectives.{name}" for name in ("started", "runner", "node.", "network.", "shared_memory."))
 PATIENCE = 30.0  # seconds that a wait may last in these tests
+KINDS = ("allreduce", "reduce_scatter", "allgather", "broadcast", "reduce", "alltoall")
 
 
 class Pairs(MPI.Intracomm):
@@ -47,9 +48,21 @@ NODES = {"one node": MPI.Intracomm, "a node for each rank": Alone, "nodes of two
 def fresh(nodes: str = "one node") -> Iterator[MPI.Intracomm]:
     """A communicator of all ranks on which no wait is endless."""
     made = NODES[nodes](WORLD.Dup())
-    communicator(made).patient(PATIENCE, PATIENCE)
+    patient(made, PATIENCE, PATIENCE)
     yield made
     made.Free()
+
+
+def patient(comm: MPI.Intracomm, stall_seconds: float, timeout_seconds: float) -> None:
+    """From now on waits on `comm` warn and raise after so long."""
+    communicator(comm).patient(stall_seconds, timeout_seconds)
+
+
+def block(n: int, rank: int = RANK, p: int = P) -> slice:
+    """The part of n elements that is a rank's: sizes differ by one at most, and the larger parts come first."""
+    size, larger = divmod(n, p)
+    start = rank * size + min(rank, larger)
+    return slice(start, start + size + (rank < larger))
 
 
 def hear(call: Callable[[], Any]) -> Heard:

@@ -14,13 +14,23 @@ import numpy as np
 import pytest
 
 import collectives
-from collectives.communicator import communicator
-from collectives.errors import StallError
+from collectives import StallError
 from tests.choice import first
 from tests.mpi.collectives import faults
 from tests.mpi.collectives.cells import DEADLY, LIVING, ROUTES, WAYS, cells
 from tests.mpi.collectives.fault_table import Place, deadly
-from tests.mpi.collectives.support import ODD, RANK, WORLD, P, fresh, hear, sentence, share_nothing, still_works
+from tests.mpi.collectives.support import (
+    ODD,
+    RANK,
+    WORLD,
+    P,
+    fresh,
+    hear,
+    patient,
+    sentence,
+    share_nothing,
+    still_works,
+)
 from tests.mpi.sizes import only_on
 
 
@@ -169,7 +179,7 @@ def test_a_wait_warns_before_it_raises(nodes):
     with fresh(nodes) as comm:
         x, texts = np.ones(10), []
         collectives.allreduce(x, comm)
-        communicator(comm).patient(0.3, 30.0)
+        patient(comm, 0.3, 30.0)
 
         def heard(message, *_):
             texts.append(str(message))

@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 
 import collectives
-from collectives.communicator import communicator
 from tests.choice import once, pairwise
 from tests.mpi.collectives.faults import Cell
-from tests.mpi.collectives.support import ODD, RANK, WORLD, P, fresh, in_the_middle, still_works
+from tests.mpi.collectives.support import ODD, RANK, WORLD, P, fresh, in_the_middle, patient, still_works
 from tests.mpi.sizes import only_on
 
 ROUNDS = 6
@@ -81,7 +80,7 @@ def one_round(comm, way, route, rng):
     if len(told) > 1 or f"rank {ODD} has given up" not in told.pop():
         return f"unlike sentences: {everybody}"
     collectives.renew(comm)
-    communicator(comm).patient(30.0, 30.0)
+    patient(comm, 30.0, 30.0)
     return "" if WORLD.allreduce(cell.sums()) == P else "wrong sums after renew"
 
 
@@ -118,7 +117,7 @@ def test_the_array_of_a_call_that_was_given_up_is_not_written_later(nodes, route
         WORLD.Barrier()
         written = False
         if RANK == 0:
-            communicator(comm).patient(30.0, 0.1 if how == "timeout" else 30.0)
+            patient(comm, 30.0, 0.1 if how == "timeout" else 30.0)
             with pytest.raises((KeyboardInterrupt, collectives.CollectiveError)), interrupted(0.1):
                 call()
             x[:] = -7

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 import collectives
-from collectives import api
-from collectives.errors import CollectiveError
+from collectives import CollectiveError, api
 from collectives.network import requests
 from tests.choice import once
 from tests.mpi.collectives.support import RANK, TOTAL, WORLD, P, fresh, make, polled, started

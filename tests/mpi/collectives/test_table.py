@@ -9,10 +9,9 @@ import pytest
 from mpi4py import MPI
 
 import collectives
-from collectives.schedule.model import KINDS
 from collectives.tuner import command, table
 from collectives.tuner.table import EVERYTHING, Table
-from tests.mpi.collectives.support import share_nothing
+from tests.mpi.collectives.support import KINDS, share_nothing
 
 WORLD = MPI.COMM_WORLD
 

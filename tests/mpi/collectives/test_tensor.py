@@ -16,9 +16,8 @@ from mpi4py import MPI
 
 import collectives
 from collectives.benchmark import data
-from collectives.schedule.model import cut
 from tests.choice import pairwise
-from tests.mpi.collectives.support import fresh, sentence
+from tests.mpi.collectives.support import block, fresh, sentence
 from tests.mpi.sizes import either_mpi, only_on
 from tests.unit.collectives import device
 
@@ -135,13 +134,12 @@ def test_other_kinds(xp: Any) -> None:
     n, p, count = 1001, COMM.size, 2
     x = placed(xp, put_in("sum", n, "float64", count))
     total = want("sum", n, "float64", count)
-    bounds = [int(cut(n, p, r)) for r in range(p + 1)]
-    own = slice(bounds[COMM.rank], bounds[COMM.rank + 1])
-    block = placed(xp, [np.zeros(own.stop - own.start)] * count)
-    collectives.reduce_scatter(x, COMM, out=block)
-    right = all(np.array_equal(numbers(xp, b), total[own]) for b in block)
+    own = block(n)
+    part = placed(xp, [np.zeros(own.stop - own.start)] * count)
+    collectives.reduce_scatter(x, COMM, out=part)
+    right = all(np.array_equal(numbers(xp, b), total[own]) for b in part)
     whole = placed(xp, [np.zeros(n)] * count)
-    collectives.allgather(block, COMM, out=whole)
+    collectives.allgather(part, COMM, out=whole)
     right &= all(np.array_equal(numbers(xp, w), total) for w in whole)
     root = p - 1
     sent = placed(xp, [np.full(n, float(COMM.rank + v)) for v in range(count)])

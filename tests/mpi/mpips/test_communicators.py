@@ -12,12 +12,11 @@ from mpi4py import MPI
 
 import collectives
 import mpips
-from collectives.communicator import communicator
 from collectives.network.drain import sweep
 from collectives.network.requests import outstanding
 from mpips.world import implementation
 from tests.choice import once
-from tests.mpi.collectives.support import NODES
+from tests.mpi.collectives.support import NODES, patient
 from tests.mpi.sizes import only_on
 
 WORLD = MPI.COMM_WORLD
@@ -107,7 +106,7 @@ def test_a_store_leaves_none_behind(kind, options, end):
 def test_collectives_leave_none_behind(nodes, algorithm, end):
     def once():
         comm = NODES[nodes](WORLD.Dup())
-        communicator(comm).patient(30, 30)
+        patient(comm, 30, 30)
         collectives.allreduce(np.ones(1000), comm)
         if end != "freed":
             with pytest.raises(collectives.MismatchError):

@@ -11,15 +11,14 @@ import pytest
 from mpi4py import MPI
 
 import collectives
-from collectives.errors import CollectiveError, MismatchError, StallError
+from collectives import CollectiveError, MismatchError, StallError
 from collectives.network.drain import sweep
 from collectives.node.wait import Limits
+from mpips import EpochError, EpochMismatchError, EpochStallError, Options
 from mpips import layout as layouts
-from mpips.options import Options
 from mpips.runtime import epoch as epochs
 from mpips.runtime import rendezvous
 from mpips.runtime.epoch import Epoch
-from mpips.runtime.errors import EpochError, EpochMismatchError, EpochStallError
 from tests.choice import pairwise
 from tests.mpi.collectives.support import NODES
 from tests.mpi.sizes import only_on

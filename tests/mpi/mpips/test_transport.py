@@ -14,9 +14,9 @@ import pytest
 from mpi4py import MPI
 
 from collectives.network.drain import part
+from mpips import Options
 from mpips.keys.key import Key
 from mpips.keys.shard import Shard
-from mpips.options import Options
 from mpips.runtime.tasks import goes_on, together
 from mpips.served.link import Link
 from mpips.server.unit import Unit

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 from greenlet import GreenletExit
 
+from collectives import CollectiveError
 from collectives.communicator import Communicator
-from collectives.errors import CollectiveError
 from collectives.node.board import Board
 from collectives.node.descriptors import Place
 from collectives.node.poison import Poison

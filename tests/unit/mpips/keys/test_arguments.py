@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from mpips import RowSparse
 from mpips.keys import arguments
-from mpips.keys.row_sparse import RowSparse
 
 A = np.zeros((2, 3), np.float32)
 

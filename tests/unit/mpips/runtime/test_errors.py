@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import mpips
-from collectives.errors import CollectiveError, MismatchError, StallError
+from collectives import CollectiveError, MismatchError, StallError
 from mpips.runtime.errors import of_kind
 
 
