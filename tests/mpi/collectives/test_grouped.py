@@ -9,7 +9,7 @@ import collectives
 from tests.choice import once
 from tests.mpi.collectives.support import NODES, RANK, WORLD, P, block, fresh, make
 
-SHAPES = [(5,), (), (0,), (3, 4), (70_000,), (1,), (2, 0), (250_001,)]
+SHAPES = [(5,), (), (0,), (3, 4), (70_000,), (1,), (2, 0), (250_001,), (16_385,)]
 DTYPES = ["float32", "float64", "float16", "int64"]
 OPS = {"sum": np.sum, "max": np.max, "mean": np.mean}
 
