@@ -33,7 +33,7 @@ from tests.mpi.collectives.support import (
     P,
     fresh,
     hear,
-    in_the_middle,
+    interrupted,
     patient,
     polled,
     started,
@@ -222,25 +222,14 @@ def _refused(cell: Cell) -> None:
 
 def _interrupted(good: Callable[[], Any]) -> tuple[Callable[[], Any], Callable[[], float]]:
     """The odd rank is interrupted while it waits for rank 0, which comes later."""
-    at = [0.0]
-
-    def interrupt(number: int, frame: Any) -> None:
-        if not in_the_middle(frame):
-            signal.setitimer(signal.ITIMER_REAL, 1e-4)
-            return
-        at[0] = time.monotonic()
-        raise KeyboardInterrupt
+    marks: list[list[float]] = []
 
     def alarmed() -> None:
-        before = signal.signal(signal.SIGALRM, interrupt)
-        try:
-            signal.setitimer(signal.ITIMER_REAL, INTERRUPTED)
+        with interrupted(INTERRUPTED) as found:
+            marks.append(found)
             good()
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
 
-    return alarmed if RANK == ODD else good, lambda: at[0]
+    return alarmed if RANK == ODD else good, lambda: marks[0][0] if marks else 0.0
 
 
 def live(faults: Sequence[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -122,3 +123,29 @@ def in_the_middle(frame: FrameType | None) -> bool:
     while frame is not None and not str(frame.f_globals.get("__name__", "")).startswith(MIDDLE):
         frame = frame.f_back
     return frame is not None
+
+
+@contextmanager
+def interrupted(
+    seconds: float, middle: Callable[[FrameType | None], bool] = in_the_middle, again: float = 1e-4
+) -> Iterator[list[float]]:
+    """Raise KeyboardInterrupt once after some seconds, in the middle of a call; gives when it did, by the clock.
+
+    Where the alarm finds no call that has begun it comes again a little later; never, where `again` is 0.
+    """
+    at = [0.0]
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if not middle(frame):
+            signal.setitimer(signal.ITIMER_REAL, again)
+            return
+        at[0] = time.monotonic()
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        yield at
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

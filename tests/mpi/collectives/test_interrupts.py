@@ -3,9 +3,7 @@ interrupted rank has it back."""
 
 from __future__ import annotations
 
-import signal
 import time
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -13,30 +11,12 @@ import pytest
 import collectives
 from tests.choice import once, pairwise
 from tests.mpi.collectives.faults import Cell
-from tests.mpi.collectives.support import ODD, RANK, WORLD, P, fresh, in_the_middle, patient, still_works
+from tests.mpi.collectives.support import ODD, RANK, WORLD, P, fresh, interrupted, patient, still_works
 from tests.mpi.sizes import only_on
 
 ROUNDS = 6
 CALLS = 400  # more than are made before the interrupt comes
 AFTER = (0.0005, 0.02)  # seconds until it comes
-
-
-@contextmanager
-def interrupted(seconds):
-    """Raise KeyboardInterrupt once, in the middle of a call, after so many seconds."""
-
-    def interrupt(number, frame):
-        if in_the_middle(frame):
-            raise KeyboardInterrupt
-        signal.setitimer(signal.ITIMER_REAL, 2e-5)
-
-    before = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def row(cell, call):
@@ -64,7 +44,7 @@ def one_round(comm, way, route, rng):
     cell = Cell(comm, way, route)
     call = cell.call()
     if RANK == ODD:
-        with interrupted(rng.uniform(*AFTER)):
+        with interrupted(rng.uniform(*AFTER), again=2e-5):
             name, sentence, right = row(cell, call)
     else:
         name, sentence, right = row(cell, call)
