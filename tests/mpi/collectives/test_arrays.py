@@ -14,7 +14,7 @@ import collectives
 from collectives.communicator import communicator
 from tests.choice import once
 from tests.mpi.collectives.support import RANK, TOTAL, WORLD, P, fresh, make, polled, started
-from tests.mpi.sizes import only_on
+from tests.mpi.sizes import core_on, only_on
 
 CALLS = 5000
 
@@ -170,6 +170,7 @@ def test_memory_stays_as_it_is_over_many_calls(what):
     assert max(grown) < 32, f"MiB: {grown}"
 
 
+@core_on(2)
 @only_on(2, 3)
 def test_more_plans_than_there_are_tags():
     """9,000 lanes are dealt while an early plan lives: no message of a new plan reaches the old one."""

@@ -80,8 +80,9 @@ def test_a_wait_that_is_too_long_names_the_label():
     if P < 2:
         pytest.skip("one rank waits for nobody")
     with fresh() as comm:
-        patient(comm, 30.0, 0.3)
         collectives.allreduce(np.ones(3), comm)
+        MPI.COMM_WORLD.Barrier()
+        patient(comm, 30.0, 0.3)
         heard = ""
         if RANK != ODD:
             with pytest.raises(collectives.CollectiveError) as caught:

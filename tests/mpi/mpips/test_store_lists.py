@@ -6,6 +6,7 @@ import pytest
 import mpips
 from tests.choice import pairwise
 from tests.mpi.mpips.support import failure, need, run
+from tests.mpi.sizes import core_on
 
 SIZES = [1, 7, 1000, 5000, 20_000]  # one block and several, copied and read in place
 MAKERS = {
@@ -128,6 +129,7 @@ def test_one_array_for_two_keys_is_read_for_both_before_it_is_written():
     assert not run("dist_sync", body, servers=1)
 
 
+@core_on(3)
 @pytest.mark.mpi(min_size=3)
 @pytest.mark.parametrize("size", [10, 100_000])
 def test_a_list_that_takes_too_long_ends_the_epoch_and_the_next_goes_on(size):
