@@ -21,13 +21,11 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import shlex
 import signal
 import sys
 import tempfile
 import time
-import xml.etree.ElementTree as xml
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
@@ -36,34 +34,14 @@ from typing import IO, NamedTuple
 
 from launch import NAMES, Job, LauncherError, build, find, this_machine
 from tests import child
+from tests.report import TAIL, Result, counted, show, summarise, unfinished
 
 STAGES = ("lint", "unit", "lab", "mpi")
 ROOT = Path(__file__).resolve().parent.parent
-TAIL = 6000  # characters of a failing rank's output that are shown
-CALLER = " in pytest_pyfunc_call"  # the innermost frame that is not the test's
 LAST_LINES = 6  # of the output of a run that did not come to its end, below all else
-SLOWEST = 8
-SLOW = 1.0  # seconds
 MANY = 4  # ranks
 OTHER_MPI = "TESTS_OTHER_MPI"  # in the environment of tests on so many ranks of which another MPI runs some
-NOTHING_COLLECTED = 5  # pytest's exit code
 FULL = ("-m", "not slow")  # in place of pyproject.toml's words; a later -m of the caller's counts instead
-
-
-class Result(NamedTuple):
-    """One run: what it was, its tests and seconds, what failed, and (seconds, test) of every test."""
-
-    name: str
-    passed: int
-    failed: int
-    skipped: int = 0
-    seconds: float = 0.0
-    failures: tuple[str, ...] = ()
-    times: tuple[tuple[float, str], ...] = ()
-
-    def __str__(self) -> str:
-        counts = f"{self.passed} passed, {self.failed} failed, {self.skipped} skipped"
-        return f"{self.name:24} {counts}, {self.seconds:.0f} s"
 
 
 class Choice(NamedTuple):
@@ -292,65 +270,6 @@ def ranks(
 
 def title(name: str, out: IO[bytes] | None) -> None:
     child.show(f"\n== {name}\n".encode(), out)
-
-
-def counted(name: str, report: Path, code: int, seconds: float) -> Result:
-    """Tests as rank 0's JUnit report counts them; a run that failed without a failing test counts as one."""
-    tests, failures, skipped = [], [], 0
-    for case in xml.parse(report).iter("testcase") if report.is_file() else ():
-        test = f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}"
-        tests.append((float(case.get("time", 0)), test))
-        skipped += case.find("skipped") is not None
-        wrong = next((part for part in case if part.tag in ("failure", "error")), None)
-        if wrong is not None:
-            failures.append(f"{test}: {(wrong.get('message') or '').strip().partition(chr(10))[0]}")
-    passed = len(tests) - len(failures) - skipped
-    if code not in (0, NOTHING_COLLECTED) and not failures:
-        failures.append(
-            f"exit code {code}: " + ("no test failed" if report.is_file() else "it did not come to its end")
-        )
-    return Result(name, passed, len(failures), skipped, seconds, tuple(failures), tuple(tests))
-
-
-def unfinished(folder: Path) -> tuple[str, ...]:
-    """Where the ranks were that have not come to their end."""
-    places = sorted(folder.glob("*.now"), key=lambda path: int(path.stem))
-    return tuple(
-        f"rank {p.stem} was in {p.read_text()}{innermost(p.with_suffix('.stack'))}"
-        for p in places
-        if not p.with_suffix(".xml").is_file()
-    )
-
-
-def innermost(stack: Path) -> str:
-    """The frames of a test in which a rank's main thread was, as faulthandler wrote them; "" if it wrote none."""
-    text = stack.read_text(errors="replace") if stack.is_file() else ""
-    threads = re.split("^Current thread |^Thread ", text, flags=re.MULTILINE)
-    main = next((one.partition(CALLER)[0] for one in threads if CALLER in one), "")
-    frames = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', main, re.MULTILINE)
-    return "".join(f", in {function} ({Path(file).name}:{line})" for file, line, function in frames)
-
-
-def show(folder: Path, out: IO[bytes] | None) -> None:
-    """The end of what each rank but the first printed, and where each was."""
-    for log in sorted((*folder.glob("*.log"), *folder.glob("*.stack")), key=lambda path: (int(path.stem), path.suffix)):
-        text = log.read_text(errors="replace").strip()
-        if text:
-            child.show(f"-- rank {log.stem}\n{text[-TAIL:]}\n".encode(errors="replace"), out)
-
-
-def summarise(results: Sequence[Result]) -> None:
-    """A line a run, the slowest tests, and what failed, where a reader of a long log looks: at its end."""
-    print("\n" + "\n".join(map(str, results)))
-    times = sorted(((*one, result.name) for result in results for one in result.times), reverse=True)
-    slow = [f"{seconds:6.1f} s  {name}: {test}" for seconds, test, name in times[:SLOWEST] if seconds >= SLOW]
-    if slow:
-        print("\nslowest tests\n" + "\n".join(slow))
-    failed = sum(result.failed for result in results)
-    if failed:
-        print("\nfailed")
-        print("\n".join(f"  {result.name}: {failure}" for result in results for failure in result.failures))
-    print(f"\n{sum(result.passed for result in results)} passed, {failed} failed", flush=True)
 
 
 if __name__ == "__main__":

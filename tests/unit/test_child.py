@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from tests import child
-from tests.run import FULL, ROOT, Choice, compile_once, counted, main, numbers, parts, turn, unfinished
+from tests.report import counted, unfinished
+from tests.run import FULL, ROOT, Choice, compile_once, main, numbers, parts, turn
 
 LEAVES_ONE_BEHIND = """
 import subprocess, sys
