@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import collectives
-from tests.choice import once, pairwise
+from tests.choice import once
 from tests.mpi.collectives.faults import Cell
 from tests.mpi.collectives.support import ODD, RANK, WORLD, P, fresh, interrupted, patient, still_works
 from tests.mpi.sizes import only_on
@@ -82,7 +82,7 @@ def test_interrupts_at_any_moment(nodes, way, route):
 
 
 @only_on(2, 3)
-@pairwise(
+@once(
     nodes=["one node", "a node for each rank"],
     route=["large", "empty", "native", "ring"],
     how=["timeout", "interrupt"],

@@ -17,7 +17,7 @@ import collectives
 from collectives import communicator as communicators
 from collectives.schedule import catalog
 from tests.mpi.collectives.support import KINDS, NODES, RANK, TOTAL, WORLD, P, block, fresh, make, polled, started
-from tests.mpi.sizes import either_mpi, only_on
+from tests.mpi.sizes import core_on, either_mpi, only_on
 
 ROOT = P // 2
 ON_ONE_NODE = (
@@ -155,6 +155,7 @@ def test_views_shapes_and_odd_places():
     assert all(right)
 
 
+@core_on(3)
 def test_more_lanes_than_a_plan_mostly_has():
     x = np.ones(3000)
     collectives.allreduce(x, WORLD, algorithm="multi_ring(rings=300)")

@@ -19,9 +19,9 @@ from mpips import layout as layouts
 from mpips.runtime import epoch as epochs
 from mpips.runtime import rendezvous
 from mpips.runtime.epoch import Epoch
-from tests.choice import pairwise
+from tests.choice import first, pairwise
 from tests.mpi.collectives.support import NODES
-from tests.mpi.sizes import only_on
+from tests.mpi.sizes import core_on, only_on
 
 WORLD = MPI.COMM_WORLD
 RANK, P = WORLD.rank, WORLD.size
@@ -78,6 +78,7 @@ ERRORS = [
 ]
 
 
+@core_on(2, 3, 4)
 @pairwise(nodes=HOW, way=["collective", "rendezvous", "wait"], **{"error, kind, sentence": ERRORS})
 def test_all_ranks_hear_of_the_end_within_a_second_and_the_next_epoch_works(nodes, way, error, kind, sentence):
     with store(nodes) as (layout, epoch):
@@ -108,6 +109,7 @@ def test_all_ranks_hear_of_the_end_within_a_second_and_the_next_epoch_works(node
         epoch.close()
 
 
+@core_on(2, 3, 4)
 @pytest.mark.parametrize("nodes", HOW)
 def test_what_was_sent_in_one_epoch_is_not_heard_in_the_next(nodes):
     with store(nodes) as (layout, epoch):
@@ -248,7 +250,7 @@ def hear(epoch):
 
 
 @pytest.mark.mpi(min_size=5)
-@pytest.mark.parametrize("nodes", HOW)
+@first(1, nodes=HOW)
 def test_ranks_of_a_client_are_named_as_in_the_store(nodes):
     with store(nodes, clients=2, timeout_seconds=2) as (layout, epoch):
         if layout.is_server or layout.client_number == 0:

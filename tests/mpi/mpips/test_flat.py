@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 import mpips
 from collectives.network.drain import sweep
@@ -127,13 +126,13 @@ def _store(kind: str, fails: bool) -> None:
 
 
 @only_on(3)
-@first(3, kind=[*KINDS][::2] + [*KINDS][1::2])
+@first(2, kind=[*KINDS][::2] + [*KINDS][1::2])
 def test_calls_leave_nothing_behind(kind):
     assert not over_calls(kind, 200)
 
 
 @only_on(3)
-@pytest.mark.parametrize("kind", KINDS)
+@first(2, kind=[*KINDS][::-1])
 def test_stores_leave_nothing_behind(kind):
     assert not over_stores(kind, 6)
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import mpips
-from tests.choice import pairwise
+from tests.choice import first, pairwise
 from tests.mpi.mpips.support import failure, need, run
 from tests.mpi.sizes import core_on
 
@@ -131,7 +131,7 @@ def test_one_array_for_two_keys_is_read_for_both_before_it_is_written():
 
 @core_on(3)
 @pytest.mark.mpi(min_size=3)
-@pytest.mark.parametrize("size", [10, 100_000])
+@first(1, size=[100_000, 10])
 def test_a_list_that_takes_too_long_ends_the_epoch_and_the_next_goes_on(size):
     workers = need(2, servers=1)
 
