@@ -77,7 +77,11 @@ def hear(call: Callable[[], Any]) -> Heard:
 
 
 def sentence(call: Callable[[], Any], error: type[Exception] = collectives.MismatchError) -> str:
-    """What the call raises, having checked that all ranks raise it with the same sentence."""
+    """What the call raises, having checked that all ranks raise it with the same sentence.
+
+    No rank makes it while another is still in the call before: that one would hear of the failure there.
+    """
+    WORLD.Barrier()
     everybody = WORLD.allgather(hear(call)[:2])
     assert set(everybody) == {(error.__name__, everybody[0][1])}, everybody
     return everybody[0][1]

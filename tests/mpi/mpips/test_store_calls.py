@@ -122,6 +122,7 @@ def test_arrays_that_are_read_in_place_are_pushed_in_one_order():
         gradient = mpips.empty(200_000)
         gradient[...] = 1
         first, second = "ab" if kv.rank % 2 else "ba"
+        kv.layout.workers.Barrier()  # who is still in `init` would hear of it there
         said = failure(lambda: (kv.push(first, gradient), kv.push(second, gradient)))
         assert "use keys in the same order on all ranks" in said, said
         assert kv.recover() == {"a": 0, "b": 0}

@@ -154,6 +154,7 @@ def test_who_calls_something_else_ends_the_epoch_and_nothing_is_lost(kind, optio
                 names, ones = ["a", "b"], ones[:2]
             else:
                 names, ones = "a", ones[0]
+        kv.layout.workers.Barrier()  # who is still in `init` would hear of it there
         said = failure(lambda: kv.push(names, ones))
         rounds = kv.recover()
         outs = [np.empty(9, np.float32) for _ in "abc"]
