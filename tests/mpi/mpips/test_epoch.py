@@ -78,7 +78,7 @@ ERRORS = [
 ]
 
 
-@core_on(2, 3, 4)
+@core_on(2, 3)
 @pairwise(nodes=HOW, way=["collective", "rendezvous", "wait"], **{"error, kind, sentence": ERRORS})
 def test_all_ranks_hear_of_the_end_within_a_second_and_the_next_epoch_works(nodes, way, error, kind, sentence):
     with store(nodes) as (layout, epoch):
@@ -109,7 +109,7 @@ def test_all_ranks_hear_of_the_end_within_a_second_and_the_next_epoch_works(node
         epoch.close()
 
 
-@core_on(2, 3, 4)
+@core_on(2, 3)
 @pytest.mark.parametrize("nodes", HOW)
 def test_what_was_sent_in_one_epoch_is_not_heard_in_the_next(nodes):
     with store(nodes) as (layout, epoch):
@@ -181,6 +181,7 @@ def test_who_waits_too_long_for_others_to_recover_is_told_so_and_may_come_again(
         epoch.close()
 
 
+@core_on(2, 3)
 def test_nothing_is_left_of_epochs_that_were_closed_soon_after_a_meeting():
     begun = time.monotonic()
     for number in range(60):
