@@ -3,16 +3,20 @@
 
 PYTHON ?= python3
 MPI ?= auto
-RANKS ?= 1,2,3,4,5,7
+RANKS ?= 1,2,3,4,7
+ALL_RANKS ?= 1,2,3,4,5,7
 SERVERS ?= 2
 WORKERS ?= 4
 CLIENTS ?= 2
 
 VENV = $(PYTHON) -m launch.venv .venv --mpi $(MPI)
 BIN = .venv/bin
+TESTS = $(VENV) --extra test && $(BIN)/python -m tests.run --python $(BIN)/python --python .venv-mpich/bin/python \
+	--beside "$(PYTHON) -m launch.venv .venv-mpich --mpi mpich --extra test"
+TEST_TORCH = .venv-torch/bin/python -m tests.run --stages mpi --ranks 1,2,3 --python .venv-torch/bin/python tests/mpi/torch
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-torch unit lab lint install clean overlap \
+.PHONY: help demo test test-all test-slow test-torch unit lab lint install clean overlap \
 	reproduce-mg-wfbp reproduce-ibatch reproduce-bml reproduce-mxnet-mpi reproduce-tensor reproduce-mlp
 
 help: ## this list
@@ -22,10 +26,12 @@ demo: ## train on real data with servers and MPI clients in every mode: out/demo
 	$(VENV) --extra demo
 	$(BIN)/python examples/demo.py --out out --servers $(SERVERS) --clients $(CLIENTS) --workers $(WORKERS)
 
-test: ## lint, unit and lab tests, then MPI tests on 1, 2, 3, 4, 5 and 7 ranks with Open MPI and with MPICH
-	$(VENV) --extra test
-	$(BIN)/python -m tests.run --ranks $(RANKS) --python $(BIN)/python --python .venv-mpich/bin/python \
-		--beside "$(PYTHON) -m launch.venv .venv-mpich --mpi mpich --extra test"
+test: ## in 8 minutes: lint, unit and lab tests, MPI tests on 1, 3 and 7 ranks with Open MPI, on 2 and 4 with MPICH
+	$(TESTS) --ranks $(RANKS)
+
+test-all: ## everything, before a release: both MPIs on 1 to 7 ranks, long tables, short reproductions, PyTorch if there
+	$(TESTS) --ranks $(ALL_RANKS) --full --limit 1800 --total 7200
+	[ ! -x .venv-torch/bin/python ] || $(TEST_TORCH)
 
 lint: ## ruff and mypy
 	$(VENV) --extra test
@@ -49,7 +55,7 @@ test-slow: ## collectives and keys of more than 2^31 elements and bytes: 2 ranks
 
 test-torch: ## tests of mpips.torch and mpips.jax on 1, 2 and 3 ranks; installs PyTorch and JAX
 	$(PYTHON) -m launch.venv .venv-torch --mpi $(MPI) --extra test --extra torch --extra jax
-	.venv-torch/bin/python -m tests.run --stages mpi --ranks 1,2,3 --python .venv-torch/bin/python tests/mpi/torch
+	$(TEST_TORCH)
 
 install: ## make .venv with mpips and an MPI, and look at the machine with `mpips doctor`
 	$(VENV)

@@ -1,26 +1,31 @@
-"""Runs all tests. The log ends with a line a run, the slowest tests, the failed tests, and `N passed, N failed`.
+"""Runs the tests. The log ends with a line a run, the slowest tests, the failed tests, and `N passed, N failed`.
 
-    python -m tests.run [--stages lint,unit,lab,mpi] [--ranks 1,2,3,4,5,7] [--python PYTHON]... [PYTEST WORDS]
+    python -m tests.run [--full] [--stages lint,unit,lab,mpi] [--ranks 1,2,3,4,7] [--python PYTHON]... [PYTEST WORDS]
 
 The exit code is 1 if anything failed, 2 if these words mean nothing. `--python` names the interpreters under which the
-MPI tests run, one a flavour of MPI; `--beside COMMAND` runs beside the checkers and must have succeeded before MPI
-tests begin (`make test` makes its second environment so). Where there are several, tests marked `either_mpi`
-(`tests/mpi/sizes.py`) run on MANY ranks and more under one of them, in turn; all other tests run under all. What needs
-one core runs two at a time; tests on several ranks run alone. Every run has a hard time limit (`--limit`), and so have
-all together (`--total`). Rank 0 prints; other ranks' output is shown if they fail.
+MPI tests run, one for each MPI. `--beside COMMAND` runs beside the checkers and must have succeeded before MPI tests
+begin (`make test` makes its second environment so).
+
+Without `--full` each number of ranks runs under one of the interpreters, in turn. `make test` thus has Open MPI on 1, 3
+and 7 ranks and MPICH on 2 and 4. Each MPI closes, fails and starts jobs in its own way, so each gets faults and
+interrupts (Open MPI on 3 ranks, MPICH on 2 and 4) and results on odd and even nodes. Most tests that start jobs, on 1
+rank, are of `mpips run`, and Open MPI's mpirun leaves more to it. With `--full` tests marked `full` run, too, and every
+number of ranks runs under every interpreter. Only tests marked `either_mpi` (`tests/mpi/sizes.py`) still run under one
+of them, in turn, on MANY ranks and more.
+
+What needs one core runs two at a time; tests on several ranks run alone. Every run has a hard time limit (`--limit`),
+and so have all together (`--total`). Rank 0 prints; other ranks' output is shown if they fail.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import re
 import shlex
 import signal
 import sys
 import tempfile
 import time
-import xml.etree.ElementTree as xml
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
@@ -29,33 +34,34 @@ from typing import IO, NamedTuple
 
 from launch import NAMES, Job, LauncherError, build, find, this_machine
 from tests import child
+from tests.report import TAIL, Result, counted, show, summarise, unfinished
 
 STAGES = ("lint", "unit", "lab", "mpi")
 ROOT = Path(__file__).resolve().parent.parent
-TAIL = 6000  # characters of a failing rank's output that are shown
-CALLER = " in pytest_pyfunc_call"  # the innermost frame that is not the test's
 LAST_LINES = 6  # of the output of a run that did not come to its end, below all else
-SLOWEST = 8
-SLOW = 1.0  # seconds
 MANY = 4  # ranks
 OTHER_MPI = "TESTS_OTHER_MPI"  # in the environment of tests on so many ranks of which another MPI runs some
-NOTHING_COLLECTED = 5  # pytest's exit code
+FULL = ("-m", "not slow")  # in place of pyproject.toml's words; a later -m of the caller's counts instead
 
 
-class Result(NamedTuple):
-    """One run: what it was, its tests and seconds, what failed, and (seconds, test) of every test."""
+class Choice(NamedTuple):
+    """Which tests to run: the caller's words for pytest, and whether those marked `full` are among them."""
 
-    name: str
-    passed: int
-    failed: int
-    skipped: int = 0
-    seconds: float = 0.0
-    failures: tuple[str, ...] = ()
-    times: tuple[tuple[float, str], ...] = ()
+    words: tuple[str, ...] = ()
+    full: bool = False
 
-    def __str__(self) -> str:
-        counts = f"{self.passed} passed, {self.failed} failed, {self.skipped} skipped"
-        return f"{self.name:24} {counts}, {self.seconds:.0f} s"
+    @property
+    def named(self) -> bool:
+        """Whether the words name files."""
+        return any(word.startswith("tests") and (ROOT / word.partition("::")[0]).exists() for word in self.words)
+
+    def of(self, *places: str) -> list[str]:
+        """Words for pytest; these places where the caller names none."""
+        return [*(FULL if self.full else ()), *self.words, *(() if self.named else places)]
+
+    def only(self, places: Sequence[str]) -> Choice:
+        """The same tests in these places alone."""
+        return self._replace(words=(*self.words, *places))
 
 
 Task = Callable[[IO[bytes] | None], Result]
@@ -92,18 +98,20 @@ def main() -> int:
             signal.signal(number, stop)
     parser = argparse.ArgumentParser(description="Run the tests.")
     parser.add_argument("--stages", type=names, default="lint,unit,lab,mpi")
-    parser.add_argument("--ranks", type=numbers, default="1,2,3,4,5,7")
+    parser.add_argument("--full", action="store_true", help="also tests marked `full`, and all ranks under each Python")
+    parser.add_argument("--ranks", type=numbers, default="1,2,3,4,7")
     parser.add_argument("--python", action="append", help="interpreter for MPI tests; may be repeated")
     parser.add_argument("--beside", default="", help="a command to run beside the checkers")
     parser.add_argument("--limit", type=float, default=900, help="seconds that one run may take")
     parser.add_argument("--total", type=float, default=4800, help="seconds that all runs together may take")
     arguments, words = parser.parse_known_args()
     limits, stages = Limits(arguments.limit, arguments.total), arguments.stages
+    choice = Choice(tuple(words), arguments.full)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         compile_once(folder)
-        results = together(checks(stages, arguments.beside, words, limits))
+        results = together(checks(stages, arguments.beside, choice, limits))
         if "mpi" in stages:
-            results += mpi(arguments.python or [sys.executable], arguments.ranks, words, limits)
+            results += mpi(arguments.python or [sys.executable], arguments.ranks, choice, limits)
     summarise(results)
     return 1 if any(result.failed for result in results) else 0
 
@@ -136,35 +144,52 @@ def stop(number: int, frame: object) -> None:
     sys.exit(f"ended by {signal.Signals(number).name}")
 
 
-def checks(stages: Sequence[str], beside: str, words: list[str], limits: Limits) -> list[Task]:
-    """What needs no second core: the environment to be made, checkers, unit and lab tests."""
+def checks(stages: Sequence[str], beside: str, choice: Choice, limits: Limits) -> list[Task]:
+    """What needs no second core: the environment to be made, checkers, unit and lab tests. The longest come first."""
     tasks: list[Task] = []
     if beside:
         tasks.append(lambda out: tool("environment", shlex.split(beside), limits, out))
-    if "lint" in stages:
-        tasks.append(lambda out: tool("ruff", [sys.executable, "-m", "ruff", "check", "."], limits, out))
-        tasks.append(lambda out: tool("mypy", [sys.executable, "-m", "mypy"], limits, out))
-    for stage in ("unit", "lab"):
+    for stage in ("lab", "unit"):
         if stage in stages:
-            tasks.append(lambda out, stage=stage: alone(stage, words, limits, out))  # type: ignore[misc]
+            for name, places in parts(stage, choice).items():
+                tasks.append(lambda out, name=name, places=places: alone(name, choice.only(places), limits, out))  # type: ignore[misc]
+    if "lint" in stages:
+        tasks.append(lambda out: tool("mypy", [sys.executable, "-m", "mypy"], limits, out))
+        tasks.append(lambda out: tool("ruff", [sys.executable, "-m", "ruff", "check", "."], limits, out))
     return tasks
 
 
-def mpi(pythons: Sequence[str], counts: Sequence[int], words: list[str], limits: Limits) -> list[Result]:
-    """The MPI tests under each interpreter: those on one rank side by side, then one run after the other."""
+def parts(stage: str, choice: Choice) -> dict[str, list[str]]:
+    """The runs of a stage that go side by side, a folder each, and the places of their tests."""
+    folder = ROOT / "tests" / stage
+    if choice.named:
+        return {stage: []}
+    inner = sorted(path for path in folder.iterdir() if (path / "__init__.py").is_file())
+    files = sorted(str(path.relative_to(ROOT)) for path in folder.glob("test_*.py"))
+    runs = {f"{stage} {path.name}": [str(path.relative_to(ROOT))] for path in inner}
+    return runs | ({stage: files} if files else {})
+
+
+def mpi(pythons: Sequence[str], counts: Sequence[int], choice: Choice, limits: Limits) -> list[Result]:
+    """The MPI tests under each interpreter: those on one rank in parts side by side, then one run after the other."""
     results = [Result(python, 0, 1, failures=("there is no such Python",)) for python in pythons if not usable(python)]
     pythons = [python for python in pythons if usable(python)]
+    every = [(python, count) for python in pythons for count in counts]
+    runs = [(python, count) for python, count in every if choice.full or turn(python, count, pythons, counts)]
     one: list[Task] = [
-        lambda out, python=python: ranks(python, 1, words, limits, out)  # type: ignore[misc]
-        for python in pythons
-        if 1 in counts
+        lambda out, python=python, name=name, places=places: ranks(  # type: ignore[misc]
+            python, 1, choice.only(places), limits, out, part=name
+        )
+        for python, count in runs
+        for name, places in parts("mpi", choice).items()
+        if count == 1
     ]
     results += together(one)
-    for python in pythons:
-        for count in counts:
-            if count > 1:
-                here = turn(python, count, pythons, counts)
-                results.append(ranks(python, count, words, limits, environment={} if here else {OTHER_MPI: "1"}))
+    many = [count for count in counts if count >= MANY]
+    for python, count in runs:
+        if count > 1:
+            elsewhere = count in many and not turn(python, count, pythons, many)
+            results.append(ranks(python, count, choice, limits, environment={OTHER_MPI: "1"} if elsewhere else {}))
     flavours = {find(python=python).flavour for python in pythons}
     if len(flavours) < len(pythons):
         print(f"every environment has the same MPI ({NAMES[flavours.pop()]}): `make test MPI=openmpi` tests both")
@@ -172,9 +197,8 @@ def mpi(pythons: Sequence[str], counts: Sequence[int], words: list[str], limits:
 
 
 def turn(python: str, count: int, pythons: Sequence[str], counts: Sequence[int]) -> bool:
-    """Whether this interpreter runs the tests of which, on so many ranks, one MPI is enough."""
-    many = [number for number in counts if number >= MANY]
-    return count not in many or pythons[many.index(count) % len(pythons)] == python
+    """Whether it is this interpreter's turn where each of these numbers of ranks has one."""
+    return pythons[counts.index(count) % len(pythons)] == python
 
 
 def usable(python: str) -> bool:
@@ -210,29 +234,29 @@ def tool(name: str, argv: list[str], limits: Limits, out: IO[bytes] | None = Non
     return Result(name, int(not code), int(bool(code)), 0, time.monotonic() - started, failures)
 
 
-def alone(stage: str, words: list[str], limits: Limits, out: IO[bytes] | None = None) -> Result:
-    """The tests of `tests/STAGE`, in one process: unit tests need no MPI, lab tests start it themselves."""
-    title(f"{stage} tests", out)
+def alone(name: str, choice: Choice, limits: Limits, out: IO[bytes] | None = None) -> Result:
+    """Tests in one process: unit tests need no MPI, lab tests start it themselves."""
+    title(f"{name} tests", out)
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "0.xml")
         argv = [sys.executable, "-m", "pytest", "-q", "--color=no", f"--junitxml={report}"]
-        code = child.run([*argv, *(words or [f"tests/{stage}"])], limits.now(), ROOT, out)
-        return counted(stage, report, code, time.monotonic() - started)
+        code = child.run([*argv, *choice.of()], limits.now(), ROOT, out)
+        return counted(name, report, code, time.monotonic() - started)
 
 
 def ranks(
-    python: str, count: int, words: list[str], limits: Limits, out: IO[bytes] | None = None,
-    environment: Mapping[str, str] = {},
+    python: str, count: int, choice: Choice, limits: Limits, out: IO[bytes] | None = None,
+    environment: Mapping[str, str] = {}, part: str = "",
 ) -> Result:  # fmt: skip
     """The MPI tests on `count` ranks of `python`, under the mpirun that belongs to it."""
     launcher = find(python=python)
-    name = f"{NAMES[launcher.flavour]}, {count} rank{'s' if count > 1 else ''}"
+    name = f"{NAMES[launcher.flavour]}, {count} rank{'s' if count > 1 else ''}" + (f", {part}" if part else "")
     title(name, out)
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         limit = limits.now()
-        program = (python, "-m", "tests.rank", folder, str(limit), *(words or ["tests/mpi"]))
+        program = (python, "-m", "tests.rank", folder, str(limit), *choice.of("tests/mpi"))
         job = Job(count, program, {"OMP_NUM_THREADS": "1", **environment})
         said = Relayed(out or sys.stdout.buffer)
         code = child.run(build(launcher, job, this_machine()), limit, ROOT, said)
@@ -246,65 +270,6 @@ def ranks(
 
 def title(name: str, out: IO[bytes] | None) -> None:
     child.show(f"\n== {name}\n".encode(), out)
-
-
-def counted(name: str, report: Path, code: int, seconds: float) -> Result:
-    """Tests as rank 0's JUnit report counts them; a run that failed without a failing test counts as one."""
-    tests, failures, skipped = [], [], 0
-    for case in xml.parse(report).iter("testcase") if report.is_file() else ():
-        test = f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}"
-        tests.append((float(case.get("time", 0)), test))
-        skipped += case.find("skipped") is not None
-        wrong = next((part for part in case if part.tag in ("failure", "error")), None)
-        if wrong is not None:
-            failures.append(f"{test}: {(wrong.get('message') or '').strip().partition(chr(10))[0]}")
-    passed = len(tests) - len(failures) - skipped
-    if code not in (0, NOTHING_COLLECTED) and not failures:
-        failures.append(
-            f"exit code {code}: " + ("no test failed" if report.is_file() else "it did not come to its end")
-        )
-    return Result(name, passed, len(failures), skipped, seconds, tuple(failures), tuple(tests))
-
-
-def unfinished(folder: Path) -> tuple[str, ...]:
-    """Where the ranks were that have not come to their end."""
-    places = sorted(folder.glob("*.now"), key=lambda path: int(path.stem))
-    return tuple(
-        f"rank {p.stem} was in {p.read_text()}{innermost(p.with_suffix('.stack'))}"
-        for p in places
-        if not p.with_suffix(".xml").is_file()
-    )
-
-
-def innermost(stack: Path) -> str:
-    """The frames of a test in which a rank's main thread was, as faulthandler wrote them; "" if it wrote none."""
-    text = stack.read_text(errors="replace") if stack.is_file() else ""
-    threads = re.split("^Current thread |^Thread ", text, flags=re.MULTILINE)
-    main = next((one.partition(CALLER)[0] for one in threads if CALLER in one), "")
-    frames = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', main, re.MULTILINE)
-    return "".join(f", in {function} ({Path(file).name}:{line})" for file, line, function in frames)
-
-
-def show(folder: Path, out: IO[bytes] | None) -> None:
-    """The end of what each rank but the first printed, and where each was."""
-    for log in sorted((*folder.glob("*.log"), *folder.glob("*.stack")), key=lambda path: (int(path.stem), path.suffix)):
-        text = log.read_text(errors="replace").strip()
-        if text:
-            child.show(f"-- rank {log.stem}\n{text[-TAIL:]}\n".encode(errors="replace"), out)
-
-
-def summarise(results: Sequence[Result]) -> None:
-    """A line a run, the slowest tests, and what failed, where a reader of a long log looks: at its end."""
-    print("\n" + "\n".join(map(str, results)))
-    times = sorted(((*one, result.name) for result in results for one in result.times), reverse=True)
-    slow = [f"{seconds:6.1f} s  {name}: {test}" for seconds, test, name in times[:SLOWEST] if seconds >= SLOW]
-    if slow:
-        print("\nslowest tests\n" + "\n".join(slow))
-    failed = sum(result.failed for result in results)
-    if failed:
-        print("\nfailed")
-        print("\n".join(f"  {result.name}: {failure}" for result in results for failure in result.failures))
-    print(f"\n{sum(result.passed for result in results)} passed, {failed} failed", flush=True)
 
 
 if __name__ == "__main__":

@@ -21,3 +21,8 @@ def only_on(*sizes: int) -> pytest.MarkDecorator:
 either_mpi = pytest.mark.skipif(OTHER_MPI in os.environ, reason="as many ranks of the other MPI are enough")
 """For tests of what comes out where all goes well, which no MPI changes: where several are tested, on many ranks only
 one has them (`tests.run`). Not for tests of closing, failing and giving up: there each MPI has its own ways to hang."""
+
+
+def core_on(*sizes: int) -> pytest.MarkDecorator:
+    """For tests that find little more in other worlds: `make test` has them in these, `make test-all` in all."""
+    return pytest.mark.usefixtures() if MPI.COMM_WORLD.size in sizes else pytest.mark.full

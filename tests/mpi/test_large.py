@@ -8,7 +8,7 @@ from mpi4py import MPI
 
 import collectives
 import mpips
-from collectives.schedule.model import cut
+from tests.mpi.collectives.support import block
 from tests.mpi.mpips.support import run
 from tests.mpi.sizes import only_on
 
@@ -41,7 +41,7 @@ def test_other_collectives_of_as_many(kind):
         x[:] = 7 * COMM.rank
         collectives.broadcast(x, COMM, root=1)
     else:
-        x[int(cut(BEYOND, COMM.size, COMM.rank)) : int(cut(BEYOND, COMM.size, COMM.rank + 1))] = 7
+        x[block(BEYOND)] = 7
         collectives.allgather(x, COMM)
     assert all_are(x, 7)
 

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from tests import child
-from tests.run import compile_once, counted, main, numbers, turn, unfinished
+from tests.report import counted, unfinished
+from tests.run import FULL, ROOT, Choice, compile_once, main, numbers, parts, turn
 
 LEAVES_ONE_BEHIND = """
 import subprocess, sys
@@ -44,7 +45,7 @@ def test_what_is_no_text_is_left_out_and_the_exit_code_comes_back(tmp_path: Path
 
 def test_a_run_past_its_limit_is_ended_and_says_so(tmp_path: Path) -> None:
     started = time.monotonic()
-    code, text = run("import time; print('begun', flush=True); time.sleep(60)", 3, tmp_path)
+    code, text = run("import time; print('begun', flush=True); time.sleep(60)", 2, tmp_path)
     assert code == 1 and time.monotonic() - started < 30
     assert "begun" in text and "not done after" in text
 
@@ -123,8 +124,21 @@ def test_ranks_as_make_writes_them() -> None:
     assert numbers("1,2,3,4,5,7") == [1, 2, 3, 4, 5, 7]
 
 
-def test_on_every_number_of_ranks_one_mpi_runs_what_either_may_and_on_few_both() -> None:
-    counts, pythons = [1, 2, 3, 4, 5, 7], ["a", "b"]
+def test_each_number_of_ranks_has_one_mpi_in_turn() -> None:
+    counts, pythons = [1, 2, 3, 4, 7], ["a", "b"]
     runs = {count: [python for python in pythons if turn(python, count, pythons, counts)] for count in counts}
-    assert runs == {1: pythons, 2: pythons, 3: pythons, 4: ["a"], 5: ["b"], 7: ["a"]}
+    assert runs == {1: ["a"], 2: ["b"], 3: ["a"], 4: ["b"], 7: ["a"]}
     assert all(turn("a", count, ["a"], counts) for count in counts)
+
+
+def test_unit_tests_are_cut_into_runs_that_hold_each_file_once() -> None:
+    places = [ROOT / place for of_a_run in parts("unit", Choice()).values() for place in of_a_run]
+    found = [file for place in places for file in (place.rglob("test_*.py") if place.is_dir() else [place])]
+    assert sorted(found) == sorted((ROOT / "tests" / "unit").rglob("test_*.py"))
+    assert len(parts("unit", Choice(("tests/unit/test_child.py::test_stages_have_names",)))) == 1
+
+
+def test_words_for_pytest() -> None:
+    assert Choice(("-k", "mpips")).of("tests/mpi") == ["-k", "mpips", "tests/mpi"]
+    file = "tests/unit/test_child.py::x"
+    assert Choice((file,), full=True).of("tests/unit") == [*FULL, file]

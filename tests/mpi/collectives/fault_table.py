@@ -12,11 +12,11 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from launch import Job, build, find, this_machine
 from tests import child
@@ -89,17 +89,30 @@ def deadly(place: Place, fault: str, way: str, route: str) -> Result:
     return Result(seconds, wrong)
 
 
-def show(place: Place, table: Table) -> bool:
+class Shape(NamedTuple):
+    """A table: faults that ranks live through and those of which one dies, ways to call (rows), and its columns."""
+
+    living: Sequence[str]
+    deadly: Sequence[str]
+    ways: Sequence[str]
+    columns: Sequence[str]
+    width: int
+
+
+SHAPE = Shape(LIVING, DEADLY, WAYS, ROUTES, 9)
+
+
+def show(place: Place, table: Table, shape: Shape) -> bool:
     """Print a table; whether all is well."""
-    print(f"\n{place}\n\n{'fault':10} {'call':9}" + "".join(f"{route:>9}" for route in ROUTES))
-    for fault in (*LIVING, *DEADLY):
-        for way in WAYS:
-            found = [table.get((fault, way, route)) for route in ROUTES]
+    print(f"\n{place}\n\n{'fault':10} {'call':9}" + "".join(f"{column:>{shape.width}}" for column in shape.columns))
+    for fault in (*shape.living, *shape.deadly):
+        for way in shape.ways:
+            found = [table.get((fault, way, column)) for column in shape.columns]
             if any(found):
-                print(f"{fault:10} {way:9}" + "".join(f"{_cell(one):>9}" for one in found))
+                print(f"{fault:10} {way:9}" + "".join(f"{_cell(one):>{shape.width}}" for one in found))
     bad = {cell: result.wrong for cell, result in table.items() if result.wrong}
     for cell, words in bad.items():
-        print(f"wrong: {' '.join(cell)}: {words[:300]}")
+        print(f"wrong: {' '.join(cell)}: {words[:400]}")
     print(f"{len(table)} cells, {len(bad)} wrong", flush=True)
     return not bad
 
@@ -109,7 +122,7 @@ def _cell(result: Result | None) -> str:
         return "-"
     if result.wrong:
         return "wrong"
-    return "ended" if result.seconds is None else f"{result.seconds:.2f}"
+    return "ended" if result.seconds is None else f"{max(result.seconds, 0):.2f}"
 
 
 @contextmanager
@@ -129,23 +142,27 @@ def places(
         yield [*found, *(Place(python, lab, module, ranks) for python in pythons)]
 
 
-def main() -> int:
-    """Command line; the exit code."""
+def command(shape: Shape, made: Callable[[Place, list[str]], Table], **where: Any) -> int:
+    """The command line of a table; the exit code. `made` makes the cells of some faults in a place."""
     parser = argparse.ArgumentParser(description="The table of faults by kind of call.")
     parser.add_argument("--python", action="append", help="an interpreter, and its MPI; may be repeated")
     parser.add_argument("--where", default="node,lab")
-    parser.add_argument("--faults", default=",".join((*LIVING, *DEADLY)))
+    parser.add_argument("--faults", default=",".join((*shape.living, *shape.deadly)))
     arguments = parser.parse_args()
-    faults = arguments.faults.split(",")
     good = True
-    with places(arguments.python or [sys.executable], arguments.where.split(",")) as found:
+    with places(arguments.python or [sys.executable], arguments.where.split(","), **where) as found:
         for place in found:
-            table = living(place, [fault for fault in faults if fault in LIVING])
-            for cell in cells(fault for fault in faults if fault in DEADLY):
-                table[cell] = deadly(place, *cell)
-            good &= show(place, table)
+            good &= show(place, made(place, arguments.faults.split(",")), shape)
     return 0 if good else 1
 
 
+def every(place: Place, faults: list[str]) -> Table:
+    """All cells of some faults."""
+    table = living(place, [fault for fault in faults if fault in LIVING])
+    for cell in cells(fault for fault in faults if fault in DEADLY):
+        table[cell] = deadly(place, *cell)
+    return table
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command(SHAPE, every))

@@ -23,7 +23,6 @@ import numpy as np
 from mpi4py import MPI
 
 import collectives
-from collectives.communicator import communicator
 from tests.mpi.collectives.cells import SOON, Heard, cells
 from tests.mpi.collectives.support import (
     ODD,
@@ -34,7 +33,8 @@ from tests.mpi.collectives.support import (
     P,
     fresh,
     hear,
-    in_the_middle,
+    interrupted,
+    patient,
     polled,
     started,
 )  # fmt: skip
@@ -178,7 +178,7 @@ def _after(cell: Cell, fault: str, heard: Heard, good: Callable[[], Any], fault_
     again = WORLD.allgather(hear(good))
     if fault != "argument":
         collectives.renew(cell.comm)
-    communicator(cell.comm).patient(PATIENCE, PATIENCE)
+    patient(cell.comm, PATIENCE, PATIENCE)
     right = WORLD.allreduce(cell.sums(), MPI.LAND)
     fault_at = max(at for _, at in everybody)
     if fault not in ("interrupt", "argument"):  # it is there when the last has come that is needed for it
@@ -195,7 +195,7 @@ def _made(cell: Cell, fault: str, good: Callable[[], Any]) -> tuple[Callable[[],
         second = cell.call(n=ROUTES[cell.route].n + 7)
         return (lambda: (second(), good())) if RANK == ODD else (lambda: (good(), second())), lambda: 0.0
     if fault == "absent":
-        communicator(cell.comm).patient(PATIENCE, TIMEOUT)
+        patient(cell.comm, PATIENCE, TIMEOUT)
         return good, lambda: 0.0
     if fault == "interrupt":
         return _interrupted(good)
@@ -222,25 +222,14 @@ def _refused(cell: Cell) -> None:
 
 def _interrupted(good: Callable[[], Any]) -> tuple[Callable[[], Any], Callable[[], float]]:
     """The odd rank is interrupted while it waits for rank 0, which comes later."""
-    at = [0.0]
-
-    def interrupt(number: int, frame: Any) -> None:
-        if not in_the_middle(frame):
-            signal.setitimer(signal.ITIMER_REAL, 1e-4)
-            return
-        at[0] = time.monotonic()
-        raise KeyboardInterrupt
+    marks: list[list[float]] = []
 
     def alarmed() -> None:
-        before = signal.signal(signal.SIGALRM, interrupt)
-        try:
-            signal.setitimer(signal.ITIMER_REAL, INTERRUPTED)
+        with interrupted(INTERRUPTED) as found:
+            marks.append(found)
             good()
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
 
-    return alarmed if RANK == ODD else good, lambda: at[0]
+    return alarmed if RANK == ODD else good, lambda: marks[0][0] if marks else 0.0
 
 
 def live(faults: Sequence[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,9 +14,9 @@ import pytest
 from mpi4py import MPI
 
 import collectives
+from collectives import CollectiveError
 from collectives import communicator as communicators
 from collectives.communicator import communicator
-from collectives.errors import CollectiveError
 from tests.mpi.collectives.cells import Heard
 
 WORLD = MPI.COMM_WORLD
@@ -24,6 +25,7 @@ ODD = P - 1  # the rank that does otherwise
 TOTAL = P * (P + 1) // 2  # of RANK + 1 over all ranks
 MIDDLE = tuple(f"collectives.{name}" for name in ("started", "runner", "node.", "network.", "shared_memory."))
 PATIENCE = 30.0  # seconds that a wait may last in these tests
+KINDS = ("allreduce", "reduce_scatter", "allgather", "broadcast", "reduce", "alltoall")
 
 
 class Pairs(MPI.Intracomm):
@@ -47,9 +49,21 @@ NODES = {"one node": MPI.Intracomm, "a node for each rank": Alone, "nodes of two
 def fresh(nodes: str = "one node") -> Iterator[MPI.Intracomm]:
     """A communicator of all ranks on which no wait is endless."""
     made = NODES[nodes](WORLD.Dup())
-    communicator(made).patient(PATIENCE, PATIENCE)
+    patient(made, PATIENCE, PATIENCE)
     yield made
     made.Free()
+
+
+def patient(comm: MPI.Intracomm, stall_seconds: float, timeout_seconds: float) -> None:
+    """From now on waits on `comm` warn and raise after so long."""
+    communicator(comm).patient(stall_seconds, timeout_seconds)
+
+
+def block(n: int, rank: int = RANK, p: int = P) -> slice:
+    """The part of n elements that is a rank's: sizes differ by one at most, and the larger parts come first."""
+    size, larger = divmod(n, p)
+    start = rank * size + min(rank, larger)
+    return slice(start, start + size + (rank < larger))
 
 
 def hear(call: Callable[[], Any]) -> Heard:
@@ -63,7 +77,11 @@ def hear(call: Callable[[], Any]) -> Heard:
 
 
 def sentence(call: Callable[[], Any], error: type[Exception] = collectives.MismatchError) -> str:
-    """What the call raises, having checked that all ranks raise it with the same sentence."""
+    """What the call raises, having checked that all ranks raise it with the same sentence.
+
+    No rank makes it while another is still in the call before: that one would hear of the failure there.
+    """
+    WORLD.Barrier()
     everybody = WORLD.allgather(hear(call)[:2])
     assert set(everybody) == {(error.__name__, everybody[0][1])}, everybody
     return everybody[0][1]
@@ -109,3 +127,29 @@ def in_the_middle(frame: FrameType | None) -> bool:
     while frame is not None and not str(frame.f_globals.get("__name__", "")).startswith(MIDDLE):
         frame = frame.f_back
     return frame is not None
+
+
+@contextmanager
+def interrupted(
+    seconds: float, middle: Callable[[FrameType | None], bool] = in_the_middle, again: float = 1e-4
+) -> Iterator[list[float]]:
+    """Raise KeyboardInterrupt once after some seconds, in the middle of a call; gives when it did, by the clock.
+
+    Where the alarm finds no call that has begun it comes again a little later; never, where `again` is 0.
+    """
+    at = [0.0]
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if not middle(frame):
+            signal.setitimer(signal.ITIMER_REAL, again)
+            return
+        at[0] = time.monotonic()
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        yield at
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

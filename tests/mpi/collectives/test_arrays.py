@@ -12,8 +12,9 @@ import pytest
 
 import collectives
 from collectives.communicator import communicator
+from tests.choice import once
 from tests.mpi.collectives.support import RANK, TOTAL, WORLD, P, fresh, make, polled, started
-from tests.mpi.sizes import only_on
+from tests.mpi.sizes import core_on, only_on
 
 CALLS = 5000
 
@@ -92,8 +93,10 @@ def test_lists_of_vectors(comm):
         assert all((one == TOTAL + P * turn).all() for one in x)
 
 
-@pytest.mark.parametrize("way", ["one-shot", "plan", "started", "list", "grouped"])
-@pytest.mark.parametrize("array, n", [("ordinary", 10), ("ordinary", 300_000), ("shared", 300_000)])
+@once(
+    **{"array, n": [("ordinary", 10), ("ordinary", 300_000), ("shared", 300_000)]},
+    way=["one-shot", "plan", "started", "list", "grouped"],
+)
 def test_an_array_that_nobody_keeps_is_gone_at_once(comm, way, array, n):
     """What a call or a freed plan has had is not held."""
     x = make(array, n)
@@ -167,6 +170,7 @@ def test_memory_stays_as_it_is_over_many_calls(what):
     assert max(grown) < 32, f"MiB: {grown}"
 
 
+@core_on(2)
 @only_on(2, 3)
 def test_more_plans_than_there_are_tags():
     """9,000 lanes are dealt while an early plan lives: no message of a new plan reaches the old one."""

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from collectives.benchmark.case import IN_PLACE, Case
-from collectives.schedule.model import KINDS
+from tests.mpi.collectives.support import KINDS
 
 
 @pytest.mark.mpi(min_size=2)

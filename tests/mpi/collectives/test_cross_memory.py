@@ -13,10 +13,9 @@ import pytest
 import collectives
 from collectives.communicator import communicator
 from collectives.node import process_memory
-from collectives.schedule.model import KINDS, cut
 from collectives.shared_memory import cross_memory
 from collectives.tuner import command
-from tests.mpi.collectives.support import RANK, WORLD, P, fresh, make, sentence, started, still_works
+from tests.mpi.collectives.support import KINDS, RANK, WORLD, P, block, fresh, make, sentence, started, still_works
 from tests.mpi.sizes import either_mpi, only_on
 
 BLOCK = 1 << 10
@@ -43,7 +42,7 @@ def forced(monkeypatch):
 
 def expected(kind, turn, n, dtype, op):
     """What this rank gets: sums in the order of the ranks."""
-    mine = slice(int(cut(n, P, RANK)), int(cut(n, P, RANK + 1)))
+    mine = block(n)
     every = [values(rank, turn, n, dtype) for rank in range(P)]
     if kind in ("allreduce", "reduce", "reduce_scatter"):
         total = every[0]
@@ -53,7 +52,7 @@ def expected(kind, turn, n, dtype, op):
     if kind == "broadcast":
         return every[ROOT]
     if kind == "allgather":
-        return np.concatenate([every[r][int(cut(n, P, r)) : int(cut(n, P, r + 1))] for r in range(P)])
+        return np.concatenate([every[r][block(n, r)] for r in range(P)])
     return np.concatenate([vector[mine] for vector in every])
 
 
@@ -63,7 +62,7 @@ def values(rank, turn, n, dtype):
 
 def wrong(comm, kind, n, in_place, array="ordinary", dtype="float32", op="sum"):
     """Whether this rank gets anything but the expected bits, in one of two turns."""
-    mine = slice(int(cut(n, P, RANK)), int(cut(n, P, RANK + 1)))
+    mine = block(n)
     own = mine.stop - mine.start
     wide = n if in_place or kind != "allgather" else own
     x = make(array, wide, dtype)

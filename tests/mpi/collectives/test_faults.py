@@ -1,6 +1,6 @@
 """What ends a communicator: every rank raises the same sentence soon, and `renew` begins another that sums exactly.
 
-All cells of the table (`cells`) are made on one node; between nodes, and on more ranks, those that differ there.
+A few cells of the table (`cells`) are made on each number of ranks; `make test-all` makes all of them on one node.
 """
 
 from __future__ import annotations
@@ -14,15 +14,31 @@ import numpy as np
 import pytest
 
 import collectives
-from collectives.communicator import communicator
-from collectives.errors import StallError
+from collectives import StallError
+from tests.choice import first
 from tests.mpi.collectives import faults
-from tests.mpi.collectives.cells import DEADLY, LIVING, cells
+from tests.mpi.collectives.cells import DEADLY, LIVING, ROUTES, WAYS, cells
 from tests.mpi.collectives.fault_table import Place, deadly
-from tests.mpi.collectives.support import ODD, RANK, WORLD, P, fresh, hear, sentence, share_nothing, still_works
+from tests.mpi.collectives.support import (
+    ODD,
+    RANK,
+    WORLD,
+    P,
+    fresh,
+    hear,
+    patient,
+    sentence,
+    share_nothing,
+    still_works,
+)
 from tests.mpi.sizes import only_on
 
-FEW = [("blocking", "small"), ("plan", "large"), ("tested", "ring"), ("waited", "native"), ("blocking", "grouped")]
+
+def few(fault, of=1):
+    """Cells of a fault: each route once, or one route `of` so many, by ways that differ with the number of ranks."""
+    turn = LIVING.index(fault) + P
+    ways = {route: "blocking" if route == "grouped" else WAYS[(turn + i) % len(WAYS)] for i, route in enumerate(ROUTES)}
+    return [(fault, way, route) for route, way in ways.items()][turn % of :: of]
 
 
 def wrong(nodes, made):
@@ -39,26 +55,34 @@ def wrong(nodes, made):
 @only_on(2, 3)
 @pytest.mark.parametrize("fault", LIVING)
 def test_a_fault_on_one_node(fault):
-    assert not wrong("one node", cells([fault]) if P == 3 else [(fault, *cell) for cell in FEW])
+    assert not wrong("one node", few(fault))
+
+
+@pytest.mark.full
+@only_on(3)
+@pytest.mark.parametrize("fault", LIVING)
+def test_a_fault_on_one_node_by_every_way_and_route(fault):
+    assert not wrong("one node", cells([fault]))
 
 
 @only_on(2, 3, 5)
 @pytest.mark.parametrize("fault", LIVING)
 def test_a_fault_between_nodes(fault):
-    assert not wrong("a node for each rank", [(fault, *cell) for cell in FEW])
+    assert not wrong("a node for each rank", few(fault, of=2))
 
 
 @only_on(4, 7)
 @pytest.mark.parametrize("fault", LIVING)
 def test_a_fault_on_many_ranks(fault):
     nodes = "nodes of two" if P % 2 == 0 else "one node"
-    assert not wrong(nodes, [(fault, *cell) for cell in FEW])
+    assert not wrong(nodes, few(fault))
 
 
 @only_on(1)
-@pytest.mark.parametrize(
-    "fault, way, route", [("exit", "blocking", "small"), ("exit", "tested", "ring"), ("exception", "plan", "large"),
-                          ("kill", "waited", "empty"), ("kill", "blocking", "grouped"), ("kill", "tested", "native")],
+@first(
+    3, **{"fault, way, route": [("exit", "tested", "ring"), ("exception", "plan", "large"), ("kill", "waited", "empty"),
+                                ("exit", "blocking", "small"), ("kill", "blocking", "grouped"),
+                                ("kill", "tested", "native")]},
 )  # fmt: skip
 def test_a_rank_that_dies(fault, way, route):
     assert fault in DEADLY
@@ -155,7 +179,7 @@ def test_a_wait_warns_before_it_raises(nodes):
     with fresh(nodes) as comm:
         x, texts = np.ones(10), []
         collectives.allreduce(x, comm)
-        communicator(comm).patient(0.3, 30.0)
+        patient(comm, 0.3, 30.0)
 
         def heard(message, *_):
             texts.append(str(message))

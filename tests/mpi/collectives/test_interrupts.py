@@ -3,40 +3,20 @@ interrupted rank has it back."""
 
 from __future__ import annotations
 
-import signal
 import time
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
 
 import collectives
-from collectives.communicator import communicator
+from tests.choice import once
 from tests.mpi.collectives.faults import Cell
-from tests.mpi.collectives.support import ODD, RANK, WORLD, P, fresh, in_the_middle, still_works
+from tests.mpi.collectives.support import ODD, RANK, WORLD, P, fresh, interrupted, patient, still_works
 from tests.mpi.sizes import only_on
 
 ROUNDS = 6
 CALLS = 400  # more than are made before the interrupt comes
 AFTER = (0.0005, 0.02)  # seconds until it comes
-
-
-@contextmanager
-def interrupted(seconds):
-    """Raise KeyboardInterrupt once, in the middle of a call, after so many seconds."""
-
-    def interrupt(number, frame):
-        if in_the_middle(frame):
-            raise KeyboardInterrupt
-        signal.setitimer(signal.ITIMER_REAL, 2e-5)
-
-    before = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def row(cell, call):
@@ -64,7 +44,7 @@ def one_round(comm, way, route, rng):
     cell = Cell(comm, way, route)
     call = cell.call()
     if RANK == ODD:
-        with interrupted(rng.uniform(*AFTER)):
+        with interrupted(rng.uniform(*AFTER), again=2e-5):
             name, sentence, right = row(cell, call)
     else:
         name, sentence, right = row(cell, call)
@@ -80,16 +60,16 @@ def one_round(comm, way, route, rng):
     if len(told) > 1 or f"rank {ODD} has given up" not in told.pop():
         return f"unlike sentences: {everybody}"
     collectives.renew(comm)
-    communicator(comm).patient(30.0, 30.0)
+    patient(comm, 30.0, 30.0)
     return "" if WORLD.allreduce(cell.sums()) == P else "wrong sums after renew"
 
 
 @only_on(2, 3)
-@pytest.mark.parametrize("nodes", ["one node", "a node for each rank"])
-@pytest.mark.parametrize(
-    "way, route", [("blocking", "small"), ("blocking", "large"), ("blocking", "empty"), ("blocking", "grouped"),
-                   ("plan", "small"), ("plan", "ring"), ("plan", "native"), ("plan", "large"),
-                   ("tested", "large"), ("tested", "ring"), ("waited", "native"), ("waited", "empty")],
+@once(
+    **{"way, route": [("blocking", "small"), ("blocking", "large"), ("blocking", "empty"), ("blocking", "grouped"),
+                      ("plan", "small"), ("plan", "ring"), ("plan", "native"), ("plan", "large"),
+                      ("tested", "large"), ("tested", "ring"), ("waited", "native"), ("waited", "empty")]},
+    nodes=["one node", "a node for each rank"],
 )  # fmt: skip
 def test_interrupts_at_any_moment(nodes, way, route):
     rng, wrong = np.random.default_rng(7), []
@@ -102,9 +82,11 @@ def test_interrupts_at_any_moment(nodes, way, route):
 
 
 @only_on(2, 3)
-@pytest.mark.parametrize("nodes", ["one node", "a node for each rank"])
-@pytest.mark.parametrize("route", ["large", "empty", "native", "ring"])
-@pytest.mark.parametrize("how", ["timeout", "interrupt"])
+@once(
+    nodes=["one node", "a node for each rank"],
+    route=["large", "empty", "native", "ring"],
+    how=["timeout", "interrupt"],
+)
 def test_the_array_of_a_call_that_was_given_up_is_not_written_later(nodes, route, how):
     """The other ranks come when the array has other use, or when other arrays lie where it lay."""
     with fresh(nodes) as comm:
@@ -115,7 +97,7 @@ def test_the_array_of_a_call_that_was_given_up_is_not_written_later(nodes, route
         WORLD.Barrier()
         written = False
         if RANK == 0:
-            communicator(comm).patient(30.0, 0.1 if how == "timeout" else 30.0)
+            patient(comm, 30.0, 0.1 if how == "timeout" else 30.0)
             with pytest.raises((KeyboardInterrupt, collectives.CollectiveError)), interrupted(0.1):
                 call()
             x[:] = -7

@@ -8,8 +8,7 @@ from mpi4py import MPI
 
 import collectives
 from collectives.api import begin
-from collectives.communicator import communicator
-from tests.mpi.collectives.support import ODD, RANK, TOTAL, P, fresh, sentence
+from tests.mpi.collectives.support import ODD, RANK, TOTAL, P, fresh, patient, sentence
 
 A, B = "push of key 'a'", "push of key 'b'"
 WAYS = ["one node", "a node for each rank", "nodes of two"]
@@ -81,8 +80,9 @@ def test_a_wait_that_is_too_long_names_the_label():
     if P < 2:
         pytest.skip("one rank waits for nobody")
     with fresh() as comm:
-        communicator(comm).patient(30.0, 0.3)
         collectives.allreduce(np.ones(3), comm)
+        MPI.COMM_WORLD.Barrier()
+        patient(comm, 30.0, 0.3)
         heard = ""
         if RANK != ODD:
             with pytest.raises(collectives.CollectiveError) as caught:

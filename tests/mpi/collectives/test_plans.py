@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import collectives
-from collectives import api
-from collectives.errors import CollectiveError
+from collectives import CollectiveError, api
 from collectives.network import requests
+from tests.choice import once
 from tests.mpi.collectives.support import RANK, TOTAL, WORLD, P, fresh, make, polled, started
 from tests.mpi.sizes import only_on
 
@@ -18,8 +18,7 @@ ALGORITHMS = ("auto", "native", "ring")
 RINGS = "multi_ring(rings=2)"
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("n", [1, 3, 9000, 300_000])
+@once(algorithm=ALGORITHMS, n=[1, 3, 9000, 300_000])
 def test_a_plan_runs_again_and_again(comm, algorithm, n):
     """Called, tested and waited for by turns."""
     x = collectives.empty(n, np.float64, comm)

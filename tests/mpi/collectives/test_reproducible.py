@@ -1,12 +1,13 @@
 """Cutting a vector into calls changes no bit: on one node, between nodes, and between nodes of several ranks."""
 
-from itertools import pairwise
+import itertools
 
 import numpy as np
 import pytest
 from mpi4py import MPI
 
 import collectives
+from tests.choice import pairwise
 from tests.mpi.collectives.support import Alone, Pairs
 from tests.mpi.sizes import either_mpi
 
@@ -28,14 +29,12 @@ def values(comm, shared, dtype="float32"):
 
 
 @either_mpi
-@pytest.mark.parametrize("in_place", [True, False])
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("algorithm", ["reproducible", "halving_doubling", "direct"])
+@pairwise(in_place=[True, False], shared=[False, True], algorithm=["reproducible", "halving_doubling", "direct"])
 def test_pieces_have_the_bits_of_the_whole(comm, algorithm, shared, in_place):
     whole = collectives.allreduce(values(comm, shared), comm, algorithm=algorithm)
     x = values(comm, shared)
     out = x if in_place else np.empty_like(x)
-    for start, stop in pairwise(CUTS):
+    for start, stop in itertools.pairwise(CUTS):
         there = None if in_place else out[start:stop]
         collectives.allreduce(x[start:stop], comm, algorithm=algorithm, out=there)
     assert out.tobytes() == whole.tobytes()

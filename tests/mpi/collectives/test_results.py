@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import doctest
 from functools import cache, partial
-from itertools import pairwise, product
+from itertools import product
 
 import numpy as np
 import pytest
@@ -16,9 +16,8 @@ from mpi4py import MPI
 import collectives
 from collectives import communicator as communicators
 from collectives.schedule import catalog
-from collectives.schedule.model import KINDS, cut
-from tests.mpi.collectives.support import NODES, RANK, TOTAL, WORLD, P, fresh, make, polled, started
-from tests.mpi.sizes import either_mpi, only_on
+from tests.mpi.collectives.support import KINDS, NODES, RANK, TOTAL, WORLD, P, block, fresh, make, polled, started
+from tests.mpi.sizes import core_on, either_mpi, only_on
 
 ROOT = P // 2
 ON_ONE_NODE = (
@@ -50,22 +49,16 @@ def comm_of(nodes):
 
 
 @cache
-def own(n):
-    return slice(int(cut(n, P, RANK)), int(cut(n, P, RANK + 1)))
-
-
-@cache
 def arrangement(kind, n, dtype):
     """(this rank's whole vector, the size of its out, the result it should get); kept for the next test."""
-    bounds = [int(cut(n, P, rank)) for rank in range(P + 1)]
     xs = [((np.arange(n) * 7 + rank * 13) % 5 + 1).astype(dtype) for rank in range(P)]
-    mine = own(n)
+    mine = block(n)
     size = mine.stop - mine.start
     total = sum(x.astype(np.float64) for x in xs).astype(dtype)
     return {
         "allreduce": (xs[RANK], n, total),
         "reduce_scatter": (xs[RANK], size, total[mine]),
-        "allgather": (xs[RANK], n, np.concatenate([x[i:j] for x, (i, j) in zip(xs, pairwise(bounds))])),
+        "allgather": (xs[RANK], n, np.concatenate([x[block(n, rank)] for rank, x in enumerate(xs)])),
         "broadcast": (xs[RANK], n, xs[ROOT]),
         "reduce": (xs[RANK], n, total),
         "alltoall": (xs[RANK], size * P, np.concatenate([x[mine] for x in xs])),
@@ -75,7 +68,7 @@ def arrangement(kind, n, dtype):
 def turns(nodes, kind, algorithm, array, n, in_place, way):
     """Turns, of three, in which this rank gets what it should not, or finds its x changed."""
     values, size, wanted = arrangement(kind, n, np.float32)
-    brought = values if in_place or kind != "allgather" else values[own(n)]
+    brought = values if in_place or kind != "allgather" else values[block(n)]
     x = make(array, brought.size)
     out = None if in_place else make(array, size)
     words = {"root": ROOT} if kind in ("broadcast", "reduce") else {}
@@ -162,6 +155,7 @@ def test_views_shapes_and_odd_places():
     assert all(right)
 
 
+@core_on(3)
 def test_more_lanes_than_a_plan_mostly_has():
     x = np.ones(3000)
     collectives.allreduce(x, WORLD, algorithm="multi_ring(rings=300)")
@@ -213,7 +207,7 @@ def test_floats_that_are_moved_keep_all_their_bits(kind, dtype):
     for turn in range(4):
         xs = [np.full(n, pattern + 16 * turn + rank, dtype) for rank in range(P)]
         x, expected = {
-            "allgather": (xs[RANK][own(n)], np.repeat([x[0] for x in xs], 3)),
+            "allgather": (xs[RANK][block(n)], np.repeat([x[0] for x in xs], 3)),
             "broadcast": (xs[RANK][:3], xs[ROOT][:3]),
             "alltoall": (xs[RANK], np.repeat([x[0] for x in xs], 3)),
         }[kind]

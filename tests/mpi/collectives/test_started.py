@@ -55,6 +55,7 @@ def test_what_was_started_beside_a_call_that_failed_hears_so_at_once():
         plans = [collectives.plan("allreduce", np.ones(1000), comm) for _ in range(2)]
         for plan in plans:
             plan.start()
+        comm.Barrier()  # who still makes its plans would hear of it there
         bad = hear(lambda: collectives.allreduce(np.ones(4 + comm.rank), comm))
         heard = [hear(lambda plan=plan: polled(plan)) for plan in plans]
         assert {one.sentence for one in heard if one.error} <= {bad.sentence}

@@ -5,14 +5,13 @@ from __future__ import annotations
 import warnings
 
 import numpy as np
-import pytest
 from mpi4py import MPI
 
 import collectives
-from collectives.schedule.model import KINDS
 from collectives.tuner import command, table
 from collectives.tuner.table import EVERYTHING, Table
-from tests.mpi.collectives.support import share_nothing
+from tests.mpi.collectives.support import KINDS, share_nothing
+from tests.mpi.sizes import only_on
 
 WORLD = MPI.COMM_WORLD
 
@@ -32,7 +31,7 @@ def test_a_spoilt_table_is_warned_of_and_the_shipped_one_serves(monkeypatch, tmp
     comm.Free()
 
 
-@pytest.mark.mpi(min_size=2, max_size=3)
+@only_on(2, 3)
 def test_tune_on_one_node(monkeypatch):
     monkeypatch.setattr(command, "CROSS_SIZES", (1 << 20, 1 << 18))
     monkeypatch.setattr(command, "LINE_SIZES", (1 << 18, 1 << 20))
@@ -46,7 +45,7 @@ def test_tune_on_one_node(monkeypatch):
     assert not found.between
 
 
-@pytest.mark.mpi(min_size=2, max_size=3)
+@only_on(2, 3)
 def test_tune_between_nodes(monkeypatch):
     share_nothing(monkeypatch)
     monkeypatch.setattr(command, "BETWEEN_SIZES", (1 << 6, 1 << 15))

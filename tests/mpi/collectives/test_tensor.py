@@ -16,8 +16,8 @@ from mpi4py import MPI
 
 import collectives
 from collectives.benchmark import data
-from collectives.schedule.model import cut
-from tests.mpi.collectives.support import fresh, sentence
+from tests.choice import pairwise
+from tests.mpi.collectives.support import block, fresh, sentence
 from tests.mpi.sizes import either_mpi, only_on
 from tests.unit.collectives import device
 
@@ -93,9 +93,7 @@ def numbers(xp: Any, vector: Any) -> np.ndarray[Any, Any]:
 
 
 @either_mpi
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("n", [0, 5, 70_001])
+@pairwise(algorithm=ALGORITHMS, count=[1, 3], n=[0, 5, 70_001])
 def test_allreduce_gives_all_vectors_the_sum(xp: Any, algorithm: str, count: int, n: int) -> None:
     x = placed(xp, put_in("sum", n, "float32", count))
     plan = collectives.plan("allreduce", x, COMM, algorithm=algorithm)
@@ -114,9 +112,11 @@ def test_allreduce_gives_all_vectors_the_sum(xp: Any, algorithm: str, count: int
 
 
 @only_on(1, 2, 3)
-@pytest.mark.parametrize("algorithm", ["auto", "multi_ring", "host_ring", "reg", "vector_ring"])
-@pytest.mark.parametrize("dtype", ["float16", "float64", "int32"])
-@pytest.mark.parametrize("op", ["sum", "min", "max", "prod", "mean"])
+@pairwise(
+    algorithm=["auto", "multi_ring", "host_ring", "reg", "vector_ring"],
+    dtype=["float16", "float64", "int32"],
+    op=["sum", "min", "max", "prod", "mean"],
+)
 def test_types_and_operations(xp: Any, algorithm: str, dtype: str, op: str) -> None:
     if (op == "mean" and dtype == "int32") or (algorithm == "reg" and dtype == "float16"):
         pytest.skip("refused; see the test of refusals")
@@ -134,13 +134,12 @@ def test_other_kinds(xp: Any) -> None:
     n, p, count = 1001, COMM.size, 2
     x = placed(xp, put_in("sum", n, "float64", count))
     total = want("sum", n, "float64", count)
-    bounds = [int(cut(n, p, r)) for r in range(p + 1)]
-    own = slice(bounds[COMM.rank], bounds[COMM.rank + 1])
-    block = placed(xp, [np.zeros(own.stop - own.start)] * count)
-    collectives.reduce_scatter(x, COMM, out=block)
-    right = all(np.array_equal(numbers(xp, b), total[own]) for b in block)
+    own = block(n)
+    part = placed(xp, [np.zeros(own.stop - own.start)] * count)
+    collectives.reduce_scatter(x, COMM, out=part)
+    right = all(np.array_equal(numbers(xp, b), total[own]) for b in part)
     whole = placed(xp, [np.zeros(n)] * count)
-    collectives.allgather(block, COMM, out=whole)
+    collectives.allgather(part, COMM, out=whole)
     right &= all(np.array_equal(numbers(xp, w), total) for w in whole)
     root = p - 1
     sent = placed(xp, [np.full(n, float(COMM.rank + v)) for v in range(count)])
@@ -178,9 +177,11 @@ ROUTES = ("auto", "multi_ring", "host_ring", "reg")
 
 
 @only_on(1, 2, 3)
-@pytest.mark.parametrize("algorithm", ROUTES)
-@pytest.mark.parametrize("given", [(True, True), (True, False), (False, True), (False, False)])
-@pytest.mark.parametrize("taken", [(True, False), (False, False), None])
+@pairwise(
+    algorithm=ROUTES,
+    given=[(True, True), (True, False), (False, True), (False, False)],
+    taken=[(True, False), (False, False), None],
+)
 def test_arrays_on_gpus_and_on_the_host_in_one_call(
     gpus: Any, algorithm: str, given: tuple[bool, bool], taken: tuple[bool, bool] | None
 ) -> None:

@@ -5,6 +5,7 @@ import pytest
 from mpi4py import MPI
 
 import collectives
+from tests.choice import once
 from tests.mpi.collectives.support import Pairs
 from tests.mpi.sizes import either_mpi
 
@@ -27,9 +28,11 @@ def vector(n, dtype, shared, rank):
 
 @either_mpi
 @EVEN
-@pytest.mark.parametrize("algorithm", ["hierarchical", "hierarchical(between=halving_doubling)"])
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("n", [0, 1, 5, 1000, 700_001])
+@once(
+    algorithm=["hierarchical", "hierarchical(between=halving_doubling)"],
+    shared=[False, True],
+    n=[0, 1, 5, 1000, 700_001],
+)
 def test_the_sum_comes_out_in_place_and_beside(comm, algorithm, shared, n):
     p, x = comm.size, vector(n, np.float32, shared, comm.rank)
     total = np.arange(n) % 13 * p + p * (p - 1) // 2

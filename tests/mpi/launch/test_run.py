@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from mpi4py import MPI
 
+from tests.choice import first, once
 from tests.mpi.sizes import JOB_LIMIT
 
 pytestmark = pytest.mark.skipif(MPI.COMM_WORLD.size != 1, reason="starts jobs of its own; once is enough")
@@ -78,11 +79,13 @@ def test_an_exception_on_one_rank_ends_the_job(tmp_path: Path) -> None:
     assert "ValueError on rank 1 of 3" in done.stderr
 
 
-@pytest.mark.parametrize("error, said, code", [
-    ("open('/data/of/rank/1')", "FileNotFoundError", 1), ("import no_such_module", "ModuleNotFoundError", 1),
-    ("sys.exit(4)", "exit 4", 4),
-])  # fmt: skip
-@pytest.mark.parametrize("others", ["from mpi4py import MPI\nMPI.COMM_WORLD.Barrier()\n", ""])
+@once(
+    **{"error, said, code": [
+        ("open('/data/of/rank/1')", "FileNotFoundError", 1), ("import no_such_module", "ModuleNotFoundError", 1),
+        ("sys.exit(4)", "exit 4", 4),
+    ]},
+    others=["from mpi4py import MPI\nMPI.COMM_WORLD.Barrier()\n", ""],
+)  # fmt: skip
 def test_one_rank_that_fails_before_mpi_has_started_ends_the_job(
     tmp_path: Path, error: str, said: str, code: int, others: str
 ) -> None:
@@ -108,7 +111,7 @@ def test_an_error_of_all_ranks_is_said_once_and_one_of_a_single_rank_beside_it(t
     assert "KeyError on rank 2 of 4: the job ends" in done.stderr
 
 
-@pytest.mark.parametrize("workers", ["1", "3"])
+@first(1, workers=["3", "1"])
 def test_wrong_options_of_create_are_told_once_with_the_lines_of_the_user_alone(tmp_path: Path, workers: str) -> None:
     script = PATIENT + "def main():\n    mpips.create('mpi_sync', clients=9)\nmain()\n"
     done = run(tmp_path, script, "--workers", workers)
@@ -134,7 +137,7 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize("call, said, bare", [(*MISTAKES[0], True), *((*mistake, False) for mistake in MISTAKES)])
+@first(2, **{"call, said, bare": [(*MISTAKES[0], True), *((*mistake, False) for mistake in MISTAKES[::-1])]})
 def test_a_mistake_is_shown_with_the_lines_of_the_user_alone(tmp_path: Path, call: str, said: str, bare: bool) -> None:
     script = PATIENT + STORE + f"def main():\n    {call}\nmain()\n"
     done = run(tmp_path, script, "--workers", "2", bare=bare)
@@ -144,7 +147,7 @@ def test_a_mistake_is_shown_with_the_lines_of_the_user_alone(tmp_path: Path, cal
     assert done.stderr.count('  File "') == 2, done.stderr
 
 
-@pytest.mark.parametrize("bad", [0, 1])
+@first(1, bad=[1, 0])
 def test_the_mistake_of_one_rank_ends_the_job_with_its_lines_alone(tmp_path: Path, bad: int) -> None:
     calls = f"if kv.rank == {bad}:\n    kv.push('w', np.ones(4, np.float32))\nelse:\n    kv.pushpull('w', w)\n"
     done = run(tmp_path, PATIENT.replace("20", "3") + STORE + calls, "--servers", "1", "--workers", "3")
@@ -210,7 +213,7 @@ def test_the_readme_store(tmp_path: Path) -> None:
     assert done.stdout == printed("train.py")
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
+@first(1, unbuffered=["", "1"])
 def test_a_line_is_written_when_it_is_printed_and_as_one(tmp_path: Path, monkeypatch, unbuffered: str) -> None:
     """Ranks print at the same time, and then write past Python. (Open MPI's have a terminal, and write so anyway.)"""
     monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
@@ -258,7 +261,7 @@ def test_bad_data_end_a_training_with_one_sentence(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="no /dev/full here")
-@pytest.mark.parametrize("what", ["kvstore", "allreduce"])
+@first(1, what=["kvstore", "allreduce"])
 def test_a_full_disk_after_the_work_is_one_sentence_below_the_table(tmp_path: Path, what: str) -> None:
     done = mpips(tmp_path, "bench", what, "--ranks", "2", "--sizes", "1KiB", "--seconds", "0.01", "--json", "/dev/full")
     assert done.returncode == 1, done.stderr
@@ -310,8 +313,7 @@ def up(process: subprocess.Popen[str], ranks: int) -> subprocess.Popen[str]:
     return process
 
 
-@pytest.mark.parametrize("dies, role", [(1, "worker of client 1"), (2, "server")])
-@pytest.mark.parametrize("ulfm", [False, True])
+@once(ulfm=[False, True], **{"dies, role": [(1, "worker of client 1"), (2, "server")]})
 def test_a_rank_that_is_killed_ends_the_job_and_is_named(tmp_path: Path, dies: int, role: str, ulfm: bool) -> None:
     if ulfm and not OPEN_MPI:
         pytest.skip("an option of Open MPI")

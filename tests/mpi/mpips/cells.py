@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
+
+from tests.mpi.collectives.cells import SOON, Heard
 
 LIVING = ("argument", "shape", "order", "interrupt", "stop")
 DEADLY = ("exception", "exit")
@@ -18,16 +20,6 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "mpi_sync-0": ("mpi_sync", {"servers": 0}),
     "mpi_async": ("mpi_async", {"servers": 1, "clients": 2}),
 }
-SOON = 5.0  # seconds in which every rank has heard; a second, on a machine that is not busy
-
-
-class Heard(NamedTuple):
-    """What a call raised on a rank ("" for nothing), and when it had begun and ended."""
-
-    error: str
-    sentence: str
-    begun: float
-    ended: float
 
 
 def cells(faults: Iterable[str], kinds: Iterable[str] = tuple(KINDS)) -> list[tuple[str, str, str]]:

@@ -10,12 +10,11 @@ three ranks each. The exit code is 1 where a cell is wrong.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
 
-from tests.mpi.collectives.fault_table import NOT_DONE, Place, Result, Table, places
+from tests.mpi.collectives.fault_table import NOT_DONE, Place, Result, Shape, Table, command
 from tests.mpi.mpips.cells import DEADLY, KINDS, LIVING, WAYS, cells, wrong_death
 
 MODULE = "tests.mpi.mpips.faults"
@@ -46,47 +45,16 @@ def deadly(place: Place, fault: str, way: str, kind: str) -> Result:
     return Result(seconds, wrong)
 
 
-def show(place: Place, table: Table) -> bool:
-    """Print a table; whether all is well."""
-    print(f"\n{place}\n\n{'fault':10} {'call':9}" + "".join(f"{kind:>12}" for kind in KINDS))
-    for fault in (*LIVING, *DEADLY):
-        for way in WAYS:
-            found = [table.get((fault, way, kind)) for kind in KINDS]
-            if any(found):
-                print(f"{fault:10} {way:9}" + "".join(f"{_cell(one):>12}" for one in found))
-    bad = {cell: result.wrong for cell, result in table.items() if result.wrong}
-    for cell, words in bad.items():
-        print(f"wrong: {' '.join(cell)}: {words[:400]}")
-    print(f"{len(table)} cells, {len(bad)} wrong", flush=True)
-    return not bad
-
-
-def _cell(result: Result | None) -> str:
-    if result is None:
-        return "-"
-    return "wrong" if result.wrong or result.seconds is None else f"{max(result.seconds, 0):.2f}"
-
-
-def main() -> int:
-    """Command line; the exit code."""
-    parser = argparse.ArgumentParser(description="The table of faults by kind of store.")
-    parser.add_argument("--python", action="append", help="an interpreter, and its MPI; may be repeated")
-    parser.add_argument("--where", default="node,lab")
-    parser.add_argument("--faults", default=",".join((*LIVING, *DEADLY)))
-    arguments = parser.parse_args()
-    faults = arguments.faults.split(",")
-    good = True
-    with places(arguments.python or [sys.executable], arguments.where.split(","), MODULE, RANKS) as found:
-        for place in found:
-            table: Table = {}
-            for fault in faults:
-                if fault in LIVING:
-                    table |= living(place, fault)
-            for cell in cells(fault for fault in faults if fault in DEADLY):
-                table[cell] = deadly(place, *cell)
-            good &= show(place, table)
-    return 0 if good else 1
+def every(place: Place, faults: list[str]) -> Table:
+    """All cells of some faults."""
+    table: Table = {}
+    for fault in faults:
+        if fault in LIVING:
+            table |= living(place, fault)
+    for cell in cells(fault for fault in faults if fault in DEADLY):
+        table[cell] = deadly(place, *cell)
+    return table
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command(Shape(LIVING, DEADLY, WAYS, tuple(KINDS), 12), every, module=MODULE, ranks=RANKS))

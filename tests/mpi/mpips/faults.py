@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +24,7 @@ from mpi4py import MPI
 
 import mpips
 from mpips.optimizers import Add
+from tests.mpi.collectives.support import hear, interrupted
 from tests.mpi.mpips.cells import KINDS, SOON, Heard, cells
 
 WORLD = MPI.COMM_WORLD
@@ -187,16 +187,6 @@ class Seen(NamedTuple):
         return self.wrong
 
 
-def hear(call: Callable[[], Any]) -> Heard:
-    """Make a call, and tell what it raises. Local."""
-    begun, error, sentence = time.monotonic(), "", ""
-    try:
-        call()
-    except (mpips.CollectiveError, KeyboardInterrupt, ValueError, TypeError) as caught:
-        error, sentence = type(caught).__name__, str(caught)
-    return Heard(error, sentence, begun, time.monotonic())
-
-
 def run(fault: str, way: str, kind: str, nodes: bool = False) -> Seen | None:
     """Make one cell that all ranks live through; None on servers. `nodes`: as if every rank had a node for itself.
     Collective over all ranks."""
@@ -290,7 +280,7 @@ def _stop(worker: Worker) -> tuple[Callable[[], Any], Callable[[], float]]:
 
 def _interrupt(worker: Worker) -> tuple[Callable[[], Any], Callable[[], float]]:
     """The odd worker is interrupted in the middle of a call, where it waits for worker 0, which comes later."""
-    at = [0.0]
+    marks: list[list[float]] = []
 
     def calls() -> None:
         """One, which waits for worker 0; where nobody waits for others, again and again until it raises."""
@@ -299,27 +289,16 @@ def _interrupt(worker: Worker) -> tuple[Callable[[], Any], Callable[[], float]]:
         while not worker.sync and time.monotonic() < until:
             worker.call()
 
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        if not in_the_middle(frame):
-            signal.setitimer(signal.ITIMER_REAL, 1e-4)
-            return
-        at[0] = time.monotonic()
-        raise KeyboardInterrupt
-
-    def alarmed() -> None:
-        before = signal.signal(signal.SIGALRM, interrupt)
-        try:
-            signal.setitimer(signal.ITIMER_REAL, INTERRUPTED)
-            calls()
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
-
     def late() -> None:
         time.sleep(LATE)
         calls()
 
-    return {worker.odd: alarmed, 0: late}.get(worker.rank, calls), lambda: at[0]
+    def alarmed() -> None:
+        with interrupted(INTERRUPTED, in_the_middle) as found:
+            marks.append(found)
+            calls()
+
+    return {worker.odd: alarmed, 0: late}.get(worker.rank, calls), lambda: marks[0][0] if marks else 0.0
 
 
 FAULTS: dict[str, Callable[[Worker], tuple[Callable[[], Any], Callable[[], float]]]] = {

@@ -23,6 +23,7 @@ from safetensors import safe_open
 import mpips
 from launch import Job, build, find, this_machine
 from mpips.checkpoint.file import write
+from tests.choice import first
 from tests.mpi.mpips.faults import workers
 from tests.mpi.mpips.support import WORLD, need, run
 from tests.mpi.sizes import only_on
@@ -77,7 +78,7 @@ def whole(values):
 
 
 @only_on(3, 5)
-@pytest.mark.parametrize("wait", [True, False])
+@first(1, wait=[False, True])
 def test_saved_by_one_store_and_loaded_by_another(folder, wait):
     """Of any number of servers and clients, each into each: training goes on bitwise as if it had not stopped."""
     fits = [(kind, options) for kind, options in WAYS if WORLD.size - options["servers"] >= options.get("clients", 1)]

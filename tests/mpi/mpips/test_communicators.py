@@ -12,11 +12,11 @@ from mpi4py import MPI
 
 import collectives
 import mpips
-from collectives.communicator import communicator
 from collectives.network.drain import sweep
 from collectives.network.requests import outstanding
 from mpips.world import implementation
-from tests.mpi.collectives.support import NODES
+from tests.choice import once
+from tests.mpi.collectives.support import NODES, patient
 from tests.mpi.sizes import only_on
 
 WORLD = MPI.COMM_WORLD
@@ -93,8 +93,7 @@ def store(kind, options, end):
     kv.close()
 
 
-@pytest.mark.parametrize("end", ["closed", "recovered", "failed"])
-@pytest.mark.parametrize("kind, options", STORES)
+@once(**{"kind, options": STORES}, end=["closed", "recovered", "failed"])
 def test_a_store_leaves_none_behind(kind, options, end):
     store(kind, options, end)
     before = left()
@@ -103,13 +102,11 @@ def test_a_store_leaves_none_behind(kind, options, end):
     assert come_back(before)
 
 
-@pytest.mark.parametrize("end", ["freed", "failed", "renewed"])
-@pytest.mark.parametrize("nodes", ["one node", "a node for each rank"])
-@pytest.mark.parametrize("algorithm", ["auto", "ring"])
+@once(end=["freed", "failed", "renewed"], nodes=["one node", "a node for each rank"], algorithm=["auto", "ring"])
 def test_collectives_leave_none_behind(nodes, algorithm, end):
     def once():
         comm = NODES[nodes](WORLD.Dup())
-        communicator(comm).patient(30, 30)
+        patient(comm, 30, 30)
         collectives.allreduce(np.ones(1000), comm)
         if end != "freed":
             with pytest.raises(collectives.MismatchError):

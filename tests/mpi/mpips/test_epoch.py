@@ -11,17 +11,17 @@ import pytest
 from mpi4py import MPI
 
 import collectives
-from collectives.errors import CollectiveError, MismatchError, StallError
+from collectives import CollectiveError, MismatchError, StallError
 from collectives.network.drain import sweep
 from collectives.node.wait import Limits
+from mpips import EpochError, EpochMismatchError, EpochStallError, Options
 from mpips import layout as layouts
-from mpips.options import Options
 from mpips.runtime import epoch as epochs
 from mpips.runtime import rendezvous
 from mpips.runtime.epoch import Epoch
-from mpips.runtime.errors import EpochError, EpochMismatchError, EpochStallError
+from tests.choice import first, pairwise
 from tests.mpi.collectives.support import NODES
-from tests.mpi.sizes import only_on
+from tests.mpi.sizes import core_on, only_on
 
 WORLD = MPI.COMM_WORLD
 RANK, P = WORLD.rank, WORLD.size
@@ -78,9 +78,8 @@ ERRORS = [
 ]
 
 
-@pytest.mark.parametrize("nodes", HOW)
-@pytest.mark.parametrize("way", ["collective", "rendezvous", "wait"])
-@pytest.mark.parametrize("error, kind, sentence", ERRORS, ids=[type(error).__name__ for error, _, _ in ERRORS])
+@core_on(2, 3)
+@pairwise(nodes=HOW, way=["collective", "rendezvous", "wait"], **{"error, kind, sentence": ERRORS})
 def test_all_ranks_hear_of_the_end_within_a_second_and_the_next_epoch_works(nodes, way, error, kind, sentence):
     with store(nodes) as (layout, epoch):
         works(layout, epoch)
@@ -110,6 +109,7 @@ def test_all_ranks_hear_of_the_end_within_a_second_and_the_next_epoch_works(node
         epoch.close()
 
 
+@core_on(2, 3)
 @pytest.mark.parametrize("nodes", HOW)
 def test_what_was_sent_in_one_epoch_is_not_heard_in_the_next(nodes):
     with store(nodes) as (layout, epoch):
@@ -181,6 +181,7 @@ def test_who_waits_too_long_for_others_to_recover_is_told_so_and_may_come_again(
         epoch.close()
 
 
+@core_on(2, 3)
 def test_nothing_is_left_of_epochs_that_were_closed_soon_after_a_meeting():
     begun = time.monotonic()
     for number in range(60):
@@ -250,7 +251,7 @@ def hear(epoch):
 
 
 @pytest.mark.mpi(min_size=5)
-@pytest.mark.parametrize("nodes", HOW)
+@first(1, nodes=HOW)
 def test_ranks_of_a_client_are_named_as_in_the_store(nodes):
     with store(nodes, clients=2, timeout_seconds=2) as (layout, epoch):
         if layout.is_server or layout.client_number == 0:

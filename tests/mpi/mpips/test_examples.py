@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from tests.mpi.sizes import either_mpi, only_on
+from tests.mpi.sizes import core_on, either_mpi, only_on
 
 if importlib.util.find_spec("sklearn") is None:
     pytest.skip("the digits come with scikit-learn", allow_module_level=True)
@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
 import task
 
 WORLD = MPI.COMM_WORLD
-pytestmark = only_on(1, 3, 4)
+pytestmark = [only_on(1, 3, 4), core_on(4)]
 
 
 def worst_accuracy(run):

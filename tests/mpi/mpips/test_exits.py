@@ -12,9 +12,9 @@ import sys
 import time
 
 import numpy as np
-import pytest
 
 import mpips
+from tests.choice import once
 from tests.mpi.collectives.fault_table import NOT_DONE, Place
 from tests.mpi.mpips.cells import KINDS
 from tests.mpi.sizes import only_on
@@ -60,8 +60,7 @@ def ended(place: Place, end: str, kind: str, floats: int) -> tuple[str, float]:
 
 
 @only_on(1)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("end", ENDS)
+@once(kind=KINDS, end=ENDS)
 def test_a_program_ends(end, kind):
     assert not ended(Place(sys.executable, "", MODULE, (3, 4)), end, kind, FLOATS)[0]
 

@@ -12,18 +12,17 @@ import argparse
 import faulthandler
 import json
 import random
-import signal
 import sys
 import time
 from collections.abc import Callable
-from types import FrameType
 from typing import Any, NamedTuple
 
 import numpy as np
-import pytest
 
 import mpips
+from tests.choice import first
 from tests.mpi.collectives.fault_table import NOT_DONE, Place
+from tests.mpi.collectives.support import interrupted
 from tests.mpi.mpips.cells import KINDS, WAYS
 from tests.mpi.mpips.faults import PATIENCE, WORLD, Worker, hear, in_the_middle, workers
 from tests.mpi.sizes import only_on
@@ -107,7 +106,8 @@ def _calls(worker: Worker, fault: Fault) -> None:
         if worker.rank != fault.odd or step != fault.step:
             worker.call(order)
         elif fault.kind == "interrupt":
-            _interrupted(lambda: worker.call(order), fault.seconds * 0.02)
+            with interrupted(max(fault.seconds * 0.02, 1e-5), in_the_middle, again=0):
+                worker.call(order)
         elif fault.kind == "order":
             worker.call(order[::-1])
         elif fault.kind == "argument":
@@ -121,24 +121,8 @@ def _calls(worker: Worker, fault: Fault) -> None:
             sys.exit(3)
 
 
-def _interrupted(call: Callable[[], None], seconds: float) -> None:
-    """A call that is interrupted after some seconds, if it is not over by then."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        if in_the_middle(frame):
-            raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-5))
-        call()
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
 @only_on(3, 5)
-@pytest.mark.parametrize("seed", range(4))
+@first(2, seed=range(4))
 def test_some_faults(seed):
     assert not job(seed, 4, deadly=False)
 

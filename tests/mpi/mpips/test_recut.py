@@ -9,6 +9,7 @@ import pytest
 from mpi4py import MPI
 
 import mpips
+from tests.choice import once
 from tests.mpi.sizes import either_mpi
 
 COMM = MPI.COMM_WORLD
@@ -58,8 +59,7 @@ def trained(kv: mpips.KVStore, plans: list[dict[str, int]], compressed: bool) ->
 
 
 @either_mpi
-@pytest.mark.parametrize("compressed", [False, True])
-@pytest.mark.parametrize("kind, options", STORES)
+@once(**{"kind, options": STORES}, compressed=[False, True])
 def test_training_goes_on_bit_for_bit(kind: str, options: dict[str, Any], compressed: bool) -> None:
     one = {"all": SIZE}
     found = []

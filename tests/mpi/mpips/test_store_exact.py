@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import collectives
+from tests.choice import pairwise
 from tests.mpi.mpips.exact import BIG, SMALLER, exact
 from tests.mpi.mpips.support import WORLD, need, run
 from tests.mpi.sizes import JOB_LIMIT, either_mpi
@@ -29,10 +30,7 @@ def test_every_worker_a_client(servers, shared_memory):
 
 
 @either_mpi
-@pytest.mark.parametrize("shared_memory", [True, False])
-@pytest.mark.parametrize("masters", ["one", "all"])
-@pytest.mark.parametrize("clients", [1, 2, 3])
-@pytest.mark.parametrize("servers", [1, 2])
+@pairwise(shared_memory=[True, False], masters=["one", "all"], clients=[1, 2, 3], servers=[1, 2])
 def test_clients(servers, clients, masters, shared_memory):
     options = {"servers": servers, "clients": clients, "masters": masters, "shared_memory": shared_memory}
     need(2, **options)

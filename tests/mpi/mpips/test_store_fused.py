@@ -9,6 +9,7 @@ import pytest
 
 import mpips
 from mpips.worker import bundle
+from tests.choice import once
 from tests.mpi.mpips.support import failure, need, run
 
 STORES = [
@@ -60,8 +61,7 @@ def wrong(outs, expected):
     return [name for name, out, one in zip(NAMES, outs, expected) if not np.array_equal(out, one)]
 
 
-@pytest.mark.parametrize("how", ["push, pull", "pushpull", "in place", "two outs", "handles"])
-@pytest.mark.parametrize("kind, options", STORES)
+@once(**{"kind, options": STORES}, how=["push, pull", "pushpull", "in place", "two outs", "handles"])
 def test_every_key_of_a_list_has_its_sum(kind, options, how):
     workers = need(**options)
 
@@ -113,8 +113,7 @@ def test_an_asynchronous_store_counts_all_that_lists_push(kind, options):
     assert not run(kind, body, **options)
 
 
-@pytest.mark.parametrize("setting", ["optimizer", "compression"])
-@pytest.mark.parametrize("kind, options", STORES)
+@once(**{"kind, options": STORES}, setting=["optimizer", "compression"])
 def test_optimizers_and_compression_see_every_key_by_itself(kind, options, setting):
     need(**options)
 
@@ -141,8 +140,7 @@ def test_optimizers_and_compression_see_every_key_by_itself(kind, options, setti
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("how", ["another order", "other keys", "one by one"])
-@pytest.mark.parametrize("kind, options", ALONE)
+@once(**{"kind, options": ALONE}, how=["another order", "other keys", "one by one"])
 def test_who_calls_something_else_ends_the_epoch_and_nothing_is_lost(kind, options, how):
     workers = need(2, **options)
 
@@ -156,6 +154,7 @@ def test_who_calls_something_else_ends_the_epoch_and_nothing_is_lost(kind, optio
                 names, ones = ["a", "b"], ones[:2]
             else:
                 names, ones = "a", ones[0]
+        kv.layout.workers.Barrier()  # who is still in `init` would hear of it there
         said = failure(lambda: kv.push(names, ones))
         rounds = kv.recover()
         outs = [np.empty(9, np.float32) for _ in "abc"]

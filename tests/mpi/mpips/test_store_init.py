@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from mpips.server import requests
+from tests.choice import once
 from tests.mpi.mpips import faults
 from tests.mpi.mpips.support import WORLD, failure, need, run
 from tests.mpi.sizes import either_mpi, only_on
@@ -37,12 +38,14 @@ def test_some_push_before_they_init_and_some_after(kind, shared_memory):
 
 
 @either_mpi
-@pytest.mark.parametrize("kind, options", [
-    ("dist_sync", {"servers": 1}), ("dist_sync", {"servers": 2, "big_array": 1000}),
-    ("mpi_sync", {"servers": 1, "clients": 1}), ("mpi_sync", {"servers": 1, "clients": 2, "masters": "all"}),
-])  # fmt: skip
-@memory
-@pytest.mark.parametrize("waits", [False, True])
+@once(
+    **{"kind, options": [
+        ("dist_sync", {"servers": 1}), ("dist_sync", {"servers": 2, "big_array": 1000}),
+        ("mpi_sync", {"servers": 1, "clients": 1}), ("mpi_sync", {"servers": 1, "clients": 2, "masters": "all"}),
+    ]},
+    shared_memory=[True, False],
+    waits=[False, True],
+)  # fmt: skip
 def test_init_while_a_long_push_is_under_way(kind, options, shared_memory, waits):
     need(2, **options)
 

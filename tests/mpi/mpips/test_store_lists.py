@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 
 import mpips
+from tests.choice import first, pairwise
 from tests.mpi.mpips.support import failure, need, run
+from tests.mpi.sizes import core_on
 
 SIZES = [1, 7, 1000, 5000, 20_000]  # one block and several, copied and read in place
 MAKERS = {
@@ -13,8 +15,6 @@ MAKERS = {
     "mixed": lambda size, index: mpips.empty(size, np.float64) if index % 2 else np.empty(size),
 }
 OPTIONS = {"block_bytes": 8192, "big_array": 10_000, "small_bytes": 1024}
-makers = pytest.mark.parametrize("arrays", MAKERS)
-servers_of = pytest.mark.parametrize("servers", [0, 1, 2])
 
 
 def made(arrays):
@@ -45,9 +45,7 @@ def exchanged(kv, names, values, outs, how):
 
 
 @pytest.mark.mpi(min_size=2)
-@servers_of
-@makers
-@pytest.mark.parametrize("how", ["push, pull", "pushpull", "in place"])
+@pairwise(servers=[0, 1, 2], arrays=MAKERS, how=["push, pull", "pushpull", "in place"])
 def test_every_key_of_a_list_has_its_sum(servers, arrays, how):
     workers = need(servers=servers)
 
@@ -68,7 +66,7 @@ def test_every_key_of_a_list_has_its_sum(servers, arrays, how):
 
 
 @pytest.mark.mpi(min_size=2)
-@makers
+@pytest.mark.parametrize("arrays", MAKERS)
 def test_the_result_of_one_key_goes_where_another_was_pushed_from(arrays):
     workers = need(servers=1)
 
@@ -131,8 +129,9 @@ def test_one_array_for_two_keys_is_read_for_both_before_it_is_written():
     assert not run("dist_sync", body, servers=1)
 
 
+@core_on(3)
 @pytest.mark.mpi(min_size=3)
-@pytest.mark.parametrize("size", [10, 100_000])
+@first(1, size=[100_000, 10])
 def test_a_list_that_takes_too_long_ends_the_epoch_and_the_next_goes_on(size):
     workers = need(2, servers=1)
 

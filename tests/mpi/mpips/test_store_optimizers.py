@@ -13,6 +13,7 @@ import pytest
 import mpips
 from mpips import compression, optimizers
 from mpips.optimizers import SGD, Adam, Chained, Constant, Cosine, StepDecay, Warmup
+from tests.choice import once
 from tests.mpi.mpips.support import WORLD, failure, need, run
 from tests.mpi.sizes import either_mpi
 
@@ -84,8 +85,7 @@ def begin(kv):
 
 
 @either_mpi
-@pytest.mark.parametrize("kind, options", STORES, ids=str)
-@pytest.mark.parametrize("make", [lambda rate: SGD(rate, momentum=0.5), lambda rate: Adam(rate), Lion])
+@once(**{"kind, options": STORES}, make=[lambda rate: SGD(rate, momentum=0.5), lambda rate: Adam(rate), Lion])
 def test_state_under_a_schedule_is_bitwise_that_of_a_serial_run(kind, options, make):
     need(**options)
 

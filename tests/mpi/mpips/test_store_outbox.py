@@ -8,7 +8,9 @@ import pytest
 import mpips
 from tests.mpi.delays import put_off
 from tests.mpi.mpips.support import WORLD, need, run
+from tests.mpi.sizes import core_on
 
+pytestmark = core_on(2, 3)
 SIZE = 150_000
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 
 import numpy as np
-import pytest
 
 import mpips
+from tests.choice import first
 from tests.mpi.mpips.support import WORLD, failure, run
 
 SHAPES = [(1,), (7,), (40, 3), (1, 5), (1000,), (500, 30), (1200, 8), (9_999,)]
@@ -94,7 +94,7 @@ class Player:
             self.kv.ipushpull(names, values, outs, priority=1).wait()
 
 
-@pytest.mark.parametrize("seed", range(10))
+@first(3, seed=range(10))
 def test_a_store_does_what_numpy_does(seed):
     kind, options = options_of(random.Random(100 * seed + WORLD.size))
 

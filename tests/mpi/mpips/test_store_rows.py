@@ -9,6 +9,7 @@ import pytest
 from mpi4py import MPI
 
 import mpips
+from tests.choice import once
 from tests.mpi.mpips.support import WORLD, need, run
 from tests.mpi.sizes import either_mpi
 
@@ -121,8 +122,10 @@ class Counting(MPI.Intracomm):
 
 
 @either_mpi
-@pytest.mark.parametrize("masters", ["one", "all"])
-@pytest.mark.parametrize("kind, servers", [("dist_sync", 1), ("mpi_sync", 1), ("mpi_sync", 0), ("dist_async", 2)])
+@once(
+    **{"kind, servers": [("dist_sync", 1), ("mpi_sync", 1), ("mpi_sync", 0), ("dist_async", 2)]},
+    masters=["one", "all"],
+)
 def test_bytes_grow_with_the_rows_and_not_with_the_table(kind, servers, masters):
     options = {"servers": servers, "shared_memory": False, "masters": masters}
     need(2, **options)
@@ -193,12 +196,11 @@ def test_fewer_rows_than_members_and_servers(shared_memory, shape):
     run("mpi_sync", body, **options)
 
 
-@pytest.mark.parametrize("shape", [(3, 0), (0, 4)])
-@pytest.mark.parametrize("kind, options", [
+@once(**{"kind, options": [
     ("dist_sync", {"servers": 0}), ("dist_sync", {"servers": 1, "shared_memory": False}),
     ("dist_async", {"servers": 1}), ("mpi_sync", {"servers": 1, "masters": "all"}),
     ("mpi_sync", {"servers": 1, "shared_memory": False}),
-])  # fmt: skip
+]}, shape=[(3, 0), (0, 4)])  # fmt: skip
 def test_rows_without_elements(kind, options, shape):
     need(**options)
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import mpips
+from tests.choice import once
 from tests.mpi.mpips.support import need, run
 
 ROUNDS, READS = 25, 3
@@ -11,16 +12,13 @@ SIZES = [3, 5000, 200_000]  # the last one takes a while to be updated, and to b
 
 
 @pytest.mark.mpi(min_size=3)
-@pytest.mark.parametrize("make", [np.empty, mpips.empty], ids=["ordinary", "empty"])
-@pytest.mark.parametrize("small_bytes", [0, 32_768])
-@pytest.mark.parametrize(
-    "kind, options",
-    [
-        ("dist_async", {"servers": 1}),
-        ("dist_async", {"servers": 1, "block_bytes": 65_536}),
-        ("dist_async", {"servers": 1, "staleness": ROUNDS}),
-        ("mpi_async", {"servers": 1, "clients": 2}),
-    ],
+@once(
+    make=[np.empty, mpips.empty],
+    small_bytes=[0, 32_768],
+    **{"kind, options": [
+        ("dist_async", {"servers": 1}), ("dist_async", {"servers": 1, "block_bytes": 65_536}),
+        ("dist_async", {"servers": 1, "staleness": ROUNDS}), ("mpi_async", {"servers": 1, "clients": 2}),
+    ]},
 )
 def test_every_element_is_of_the_same_update(kind, options, small_bytes, make):
     workers = need(2, **options)

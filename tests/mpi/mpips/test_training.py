@@ -15,6 +15,7 @@ import mpips
 from mpips.mlp import MLP
 from mpips.optimizers import SGD, Updater
 from mpips.trainer import Elastic, Trainer, shares
+from tests.choice import once
 from tests.mpi.sizes import either_mpi, only_on
 
 if importlib.util.find_spec("sklearn") is None:
@@ -97,9 +98,7 @@ def mean_over_workers(losses, workers):
 
 @either_mpi
 @only_on(1, 3, 4, 5)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: type(o).__name__)
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
-@pytest.mark.parametrize("kind, options", SYNCHRONOUS, ids=str)
+@once(optimizer=OPTIMIZERS, dtype=["float64", "float32"], **{"kind, options": SYNCHRONOUS})
 def test_synchronous_modes_give_the_serial_loss_curve(kind, options, dtype, optimizer):
     need(kind, options)
     workers, batch, data = WORLD.size - options["servers"], 12, task.digits(dtype)

@@ -14,9 +14,9 @@ import pytest
 from mpi4py import MPI
 
 from collectives.network.drain import part
+from mpips import Options
 from mpips.keys.key import Key
 from mpips.keys.shard import Shard
-from mpips.options import Options
 from mpips.runtime.tasks import goes_on, together
 from mpips.served.link import Link
 from mpips.server.unit import Unit
@@ -25,6 +25,7 @@ from mpips.transport.client_sums import ClientSums
 from mpips.transport.frames import Frame, Op
 from mpips.transport.receiver import Receiver
 from mpips.transport.tags import member_tag
+from tests.choice import first
 from tests.mpi.sizes import only_on
 
 SECONDS = 20
@@ -197,7 +198,7 @@ def pushed(rank, round_, size):
 
 
 @only_on(3, 4)
-@pytest.mark.parametrize("seed", range(6))
+@first(2, seed=range(6))
 def test_shards_pushed_in_any_order_by_each_worker_are_summed(comm, seed):
     """As in clients, which sum a later part first when it comes first. Buffers at the server are next to none."""
     blocks = [1, 1, 3, 1, 1, 1, 2, 1, 1][: 4 + seed]

@@ -12,8 +12,8 @@ from collectives.schedule import bcube
 from collectives.schedule.catalog import build, names, parse, serves
 from collectives.schedule.model import KINDS, cut
 from collectives.schedule.proof import check
-
-from .play import play
+from tests.choice import first
+from tests.unit.collectives.play import play
 
 P = range(1, 65)
 SINGLE = [(kind, name) for kind in KINDS for name in names(kind) if name != "hierarchical"]
@@ -50,7 +50,7 @@ def test_a_deeper_bcube_is_proved_and_has_its_lanes(depth):
     assert len(schedule.lanes) == 2 * depth
 
 
-@pytest.mark.parametrize(("n", "k"), [(2, 10), (3, 6), (4, 5), (8, 4), (16, 3), (64, 2), (65, 1)])
+@first(4, **{"n, k": [(2, 10), (3, 6), (4, 5), (65, 1), (8, 4), (16, 3), (64, 2)]})
 def test_bcube_proved_up_to_4096_ranks(n, k):
     check(build("allreduce", "bcube", n**k, n=n, k=k))
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from collectives.errors import CollectiveError
+from collectives import CollectiveError
 from collectives.node import arena
 
 

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from collectives.errors import CollectiveError, MismatchError, StallError
+from collectives import CollectiveError, MismatchError, StallError
 from collectives.node.board import NUMBERS, OUT, Board
 from collectives.node.descriptors import LAST_TOKEN, Descriptor
 from collectives.node.layout import FINISHED, LEFT

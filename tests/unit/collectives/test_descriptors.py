@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from collectives.errors import CollectiveError, MismatchError
+from collectives import CollectiveError, MismatchError
 from collectives.node import descriptors
 from collectives.node.descriptors import (
     DESCRIPTOR_BYTES,

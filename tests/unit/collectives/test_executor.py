@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays as any_array
 
-from collectives.errors import MismatchError
+from collectives import MismatchError
 from collectives.node import arena
 from collectives.node.descriptors import DESCRIPTORS, Descriptor
 from collectives.operations import operation

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 from greenlet import GreenletExit
 
+from collectives import CollectiveError
 from collectives.communicator import Communicator
-from collectives.errors import CollectiveError
 from collectives.node.board import Board
 from collectives.node.descriptors import Place
 from collectives.node.poison import Poison
@@ -255,10 +255,10 @@ CASES = {
 }  # fmt: skip
 
 
-SLOW = ("three, arrays, one fails",)  # a minute
+LONG = "three, arrays, one fails"  # a minute
 
 
-@pytest.mark.parametrize("case", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES])
+@pytest.mark.parametrize("case", [pytest.param(name, marks=[pytest.mark.full] * (name == LONG)) for name in CASES])
 def test_in_every_order_sums_are_right_and_all_hear_of_the_end(case: str) -> None:
     how: dict[str, Any] = dict(CASES[case])
     found = explore(**how)

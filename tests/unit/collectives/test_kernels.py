@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from collectives.tensor import kernels
+from tests.choice import once
 from tests.unit.collectives import nvrtc
 
 COUNTS = (2, 3, 4)
@@ -38,8 +39,7 @@ static unsigned short narrow(float x) { union half h; h.x = (_Float16)x; return 
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("dtype", kernels.ELEMENTS)
-@pytest.mark.parametrize("operation", kernels.OPERATIONS)
+@once(dtype=kernels.ELEMENTS, operation=kernels.OPERATIONS)
 def test_every_kernel_compiles(operation: str, dtype: str) -> None:
     for count in COUNTS:
         ptx = nvrtc.compile_source(kernels.source(operation, dtype, count))

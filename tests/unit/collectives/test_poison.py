@@ -11,7 +11,7 @@ import time
 import numpy as np
 import pytest
 
-from collectives.errors import CollectiveError, MismatchError, StallError
+from collectives import CollectiveError, MismatchError, StallError
 from collectives.node.poison import POISON_BYTES, Peers, Poison
 
 

@@ -89,6 +89,7 @@ def test_relays_carry_the_traffic_of_others():
     np.testing.assert_allclose(run.link_bytes, 2 * 2 / 3 * nbytes)
 
 
+@pytest.mark.full
 def test_65536_servers_run_bml_in_seconds():
     reports = []
     nbytes = 4 * 4 * 65536 * 100

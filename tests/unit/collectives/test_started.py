@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from collectives import started
+from collectives import MismatchError, started
 from collectives.communicator import Communicator
-from collectives.errors import MismatchError
 from collectives.started import Started
 from tests.unit.collectives import node
 

@@ -10,8 +10,8 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
+from collectives import CollectiveError
 from collectives.call import Call
-from collectives.errors import CollectiveError
 from collectives.operations import operation
 from collectives.schedule.model import KINDS
 from collectives.tuner import table

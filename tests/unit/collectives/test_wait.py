@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from collectives.errors import CollectiveError, StallError
+from collectives import CollectiveError, StallError
 from collectives.node import wait
 from collectives.node.wait import Limits, drive, until
 

@@ -10,7 +10,7 @@ import pytest
 
 from launch.batch import lsf, pbs, slurm
 from launch.batch.request import Request, RequestError
-from mpips.options import Options
+from mpips import Options
 
 OPTIONS = Options(servers=2, clients=2, workers=14, masters="all")
 REQUEST = Request(

@@ -46,6 +46,7 @@ time.sleep(600)
 HOPEFUL = """
 import sys
 from launch import process
+process.LOOK_SECONDS = 0.1
 looks = []
 code = process.wait([sys.executable, "-c", sys.argv[1]], lambda: looks.append(0) or len(looks) == int(sys.argv[2]))
 print(len(looks), code)
@@ -66,7 +67,7 @@ sys.exit(int(os.environ.get("LAUNCHER_CODE", "0")))
 JOB = """
 import sys
 from launch import process
-process.AFTER_A_FAILURE = limit
+process.LOOK_SECONDS, process.AFTER_A_DEATH, process.AFTER_A_FAILURE = 0.1, 1, limit  # in vain for so long
 code = process.wait([sys.executable, "-c", *sys.argv[1:]], name="mpips run", roles=["worker", "server"], here=2)
 sys.exit(code)
 """
@@ -179,7 +180,7 @@ def started(process: subprocess.Popen[str], ranks: int = 2) -> subprocess.Popen[
 @pytest.mark.parametrize("dies, role", [(0, "rank 0 (worker)"), (1, "rank 1 (server)")])
 def test_a_rank_that_dies_ends_the_job_and_is_named(dies: int, role: str) -> None:
     lines = [f"{UP}time.sleep(600)"] * 2
-    lines[dies] = f"{UP}time.sleep(1); os.kill(os.getpid(), signal.SIGKILL)"
+    lines[dies] = f"{UP}time.sleep(0.3); os.kill(os.getpid(), signal.SIGKILL)"
     process = started(job(*lines))
     began = time.monotonic()
     said = process.communicate(timeout=60)[1]
@@ -190,13 +191,13 @@ def test_a_rank_that_dies_ends_the_job_and_is_named(dies: int, role: str) -> Non
 
 
 def test_ranks_that_end_one_after_the_other_end_well() -> None:
-    process = job(f"{UP}", f"{UP}time.sleep(5)")
+    process = job(f"{UP}", f"{UP}time.sleep(2)")
     assert process.communicate(timeout=60)[1] == ""
     assert process.returncode == 0
 
 
 def test_an_error_that_a_rank_has_told_is_not_told_again() -> None:
-    process = job(f"{UP}raise ValueError('told')", f"{UP}time.sleep(60)", after_a_failure=3)
+    process = job(f"{UP}raise ValueError('told')", f"{UP}time.sleep(60)", after_a_failure=1.5)
     said = process.communicate(timeout=60)[1]
     assert process.returncode == 1
     assert "ValueError: told" in said

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from mpips import compression, optimizers
+from mpips import Options, compression, optimizers
 from mpips.checkpoint.file import Reader, Tensor, Writer, write
 from mpips.checkpoint.load import load
 from mpips.checkpoint.residuals import given_back
@@ -23,7 +23,6 @@ from mpips.checkpoint.save import save
 from mpips.checkpoint.source import Frozen
 from mpips.keys.key import Key
 from mpips.keys.sharding import Interval
-from mpips.options import Options
 from mpips.runtime.tasks import nothing
 
 ARRAYS = {

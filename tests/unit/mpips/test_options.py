@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mpips.options import FIELDS, KINDS, OptionError, Options, check_kind, kind_of, read, table
+from mpips import OptionError, Options
+from mpips.options import FIELDS, KINDS, check_kind, kind_of, read, table
 
 DOCS = Path(__file__).parents[3] / "docs" / "kvstore.md"
 

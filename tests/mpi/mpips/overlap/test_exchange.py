@@ -71,8 +71,8 @@ BITS = [
     ("mpi_sync", {"servers": 1}),
     ("mpi_sync", {"servers": 1, "clients": 2}),
     ("mpi_sync", {"servers": 2, "masters": "all", "big_array": 100}),
-    ("mpi_sync", {"servers": 1, "clients": 3}),
-    ("mpi_sync", {"servers": 2, "clients": 2}),
+    pytest.param("mpi_sync", {"servers": 1, "clients": 3}, marks=pytest.mark.full),
+    pytest.param("mpi_sync", {"servers": 2, "clients": 2}, marks=pytest.mark.full),
 ]
 
 

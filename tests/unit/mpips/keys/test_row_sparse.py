@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpips import optimizers
+from mpips import RowSparse, optimizers
 from mpips.keys import row_sparse
-from mpips.keys.row_sparse import RowSparse
 
 
 @st.composite

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from collectives.node import wait
+from mpips import EpochError
 from mpips.runtime.engine import Alone, DependencyError, Engine
-from mpips.runtime.errors import EpochError
 from mpips.runtime.tasks import Task as GenericTask
 
 Task = GenericTask[object]

@@ -7,8 +7,8 @@ import contextlib
 import msgspec
 import pytest
 
+from mpips import EpochError
 from mpips.runtime import rendezvous
-from mpips.runtime.errors import EpochError
 
 
 class Table:

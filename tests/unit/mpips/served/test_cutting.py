@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from mpips import Options
 from mpips.keys.key import Key
 from mpips.keys.sharding import Interval, owners, split
-from mpips.options import Options
 from mpips.served.cutting import Cutting
 
 

@@ -9,9 +9,9 @@ import pytest
 
 import mpips.served.fast as fast
 from collectives.node import arena
+from mpips import Options
 from mpips.keys.key import Key
 from mpips.keys.shard import Shard
-from mpips.options import Options
 from mpips.served.link import Link
 from mpips.served.pull import Pull
 from mpips.served.push import Push

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from collectives.errors import CollectiveError
+from collectives import CollectiveError
 from mpips import optimizers
 from mpips.compression import TwoBit
 from mpips.served.states import Settings

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collectives.errors import CollectiveError
+from collectives import CollectiveError
 from mpips.optimizers import SGD, Add
 from mpips.server.sources import Elements
 from tests.unit.mpips.server.machine import WORKERS, Arriving, Growing, Machine

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collectives.errors import MismatchError, StallError
+from collectives import MismatchError, StallError
 from mpips.server.late import CIRCLE_SECONDS, Late, Wait, find_circle
 from mpips.server.sources import Elements
 from mpips.server.unit import Unit

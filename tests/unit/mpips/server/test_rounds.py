@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collectives.errors import CollectiveError
-from mpips import compression
-from mpips.keys.row_sparse import RowSparse
+from collectives import CollectiveError
+from mpips import RowSparse, compression
 from mpips.optimizers import SGD, Adam, Add
 from mpips.server import reduce
 from mpips.server.sources import Compressed, Elements, Rows

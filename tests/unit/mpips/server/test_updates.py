@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from collectives.errors import CollectiveError
+from collectives import CollectiveError
 from mpips.optimizers import SGD, Add
 from mpips.server.sources import Elements
 from tests.unit.mpips.server.machine import Growing, Machine

@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mpips import optimizers
+from mpips import RowSparse, optimizers
 from mpips.keys.key import Key
-from mpips.keys.row_sparse import RowSparse
 from mpips.serverless.fast import take_from
 from mpips.serverless.reconcile import standing
 from mpips.serverless.replica import Replica

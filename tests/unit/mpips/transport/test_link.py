@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from mpips import Options
 from mpips.keys.key import Key
 from mpips.keys.shard import Shard
-from mpips.options import Options
 from mpips.runtime.tasks import goes_on
 from mpips.served.link import Link
 from mpips.transport import frames

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from collectives.errors import CollectiveError, of_caller
+from collectives import CollectiveError
+from collectives.errors import of_caller
 from collectives.node.wait import Limits
+from mpips import EpochError, RowSparse
 from mpips.keys.key import Key
-from mpips.keys.row_sparse import RowSparse
 from mpips.runtime.engine import Engine
-from mpips.runtime.errors import EpochError
 from mpips.worker.operations import Operations
 from mpips.worker.quick import Quick
 from tests.unit.collectives import device
