@@ -9,6 +9,9 @@ import numpy as np
 from mpips.optimizers.base import State, check
 from mpips.optimizers.blocks import Numbers, by_blocks, scaled, zeros
 
+INTERVAL = 64
+"""Iterations between two exchanges of elastic averaging (MXNET-MPI, section 5)."""
+
 
 @dataclass(frozen=True)
 class Elastic1:

@@ -9,11 +9,11 @@ import pytest
 from examples.reproduce import mxnet_mpi
 from examples.reproduce import mxnet_training as training
 from examples.reproduce.mxnet_tables import show
-from mpips import trainer
+from mpips.optimizers import elastic
 
 
 def test_the_interval_predicted_is_the_trainers() -> None:
-    assert training.INTERVAL == trainer.INTERVAL
+    assert training.INTERVAL == elastic.INTERVAL
 
 RATE, HIDDEN, EPOCHS = 12.5e6, 2000, 20
 FULLEST = 4 * (64 // 2 + 10) * HIDDEN  # bytes of the server that has half of the first weights and all of the second

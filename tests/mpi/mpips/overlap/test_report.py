@@ -15,7 +15,7 @@ import mpips
 from mpips.overlap import profile
 from mpips.overlap.__main__ import command as plan
 from mpips.parallel.mlp import MLP
-from mpips.trainer import Elastic, Trainer
+from mpips.training import Elastic, Trainer
 from tests.mpi.sizes import either_mpi, only_on
 
 WORLD = MPI.COMM_WORLD
