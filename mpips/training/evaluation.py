@@ -44,7 +44,8 @@ def check_metrics(metrics: Any, model: object) -> dict[str, Metric]:
 
 def measured(job: Job, batches: Iterable[tuple[Any, Any]]) -> Sums:
     """Sums over the samples of these batches, and their number, on this worker alone."""
-    sums = dict.fromkeys((SAMPLES, LOSS, *names_of(job)), 0.0)
+    sums = dict.fromkeys((SAMPLES, LOSS, *job.metrics), 0.0)
+    scored = _scored(job)
     for samples, x, y in counted(batches):
         if not samples:
             continue
@@ -54,16 +55,25 @@ def measured(job: Job, batches: Iterable[tuple[Any, Any]]) -> Sums:
             outputs = job.model.predict(x)
             for name, metric in job.metrics.items():
                 sums[name] += _summed(name, metric(outputs, y), samples)
-        elif "accuracy" in sums:
-            sums["accuracy"] += samples * float(job.model.accuracy(x, y))
+        elif scored and _classes(y):
+            sums["accuracy"] = sums.get("accuracy", 0.0) + samples * float(job.model.accuracy(x, y))
     return sums
 
 
-def names_of(job: Job) -> list[str]:
-    """What is measured beside the loss."""
-    if job.metrics:
+def names_of(job: Job, source: Source) -> list[str]:
+    """What is measured beside the loss: the metrics, or the accuracy of a model that has one, where y are classes."""
+    if job.metrics or not _scored(job):
         return list(job.metrics)
-    return ["accuracy"] if callable(getattr(job.model, "accuracy", None)) else []
+    return ["accuracy"] if not isinstance(source, Arrays) or _classes(source.y) else []
+
+
+def _scored(job: Job) -> bool:
+    return callable(getattr(job.model, "accuracy", None))
+
+
+def _classes(y: Any) -> bool:
+    """Whether targets are the classes of samples: whole numbers (samples,)."""
+    return getattr(y, "ndim", 0) == 1 and np.dtype(y.dtype).kind in "iu"
 
 
 def _loss_of(model: Any) -> Callable[[Any, Any], float]:

@@ -42,7 +42,7 @@ class Fit:
         if job.blocking is not None:
             self._accumulate = job.blocking.accumulate
         self.steps = None if per_epoch is None else -(-per_epoch // self._accumulate)
-        tested = (LOSS, *names_of(job)) if request.test is not None else ()
+        tested = (LOSS, *names_of(job, request.test)) if request.test is not None else ()
         self.measures = (LOSS, *(f"test_{name}" for name in tested))
         self.last_loss = math.nan
         self._job, self._source, self._test, self._position = job, request.source, request.test, position

@@ -48,7 +48,8 @@ class EvaluatedModel(Model, Protocol):
         ...
 
     def accuracy(self, x: Any, y: Any) -> float:
-        """A share of the samples. `evaluate` and `fit(test=)` measure it where no `metrics=` are named."""
+        """A share of the samples. `evaluate` and `fit(test=)` measure it where no `metrics=` are named and y are
+        classes, whole numbers (samples,)."""
         ...
 
 

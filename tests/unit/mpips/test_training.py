@@ -19,7 +19,7 @@ from mpips.training import callbacks as hooks
 from mpips.training.batches import Arrays, Batches, see_again, shares, source_of, test_of
 from mpips.training.checkpoint import STORE, TRAINER, prune, steps_in
 from mpips.training.clipping import Accumulated, check_clip, clip, global_norm, weigh
-from mpips.training.evaluation import check_metrics, means, measured
+from mpips.training.evaluation import check_metrics, means, measured, names_of
 from mpips.training.gradients import averaged
 from mpips.training.history import Position, decode
 from mpips.training.loop import see_order
@@ -253,8 +253,11 @@ def test_what_is_no_metric_is_said(metrics, words):
 
 def test_a_model_without_loss_is_asked_for_that_of_its_gradients():
     model = SimpleNamespace(loss_and_gradients=lambda x, y: 3.0, accuracy=lambda x, y: 0.5)
-    found = means([measured(SimpleNamespace(model=model, metrics={}), [(X, Y), (X[:1], Y[:1])])])
-    assert found == {"loss": 3.0, "accuracy": 0.5}
+    job = SimpleNamespace(model=model, metrics={})
+    assert means([measured(job, [(X, Y), (X[:1], Y[:1])])]) == {"loss": 3.0}
+    classes = Y.astype(int)
+    assert means([measured(job, [(X, classes)]), measured(job, [])]) == {"loss": 3.0, "accuracy": 0.5}
+    assert [names_of(job, Arrays(X, y, 2)) for y in (Y, classes)] == [[], ["accuracy"]]
 
 
 # ---- positions, files
