@@ -223,8 +223,7 @@ def program(mode: str, wanted: str, folder: Path) -> None:
 
 def job(*words: str) -> tuple[int, str]:
     """The exit code and the output of a job of `mpips run`."""
-    program = [sys.executable, "-m", MODULE, *words]
-    argv = [sys.executable, "-m", "launch.cli", "run", "-w", str(RANKS), *program]
+    argv = [sys.executable, "-m", "launch.cli", "run", "-w", str(RANKS), "-m", MODULE, *words]
     said = BytesIO()
     code = child.run(argv, JOB_LIMIT, ROOT, said)
     return code, said.getvalue().decode(errors="replace")
