@@ -52,7 +52,7 @@ def save(job: Job, folder: str | os.PathLike[str], position: Position, keep: int
     """
     update = saved_by(job, "save")
     job.exchange.finish()
-    name, refusal = attempt(lambda: _made(file.file_name("save", "path", folder), job.kv.rank))
+    name, refusal = attempt(lambda: _made(file.file_name("save", "path", folder), job.kv.rank, position.step))
     job.kv.settings.agree("save", [("path", str(name)), ("step", str(position.step))], refusal, noun="argument")
     path = os.path.join(name, f"step-{position.step:08d}")
     job.kv.save(path + STORE)
@@ -71,6 +71,9 @@ def saved_by(job: Job, what: str) -> Update:
     if job.blocking is None:
         raise ValueError(f"{what}: a Trainer with overlap= has no checkpoints, as its keys follow a plan that is made "
                          "anew: leave overlap out")
+    if job.blocking.waiting:
+        raise ValueError(f"{what}: {job.blocking.waiting} of {job.blocking.accumulate} batches wait for their "
+                         "exchange: call it between two exchanges")
     return job.blocking.update
 
 
@@ -96,13 +99,18 @@ def load(job: Job, path: str | os.PathLike[str], begin: bool = False) -> Positio
     return decode(header.positions[kv.rank % len(header.positions)])
 
 
-def _made(name: str, rank: int) -> str:
-    """The folder, which rank 0 makes; ValueError where it cannot be."""
+def _made(name: str, rank: int, step: int) -> str:
+    """The folder, which rank 0 makes; ValueError where it cannot be, or is that of another training."""
+    if rank:
+        return name
     try:
-        if rank == 0:
-            os.makedirs(name, exist_ok=True)
+        os.makedirs(name, exist_ok=True)
     except OSError as error:
         raise ValueError(f"save: the folder {name} cannot be made: {file.why(error)}") from error
+    newest = max((int(path.name.removeprefix("step-")) for path in steps_in(name)), default=0)
+    if newest > step:
+        raise ValueError(f"save: {name} has a checkpoint of step {newest}, and this one is of step {step}: go on from "
+                         "it by resume, or give another folder")
     return name
 
 

@@ -168,6 +168,10 @@ def test_what_cannot_be_resumed_is_told_to_all_and_the_training_goes_on(folder):
         assert "has no checkpoint of a Trainer" in failure(lambda: trainer.resume(folder))
         assert trainer.fit(x, y, batch_size=2, epochs=1, resume=folder / "new")  # there is none: it begins
         trainer.save(folder / "a")
+        other = Trainer(Line(), kv, "sgd", accumulate=2)
+        assert "has a checkpoint of step" in failure(lambda: other.save(folder / "a"))
+        other.step(x, y)
+        assert "1 of 2 batches wait" in failure(lambda: other.save(folder / "c"))
         trainer.step(x, y)
         place = Path(trainer.save(str(folder / "a"), keep=1))
         assert [path.name for path in steps_in(folder / "a")] == [place.name]
