@@ -1,29 +1,45 @@
 """Any of the modes without writing its loop: the store decides which, `mpips.Trainer` does the rest.
 
 mpips run --servers 1 --clients 2 --workers 4 examples/with_trainer.py --kind mpi_async --elastic 1
+mpips run --servers 1 --workers 4 examples/with_trainer.py --kind dist_sync --checkpoints out/digits
+
+A job that was killed goes on from its last checkpoint when it is started again.
 """
 
 
 import mpips
 from mpips.mlp import MLP
-from mpips.trainer import Elastic, Epoch
+from mpips.optimizers import Cosine
+from mpips.training import Callback, Checkpoint, EarlyStop, Elastic, Epoch, Progress
 from task import digits
 from words import Parser, number
 
+BATCH_SIZE = 16
 
-def main(kind: str, elastic: bool, epochs: int) -> float:
+
+def main(kind: str, elastic: bool, epochs: int, checkpoints: str = "") -> float:
     """The test accuracy after training."""
     kv = mpips.create(kind)
     x, y, *test = digits("float32")
     model = MLP((64, 256, 10), loss="softmax", empty=mpips.empty)
-    way = Elastic(alpha=0.5) if elastic else None
-    trainer = mpips.Trainer(model, kv, "sgd", learning_rate=0.05, elastic=way)
+    steps = epochs * (len(x) // (BATCH_SIZE * kv.num_workers))  # the rate falls along half a cosine over all steps
+    trainer = mpips.Trainer(
+        model, kv, "sgd", learning_rate=Cosine(0.05, steps), momentum=0.9,
+        elastic=Elastic(alpha=0.5) if elastic else None,
+        metrics={"accuracy": lambda outputs, y: outputs.argmax(axis=1) == y},
+    )  # fmt: skip
 
     def report(epoch: Epoch) -> None:
         if kv.rank == 0:
             print(f"epoch {epoch.epoch:3}  loss {epoch.loss:.4f}  test accuracy {epoch.accuracy:.3f}", flush=True)
 
-    history = trainer.fit(x, y, batch_size=16, epochs=epochs, test=(test[0], test[1]), on_epoch=report)
+    callbacks: list[Callback] = [EarlyStop("test_accuracy", patience=5), Progress()]
+    if checkpoints:
+        callbacks.append(Checkpoint(checkpoints, every=50))
+    history = trainer.fit(
+        x, y, batch_size=BATCH_SIZE, epochs=epochs, test=(test[0], test[1]), callbacks=callbacks, on_epoch=report,
+        resume=checkpoints or None,
+    )  # fmt: skip
     kv.close()
     return history[-1].accuracy or 0.0
 
@@ -33,4 +49,5 @@ if __name__ == "__main__":
     parser.add_argument("--kind", default="mpi_sync")
     parser.add_argument("--elastic", type=int, default=0)
     parser.add_argument("--epochs", type=number(int, 1), default=20)
+    parser.add_argument("--checkpoints", default="", help="save to this folder, and go on from it")
     main(**vars(parser.parse_args()))

@@ -17,30 +17,33 @@ from mpips.runtime.last_words import install_hooks as _install_hooks
 if TYPE_CHECKING:
     from collectives.errors import CollectiveError, MismatchError, StallError
     from collectives.node.arena import empty
-    from mpips import compression, optimizers
+    from mpips import compression, optimizers, training
     from mpips.keys.key import Rounds
     from mpips.keys.row_sparse import RowSparse
     from mpips.options import OptionError, Options
     from mpips.processes import create
     from mpips.runtime.errors import EpochError, EpochMismatchError, EpochStallError
     from mpips.store import KVStore
-    from mpips.trainer import Trainer
+    from mpips.training.elastic import Elastic
+    from mpips.training.model import Model
+    from mpips.training.trainer import Trainer
 
 _install_hooks()
 
 _HOMES = {
     "create": "mpips.processes", "KVStore": "mpips.store", "Options": "mpips.options", "OptionError": "mpips.options",
-    "RowSparse": "mpips.keys.row_sparse", "Rounds": "mpips.keys.key", "Trainer": "mpips.trainer",
-    "empty": "collectives.node.arena",
+    "RowSparse": "mpips.keys.row_sparse", "Rounds": "mpips.keys.key", "Trainer": "mpips.training.trainer",
+    "Elastic": "mpips.training.elastic", "Model": "mpips.training.model", "empty": "collectives.node.arena",
     "CollectiveError": "collectives.errors", "MismatchError": "collectives.errors", "StallError": "collectives.errors",
     "EpochError": "mpips.runtime.errors", "EpochMismatchError": "mpips.runtime.errors",
     "EpochStallError": "mpips.runtime.errors",
 }  # fmt: skip
-_PACKAGES = ("compression", "optimizers")
+_PACKAGES = ("compression", "optimizers", "training")
 
 __all__ = [
-    "CollectiveError", "EpochError", "EpochMismatchError", "EpochStallError", "KVStore", "MismatchError", "OptionError",
-    "Options", "Rounds", "RowSparse", "StallError", "Trainer", "compression", "create", "empty", "optimizers",
+    "CollectiveError", "Elastic", "EpochError", "EpochMismatchError", "EpochStallError", "KVStore", "MismatchError",
+    "Model", "OptionError", "Options", "Rounds", "RowSparse", "StallError", "Trainer", "compression", "create", "empty",
+    "optimizers", "training",
 ]  # fmt: skip
 
 

@@ -9,7 +9,8 @@ import numpy as np
 from mpips.optimizers.base import State, check
 from mpips.optimizers.blocks import Numbers, by_blocks, scaled, zeros
 
-INTERVAL = 64  # steps between two exchanges (MXNET-MPI, section 5)
+INTERVAL = 64
+"""Iterations between two exchanges of elastic averaging (MXNET-MPI, section 5)."""
 
 
 @dataclass(frozen=True)

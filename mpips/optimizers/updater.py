@@ -22,12 +22,13 @@ class Updater:
         self.optimizer = optimizer
         self.step = 0
         self._weights = [array.reshape(-1) for array in parameters]
-        self._states = [optimizer.init(weights) for weights in self._weights]
+        self.states = [optimizer.init(weights) for weights in self._weights]
+        """The optimizer's arrays of every parameter, each (elements,): live, for checkpoints."""
 
     def update(self, gradients: Sequence[np.ndarray]) -> None:
         """One update of every array with its gradient (of the same shape; for Elastic2, its centre)."""
         if len(gradients) != len(self._weights):
             raise ValueError(f"{len(gradients)} gradients for {len(self._weights)} arrays")
         self.step += 1
-        for weights, gradient, state in zip(self._weights, gradients, self._states):
+        for weights, gradient, state in zip(self._weights, gradients, self.states):
             self.optimizer.update(weights, np.ascontiguousarray(gradient).reshape(-1), state, self.step)

@@ -22,7 +22,7 @@ from mpips.keys.sharding import Placement
 from mpips.options import Options
 
 INTERVAL = 64
-"""Iterations between two exchanges of elastic averaging: `mpips.trainer` has the same, and would bring MPI."""
+"""Iterations between two exchanges of elastic averaging: `mpips.optimizers.elastic` has the same."""
 
 WORKERS, SERVERS, CLIENTS = 12, 2, 2
 BATCH = 16

@@ -14,7 +14,8 @@ from mpi4py import MPI
 import mpips
 from mpips.mlp import MLP
 from mpips.optimizers import SGD, Updater
-from mpips.trainer import Elastic, Trainer, shares
+from mpips.training import Elastic, Trainer
+from mpips.training.batches import shares
 from tests.choice import once
 from tests.mpi.sizes import either_mpi, only_on
 

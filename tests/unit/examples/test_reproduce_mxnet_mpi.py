@@ -9,11 +9,11 @@ import pytest
 from examples.reproduce.mxnet_mpi import __main__ as mxnet_mpi
 from examples.reproduce.mxnet_mpi import training
 from examples.reproduce.mxnet_mpi.tables import show
-from mpips import trainer
+from mpips.optimizers import elastic
 
 
 def test_the_interval_predicted_is_the_trainers() -> None:
-    assert training.INTERVAL == trainer.INTERVAL
+    assert training.INTERVAL == elastic.INTERVAL
 
 RATE, HIDDEN, EPOCHS = 12.5e6, 2000, 20
 FULLEST = 4 * (64 // 2 + 10) * HIDDEN  # bytes of the server that has half of the first weights and all of the second

@@ -9,9 +9,9 @@ from mpi4py import MPI
 
 import mpips
 from mpips import optimizers
-from mpips.mlp.network.mlp import MLP
+from mpips.mlp import MLP
 from mpips.overlap import Overlapped
-from mpips.trainer import averaged, workers_in_a_sum
+from mpips.training.gradients import averaged, workers_in_a_sum
 
 WORLD = MPI.COMM_WORLD
 SIZES = (12, 30, 9, 40, 7, 5)

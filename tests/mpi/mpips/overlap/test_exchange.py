@@ -17,12 +17,11 @@ from click.testing import CliRunner
 from mpi4py import MPI
 
 import mpips
-from mpips import optimizers
 from mpips.bench import overlap as bench
-from mpips.mlp.network.mlp import MLP
+from mpips.mlp import MLP
 from mpips.overlap import runtime
 from mpips.overlap.exchange import CHOICES, Overlapped
-from mpips.trainer import Gradients, Trainer
+from mpips.training import Trainer
 from tests.mpi.mpips.overlap.support import SIZES, STORES, WORLD, all_ranks, exchange_of, worker
 from tests.mpi.sizes import JOB_LIMIT, either_mpi, only_on
 
@@ -221,7 +220,7 @@ def test_slower_layers_change_the_plan_and_no_number(kind: str, options: dict[st
         if overlap:
             exchange = exchange_of(kv, model, strategy="optimal", review_every=2)
         else:
-            exchange = Gradients(model, kv, optimizers.create("adam", learning_rate=0.01))
+            exchange = Trainer(model, kv, "adam", learning_rate=0.01).exchange
         for number in range(9):
             model.extra = 0.01 if overlap and number > 2 else 0.0
             rng = np.random.default_rng([number, kv.rank])

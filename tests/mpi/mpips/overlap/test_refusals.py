@@ -10,7 +10,7 @@ import pytest
 
 import mpips
 from mpips.mlp import MLP
-from mpips.trainer import Trainer
+from mpips.training import Trainer
 from tests.mpi.mpips.overlap.support import SIZES, STORES, WORLD, all_ranks, exchange_of, worker
 
 

@@ -15,7 +15,7 @@ import mpips
 from mpips.mlp import MLP
 from mpips.overlap import load_profile, profile_to_dict
 from mpips.overlap.__main__ import command as plan
-from mpips.trainer import Elastic, Trainer
+from mpips.training import Elastic, Trainer
 from tests.mpi.sizes import either_mpi, only_on
 
 WORLD = MPI.COMM_WORLD

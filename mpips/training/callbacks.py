@@ -1,0 +1,301 @@
+"""What a fit calls between steps and epochs: `Callback`, `Checkpoint`, `EarlyStop`, `LearningRate`, `Progress`."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
+
+from mpips.training.history import Epoch
+
+
+class Fitting(Protocol):
+    """A fit under way, as callbacks see it."""
+
+    rank: int
+    """This worker's; rank 0 prints and writes."""
+    epochs: int
+    """How many there will be."""
+    steps: int | None
+    """Exchanges of an epoch; None where batches come from an iterable."""
+    joined: bool
+    """Whether workers may take unlike numbers of steps, as each has batches of its own."""
+    asynchronous: bool
+    """Whether workers wait for nobody."""
+    measures: tuple[str, ...]
+    """What an `Epoch` has a `value` of: "loss", and "test_loss" and others where there are test data."""
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that is under way, from 1."""
+        ...
+
+    @property
+    def step(self) -> int:
+        """Exchanges since the training began."""
+        ...
+
+    @property
+    def loss(self) -> float:
+        """Mean loss of this worker's batches in this epoch so far."""
+        ...
+
+    @property
+    def last_loss(self) -> float:
+        """Loss of this worker's last batch."""
+        ...
+
+    @property
+    def history(self) -> Sequence[Epoch]:
+        """All epochs that have ended."""
+        ...
+
+    def mean(self, value: float) -> float:
+        """The mean over the workers, equal on all; those that bring NaN are left out. Collective, blocking."""
+        ...
+
+    def save(self, path: str | os.PathLike[str], keep: int | None = None) -> None:
+        """Write a checkpoint that `fit(resume=path)` goes on from. Collective, blocking."""
+        ...
+
+    def update_optimizer(self, **numbers: Any) -> None:
+        """Change numbers of the optimizer, such as `learning_rate`; its state stays. Collective, blocking."""
+        ...
+
+
+class Callback:
+    """Override what you need. Every worker has one of each, and calls it at the same step: methods that are collective
+    may be called by all or by none. What one computes must not differ between workers where it decides what they do.
+
+    Time spent here is not in the history's seconds.
+    """
+
+    last: ClassVar[bool] = False
+    """Whether it comes after the others, as what saves their state."""
+
+    def check(self, fit: Fitting) -> None:
+        """Raise ValueError or TypeError where it cannot do its work in this fit. Nothing is sent."""
+
+    def on_begin(self, fit: Fitting) -> None:
+        """Before the first step, of a fit that goes on from a checkpoint, too."""
+
+    def on_step(self, fit: Fitting) -> None:
+        """After each exchange. Where it is overridden, and `overlap=` is used, the exchange may still be under way."""
+
+    def on_epoch(self, fit: Fitting, epoch: Epoch) -> bool | None:
+        """After each epoch; True, on all workers, ends the training."""
+
+    def on_end(self, fit: Fitting) -> None:
+        """After the last epoch."""
+
+    def close(self) -> None:
+        """The fit is over, or has failed. Local."""
+
+    def state(self) -> Any:
+        """What is to be saved with a checkpoint: JSON data, of this worker. None: nothing."""
+
+    def restore(self, state: Any) -> None:
+        """Take it back, before `on_begin`."""
+
+
+@dataclass
+class Checkpoint(Callback):
+    """Saves to the folder `path` after every `every` steps, or after each epoch (None), and at the end.
+
+    `keep`: how many of the newest stay; None: all. `fit(resume=path)` goes on from the newest. A kill at any moment
+    leaves the last complete one. Blocking on all workers; in an asynchronous store they wait for each other here.
+    """
+
+    path: str | os.PathLike[str]
+    every: int | None = None
+    keep: int | None = 2
+    last: ClassVar[bool] = True
+    _saved: tuple[int, int] = field(default=(0, 1), init=False, repr=False)
+    """The step and the epoch of what is in the folder."""
+
+    def __post_init__(self) -> None:
+        for name, number in (("every", self.every), ("keep", self.keep)):
+            if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
+                raise ValueError(f"Checkpoint({name}={number!r}): give a whole number of at least 1, or None")
+
+    def check(self, fit: Fitting) -> None:
+        """ValueError where workers do not come to the same step."""
+        if self.every is not None and fit.joined and fit.asynchronous:
+            raise ValueError(f"Checkpoint(every={self.every}): workers of an asynchronous store take unlike numbers of "
+                             "steps over batches of their own, and a checkpoint is of all: give every=None, which "
+                             "saves after each epoch")
+
+    def on_begin(self, fit: Fitting) -> None:
+        """What it goes on from is not saved again."""
+        self._saved = fit.step, fit.epoch
+
+    def on_step(self, fit: Fitting) -> None:
+        """Save, if it is time."""
+        if self.every is not None and fit.step % self.every == 0:
+            self._save(fit)
+
+    def on_epoch(self, fit: Fitting, epoch: Epoch) -> None:
+        """Save, if it is time."""
+        if self.every is None:
+            self._save(fit)
+
+    def on_end(self, fit: Fitting) -> None:
+        """Save, so that a resume finds the training at its end."""
+        if self._saved != (fit.step, fit.epoch):
+            self._save(fit)
+
+    def _save(self, fit: Fitting) -> None:
+        fit.save(self.path, self.keep)
+        self._saved = fit.step, fit.epoch
+
+
+@dataclass
+class EarlyStop(Callback):
+    """Ends the training after `patience` epochs in which what is monitored has not become better by `min_delta`.
+
+    `monitor`: "loss", or "test_loss", "test_accuracy" and so on with `fit(test=)`. It is the mean over the workers, so
+    all decide alike; they meet for that after each epoch, those of an asynchronous store, too. `mode`: "min" or "max";
+    None: "min" where the name ends in "loss". NaN is never better.
+    """
+
+    monitor: str = "test_loss"
+    patience: int = 3
+    min_delta: float = 0.0
+    mode: str | None = None
+    best: float | None = field(default=None, init=False, repr=False)
+    """The best value so far."""
+    waited: int = field(default=0, init=False, repr=False)
+    """Epochs since then."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.patience, int) or self.patience < 1:
+            raise ValueError(f"EarlyStop(patience={self.patience!r}): give a number of epochs, at least 1")
+        if not (math.isfinite(self.min_delta) and self.min_delta >= 0):
+            raise ValueError(f"EarlyStop(min_delta={self.min_delta!r}): give a finite number of at least 0")
+        if self.mode not in ("min", "max", None):
+            raise ValueError(f"EarlyStop(mode={self.mode!r}): give 'min' or 'max'")
+
+    def check(self, fit: Fitting) -> None:
+        """ValueError where nothing of that name is measured."""
+        if self.monitor not in fit.measures:
+            raise ValueError(f"EarlyStop(monitor={self.monitor!r}): this fit measures {', '.join(fit.measures)}"
+                             + ("" if len(fit.measures) > 1 else "; test= adds more"))
+
+    def on_epoch(self, fit: Fitting, epoch: Epoch) -> bool:
+        """Whether it has waited long enough."""
+        value = fit.mean(epoch.value(self.monitor))
+        smaller = self.mode == "min" or (self.mode is None and self.monitor.endswith("loss"))
+        gain = -math.inf if math.isnan(value) else math.inf if self.best is None else (
+            self.best - value if smaller else value - self.best
+        )
+        if gain > self.min_delta:
+            self.best, self.waited = value, 0
+        else:
+            self.waited += 1
+        return self.waited >= self.patience
+
+    def state(self) -> Any:
+        """The best value, and how long ago it was."""
+        return [self.best, self.waited]
+
+    def restore(self, state: Any) -> None:
+        """Take them back."""
+        self.best, self.waited = state
+
+
+@dataclass
+class LearningRate(Callback):
+    """Sets the learning rate before each epoch to `rate(epoch)`, epochs from 1. Every worker computes the same.
+
+    Workers meet for it, those of an asynchronous store, too. For a rate that depends on the step give the optimizer a
+    schedule (`learning_rate=mpips.optimizers.Cosine(0.1, 1000)`), which costs nothing and needs no callback.
+    """
+
+    rate: Callable[[int], float] = field(repr=False)
+
+    def check(self, fit: Fitting) -> None:
+        """Whatever `rate` raises for the first epoch is raised here."""
+        self.rate(fit.epoch)
+
+    def on_begin(self, fit: Fitting) -> None:
+        """The rate of the first epoch."""
+        if fit.epoch <= fit.epochs:
+            fit.update_optimizer(learning_rate=self.rate(fit.epoch))
+
+    def on_epoch(self, fit: Fitting, epoch: Epoch) -> None:
+        """The rate of the next."""
+        if fit.epoch <= fit.epochs:
+            fit.update_optimizer(learning_rate=self.rate(fit.epoch))
+
+
+class Progress(Callback):
+    """Rank 0 shows how far the training is: a bar on a terminal, elsewhere a line every few seconds, on standard error.
+
+    A fit that is over before says nothing.
+    """
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+        self._done: Callable[[str], None] = lambda what: None
+
+    def on_begin(self, fit: Fitting) -> None:
+        """Begin to show."""
+        from collectives.terminal.console import progress  # a fit without it needs no terminal
+
+        left = max(0, fit.epochs - fit.epoch + 1)
+        self._done = self._stack.enter_context(progress("training", left * (fit.steps or 1), fit.rank == 0))
+
+    def on_step(self, fit: Fitting) -> None:
+        """A step is done."""
+        if fit.steps and fit.rank == 0:
+            self._done(f"epoch {fit.epoch}, loss {fit.loss:.4g}")
+
+    def on_epoch(self, fit: Fitting, epoch: Epoch) -> None:
+        """An epoch is done."""
+        if not fit.steps and fit.rank == 0:
+            self._done(f"epoch {epoch.epoch}, loss {epoch.loss:.4g}")
+
+    def close(self) -> None:
+        """Show nothing more."""
+        self._stack.close()
+
+
+class OnEpoch(Callback):
+    """`fit(on_epoch=f)` as a callback."""
+
+    def __init__(self, call: Callable[[Epoch], object]) -> None:
+        self._call = call
+
+    def on_epoch(self, fit: Fitting, epoch: Epoch) -> None:
+        """Tell it."""
+        self._call(epoch)
+
+
+def named(callbacks: Sequence[Callback]) -> dict[str, Callback]:
+    """The callbacks as a checkpoint calls them: by class, and a number among those of the class."""
+    result: dict[str, Callback] = {}
+    for each in callbacks:
+        kind = type(each).__name__
+        result[f"{kind} {sum(name.rpartition(' ')[0] == kind for name in result)}"] = each
+    return result
+
+
+def states(callbacks: Sequence[Callback]) -> dict[str, Any]:
+    """What callbacks keep, by name; TypeError where it is no JSON data."""
+    found = {name: each.state() for name, each in named(callbacks).items()}
+    for name, state in found.items():
+        try:
+            json.dumps(state)
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"the state of callback {name} is no JSON data: {error}") from error
+    return {name: state for name, state in found.items() if state is not None}
+
+
+def words_of(callbacks: Sequence[Callback]) -> str:
+    """The callbacks, to be compared between workers: those of this file with their numbers, others by their class."""
+    ours = [type(each).__module__ == __name__ and isinstance(each, Checkpoint | EarlyStop) for each in callbacks]
+    return ", ".join(repr(each) if known else type(each).__name__ for each, known in zip(callbacks, ours))

@@ -1,0 +1,126 @@
+"""`evaluate`: loss and metrics of test data, of which every worker computes a share, and the sum of all shares.
+
+A metric is a function of the model's outputs (samples, ...) and the targets. It returns a value for each sample,
+(samples,) or (samples, ...), of which the mean counts, or one number, the mean over the batch's samples. Of both the
+sum over samples is kept, in float64. Sums and numbers of samples are added over the workers in rank order, and divided
+at the end: the mean over all samples, however unevenly they are shared out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from mpips.runtime.rendezvous import attempt
+from mpips.training.batches import Arrays, Source, counted, share_of
+from mpips.training.exchange import Job
+from mpips.training.model import see_method
+
+Metric = Callable[[Any, Any], Any]
+Sums = dict[str, float]
+SAMPLES = "samples"
+LOSS = "loss"
+
+
+def check_metrics(metrics: Any, model: object) -> dict[str, Metric]:
+    """The metrics by name; TypeError or ValueError where they are none, or the model cannot be asked for outputs."""
+    if metrics is None:
+        return {}
+    if not isinstance(metrics, Mapping):
+        raise TypeError(f"metrics: give functions of (outputs, y) by name, as {{'accuracy': f}}, not a "
+                        f"{type(metrics).__name__}")
+    for name, metric in metrics.items():
+        if not isinstance(name, str) or name in ("", LOSS, SAMPLES):
+            raise ValueError(f"metrics: {name!r} is no name for a metric: give a text other than 'loss' and 'samples'")
+        if not callable(metric):
+            raise TypeError(f"metrics[{name!r}] is a {type(metric).__name__}: give a function of (outputs, y)")
+    if metrics:
+        see_method(model, "predict", "metrics=")
+    return dict(metrics)
+
+
+def measured(job: Job, batches: Iterable[tuple[Any, Any]]) -> Sums:
+    """Sums over the samples of these batches, and their number, on this worker alone."""
+    sums = dict.fromkeys((SAMPLES, LOSS, *job.metrics), 0.0)
+    scored = _scored(job)
+    for samples, x, y in counted(batches):
+        if not samples:
+            continue
+        sums[SAMPLES] += samples
+        sums[LOSS] += samples * float(_loss_of(job.model)(x, y))
+        if job.metrics:
+            outputs = job.model.predict(x)
+            for name, metric in job.metrics.items():
+                sums[name] += _summed(name, metric(outputs, y), samples)
+        elif scored and _classes(y):
+            sums["accuracy"] = sums.get("accuracy", 0.0) + samples * float(job.model.accuracy(x, y))
+    return sums
+
+
+def names_of(job: Job, source: Source) -> list[str]:
+    """What is measured beside the loss: the metrics, or the accuracy of a model that has one, where y are classes."""
+    if job.metrics or not _scored(job):
+        return list(job.metrics)
+    return ["accuracy"] if not isinstance(source, Arrays) or _classes(source.y) else []
+
+
+def _scored(job: Job) -> bool:
+    return callable(getattr(job.model, "accuracy", None))
+
+
+def _classes(y: Any) -> bool:
+    """Whether targets are the classes of samples: whole numbers (samples,)."""
+    return getattr(y, "ndim", 0) == 1 and np.dtype(y.dtype).kind in "iu"
+
+
+def _loss_of(model: Any) -> Callable[[Any, Any], float]:
+    found: Callable[[Any, Any], float] = getattr(model, "loss", None)  # type: ignore[assignment]
+    return found if callable(found) else model.loss_and_gradients
+
+
+def _summed(name: str, value: Any, samples: int) -> float:
+    """The sum over samples of what a metric gave for a batch."""
+    array = np.asarray(value, np.float64)
+    if array.ndim == 0:
+        return float(array) * samples
+    if len(array) != samples or not array.size:
+        raise ValueError(f"metrics[{name!r}] gave an array {array.shape} for {samples} samples: give a value for each, "
+                         "or their mean")
+    return float(array.reshape(samples, -1).mean(axis=1).sum())
+
+
+def means(every: Iterable[Sums]) -> Sums:
+    """The means over all samples; ValueError where there are none."""
+    total: Sums = {}
+    for sums in every:
+        for name, value in sums.items():
+            total[name] = total.get(name, 0.0) + value
+    samples = total.pop(SAMPLES)
+    if not samples:
+        raise ValueError("evaluate: no worker has a sample")
+    return {name: value / samples for name, value in total.items()}
+
+
+def evaluate(job: Job, source: Source, number: int = 1) -> Sums:
+    """Means over the samples of all workers, equal on all. Collective, blocking; what fails on one is told to all."""
+    kv = job.kv
+    if job.blocking is not None:
+        job.blocking.update.share()
+    sums, refusal = attempt(lambda: measured(job, share_of(source, number, kv.rank, kv.num_workers)))
+    told = kv.settings.agree("evaluate", refusal=refusal, data=json.dumps(sums).encode())
+    return means(json.loads(data) for data in told)
+
+
+def evaluate_here(job: Job, source: Source, number: int = 1) -> Sums:
+    """The same of this worker's parameters as they are, on all samples: nobody waits. Local."""
+    return means([measured(job, share_of(source, number, 0, 1))])
+
+
+def test_words(source: Source | None) -> list[tuple[str, str]]:
+    """What of the test data must be equal on all workers."""
+    if source is None:
+        return [("test", "None")]
+    return [("test", str(source.x.shape) if isinstance(source, Arrays) else "batches")]

@@ -1,0 +1,173 @@
+"""Exchanges of gradients: `Gradients`, which the store's optimizer applies, and `Summed`, which every worker applies.
+
+`Gradients` is the way of all kinds of store, synchronous and asynchronous (MXNET-MPI, figures 6 and 7). `Summed` is for
+clipping in a synchronous store: only who has the whole sum knows its norm. The store then sums, and has no optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from mpips.optimizers.base import Optimizer, changed
+from mpips.optimizers.updater import Updater
+from mpips.runtime.rendezvous import attempt
+from mpips.training.clipping import clip
+from mpips.training.model import Model, keys_of
+
+_trainers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+"""How many Trainers a store has had."""
+
+
+def own_keys(model: Model, kv: Any) -> list[str]:
+    """`keys_of` for the first Trainer of a store; with a prefix for those after it."""
+    number = _trainers[kv] = _trainers.get(kv, 0) + 1
+    return [key if number == 1 else f"trainer{number}/{key}" for key in keys_of(model)]
+
+
+def averaged(optimizer: Optimizer, workers: float) -> Optimizer:
+    """The optimizer for gradients that arrive as a sum over workers: `rescale` divided by their number."""
+    if "rescale" not in {field.name for field in fields(optimizer)}:
+        raise ValueError(f"{optimizer!r} has no rescale: a Trainer needs an optimizer of gradients")
+    return replace(optimizer, rescale=optimizer.rescale / workers)  # type: ignore[call-arg, attr-defined]
+
+
+def workers_in_a_sum(kv: Any) -> float:
+    """Workers whose gradients make one update: all of a synchronous store, a client's of an asynchronous one.
+
+    Where clients differ in size it is their mean: a store has one optimizer, and larger clients take larger steps.
+    """
+    return kv.num_workers / len(kv.layout.clients) if kv.layout.asynchronous else kv.num_workers
+
+
+class Gradients:
+    """Push gradients, pull parameters; the store's optimizer updates (on servers, or on the workers without any).
+
+    `clip_norm`: in an asynchronous store whose clients have one worker each; what is clipped is a push.
+    """
+
+    name = "none"
+
+    def __init__(self, model: Model, kv: Any, optimizer: Optimizer, clip_norm: float | None = None) -> None:
+        self._model, self._kv, self._keys, self._clip = model, kv, own_keys(model, kv), clip_norm
+        kv.init(self._keys, list(model.parameters))
+        kv.set_optimizer(averaged(optimizer, workers_in_a_sum(kv)), keys=self._keys)
+        self._pull()
+
+    @property
+    def group(self) -> Any:
+        """All workers of a synchronous store, a client's of an asynchronous one."""
+        layout = self._kv.layout
+        return layout.client if layout.asynchronous else layout.workers
+
+    def exchange(self) -> None:
+        """Gradients out, parameters back."""
+        if self._clip is not None:
+            clip(self._model.gradients, self._clip)
+        self._kv.pushpull(self._keys, list(self._model.gradients), out=list(self._model.parameters))
+
+    def change(self, numbers: Mapping[str, Any]) -> None:
+        """See `KVStore.update_optimizer`."""
+        self._kv.update_optimizer(self._keys, **numbers)
+
+    def share(self) -> None:
+        """In an asynchronous store: what all have pushed is in the parameters of all."""
+        if self._kv.layout.asynchronous:
+            self._kv.barrier()
+            self._pull()
+
+    def owners(self) -> list[int]:
+        """The store's file holds everything."""
+        return []
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """None."""
+        return {}
+
+    def restore(self, arrays: Mapping[str, np.ndarray] | None) -> None:
+        """The parameters are the store's."""
+        self._pull()
+
+    def _pull(self) -> None:
+        self._kv.pull(self._keys, list(self._model.parameters))
+
+
+class Summed:
+    """The store sums gradients; every worker clips their mean by its global norm, and updates alike.
+
+    Equal sums give equal norms and equal parameters on all workers, bit for bit. Each keeps the optimizer's state.
+    """
+
+    name = "none, clipped"
+
+    def __init__(self, model: Model, kv: Any, optimizer: Optimizer, clip_norm: float) -> None:
+        self._model, self._kv, self._keys, self._clip = model, kv, own_keys(model, kv), clip_norm
+        kv.init(self._keys, list(model.parameters))
+        kv.pull(self._keys, list(model.parameters))
+        self._updater = Updater(averaged(optimizer, kv.num_workers), model.parameters)
+
+    @property
+    def group(self) -> Any:
+        """All workers."""
+        return self._kv.layout.workers
+
+    def exchange(self) -> None:
+        """Gradients out, their sum back, and the update here."""
+        gradients = list(self._model.gradients)
+        self._kv.pushpull(self._keys, gradients)
+        clip(gradients, self._clip * self._kv.num_workers)
+        self._updater.update(gradients)
+
+    def change(self, numbers: Mapping[str, Any]) -> None:
+        """Other numbers for the optimizer of every worker."""
+        change_here(self._kv, self._updater, numbers)
+
+    def share(self) -> None:
+        """All workers have the same parameters."""
+
+    def owners(self) -> list[int]:
+        """All are equal: rank 0's count."""
+        return [0]
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Parameters and the optimizer's state."""
+        return arrays_here(self._keys, self._model.parameters, self._updater)
+
+    def restore(self, arrays: Mapping[str, np.ndarray] | None) -> None:
+        """Take them back."""
+        assert arrays is not None
+        restore_here(self._keys, self._model.parameters, self._updater, arrays)
+
+
+# ---- what an update that is made here shares with elastic averaging
+
+
+def change_here(kv: Any, updater: Updater, numbers: Mapping[str, Any]) -> None:
+    """Other numbers for an optimizer that every worker has. Collective; ValueError or TypeError on all workers."""
+    made, refusal = attempt(lambda: changed(updater.optimizer, **numbers))
+    words = [(name, repr(numbers[name])) for name in sorted(numbers)]
+    kv.settings.agree("update_optimizer", words, refusal, noun="argument")
+    updater.optimizer = made
+
+
+def arrays_here(keys: Sequence[str], parameters: Sequence[np.ndarray], updater: Updater) -> dict[str, np.ndarray]:
+    """Parameters, the optimizer's arrays and its step, by name."""
+    found = {"step": np.array([updater.step], np.int64)}
+    for key, parameter, state in zip(keys, parameters, updater.states):
+        found[f"parameter/{key}"] = parameter
+        found.update((f"state{slot}/{key}", array) for slot, array in enumerate(state))
+    return found
+
+
+def restore_here(
+    keys: Sequence[str], parameters: Sequence[np.ndarray], updater: Updater, arrays: Mapping[str, np.ndarray]
+) -> None:
+    """Write them back."""
+    updater.step = int(arrays["step"][0])
+    for name, array in arrays_here(keys, parameters, updater).items():
+        if name != "step":
+            array[...] = arrays[name]

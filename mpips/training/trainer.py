@@ -1,0 +1,281 @@
+"""`Trainer`: the loops of examples/ for users who do not want to write one (MXNET-MPI, section 5, figures 6 to 8)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpips.optimizers.base import Optimizer
+from mpips.optimizers.registry import create
+from mpips.overlap.exchange import Overlapped
+from mpips.overlap.layers import check_model
+from mpips.overlap.measure import job_profile
+from mpips.overlap.profile import Profile, save_profile
+from mpips.overlap.report import Recorder, Report, blocking
+from mpips.runtime.rendezvous import attempt
+from mpips.store import KVStore
+from mpips.training import checkpoint, loop
+from mpips.training.batches import BLOCK, source_of
+from mpips.training.callbacks import Callback
+from mpips.training.clipping import check_clip
+from mpips.training.elastic import Elastic, ElasticAveraging
+from mpips.training.evaluation import Metric, check_metrics, evaluate, test_words
+from mpips.training.exchange import Blocking, Exchange, Job, Update
+from mpips.training.gradients import Gradients, Summed, averaged, workers_in_a_sum
+from mpips.training.history import Epoch, Position
+from mpips.training.model import see_method, see_model
+
+
+class Trainer:
+    """Trains `model` through a store: synchronous, asynchronous or elastic, with servers or without.
+
+    optimizer   a name with options, or an Optimizer; its gradient is the mean over the samples of all workers that
+                contribute to an update. A number may be a schedule: `learning_rate=mpips.optimizers.Cosine(0.1, 1000)`.
+    elastic     elastic averaging; needs an asynchronous store.
+    overlap     exchange beside the compute, by a strategy of `mpips plan` or "auto", which measures the job and takes
+                the best; the model then is one in layers (`mpips.overlap.model.LayeredModel`, as `MLP` is).
+    clip_norm   the largest global norm of a gradient. Of which: synchronous kinds, the mean over all workers; then
+                every worker updates, alike, and keeps the optimizer's state, and the store only sums. Elastic, the mean
+                over the client's workers. Other asynchronous stores, a push; their clients must have one worker each.
+    accumulate  so many batches of a worker make one exchange, of the mean over all their samples.
+    metrics     functions of (outputs, y) by name, for `evaluate` and `fit(test=)`: a value a sample, or the mean.
+
+    Every worker starts from rank 0's parameters. Collective over all workers of the store: every worker makes it, with
+    equal arguments, and calls `step` equally often. ValueError or TypeError on every worker where arguments are wrong
+    or differ, or the model lacks what they need, before anything is sent.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        kv: Any,
+        optimizer: str | Optimizer = "sgd",
+        *,
+        elastic: Elastic | None = None,
+        overlap: str | None = None,
+        clip_norm: float | None = None,
+        accumulate: int = 1,
+        metrics: Mapping[str, Metric] | None = None,
+        **options: Any,
+    ) -> None:
+        if not isinstance(kv, KVStore):
+            raise TypeError(f"a Trainer trains through a store, as mpips.create makes it, not {type(kv).__name__}")
+
+        def chosen() -> tuple[Optimizer, dict[str, Metric]]:
+            _see_together(kv, elastic, overlap, check_clip(clip_norm), accumulate)
+            if overlap is None:  # otherwise it is a model in layers, which Overlapped checks
+                see_model(model)
+            made = create(optimizer, **options)
+            averaged(made, 1)  # it has a rescale
+            return made, check_metrics(metrics, model)
+
+        found, refusal = attempt(chosen)
+        made, measures = found if found is not None else (None, {})
+        words = {"optimizer": made, "elastic": elastic, "overlap": overlap, "clip_norm": clip_norm,
+                 "accumulate": accumulate, "metrics": sorted(measures)}  # fmt: skip
+        kv.settings.agree("Trainer", [(name, repr(word)) for name, word in words.items()], refusal, noun="argument")
+        self.model, self.kv = model, kv
+        self.exchange: Exchange
+        steps: Blocking | None = None
+        if overlap is None:
+            update = _update(model, kv, made, elastic, clip_norm)
+            self.exchange = steps = Blocking(model, update, accumulate, _Clocks(len(model.parameters)))
+        else:
+            self.exchange = Overlapped(model, kv, averaged(made, workers_in_a_sum(kv)), overlap)
+        self._job = Job(model, kv, self.exchange, steps, measures)
+        self._position, self._resumed = Position(), False
+
+    # ---- training
+
+    def step(self, x: Any, y: Any) -> float:
+        """One iteration on this worker's batch, blocking until its parameters are the new ones; the batch's loss.
+
+        All workers of a synchronous store (of a client) call it equally often. With `accumulate=k` every k-th call
+        exchanges.
+        """
+        loss = self.exchange.step(x, y)
+        self.exchange.finish()
+        self._position.step += 1 if self._job.blocking is None or not self._job.blocking.waiting else 0
+        return loss
+
+    def fit(
+        self,
+        x: Any,
+        y: Any = None,
+        *,
+        batch_size: int | None = None,
+        epochs: int,
+        seed: int = 0,
+        test: Any = None,
+        callbacks: Sequence[Callback] = (),
+        on_epoch: Callable[[Epoch], object] | None = None,
+        resume: str | os.PathLike[str] | None = None,
+    ) -> list[Epoch]:
+        """Train; the history, an `Epoch` each.
+
+        x, y        arrays (samples, ...), the same on every worker, with `batch_size` samples a worker and step. Every
+                    epoch is a new order of the samples, by `seed`, of which each worker takes its share; samples that
+                    do not fill a mini-batch of all workers wait for another epoch.
+                    Or x alone: this worker's batches (x, y), an iterable that can be gone through in every epoch (a
+                    list, a DataLoader), or a function of the epoch, from 1, that returns one. Workers may have unlike
+                    numbers of batches: who is out of them contributes nothing, and the mean is over the samples of the
+                    others. For that a synchronous step sums one number more. An asynchronous worker waits for nobody.
+        test        a pair of arrays, or batches, measured after each epoch: by all workers together, each its share; in
+                    an asynchronous store by each worker alone, with its parameters of that moment.
+        callbacks   `mpips.training.Callback` objects. on_epoch: a function that is called with each Epoch.
+        resume      a folder of `Checkpoint`: go on from its newest checkpoint, or begin where it has none. In a
+                    synchronous store training goes on with the same bits.
+
+        Collective; ValueError or TypeError on every worker where arguments are wrong, or differ between workers.
+        """
+        request, refusal = attempt(lambda: loop.requested(
+            self._job, x, y, batch_size, epochs, seed, test, callbacks, on_epoch, resume))  # fmt: skip
+        words = loop.words(request, self.kv.num_workers) if request is not None else []
+        self.kv.settings.agree("fit", words, refusal, noun="argument")
+        if resume is not None:
+            self._take(checkpoint.load(self._job, resume, begin=True))
+        position = self._position
+        if not self._resumed:
+            position = Position(step=position.step)
+        loop.see_order(position, request.source, self.kv.num_workers)
+        position.order = request.source.order(self.kv.num_workers)
+        self._position, self._resumed = position, False
+        if self._job.blocking is not None:
+            self._job.blocking.flush()  # what `step` has left
+        return loop.Fit(self._job, request, position).run()
+
+    def update_optimizer(self, **numbers: Any) -> None:
+        """Change numbers of the optimizer, such as `learning_rate`, from the next exchange on; its state stays.
+
+        Collective, blocking; ValueError or TypeError on every worker, and nothing has changed.
+        """
+        loop.update_optimizer(self._job, numbers)
+
+    # ---- what was learnt
+
+    def evaluate(self, x: Any, y: Any = None, *, batch_size: int = BLOCK) -> dict[str, float]:
+        """"loss" and the metrics by name, means over all samples, equal on every worker.
+
+        x and y are arrays (samples, ...), the same on every worker, of which each computes a share, `batch_size`
+        samples at once; or x alone, this worker's own batches (x, y). Sums are in float64, added in rank order: exact
+        for uneven shares, but for rounding. In an asynchronous store all workers first take the servers' parameters;
+        with `elastic` or `overlap` each measures with its own.
+
+        Collective, blocking; ValueError or TypeError on every worker where arguments are wrong or differ, or a metric
+        fails on one.
+        """
+        source, refusal = attempt(lambda: source_of(x, y, None if y is None else batch_size, 0, "evaluate"))
+        self.kv.settings.agree("evaluate", test_words(source), refusal, noun="argument")
+        self.exchange.finish()
+        return evaluate(self._job, source)
+
+    def predict(self, x: Any) -> np.ndarray:
+        """The model's outputs (samples, ...) for x (samples, ...), by this worker's parameters. Local."""
+        see_method(self.model, "predict", "predict")
+        self.exchange.finish()
+        outputs: np.ndarray = self.model.predict(x)
+        return outputs
+
+    # ---- checkpoints
+
+    def save(self, path: str | os.PathLike[str], keep: int | None = None) -> str:
+        """Write a checkpoint to the folder `path`, between two steps, and keep the newest `keep` (None: all); its path.
+
+        For loops of your own; `fit` saves by `Checkpoint`. Collective, blocking; ValueError or TypeError on every
+        worker where it cannot be written, and then older ones are there.
+        """
+        return checkpoint.save(self._job, path, self._position, keep)
+
+    def resume(self, path: str | os.PathLike[str]) -> int:
+        """Go on from the newest checkpoint of a folder, or from one file step-*.trainer.safetensors; its step.
+
+        The next `fit` goes on from there. Collective, blocking; ValueError or TypeError on every worker where there is
+        none, or it does not fit.
+        """
+        self._take(checkpoint.load(self._job, path))
+        return self._position.step
+
+    def _take(self, position: Position | None) -> None:
+        if position is not None:
+            self._position, self._resumed = position, True
+
+    # ---- how fast
+
+    def report(self) -> Report:
+        """What the last steps were on this worker: seconds of an iteration, measured and predicted, the share of the
+        communication that compute hid, groups, and the last one's tasks (`save_trace`, `save_picture`). Local.
+
+        RuntimeError before the first step has ended.
+        """
+        report: Report = self.exchange.report()
+        return report
+
+    def profile(self, x: np.ndarray, y: np.ndarray, save: str | Path | None = None) -> Profile:
+        """The profile of this job, measured on its ranks now: layers on a batch, messages through the store.
+
+        Collective over the workers, blocking; gradients are overwritten, parameters stay. Rank 0 writes it to `save`,
+        for `mpips plan`. The model is one in layers, as `overlap` needs it; ValueError otherwise, and with `elastic`.
+        """
+        check_model(self.model, "profile")
+        if self._job.blocking is not None and isinstance(self._job.blocking.update, ElasticAveraging):
+            raise ValueError("elastic averaging sends its model whole, every few iterations: there is nothing to plan")
+        if isinstance(self.exchange, Overlapped):
+            found = self.exchange.measure(x, y)
+        else:
+            found = job_profile(self.model, self.kv, x, y)
+        if save is not None and self.kv.rank == 0:
+            save_profile(found, save)
+        return found
+
+
+class _Clocks:
+    """The last steps of an exchange that blocks, as `mpips.overlap` reports them."""
+
+    def __init__(self, arrays: int) -> None:
+        self._arrays, self._recorder = arrays, Recorder()
+
+    def exchanged(self, begin: float, computed: float, ended: float) -> None:
+        """See `training.exchange.Clocks`."""
+        blocking(self._recorder, self._arrays, begin, computed, ended)
+
+    def report(self, name: str) -> Report:
+        """What the last steps were."""
+        return self._recorder.report(name, ((1, self._arrays),), (), 0, None)
+
+
+def _see_together(
+    kv: KVStore, elastic: Elastic | None, overlap: str | None, clip_norm: float | None, accumulate: int
+) -> None:
+    """ValueError for what does not go together."""
+    if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
+        raise ValueError(f"accumulate={accumulate!r}: give a number of batches, at least 1")
+    if elastic is not None and overlap is not None:
+        raise ValueError(f"elastic={elastic} has nothing to overlap: leave overlap={overlap!r} out")
+    if elastic is not None and not kv.layout.asynchronous:
+        raise ValueError(f"elastic averaging needs a store of kind dist_async or mpi_async, not {kv.type}")
+    if overlap is not None and (clip_norm is not None or accumulate > 1):
+        word = f"clip_norm={clip_norm}" if clip_norm is not None else f"accumulate={accumulate}"
+        raise ValueError(f"{word} needs all gradients of a step before the first is sent, and overlap={overlap!r} "
+                         "sends them one by one: leave one of the two out")
+    if clip_norm is None or elastic is not None:
+        return
+    if not kv.layout.asynchronous and kv.settings.groups.default is not None:
+        raise ValueError(f"clip_norm={clip_norm}: in a synchronous store the workers update, and this store has an "
+                         "optimizer for all keys: set it for keys=[...], or not at all")
+    if kv.layout.asynchronous and len(kv.layout.clients) < kv.num_workers:
+        raise ValueError(f"clip_norm={clip_norm}: in {kv.type} the servers apply the sum of a client, and of "
+                         f"{kv.num_workers} workers in {len(kv.layout.clients)} clients none knows its norm: take "
+                         "dist_async, elastic averaging, or a synchronous kind")
+
+
+def _update(model: Any, kv: KVStore, optimizer: Any, elastic: Elastic | None, clip_norm: float | None) -> Update:
+    """How gradients become parameters."""
+    if elastic is not None:
+        return ElasticAveraging(model, kv, optimizer, elastic, clip_norm)
+    if clip_norm is not None and not kv.layout.asynchronous:
+        return Summed(model, kv, optimizer, clip_norm)
+    return Gradients(model, kv, optimizer, clip_norm)

@@ -1,0 +1,231 @@
+"""`fit` in every kind of store: arrays and iterables, uneven batches, accumulation, clipping, callbacks."""
+
+from __future__ import annotations
+
+import time
+from itertools import islice
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from mpips.optimizers import SGD, StepDecay
+from mpips.training import Callback, EarlyStop, Elastic, LearningRate, Progress, Trainer
+from mpips.training.batches import Arrays
+from tests.mpi.mpips.training.support import ONE_CLIENT, SYNCHRONOUS, Line, data, on_workers, serial, uneven, workers_of
+from tests.mpi.sizes import either_mpi
+
+WORLD = MPI.COMM_WORLD
+BATCH, EPOCHS = 3, 2
+MOMENTUM = SGD(0.05, momentum=0.9)
+SERIAL = [*SYNCHRONOUS, *ONE_CLIENT]
+
+
+class Steps(Callback):
+    """Counts what it is called for."""
+
+    def __init__(self):
+        self.calls = []
+
+    def on_begin(self, fit):
+        self.calls.append("begin")
+
+    def on_step(self, fit):
+        self.calls.append(fit.step)
+
+    def on_epoch(self, fit, epoch):
+        self.calls.append(f"epoch {epoch.epoch}")
+
+    def on_end(self, fit):
+        self.calls.append("end")
+
+
+@either_mpi
+@pytest.mark.parametrize("kind", SYNCHRONOUS)
+def test_an_iterable_of_equal_batches_gives_the_bits_of_arrays(kind):
+    x, y = data()
+
+    def work(kv):
+        trainers = [Trainer(Line(), kv, MOMENTUM) for _ in range(3)]
+        source = Arrays(x, y, BATCH, seed=4)
+        trainers[0].fit(x, y, batch_size=BATCH, epochs=EPOCHS, seed=4)
+        trainers[1].fit(lambda epoch: source.epoch(epoch, kv), epochs=EPOCHS)
+        history = trainers[2].fit(list(source.epoch(1, kv)), epochs=1, on_epoch=lambda epoch: None)
+        trainers[2].fit(lambda epoch: source.epoch(2, kv), epochs=1)
+        assert history[0].loss > 0
+        assert len({trainer.model.bits() for trainer in trainers}) == 1
+
+    on_workers(kind, work)
+
+
+@either_mpi
+@pytest.mark.parametrize("clip_norm", [None, 0.5])
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("kind", SERIAL)
+def test_workers_out_of_batches_are_not_counted(kind, accumulate, clip_norm):
+    """Each step's gradient is the mean over the samples of those who have any, clipped as a whole."""
+    if clip_norm is not None and kind in ONE_CLIENT:
+        pytest.skip("the servers apply what nobody knows the norm of")
+    workers, steps = workers_of(kind), []
+    for epoch in range(1, EPOCHS + 1):
+        every = [iter(uneven(worker, epoch)) for worker in range(workers)]
+        while batches := [batch for one in every for batch in islice(one, accumulate)]:
+            steps.append(batches)
+    expected = serial(steps, MOMENTUM, clip_norm)
+
+    def work(kv):
+        count = Steps()
+        trainer = Trainer(Line(), kv, MOMENTUM, accumulate=accumulate, clip_norm=clip_norm)
+        history = trainer.fit(lambda epoch: uneven(kv.rank, epoch), epochs=EPOCHS, callbacks=[count, Progress()])
+        for mine, theirs in zip(trainer.model.parameters, expected.parameters):
+            np.testing.assert_allclose(mine, theirs, rtol=1e-10, atol=1e-12)
+        per_epoch = len(steps) // EPOCHS
+        assert count.calls == ["begin", *range(1, per_epoch + 1), "epoch 1",
+                               *range(per_epoch + 1, len(steps) + 1), "epoch 2", "end"]
+        assert all(np.isnan(epoch.loss) == (kv.rank == 1) for epoch in history)
+
+    on_workers(kind, work)
+
+
+@pytest.mark.parametrize("kind", ["dist_async", "mpi_async"])
+def test_asynchronous_workers_end_with_their_own_batches(kind):
+    def work(kv):
+        trainer = Trainer(Line(), kv, MOMENTUM)
+        trainer.fit(lambda epoch: uneven(kv.rank, epoch), epochs=EPOCHS, callbacks=[count := Steps()])
+        if kind == "dist_async":
+            assert sum(isinstance(call, int) for call in count.calls) == EPOCHS * len(uneven(kv.rank))
+        assert np.isfinite(trainer.model.parameters[0]).all()
+
+    on_workers(kind, work)
+
+
+@either_mpi
+@pytest.mark.parametrize("kind", SERIAL)
+def test_accumulated_batches_make_the_step_of_a_large_one(kind):
+    """The last step of an epoch has what is left; `step` exchanges with every second call."""
+    x, y = data()
+    workers = workers_of(kind)
+    rows = [np.arange(len(x))[step * BATCH * workers:][: BATCH * workers] for step in range(3)]
+    steps = [[(x[rows[0]], y[rows[0]]), (x[rows[1]], y[rows[1]])], [(x[rows[2]], y[rows[2]])]]
+    expected = serial(steps, MOMENTUM)
+
+    def work(kv):
+        mine = [part[kv.rank * BATCH :][:BATCH] for part in rows]
+        trainers = [Trainer(Line(), kv, MOMENTUM, accumulate=2) for _ in range(2)]
+        for part in mine:
+            before = trainers[0].model.bits()
+            trainers[0].step(x[part], y[part])
+            assert (trainers[0].model.bits() == before) == (part is not mine[1])
+        trainers[0].fit([], epochs=0)  # takes what `step` has left
+        trainers[1].fit([(x[part], y[part]) for part in mine], epochs=1)
+        for trainer in trainers:
+            for found, theirs in zip(trainer.model.parameters, expected.parameters):
+                np.testing.assert_allclose(found, theirs, rtol=1e-10, atol=1e-12)
+
+    on_workers(kind, work)
+
+
+@either_mpi
+@pytest.mark.parametrize("kind", [*SYNCHRONOUS, "dist_async"])
+def test_the_mean_gradient_is_clipped_by_its_global_norm(kind):
+    x, y = data()
+    workers = workers_of(kind)
+    mini = BATCH * workers
+    steps = [[(x[at : at + mini], y[at : at + mini])] for at in range(0, 3 * mini, mini) if at + mini <= len(x)]
+    expected = serial(steps, MOMENTUM, 0.5)
+
+    def work(kv):
+        model = Line()
+        trainer = Trainer(model, kv, MOMENTUM, clip_norm=0.5)
+        for [(batch_x, batch_y)] in steps:
+            mine = slice(kv.rank * BATCH, (kv.rank + 1) * BATCH)
+            trainer.step(batch_x[mine], batch_y[mine])
+        if kind == "dist_async" and kv.num_workers > 1:  # each push was clipped, and others moved the parameters
+            assert np.sqrt(sum((array**2).sum() for array in model.gradients)) <= 0.5 + 1e-12
+            return
+        for found, theirs in zip(model.parameters, expected.parameters):
+            np.testing.assert_allclose(found, theirs, rtol=1e-10, atol=1e-12)
+
+    on_workers(kind, work)
+
+
+@either_mpi
+@pytest.mark.parametrize("clip_norm", [None, 0.3])
+def test_elastic_averaging_clips_the_mean_of_a_client(clip_norm):
+    """At an interval that does not come, a client's SGD is the serial one."""
+    workers = workers_of("mpi_async-1")
+    x, y = data()
+    steps = [[(x[at : at + BATCH * workers], y[at : at + BATCH * workers])] for at in (0, 1, 2)]
+    expected = serial(steps, MOMENTUM, clip_norm)
+
+    def work(kv):
+        trainer = Trainer(Line(), kv, MOMENTUM, elastic=Elastic(alpha=1.0, interval=99), clip_norm=clip_norm)
+        for [(batch_x, batch_y)] in steps:
+            trainer.step(*(array[kv.rank * BATCH :][:BATCH] for array in (batch_x, batch_y)))
+        for found, theirs in zip(trainer.model.parameters, expected.parameters):
+            np.testing.assert_allclose(found, theirs, rtol=1e-10, atol=1e-12)
+
+    on_workers("mpi_async-1", work)
+
+
+@either_mpi
+@pytest.mark.parametrize("clip_norm", [None, 1e6])
+@pytest.mark.parametrize("kind", SYNCHRONOUS)
+def test_a_rate_of_epochs_is_a_schedule_of_steps(kind, clip_norm):
+    """The callback and the optimizer's own schedule give the same bits, on servers and here."""
+    x, y = data()
+    steps = len(x) // (BATCH * workers_of(kind))
+
+    def work(kv):
+        models = [Line(), Line()]
+        rates = LearningRate(lambda epoch: 0.05 * 0.5 ** (epoch - 1))
+        one = Trainer(models[0], kv, "sgd", learning_rate=9.0, clip_norm=clip_norm)
+        one.fit(x, y, batch_size=BATCH, epochs=3, callbacks=[rates])
+        other = Trainer(models[1], kv, "sgd", learning_rate=StepDecay(0.05, steps, 0.5), clip_norm=clip_norm)
+        other.fit(x, y, batch_size=BATCH, epochs=3)
+        assert models[0].bits() == models[1].bits()
+
+    on_workers(kind, work)
+
+
+@pytest.mark.parametrize("kind", ["dist_sync", "mpi_sync-0", "dist_async"])
+def test_all_workers_stop_at_the_same_epoch(kind):
+    """Though each sees another loss: on rank 0 it falls, on the others it grows faster."""
+    x, y = data()
+
+    def work(kv):
+        model, calls = Line(), []
+        compute = model.loss_and_gradients
+
+        def seen(x, y):
+            calls.append(compute(x, y))
+            return len(calls) * (-1.0 if kv.rank == 0 else 2.0)
+
+        model.loss_and_gradients = seen
+        history = Trainer(model, kv, MOMENTUM).fit(
+            x, y, batch_size=BATCH, epochs=9, callbacks=[EarlyStop("loss", patience=2)]
+        )
+        told = kv.settings.agree("test", data=str(len(history)).encode())
+        assert set(told) == {b"3" if kv.num_workers > 1 else b"9"}
+
+    on_workers(kind, work)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("kind", ["dist_sync", "mpi_sync-0", "mpi_async"])
+def test_seconds_are_of_training_alone_on_every_rank(kind):
+    """Rank 0 takes its time between epochs, and in its callbacks of steps; nobody counts it (fault 32)."""
+    x, y = data()
+
+    class Slow(Callback):
+        def on_epoch(self, fit, epoch):
+            if fit.rank == 0 and epoch.epoch == 1:
+                time.sleep(1.0)
+
+    def work(kv):
+        trainer = Trainer(Line(), kv, MOMENTUM)
+        history = trainer.fit(x, y, batch_size=BATCH, epochs=3, test=(x, y), callbacks=[Slow()])
+        assert [epoch.epoch for epoch in history] == [1, 2, 3]
+        assert 0 < history[0].seconds < history[1].seconds < history[2].seconds < 0.9
+
+    on_workers(kind, work)
