@@ -12,8 +12,7 @@ import gc
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -30,8 +29,8 @@ N = (10, 3000, 100_000)
 
 
 def held() -> dict[str, int]:
-    """What this process holds: bytes of private memory, threads, open files, mappings of shared memory, and files in
-    /dev/shm that are left behind."""
+    """What this process holds: bytes of private memory, threads, open files, mappings of shared memory, and the job's
+    files in /dev/shm."""
     gc.collect()
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     maps = Path("/proc/self/maps").read_text().splitlines()
@@ -40,18 +39,16 @@ def held() -> dict[str, int]:
         "threads": threading.active_count(),
         "files": len(os.listdir("/proc/self/fd")),
         "mappings": sum("memfd" in line or "/dev/shm" in line for line in maps),
-        "shm": len(left_behind()),
+        "shm": len(ours(maps)),
     }
 
 
-def left_behind() -> set[str]:
-    """Files in /dev/shm that no process maps; other jobs of this machine may have some that are mapped."""
-    files = set(os.listdir("/dev/shm"))
-    for process in Path("/proc").glob("[0-9]*/maps"):
-        with suppress(OSError):  # of another user, or gone
-            mapped = process.read_text(errors="replace")
-            files = {name for name in files if f"/dev/shm/{name}" not in mapped}
-    return files
+def ours(maps: Sequence[str]) -> list[str]:
+    """Files in /dev/shm of this job: other jobs of this machine come and go. Open MPI's are named after the job, with
+    the rank behind the last dot."""
+    mapped = {line.rpartition("/dev/shm/")[2].removesuffix(" (deleted)") for line in maps if "/dev/shm/" in line}
+    stems = {name.rpartition(".")[0] or name for name in mapped}
+    return [name for name in os.listdir("/dev/shm") if (name.rpartition(".")[0] or name) in stems]
 
 
 def calls(kv: mpips.KVStore) -> Iterator[Callable[[], None]]:
