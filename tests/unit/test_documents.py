@@ -114,6 +114,8 @@ def public(module: str) -> frozenset[str]:
             return frozenset(re.findall(r"'(\w+)'", ast.unparse(node.value)))
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             found.add(node.name)
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            found.add(ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target))
     return frozenset(found)
 
 
@@ -125,13 +127,17 @@ def offers(module: str, name: str) -> bool:
 
 
 def test_every_command_shows_its_help() -> None:
-    shown = {tuple(words.split()) for words in commands.MARK.findall(read("reference", "commands.md"))}
-    assert shown == set(commands.commands())
+    assert set(commands.commands()) - shown() == set()
+
+
+def shown() -> set[tuple[str, ...]]:
+    """The commands whose help the reference shows."""
+    return {tuple(words.split()) for words in commands.MARK.findall(read("reference", "commands.md"))}
 
 
 @each_document
 def test_commands_and_their_options_are_there(document: Path) -> None:
-    text = document.read_text(encoding="utf-8")
+    text = re.sub(r"\\\n\s*", " ", document.read_text(encoding="utf-8"))
     lines = re.findall(r"^ {4,}(?:\$ |)(mpips [a-z].*)$", text, re.MULTILINE)
     lines += re.findall(r"`(mpips [a-z][^`]*)`", text)
     wrong = [f"{line}: {fault}" for line in lines for fault in faults(shlex.split(line.partition("  #")[0].strip()))]
@@ -140,16 +146,17 @@ def test_commands_and_their_options_are_there(document: Path) -> None:
 
 def faults(words: list[str]) -> Iterator[str]:
     """What is wrong with the words of a command, up to the program that it starts."""
-    known, depth = set(commands.commands()), 1
-    while tuple(words[1 : depth + 1]) in known and depth < len(words):
+    known, depth = shown(), 1
+    while depth < len(words) and tuple(words[1 : depth + 1]) in known:
         depth += 1
     command = tuple(words[1:depth])
     if not command:
         yield "no such command"
         return
-    options = set(re.findall(r"(?<![\w-])--?[a-zA-Z][\w-]*", commands.help_of(*command)))
+    listed = re.findall(r"^  (-.*?)(?:  |$)", commands.help_of(*command).partition("\nOptions:\n")[2], re.MULTILINE)
+    options = {option for line in listed for option in re.findall(r"--?[a-zA-Z][\w-]*", line)}
     for word in words[depth:]:
-        if word == "--" or word.endswith(".py") or (word == "-m" and "-m" not in options):
+        if word in ("--", "#") or word.endswith(".py") or (word == "-m" and "-m" not in options):
             return
         if re.match(r"--?[a-zA-Z]", word) and word.partition("=")[0] not in options:
             yield f"no option {word}"
