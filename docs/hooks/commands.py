@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     return MARK.sub(lambda found: f"```text\n{help_of(*found[1].split())}```", markdown)
 
 
-@lru_cache(maxsize=None)
+@cache
 def help_of(*words: str) -> str:
     """What `mpips WORDS --help` prints."""
     if str(ROOT) not in sys.path:

@@ -9,7 +9,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -103,7 +103,7 @@ def path_of(module: str) -> Path | None:
     return next((path for path in (base.with_suffix(".py"), base / "__init__.py") if path.is_file()), None)
 
 
-@lru_cache(maxsize=None)
+@cache
 def public(module: str) -> frozenset[str]:
     """The names that a module offers, without importing it: those of extras are there, too."""
     path = path_of(module)
