@@ -53,7 +53,7 @@ test-torch: ## tests of mpips.torch and mpips.jax on 1, 2 and 3 ranks; installs 
 
 docs: ## these documents as a site, out/site/index.html; a broken link is an error
 	$(VENV) --extra docs
-	$(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 install: ## make .venv with mpips and an MPI, and look at the machine with `mpips doctor`
 	$(VENV)

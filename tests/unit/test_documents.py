@@ -75,6 +75,13 @@ def test_every_call_is_in_a_table() -> None:
         assert [name for name in names if not re.search(rf"`{name}\b", table(read("reference", page)))] == []
 
 
+def test_pages_that_the_code_names_are_there() -> None:
+    files = [path for folder in (*PACKAGES, "examples", "tests") for path in (ROOT / folder).rglob("*.py")]
+    texts = {path: path.read_text(encoding="utf-8") for path in [*files, ROOT / "pyproject.toml"]}
+    named = {(path, page) for path, text in texts.items() for page in re.findall(r"\bdocs/[\w/-]+\.md\b", text)}
+    assert [f"{path.relative_to(ROOT)}: {page}" for path, page in named if not (ROOT / page).is_file()] == []
+
+
 # ---- programs: that those of the tutorials run is seen by tests/mpi/launch/test_documents.py
 
 
