@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import collectives
-from docs.hooks import commands
+from docs.hooks import commands, docstrings
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -128,6 +128,12 @@ def public(module: str) -> frozenset[str]:
 
 def offers(module: str, name: str) -> bool:
     return name in public(module) or path_of(f"{module}.{name}") is not None
+
+
+def test_docstrings_become_markdown() -> None:
+    text = "Sums x.\n\n>>> f(1)\n2\n\nx      an array\n       of floats"
+    assert docstrings.markdown(text) == "Sums x.\n\n```pycon\n>>> f(1)\n2\n```\n\n- **x**: an array of floats"
+    assert docstrings.markdown("One line.\n\n    code(x)\n    more") == "One line.\n\n    code(x)\n    more"
 
 
 # ---- commands
