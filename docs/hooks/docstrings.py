@@ -32,13 +32,12 @@ def _paragraph(text: str) -> str:
     lines = text.split("\n")
     if lines[0].startswith(">>> "):
         return "\n".join(["```pycon", *lines, "```"])
-    if not NAMED.fullmatch(lines[0]) or any(line[:1] == " " and line[:8].strip() for line in lines):
+    if not NAMED.fullmatch(lines[0]) or not all(line.startswith("  ") or NAMED.fullmatch(line) for line in lines):
         return text
     items: list[str] = []
     for line in lines:
-        found = NAMED.fullmatch(line)
-        if found:
+        if found := NAMED.fullmatch(line):
             items.append(f"- **{found[1]}**: {found[2]}")
-        elif items:
+        else:
             items[-1] += f" {line.strip()}"
     return "\n".join(items)
