@@ -16,7 +16,7 @@ TESTS = $(VENV) --extra test && $(BIN)/python -m tests.run --python $(BIN)/pytho
 TEST_TORCH = .venv-torch/bin/python -m tests.run --stages mpi --ranks 1,2,3 --python .venv-torch/bin/python tests/mpi/torch
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-slow test-torch unit lab lint install clean overlap \
+.PHONY: help demo docs test test-all test-slow test-torch unit lab lint install clean overlap \
 	reproduce-mg-wfbp reproduce-ibatch reproduce-bml reproduce-mxnet-mpi reproduce-tensor reproduce-mlp
 
 help: ## this list
@@ -56,6 +56,10 @@ test-slow: ## collectives and keys of more than 2^31 elements and bytes: 2 ranks
 test-torch: ## tests of mpips.torch and mpips.jax on 1, 2 and 3 ranks; installs PyTorch and JAX
 	$(PYTHON) -m launch.venv .venv-torch --mpi $(MPI) --extra test --extra torch --extra jax
 	$(TEST_TORCH)
+
+docs: ## these documents as a site, out/site/index.html; a broken link is an error
+	$(VENV) --extra docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 install: ## make .venv with mpips and an MPI, and look at the machine with `mpips doctor`
 	$(VENV)

@@ -18,6 +18,7 @@ TEST = [
     "setuptools>=70.1",  # the test that installs the project builds a wheel with it
 ]
 DEMO = ["scikit-learn>=1.2", *PLOT]
+DOCS = ["mkdocs-material>=9.5", "mkdocstrings[python]>=0.27"]
 
 setup(
     name="mpips",
@@ -46,7 +47,8 @@ setup(
         "demo": DEMO,
         "gpu": ["cupy-cuda12x[ctk]>=14"],  # ctk: NVRTC and the headers, where no CUDA toolkit is installed
         "lab": LAB,
-        "test": [*TEST, *DEMO, *LAB],
+        "docs": DOCS,
+        "test": [*TEST, *DEMO, *LAB, *DOCS],
         "torch": ["torch>=2.2"],
         "jax": ["jax>=0.4.30", "optax>=0.2"],
     },

@@ -1,19 +1,54 @@
-"""Documents point at things that are there."""
+"""The documents: links, programs, calls, commands, options and errors that they show are there, and the site builds."""
 
 from __future__ import annotations
 
+import ast
+import os
 import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 import collectives
+from docs.hooks import commands, docstrings
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+DOCS = ROOT / "docs"
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
+PACKAGES = ("collectives", "mpips", "launch")
+each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def read(*path: str) -> str:
+    return DOCS.joinpath(*path).read_text(encoding="utf-8")
+
+
+def table(text: str) -> str:
+    """The lines of tables."""
+    return "\n".join(line for line in text.splitlines() if line[:1] == "|")
+
+
+def test_the_site_builds_and_its_links_lead_somewhere(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)],
+        cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    pages = {page.relative_to(DOCS).with_suffix(".html") for page in DOCS.rglob("*.md")}
+    assert all((tmp_path / page).is_file() for page in pages)
+
+
+def test_every_page_is_in_the_list_of_pages() -> None:
+    listed = re.findall(r"[:-] ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(listed) == sorted(page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md"))
+
+
+@each_document
 def test_links_lead_somewhere(document: Path) -> None:
     text = re.sub(r"```.*?```", "", document.read_text(encoding="utf-8"), flags=re.DOTALL)
     targets = [target.split("#")[0] for target in re.findall(r"\]\(([^)\s]+)\)", text)]
@@ -22,22 +57,149 @@ def test_links_lead_somewhere(document: Path) -> None:
     assert not missing, f"{document.name} links to {missing}"
 
 
-def test_the_rooms_of_the_house_are_there() -> None:
-    text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
-    packages = ("collectives", "mpips", "launch", "tests")
-    names = re.findall(r"`([\w/]+(?:\.py|/))`", text)
+def test_the_folders_and_files_of_the_house_are_told() -> None:
+    names = re.findall(r"`([\w/]+(?:\.py|/))`", read("why", "architecture.md"))
     assert len(names) > 40
-    modules = [path.name for package in packages[:3] for path in (ROOT / package).glob("[!_]*.py")]
+    modules = [path.name for package in PACKAGES for path in (ROOT / package).glob("[!_]*.py")]
     assert [name for name in modules if name not in names] == []
-    missing = [name for name in names if not any((ROOT / package / name).exists() for package in (*packages, "."))]
-    assert not missing
+    places = (*PACKAGES, "tests", ".")
+    assert [name for name in names if not any((ROOT / place / name).exists() for place in places)] == []
 
 
 def test_every_call_is_in_a_table() -> None:
     text = (ROOT / "mpips" / "store.py").read_text(encoding="utf-8")
     store = re.findall(r"^    def ([a-z]\w+)\(self", text, re.MULTILINE)
     collective = [name for name in collectives.__all__ if name.islower()]
-    for document, names in {"kvstore.md": store, "algorithms.md": collective}.items():
-        table = " ".join(line for line in (ROOT / "docs" / document).read_text("utf-8").splitlines() if line[:1] == "|")
+    for page, names in {"store.md": store, "collectives.md": collective}.items():
         assert len(names) > 5
-        assert [name for name in names if not re.search(rf"`{name}\b", table)] == []
+        assert [name for name in names if not re.search(rf"`{name}\b", table(read("reference", page)))] == []
+
+
+def test_pages_that_the_code_names_are_there() -> None:
+    files = [path for folder in (*PACKAGES, "examples", "tests") for path in (ROOT / folder).rglob("*.py")]
+    texts = {path: path.read_text(encoding="utf-8") for path in [*files, ROOT / "pyproject.toml"]}
+    named = {(path, page) for path, text in texts.items() for page in re.findall(r"\bdocs/[\w/-]+\.md\b", text)}
+    assert [f"{path.relative_to(ROOT)}: {page}" for path, page in named if not (ROOT / page).is_file()] == []
+
+
+# ---- programs: that those of the tutorials run is seen by tests/mpi/launch/test_documents.py
+
+
+@each_document
+def test_what_programs_name_is_there(document: Path) -> None:
+    for block in re.findall(r"```python\n(.*?)```", document.read_text(encoding="utf-8"), re.DOTALL):
+        missing = [f"{module}.{name}" for module, name in named(ast.parse(block)) if not offers(module, name)]
+        assert not missing, f"{document.name}: {missing}\n{block}"
+
+
+def named(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """What a program takes of our packages: modules and names in them."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in PACKAGES:
+            yield from ((node.module, alias.name) for alias in node.names)
+        elif isinstance(node, ast.Attribute) and ast.unparse(node).split(".")[0] in PACKAGES:
+            words = ast.unparse(node).split("(")[0].split(".")
+            depth = next(i for i in range(len(words), 0, -1) if path_of(".".join(words[:i])))
+            if depth < len(words):
+                yield ".".join(words[:depth]), words[depth]
+
+
+def path_of(module: str) -> Path | None:
+    """The file of a module."""
+    base = ROOT.joinpath(*module.split("."))
+    return next((path for path in (base.with_suffix(".py"), base / "__init__.py") if path.is_file()), None)
+
+
+@cache
+def public(module: str) -> frozenset[str]:
+    """The names that a module offers, without importing it: those of extras are there, too."""
+    path = path_of(module)
+    assert path is not None, module
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return frozenset(re.findall(r"'(\w+)'", ast.unparse(node.value)))
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            found.add(ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target))
+    return frozenset(found)
+
+
+def offers(module: str, name: str) -> bool:
+    return name in public(module) or path_of(f"{module}.{name}") is not None
+
+
+def test_docstrings_become_markdown() -> None:
+    text = "Sums x.\n\n>>> f(1)\n2\n\nx      an array\n       of floats"
+    assert docstrings.markdown(text) == "Sums x.\n\n```pycon\n>>> f(1)\n2\n```\n\n- **x**: an array of floats"
+    assert docstrings.markdown("One line.\n\n    code(x)\n    more") == "One line.\n\n    code(x)\n    more"
+
+
+# ---- commands
+
+
+def test_every_command_shows_its_help() -> None:
+    assert set(commands.commands()) - shown() == set()
+
+
+def shown() -> set[tuple[str, ...]]:
+    """The commands whose help the reference shows."""
+    return {tuple(words.split()) for words in commands.MARK.findall(read("reference", "commands.md"))}
+
+
+@each_document
+def test_commands_and_their_options_are_there(document: Path) -> None:
+    text = re.sub(r"\\\n\s*", " ", document.read_text(encoding="utf-8"))
+    lines = re.findall(r"^ {4,}(?:\$ |)(mpips [a-z].*)$", text, re.MULTILINE)
+    lines += re.findall(r"`(mpips [a-z][^`]*)`", text)
+    wrong = [f"{line}: {fault}" for line in lines for fault in faults(shlex.split(line.partition("  #")[0].strip()))]
+    assert not wrong, "\n".join(wrong)
+
+
+def faults(words: list[str]) -> Iterator[str]:
+    """What is wrong with the words of a command, up to the program that it starts."""
+    known, depth = shown(), 1
+    while depth < len(words) and tuple(words[1 : depth + 1]) in known:
+        depth += 1
+    command = tuple(words[1:depth])
+    if not command:
+        yield "no such command"
+        return
+    listed = re.findall(r"^  (-.*?)(?:  |$)", commands.help_of(*command).partition("\nOptions:\n")[2], re.MULTILINE)
+    options = {option for line in listed for option in re.findall(r"--?[a-zA-Z][\w-]*", line)}
+    for word in words[depth:]:
+        if word in ("--", "#") or word.endswith(".py") or (word == "-m" and "-m" not in options):
+            return
+        if re.match(r"--?[a-zA-Z]", word) and word.partition("=")[0] not in options:
+            yield f"no option {word}"
+
+
+def test_faults_of_commands_are_found() -> None:
+    assert list(faults(["mpips", "run", "-w", "2", "--servers=1", "train.py", "--lr", "1"])) == []
+    assert list(faults(["mpips", "run", "--sevrers", "2", "train.py"])) == ["no option --sevrers"]
+    assert list(faults(["mpips", "lab", "up", "star:2", "--speed", "1"])) == ["no option --speed"]
+    assert list(faults(["mpips", "fly"])) == ["no such command"]
+
+
+# ---- errors
+
+
+def test_the_sentences_of_errors_are_in_the_code() -> None:
+    said = sentences()
+    shown = re.findall(r"^\| `([^`]*…[^`]*|[^`]* [^`]*)` \|", read("reference", "errors.md"), re.MULTILINE)
+    assert len(shown) > 40
+    patterns = {one: re.compile(".*".join(re.escape(part) for part in re.split("…+", one))) for one in shown}
+    assert [one for one, pattern in patterns.items() if not any(pattern.search(text) for text in said)] == []
+
+
+def sentences() -> list[str]:
+    """Every text in the code, with … where a value is put in."""
+    found = []
+    for path in (path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                found.append("".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return found

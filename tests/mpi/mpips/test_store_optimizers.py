@@ -241,7 +241,8 @@ def test_the_programs_of_the_docs_do_what_they_say(servers, monkeypatch, capsys)
     if WORLD.size - servers < 2:
         pytest.skip("the programs say what 2 workers and more give")
     monkeypatch.setenv("MPIPS_SERVERS", str(servers))
-    text = (Path(__file__).resolve().parents[3] / "docs" / "optimizers.md").read_text()
+    pages = Path(__file__).resolve().parents[3] / "docs" / "how-to"
+    text = "".join((pages / f"own-{part}.md").read_text() for part in ("optimizer", "compressor"))
     programs = [block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "mpips run" in block]
     assert len(programs) == 2
     kept = dict(optimizers.OPTIMIZERS), dict(compression.COMPRESSORS)

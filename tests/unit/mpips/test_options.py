@@ -10,7 +10,7 @@ import pytest
 from mpips import OptionError, Options
 from mpips.options import FIELDS, KINDS, check_kind, kind_of, read, table
 
-DOCS = Path(__file__).parents[3] / "docs" / "kvstore.md"
+DOCS = Path(__file__).parents[3] / "docs" / "reference" / "options.md"
 
 
 def test_arguments_win_over_variables_over_defaults():
