@@ -1,6 +1,6 @@
 """Find an mpirun, and build the words that it gets: for Open MPI, for MPICH, for Intel MPI.
 
-A setting is added only where it is needed; docs/launching.md says what each is worth. All is pure but `find`.
+A setting is added only where it is needed; docs/reference/launching.md says what each is worth. All is pure but `find`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Run a measuring program on every host of an emulated network, and get its answer back. Linux; see docs/lab.md."""
+"""Run a measuring program on every host of an emulated network, and get its answer back; see docs/reference/lab.md."""
 
 from __future__ import annotations
 

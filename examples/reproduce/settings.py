@@ -2,7 +2,7 @@
 
     python -m examples.reproduce.settings [--json FILE] [--quick]
 
-docs/launching.md shows the table. A case that this machine cannot show (another MPI, no namespaces) says why.
+docs/measurements.md shows the table. A case that this machine cannot show (another MPI, no namespaces) says why.
 """
 
 from __future__ import annotations

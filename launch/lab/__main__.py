@@ -47,7 +47,8 @@ def _without_dashes(program: Words) -> Words:
 def command() -> None:
     """Several hosts on this machine: network namespaces as hosts, bridges as switches, every link at a given rate.
 
-    Nothing touches the machine's own network, and all of it ends with one process. docs/lab.md says what it takes.
+    Nothing touches the machine's own network, and all of it ends with one process. What it takes is in
+    docs/reference/lab.md.
     """
 
 

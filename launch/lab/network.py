@@ -19,7 +19,7 @@ from launch.lab.plan import BURST, LAUNCHER_ADDRESS, MTU, QUEUE, LabHost, LabNic
 
 MANAGEMENT_BRIDGE = "m0"
 
-# What decides whether figures are honest (docs/lab.md says why), and whether a dead peer is noticed.
+# What decides whether figures are honest (docs/reference/lab.md says why), and whether a dead peer is noticed.
 SETTINGS = {
     "net/ipv4/ip_forward": "1",
     "net/ipv4/conf/all/rp_filter": "0",

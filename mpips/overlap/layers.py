@@ -75,7 +75,7 @@ def check_model(model: object, overlap: str) -> None:
     faults += _misfits(model) if not lacks else []
     if faults:
         raise ValueError(f"overlap={overlap!r} needs a model in layers, but {type(model).__name__} "
-                         f"{'; it '.join(faults)} (docs/training.md, Overlap, shows how to write one)")
+                         f"{'; it '.join(faults)} (docs/how-to/overlap.md shows how to write one)")
 
 
 def _takes(call: Any, name: str) -> bool:

@@ -58,7 +58,7 @@ def see_model(model: object) -> None:
     lacks = [name for name in REQUIRED if not hasattr(model, name)]
     if lacks:
         raise TypeError(f"a Trainer's model has parameters, gradients and loss_and_gradients, but "
-                        f"{type(model).__name__} has no {', '.join(lacks)} (docs/training.md, Trainer)")
+                        f"{type(model).__name__} has no {', '.join(lacks)} (docs/reference/training.md)")
     parameters, gradients = (
         [f"{array.dtype}{tuple(array.shape)}" for array in getattr(model, name)] for name in ("parameters", "gradients")
     )
@@ -73,7 +73,7 @@ def see_method(model: object, method: str, feature: str) -> None:
     """TypeError where the model lacks a method that a feature needs; it names both."""
     if not callable(getattr(model, method, None)):
         raise TypeError(f"{feature} needs a model with {method}, which {type(model).__name__} has not: add it, or "
-                        f"leave {feature} out (docs/training.md, Trainer)")
+                        f"leave {feature} out (docs/reference/training.md)")
 
 
 def samples_of(x: Any, y: Any) -> int:

@@ -1,4 +1,4 @@
-"""The house as docs/design.md tells it: who imports whom, and that it stands outside the repository."""
+"""The house as docs/why/architecture.md tells it: who imports whom, and that it stands outside the repository."""
 
 from __future__ import annotations
 

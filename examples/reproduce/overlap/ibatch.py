@@ -54,7 +54,7 @@ def reproduce() -> Figure:
         "network": "8 blades with 10 Gbit/s each, nodes share them equally; every node is worker and server",
         "startup": f"{startup * 1e3:.2f} ms a message and server (fitted: VGG19-22K, layer by layer, 72 nodes)",
         "compute": {model: f"{seconds:.2f} s (fitted: default, 30 nodes)" for model, seconds in compute.items()},
-        "impossible": "26 and 45 on 72 nodes differ by more than Eq. 4 can save (see docs/overlap.md)",
+        "impossible": "26 and 45 on 72 nodes differ by more than Eq. 4 can save (see docs/why/papers/ibatch.md)",
     }
     title = "iBatch, figure 5: simulated parameter server, pulls overlapped, pushes not"
     return Figure(title, settings, points, tuple(_comparisons(points)))
