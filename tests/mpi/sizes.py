@@ -25,4 +25,4 @@ one has them (`tests.run`). Not for tests of closing, failing and giving up: the
 
 def core_on(*sizes: int) -> pytest.MarkDecorator:
     """For tests that find little more in other worlds: `make test` has them in these, `make test-all` in all."""
-    return pytest.mark.usefixtures() if MPI.COMM_WORLD.size in sizes else pytest.mark.full
+    return pytest.mark.skipif(False, reason="") if MPI.COMM_WORLD.size in sizes else pytest.mark.full

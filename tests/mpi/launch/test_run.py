@@ -313,7 +313,7 @@ def up(process: subprocess.Popen[str], ranks: int) -> subprocess.Popen[str]:
     return process
 
 
-@once(ulfm=[False, True], **{"dies, role": [(1, "worker of client 1"), (2, "server")]})
+@first(2, ulfm=[False, True], **{"dies, role": [(1, "worker of client 1"), (2, "server")]})
 def test_a_rank_that_is_killed_ends_the_job_and_is_named(tmp_path: Path, dies: int, role: str, ulfm: bool) -> None:
     if ulfm and not OPEN_MPI:
         pytest.skip("an option of Open MPI")

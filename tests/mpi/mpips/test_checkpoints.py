@@ -314,8 +314,9 @@ def test_a_save_needs_one_round(folder):
 
 
 @only_on(1)
-def test_killed_while_it_saves():
-    assert killed(3) == 3
+@first(1, count=[1, 3])
+def test_killed_while_it_saves(count):
+    assert killed(count) == count
 
 
 # ---- as a program

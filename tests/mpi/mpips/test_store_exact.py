@@ -38,6 +38,7 @@ def test_clients(servers, clients, masters, shared_memory):
     run("mpi_sync", lambda kv: exact(kv, ("float32",), shapes=SMALLER), **options)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(WORLD.size != 1, reason="starts a job of its own; once is enough")
 def test_seven_workers_with_one_to_three_servers():
     clean = {k: v for k, v in os.environ.items() if not re.match(r"OMPI_|PMIX_|PRTE_|PMI_|HYDRA_|MPI_|MPIPS_", k)}

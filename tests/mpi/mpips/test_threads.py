@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 
 import numpy as np
-import pytest
 
+from tests.choice import once
 from tests.mpi.collectives.fault_table import Place
 from tests.mpi.mpips.cells import KINDS
 from tests.mpi.sizes import only_on
@@ -42,8 +42,7 @@ def program(level: str, kind: str) -> None:
 
 
 @only_on(1)
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("kind", ["dist_sync", "mpi_sync-2", "mpi_sync-0"])
+@once(level=LEVELS, kind=["dist_sync", "mpi_sync-2", "mpi_sync-0"])
 def test_calls_under_way_and_blocking_ones_share_mpi(kind: str, level: str) -> None:
     code, said = Place(sys.executable, "", MODULE, (3, 4)).run([level, kind], LIMIT)
     assert code == 0, said[-2000:]
