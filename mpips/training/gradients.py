@@ -93,7 +93,10 @@ class Gradients:
         self._pull()
 
     def _pull(self) -> None:
+        """The store's parameters for all workers, before any of them pushes again."""
         self._kv.pull(self._keys, list(self._model.parameters))
+        if self._kv.layout.asynchronous:
+            self._kv.barrier()
 
 
 class Summed:
