@@ -37,7 +37,7 @@ class Trainer:
                 contribute to an update. A number may be a schedule: `learning_rate=mpips.optimizers.Cosine(0.1, 1000)`.
     elastic     elastic averaging; needs an asynchronous store.
     overlap     exchange beside the compute, by a strategy of `mpips plan` or "auto", which measures the job and takes
-                the best; the model then is one in layers (`mpips.overlap.model.LayeredModel`, as `MLP` is).
+                the best; the model then is one in layers (`mpips.overlap.LayeredModel`, as `MLP` is).
     clip_norm   the largest global norm of a gradient. Of which: synchronous kinds, the mean over all workers; then
                 every worker updates, alike, and keeps the optimizer's state, and the store only sums. Elastic, the mean
                 over the client's workers. Other asynchronous stores, a push; their clients must have one worker each.
