@@ -1,4 +1,4 @@
-"""What the package keeps for a communicator: the board of this node, notes between nodes, plans, what has been started.
+"""What is kept for a communicator: board, notes, plans, what has been started; how all ranks learn that one failed.
 
 It is made at the first call and lives until it fails: then it is over on all ranks, which raise the same sentence, and
 `renew` begins another on the same ranks.

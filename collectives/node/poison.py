@@ -1,7 +1,7 @@
-"""How all ranks of a node learn that one has failed: one flag and one sentence, which the first to fail writes.
+"""How all ranks of a node learn that one has failed: one flag, one sentence (between nodes: `network.control`).
 
-Every wait looks at the flag. A file lock makes sure that the first sentence stays, and a process that dies with the
-lock gives it back. Who has ended without a word is seen by its process (`Peers`).
+The first to fail writes it. Every wait looks at the flag. A file lock makes sure that the first sentence stays, and a
+process that dies with the lock gives it back. Who has ended without a word is seen by its process (`Peers`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Proves a schedule before it runs, and names the fault: an unmatched message, a race, a lost or doubled summand.
 
-`check` runs the schedule symbolically: in place of numbers every chunk of every rank holds the set of ranks whose
-contributions are in it. It raises ScheduleError, naming lane, step, round, rank and chunk, at the first
+Tests prove every schedule of the catalogue; a call does not. `check` runs the schedule symbolically: in place of
+numbers every chunk of every rank holds the set of ranks whose contributions are in it. It raises ScheduleError, naming
+lane, step, round, rank and chunk, at the first
 
 - message without its counterpart: partners that do not name each other, intervals that differ, or that leave the lane;
 - race: a chunk that is copied over while another round of the same step sends, adds to or copies over it too;

@@ -10,8 +10,9 @@ stages        other arrays, and where ranks bring unlike ones (`stages`).
 All of them add in the order of the ranks, so a sum's bits depend neither on the program, nor on the vector's length,
 nor on the element's place in it.
 
-The first run reads the others' descriptors and binds a program to the arrays. From then on `fast` carries the call out
-in one straight function, as long as the others bring what they brought; else it says so, and `steps` or `rest` goes on.
+Before it, `api` finds the plan by the array's identity. The first run reads the others' descriptors and binds a program
+to the arrays. From then on `fast` carries the call out in one straight function, as long as the others bring what they
+brought; else it says so, and `steps` or `rest` goes on.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Vectors on GPUs, by CuPy: which kernel or copy each step of an algorithm queues, and on which device's stream.
+"""Vectors on GPUs, by CuPy: queues the kernel that adds them (`kernels`) on our streams; who waits: `streams`.
 
 One kernel adds an incoming host chunk and all vectors of the worker in one pass, and writes the sum to host memory. The
 host's pages are pinned and mapped, so the kernel reads and writes them over the bus while other chunks are copied (the

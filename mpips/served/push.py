@@ -1,4 +1,6 @@
-"""Pushes to servers: contributions to a round of a key's shards, as tasks that yield whenever they have to wait.
+"""Where a push goes: on a node a frame and an outbox, or the caller's own array; to other nodes messages.
+
+A push contributes to a round of a key's shards. It is a task that yields whenever it has to wait.
 
 On a node, a push is a frame that says where the payload lies: in the caller's own array if that was made by
 `mpips.empty`, else in the shard's outbox, which the worker fills while the server reads behind it. To another node the

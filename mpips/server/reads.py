@@ -1,7 +1,8 @@
 """When a pull may read a unit of a server: after its own pushes, and not too far ahead of the slowest worker.
 
-Who reads holds updates back until it has finished. Workers of this node read a synchronous store without asking, behind
-its progress word; and a unit of one block of an asynchronous store between two updates (see `updates`).
+A worker that is too far ahead has its pushes held back, too (`updates`). Who reads holds updates back until it has
+finished. Workers of this node read a synchronous store without asking, behind its progress word; and a unit of one
+block of an asynchronous store between two updates (see `updates`).
 """
 
 from __future__ import annotations

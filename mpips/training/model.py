@@ -14,7 +14,7 @@ class Model(Protocol):
     """What every Trainer needs: arrays that stay where they are, and a function that fills the gradients.
 
     A model may also have `names`, a list of texts, one a parameter: they become the keys in the store. `overlap=` needs
-    a model in layers (`mpips.overlap.model.LayeredModel`); other features need methods of `EvaluatedModel`.
+    a model in layers (`mpips.overlap.LayeredModel`); other features need methods of `EvaluatedModel`.
     """
 
     @property

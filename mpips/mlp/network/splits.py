@@ -1,4 +1,4 @@
-"""Which rank holds which rows and columns of each layer: how the ranks that share one model cut it.
+"""Which rank of a mesh holds which rows and columns of each layer: by its model index, rank % model (`mesh`).
 
 - ``columns``: a rank holds some outputs of the layer (rows of its matrix). The inputs must be whole; the outputs
   are gathered, and the gradient of the inputs is summed over the ranks (the paper's Algorithm 2).
