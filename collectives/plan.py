@@ -1,5 +1,7 @@
-"""Collectives, compiled once and run many times: a `Plan`, for itself or behind a one-shot call. What they do and take,
-and what goes wrong, is told by the one-shot calls (`collectives.api`)."""
+"""Collectives, compiled once and run many times: a `Plan`, for itself or behind a one-shot call.
+
+What they do and take, and what goes wrong, is told by the one-shot calls (`collectives.api`).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is who: ranks of a communicator become workers, clients, masters and servers, with a communicator for each group.
+"""Who is who: ranks become workers, clients, masters and servers. Each store has communicators of its own.
 
 Workers are ranks 0..W-1, client c has the workers from c*W//C up to (c+1)*W//C, servers are the last ranks. Every
 communicator of a store comes from here, and each epoch has communicators of its own.

@@ -1,4 +1,4 @@
-"""Processes of a job: `create` makes workers and servers of them, and of one process what several stores need."""
+"""`create`: makes workers and servers of processes, and opens a second store on servers that are there already."""
 
 from __future__ import annotations
 

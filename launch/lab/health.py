@@ -1,5 +1,7 @@
-"""Whether hosts of a lab live, and the network between them carries; what is said of a host that died. The keeper asks
-here; a few small files are read."""
+"""Whether hosts of a lab live, and the network between them carries; what is said of a host that died.
+
+The keeper asks here; a few small files are read.
+"""
 
 from __future__ import annotations
 

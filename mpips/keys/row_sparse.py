@@ -1,4 +1,4 @@
-"""Gradients of which only some rows are not zero, as an embedding layer has them."""
+"""Row-sparse gradients, as an embedding layer has them: how they are merged, packed and applied."""
 
 from __future__ import annotations
 

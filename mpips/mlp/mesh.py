@@ -1,4 +1,4 @@
-"""The device mesh: batch x model ranks, who is where on it, its communicators, and which of them span nodes.
+"""The device mesh, batch x model: rank r is at (r // model, r % model); its communicators, and which span nodes.
 
 Source: the paper, section 7, which calls it a process grid.
 """

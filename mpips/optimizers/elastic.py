@@ -1,4 +1,4 @@
-"""The elastic pair: the server moves its centre towards a client, the client moves towards the centre."""
+"""Elastic averaging, equations 2 and 3 of MXNET-MPI: the centre moves towards a client, a client towards the centre."""
 
 from __future__ import annotations
 

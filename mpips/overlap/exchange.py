@@ -1,5 +1,7 @@
-"""Training with the exchange beside the compute. Groups of layers are pushed when their gradients are there; the next
-forward pass takes up a layer when its parameters have come back.
+"""Training with the exchange beside the compute: `Overlapped`, the Trainer's exchange with `overlap=`.
+
+Groups of layers are pushed when their gradients are there. The next forward pass takes up a layer when its parameters
+have come back.
 
 The gradients of a group (a bucket) are one interval of the model's flat array, so nothing is packed (messages.py).
 Which layers make a group is a strategy's plan, from what is measured on the first batch: `auto` takes the optimum.

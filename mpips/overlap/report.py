@@ -1,5 +1,7 @@
-"""What a training job says of its overlap: seconds of an iteration, the share of communication that compute hid, and
-the last iteration task by task. From clocks of this worker, nothing is sent for it."""
+"""What a training job says of its overlap: seconds of an iteration, the share hidden, the last iteration by task.
+
+It comes from clocks of this worker; nothing is sent for it.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""See that MPI has joined all processes of a job, and that all make a DataParallel of the same model with the same
-arguments; else say what differs first."""
+"""What must hold on all ranks before training: MPI joined all processes, and all have the same model and arguments.
+
+Where they differ, a sentence says what differs first.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""The gradients of a model in one stretch of memory that the ranks of a node share, in the order in which they become
-ready; behind them a word for each parameter, which says whether anybody used it."""
+"""A model's gradients in one stretch of memory that the ranks of a node share, in the order in which they become ready.
+
+Behind them stands a word for each parameter, which says whether anybody used it.
+"""
 
 from __future__ import annotations
 

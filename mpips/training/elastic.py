@@ -1,4 +1,4 @@
-"""Elastic averaging (MXNET-MPI, equations 2 and 3, figure 8): SGD inside a client, and an attraction to the servers."""
+"""Elastic averaging in a Trainer (MXNET-MPI, figure 8): what is exchanged when. Equations: `optimizers.elastic`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The one training loop: epochs and steps, evaluation and callbacks between them, from any position on (`Fit`)."""
+"""The one training loop (`Fit`): epochs, steps, callbacks, from any position on; workers with unlike numbers of batches."""
 
 from __future__ import annotations
 
