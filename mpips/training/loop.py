@@ -1,4 +1,4 @@
-"""The one training loop (`Fit`): epochs, steps, callbacks, from any position on; workers with unlike numbers of batches."""
+"""The one training loop (`Fit`): epochs, steps, callbacks, from any position on; workers with unlike batches."""
 
 from __future__ import annotations
 
