@@ -58,7 +58,7 @@ def test_a_fit_that_cannot_be_is_refused_before_its_first_step(options, words):
 
 @pytest.mark.parametrize(
     "name, options",
-    [("epochs", lambda rank: {"epochs": 2 + rank}), ("batch_size", lambda rank: {"batch_size": 2 + rank}),
+    [("epochs", lambda rank: {"epochs": 2 + rank}), ("batch_size", lambda rank: {"batch_size": 1 + rank % 2}),
      ("callbacks", lambda rank: {"callbacks": [EarlyStop("loss", 2 + rank)]}),
      ("test", lambda rank: {"test": (X[rank:], Y[rank:])}),
      ("path", lambda rank: {"resume": f"/nowhere/{rank}"})],

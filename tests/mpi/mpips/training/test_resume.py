@@ -193,9 +193,9 @@ def test_another_size_of_mini_batch_goes_on_at_the_end_of_an_epoch_alone(folder)
     def work(kv):
         x, y = data()
         trainer = Trainer(Line(), kv, "sgd")
-        trainer.fit(x, y, batch_size=2, epochs=1, callbacks=[Checkpoint(folder, every=3, keep=None)])
+        trainer.fit(x, y, batch_size=2, epochs=1, callbacks=[Checkpoint(folder, every=2, keep=None)])
         last = 50 // (2 * kv.num_workers)
-        middle = folder / "step-00000003.trainer.safetensors"
+        middle = folder / "step-00000002.trainer.safetensors"
         said = failure(lambda: trainer.fit(x, y, batch_size=3, epochs=2, resume=middle))
         assert "in the middle of epoch 1 of 50 samples" in said and "give the same" in said
         history = trainer.fit(x, y, batch_size=3, epochs=2, resume=folder / f"step-{last:08d}.trainer.safetensors")
