@@ -44,10 +44,9 @@ def counted(name: str, report: Path, code: int, seconds: float) -> Result:
         if wrong is not None:
             failures.append(f"{test}: {(wrong.get('message') or '').strip().partition(chr(10))[0]}")
     passed = len(tests) - len(failures) - skipped
-    if code not in (0, NOTHING_COLLECTED) and not failures:
-        failures.append(
-            f"exit code {code}: " + ("no test failed" if report.is_file() else "it did not come to its end")
-        )
+    ended = report.is_file()  # whatever the exit code: a test may have left with 0
+    if not ended or (code not in (0, NOTHING_COLLECTED) and not failures):
+        failures.append(f"exit code {code}: " + ("no test failed" if ended else "it did not come to its end"))
     return Result(name, passed, len(failures), skipped, seconds, tuple(failures), tuple(tests))
 
 

@@ -113,6 +113,9 @@ def main() -> int:
         if "mpi" in stages:
             results += mpi(arguments.python or [sys.executable], arguments.ranks, choice, limits)
     summarise(results)
+    if not any(result.passed or result.failed for result in results):
+        print("no test has run: look at the words and folders that were given")
+        return 1
     return 1 if any(result.failed for result in results) else 0
 
 
@@ -261,9 +264,11 @@ def ranks(
         said = Relayed(out or sys.stdout.buffer)
         code = child.run(build(launcher, job, this_machine()), limit, ROOT, said)
         result = counted(name, Path(folder, "0.xml"), code, time.monotonic() - started)
+        where = unfinished(Path(folder))
+        if where and not result.failed:
+            result = result._replace(failed=1)
         if result.failed:
             show(Path(folder), out)
-        where = unfinished(Path(folder))
         last = [line for line in said.tail.decode(errors="replace").splitlines() if line.strip("=- ")][-LAST_LINES:]
         return result._replace(failures=(*result.failures, *where, *(f"  {line}" for line in last if where)))
 

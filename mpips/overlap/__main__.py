@@ -152,7 +152,7 @@ def _model_profile(model: str, rate: float, batch: int) -> Profile:
 def _sizes(profile: Profile, nodes: tuple[int, ...] | None) -> tuple[int | None, ...]:
     if isinstance(profile.network, Ring):
         return nodes or DEFAULT_NODES
-    if nodes and profile.network.nodes is None and profile.network.collective == "allreduce":
+    if nodes and profile.network.nodes is None and profile.network.collective != "servers":
         click.echo("note: the profile does not say on how many nodes a and b were measured (\"nodes\"), "
                    "so they are taken as they are for every number of nodes", err=True)
     return nodes or (profile.network.nodes,)

@@ -79,6 +79,8 @@ def test_what_is_left_behind_is_named_and_ended(tmp_path: Path) -> None:
 def test_a_run_that_broke_off_counts_as_failed_and_a_report_names_its_failures(tmp_path: Path) -> None:
     report = tmp_path / "0.xml"
     assert counted("x", report, 139, 1.0).failures == ("exit code 139: it did not come to its end",)
+    left = counted("x", report, 0, 1.0)  # a test has left by os._exit(0)
+    assert (left.failed, left.failures) == (1, ("exit code 0: it did not come to its end",))
     report.write_text(
         '<testsuites><testsuite><testcase classname="tests.unit.test_a" name="test_b" time="2.5">'
         '<failure message="assert 1 == 2&#10;more">...</failure></testcase>'

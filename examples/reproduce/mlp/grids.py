@@ -1,6 +1,6 @@
 """Every mesh of every number of ranks against the serial run: loss curves of 3 epochs, the largest difference.
 
-    python -m examples.reproduce.mlp.meshes [--ranks 1,2,3,4,5,6,7,8] [--data-directory DIR] [--json FILE]
+    python -m examples.reproduce.mlp.grids [--ranks 1,2,3,4,5,6,7,8] [--data-directory DIR] [--json FILE]
 
 On airfoil (where its file is) and digits, in float64 and float32, both splits, widths that the ranks divide, widths
 that they do not, and fewer neurons than ranks. The exit code is 1 if a mesh is off by more than 1e-10 (float64) or
@@ -27,7 +27,7 @@ TOLERANCE = {"float64": 1e-10, "float32": 1e-4}
 
 
 def ran(ranks: int, directory: str) -> list[dict]:
-    """The rows of one job; see `mlp_grids_ranks`."""
+    """The rows of one job; see `grids_ranks`."""
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder, "answer.json")
         program = (sys.executable, "-m", "examples.reproduce.mlp.grids_ranks", directory, str(answer))

@@ -1,4 +1,4 @@
-"""What each rank of `examples.reproduce.mlp.meshes` runs: all meshes of the job, and the serial run beside them.
+"""What each rank of `examples.reproduce.mlp.grids` runs: all meshes of the job, and the serial run beside them.
 
 python -m examples.reproduce.mlp.grids_ranks DIRECTORY ANSWER
 """
