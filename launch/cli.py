@@ -156,7 +156,7 @@ class Forward(click.Command):
         ranks = group.params.get("ranks") if group else None
         if self._sub.ranked:
             ranks = _take_ranks(words) or ranks
-        elif ranks is not None:
+        elif ranks is not None or (self._full.startswith("mpips bench ") and _take_ranks(words)):
             raise click.UsageError(f"{self._full} is a single process and takes no --ranks")
         return Target(self._full, words, ranks)
 

@@ -24,10 +24,20 @@ MOST_BYTES = 4096  # of words at once; they are few
 
 
 class Death(NamedTuple):
-    """The end of a rank that said no goodbye; `signal` is what ended it, 0 where that is not known."""
+    """The end of a rank that said no goodbye. `status` is as wait(2) tells it, None where its parent heard it first."""
 
     rank: int
-    signal: int
+    status: int | None
+
+    @property
+    def code(self) -> int | None:
+        """The exit code with which it left; None where a signal ended it, or that is not known."""
+        return os.WEXITSTATUS(self.status) if self.status is not None and os.WIFEXITED(self.status) else None
+
+    @property
+    def signal(self) -> int:
+        """The signal that is known to have ended it, or 0."""
+        return os.WTERMSIG(self.status) if self.status is not None else 0
 
 
 class Rank:
@@ -59,11 +69,11 @@ class Rank:
 class Presence:
     """The ranks of one job, of which `here` are sure to start on this machine. Closed by `close`.
 
-    `death` is the first one, `code` the exit code with which a rank failed before any died; None where there is none.
+    `deaths` are in their order. `code` is the exit code with which a rank failed before any died; None where none did.
     """
 
     def __init__(self, here: int) -> None:
-        self.death: Death | None = None
+        self.deaths: list[Death] = []
         self.code: int | None = None
         self._here, self._left = here, 0
         self._name = f"mpips-ranks-{uuid.uuid4().hex}"
@@ -96,7 +106,7 @@ class Presence:
     def everyone_left_well(self) -> bool:
         """Have all ranks that are sure to be here said goodbye, and none died?"""
         self.look()
-        return self.death is None and not self._alive and self._left >= self._here
+        return not self.deaths and not self._alive and self._left >= self._here
 
     def pids(self) -> list[int]:
         """The processes of the ranks that live, where all that are sure to be here have been heard; else none."""
@@ -135,7 +145,7 @@ class Presence:
             self._enter(rank)
         elif word == world.GOODBYE:
             rank.well = True
-        elif word == world.FAILING and self.code is None and self.death is None:
+        elif word == world.FAILING and self.code is None and not self.deaths:
             self.code = int(number)
 
     def _enter(self, rank: Rank) -> None:
@@ -152,8 +162,8 @@ class Presence:
             self._take(rank, *word.split())
         if rank.well or status == 0:
             self._left += 1
-        elif self.death is None:
-            self.death = Death(rank.number, os.WTERMSIG(status or 0))
+        else:
+            self.deaths.append(Death(rank.number, status))
         self._lines.pop(rank.line.fileno(), None)
         rank.close()  # closed files leave the poll by themselves
 

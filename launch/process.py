@@ -56,8 +56,7 @@ def wait(
         _tell(f"\n{name}: interrupted")
     elif death:
         role = f" ({roles[death.rank]})" if death.rank < len(roles) else ""
-        how = f"was ended by {signal.Signals(death.signal).name}" if death.signal else "has died"
-        _tell(f"mpips: rank {death.rank}{role} {how}: the job has ended")
+        _tell(f"mpips: rank {death.rank}{role} {_how_it_ended(death, code)}: the job has ended")
     return code
 
 
@@ -86,7 +85,7 @@ class Watched:
             for heard in self._signals.read():
                 self._pass_on(heard)
             self._presence.look()
-            if self._presence.death and self._alone_until == math.inf:
+            if self._presence.deaths and self._alone_until == math.inf:
                 self._alone_until = time.monotonic() + (AFTER_A_FAILURE if self._presence.code else AFTER_A_DEATH)
             if time.monotonic() > self._alone_until and self._ends_by == math.inf:
                 self._deserted = True
@@ -107,18 +106,24 @@ class Watched:
             return 128 + self.heard
         if code and self._presence.code:  # mpirun may have crashed while it ended the others
             return self._presence.code
-        if self._deserted and (death := self._presence.death):
-            return 128 + death.signal if death.signal else 1
+        if self._deserted and self._presence.deaths:
+            first = self._presence.deaths[0]
+            return 128 + first.signal if first.signal else first.code or 1
         return code if code >= 0 else 128 - code
 
     def death(self) -> Death | None:
-        """The rank that died first, where that ended the job and nobody has said it yet."""
-        death, number = self._presence.death, _signal_in(self._job.returncode)
-        if self.heard or death is None or self._presence.code:
+        """The rank that died first, where that ended the job and nobody has said it yet.
+
+        The others are ended by mpirun's signals, and may be seen to end before it. So one that left with the code that
+        mpirun has is the first.
+        """
+        deaths, code = self._presence.deaths, self._job.returncode
+        if self.heard or not deaths or self._presence.code:
             return None
         if self._deserted:
-            return death
-        return Death(death.rank, number) if number else None
+            return deaths[0]
+        left = next((death for death in deaths if code and death.code == code), None)
+        return left or (deaths[0] if _signal_in(code) else None)
 
     def _pass_on(self, heard: Heard) -> None:
         if heard.is_for_ranks:  # to them, as MPICH's mpirun would die of one
@@ -161,11 +166,20 @@ def _drop_session(pid: int) -> None:
     shutil.rmtree(Path(tempfile.gettempdir(), f"ompi.{pid}"), ignore_errors=True)
 
 
+def _how_it_ended(death: Death, code: int) -> str:
+    """What is sure of it: as it was seen, or by mpirun's exit code. 128 and a number stands for a signal, as in shells.
+    A lower code does not say whether it is a signal's number, as MPICH has it, or that of `os._exit`."""
+    number = death.signal or code - 128
+    if death.code is not None:
+        return f"left with exit code {death.code}"
+    return f"was ended by {signal.Signals(number).name}" if number in set(signal.Signals) else "ended without a word"
+
+
 def _signal_in(code: int) -> int:
     """The signal of a rank that mpirun's exit code tells of, 0 for none: 128 and its number, or, as MPICH has it, the
     number alone. A code below 0 is of a signal that ended mpirun itself."""
     number = code - 128 if code > 128 else code if code in BARE_CODES else 0
-    return number if number in signal.valid_signals() else 0
+    return number if number in set(signal.Signals) else 0
 
 
 def _tell(text: str) -> None:

@@ -75,6 +75,12 @@ def check(words: Sequence[str]) -> None:
             _compile(file.read(), script)
 
 
+def note_missing(words: Sequence[str]) -> None:
+    """Says on standard error that the script is not here, where it may yet be on the machine of the job."""
+    if words[0] not in ("-m", "-c") and not os.path.isfile(words[0]):
+        click.echo(f"note: there is no script {words[0]!r} here ({os.getcwd()}): the job needs it there", err=True)
+
+
 def _compile(source: str | bytes, name: str) -> None:
     try:
         with warnings.catch_warnings():

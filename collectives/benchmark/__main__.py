@@ -20,29 +20,32 @@ from collectives.benchmark.harness import measure
 from collectives.benchmark.report import Row
 from collectives.benchmark.sizes import show_bytes
 from collectives.benchmark.wanted import CASES, Wanted, check
+from collectives.call import REDUCING
 from collectives.terminal.console import OutFile, Picture, RankedCommand, Seconds, leave, progress
 
 PARAMETERS: tuple[click.Parameter, ...] = (
     click.Option(
-        ["--sizes"], default="1KiB:64MiB", show_default=True, help="MIN:MAX[:FACTOR] or a list of sizes"
+        ["--sizes"], default="1KiB:64MiB", show_default=True, help="MIN:MAX[:FACTOR] or a list."
     ),
     click.Option(
-        ["--algorithms"], default="auto", show_default=True, help="a list, as auto,native,one_shot,gloo,ring"
+        ["--algorithms"], default="auto", show_default=True, help="A list, as auto,native,one_shot,gloo,ring."
     ),
     click.Option(
-        ["--arrays"], default="ordinary,empty", show_default=True, help="ordinary; empty: of collectives.empty"
+        ["--arrays"], default="ordinary,empty", show_default=True, help="NumPy's (ordinary) or collectives.empty's."
     ),
     click.Option(
-        ["--dtype"], default="float32", show_default=True, help="of the elements, a NumPy name or bfloat16"
+        ["--dtype"], default="float32", show_default=True, help="Of the elements, a NumPy name or bfloat16."
     ),
-    click.Option(["--op"], type=click.Choice(tuple(rivals.OPS)), default="sum", show_default=True),
     click.Option(
-        ["--seconds"], default=1.0, type=Seconds(), show_default=True, help="time to spend on each size"
+        ["--op"], type=click.Choice(tuple(rivals.OPS)), default="sum", show_default=True, help="Of what reduces."
     ),
-    click.Option(["--check", "checked"], is_flag=True, help="count wrong elements; exit 1 if there are any"),
-    click.Option(["--json", "json_path"], type=OutFile(), help="write the rows as JSON"),
-    click.Option(["--csv", "csv_path"], type=OutFile(), help="write the rows as CSV"),
-    click.Option(["--plot", "plot_path"], type=Picture(), help="draw time and bandwidth (PNG)"),
+    click.Option(
+        ["--seconds"], default=1.0, type=Seconds(), show_default=True, help="Time to spend on each size."
+    ),
+    click.Option(["--check", "checked"], is_flag=True, help="Count wrong elements; exit 1 if there are any."),
+    click.Option(["--json", "json_path"], type=OutFile(), help="Write the rows as JSON."),
+    click.Option(["--csv", "csv_path"], type=OutFile(), help="Write the rows as CSV."),
+    click.Option(["--plot", "plot_path"], type=Picture(), help="Draw time and bandwidth (PNG)."),
 )
 """Of every case."""
 
@@ -108,7 +111,8 @@ def _collective(case: Case, algorithms: list[str], arrays: list[str], seconds: f
             candidate.close()
     best = min(timings[: len(native)], key=lambda t: t.median, default=None)
     floor = copy.median * FLOOR_SHARE[case.kind](case.comm.size)
-    row = partial(Row.measured, case.kind, case.dtype, case.op, case.comm.size, case.n, native=best, floor=floor)
+    op = case.op if case.kind in REDUCING else "none"
+    row = partial(Row.measured, case.kind, case.dtype, op, case.comm.size, case.n, native=best, floor=floor)
     rows = [] if best is None else [row(MPI_NAME, "ordinary", best)]
     for candidate, timing, wrong in zip(chosen, timings[len(native) :], faults):
         rows.append(row(candidate.algorithm, candidate.array, timing, wrong=wrong, predicted=candidate.predicted))

@@ -54,6 +54,8 @@ def check(
         raise click.UsageError(f"--arrays {unknown[0]!r} is none of {', '.join(ARRAYS)}")
     if not kinds or not names:
         raise click.UsageError(f"--{'algorithms' if kinds else 'arrays'} names none")
+    if collective == "iallreduce" and ranks < 2:
+        raise click.UsageError("an allreduce beside compute needs two ranks: --ranks 2")
     if collective == "pt2pt":
         if ranks < 2:
             raise click.UsageError("a ping-pong needs two ranks: --ranks 2")

@@ -27,20 +27,20 @@ MANY = 2048  # ranks from which a run may take long enough for a progress bar
 
 
 @click.command(cls=Interruptible)
-@click.option("--topology", default="bcube:3,2", show_default=True, help="star:N, fattree:K or bcube:N,K")
-@click.option("--algorithm", "algorithms", default=("bcube",), show_default=True, multiple=True, help="may be repeated")
+@click.option("--topology", default="bcube:3,2", show_default=True, help="One of star:N, fattree:K, bcube:N,K.")
+@click.option("--algorithm", "algorithms", default=("bcube",), show_default=True, multiple=True, help="Repeatable.")
 @click.option("--collective", type=click.Choice(KINDS), default="allreduce", show_default=True)
-@click.option("--bytes", "sizes", default="548MB", show_default=True, help="MIN:MAX[:FACTOR] or a list of sizes")
-@click.option("--rate", default="10gbit", show_default=True, help="of every link, each direction")
-@click.option("--beta", type=Seconds(), help="seconds a byte, in place of --rate")
-@click.option("--alpha", default=0.0, type=TIME, show_default=True, help="seconds a message")
-@click.option("--gamma", default=0.0, type=TIME, show_default=True, help="seconds to add a byte")
-@click.option("--per-host", default=1, type=click.IntRange(1), show_default=True, help="ranks on each host")
-@click.option("--near-alpha", default=0.0, type=TIME, show_default=True, help="seconds a message inside a host")
-@click.option("--near-beta", default=0.0, type=TIME, show_default=True, help="seconds a byte inside a host")
-@click.option("--figure5", "figure", is_flag=True, help="figure 5 of the BML paper, for --bytes and --rate")
-@click.option("--json", "json_path", type=OutFile(), help="write the rows as JSON")
-@click.option("--plot", "plot_path", type=Picture(), help="draw the times (PNG)")
+@click.option("--bytes", "sizes", default="548MB", show_default=True, help="MIN:MAX[:FACTOR] or a list.")
+@click.option("--rate", default="10gbit", show_default=True, help="Of every link, each direction.")
+@click.option("--beta", type=Seconds(), help="Seconds a byte, in place of --rate.")
+@click.option("--alpha", default=0.0, type=TIME, show_default=True, help="Seconds a message.")
+@click.option("--gamma", default=0.0, type=TIME, show_default=True, help="Seconds to add a byte.")
+@click.option("--per-host", default=1, type=click.IntRange(1), show_default=True, help="Ranks on each host.")
+@click.option("--near-alpha", default=0.0, type=TIME, show_default=True, help="Seconds a message inside a host.")
+@click.option("--near-beta", default=0.0, type=TIME, show_default=True, help="Seconds a byte inside a host.")
+@click.option("--figure5", "figure", is_flag=True, help="Figure 5 of the BML paper, for --bytes and --rate.")
+@click.option("--json", "json_path", type=OutFile(), help="Write the rows as JSON.")
+@click.option("--plot", "plot_path", type=Picture(), help="Draw the times (PNG).")
 def command(
     topology: str, algorithms: tuple[str, ...], collective: str, sizes: str, rate: str, beta: float | None,
     alpha: float, gamma: float, per_host: int, near_alpha: float, near_beta: float, figure: bool,

@@ -67,8 +67,8 @@ def check(ranks: int, *, dry_run: bool, **_: Any) -> None:
 
 
 @click.command(cls=RankedCommand)
-@click.option("--seconds", default=0.3, type=Seconds(), show_default=True, help="time to spend on each size")
-@click.option("--dry-run", is_flag=True, help="show the table, but do not keep it")
+@click.option("--seconds", default=0.3, type=Seconds(), show_default=True, help="Time to spend on each size.")
+@click.option("--dry-run", is_flag=True, help="Show the table, but do not keep it.")
 def command(seconds: float, dry_run: bool) -> None:
     """Measure, and keep the result for `auto` in the user's cache folder.
 

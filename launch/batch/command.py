@@ -38,7 +38,7 @@ def request_options(command: Callable[..., None]) -> Callable[..., None]:
                      help="GPUs of each node."),
         click.option("--cores", "cores_per_rank", **COUNT, help="Cores of each rank."),
         click.option("--minutes", **{**COUNT, "default": 60}, help="Time limit."),
-        click.option("-N", "--nodes", **COUNT),
+        click.option("-N", "--nodes", **COUNT, help="Nodes of the job."),
         role_options,
     ):  # fmt: skip
         command = option(command)
@@ -80,6 +80,7 @@ def _writer(scheduler: str) -> None:
             flavour = cast(Flavour, mpi) if mpi else find().flavour
             request = Request(options=options, program=words, flavour=flavour, **wanted)
             click.echo(WRITERS[scheduler](request), nl=False)
+            script.note_missing(words)
         except (LauncherError, OptionError, RequestError) as error:
             raise click.UsageError(str(error)) from error
 

@@ -92,16 +92,17 @@ def check(
 
 
 @click.command("kvstore", cls=RankedCommand)
-@click.option("--kind", default="dist_sync", show_default=True, help="dist_sync, dist_async, mpi_sync or mpi_async")
-@click.option("--servers", default=1, type=click.IntRange(0), show_default=True, help="server ranks; others: workers")
-@click.option("--clients", default=1, type=click.IntRange(1), show_default=True, help="clients of an mpi_* store")
-@click.option("--masters", type=click.Choice(("one", "all")), default="one", show_default=True)
-@click.option("--sizes", default="1024,262144,4194304,67108864", show_default=True, help="MIN:MAX[:FACTOR] or a list")
-@click.option("--keys", default=1, type=click.IntRange(1, MOST_KEYS), show_default=True, help="of each size, in a list")
-@click.option("--arrays", default="ordinary,empty", show_default=True, help="ordinary; empty: made by mpips.empty")
-@click.option("--seconds", default=1.0, type=Seconds(), show_default=True, help="about so long for each case")
-@click.option("--json", "json_path", type=OutFile(), help="write the rows as JSON")
-@click.option("--plot", "plot_path", type=Picture(), help="draw latency by size (PNG)")
+@click.option("--kind", default="dist_sync", show_default=True,
+              help="Of the store: dist_sync, dist_async, mpi_sync or mpi_async.")
+@click.option("--servers", default=1, type=click.IntRange(0), show_default=True, help="Server ranks; the others work.")
+@click.option("--clients", default=1, type=click.IntRange(1), show_default=True, help="Of an mpi_* store.")
+@click.option("--masters", type=click.Choice(("one", "all")), default="one", show_default=True, help="Of each client.")
+@click.option("--sizes", default="1024,262144,4194304,67108864", show_default=True, help="MIN:MAX[:FACTOR] or a list.")
+@click.option("--keys", default=1, type=click.IntRange(1, MOST_KEYS), show_default=True, help="Of each size, a list.")
+@click.option("--arrays", default="ordinary,empty", show_default=True, help="NumPy's (ordinary) or mpips.empty's.")
+@click.option("--seconds", default=1.0, type=Seconds(), show_default=True, help="About so long for each case.")
+@click.option("--json", "json_path", type=OutFile(), help="Write the rows as JSON.")
+@click.option("--plot", "plot_path", type=Picture(), help="Draw latency by size (PNG).")
 def command(
     kind: str, servers: int, clients: int, masters: str, sizes: str, keys: int, arrays: str, seconds: float,
     json_path: Path | None, plot_path: Path | None,

@@ -43,11 +43,11 @@ def check(ranks: int, *, grid_text: str, **_: Any) -> None:
 
 
 @click.command("mlp", cls=RankedCommand, context_settings={"show_default": True})
-@click.option("--grid", "grid_text", default="", help="BATCHxMODEL. [default: all ranks data parallel]")
+@click.option("--grid", "grid_text", default="", show_default="all ranks data parallel", help="BATCHxMODEL.")
 @click.option("--batch", default="100,1000", type=Counts(), help="Minibatches, commas between.")
 @click.option("--width", default="1024", type=Counts(), help="Widths of the two hidden layers, commas between.")
 @click.option("--seconds", default=15.0, help="About how long each case is timed.")
-@click.option("--rounds", default=15, type=click.IntRange(1))
+@click.option("--rounds", default=15, type=click.IntRange(1), help="In each of them every contender has a turn.")
 @click.option("--torch/--no-torch", "with_torch", default=True, help="PyTorch beside it, where it is installed.")
 @click.option("--json", "json_path", type=OutFile(), help="Write the rows as JSON.")
 def command(

@@ -139,7 +139,7 @@ def load_torch() -> tuple[Any, str]:
 
 
 @click.command("optimizers", cls=Interruptible)
-@click.option("--elements", default=25_000_000, type=COUNT, show_default=True, help="float32 elements of the array.")
+@click.option("--elements", default=25_000_000, type=COUNT, show_default=True, help="Elements of the array, float32.")
 @click.option("--repeats", default=9, type=COUNT, show_default=True, help="Timed updates of each side, alternating.")
 @click.option("--json", "json_path", type=OutFile(), help="Write the cases as JSON.")
 def command(elements: int, repeats: int, json_path: Path | None) -> None:

@@ -39,7 +39,8 @@ from .training import check_fit, train
 
 
 @click.command(cls=RankedCommand, context_settings={"show_default": True})
-@click.option("--data", required=True, help="digits, airfoil, mnist, synthetic[:ROWS,FEATURES,TARGETS], a text, .npz.")
+@click.option("--data", required=True,
+              help="One of digits, airfoil, mnist, synthetic[:ROWS,FEATURES,TARGETS], a text, .npz.")
 @click.option("--data-directory", default=".", help="Where the files of airfoil and mnist lie.")
 @click.option("--target", default="", show_default="last", help="Target columns of a text: names or numbers.")
 @click.option("--features", default="", show_default="all others", help="Feature columns of a text.")
@@ -55,8 +56,8 @@ from .training import check_fit, train
 @click.option("--epochs", default=10, type=click.IntRange(1))
 @click.option("--batch", default=100, type=click.IntRange(1), help="Samples of a whole minibatch; --load: as before.")
 @click.option("--seed", default=1, type=click.IntRange(0), help="Of weights and of how rows are dealt.")
-@click.option("--dtype", default="float32", type=click.Choice(DTYPES), help="mixed: float16 travels between nodes.")
-@click.option("--device", default="cpu", type=click.Choice(DEVICES), help="gpu: CuPy; the node's GPUs are dealt out.")
+@click.option("--dtype", default="float32", type=click.Choice(DTYPES), help="In mixed, float16 travels between nodes.")
+@click.option("--device", default="cpu", type=click.Choice(DEVICES), help="With gpu: CuPy; the node's GPUs are dealt.")
 @click.option("--optimizer", default="sgd", type=click.Choice(usage.OPTIMIZERS))
 @click.option("--learning-rate", default=0.01, type=Finite(0))
 @click.option("--momentum", default=0.0, type=Finite(0, 1, max_open=True), help="For sgd.")

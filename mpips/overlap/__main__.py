@@ -92,8 +92,8 @@ def parse_nodes(text: str) -> tuple[int, ...]:
               help="8, 4:64 (doubling), 4:64:4 (a step) or 4,6,9; a measured profile has one size only.")
 @click.option("--strategy", multiple=True, type=click.Choice(STRATEGIES), help="Only these (may be repeated).")
 @click.option("--direction", type=click.Choice(["push", "pull", "both"]), default="push", show_default=True,
-              help="push: backward with allreduces (network). pull: forward with pulls (startup_s, bandwidth_Bps). "
-                   "both: one after the other; joint is always both.")
+              help="With push, backward with allreduces (network); with pull, forward with pulls (startup_s, "
+                   "bandwidth_Bps); with both, one after the other. The strategy joint is always both.")
 @click.option("--link", type=click.Choice(["shared", "duplex"]), default="shared", show_default=True,
               help="Whether pushes and pulls share the network.")
 @click.option("--json", "json_file", type=OutFile(), help="Write the plans here.")

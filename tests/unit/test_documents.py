@@ -12,10 +12,12 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import click
 import pytest
 
 import collectives
 from docs.hooks import commands, docstrings
+from launch import cli
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -141,6 +143,21 @@ def test_docstrings_become_markdown() -> None:
 
 def test_every_command_shows_its_help() -> None:
     assert set(commands.commands()) - shown() == set()
+
+
+def test_helps_of_options_are_written_in_one_way() -> None:
+    """A capital, and a full stop."""
+    loaded = [cli._load(sub) for sub in (*cli.COMMANDS.values(), *cli.BENCHES.values())]
+    helps = {option.help for command in loaded for option in options_of(command) if option.help}
+    assert len(helps) > 50
+    assert [text for text in helps if not re.match(r"([A-Z]|\d+,).*\.$", text)] == []
+
+
+def options_of(command: click.Command) -> list[click.Option]:
+    """Those of a command and of all below it."""
+    below = command.commands.values() if isinstance(command, click.Group) else ()
+    own = [option for option in command.params if isinstance(option, click.Option)]
+    return [*own, *(option for each in below for option in options_of(each))]
 
 
 def shown() -> set[tuple[str, ...]]:

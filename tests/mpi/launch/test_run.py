@@ -325,11 +325,11 @@ def test_a_rank_that_is_killed_ends_the_job_and_is_named(tmp_path: Path, dies: i
     assert time.monotonic() - began < 30
     known = process.returncode == (137 if OPEN_MPI else 9)
     assert known or (ulfm and process.returncode == 1)
-    how = "was ended by SIGKILL" if known else "has died"
+    how = "was ended by SIGKILL" if known else "ended without a word"
     if OPEN_MPI:
         assert f"mpips: rank {dies} ({role}) {how}: the job has ended\n" in said
-    else:  # this mpirun ends the others so soon that one of them may be seen to end first
-        assert re.search(rf"mpips: rank \d \(.*\) {how}: the job has ended\n", said)
+    else:  # this mpirun ends the others so soon that one of them may be seen to end first; its 9 may be an exit code
+        assert re.search(rf"mpips: rank \d \(.*\) ({how}|ended without a word): the job has ended\n", said)
 
 
 def test_an_interrupt_of_the_whole_group_is_130_though_no_terminal_sent_it(tmp_path: Path) -> None:
@@ -359,3 +359,13 @@ def test_an_exit_code_of_one_rank_is_no_signal(tmp_path: Path) -> None:
     assert done.returncode == 9
     assert "exit 9 on rank 1 of 2" in done.stderr
     assert "SIGKILL" not in done.stderr
+
+
+@first(1, code=[9, 15])
+def test_a_rank_that_leaves_without_a_word_was_ended_by_no_signal(tmp_path: Path, code: int) -> None:
+    done = run(tmp_path, f"{UP}if w.rank == 1: os._exit({code})\ntime.sleep(600)\n", "-w", "2")
+    assert done.returncode == code
+    assert re.search(
+        rf"mpips: rank 1 \(worker\) (left with exit code {code}|ended without a word): the job has ended\n", done.stderr
+    ), done.stderr
+    assert "was ended by" not in done.stderr

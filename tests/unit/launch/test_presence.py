@@ -60,7 +60,7 @@ def test_all_who_said_goodbye_have_ended_well(presence: Presence) -> None:
     assert not presence.everyone_left_well()
     ended(presence, second)
     assert presence.everyone_left_well()
-    assert presence.death is None
+    assert not presence.deaths
 
 
 def test_the_first_death_is_told(presence: Presence) -> None:
@@ -70,7 +70,23 @@ def test_the_first_death_is_told(presence: Presence) -> None:
     first.kill()
     os.waitid(os.P_PID, first.pid, os.WEXITED | os.WNOWAIT)
     presence.look()
-    assert presence.death == (1, signal.SIGKILL)
+    assert presence.deaths[0] == (1, signal.SIGKILL)
+    for process in (first, second):
+        process.communicate()
+
+
+def test_a_death_knows_a_signal_from_an_exit_code(presence: Presence) -> None:
+    first, second, third = (rank(presence, f"present {i}\n", code=9) for i in range(3))
+    second.kill()
+    assert first.stdin is not None
+    first.stdin.close()
+    first.stdin = None  # so that `communicate` leaves it alone
+    for process in (first, second):
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    third.communicate()  # its parent has heard first
+    presence.look()
+    found = {death.rank: (death.code, death.signal) for death in presence.deaths}
+    assert found == {0: (9, 0), 1: (None, signal.SIGKILL), 2: (None, 0)}
     for process in (first, second):
         process.communicate()
 
@@ -86,8 +102,7 @@ def test_a_rank_that_fails_has_said_its_code_before_others_are_killed_for_it(pre
 def test_what_fails_because_another_died_has_no_code(presence: Presence) -> None:
     ended(presence, rank(presence, "present 0\n"), signal.SIGKILL)
     ended(presence, rank(presence, "present 1\nfailing 3\n"))
-    assert presence.death is not None
-    assert (presence.death.rank, presence.code) == (0, None)
+    assert (presence.deaths[0].rank, presence.code) == (0, None)
 
 
 def test_files_are_left_for_other_work(presence: Presence, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from launch import process as launcher
+from launch.presence import Death
+
 ROOT = Path(__file__).parents[3]
 WATCH = """
 import sys
@@ -186,7 +189,7 @@ def test_a_rank_that_dies_ends_the_job_and_is_named(dies: int, role: str) -> Non
     said = process.communicate(timeout=60)[1]
     assert time.monotonic() - began < 20
     assert process.returncode in (137, 1)  # 1 where the launcher was quicker to hear how it had ended
-    how = "was ended by SIGKILL" if process.returncode == 137 else "has died"
+    how = "was ended by SIGKILL" if process.returncode == 137 else "ended without a word"
     assert f"mpips: {role} {how}: the job has ended\n" in said
 
 
@@ -291,3 +294,13 @@ def test_what_a_killed_mpirun_left_is_not_in_the_way_of_one_with_its_number(tmp_
         (tmp_path / f"ompi.{pid}").mkdir()
     assert job(f"import os, sys\nsys.exit(os.path.exists('{tmp_path}/ompi.%d' % os.getpid()))") == 0
     assert len(list(tmp_path.iterdir())) == len(coming) - 1
+
+
+@pytest.mark.parametrize("status, code, said", [
+    (signal.SIGKILL, 9, "was ended by SIGKILL"), (9 << 8, 9, "left with exit code 9"),
+    (9 << 8, 137, "left with exit code 9"), (None, 137, "was ended by SIGKILL"),
+    (None, 9, "ended without a word"), (None, 15, "ended without a word"),
+    (None, 163, "ended without a word"), (None, 0, "ended without a word"),
+])  # fmt: skip
+def test_what_is_said_of_a_death_is_sure(status: int | None, code: int, said: str) -> None:
+    assert launcher._how_it_ended(Death(1, status), code) == said

@@ -322,7 +322,8 @@ def test_wrong_words_are_refused_once_before_any_rank_starts(words: str, named: 
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        ("bench optimizers -n 2", "-n"),
+        ("bench optimizers -n 2", "mpips bench optimizers is a single process and takes no --ranks"),
+        ("bench iallreduce -n 1", "an allreduce beside compute needs two ranks: --ranks 2"),
         ("bench -n 2 optimizers", "mpips bench optimizers is a single process and takes no --ranks"),
         ("bench allreduce -n0", "-n must be a whole number of at least 1, not '0'"),
         ("bench allreduce -n", "-n must be a whole number of at least 1, not ''"),
@@ -341,6 +342,20 @@ def test_wrong_words_that_need_no_mpi_are_a_sentence(words: str, named: str) -> 
     assert done.exit_code == 2
     assert named in done.output
     assert done.output.count("Error") == 1
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_batch_script_may_name_a_script_that_is_not_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if there:
+        (tmp_path / "train.py").touch()
+    done = CliRunner().invoke(cli.main, ["script", "slurm", "-n", "2", "--mpi", "openmpi", "train.py"])
+    assert done.exit_code == 0
+    assert done.stdout.startswith("#!")
+    note = f"note: there is no script 'train.py' here ({tmp_path}): the job needs it there\n"
+    assert done.stderr == ("" if there else note)
 
 
 def test_what_train_lacks_is_said_before_any_rank_starts(tmp_path: Path) -> None:
