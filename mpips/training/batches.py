@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -115,9 +116,16 @@ def source_of(x: Any, y: Any, batch_size: int | None, seed: int, what: str = "fi
     see_pair("x and y", x, y)
     if batch_size is None:
         raise TypeError(f"{what}: give batch_size, the samples that a worker takes in a step, with arrays x and y")
-    if batch_size < 1:
-        raise ValueError(f"batch_size={batch_size}: give at least 1")
-    return Arrays(x, y, batch_size, seed)
+    return Arrays(x, y, whole("batch_size", batch_size, 1), seed)
+
+
+def whole(name: str, number: Any, least: int) -> int:
+    """A whole number, of NumPy, too; TypeError where it is none, ValueError where it is below `least`."""
+    if not isinstance(number, Integral) or isinstance(number, bool):
+        raise TypeError(f"{name}={number!r}: give a whole number")
+    if number < least:
+        raise ValueError(f"{name}={number}: give at least {least}")
+    return int(number)
 
 
 def test_of(test: Any) -> Source | None:

@@ -62,6 +62,10 @@ class Fitting(Protocol):
         """Write a checkpoint that `fit(resume=path)` goes on from. Collective, blocking."""
         ...
 
+    def see_folder(self, path: str | os.PathLike[str]) -> None:
+        """ValueError or TypeError on rank 0 where `save(path)` could not write after the next step. Local."""
+        ...
+
     def update_optimizer(self, **numbers: Any) -> None:
         """Change numbers of the optimizer, such as `learning_rate`; its state stays. Collective, blocking."""
         ...
@@ -78,7 +82,10 @@ class Callback:
     """Whether it comes after the others, as what saves their state."""
 
     def check(self, fit: Fitting) -> None:
-        """Raise ValueError or TypeError where it cannot do its work in this fit. Nothing is sent."""
+        """Raise ValueError or TypeError where it cannot do its work in this fit. Local. Then no worker begins.
+
+        Epoch and step are those where the fit begins, of a checkpoint, too.
+        """
 
     def on_begin(self, fit: Fitting) -> None:
         """Before the first step, of a fit that goes on from a checkpoint, too."""
@@ -123,11 +130,12 @@ class Checkpoint(Callback):
                 raise ValueError(f"Checkpoint({name}={number!r}): give a whole number of at least 1, or None")
 
     def check(self, fit: Fitting) -> None:
-        """ValueError where workers do not come to the same step."""
+        """ValueError where workers do not come to the same step, or the folder cannot take what will be saved."""
         if self.every is not None and fit.joined and fit.asynchronous:
             raise ValueError(f"Checkpoint(every={self.every}): workers of an asynchronous store take unlike numbers of "
                              "steps over batches of their own, and a checkpoint is of all: give every=None, which "
                              "saves after each epoch")
+        fit.see_folder(self.path)
 
     def on_begin(self, fit: Fitting) -> None:
         """What it goes on from is not saved again."""
@@ -170,6 +178,7 @@ class EarlyStop(Callback):
     """The best value so far."""
     waited: int = field(default=0, init=False, repr=False)
     """Epochs since then."""
+    _restored: bool = field(default=False, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.patience, int) or self.patience < 1:
@@ -184,6 +193,12 @@ class EarlyStop(Callback):
         if self.monitor not in fit.measures:
             raise ValueError(f"EarlyStop(monitor={self.monitor!r}): this fit measures {', '.join(fit.measures)}"
                              + ("" if len(fit.measures) > 1 else "; test= adds more"))
+
+    def on_begin(self, fit: Fitting) -> None:
+        """Begin anew, unless this fit goes on from a checkpoint."""
+        if not self._restored:
+            self.best, self.waited = None, 0
+        self._restored = False
 
     def on_epoch(self, fit: Fitting, epoch: Epoch) -> bool:
         """Whether it has waited long enough."""
@@ -205,6 +220,7 @@ class EarlyStop(Callback):
     def restore(self, state: Any) -> None:
         """Take them back."""
         self.best, self.waited = state
+        self._restored = True
 
 
 @dataclass
@@ -219,7 +235,8 @@ class LearningRate(Callback):
 
     def check(self, fit: Fitting) -> None:
         """Whatever `rate` raises for the first epoch is raised here."""
-        self.rate(fit.epoch)
+        if fit.epoch <= fit.epochs:
+            self.rate(fit.epoch)
 
     def on_begin(self, fit: Fitting) -> None:
         """The rate of the first epoch."""

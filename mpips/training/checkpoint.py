@@ -13,16 +13,18 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
-from safetensors import SafetensorError
 
 import collectives
 from mpips.checkpoint import file
+from mpips.optimizers.registry import as_data, from_data
 from mpips.runtime.rendezvous import attempt
 from mpips.training.exchange import Job, Update
 from mpips.training.history import Position, decode
@@ -42,6 +44,18 @@ class Header(msgspec.Struct):
     """How many workers' arrays are in the file."""
     positions: list[Any]
     """Of every worker, in rank order."""
+    optimizer: dict[str, Any] | None
+    """That of every worker, as data; None where the store has it."""
+
+
+class Found(NamedTuple):
+    """A checkpoint that a training can go on from."""
+
+    path: str
+    """Without the files' endings."""
+    header: Header
+    positions: list[Position]
+    """Of every worker that was saved, in rank order."""
 
 
 def save(job: Job, folder: str | os.PathLike[str], position: Position, keep: int | None = None) -> str:
@@ -58,7 +72,8 @@ def save(job: Job, folder: str | os.PathLike[str], position: Position, keep: int
     job.kv.save(path + STORE)
     told = job.kv.settings.agree("save", data=position.encode())
     arrays = _gathered(job.kv, update)
-    header = Header(VERSION, update.name, len(update.owners()), [json.loads(data) for data in told])
+    optimizer = None if update.optimizer is None else as_data(update.optimizer)
+    header = Header(VERSION, update.name, len(update.owners()), [json.loads(data) for data in told], optimizer)
     _, refusal = attempt(lambda: _write(path + TRAINER, arrays, header) if job.kv.rank == 0 else None)
     job.kv.settings.agree("save", refusal=refusal)
     if job.kv.rank == 0 and keep is not None:
@@ -77,12 +92,11 @@ def saved_by(job: Job, what: str) -> Update:
     return job.blocking.update
 
 
-def load(job: Job, path: str | os.PathLike[str], begin: bool = False) -> Position | None:
-    """Take everything back from the newest checkpoint of a folder, or from one of its files; this worker's position.
+def find(job: Job, path: str | os.PathLike[str], begin: bool = False) -> Found | None:
+    """The newest checkpoint of a folder, or that of one of its files, which `take` takes back. Collective, blocking.
 
-    Collective, blocking. `begin`: None where the folder has no checkpoint, or is not there. ValueError or TypeError on
-    all workers where nothing can be read, or it does not fit. Of a job with another number of workers (of elastic
-    clients) number i goes on as number i mod the number then.
+    `begin`: None where the folder has no checkpoint, or is not there. ValueError or TypeError on all workers where
+    nothing can be read, or it is not one of this Trainer.
     """
     update, kv = saved_by(job, "resume"), job.kv
     job.exchange.finish()
@@ -94,9 +108,33 @@ def load(job: Job, path: str | os.PathLike[str], begin: bool = False) -> Positio
         return None
     prefix, data = json.loads(told)
     header = msgspec.convert(data, Header)
-    kv.load(prefix + STORE)
-    update.restore(_scattered(kv, update, prefix + TRAINER, header))
-    return decode(header.positions[kv.rank % len(header.positions)])
+    return Found(prefix, header, [decode(position) for position in header.positions])
+
+
+def take(job: Job, found: Found) -> None:
+    """Take back all that a checkpoint holds but the positions. Collective, blocking.
+
+    ValueError on all workers, before anything has changed, where it does not fit, or cannot be read. Where another
+    number of workers (of elastic clients) was saved, number i takes that of number i mod the number then.
+    """
+    update = saved_by(job, "resume")
+    arrays = _scattered(job.kv, update, found)
+    job.kv.load(found.path + STORE)
+    update.restore(arrays, None if found.header.optimizer is None else from_data(found.header.optimizer))
+
+
+def of_worker(positions: Sequence[Position], rank: int) -> Position:
+    """That from which a worker goes on, of those that were saved."""
+    return positions[rank % len(positions)]
+
+
+def see_folder(path: str | os.PathLike[str], step: int) -> None:
+    """Make the folder; ValueError or TypeError where a checkpoint of this step or a later one could not be saved."""
+    name = _made(file.file_name("save", "path", path), 0, step)
+    try:
+        tempfile.TemporaryFile(dir=name).close()
+    except OSError as error:
+        raise ValueError(f"save: nothing can be written to the folder {name}: {file.why(error)}") from error
 
 
 def _made(name: str, rank: int, step: int) -> str:
@@ -107,7 +145,7 @@ def _made(name: str, rank: int, step: int) -> str:
         os.makedirs(name, exist_ok=True)
     except OSError as error:
         raise ValueError(f"save: the folder {name} cannot be made: {file.why(error)}") from error
-    newest = max((int(path.name.removeprefix("step-")) for path in steps_in(name)), default=0)
+    newest = max((_step(path) for path in steps_in(name)), default=0)
     if newest > step:
         raise ValueError(f"save: {name} has a checkpoint of step {newest}, and this one is of step {step}: go on from "
                          "it by resume, or give another folder")
@@ -128,48 +166,102 @@ def steps_in(folder: str | os.PathLike[str]) -> list[Path]:
     return [path for path in found if STEP.fullmatch(path.name) and path.with_name(path.name + STORE).is_file()]
 
 
+def _step(path: Path) -> int:
+    """The step of a checkpoint, or of one of its files."""
+    return int(path.name.partition(".")[0].removeprefix("step-"))
+
+
 def prune(folder: str, keep: int) -> None:
-    """Remove all but the newest; the Trainer's file goes first, so that no half is taken for a whole."""
-    old = steps_in(folder)[:-keep]
-    for path in old:
+    """Remove all but the newest, and halves that a kill has left behind before those.
+
+    The Trainer's file goes first, so that no half is taken for a whole.
+    """
+    whole = steps_in(folder)
+    for path in whole[:-keep]:
         for ending in (TRAINER, STORE):
-            with contextlib.suppress(OSError):
-                path.with_name(path.name + ending).unlink()
+            _remove(path.with_name(path.name + ending))
+    for path in Path(folder).glob("step-*" + STORE):
+        prefix = path.name.removesuffix(STORE)
+        half = STEP.fullmatch(prefix) and not path.with_name(prefix + TRAINER).exists()
+        if half and whole and _step(path) < _step(whole[-1]):
+            _remove(path)
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink()
 
 
 def _found(name: str, begin: bool, update: Update) -> tuple[str, Header] | None:
     """On rank 0 the checkpoint's path without endings, and its header; None where there is none, and need not be."""
-    if name.endswith(TRAINER):
-        prefix = name.removesuffix(TRAINER)
-    else:
-        steps = steps_in(name)
-        if not steps and begin and (os.path.isdir(name) or not os.path.lexists(name)):
-            return None
-        if not steps:
-            raise ValueError(f"resume: {name} has no checkpoint of a Trainer (step-*{TRAINER}): give the folder that "
-                             "Checkpoint or Trainer.save wrote to")
-        prefix = str(steps[-1])
-    header = _read(prefix + TRAINER)
-    if header.update != update.name:
-        raise ValueError(f"{prefix}{TRAINER} was saved by a Trainer that exchanges as {header.update!r}, and this one "
-                         f"does as {update.name!r}: give clip_norm and elastic as they were")
+    with _reading(name):
+        if name.endswith(TRAINER):
+            prefix = name.removesuffix(TRAINER)
+        else:
+            steps = steps_in(name)
+            if not steps and begin and (os.path.isdir(name) or not os.path.lexists(name)):
+                return None
+            if not steps:
+                raise ValueError(f"resume: {name} has no checkpoint of a Trainer (step-*{TRAINER}): give the folder "
+                                 "that Checkpoint or Trainer.save wrote to")
+            prefix = str(steps[-1])
+    path = prefix + TRAINER
+    with _reading(path), file.opened(path) as tensors:
+        header = _header(path, (tensors.metadata() or {}).get("mpips.trainer"))
+        _see_update(path, header, update)
+        _see_arrays(path, tensors, header, update)
     return prefix, header
 
 
-def _read(path: str) -> Header:
+@contextlib.contextmanager
+def _reading(path: str) -> Iterator[None]:
+    """Whatever goes wrong in reading is a ValueError, which all workers can be told."""
     try:
-        with file.opened(path) as tensors:
-            text = (tensors.metadata() or {})["mpips.trainer"]
-        header = msgspec.convert(json.loads(text), Header)
-    except (OSError, SafetensorError) as error:
+        yield
+    except (ValueError, TypeError):
+        raise
+    except Exception as error:
         raise ValueError(f"{path} cannot be read: {file.why(error)}") from error
-    except (KeyError, ValueError) as error:
+
+
+def _header(path: str, text: str | None) -> Header:
+    try:
+        header = msgspec.convert(json.loads(text or ""), Header)
+        for position in header.positions:
+            decode(position)
+    except ValueError as error:
         raise ValueError(f"{path} was not written by a Trainer: {error}") from error
     if header.version != VERSION or not header.positions:
         raise ValueError(f"{path} has version {header.version}, this program reads version {VERSION}")
-    for position in header.positions:
-        decode(position)
     return header
+
+
+def _see_update(path: str, header: Header, update: Update) -> None:
+    """ValueError where gradients were exchanged in another way, or the workers had another optimizer."""
+    if header.update != update.name:
+        raise ValueError(f"{path} was saved by a Trainer that exchanges as {header.update!r}, and this one does as "
+                         f"{update.name!r}: give clip_norm and elastic as they were")
+    if update.optimizer is None:
+        return
+    there, here = (type(each).__name__ for each in (from_data(header.optimizer), update.optimizer))
+    if there != here:
+        raise ValueError(f"{path} was saved with the optimizer {there}, and this Trainer has {here}: give the one that "
+                         "it was saved with")
+
+
+def _see_arrays(path: str, tensors: Any, header: Header, update: Update) -> None:
+    """ValueError where names, shapes or dtypes in the file are not those of this Trainer."""
+    names = tensors.keys()
+    parts = [tensors.get_slice(name) for name in names]
+    there = {name: f"{part.get_dtype()}{tuple(part.get_shape())}" for name, part in zip(names, parts)}
+    here = {
+        f"{number}/{name}": f"{file.NAMES[array.dtype.name]}{array.shape}"
+        for number in range(header.clients) for name, array in update.arrays().items()
+    }  # fmt: skip
+    for name in sorted({*there, *here}):
+        if there.get(name) != here.get(name):
+            raise ValueError(f"{path}: {name} is {there.get(name, 'not there')} in the file and "
+                             f"{here.get(name, 'not there')} in this Trainer: give model and optimizer as they were")
 
 
 def _gathered(kv: Any, update: Update) -> dict[str, np.ndarray]:
@@ -185,23 +277,28 @@ def _gathered(kv: Any, update: Update) -> dict[str, np.ndarray]:
     return found
 
 
-def _scattered(kv: Any, update: Update, path: str, header: Header) -> dict[str, np.ndarray] | None:
-    """This worker's arrays, which rank 0 reads; None where the store has all."""
-    owners = update.owners()
+def _scattered(kv: Any, update: Update, found: Found) -> dict[str, np.ndarray] | None:
+    """This worker's arrays, which rank 0 reads; None where the store has all. ValueError on all where it cannot."""
+    owners, clients = update.owners(), found.header.clients
     if not owners:
         return None
-    mine = max(number for number, owner in enumerate(owners) if owner <= kv.rank) % header.clients
+    mine = max(number for number, owner in enumerate(owners) if owner <= kv.rank) % clients
     result: dict[str, np.ndarray] = {}
-    shapes = {name: (array.shape, array.dtype) for name, array in update.arrays().items()}
-    with contextlib.ExitStack() as stack:
-        tensors = stack.enter_context(file.opened(path)) if kv.rank == 0 else None
-        for number in range(header.clients):
-            for name, (shape, dtype) in shapes.items():
-                array = np.empty(shape, dtype)
-                if tensors is not None:
-                    array[...] = tensors.get_tensor(f"{number}/{name}")
-                if kv.num_workers > 1:
-                    collectives.broadcast(array, kv.layout.workers, root=0, label=f"resume: {name}")
-                if number == mine:
-                    result[name] = array
+    for number in range(clients):
+        arrays = {name: np.empty(array.shape, array.dtype) for name, array in update.arrays().items()}
+        read = partial(_read, found.path + TRAINER, number, arrays)
+        _, refusal = attempt(read) if kv.rank == 0 else (None, None)
+        kv.settings.agree("resume", refusal=refusal)
+        for name, array in arrays.items():
+            if kv.num_workers > 1:
+                collectives.broadcast(array, kv.layout.workers, root=0, label=f"resume: {name}")
+        if number == mine:
+            result = arrays
     return result
+
+
+def _read(path: str, number: int, arrays: Mapping[str, np.ndarray]) -> None:
+    """One client's arrays of the file."""
+    with _reading(path), file.opened(path) as tensors:
+        for name, array in arrays.items():
+            array[...] = tensors.get_tensor(f"{number}/{name}")

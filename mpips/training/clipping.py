@@ -59,7 +59,9 @@ class Accumulated:
         self._samples = 0
 
     def add(self, samples: int) -> None:
-        """The gradients are the mean over so many samples of a batch."""
+        """The gradients are the mean over so many samples of a batch; where it has none, whatever they are."""
+        if not samples:
+            return
         if self._sums is None:
             self._sums = [np.zeros(one.shape, np.result_type(one.dtype, np.float32)) for one in self._gradients]
         for total, gradient in zip(self._sums, self._gradients):

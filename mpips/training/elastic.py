@@ -80,11 +80,15 @@ class ElasticAveraging:
         """The first worker of each client."""
         return [client.start for client in self._kv.layout.clients]
 
+    @property
+    def optimizer(self) -> Optimizer:
+        """Every worker's; that of the centre is the store's."""
+        return self._descend.optimizer
+
     def arrays(self) -> dict[str, np.ndarray]:
         """The client's parameters and its optimizer's state; the centre is the store's."""
         return arrays_here(self._keys, self._model.parameters, self._descend)
 
-    def restore(self, arrays: Mapping[str, np.ndarray] | None) -> None:
+    def restore(self, arrays: Mapping[str, np.ndarray] | None, optimizer: Optimizer | None) -> None:
         """Take them back."""
-        assert arrays is not None
-        restore_here(self._keys, self._model.parameters, self._descend, arrays)
+        restore_here(self._keys, self._model.parameters, self._descend, arrays, optimizer)

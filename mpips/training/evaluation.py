@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from mpips.runtime.rendezvous import attempt
+from collectives.errors import CollectiveError
 from mpips.training.batches import Arrays, Source, counted, share_of
 from mpips.training.exchange import Job
 from mpips.training.model import see_method
@@ -109,9 +109,28 @@ def evaluate(job: Job, source: Source, number: int = 1) -> Sums:
     kv = job.kv
     if job.blocking is not None:
         job.blocking.update.share()
-    sums, refusal = attempt(lambda: measured(job, share_of(source, number, kv.rank, kv.num_workers)))
-    told = kv.settings.agree("evaluate", refusal=refusal, data=json.dumps(sums).encode())
+    sums: Sums = {}
+    failure: Exception | None = None
+    try:
+        sums = measured(job, share_of(source, number, kv.rank, kv.num_workers))
+    except CollectiveError:  # the epoch is over: nobody is to be told of it in a rendezvous
+        raise
+    except Exception as error:  # of the user's model, metric or batches: of any kind
+        failure = error
+    try:
+        told = kv.settings.agree("evaluate", refusal=_refusal(failure), data=json.dumps(sums).encode())
+    except (ValueError, TypeError) as error:
+        if failure is None:
+            raise
+        raise error from failure
     return means(json.loads(data) for data in told)
+
+
+def _refusal(failure: Exception | None) -> Exception | None:
+    """What all are told: what was raised, or a ValueError that names its class."""
+    if failure is None or isinstance(failure, (ValueError, TypeError)):
+        return failure
+    return ValueError(f"evaluate: {type(failure).__name__}: {failure}")
 
 
 def evaluate_here(job: Job, source: Source, number: int = 1) -> Sums:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 import collectives
+from mpips.optimizers.base import Optimizer
 from mpips.training.clipping import Accumulated, weigh
 from mpips.training.model import Model, samples_of
 
@@ -71,6 +72,11 @@ class Update(Protocol):
 
     # ---- for checkpoints: what the store's own file does not hold
 
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """That of every worker, with the numbers of now; None where the store has it."""
+        ...
+
     def owners(self) -> list[int]:
         """The workers that keep such arrays, one of each group of equal ones; empty where the store holds all."""
         ...
@@ -79,8 +85,8 @@ class Update(Protocol):
         """This worker's, by name; live or copies."""
         ...
 
-    def restore(self, arrays: Mapping[str, np.ndarray] | None) -> None:
-        """Take them back, and the parameters, after `kv.load`. All workers call."""
+    def restore(self, arrays: Mapping[str, np.ndarray] | None, optimizer: Optimizer | None) -> None:
+        """Take them back, and the parameters, after `kv.load`; `rescale` stays this Trainer's. All workers call."""
         ...
 
 
@@ -94,6 +100,15 @@ class Job:
     blocking: Blocking | None
     """The exchange, where it is one that blocks."""
     metrics: Mapping[str, Callable[[Any, Any], Any]]
+
+
+class Joined(NamedTuple):
+    """What workers with unlike batches had for a step."""
+
+    batches: bool
+    """Whether anybody had a batch; where not, the epoch is over."""
+    samples: bool
+    """Whether anybody had a sample; where not, nothing was exchanged."""
 
 
 class Blocking:
@@ -139,24 +154,25 @@ class Blocking:
         self._exchange()
         return True
 
-    def join(self, samples: int) -> bool:
+    def join(self, samples: int) -> Joined:
         """`flush` where workers may have unlike numbers of samples, or none: the mean is over the samples of all.
 
-        `samples`: of this worker's batches that wait. Whether anybody had one; where not, nothing was exchanged.
-        Blocking; all workers of the update's group call it, and sum one number before the exchange.
+        `samples`: of this worker's batches that wait. Blocking; all workers of the update's group call it, and sum two
+        numbers before the exchange.
         """
         if not self._added:
             self._begin = time.perf_counter()
         group = self.update.group
-        total = np.array([float(samples)])
+        total = np.array([samples, self._added > 0], np.float64)
         if group.Get_size() > 1:
             collectives.allreduce(total, group, label="fit: samples of a step")
-        if not total[0]:
-            return False
-        self._sum.mean()
-        weigh(self.model.gradients, samples * group.Get_size() / float(total[0]))
-        self._exchange()
-        return True
+        joined = Joined(bool(total[1]), bool(total[0]))
+        if joined.samples:
+            self._sum.mean()
+            weigh(self.model.gradients, samples * group.Get_size() / float(total[0]))
+            self._exchange()
+        self._added = 0
+        return joined
 
     def finish(self) -> None:
         """Nothing is under way."""

@@ -36,6 +36,12 @@ def averaged(optimizer: Optimizer, workers: float) -> Optimizer:
     return replace(optimizer, rescale=optimizer.rescale / workers)  # type: ignore[call-arg, attr-defined]
 
 
+def rescale_of(optimizer: Optimizer) -> float:
+    """By how much it multiplies a gradient; every optimizer that `averaged` made can tell."""
+    rescale: float = optimizer.rescale  # type: ignore[attr-defined]
+    return rescale
+
+
 def workers_in_a_sum(kv: Any) -> float:
     """Workers whose gradients make one update: all of a synchronous store, a client's of an asynchronous one.
 
@@ -54,8 +60,10 @@ class Gradients:
 
     def __init__(self, model: Model, kv: Any, optimizer: Optimizer, clip_norm: float | None = None) -> None:
         self._model, self._kv, self._keys, self._clip = model, kv, own_keys(model, kv), clip_norm
+        mean = averaged(optimizer, workers_in_a_sum(kv))
+        self._rescale = rescale_of(mean)
         kv.init(self._keys, list(model.parameters))
-        kv.set_optimizer(averaged(optimizer, workers_in_a_sum(kv)), keys=self._keys)
+        kv.set_optimizer(mean, keys=self._keys)
         self._pull()
 
     @property
@@ -84,12 +92,18 @@ class Gradients:
         """The store's file holds everything."""
         return []
 
+    @property
+    def optimizer(self) -> None:
+        """The store has it."""
+
     def arrays(self) -> dict[str, np.ndarray]:
         """None."""
         return {}
 
-    def restore(self, arrays: Mapping[str, np.ndarray] | None) -> None:
-        """The parameters are the store's."""
+    def restore(self, arrays: Mapping[str, np.ndarray] | None, optimizer: Optimizer | None) -> None:
+        """The parameters are the store's. Its optimizer's `rescale` becomes that of as many workers as are here."""
+        if rescale_of(self._kv.settings.groups.of(self._keys[0])) != self._rescale:
+            self._kv.update_optimizer(self._keys, rescale=self._rescale)
         self._pull()
 
     def _pull(self) -> None:
@@ -136,14 +150,18 @@ class Summed:
         """All are equal: rank 0's count."""
         return [0]
 
+    @property
+    def optimizer(self) -> Optimizer:
+        """Every worker's."""
+        return self._updater.optimizer
+
     def arrays(self) -> dict[str, np.ndarray]:
         """Parameters and the optimizer's state."""
         return arrays_here(self._keys, self._model.parameters, self._updater)
 
-    def restore(self, arrays: Mapping[str, np.ndarray] | None) -> None:
+    def restore(self, arrays: Mapping[str, np.ndarray] | None, optimizer: Optimizer | None) -> None:
         """Take them back."""
-        assert arrays is not None
-        restore_here(self._keys, self._model.parameters, self._updater, arrays)
+        restore_here(self._keys, self._model.parameters, self._updater, arrays, optimizer)
 
 
 # ---- what an update that is made here shares with elastic averaging
@@ -167,9 +185,12 @@ def arrays_here(keys: Sequence[str], parameters: Sequence[np.ndarray], updater: 
 
 
 def restore_here(
-    keys: Sequence[str], parameters: Sequence[np.ndarray], updater: Updater, arrays: Mapping[str, np.ndarray]
-) -> None:
-    """Write them back."""
+    keys: Sequence[str], parameters: Sequence[np.ndarray], updater: Updater,
+    arrays: Mapping[str, np.ndarray] | None, optimizer: Optimizer | None,
+) -> None:  # fmt: skip
+    """Write them back; the optimizer's numbers become those that were saved, but for `rescale`, the Trainer's."""
+    assert arrays is not None and optimizer is not None
+    updater.optimizer = replace(optimizer, rescale=rescale_of(updater.optimizer))  # type: ignore[call-arg]
     updater.step = int(arrays["step"][0])
     for name, array in arrays_here(keys, parameters, updater).items():
         if name != "step":

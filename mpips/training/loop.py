@@ -8,14 +8,16 @@ import os
 import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 import collectives
+from mpips.runtime.rendezvous import attempt
 from mpips.training import callbacks as hooks
 from mpips.training import checkpoint
-from mpips.training.batches import Batch, Source, see_again, see_enough, source_of, test_of
+from mpips.training.batches import Batch, Source, see_again, see_enough, source_of, test_of, whole
 from mpips.training.callbacks import Callback
 from mpips.training.evaluation import LOSS, evaluate, evaluate_here, names_of, test_words
 from mpips.training.exchange import Blocking, Job
@@ -83,6 +85,11 @@ class Fit:
         self._position.callbacks = hooks.states(self._callbacks)
         checkpoint.save(self._job, path, self._position, keep)
 
+    def see_folder(self, path: str | os.PathLike[str]) -> None:
+        """ValueError or TypeError on rank 0 where `save(path)` could not write after the next step. Local."""
+        if self.rank == 0:
+            checkpoint.see_folder(path, self.step)
+
     def update_optimizer(self, **numbers: Any) -> None:
         """Change numbers of the optimizer; its state stays. Collective, blocking."""
         update_optimizer(self._job, numbers)
@@ -128,13 +135,13 @@ class Fit:
 
     def _train(self, batches: Iterator[Batch]) -> None:
         """All workers have equally many batches."""
-        step, at, every = self._job.exchange.step, self._position, self._accumulate
+        step, at, blocking = self._job.exchange.step, self._position, self._job.blocking
         for x, y in batches:
             self.last_loss = step(x, y)
             at.took(self.last_loss)
-            if at.batches % every == 0:
+            if blocking is None or not blocking.waiting:
                 self._stepped()
-        if self._job.blocking is not None and self._job.blocking.flush():
+        if blocking is not None and blocking.flush():
             self._stepped()
 
     def _train_joined(self, batches: Iterator[Batch], blocking: Blocking) -> None:
@@ -145,9 +152,11 @@ class Fit:
                 self.last_loss = blocking.add(x, y)
                 self._position.took(self.last_loss)
                 samples += samples_of(x, y)
-            if not blocking.join(samples):
+            joined = blocking.join(samples)
+            if not joined.batches:
                 return
-            self._stepped()
+            if joined.samples:
+                self._stepped()
 
     def _stepped(self) -> None:
         """An exchange is over."""
@@ -180,8 +189,7 @@ def requested(
     callbacks: Sequence[Callback], on_epoch: Callable[[Epoch], object] | None, resume: object = None,
 ) -> Request:  # fmt: skip
     """The arguments of `fit`; TypeError or ValueError where they are wrong. Local."""
-    if epochs < 0:
-        raise ValueError(f"epochs={epochs}: give at least 0")
+    epochs = whole("epochs", epochs, 0)
     source, workers = source_of(x, y, batch_size, seed), job.kv.num_workers
     see_again(source, epochs)
     see_joined(job, source)
@@ -192,11 +200,36 @@ def requested(
     if resume is not None:
         checkpoint.saved_by(job, "resume")
     found = (*callbacks, hooks.OnEpoch(on_epoch)) if on_epoch is not None else tuple(callbacks)
-    request = Request(source, epochs, test_of(test), found)
-    fit = Fit(job, request, Position())
-    for callback in found:
+    return Request(source, epochs, test_of(test), found)
+
+
+def begin(job: Job, request: Request, resume: str | os.PathLike[str] | None, own: Sequence[Position]) -> Position:
+    """Where this worker begins: at the folder's newest checkpoint, which is taken back, or else at its `own` position.
+
+    `own`: of one worker, or of all those that a checkpoint was of. Collective; ValueError or TypeError on all workers,
+    before anything has changed, where the fit cannot go on from there.
+    """
+    found = checkpoint.find(job, resume, begin=True) if resume is not None else None
+    position, refusal = attempt(lambda: _start(job, request, own if found is None else found.positions))
+    job.kv.settings.agree("fit", refusal=refusal)
+    if found is not None:
+        checkpoint.take(job, found)
+    if job.blocking is not None and job.blocking.flush():  # what `step` has left
+        position.step += 1
+    started: Position = position
+    return started
+
+
+def _start(job: Job, request: Request, positions: Sequence[Position]) -> Position:
+    """This worker's position of those of all; ValueError or TypeError where the order or a callback does not fit."""
+    order = order_of(job, request.source)
+    for position in positions:
+        see_order(position, order)
+    position = replace(checkpoint.of_worker(positions, job.kv.rank), order=order)
+    fit = Fit(job, request, position)
+    for callback in request.callbacks:
         callback.check(fit)
-    return request
+    return position
 
 
 def see_joined(job: Job, source: Source) -> None:
@@ -223,9 +256,14 @@ def words(request: Request, workers: int) -> list[tuple[str, str]]:
             ("callbacks", hooks.words_of(request.callbacks))]
 
 
-def see_order(position: Position, source: Source, workers: int) -> None:
-    """ValueError where a fit goes on in the middle of an epoch with other batches."""
-    order = source.order(workers)
+def order_of(job: Job, source: Source) -> str:
+    """What decides which samples come in which step, in words."""
+    accumulate = job.blocking.accumulate if job.blocking is not None else 1
+    return source.order(job.kv.num_workers) + (f", accumulate={accumulate}" if accumulate > 1 else "")
+
+
+def see_order(position: Position, order: str) -> None:
+    """ValueError where a fit goes on in the middle of an epoch with other batches, or other exchanges of them."""
     if position.batches and position.order and position.order != order:
         raise ValueError(f"resume: the checkpoint is in the middle of epoch {position.epoch} of {position.order}, and "
                          f"this fit has {order}: give the same, or a checkpoint at the end of an epoch")

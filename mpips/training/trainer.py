@@ -87,7 +87,8 @@ class Trainer:
         else:
             self.exchange = Overlapped(model, kv, averaged(made, workers_in_a_sum(kv)), overlap)
         self._job = Job(model, kv, self.exchange, steps, measures)
-        self._position, self._resumed = Position(), False
+        self._position = Position()
+        self._resumed: Sequence[Position] = ()  # of all workers of the checkpoint that the next fit goes on from
 
     # ---- training
 
@@ -136,17 +137,9 @@ class Trainer:
             self._job, x, y, batch_size, epochs, seed, test, callbacks, on_epoch, resume))  # fmt: skip
         words = loop.words(request, self.kv.num_workers) if request is not None else []
         self.kv.settings.agree("fit", words, refusal, noun="argument")
-        if resume is not None:
-            self._take(checkpoint.load(self._job, resume, begin=True))
-        position = self._position
-        if not self._resumed:
-            position = Position(step=position.step)
-        loop.see_order(position, request.source, self.kv.num_workers)
-        position.order = request.source.order(self.kv.num_workers)
-        self._position, self._resumed = position, False
-        if self._job.blocking is not None:
-            self._job.blocking.flush()  # what `step` has left
-        return loop.Fit(self._job, request, position).run()
+        own = self._resumed or [Position(step=self._position.step)]
+        self._position, self._resumed = loop.begin(self._job, request, resume, own), ()
+        return loop.Fit(self._job, request, self._position).run()
 
     def update_optimizer(self, **numbers: Any) -> None:
         """Change numbers of the optimizer, such as `learning_rate`, from the next exchange on; its state stays.
@@ -196,12 +189,11 @@ class Trainer:
         The next `fit` goes on from there. Collective, blocking; ValueError or TypeError on every worker where there is
         none, or it does not fit.
         """
-        self._take(checkpoint.load(self._job, path))
+        found = checkpoint.find(self._job, path)
+        assert found is not None  # without begin= there is one
+        checkpoint.take(self._job, found)
+        self._position, self._resumed = checkpoint.of_worker(found.positions, self.kv.rank), found.positions
         return self._position.step
-
-    def _take(self, position: Position | None) -> None:
-        if position is not None:
-            self._position, self._resumed = position, True
 
     # ---- how fast
 

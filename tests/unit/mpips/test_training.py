@@ -17,7 +17,7 @@ from mpips.mlp import MLP
 from mpips.training import Callback, Checkpoint, EarlyStop, Elastic, Epoch, LearningRate
 from mpips.training import callbacks as hooks
 from mpips.training.batches import Arrays, Batches, see_again, shares, source_of, test_of
-from mpips.training.checkpoint import STORE, TRAINER, prune, steps_in
+from mpips.training.checkpoint import STORE, TRAINER, prune, see_folder, steps_in
 from mpips.training.clipping import Accumulated, check_clip, clip, global_norm, weigh
 from mpips.training.evaluation import check_metrics, means, measured, names_of
 from mpips.training.gradients import averaged
@@ -81,7 +81,8 @@ def test_a_function_of_the_epoch_is_told_which():
     [
         ({"y": Y[:7]}, "x and y: 9 inputs, but 7 targets"),
         ({"y": 9}, "x and y: give two arrays.*not int"),
-        ({"batch_size": 0}, "batch_size=0"),
+        ({"batch_size": 0}, "batch_size=0: give at least 1"),
+        ({"batch_size": 2.0}, "batch_size=2.0: give a whole number"),
         ({"batch_size": None}, "give batch_size"),
         ({"y": None}, r"x is an array \(9, 4\) without y"),
         ({"x": PAIRS, "y": None}, "batch_size=3 goes with arrays"),
@@ -162,6 +163,9 @@ def test_accumulated_batches_have_the_mean_over_all_samples(dtype):
         total.add(samples)
     total.mean()
     np.testing.assert_array_equal(gradient, np.full(3, 2, dtype))
+    gradient[...] = math.nan
+    total.add(0)  # the mean of no sample
+    gradient[...] = 2
     total.mean()  # nothing was added: nothing changes
     np.testing.assert_array_equal(gradient, np.full(3, 2, dtype))
 
@@ -290,9 +294,37 @@ def test_only_the_newest_checkpoints_stay_and_halves_are_none(tmp_path):
 
 def test_other_batches_in_the_middle_of_an_epoch_are_refused():
     position = Position(epoch=2, batches=3, order=Arrays(X, Y, 2).order(2))
-    see_order(position, Arrays(X, Y, 4), 1)  # the same mini-batch
+    see_order(position, Arrays(X, Y, 4).order(1))  # the same mini-batch
     with pytest.raises(ValueError, match="epoch 2 of 9 samples, 4 a step, seed 0, and this fit has 9 samples, 3"):
-        see_order(position, Arrays(X, Y, 3), 1)
+        see_order(position, Arrays(X, Y, 3).order(1))
+
+
+def test_a_folder_that_cannot_take_a_checkpoint_is_found_before(tmp_path, monkeypatch):
+    see_folder(tmp_path / "a" / "b", 3)
+    assert list((tmp_path / "a" / "b").iterdir()) == []
+    for ending in (STORE, TRAINER):
+        (tmp_path / f"step-{4:08d}{ending}").touch()
+    see_folder(tmp_path, 4)
+    with pytest.raises(ValueError, match="has a checkpoint of step 4, and this one is of step 3"):
+        see_folder(tmp_path, 3)
+
+    def refuses(**words):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", refuses)
+    with pytest.raises(ValueError, match=r"nothing can be written to the folder .*: Read-only file system"):
+        see_folder(tmp_path, 4)
+
+
+def test_halves_older_than_the_newest_checkpoint_go_with_the_old_ones(tmp_path):
+    for step in (2, 5):
+        for ending in (STORE, TRAINER):
+            (tmp_path / f"step-{step:08d}{ending}").touch()
+    for name in (f"step-{1:08d}{STORE}", f"step-{3:08d}{STORE}", f"step-{6:08d}{STORE}", f"step-x{STORE}"):
+        (tmp_path / name).touch()
+    prune(str(tmp_path), 2)
+    stores = {path.name.removesuffix(STORE) for path in tmp_path.glob("*" + STORE)}
+    assert stores == {"step-00000002", "step-00000005", "step-00000006", "step-x"}
 
 
 # ---- callbacks
@@ -336,6 +368,16 @@ def test_early_stop_waits_for_what_is_better(stop, values, ends):
 def test_callbacks_say_what_cannot_be(make, words):
     with pytest.raises(ValueError, match=words):
         make()
+
+
+def test_early_stop_begins_anew_in_another_fit_and_goes_on_in_a_resumed_one():
+    stop = EarlyStop("loss", 2)
+    for _ in range(2):
+        stop.on_begin(fitting())
+        assert [stop.on_epoch(fitting(), Epoch(n, 0.0, 1.0)) for n in (1, 2, 3)] == [False, False, True]
+    stop.restore([0.5, 1])
+    stop.on_begin(fitting())
+    assert stop.on_epoch(fitting(), Epoch(1, 0.0, 1.0))
 
 
 def test_the_rate_of_the_next_epoch_is_set_and_none_behind_the_last():

@@ -60,6 +60,37 @@ def test_a_fit_measures_a_model_that_has_no_accuracy(kind):
     on_workers(kind, work)
 
 
+@either_mpi
+@pytest.mark.parametrize("part", ["metric", "predict"])
+@pytest.mark.parametrize("kind", ["dist_sync", "mpi_sync-0"])
+def test_whatever_one_worker_raises_is_told_to_all(kind, part):
+    """In `evaluate` and in a fit; where it was raised it is the cause. The store goes on."""
+    x, y = data()
+
+    def work(kv):
+        def bad(*arrays):
+            if kv.rank == kv.num_workers - 1:
+                raise KeyError("no such class")
+            return 1.0
+
+        model = Line()
+        trainer = Trainer(model, kv, "sgd", metrics={"bad": bad if part == "metric" else lambda outputs, y: 1.0})
+        if part == "predict":
+            model.predict = bad
+            model.loss = lambda x, y: 1.0
+        for call in (lambda: trainer.evaluate(x, y),
+                     lambda: trainer.fit(x, np.ones((len(x), 2)), batch_size=2, epochs=1, test=(x, y))):
+            model.loss_and_gradients = lambda x, y: 1.0
+            with pytest.raises(ValueError, match="evaluate: KeyError: 'no such class'") as caught:
+                call()
+            if kv.num_workers > 1:
+                assert f"rank {kv.num_workers - 1}: " in str(caught.value)
+            assert isinstance(caught.value.__cause__, KeyError) == (kv.rank == kv.num_workers - 1)
+        kv.barrier()
+
+    on_workers(kind, work)
+
+
 @pytest.mark.parametrize("kind", ["dist_sync", "mpi_sync-0"])
 def test_what_is_missing_or_fails_is_told_to_all_and_the_store_goes_on(kind):
     x, y = data()

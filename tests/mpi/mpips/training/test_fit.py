@@ -40,6 +40,13 @@ class Steps(Callback):
         self.calls.append("end")
 
 
+class At(Callback):
+    """The step at which a fit begins."""
+
+    def on_begin(self, fit):
+        self.step = fit.step
+
+
 @either_mpi
 @pytest.mark.parametrize("kind", SYNCHRONOUS)
 def test_an_iterable_of_equal_batches_gives_the_bits_of_arrays(kind):
@@ -87,6 +94,38 @@ def test_workers_out_of_batches_are_not_counted(kind, accumulate, clip_norm):
     on_workers(kind, work)
 
 
+@either_mpi
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("kind", SERIAL)
+def test_a_step_in_which_nobody_has_a_sample_is_not_the_end_of_an_epoch(kind, accumulate):
+    x, y = data()
+
+    class Careful(Line):
+        def loss_and_gradients(self, x, y):
+            if len(x):
+                return super().loss_and_gradients(x, y)
+            for gradient in self.gradients:
+                gradient[...] = np.nan  # the mean of nothing
+            return 0.0
+
+    def pair(rank, n):
+        return x[n + rank : n + rank + 2], y[n + rank : n + rank + 2]
+
+    workers = workers_of(kind)
+    expected = serial([[pair(rank, n) for rank in range(workers)] for n in (0, 7)], MOMENTUM)
+    nothing = [(x[:0], y[:0])] * accumulate
+
+    def work(kv):
+        trainer = Trainer(Careful(), kv, MOMENTUM, accumulate=accumulate)
+        first, second = ([pair(kv.rank, n), *nothing[1:]] for n in (0, 7))
+        trainer.fit([*nothing, *first, *nothing, *second], epochs=1, callbacks=[count := Steps()])
+        assert count.calls == ["begin", 1, 2, "epoch 1", "end"]
+        for found, theirs in zip(trainer.model.parameters, expected.parameters):
+            np.testing.assert_allclose(found, theirs, rtol=1e-10, atol=1e-12)
+
+    on_workers(kind, work)
+
+
 @pytest.mark.parametrize("kind", ["dist_async", "mpi_async"])
 def test_asynchronous_workers_end_with_their_own_batches(kind):
     def work(kv):
@@ -105,7 +144,7 @@ def test_accumulated_batches_make_the_step_of_a_large_one(kind):
     """The last step of an epoch has what is left; `step` exchanges with every second call."""
     x, y = data()
     workers = workers_of(kind)
-    rows = [np.arange(len(x))[step * BATCH * workers:][: BATCH * workers] for step in range(3)]
+    rows = [(np.arange(BATCH * workers) + step * BATCH * workers) % len(x) for step in range(3)]
     steps = [[(x[rows[0]], y[rows[0]]), (x[rows[1]], y[rows[1]])], [(x[rows[2]], y[rows[2]])]]
     expected = serial(steps, MOMENTUM)
 
@@ -116,7 +155,8 @@ def test_accumulated_batches_make_the_step_of_a_large_one(kind):
             before = trainers[0].model.bits()
             trainers[0].step(x[part], y[part])
             assert (trainers[0].model.bits() == before) == (part is not mine[1])
-        trainers[0].fit([], epochs=0)  # takes what `step` has left
+        trainers[0].fit([], epochs=0, callbacks=[count := Steps(), at := At()])  # takes what `step` has left
+        assert count.calls == ["begin", "end"] and at.step == 2
         trainers[1].fit([(x[part], y[part]) for part in mine], epochs=1)
         for trainer in trainers:
             for found, theirs in zip(trainer.model.parameters, expected.parameters):

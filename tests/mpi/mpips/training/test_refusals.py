@@ -22,7 +22,8 @@ CREATE = [
     ({"metrics": {"loss": print}}, "metrics: 'loss' is no name for a metric"),
 ]
 FIT = [
-    ({"epochs": -1}, "epochs=-1"),
+    ({"epochs": -1}, "epochs=-1: give at least 0"),
+    ({"epochs": 2.5}, "epochs=2.5: give a whole number"),
     ({"y": None}, "x is an array"),
     ({"batch_size": 999}, "batch_size=999 on"),
     ({"x": iter([]), "y": None, "batch_size": None}, "which ends with its first epoch of 2"),
