@@ -196,7 +196,7 @@ def _arguments(model: LayeredModel, strategy: str, review_every: int) -> list[tu
     """What must be equal on all workers, by name; ValueError where it is wrong."""
     if strategy not in CHOICES:
         raise ValueError(f"overlap={strategy!r} is unknown; choose one of {', '.join(CHOICES)}")
-    check_model(model, strategy)
+    check_model(model, f"overlap={strategy!r}")
     if review_every < 1:
         raise ValueError(f"review_every={review_every}: give a number of steps, at least 1")
     layers = model.layer_elements

@@ -65,8 +65,8 @@ def lay_out(
     return flat, views, elements
 
 
-def check_model(model: object, overlap: str) -> None:
-    """ValueError that says what the model lacks of `LayeredModel`."""
+def check_model(model: object, what: str) -> None:
+    """ValueError that says what the model lacks of `LayeredModel`; `what` needs one, as "overlap='auto'"."""
     lacks = [name for name in (*ARRAYS, "loss_and_gradients") if not hasattr(model, name)]
     faults = [f"has no {', '.join(lacks)}"] if lacks else []
     step = getattr(model, "loss_and_gradients", None)
@@ -74,7 +74,7 @@ def check_model(model: object, overlap: str) -> None:
     faults += [f"calls no {' and no '.join(hooks)} in loss_and_gradients"] if hooks else []
     faults += _misfits(model) if not lacks else []
     if faults:
-        raise ValueError(f"overlap={overlap!r} needs a model in layers, but {type(model).__name__} "
+        raise ValueError(f"{what} needs a model in layers, but {type(model).__name__} "
                          f"{'; it '.join(faults)} (docs/how-to/overlap.md shows how to write one)")
 
 

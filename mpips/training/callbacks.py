@@ -234,7 +234,10 @@ class LearningRate(Callback):
     rate: Callable[[int], float] = field(repr=False)
 
     def check(self, fit: Fitting) -> None:
-        """Whatever `rate` raises for the first epoch is raised here."""
+        """Whatever `rate` raises for the first epoch is raised here; TypeError where it is no function."""
+        if not callable(self.rate):
+            raise TypeError(f"LearningRate({self.rate!r}): give a function of the epoch, or give the optimizer "
+                            "learning_rate=")
         if fit.epoch <= fit.epochs:
             self.rate(fit.epoch)
 
@@ -315,4 +318,5 @@ def states(callbacks: Sequence[Callback]) -> dict[str, Any]:
 def words_of(callbacks: Sequence[Callback]) -> str:
     """The callbacks, to be compared between workers: those of this file with their numbers, others by their class."""
     ours = [type(each).__module__ == __name__ and isinstance(each, Checkpoint | EarlyStop) for each in callbacks]
-    return ", ".join(repr(each) if known else type(each).__name__ for each, known in zip(callbacks, ours))
+    words = [repr(each) if known else type(each).__name__ for each, known in zip(callbacks, ours)]
+    return ", ".join(words) or "none"

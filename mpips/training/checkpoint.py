@@ -32,6 +32,8 @@ from mpips.training.history import Position, decode
 STORE, TRAINER = ".store.safetensors", ".trainer.safetensors"
 STEP = re.compile(r"step-\d{8,}")
 VERSION = 1
+UPDATES = {"none": "neither clip_norm nor elastic", "none, clipped": "clip_norm", "none, elastic": "elastic"}
+"""How a Trainer is asked for each way of exchange that a file names."""
 
 
 class Header(msgspec.Struct):
@@ -239,8 +241,8 @@ def _header(path: str, text: str | None) -> Header:
 def _see_update(path: str, header: Header, update: Update) -> None:
     """ValueError where gradients were exchanged in another way, or the workers had another optimizer."""
     if header.update != update.name:
-        raise ValueError(f"{path} was saved by a Trainer that exchanges as {header.update!r}, and this one does as "
-                         f"{update.name!r}: give clip_norm and elastic as they were")
+        raise ValueError(f"{path} was saved with {UPDATES.get(header.update, header.update)}, and this Trainer has "
+                         f"{UPDATES.get(update.name, update.name)}: give clip_norm and elastic as they were")
     if update.optimizer is None:
         return
     there, here = (type(each).__name__ for each in (from_data(header.optimizer), update.optimizer))

@@ -83,7 +83,10 @@ def _loss_of(model: Any) -> Callable[[Any, Any], float]:
 
 def _summed(name: str, value: Any, samples: int) -> float:
     """The sum over samples of what a metric gave for a batch."""
-    array = np.asarray(value, np.float64)
+    try:
+        array = np.asarray(value, np.float64)
+    except (TypeError, ValueError):
+        raise TypeError(f"metrics[{name!r}] gave {value!r}: give a number for each sample, or their mean") from None
     if array.ndim == 0:
         return float(array) * samples
     if len(array) != samples or not array.size:

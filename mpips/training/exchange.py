@@ -140,7 +140,7 @@ class Blocking:
         """Forward and backward of a batch, which waits for the next exchange; its loss. Local."""
         if not self._added:
             self._begin = time.perf_counter()
-        loss = self.model.loss_and_gradients(x, y)
+        loss = _number(self.model.loss_and_gradients(x, y))
         self._added += 1
         if self.accumulate > 1:
             self._sum.add(samples_of(x, y))
@@ -186,3 +186,12 @@ class Blocking:
         self.update.exchange()
         self._clocks.exchanged(self._begin, computed, time.perf_counter())
         self._added = 0
+
+
+def _number(loss: Any) -> float:
+    """The loss of a batch; TypeError where the model has returned something else."""
+    try:
+        return float(loss)
+    except (TypeError, ValueError):
+        what = f"an array {loss.shape}" if hasattr(loss, "shape") else repr(loss)
+        raise TypeError(f"the model's loss_and_gradients returned {what}: return the mean loss, a number") from None

@@ -7,6 +7,7 @@ import math
 import os
 import struct
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -104,6 +105,8 @@ class Fit:
                 callback.on_begin(self)
             while self.epoch <= self.epochs and not self._position.stopped:
                 self._one_epoch()
+            if self.epoch <= self.epochs:
+                self._meet()
             for callback in self._callbacks:
                 callback.on_end(self)
         finally:
@@ -129,7 +132,11 @@ class Fit:
             self._train(batches)
         self._job.exchange.finish()
         at.seconds += time.perf_counter() - self._began
+        trained = at.batches
         epoch = at.end_epoch(self._tested())
+        if trained and not math.isfinite(epoch.loss):
+            warnings.warn(f"the loss of epoch {epoch.epoch} is {epoch.loss} on rank {self.rank}: lower the learning "
+                          "rate, or give clip_norm", RuntimeWarning, stacklevel=4)  # fmt: skip
         for callback in self._callbacks:
             at.stopped |= bool(callback.on_epoch(self, epoch))
 
@@ -154,6 +161,8 @@ class Fit:
                 samples += samples_of(x, y)
             joined = blocking.join(samples)
             if not joined.batches:
+                if not self.step:
+                    raise ValueError(f"fit: no worker has a batch in epoch {self.epoch}: give some batches to one")
                 return
             if joined.samples:
                 self._stepped()
@@ -175,11 +184,15 @@ class Fit:
         return measure(self._job, self._test, self.epoch)
 
     def _meet(self) -> None:
-        """Workers that wait for each other in steps begin together: what one did before is in nobody's seconds."""
+        """Workers that wait for each other in steps begin together: what one did before is in nobody's seconds.
+
+        ValueError on all where callbacks have ended the training on some alone.
+        """
         if not self._callbacks and self._test is None:
             return
         if not self.asynchronous:
-            self._job.kv.settings.agree("fit")
+            ended = ("ended the training", str(self._position.stopped))
+            self._job.kv.settings.agree("fit", [ended], noun="callback")
         elif (client := self._job.kv.layout.client).Get_size() > 1:
             collectives.allreduce(np.zeros(1), client, label="fit: the next epoch")
 

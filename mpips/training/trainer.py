@@ -136,6 +136,7 @@ class Trainer:
         request, refusal = attempt(lambda: loop.requested(
             self._job, x, y, batch_size, epochs, seed, test, callbacks, on_epoch, resume))  # fmt: skip
         words = loop.words(request, self.kv.num_workers) if request is not None else []
+        words.append(("resume", "not given" if resume is None else "given"))
         self.kv.settings.agree("fit", words, refusal, noun="argument")
         own = self._resumed or [Position(step=self._position.step)]
         self._position, self._resumed = loop.begin(self._job, request, resume, own), ()

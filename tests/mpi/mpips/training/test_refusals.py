@@ -30,6 +30,7 @@ FIT = [
     ({"callbacks": [print]}, "give a list of mpips.training.Callback"),
     ({"callbacks": EarlyStop("loss")}, "give a list of mpips.training.Callback"),
     ({"callbacks": [EarlyStop("test_loss")]}, "this fit measures loss; test= adds more"),
+    ({"callbacks": [LearningRate(0.1)]}, "LearningRate(0.1): give a function of the epoch"),
     ({"test": (X, Y[1:])}, "test: 50 inputs, but 49 targets"),
     ({"resume": 3}, "resume: path 3 is of type int"),
 ]
@@ -62,7 +63,8 @@ def test_a_fit_that_cannot_be_is_refused_before_its_first_step(options, words):
     [("epochs", lambda rank: {"epochs": 2 + rank}), ("batch_size", lambda rank: {"batch_size": 1 + rank % 2}),
      ("callbacks", lambda rank: {"callbacks": [EarlyStop("loss", 2 + rank)]}),
      ("test", lambda rank: {"test": (X[rank:], Y[rank:])}),
-     ("path", lambda rank: {"resume": f"/nowhere/{rank}"})],
+     ("path", lambda rank: {"resume": f"/nowhere/{rank}"}),
+     ("resume", lambda rank: {"resume": None if rank else "/nowhere"})],
 )  # fmt: skip
 def test_arguments_of_a_fit_that_differ_are_told_to_all(name, options):
     def work(kv):
@@ -70,6 +72,53 @@ def test_arguments_of_a_fit_that_differ_are_told_to_all(name, options):
         said = failure(lambda: trainer.fit(X, Y, **{"batch_size": 2, "epochs": 2, **options(kv.rank)}))
         if kv.num_workers > 1:
             assert re.search(f"argument '{name}' is .* on rank 0 and .* on rank 1", said)
+
+    on_workers("mpi_sync-0", work)
+
+
+class Failing(Line):
+    """A model whose loss is what the test says."""
+
+    def __init__(self, loss: object) -> None:
+        super().__init__()
+        self.loss_of_all = loss
+
+    def loss_and_gradients(self, x, y):
+        super().loss_and_gradients(x, y)
+        return self.loss_of_all
+
+
+@pytest.mark.parametrize("loss, words", [(None, "returned None: return the mean loss"), (np.ones(3), "an array (3,)")])
+def test_a_loss_is_a_number(loss, words):
+    on_workers("mpi_sync-0", lambda kv: words in failure(lambda: Trainer(Failing(loss), kv, "sgd").step(X, Y)) or 1 / 0)
+
+
+def test_a_loss_that_is_not_finite_is_told():
+    def work(kv):
+        with pytest.warns(RuntimeWarning, match="the loss of epoch 1 is nan"):
+            Trainer(Failing(np.nan), kv, "sgd").fit(X, Y, batch_size=2, epochs=1)
+
+    on_workers("mpi_sync-0", work)
+
+
+def test_a_training_without_any_batch_is_none():
+    def work(kv):
+        trainer = Trainer(Line(), kv, "sgd")
+        assert "no worker has a batch in epoch 1" in failure(lambda: trainer.fit([], epochs=2))
+        assert trainer.step(X, Y) > 0
+
+    on_workers("dist_sync", work)
+
+
+def test_a_callback_that_ends_the_training_on_one_rank_alone():
+    class Ends(Callback):
+        def on_epoch(self, fit, epoch):
+            return fit.rank == 0
+
+    def work(kv):
+        trainer = Trainer(Line(), kv, "sgd")
+        said = failure(lambda: trainer.fit(X, Y, batch_size=2, epochs=2, callbacks=[Ends()]))
+        assert kv.num_workers == 1 or "'ended the training' is True on rank 0 and False on rank 1" in said
 
     on_workers("mpi_sync-0", work)
 
