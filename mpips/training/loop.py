@@ -161,7 +161,7 @@ class Fit:
                 samples += samples_of(x, y)
             joined = blocking.join(samples)
             if not joined.batches:
-                if not self.step:
+                if not (self.step or self.asynchronous):
                     raise ValueError(f"fit: no worker has a batch in epoch {self.epoch}: give some batches to one")
                 return
             if joined.samples:
