@@ -152,11 +152,11 @@ class Forward(click.Command):
             start(target.ranks, [*self._sub.words, *target.words], name=target.name)
 
     def _target(self, args: list[str], group: click.Context | None) -> Target:
-        words = list(args)
-        ranks = group.params.get("ranks") if group else None
+        words, given = list(args), group.params if group else {}
+        ranks = given.get("ranks")
         if self._sub.ranked:
             ranks = _take_ranks(words) or ranks
-        elif ranks is not None or (self._full.startswith("mpips bench ") and _take_ranks(words)):
+        elif ranks is not None or ("ranks" in given and _take_ranks(words)):  # in a group whose others take them
             raise click.UsageError(f"{self._full} is a single process and takes no --ranks")
         return Target(self._full, words, ranks)
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from mpips.optimizers.base import Optimizer
 
 Turns = Sequence[Hashable]
+"""Names, any that are hashable: operations with one in common run in program order (`ipush`)."""
 
 
 class KVStore:

@@ -81,7 +81,9 @@ def measure(
         rounds.together()
     pushes, pulls, fused = rounds.pushes, rounds.pulls, rounds.fused
     assert kv.layout.workers is not None
-    repeats = kv.layout.workers.bcast(max(5, min(2000, int(seconds / 2 / (pushes[-1] + pulls[-1])))), 0)
+    count = np.array([max(5, min(2000, int(seconds / 2 / (pushes[-1] + pulls[-1]))))], np.int64)
+    kv.layout.workers.Bcast(count)
+    repeats = int(count[0])
     for sample in (pushes, pulls, fused):
         sample.clear()
     for one in (rounds.apart, rounds.together):

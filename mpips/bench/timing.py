@@ -61,9 +61,10 @@ def _round(each: Contender, comm: MPI.Comm, steps: int) -> float:
     if each.everyone or comm.rank == 0:
         for _ in range(steps):
             each.step()
-    spent = time.perf_counter() - start
+    spent, everybody = np.array([time.perf_counter() - start]), np.empty(comm.size)
     _meet(comm)
-    return float(max(comm.allgather(spent)))
+    comm.Allgather(spent, everybody)
+    return float(everybody.max())
 
 
 def _meet(comm: MPI.Comm) -> None:

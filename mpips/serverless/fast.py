@@ -12,10 +12,10 @@ from typing import Any
 from numpy.typing import NDArray
 
 from collectives.group import OverlapError
-from mpips.keys.key import Key, Name
+from mpips.keys.key import Key, Name, label
 from mpips.runtime.epoch import Epoch
 from mpips.serverless.replica import Replica
-from mpips.serverless.sums import Blocks, Sums, label
+from mpips.serverless.sums import Blocks, Sums
 
 Array = NDArray[Any]
 

@@ -10,13 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.node import arena
-from mpips.keys.key import Key, Name, Rounds
+from mpips.keys.key import Key, Name, Rounds, label
 from mpips.runtime.tasks import Task
 from mpips.serverless import spread
 from mpips.serverless.reconcile import Having, Source, settings_from, sources, standing
 from mpips.serverless.replica import Replica
 from mpips.serverless.settings import Settings
-from mpips.serverless.sums import Sums, label
+from mpips.serverless.sums import Sums
 from mpips.worker.backend import States
 
 Array = NDArray[Any]

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from collectives.group import OverlapError
 from mpips.compression import Compressor
-from mpips.keys.key import Key, Name, Rounds
+from mpips.keys.key import Key, Name, Rounds, label
 from mpips.keys.row_sparse import RowSparse
 from mpips.layout import Layout
 from mpips.optimizers import Optimizer
@@ -23,7 +23,7 @@ from mpips.serverless.replicas import Replicas
 from mpips.serverless.settings import Settings
 from mpips.serverless.snapshot import Snapshot
 from mpips.serverless.sparse import Sparse
-from mpips.serverless.sums import Blocks, Sums, label
+from mpips.serverless.sums import Blocks, Sums
 from mpips.worker.backend import States
 
 Array = NDArray[Any]

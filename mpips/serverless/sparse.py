@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpips.keys.key import Key
+from mpips.keys.key import Key, label
 from mpips.keys.row_sparse import RowSparse, merge, packed, unpacked
 from mpips.runtime.tasks import Task
-from mpips.serverless.sums import Sums, label
+from mpips.serverless.sums import Sums
 
 Array = NDArray[Any]
 

@@ -13,10 +13,7 @@ import collectives
 from collectives.api import begin
 from collectives.communicator import Communicator
 from collectives.plan import Plan
-from mpips.keys.key import label
 from mpips.runtime.tasks import Task
-
-__all__ = ["SUMS", "Blocks", "Sums", "in_steps", "label"]
 
 Array = NDArray[Any]
 SUMS = "reproducible"
