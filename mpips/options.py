@@ -55,6 +55,8 @@ FIELDS = (
     Field("shared_memory", True, None, (), "exchange payloads in shared memory where processes share a node"),
     Field("stall_seconds", 60.0, 0.001, (), "a wait longer than this warns, naming key or sum and the ranks not there"),
     Field("timeout_seconds", 300.0, 0, (), "a wait longer than this ends the epoch with StallError; 0: never"),
+    Field("checkpoint", "", None, (), "a folder: the job's first store saves itself there, and goes on from it"),
+    Field("every", 0, 0, (), "with checkpoint: rounds of every key from one of these saves to the next"),
 )
 
 
@@ -75,6 +77,8 @@ class Options:
     shared_memory: bool = True
     stall_seconds: float = 60.0
     timeout_seconds: float = 300.0
+    checkpoint: str = ""
+    every: int = 0
 
     def __post_init__(self) -> None:
         for field in FIELDS:
@@ -132,7 +136,7 @@ def _checked(field: Field, value: Any, name: str) -> Any:
         if kind is bool:
             return _as_bool(value)
         if kind is str:
-            value = str(value).strip().lower()
+            value = str(value).strip().lower() if field.choices else os.fspath(value)
         elif kind is int:
             if isinstance(value, float) and not value.is_integer():
                 raise ValueError(value)
@@ -151,6 +155,15 @@ def _checked(field: Field, value: Any, name: str) -> Any:
     if kind is int and value > MOST:
         raise OptionError(f"{name}={value} is more than {MOST} ({field.text})")
     return value
+
+
+def check_saves(options: Options) -> None:
+    """OptionError where a store is to save itself, and it is not said where, or how often."""
+    if bool(options.checkpoint) != bool(options.every):
+        raise OptionError(
+            f"checkpoint={options.checkpoint!r} and every={options.every}: give both, a folder and the "
+            "number of rounds between two saves, or neither"
+        )
 
 
 def _as_bool(value: Any) -> bool:

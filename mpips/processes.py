@@ -36,6 +36,8 @@ class _Open:
 
 
 _open: list[_Open] = []
+_folders: set[str] = set()
+"""Where stores of this process save themselves, or have."""
 _seats: list[Seat] = []
 """That of this process, while it has a store with servers."""
 
@@ -80,6 +82,7 @@ def _asked(kind: str, options: dict[str, Any]) -> tuple[str, Options | None, str
         word = option_table.kind_of(kind)
         chosen = option_table.read(options)
         option_table.check_kind(word, options)
+        option_table.check_saves(chosen)
     except OptionError as error:
         return word, chosen, str(error)
     return word, chosen, ""
@@ -88,7 +91,8 @@ def _asked(kind: str, options: dict[str, Any]) -> tuple[str, Options | None, str
 def _serverless(layout: Layout) -> KVStore:
     epoch = Epoch(layout)
     with epoch.failing(layouts.WHAT):
-        return KVStore(layout, Serverless(layout, epoch), epoch, epoch.close)
+        store = KVStore(layout, Serverless(layout, epoch), epoch, epoch.close)
+    return _resumed(store)
 
 
 def _served(comm: MPI.Intracomm, layout: Layout) -> KVStore:
@@ -98,6 +102,16 @@ def _served(comm: MPI.Intracomm, layout: Layout) -> KVStore:
         served = Served(layout, lines, epoch, _seat(layout, epoch).shared)
         store = KVStore(layout, served, epoch, _closer(layout, epoch))
     _open.append(_Open(comm, layout, store, served))
+    return _resumed(store)
+
+
+def _resumed(store: KVStore) -> KVStore:
+    """The store, which goes on from its folder, and saves itself there: the first of the job that names this folder, on
+    all ranks of the job."""
+    folder = store.layout.options.checkpoint
+    if folder and folder not in _folders and store.layout.world.Get_size() == MPI.COMM_WORLD.Get_size():
+        _folders.add(folder)
+        store.save_regularly()
     return store
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from collectives.errors import of_caller
 from mpips.checkpoint.load import load
+from mpips.checkpoint.regular import Regular, regularly
+from mpips.checkpoint.resuming import resume
 from mpips.checkpoint.save import save
 from mpips.checkpoint.saving import Saving
 from mpips.checkpoint.states import load_states, save_states
@@ -46,12 +48,26 @@ class KVStore:
         """What the workers agree on; for other packages of mpips."""
         self._operations, self._closed = self.settings.operations, closed
         self._quick = Quick(self.settings.keys, self.settings.engine.under_way, self._operations, backend)
+        self._regular: Regular | None = None
+        self._latest: Callable[[], bool] | None = None
+        self._plain: tuple[Callable[..., bool], Callable[..., Handle]] = self._quick.call, self._operations.start
         self._alone()
         breaking.at_exit(self.close)
 
     def _alone(self) -> None:
-        """Calls do nothing but what they are to do."""
-        self._call, self._start = self._quick.call, self._operations.start
+        """Calls do nothing beside what they are to do."""
+        self._call, self._start = self._plain
+
+    def _beside(self, go_on: Callable[[], bool]) -> None:
+        """After each call `go_on`, until that is over, or another takes its place."""
+
+        def over() -> None:
+            if self._latest is go_on:
+                self._alone()
+
+        call, start = self._plain
+        self._latest = go_on
+        self._call, self._start = with_meanwhile(call, go_on, over), with_meanwhile(start, go_on, over)
 
     # ---- who we are
 
@@ -79,6 +95,12 @@ class KVStore:
     def epoch(self) -> int:
         """The number of the present epoch: 0, and one more after each `recover`."""
         return self.settings.epoch.number
+
+    @property
+    def resumed(self) -> int:
+        """The step that this job goes on from (`mpips run --restarts`): so many rounds of each key are in what the
+        store holds; 0 in a job that begins."""
+        return self.settings.resumed
 
     @staticmethod
     def is_capable(capability: str) -> bool:
@@ -140,9 +162,33 @@ class KVStore:
         """
         saving = save(self.settings, path, wait)
         if saving is not None:
-            self._call = with_meanwhile(self._quick.call, saving.go_on, self._alone)
-            self._start = with_meanwhile(self._operations.start, saving.go_on, self._alone)
+            self._beside(saving.go_on)
         return saving
+
+    def save_regularly(self) -> None:
+        """Go on from the folder of option `checkpoint`, and save to it after every so many rounds; for `create`.
+        ValueError where that cannot be."""
+        self.settings.resumed, self.settings.held = resume(self.settings)
+        operations, self._regular = self._operations, Regular(self.settings, self.settings.resumed)
+        if self.layout.rank == 0 or not self.layout.asynchronous:
+            self._plain = regularly(self._regular, self._quick.call, operations.do, operations.start, self._save_beside)
+            self._alone()
+
+    def leave_saving(self) -> tuple[str, int] | None:
+        """Save by itself no more, as the caller will: to which folder, and after how many rounds each; None where it
+        does not."""
+        regular, self._regular = self._regular, None
+        if regular is None:
+            return None
+        self._plain = self._quick.call, self._operations.start
+        self._alone()
+        return regular.folder, regular.every
+
+    def _save_beside(self) -> None:
+        assert self._regular is not None
+        saving = self._regular.save()
+        if saving is not None:
+            self._beside(saving.go_on)
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Read back what `save` wrote, with any number of servers, clients and workers. Rank 0 reads.
@@ -166,7 +212,10 @@ class KVStore:
         Returns of each key the last complete round, which it stands at: so many pushes of each worker are in it.
         `.torn` names keys of which a round was applied in part: load a checkpoint of them.
         """
-        return self.settings.recover()
+        rounds = self.settings.recover()
+        if self._regular is not None:
+            self._regular.set_rounds(rounds)
+        return rounds
 
     # ---- pushes and pulls
 

@@ -53,6 +53,10 @@ class EpochView(Protocol):
 class Written(Protocol):
     """A checkpoint that is written beside the training."""
 
+    def go_on(self) -> bool:
+        """Begin the next piece, if it is time; whether all is over. Does not block."""
+        ...
+
     def finish(self) -> None:
         """Wait until it is over."""
         ...

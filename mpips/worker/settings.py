@@ -6,7 +6,7 @@ changed. Whatever goes wrong after that ends the epoch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -14,6 +14,7 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from mpips import compression, optimizers
+from mpips.checkpoint.resuming import Held
 from mpips.checkpoint.source import Written
 from mpips.compression import Compressor
 from mpips.keys import arguments, calls
@@ -48,6 +49,8 @@ class Settings:
         self.compressor: Compressor | None = None
         self.saving: Written | None = None
         """The last checkpoint that was begun in the background."""
+        self.resumed, self.held = 0, Held()
+        """The step that the store goes on from, and what of it the program has not asked for."""
 
     # ---- keys
 
@@ -55,18 +58,25 @@ class Settings:
         """See `KVStore.init`. `see` raises where the keys that are to be made do not suit the caller."""
 
         def asked() -> tuple[list[Key], list[Array]]:
-            pairs = _first_values(self.keys, key, value)
+            pairs = _first_values(self.keys, self.held.names, key, value)
             keys = [Key(name, array.shape, array.dtype) for name, array in pairs]
             if self.groups.default is not None:
                 _see_floats(keys, "init", "name the keys that have one, set_optimizer(..., keys=[...])")
+            for one in keys:
+                if one.name in self.held.names:
+                    self.held.see(self.keys[one.name], one)
             see(keys)
             return keys, [array for _, array in pairs]
 
         made, refusal = rendezvous.attempt(asked)
         keys, values = made or ([], [])
         self.agree("init", [(one.name, f"{one.dtype.name}{one.shape}") for one in keys], refusal)
-        self.run("init", self.backend.init(keys, values), [one.name for one in keys])
-        self.add(keys)
+        new = [(one, value) for one, value in zip(keys, values) if one.name not in self.held.names]
+        self.held.claim(keys)
+        if new:
+            keys, values = [one for one, _ in new], [value for _, value in new]
+            self.run("init", self.backend.init(keys, values), [one.name for one in keys])
+            self.add(keys)
 
     def forget(self, keys: Any) -> None:
         """See `KVStore.forget`."""
@@ -97,9 +107,13 @@ class Settings:
         what = "set_optimizer"
         chosen, refusal = rendezvous.attempt(lambda: optimizers.create(optimizer, **keywords))
         names, other = rendezvous.attempt(lambda: self._names_of_floats(keys, what))
-        self.settled(what, [("optimizer", repr(chosen)), ("keys", repr(names))], refusal or other, noun="argument")
-        self.run(what, self.backend.set_optimizer(chosen, names))
-        self.groups.set(chosen, names)
+        anew, unfit = rendezvous.attempt(lambda: self.held.unheld(chosen, names) if chosen is not None else names)
+        refusal = refusal or other or unfit
+        self.settled(what, [("optimizer", repr(chosen)), ("keys", repr(names))], refusal, noun="argument")
+        self.held.claim_optimizers(names)
+        if anew is None or anew:
+            self.run(what, self.backend.set_optimizer(chosen, anew))
+            self.groups.set(chosen, anew)
 
     def update_optimizer(self, keys: Any, numbers: dict[str, Any]) -> None:
         """See `KVStore.update_optimizer`."""
@@ -122,6 +136,8 @@ class Settings:
         what = "set_gradient_compression"
         chosen, refusal = rendezvous.attempt(lambda: compression.create(options))
         self.settled(what, [("compression_params", repr(chosen))], refusal, noun="argument")
+        if self.held.claims(chosen):
+            return
         self.run(what, self.backend.set_compression(dict(options), chosen))
         self.compressor = chosen
 
@@ -232,11 +248,11 @@ class Settings:
         return None if keys is None else [key.name for key in found]
 
 
-def _first_values(known: Mapping[Name, Key], key: Any, value: Any) -> list[tuple[Name, Array]]:
-    """New keys and what they begin with. ValueError or TypeError where one cannot be made."""
+def _first_values(known: Mapping[Name, Key], held: Container[Name], key: Any, value: Any) -> list[tuple[Name, Array]]:
+    """New keys, or those that are held, and what they begin with. ValueError or TypeError where one cannot be made."""
     result = []
     for name, values in arguments.pairs(key, value, "init"):
-        if name in known:
+        if name in known and name not in held:
             raise ValueError(f"key {name!r} was already initialised; a key is initialised once")
         other = arguments.of_other_kind(known, name)
         if other is not None:
