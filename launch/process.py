@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from launch.presence import Death, Presence
 from launch.signals import Heard, HeldSignals
@@ -29,6 +30,17 @@ AFTER_A_FAILURE = 20.0  # the same where a rank said before that it ends the job
 BARE_CODES = (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGTERM)
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 _libc = ctypes.CDLL(None)
+
+
+class Ended(NamedTuple):
+    """How a job has ended: its exit code, as `wait` gives it, and mpirun's own, below 0 for a signal; the signal that
+    we were sent to end it; what is to be said of it; and, where a rank here died of a signal, who and how."""
+
+    code: int
+    returned: int
+    heard: int
+    sentence: str
+    death: str
 
 
 def wait(
@@ -44,6 +56,19 @@ def wait(
     `hopeless`, asked every `LOOK_SECONDS`, says yes, and when a rank has died. `name`: the command that says that it
     was interrupted. `roles[i]` is what rank i is; `here` ranks are sure to start on this machine.
     """
+    ended = run(argv, hopeless, name, roles, here)
+    tell(ended.sentence)
+    return ended.code
+
+
+def run(
+    argv: Sequence[str],
+    hopeless: Callable[[], bool] | None = None,
+    name: str = "",
+    roles: Sequence[str] = (),
+    here: int = 0,
+) -> Ended:
+    """The same, which says nothing; where it has failed, nothing of it is left on this machine."""
     signals, presence = HeldSignals(), Presence(here)
     try:
         watched = Watched(argv, signals, presence, hopeless)
@@ -52,12 +77,17 @@ def wait(
     finally:
         presence.close()
         signals.close()
+    if code:
+        _clear()
+    sentence = who = ""
     if watched.heard and code == 128 + watched.heard and name:
-        _tell(f"\n{name}: interrupted")
+        sentence = f"\n{name}: interrupted"
     elif death:
         role = f" ({roles[death.rank]})" if death.rank < len(roles) else ""
-        _tell(f"mpips: rank {death.rank}{role} {_how_it_ended(death, code)}: the job has ended")
-    return code
+        who = f"rank {death.rank}{role} {_how_it_ended(death, code)}"
+        sentence = f"mpips: {who}: the job has ended"
+    died = who if death and death.code is None else ""
+    return Ended(code, watched.returned, watched.heard, sentence, died)
 
 
 class Watched:
@@ -99,6 +129,11 @@ class Watched:
             _clear()
             _drop_session(self._job.pid)
 
+    @property
+    def returned(self) -> int:
+        """What mpirun has left with; below 0 for the signal that ended it."""
+        return int(self._job.returncode)
+
     def code(self) -> int:
         """As of a shell. Ranks know better than mpirun: MPICH's may have 0 after an interrupt."""
         code, well = self._job.returncode, self._presence.everyone_left_well()
@@ -123,7 +158,7 @@ class Watched:
         if self._deserted:
             return deaths[0]
         left = next((death for death in deaths if code and death.code == code), None)
-        return left or (deaths[0] if _signal_in(code) else None)
+        return left or (deaths[0] if signal_in(code) else None)
 
     def _pass_on(self, heard: Heard) -> None:
         if heard.is_for_ranks:  # to them, as MPICH's mpirun would die of one
@@ -175,16 +210,17 @@ def _how_it_ended(death: Death, code: int) -> str:
     return f"was ended by {signal.Signals(number).name}" if number in set(signal.Signals) else "ended without a word"
 
 
-def _signal_in(code: int) -> int:
+def signal_in(code: int) -> int:
     """The signal of a rank that mpirun's exit code tells of, 0 for none: 128 and its number, or, as MPICH has it, the
     number alone. A code below 0 is of a signal that ended mpirun itself."""
     number = code - 128 if code > 128 else code if code in BARE_CODES else 0
     return number if number in set(signal.Signals) else 0
 
 
-def _tell(text: str) -> None:
+def tell(text: str) -> None:
+    """Write a line to standard error; "": nothing."""
     with contextlib.suppress(OSError):  # the terminal may be gone
-        os.write(2, f"{text}\n".encode())
+        os.write(2, f"{text}\n".encode() if text else b"")
 
 
 def _clear() -> None:

@@ -61,8 +61,8 @@ def save(store: Store, path: str | os.PathLike[str], wait: bool) -> Saving | Non
 
 
 def save_alone(store: Store, path: str) -> Saving:
-    """The same of worker 0 alone, in an asynchronous store: each key as it is at one moment, after this worker's pushes,
-    and nothing of what compression kept back. ValueError where it cannot be written."""
+    """Begin it by worker 0 alone, in an asynchronous store: each key as it is at one moment, after the pushes of
+    this worker, nothing of what compression kept back. ValueError where it cannot be written."""
     keys, writer = list(store.keys.values()), _opened(path)
     with contextlib.ExitStack() as stack:
         stack.callback(writer.abandon)

@@ -14,7 +14,7 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from mpips import compression, optimizers
-from mpips.checkpoint.resuming import Held
+from mpips.checkpoint.held import Held
 from mpips.checkpoint.source import Written
 from mpips.compression import Compressor
 from mpips.keys import arguments, calls
