@@ -13,6 +13,8 @@ from collectives.errors import of_caller
 from mpips import layout as layouts
 from mpips import options as option_table
 from mpips import world
+from mpips.checkpoint.regular import Regular
+from mpips.checkpoint.resuming import resume
 from mpips.cores import Seat
 from mpips.layout import Layout
 from mpips.options import OptionError, Options
@@ -23,6 +25,7 @@ from mpips.serverless import Serverless
 from mpips.store import KVStore
 from mpips.transport.connect import connect
 from mpips.transport.frames import OpenStore
+from mpips.worker.settings import Settings
 
 
 @dataclass
@@ -91,8 +94,7 @@ def _asked(kind: str, options: dict[str, Any]) -> tuple[str, Options | None, str
 def _serverless(layout: Layout) -> KVStore:
     epoch = Epoch(layout)
     with epoch.failing(layouts.WHAT):
-        store = KVStore(layout, Serverless(layout, epoch), epoch, epoch.close)
-    return _resumed(store)
+        return KVStore(layout, Serverless(layout, epoch), epoch, epoch.close, _saves(layout))
 
 
 def _served(comm: MPI.Intracomm, layout: Layout) -> KVStore:
@@ -100,19 +102,24 @@ def _served(comm: MPI.Intracomm, layout: Layout) -> KVStore:
     with epoch.failing(layouts.WHAT):
         lines, _ = connect(layout, epoch)
         served = Served(layout, lines, epoch, _seat(layout, epoch).shared)
-        store = KVStore(layout, served, epoch, _closer(layout, epoch))
+        store = KVStore(layout, served, epoch, _closer(layout, epoch), _saves(layout))
     _open.append(_Open(comm, layout, store, served))
-    return _resumed(store)
-
-
-def _resumed(store: KVStore) -> KVStore:
-    """The store, which goes on from its folder, and saves itself there: the first of the job that names this folder, on
-    all ranks of the job."""
-    folder = store.layout.options.checkpoint
-    if folder and folder not in _folders and store.layout.world.Get_size() == MPI.COMM_WORLD.Get_size():
-        _folders.add(folder)
-        store.save_regularly()
     return store
+
+
+def _saves(layout: Layout) -> Callable[[Settings], Regular] | None:
+    """How a store goes on from its folder, and saves itself there: the first of the job that names this folder, if it
+    is on all ranks of the job."""
+    folder = layout.options.checkpoint
+    if not folder or folder in _folders or layout.world.Get_size() < MPI.COMM_WORLD.Get_size():
+        return None
+    _folders.add(folder)
+
+    def begin(settings: Settings) -> Regular:
+        settings.resumed, settings.held = resume(settings)
+        return Regular(settings, settings.resumed)
+
+    return begin
 
 
 def _closer(layout: Layout, epoch: Epoch) -> Callable[[], None]:

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from collectives.errors import of_caller
 from mpips.checkpoint.load import load
-from mpips.checkpoint.regular import Regular, regularly
-from mpips.checkpoint.resuming import resume
 from mpips.checkpoint.save import save
 from mpips.checkpoint.saving import Saving
+from mpips.checkpoint.source import Saves
 from mpips.checkpoint.states import load_states, save_states
 from mpips.keys.key import Name, Rounds
 from mpips.layout import Layout
@@ -19,7 +18,7 @@ from mpips.runtime import breaking
 from mpips.runtime.engine import Handle
 from mpips.runtime.epoch import Epoch
 from mpips.worker.backend import Backend
-from mpips.worker.quick import Quick, with_meanwhile
+from mpips.worker.quick import Quick, regularly, with_meanwhile
 from mpips.worker.recut import recut
 from mpips.worker.settings import Settings
 
@@ -43,14 +42,19 @@ class KVStore:
     Any other failure ends the epoch: every call of every worker raises `mpips.EpochError` until all call `recover()`.
     """
 
-    def __init__(self, layout: Layout, backend: Backend, epoch: Epoch, closed: breaking.Step = lambda: None) -> None:
+    def __init__(
+        self, layout: Layout, backend: Backend, epoch: Epoch, closed: breaking.Step = lambda: None,
+        saves: Callable[[Settings], Saves] | None = None,
+    ) -> None:  # fmt: skip
         self.settings = Settings(layout, backend, epoch)
         """What the workers agree on; for other packages of mpips."""
         self._operations, self._closed = self.settings.operations, closed
         self._quick = Quick(self.settings.keys, self.settings.engine.under_way, self._operations, backend)
-        self._regular: Regular | None = None
         self._latest: Callable[[], bool] | None = None
         self._plain: tuple[Callable[..., bool], Callable[..., Handle]] = self._quick.call, self._operations.start
+        if saves is not None:
+            self.settings.regular = regular = saves(self.settings)
+            self._plain = regularly(regular, *self._plain, self._operations.do, lambda: self._save_beside(regular))
         self._alone()
         breaking.at_exit(self.close)
 
@@ -68,6 +72,11 @@ class KVStore:
         call, start = self._plain
         self._latest = go_on
         self._call, self._start = with_meanwhile(call, go_on, over), with_meanwhile(start, go_on, over)
+
+    def _save_beside(self, regular: Saves) -> None:
+        saving = regular.save()
+        if saving is not None:
+            self._beside(saving.go_on)
 
     # ---- who we are
 
@@ -165,31 +174,6 @@ class KVStore:
             self._beside(saving.go_on)
         return saving
 
-    def save_regularly(self) -> None:
-        """Go on from the folder of option `checkpoint`, and save to it after every so many rounds; for `create`.
-        ValueError where that cannot be."""
-        self.settings.resumed, self.settings.held = resume(self.settings)
-        operations, self._regular = self._operations, Regular(self.settings, self.settings.resumed)
-        if self.layout.rank == 0 or not self.layout.asynchronous:
-            self._plain = regularly(self._regular, self._quick.call, operations.do, operations.start, self._save_beside)
-            self._alone()
-
-    def leave_saving(self) -> tuple[str, int] | None:
-        """Save by itself no more, as the caller will: to which folder, and after how many rounds each; None where it
-        does not."""
-        regular, self._regular = self._regular, None
-        if regular is None:
-            return None
-        self._plain = self._quick.call, self._operations.start
-        self._alone()
-        return regular.folder, regular.every
-
-    def _save_beside(self) -> None:
-        assert self._regular is not None
-        saving = self._regular.save()
-        if saving is not None:
-            self._beside(saving.go_on)
-
     def load(self, path: str | os.PathLike[str]) -> None:
         """Read back what `save` wrote, with any number of servers, clients and workers. Rank 0 reads.
 
@@ -212,10 +196,7 @@ class KVStore:
         Returns of each key the last complete round, which it stands at: so many pushes of each worker are in it.
         `.torn` names keys of which a round was applied in part: load a checkpoint of them.
         """
-        rounds = self.settings.recover()
-        if self._regular is not None:
-            self._regular.set_rounds(rounds)
-        return rounds
+        return self.settings.recover()
 
     # ---- pushes and pulls
 

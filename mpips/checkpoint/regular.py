@@ -12,7 +12,8 @@ Where the last save is still being written, the next one waits for a later step,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Mapping
 from typing import Any
 
 from collectives.errors import CollectiveError, warn
@@ -36,7 +37,7 @@ class Regular:
         """How often this worker has pushed each key."""
         self._most = 0
         """The steps that this worker has begun."""
-        self._next = self._after(step)
+        self._next: float = self._after(step)
         self._warned = False
 
     def _after(self, step: int) -> int:
@@ -45,6 +46,8 @@ class Regular:
     def is_due(self, key: Any) -> bool:
         """Whether a push of this key, or list of keys, begins a step before which the store has to be saved."""
         if self._step + self._most < self._next:
+            return False
+        if self._store.layout.rank and self._store.layout.asynchronous:
             return False
         counts = self._counts
         try:
@@ -59,6 +62,11 @@ class Regular:
             self._counts[name] = count = self._counts.get(name, 0) + 1
             if count > self._most:
                 self._most = count
+
+    def leave(self) -> tuple[str, int]:
+        """Save no more, as the caller will: to which folder, and after how many rounds each."""
+        self._next = math.inf
+        return self.folder, self.every
 
     def set_rounds(self, rounds: Mapping[Name, int]) -> None:
         """The store stands at these rounds, after `recover`."""
@@ -122,35 +130,3 @@ class RegularSaving:
         if self._folder:
             files.prune(self._folder)
             self._folder = ""
-
-
-def regularly(
-    regular: Regular,
-    call: Callable[..., bool],
-    do: Callable[..., None],
-    start: Callable[..., Any],
-    save: Callable[[], None],
-) -> tuple[Callable[..., bool], Callable[..., Any]]:
-    """`call`, which does `do` where that has not been done, and `start`, with a `save` before those that begin a step
-    before which one is due."""
-
-    def called(what: str, key: Any, *words: Any) -> bool:
-        if what == "pull":
-            return call(what, key, *words)
-        if regular.is_due(key):
-            save()
-        if not call(what, key, *words):
-            do(what, key, *words)
-        regular.count(key)
-        return True
-
-    def started(what: str, key: Any, *words: Any) -> Any:
-        if what == "pull":
-            return start(what, key, *words)
-        if regular.is_due(key):
-            save()
-        handle = start(what, key, *words)
-        regular.count(key)
-        return handle
-
-    return called, started

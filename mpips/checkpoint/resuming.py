@@ -10,8 +10,9 @@ from mpips.checkpoint.source import Store
 
 
 def resume(store: Store) -> tuple[int, Held]:
-    """Take the newest checkpoint of the store's folder that can be read: its step, 0 where there is none. Collective,
-    blocking; ValueError on all workers where there is no folder, and none can be made, or nothing in it can be read."""
+    """Take the newest checkpoint of the folder that can be read: its step, 0 where there is none, and what the program
+    may then ask for. Collective, blocking; ValueError on all workers where there is no folder, and none can be made, or
+    nothing in it can be read."""
     folder = store.layout.options.checkpoint
     steps: dict[int, str] = {}
     refusal: BaseException | None = None

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from mpips import compression, optimizers
 from mpips.checkpoint.held import Held
-from mpips.checkpoint.source import Written
+from mpips.checkpoint.source import Saves, Written
 from mpips.compression import Compressor
 from mpips.keys import arguments, calls
 from mpips.keys.key import Key, Name, Rounds
@@ -51,6 +51,8 @@ class Settings:
         """The last checkpoint that was begun in the background."""
         self.resumed, self.held = 0, Held()
         """The step that the store goes on from, and what of it the program has not asked for."""
+        self.regular: Saves | None = None
+        """Where it saves itself."""
 
     # ---- keys
 
@@ -167,6 +169,8 @@ class Settings:
             rounds = self.backend.recover(self.keys)
         for name in [name for name in self.keys if name not in rounds]:
             del self.keys[name]
+        if self.regular is not None:
+            self.regular.set_rounds(rounds)
         return rounds
 
     def closing(self) -> list[Callable[[], None]]:
