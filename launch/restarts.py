@@ -26,7 +26,7 @@ KILLED_ELSEWHERE: dict[Flavour, tuple[int, ...]] = {"openmpi": (), "mpich": (), 
 
 
 def check(options: Options, restarts: int) -> None:
-    """LauncherError where a job cannot save itself as it is asked for; makes the folder."""
+    """LauncherError where a job is to save itself, or to go on, and not all is said that this needs."""
     for name, value in (("checkpoint", options.checkpoint), ("every", options.every)):
         if restarts and not value:
             raise LauncherError(
@@ -38,6 +38,10 @@ def check(options: Options, restarts: int) -> None:
             f"--checkpoint {options.checkpoint or '(none)'} and --every {options.every}: give both, a folder and the "
             "number of rounds between two saves"
         )
+
+
+def make_folder(options: Options) -> None:
+    """Make the folder in which the job is to save itself, if any; LauncherError where nothing can be written to it."""
     if options.checkpoint:
         try:
             files.make(options.checkpoint)

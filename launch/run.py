@@ -115,6 +115,7 @@ def command(
         restarts.check(options, tries)
         if not dry_run:
             check_room(job)
+            restarts.make_folder(options)
         if interface and not dry_run:
             network.check_interface(interface, launcher, job.hosts, machine, extra)
     except (LauncherError, ValueError) as error:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from mpips.compression.base import Compressor
 from mpips.compression.registry import options
-from mpips.keys.key import Key, Name
+from mpips.keys.key import SHOWN, Key, Name
 from mpips.optimizers.base import Optimizer
 from mpips.optimizers.groups import Groups
 
@@ -24,6 +24,7 @@ class Held:
         compressor: Compressor | None = None,
     ) -> None:  # fmt: skip
         self.source, self.names, self._compressor = source, set(names), compressor
+        self._claimed = False
         self._default = None if groups is None else groups.default
         self._own = {} if groups is None else dict(groups.own)
 
@@ -36,8 +37,18 @@ class Held:
                 "training: give another folder, or the keys that it was saved with"
             )
 
+    def see_any(self, asked: Sequence[Key]) -> None:
+        """ValueError where the first `init` asks for keys of which none is held, though some are."""
+        if self.names and not self._claimed and not any(key.name in self.names for key in asked):
+            some = ", ".join(map(repr, sorted(self.names, key=str)[:SHOWN]))
+            raise ValueError(
+                f"init: key {asked[0].name!r} is not in {self.source}, which has {some}, so it was saved by another "
+                "training: give another folder"
+            )
+
     def claim(self, keys: Iterable[Key]) -> None:
         """`init` has asked for these."""
+        self._claimed = True
         self.names.difference_update(key.name for key in keys)
 
     def unheld(self, chosen: Optimizer, names: Sequence[Name] | None) -> Sequence[Name] | None:

@@ -71,6 +71,7 @@ class Regular:
     def set_rounds(self, rounds: Mapping[Name, int]) -> None:
         """The store stands at these rounds, after `recover`."""
         self._counts, self._most = dict(rounds), max(rounds.values(), default=0)
+        self._next = self._after(self._step + self._most)
 
     def save(self) -> RegularSaving | None:
         """Save what is stored, beside the training. None where that is left to a later step, or was not possible,

@@ -162,7 +162,7 @@ class Checkpoint(Callback):
 
 
 def of_job(kv: Any, callbacks: Any, resume: Any) -> tuple[Any, Any]:
-    """The callbacks of a fit, and from where it goes on, where `mpips run --checkpoint` says so for the job: the fit then
+    """The callbacks of a fit, and from where it goes on, where `mpips run --checkpoint` asks for it: then the fit
     saves, in place of the store, and only the first one."""
     if kv.settings.regular is None or isinstance(callbacks, Callback):
         return callbacks, resume

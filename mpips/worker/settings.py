@@ -64,6 +64,7 @@ class Settings:
             keys = [Key(name, array.shape, array.dtype) for name, array in pairs]
             if self.groups.default is not None:
                 _see_floats(keys, "init", "name the keys that have one, set_optimizer(..., keys=[...])")
+            self.held.see_any(keys)
             for one in keys:
                 if one.name in self.held.names:
                     self.held.see(self.keys[one.name], one)
