@@ -74,6 +74,27 @@ class RunCommand(click.Command):
             sys.exit(process.INTERRUPTED)
 
 
+def save_options() -> tuple[Callable[..., Any], ...]:
+    """The options of a job that saves itself, for `mpips run` and batch scripts."""
+    return (
+        click.option(
+            "--restarts", "tries", type=click.IntRange(0), default=0, show_default=True, metavar="N",
+            help="Start a job that a death has ended again, at most so many times; needs --checkpoint and --every.",
+        ),
+        click.option("--every", type=click.IntRange(1), metavar="ROUNDS",
+                     help="Rounds of each key between two such saves."),
+        click.option("--checkpoint", metavar="DIR",
+                     help="Folder in which the store saves itself, and from which the job goes on; with --every."),
+    )  # fmt: skip
+
+
+def saving(command: Callable[..., None]) -> Callable[..., None]:
+    """`save_options` of a command."""
+    for option in save_options():
+        command = option(command)
+    return command
+
+
 @click.command("run", cls=RunCommand, context_settings=dict(script.BEFORE_A_SCRIPT))
 @role_options
 @click.option("--hostfile", type=click.Path(), help="Hosts, one a line: `node1 slots=4` or `node1:4`.")
@@ -82,15 +103,7 @@ class RunCommand(click.Command):
 @click.option("--interface", help="Network interface, or subnet, for MPI's TCP traffic between hosts.")
 @click.option("--mpirun", help="The mpirun to use instead of the one found.")
 @click.option("--mpi-arg", "extra", multiple=True, help="A further word for mpirun; may be repeated.")
-@click.option(
-    "--checkpoint", metavar="DIR",
-    help="The folder in which the store saves itself, and from which the job goes on; with --every.",
-)
-@click.option("--every", type=click.IntRange(1), metavar="ROUNDS", help="Rounds of each key between two such saves.")
-@click.option(
-    "--restarts", "tries", type=click.IntRange(0), default=0, show_default=True, metavar="N",
-    help="Start a job that a death has ended again, at most so many times; needs --checkpoint and --every.",
-)
+@saving
 @click.option("--dry-run", is_flag=True, help="Print the command and stop.")
 @script.argument
 def command(
