@@ -74,9 +74,9 @@ class RunCommand(click.Command):
             sys.exit(process.INTERRUPTED)
 
 
-def save_options() -> tuple[Callable[..., Any], ...]:
-    """The options of a job that saves itself, for `mpips run` and batch scripts."""
-    return (
+def save_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The options of a job that saves itself, for every command that writes down a job."""
+    for option in (
         click.option(
             "--restarts", "tries", type=click.IntRange(0), default=0, show_default=True, metavar="N",
             help="Start a job that a death has ended again, at most so many times; needs --checkpoint and --every.",
@@ -85,12 +85,7 @@ def save_options() -> tuple[Callable[..., Any], ...]:
                      help="Rounds of each key between two such saves."),
         click.option("--checkpoint", metavar="DIR",
                      help="Folder in which the store saves itself, and from which the job goes on; with --every."),
-    )  # fmt: skip
-
-
-def saving(command: Callable[..., None]) -> Callable[..., None]:
-    """`save_options` of a command."""
-    for option in save_options():
+    ):  # fmt: skip
         command = option(command)
     return command
 
@@ -103,7 +98,7 @@ def saving(command: Callable[..., None]) -> Callable[..., None]:
 @click.option("--interface", help="Network interface, or subnet, for MPI's TCP traffic between hosts.")
 @click.option("--mpirun", help="The mpirun to use instead of the one found.")
 @click.option("--mpi-arg", "extra", multiple=True, help="A further word for mpirun; may be repeated.")
-@saving
+@save_options
 @click.option("--dry-run", is_flag=True, help="Print the command and stop.")
 @script.argument
 def command(

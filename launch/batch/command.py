@@ -32,7 +32,7 @@ def request_options(command: Callable[..., None]) -> Callable[..., None]:
     for option in (
         click.option("--requeue", is_flag=True,
                      help="Start again where the scheduler ends the job, or loses a node; needs --checkpoint."),
-        *save_options(),
+        save_options,
         click.option("--mpi", type=click.Choice(list(NAMES)), help="The MPI there; default: the one here."),
         click.option("--name", default="mpips", show_default=True, help="Name of the job."),
         click.option("--account", help="Account or project that pays."),
@@ -79,8 +79,8 @@ def _writer(scheduler: str) -> None:
     ) -> None:  # fmt: skip
         workers = workers_of(ranks, workers, servers)
         try:
-            saves = {"checkpoint": checkpoint or "", "every": every or 0}
-            options = Options(servers=servers, clients=clients, workers=workers, masters=masters, **saves)
+            options = Options(servers=servers, clients=clients, workers=workers, masters=masters,
+                              checkpoint=checkpoint or "", every=every or 0)  # fmt: skip
             check_saves(options)
             flavour = cast(Flavour, mpi) if mpi else find().flavour
             request = Request(options=options, program=words, flavour=flavour, restarts=tries, **wanted)

@@ -4,9 +4,9 @@ Open MPI's processes find each other by PMIx (`--mpi=pmix`), those of MPICH and 
 the wrong one each starts as a world of size 1 or aborts. Ranks fill the nodes in order, so the servers, numbered last,
 are on the last nodes.
 
-A job that is to start again after a death is started by `mpips run` in place of srun, in an allocation that outlives its
-nodes. Slurm's own `--requeue` is for preemption and lost nodes alone: before the time limit the script gets SIGUSR1, and
-asks for it.
+A job that is to start again after a death is started by `mpips run` in place of srun, in an allocation that outlives
+its nodes. Slurm's own `--requeue` is for preemption and lost nodes alone: before the time limit the script gets
+SIGUSR1, and asks for it.
 """
 
 from __future__ import annotations

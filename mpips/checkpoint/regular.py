@@ -24,6 +24,8 @@ from mpips.checkpoint.source import Store
 from mpips.keys.key import Name
 
 LISTS = (list, tuple)
+LATER = 8
+"""While a save is under way, the next one is tried again after 1 / 8 of the steps between two."""
 
 
 class Regular:
@@ -80,6 +82,7 @@ class Regular:
         store.finish()
         busy = store.saving is not None and not store.saving.go_on()
         if busy if alone else store.agree("save", data=b"busy" if busy else b"")[0]:
+            self._next = step + max(1, self.every // LATER)
             return None
         self._next = self._after(step)
         path = files.path_of(self.folder, step)

@@ -24,6 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 STEPS, EVERY = 200, 5
+LOWER_AT = 30  # the step before which the learning rate becomes lower
 ROOT = Path(__file__).parents[3]
 LAUNCHERS = re.compile(r"OMPI_|PMIX_|PRTE_|PMI_|HYDRA_|MPI_|MPIPS_")
 
@@ -54,6 +55,8 @@ def training(folder: str, kind: str, steps: int, pause: float) -> None:
     kv.set_optimizer("adam", learning_rate=0.05)
     kv.pull(list(weights), list(weights.values()))
     for step in range(kv.resumed, steps):
+        if step == LOWER_AT:
+            kv.update_optimizer(learning_rate=0.02)
         grads = [_gradient(array, step, kv.rank) for array in weights.values()]
         kv.pushpull(list(weights), grads, out=list(weights.values()))
         if kv.rank == 0:

@@ -40,6 +40,30 @@ kv.barrier()
 """
 
 
+COMPRESSED = """
+import os, signal
+from pathlib import Path
+import mpips
+create = mpips.create
+
+def created(kind):
+    kv = create(kind)
+    kv.set_gradient_compression({{"type": "2bit", "threshold": 0.25}})
+    push, mark = kv.pushpull, Path({folder!r}, "killed")
+
+    def pushpull(*words, **more):
+        push(*words, **more)
+        if kv.rank == 1 and not mark.exists() and list(Path({saved!r}).glob("store-0000004*.safetensors")):
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    kv.pushpull = pushpull
+    return kv
+
+mpips.create = created
+"""
+
+
 def words(folder: Path, restarts: int) -> list[str]:
     return ["--restarts", str(restarts), "--checkpoint", str(folder / "saved"), "--every", "5"]
 
@@ -76,6 +100,17 @@ def test_an_asynchronous_training_goes_on_too(tmp_path: Path) -> None:
     done = run(folder, words(tmp_path, 9), kind="dist_async", servers=1, workers=1, steps=80, kills=2, pause=0.01)
     assert done.code == 0, done.said
     assert done.losses == run(tmp_path / "plain", [], kind="dist_async", servers=1, workers=1, steps=80).losses
+
+
+def test_what_compression_kept_back_and_a_changed_learning_rate_come_back(tmp_path: Path) -> None:
+    done = with_script(tmp_path, COMPRESSED, 2, steps=80)
+    assert done.code == 0, done.said
+    assert [step // 10 for step in again(done)] == [4]
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    (plain / "killed").mkdir()
+    (plain / "killed" / "killed").touch()
+    assert done.losses == with_script(plain, COMPRESSED, 0, steps=80).losses
 
 
 def test_a_kill_while_it_saves_leaves_what_was_saved_before(tmp_path: Path) -> None:
