@@ -142,4 +142,4 @@ def _begin(folder: str) -> str:
 def _roles(before: Options, after: Options) -> str:
     if after == before:
         return ""
-    return f", with {after.workers} workers and {after.servers} servers on the hosts that answer"
+    return f", with -w {after.workers} -s {after.servers} on the hosts that answer"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from launch.process import Ended
 from launch.restarts import answering, check, fit, reason, until_it_ends
 from mpips.options import Options
 
+ROOT = Path(__file__).parents[3]
 OPTIONS = Options(workers=6, servers=2, checkpoint="/nowhere", every=5)
 FINE, KILLED = Ended(0, 0, 0, "", ""), Ended(137, 137, 0, "it died", "rank 1 was ended by SIGKILL")
 
@@ -92,8 +95,8 @@ def test_fewer_roles_where_hosts_are_lost_and_all_when_they_are_back(capfd: pyte
     assert play([silent, KILLED, FINE], 5, [fewer, OPTIONS]) == (0, [OPTIONS, fewer, OPTIONS])
     first, second = capfd.readouterr().err.splitlines()
     assert first.startswith("mpips: a host does not answer: the job starts again")
-    assert first.endswith(", with 3 workers and 2 servers on the hosts that answer")
-    assert second.endswith(", with 6 workers and 2 servers on the hosts that answer")
+    assert first.endswith(", with -w 3 -s 2 on the hosts that answer")
+    assert second.endswith(", with -w 6 -s 2 on the hosts that answer")
     assert play([KILLED], 5, [LauncherError("no host answers")]) == (137, [OPTIONS])
     assert "mpips: the job cannot start again: no host answers" in capfd.readouterr().err
 
@@ -171,3 +174,38 @@ def test_folder_with_both_options_alone(tmp_path: Path) -> None:
         check(Options(every=3), 0)
     with pytest.raises(HostError):
         read(tmp_path / "none")
+
+
+LOSES_A_HOST = """
+import sys
+from pathlib import Path
+words, lost = " ".join(sys.argv), Path(__file__).with_name("lost")
+if "--version" in words:
+    print("HYDRA build details:\\n    Version: 4.2.1")
+elif words.endswith("true"):
+    sys.exit("-hosts b:1" in words)
+else:
+    print(words)
+    first = not lost.exists()
+    lost.touch()
+    sys.exit(first)
+"""
+
+
+def test_a_job_goes_on_without_a_host_that_is_lost(tmp_path: Path) -> None:
+    file, hosts = tmp_path / "mpiexec", tmp_path / "hosts"
+    file.write_text(f"#!{sys.executable}\n{LOSES_A_HOST}")
+    file.chmod(0o755)
+    hosts.write_text("a:3\nb:4\n")
+    saves = ["--restarts", "1", "--checkpoint", str(tmp_path / "saved"), "--every", "5"]
+    argv = [sys.executable, "-m", "launch.run", "-w", "5", "-s", "2", "--mpirun", str(file), "--hostfile", str(hosts)]
+    done = subprocess.run(
+        [*argv, *saves, "--", "-c", "1"], capture_output=True, text=True, check=False, timeout=60,
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    before, after = done.stdout.splitlines()
+    assert "-genv MPIPS_WORKERS 5" in before and "-hosts a:3,b:4" in before
+    assert "-genv MPIPS_WORKERS 1" in after and "-genv MPIPS_SERVERS 2" in after and "-hosts a:3 -n 3" in after
+    assert "mpips: a host does not answer: the job starts again from its beginning, restart 1 of 1" in done.stderr
+    assert done.stderr.rstrip().endswith(", with -w 1 -s 2 on the hosts that answer")
