@@ -47,7 +47,7 @@ class Held:
             )
 
     def claim(self, keys: Iterable[Key]) -> None:
-        """`init` has asked for these."""
+        """`init` has asked for these, or they are gone."""
         self._claimed = True
         self.names.difference_update(key.name for key in keys)
 

@@ -95,6 +95,7 @@ class Settings:
         """Give up keys; collective, after all have agreed on it."""
         self.run(what, self.backend.forget(keys), [key.name for key in keys])
         self.groups.forget(key.name for key in keys)
+        self.held.claim(keys)
         for key in keys:
             del self.keys[key.name]
             key.fast = None
@@ -168,8 +169,10 @@ class Settings:
             self.engine.forget()
             self.epoch.renew()
             rounds = self.backend.recover(self.keys)
-        for name in [name for name in self.keys if name not in rounds]:
-            del self.keys[name]
+        gone = [key for name, key in self.keys.items() if name not in rounds]
+        self.held.claim(gone)
+        for key in gone:
+            del self.keys[key.name]
         if self.regular is not None:
             self.regular.set_rounds(rounds)
         return rounds
