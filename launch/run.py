@@ -175,7 +175,8 @@ def _job(
     options: Options, words: Words, hosts: tuple[Placed, ...], machine: Machine, interface: str | None,
     extra: Words,
 ) -> Job:  # fmt: skip
-    job = Job(len(_roles(options)), program(words), {}, hosts, interface, extra, survives=options.spares >= 0)
+    ranks = options.workers + options.servers + max(options.spares, 0)
+    job = Job(ranks, program(words), {}, hosts, interface, extra, survives=options.spares >= 0)
     roles = {PREFIX + name.upper(): str(getattr(options, name)) for name in ROLES}
     environment = {**options.environment(), **roles, **settings(job.busiest, machine, os.environ)}
     if hosts and "PYTHONPATH" in os.environ:
