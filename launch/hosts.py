@@ -95,10 +95,10 @@ def place(hosts: Sequence[Host], workers: int, servers: int, spares: int = 0) ->
     """
     total, ranks = sum(h.slots for h in hosts if h.slots is not None), workers + servers + spares
     if all(h.slots is not None for h in hosts) and total < ranks:
-        roles = f"{workers} workers, {servers} servers{f', {spares} spares' if spares else ''}"
+        also = f"{spares} spares, " if spares else ""
         raise HostError(
-            f"the hosts have {total} slots, the job needs {ranks} ranks ({roles}): add hosts or slots to the host "
-            "file, or ask for fewer ranks"
+            f"the hosts have {total} slots, the job needs {ranks} ranks ({also}{workers} workers, "
+            f"{servers} servers): add hosts or slots to the host file, or ask for fewer ranks"
         )
     placed = _working(hosts, workers, servers)
     return _blocks([*placed, *_spread(_left(hosts, placed), spares)])

@@ -95,20 +95,20 @@ class Options:
         """Workers in a job of `world_size` ranks; raises OptionError where the ranks do not suffice."""
         spares = max(self.spares, 0)
         workers = world_size - self.servers - spares
-        named = f"servers={self.servers}{f', spares={spares}' if spares else ''}"
+        also = f" and spares={spares}" if spares else ""
         if workers < 1:
             least = self.servers + spares + 1
             raise OptionError(
-                f"{named} and at least one worker need {least} ranks, but the job has {world_size}: start more "
-                f"(mpirun -n {least}) or ask for fewer {'servers or spares' if spares else 'servers'}"
+                f"servers={self.servers}{also} and at least one worker need {least} ranks, but the job has "
+                f"{world_size}: start more (mpirun -n {least}) or ask for fewer servers{' or spares' if spares else ''}"
             )
         if self.workers and workers != self.workers:
             ranks = self.workers + self.servers + spares
             started = f"--servers {self.servers} --workers {self.workers}{f' --spares {spares}' if spares else ''}"
             raise OptionError(
-                f"workers={self.workers} and {named} need {ranks} ranks, but the job has {world_size}: start it by "
-                f"`mpips run {started}` or mpirun -n {ranks}, or ask for what there is (`mpips doctor` tells why a "
-                "launcher's ranks may each be a world of their own)"
+                f"workers={self.workers} and servers={self.servers}{also} need {ranks} ranks, but the job has "
+                f"{world_size}: start it by `mpips run {started}` or mpirun -n {ranks}, or ask for what there is "
+                "(`mpips doctor` tells why a launcher's ranks may each be a world of their own)"
             )
         return workers
 
