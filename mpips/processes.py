@@ -21,7 +21,6 @@ from mpips.served.served import Served
 from mpips.server.loop import Server, serve
 from mpips.serverless import Serverless
 from mpips.store import KVStore
-from mpips.transport.connect import connect
 from mpips.transport.frames import OpenStore
 
 
@@ -94,8 +93,8 @@ def _serverless(layout: Layout) -> KVStore:
 def _served(comm: MPI.Intracomm, layout: Layout) -> KVStore:
     epoch = Epoch(layout)
     with epoch.failing(layouts.WHAT):
-        lines, _ = connect(layout, epoch)
-        served = Served(layout, lines, epoch, _seat(layout, epoch).shared)
+        served = Served(layout, epoch, _seat(layout, epoch).shared)
+        served.begin()
         store = KVStore(layout, served, epoch, _closer(layout, epoch))
     _open.append(_Open(comm, layout, store, served))
     return store
@@ -116,8 +115,9 @@ def _closer(layout: Layout, epoch: Epoch) -> Callable[[], None]:
 def _server(layout: Layout) -> Server:
     epoch = Epoch(layout)
     with epoch.failing(layouts.WHAT):
-        lines, rings = connect(layout, epoch)
-        return Server(layout, lines, rings, _seat(layout, epoch), epoch)
+        server = Server(layout, _seat(layout, epoch), epoch)
+        server.begin()
+        return server
 
 
 def _one_more(comm: MPI.Intracomm, first: Layout, asked: OpenStore) -> Server | None:

@@ -70,6 +70,8 @@ class Rounds(dict[Name, int]):
 
     torn: tuple[Name, ...] = ()
     """Keys of whose last round some blocks were applied and others not: load a checkpoint of them."""
+    step: int | None = None
+    """The round at which all keys stand, if there is one."""
 
 
 @dataclass

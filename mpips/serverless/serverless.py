@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from collectives.group import OverlapError
 from mpips.compression import Compressor
-from mpips.keys.key import Key, Name, Rounds, label
+from mpips.keys.key import Key, Name, label
 from mpips.keys.row_sparse import RowSparse
 from mpips.layout import Layout
 from mpips.optimizers import Optimizer
@@ -24,7 +24,7 @@ from mpips.serverless.settings import Settings
 from mpips.serverless.snapshot import Snapshot
 from mpips.serverless.sparse import Sparse
 from mpips.serverless.sums import Blocks, Sums
-from mpips.worker.backend import States
+from mpips.worker.backend import Recovered, States
 
 Array = NDArray[Any]
 
@@ -218,14 +218,20 @@ class Serverless:
 
     # ---- epochs and the end
 
-    def recover(self, known: Container[Name]) -> Rounds:
+    def recover(self, known: Container[Name]) -> Recovered:
         """After `epoch.renew()`: all workers have the same again; see `reconcile`. Collective, blocking."""
         self._replicas.sums = self._joined()
         self._join()
         self._replicas.keep(known)
         rounds = self._replicas.reconcile(lambda data: exchange(self._epoch, data, "recover"))
         self._bind_all()
-        return rounds
+        residuals = self._settings.residuals
+        compressor = None if residuals is None else residuals.compressor
+        keys = [replica.key for replica in self._replicas.by_name.values()]
+        return Recovered(rounds, keys, self._settings.groups, compressor)
+
+    def begun(self) -> None:
+        """See `Backend`."""
 
     def finish(self) -> None:
         """There is nobody to say goodbye to."""

@@ -17,6 +17,7 @@ from mpips.compression.base import Compressor
 from mpips.keys.key import FastList, Key, Name, Rounds
 from mpips.keys.row_sparse import RowSparse
 from mpips.optimizers.base import Optimizer
+from mpips.optimizers.groups import Groups
 from mpips.runtime.tasks import Task
 
 Array = NDArray[Any]
@@ -30,6 +31,16 @@ class Frozen(NamedTuple):
     round: int
     step: int
     dtypes: tuple[str, ...]
+
+
+class Recovered(NamedTuple):
+    """What a store holds when an epoch begins."""
+
+    rounds: Rounds
+    keys: list[Key]
+    groups: Groups
+    """The optimizers."""
+    compressor: Compressor | None
 
 
 class Snapshot(Protocol):
@@ -168,12 +179,16 @@ class Backend(Protocol):
 
     # ---- epochs and the end
 
-    def recover(self, known: Container[Name]) -> Rounds:
+    def recover(self, known: Container[Name]) -> Recovered:
         """After `epoch.renew()`: everything anew, nothing under way; the rounds that keys stand at. Sets `key.round`
         and binds fast routes. Collective, blocking.
 
         A key stays if it is `known` on all workers, whose `init` has come to its end. Others are forgotten.
         """
+        ...
+
+    def begun(self) -> None:
+        """The epoch has begun: what was kept of the one before may go. Local."""
         ...
 
     def finish(self) -> None:

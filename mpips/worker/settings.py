@@ -148,10 +148,12 @@ class Settings:
         with self.operations.guard("recover"):
             self.engine.forget()
             self.epoch.renew()
-            rounds = self.backend.recover(self.keys)
-        for name in [name for name in self.keys if name not in rounds]:
-            del self.keys[name]
-        return rounds
+            recovered = self.backend.recover(self.keys)
+            self.backend.begun()
+        self.keys.clear()
+        self.add(recovered.keys)
+        self.groups, self.compressor = recovered.groups, recovered.compressor
+        return recovered.rounds
 
     def closing(self) -> list[Callable[[], None]]:
         """No calls are made from now on: what is to be done at the end, in this order, each though another fails."""
