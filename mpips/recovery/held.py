@@ -68,12 +68,10 @@ class Held:
         before = layout.before
         if before is None:
             return []
-        left = before.origin[: layout.num_workers + layout.num_servers]
-        active = before.num_workers + before.num_servers
         found = []
         for rank in self._mapped:
-            here = [old for old in left if old < active and before.nodes[old] == before.nodes[rank]]
-            if rank in before.lost and here and here[0] == before.origin[layout.rank]:
+            here = min(old for old in before.origin if before.nodes[old] == before.nodes[rank])
+            if rank in before.lost and here == before.origin[layout.rank]:
                 book = self._book(rank, epoch)
                 if book is not None:
                     found.append(Shelf(rank, False, book.settings, self._holdings(rank, book, layout.asynchronous)))

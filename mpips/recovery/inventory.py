@@ -67,8 +67,8 @@ class Inventory(msgspec.Struct, array_like=True):
     """On a worker that was one before."""
     local: bool = True
     """On a worker: whether all servers share its node."""
-    shared_cores: bool | None = None
-    """Whether processes of its node share cores, where it knows."""
+    shared_cores: bool = False
+    """Whether processes of its node share cores."""
     changes: tuple[int, int, bytes] = (0, 0, b"")
     """On a worker: how many changes of settings it has begun, how many it has made, and the last one."""
 

@@ -79,8 +79,7 @@ def make(layout: Layout, said: Sequence[Inventory], lines: Sequence[Any]) -> Pla
 
 def _cutting(layout: Layout, said: Sequence[Inventory]) -> Cutting:
     one_node = all(one.local for one in said[: layout.num_workers])
-    shared = next((one.shared_cores for one in said if one.shared_cores is not None), False)
-    return Cutting(layout, one_node, not (shared or layout.asynchronous))
+    return Cutting(layout, one_node, not (said[0].shared_cores or layout.asynchronous))
 
 
 def _stays(layout: Layout, shelves: Sequence[Shelf]) -> bool:

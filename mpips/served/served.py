@@ -60,7 +60,7 @@ class Served:
     worker's pushes and pulls, those of its client, rows, the making of keys, settings and states.
     """
 
-    def __init__(self, layout: Layout, epoch: Epoch, cores_shared: bool | None) -> None:
+    def __init__(self, layout: Layout, epoch: Epoch, cores_shared: bool) -> None:
         self.layout, self._epoch, self._cores_shared = layout, epoch, cores_shared
         self.direct = False
         self._link = Link(layout, [], epoch)
@@ -72,9 +72,10 @@ class Served:
         epoch.on_end.append(self._quiesce)
 
     @classmethod
-    def fresh(cls, layout: Layout, epoch: Epoch) -> tuple[Served, Recovered]:
+    def fresh(cls, layout: Layout, epoch: Epoch, cores_shared: bool, held: Held) -> tuple[Served, Recovered]:
         """A worker in the place of one that has died, made while all others recover. Collective as `recover`."""
-        made = cls(layout, epoch, None)
+        made = cls(layout, epoch, cores_shared)
+        made._held = held
         return made, made.recover(())
 
     def begin(self) -> None:
@@ -268,7 +269,7 @@ class Served:
         self._held = Held(ledgers)
         return Recovered(outlook.rounds(), outlook.plan.keys, groups, compressor)
 
-    def begun(self) -> None:
+    def committed(self) -> None:
         """See `Backend`."""
         self._settled.begun()
 

@@ -131,23 +131,22 @@ class Serving(NamedTuple):
 class Server:
     """One store on one server rank; it serves once it has `begun` or `rebuilt`."""
 
-    def __init__(self, layout: Layout, seat: Seat | None, epoch: Epoch) -> None:
-        """`seat`: of this process, if it has one."""
+    def __init__(self, layout: Layout, seat: Seat, epoch: Epoch) -> None:
         self.layout, self.epoch = layout, epoch
         if layout.survives:
             arena.in_one_segment()
         self._ledger = Ledger() if layout.survives else None
         self._memory = Memory(self._ledger)
-        cores = seat.before if seat else os.sched_getaffinity(0)
-        self._shared_cores = seat.shared if seat else None
-        self._reduce = Reduce(_threads(layout, len(cores)), seat.step_aside if seat else None, bool(self._shared_cores))
+        self._shared_cores = seat.shared
+        self._reduce = Reduce(_threads(layout, len(seat.before)), seat.step_aside, seat.shared)
         self._settled: Settled[Serving] = Settled()
         self._now = self._serving(State(), 0, None, Held())
 
     @classmethod
-    def fresh(cls, layout: Layout, epoch: Epoch) -> Server:
+    def fresh(cls, layout: Layout, epoch: Epoch, seat: Seat, held: Held) -> Server:
         """A server in the place of one that has died, made while all others rebuild. Collective as `rebuild`."""
-        made = cls(layout, None, epoch)
+        made = cls(layout, seat, epoch)
+        made._now = made._now._replace(held=held)
         made.rebuild()
         return made
 
@@ -282,14 +281,17 @@ class Server:
             if limit and time.monotonic() - self._ended > max(limit, ORPHAN_SECONDS):
                 raise StallError("the epoch is over, and no worker has called recover() or close()")
             return False
-        if self.epoch.renew():
-            self.rebuild()
-            self._settled.begun()
+        if self.epoch.renew(self.rebuild):
+            self.committed()
         else:
             self._closed = True
         return True
 
-    def rebuild(self) -> None:
+    def committed(self) -> None:
+        """The next epoch has begun: what was before may go."""
+        self._settled.begun()
+
+    def rebuild(self) -> bool:
         """Begin the next epoch with what is left of the one before. Collective over its workers and servers, blocking;
         where somebody dies meanwhile, it is done once more."""
         layout, number = self.layout, self.epoch.number
@@ -313,3 +315,4 @@ class Server:
             state.create(unit)
         rebuild.place(layout, self.epoch, Placed(made.where, serving.requests.once_more(outlook.change)))
         self._serve(lines, rings, serving)
+        return True

@@ -13,7 +13,7 @@ from mpips.compression import Compressor
 from mpips.keys.key import Key, Name, label
 from mpips.keys.row_sparse import RowSparse
 from mpips.layout import Layout
-from mpips.optimizers import Optimizer
+from mpips.optimizers import Groups, Optimizer
 from mpips.runtime.epoch import Epoch
 from mpips.runtime.rendezvous import exchange
 from mpips.runtime.tasks import Task, nothing
@@ -40,7 +40,7 @@ class Serverless:
         self.layout, self._epoch = layout, epoch
         self.direct = False
         self._settings = Settings()
-        self._replicas = Replicas(self._settings, self._joined())
+        self._replicas = Replicas(self._settings, self._joined(), layout.survives)
         self._join()
 
     def _joined(self) -> Sums:
@@ -219,19 +219,19 @@ class Serverless:
     # ---- epochs and the end
 
     def recover(self, known: Container[Name]) -> Recovered:
-        """After `epoch.renew()`: all workers have the same again; see `reconcile`. Collective, blocking."""
+        """All workers have the same again; see `reconcile` and `Backend`. Collective, blocking."""
         self._replicas.sums = self._joined()
         self._join()
         self._replicas.keep(known)
-        rounds = self._replicas.reconcile(lambda data: exchange(self._epoch, data, "recover"))
+        rounds = self._replicas.reconcile(lambda data: exchange(self._epoch, data, "recover"), self.layout.fresh)
         self._bind_all()
-        residuals = self._settings.residuals
-        compressor = None if residuals is None else residuals.compressor
         keys = [replica.key for replica in self._replicas.by_name.values()]
-        return Recovered(rounds, keys, self._settings.groups, compressor)
+        residuals = self._settings.residuals
+        groups = Groups(self._settings.groups.default, self._settings.groups.own)
+        return Recovered(rounds, keys, groups, None if residuals is None else residuals.compressor)
 
-    def begun(self) -> None:
-        """See `Backend`."""
+    def committed(self) -> None:
+        """Nothing is kept that only another attempt would need."""
 
     def finish(self) -> None:
         """There is nobody to say goodbye to."""

@@ -34,7 +34,7 @@ class _Offer(msgspec.Struct, array_like=True):
 
 class Connection(NamedTuple):
     """This rank's lines: to every server (on a worker) or from every worker (on a server), a server's own rings, and
-    where the servers of its node keep their ledgers."""
+    where the servers of its node keep their ledgers. A spare has no lines."""
 
     lines: list[Line]
     rings: Rings | None
@@ -55,7 +55,8 @@ def connect(layout: Layout, epoch: Epoch, ledger: Region | None = None) -> Conne
     offer = msgspec.msgpack.encode(_Offer(tuple(region), tuple(ledger or ())))
     said = [msgspec.msgpack.decode(data, type=_Offer) for data in exchange(epoch, offer, WHAT, True)]
     offers = [Region(*one.region) for one in said]
-    peers = range(layout.num_workers) if layout.is_server else range(layout.num_workers, len(offers))
+    servers = range(layout.num_workers, layout.num_workers + layout.num_servers)
+    peers = range(layout.num_workers) if layout.is_server else servers if layout.is_worker else range(0)
     mapped = {peer: _try(layout, peer, offers[peer]) for peer in peers}
     verdicts = exchange(epoch, bytes(mapped.get(peer) is not None for peer in range(len(offers))), WHAT, True)
     _see_order(layout)

@@ -34,12 +34,12 @@ class Frozen(NamedTuple):
 
 
 class Recovered(NamedTuple):
-    """What a store holds when an epoch begins."""
+    """What a store has when the next epoch begins, the same on all workers: the rounds that keys stand at, the keys,
+    optimizers and compression."""
 
     rounds: Rounds
     keys: list[Key]
     groups: Groups
-    """The optimizers."""
     compressor: Compressor | None
 
 
@@ -180,15 +180,16 @@ class Backend(Protocol):
     # ---- epochs and the end
 
     def recover(self, known: Container[Name]) -> Recovered:
-        """After `epoch.renew()`: everything anew, nothing under way; the rounds that keys stand at. Sets `key.round`
-        and binds fast routes. Collective, blocking.
+        """Within `epoch.renew()`: everything anew, nothing under way. Sets `key.round` and binds fast routes.
+        Collective, blocking. May be called again: nothing is dropped that another attempt needs.
 
-        A key stays if it is `known` on all workers, whose `init` has come to its end. Others are forgotten.
+        A key stays if it is `known` on all workers, whose `init` has come to its end. Others are forgotten. A
+        worker that has just begun takes all from the others.
         """
         ...
 
-    def begun(self) -> None:
-        """The epoch has begun: what was kept of the one before may go. Local."""
+    def committed(self) -> None:
+        """After `epoch.renew()`: drop what was kept for another attempt. Local."""
         ...
 
     def finish(self) -> None:
