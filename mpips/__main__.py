@@ -17,7 +17,7 @@ from mpi4py.run import main
 from mpips.runtime.last_words import end, end_unstarted, is_started
 from mpips.world import FAILING, GOODBYE, PRESENCE, PRESENT, launched_as
 
-COMMANDS = ("run", "doctor", "script", "train", "bench", "tune", "sim", "plan", "lab")
+COMMANDS = ("run", "doctor", "script", "train", "bench", "tune", "sim", "plan", "chaos", "lab")
 """Words of the `mpips` command, which are no scripts."""
 
 

@@ -13,6 +13,7 @@ from collectives.errors import of_caller
 from mpips import layout as layouts
 from mpips import options as option_table
 from mpips import world
+from mpips.chaos import injector
 from mpips.cores import Seat
 from mpips.layout import Layout
 from mpips.options import OptionError, Options
@@ -40,6 +41,7 @@ _seats: list[Seat] = []
 """That of this process, while it has a store with servers."""
 
 
+@injector.watched
 def create(kind: str, comm: MPI.Intracomm | None = None, **options: Any) -> KVStore:
     """Make a store of a job. Collective over `comm` (COMM_WORLD; `local`: this process alone); blocking.
 
