@@ -116,7 +116,7 @@ def _went_on(told: Sequence[Told], time: float, end: float, killed: dict[int, fl
         new = one.time > recovered[one.rank] if one.rank in recovered else one.step > before.get(one.rank, -1)
         if new and (one.rank in recovered or not recovered):
             first.setdefault(one.rank, one.time)
-    wanted = [rank for rank in recovered or before if killed.get(rank, math.inf) > end]
+    wanted = [rank for rank in recovered or before if killed.get(rank, math.inf) >= end]
     if recovered:
         return max(first.values()) if wanted and all(rank in first for rank in wanted) else None
     going = [first[rank] for rank in wanted if rank in first]
