@@ -71,10 +71,9 @@ COMMANDS = {
         ("mpips plan profile.json --nodes 8", "mpips plan --model resnet50 --nodes 4:64 --plot plan.png"),
     ),
     "chaos": Sub(
-        "launch.chaos", "Kill, stop and starve ranks of a running job by a plan, and report.",
+        "mpips.chaos.command", "Kill and stop ranks of a running job by a plan, and report.",
         ("mpips chaos --faults 3 --every 5 -- mpips run -w 4 -s 2 --spares 1 train.py",
-         "mpips chaos --save plan.json --reference -- mpips run -w 4 train.py",
-         "mpips chaos --replay plan.json --picture out.png -- mpips run -w 4 train.py"),
+         "mpips chaos --replay plan.json --reference -- mpips run -w 4 train.py"),
     ),
     "lab": Sub(
         "launch.lab.__main__", "An emulated cluster on this machine.",

@@ -35,16 +35,6 @@ def kinds() -> tuple[Kind, ...]:
 
 def look(searched: tuple[Kind, ...]) -> list[dict[str, object]]:
     """What of each kind lies there, is this user's, and no process has open: JSON-serialisable."""
-    return [
-        {"mpi": kind.mpi, "what": kind.what, "place": str(kind.folder), "count": len(found),
-         "bytes": sum(found.values()), "remove": _command(kind, list(found))}
-        for kind, found in unused(searched).items()
-        if found
-    ]  # fmt: skip
-
-
-def unused(searched: tuple[Kind, ...]) -> dict[Kind, dict[Path, int]]:
-    """The same, each with its bytes."""
     sizes = {kind: _sizes(kind) for kind in searched}
     if any(sizes.values()):
         folders = tuple(f"{kind.folder.resolve()}/" for kind in searched)
@@ -52,7 +42,12 @@ def unused(searched: tuple[Kind, ...]) -> dict[Kind, dict[Path, int]]:
         for found in sizes.values():
             for path in [path for path in found if _is_used(path, used)]:
                 del found[path]
-    return sizes
+    return [
+        {"mpi": kind.mpi, "what": kind.what, "place": str(kind.folder), "count": len(found),
+         "bytes": sum(found.values()), "remove": _command(kind, list(found))}
+        for kind, found in sizes.items()
+        if found
+    ]  # fmt: skip
 
 
 def _sizes(kind: Kind) -> dict[Path, int]:

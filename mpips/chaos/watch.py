@@ -29,6 +29,8 @@ END_SECONDS = 8.0  # for a command that is asked to end, before it is killed
 STACK_SECONDS = 1.0  # for stacks to be written
 LOOK_SECONDS = 0.2
 MOST_BYTES = 4096  # of a message
+SHARED = "/dev/shm/"
+SESSIONS = "ompi.", "prte."  # with the number of an mpirun behind
 CREDENTIALS = 12  # bytes of SO_PEERCRED: pid, user, group
 
 
@@ -61,9 +63,16 @@ class Rank:
 
     def __init__(self, line: socket.socket) -> None:
         self.line, self.rank, self.role = line, -1, ""
+        self.memory: set[Path] = set()
         peer = line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS)
         self.pid = int.from_bytes(peer[:4], sys.byteorder)
         self.process = os.pidfd_open(self.pid)
+
+    def look(self) -> None:
+        """See which shared memory with a name it has."""
+        with suppress(OSError):
+            lines = Path(f"/proc/{self.pid}/maps").read_text(errors="replace").splitlines()
+            self.memory |= {Path(line[line.index(SHARED) :]) for line in lines if SHARED in line}
 
     @property
     def alive(self) -> bool:
@@ -83,6 +92,8 @@ class Ranks:
 
     def __init__(self, folder: Path) -> None:
         self.all: dict[int, Rank] = {}
+        self.parents: set[int] = set()
+        """Who started them, such as an mpirun."""
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         self._listener.bind(str(folder / SOCKET))
         self._listener.listen(1024)
@@ -115,7 +126,8 @@ class Ranks:
         with suppress(OSError):  # it has ended already
             line, _ = self._listener.accept()
             line.setblocking(False)
-            self.all[line.fileno()] = Rank(line)
+            rank = self.all[line.fileno()] = Rank(line)
+            self.parents.add(_parent(rank.pid))
             self._poll.register(line, select.POLLIN)
 
     def _read(self, descriptor: int) -> list[Told]:
@@ -132,6 +144,7 @@ class Ranks:
         for told in news:
             if isinstance(told, Here):
                 rank.rank, rank.role = told.rank, told.role
+                rank.look()
         return news
 
 
@@ -220,7 +233,7 @@ def watch(argv: Sequence[str], plan: Plan, limit: float = 600.0, output: IO[byte
                 _end(job)
             run.code, run.ended, run.done = job.returncode, time.monotonic(), faults.done
             run.told += ranks.hear(0)
-            run.left += _left(name)
+            run.left += _processes(name) + _files(ranks)
             ranks.close()
     return run
 
@@ -248,7 +261,7 @@ def _end(job: subprocess.Popen[bytes]) -> None:
         job.wait()
 
 
-def _left(folder: str) -> list[str]:
+def _processes(folder: str) -> list[str]:
     """Processes of the job that have not left in time, each as a sentence; they are killed."""
     deadline = time.monotonic() + GRACE
     while (found := _carriers(folder)) and time.monotonic() < deadline:
@@ -257,6 +270,15 @@ def _left(folder: str) -> list[str]:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     return [f"process {pid} ({words})" for pid, words in found.items()]
+
+
+def _files(ranks: Ranks) -> list[str]:
+    """Shared memory that its ranks had and session folders of its mpirun, which are there still."""
+    memory = {path for rank in ranks.all.values() for path in rank.memory}
+    ends = tuple(f".{pid}" for pid in ranks.parents)
+    sessions = [path for path in Path(tempfile.gettempdir()).glob("*.[0-9]*") if path.name.startswith(SESSIONS)]
+    return [str(path) for path in sorted(memory) + sessions if path in memory or path.name.endswith(ends)
+            if path.exists()]  # fmt: skip
 
 
 def _carriers(folder: str) -> dict[int, str]:
@@ -268,6 +290,13 @@ def _carriers(folder: str) -> dict[int, str]:
                 words = (place / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
                 found[int(place.name)] = words.strip()[:120]
     return found
+
+
+def _parent(pid: int) -> int:
+    """The parent of a process; 0 where it has ended."""
+    with suppress(OSError):
+        return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2].split()[1])
+    return 0
 
 
 def _limit_files(pid: int, full: bool) -> None:

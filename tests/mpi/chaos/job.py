@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from launch.doctor import leftovers
 from mpips import chaos
 from mpips.chaos import Plan, Report, Run
 from mpips.chaos.report import notes_of
@@ -40,12 +39,10 @@ def run(case: Case, plan: Plan, spares: int, limit: float = LIMIT) -> Result:
         file = Path(name, "stored.npz" if case.asynchronous else "stored.safetensors")
         argv = [sys.executable, "-m", "launch.cli", "run", "-w", str(WORKERS), "-s", str(case.servers), *case.words,
                 *(() if spares < 0 else ("--spares", str(spares))), "-m", MODULE, case.kind, str(file)]  # fmt: skip
-        before = _lying_about()
         with open(Path(name, "said"), "w+b") as said:
             done = chaos.watch(argv, plan, limit, said)
             said.seek(0)
             text = said.read().decode(errors="replace")
-        done.left += sorted(_lying_about() - before)
         wrong = f"ended with {done.code}" if done.code and not done.hung else ""
         if not wrong and not done.hung:
             wrong = _wrong_counts(done, file) if case.asynchronous else wrong_curve(done)
@@ -75,6 +72,3 @@ def _wrong_counts(run: Run, file: Path) -> str:
 def _digest(bits: bytes) -> str:
     return hashlib.blake2b(bits, digest_size=8).hexdigest()
 
-
-def _lying_about() -> set[str]:
-    return {str(path) for found in leftovers.unused(leftovers.kinds()).values() for path in found}

@@ -12,6 +12,7 @@ import pytest
 from mpi4py import MPI
 
 from mpips.chaos import Fault, Note, Plan, Point, Run, Whom, save
+from mpips.world import implementation
 from tests.child import LAUNCHER_VARIABLES
 from tests.choice import first
 from tests.mpi.chaos import counts, model
@@ -21,6 +22,7 @@ from tests.mpi.sizes import JOB_LIMIT
 
 pytestmark = pytest.mark.skipif(MPI.COMM_WORLD.size != 1, reason="starts jobs of its own; once is enough")
 ROOT = Path(__file__).parents[3]
+OTHER = implementation(MPI.Get_library_version()) != "openmpi"
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +43,8 @@ def test_a_job_without_faults_is_as_promised(name: str) -> None:
 @first(1, name=["dist_sync", "pure"])
 def test_a_death_that_ends_the_job_is_no_hang(name: str) -> None:
     result = run(CASES[name], Plan(1, (Fault("kill", Whom("rank", 1), Point(0, "pull", 9)),)), -1, JOB_LIMIT)
-    assert result.wrong == "ended with 137" and not result.report.hung and not result.report.left, result
+    assert result.wrong.startswith("ended with ") and not result.report.hung, result
+    assert OTHER or not result.report.left, result  # MPICH leaves its memory behind, as `mpips doctor` says
     assert [fault.rank for fault in result.report.faults] == [1]
 
 
@@ -85,4 +88,4 @@ def test_the_command_tells_of_a_job_that_a_death_has_ended(tmp_path: Path) -> No
     plan = tmp_path / "plan.json"
     done = chaos(tmp_path, "--seed", "3", "--every", "0.02", "--save", str(plan))
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "the job ended with 137" in done.stdout and json.loads(plan.read_text())["seed"] == 3
+    assert f"the job ended with {9 if OTHER else 137}" in done.stdout and json.loads(plan.read_text())["seed"] == 3

@@ -10,8 +10,6 @@ import msgspec
 from rich.table import Table
 
 from collectives.terminal.console import Interruptible, OutFile, Picture, console, writing
-from launch.doctor import leftovers
-from launch.script import BEFORE_A_SCRIPT
 from mpips import chaos
 from mpips.chaos import picture as pictures
 
@@ -33,7 +31,7 @@ class _Words(click.ParamType):
         return words
 
 
-@click.command("chaos", cls=Interruptible, context_settings=dict(BEFORE_A_SCRIPT))
+@click.command("chaos", cls=Interruptible, context_settings={"allow_interspersed_args": False})
 @click.option("--seed", default=0, show_default=True, help="What the plan is drawn from.")
 @click.option("--faults", default=1, show_default=True, type=click.IntRange(0), help="How many.")
 @click.option("--every", default=10.0, show_default=True, type=click.FloatRange(0.001),
@@ -85,16 +83,12 @@ def command(
 
 
 def watched(words: Words, plan: chaos.Plan, limit: float) -> chaos.Run:
-    """The run of a command; what it leaves in folders is counted, too."""
-    before = {path for found in leftovers.unused(leftovers.kinds()).values() for path in found}
+    """The run of a command; UsageError where there is none."""
     argv = [sys.executable, "-m", "launch.cli", *words[1:]] if words[0] == "mpips" else list(words)
     try:
-        run = chaos.watch(argv, plan, limit)
+        return chaos.watch(argv, plan, limit)
     except OSError as error:
         raise click.UsageError(f"{words[0]} cannot be run: {error.strerror}") from None
-    after = {path for found in leftovers.unused(leftovers.kinds()).values() for path in found}
-    run.left += [str(path) for path in sorted(after - before)]
-    return run
 
 
 def _show(report: chaos.Report) -> None:
