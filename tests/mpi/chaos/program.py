@@ -47,7 +47,7 @@ def synchronous(kv: mpips.KVStore, file: str) -> None:
             kv.set_optimizer(model.optimizer(key), keys=[key])
 
     set_up(kv, model.start(), optimize)
-    step, fresh = getattr(kv, "resumed", 0), True
+    step, fresh = kv.resumed, True
     while step < model.STEPS or fresh:
         try:
             if fresh:
