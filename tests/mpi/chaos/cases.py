@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Collection
 from typing import NamedTuple
 
 from mpips.chaos import Fault, Plan, Point, Whom
@@ -42,12 +43,12 @@ COUNTING = {"init": 3, "set_optimizer": 1, "push": 25, "pull": 25, "pushpull": 2
 """The same of the one that counts, where all are as fast."""
 
 
-def draw(seed: int, case: Case, spares: int = SPARES) -> Plan:
-    """One to three faults for one job, as a program of this case can live through."""
+def draw(seed: int, case: Case, spares: int = SPARES, only: Collection[str] = CALLS) -> Plan:
+    """One to three faults for one job, as a program of this case can live through, in some calls or after them."""
     rng = random.Random(f"{seed} {case}")
     roles = ["worker"] * WORKERS + ["server"] * case.servers + ["spare"] * max(0, spares)
     victims = _victims(rng, roles)
-    calls = COUNTING if case.asynchronous else CALLS
+    calls = {name: n for name, n in (COUNTING if case.asynchronous else CALLS).items() if name in only}
     faults = [_fault(rng, victims[0], _point(rng, calls, roles, []))]
     at = faults[0].at
     assert isinstance(at, Point)

@@ -42,7 +42,7 @@ def run(case: Case, plan: Plan, spares: int, limit: float = LIMIT) -> Result:
         with open(Path(name, "said"), "w+b") as said:
             done = chaos.watch(argv, plan, limit, said)
             said.seek(0)
-            text = said.read().decode(errors="replace")
+            text = said.read().replace(b"\0", b"").decode(errors="replace")  # Open MPI prints NULs
         wrong = f"ended with {done.code}" if done.code and not done.hung else ""
         if not wrong and not done.hung:
             wrong = _wrong_counts(done, file) if case.asynchronous else wrong_curve(done)

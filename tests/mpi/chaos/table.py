@@ -18,7 +18,7 @@ from pathlib import Path
 
 from mpips import chaos
 from mpips.chaos import Point
-from tests.mpi.chaos.cases import CASES, SPARES, draw
+from tests.mpi.chaos.cases import CALLS, CASES, SPARES, draw
 from tests.mpi.chaos.job import Result, run
 
 COLUMNS = ("jobs", "faults", "failed", "wrong bits", "hangs", "leftovers")
@@ -84,6 +84,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--spares", type=int, default=SPARES, help="-1: none, and a death ends the job")
+    parser.add_argument("--calls", default=",".join(CALLS), help="in which faults happen, or after them")
     parser.add_argument("--keep", type=Path)
     parser.add_argument("--replay", help="the plan of one job, of the first of the cases")
     asked = parser.parse_args()
@@ -95,7 +96,7 @@ def main() -> int:
     job, began = 0, time.monotonic()
     while not asked.replay and table.faults < asked.faults:
         name = names[job % len(names)]
-        plan = draw(asked.seed * 100_000 + job, CASES[name], asked.spares)
+        plan = draw(asked.seed * 100_000 + job, CASES[name], asked.spares, asked.calls.split(","))
         table.add(name, run(CASES[name], plan, asked.spares))
         job += 1
         if job % 20 == 0:
