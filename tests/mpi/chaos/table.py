@@ -30,7 +30,7 @@ class Table:
     def __init__(self, keep: Path | None) -> None:
         self._keep = keep
         self.counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
-        self.seconds: defaultdict[str, list[float]] = defaultdict(list)
+        self.seconds: defaultdict[str, list[tuple[float, str]]] = defaultdict(list)
 
     @property
     def faults(self) -> int:
@@ -52,7 +52,7 @@ class Table:
             at = result.plan.faults[fault.fault].at
             if fault.seconds is not None and isinstance(at, Point):
                 for row in (f"{fault.kind} {fault.role}", f"in {at.call}", f"{fault.kind}s"):
-                    self.seconds[row].append(fault.seconds)
+                    self.seconds[row].append((fault.seconds, f"{name} {result.plan.seed}"))
         if not result.good:
             self._tell(name, result)
 
@@ -71,11 +71,12 @@ class Table:
         print(f"\n{'':16}" + "".join(f"{column:>12}" for column in COLUMNS))
         for name, count in self.counts.items():
             print(f"{name:16}" + "".join(f"{count[column]:>12}" for column in COLUMNS))
-        print(f"\n{'seconds to go on':24}{'faults':>8}{'p50':>8}{'p99':>8}{'most':>8}")
+        print(f"\n{'seconds to go on':24}{'faults':>8}{'p50':>8}{'p99':>8}{'most':>8}  in the job")
         for row, found in sorted(self.seconds.items()):
             found.sort()
-            p50, p99 = (found[max(0, -(-len(found) * percent // 100) - 1)] for percent in (50, 99))
-            print(f"{row:24}{len(found):>8}{p50:>8.3f}{p99:>8.3f}{found[-1]:>8.3f}", flush=True)
+            p50, p99 = (found[max(0, -(-len(found) * percent // 100) - 1)][0] for percent in (50, 99))
+            most, job = found[-1]
+            print(f"{row:24}{len(found):>8}{p50:>8.3f}{p99:>8.3f}{most:>8.3f}  {job}", flush=True)
 
 
 def main() -> int:
