@@ -19,7 +19,7 @@ from pathlib import Path
 from mpips import chaos
 from mpips.chaos import Point
 from tests.mpi.chaos.cases import CALLS, CASES, SPARES, draw
-from tests.mpi.chaos.job import Result, run
+from tests.mpi.chaos.job import LIMIT, Result, run
 
 COLUMNS = ("jobs", "faults", "failed", "wrong bits", "hangs", "leftovers")
 
@@ -86,19 +86,20 @@ def main() -> int:
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--spares", type=int, default=SPARES, help="-1: none, and a death ends the job")
     parser.add_argument("--calls", default=",".join(CALLS), help="in which faults happen, or after them")
+    parser.add_argument("--limit", type=float, default=LIMIT, help="seconds after which a job hangs")
     parser.add_argument("--keep", type=Path)
     parser.add_argument("--replay", help="the plan of one job, of the first of the cases")
     asked = parser.parse_args()
     names, table = asked.cases.split(","), Table(asked.keep)
     if asked.replay:
-        result = run(CASES[names[0]], chaos.load(asked.replay), asked.spares)
+        result = run(CASES[names[0]], chaos.load(asked.replay), asked.spares, asked.limit)
         print(result.said, result.report, sep="\n")
         table.add(names[0], result)
     job, began = 0, time.monotonic()
     while not asked.replay and table.faults < asked.faults:
         name = names[job % len(names)]
         plan = draw(asked.seed * 100_000 + job, CASES[name], asked.spares, asked.calls.split(","))
-        table.add(name, run(CASES[name], plan, asked.spares))
+        table.add(name, run(CASES[name], plan, asked.spares, asked.limit))
         job += 1
         if job % 20 == 0:
             print(f"{job} jobs, {table.faults} faults, {table.bad} bad, {time.monotonic() - began:.0f} s", flush=True)
