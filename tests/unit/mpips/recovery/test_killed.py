@@ -15,9 +15,9 @@ from collectives.node import arena
 from mpips.compression import TwoBit
 from mpips.keys.row_sparse import RowSparse
 from mpips.optimizers import SGD, Adam, Groups, blocks
-from mpips.recovery import ledger
-from mpips.recovery.ledger import Ledger
-from mpips.recovery.units import Memory
+from mpips.recovery.memory import ledger
+from mpips.recovery.memory.ledger import Ledger
+from mpips.recovery.memory.units import Memory
 from mpips.server import reduce
 from mpips.server.reduce import Reduce
 from mpips.server.sources import Compressed, Elements, Rows
