@@ -14,7 +14,7 @@ from mpips import optimizers
 SIZES = {"block": 37, "split": 70_001, "adam": 4099, "short": 3}
 """Elements of each key. Both servers share one of them, in several blocks."""
 ADAM = "adam"
-OPTIONS = {"big_array": 20_000, "block_bytes": 32_768, "small_bytes": 8192, "timeout_seconds": 12.0}
+OPTIONS = {"big_array": 20_000, "block_bytes": 32_768, "small_bytes": 8192}
 STEPS, SAVE_EVERY = 30, 9
 GRAIN, SPAN = 1024, 2001
 Weights = dict[str, np.ndarray]

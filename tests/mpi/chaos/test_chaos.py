@@ -16,7 +16,7 @@ from mpips.world import implementation
 from tests.child import LAUNCHER_VARIABLES
 from tests.choice import first
 from tests.mpi.chaos import counts, model
-from tests.mpi.chaos.cases import CASES
+from tests.mpi.chaos.cases import CASES, SPARES, WORKERS, draw
 from tests.mpi.chaos.job import run, wrong_curve
 from tests.mpi.sizes import JOB_LIMIT
 
@@ -46,6 +46,26 @@ def test_a_death_that_ends_the_job_is_no_hang(name: str) -> None:
     assert result.wrong.startswith("ended with ") and not result.report.hung, result
     assert OTHER or not result.report.left, result  # MPICH leaves its memory behind, as `mpips doctor` says
     assert [fault.rank for fault in result.report.faults] == [1]
+
+
+@pytest.mark.skipif(OTHER, reason="deaths are survived under Open MPI alone")
+@first(4, seed=range(4), name=["dist_sync", "mpi_sync-all", "mpi_async", "pure", "mpi_sync-one", "dist_async"])
+def test_a_job_survives(name: str, seed: int) -> None:
+    plan = draw(seed, CASES[name], SPARES, ["push", "pull", "pushpull", "save"])
+    result = run(CASES[name], plan, SPARES, JOB_LIMIT)
+    assert result.good, f"{result.wrong}\n{result.report}\n{result.said}"
+
+
+def test_drawn_plans_leave_a_worker_and_a_server() -> None:
+    plans = [draw(seed, CASES[name]) for seed in range(100) for name in CASES]
+    for place, plan in enumerate(plans):
+        case = list(CASES.values())[place % len(CASES)]
+        killed = {fault.whom.number for fault in plan.faults}
+        servers = {rank for rank in killed if WORKERS <= rank < WORKERS + case.servers}
+        assert 1 <= len(killed) == len(plan.faults) <= 3
+        assert len(servers) < max(1, case.servers) and len(killed - servers) <= WORKERS
+    calls = {fault.at.call for plan in plans for fault in plan.faults if isinstance(fault.at, Point)}
+    assert calls == {"init", "set_optimizer", "push", "pull", "pushpull", "save", "recover"}
 
 
 def test_curves_and_counts_that_are_wrong_are_found() -> None:
