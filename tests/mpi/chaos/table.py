@@ -11,6 +11,7 @@ The exit code is 1 where there are any.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 from collections import Counter, defaultdict
@@ -86,6 +87,7 @@ def main() -> int:
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--spares", type=int, default=SPARES, help="-1: none, and a death ends the job")
     parser.add_argument("--calls", default=",".join(CALLS), help="in which faults happen, or after them")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="after which no more jobs are started")
     parser.add_argument("--limit", type=float, default=LIMIT, help="seconds after which a job hangs")
     parser.add_argument("--keep", type=Path)
     parser.add_argument("--replay", help="the plan of one job, of the first of the cases")
@@ -96,7 +98,7 @@ def main() -> int:
         print(result.said, result.report, sep="\n")
         table.add(names[0], result)
     job, began = 0, time.monotonic()
-    while not asked.replay and table.faults < asked.faults:
+    while not asked.replay and table.faults < asked.faults and time.monotonic() < began + asked.seconds:
         name = names[job % len(names)]
         plan = draw(asked.seed * 100_000 + job, CASES[name], asked.spares, asked.calls.split(","))
         table.add(name, run(CASES[name], plan, asked.spares, asked.limit))
