@@ -14,7 +14,7 @@ from mpips.ending.last_words import end, end_unstarted, is_started
 from mpips.ending.status import StatusLine
 from mpips.world import launched_as
 
-COMMANDS = ("run", "doctor", "script", "train", "bench", "tune", "sim", "plan", "lab")
+COMMANDS = ("run", "doctor", "script", "train", "bench", "tune", "sim", "plan", "chaos", "lab")
 """Words of the `mpips` command, which are no scripts."""
 
 

@@ -15,6 +15,7 @@ from collectives.network.failures import Making, able, deaths
 from mpips import layout as layouts
 from mpips import options as option_table
 from mpips import world
+from mpips.chaos import injector
 from mpips.cores import Seat
 from mpips.ending.status import say_role
 from mpips.layout import Layout
@@ -48,6 +49,7 @@ _surviving: list[int] = []
 """With how many spares this process has made its one store that survives deaths."""
 
 
+@injector.watched
 def create(kind: str, comm: MPI.Intracomm | None = None, **options: Any) -> KVStore:
     """Make a store of a job. Collective over `comm` (COMM_WORLD; `local`: this process alone); blocking.
 
