@@ -15,8 +15,8 @@ import click
 
 from collectives.terminal.help import examples, known
 from collectives.terminal.stdout import lasting
-from launch.process import INTERRUPTED
 from launch.run import options_of, start
+from launch.running.process import INTERRUPTED
 
 
 class Sub(NamedTuple):
@@ -69,6 +69,11 @@ COMMANDS = {
     "plan": Sub(
         "mpips.overlap.__main__", "Group layers for overlap, from a profile.",
         ("mpips plan profile.json --nodes 8", "mpips plan --model resnet50 --nodes 4:64 --plot plan.png"),
+    ),
+    "chaos": Sub(
+        "mpips.chaos.command", "Kill and stop ranks of a running job by a plan, and report.",
+        ("mpips chaos --faults 3 --every 5 -- mpips run -w 4 -s 2 --spares 1 train.py",
+         "mpips chaos --replay plan.json --reference -- mpips run -w 4 train.py"),
     ),
     "lab": Sub(
         "launch.lab.__main__", "An emulated cluster on this machine.",
@@ -263,7 +268,7 @@ bench = Commands(
     epilog=examples("mpips bench allreduce -n 4", "mpips bench kvstore -n 3 --servers 1"),
     context_settings={"help_option_names": HELP},
 )
-_ORDER = ("run", "doctor", "script", "train", "bench", "tune", "sim", "plan", "lab")
+_ORDER = ("run", "doctor", "script", "train", "bench", "tune", "sim", "plan", "chaos", "lab")
 
 
 @click.command(

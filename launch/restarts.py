@@ -2,7 +2,7 @@
 
 A *death* is that of a rank or of mpirun by a signal, or of a host, which answers no more. A job whose program raises an
 exception, or leaves with a code of its own, is not started again: it would do the same again. Nor is one that a signal
-to this command has ended.
+to this command has ended. With spares the others go on first, and the job starts again where they could not.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from dataclasses import replace
 
 from launch.hosts import Host, Placed
 from launch.mpirun import Flavour, Job, Launcher, LauncherError, Machine, build
-from launch.process import Ended, signal_in, tell
+from launch.running.process import Ended, tell
+from launch.running.verdict import signal_in
 from mpips.checkpoint import folder as files
 from mpips.options import Options
 
@@ -113,20 +114,22 @@ def _answers(host: str, launcher: Launcher, machine: Machine, extra: Sequence[st
 
 
 def fit(options: Options, hosts: Sequence[Host]) -> Options:
-    """The options of a job that these hosts hold: as asked for where they do; else with fewer workers, and at last with
-    fewer servers, of each at least one. LauncherError where they cannot hold even that."""
+    """The options of a job that these hosts hold: as asked for where they do; else with fewer spares, then with fewer
+    workers, and at last with fewer servers, of these two at least one. LauncherError where they cannot hold even
+    that."""
     if not hosts:
         raise LauncherError("no host answers")
     if any(host.slots is None for host in hosts):
         return options
-    slots, servers = sum(host.slots or 0 for host in hosts), options.servers
-    workers = options.workers
+    slots, workers, servers = sum(host.slots or 0 for host in hosts), options.workers, options.servers
+    spares = min(options.spares, max(0, slots - workers - servers))
     if slots < workers + servers:
         workers = max(1, slots - servers)
         servers = min(servers, slots - workers)
     if options.servers and not servers:
         raise LauncherError(f"the hosts that answer have {slots} slots, and a worker and a server need 2")
-    return replace(options, workers=workers, servers=servers, clients=min(options.clients, workers))
+    clients = min(options.clients, workers)
+    return replace(options, workers=workers, servers=servers, clients=clients, spares=spares)
 
 
 def place_of(folder: str) -> str:
@@ -142,4 +145,5 @@ def _begin(folder: str) -> str:
 def _roles(before: Options, after: Options) -> str:
     if after == before:
         return ""
-    return f", with -w {after.workers} -s {after.servers} on the hosts that answer"
+    spares = f" --spares {after.spares}" if after.spares >= 0 else ""
+    return f", with -w {after.workers} -s {after.servers}{spares} on the hosts that answer"

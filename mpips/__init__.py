@@ -12,12 +12,13 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from mpips.runtime.last_words import install_hooks as _install_hooks
+from mpips.ending.finalize import install as _end_mpi_in_time
+from mpips.ending.last_words import install_hooks as _install_hooks
 
 if TYPE_CHECKING:
     from collectives.errors import CollectiveError, MismatchError, StallError
     from collectives.node.arena import empty
-    from mpips import compression, optimizers, training
+    from mpips import chaos, compression, optimizers, training
     from mpips.keys.key import Rounds
     from mpips.keys.row_sparse import RowSparse
     from mpips.options import OptionError, Options
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from mpips.training.model import Model
     from mpips.training.trainer import Trainer
 
+_end_mpi_in_time()
 _install_hooks()
 
 _HOMES = {
@@ -38,12 +40,12 @@ _HOMES = {
     "EpochError": "mpips.runtime.errors", "EpochMismatchError": "mpips.runtime.errors",
     "EpochStallError": "mpips.runtime.errors",
 }  # fmt: skip
-_PACKAGES = ("compression", "optimizers", "training")
+_PACKAGES = ("chaos", "compression", "optimizers", "training")
 
 __all__ = [
     "CollectiveError", "Elastic", "EpochError", "EpochMismatchError", "EpochStallError", "KVStore", "MismatchError",
-    "Model", "OptionError", "Options", "Rounds", "RowSparse", "StallError", "Trainer", "compression", "create", "empty",
-    "optimizers", "training",
+    "Model", "OptionError", "Options", "Rounds", "RowSparse", "StallError", "Trainer", "chaos", "compression", "create",
+    "empty", "optimizers", "training",
 ]  # fmt: skip
 
 

@@ -53,6 +53,7 @@ FIELDS = (
     Field("chunk_bytes", 131_072, 4096, (), "bytes of one message between nodes; a larger array is sent as a pipeline"),
     Field("chunks_in_flight", 8, 1, (), "messages of one array under way at a time between two ranks"),
     Field("shared_memory", True, None, (), "exchange payloads in shared memory where processes share a node"),
+    Field("spares", -1, -1, (), "the last ranks, which wait to take dead ranks' places; -1: a death ends the store"),
     Field("stall_seconds", 60.0, 0.001, (), "a wait longer than this warns, naming key or sum and the ranks not there"),
     Field("timeout_seconds", 300.0, 0, (), "a wait longer than this ends the epoch with StallError; 0: never"),
     Field("checkpoint", "", None, (), "a folder: the job's first store saves itself there, and goes on from it"),
@@ -75,6 +76,7 @@ class Options:
     chunk_bytes: int = 131_072
     chunks_in_flight: int = 8
     shared_memory: bool = True
+    spares: int = -1
     stall_seconds: float = 60.0
     timeout_seconds: float = 300.0
     checkpoint: str = ""
@@ -95,18 +97,22 @@ class Options:
 
     def workers_of(self, world_size: int) -> int:
         """Workers in a job of `world_size` ranks; raises OptionError where the ranks do not suffice."""
-        workers = world_size - self.servers
+        spares = max(self.spares, 0)
+        workers = world_size - self.servers - spares
+        also = f" and spares={spares}" if spares else ""
         if workers < 1:
+            least = self.servers + spares + 1
             raise OptionError(
-                f"servers={self.servers} and at least one worker need {self.servers + 1} ranks, but the job has "
-                f"{world_size}: start more (mpirun -n {self.servers + 1}) or ask for fewer servers"
+                f"servers={self.servers}{also} and at least one worker need {least} ranks, but the job has "
+                f"{world_size}: start more (mpirun -n {least}) or ask for fewer servers{' or spares' if spares else ''}"
             )
         if self.workers and workers != self.workers:
+            ranks = self.workers + self.servers + spares
+            started = f"--servers {self.servers} --workers {self.workers}{f' --spares {spares}' if spares else ''}"
             raise OptionError(
-                f"workers={self.workers} and servers={self.servers} need {self.workers + self.servers} ranks, but the "
-                f"job has {world_size}: start it by `mpips run --servers {self.servers} --workers {self.workers}` or "
-                f"mpirun -n {self.workers + self.servers}, or ask for what there is (`mpips doctor` tells why a "
-                "launcher's ranks may each be a world of their own)"
+                f"workers={self.workers} and servers={self.servers}{also} need {ranks} ranks, but the job has "
+                f"{world_size}: start it by `mpips run {started}` or mpirun -n {ranks}, or ask for what there is "
+                "(`mpips doctor` tells why a launcher's ranks may each be a world of their own)"
             )
         return workers
 

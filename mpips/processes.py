@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from mpi4py import MPI
 
 from collectives.errors import of_caller
+from collectives.network.failures import Making, able, deaths
 from mpips import layout as layouts
 from mpips import options as option_table
 from mpips import world
+from mpips.chaos import injector
+from mpips.checkpoint import resuming
 from mpips.checkpoint.regular import Regular
-from mpips.checkpoint.resuming import resume
 from mpips.cores import Seat
+from mpips.ending.status import say_role
 from mpips.layout import Layout
 from mpips.options import OptionError, Options
+from mpips.recovery import spare
+from mpips.recovery.standby import StandBy
 from mpips.runtime.epoch import Epoch
+from mpips.runtime.errors import EpochError
 from mpips.served.served import Served
 from mpips.server.loop import Server, serve
 from mpips.serverless import Serverless
 from mpips.store import KVStore
-from mpips.transport.connect import connect
 from mpips.transport.frames import OpenStore
+from mpips.worker.backend import Backend, Recovered
 from mpips.worker.settings import Settings
 
 
@@ -43,8 +50,11 @@ _folders: set[str] = set()
 """Where stores of this process save themselves, or have."""
 _seats: list[Seat] = []
 """That of this process, while it has a store with servers."""
+_surviving: list[int] = []
+"""With how many spares this process has made its one store that survives deaths."""
 
 
+@injector.watched
 def create(kind: str, comm: MPI.Intracomm | None = None, **options: Any) -> KVStore:
     """Make a store of a job. Collective over `comm` (COMM_WORLD; `local`: this process alone); blocking.
 
@@ -58,6 +68,8 @@ def create(kind: str, comm: MPI.Intracomm | None = None, **options: Any) -> KVSt
         if chosen is None or refusal:
             raise OptionError(refusal)
         return _serverless(layouts.create(MPI.COMM_SELF, word, Options(stall_seconds=chosen.stall_seconds)))
+    if _surviving:
+        raise of_caller(RuntimeError(f"create: a job with spares={_surviving[0]} has one store, which was made before"))
     if comm is None:
         comm = MPI.COMM_WORLD
         if cause := world.lost(os.environ, MPI.Get_library_version(), comm.Get_size()):
@@ -68,14 +80,16 @@ def create(kind: str, comm: MPI.Intracomm | None = None, **options: Any) -> KVSt
             refusal = _unfit(chosen, before.layout)
         asked = layouts.record(chosen or Options())
         before.store.settings.run("create", before.served.open_store(OpenStore(word, asked)))
-    layout = layouts.create(comm, word, chosen, refusal)
-    if not layout.num_servers:
-        return _serverless(layout)
-    if layout.is_server:
-        serve([_server(layout)], lambda asked: _one_more(comm, layout, asked))
-        _rise()
-        raise SystemExit(0)
-    return _served(comm, layout)
+    with _all_alive(comm, chosen):
+        layout = layouts.create(comm, word, chosen, refusal or _unable(chosen))
+        if layout.survives:
+            _surviving.append(layout.spares)
+        if layout.is_worker:
+            return _served(comm, layout) if layout.num_servers else _serverless(layout)
+        made = _Spare(layout) if layout.is_spare else _server(layout)
+    if not isinstance(made, _Spare):
+        _serve(made, lambda asked: _one_more(comm, layout, asked))
+    return made.wait()
 
 
 def _asked(kind: str, options: dict[str, Any]) -> tuple[str, Options | None, str]:
@@ -100,8 +114,8 @@ def _serverless(layout: Layout) -> KVStore:
 def _served(comm: MPI.Intracomm, layout: Layout) -> KVStore:
     epoch = Epoch(layout)
     with epoch.failing(layouts.WHAT):
-        lines, _ = connect(layout, epoch)
-        served = Served(layout, lines, epoch, _seat(layout, epoch).shared)
+        served = Served(layout, epoch, _seat(layout, epoch).shared)
+        served.begin()
         store = KVStore(layout, served, epoch, _closer(layout, epoch), _saves(layout))
     _open.append(_Open(comm, layout, store, served))
     return store
@@ -112,12 +126,25 @@ def _saves(layout: Layout) -> Callable[[Settings], Regular] | None:
     is on all ranks of the job."""
     folder = layout.options.checkpoint
     if not folder or folder in _folders or layout.world.Get_size() < MPI.COMM_WORLD.Get_size():
+        resuming.tell_spares(layout, None)
         return None
     _folders.add(folder)
 
     def begin(settings: Settings) -> Regular:
-        settings.resumed, settings.held = resume(settings)
-        return Regular(settings, settings.resumed)
+        settings.base, settings.held = resuming.resume(settings)
+        settings.resumed = settings.base
+        resuming.tell_spares(layout, settings.base)
+        return Regular(settings, settings.base)
+
+    return begin
+
+
+def _saves_from(step: int) -> Callable[[Settings], Regular]:
+    """The same for a worker that joins a store which has gone on from this step."""
+
+    def begin(settings: Settings) -> Regular:
+        settings.base = step
+        return Regular(settings, step)
 
     return begin
 
@@ -134,11 +161,102 @@ def _closer(layout: Layout, epoch: Epoch) -> Callable[[], None]:
     return close
 
 
+def _unable(options: Options | None) -> str:
+    """Why a store of this job cannot survive a death, where it is asked to; "" where it can."""
+    if options is None or options.spares < 0:
+        return ""
+    if not able():
+        return (
+            f"spares={options.spares} needs an MPI in which a death ends no job: Open MPI with ULFM, as `mpips run "
+            "--spares` or `mpirun --with-ft ulfm` starts it; `mpips run --restarts` serves under any MPI"
+        )
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        return f"spares={options.spares} needs MPI_THREAD_MULTIPLE, which this MPI does not give"
+    return ""
+
+
+@contextmanager
+def _all_alive(comm: MPI.Intracomm, options: Options | None) -> Iterator[None]:
+    """Ranks make a store within. One that dies meanwhile ends that, on all, also where others live on after a death."""
+    if options is None or options.spares < 0 or _unable(options):
+        yield
+        return
+    try:
+        with Making(comm):
+            yield
+    except MPI.Exception as error:
+        dead = deaths(comm)
+        if not dead:
+            raise
+        why = f"rank {dead[0]} has died before the store was there, and nobody has its place: start the job again"
+        raise EpochError(f"create: {why}") from error
+
+
+class _Spare:
+    """This rank while it is a spare. Making it is collective over all ranks of the store, blocking."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout, self._epoch = layout, Epoch(layout)
+        self._seat: Seat | None = None
+        self._stands_by: StandBy | None = None
+        if layout.num_servers:
+            with self._epoch.failing(layouts.WHAT):
+                self._seat, self._stands_by = _seat(layout, self._epoch), StandBy(layout, self._epoch)
+        with self._epoch.failing(layouts.WHAT):
+            step = resuming.hear(layout, self._epoch)
+        self._saves = None if step is None else _saves_from(step)
+
+    def wait(self) -> KVStore:
+        """What a worker's `create` returns, once this rank has taken a worker's place; blocking. Where the store ends
+        before, or when it has ended after this rank took a server's, it leaves by SystemExit(0)."""
+        layout, epoch = self._layout, self._epoch
+        with epoch.failing("the wait of a spare"):
+            became = spare.wait(epoch, self._rebuild, self._committed)
+        if became is None:
+            _rise()
+            epoch.close()
+            raise SystemExit(0)
+        if isinstance(became, Server):
+            say_role("server")
+            became.committed()
+            _serve(became)
+        backend, recovered = became
+        say_role("worker" if len(layout.clients) == 1 else f"worker of client {layout.client_number}")
+        backend.committed()
+        return KVStore(layout, backend, epoch, _closer(layout, epoch), self._saves, recovered)
+
+    def _rebuild(self) -> list[Server | tuple[Backend, Recovered]]:
+        layout, epoch = self._layout, self._epoch
+        if self._seat is None or self._stands_by is None:
+            if layout.is_spare:
+                return []
+            backend = Serverless(layout, epoch)
+            return [(backend, backend.recover(()))]
+        if layout.is_server:
+            return [Server.fresh(layout, epoch, self._seat, self._stands_by.held())]
+        if layout.is_worker:
+            return [Served.fresh(layout, epoch, self._seat.shared, self._stands_by.held())]
+        self._stands_by.rebuild()
+        return []
+
+    def _committed(self) -> None:
+        if self._stands_by is not None:
+            self._stands_by.committed()
+
+
+def _serve(server: Server, opened: Callable[[OpenStore], Server | None] | None = None) -> NoReturn:
+    """Serve until all workers have left; see `serve`."""
+    serve([server], opened)
+    _rise()
+    raise SystemExit(0)
+
+
 def _server(layout: Layout) -> Server:
     epoch = Epoch(layout)
     with epoch.failing(layouts.WHAT):
-        lines, rings = connect(layout, epoch)
-        return Server(layout, lines, rings, _seat(layout, epoch), epoch)
+        server = Server(layout, _seat(layout, epoch), epoch)
+        server.begin()
+        return server
 
 
 def _one_more(comm: MPI.Intracomm, first: Layout, asked: OpenStore) -> Server | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from collectives.errors import of_caller
 from mpips.checkpoint.load import load
@@ -17,7 +17,7 @@ from mpips.layout import Layout
 from mpips.runtime import breaking
 from mpips.runtime.engine import Handle
 from mpips.runtime.epoch import Epoch
-from mpips.worker.backend import Backend
+from mpips.worker.backend import Backend, Recovered
 from mpips.worker.quick import Quick, regularly, with_meanwhile
 from mpips.worker.recut import recut
 from mpips.worker.settings import Settings
@@ -25,6 +25,7 @@ from mpips.worker.settings import Settings
 if TYPE_CHECKING:
     from mpips.optimizers.base import Optimizer
 
+T = TypeVar("T")
 Turns = Sequence[Hashable]
 """Names, any that are hashable: operations with one in common run in program order (`ipush`)."""
 
@@ -44,8 +45,10 @@ class KVStore:
 
     def __init__(
         self, layout: Layout, backend: Backend, epoch: Epoch, closed: breaking.Step = lambda: None,
-        saves: Callable[[Settings], Saves] | None = None,
+        saves: Callable[[Settings], Saves] | None = None, joined: Recovered | None = None,
     ) -> None:  # fmt: skip
+        """`closed` is called when it has closed. `saves`: how it saves itself. `joined`: what the store has that this
+        worker joins."""
         self.settings = Settings(layout, backend, epoch)
         """What the workers agree on; for other packages of mpips."""
         self._operations, self._closed = self.settings.operations, closed
@@ -56,6 +59,9 @@ class KVStore:
             self.settings.regular = regular = saves(self.settings)
             self._plain = regularly(regular, *self._plain, self._operations.do, lambda: self._save_beside(regular))
         self._alone()
+        if joined is not None:  # this worker has taken a dead one's place
+            self.settings.join(joined)
+            self._until_it_pushes()
         breaking.at_exit(self.close)
 
     def _alone(self) -> None:
@@ -77,6 +83,21 @@ class KVStore:
         saving = regular.save()
         if saving is not None:
             self._beside(saving.go_on)
+
+    def _until_it_pushes(self) -> None:
+        """The store begins anew after a death: see `Settings.pushes`."""
+        plain = self._plain
+
+        def first(call: Callable[..., T]) -> Callable[..., T]:
+            def called(what: str, *words: Any) -> T:
+                if what != "pull":
+                    self.settings.pushes()
+                    self._alone()
+                return call(what, *words)
+
+            return called
+
+        self._call, self._start = first(plain[0]), first(plain[1])
 
     # ---- who we are
 
@@ -106,9 +127,10 @@ class KVStore:
         return self.settings.epoch.number
 
     @property
-    def resumed(self) -> int:
-        """The step that this job goes on from (`mpips run --restarts`): so many rounds of each key are in what the
-        store holds; 0 in a job that begins."""
+    def resumed(self) -> int | None:
+        """The step to begin with: so many rounds of each key are in what the store holds. 0 where a training begins.
+        More where a job has started again (`mpips run --restarts`), or where this worker has joined a store that others
+        train. None where its keys stand at several rounds."""
         return self.settings.resumed
 
     @staticmethod
@@ -196,7 +218,10 @@ class KVStore:
         Returns of each key the last complete round, which it stands at: so many pushes of each worker are in it.
         `.torn` names keys of which a round was applied in part: load a checkpoint of them.
         """
-        return self.settings.recover()
+        rounds = self.settings.recover()
+        if self.layout.survives:
+            self._until_it_pushes()
+        return rounds
 
     # ---- pushes and pulls
 
@@ -256,4 +281,10 @@ class KVStore:
         if self._operations.closed:
             return
         breaking.closed(self.close)
+        if self.layout.survives:
+            breaking.in_order(self.settings.meet_to_close, self._end)
+        else:
+            self._end()
+
+    def _end(self) -> None:
         breaking.in_order(*self.settings.closing(), self._closed)

@@ -25,7 +25,7 @@ from mpips.keys.key import Name
 
 LISTS = (list, tuple)
 LATER = 8
-"""While a save is under way, the next one is tried again after 1 / 8 of the steps between two."""
+"""While a save is under way, and after a recovery, the next one is tried after 1 / 8 of the steps between two."""
 
 
 class Regular:
@@ -44,6 +44,9 @@ class Regular:
 
     def _after(self, step: int) -> int:
         return (step // self.every + 1) * self.every
+
+    def _soon(self, step: int) -> int:
+        return min(self._after(step), step + max(1, self.every // LATER))
 
     def is_due(self, key: Any) -> bool:
         """Whether a push of this key, or list of keys, begins a step before which the store has to be saved."""
@@ -73,7 +76,7 @@ class Regular:
     def set_rounds(self, rounds: Mapping[Name, int]) -> None:
         """The store stands at these rounds, after `recover`."""
         self._counts, self._most = dict(rounds), max(rounds.values(), default=0)
-        self._next = self._after(self._step + self._most)
+        self._next = self._soon(self._step + self._most)  # the last save may have been lost
 
     def save(self) -> RegularSaving | None:
         """Save what is stored, beside the training. None where that is left to a later step, or was not possible,
@@ -82,7 +85,7 @@ class Regular:
         store.finish()
         busy = store.saving is not None and not store.saving.go_on()
         if busy if alone else store.agree("save", data=b"busy" if busy else b"")[0]:
-            self._next = step + max(1, self.every // LATER)
+            self._next = self._soon(step)
             return None
         self._next = self._after(step)
         path = files.path_of(self.folder, step)

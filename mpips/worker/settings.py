@@ -6,7 +6,8 @@ changed. Whatever goes wrong after that ends the epoch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import msgspec
@@ -14,7 +15,7 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from mpips import compression, optimizers
-from mpips.checkpoint.held import Held
+from mpips.checkpoint.held import Claims
 from mpips.checkpoint.source import Saves, Written
 from mpips.compression import Compressor
 from mpips.keys import arguments, calls
@@ -24,13 +25,15 @@ from mpips.optimizers import Groups, Optimizer
 from mpips.runtime import rendezvous
 from mpips.runtime.engine import Engine, Handle
 from mpips.runtime.epoch import Epoch
+from mpips.runtime.errors import EpochError
 from mpips.runtime.rendezvous import Items
 from mpips.runtime.tasks import Task, kept
-from mpips.worker.backend import Backend
-from mpips.worker.operations import Operations
+from mpips.worker.backend import Backend, Recovered
+from mpips.worker.operations import GIVEN, Operations
 
 Array = NDArray[Any]
 T = TypeVar("T")
+STORE = "the store"
 
 
 class Settings:
@@ -49,8 +52,14 @@ class Settings:
         self.compressor: Compressor | None = None
         self.saving: Written | None = None
         """The last checkpoint that was begun in the background."""
-        self.resumed, self.held = 0, Held()
-        """The step that the store goes on from, and what of it the program has not asked for."""
+        self.base = 0
+        """The step that the job has resumed at: rounds count from there."""
+        self.resumed: int | None = 0
+        """See `KVStore.resumed`."""
+        self.held = Claims()
+        """What the store has, and the program has not asked for."""
+        self.fresh = False
+        """Whether this worker has taken a dead one's place, and comes to where the others are already."""
         self.regular: Saves | None = None
         """Where it saves itself."""
 
@@ -59,27 +68,44 @@ class Settings:
     def init(self, key: Any, value: Any, see: Callable[[Sequence[Key]], None] = lambda keys: None) -> None:
         """See `KVStore.init`. `see` raises where the keys that are to be made do not suit the caller."""
 
+        held: dict[Name, Key] = {}
+        names: Sequence[Name] = ()
+        if self.held.names:
+            with GIVEN:
+                pairs = arguments.pairs(key, value, "init")
+                held, names = self._held(pairs), [name for name, _ in pairs]
+                if len(held) == len(names):
+                    see(list(held.values()))
+            if len(held) == len(names):
+                self.held.claim(held)
+                return
+            key, value = map(list, zip(*(pair for pair in pairs if pair[0] not in held)))
+
         def asked() -> tuple[list[Key], list[Array]]:
-            pairs = _first_values(self.keys, self.held.names, key, value)
+            pairs = _first_values(self.keys, key, value)
             keys = [Key(name, array.shape, array.dtype) for name, array in pairs]
             if self.groups.default is not None:
                 _see_floats(keys, "init", "name the keys that have one, set_optimizer(..., keys=[...])")
-            self.held.see_any(keys)
-            for one in keys:
-                if one.name in self.held.names:
-                    self.held.see(self.keys[one.name], one)
-            see(keys)
+            every = held | {one.name: one for one in keys}
+            see([every[name] for name in names or every])
             return keys, [array for _, array in pairs]
 
         made, refusal = rendezvous.attempt(asked)
         keys, values = made or ([], [])
         self.agree("init", [(one.name, f"{one.dtype.name}{one.shape}") for one in keys], refusal)
-        new = [(one, value) for one, value in zip(keys, values) if one.name not in self.held.names]
-        self.held.claim(keys)
-        if new:
-            keys, values = [one for one, _ in new], [value for _, value in new]
-            self.run("init", self.backend.init(keys, values), [one.name for one in keys])
-            self.add(keys)
+        self.held.claim(held)
+        self.run("init", self.backend.init(keys, values), [one.name for one in keys])
+        self.add(keys)
+
+    def _held(self, pairs: Sequence[tuple[Name, Any]]) -> dict[Name, Key]:
+        """Those of an `init` that are held; ValueError where they are not as they are asked for."""
+        self.held.see_any([name for name, _ in pairs])
+        found = {}
+        for name, values in pairs:
+            if name in self.held.names:
+                asked, found[name] = calls.first_value(name, values), self.keys[name]
+                self.held.see(found[name], Key(name, asked.shape, asked.dtype))
+        return found
 
     def forget(self, keys: Any) -> None:
         """See `KVStore.forget`."""
@@ -95,7 +121,7 @@ class Settings:
         """Give up keys; collective, after all have agreed on it."""
         self.run(what, self.backend.forget(keys), [key.name for key in keys])
         self.groups.forget(key.name for key in keys)
-        self.held.claim(keys)
+        self.held.claim(key.name for key in keys)
         for key in keys:
             del self.keys[key.name]
             key.fast = None
@@ -111,13 +137,15 @@ class Settings:
         what = "set_optimizer"
         chosen, refusal = rendezvous.attempt(lambda: optimizers.create(optimizer, **keywords))
         names, other = rendezvous.attempt(lambda: self._names_of_floats(keys, what))
-        anew, unfit = rendezvous.attempt(lambda: self.held.unheld(chosen, names) if chosen is not None else names)
-        refusal = refusal or other or unfit
-        self.settled(what, [("optimizer", repr(chosen)), ("keys", repr(names))], refusal, noun="argument")
-        self.held.claim_optimizers(names)
-        if anew is None or anew:
-            self.run(what, self.backend.set_optimizer(chosen, anew))
-            self.groups.set(chosen, anew)
+        asked = names
+        if self.held.optimizers and chosen is not None and other is None:
+            with GIVEN:
+                names = self.held.unheld(chosen, asked)
+        if names is None or names or names is asked:
+            self.settled(what, [("optimizer", repr(chosen)), ("keys", repr(names))], refusal or other, noun="argument")
+            self.run(what, self.backend.set_optimizer(chosen, names))
+            self.groups.set(chosen, names)
+        self.held.claim_optimizers(asked)
 
     def update_optimizer(self, keys: Any, numbers: dict[str, Any]) -> None:
         """See `KVStore.update_optimizer`."""
@@ -139,9 +167,9 @@ class Settings:
         """See `KVStore.set_gradient_compression`."""
         what = "set_gradient_compression"
         chosen, refusal = rendezvous.attempt(lambda: compression.create(options))
-        self.settled(what, [("compression_params", repr(chosen))], refusal, noun="argument")
-        if self.held.claims(chosen):
+        if chosen is not None and self.held.claims(chosen):
             return
+        self.settled(what, [("compression_params", repr(chosen))], refusal, noun="argument")
         self.run(what, self.backend.set_compression(dict(options), chosen))
         self.compressor = chosen
 
@@ -167,15 +195,50 @@ class Settings:
         self.operations.check_not_closed()
         with self.operations.guard("recover"):
             self.engine.forget()
-            self.epoch.renew()
-            rounds = self.backend.recover(self.keys)
-        gone = [key for name, key in self.keys.items() if name not in rounds]
-        self.held.claim(gone)
-        for key in gone:
-            del self.keys[key.name]
+            recovered = self.epoch.renew(lambda: self.backend.recover(self.keys))
+            assert recovered is not None
+            self.backend.committed()
+        rounds = self._take(recovered)
+        if self.layout.survives:
+            self.held = self.held.renewed(STORE, self.keys, self.groups, self.compressor)
+        else:
+            self.held.keep(self.keys)
+        return rounds
+
+    def join(self, recovered: Recovered) -> None:
+        """This worker has taken a dead one's place in a store that has this."""
+        self.resumed, self.fresh = self._take(recovered).step, True
+        begun = self.resumed != 0
+        self.held = Claims(STORE, self.keys, self.groups, self.compressor, strict=begun)
+
+    def _take(self, recovered: Recovered) -> Rounds:
+        """The next epoch has begun with this."""
+        self.keys.clear()
+        self.add(recovered.keys)
+        self.groups, self.compressor = recovered.groups, recovered.compressor
+        rounds = recovered.rounds
         if self.regular is not None:
             self.regular.set_rounds(rounds)
+        if rounds.step is not None:
+            rounds.step += self.base
         return rounds
+
+    def pushes(self) -> None:
+        """The first push after a recovery: from now on all calls are made together again."""
+        self.fresh, self.held = False, self.held.pushed()
+
+    def meet_to_close(self) -> None:
+        """Wait until all workers close the store: where one dies before, the others may need this one to go on. Whether
+        they have come or not, nothing is left to be waited for then."""
+        with suppress(EpochError):
+            self.engine.finish(detached=True)
+            while self.epoch.over is None:
+                try:
+                    with self.operations.guard("close"):
+                        rendezvous.exchange(self.epoch, b"", "close")
+                    return
+                except EpochError:
+                    self.recover()
 
     def closing(self) -> list[Callable[[], None]]:
         """No calls are made from now on: what is to be done at the end, in this order, each though another fails."""
@@ -256,11 +319,11 @@ class Settings:
         return None if keys is None else [key.name for key in found]
 
 
-def _first_values(known: Mapping[Name, Key], held: Container[Name], key: Any, value: Any) -> list[tuple[Name, Array]]:
-    """New keys, or those that are held, and what they begin with. ValueError or TypeError where one cannot be made."""
+def _first_values(known: Mapping[Name, Key], key: Any, value: Any) -> list[tuple[Name, Array]]:
+    """New keys and what they begin with. ValueError or TypeError where one cannot be made."""
     result = []
     for name, values in arguments.pairs(key, value, "init"):
-        if name in known and name not in held:
+        if name in known:
             raise ValueError(f"key {name!r} was already initialised; a key is initialised once")
         other = arguments.of_other_kind(known, name)
         if other is not None:

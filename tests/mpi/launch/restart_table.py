@@ -53,17 +53,27 @@ def training(folder: str, kind: str, steps: int, pause: float) -> None:
     weights = {"w": np.linspace(-1, 1, 20_011, dtype=np.float32), "b": np.ones((7, 3), np.float32)}
     kv.init(list(weights), list(weights.values()))
     kv.set_optimizer("adam", learning_rate=0.05)
-    kv.pull(list(weights), list(weights.values()))
-    for step in range(kv.resumed, steps):
-        if step == LOWER_AT:
-            kv.update_optimizer(learning_rate=0.02)
-        grads = [_gradient(array, step, kv.rank) for array in weights.values()]
-        kv.pushpull(list(weights), grads, out=list(weights.values()))
+    step, stale = kv.resumed, True
+    while step < steps:
+        try:
+            if stale:
+                kv.pull(list(weights), list(weights.values()))
+                stale = False
+            if step == LOWER_AT:
+                kv.update_optimizer(learning_rate=0.02)
+            grads = [_gradient(array, step, kv.rank) for array in weights.values()]
+            kv.pushpull(list(weights), grads, out=list(weights.values()))
+        except mpips.EpochError:
+            if not kv.layout.survives:
+                raise
+            step, stale = kv.recover().step, True
+            continue
         if kv.rank == 0:
             loss = sum(float(np.square(array, dtype=np.float64).mean()) for array in weights.values())
             digest = hashlib.sha1(b"".join(array.tobytes() for array in weights.values())).hexdigest()
             with open(place / "losses", "a") as file:
                 file.write(f"{step} {loss.hex()},{digest}\n")
+        step += 1
         time.sleep(pause)
 
 
@@ -94,7 +104,7 @@ def run(
         finally:
             job.kill()
             job.wait()
-    return Run(job.returncode, losses(folder), (folder / "said").read_text(), done, time.monotonic() - begun)
+    return Run(job.returncode, losses(folder), (folder / "said").read_text().replace("\0", ""), done, time.monotonic() - begun)
 
 
 def losses(folder: Path) -> dict[int, str]:

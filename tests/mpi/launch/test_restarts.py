@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 from mpi4py import MPI
 
+from launch import find, survival
+from mpips.checkpoint import folder as files
 from tests.mpi.launch.restart_table import Run, run
 
 pytestmark = pytest.mark.skipif(MPI.COMM_WORLD.size != 1, reason="starts jobs of its own; once is enough")
+HINDRANCE = survival.hindrance(find()) if MPI.COMM_WORLD.size == 1 else ""
 
 TRAIN = "from tests.mpi.launch.restart_table import training\ntraining({folder!r}, {kind!r}, {steps}, 0.01)\n"
 IN_SAVE = """
@@ -63,17 +66,38 @@ def created(kind):
 mpips.create = created
 """
 
+DIES_LATER = """
+import os, signal, threading, time
+from pathlib import Path
+from mpips.world import launched_as
+
+def killer():
+    while not losses.exists() or losses.read_bytes().count(b'\\n') < step:
+        time.sleep(0.0005)
+    mark.touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+rank, losses = launched_as(os.environ)[0], Path({folder!r}, 'losses')
+step, mark = {deaths!r}.get(rank, 0), Path({folder!r}, f'killed{{rank}}')
+if step and not mark.exists():
+    threading.Thread(target=killer, daemon=True).start()
+"""
+
 
 def words(folder: Path, restarts: int) -> list[str]:
     return ["--restarts", str(restarts), "--checkpoint", str(folder / "saved"), "--every", "5"]
 
 
-def with_script(tmp_path: Path, before: str, restarts: int, steps: int = 60, train: str = TRAIN) -> Run:
-    """The training with lines before it, or another program."""
+def with_script(
+    tmp_path: Path, before: str, restarts: int, steps: int = 60, train: str = TRAIN,
+    deaths: dict[int, int] | None = None, more: tuple[str, ...] = (), **roles: int,
+) -> Run:  # fmt: skip
+    """The training with lines before it, or another program. `deaths`: ranks, and after which step each dies once."""
     folder, script = tmp_path / "killed", tmp_path / "script.py"
-    names = {"folder": str(folder), "saved": str(tmp_path / "saved"), "kind": "dist_sync", "steps": steps}
+    names = {"folder": str(folder), "saved": str(tmp_path / "saved"), "kind": "dist_sync", "steps": steps,
+             "deaths": deaths}  # fmt: skip
     script.write_text(before.format(**names) + train.format(**names))
-    return run(folder, words(tmp_path, restarts), program=[str(script)])
+    return run(folder, [*words(tmp_path, restarts), *more], program=[str(script)], **roles)
 
 
 def again(done: Run) -> list[int]:
@@ -151,3 +175,24 @@ def test_a_folder_of_another_training_is_told(tmp_path: Path) -> None:
     assert re.search(r"ValueError: init: key 'v' is not in .*/saved/store-\d+\.safetensors, which has 'b', 'w', so it "
                      r"was saved by another training: give another folder", done.said)  # fmt: skip
     assert "again" not in done.said
+
+
+@pytest.mark.skipif(bool(HINDRANCE), reason=HINDRANCE)
+@pytest.mark.parametrize(
+    ("servers", "spares", "deaths", "starts"),
+    [
+        (1, 1, {3: 12, 4: 27, 0: 45}, 1),  # the server; the spare in its place, so that none is left; then worker 0
+        (0, 2, {1: 12, 0: 27}, 0),
+    ],
+)
+def test_who_is_left_goes_on_and_what_cannot_go_on_starts_again(
+    tmp_path: Path, servers: int, spares: int, deaths: dict[int, int], starts: int
+) -> None:
+    more = ("--spares", str(spares))
+    done = with_script(tmp_path, DIES_LATER, 2, deaths=deaths, more=more, servers=servers)
+    assert done.code == 0, done.said
+    assert len(list((tmp_path / "killed").glob("killed*"))) == len(deaths), done.said
+    assert len(again(done)) == starts, done.said
+    assert done.said.count("; the others go on") >= len(deaths) - starts
+    assert done.losses == run(tmp_path / "plain", [], steps=60, servers=servers).losses and len(done.losses) == 60
+    assert max(files.steps_in(str(tmp_path / "saved"))) > max(deaths.values())  # it saves itself after a recovery, too

@@ -14,8 +14,8 @@ from click.testing import CliRunner, Result
 from launch import run
 from launch.hosts import Host, HostError, read
 from launch.mpirun import Flavour, Launcher, LauncherError, Machine
-from launch.process import Ended
 from launch.restarts import answering, check, fit, reason, until_it_ends
+from launch.running.process import Ended
 from mpips.options import Options
 
 ROOT = Path(__file__).parents[3]
@@ -108,6 +108,14 @@ def test_fewer_roles_where_hosts_are_lost_and_all_when_they_are_back(capfd: pyte
 def test_roles_that_fit(slots: list[int | None], workers: int, servers: int) -> None:
     found = fit(OPTIONS, [Host(f"h{number}", count) for number, count in enumerate(slots)])
     assert (found.workers, found.servers, found.every) == (workers, servers, 5)
+
+
+@pytest.mark.parametrize(
+    ("slots", "roles"), [(11, (6, 2, 3)), (10, (6, 2, 2)), (8, (6, 2, 0)), (7, (5, 2, 0)), (2, (1, 1, 0))]
+)
+def test_spares_go_first_where_slots_are_missing(slots: int, roles: tuple[int, int, int]) -> None:
+    found = fit(Options(workers=6, servers=2, spares=3), [Host("a", slots)])
+    assert (found.workers, found.servers, found.spares) == roles
 
 
 def test_roles_that_do_not_fit() -> None:

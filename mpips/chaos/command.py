@@ -1,0 +1,116 @@
+"""`mpips chaos`: faults on purpose in a running job, by a plan that can be replayed, and a report."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+import msgspec
+from rich.table import Table
+
+from collectives.terminal.console import Interruptible, OutFile, Picture, console, writing
+from mpips import chaos
+from mpips.chaos import picture as pictures
+
+Words = tuple[str, ...]
+
+
+class _Words(click.ParamType):
+    """Some of a few words, with commas between them."""
+
+    name = "words"
+
+    def __init__(self, known: Words) -> None:
+        self._known = known
+
+    def convert(self, value: str | Words, param: click.Parameter | None, ctx: click.Context | None) -> Words:
+        words = tuple(value.split(",")) if isinstance(value, str) else value
+        if unknown := [word for word in words if word not in self._known]:
+            self.fail(f"{unknown[0]!r} is none of {', '.join(self._known)}", param, ctx)
+        return words
+
+
+@click.command("chaos", cls=Interruptible, context_settings={"allow_interspersed_args": False})
+@click.option("--seed", default=0, show_default=True, help="What the plan is drawn from.")
+@click.option("--faults", default=1, show_default=True, type=click.IntRange(0), help="How many.")
+@click.option("--every", default=10.0, show_default=True, type=click.FloatRange(0.001),
+              help="Seconds between them, in the mean; the first comes as long after the first store was made.")
+@click.option("--kinds", default="kill", show_default=True, type=_Words(chaos.KINDS),
+              help="Of kill, stop (SIGSTOP) and full (no file can grow), with commas.")
+@click.option("--roles", default="any", show_default=True, type=_Words(chaos.ROLES),
+              help="Whom: of any, worker, server, spare, with commas.")
+@click.option("--lasting", default=1.0, show_default=True, type=click.FloatRange(0.001),
+              help="Seconds that a stop or a full disk lasts.")
+@click.option("--save", "saved", type=OutFile(), help="Write the plan to this file.")
+@click.option("--replay", type=click.Path(), help="Take the plan from this file instead.")
+@click.option("--limit", default=600.0, show_default=True, type=click.FloatRange(0.001),
+              help="Seconds after which the job counts as hung, and is ended.")
+@click.option("--reference", is_flag=True, help="Run it once without faults before, and compare the bits of its notes.")
+@click.option("--json", "record", type=OutFile(), help="Write the report to this file.")
+@click.option("--picture", type=Picture(), help="Draw the numbers that worker 0 noted against time; needs matplotlib.")
+@click.argument("words", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- COMMAND [ARGS]...")
+def command(
+    seed: int, faults: int, every: float, kinds: Words, roles: Words, lasting: float, saved: Path | None,
+    replay: str | None, limit: float, reference: bool, record: Path | None, picture: Path | None, words: Words,
+) -> None:  # fmt: skip
+    """Run COMMAND, such as `mpips run -w 4 train.py`, and make faults in its ranks on this machine.
+
+    Its program may say `mpips.chaos.note(step, loss)` at the beginning of each step: the report then tells seconds to
+    go on, and whether bits are equal. The exit code is 0 only if the job ended well, nothing is left of it, and no bits
+    differ.
+    """
+    try:
+        plan = chaos.load(replay) if replay else chaos.draw(seed, faults, every, kinds, roles, lasting)
+    except chaos.PlanError as error:
+        raise click.UsageError(str(error)) from None
+    if saved:
+        with writing(saved):
+            chaos.save(plan, saved)
+    without = watched(words, chaos.Plan(), limit) if reference else None
+    if without is not None and (without.code or without.hung):
+        raise click.ClickException(f"the job without faults {'hung' if without.hung else f'ended with {without.code}'}")
+    run = watched(words, plan, limit)
+    report = chaos.judge(run, without)
+    _show(report)
+    if record:
+        with writing(record):
+            record.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
+    if picture:
+        with writing(picture):
+            pictures.draw(picture, run, without)
+    sys.exit(0 if report.good else 1)
+
+
+def watched(words: Words, plan: chaos.Plan, limit: float) -> chaos.Run:
+    """The run of a command; UsageError where there is none."""
+    argv = [sys.executable, "-m", "launch.cli", *words[1:]] if words[0] == "mpips" else list(words)
+    try:
+        return chaos.watch(argv, plan, limit)
+    except OSError as error:
+        raise click.UsageError(f"{words[0]} cannot be run: {error.strerror}") from None
+
+
+def _show(report: chaos.Report) -> None:
+    table = Table(title=f"Faults, seed {report.seed}")
+    for column, justify in (("fault", "left"), ("whom", "left"), ("at, s", "right"), ("goes on after, s", "right")):
+        table.add_column(column, justify="right" if justify == "right" else "left")
+    for fault in report.faults:
+        if fault.undone:
+            table.add_row(fault.kind, f"not made: {fault.undone}", "", "")
+        else:
+            seconds = "-" if fault.seconds is None else f"{fault.seconds:.3f}"
+            table.add_row(fault.kind, f"rank {fault.rank} ({fault.role})", f"{fault.at:.3f}", seconds)
+    out = console()
+    out.print(table)
+    p50, p99 = report.percentile(50), report.percentile(99)
+    if p50 is not None:
+        out.print(f"seconds to go on: p50 {p50:.3f}, p99 {p99:.3f}")
+    out.print(f"rounds done again: {report.repeated}; steps that nobody noted: {report.skipped}")
+    out.print(f"bits: {report.bits or 'not compared (--reference)'}")
+    how = "hung, and was ended" if report.hung else f"ended with {report.code}"
+    out.print(f"the job {how} after {report.seconds:.1f} s; left behind: {', '.join(report.left) or 'nothing'}")
+
+
+if __name__ == "__main__":
+    command()

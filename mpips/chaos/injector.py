@@ -1,0 +1,148 @@
+"""The part of `mpips chaos` that lives in a rank: says when it is at a point of the plan, and what its program notes.
+
+Faults are made from outside. Without a watched job `watched` returns the function itself, and `note` does nothing.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import functools
+import hashlib
+import os
+import signal
+import socket
+import struct
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from mpips.chaos.plan import CALLS, Plan, Point, load
+from mpips.chaos.told import CHAOS, PLAN, SOCKET, Here, Made, Note, Reached, Recovered, Told
+from mpips.world import launched_as
+
+SHOW_STACK = signal.SIGRTMIN + 8
+"""On this signal a watched rank writes the stack of every thread to standard error."""
+TO_BE_KILLED = 5.0  # seconds that a rank waits at its own point for its own end
+Create = TypeVar("Create", bound=Callable[..., Any])
+
+
+class Injector:
+    """A rank's line to who watches the job. A line that breaks is silent from then on."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.rank = rank
+        self._plan: Plan = load(folder / PLAN)
+        self._counts: Counter[str] = Counter()
+        self._store: Any = None
+        self._line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._line.connect(str(folder / SOCKET))
+        faulthandler.register(SHOW_STACK, chain=False)
+
+    def tell(self, told: Told) -> None:
+        with suppress(OSError):
+            self._line.send(msgspec.msgpack.encode(told))
+
+    def reach(self, call: str) -> None:
+        """It begins a call of this name."""
+        self._counts[call] += 1
+        here = self.rank, call, self._counts[call]
+        for number, fault in enumerate(self._plan.faults):
+            point = fault.at
+            if isinstance(point, Point) and (point.rank, point.call, point.nth) == here:
+                self.tell(Reached(time.monotonic(), self.rank, number))
+                if (fault.kind, fault.whom.role, fault.whom.number, point.delay) == ("kill", "rank", self.rank, 0.0):
+                    time.sleep(TO_BE_KILLED)
+
+    def place(self) -> tuple[int, int]:
+        """This worker's number, and how many there are; of the launcher where it has no store."""
+        if self._store is None:
+            return launched_as(os.environ) or (0, 1)
+        return self._store.rank, self._store.num_workers
+
+    def take(self, store: Any) -> None:
+        """Watch the calls of a store that has been made."""
+        self._store = store
+        for call in CALLS:
+            if hasattr(store, call):
+                setattr(store, call, self._counted(call, getattr(store, call)))
+        self.tell(Here(self.rank, "worker"))
+        self.tell(Made(time.monotonic(), self.rank, *self.place()))
+
+    def _counted(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def counted(*args: Any, **options: Any) -> Any:
+            self.reach(name)
+            result = call(*args, **options)
+            if name == "recover":
+                step = getattr(result, "step", None)
+                self.tell(Recovered(time.monotonic(), self.rank, *self.place(), step))
+            return result
+
+        return counted
+
+
+_injectors: list[Injector] = []
+"""That of this process, if its job is watched."""
+
+
+def watched(create: Create) -> Create:
+    """`create` as it is; in a job that is watched, one that tells of itself and of the calls of the stores it makes."""
+    folder = os.environ.get(CHAOS)
+    if not folder:
+        return create
+    rank, size = launched_as(os.environ) or (0, 1)
+    try:
+        injector = Injector(Path(folder), rank)
+    except (OSError, ValueError):  # who watched has left
+        return create
+    _injectors[:] = [injector]
+    injector.tell(Here(rank, _role(rank, size, {})))
+
+    @functools.wraps(create)
+    def told(*args: Any, **options: Any) -> Any:
+        injector.tell(Here(rank, _role(rank, size, options)))
+        injector.reach("create")
+        store = create(*args, **options)
+        injector.take(store)
+        return store
+
+    return told  # type: ignore[return-value]
+
+
+def note(step: int, value: Any) -> None:
+    """Say, in a watched job, that this worker begins `step` (so many steps are done), and what it has: a loss, or an
+    array, of which only a digest is kept. Runs of one program are compared by it, bit for bit."""
+    if not _injectors:
+        return
+    injector = _injectors[0]
+    number = float(value) if isinstance(value, float | int) or getattr(value, "shape", None) == () else None
+    data = _bytes(value) if number is None else struct.pack("<d", number)
+    digest = hashlib.blake2b(data, digest_size=8).hexdigest()
+    injector.tell(Note(time.monotonic(), injector.rank, *injector.place(), step, number, digest))
+
+
+def _bytes(value: Any) -> bytes:
+    if isinstance(value, bytes):
+        return value
+    import numpy as np
+
+    return np.asarray(value).tobytes()
+
+
+def _role(rank: int, size: int, options: dict[str, Any]) -> str:
+    """What a rank of the launcher is at first: workers come first, then servers, then spares."""
+    servers, spares = (_number(name, options) for name in ("servers", "spares"))
+    if rank >= size - spares:
+        return "spare"
+    return "server" if rank >= size - spares - servers else "worker"
+
+
+def _number(name: str, options: dict[str, Any]) -> int:
+    with suppress(TypeError, ValueError):
+        return max(0, int(options.get(name) or os.environ.get(f"MPIPS_{name.upper()}", "0")))
+    return 0

@@ -1,0 +1,110 @@
+"""A plan of faults: which fault, to whom, and when. Data, drawn from a seed, that can be saved and replayed. Pure."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+KINDS = ("kill", "stop", "full")
+"""SIGKILL; SIGSTOP for some seconds; for some seconds no file that the process writes can grow."""
+ROLES = ("any", "worker", "server", "spare")
+CALLS = (
+    "create", "init", "set_optimizer", "push", "pull", "pushpull", "ipush", "ipull", "ipushpull", "barrier", "save",
+    "load", "recover", "close",
+)  # fmt: skip
+NEAREST, FARTHEST = 0.5, 1.5  # of a drawn time between faults, in parts of the mean
+
+
+class PlanError(ValueError):
+    """A plan that makes no sense, or a file that holds none."""
+
+
+class Point(msgspec.Struct, frozen=True):
+    """A moment in a rank's program: `delay` seconds after it begins its `nth` call of that name."""
+
+    rank: int
+    call: str
+    nth: int = 1
+    delay: float = 0.0
+
+
+class Whom(msgspec.Struct, frozen=True):
+    """A process: the rank `number` of the launcher, or the one at place `number`, counted round, of those alive in a
+    role."""
+
+    role: Literal["rank", "any", "worker", "server", "spare"]
+    number: int
+
+
+class Fault(msgspec.Struct, frozen=True):
+    """One fault. `at`: seconds since the first store was made, or a point. `seconds`: how long a stop or a full disk
+    lasts."""
+
+    kind: Literal["kill", "stop", "full"]
+    whom: Whom
+    at: float | Point
+    seconds: float = 0.0
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """What is to be done to a job. `seed`: what it was drawn from."""
+
+    seed: int = 0
+    faults: tuple[Fault, ...] = ()
+
+
+def draw(
+    seed: int,
+    count: int,
+    every: float,
+    kinds: Sequence[str] = ("kill",),
+    roles: Sequence[str] = ("any",),
+    seconds: float = 1.0,
+) -> Plan:
+    """So many faults, one after the other, `every` seconds in the mean; each of these kinds and roles is as likely.
+    Equal arguments give an equal plan; PlanError where they make no sense."""
+    rng, at, faults = random.Random(seed), 0.0, []
+    for _ in range(count):
+        at += every * rng.uniform(NEAREST, FARTHEST)
+        kind, role = rng.choice(list(kinds)), rng.choice(list(roles))
+        lasts = 0.0 if kind == "kill" else seconds
+        whom = {"role": role, "number": rng.randrange(1 << 16)}
+        faults.append({"kind": kind, "whom": whom, "at": round(at, 3), "seconds": lasts})
+    try:
+        return _checked(msgspec.convert({"seed": seed, "faults": faults}, Plan))
+    except msgspec.ValidationError as error:
+        raise PlanError(f"no plan can be drawn: {error}") from None
+
+
+def save(plan: Plan, path: str | Path) -> None:
+    """Write a plan as JSON."""
+    Path(path).write_bytes(msgspec.json.format(msgspec.json.encode(plan)) + b"\n")
+
+
+def load(path: str | Path) -> Plan:
+    """The plan in a file that `save` wrote; PlanError where it holds none."""
+    try:
+        return _checked(msgspec.json.decode(Path(path).read_bytes(), type=Plan))
+    except OSError as error:
+        raise PlanError(f"the plan {path} cannot be read: {error.strerror}") from None
+    except (msgspec.DecodeError, PlanError) as error:
+        raise PlanError(f"{path} holds no plan of faults: {error}; `mpips chaos --save` writes one") from None
+
+
+def _checked(plan: Plan) -> Plan:
+    for place, fault in enumerate(plan.faults):
+        point = fault.at if isinstance(fault.at, Point) else None
+        delay = point.delay if point else fault.at
+        assert isinstance(delay, float)
+        if delay < 0 or fault.seconds < 0 or fault.whom.number < 0:
+            raise PlanError(f"fault {place} has a time or a number below 0")
+        if fault.kind != "kill" and not fault.seconds:
+            raise PlanError(f"fault {place} ({fault.kind}) lasts 0 seconds: give more")
+        if point and (point.call not in CALLS or point.nth < 1):
+            known = ", ".join(CALLS)
+            raise PlanError(f"fault {place} is at call {point.nth} of {point.call!r}; known: {known}, counted from 1")
+    return plan

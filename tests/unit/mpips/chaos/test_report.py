@@ -1,0 +1,103 @@
+"""Reports: made from what ranks told and which faults were made."""
+
+from __future__ import annotations
+
+from mpips.chaos import Done, Fault, Made, Note, Plan, Recovered, Run, Whom, judge
+from mpips.chaos.told import Told
+
+RANKS = 3
+
+
+def note(time: float, rank: int, step: int, value: float | None = None, worker: int | None = None) -> Note:
+    found = float(step) if value is None else value
+    return Note(time, rank, rank if worker is None else worker, RANKS, step, found, f"{found}")
+
+
+def steps(first: float, *numbers: int, ranks: tuple[int, ...] = (0, 1, 2)) -> list[Told]:
+    """All ranks note these steps, a second apart, rank r r hundredths later."""
+    return [note(first + turn + rank / 100, rank, step) for turn, step in enumerate(numbers) for rank in ranks]
+
+
+def run(told: list[Told], *faults: tuple[str, float, int], **more: object) -> Run:
+    made = [Done(number, time, rank, "worker") for number, (_, time, rank) in enumerate(faults)]
+    plan = Plan(0, tuple(Fault(kind, Whom("rank", rank), time, 1.0) for kind, time, rank in faults))
+    return Run(plan, ended=100.0, told=[Made(0.0, 0, 0, RANKS), *told], done=made, **more)
+
+
+def recovered(time: float, *ranks: int) -> list[Told]:
+    return [Recovered(time, rank, rank, RANKS, None) for rank in ranks]
+
+
+def test_a_job_without_faults_is_good() -> None:
+    report = judge(run(steps(1, 0, 1, 2)), run(steps(5, 0, 1, 2)))
+    assert report.good and report.bits == "equal" and report.percentile(50) is None
+    assert (report.repeated, report.skipped, report.faults) == (0, 0, [])
+
+
+def test_a_rank_that_stops_keeps_others_from_new_steps() -> None:
+    told = [*steps(1, 0, 1), *steps(7, 2, 3)]
+    (fault,) = judge(run(told, ("stop", 2.5, 1))).faults
+    assert fault.seconds == 7.02 - 2.5 and fault.at == 2.5
+
+
+def test_what_was_under_way_is_no_going_on() -> None:
+    """Rank 1 dies as the others end round 1; they recover, and all that are left note step 1 again."""
+    told = [*steps(1, 0), *steps(2, 1, ranks=(0, 2)), *recovered(2.2, 0, 2), *steps(3, 1, 2, ranks=(0, 2))]
+    report = judge(run(told, ("kill", 1.9, 1)))
+    assert report.faults[0].seconds is not None
+    assert abs(report.faults[0].seconds - (3.02 - 1.9)) < 1e-9
+    assert report.repeated == 0 and report.bits == ""
+
+
+def test_two_faults_may_share_a_recovery() -> None:
+    told = [*steps(1, 0, 1), *recovered(4, 0), *steps(5, 2, ranks=(0,))]
+    first, second = judge(run(told, ("kill", 2.5, 1), ("kill", 2.6, 2))).faults
+    assert (first.seconds, second.seconds) == (2.5, 5 - 2.6)
+
+
+def test_a_later_recovery_is_not_of_an_earlier_fault() -> None:
+    told = [*steps(1, 0, 1, 2, 3), *recovered(8, 0, 2), *steps(9, 4, ranks=(0, 2))]
+    first, second = judge(run(told, ("stop", 1.5, 1), ("kill", 7, 1))).faults
+    assert first.seconds is not None and abs(first.seconds - 0.52) < 1e-9
+    assert second.seconds is not None and abs(second.seconds - 2.02) < 1e-9
+
+
+def test_nobody_goes_on() -> None:
+    report = judge(run(steps(1, 0, 1), ("kill", 3, 1), code=137))
+    assert report.faults[0].seconds is None and not report.good
+
+
+def test_rounds_done_again_and_steps_that_nobody_noted_are_counted() -> None:
+    told = [*steps(1, 0, 1, 2), *recovered(4.5, 0, 1, 2), *steps(5, 1, 2, 4)]
+    report = judge(run(told, ("stop", 4, 1)))
+    assert (report.repeated, report.skipped) == (1, 1)
+
+
+def test_bits_that_differ_are_told() -> None:
+    good = steps(1, 0, 1, 2)
+    assert judge(run([*good, note(9, 0, 1, 7.5)])).bits == "differ from step 1 of worker 0 on: 7.5, not 1.0"
+    other = [*steps(1, 0, 1), *[note(3, rank, 2, 2.5) for rank in range(RANKS)]]
+    report = judge(run(other), run(good))
+    assert report.bits == "differ from step 2 of worker 0 on: 2.5, not 2.0" and not report.good
+    assert judge(run(steps(1, 0, 1)), run(good)).bits == "step 2 of the reference was not noted"
+    fewer = [Note(1, 0, 0, RANKS - 1, 0, 0.0, "0.0"), *steps(2, 1, 2)]
+    assert judge(run(fewer), run(good)).bits == "step 0 has 2 workers, and 3 in another run of it"
+
+
+def test_a_spare_in_a_dead_ranks_place_has_its_bits() -> None:
+    told = [*steps(1, 0, 1), *recovered(3.2, 0, 1), *steps(4, 2, ranks=(0, 1)), note(4, 6, 2, worker=2)]
+    assert judge(run(told, ("kill", 3, 2)), run(steps(1, 0, 1, 2))).good
+
+
+def test_faults_that_were_not_made_say_why() -> None:
+    found = run(steps(1, 0), ("kill", 3, 1))
+    found.done = []
+    assert judge(found).faults[0].undone == "the job ended before"
+
+
+def test_the_nearest_rank_is_the_percentile() -> None:
+    told = [one for turn in range(10) for one in steps(1 + 10 * turn, turn)]
+    faults = [("stop", 11 + 10 * turn - seconds, 0) for turn, seconds in enumerate([1.0, 2.0, 3.0, 4.0])]
+    report = judge(run(told, *faults))
+    assert report.percentile(50) is not None and round(report.percentile(50) or 0, 2) == 2.02
+    assert round(report.percentile(99) or 0, 2) == 4.02
