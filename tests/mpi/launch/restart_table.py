@@ -104,7 +104,8 @@ def run(
         finally:
             job.kill()
             job.wait()
-    return Run(job.returncode, losses(folder), (folder / "said").read_text().replace("\0", ""), done, time.monotonic() - begun)
+    text = (folder / "said").read_text().replace("\0", "")  # Open MPI ends some lines by it
+    return Run(job.returncode, losses(folder), text, done, time.monotonic() - begun)
 
 
 def losses(folder: Path) -> dict[int, str]:
