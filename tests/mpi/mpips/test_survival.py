@@ -46,6 +46,15 @@ def test_a_worker_dies(tmp_path, spares, optimizer, apart):
     assert len(traces) == 2 + spares and max(size for trace in traces for _, size in trace) == 3
 
 
+@pairwise(kind=["dist_sync", "mpi_sync"], dies=[1, 2, 3], spares=[0, 1], apart=[False, True])
+def test_a_worker_or_a_server_of_two_dies(tmp_path, kind, dies, spares, apart):
+    job = Job(kind, 2, spares, optimizer="sgd", kills={str(dies): 0.3}, apart=apart)
+    if apart and dies > 1:
+        pytest.skip("what a server had is lost with its node")
+    traces = run(tmp_path, job, 4 + spares)
+    assert len(traces) == (2 if dies > 1 else 1 + spares)
+
+
 @pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(4, 24))])
 def test_ranks_die_at_drawn_moments(tmp_path, seed):
     choice = random.Random(seed)
