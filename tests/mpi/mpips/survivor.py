@@ -33,6 +33,7 @@ class Job:
 
     kind: str = "mpi_sync"
     servers: int = 0
+    masters: str = "one"
     spares: int = 0
     steps: int = 200
     optimizer: str = ""
@@ -122,7 +123,8 @@ def main(folder: Path, job: Job) -> None:
     begun = folder / "begun"
     if str(rank) in job.kills:
         threading.Thread(target=_die, args=(begun, job.kills[str(rank)]), daemon=True).start()
-    kv = mpips.create(job.kind, servers=job.servers, spares=job.spares, shared_memory=not job.apart)
+    more = {"masters": job.masters, "big_array": 4000} if job.servers else {}
+    kv = mpips.create(job.kind, servers=job.servers, spares=job.spares, shared_memory=not job.apart, **more)
     begun.touch()
     values, trace = train(kv, job)
     if kv.rank == 0:
