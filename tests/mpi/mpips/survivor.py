@@ -6,7 +6,6 @@ leaves FOLDER/<rank of the job>.trace, with which membership it has made which s
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -121,14 +120,12 @@ def main(folder: Path, job: Job) -> None:
     if job.apart:
         real = communicator.open_memory
         communicator.open_memory = lambda node: real(node) if node.size == 1 else None
+    begun = folder / "begun"
     if str(rank) in job.kills:
-        begin = threading.Timer(job.kills[str(rank)], os.kill, (os.getpid(), signal.SIGKILL))
-        begin.daemon = True
-        mpips.KVStore.init = _then(begin, mpips.KVStore.init)
-        threading.Thread(target=_after, args=(folder / "begun", begin), daemon=True).start()  # on servers and spares
+        threading.Thread(target=_die, args=(begun, job.kills[str(rank)]), daemon=True).start()
     more = {"masters": job.masters, "big_array": 4000} if job.servers else {}
     kv = mpips.create(job.kind, servers=job.servers, spares=job.spares, shared_memory=not job.apart, **more)
-    (folder / "begun").touch()
+    begun.touch()
     values, trace = train(kv, job)
     if kv.rank == 0:
         np.savez(folder / "values.npz", **values)
@@ -136,24 +133,12 @@ def main(folder: Path, job: Job) -> None:
     kv.close()
 
 
-def _after(file: Path, begin: threading.Timer) -> None:
-    """The clock of a death starts when a worker has a store."""
-    while not file.exists():
+def _die(begun: Path, seconds: float) -> None:
+    """This process ends so long after a worker has begun."""
+    while not begun.exists():
         time.sleep(1e-3)
-    with contextlib.suppress(RuntimeError):  # it has started
-        begin.start()
-
-
-def _then(begin: threading.Timer, call: Any) -> Any:
-    """The clock of a death starts with the first call of a worker."""
-
-    def called(*words: Any) -> Any:
-        if not begin.is_alive() and not begin.finished.is_set():
-            with contextlib.suppress(RuntimeError):  # it has started
-                begin.start()
-        return call(*words)
-
-    return called
+    time.sleep(seconds)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":

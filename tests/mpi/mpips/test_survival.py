@@ -46,6 +46,12 @@ def test_a_worker_dies(tmp_path, spares, optimizer, apart):
     assert len(traces) == 2 + spares and max(size for trace in traces for _, size in trace) == 3
 
 
+@pairwise(kind=["dist_sync", "mpi_sync"], spares=[0, 1])
+def test_a_worker_dies_on_a_node_without_servers(tmp_path, kind, spares):
+    job = Job(kind, 2, spares, optimizer="sgd", kills={"1": 0.3}, apart=True)
+    assert len(run(tmp_path, job, 4 + spares)) == 1 + spares
+
+
 @pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(4, 24))])
 def test_ranks_die_at_drawn_moments(tmp_path, seed):
     choice = random.Random(seed)
