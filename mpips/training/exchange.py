@@ -52,6 +52,8 @@ class Update(Protocol):
 
     name: str
     """What a checkpoint calls it, and a report."""
+    keys: list[str]
+    """Of the parameters in the store, each pushed once an exchange."""
 
     @property
     def group(self) -> Any:
@@ -70,7 +72,12 @@ class Update(Protocol):
         """The parameters become those that all workers have in common, where there are such. All workers call."""
         ...
 
-    # ---- for checkpoints: what the store's own file does not hold
+    @property
+    def numbers(self) -> Optimizer:
+        """The optimizer with the numbers of now, wherever it is."""
+        ...
+
+    # ---- for checkpoints, and after deaths: what the store does not hold
 
     @property
     def optimizer(self) -> Optimizer | None:
@@ -86,7 +93,8 @@ class Update(Protocol):
         ...
 
     def restore(self, arrays: Mapping[str, np.ndarray] | None, optimizer: Optimizer | None) -> None:
-        """Take them back, and the parameters, after `kv.load`; `rescale` stays this Trainer's. All workers call."""
+        """Take them back, and the parameters, after `kv.load` or a death; `rescale` is that of the workers that are
+        here. `optimizer`: the numbers of then; None: as they are. All workers call."""
         ...
 
 
@@ -173,6 +181,11 @@ class Blocking:
             self._exchange()
         self._added = 0
         return joined
+
+    def forget(self) -> None:
+        """Drop what waits for the next exchange."""
+        self._sum.forget()
+        self._added = 0
 
     def finish(self) -> None:
         """Nothing is under way."""

@@ -268,7 +268,7 @@ def test_a_model_without_loss_is_asked_for_that_of_its_gradients():
 
 
 def test_a_position_comes_back_with_the_same_bits():
-    position = Position(3, 4, 25, 1.25, 0.1 + 0.2, True, "order", callbacks={"EarlyStop 0": [0.1, 2]})
+    position = Position(3, 4, 25, 1.25, 0.1 + 0.2, 1 / 3, True, "order", callbacks={"EarlyStop 0": [0.1, 2]})
     position.history += [Epoch(1, 0.5, math.nan, {"loss": 1 / 3}), Epoch(2, 0.7, math.inf)]
     back = decode(json.loads(position.encode()))
     assert repr(back) == repr(position)
