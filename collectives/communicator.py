@@ -21,10 +21,11 @@ from mpi4py import MPI
 from collectives.errors import CollectiveError, MismatchError, of_caller
 from collectives.network.control import Control
 from collectives.network.drain import leave, sweep
+from collectives.network.failures import failed, made
 from collectives.network.tags import TAGS, Lanes
 from collectives.node.board import Board, unreachable
 from collectives.node.layout import NodeMemory, open_memory
-from collectives.node.poison import PROGRAM_ENDED
+from collectives.node.poison import DEPARTURES, PROGRAM_ENDED
 from collectives.node.process_memory import OutOfReach
 from collectives.node.wait import NAP_AFTER_BETWEEN_NODES, Limits, drive, limits, until
 from collectives.tuner import table
@@ -35,6 +36,7 @@ COME = "let all call it, or name a communicator of those that do (beside a store
 _recent: tuple[MPI.Comm | None, Communicator | None] = (None, None)
 """The last answer of `communicator`, which is mostly the next one too."""
 _alive: WeakSet[Communicator] = WeakSet()
+_kept_for_good: list[Any] = []
 
 
 @cache
@@ -64,7 +66,7 @@ class Communicator:
     def __init__(
         self, comm: MPI.Intracomm, known_table: Table | None = None, names: Sequence[int] | None = None
     ) -> None:
-        self.comm = comm.Dup()
+        self.comm = made(comm.Dup())
         self.names = range(comm.size) if names is None else names
         self.rank, self.size = comm.rank, comm.size
         self.limits = limits()
@@ -73,7 +75,7 @@ class Communicator:
         self.nodes = len(set(self.node_of))
         self.board = Board(memory, [self.names[rank] for rank in on_node], self.limits)
         self.across = self._across()
-        self.control = Control(self.comm.Dup(), self.limits, self.names) if self.nodes > 1 else None
+        self.control = Control(made(self.comm.Dup()), self.limits, self.names) if self.nodes > 1 else None
         self.epoch = Between(self.board, self.control) if self.control is not None else self.board
         self.table = known_table or table.shared(self.comm)
         self.over: CollectiveError | None = None
@@ -184,6 +186,9 @@ class Communicator:
         return on_node if self.control is None else self.control.end(on_node, str(on_node))
 
     def _given_up(self, what: str, error: BaseException) -> str:
+        dead = failed(self.comm) if isinstance(error, MPI.Exception) else []
+        if dead:
+            return f"{what}: rank {self.names[dead[0]]} is needed, and {DEPARTURES[0]}"
         reason = f": {error}" if str(error) else ""
         sentence = f"rank {self.names[self.rank]} has given up {what}: {type(error).__name__}{reason}"
         return sentence.encode(errors="replace").decode()  # file names may hold what no text can
@@ -214,6 +219,18 @@ class Communicator:
             leave(comm, self._kept)
         self._kept = []
 
+    def abandon(self) -> None:
+        """Drop it, as all ranks do that are left, and none looks at it any more: others have died. MPI keeps its
+        communicators, and what it may still write to."""
+        if self.open:
+            self.open = False
+            self.hold()
+            self.started = []
+            if self.cache is not None:
+                self.cache.free()
+            self.board.abandon()
+            _kept_for_good.append(self._kept)
+
     def leave(self, how: int = PROGRAM_ENDED) -> None:
         """This rank's program ends, or what the communicator is for."""
         if self.open and self._pid == os.getpid() and not MPI.Is_finalized():  # a child that was forked is no rank
@@ -242,7 +259,7 @@ class Communicator:
         """The ranks with this one's place in their nodes, one a node; None where nodes differ in size. Collective."""
         if self.nodes == 1 or len({self.node_of.count(node) for node in self.node_of}) > 1:
             return None
-        return self.comm.Split(self.board.rank, self.rank)
+        return made(self.comm.Split(self.board.rank, self.rank))
 
 
 def communicator(
@@ -280,6 +297,15 @@ def _found(comm: MPI.Comm, known_table: Table | None, names: Sequence[int] | Non
     if not isinstance(comm, MPI.Intracomm):
         raise MismatchError("an intercommunicator has no collectives here: merge it first")
     return _open(comm, found, known_table, names)
+
+
+def abandon(comm: MPI.Comm) -> None:
+    """Drop what is kept for `comm`, of whose ranks some have died, as all others do. Does not block."""
+    found: Any = comm.Get_attr(_key())
+    if found is not None:
+        if isinstance(found, Communicator):
+            found.abandon()
+        comm.Delete_attr(_key())
 
 
 def renew(comm: MPI.Comm | None = None) -> None:
@@ -351,11 +377,11 @@ def _open(
 
 def _node_memory(comm: MPI.Intracomm) -> tuple[MPI.Comm, NodeMemory, list[int]]:
     """The ranks that share memory with this one, their areas, and their numbers; this rank alone where they cannot."""
-    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    node = made(comm.Split_type(MPI.COMM_TYPE_SHARED))
     memory = open_memory(node)
     if memory is None:
         node.Free()
-        node = comm.Split(comm.rank)
+        node = made(comm.Split(comm.rank))
         memory = open_memory(node)
         assert memory is not None
     names = np.empty(node.size, np.int64)

@@ -27,6 +27,8 @@ class Ranks(Protocol):
     """Which ranks share a node: a `layout.Layout`."""
 
     rank: int
+    num_workers: int
+    num_servers: int
 
     def same_node(self, a: int, b: int) -> bool: ...
 
@@ -55,7 +57,8 @@ class Seat:
     """The core of this process, until it leaves."""
 
     def __init__(self, layout: Ranks, epoch: Meets) -> None:
-        """Collective over all ranks of the store, blocking. `shared`: some process has no core alone."""
+        """Collective over all ranks of the store, blocking. `shared`: some process has no core alone. Spares sleep, and
+        do not count in that."""
         self.before: Cores = frozenset(os.sched_getaffinity(0))
         mine = Place(BOOT.read_text(), sorted(self.before))
         said = exchange(epoch, msgspec.msgpack.encode(mine), "mpips.create", True)
@@ -63,7 +66,9 @@ class Seat:
         here = [rank for rank, place in enumerate(every) if place.machine == mine.machine]
         allowed = [frozenset(every[rank].cores) for rank in here]
         alone = all(layout.same_node(rank, layout.rank) for rank in here)
-        self.shared, cores = crowded(allowed), spread(allowed) if alone else None
+        busy = [rank for rank in here if rank < layout.num_workers + layout.num_servers]
+        self.shared = crowded([frozenset(every[rank].cores) for rank in busy or here])
+        cores = spread(allowed) if alone else None
         self.own = frozenset([cores[here.index(layout.rank)]]) if cores else self.before
         self._take(self.own)
 

@@ -1,11 +1,13 @@
 """Who is who: ranks become workers, clients, masters and servers. Each store has communicators of its own.
 
-Workers are ranks 0..W-1, client c has the workers from c*W//C up to (c+1)*W//C, servers are the last ranks. Every
-communicator of a store comes from here, and each epoch has communicators of its own.
+Workers are ranks 0..W-1, client c has the workers from c*W//C up to (c+1)*W//C; servers come after them, and spares, if
+there are any, are the last ranks. Every communicator of a store comes from here, and each epoch has communicators of
+its own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +15,14 @@ import msgspec
 import numpy as np
 from mpi4py import MPI
 
+from collectives.communicator import abandon
 from collectives.network.drain import leave, part
+from collectives.network.failures import made
 from collectives.node.wait import Limits, drive, until
 from mpips.keys.sharding import Interval, owners, split
 from mpips.options import OptionError, Options
+from mpips.recovery.membership import Before, Roles, refusal, succession
+from mpips.runtime.errors import LostError
 from mpips.runtime.rendezvous import Assembling, Room
 
 WHAT = "mpips.create"
@@ -48,17 +54,49 @@ class Layout:
     nodes: tuple[int, ...]
     """The node of every rank, named by the lowest rank on it: MPI's own word, ranks that can share memory."""
     world: MPI.Intracomm
+    spares: int = 0
+    """How many ranks wait to take the place of one that dies; the last of `world`."""
     workers: MPI.Intracomm | None = None
-    """All workers, in rank order; None on a server."""
+    """All workers, in rank order; None elsewhere."""
     client: MPI.Intracomm | None = None
-    """The workers of this worker's client; None on a server."""
+    """The workers of this worker's client; None elsewhere."""
     servers: MPI.Intracomm | None = None
-    """All servers; None on a worker."""
+    """All servers, in rank order; None elsewhere."""
+    before: Before | None = None
+    """What its ranks were in the epoch before; None in the first."""
 
     @property
     def is_server(self) -> bool:
         """Whether this rank is one."""
-        return self.rank >= self.num_workers
+        return 0 <= self.rank - self.num_workers < self.num_servers
+
+    @property
+    def is_worker(self) -> bool:
+        """Whether this rank is one."""
+        return self.rank < self.num_workers
+
+    @property
+    def is_spare(self) -> bool:
+        """Whether this rank waits to take the place of one that dies."""
+        return self.rank >= self.num_workers + self.num_servers
+
+    @property
+    def survives(self) -> bool:
+        """Whether the store goes on after a death."""
+        return self.options.spares >= 0
+
+    @property
+    def lost(self) -> tuple[int, ...]:
+        """The ranks that have died at the end of the epoch before, as they were numbered in it."""
+        return () if self.before is None else self.before.lost
+
+    @property
+    def fresh(self) -> bool:
+        """Whether this rank was a spare in the epoch before, and now has a role."""
+        before = self.before
+        return before is not None and not self.is_spare and (
+            before.origin[self.rank] >= before.num_workers + before.num_servers
+        )
 
     @property
     def asynchronous(self) -> bool:
@@ -92,26 +130,48 @@ class Layout:
         """Whether two ranks share a node."""
         return self.nodes[a] == self.nodes[b]
 
-    def again(self) -> None:
-        """Take new communicators for the next epoch, and give the old ones back with all that was sent on them.
-        Collective over `world`, blocking."""
-        old = self._communicators()
-        self.world = self.world.Dup()
+    def again(self, left: MPI.Intracomm) -> None:
+        """Take roles and communicators for the next epoch, of the ranks of `left`: those of `world`, but for the dead,
+        in order. The old communicators are the caller's to give back. Collective over `left`, blocking.
+
+        LostError, on all alike, where the store cannot go on with them.
+        """
+        there = left.Get_group().Translate_ranks(None, self.world.Get_group())
+        old = Roles(self.num_workers, self.num_servers, self.spares, self.clients)
+        lost = tuple(sorted(set(range(old.size)) - set(there)))
+        new = succession(old, lost, self.nodes)
+        if why := refusal(old, new):
+            raise LostError(f"recover: {why}")
+        self.workers = self.client = self.servers = None
+        self.before = Before(new.origin, lost, self.num_workers, self.num_servers, self.nodes)
+        self.num_workers, self.num_servers, self.spares, self.clients = new.roles
+        self.world = _split(left, 0, new.origin.index(self.rank))
+        self.rank = self.world.Get_rank()
+        self.nodes = tuple(_lowest([self.nodes[rank] for rank in new.origin]))
         self.begin()
-        for comm in old:
-            part(comm)
 
     def free(self) -> None:
         """Give the communicators back, as all ranks do, each when it likes. Does not block."""
         for comm in self._communicators():
             leave(comm)
 
+    def part(self) -> None:
+        """The same, with all that was sent on them. Collective over `world`, blocking until all ranks have come."""
+        for comm in self._communicators():
+            part(comm)
+
+    def abandon(self) -> None:
+        """The same where ranks have died, and none of the others uses them any more. Does not block."""
+        for comm in self._communicators():
+            abandon(comm)
+
     def begin(self) -> None:
         """Make the communicators of roles and clients. Collective over `world`, blocking."""
-        group = _split(self.world, int(self.is_server), self.rank)
+        self.workers = self.client = self.servers = None
+        group = _split(self.world, int(self.is_server) + 2 * int(self.is_spare), self.rank)
         if self.is_server:
             self.servers = group
-        else:
+        elif not self.is_spare:
             self.workers, self.client = group, _split(group, self.client_number, self.rank)
 
     def _communicators(self) -> list[MPI.Intracomm]:
@@ -123,7 +183,7 @@ def create(comm: MPI.Intracomm, kind: str, options: Options | None, refusal: str
     refuses. `options` is None where they could not be read."""
     limits = _limits(options or Options())
     _come(comm, limits)
-    world = comm.Dup()
+    world = made(comm.Dup())
     if options is not None and not refusal:
         refusal = _check(kind, options, world.Get_size())
     try:
@@ -136,9 +196,10 @@ def create(comm: MPI.Intracomm, kind: str, options: Options | None, refusal: str
     workers = options.workers_of(size)
     clients = tuple(split(Interval(0, workers), options.clients_of(kind, size)))
     nodes = _nodes(world, options.shared_memory)
-    made = Layout(kind, options, world.Get_rank(), workers, options.servers, clients, nodes, world)
-    made.begin()
-    return made
+    spares = max(0, options.spares)
+    layout = Layout(kind, options, world.Get_rank(), workers, options.servers, clients, nodes, world, spares)
+    layout.begin()
+    return layout
 
 
 def record(options: Options) -> dict[str, Any]:
@@ -191,15 +252,20 @@ def _agree(room: Room, card: _Card, limits: Limits) -> None:
 
 def _split(comm: MPI.Intracomm, number: int, rank: int) -> MPI.Intracomm:
     """The ranks of `comm` with this number, in order. Collective, blocking."""
-    part = comm.Split(number, rank)
+    part = made(comm.Split(number, rank))
     assert isinstance(part, MPI.Intracomm)
     return part
+
+
+def _lowest(nodes: Sequence[int]) -> list[int]:
+    """Nodes by the lowest rank on each, where they have other names."""
+    return [nodes.index(node) for node in nodes]
 
 
 def _nodes(world: MPI.Intracomm, shared_memory: bool) -> tuple[int, ...]:
     if not shared_memory:
         return tuple(range(world.Get_size()))
-    node = world.Split_type(MPI.COMM_TYPE_SHARED, world.Get_rank())
+    node = made(world.Split_type(MPI.COMM_TYPE_SHARED, world.Get_rank()))
     lowest, nodes = np.array([world.Get_rank()], np.int64), np.empty(world.Get_size(), np.int64)
     node.Allreduce(MPI.IN_PLACE, lowest, MPI.MIN)
     node.Free()

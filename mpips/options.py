@@ -45,6 +45,7 @@ FIELDS = (
     Field("servers", 0, 0, (), "server processes: the last ranks of the job; 0 is pure MPI"),
     Field("clients", 1, 1, (), "MPI clients into which the workers of an mpi_* store are split evenly"),
     Field("workers", 0, 0, (), "workers that the launcher promised; 0: every rank that is not a server"),
+    Field("spares", -1, -1, (), "ranks that wait to take a dead one's place, the last of the job; -1: none may die"),
     Field("masters", "one", None, ("one", "all"), "who of a client talks to the servers: its rank 0, or every worker"),
     Field("staleness", -1, -1, (), "most steps that a worker of an asynchronous store may run ahead; -1: any number"),
     Field("big_array", 250_000, 1, (), "elements from which an array is split over all servers"),
@@ -65,6 +66,7 @@ class Options:
     servers: int = 0
     clients: int = 1
     workers: int = 0
+    spares: int = -1
     masters: str = "one"
     staleness: int = -1
     big_array: int = 250_000
@@ -91,17 +93,21 @@ class Options:
 
     def workers_of(self, world_size: int) -> int:
         """Workers in a job of `world_size` ranks; raises OptionError where the ranks do not suffice."""
-        workers = world_size - self.servers
+        spares = max(0, self.spares)
+        others = f"servers={self.servers}{f', spares={spares}' if spares else ''}"
+        workers = world_size - self.servers - spares
         if workers < 1:
+            least = self.servers + spares + 1
             raise OptionError(
-                f"servers={self.servers} and at least one worker need {self.servers + 1} ranks, but the job has "
-                f"{world_size}: start more (mpirun -n {self.servers + 1}) or ask for fewer servers"
+                f"{others} and at least one worker need {least} ranks, but the job has {world_size}: start more "
+                f"(mpirun -n {least}) or ask for fewer servers{' or spares' if spares else ''}"
             )
         if self.workers and workers != self.workers:
+            needed = self.workers + self.servers + spares
+            roles = f"--servers {self.servers} --workers {self.workers}{f' --spares {spares}' if spares else ''}"
             raise OptionError(
-                f"workers={self.workers} and servers={self.servers} need {self.workers + self.servers} ranks, but the "
-                f"job has {world_size}: start it by `mpips run --servers {self.servers} --workers {self.workers}` or "
-                f"mpirun -n {self.workers + self.servers}, or ask for what there is (`mpips doctor` tells why a "
+                f"workers={self.workers} and {others} need {needed} ranks, but the job has {world_size}: start it by "
+                f"`mpips run {roles}` or mpirun -n {needed}, or ask for what there is (`mpips doctor` tells why a "
                 "launcher's ranks may each be a world of their own)"
             )
         return workers

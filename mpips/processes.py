@@ -10,12 +10,14 @@ from typing import Any
 from mpi4py import MPI
 
 from collectives.errors import of_caller
+from collectives.network.failures import able
 from mpips import layout as layouts
 from mpips import options as option_table
 from mpips import world
 from mpips.cores import Seat
 from mpips.layout import Layout
 from mpips.options import OptionError, Options
+from mpips.recovery import spare
 from mpips.runtime.epoch import Epoch
 from mpips.served.served import Served
 from mpips.server.loop import Server, serve
@@ -23,6 +25,7 @@ from mpips.serverless import Serverless
 from mpips.store import KVStore
 from mpips.transport.connect import connect
 from mpips.transport.frames import OpenStore
+from mpips.worker.backend import Recovered
 
 
 @dataclass
@@ -38,6 +41,8 @@ class _Open:
 _open: list[_Open] = []
 _seats: list[Seat] = []
 """That of this process, while it has a store with servers."""
+_surviving: list[int] = []
+"""With how many spares this process has made its one store that survives deaths."""
 
 
 def create(kind: str, comm: MPI.Intracomm | None = None, **options: Any) -> KVStore:
@@ -53,6 +58,8 @@ def create(kind: str, comm: MPI.Intracomm | None = None, **options: Any) -> KVSt
         if chosen is None or refusal:
             raise OptionError(refusal)
         return _serverless(layouts.create(MPI.COMM_SELF, word, Options(stall_seconds=chosen.stall_seconds)))
+    if _surviving:
+        raise of_caller(RuntimeError(f"create: a job with spares={_surviving[0]} has one store, which was made before"))
     if comm is None:
         comm = MPI.COMM_WORLD
         if cause := world.lost(os.environ, MPI.Get_library_version(), comm.Get_size()):
@@ -63,7 +70,11 @@ def create(kind: str, comm: MPI.Intracomm | None = None, **options: Any) -> KVSt
             refusal = _unfit(chosen, before.layout)
         asked = layouts.record(chosen or Options())
         before.store.settings.run("create", before.served.open_store(OpenStore(word, asked)))
-    layout = layouts.create(comm, word, chosen, refusal)
+    layout = layouts.create(comm, word, chosen, refusal or _unable(chosen))
+    if layout.survives:
+        _surviving.append(layout.spares)
+    if layout.is_spare:
+        return _spare(layout)
     if not layout.num_servers:
         return _serverless(layout)
     if layout.is_server:
@@ -111,6 +122,40 @@ def _closer(layout: Layout, epoch: Epoch) -> Callable[[], None]:
         epoch.close()
 
     return close
+
+
+def _unable(options: Options | None) -> str:
+    """Why a store of this job cannot survive a death, where it is asked to; "" where it can."""
+    if options is None or options.spares < 0:
+        return ""
+    if not able():
+        return (
+            f"spares={options.spares} needs an MPI in which a death ends no job: Open MPI with ULFM, as `mpips run "
+            "--spares` or `mpirun --with-ft ulfm` starts it; `mpips run --restarts` serves under any MPI"
+        )
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        return f"spares={options.spares} needs MPI_THREAD_MULTIPLE, which this MPI does not give"
+    return ""
+
+
+def _spare(layout: Layout) -> KVStore:
+    """Wait as a spare: what a worker's `create` returns, once this rank has taken a worker's place. Where the store
+    ends before, or has ended after it took a server's, it leaves by SystemExit(0)."""
+    epoch = Epoch(layout)
+
+    def rebuild() -> list[tuple[Serverless, Recovered]]:
+        if layout.is_spare:
+            return []
+        backend = Serverless(layout, epoch)
+        return [(backend, backend.recover(()))]
+
+    with epoch.failing(layouts.WHAT):
+        became = spare.wait(epoch, rebuild, lambda: None)
+    if became is None:
+        epoch.close()
+        raise SystemExit(0)
+    backend, recovered = became
+    return KVStore(layout, backend, epoch, epoch.close, recovered)
 
 
 def _server(layout: Layout) -> Server:

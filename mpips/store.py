@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from collectives.errors import of_caller
 from mpips.checkpoint.load import load
@@ -16,7 +16,7 @@ from mpips.layout import Layout
 from mpips.runtime import breaking
 from mpips.runtime.engine import Handle
 from mpips.runtime.epoch import Epoch
-from mpips.worker.backend import Backend
+from mpips.worker.backend import Backend, Recovered
 from mpips.worker.quick import Quick, with_meanwhile
 from mpips.worker.recut import recut
 from mpips.worker.settings import Settings
@@ -24,6 +24,7 @@ from mpips.worker.settings import Settings
 if TYPE_CHECKING:
     from mpips.optimizers.base import Optimizer
 
+T = TypeVar("T")
 Turns = Sequence[Hashable]
 """Names, any that are hashable: operations with one in common run in program order (`ipush`)."""
 
@@ -41,17 +42,39 @@ class KVStore:
     Any other failure ends the epoch: every call of every worker raises `mpips.EpochError` until all call `recover()`.
     """
 
-    def __init__(self, layout: Layout, backend: Backend, epoch: Epoch, closed: breaking.Step = lambda: None) -> None:
+    def __init__(
+        self, layout: Layout, backend: Backend, epoch: Epoch, closed: breaking.Step = lambda: None,
+        joined: Recovered | None = None,
+    ) -> None:  # fmt: skip
+        """`closed` is called when it has closed. `joined`: what the store has that this worker joins."""
         self.settings = Settings(layout, backend, epoch)
         """What the workers agree on; for other packages of mpips."""
         self._operations, self._closed = self.settings.operations, closed
         self._quick = Quick(self.settings.keys, self.settings.engine.under_way, self._operations, backend)
         self._alone()
+        if joined is not None:
+            self._join(joined)
         breaking.at_exit(self.close)
 
     def _alone(self) -> None:
         """Calls do nothing but what they are to do."""
         self._call, self._start = self._quick.call, self._operations.start
+
+    def _join(self, joined: Recovered) -> None:
+        """This worker has taken a dead one's place."""
+
+        def until_it_pushes(call: Callable[..., T]) -> Callable[..., T]:
+            def called(what: str, *words: Any) -> T:
+                if what != "pull":
+                    self.settings.fresh = False
+                    self._alone()
+                return call(what, *words)
+
+            return called
+
+        self.settings.resumed = self.settings.take(joined).step
+        self.settings.fresh = True
+        self._call, self._start = until_it_pushes(self._quick.call), until_it_pushes(self._operations.start)
 
     # ---- who we are
 
@@ -79,6 +102,12 @@ class KVStore:
     def epoch(self) -> int:
         """The number of the present epoch: 0, and one more after each `recover`."""
         return self.settings.epoch.number
+
+    @property
+    def resumed(self) -> int | None:
+        """The step to begin with: 0, but for a worker that has joined a store which others have trained. None where its
+        keys stand at several rounds."""
+        return self.settings.resumed
 
     @staticmethod
     def is_capable(capability: str) -> bool:

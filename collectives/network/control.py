@@ -15,11 +15,10 @@ from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 import msgspec
-import numpy as np
 from mpi4py import MPI
 
 from collectives.errors import KINDS, CollectiveError, MismatchError, kind_of
-from collectives.network.requests import keep
+from collectives.network.failures import failed, received, tell
 from collectives.node.descriptors import disagreement
 from collectives.node.poison import DEPARTURES, PROGRAM_ENDED
 from collectives.node.wait import Limits
@@ -28,6 +27,7 @@ SPEAK_SECONDS = 0.05
 SETTLE_SECONDS = 0.15
 NAMES_SECONDS = 0.5  # to wait for the names of all ranks once two are known to differ
 HISTORY = 64
+LOOK_FOR_DEATHS_SECONDS = 0.02
 IN_OPERATION, OVER, LEFT = 0, 1, 2
 _TAG = 1
 
@@ -58,7 +58,7 @@ class Control:
         self._open: set[int] = set()
         self._left: dict[int, Note] = {}
         self._over: list[Note] = []
-        self._settled = self._differs = 0.0
+        self._settled = self._differs = self._due = 0.0
 
     def operation(self, text: str, steps: Iterator[None]) -> Iterator[None]:
         """The steps of one operation, numbered; every rank begins the same operations in the same order."""
@@ -100,6 +100,7 @@ class Control:
             self._raise()
         for number in sorted(self._heard):
             self._compare(number)
+        self._see_deaths()
         gone = [rank for rank, note in self._left.items() if self._open and note.number < min(self._open)]
         if gone:
             first = min(gone)
@@ -118,7 +119,8 @@ class Control:
     def ended(self) -> dict[int, str]:
         """Ranks that have said that they have left; and how."""
         self._hear()
-        return {self._names[rank]: DEPARTURES[note.kind] for rank, note in self._left.items()}
+        dead = {self._names[rank]: DEPARTURES[0] for rank in failed(self.comm)}
+        return dead | {self._names[rank]: DEPARTURES[note.kind] for rank, note in self._left.items()}
 
     def end(self, error: BaseException, sentence: str) -> CollectiveError:
         """End the epoch for all ranks; what they raise. Blocks for SETTLE_SECONDS."""
@@ -151,11 +153,8 @@ class Control:
             self._told.discard(number)
 
     def _hear(self) -> None:
-        status = MPI.Status()
-        while self.comm.Iprobe(MPI.ANY_SOURCE, _TAG, status):
-            message = np.empty(status.Get_count(MPI.BYTE), np.uint8)
-            self.comm.Recv([message, MPI.BYTE], status.Get_source(), _TAG)
-            note = msgspec.msgpack.decode(message.tobytes(), type=Note)
+        while (message := received(self.comm, _TAG)) is not None:
+            note = msgspec.msgpack.decode(message[1], type=Note)
             if note.sort == OVER:
                 self._over.append(note)
             elif note.sort == LEFT:
@@ -170,10 +169,16 @@ class Control:
         self._send(Note(number, self._rank, IN_OPERATION, self._mine[number]))
 
     def _send(self, note: Note) -> None:
-        message = msgspec.msgpack.encode(note)
-        for other in range(self._size):
-            if other != self._rank:
-                keep([self.comm.Isend([message, MPI.BYTE], other, _TAG)])
+        others = [other for other in range(self._size) if other != self._rank]
+        tell(self.comm, msgspec.msgpack.encode(note), others, _TAG)
+
+    def _see_deaths(self) -> None:
+        """CollectiveError where a process has ended without a word."""
+        if (now := time.monotonic()) >= self._due:
+            self._due = now + LOOK_FOR_DEATHS_SECONDS
+            for rank in failed(self.comm):
+                if rank not in self._left:
+                    raise CollectiveError(f"rank {self._names[rank]} is needed, and {DEPARTURES[0]}")
 
     def _compare(self, number: int) -> None:
         """MismatchError where others know this operation by another name; once all have named it, or after a while."""

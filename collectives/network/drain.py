@@ -14,6 +14,7 @@ import time
 
 from mpi4py import MPI
 
+from collectives.network.failures import failed, is_death
 from collectives.network.requests import outstanding, unfinished
 from collectives.network.tags import last_tag
 
@@ -26,10 +27,11 @@ class Parting:
 
     def __init__(self, comm: MPI.Comm, kept: object = None) -> None:
         self._comm, self._tag, self.kept = comm, last_tag(), kept
-        self._missing = comm.Get_size() - 1
         others = (rank for rank in range(comm.Get_size()) if rank != comm.Get_rank())
-        self._sends = [comm.Isend(bytearray(0), rank, self._tag) for rank in others]
-        self._freed = False
+        self._freed = bool(failed(comm))
+        """Or it is never freed: what the dead have sent cannot be told from what they have not."""
+        self._missing = 0 if self._freed else comm.Get_size() - 1
+        self._sends = [] if self._freed else [comm.Isend(bytearray(0), rank, self._tag) for rank in others]
 
     def heard(self) -> bool:
         """Drop what has come. Whether all that was sent to this rank has; does not block."""
@@ -44,9 +46,14 @@ class Parting:
 
     def free(self) -> bool:
         """Give it back, if all has come, and MPI itself does not go on with an operation on it. Whether it is gone."""
-        if not self._freed and self.heard() and not unfinished(self._comm):
+        try:
+            if not self._freed and self.heard() and not unfinished(self._comm):
+                self._freed = True
+                self._comm.Free()
+        except MPI.Exception as error:
+            if not is_death(error):
+                raise
             self._freed = True
-            self._comm.Free()
         return self._freed
 
 

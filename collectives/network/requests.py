@@ -43,7 +43,7 @@ def sends(comm: MPI.Comm, vector: Vector, target: int, tag: int) -> list[MPI.Pre
 def release(requests: Sequence[MPI.Prequest]) -> None:
     """Give persistent requests back to MPI, but for those under way, whose memory MPI may still write to."""
     for request in requests:
-        if request.Test():
+        if over(request):
             request.Free()
             continue
         if isinstance(request, Receive):
@@ -63,13 +63,13 @@ def keep(requests: Iterable[MPI.Request]) -> None:
 
 def leave(request: MPI.Request, comm: MPI.Comm) -> None:
     """Hold on to the request of a collective of MPI's own until MPI is through with it."""
-    if not request.Test():
+    if not over(request):
         _collectives.append((request, comm))
 
 
 def unfinished(comm: MPI.Comm) -> bool:
     """Whether MPI still goes on with a collective on `comm`."""
-    _collectives[:] = [kept for kept in _collectives if not kept[0].Test()]
+    _collectives[:] = [kept for kept in _collectives if not over(kept[0])]
     return any(comm == other for _, other in _collectives)
 
 
@@ -77,18 +77,26 @@ def outstanding() -> bool:
     """Whether MPI may still touch memory of what nobody waits for."""
     if not _looking.locked():  # else another thread looks: two must not test one request
         with _looking:
-            _collectives[:] = [kept for kept in _collectives if not kept[0].Test()]
+            _collectives[:] = [kept for kept in _collectives if not over(kept[0])]
             for request in list(_left.values()):
-                if _over(request):
+                if _given_back(request):
                     _left.pop(id(request), None)
     return bool(_left or _collectives)
 
 
-def _over(request: MPI.Request) -> bool:
-    over = request.Test()
-    if over and isinstance(request, MPI.Prequest):
+def over(request: MPI.Request) -> bool:
+    """Whether MPI is through with a request that nobody waits for, as it is where the other process has died."""
+    try:
+        return bool(request.Test())
+    except MPI.Exception:
+        return True
+
+
+def _given_back(request: MPI.Request) -> bool:
+    ended = over(request)
+    if ended and isinstance(request, MPI.Prequest):
         request.Free()
-    return over
+    return ended
 
 
 def pieces(vector: Vector) -> list[list[Any]]:

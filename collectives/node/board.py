@@ -221,6 +221,10 @@ class Board:
         """Collective where a fence is needed."""
         self.memory.close()
 
+    def abandon(self) -> None:
+        """The same where some have died: nobody reads this rank's area any more."""
+        self.memory.abandon()
+
     def _complete(self) -> bool:
         row = int.from_bytes(self.entries[self.number & 1], ORDER)
         return row & self.numbers == self.number * self.ones << 32

@@ -134,6 +134,10 @@ class NodeMemory:
             self._window.Unlock_all()
             self._window.Free()
 
+    def abandon(self) -> None:
+        """The same where nobody reads this rank's area any more."""
+        os.close(self.poison_fd)
+
 
 def open_memory(node: MPI.Comm, fenced: bool = not ORDERED_STORES) -> NodeMemory | None:
     """Collective over `node`: one area each. None, on every rank, when some rank cannot map another's area."""

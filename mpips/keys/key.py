@@ -68,6 +68,8 @@ class FastList(Protocol):
 class Rounds(dict[Name, int]):
     """What `recover` found: of every key the last complete round, which it stands at."""
 
+    step: int | None = None
+    """The round that all keys stand at which were ever pushed; None where they stand at several."""
     torn: tuple[Name, ...] = ()
     """Keys of whose last round some blocks were applied and others not: load a checkpoint of them."""
 

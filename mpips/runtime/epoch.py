@@ -6,11 +6,12 @@ node share, and notes between nodes. Who finds a failure calls `end`; every wait
 
 from __future__ import annotations
 
+import copy
 import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Protocol, TypeVar
 
 from mpi4py import MPI
@@ -18,7 +19,8 @@ from mpi4py import MPI
 from collectives.communicator import Communicator, communicator
 from collectives.errors import CollectiveError, StallError
 from collectives.network.drain import sweep
-from collectives.node.poison import CLOSED
+from collectives.network.failures import failed
+from collectives.node.poison import CLOSED, DEPARTURES
 from collectives.node.wait import (
     LOOK_SECONDS,
     NAP_AFTER_BETWEEN_NODES,
@@ -28,8 +30,9 @@ from collectives.node.wait import (
     see_in_time,
     until,
 )
+from mpips.recovery.shrink import DONE, FAILED, attempt
 from mpips.runtime.breaking import uninterrupted
-from mpips.runtime.errors import EpochError, of_kind
+from mpips.runtime.errors import EpochError, LostError, of_kind
 from mpips.runtime.parting import NEVER, Parting
 from mpips.runtime.rendezvous import LAST_WORD_SECONDS, Presence, Room
 from mpips.runtime.tasks import Task, goes_on, kept
@@ -50,12 +53,22 @@ class Ranks(Protocol):
     nodes: tuple[int, ...]
 
     @property
-    def is_server(self) -> bool: ...
+    def is_worker(self) -> bool: ...
+
+    @property
+    def survives(self) -> bool: ...
+
+    @property
+    def lost(self) -> tuple[int, ...]: ...
 
     @property
     def limits(self) -> Limits: ...
 
-    def again(self) -> None: ...
+    def again(self, left: MPI.Intracomm) -> None: ...
+
+    def part(self) -> None: ...
+
+    def abandon(self) -> None: ...
 
     def free(self) -> None: ...
 
@@ -134,7 +147,7 @@ class Epoch:
         self._meeting = False
         self._everybody = Room(layout.world)
         self._workers = None if layout.workers is None else Room(layout.workers)
-        self._parting = Parting(layout.world, self.gone)
+        self._parting = Parting(layout.world, self.gone, layout.survives)
 
     # ---- the end
 
@@ -202,7 +215,8 @@ class Epoch:
         for inner in self._inner:
             inner.fail(what, self.over)
         for step in self.on_end:
-            step()
+            with suppress(MPI.Exception):  # what it waits for has died
+                step()
 
     def _error(self) -> EpochError:
         return of_kind(self.over if self.over is not None else self._home.board.poison.error())
@@ -251,37 +265,78 @@ class Epoch:
 
     def gone(self) -> dict[int, str]:
         """Ranks of the store that have closed it, or have ended; and how, as far as it is known here."""
-        return self._home.ended()
+        dead = dict.fromkeys(failed(self._layout.world), DEPARTURES[0])
+        return dead | self._home.ended()
 
     # ---- from epoch to epoch
 
-    def renew(self) -> bool:
-        """Begin the next epoch on the same ranks. Collective over all ranks of the store, blocking: the layout's
-        communicators are new ones (`Layout.again`), and what was sent on the old ones is dropped.
+    def renew(self, rebuild: Callable[[], T]) -> T | None:
+        """Begin the next epoch, and return what `rebuild` does in it. Collective over all ranks of the store, blocking:
+        the layout's communicators are new ones (`Layout.again`), and what was sent on the old ones is dropped.
 
-        EpochError on a worker where another closes the store instead, or has ended; a server returns False then.
+        Where the store survives deaths, it goes on with the ranks that live. One may die meanwhile: then all is put
+        back, and `rebuild` is called again in another attempt. Nothing that it needs may go before `renew` returns.
+
+        EpochError on a worker where another closes the store instead, or what is left does not suffice; elsewhere None.
         EpochStallError where one has not come within the limits; a later call waits on for it.
         """
         if self.over is None:
             self.end("recover", CollectiveError(f"rank {self.rank} calls recover"))
-        server = self._layout.is_server
+        limits = self.limits if self._layout.is_worker else NEVER
         try:
-            why = self._parting.go_on(NEVER if server else self.limits)
+            while not (why := self._parting.would(limits)):
+                with uninterrupted():
+                    if not (why := self._parting.goes(limits)) and (begun := self._next(rebuild)):
+                        return begun[0]
         except StallError as error:
             raise of_kind(error) from None
-        if why:
-            if server:
-                return False
+        if self._layout.is_worker:
             raise EpochError(f"{why}: the store cannot be recovered")
-        self._layout.again()
-        self.number += 1
+        return None
+
+    def _next(self, rebuild: Callable[[], T]) -> list[T]:
+        """All have come: begin the next epoch; what `rebuild` has returned. [] where one has died meanwhile."""
+        if self._layout.survives:
+            return self._attempt(rebuild)
+        old = copy.copy(self._layout)
+        self._layout.again(old.world)
+        old.part()
         self._begin()
+        self.number += 1
         sweep(FREEING_SECONDS)
-        return True
+        return [rebuild()]
+
+    def _attempt(self, rebuild: Callable[[], T]) -> list[T]:
+        """The same on those who live. What was before stays until all have come through, and is put back where not."""
+        layout, before = self._layout, (copy.copy(self._layout), {**vars(self), "on_end": [*self.on_end]})
+
+        def make(left: MPI.Intracomm) -> T:
+            layout.again(left)
+            self._begin()
+            with self.failing("recover"):
+                return rebuild()
+
+        verdict, results, error = attempt(layout.world, make)
+        if verdict == DONE:
+            self.number += 1
+            before[0].abandon() if layout.lost else before[0].free()
+            sweep()
+            return results
+        if layout.world is not before[0].world:
+            layout.abandon()
+        vars(layout).update(vars(before[0]))
+        vars(self).update(before[1])
+        if verdict == FAILED:
+            raise error or LostError("recover: another rank could not go on, as its own error says")
+        return []
 
     def asked(self) -> bool:
         """Whether another rank has begun to renew or to close since the epoch is over. Does not block."""
         return self._parting.asked()
+
+    def closing(self) -> bool:
+        """Whether another rank closes the store. Does not block."""
+        return self._parting.closing()
 
     def close(self) -> None:
         """The store ends on this rank: wait for the others, and give all communicators back. Collective over all ranks

@@ -12,6 +12,11 @@ class EpochError(CollectiveError):
     """
 
 
+class LostError(EpochError):
+    """The store cannot be recovered: what is left of it does not suffice. All ranks raise it, and it is not tried
+    again."""
+
+
 class EpochMismatchError(EpochError, MismatchError):
     """The epoch has ended because ranks made calls that do not fit together."""
 

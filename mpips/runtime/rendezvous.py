@@ -17,7 +17,7 @@ import msgspec
 from mpi4py import MPI
 
 from collectives.errors import CollectiveError, of_caller
-from collectives.network.requests import keep
+from collectives.network.failures import received, tell
 from collectives.node.wait import Epoch as Waiting
 from collectives.node.wait import Limits, drive, until
 
@@ -45,16 +45,13 @@ class Room:
     def bring(self, payload: bytes) -> None:
         """Begin a meeting. Does not block."""
         self._heard[self.rank].append(payload)
-        others = (rank for rank in range(self.size) if rank != self.rank)
-        keep([self.comm.Isend([payload, MPI.BYTE], rank, self._tag) for rank in others])
+        tell(self.comm, payload, [rank for rank in range(self.size) if rank != self.rank], self._tag)
 
     def missing(self) -> list[int]:
         """Ranks that have not come to the present meeting. Does not block."""
-        status = MPI.Status()
-        while (message := self.comm.Improbe(MPI.ANY_SOURCE, self._tag, status)) is not None:
-            data = bytearray(status.Get_count(MPI.BYTE))
-            message.Recv([data, MPI.BYTE])
-            self._heard[status.Get_source()].append(bytes(data))
+        while (message := received(self.comm, self._tag)) is not None:
+            source, data = message
+            self._heard[source].append(data)
         return [rank for rank, heard in enumerate(self._heard) if not heard]
 
     def brought(self) -> list[bytes]:

@@ -14,7 +14,7 @@ from mpips.compression import Compressor
 from mpips.keys.key import Fast, FastList, Key, Name, Rounds
 from mpips.keys.row_sparse import RowSparse
 from mpips.layout import Layout
-from mpips.optimizers import Optimizer
+from mpips.optimizers import Groups, Optimizer
 from mpips.runtime import rendezvous
 from mpips.runtime.epoch import Epoch
 from mpips.runtime.tasks import Task
@@ -33,7 +33,7 @@ from mpips.transport import frames
 from mpips.transport.connect import connect
 from mpips.transport.frames import Op
 from mpips.transport.line import Line
-from mpips.worker.backend import States
+from mpips.worker.backend import Recovered, States
 
 Array = NDArray[Any]
 
@@ -215,7 +215,7 @@ class Served:
 
     # ---- epochs and the end
 
-    def recover(self, known: Container[Name]) -> Rounds:
+    def recover(self, known: Container[Name]) -> Recovered:
         """See `Backend`."""
         lines, _ = connect(self.layout, self._epoch)
         self._link.renew(lines)
@@ -227,7 +227,11 @@ class Served:
         self._bind_all()
         rounds = Rounds({name: round_ for name, (round_, _) in state.items()})
         rounds.torn = tuple(name for name, (_, torn) in state.items() if torn)
-        return rounds
+        groups = Groups(self._settings.groups.default, self._settings.groups.own)
+        return Recovered(rounds, list(self._setup.keys.values()), groups, self._settings.compressor)
+
+    def committed(self) -> None:
+        """See `Backend`."""
 
     def open_store(self, request: frames.OpenStore) -> Task[None]:
         """Ask all servers to take part in the making of one more store. All workers ask, and then make it."""

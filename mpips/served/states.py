@@ -16,7 +16,7 @@ from mpips.compression import Compressor, Residuals
 from mpips.keys.key import Key, Name
 from mpips.keys.shard import Shard
 from mpips.layout import Layout
-from mpips.optimizers import Optimizer, encode, encode_numbers
+from mpips.optimizers import Groups, Optimizer, decode, decode_numbers, encode, encode_numbers
 from mpips.runtime.tasks import Task
 from mpips.served.link import Link
 from mpips.served.push import Push
@@ -43,6 +43,8 @@ class Settings:
         self._begun = self._made = 0
         """How many changes this worker has begun, and made."""
         self._last: Change | None = None
+        self.groups = Groups()
+        self.compressor: Compressor | None = None
 
     def updates(self, name: Name) -> bool:
         """Whether something applies pushes of this key."""
@@ -57,7 +59,9 @@ class Settings:
 
     def forget(self, names: Iterable[Name]) -> None:
         """These keys are gone."""
-        self._own.difference_update(names)
+        gone = list(names)
+        self._own.difference_update(gone)
+        self.groups.forget(gone)
 
     def set_optimizer(self, optimizer: Optimizer, keys: Sequence[Name] | None) -> Task[None]:
         """See `Backend.set_optimizer`."""
@@ -94,8 +98,12 @@ class Settings:
         if isinstance(change, frames.SetOptimizer):
             self._all |= change.keys is None
             self._own.update(change.keys or ())
+            self.groups.set(decode(change.optimizer), change.keys)
+        elif isinstance(change, frames.UpdateOptimizer):
+            self.groups.update(decode_numbers(change.numbers), change.keys)
         elif isinstance(change, frames.SetCompression):
-            self._push.residuals = Residuals(compression.create(change.options))
+            self.compressor = compression.create(change.options)
+            self._push.residuals = Residuals(self.compressor)
         self._made = self._begun
 
     def _repeat(self) -> Task[bytes]:

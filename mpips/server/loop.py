@@ -227,13 +227,13 @@ class Server:
             if limit and time.monotonic() - self._ended > max(limit, ORPHAN_SECONDS):
                 raise StallError("the epoch is over, and no worker has called recover() or close()")
             return False
-        if self.epoch.renew():
-            self.recovered(*connect(self.layout, self.epoch))
-        else:
+        if self.epoch.renew(self.recovered) is None:
             self._closed = True
         return True
 
-    def recovered(self, lines: list[Line], rings: Rings | None) -> None:
-        """The next epoch has begun, with these lines: rounds count on from the last complete one."""
+    def recovered(self) -> bool:
+        """The next epoch begins: rounds count on from the last complete one."""
+        lines, rings = connect(self.layout, self.epoch)
         self._state.recover()
         self._begin(lines, rings)
+        return True

@@ -17,16 +17,17 @@ from mpips.serverless.reconcile import Having, Source, settings_from, sources, s
 from mpips.serverless.replica import Replica
 from mpips.serverless.settings import Settings
 from mpips.serverless.sums import Sums
+from mpips.serverless.undo import Copy
 from mpips.worker.backend import States
 
 Array = NDArray[Any]
 
 
 class Replicas:
-    """This worker's replicas, `by_name`. `sums`: those of the present epoch."""
+    """This worker's replicas, `by_name`. `sums`: those of the present epoch. `survives`: whether a worker may die."""
 
-    def __init__(self, settings: Settings, sums: Sums) -> None:
-        self._settings, self.sums = settings, sums
+    def __init__(self, settings: Settings, sums: Sums, survives: bool) -> None:
+        self._settings, self.sums, self._survives = settings, sums, survives
         self.by_name: dict[Name, Replica] = {}
 
     def of(self, keys: Sequence[Key]) -> list[Replica]:
@@ -40,10 +41,13 @@ class Replicas:
             stored = self._allocate(key.size, key.dtype)
             stored[...] = value.reshape(-1)
             yield from self.sums.broadcast(stored, 0, label("init", [key.name]), direct)
-            made.append(Replica(key, stored, self._settings.groups.of(key.name), self._allocate))
-        if self.sums.one_node:
+            made.append(self._replica(key, stored))
+        if self.sums.one_node and not self._survives:  # a block that lies in a worker's memory alone dies with it
             yield from self._share([replica for replica in made if spread.long(replica.key)], direct)
         self.by_name.update((replica.key.name, replica) for replica in made)
+
+    def _replica(self, key: Key, value: Array) -> Replica:
+        return Replica(key, value, self._settings.groups.of(key.name), self._allocate, self._survives)
 
     def _share(self, replicas: Sequence[Replica], direct: bool) -> Task[None]:
         """Tell the other workers where long values lie."""
@@ -65,6 +69,7 @@ class Replicas:
             room[...] = value.reshape(-1)
             yield from self.sums.broadcast(room, 0, label("put", [replica.key.name]), direct)
             replica.turn()
+            replica.changed()
             replica.updating = False
 
     def forget(self, keys: Sequence[Key]) -> None:
@@ -100,28 +105,46 @@ class Replicas:
         """Forget all other keys."""
         self.forget([replica.key for name, replica in self.by_name.items() if name not in known])
 
-    def reconcile(self, exchange: Callable[[bytes], list[bytes]]) -> Rounds:
+    def reconcile(self, exchange: Callable[[bytes], list[bytes]], fresh: bool) -> Rounds:
         """Have what the other workers have, settings, values and states. `exchange` gives every worker's bytes.
-        Collective, blocking."""
-        mine = Having(self._settings.changes, self._settings.encode(), [*map(standing, self.by_name.values())])
+        `fresh`: this one has just begun. Collective, blocking."""
+        keys = [] if fresh else [*map(standing, self.by_name.values())]
+        mine = Having(self._settings.changes, self._settings.encode(), keys, fresh)
         told = exchange(msgspec.msgpack.encode(mine))
         having = [msgspec.msgpack.decode(each, type=Having) for each in told]
         best = having[settings_from(having)]
-        if best.changes != mine.changes:
+        if fresh or best.changes != mine.changes:
             self._settings.take(best.settings, best.changes)
-        found = sources(having)
+        found, rounds = sources(having)
         self.forget([replica.key for name, replica in self.by_name.items() if name not in found])
         for name, source in found.items():
-            self._take_over(self.by_name[name], source)
-        rounds = Rounds({name: source.standing.round for name, source in found.items()})
-        rounds.torn = tuple(name for name, source in found.items() if source.torn)
+            self._take_over(name, source)
         return rounds
 
-    def _take_over(self, replica: Replica, source: Source) -> None:
-        replica.optimizer = self._settings.groups.of(replica.key.name)
-        if source.rank < 0:
-            return
-        there, gives = source.standing, source.rank == self.sums.rank
-        for array in replica.become(there.round, there.step, there.state, gives):
-            self.sums.give(array, source.rank, label("recover", [replica.key.name]))
-        replica.updating = False
+    def _take_over(self, name: Name, source: Source) -> None:
+        there, stand = source.standing, source.stand
+        if name not in self.by_name:
+            key = Key(name, there.shape, np.dtype(there.dtype))
+            self.by_name[name] = self._replica(key, self._allocate(key.size, key.dtype))
+            self.by_name[name].updating = True
+        replica = self.by_name[name]
+        replica.optimizer = self._settings.groups.of(name)
+        if self._survives:
+            self._stand(replica, source)
+        elif not source.everybody:
+            for array in replica.become(stand.round, stand.step, stand.state, source.rank == self.sums.rank):
+                self.sums.give(array, source.rank, label("recover", [name]))
+            replica.updating = False
+
+    def _stand(self, replica: Replica, source: Source) -> None:
+        """The same where what is there must stay until all is: others may die meanwhile, and it is begun again."""
+        stand, holds, key = source.stand, self.sums.rank in source.holders, replica.key
+        copy = next((copy for copy in replica.copies() if holds and copy.round == stand.round), None)
+        if copy is None:
+            state = None if stand.state is None else [self._allocate(key.size, np.dtype(d)) for d in stand.state]
+            copy = Copy(stand.round, stand.step, self._allocate(key.size, key.dtype), state)
+        if not source.everybody:
+            for array in copy.arrays:
+                self.sums.give(array, source.rank, label("recover", [key.name]))
+        if replica.updating or copy.value is not replica.value:
+            replica.become_copy(copy)

@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from collectives.group import OverlapError
 from mpips.compression import Compressor
-from mpips.keys.key import Key, Name, Rounds, label
+from mpips.keys.key import Key, Name, label
 from mpips.keys.row_sparse import RowSparse
 from mpips.layout import Layout
-from mpips.optimizers import Optimizer
+from mpips.optimizers import Groups, Optimizer
 from mpips.runtime.epoch import Epoch
 from mpips.runtime.rendezvous import exchange
 from mpips.runtime.tasks import Task, nothing
@@ -24,7 +24,7 @@ from mpips.serverless.settings import Settings
 from mpips.serverless.snapshot import Snapshot
 from mpips.serverless.sparse import Sparse
 from mpips.serverless.sums import Blocks, Sums
-from mpips.worker.backend import States
+from mpips.worker.backend import Recovered, States
 
 Array = NDArray[Any]
 
@@ -40,7 +40,7 @@ class Serverless:
         self.layout, self._epoch = layout, epoch
         self.direct = False
         self._settings = Settings()
-        self._replicas = Replicas(self._settings, self._joined())
+        self._replicas = Replicas(self._settings, self._joined(), layout.survives)
         self._join()
 
     def _joined(self) -> Sums:
@@ -218,14 +218,20 @@ class Serverless:
 
     # ---- epochs and the end
 
-    def recover(self, known: Container[Name]) -> Rounds:
-        """After `epoch.renew()`: all workers have the same again; see `reconcile`. Collective, blocking."""
+    def recover(self, known: Container[Name]) -> Recovered:
+        """All workers have the same again; see `reconcile` and `Backend`. Collective, blocking."""
         self._replicas.sums = self._joined()
         self._join()
         self._replicas.keep(known)
-        rounds = self._replicas.reconcile(lambda data: exchange(self._epoch, data, "recover"))
+        rounds = self._replicas.reconcile(lambda data: exchange(self._epoch, data, "recover"), self.layout.fresh)
         self._bind_all()
-        return rounds
+        keys = [replica.key for replica in self._replicas.by_name.values()]
+        residuals = self._settings.residuals
+        groups = Groups(self._settings.groups.default, self._settings.groups.own)
+        return Recovered(rounds, keys, groups, None if residuals is None else residuals.compressor)
+
+    def committed(self) -> None:
+        """Nothing is kept that only another attempt would need."""
 
     def finish(self) -> None:
         """There is nobody to say goodbye to."""

@@ -17,6 +17,7 @@ from mpips.compression.base import Compressor
 from mpips.keys.key import FastList, Key, Name, Rounds
 from mpips.keys.row_sparse import RowSparse
 from mpips.optimizers.base import Optimizer
+from mpips.optimizers.groups import Groups
 from mpips.runtime.tasks import Task
 
 Array = NDArray[Any]
@@ -30,6 +31,16 @@ class Frozen(NamedTuple):
     round: int
     step: int
     dtypes: tuple[str, ...]
+
+
+class Recovered(NamedTuple):
+    """What a store has when the next epoch begins, the same on all workers: the rounds that keys stand at, the keys,
+    optimizers and compression."""
+
+    rounds: Rounds
+    keys: list[Key]
+    groups: Groups
+    compressor: Compressor | None
 
 
 class Snapshot(Protocol):
@@ -168,12 +179,17 @@ class Backend(Protocol):
 
     # ---- epochs and the end
 
-    def recover(self, known: Container[Name]) -> Rounds:
-        """After `epoch.renew()`: everything anew, nothing under way; the rounds that keys stand at. Sets `key.round`
-        and binds fast routes. Collective, blocking.
+    def recover(self, known: Container[Name]) -> Recovered:
+        """Within `epoch.renew()`: everything anew, nothing under way. Sets `key.round` and binds fast routes.
+        Collective, blocking. May be called again: nothing is dropped that another attempt needs.
 
-        A key stays if it is `known` on all workers, whose `init` has come to its end. Others are forgotten.
+        A key stays if it is `known` on all workers, whose `init` has come to its end. Others are forgotten. A
+        worker that has just begun takes all from the others.
         """
+        ...
+
+    def committed(self) -> None:
+        """After `epoch.renew()`: drop what was kept for another attempt. Local."""
         ...
 
     def finish(self) -> None:

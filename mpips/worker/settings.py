@@ -13,6 +13,7 @@ import msgspec
 from mpi4py import MPI
 from numpy.typing import NDArray
 
+from collectives.errors import of_caller
 from mpips import compression, optimizers
 from mpips.checkpoint.source import Written
 from mpips.compression import Compressor
@@ -25,11 +26,12 @@ from mpips.runtime.engine import Engine, Handle
 from mpips.runtime.epoch import Epoch
 from mpips.runtime.rendezvous import Items
 from mpips.runtime.tasks import Task, kept
-from mpips.worker.backend import Backend
-from mpips.worker.operations import Operations
+from mpips.worker.backend import Backend, Recovered
+from mpips.worker.operations import GIVEN, Operations
 
 Array = NDArray[Any]
 T = TypeVar("T")
+_OTHERS = "the workers whose store this one has joined have"
 
 
 class Settings:
@@ -50,6 +52,12 @@ class Settings:
         self.compressor: Compressor | None = None
         self.saving: Written | None = None
         """The last checkpoint that was begun in the background."""
+        self.resumed: int | None = 0
+        """See `KVStore.resumed`."""
+        self.fresh = False
+        """Whether this worker has taken a dead one's place, and comes to where the others are already: until it pushes,
+        `init` of a key that is there, `set_optimizer` and `set_gradient_compression` are local, as the others made
+        these calls long ago."""
 
     # ---- keys
 
@@ -64,6 +72,13 @@ class Settings:
             see(keys)
             return keys, [array for _, array in pairs]
 
+        if self.fresh:
+            with GIVEN:
+                there = all(name in self.keys for name in arguments.names(key))
+                if there:
+                    _see_alike(self.keys, key, value)
+            if there:
+                return
         made, refusal = rendezvous.attempt(asked)
         keys, values = made or ([], [])
         self.agree("init", [(one.name, f"{one.dtype.name}{one.shape}") for one in keys], refusal)
@@ -99,6 +114,9 @@ class Settings:
         what = "set_optimizer"
         chosen, refusal = rendezvous.attempt(lambda: optimizers.create(optimizer, **keywords))
         names, other = rendezvous.attempt(lambda: self._names_of_floats(keys, what))
+        if self.fresh:
+            self._see_optimizer(chosen, names, refusal or other)
+            return
         self.settled(what, [("optimizer", repr(chosen)), ("keys", repr(names))], refusal or other, noun="argument")
         self.run(what, self.backend.set_optimizer(chosen, names))
         self.groups.set(chosen, names)
@@ -123,6 +141,10 @@ class Settings:
         """See `KVStore.set_gradient_compression`."""
         what = "set_gradient_compression"
         chosen, refusal = rendezvous.attempt(lambda: compression.create(options))
+        if self.fresh:
+            if refusal is not None or chosen != self.compressor:
+                raise of_caller(refusal or ValueError(f"{what}: this is {chosen!r}, and {_OTHERS} {self.compressor!r}"))
+            return
         self.settled(what, [("compression_params", repr(chosen))], refusal, noun="argument")
         self.run(what, self.backend.set_compression(dict(options), chosen))
         self.compressor = chosen
@@ -149,11 +171,17 @@ class Settings:
         self.operations.check_not_closed()
         with self.operations.guard("recover"):
             self.engine.forget()
-            self.epoch.renew()
-            rounds = self.backend.recover(self.keys)
-        for name in [name for name in self.keys if name not in rounds]:
-            del self.keys[name]
-        return rounds
+            recovered = self.epoch.renew(lambda: self.backend.recover(self.keys))
+            assert recovered is not None
+            self.backend.committed()
+        return self.take(recovered)
+
+    def take(self, recovered: Recovered) -> Rounds:
+        """The next epoch has begun with this."""
+        self.keys.clear()
+        self.add(recovered.keys)
+        self.groups, self.compressor = recovered.groups, recovered.compressor
+        return recovered.rounds
 
     def closing(self) -> list[Callable[[], None]]:
         """No calls are made from now on: what is to be done at the end, in this order, each though another fails."""
@@ -224,6 +252,17 @@ class Settings:
 
     # ---- inside
 
+    def _see_optimizer(self, chosen: Optimizer, names: Sequence[Name] | None, refusal: BaseException | None) -> None:
+        """ValueError where a worker that has just begun sets another optimizer than the others. Its numbers may differ:
+        the others may have updated them since."""
+        if refusal is not None:
+            raise of_caller(refusal)
+        for name in self.keys if names is None else names:
+            there = self.groups.of(name)
+            if type(there) is not type(chosen):
+                sentence = f"set_optimizer: key {name!r}: this is {chosen!r}, and {_OTHERS} {there!r}: set the same"
+                raise of_caller(ValueError(sentence))
+
     def _names(self, keys: Any, what: str) -> list[Name] | None:
         return None if keys is None else [key.name for key in self.known(keys, what)]
 
@@ -246,6 +285,15 @@ def _first_values(known: Mapping[Name, Key], key: Any, value: Any) -> list[tuple
         arguments.see_new(name, "init")
         result.append((name, calls.first_value(name, values)))
     return result
+
+
+def _see_alike(known: Mapping[Name, Key], key: Any, value: Any) -> None:
+    """ValueError where keys that are there are of other shapes or dtypes than these first values."""
+    for name, values in arguments.pairs(key, value, "init"):
+        there, given = known[name], calls.first_value(name, values)
+        if (given.shape, given.dtype) != (there.shape, there.dtype):
+            here, others = f"{given.dtype.name}{given.shape}", f"{there.dtype.name}{there.shape}"
+            raise ValueError(f"init: key {name!r} is {here} here, and {_OTHERS} {others}: begin with the same")
 
 
 def _see_floats(keys: Iterable[Key], what: str, cure: str) -> None:

@@ -18,6 +18,8 @@ class Nodes(NamedTuple):
 
     size: int
     rank: int = 1
+    num_workers: int = MANY - 1
+    num_servers: int = 1
 
     def same_node(self, a, b):
         return a // self.size == b // self.size

@@ -1,0 +1,134 @@
+"""Deaths of processes as MPI tells of them, and how what waits for the dead is broken off.
+
+MPI tells of them where it has ULFM: Open MPI under `mpirun --with-ft ulfm`. Then a death ends no job. A message to or
+from the dead raises MPI.Exception, and so does a probe of any source until the death is acknowledged. A collective may
+raise on some ranks and wait for ever on others, until one of them revokes its communicator.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from functools import cache
+from typing import TypeVar
+
+from mpi4py import MPI
+
+from collectives.network.requests import keep
+
+C = TypeVar("C", bound=MPI.Comm)
+WATCH_SECONDS = 4e-3
+ENABLED = "OMPI_MCA_mpi_ft_enable"
+"""What mpirun of Open MPI sets where it is asked to let others live."""
+_DEATHS = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING)
+
+
+@cache
+def able() -> bool:
+    """Whether the MPI of this job tells of deaths, and other processes outlive them."""
+    return os.environ.get(ENABLED, "").lower() in ("1", "true") and "Open MPI" in MPI.Get_library_version()
+
+
+def failed(comm: MPI.Comm) -> list[int]:
+    """Ranks of a communicator whose processes have ended, as far as MPI knows here. Does not block."""
+    if not able():
+        return []
+    group = comm.Get_failed()
+    if not group.Get_size():
+        return []
+    everybody = comm.Get_group()
+    found = group.Translate_ranks(None, everybody)
+    group.Free()
+    everybody.Free()
+    return sorted(int(rank) for rank in found)
+
+
+def is_death(error: BaseException) -> bool:
+    """Whether MPI says by this error that a process has ended."""
+    return isinstance(error, MPI.Exception) and able() and error.Get_error_class() in _DEATHS
+
+
+def received(comm: MPI.Comm, tag: int) -> tuple[int, bytes] | None:
+    """The next message with this tag: of whom, and its bytes; None where none has come. What the dead have sent may be
+    lost. Does not block."""
+    status = MPI.Status()
+    while True:
+        try:
+            message = comm.Improbe(MPI.ANY_SOURCE, tag, status)
+            if message is None:
+                return None
+            data = bytearray(status.Get_count(MPI.BYTE))
+            message.Recv([data, MPI.BYTE])
+            return status.Get_source(), bytes(data)
+        except MPI.Exception as error:
+            if not is_death(error):
+                raise
+            comm.Ack_failed()
+
+
+def tell(comm: MPI.Comm, data: bytes | bytearray, ranks: Sequence[int], tag: int) -> None:
+    """Send bytes to ranks, but to the dead. Does not block, and nobody waits for it."""
+    sent = []
+    for rank in ranks:
+        try:
+            sent.append(comm.Isend([data, MPI.BYTE], rank, tag))
+        except MPI.Exception as error:
+            if not is_death(error):
+                raise
+    keep(sent)
+
+
+class Making:
+    """A context in which ranks make communicators of `comm` and meet on them, though any of them may die meanwhile.
+
+    As soon as somebody has died, or `break_off` is called, every communicator made within is revoked: whoever waits on
+    one raises MPI.Exception. One at a time in a process; MPI_THREAD_MULTIPLE is needed.
+    """
+
+    present: Making | None = None
+
+    def __init__(self, comm: MPI.Comm) -> None:
+        self._comm, self._made, self.broken = comm, [comm], False
+        self._lock, self._over = threading.Lock(), threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="mpips deaths", daemon=True)
+
+    def __enter__(self) -> Making:
+        Making.present = self
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self.break_off()
+        self._over.set()
+        self._thread.join()
+        Making.present = None
+
+    def add(self, comm: MPI.Comm) -> None:
+        """One more has been made."""
+        with self._lock:
+            self._made.append(comm)
+            if self.broken:
+                comm.Revoke()
+
+    def break_off(self) -> None:
+        """Nobody is to wait on any of them any more."""
+        with self._lock:
+            if not self.broken:
+                self.broken = True
+                for comm in reversed(self._made):
+                    comm.Revoke()
+
+    def _watch(self) -> None:
+        while not self._over.wait(WATCH_SECONDS):
+            if failed(self._comm):
+                self.break_off()
+                return
+
+
+def made(comm: C) -> C:
+    """A communicator that has just been made: where ranks may die meanwhile it is broken off with the others."""
+    if Making.present is not None:
+        Making.present.add(comm)
+    return comm
