@@ -104,11 +104,6 @@ class Layout:
         return self.kind.endswith("_async")
 
     @property
-    def survives(self) -> bool:
-        """Whether the store goes on after a death."""
-        return getattr(self.options, "spares", -1) >= 0
-
-    @property
     def client_number(self) -> int:
         """The client of this worker."""
         return next(number for number, client in enumerate(self.clients) if self.rank < client.stop)

@@ -47,8 +47,6 @@ class Settings:
         self.operations = Operations(layout.rank, backend, self.engine, self.keys)
         self.groups = Groups()
         """The optimizers."""
-        self.fresh = False
-        """Whether this worker was a spare, and has not met the others since; who trains sets it."""
         self.compressor: Compressor | None = None
         self.saving: Written | None = None
         """The last checkpoint that was begun in the background."""
