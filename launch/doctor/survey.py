@@ -14,9 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from launch.doctor import leftovers, probe
+from launch.doctor import probe
 from launch.machine import this_machine
 from launch.mpirun import Job, Launcher, LauncherError, build, find, program
+from launch.running import leftovers
 from mpips import world
 
 LIMIT = 60.0  # seconds for a probe

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from launch.doctor import leftovers
 from launch.doctor.__main__ import show
 from launch.doctor.judge import Check, judge
 from launch.doctor.survey import EXTRAS, PACKAGES
+from launch.running import leftovers
 
 HEALTHY: dict[str, Any] = {
     "python": "3.11.7",

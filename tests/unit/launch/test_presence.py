@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from launch.presence import SPARE_FILES, Presence
+from launch.running.presence import SPARE_FILES, Presence
 from mpips import world
 
 RANK = """
@@ -70,7 +70,7 @@ def test_the_first_death_is_told(presence: Presence) -> None:
     first.kill()
     os.waitid(os.P_PID, first.pid, os.WEXITED | os.WNOWAIT)
     presence.look()
-    assert presence.deaths[0] == (1, signal.SIGKILL)
+    assert presence.deaths[0] == (1, signal.SIGKILL, "")
     for process in (first, second):
         process.communicate()
 

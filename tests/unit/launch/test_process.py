@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from launch import process as launcher
-from launch.presence import Death
+from launch.running import verdict
+from launch.running.presence import Death
 
 ROOT = Path(__file__).parents[3]
 WATCH = """
 import sys
-from launch import process
+from launch.running import process
 process.GRACE = 0.5
 sys.exit(process.wait([sys.executable, '-c', *sys.argv[1:]], name='mpips run'))
 """
@@ -48,7 +48,7 @@ time.sleep(600)
 """
 HOPEFUL = """
 import sys
-from launch import process
+from launch.running import process
 process.LOOK_SECONDS = 0.1
 looks = []
 code = process.wait([sys.executable, "-c", sys.argv[1]], lambda: looks.append(0) or len(looks) == int(sys.argv[2]))
@@ -69,8 +69,8 @@ sys.exit(int(os.environ.get("LAUNCHER_CODE", "0")))
 """
 JOB = """
 import sys
-from launch import process
-process.LOOK_SECONDS, process.AFTER_A_DEATH, process.AFTER_A_FAILURE = 0.1, 1, limit  # in vain for so long
+from launch.running import process, verdict
+process.LOOK_SECONDS, verdict.AFTER_A_DEATH, verdict.AFTER_A_FAILURE = 0.1, 1, limit  # in vain for so long
 code = process.wait([sys.executable, "-c", *sys.argv[1:]], name="mpips run", roles=["worker", "server"], here=2)
 sys.exit(code)
 """
@@ -251,7 +251,7 @@ def test_a_signal_for_a_job_whose_ranks_are_not_known_goes_to_the_job() -> None:
 
 def test_signals_are_ours_again_after_a_job() -> None:
     code = (
-        "import signal, sys\nfrom launch import process\n"
+        "import signal, sys\nfrom launch.running import process\n"
         "process.wait([sys.executable, '-c', '1'])\n"
         "print(signal.pthread_sigmask(signal.SIG_BLOCK, []))"
     )
@@ -303,4 +303,4 @@ def test_what_a_killed_mpirun_left_is_not_in_the_way_of_one_with_its_number(tmp_
     (None, 163, "ended without a word"), (None, 0, "ended without a word"),
 ])  # fmt: skip
 def test_what_is_said_of_a_death_is_sure(status: int | None, code: int, said: str) -> None:
-    assert launcher._how_it_ended(Death(1, status), code) == said
+    assert verdict._how_it_ended(Death(1, status), code) == said

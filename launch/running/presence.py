@@ -1,8 +1,8 @@
 """Which ranks of a job are alive, and which died: each one on this machine tells the command that started it.
 
 A rank that `python -m mpips` runs connects to a socket without a name in any folder and says its number, then that it
-fails, and with which exit code, or, when it has ended well, goodbye. What ends without a word has died. Ranks on other
-hosts cannot be heard.
+fails, and with which exit code, or, when it has ended well, goodbye. A spare says its role when it gets one. What ends
+without a word has died. Ranks on other hosts cannot be heard.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import select
 import socket
 import sys
 import uuid
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,10 +25,12 @@ MOST_BYTES = 4096  # of words at once; they are few
 
 
 class Death(NamedTuple):
-    """The end of a rank that said no goodbye. `status` is as wait(2) tells it, None where its parent heard it first."""
+    """The end of a rank that said no goodbye. `status` is as wait(2) tells it, None where its parent heard it first.
+    `role`: the one that it has said to have got."""
 
     rank: int
     status: int | None
+    role: str = ""
 
     @property
     def code(self) -> int | None:
@@ -47,6 +50,7 @@ class Rank:
         self.line = line
         peer = line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS)
         self.number, self.pid, self.descriptor = -1, int.from_bytes(peer[:4], sys.byteorder), -1
+        self.role = ""
         self.well = self.gone = False
 
     def words(self) -> list[bytes]:
@@ -69,13 +73,16 @@ class Rank:
 class Presence:
     """The ranks of one job, of which `here` are sure to start on this machine. Closed by `close`.
 
-    `deaths` are in their order. `code` is the exit code with which a rank failed before any died; None where none did.
+    `deaths` are in their order. `code` is the exit code with which the first rank failed; None where none did, or, but
+    for `survives`, where others had died before. `well`: how many have said goodbye and have ended.
     """
 
-    def __init__(self, here: int) -> None:
+    def __init__(self, here: int, survives: bool = False) -> None:
+        self.here = here
         self.deaths: list[Death] = []
         self.code: int | None = None
-        self._here, self._left = here, 0
+        self.well = 0
+        self._survives, self._gone = survives, set[int]()
         self._name = f"mpips-ranks-{uuid.uuid4().hex}"
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         self._listener.bind(f"\0{self._name}")
@@ -106,12 +113,19 @@ class Presence:
     def everyone_left_well(self) -> bool:
         """Have all ranks that are sure to be here said goodbye, and none died?"""
         self.look()
-        return not self.deaths and not self._alive and self._left >= self._here
+        return not self.deaths and not self._alive and self.well >= self.here
+
+    def is_idle(self, working: Iterable[int]) -> bool:
+        """Have all of these ranks ended or said goodbye, and has none of the others, which are spares, got a role?"""
+        over = self._gone | {rank.number for rank in self._alive.values() if rank.well}
+        return all(number in over for number in working) and all(
+            rank.well or not rank.role for rank in self._alive.values()
+        )
 
     def pids(self) -> list[int]:
         """The processes of the ranks that live, where all that are sure to be here have been heard; else none."""
-        heard = len(self._alive) + self._left
-        return [rank.pid for rank in self._alive.values()] if heard == self._here else []
+        heard = len(self._alive) + self.well + len(self.deaths) * self._survives
+        return [rank.pid for rank in self._alive.values()] if heard == self.here else []
 
     def close(self) -> None:
         for rank in {*self._lines.values(), *self._alive.values()}:
@@ -130,23 +144,25 @@ class Presence:
         self._poll.register(line, select.EPOLLIN)
 
     def _listen(self, rank: Rank) -> None:
-        for word in rank.words():
-            self._take(rank, *word.split())
+        self._take(rank)
         if rank.gone:
             self._poll.unregister(rank.line)
             del self._lines[rank.line.fileno()]
             if rank.descriptor < 0:  # it had ended before it could be watched
-                self._left += rank.well
-                rank.close()
+                self._leave(rank, None)
 
-    def _take(self, rank: Rank, word: bytes, number: bytes = b"0") -> None:
-        if word == world.PRESENT:
-            rank.number = int(number)
-            self._enter(rank)
-        elif word == world.GOODBYE:
-            rank.well = True
-        elif word == world.FAILING and self.code is None and not self.deaths:
-            self.code = int(number)
+    def _take(self, rank: Rank) -> None:
+        for line in rank.words():
+            word, _, more = line.partition(b" ")
+            if word == world.PRESENT:
+                rank.number = int(more)
+                self._enter(rank)
+            elif word == world.ROLE:
+                rank.role = more.decode(errors="replace")
+            elif word == world.GOODBYE:
+                rank.well = True
+            elif word == world.FAILING and self.code is None and (self._survives or not self.deaths):
+                self.code = int(more)
 
     def _enter(self, rank: Rank) -> None:
         try:
@@ -158,13 +174,16 @@ class Presence:
 
     def _bury(self, rank: Rank) -> None:
         status = _status(rank.pid)
-        for word in rank.words():
-            self._take(rank, *word.split())
-        if rank.well or status == 0:
-            self._left += 1
-        else:
-            self.deaths.append(Death(rank.number, status))
+        self._take(rank)
         self._lines.pop(rank.line.fileno(), None)
+        self._leave(rank, status)
+
+    def _leave(self, rank: Rank, status: int | None) -> None:
+        if rank.well or status == 0:
+            self.well += 1
+        elif rank.number >= 0:
+            self.deaths.append(Death(rank.number, status, rank.role))
+        self._gone.add(rank.number)
         rank.close()  # closed files leave the poll by themselves
 
 

@@ -24,6 +24,7 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING
 
 from collectives.errors import is_ours
+from mpips.ending.finalize import survives
 from mpips.world import launched_as
 
 if TYPE_CHECKING:
@@ -114,15 +115,17 @@ def end(what: str, text: str = "", code: int = 1, same: Hashable = None, told: b
         return
     mark = hashlib.blake2b(repr(same or what).encode(), digest_size=DIGEST_BYTES).digest()
     shared = threading.current_thread() is threading.main_thread() or MPI.Query_thread() == MPI.THREAD_MULTIPLE
-    sayer = _sayer(world, mark, told) if shared else None
+    dead = _dead(world) if shared else None
+    sayer = _sayer(world, mark, told) if dead is not None else None
     if sayer is None:
         os.write(2, text.encode(errors="backslashreplace"))
-        others = _tell(world, mark) if shared else 0
+        others = _tell(world, mark, dead) if dead is not None else 0
         os.write(2, f"mpips: {what} on {_where(world.rank, others, world.size)}: the job ends\n".encode())
         time.sleep(LAST_WORDS)
     else:
-        message = world.Isend(bytearray(mark), sayer, SHARED)
-        _wait(ABORTED, lambda: message.Test() and False)  # the rank that says it ends all
+        with suppress(MPI.Exception):
+            message = world.Isend(bytearray(mark), sayer, SHARED)
+            _wait(ABORTED, lambda: message.Test() and False)  # the rank that says it ends all
     world.Abort(code)
 
 
@@ -199,9 +202,26 @@ def _lines(frames: list[tuple[FrameType, int]]) -> Iterator[tuple[str, int]]:
             yield frame.f_code.co_filename, line
 
 
+def _dead(world: MPI.Comm) -> set[int] | None:
+    """Ranks that have died, where others outlive them; from now on messages of any source pass them over. None where
+    MPI has failed, so that nothing can be heard."""
+    from mpi4py import MPI
+
+    if not survives():
+        return set()
+    try:
+        failed, here = world.Get_failed(), world.Get_group()
+        world.Ack_failed()
+        return set(failed.Translate_ranks(None, here))
+    except MPI.Exception:
+        return None
+
+
 def _sayer(world: MPI.Comm, mark: bytes, told: bool) -> int | None:
     """The rank that says this error already; None where this one is to say it, after a while or because another error
     is being said. Rank 0 does not wait, unless it was told of another rank's mistake."""
+    from mpi4py import MPI
+
     found: list[tuple[int, bytes]] = []
 
     def heard() -> bool:
@@ -209,24 +229,27 @@ def _sayer(world: MPI.Comm, mark: bytes, told: bool) -> int | None:
         return bool(found)
 
     turn = PATIENCE + STAGGER * min(world.rank, PATIENCE / STAGGER) if world.rank else 0.0
-    _wait(turn + 2 * PATIENCE * told, heard)
+    with suppress(MPI.Exception):  # another rank has died meanwhile
+        _wait(turn + 2 * PATIENCE * told, heard)
     return next((rank for rank, said in found if said == mark), None)
 
 
-def _tell(world: MPI.Comm, mark: bytes) -> int:
+def _tell(world: MPI.Comm, mark: bytes, dead: set[int]) -> int:
     """Tells all others that this rank says it; the number of those that have it, too."""
-    if world.size == 1:
-        return 0
-    messages = [world.Isend(bytearray(mark), rank, SAID) for rank in range(world.size) if rank != world.rank]
+    from mpi4py import MPI
+
     ranks: set[int] = set()
+    others = set(range(world.size)) - {world.rank} - dead
+    with suppress(MPI.Exception):  # another rank has died meanwhile
+        messages = [world.Isend(bytearray(mark), rank, SAID) for rank in others]
 
-    def all_have() -> bool:
-        for message in messages:
-            message.Test()
-        ranks.update(rank for rank, _ in _receive(world, SHARED))
-        return len(ranks) == world.size - 1
+        def all_have() -> bool:
+            for message in messages:
+                message.Test()
+            ranks.update(rank for rank, _ in _receive(world, SHARED))
+            return ranks >= others
 
-    _wait(PATIENCE, all_have)
+        _wait(PATIENCE if others else 0.0, all_have)
     return len(ranks)
 
 

@@ -1,0 +1,70 @@
+"""What a rank tells the `mpips run` of its machine, where one listens: that it is here, its role, and how it ends.
+
+Who ends without a word has died. The last word is said when all that closes at exit has closed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import signal
+import socket
+import threading
+from contextlib import suppress
+
+from mpips.world import FAILING, GOODBYE, PRESENCE, PRESENT, ROLE, launched_as
+
+SECONDS = 5.0  # to be heard by the launcher
+PR_SET_PDEATHSIG = 1
+
+
+class StatusLine:
+    """The line of this process to its launcher; a word to nobody where none listens, or from a fork."""
+
+    def __init__(self) -> None:
+        self._process, self._well, job = os.getpid(), False, launched_as(os.environ)
+        self._line = socket.socket(socket.AF_UNIX)
+        self._line.settimeout(SECONDS)
+        name = os.environ.pop(PRESENCE, "")  # not for the processes that this one starts
+        if job and name:
+            with suppress(OSError):
+                self._line.connect(f"\0{name}")
+                ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # nobody outlives its mpirun
+        self._say(b"%s %d\n" % (PRESENT, job[0] if job else 0))
+        atexit.register(self._leave)
+        self._in_threads, threading.excepthook = threading.excepthook, self._thread_fails
+        _lines.append(self)
+
+    def has_role(self, role: str) -> None:
+        self._say(b"%s %s\n" % (ROLE, role.encode()))
+
+    def ends_well(self) -> None:
+        self._well = True
+
+    def fails(self, code: int = 1) -> None:
+        self._say(b"%s %d\n" % (FAILING, code & 255))
+
+    def _leave(self) -> None:
+        if self._well:
+            self._say(GOODBYE + b"\n")
+
+    def _thread_fails(self, args: threading.ExceptHookArgs) -> None:
+        if not issubclass(args.exc_type, SystemExit):
+            self.fails()
+        self._in_threads(args)
+
+    def _say(self, word: bytes) -> None:
+        if os.getpid() == self._process:
+            with suppress(OSError):
+                self._line.send(word)
+
+
+_lines: list[StatusLine] = []
+"""That of this process, where `python -m mpips` runs its program."""
+
+
+def say_role(role: str) -> None:
+    """A spare has got a role, such as "worker of client 1": the launcher names it so, and the job is its own to end."""
+    for line in _lines:
+        line.has_role(role)
