@@ -18,12 +18,12 @@ from mpips.cores import Seat
 from mpips.layout import Layout
 from mpips.options import OptionError, Options
 from mpips.recovery import spare
+from mpips.recovery.standby import StandBy
 from mpips.runtime.epoch import Epoch
 from mpips.served.served import Served
 from mpips.server.loop import Server, serve
 from mpips.serverless import Serverless
 from mpips.store import KVStore
-from mpips.transport.connect import connect
 from mpips.transport.frames import OpenStore
 from mpips.worker.backend import Recovered
 
@@ -105,8 +105,8 @@ def _serverless(layout: Layout) -> KVStore:
 def _served(comm: MPI.Intracomm, layout: Layout) -> KVStore:
     epoch = Epoch(layout)
     with epoch.failing(layouts.WHAT):
-        lines, _ = connect(layout, epoch)
-        served = Served(layout, lines, epoch, _seat(layout, epoch).shared)
+        served = Served(layout, epoch, _seat(layout, epoch).shared)
+        served.begin()
         store = KVStore(layout, served, epoch, _closer(layout, epoch))
     _open.append(_Open(comm, layout, store, served))
     return store
@@ -142,15 +142,11 @@ def _spare(layout: Layout) -> KVStore:
     """Wait as a spare: what a worker's `create` returns, once this rank has taken a worker's place. Where the store
     ends before, or has ended after it took a server's, it leaves by SystemExit(0)."""
     epoch = Epoch(layout)
-
-    def rebuild() -> list[tuple[Serverless, Recovered]]:
-        if layout.is_spare:
-            return []
-        backend = Serverless(layout, epoch)
-        return [(backend, backend.recover(()))]
-
     with epoch.failing(layouts.WHAT):
-        became = spare.wait(epoch, rebuild, lambda: None)
+        became = _stand_by(layout, epoch) if layout.num_servers else _replace(layout, epoch)
+    if isinstance(became, Server):
+        serve([became])
+        raise SystemExit(0)
     if became is None:
         epoch.close()
         raise SystemExit(0)
@@ -158,11 +154,39 @@ def _spare(layout: Layout) -> KVStore:
     return KVStore(layout, backend, epoch, epoch.close, recovered)
 
 
+def _replace(layout: Layout, epoch: Epoch) -> tuple[Serverless, Recovered] | None:
+    """Wait for the place of a worker of a store without servers."""
+
+    def rebuild() -> list[tuple[Serverless, Recovered]]:
+        if layout.is_spare:
+            return []
+        backend = Serverless(layout, epoch)
+        return [(backend, backend.recover(()))]
+
+    return spare.wait(epoch, rebuild, lambda: None)
+
+
+def _stand_by(layout: Layout, epoch: Epoch) -> Server | tuple[Served, Recovered] | None:
+    """Wait for the place of a worker or a server."""
+    seat, waits = _seat(layout, epoch), StandBy(layout, epoch)
+
+    def rebuild() -> list[Server | tuple[Served, Recovered]]:
+        if layout.is_server:
+            return [Server.fresh(layout, epoch, seat, waits.held())]
+        if layout.is_worker:
+            return [Served.fresh(layout, epoch, seat.shared, waits.held())]
+        waits.rebuild()
+        return []
+
+    return spare.wait(epoch, rebuild, waits.committed)
+
+
 def _server(layout: Layout) -> Server:
     epoch = Epoch(layout)
     with epoch.failing(layouts.WHAT):
-        lines, rings = connect(layout, epoch)
-        return Server(layout, lines, rings, _seat(layout, epoch), epoch)
+        server = Server(layout, _seat(layout, epoch), epoch)
+        server.begin()
+        return server
 
 
 def _one_more(comm: MPI.Intracomm, first: Layout, asked: OpenStore) -> Server | None:

@@ -173,6 +173,7 @@ class _Arena:
     def __init__(self) -> None:
         self.segments: list[_Segment] = []
         self.bases: list[int] = []
+        self.least = 0
         self._lock = threading.Lock()
         self._released: collections.deque[tuple[_Segment, int, int]] = collections.deque()
 
@@ -180,11 +181,11 @@ class _Arena:
         with self._lock:
             self._drain()
             for segment in self.segments:
-                offset = segment.allocate(nbytes)
+                offset = segment.allocate(nbytes) if segment.size >= self.least else None
                 if offset is not None:
                     return segment, offset
             try:
-                segment = _Segment(segment_bytes(nbytes))
+                segment = _Segment(segment_bytes(max(nbytes, self.least)))
             except OSError as error:
                 raise _no_memory(nbytes, error) from error
             index = bisect.bisect(self.bases, segment.base)
@@ -246,6 +247,12 @@ def empty(shape: int | tuple[int, ...], dtype: DTypeLike = np.float32, comm: MPI
     return array
 
 
+def in_one_segment() -> None:
+    """From now on this process's arrays lie in one segment, as large as the node's memory: who has mapped it once
+    reaches them all, and does so when this process has ended."""
+    _arena.least = max(SEGMENT_BYTES, os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE)
+
+
 def _dimensions(shape: Any) -> tuple[int, ...]:
     """A tuple of what NumPy takes for a shape, else its error, with what to do."""
     try:
@@ -281,10 +288,7 @@ def attach(region: Region) -> NDArray[np.uint8]:
     The peer's segment stays mapped while any array over it lives.  Raises CollectiveError when the process or its
     segment cannot be reached (another node or container, another user, or already gone).
     """
-    key = region[:3]
-    whole = _attached.get(key)
-    if whole is None:
-        whole = _attached[key] = _open(region)
+    whole = segment(region)
     part = whole[region.offset : region.offset + region.nbytes]
     if part.nbytes != region.nbytes:
         raise CollectiveError(f"{region} reaches past the end of its segment of {whole.nbytes} bytes")
@@ -292,6 +296,15 @@ def attach(region: Region) -> NDArray[np.uint8]:
         with contextlib.suppress(OSError):
             _populate(whole.base.obj, region.offset, region.nbytes)  # type: ignore[union-attr]
     return part
+
+
+def segment(region: Region) -> NDArray[np.uint8]:
+    """All bytes of the segment that a region lies in. It is mapped, and raises, as in `attach`; no page is touched."""
+    key = region[:3]
+    whole = _attached.get(key)
+    if whole is None:
+        whole = _attached[key] = _open(region)
+    return whole
 
 
 def _open(region: Region) -> NDArray[np.uint8]:

@@ -114,9 +114,13 @@ class Placement:
             pieces = [(server, part) for server, part in enumerate(parts) if part.size]
         else:
             pieces = [(emptiest, whole)]
-        for server, part in pieces:
-            self.loads[server] += part.size * itemsize
+        self.keep(pieces, itemsize)
         return pieces
+
+    def keep(self, parts: Sequence[tuple[int, Interval]], itemsize: int) -> None:
+        """(server, interval) pairs of an array that is kept there."""
+        for server, part in parts:
+            self.loads[server] += part.size * itemsize
 
     def _tips(self, server: int, nbytes: int) -> bool:
         """Whether so many bytes more would make a server's load much larger than the servers' mean."""

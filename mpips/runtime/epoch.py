@@ -313,12 +313,12 @@ class Epoch:
         def make(left: MPI.Intracomm) -> T:
             layout.again(left)
             self._begin()
+            self.number += 1
             with self.failing("recover"):
                 return rebuild()
 
         verdict, results, error = attempt(layout.world, make)
         if verdict == DONE:
-            self.number += 1
             before[0].abandon() if layout.lost else before[0].free()
             sweep()
             return results

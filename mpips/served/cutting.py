@@ -42,14 +42,6 @@ class Cutting:
         """The same, to try a change with."""
         return self._with(deepcopy(self._placement), deepcopy(self._numbers))
 
-    def only(self, keys: Iterable[Key]) -> Cutting:
-        """One where these keys are kept, and nothing else."""
-        kept, placement = list(keys), Placement(self._layout.num_servers, self._layout.options.big_array)
-        for key in kept:
-            for server, elements in _parts(key):
-                placement.loads[server] += elements * key.dtype.itemsize
-        return self._with(placement, Numbers(shard.number for key in kept for shard in key.shards))
-
     def _with(self, placement: Placement, numbers: Numbers) -> Cutting:
         return Cutting(self._layout, self._one_node, self._side_by_side, placement, numbers)
 
@@ -59,15 +51,22 @@ class Cutting:
             self._placement.free(_parts(key), key.dtype.itemsize)
             self._numbers.give(shard.number for shard in key.shards)
 
-    def cut(self, key: Key, lines: Sequence[Line], cards: Cards) -> None:
-        """Give a key its pieces and shards, and append its units to `cards`. ValueError where there are too many."""
+    def cut(
+        self, key: Key, lines: Sequence[Line], cards: Cards, parts: Sequence[tuple[int, Interval]] | None = None
+    ) -> None:
+        """Give a key its pieces and shards, and append its units to `cards`. `parts`: what each server keeps, where
+        that is known. ValueError where there are too many units."""
         options = self._layout.options
         sharers = max(map(len, self._groups))
         grain = grain_of(key.shape, self._layout.num_servers * (sharers * MOST_CHUNKS if sharers > 1 else 1))
         if self._one_node and sharers > 1:
             grain = 1  # as `collectives.reduce_scatter` cuts
         by_server = []
-        for server, part in self._placement.place(key.shape, key.dtype.itemsize):
+        if parts is None:
+            parts = self._placement.place(key.shape, key.dtype.itemsize)
+        else:
+            self._placement.keep(parts, key.dtype.itemsize)
+        for server, part in parts:
             first, chunks = len(key.pieces), 1
             if not self._one_node:
                 chunks = max(1, min(MOST_CHUNKS, part.size * key.dtype.itemsize // options.chunk_bytes))
@@ -85,7 +84,8 @@ class Cutting:
         self, key: Key, server: int, chunk: Interval, grain: int, line: Line, cards: list[UnitCard]
     ) -> None:
         rank, itemsize = self._layout.rank, key.dtype.itemsize
-        members = self._groups[self._layout.client_number] if self._grouped else [rank]
+        worker = rank < self._layout.num_workers
+        members = self._groups[self._layout.client_number] if self._grouped and worker else [rank]
         slices = split(chunk, len(members), grain)
         piece = Piece([each.start for each in slices] + [chunk.stop], [], len(key.pieces))
         row_elements = int(np.prod(key.shape[1:], dtype=np.int64)) if key.shape else 1

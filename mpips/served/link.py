@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 from numpy.typing import NDArray
@@ -53,16 +53,10 @@ class Link:
         self.filling.clear()
 
     def renew(self, lines: list[Line]) -> None:
-        """Begin anew over these lines, in the next epoch: nothing is under way. The keys' rounds, and where servers
-        keep them, are the caller's to say."""
+        """Begin anew over these lines, in the next epoch: nothing is under way, and there are no keys."""
+        self._keys.clear()
+        self._shards.clear()
         self._connect(lines)
-        for key in self._keys.values():
-            for shard in key.shards:
-                shard.line = lines[shard.server]
-                shard.outbox = shard.copy = shard.kept = None
-                shard.credits.clear()
-                shard.granted = False
-                self._count(key, shard, 1)
 
     # ---- keys
 
@@ -79,14 +73,6 @@ class Link:
         for shard in key.shards:
             del self._shards[shard.number]
             self._count(key, shard, -1)
-
-    def keys(self) -> Iterator[Key]:
-        """All keys."""
-        return iter(self._keys.values())
-
-    def key(self, name: Name) -> Key | None:
-        """The key of that name."""
-        return self._keys.get(name)
 
     def turned(self, shards: Iterable[Shard]) -> list[Shard]:
         """Shards from another server on for every worker, so that not all use the link of the same server first. What

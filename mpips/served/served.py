@@ -6,15 +6,22 @@ dist_*: every worker pushes and pulls by itself. mpi_*: the members of a client 
 from __future__ import annotations
 
 from collections.abc import Container, Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+from mpi4py import MPI
 from numpy.typing import NDArray
 
-from mpips.compression import Compressor
-from mpips.keys.key import Fast, FastList, Key, Name, Rounds
+from mpips.compression import Compressor, Residuals
+from mpips.keys.key import Fast, FastList, Key, Name
 from mpips.keys.row_sparse import RowSparse
 from mpips.layout import Layout
-from mpips.optimizers import Groups, Optimizer
+from mpips.optimizers import Optimizer
+from mpips.recovery import rebuild
+from mpips.recovery.fill import Reached, sends
+from mpips.recovery.held import Held, Settled
+from mpips.recovery.inventory import Inventory, KeyCard
+from mpips.recovery.rebuild import Placed
 from mpips.runtime import rendezvous
 from mpips.runtime.epoch import Epoch
 from mpips.runtime.tasks import Task
@@ -28,53 +35,76 @@ from mpips.served.pull import Pull
 from mpips.served.push import Push
 from mpips.served.setup import Setup
 from mpips.served.sparse import Sparse
-from mpips.served.states import Settings, Snapshot, Stored
+from mpips.served.states import Changes, Settings, Snapshot, Stored
 from mpips.transport import frames
 from mpips.transport.connect import connect
 from mpips.transport.frames import Op
-from mpips.transport.line import Line
 from mpips.worker.backend import Recovered, States
 
 Array = NDArray[Any]
 
 
+class Kept(NamedTuple):
+    """What a worker has when an epoch is over."""
+
+    keys: list[Key]
+    residuals: Residuals | None
+    changes: Changes
+    held: Held
+
+
 class Served:
-    """One worker of a store with servers. Making it is collective over the workers, blocking.
+    """One worker of a store with servers; it may be used once it has begun, or recovered.
 
     `cores_shared`: processes of the store share cores. It holds what it is made of: the link to the servers, this
     worker's pushes and pulls, those of its client, rows, the making of keys, settings and states.
     """
 
-    def __init__(self, layout: Layout, lines: list[Line], epoch: Epoch, cores_shared: bool) -> None:
-        self.layout, self._epoch = layout, epoch
+    def __init__(self, layout: Layout, epoch: Epoch, cores_shared: bool) -> None:
+        self.layout, self._epoch, self._cores_shared = layout, epoch, cores_shared
         self.direct = False
-        self._link = Link(layout, lines, epoch)
-        near = [data == b"1" for data in rendezvous.exchange(epoch, b"%d" % self._link.all_local, "create")]
-        members = range(*layout.clients[layout.client_number]) if layout.kind.startswith("mpi_") else [layout.rank]
-        self.one_node = all(near)
-        self._size = len(members)
-        self._reads = all(near[worker] for worker in members) and not layout.asynchronous
-        """Whether the members of this client read the servers' memory, each by itself."""
-        self.communicators: tuple[Hashable, ...] = (("communicator", "client"),) if self._size > 1 else ()
+        self._link = Link(layout, [], epoch)
         self._push, self._pull = Push(layout, self._link), Pull(layout, self._link)
-        side_by_side = not (cores_shared or layout.asynchronous)
-        self._setup = Setup(layout, epoch, self._link, Cutting(layout, self.one_node, side_by_side))
+        self._setup = Setup(layout, epoch, self._link)
         self._settings = Settings(layout, self._setup, self._push)
-        self._stored = Stored(layout, self._link, self._setup, self._push, self._size)
-        self._begin()
+        self._held = Held()
+        self._settled: Settled[Kept] = Settled()
         epoch.on_end.append(self._quiesce)
 
-    def _begin(self) -> None:
-        """What an epoch has of its own."""
+    @classmethod
+    def fresh(cls, layout: Layout, epoch: Epoch, cores_shared: bool, held: Held) -> tuple[Served, Recovered]:
+        """A worker in the place of one that has died, made while all others recover. Collective as `recover`."""
+        made = cls(layout, epoch, cores_shared)
+        made._held = held
+        return made, made.recover(())
+
+    def begin(self) -> None:
+        """The store's first epoch. Collective over workers and servers, blocking."""
+        lines, _, ledgers = connect(self.layout, self._epoch)
+        self._link.renew(lines)
+        told = rendezvous.exchange(self._epoch, b"%d" % self._link.all_local, "create")
+        self._serve([data == b"1" for data in told])
+        side_by_side = not (self._cores_shared or self.layout.asynchronous)
+        self._setup.cut_by(Cutting(self.layout, self.one_node, side_by_side))
+        self._held = Held(ledgers)
+
+    def _serve(self, near: Sequence[bool]) -> None:
+        """What an epoch has of its own. `near`: whether each worker shares its node with all servers."""
         layout, self._members = self.layout, None
+        names = range(*layout.clients[layout.client_number]) if layout.kind.startswith("mpi_") else [layout.rank]
+        self.one_node = all(near)
+        self._size = len(names)
+        self._reads = all(near[worker] for worker in names) and not layout.asynchronous
+        """Whether the members of this client read the servers' memory, each by itself."""
+        self.communicators: tuple[Hashable, ...] = (("communicator", "client"),) if self._size > 1 else ()
         self._route: Alone | Client = Alone(self._push, self._pull, self.one_node, layout.asynchronous)
         if self._size > 1:
             assert layout.client is not None
-            names = range(*layout.clients[layout.client_number])
             home = self._epoch.within(layout.client, names)
-            self._members = Members(home, layout.client, names.start, self.one_node)
+            self._members = Members(home, layout.client, names[0], self.one_node)
             self._route = Client(layout, self._members, self._push, self._pull, self._reads)
         self._rows = Sparse(layout, self._members, self._route, self._push, self._pull, self._reads)
+        self._stored = Stored(layout, self._link, self._setup, self._push, self._size)
         self._general = General(self._epoch.flag, self._link, self._push, self._pull)
 
     def _quiesce(self) -> None:
@@ -217,21 +247,31 @@ class Served:
 
     def recover(self, known: Container[Name]) -> Recovered:
         """See `Backend`."""
-        lines, _ = connect(self.layout, self._epoch)
+        layout, number = self.layout, self._epoch.number
+        keys = self._setup.standing(known)
+        old = self._settled.before(number, Kept(keys, self._push.residuals, self._settings.changes, self._held))
+        lines, _, ledgers = connect(layout, self._epoch)
         self._link.renew(lines)
-        self._begin()
-        before = set(self._setup.keys)
-        state = self._epoch.carry_out(self._setup.recover(known), "recover")
-        self._settings.forget(before - state.keys())
-        self._epoch.carry_out(self._settings.recover(), "recover")
+        mine = Inventory(old.held.shelves(layout, number), old.held.ranks)
+        mine.local, mine.shared_cores = self._link.all_local, self._cores_shared
+        if rebuild.former(layout) >= 0:
+            mine.keys, mine.changes = [KeyCard.of(key) for key in old.keys], old.changes
+        outlook = rebuild.outlook(layout, self._epoch, mine, lines)
+        requests = sends(outlook.plan, layout, Reached([], -1, old.held, number))
+        placed = rebuild.place(layout, self._epoch, Placed())
+        self._epoch.wait(lambda: MPI.Request.Testall(requests), "recover")
+        self._serve([one.local for one in outlook.said[: layout.num_workers]])
+        self._setup.begin(outlook.plan, [one.where for one in placed])
+        groups, compressor, changes = outlook.after([one.refusal for one in placed])
+        self._settings.begin(Changes(*changes), groups)
+        self._push.residuals = _residuals(old, outlook.plan.keys, compressor, Changes(*changes))
         self._bind_all()
-        rounds = Rounds({name: round_ for name, (round_, _) in state.items()})
-        rounds.torn = tuple(name for name, (_, torn) in state.items() if torn)
-        groups = Groups(self._settings.groups.default, self._settings.groups.own)
-        return Recovered(rounds, list(self._setup.keys.values()), groups, self._settings.compressor)
+        self._held = Held(ledgers)
+        return Recovered(outlook.rounds(), outlook.plan.keys, groups, compressor)
 
     def committed(self) -> None:
         """See `Backend`."""
+        self._settled.begun()
 
     def open_store(self, request: frames.OpenStore) -> Task[None]:
         """Ask all servers to take part in the making of one more store. All workers ask, and then make it."""
@@ -241,3 +281,24 @@ class Served:
     def finish(self) -> None:
         """See `Backend`."""
         self._link.goodbye()
+
+
+def _residuals(old: Kept, keys: Sequence[Key], compressor: Compressor | None, changes: Changes) -> Residuals | None:
+    """What compression has kept back, for keys that may be cut otherwise now. What a dead worker kept is lost."""
+    if compressor is None:
+        return None
+    made, before = Residuals(compressor), old.residuals
+    if before is None or before.compressor != compressor or old.changes.made < changes.made:
+        return made
+    known = {key.name: key for key in old.keys}
+    for key in keys:
+        parts = [(shard, before.get(shard.number)) for shard in known[key.name].pushes]
+        if all(part is None for _, part in parts):
+            continue
+        whole = np.zeros(key.size)
+        for shard, part in parts:
+            if part is not None:
+                whole[shard.start : shard.stop] = part
+        for shard in key.pushes:
+            made.put(shard.number, whole[shard.start : shard.stop], key.dtype)
+    return made

@@ -1,7 +1,7 @@
-"""Keys of a store with servers are made, forgotten and recovered, on all workers and servers alike.
+"""Keys of a store with servers are made, forgotten and begun anew, on all workers and servers alike.
 
 Rank 0 tells the servers; the others wait for it in one rendezvous, in which they learn where their memory lies. A key
-is there once this is over on all workers. Where the epoch ends before, `recover` forgets it on all.
+is there once this is over on all workers. Where the epoch ends before, the next one begins without it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collectives.node.arena import Region
 from mpips.keys.key import Key, Name
 from mpips.keys.shard import Shard
 from mpips.layout import Layout
-from mpips.runtime import rendezvous
+from mpips.recovery.plan import Plan
 from mpips.runtime.epoch import Epoch
 from mpips.runtime.tasks import Task
 from mpips.served.cutting import Cards, Cutting
@@ -28,18 +28,21 @@ from mpips.transport import frames
 from mpips.transport.frames import UnitCard
 
 Array = NDArray[Any]
-State = dict[Name, tuple[int, bool]]
-"""Of each key the round at which it stands, and whether it is torn."""
 
 
 class Setup:
     """The keys of one worker. `keys`: those that are complete on all workers."""
 
-    def __init__(self, layout: Layout, epoch: Epoch, link: Link, cutting: Cutting) -> None:
-        self._layout, self._epoch, self._link, self._cutting = layout, epoch, link, cutting
+    def __init__(self, layout: Layout, epoch: Epoch, link: Link) -> None:
+        self._layout, self._epoch, self._link = layout, epoch, link
+        self._cutting = Cutting(layout, True, False)
         self.keys: dict[Name, Key] = {}
-        self._torn: set[Name] = set()
-        """Keys that were torn when the epoch began, and have not been overwritten since."""
+        self._going: set[Name] = set()
+        """Keys that servers may have been told to forget."""
+
+    def cut_by(self, cutting: Cutting) -> None:
+        """How keys are cut, before there are any."""
+        self._cutting = cutting
 
     def at_rank_0(self, do: Callable[[], Task[bytes]], what: str) -> Task[bytes]:
         """Rank 0 does it; all workers learn what it returns. Collective.
@@ -111,14 +114,16 @@ class Setup:
         """Overwrite what is stored by rank 0's values, while nothing is under way: no key is torn any more.
         Collective."""
         yield from self.at_rank_0(lambda: self._put(keys, values), "load")
-        for key in keys:
-            self._torn.discard(key.name)
 
     def _put(self, keys: Sequence[Key], values: Sequence[Array]) -> Task[bytes]:
+        yield from self._set_torn(keys, True)  # until all is there
         yield from self._write(keys, values)
-        torn = [key for key in keys if key.name in self._torn]
-        yield from self._set_rounds({key.name: (key.round, False) for key in torn})
+        yield from self._set_torn(keys, False)
         return b""
+
+    def _set_torn(self, keys: Sequence[Key], torn: bool) -> Task[None]:
+        for server, shards in self._by_server(keys).items():
+            yield from self._surely(server, frames.SetTorn([shard.number for shard in shards], torn))
 
     def _write(self, keys: Sequence[Key], values: Sequence[Array]) -> Task[None]:
         flat = (np.ascontiguousarray(value).reshape(-1) for value in values)
@@ -137,7 +142,9 @@ class Setup:
 
     def forget(self, keys: Sequence[Key]) -> Task[None]:
         """Give up keys. Collective; all workers have come to it, and have nothing under way on them."""
+        self._going.update(key.name for key in keys)
         yield from self.at_rank_0(lambda: self._forget(keys), "forget")
+        self._going.difference_update(key.name for key in keys)
         for key in keys:
             self._link.remove(key)
             del self.keys[key.name]
@@ -158,67 +165,32 @@ class Setup:
 
     # ---- the next epoch
 
-    def recover(self, known: Container[Name]) -> Task[State]:
-        """Keep the keys that all workers have, forget all others; the round of each. Collective; the link is new."""
-        here = {name: key for name, key in self.keys.items() if name in known}
-        mine = {repr(name): [shard.number for shard in key.shards] for name, key in here.items()}
-        told = rendezvous.exchange(self._epoch, msgspec.msgpack.encode(mine), "recover")
-        everybody = [msgspec.msgpack.decode(data, type=dict[str, list[int]]) for data in told]
-        kept = {
-            name: key for name, key in here.items()
-            if all(other.get(repr(name)) == mine[repr(name)] for other in everybody)
-        }  # fmt: skip
-        for key in [*self._link.keys()]:
-            if kept.get(key.name) is not key:
-                self._link.remove(key)
-        self.keys = kept
-        self._cutting = self._cutting.only(kept.values())
-        data = yield from self.at_rank_0(self._ask_rounds, "recover")
-        state = msgspec.msgpack.decode(data, type=dict[int | str, tuple[int, bool]])
-        self._torn = {name for name, (_, torn) in state.items() if torn}
-        for name, key in kept.items():
-            key.round = state[name][0]
-            for shard in key.shards:
-                shard.told = key.round
-        return {name: state[name] for name in kept}
+    def standing(self, known: Container[Name]) -> list[Key]:
+        """The keys that this worker has when the epoch is over: those of `known` that nobody was about to forget."""
+        return [key for name, key in self.keys.items() if name in known and name not in self._going]
 
-    def _ask_rounds(self) -> Task[bytes]:
-        """Rank 0 asks each server at which rounds it stands, and lets it forget what is not asked for; then all shards
-        of a key count from one round on."""
-        by_server = self._by_server(self.keys.values())
-        rounds: dict[int, tuple[int, bool]] = {}
-        for server in range(self._layout.num_servers):
-            numbers = [shard.number for shard in by_server.get(server, [])]
-            answer = yield from self._surely(server, frames.Rounds(numbers))
-            rounds.update(zip(numbers, zip(answer.rounds, answer.torn, strict=True), strict=True))
-        state = {name: self._joined(key, rounds) for name, key in self.keys.items()}
-        yield from self._set_rounds(state)
-        return msgspec.msgpack.encode(state)
-
-    def _set_rounds(self, state: State) -> Task[None]:
-        """Let all units of these keys count from one round on."""
-        by_server: dict[int, list[tuple[int, int, bool]]] = {}
-        for name, (round_, torn) in state.items():
-            for shard in self.keys[name].shards:
-                by_server.setdefault(shard.server, []).append((shard.number, round_, torn))
-        for server, units in by_server.items():
-            numbers, rounds, torn_ = (list(column) for column in zip(*units, strict=True))
-            yield from self._surely(server, frames.SetRounds(numbers, rounds, torn_))
-
-    def _joined(self, key: Key, rounds: dict[int, tuple[int, bool]]) -> tuple[int, bool]:
-        """The last round of a key, and whether it is torn: its shards stand at different rounds, or one is itself."""
-        of = [rounds[shard.number] for shard in key.shards]
-        highest = max(round_ for round_, _ in of)
-        differ = not self._layout.asynchronous and any(round_ != highest for round_, _ in of)
-        return highest, differ or any(torn for _, torn in of)
+    def begin(self, plan: Plan, placed: Sequence[frames.Created | None]) -> None:
+        """The next epoch's keys, and where servers keep them. The link is new."""
+        for made in plan.keys:
+            chosen = plan.found.keys[made.name]
+            made.round = chosen.round
+            for shard in made.shards:
+                shard.told = chosen.round
+        shards = {shard.number: shard for key in plan.keys for shard in key.shards}
+        for server, where in enumerate(placed):
+            if where is not None and self._link.lines[server].local:
+                cards = plan.cards[server]
+                _attach([shards[card.number] for card in cards], cards, where)
+        self.keys = {key.name: key for key in plan.keys}
+        self._cutting = plan.cutting
+        for key in plan.keys:
+            self._link.add(key)
 
 
-def _attach(shards: Sequence[Shard], cards: Sequence[UnitCard], created: frames.Created) -> None:
-    """Map the memory of new units of a server on this node."""
-    dtypes = [frames.dtype_of(card.dtype) for card in cards]
-    first_words, _, first_bytes, _ = frames.arrange(list(cards), [dtype.itemsize for dtype in dtypes])
-    words = arena.attach(Region(*created.words)).view(np.uint64)
-    values = arena.attach(Region(*created.values))
-    for shard, card, dtype, word, byte in zip(shards, cards, dtypes, first_words, first_bytes, strict=True):
+def _attach(shards: Sequence[Shard], cards: Sequence[UnitCard], where: frames.Created) -> None:
+    """Map the memory of units of a server on this node."""
+    first_words, _ = frames.arrange_words(cards)
+    words = arena.attach(Region(*where.words)).view(np.uint64)
+    for shard, card, word, values in zip(shards, cards, first_words, where.values, strict=True):
         shard.words = memoryview(words[word : word + 1 + len(card.contributors)])  # type: ignore[arg-type]
-        shard.stored = values[byte : byte + (card.stop - card.start) * dtype.itemsize].view(dtype)
+        shard.stored = arena.attach(Region(*values)).view(frames.dtype_of(card.dtype))

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -16,35 +15,40 @@ from mpips.compression import Compressor, Residuals
 from mpips.keys.key import Key, Name
 from mpips.keys.shard import Shard
 from mpips.layout import Layout
-from mpips.optimizers import Groups, Optimizer, decode, decode_numbers, encode, encode_numbers
+from mpips.optimizers import Groups, Optimizer, encode, encode_numbers
 from mpips.runtime.tasks import Task
 from mpips.served.link import Link
 from mpips.served.push import Push
 from mpips.served.setup import Setup
 from mpips.transport import frames
+from mpips.transport.frames import Change
 from mpips.worker.backend import Frozen, States
 
 Array = NDArray[Any]
-Change = frames.SetOptimizer | frames.UpdateOptimizer | frames.SetCompression
+
+
+class Changes(NamedTuple):
+    """Changes of settings: how many a worker has begun, how many it has made, and the last one."""
+
+    begun: int = 0
+    made: int = 0
+    last: bytes = b""
 
 
 class Settings:
     """What all workers set together. A change counts from the next push on, once all servers have made it.
 
-    Where the epoch ends before, the next one begins with it: rank 0 tells all servers once more.
+    Where the epoch ends before, the next one begins with it: the servers make it once more.
     """
 
     def __init__(self, layout: Layout, setup: Setup, push: Push) -> None:
         self._setup, self._push = setup, push
-        self._all = not layout.asynchronous
+        self._asynchronous = layout.asynchronous
+        self._all = not self._asynchronous
         """Whether something applies pushes of every key."""
         self._own: set[Name] = set()
         """Keys that have an optimizer of their own."""
-        self._begun = self._made = 0
-        """How many changes this worker has begun, and made."""
-        self._last: Change | None = None
-        self.groups = Groups()
-        self.compressor: Compressor | None = None
+        self.changes = Changes()
 
     def updates(self, name: Name) -> bool:
         """Whether something applies pushes of this key."""
@@ -59,9 +63,7 @@ class Settings:
 
     def forget(self, names: Iterable[Name]) -> None:
         """These keys are gone."""
-        gone = list(names)
-        self._own.difference_update(gone)
-        self.groups.forget(gone)
+        self._own.difference_update(names)
 
     def set_optimizer(self, optimizer: Optimizer, keys: Sequence[Name] | None) -> Task[None]:
         """See `Backend.set_optimizer`."""
@@ -75,47 +77,27 @@ class Settings:
         """See `Backend.set_compression`."""
         return self._change(frames.SetCompression(compression.options(compressor)), "set_gradient_compression")
 
-    def recover(self) -> Task[None]:
-        """Make what was begun in the epoch before, on all workers and servers. Collective."""
-        said = yield from self._setup.at_rank_0(self._repeat, "recover")
-        self._begun, data = msgspec.msgpack.decode(said, type=tuple[int, bytes])
-        if data and self._made < self._begun:
-            self._make(frames.decode_request(data))
+    def begin(self, changes: Changes, groups: Groups) -> None:
+        """An epoch begins with these optimizers on the servers, after so many changes."""
+        self.changes = changes
+        self._all = not self._asynchronous or groups.default is not None
+        self._own = set(groups.own)
 
     def _change(self, change: Change, what: str) -> Task[None]:
-        before = self._last
-        self._begun, self._last = self._begun + 1, change
+        before = self.changes
+        self.changes = Changes(before.begun + 1, before.made, frames.encode(change))
         try:
             yield from self._setup.at_rank_0(lambda: self._setup.tell_all(change), what)
         except ValueError as error:
             if not isinstance(error, CollectiveError):  # the servers refuse it: nothing has changed
-                self._begun, self._last = self._begun - 1, before
+                self.changes = before
             raise
-        self._make(change)
-
-    def _make(self, change: frames.Request) -> None:
-        """What a change means for this worker."""
+        self.changes = self.changes._replace(made=self.changes.begun)
         if isinstance(change, frames.SetOptimizer):
             self._all |= change.keys is None
             self._own.update(change.keys or ())
-            self.groups.set(decode(change.optimizer), change.keys)
-        elif isinstance(change, frames.UpdateOptimizer):
-            self.groups.update(decode_numbers(change.numbers), change.keys)
         elif isinstance(change, frames.SetCompression):
-            self.compressor = compression.create(change.options)
-            self._push.residuals = Residuals(self.compressor)
-        self._made = self._begun
-
-    def _repeat(self) -> Task[bytes]:
-        """Rank 0 tells all servers what it had begun to tell them; how many changes there are now, and the last."""
-        if self._last is not None and self._made < self._begun:
-            try:
-                yield from self._setup.tell_all(self._last)
-            except ValueError as error:
-                if isinstance(error, CollectiveError):
-                    raise
-                self._begun, self._last = self._made, None  # they refuse it
-        return msgspec.msgpack.encode((self._begun, b"" if self._last is None else frames.encode(self._last)))
+            self._push.residuals = Residuals(compression.create(change.options))
 
 
 class Stored:

@@ -10,12 +10,27 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import NamedTuple
+
+from mpi4py import MPI
 
 from collectives.errors import CollectiveError, StallError
+from collectives.node import arena
+from collectives.node.arena import Region
+from mpips.compression import Compressor
 from mpips.cores import Seat
 from mpips.layout import Layout
+from mpips.optimizers import Groups
+from mpips.recovery import fill, rebuild
+from mpips.recovery.fill import Reached
+from mpips.recovery.held import Held, Settled
+from mpips.recovery.inventory import Inventory, Shelf, encode_settings
+from mpips.recovery.ledger import Ledger
+from mpips.recovery.rebuild import Placed
+from mpips.recovery.units import Memory, holding
 from mpips.runtime.epoch import Epoch
 from mpips.server.late import Late
+from mpips.server.reduce import Reduce
 from mpips.server.requests import Requests
 from mpips.server.state import State
 from mpips.server.traffic import Traffic
@@ -105,27 +120,66 @@ def _threads(layout: Layout, cores: int) -> int:
     return max(1, min(MOST_THREADS, cores // here))
 
 
+class Serving(NamedTuple):
+    """What a server has of one epoch."""
+
+    state: State
+    requests: Requests
+    held: Held
+
+
 class Server:
-    """One store on one server rank. `lines` and `rings` as `connect` gave them."""
+    """One store on one server rank; it serves once it has `begun` or `rebuilt`."""
 
-    def __init__(self, layout: Layout, lines: list[Line], rings: Rings | None, seat: Seat, epoch: Epoch) -> None:
-        options = layout.options
+    def __init__(self, layout: Layout, seat: Seat, epoch: Epoch) -> None:
         self.layout, self.epoch = layout, epoch
-        remote = [worker for worker, line in enumerate(lines) if not line.local]
-        self._state = State(
-            layout.asynchronous, options.staleness, remote, Late(options.stall_seconds, options.timeout_seconds),
-            _threads(layout, len(seat.before)), seat.step_aside, seat.shared,
-        )  # fmt: skip
-        self._requests = Requests(self._state, f"server rank {layout.rank}")
-        self._begin(lines, rings)
+        if layout.survives:
+            arena.in_one_segment()
+        self._ledger = Ledger() if layout.survives else None
+        self._memory = Memory(self._ledger)
+        self._shared_cores = seat.shared
+        self._reduce = Reduce(_threads(layout, len(seat.before)), seat.step_aside, seat.shared)
+        self._settled: Settled[Serving] = Settled()
+        self._now = self._serving(State(), 0, None, Held())
 
-    def _begin(self, lines: list[Line], rings: Rings | None) -> None:
-        """Begin an epoch with these lines."""
+    @classmethod
+    def fresh(cls, layout: Layout, epoch: Epoch, seat: Seat, held: Held) -> Server:
+        """A server in the place of one that has died, made while all others rebuild. Collective as `rebuild`."""
+        made = cls(layout, seat, epoch)
+        made._now = made._now._replace(held=held)
+        made.rebuild()
+        return made
+
+    def _serving(self, state: State, epoch: int, compressor: Compressor | None, held: Held) -> Serving:
+        name = f"server rank {self.layout.rank}"
+        return Serving(state, Requests(state, name, self._memory, epoch, compressor), held)
+
+    def _new_state(self, lines: Sequence[Line], groups: Groups | None = None) -> State:
+        options = self.layout.options
+        remote = [worker for worker, line in enumerate(lines) if not line.local]
+        late = Late(options.stall_seconds, options.timeout_seconds)
+        return State(self.layout.asynchronous, options.staleness, remote, late, self._reduce, groups)
+
+    def begin(self) -> None:
+        """The store's first epoch. Collective over its workers and servers, blocking."""
+        lines, rings, ledgers = connect(self.layout, self.epoch, self._region)
+        serving = self._serving(self._new_state(lines), self.epoch.number, None, Held(ledgers))
+        serving.requests.publish()
+        self._serve(lines, rings, serving)
+
+    def _serve(self, lines: list[Line], rings: Rings | None, serving: Serving) -> None:
+        """Serve an epoch over these lines."""
+        self._now = serving
+        self._state, self._requests = serving.state, serving.requests
         self._traffic = Traffic(self.layout, lines, rings, self._state, self._requests)
         self._flag = self.epoch.flag
         self._next_tick = 0.0
         self._ended: float | None = None
         self._closed = False
+
+    @property
+    def _region(self) -> Region | None:
+        return None if self._ledger is None else self._ledger.region
 
     @property
     def finished(self) -> bool:
@@ -227,13 +281,38 @@ class Server:
             if limit and time.monotonic() - self._ended > max(limit, ORPHAN_SECONDS):
                 raise StallError("the epoch is over, and no worker has called recover() or close()")
             return False
-        if self.epoch.renew(self.recovered) is None:
+        if self.epoch.renew(self.rebuild):
+            self.committed()
+        else:
             self._closed = True
         return True
 
-    def recovered(self) -> bool:
-        """The next epoch begins: rounds count on from the last complete one."""
-        lines, rings = connect(self.layout, self.epoch)
-        self._state.recover()
-        self._begin(lines, rings)
+    def committed(self) -> None:
+        """The next epoch has begun: what was before may go."""
+        self._settled.begun()
+
+    def rebuild(self) -> bool:
+        """Begin the next epoch with what is left of the one before. Collective over its workers and servers, blocking;
+        where somebody dies meanwhile, it is done once more."""
+        layout, number = self.layout, self.epoch.number
+        old = self._settled.before(number, self._now)
+        if self._ledger is not None:
+            self._ledger.attempt(number)
+        lines, rings, ledgers = connect(layout, self.epoch, self._region)
+        units = list(old.state.units.values())
+        mine = Inventory(old.held.shelves(layout, number), old.held.ranks, shared_cores=self._shared_cores)
+        if (owner := rebuild.former(layout)) >= 0:
+            settings = encode_settings(old.state.optimizers, old.requests.compressor)
+            mine.shelves.append(Shelf(owner, True, settings, [holding(unit, layout.asynchronous) for unit in units]))
+        outlook = rebuild.outlook(layout, self.epoch, mine, [None] * layout.num_servers)
+        groups, compressor = outlook.settings()
+        state = self._new_state(lines, groups)
+        serving = self._serving(state, number, compressor, Held(ledgers))
+        there = Reached(units, owner, old.held, number)
+        made = fill.server(layout, outlook.plan, self._memory, groups, there)
+        self.epoch.wait(lambda: MPI.Request.Testall(made.requests), "recover")
+        for unit in made.finish():
+            state.create(unit)
+        rebuild.place(layout, self.epoch, Placed(made.where, serving.requests.once_more(outlook.change)))
+        self._serve(lines, rings, serving)
         return True

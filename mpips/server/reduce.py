@@ -47,6 +47,7 @@ class Reduce:
         """Sum and write the only block of contributions that are all there."""
         unit.open_write()
         size = unit.stored.size
+        unit.keep(0, size)
         total = self._sum(unit, arrays, 0, size, 0)
         if total is not None:
             unit.write(0, size, total)
@@ -62,6 +63,7 @@ class Reduce:
             return False
         if first == 0:
             unit.open_write()
+        unit.keep(unit.bounds(first)[0], unit.bounds(stop - 1)[1])
         if self.worth_sharing(unit, sources, first, stop):
             self._share(unit, sources, first, stop)
         else:
@@ -166,6 +168,7 @@ class Reduce:
         start, stop = unit.bounds(unit.block)
         if unit.block == 0:
             unit.open_write()
+        unit.keep(start, stop)
         unit.write(start, stop, total)
         unit.block += 1
         _tell(unit, unit.block)
@@ -197,7 +200,9 @@ class Reduce:
             unit.open_write()
         if not source.coded:
             start, stop = unit.bounds(unit.block)
-            unit.write(start, stop, source.part(unit.block, start, stop))
+            part = source.part(unit.block, start, stop)
+            unit.keep(start, stop)
+            unit.write(start, stop, part)
             unit.block += 1
             return True
         if source.sparse:
@@ -205,6 +210,7 @@ class Reduce:
         else:
             total = np.zeros_like(unit.stored)
             source.add_to(total)
+            unit.keep(0, total.size)
             unit.write(0, total.size, total)
         unit.block = unit.blocks
         return True

@@ -1,4 +1,4 @@
-"""Rare requests of workers to a server: new units, settings, states, snapshots, and rounds after a recovery.
+"""Rare requests of workers to a server: new units, settings, states and snapshots.
 
 Settings count from the next push on, so they wait until everything that was pushed before has been applied. What
 concerns no push is answered at once: others may push only after it.
@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from collectives.node import arena
 from mpips import compression, optimizers
 from mpips.compression import Compressor
+from mpips.recovery.inventory import encode_settings
+from mpips.recovery.units import Memory
 from mpips.server.snapshot import Snapshots
 from mpips.server.state import State
-from mpips.server.unit import Unit
 from mpips.transport import frames
-from mpips.transport.frames import Answer, Frame, Op, OpenStore, Request, UnitCard
+from mpips.transport.frames import Answer, Frame, Op, OpenStore, Request
 from mpips.transport.line import Line
 
 REFUSALS = (ValueError, TypeError, MemoryError)
@@ -26,11 +26,13 @@ REFUSALS = (ValueError, TypeError, MemoryError)
 
 
 class Requests:
-    """What one server answers."""
+    """What one server answers, in one epoch. `epoch`: its number."""
 
-    def __init__(self, state: State, name: str) -> None:
-        self._state, self._name = state, name
-        self.compressor: Compressor | None = None
+    def __init__(
+        self, state: State, name: str, memory: Memory, epoch: int = 0, compressor: Compressor | None = None
+    ) -> None:
+        self._state, self._name, self._memory, self._epoch = state, name, memory, epoch
+        self.compressor = compressor
         self.snapshots = Snapshots()
         self.waiting: list[tuple[int, Line, int, Request]] = []
         """(worker, line, token, request) of what waits until all that was pushed has been applied."""
@@ -38,9 +40,8 @@ class Requests:
         """By workers that have asked for one more store: for which."""
         self._answers: dict[type[Request], Callable[[Any], Answer]] = {
             frames.Create: self._create, frames.Forget: self._forget, frames.Flush: self._flush,
-            frames.SetOptimizer: self._set_optimizer, frames.UpdateOptimizer: self._update_optimizer,
-            frames.SetCompression: self._set_compression, frames.GetState: self._get_state,
-            frames.PutState: self._put_state, frames.Rounds: self._rounds, frames.SetRounds: self._set_rounds,
+            frames.SetOptimizer: self._set, frames.UpdateOptimizer: self._set, frames.SetCompression: self._set,
+            frames.GetState: self._get_state, frames.PutState: self._put_state, frames.SetTorn: self._set_torn,
             frames.Snapshot: self._snapshot, frames.ReadSnapshot: self._read_snapshot,
             frames.DropSnapshot: self._drop_snapshot,
         }  # fmt: skip
@@ -78,7 +79,7 @@ class Requests:
             line.post_body(f"{self._name}: {error}".encode(), Op.ANSWER, token=token, flags=1)
             return False
         line.post_body(frames.encode(answer), Op.ANSWER, token=token)
-        return isinstance(request, frames.Create | frames.Forget | frames.Rounds)
+        return isinstance(request, frames.Create | frames.Forget)
 
     def _answer(self, worker: int, request: Request) -> Answer:
         if isinstance(request, OpenStore):
@@ -89,23 +90,17 @@ class Requests:
     # ---- units
 
     def _create(self, request: frames.Create) -> frames.Created:
-        cards = request.units
-        itemsizes = [frames.dtype_of(card.dtype).itemsize for card in cards]
-        first_words, words, first_bytes, nbytes = frames.arrange(cards, itemsizes)
-        word_memory = arena.empty(max(words, 8), np.uint64)
-        word_memory[...] = 0
-        memory = arena.empty(nbytes, np.uint8)
-        for card, itemsize, word, byte in zip(cards, itemsizes, first_words, first_bytes, strict=True):
-            size = card.stop - card.start
-            stored = memory[byte : byte + size * itemsize].view(frames.dtype_of(card.dtype))
-            self._state.create(_unit(card, stored, word_memory[word : word + 1 + len(card.contributors)]))
-        word_region, region = arena.locate(word_memory), arena.locate(memory)
-        assert word_region is not None
-        assert region is not None
-        return frames.Created(tuple(word_region), tuple(region))
+        made = self._memory.make(request.units, self._state.optimizers)
+        for unit in made.units:
+            self._state.create(unit)
+        self.publish()
+        return made.where
 
     def _forget(self, request: frames.Forget) -> frames.Done:
+        gone = [self._state.units.get(number) for number in request.units]
         self._state.forget(request.units)
+        self.publish()
+        del gone  # their memory may be another's only when the ledger does not name it any more
         return frames.Done()
 
     def _flush(self, request: frames.Flush) -> frames.Done:
@@ -113,16 +108,37 @@ class Requests:
 
     # ---- settings
 
-    def _set_optimizer(self, request: frames.SetOptimizer) -> frames.Done:
-        self._state.set_optimizer(optimizers.decode(request.optimizer), request.keys)
-        return frames.Done()
+    def change(self, request: frames.Change) -> None:
+        """Make a change of settings; one of `REFUSALS` where it cannot be made."""
+        before = [unit.undo for unit in self._state.units.values()]
+        if isinstance(request, frames.SetOptimizer):
+            self._state.set_optimizer(optimizers.decode(request.optimizer), request.keys)
+        elif isinstance(request, frames.UpdateOptimizer):
+            self._state.update_optimizer(optimizers.decode_numbers(request.numbers), request.keys)
+        else:
+            self.compressor = compression.create(request.options)
+        self.publish()
+        del before  # as in `_forget`
 
-    def _update_optimizer(self, request: frames.UpdateOptimizer) -> frames.Done:
-        self._state.update_optimizer(optimizers.decode_numbers(request.numbers), request.keys)
-        return frames.Done()
+    def once_more(self, change: frames.Change | None) -> str:
+        """An epoch begins: make the change that the end of the last one has interrupted; why it cannot be made, or "".
+        The ledger says then what there is."""
+        try:
+            if change is not None:
+                self.change(change)
+        except REFUSALS as error:
+            return f"{self._name}: {error}"
+        self.publish()
+        return ""
 
-    def _set_compression(self, request: frames.SetCompression) -> frames.Done:
-        self.compressor = compression.create(request.options)
+    def publish(self) -> None:
+        """Tell those who outlive this server what it has."""
+        if self._memory.ledger is not None:
+            settings = encode_settings(self._state.optimizers, self.compressor)
+            self._memory.publish(self._state.units.values(), settings, self._epoch)
+
+    def _set(self, request: frames.Change) -> frames.Done:
+        self.change(request)
         return frames.Done()
 
     # ---- states
@@ -137,7 +153,7 @@ class Requests:
         if unit.optimizer is None:
             raise ValueError(f"key {unit.key!r} has no optimizer, so it takes no state: call set_optimizer first")
         if not part.arrays and not part.step:
-            unit.state, unit.step = None, 0
+            unit.put_state(None, 0)
             return frames.Done()
         state = optimizers.initial(unit.optimizer, unit.stored)
         given = [np.frombuffer(data, frames.dtype_of(name)) for data, name in zip(part.arrays, part.dtypes)]
@@ -146,24 +162,12 @@ class Requests:
             raise ValueError(f"key {unit.key!r}: {unfit}: set the optimizer that it was saved of")
         for array, values in zip(state, given, strict=True):
             array[...] = values
-        unit.state, unit.step = state, part.step
+        unit.put_state(state, part.step)
         return frames.Done()
 
-    # ---- after a recovery
-
-    def _rounds(self, request: frames.Rounds) -> frames.RoundsAre:
-        units = self._state.units
-        self._state.forget(set(units) - set(request.units))
-        return frames.RoundsAre(
-            [units[number].round for number in request.units], [units[number].torn for number in request.units]
-        )
-
-    def _set_rounds(self, request: frames.SetRounds) -> frames.Done:
-        for number, round_, torn in zip(request.units, request.rounds, request.torn, strict=True):
-            unit = self._state.units[number]
-            unit.torn = torn
-            if unit.round != round_:
-                self._state.count_from(unit, round_)
+    def _set_torn(self, request: frames.SetTorn) -> frames.Done:
+        for number in request.units:
+            self._state.units[number].overwritten(request.torn)
         return frames.Done()
 
     # ---- snapshots
@@ -177,9 +181,3 @@ class Requests:
     def _drop_snapshot(self, request: frames.DropSnapshot) -> frames.Done:
         self.snapshots.drop(request.number)
         return frames.Done()
-
-
-def _unit(card: UnitCard, stored: np.ndarray, words: np.ndarray) -> Unit:
-    """A new unit. Its words are looked at as a memoryview, which is faster than an array."""
-    mine = memoryview(words)  # type: ignore[arg-type]
-    return Unit(card.number, card.key, stored, mine, card.contributors, card.block_elements, card.row_elements)

@@ -2,12 +2,12 @@
 
 The loop turns frames into events (`pushed`, `pulled`, `released`, `waits`, `left`), and calls `work` as long as it says
 that something was done; each returns the replies to send. A unit is independent of all others. What is raised ends the
-epoch: then `finish` goes on as far as it can, `abandon` drops the rest, and `recover` begins anew.
+epoch: then `finish` goes on as far as it can, and `abandon` drops the rest. The next epoch has another state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 from operator import attrgetter
@@ -35,15 +35,14 @@ class State:
 
     def __init__(
         self, asynchronous: bool = False, staleness: int = -1, remote: Iterable[int] = (), late: Late | None = None,
-        threads: int = 1, begin_thread: Callable[[], None] | None = None, cores_shared: bool = False,
+        reduce: Reduce | None = None, optimizers: Groups | None = None,
     ) -> None:  # fmt: skip
         self.units: dict[int, Unit] = {}
-        self.optimizers = Groups()
+        self.optimizers = optimizers or Groups()
         self.late = late or Late()
         self.asynchronous = asynchronous
         self._reads = Reads(asynchronous, staleness, remote)
-        reduce = Reduce(threads, begin_thread, cores_shared)
-        self._machine = (Updates if asynchronous else Rounds)(self._reads, reduce)
+        self._machine = (Updates if asynchronous else Rounds)(self._reads, reduce or Reduce())
         self.ready, self.gone = self._machine.ready, self._reads.gone
         self._ranked = False  # whether any unit has a priority: to sort hundreds at every step takes as long as to sum
 
@@ -130,8 +129,7 @@ class State:
     # ---- units and optimizers
 
     def create(self, unit: Unit) -> None:
-        """A unit that is new."""
-        unit.optimizer = self.optimizers.of(unit.key)
+        """A unit that is new, with its optimizer."""
         self.units[unit.number] = unit
 
     def forget(self, numbers: Iterable[int]) -> None:
@@ -179,20 +177,3 @@ class State:
         for unit in self.units.values():
             unit.abandon()
             self._machine.forget(unit.number)
-
-    def recover(self) -> None:
-        """The next epoch begins, with all workers: rounds count on from the last complete one."""
-        self.gone.clear()
-        for unit in self.units.values():
-            self.count_from(unit, max(unit.done) if self.asynchronous else unit.round)
-
-    def count_from(self, unit: Unit, round_: int) -> None:
-        """So many rounds of the unit are complete, and have been read of every contributor."""
-        unit.round, unit.done = round_, [round_] * len(unit.done)
-        words = unit.words
-        for index in range(1, 1 + len(unit.done)):
-            words[index] = round_
-        if not self.asynchronous:
-            words[0] = round_ * unit.blocks
-        elif unit.blocks == 1:
-            words[0] += 2 - (words[0] & 1)  # even, and another number than before

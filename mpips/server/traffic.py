@@ -128,7 +128,6 @@ class Traffic:
         """Whether a first value is there; then its worker hears of it."""
         if not first.done():
             return False
-        unit.torn = False
         self._lines[worker].post(Op.CONSUMED, unit.number)
         return True
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from collectives.errors import CollectiveError
 from mpips.keys.row_sparse import RowSparse, update_rows
 from mpips.optimizers.base import Optimizer, State, initial
+from mpips.recovery.undo import Undo, with_state
 
 Array = NDArray[Any]
 
@@ -81,7 +82,8 @@ class Unit:
 
     def __init__(
         self, number: int, key: int | str, stored: Array, words: MutableSequence[int] | memoryview,
-        contributors: Sequence[int], block_elements: int, row_elements: int = 1,
+        contributors: Sequence[int], block_elements: int, row_elements: int = 1, undo: Undo | None = None,
+        start: int = 0,
     ) -> None:  # fmt: skip
         self.number, self.key, self.stored, self.words = number, key, stored, words
         self.contributors = tuple(contributors)
@@ -89,6 +91,9 @@ class Unit:
         self.block_elements = max(1, block_elements)
         self.blocks = max(1, -(-stored.size // self.block_elements))
         self.row_elements = row_elements
+        self.start = start  # its first element in the key
+        self.undo = undo
+        """Where the store survives deaths."""
         self.optimizer: Optimizer | None = None
         self.state: State | None = None
         self.step = 0
@@ -163,7 +168,9 @@ class Unit:
         for queue in self.queues:
             for source in queue:
                 source.drop()
-        if self.writes:
+        if self.undo is not None:
+            self.stands_at(self.undo.undo()[1])
+        elif self.writes:
             self.torn = True
         elif self.stepped:
             self.step -= 1
@@ -175,6 +182,22 @@ class Unit:
     def set_optimizer(self, optimizer: Optimizer | None) -> None:
         """From the next update on; its state begins anew."""
         self.optimizer, self.state, self.step = optimizer, None, 0
+        if self.undo is not None:
+            self.undo = with_state(self.undo, optimizer)
+
+    def put_state(self, state: State | None, step: int) -> None:
+        """Another state of the optimizer, from outside; None: it begins anew."""
+        if self.undo is not None:
+            self.undo.stated(None)
+            state = None if state is None else self._in_its_memory(state)
+            self.undo.stated(None if state is None else step)
+        self.state, self.step = state, step
+
+    def overwritten(self, torn: bool) -> None:
+        """Values are being overwritten from outside, or (not `torn`) all of them have been."""
+        self.torn = torn
+        if self.undo is not None:
+            self.undo.overwritten(torn)
 
     def open_write(self) -> None:
         """What follows changes what is stored, in another step of the optimizer."""
@@ -183,8 +206,22 @@ class Unit:
         if self.optimizer is not None:
             if self.state is None:
                 self.state, self.step = initial(self.optimizer, self.stored), 0
+                if self.undo is not None:
+                    self.state = self._in_its_memory(self.state)
             self.step += 1
             self.stepped = True
+        if self.undo is not None:
+            self.undo.open()
+
+    def keep(self, start: int, stop: int) -> None:
+        """Elements [start, stop) are about to be written, those before have been: to be called before `write`."""
+        if self.undo is not None:
+            self.undo.keep(start, stop)
+
+    def close_write(self) -> None:
+        """All that the round changes has been written."""
+        if self.undo is not None:
+            self.undo.close(None if self.state is None else self.step)
 
     def thaw(self) -> None:
         """Copy what is frozen, so that it stays while this is written to."""
@@ -206,10 +243,14 @@ class Unit:
         """Update the rows of a gradient, in the step that has begun; without optimizer: replace all, elsewhere by 0."""
         table = self.stored.reshape(gradient.shape)
         if self.optimizer is None:
+            self.keep(0, self.stored.size)
             table[...] = 0
             table[gradient.rows] = gradient.values
         else:
             assert self.state is not None
+            if self.undo is not None:
+                gradient = gradient.merged()
+                self.undo.keep_rows(gradient.rows)
             update_rows(self.optimizer, table, gradient, self.state, self.step)
         self.writes += 1
 
@@ -221,3 +262,26 @@ class Unit:
             self.writes += 1
         why = str(error) if refused else f"{type(error).__name__}: {error}"
         return CollectiveError(f"key {self.key!r}: the server could not apply what was pushed: {why}")
+
+    def stands(self, round_: int, asynchronous: bool, state: State | None, step: int, torn: bool) -> None:
+        """The unit begins an epoch: so many rounds are complete, and have been read of every contributor."""
+        self.round, self.done = round_, [round_] * len(self.contributors)
+        self.state, self.step, self.torn = state, step, torn
+        for index in range(len(self.contributors)):
+            self.words[1 + index] = round_
+        self.words[0] = 0 if asynchronous else round_ * self.blocks
+        if self.undo is not None:
+            self.undo.stands(0 if asynchronous else round_, None if state is None else step, torn)
+
+    # ---- inside
+
+    def _in_its_memory(self, state: State) -> State:
+        assert self.undo is not None
+        for mine, given in zip(self.undo.state, state, strict=True):
+            mine[...] = given
+        return self.undo.state
+
+    def stands_at(self, step: int | None) -> None:
+        """What is stored is that of an optimizer's step; None: it has no state yet."""
+        assert self.undo is not None
+        self.state, self.step = (None, 0) if step is None else (self.undo.state, step)

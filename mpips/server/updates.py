@@ -47,6 +47,8 @@ class Updates:
             return False, []
         if unit.blocks == 1:  # in a longer unit's word its outboxes look for blocks that have been summed: none here
             unit.words[0] |= 1
+        if unit.block == 0 and unit.undo is not None:
+            unit.undo.pushed(index, unit.done[index] + 1)
         try:
             self._reduce.single(unit, source)
         except Exception as error:
@@ -56,6 +58,7 @@ class Updates:
 
     def _finish(self, unit: Unit, index: int) -> Replies:
         """End the update by the contributor at `index`."""
+        unit.close_write()
         unit.words[0] += unit.words[0] & 1
         unit.arrivals.remove(index)
         unit.active = -1

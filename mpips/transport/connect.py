@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -26,13 +26,23 @@ WHAT = "mpips.create"
 
 
 class _Offer(msgspec.Struct, array_like=True):
-    """A rank's memory, for others of its node to try: a server's rings, a worker's few bytes."""
+    """A rank's memory, for others of its node to try: a server's rings, a worker's few bytes; a server's ledger."""
 
     region: tuple[int, ...]
+    ledger: tuple[int, ...] = ()
 
 
-def connect(layout: Layout, epoch: Epoch) -> tuple[list[Line], Rings | None]:
-    """This rank's lines: to every server (on a worker) or from every worker (on a server), and a server's own rings.
+class Connection(NamedTuple):
+    """This rank's lines: to every server (on a worker) or from every worker (on a server), a server's own rings, and
+    where the servers of its node keep their ledgers. A spare has no lines."""
+
+    lines: list[Line]
+    rings: Rings | None
+    ledgers: dict[int, Region]
+
+
+def connect(layout: Layout, epoch: Epoch, ledger: Region | None = None) -> Connection:
+    """Connect workers and servers. `ledger`: this server's, where it keeps one.
 
     Collective over all ranks of the store, blocking; once an epoch. A pair uses rings if MPI says that they share a
     node and both could in fact map the other's memory. RuntimeWarning on rank 0 where this processor does not keep the
@@ -42,9 +52,11 @@ def connect(layout: Layout, epoch: Epoch) -> tuple[list[Line], Rings | None]:
     memory = own.memory if own else arena.empty(64, np.uint8)
     region = arena.locate(memory)
     assert region is not None
-    offer = msgspec.msgpack.encode(_Offer(tuple(region)))
-    offers = [Region(*msgspec.msgpack.decode(data, type=_Offer).region) for data in exchange(epoch, offer, WHAT, True)]
-    peers = range(layout.num_workers) if layout.is_server else range(layout.num_workers, len(offers))
+    offer = msgspec.msgpack.encode(_Offer(tuple(region), tuple(ledger or ())))
+    said = [msgspec.msgpack.decode(data, type=_Offer) for data in exchange(epoch, offer, WHAT, True)]
+    offers = [Region(*one.region) for one in said]
+    servers = range(layout.num_workers, layout.num_workers + layout.num_servers)
+    peers = range(layout.num_workers) if layout.is_server else servers if layout.is_worker else range(0)
     mapped = {peer: _try(layout, peer, offers[peer]) for peer in peers}
     verdicts = exchange(epoch, bytes(mapped.get(peer) is not None for peer in range(len(offers))), WHAT, True)
     _see_order(layout)
@@ -60,7 +72,11 @@ def connect(layout: Layout, epoch: Epoch) -> tuple[list[Line], Rings | None]:
             rings, gone = Rings(layout.num_workers, theirs), partial(processes.ended, peer)
             both = rings.request_ring(layout.rank), rings.reply_ring(layout.rank)
             lines.append(SharedLine(*both, epoch.wait, gone))
-    return lines, own
+    ledgers = {
+        rank: Region(*one.ledger) for rank, one in enumerate(said)
+        if one.ledger and rank != layout.rank and layout.same_node(rank, layout.rank)
+    }  # fmt: skip
+    return Connection(lines, own, ledgers)
 
 
 def _try(layout: Layout, peer: int, region: Region) -> NDArray[Any] | None:

@@ -8,6 +8,7 @@ messages. Nothing is pickled.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -124,10 +125,10 @@ class Create(msgspec.Struct, tag=True):
 
 
 class Created(msgspec.Struct, tag=True):
-    """Where the new units of one server lie: a region of words and a region of values, see `arrange`."""
+    """Where units of one server lie: a region with the words of all (`arrange_words`), and one of values for each."""
 
     words: tuple[int, ...]
-    values: tuple[int, ...]
+    values: list[tuple[int, ...]]
 
 
 class Forget(msgspec.Struct, tag=True):
@@ -190,25 +191,11 @@ class PutState(msgspec.Struct, tag=True):
     state: StatePart
 
 
-class Rounds(msgspec.Struct, tag=True):
-    """After a recovery: the units still in use. The server forgets all others. Answered with RoundsAre."""
+class SetTorn(msgspec.Struct, tag=True):
+    """Values of these units are about to be overwritten, or all of them have been (not `torn`)."""
 
     units: list[int]
-
-
-class RoundsAre(msgspec.Struct, tag=True):
-    """For each unit asked for: its last complete round, and whether the round after it was left half applied."""
-
-    rounds: list[int]
-    torn: list[bool]
-
-
-class SetRounds(msgspec.Struct, tag=True):
-    """The rounds from which units count on, so that all units of a key count alike, and whether they are torn."""
-
-    units: list[int]
-    rounds: list[int]
-    torn: list[bool]
+    torn: bool
 
 
 class Snapshot(msgspec.Struct, tag=True):
@@ -252,27 +239,36 @@ class Done(msgspec.Struct, tag=True):
 
 Request = (
     Create | Forget | Flush | OpenStore | SetOptimizer | UpdateOptimizer | SetCompression | GetState | PutState
-    | Rounds | SetRounds | Snapshot | ReadSnapshot | DropSnapshot
+    | SetTorn | Snapshot | ReadSnapshot | DropSnapshot
 )  # fmt: skip
-Answer = Created | StatePart | RoundsAre | Snapshotted | Bytes | Done
+Answer = Created | StatePart | Snapshotted | Bytes | Done
+
+Change = SetOptimizer | UpdateOptimizer | SetCompression
+"""What workers set for all of them."""
 
 encode = msgspec.msgpack.Encoder().encode
 decode_request = msgspec.msgpack.Decoder(Request).decode
 decode_answer = msgspec.msgpack.Decoder(Answer).decode
 
 
-def arrange(cards: list[UnitCard], itemsizes: list[int]) -> tuple[list[int], int, list[int], int]:
-    """Where units lie in their regions: (first word of each, words in all, first byte of each, bytes in all).
-
-    A unit has one word of progress and one word per contributor; words and values start on cache lines.
-    """
-    words, values, word, byte = [], [], 0, 0
+def arrange(cards: Sequence[UnitCard], itemsizes: Sequence[int]) -> tuple[list[int], int]:
+    """Where values of units lie in memory for all of them: the first byte of each, and bytes in all. They start on
+    cache lines."""
+    values, byte = [], 0
     for card, itemsize in zip(cards, itemsizes, strict=True):
-        words.append(word)
         values.append(byte)
-        word += -(-(1 + len(card.contributors)) // 8) * 8
         byte += -(-(card.stop - card.start) * itemsize // 64) * 64
-    return words, word, values, max(byte, 64)
+    return values, max(byte, 64)
+
+
+def arrange_words(cards: Sequence[UnitCard]) -> tuple[list[int], int]:
+    """Where words of units lie in their region: the first of each, and words in all. A unit has one word of progress
+    and one per contributor; they start on cache lines."""
+    words, word = [], 0
+    for card in cards:
+        words.append(word)
+        word += -(-(1 + len(card.contributors)) // 8) * 8
+    return words, word
 
 
 def dtype_of(name: str) -> np.dtype:

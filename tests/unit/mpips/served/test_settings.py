@@ -9,7 +9,9 @@ import pytest
 from collectives import CollectiveError
 from mpips import optimizers
 from mpips.compression import TwoBit
-from mpips.served.states import Settings
+from mpips.recovery.inventory import Inventory
+from mpips.recovery.rebuild import Outlook
+from mpips.served.states import Changes, Settings
 from mpips.transport import frames
 
 
@@ -64,49 +66,58 @@ def attempt(task):
         run(task)
 
 
-def recover(store):
-    for setup in store.setups:
-        setup.breaks = ""
+def after(store, *refusals):
+    """The change that servers make once more, and how all go on when they have said these refusals."""
+    said = [Inventory([], [], [], changes=one.changes) for one in store.settings]
+    outlook = Outlook(said, None)
+    groups, compressor, changes = outlook.after(refusals or ("", ""))
     for settings in store.settings:
-        run(settings.recover())
+        settings.begin(Changes(*changes), groups)
+    return outlook.change, groups, compressor
 
 
-def test_all_servers_hear_what_only_some_had_heard(store):
+def test_servers_make_a_change_once_more_that_only_some_had_heard(store):
     sgd = optimizers.create("sgd", learning_rate=0.5)
     for setup in store.setups:
         setup.breaks = "told"
     attempt(store.settings[0].set_optimizer(sgd, None))
     store.setups[1].breaks = "met"
     attempt(store.settings[1].set_optimizer(sgd, None))
-    recover(store)
+    change, groups, _ = after(store)
+    assert change == frames.SetOptimizer(optimizers.encode(sgd)) and groups.default == sgd
     assert [settings.updates("w") for settings in store.settings] == [True, True]
-    assert [server[-1] for server in store.servers] == [frames.SetOptimizer(optimizers.encode(sgd))] * 2
+    assert after(store)[0] is None
 
 
-def test_who_was_interrupted_in_the_meeting_learns_of_it(store):
+def test_what_one_worker_knows_to_be_made_is_not_made_again(store):
     run(store.settings[0].set_compression(TwoBit(0.25)))
     store.setups[1].breaks = "met"
     attempt(store.settings[1].set_compression(TwoBit(0.25)))
-    assert store.pushes[1].residuals is None
-    recover(store)
-    assert store.pushes[1].residuals.compressor == TwoBit(0.25)
-    assert [len(server) for server in store.servers] == [1, 1]  # all servers had heard: state stays as it is
+    assert after(store)[0] is None
+    assert {settings.changes for settings in store.settings} == {store.settings[0].changes}
 
 
-def test_nothing_is_told_again_where_nothing_was_begun(store):
+def test_a_change_that_all_servers_refuse_has_not_been(store):
+    store.setups[0].breaks = store.setups[1].breaks = "met"
     for settings in store.settings:
-        run(settings.set_optimizer(optimizers.create("sgd"), None))
-    recover(store)
-    assert [len(server) for server in store.servers] == [1, 1]
+        attempt(settings.set_compression(TwoBit(0.25)))
+    change, _, compressor = after(store, "unknown", "unknown")
+    assert change is not None and compressor is None
+    assert after(store)[0] is None
+
+
+def test_servers_that_differ_end_the_epoch(store):
+    store.setups[0].breaks = store.setups[1].breaks = "met"
+    for settings in store.settings:
+        attempt(settings.set_compression(TwoBit(0.25)))
+    with pytest.raises(CollectiveError, match="servers differ: unknown"):
+        after(store, "", "unknown")
 
 
 def test_what_servers_refuse_has_not_been(store):
     run(store.settings[0].set_optimizer(optimizers.create("sgd"), None))
-    store.setups[0].refusal = "unknown"
+    before, store.setups[0].refusal = store.settings[0].changes, "unknown"
     with pytest.raises(ValueError, match="unknown"):
         run(store.settings[0].set_compression(TwoBit(0.25)))
-    store.setups[0].refusal = ""
-    before = [len(server) for server in store.servers]
-    recover(store)
-    assert [len(server) for server in store.servers] == before
+    assert store.settings[0].changes == before
     assert store.pushes[0].residuals is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from mpips.server.late import Late
+from mpips.server.reduce import Reduce
 from mpips.server.sources import Elements
 from mpips.server.state import State
 from mpips.server.unit import Unit
@@ -20,7 +21,8 @@ class Machine:
     """A server with one unit "w" of `size` elements, and what it has said."""
 
     def __init__(self, size=10, block=4, workers=WORKERS, asynchronous=False, optimizer=None, **options):
-        self.state = State(asynchronous, **options)
+        reduce = Reduce(options.pop("threads", 1), None, options.pop("cores_shared", False))
+        self.state = State(asynchronous, reduce=reduce, **options)
         self.unit = Unit(0, "w", np.zeros(size, np.float32), [0] * (1 + workers), range(workers), block, 1)
         self.state.create(self.unit)
         if optimizer is not None:
@@ -47,7 +49,8 @@ class Machine:
         while self.state.finish():
             pass
         self.state.abandon()
-        self.state.recover()
+        unit, asynchronous = self.unit, self.state.asynchronous
+        unit.stands(max(unit.done) if asynchronous else unit.round, asynchronous, unit.state, unit.step, unit.torn)
         return list(self.unit.stored)
 
     def heard(self, what):

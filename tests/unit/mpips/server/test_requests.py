@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from mpips import optimizers
 from mpips.optimizers import SGD, Adam, Add
+from mpips.recovery.units import Memory
 from mpips.server.requests import Requests
 from mpips.server.sources import Elements
 from mpips.server.state import State
@@ -37,7 +38,7 @@ class Server:
 
     def __init__(self, asynchronous=False):
         self.state = State(asynchronous)
-        self.requests, self.line = Requests(self.state, "server rank 4"), Line()
+        self.requests, self.line = Requests(self.state, "server rank 4", Memory(None)), Line()
         cards = [UnitCard(number, key, "float32", 0, 10, 1, 4, (0, 1)) for number, key in ((3, "a"), (7, "b"))]
         self.ask(frames.Create(cards))
         self.units = [self.state.units[3], self.state.units[7]]
@@ -131,30 +132,12 @@ def test_states_come_back_as_they_were():
     assert (one.units[0].stored == other.units[0].stored).all()
 
 
-def test_after_a_recovery_units_that_are_not_asked_for_are_forgotten():
+def test_values_that_are_being_overwritten_are_torn_until_all_are_there():
     server = Server()
-    server.round(1, 1)
-    server.push(server.units[0], 1, 1)
-    while server.state.work()[0]:
-        pass
-    server.state.abandon()
-    server.state.recover()
-    assert server.ask(frames.Rounds([3])) == frames.RoundsAre([2], [False])
-    assert list(server.state.units) == [3]
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_rounds_count_from_what_workers_say(asynchronous):
-    server = Server(asynchronous)
-    server.state.set_optimizer(Add())
-    assert server.ask(frames.SetRounds([3, 7], [4, 4], [False, True])) == frames.Done()
-    assert [unit.torn for unit in server.units] == [False, True]
-    assert list(server.units[0].words) == [0 if asynchronous else 12, 4, 4]
-    server.round(1, 2)
-    assert list(server.units[0].words)[1:] == [5, 5]
-    assert server.ask(frames.Rounds([3, 7])) in (
-        frames.RoundsAre([5, 5], [False, True]), frames.RoundsAre([4, 4], [False, True]),
-    )  # fmt: skip
+    assert server.ask(frames.SetTorn([3], True)) == frames.Done()
+    assert [unit.torn for unit in server.units] == [True, False]
+    server.ask(frames.SetTorn([3, 7], False))
+    assert [unit.torn for unit in server.units] == [False, False]
 
 
 # ---- snapshots

@@ -96,15 +96,15 @@ def test_a_task_hears_servers_between_its_steps(store):
 
 def test_answers_belong_to_their_requests(store):
     link, line = store.link, store.line
-    first, second = link.request(0, frames.Flush()), link.request(0, frames.Rounds([3]))
+    first, second = link.request(0, frames.Flush()), link.request(0, frames.Forget([3]))
     assert goes_on(first) and goes_on(second)
     (_, _, one), (op, asked, two) = line.said
-    assert op == Op.CONTROL and asked == frames.Rounds([3])
-    line.says(Op.ANSWER, frames.encode(frames.RoundsAre([7], [True])), token=two)
+    assert op == Op.CONTROL and asked == frames.Forget([3])
+    line.says(Op.ANSWER, frames.encode(frames.StatePart(7, [], [])), token=two)
     line.says(Op.ANSWER, b"there is no such unit", token=one, flags=1)
     with pytest.raises(StopIteration) as ended:
         next(second)
-    assert ended.value.value == frames.RoundsAre([7], [True])
+    assert ended.value.value == frames.StatePart(7, [], [])
     with pytest.raises(ValueError, match="no such unit"):
         next(first)
 
@@ -162,11 +162,9 @@ def test_what_was_read_is_not_waited_for(store):
     assert time.monotonic() - start < 1
 
 
-def test_after_a_recovery_nothing_is_under_way(store):
-    shard, line = store.shard, Spoken()
-    shard.credits, shard.granted, shard.outbox = [1, 2], True, object()
+def test_after_a_recovery_nothing_is_under_way_and_there_are_no_keys(store):
+    line = Spoken()
     store.link.renew([line])
-    assert shard.line is line and not shard.credits and not shard.granted and shard.outbox is None
     line.says(Op.GRANT, unit=3)
     store.link.listen()
-    assert shard.granted
+    assert not store.shard.granted and store.link.lines == [line]

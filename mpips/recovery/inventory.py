@@ -1,0 +1,103 @@
+"""Records of what ranks have when an epoch is over: units of servers, living or dead, keys and settings of workers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from mpips import compression, optimizers
+from mpips.compression import Compressor
+from mpips.keys.key import Key, Name
+from mpips.optimizers import Groups
+
+
+class Holding(msgspec.Struct, array_like=True):
+    """What is there of a unit: elements [start, stop) of a key."""
+
+    key: int | str
+    start: int
+    stop: int
+    standings: list[tuple[int, int | None]]
+    """The rounds at which it can be had, the newest first, each with the optimizer's step; None: no state yet."""
+    torn: bool
+    states: list[str]
+    """Dtypes of the optimizer's state."""
+
+
+class Shelf(msgspec.Struct, array_like=True):
+    """What is there of a server, and who it was in the epoch before. `live`: who says so is that server itself."""
+
+    owner: int
+    live: bool
+    settings: bytes
+    units: list[Holding]
+
+
+class Settings(msgspec.Struct, array_like=True):
+    """Optimizers and compression of a server."""
+
+    default: bytes | None = None
+    own: list[tuple[int | str, bytes]] = []
+    compression: dict[str, str | int | float] | None = None
+
+
+class KeyCard(msgspec.Struct, array_like=True):
+    """A key as a worker knows it."""
+
+    name: int | str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @classmethod
+    def of(cls, key: Key) -> KeyCard:
+        """The card of a key."""
+        return cls(key.name, tuple(key.shape), key.dtype.name)
+
+
+class Inventory(msgspec.Struct, array_like=True):
+    """What one rank brings to the beginning of an epoch."""
+
+    shelves: list[Shelf]
+    mapped: list[int]
+    """Servers of the epoch before whose memory it has mapped."""
+    keys: list[KeyCard] | None = None
+    """On a worker that was one before."""
+    local: bool = True
+    """On a worker: whether all servers share its node."""
+    shared_cores: bool = False
+    """Whether processes of its node share cores."""
+    changes: tuple[int, int, bytes] = (0, 0, b"")
+    """On a worker: how many changes of settings it has begun, how many it has made, and the last one."""
+
+
+def encode_settings(groups: Groups, compressor: Compressor | None) -> bytes:
+    """Settings of a server as bytes."""
+    own: list[tuple[Name, bytes]] = [(name, optimizers.encode(one)) for name, one in groups.own.items()]
+    default = None if groups.default is None else optimizers.encode(groups.default)
+    chosen = None if compressor is None else compression.options(compressor)
+    return msgspec.msgpack.encode(Settings(default, own, chosen))
+
+
+def decode_settings(data: bytes) -> tuple[Groups, Compressor | None]:
+    """What `encode_settings` was given."""
+    said = msgspec.msgpack.decode(data, type=Settings)
+    default = None if said.default is None else optimizers.decode(said.default)
+    groups = Groups(default, {name: optimizers.decode(one) for name, one in said.own})
+    return groups, None if said.compression is None else compression.create(said.compression)
+
+
+def common_keys(said: Sequence[Inventory]) -> list[KeyCard]:
+    """The keys that all workers know which were workers before, in the order of the first of them."""
+    lists = [one.keys for one in said if one.keys is not None]
+    if not lists:
+        return []
+    known = [{card.name for card in cards} for cards in lists]
+    return [card for card in lists[0] if all(card.name in names for names in known)]
+
+
+def dtype_names(arrays: Sequence[Any]) -> list[str]:
+    """Dtypes of arrays as messages hold them."""
+    return [np.asarray(array).dtype.name for array in arrays]

@@ -1,0 +1,113 @@
+"""Who keeps what in the next epoch, and takes it from where: the same on every rank. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from mpips.keys.key import Key, Name
+from mpips.keys.sharding import Interval
+from mpips.layout import Layout
+from mpips.recovery.choice import Found, Part, find, parts_by_server
+from mpips.recovery.inventory import Holding, Inventory, Shelf, common_keys
+from mpips.runtime.errors import EpochError
+from mpips.served.cutting import Cards, Cutting
+from mpips.transport.frames import UnitCard, dtype_of
+
+SHOWN = 4
+
+
+class Transfer(NamedTuple):
+    """Elements [start, stop) of a key become part of a new unit: those of `part`, which the rank `holder` has.
+    `sent`: they go as messages, as the server cannot map them."""
+
+    part: Part
+    start: int
+    stop: int
+    holder: int
+    sent: bool
+
+
+class Filling(NamedTuple):
+    """A new unit: on which rank, and from what. `adopted`: the whole unit is one that the server has already."""
+
+    server: int
+    card: UnitCard
+    round: int
+    torn: bool
+    adopted: bool
+    transfers: list[Transfer]
+
+
+class Plan(NamedTuple):
+    """The next epoch. `cards`: the units of each server; `fillings` has them in the same order."""
+
+    found: Found
+    keys: list[Key]
+    cutting: Cutting
+    cards: Cards
+    fillings: list[Filling]
+    holdings: dict[int, list[Holding]]
+    """By the ranks that old servers had."""
+
+
+def make(layout: Layout, said: Sequence[Inventory], lines: Sequence[Any]) -> Plan:
+    """The plan. `said`: by rank. `lines`: to the servers; on a server anything. EpochError where a key is lost."""
+    cards = common_keys(said)
+    keys = [Key(card.name, tuple(card.shape), dtype_of(card.dtype)) for card in cards]
+    shelves = [shelf for one in said for shelf in one.shelves]
+    found = find(cards, [key.size for key in keys], shelves, not layout.asynchronous)
+    if found.lost:
+        names = ", ".join(map(repr, found.lost[:SHOWN])) + ", ..." * (len(found.lost) > SHOWN)
+        raise EpochError(f"recover: all memory with parts of these keys has gone, with their hosts: {names}; "
+                         "start again from a checkpoint")  # fmt: skip
+    cutting = _cutting(layout, said)
+    new: Cards = {server: [] for server in range(layout.num_servers)}
+    stays = _stays(layout, shelves)
+    places = parts_by_server(found.keys, layout.num_workers if layout.before is None else layout.before.num_workers)
+    for key in keys:
+        parts = [(server, Interval(start, stop)) for server, start, stop in places[key.name]]
+        cutting.cut(key, lines, new, parts if stays else None)
+    holders = {shelf.owner: rank for rank, one in enumerate(said) for shelf in one.shelves}
+    owners = {shelf.owner: shelf for shelf in shelves}
+    fillings = [
+        _filling(layout.server_rank(server), card, found, owners, holders, said)
+        for server, cut in new.items() for card in cut
+    ]  # fmt: skip
+    return Plan(found, keys, cutting, new, fillings, {owner: shelf.units for owner, shelf in owners.items()})
+
+
+def _cutting(layout: Layout, said: Sequence[Inventory]) -> Cutting:
+    one_node = all(one.local for one in said[: layout.num_workers])
+    return Cutting(layout, one_node, not (said[0].shared_cores or layout.asynchronous))
+
+
+def _stays(layout: Layout, shelves: Sequence[Shelf]) -> bool:
+    """Whether each key stays on the servers, by their number, that it was on."""
+    before = layout.before
+    if before is None:
+        return True
+    owners = {shelf.owner for shelf in shelves}
+    return before.num_servers == layout.num_servers and all(
+        before.num_workers <= owner < before.num_workers + before.num_servers for owner in owners
+    )
+
+
+def _filling(
+    rank: int, card: UnitCard, found: Found, shelves: dict[int, Shelf], holders: dict[int, int],
+    said: Sequence[Inventory],
+) -> Filling:  # fmt: skip
+    name: Name = card.key
+    chosen = found.keys[name]
+    transfers: list[Transfer] = []
+    for part in chosen.parts:
+        start, stop = max(part.start, card.start), min(part.stop, card.stop)
+        if start < stop or (card.start == card.stop and not transfers):
+            holder = holders[part.owner]
+            sent = holder != rank and part.owner not in said[rank].mapped
+            transfers.append(Transfer(part, start, max(start, stop), holder, sent))
+    first = shelves[transfers[0].part.owner]
+    unit = first.units[transfers[0].part.unit]
+    same = len(transfers) == 1 and (unit.start, unit.stop) == (card.start, card.stop)
+    adopted = same and first.live and transfers[0].holder == rank
+    return Filling(rank, card, chosen.round, chosen.torn, adopted, transfers)
