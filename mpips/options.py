@@ -54,7 +54,6 @@ FIELDS = (
     Field("chunk_bytes", 131_072, 4096, (), "bytes of one message between nodes; a larger array is sent as a pipeline"),
     Field("chunks_in_flight", 8, 1, (), "messages of one array under way at a time between two ranks"),
     Field("shared_memory", True, None, (), "exchange payloads in shared memory where processes share a node"),
-    Field("spares", -1, -1, (), "the last ranks, which wait to take dead ranks' places; -1: a death ends the store"),
     Field("stall_seconds", 60.0, 0.001, (), "a wait longer than this warns, naming key or sum and the ranks not there"),
     Field("timeout_seconds", 300.0, 0, (), "a wait longer than this ends the epoch with StallError; 0: never"),
 )
@@ -76,7 +75,6 @@ class Options:
     chunk_bytes: int = 131_072
     chunks_in_flight: int = 8
     shared_memory: bool = True
-    spares: int = -1
     stall_seconds: float = 60.0
     timeout_seconds: float = 300.0
 
