@@ -4,7 +4,8 @@
 
 is a rank of a job. MODE "ends": one store, and several Trainers; epochs end though nobody dies. "dies": a fit in which
 ranks are killed. "resumes": a fit from a checkpoint. WHAT is one of OPTIONS, PLACE a path that results begin with.
-DEATHS says which ranks of the job die when: "0:b5,3:t0.1" is rank 0 in its fifth batch, and rank 3 after 0.1 s.
+DEATHS says which ranks of the job die when: "0:b5,3:t0.1" is rank 0 in its fifth batch, and rank 3 after 0.1 s. Of
+"resumes" it is the checkpoint.
 """
 
 from __future__ import annotations
@@ -47,9 +48,14 @@ survivors = pytest.mark.skipif(OTHER_MPI in os.environ, reason="Open MPI alone t
 class Curve(Callback):
     """The losses of the steps; it does something in one of its own calls, once each."""
 
-    def __init__(self, do: Any = None, step: int = -1, epoch: int = -1) -> None:
+    def __init__(self, do: Any = None, step: int = -1, epoch: int = -1, begun: Path | None = None) -> None:
         self.losses: dict[int, str] = {}
+        self._begun = begun
         self._do, self._step, self._epoch = do, step, epoch
+
+    def on_begin(self, fit: Any) -> None:
+        if self._begun is not None:
+            self._begun.touch()
 
     def on_step(self, fit: Any) -> None:
         self.losses[fit.step] = fit.last_loss.hex()
@@ -118,10 +124,9 @@ def dies(kv: Any, what: str, place: str, when: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     number = int(when[1:]) if when[:1] in tuple("bse") else -1
-    curve = Curve(die, number if when[:1] == "s" else -1, number if when[:1] == "e" else -1)
+    step, epoch = (number if when[:1] == letter else -1 for letter in "se")
+    curve = Curve(die, step, epoch, Path(f"{place}.begun"))
     model = Acts(die, (number,) if when[:1] == "b" else ())
-    if kv.rank == 0:
-        Path(f"{place}.begun").touch()
     found = trained(kv, model, curve, what, f"{place}-kept")
     Path(f"{place}.{kv.rank}").write_text(json.dumps({**found, "workers": kv.num_workers, "epoch": kv.epoch}))
 
@@ -140,7 +145,8 @@ def later(place: str, seconds: float) -> None:
 
 def program(mode: str, kind: str, what: str, place: str, deaths: str = "") -> None:
     """One rank."""
-    when = dict(word.split(":") for word in deaths.split(",") if word).get(str(MPI.COMM_WORLD.rank), "")
+    words = deaths.split(",") if mode == "dies" and deaths else []
+    when = dict(word.split(":") for word in words).get(str(MPI.COMM_WORLD.rank), "")
     if when[:1] == "t":
         later(place, float(when[1:]))
     kv = mpips.create(kind)
