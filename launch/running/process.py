@@ -95,7 +95,7 @@ class Watched:
             for heard in self._signals.read():
                 self._pass_on(heard)
             self._presence.look()
-            if not self._heard:
+            if not self._heard and not self._deserted:
                 for sentence in self._verdict.news():
                     _tell(f"mpips: {sentence}")
             due = self._verdict.due(time.monotonic())

@@ -107,20 +107,24 @@ class OthersGoOn:
         self._due = math.inf
 
     def due(self, now: float) -> float:
-        if self._presence.deaths and self.nobody_works():
+        presence = self._presence
+        if presence.failed or (presence.deaths and self.nobody_works()):
             self._due = min(self._due, now + AFTER_THE_LAST)
-        elif self._presence.code is not None:
+        elif presence.code is not None:
             self._due = min(self._due, now + AFTER_A_FAILURE)
         return self._due
 
     def nobody_works(self) -> bool:
-        return self._all_here and self._presence.is_idle(self._working)
+        """Also where one has died before MPI had started: the others wait for it there."""
+        presence = self._presence
+        begun = presence.started or not presence.deaths
+        return self._all_here and (not begun or presence.is_idle(self._working))
 
     def news(self) -> Iterator[str]:
         deaths = self._presence.deaths
         while self._told < len(deaths) and self._presence.code is None:
             death, self._told = deaths[self._told], self._told + 1
-            yield f"{_named(death, self._roles)}; the others go on"
+            yield f"{_named(death, self._roles)}{'' if self.nobody_works() else '; the others go on'}"
 
     def code(self, end: End) -> int:
         """Of a rank that failed; else 0 where one that was left ended well. A killed mpirun is a failure, too."""
@@ -140,8 +144,11 @@ class OthersGoOn:
 
     def sentence(self, end: End) -> str:
         presence = self._presence
-        over = presence.deaths and not presence.well and presence.code is None and not end.heard
-        return "no rank is left that works: the job has ended" if over else ""
+        if end.returned < 0 and not end.deserted:
+            return f"mpirun was ended by {signal.Signals(-end.returned).name}: the job has ended"
+        if not presence.deaths or presence.well or presence.code is not None or end.heard:
+            return ""
+        return f"{'no rank is left that works' if presence.started else 'MPI had not started'}: the job has ended"
 
 
 def _code_of(death: Death) -> int:

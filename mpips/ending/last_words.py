@@ -115,11 +115,10 @@ def end(what: str, text: str = "", code: int = 1, same: Hashable = None, told: b
         return
     mark = hashlib.blake2b(repr(same or what).encode(), digest_size=DIGEST_BYTES).digest()
     shared = threading.current_thread() is threading.main_thread() or MPI.Query_thread() == MPI.THREAD_MULTIPLE
-    dead = _dead(world) if shared else None
-    sayer = _sayer(world, mark, told) if dead is not None else None
+    sayer = _sayer(world, mark, told) if shared else None
     if sayer is None:
         os.write(2, text.encode(errors="backslashreplace"))
-        others = _tell(world, mark, dead) if dead is not None else 0
+        others = _tell(world, mark) if shared else 0
         os.write(2, f"mpips: {what} on {_where(world.rank, others, world.size)}: the job ends\n".encode())
         time.sleep(LAST_WORDS)
     else:
@@ -202,26 +201,9 @@ def _lines(frames: list[tuple[FrameType, int]]) -> Iterator[tuple[str, int]]:
             yield frame.f_code.co_filename, line
 
 
-def _dead(world: MPI.Comm) -> set[int] | None:
-    """Ranks that have died, where others outlive them; from now on messages of any source pass them over. None where
-    MPI has failed, so that nothing can be heard."""
-    from mpi4py import MPI
-
-    if not survives():
-        return set()
-    try:
-        failed, here = world.Get_failed(), world.Get_group()
-        world.Ack_failed()
-        return set(failed.Translate_ranks(None, here))
-    except MPI.Exception:
-        return None
-
-
 def _sayer(world: MPI.Comm, mark: bytes, told: bool) -> int | None:
     """The rank that says this error already; None where this one is to say it, after a while or because another error
     is being said. Rank 0 does not wait, unless it was told of another rank's mistake."""
-    from mpi4py import MPI
-
     found: list[tuple[int, bytes]] = []
 
     def heard() -> bool:
@@ -229,38 +211,58 @@ def _sayer(world: MPI.Comm, mark: bytes, told: bool) -> int | None:
         return bool(found)
 
     turn = PATIENCE + STAGGER * min(world.rank, PATIENCE / STAGGER) if world.rank else 0.0
-    with suppress(MPI.Exception):  # another rank has died meanwhile
-        _wait(turn + 2 * PATIENCE * told, heard)
+    _wait(turn + 2 * PATIENCE * told, heard)
     return next((rank for rank, said in found if said == mark), None)
 
 
-def _tell(world: MPI.Comm, mark: bytes, dead: set[int]) -> int:
+def _tell(world: MPI.Comm, mark: bytes) -> int:
     """Tells all others that this rank says it; the number of those that have it, too."""
     from mpi4py import MPI
 
+    others = set(range(world.size)) - {world.rank}
     ranks: set[int] = set()
-    others = set(range(world.size)) - {world.rank} - dead
-    with suppress(MPI.Exception):  # another rank has died meanwhile
-        messages = [world.Isend(bytearray(mark), rank, SAID) for rank in others]
+    messages: list[MPI.Request] = []
+    for rank in others:
+        with suppress(MPI.Exception):  # to one that has died
+            messages.append(world.Isend(bytearray(mark), rank, SAID))
 
-        def all_have() -> bool:
-            for message in messages:
+    def all_have() -> bool:
+        for message in messages:
+            with suppress(MPI.Exception):
                 message.Test()
-            ranks.update(rank for rank, _ in _receive(world, SHARED))
-            return ranks >= others
+        ranks.update(rank for rank, _ in _receive(world, SHARED))
+        return ranks >= others - _dead(world)
 
-        _wait(PATIENCE if others else 0.0, all_have)
+    _wait(PATIENCE, all_have)
     return len(ranks)
+
+
+def _dead(world: MPI.Comm) -> set[int]:
+    """Ranks that have died, where others outlive them; all, where MPI has failed and nobody can be heard."""
+    from mpi4py import MPI
+
+    if not survives():
+        return set()
+    try:
+        return set(world.Get_failed().Translate_ranks(None, world.Get_group()))
+    except MPI.Exception:
+        return set(range(world.size))
 
 
 def _receive(world: MPI.Comm, tag: int) -> Iterator[tuple[int, bytes]]:
     from mpi4py import MPI
 
     status = MPI.Status()
-    while world.Iprobe(MPI.ANY_SOURCE, tag, status):
-        mark = bytearray(DIGEST_BYTES)
-        world.Recv(mark, status.source, tag)
-        yield status.source, bytes(mark)
+    try:
+        while world.Iprobe(MPI.ANY_SOURCE, tag, status):
+            mark = bytearray(DIGEST_BYTES)
+            world.Recv(mark, status.source, tag)
+            yield status.source, bytes(mark)
+    except MPI.Exception:  # a rank has died: from the next look on it is passed over
+        if not survives():
+            raise
+        with suppress(MPI.Exception):
+            world.Ack_failed()
 
 
 def _wait(seconds: float, done: Callable[[], object]) -> None:

@@ -86,7 +86,8 @@ def test_a_death_knows_a_signal_from_an_exit_code(presence: Presence) -> None:
     third.communicate()  # its parent has heard first
     presence.look()
     found = {death.rank: (death.code, death.signal) for death in presence.deaths}
-    assert found == {0: (9, 0), 1: (None, signal.SIGKILL), 2: (None, 0)}
+    assert found.pop(2) in ((9, 0), (None, 0))  # a younger kernel knows
+    assert found == {0: (9, 0), 1: (None, signal.SIGKILL)}
     for process in (first, second):
         process.communicate()
 
