@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -98,3 +99,13 @@ def decode(data: Any) -> Position:
         return msgspec.convert(data, Position)
     except msgspec.ValidationError as error:
         raise ValueError(f"a worker's position is not as a Trainer writes it: {error}") from error
+
+
+def see_order(position: Position, order: str, same: Collection[str] = ()) -> None:
+    """ValueError where a fit goes on in the middle of an epoch with other batches, or other exchanges of them.
+
+    `same`: orders that differ in the number of workers alone, to whom the rest of the epoch is dealt.
+    """
+    if position.batches and position.order and position.order not in (order, *same):
+        raise ValueError(f"resume: the checkpoint is in the middle of epoch {position.epoch} of {position.order}, and "
+                         f"this fit has {order}: give the same, or a checkpoint at the end of an epoch")

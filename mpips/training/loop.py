@@ -11,7 +11,7 @@ import os
 import struct
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
@@ -25,8 +25,8 @@ from mpips.training import checkpoint
 from mpips.training.batches import Arrays, Batch, Source, see_again, see_enough, source_of, test_of, whole
 from mpips.training.callbacks import Callback
 from mpips.training.evaluation import LOSS, evaluate, evaluate_here, names_of, test_words
-from mpips.training.exchange import Blocking, Job
-from mpips.training.history import Epoch, Position
+from mpips.training.exchange import Blocking, Job, see_joined, update_optimizer
+from mpips.training.history import Epoch, Position, see_order
 from mpips.training.model import samples_of
 from mpips.training.rejoin import BEGIN, COUNTED, ENDED, OVER, TOLD, Back, Survival
 
@@ -43,9 +43,7 @@ class Request(NamedTuple):
 class Fit:
     """A fit under way on this worker; what callbacks are given (`callbacks.Fitting`)."""
 
-    def __init__(
-        self, job: Job, request: Request, position: Position, survival: Survival | None = None
-    ) -> None:  # fmt: skip
+    def __init__(self, job: Job, request: Request, position: Position, survival: Survival | None = None) -> None:
         self.epochs, self.joined, self.asynchronous = request.epochs, request.source.joined, job.kv.layout.asynchronous
         self._accumulate = 1 if job.blocking is None else job.blocking.accumulate
         tested = (LOSS, *names_of(job, request.test)) if request.test is not None else ()
@@ -54,8 +52,7 @@ class Fit:
         self._callbacks = sorted(request.callbacks, key=lambda callback: callback.last)
         self._on_step = [each for each in self._callbacks if type(each).on_step is not Callback.on_step]
         self._began = 0.0
-        self._survival, self._stage = survival, BEGIN
-        self._alone = False
+        self._survival, self._stage, self._alone = survival, BEGIN, False
         self._count_workers()
 
     def _count_workers(self) -> None:
@@ -338,19 +335,6 @@ def _start(job: Job, request: Request, positions: Sequence[Position]) -> Positio
     return position
 
 
-def see_joined(job: Job, source: Source) -> None:
-    """ValueError where workers may not have unlike numbers of batches."""
-    if not source.joined:
-        return
-    if job.blocking is None:
-        raise ValueError("fit: overlap= sends gradients while others are computed, before a step's samples are "
-                         "counted: give arrays x and y with batch_size, or leave overlap out")
-    staleness = job.kv.layout.options.staleness
-    if job.kv.layout.asynchronous and staleness >= 0:
-        raise ValueError(f"fit: with staleness={staleness} workers wait for one that is out of batches: give arrays x "
-                         "and y with batch_size, or a store without staleness")
-
-
 def words(request: Request, workers: int) -> list[tuple[str, str]]:
     """What of a fit must be equal on all workers, by name."""
     source = request.source
@@ -366,24 +350,3 @@ def order_of(job: Job, source: Source, workers: int) -> str:
     """What decides which samples come in which step, in words."""
     accumulate = job.blocking.accumulate if job.blocking is not None else 1
     return source.order(workers) + (f", accumulate={accumulate}" if accumulate > 1 else "")
-
-
-def see_order(position: Position, order: str, same: Collection[str] = ()) -> None:
-    """ValueError where a fit goes on in the middle of an epoch with other batches, or other exchanges of them.
-
-    `same`: orders that differ in the number of workers alone, to whom the rest of the epoch is dealt.
-    """
-    if position.batches and position.order and position.order not in (order, *same):
-        raise ValueError(f"resume: the checkpoint is in the middle of epoch {position.epoch} of {position.order}, and "
-                         f"this fit has {order}: give the same, or a checkpoint at the end of an epoch")
-
-
-def update_optimizer(job: Job, numbers: dict[str, Any]) -> None:
-    """Change numbers of the optimizer. Collective; ValueError or TypeError on all workers."""
-    if job.blocking is None:
-        raise ValueError("update_optimizer: a Trainer with overlap= sets its optimizer in the first step: give a "
-                         "schedule, as learning_rate=mpips.optimizers.Cosine(0.1, 1000), or use kv.update_optimizer")
-    if "rescale" in numbers:
-        raise ValueError("update_optimizer: rescale is the Trainer's, which divides it by the workers of a sum")
-    job.exchange.finish()
-    job.blocking.update.change(numbers)

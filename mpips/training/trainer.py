@@ -24,7 +24,7 @@ from mpips.training.callbacks import Callback
 from mpips.training.clipping import check_clip
 from mpips.training.elastic import Elastic, ElasticAveraging
 from mpips.training.evaluation import Metric, check_metrics, evaluate, test_words
-from mpips.training.exchange import Blocking, Exchange, Job, Update
+from mpips.training.exchange import Blocking, Exchange, Job, Update, update_optimizer
 from mpips.training.gradients import Gradients, Summed, averaged, workers_in_a_sum
 from mpips.training.history import Epoch, Position
 from mpips.training.model import see_method, see_model
@@ -161,7 +161,7 @@ class Trainer:
 
         Collective, blocking; ValueError or TypeError on every worker, and nothing has changed.
         """
-        loop.update_optimizer(self._job, numbers)
+        update_optimizer(self._job, numbers)
 
     # ---- what was learnt
 

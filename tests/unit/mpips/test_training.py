@@ -21,8 +21,7 @@ from mpips.training.checkpoint import STORE, TRAINER, prune, see_folder, steps_i
 from mpips.training.clipping import Accumulated, check_clip, clip, global_norm, weigh
 from mpips.training.evaluation import check_metrics, means, measured, names_of
 from mpips.training.gradients import averaged
-from mpips.training.history import Position, decode
-from mpips.training.loop import see_order
+from mpips.training.history import Position, decode, see_order
 from mpips.training.model import keys_of, see_method, see_model
 
 test_of.__test__ = False
