@@ -95,7 +95,7 @@ class Trainer:
         else:
             self.exchange = Overlapped(model, kv, averaged(made, workers_in_a_sum(kv)), overlap)
         self._job = Job(model, kv, self.exchange, steps, measures)
-        self._position = Position()
+        self._position, self._fits = Position(), 0
         self._resumed: Sequence[Position] = ()  # of all workers of the checkpoint that the next fit goes on from
 
     # ---- training
@@ -151,9 +151,10 @@ class Trainer:
             self._position, self._resumed = loop.begin(self._job, request, resume, own), ()
         elif refusal is not None:
             raise refusal
-        survival, blocking = None, self._job.blocking
+        survival, blocking, self._fits = None, self._job.blocking, self._fits + 1
         if self.kv.layout.survives and blocking is not None:
-            survival = Survival(self._job, blocking, request.source, [*self._words, *words])
+            number = f"{self._fits} of the Trainer of key {blocking.update.keys[0]!r}"  # a spare begins with the first
+            survival = Survival(self._job, blocking, request.source, [("fit", number), *self._words, *words])
         return loop.Fit(self._job, request, self._position, survival).run()
 
     def update_optimizer(self, **numbers: Any) -> None:
