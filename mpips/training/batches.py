@@ -17,15 +17,16 @@ BLOCK = 1024
 """Samples that are evaluated at once."""
 
 
-def shares(samples: int, batch_size: int, epoch: int, seed: int, kv: Any) -> Iterator[np.ndarray]:
-    """This worker's rows of every mini-batch of an epoch: int arrays (batch_size,).
+def shares(samples: int, batch_size: int, epoch: int, seed: int, kv: Any, dealt: int = 0) -> Iterator[np.ndarray]:
+    """This worker's rows of every mini-batch of an epoch, behind the first `dealt` of its order: int arrays
+    (batch_size,).
 
     `kv` says who this worker is: `rank` and `num_workers`.
     """
     order = np.random.default_rng([seed, epoch]).permutation(samples)
     mini_batch = batch_size * kv.num_workers
     see_enough(samples, batch_size, kv.num_workers)
-    for start in range(kv.rank * batch_size, samples - samples % mini_batch, mini_batch):
+    for start in range(dealt + kv.rank * batch_size, samples - (samples - dealt) % mini_batch, mini_batch):
         yield order[start : start + batch_size]
 
 
@@ -61,9 +62,9 @@ class Arrays:
         """Batches of a worker in an epoch."""
         return len(self.x) // (self.batch_size * workers)
 
-    def epoch(self, number: int, kv: Any, skip: int = 0) -> Iterator[Batch]:
-        """This worker's batches of an epoch, but for the first `skip`."""
-        rows = itertools.islice(shares(len(self.x), self.batch_size, number, self.seed, kv), skip, None)
+    def epoch(self, number: int, kv: Any, skip: int = 0, dealt: int = 0) -> Iterator[Batch]:
+        """This worker's batches of an epoch, but for the first `skip`; of the samples behind the first `dealt`."""
+        rows = itertools.islice(shares(len(self.x), self.batch_size, number, self.seed, kv, dealt), skip, None)
         return ((self.x[mine], self.y[mine]) for mine in rows)
 
 
@@ -87,8 +88,8 @@ class Batches:
         """Nobody knows before."""
         return None
 
-    def epoch(self, number: int, kv: Any = None, skip: int = 0) -> Iterator[Batch]:
-        """This worker's batches of an epoch, but for the first `skip`."""
+    def epoch(self, number: int, kv: Any = None, skip: int = 0, dealt: int = 0) -> Iterator[Batch]:
+        """This worker's batches of an epoch, but for the first `skip`; `dealt` is of arrays."""
         found = self.source if isinstance(self.source, Iterable) else self.source(number)
         if not isinstance(found, Iterable):
             raise TypeError(f"the function of the epoch returned a {type(found).__name__}: it returns an iterable of "
@@ -150,9 +151,14 @@ def _see_iterable(batches: Any, what: str) -> None:
                         f"returns one, not a {type(batches).__name__}")
 
 
-def see_again(source: Source, epochs: int) -> None:
-    """TypeError where batches end with the first epoch, and there are more."""
-    if isinstance(source, Batches) and isinstance(source.source, Iterator) and epochs > 1:
+def see_again(source: Source, epochs: int, survives: bool = False) -> None:
+    """TypeError where batches end with the first epoch, and there are more, or a death may take it back."""
+    if not isinstance(source, Batches) or not isinstance(source.source, Iterator):
+        return
+    if survives:
+        raise TypeError(f"fit: batches is a {type(source.source).__name__}, which cannot go back to a step that a "
+                        "death has undone (spares): give a list, a loader, or a function of the epoch")
+    if epochs > 1:
         raise TypeError(f"fit: batches is a {type(source.source).__name__}, which ends with its first epoch of "
                         f"{epochs}: give a list, a loader, or a function of the epoch that returns such an iterator")
 

@@ -88,10 +88,13 @@ class Callback:
         """
 
     def on_begin(self, fit: Fitting) -> None:
-        """Before the first step, of a fit that goes on from a checkpoint, too."""
+        """Before the first step, of a fit that goes on from a checkpoint, too. On a spare that takes a place, before
+        its first step: what the others did together then, such as `update_optimizer`, does nothing there."""
 
     def on_step(self, fit: Fitting) -> None:
-        """After each exchange. Where it is overridden, and `overlap=` is used, the exchange may still be under way."""
+        """After each exchange. Where it is overridden, and `overlap=` is used, the exchange may still be under way.
+
+        Where the fit survives a death, it comes again for the last step, unless all workers had been through it."""
 
     def on_epoch(self, fit: Fitting, epoch: Epoch) -> bool | None:
         """After each epoch; True, on all workers, ends the training."""
@@ -106,7 +109,8 @@ class Callback:
         """What is to be saved with a checkpoint: JSON data, of this worker. None: nothing."""
 
     def restore(self, state: Any) -> None:
-        """Take it back, before `on_begin`."""
+        """Take it back: before `on_begin` of a fit that goes on from a checkpoint, and after a death that the fit
+        survives (option `spares`), when the last step may come again. A spare has the state of another worker."""
 
 
 @dataclass
@@ -222,6 +226,10 @@ class EarlyStop(Callback):
         else:
             self.waited += 1
         return self.waited >= self.patience
+
+    def close(self) -> None:
+        """The next fit begins anew, though a death has brought the state back in this one."""
+        self._restored = False
 
     def state(self) -> Any:
         """The best value, and how long ago it was."""

@@ -74,6 +74,11 @@ class Accumulated:
             return
         for total, gradient in zip(self._sums, self._gradients):
             np.divide(total, self._samples, out=gradient, casting="same_kind")
+        self.forget()
+
+    def forget(self) -> None:
+        """The next sum begins."""
+        for total in self._sums or ():
             total[...] = 0
         self._samples = 0
 

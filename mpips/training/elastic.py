@@ -13,7 +13,7 @@ from mpips.optimizers.base import Optimizer
 from mpips.optimizers.elastic import INTERVAL, Elastic1, Elastic2
 from mpips.optimizers.updater import Updater
 from mpips.training.clipping import clip
-from mpips.training.gradients import arrays_here, averaged, change_here, own_keys, restore_here
+from mpips.training.gradients import arrays_here, averaged, begins, change_here, own_keys, rescale_of, restore_here
 from mpips.training.model import Model
 
 
@@ -41,11 +41,11 @@ class ElasticAveraging:
     def __init__(
         self, model: Model, kv: Any, optimizer: Optimizer, elastic: Elastic, clip_norm: float | None = None
     ) -> None:
-        self._model, self._kv, self._keys, self._interval = model, kv, own_keys(model, kv), elastic.interval
-        self._clip, self._workers = clip_norm, kv.layout.client.Get_size()
-        kv.init(self._keys, list(model.parameters))
-        kv.set_optimizer(Elastic1(alpha=elastic.alpha), keys=self._keys)
-        kv.pull(self._keys, list(model.parameters))
+        self._model, self._kv, self.keys, self._interval = model, kv, own_keys(model, kv), elastic.interval
+        self._clip, self._workers, self._optimizer = clip_norm, kv.layout.client.Get_size(), optimizer
+        if begins(kv, self.keys, model.parameters):
+            kv.set_optimizer(Elastic1(alpha=elastic.alpha), keys=self.keys)
+            kv.pull(self.keys, list(model.parameters))
         self._centers = [np.empty_like(array) for array in model.parameters]
         self._attract = Updater(Elastic2(alpha=elastic.alpha), model.parameters)
         self._descend = Updater(averaged(optimizer, self._workers), model.parameters)
@@ -60,8 +60,8 @@ class ElasticAveraging:
         if self._descend.step % self._interval == 0:
             for center, parameter in zip(self._centers, self._model.parameters):
                 np.divide(parameter, self._workers, out=center)  # a push sums over the client's workers, who are equal
-            self._kv.push(self._keys, self._centers)
-            self._kv.pull(self._keys, self._centers)
+            self._kv.push(self.keys, self._centers)
+            self._kv.pull(self.keys, self._centers)
             self._attract.update(self._centers)
         for gradient in self._model.gradients:
             collectives.allreduce(gradient, self.group)
@@ -85,10 +85,18 @@ class ElasticAveraging:
         """Every worker's; that of the centre is the store's."""
         return self._descend.optimizer
 
+    numbers = optimizer
+
     def arrays(self) -> dict[str, np.ndarray]:
         """The client's parameters and its optimizer's state; the centre is the store's."""
-        return arrays_here(self._keys, self._model.parameters, self._descend)
+        return arrays_here(self.keys, self._model.parameters, self._descend)
 
     def restore(self, arrays: Mapping[str, np.ndarray] | None, optimizer: Optimizer | None) -> None:
-        """Take them back."""
-        restore_here(self._keys, self._model.parameters, self._descend, arrays, optimizer)
+        """Take them back. Without arrays: begin at the servers' centre."""
+        self._workers = self._kv.layout.client.Get_size()
+        averaging = averaged(self._optimizer, self._workers)
+        if arrays is None:
+            self._kv.pull(self.keys, list(self._model.parameters))
+            self._descend = Updater(averaging, self._model.parameters)
+            return
+        restore_here(self.keys, self._model.parameters, self._descend, arrays, optimizer, rescale_of(averaging))

@@ -15,6 +15,7 @@ import numpy as np
 
 import collectives
 from mpips.optimizers.base import Optimizer
+from mpips.training.batches import Source
 from mpips.training.clipping import Accumulated, weigh
 from mpips.training.model import Model, samples_of
 
@@ -52,6 +53,8 @@ class Update(Protocol):
 
     name: str
     """What a checkpoint calls it, and a report."""
+    keys: list[str]
+    """Of the parameters in the store, each pushed once an exchange."""
 
     @property
     def group(self) -> Any:
@@ -70,7 +73,12 @@ class Update(Protocol):
         """The parameters become those that all workers have in common, where there are such. All workers call."""
         ...
 
-    # ---- for checkpoints: what the store's own file does not hold
+    @property
+    def numbers(self) -> Optimizer:
+        """The optimizer with the numbers of now, wherever it is."""
+        ...
+
+    # ---- for checkpoints, and after deaths: what the store does not hold
 
     @property
     def optimizer(self) -> Optimizer | None:
@@ -86,7 +94,8 @@ class Update(Protocol):
         ...
 
     def restore(self, arrays: Mapping[str, np.ndarray] | None, optimizer: Optimizer | None) -> None:
-        """Take them back, and the parameters, after `kv.load`; `rescale` stays this Trainer's. All workers call."""
+        """Take them back, and the parameters, after `kv.load` or a death; `rescale` is that of the workers that are
+        here. `optimizer`: the numbers of then; None: as they are. All workers call."""
         ...
 
 
@@ -174,6 +183,11 @@ class Blocking:
         self._added = 0
         return joined
 
+    def forget(self) -> None:
+        """Drop what waits for the next exchange."""
+        self._sum.forget()
+        self._added = 0
+
     def finish(self) -> None:
         """Nothing is under way."""
 
@@ -186,6 +200,30 @@ class Blocking:
         self.update.exchange()
         self._clocks.exchanged(self._begin, computed, time.perf_counter())
         self._added = 0
+
+
+def see_joined(job: Job, source: Source) -> None:
+    """ValueError where workers may not have unlike numbers of batches."""
+    if not source.joined:
+        return
+    if job.blocking is None:
+        raise ValueError("fit: overlap= sends gradients while others are computed, before a step's samples are "
+                         "counted: give arrays x and y with batch_size, or leave overlap out")
+    staleness = job.kv.layout.options.staleness
+    if job.kv.layout.asynchronous and staleness >= 0:
+        raise ValueError(f"fit: with staleness={staleness} workers wait for one that is out of batches: give arrays x "
+                         "and y with batch_size, or a store without staleness")
+
+
+def update_optimizer(job: Job, numbers: dict[str, Any]) -> None:
+    """Change numbers of the optimizer. Collective; ValueError or TypeError on all workers."""
+    if job.blocking is None:
+        raise ValueError("update_optimizer: a Trainer with overlap= sets its optimizer in the first step: give a "
+                         "schedule, as learning_rate=mpips.optimizers.Cosine(0.1, 1000), or use kv.update_optimizer")
+    if "rescale" in numbers:
+        raise ValueError("update_optimizer: rescale is the Trainer's, which divides it by the workers of a sum")
+    job.exchange.finish()
+    job.blocking.update.change(numbers)
 
 
 def _number(loss: Any) -> float:

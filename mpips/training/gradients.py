@@ -29,6 +29,23 @@ def own_keys(model: Model, kv: Any) -> list[str]:
     return [key if number == 1 else f"trainer{number}/{key}" for key in keys_of(model)]
 
 
+def begins(kv: Any, keys: Sequence[str], parameters: Sequence[np.ndarray]) -> bool:
+    """Make the keys, of rank 0's parameters; False on a spare that has taken a place: the others did so long ago.
+
+    ValueError there where they did not.
+    """
+    if not kv.settings.fresh:
+        kv.init(list(keys), list(parameters))
+        return True
+    for key, array in zip(keys, parameters):
+        known = kv.settings.keys.get(key)
+        there = "no such key" if known is None else f"{known.dtype}{known.shape}"
+        if there != (here := f"{array.dtype}{array.shape}"):
+            raise ValueError(f"Trainer: key {key!r} is {here} in the program of this spare, and the other workers have "
+                             f"{there}: start all with the same program, and let Trainer make its keys before a death")
+    return False
+
+
 def averaged(optimizer: Optimizer, workers: float) -> Optimizer:
     """The optimizer for gradients that arrive as a sum over workers: `rescale` divided by their number."""
     if "rescale" not in {field.name for field in fields(optimizer)}:
@@ -50,6 +67,12 @@ def workers_in_a_sum(kv: Any) -> float:
     return kv.num_workers / len(kv.layout.clients) if kv.layout.asynchronous else kv.num_workers
 
 
+def difference(now: Optimizer, wanted: Optimizer) -> dict[str, Any]:
+    """The numbers by which an optimizer differs from another of its class."""
+    pairs = ((field.name, getattr(wanted, field.name)) for field in fields(now))
+    return {name: number for name, number in pairs if getattr(now, name) != number}
+
+
 class Gradients:
     """Push gradients, pull parameters; the store's optimizer updates (on servers, or on the workers without any).
 
@@ -59,12 +82,11 @@ class Gradients:
     name = "none"
 
     def __init__(self, model: Model, kv: Any, optimizer: Optimizer, clip_norm: float | None = None) -> None:
-        self._model, self._kv, self._keys, self._clip = model, kv, own_keys(model, kv), clip_norm
-        mean = averaged(optimizer, workers_in_a_sum(kv))
-        self._rescale = rescale_of(mean)
-        kv.init(self._keys, list(model.parameters))
-        kv.set_optimizer(mean, keys=self._keys)
-        self._pull()
+        self._model, self._kv, self.keys, self._clip = model, kv, own_keys(model, kv), clip_norm
+        self._optimizer = optimizer
+        if begins(kv, self.keys, model.parameters):
+            kv.set_optimizer(self._averaged(), keys=self.keys)
+            self._pull()
 
     @property
     def group(self) -> Any:
@@ -76,11 +98,17 @@ class Gradients:
         """Gradients out, parameters back."""
         if self._clip is not None:
             clip(self._model.gradients, self._clip)
-        self._kv.pushpull(self._keys, list(self._model.gradients), out=list(self._model.parameters))
+        self._kv.pushpull(self.keys, list(self._model.gradients), out=list(self._model.parameters))
 
     def change(self, numbers: Mapping[str, Any]) -> None:
         """See `KVStore.update_optimizer`."""
-        self._kv.update_optimizer(self._keys, **numbers)
+        self._kv.update_optimizer(self.keys, **numbers)
+
+    @property
+    def numbers(self) -> Optimizer:
+        """The store's."""
+        found: Optimizer = self._kv.settings.groups.of(self.keys[0])
+        return found
 
     def share(self) -> None:
         """In an asynchronous store: what all have pushed is in the parameters of all."""
@@ -102,13 +130,18 @@ class Gradients:
 
     def restore(self, arrays: Mapping[str, np.ndarray] | None, optimizer: Optimizer | None) -> None:
         """The parameters are the store's. Its optimizer's `rescale` becomes that of as many workers as are here."""
-        if rescale_of(self._kv.settings.groups.of(self._keys[0])) != self._rescale:
-            self._kv.update_optimizer(self._keys, rescale=self._rescale)
+        now = self.numbers
+        wanted = replace(optimizer or now, rescale=rescale_of(self._averaged()))  # type: ignore[call-arg]
+        if numbers := difference(now, wanted):
+            self._kv.update_optimizer(self.keys, **numbers)
         self._pull()
+
+    def _averaged(self) -> Optimizer:
+        return averaged(self._optimizer, workers_in_a_sum(self._kv))
 
     def _pull(self) -> None:
         """The store's parameters for all workers, before any of them pushes again."""
-        self._kv.pull(self._keys, list(self._model.parameters))
+        self._kv.pull(self.keys, list(self._model.parameters))
         if self._kv.layout.asynchronous:
             self._kv.barrier()
 
@@ -122,9 +155,10 @@ class Summed:
     name = "none, clipped"
 
     def __init__(self, model: Model, kv: Any, optimizer: Optimizer, clip_norm: float) -> None:
-        self._model, self._kv, self._keys, self._clip = model, kv, own_keys(model, kv), clip_norm
-        kv.init(self._keys, list(model.parameters))
-        kv.pull(self._keys, list(model.parameters))
+        self._model, self._kv, self.keys, self._clip = model, kv, own_keys(model, kv), clip_norm
+        self._optimizer = optimizer
+        if begins(kv, self.keys, model.parameters):
+            kv.pull(self.keys, list(model.parameters))
         self._updater = Updater(averaged(optimizer, kv.num_workers), model.parameters)
 
     @property
@@ -135,7 +169,7 @@ class Summed:
     def exchange(self) -> None:
         """Gradients out, their sum back, and the update here."""
         gradients = list(self._model.gradients)
-        self._kv.pushpull(self._keys, gradients)
+        self._kv.pushpull(self.keys, gradients)
         clip(gradients, self._clip * self._kv.num_workers)
         self._updater.update(gradients)
 
@@ -155,13 +189,16 @@ class Summed:
         """Every worker's."""
         return self._updater.optimizer
 
+    numbers = optimizer
+
     def arrays(self) -> dict[str, np.ndarray]:
         """Parameters and the optimizer's state."""
-        return arrays_here(self._keys, self._model.parameters, self._updater)
+        return arrays_here(self.keys, self._model.parameters, self._updater)
 
     def restore(self, arrays: Mapping[str, np.ndarray] | None, optimizer: Optimizer | None) -> None:
         """Take them back."""
-        restore_here(self._keys, self._model.parameters, self._updater, arrays, optimizer)
+        rescale = rescale_of(averaged(self._optimizer, self._kv.num_workers))
+        restore_here(self.keys, self._model.parameters, self._updater, arrays, optimizer, rescale)
 
 
 # ---- what an update that is made here shares with elastic averaging
@@ -186,11 +223,11 @@ def arrays_here(keys: Sequence[str], parameters: Sequence[np.ndarray], updater: 
 
 def restore_here(
     keys: Sequence[str], parameters: Sequence[np.ndarray], updater: Updater,
-    arrays: Mapping[str, np.ndarray] | None, optimizer: Optimizer | None,
+    arrays: Mapping[str, np.ndarray] | None, optimizer: Optimizer | None, rescale: float,
 ) -> None:  # fmt: skip
     """Write them back; the optimizer's numbers become those that were saved, but for `rescale`, the Trainer's."""
     assert arrays is not None and optimizer is not None
-    updater.optimizer = replace(optimizer, rescale=rescale_of(updater.optimizer))  # type: ignore[call-arg]
+    updater.optimizer = replace(optimizer, rescale=rescale)  # type: ignore[call-arg]
     updater.step = int(arrays["step"][0])
     for name, array in arrays_here(keys, parameters, updater).items():
         if name != "step":

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -47,10 +49,16 @@ class Position:
     """Of training alone."""
     loss_sum: float = 0.0
     """Of the batches of this epoch."""
+    last_loss: float = math.nan
+    """Of the last batch."""
     stopped: bool = False
     """Whether a callback has ended the training."""
     order: str = ""
     """What decides which samples come in which step, in words; a resume in the middle of an epoch needs the same."""
+    dealt: int = 0
+    """Samples of this epoch's order that were used when its rest was dealt to another number of workers."""
+    since: int = 0
+    """Batches of this epoch that this worker had taken then."""
     history: list[Epoch] = field(default_factory=list)
     callbacks: dict[str, Any] = field(default_factory=dict)
     """What callbacks keep, by their class and number, as "EarlyStop 0"."""
@@ -62,14 +70,22 @@ class Position:
 
     def took(self, loss: float) -> None:
         """A batch was computed."""
-        self.loss_sum += float(loss)
+        self.last_loss = float(loss)
+        self.loss_sum += self.last_loss
         self.batches += 1
+
+    def deal(self, mini_batch: int) -> None:
+        """The rest of the epoch goes to another number of workers: from the first sample on that no step has used.
+
+        `mini_batch`: samples that a batch of every worker had before.
+        """
+        self.dealt, self.since = self.dealt + (self.batches - self.since) * mini_batch, self.batches
 
     def end_epoch(self, test: dict[str, float] | None) -> Epoch:
         """The epoch's entry, which is in the history now; the next epoch begins."""
         ended = Epoch(self.epoch, self.seconds, self.loss, test)
         self.history.append(ended)
-        self.epoch, self.batches, self.loss_sum = self.epoch + 1, 0, 0.0
+        self.epoch, self.batches, self.loss_sum, self.dealt, self.since = self.epoch + 1, 0, 0.0, 0, 0
         return ended
 
     def encode(self) -> bytes:
@@ -83,3 +99,13 @@ def decode(data: Any) -> Position:
         return msgspec.convert(data, Position)
     except msgspec.ValidationError as error:
         raise ValueError(f"a worker's position is not as a Trainer writes it: {error}") from error
+
+
+def see_order(position: Position, order: str, same: Collection[str] = ()) -> None:
+    """ValueError where a fit goes on in the middle of an epoch with other batches, or other exchanges of them.
+
+    `same`: orders that differ in the number of workers alone, to whom the rest of the epoch is dealt.
+    """
+    if position.batches and position.order and position.order not in (order, *same):
+        raise ValueError(f"resume: the checkpoint is in the middle of epoch {position.epoch} of {position.order}, and "
+                         f"this fit has {order}: give the same, or a checkpoint at the end of an epoch")

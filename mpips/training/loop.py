@@ -1,4 +1,7 @@
-"""The one training loop (`Fit`): epochs, steps, callbacks, from any position on; workers with unlike batches."""
+"""The one training loop (`Fit`): epochs, steps, callbacks, from any position on; workers with unlike batches.
+
+Where the store survives deaths, the fit does: it is put back to a moment that all workers know (`rejoin`).
+"""
 
 from __future__ import annotations
 
@@ -9,21 +12,23 @@ import struct
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 import collectives
+from collectives.errors import CollectiveError, MismatchError
 from mpips.runtime.rendezvous import attempt
 from mpips.training import callbacks as hooks
 from mpips.training import checkpoint
-from mpips.training.batches import Batch, Source, see_again, see_enough, source_of, test_of, whole
+from mpips.training.batches import Arrays, Batch, Source, see_again, see_enough, source_of, test_of, whole
 from mpips.training.callbacks import Callback
 from mpips.training.evaluation import LOSS, evaluate, evaluate_here, names_of, test_words
-from mpips.training.exchange import Blocking, Job
-from mpips.training.history import Epoch, Position
+from mpips.training.exchange import Blocking, Job, see_joined, update_optimizer
+from mpips.training.history import Epoch, Position, see_order
 from mpips.training.model import samples_of
+from mpips.training.rejoin import BEGIN, COUNTED, ENDED, OVER, TOLD, Back, Survival
 
 
 class Request(NamedTuple):
@@ -38,20 +43,24 @@ class Request(NamedTuple):
 class Fit:
     """A fit under way on this worker; what callbacks are given (`callbacks.Fitting`)."""
 
-    def __init__(self, job: Job, request: Request, position: Position) -> None:
-        self.rank, self.epochs = job.kv.rank, request.epochs
-        self.joined, self.asynchronous = request.source.joined, job.kv.layout.asynchronous
-        per_epoch, self._accumulate = request.source.steps(job.kv.num_workers), 1
-        if job.blocking is not None:
-            self._accumulate = job.blocking.accumulate
-        self.steps = None if per_epoch is None else -(-per_epoch // self._accumulate)
+    def __init__(self, job: Job, request: Request, position: Position, survival: Survival | None = None) -> None:
+        self.epochs, self.joined, self.asynchronous = request.epochs, request.source.joined, job.kv.layout.asynchronous
+        self._accumulate = 1 if job.blocking is None else job.blocking.accumulate
         tested = (LOSS, *names_of(job, request.test)) if request.test is not None else ()
         self.measures = (LOSS, *(f"test_{name}" for name in tested))
-        self.last_loss = math.nan
         self._job, self._source, self._test, self._position = job, request.source, request.test, position
         self._callbacks = sorted(request.callbacks, key=lambda callback: callback.last)
         self._on_step = [each for each in self._callbacks if type(each).on_step is not Callback.on_step]
         self._began = 0.0
+        self._survival, self._stage, self._alone = survival, BEGIN, False
+        self._count_workers()
+
+    def _count_workers(self) -> None:
+        """What depends on how many there are."""
+        kv, source = self._job.kv, self._source
+        per_epoch = source.steps(kv.num_workers)
+        self.rank, self.steps = kv.rank, None if per_epoch is None else -(-per_epoch // self._accumulate)
+        self._position.order = order_of(self._job, source, kv.num_workers)
 
     # ---- what callbacks see
 
@@ -71,18 +80,27 @@ class Fit:
         return self._position.loss
 
     @property
+    def last_loss(self) -> float:
+        """Loss of this worker's last batch."""
+        return self._position.last_loss
+
+    @property
     def history(self) -> Sequence[Epoch]:
         """All epochs that have ended."""
         return tuple(self._position.history)
 
     def mean(self, value: float) -> float:
         """The mean over the workers, equal on all; those that bring NaN are left out. Collective, blocking."""
+        if self._alone:
+            return value
         told = self._job.kv.settings.agree("fit: a mean", data=struct.pack("<d", value))
         found = [each for data in told for each in struct.unpack("<d", data) if not math.isnan(each)]
         return sum(found) / len(found) if found else math.nan
 
     def save(self, path: str | os.PathLike[str], keep: int | None = None) -> None:
         """Write a checkpoint that `fit(resume=path)` goes on from. Collective, blocking."""
+        if self._alone:
+            return
         self._position.callbacks = hooks.states(self._callbacks)
         checkpoint.save(self._job, path, self._position, keep)
 
@@ -93,26 +111,77 @@ class Fit:
 
     def update_optimizer(self, **numbers: Any) -> None:
         """Change numbers of the optimizer; its state stays. Collective, blocking."""
-        update_optimizer(self._job, numbers)
+        if not self._alone:
+            update_optimizer(self._job, numbers)
 
     # ---- the loop
 
     def run(self) -> list[Epoch]:
-        """Train from the position on; the history."""
+        """Train from the position on, through deaths where the store survives them; the history."""
         try:
-            self._restore()
-            for callback in self._callbacks:
-                callback.on_begin(self)
-            while self.epoch <= self.epochs and not self._position.stopped:
-                self._one_epoch()
-            if self.epoch <= self.epochs:
-                self._meet()
-            for callback in self._callbacks:
-                callback.on_end(self)
+            self._enter()
+            while True:
+                try:
+                    self._go_on()
+                    break
+                except CollectiveError as error:
+                    if self._survival is None or isinstance(error, MismatchError):
+                        raise
+                    self._put_back(self._survival.recover(error))
         finally:
             for callback in self._callbacks:
                 callback.close()
         return list(self._position.history)
+
+    def _enter(self) -> None:
+        """Begin with all workers, or as a spare among those that are in the middle of it."""
+        if self._survival is None or not self._survival.fresh:
+            self._restore()
+            if self._survival is not None:
+                self._survival.begin(self._position)
+            self._mark(BEGIN)
+            return
+        self._put_back(self._survival.join())
+        if self._stage != BEGIN:
+            self._alone = True
+            for callback in self._callbacks:
+                callback.on_begin(self)
+            self._alone = False
+
+    def _go_on(self) -> None:
+        """From any stage to the end."""
+        if self._stage == BEGIN:
+            for callback in self._callbacks:
+                callback.on_begin(self)
+            self._mark(OVER)
+        if self._stage == COUNTED:
+            self._tell()
+        while self.epoch <= self.epochs and not self._position.stopped:
+            self._one_epoch()
+        if self._stage != ENDED:
+            if self.epoch <= self.epochs:
+                self._meet()
+            for callback in self._callbacks:
+                callback.on_end(self)
+            self._mark(ENDED)
+        if self._survival is not None:  # who has left cannot help the others
+            self._job.kv.settings.agree("fit: the end")
+
+    def _mark(self, stage: int) -> None:
+        """The fit has come to a stage."""
+        self._stage = stage
+        if self._survival is not None:
+            states = None if stage == COUNTED else hooks.states(self._callbacks)
+            self._survival.mark(self._position, stage, states)
+
+    def _put_back(self, back: Back) -> None:
+        """Go on from where all workers go on."""
+        for field in fields(Position):
+            setattr(self._position, field.name, getattr(back.position, field.name))
+        self._stage = back.stage
+        self._count_workers()
+        self._restore()
+        self._began = time.perf_counter()
 
     def _restore(self) -> None:
         for name, callback in hooks.named(self._callbacks).items():
@@ -124,7 +193,7 @@ class Fit:
         at = self._position
         self._meet()
         self._began = time.perf_counter()
-        batches = self._source.epoch(at.epoch, self._job.kv, at.batches)
+        batches = self._source.epoch(at.epoch, self._job.kv, at.batches - at.since, at.dealt)
         if self.joined:
             assert self._job.blocking is not None
             self._train_joined(batches, self._job.blocking)
@@ -139,26 +208,35 @@ class Fit:
                           "rate, or give clip_norm", RuntimeWarning, stacklevel=4)  # fmt: skip
         for callback in self._callbacks:
             at.stopped |= bool(callback.on_epoch(self, epoch))
+        self._mark(OVER)
 
     def _train(self, batches: Iterator[Batch]) -> None:
         """All workers have equally many batches."""
-        step, at, blocking = self._job.exchange.step, self._position, self._job.blocking
+        at, blocking = self._position, self._job.blocking
         for x, y in batches:
-            self.last_loss = step(x, y)
-            at.took(self.last_loss)
-            if blocking is None or not blocking.waiting:
+            at.took(self._job.exchange.step(x, y) if blocking is None else blocking.add(x, y))
+            if blocking is None:
                 self._stepped()
-        if blocking is not None and blocking.flush():
-            self._stepped()
+            elif blocking.full:
+                self._exchange(blocking)
+        if blocking is not None and blocking.waiting:
+            self._exchange(blocking)
+
+    def _exchange(self, blocking: Blocking) -> None:
+        if self._survival is not None:
+            self._survival.ahead(self._position)
+        blocking.flush()
+        self._stepped()
 
     def _train_joined(self, batches: Iterator[Batch], blocking: Blocking) -> None:
         """Workers have unlike numbers of batches: until nobody has one."""
         while True:
             samples = 0
             for x, y in itertools.islice(batches, self._accumulate):
-                self.last_loss = blocking.add(x, y)
-                self._position.took(self.last_loss)
+                self._position.took(blocking.add(x, y))
                 samples += samples_of(x, y)
+            if self._survival is not None:
+                self._survival.ahead(self._position)
             joined = blocking.join(samples)
             if not joined.batches:
                 if not (self.step or self.asynchronous):
@@ -166,15 +244,23 @@ class Fit:
                 return
             if joined.samples:
                 self._stepped()
+            elif self._survival is not None:
+                self._survival.no_exchange()
 
     def _stepped(self) -> None:
         """An exchange is over."""
         self._position.step += 1
+        self._mark(COUNTED)
+        self._tell()
+
+    def _tell(self) -> None:
+        """Tell the callbacks of a step."""
         if self._on_step:
             self._position.seconds += time.perf_counter() - self._began
             for callback in self._on_step:
                 callback.on_step(self)
             self._began = time.perf_counter()
+        self._mark(TOLD)
 
     def _tested(self) -> dict[str, float] | None:
         """Together where workers have the same parameters; in an asynchronous store nobody waits for it."""
@@ -204,7 +290,7 @@ def requested(
     """The arguments of `fit`; TypeError or ValueError where they are wrong. Local."""
     epochs = whole("epochs", epochs, 0)
     source, workers = source_of(x, y, batch_size, seed), job.kv.num_workers
-    see_again(source, epochs)
+    see_again(source, epochs, job.kv.layout.survives)
     see_joined(job, source)
     if not source.joined:
         see_enough(len(source.x), source.batch_size, workers)  # type: ignore[union-attr]
@@ -235,27 +321,18 @@ def begin(job: Job, request: Request, resume: str | os.PathLike[str] | None, own
 
 def _start(job: Job, request: Request, positions: Sequence[Position]) -> Position:
     """This worker's position of those of all; ValueError or TypeError where the order or a callback does not fit."""
-    order = order_of(job, request.source)
+    source, before, workers = request.source, len(positions), job.kv.num_workers
+    order = order_of(job, source, workers)
+    same = {order, order_of(job, source, before)} if isinstance(source, Arrays) else {order}
     for position in positions:
-        see_order(position, order)
-    position = replace(checkpoint.of_worker(positions, job.kv.rank), order=order)
+        see_order(position, order, same)
+    position = replace(checkpoint.of_worker(positions, job.kv.rank))
+    if isinstance(source, Arrays) and position.batches and before != workers and position.order != order:
+        position.deal(source.batch_size * before)
     fit = Fit(job, request, position)
     for callback in request.callbacks:
         callback.check(fit)
     return position
-
-
-def see_joined(job: Job, source: Source) -> None:
-    """ValueError where workers may not have unlike numbers of batches."""
-    if not source.joined:
-        return
-    if job.blocking is None:
-        raise ValueError("fit: overlap= sends gradients while others are computed, before a step's samples are "
-                         "counted: give arrays x and y with batch_size, or leave overlap out")
-    staleness = job.kv.layout.options.staleness
-    if job.kv.layout.asynchronous and staleness >= 0:
-        raise ValueError(f"fit: with staleness={staleness} workers wait for one that is out of batches: give arrays x "
-                         "and y with batch_size, or a store without staleness")
 
 
 def words(request: Request, workers: int) -> list[tuple[str, str]]:
@@ -269,25 +346,7 @@ def words(request: Request, workers: int) -> list[tuple[str, str]]:
             ("callbacks", hooks.words_of(request.callbacks))]
 
 
-def order_of(job: Job, source: Source) -> str:
+def order_of(job: Job, source: Source, workers: int) -> str:
     """What decides which samples come in which step, in words."""
     accumulate = job.blocking.accumulate if job.blocking is not None else 1
-    return source.order(job.kv.num_workers) + (f", accumulate={accumulate}" if accumulate > 1 else "")
-
-
-def see_order(position: Position, order: str) -> None:
-    """ValueError where a fit goes on in the middle of an epoch with other batches, or other exchanges of them."""
-    if position.batches and position.order and position.order != order:
-        raise ValueError(f"resume: the checkpoint is in the middle of epoch {position.epoch} of {position.order}, and "
-                         f"this fit has {order}: give the same, or a checkpoint at the end of an epoch")
-
-
-def update_optimizer(job: Job, numbers: dict[str, Any]) -> None:
-    """Change numbers of the optimizer. Collective; ValueError or TypeError on all workers."""
-    if job.blocking is None:
-        raise ValueError("update_optimizer: a Trainer with overlap= sets its optimizer in the first step: give a "
-                         "schedule, as learning_rate=mpips.optimizers.Cosine(0.1, 1000), or use kv.update_optimizer")
-    if "rescale" in numbers:
-        raise ValueError("update_optimizer: rescale is the Trainer's, which divides it by the workers of a sum")
-    job.exchange.finish()
-    job.blocking.update.change(numbers)
+    return source.order(workers) + (f", accumulate={accumulate}" if accumulate > 1 else "")

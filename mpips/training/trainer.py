@@ -24,10 +24,11 @@ from mpips.training.callbacks import Callback, of_job
 from mpips.training.clipping import check_clip
 from mpips.training.elastic import Elastic, ElasticAveraging
 from mpips.training.evaluation import Metric, check_metrics, evaluate, test_words
-from mpips.training.exchange import Blocking, Exchange, Job, Update
+from mpips.training.exchange import Blocking, Exchange, Job, Update, update_optimizer
 from mpips.training.gradients import Gradients, Summed, averaged, workers_in_a_sum
 from mpips.training.history import Epoch, Position
 from mpips.training.model import see_method, see_model
+from mpips.training.rejoin import Survival
 
 
 class Trainer:
@@ -43,6 +44,9 @@ class Trainer:
                 over the client's workers. Other asynchronous stores, a push; their clients must have one worker each.
     accumulate  so many batches of a worker make one exchange, of the mean over all their samples.
     metrics     functions of (outputs, y) by name, for `evaluate` and `fit(test=)`: a value a sample, or the mean.
+
+    Where the store survives deaths (option `spares`), `fit` goes on by itself after the death of a worker or a server,
+    with a spare or with fewer; `overlap` is refused there. A death outside of `fit` is an EpochError as always.
 
     Every worker starts from rank 0's parameters. Collective over all workers of the store: every worker makes it, with
     equal arguments, and calls `step` equally often. ValueError or TypeError on every worker where arguments are wrong
@@ -77,7 +81,11 @@ class Trainer:
         made, measures = found if found is not None else (None, {})
         words = {"optimizer": made, "elastic": elastic, "overlap": overlap, "clip_norm": clip_norm,
                  "accumulate": accumulate, "metrics": sorted(measures)}  # fmt: skip
-        kv.settings.agree("Trainer", [(name, repr(word)) for name, word in words.items()], refusal, noun="argument")
+        self._words = [(name, repr(word)) for name, word in words.items()]
+        if not kv.settings.fresh:
+            kv.settings.agree("Trainer", self._words, refusal, noun="argument")
+        elif refusal is not None:
+            raise refusal
         self.model, self.kv = model, kv
         self.exchange: Exchange
         steps: Blocking | None = None
@@ -87,7 +95,7 @@ class Trainer:
         else:
             self.exchange = Overlapped(model, kv, averaged(made, workers_in_a_sum(kv)), overlap)
         self._job = Job(model, kv, self.exchange, steps, measures)
-        self._position = Position()
+        self._position, self._fits = Position(), 0
         self._resumed: Sequence[Position] = ()  # of all workers of the checkpoint that the next fit goes on from
 
     # ---- training
@@ -138,17 +146,24 @@ class Trainer:
             self._job, x, y, batch_size, epochs, seed, test, callbacks, on_epoch, resume))  # fmt: skip
         words = loop.words(request, self.kv.num_workers) if request is not None else []
         words.append(("resume", "not given" if resume is None else "given"))
-        self.kv.settings.agree("fit", words, refusal, noun="argument")
-        own = self._resumed or [Position(step=self._position.step)]
-        self._position, self._resumed = loop.begin(self._job, request, resume, own), ()
-        return loop.Fit(self._job, request, self._position).run()
+        if not self.kv.settings.fresh:
+            self.kv.settings.agree("fit", words, refusal, noun="argument")
+            own = self._resumed or [Position(step=self._position.step)]
+            self._position, self._resumed = loop.begin(self._job, request, resume, own), ()
+        elif refusal is not None:
+            raise refusal
+        survival, blocking, self._fits = None, self._job.blocking, self._fits + 1
+        if self.kv.layout.survives and blocking is not None:
+            number = f"{self._fits} of the Trainer of key {blocking.update.keys[0]!r}"  # a spare begins with the first
+            survival = Survival(self._job, blocking, request.source, [("fit", number), *self._words, *words])
+        return loop.Fit(self._job, request, self._position, survival).run()
 
     def update_optimizer(self, **numbers: Any) -> None:
         """Change numbers of the optimizer, such as `learning_rate`, from the next exchange on; its state stays.
 
         Collective, blocking; ValueError or TypeError on every worker, and nothing has changed.
         """
-        loop.update_optimizer(self._job, numbers)
+        update_optimizer(self._job, numbers)
 
     # ---- what was learnt
 
@@ -247,6 +262,9 @@ def _see_together(
     """ValueError for what does not go together."""
     if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
         raise ValueError(f"accumulate={accumulate!r}: give a number of batches, at least 1")
+    if overlap is not None and kv.layout.survives:
+        raise ValueError(f"overlap={overlap!r} does not survive deaths yet, and this store does: leave overlap out, or "
+                         "the option spares")
     if elastic is not None and overlap is not None:
         raise ValueError(f"elastic={elastic} has nothing to overlap: leave overlap={overlap!r} out")
     if elastic is not None and not kv.layout.asynchronous:

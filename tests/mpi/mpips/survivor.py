@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -32,6 +33,7 @@ class Job:
 
     kind: str = "mpi_sync"
     servers: int = 0
+    masters: str = "one"
     spares: int = 0
     steps: int = 200
     optimizer: str = ""
@@ -118,11 +120,12 @@ def main(folder: Path, job: Job) -> None:
     if job.apart:
         real = communicator.open_memory
         communicator.open_memory = lambda node: real(node) if node.size == 1 else None
+    begun = folder / "begun"
     if str(rank) in job.kills:
-        begin = threading.Timer(job.kills[str(rank)], os.kill, (os.getpid(), signal.SIGKILL))
-        begin.daemon = True
-        mpips.KVStore.init = _then(begin, mpips.KVStore.init)
-    kv = mpips.create(job.kind, servers=job.servers, spares=job.spares, shared_memory=not job.apart)
+        threading.Thread(target=_die, args=(begun, job.kills[str(rank)]), daemon=True).start()
+    more = {"masters": job.masters, "big_array": 4000} if job.servers else {}
+    kv = mpips.create(job.kind, servers=job.servers, spares=job.spares, shared_memory=not job.apart, **more)
+    begun.touch()
     values, trace = train(kv, job)
     if kv.rank == 0:
         np.savez(folder / "values.npz", **values)
@@ -130,15 +133,12 @@ def main(folder: Path, job: Job) -> None:
     kv.close()
 
 
-def _then(begin: threading.Timer, call: Any) -> Any:
-    """The clock of a death starts with the first call of a worker."""
-
-    def called(*words: Any) -> Any:
-        if not begin.is_alive() and not begin.finished.is_set():
-            begin.start()
-        return call(*words)
-
-    return called
+def _die(begun: Path, seconds: float) -> None:
+    """This process ends so long after a worker has begun."""
+    while not begun.exists():
+        time.sleep(1e-3)
+    time.sleep(seconds)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -21,8 +21,7 @@ from mpips.training.checkpoint import STORE, TRAINER, prune, see_folder, steps_i
 from mpips.training.clipping import Accumulated, check_clip, clip, global_norm, weigh
 from mpips.training.evaluation import check_metrics, means, measured, names_of
 from mpips.training.gradients import averaged
-from mpips.training.history import Position, decode
-from mpips.training.loop import see_order
+from mpips.training.history import Position, decode, see_order
 from mpips.training.model import keys_of, see_method, see_model
 
 test_of.__test__ = False
@@ -268,7 +267,7 @@ def test_a_model_without_loss_is_asked_for_that_of_its_gradients():
 
 
 def test_a_position_comes_back_with_the_same_bits():
-    position = Position(3, 4, 25, 1.25, 0.1 + 0.2, True, "order", callbacks={"EarlyStop 0": [0.1, 2]})
+    position = Position(3, 4, 25, 1.25, 0.1 + 0.2, 1 / 3, True, "order", callbacks={"EarlyStop 0": [0.1, 2]})
     position.history += [Epoch(1, 0.5, math.nan, {"loss": 1 / 3}), Epoch(2, 0.7, math.inf)]
     back = decode(json.loads(position.encode()))
     assert repr(back) == repr(position)

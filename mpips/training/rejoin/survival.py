@@ -1,0 +1,230 @@
+"""`Survival`: how a fit goes on after a death, on the workers that are left and on the spares that take a place.
+
+    the store has recovered -> all workers meet once, each with its last marks -> they agree on a moment (marks.py)
+    -> parameters come from the store, or from a worker that has them -> training goes on from there
+
+Before each exchange of a synchronous store the workers sum a few numbers, so that each knows the sums of losses of all:
+a spare then has the history of the worker whose place it takes. A worker that meets the others anew keeps its marks
+until all that it needs is there: another death in between brings all to another meeting.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+import collectives
+from collectives.errors import CollectiveError, MismatchError
+from mpips.optimizers.registry import as_data, from_data
+from mpips.runtime.errors import EpochError
+from mpips.runtime.rendezvous import Items
+from mpips.training.batches import Arrays, Source
+from mpips.training.exchange import Blocking, Job
+from mpips.training.history import Epoch, Position
+from mpips.training.rejoin.marks import COUNTED, KEPT, OVER, LostError, Mark, Row, Word, agreed, rows_of, with_losses
+
+
+class Back(NamedTuple):
+    """Where a worker goes on."""
+
+    position: Position
+    """With its history, and with what callbacks keep."""
+    stage: int
+
+
+class Survival:
+    """What one worker of a fit remembers. Only where the store survives."""
+
+    def __init__(self, job: Job, blocking: Blocking, source: Source, words: Items) -> None:
+        self._kv, self._blocking, self._source, self._words = job.kv, blocking, source, words
+        self._synchronous = not job.kv.layout.asynchronous
+        self._marks: list[Mark] = []
+        self._ahead: Mark | None = None
+        self._rows: list[Row] = []
+        self._states: dict[str, Any] = {}
+        self._history: list[Epoch] = []
+        self._losses: list[list[float]] = []
+        self._ranks = {job.kv.epoch: job.kv.rank}
+        self._numbered, self._offset, self._whole = job.kv.epoch, 0, False
+        self._before: tuple[int, int] | None = None
+        """Step and stage of the last recovery in which nobody had died."""
+
+    @property
+    def fresh(self) -> bool:
+        """Whether this worker was a spare, and has not met the others yet."""
+        return bool(self._kv.settings.fresh)
+
+    # ---- what is remembered
+
+    def begin(self, position: Position) -> None:
+        """The fit begins on all workers. Collective: each learns the histories of all."""
+        told = self._kv.settings.agree("fit: it survives deaths", data=msgspec.msgpack.encode(position))
+        every = [msgspec.msgpack.decode(data, type=Position) for data in told]
+        if self._synchronous:
+            self._rows = [(each.loss_sum, each.batches, each.last_loss) for each in every]
+            self._losses = [[epoch.loss for epoch in of] for of in zip(*(each.history for each in every))]
+        self._whole = True
+        self._offset = position.step - self._round()
+        self._hear()
+
+    def ahead(self, position: Position) -> None:
+        """An exchange begins, which makes another step of all batches taken so far. Collective where synchronous."""
+        at = replace(position, step=position.step + 1)
+        if self._synchronous:
+            self._rows = self._all(at)
+        self._ahead = self._mark(at, COUNTED)
+
+    def no_exchange(self) -> None:
+        """Nobody had a sample: the exchange that was to begin did not."""
+        self._ahead = None
+
+    def mark(self, position: Position, stage: int, states: dict[str, Any] | None) -> None:
+        """This worker has come to a stage. `states`: of its callbacks, where they were called."""
+        if states is not None:
+            self._states = states
+        if stage == OVER and self._synchronous and len(position.history) > len(self._losses):
+            self._losses.append([total / batches if batches else math.nan for total, batches, _ in self._rows])
+            self._rows = [(0.0, 0, last) for _, _, last in self._rows]
+        self._ahead, self._history = None, position.history
+        self._marks = [mark for mark in self._marks if mark.step > position.step - KEPT]
+        self._marks.append(self._mark(position, stage))
+
+    def _mark(self, position: Position, stage: int) -> Mark:
+        alone = replace(position, history=[], callbacks=self._states)
+        return Mark(alone, stage, len(position.history), self._kv.num_workers, self._rows,
+                    self._blocking.update.numbers)  # fmt: skip
+
+    def _all(self, position: Position) -> list[Row]:
+        """The sums of all workers' losses, and their batches. Collective."""
+        kv = self._kv
+        table = np.zeros((kv.num_workers, 3))
+        bits = table.view(np.int64)
+        table[kv.rank] = position.loss_sum, position.batches, position.last_loss
+        if kv.num_workers > 1:  # as whole numbers, so that one worker's NaN stays its own
+            collectives.allreduce(bits, kv.layout.workers, label="fit: losses of all workers")
+        return [(total, int(batches), last) for total, batches, last in table.tolist()]
+
+    # ---- after a death
+
+    def recover(self, error: CollectiveError) -> Back:
+        """Let the store recover, and meet the other workers. Collective, blocking.
+
+        `error` is raised again where nobody has died, and the training has come no further since the last time.
+        """
+        while True:
+            rounds = self._kv.recover()
+            if rounds.torn:
+                raise EpochError(f"fit: {rounds.torn[0]!r} has a round that was applied in part: go on from a "
+                                 "checkpoint") from error  # fmt: skip
+            try:
+                return self._meet(error)
+            except (MismatchError, LostError):
+                raise
+            except CollectiveError as other:
+                if other is error:
+                    raise
+
+    def join(self) -> Back:
+        """A spare that has taken a place meets the others. Collective, blocking."""
+        try:
+            return self._meet(None)
+        except (MismatchError, LostError):
+            raise
+        except CollectiveError as error:
+            return self.recover(error)
+
+    def _meet(self, error: CollectiveError | None) -> Back:
+        kv = self._kv
+        self._ranks[kv.epoch] = kv.rank
+        mine = b"" if self.fresh else msgspec.msgpack.encode(self._word())
+        told = kv.settings.agree("fit: after a death", self._words, noun="argument", data=mine)
+        words = [msgspec.msgpack.decode(data, type=Word) if data else None for data in told]
+        group = self._group()
+        stored = not self._blocking.update.owners()
+        moment = agreed(words, group, stored, not self._synchronous)
+        word = words[kv.rank] or words[moment.source]
+        assert word is not None
+        mark = word.at(moment.step, moment.place)
+        self._see_progress(error, words, mark)
+        back = self._take(words, word, mark)
+        kv.settings.fresh = False
+        self._restore(words, group, mark)
+        return back
+
+    def _word(self) -> Word:
+        sent = [msgspec.structs.replace(mark, optimizer=as_data(mark.optimizer)) for mark in self._marks]
+        ahead = self._ahead
+        if ahead is not None:
+            ahead = msgspec.structs.replace(ahead, optimizer=as_data(ahead.optimizer))
+        keys = self._kv.settings.keys
+        rounds = {keys[key].round for key in self._blocking.update.keys}
+        stored = self._offset + rounds.pop() if len(rounds) == 1 else None
+        return Word(self._ranks, self._numbered, sent, ahead, stored, self._whole, self._history, self._losses)
+
+    def _see_progress(self, error: CollectiveError | None, words: Sequence[Word | None], mark: Mark) -> None:
+        """Raise `error` again where it would only come again: no death has made it. The same on all workers."""
+        died = any(word is None for word in words) or mark.workers != len(words)
+        at = None if died else (mark.step, mark.stage)
+        if at is not None and at == self._before and error is not None:
+            raise error
+        self._before = at
+
+    def _take(self, words: Sequence[Word | None], word: Word, mark: Mark) -> Back:
+        """Go on from a mark, this worker's own or another's. Local."""
+        kv, rows = self._kv, rows_of(words, word.numbered, mark.workers)
+        position = replace(mark.position, history=list(word.history[: mark.ended]))
+        self._rows = [mark.rows[row] for row in rows] if mark.rows else []
+        self._losses = [[of[row] for row in rows] for of in word.losses[: mark.ended]]
+        if self.fresh and self._synchronous:
+            position.loss_sum, position.batches, position.last_loss = self._rows[kv.rank]
+            position.history = with_losses(position.history, self._losses, kv.rank)
+        if mark.workers != kv.num_workers and isinstance(self._source, Arrays) and position.batches:
+            position.deal(self._source.batch_size * mark.workers)
+        self._marks, self._numbered = [], kv.epoch
+        self._ranks = {kv.epoch: kv.rank}
+        self._offset = mark.step - self._round()
+        self._blocking.forget()
+        self._states = mark.position.callbacks
+        self._ahead, self._history = None, position.history
+        self._marks = [msgspec.structs.replace(mark, position=replace(position, history=[]), workers=kv.num_workers,
+                                               rows=self._rows, optimizer=from_data(mark.optimizer))]  # fmt: skip
+        return Back(position, mark.stage)
+
+    def _restore(self, words: Sequence[Word | None], group: range, mark: Mark) -> None:
+        """Parameters, and what the store does not have: from the worker of the group that is furthest. Collective."""
+        self._hear()
+        update = self._blocking.update
+        whole = [(word.done, -rank) for rank in group if (word := words[rank]) is not None and word.whole]
+        arrays = None
+        if update.owners() and whole:
+            root = -max(whole)[1] - group.start
+            arrays = {name: array.copy() for name, array in update.arrays().items()}
+            for name, array in arrays.items() if len(group) > 1 else ():
+                collectives.broadcast(array, update.group, root=root, label=f"fit: {name} after a death")
+        elif update.owners() and self._synchronous:
+            raise LostError("fit: no worker is left that has the optimizer's state: go on from a checkpoint")
+        update.restore(arrays, from_data(mark.optimizer))
+        self._whole = True
+
+    def _group(self) -> range:
+        """The workers that make every exchange together with this one."""
+        layout = self._kv.layout
+        if self._synchronous:
+            return range(layout.num_workers)
+        client = layout.clients[layout.client_number]
+        return range(client.start, client.stop)
+
+    def _hear(self) -> None:
+        """Whoever waits for those workers from now on hears of the epoch's end. Collective: only behind a meeting."""
+        if len(group := self._group()) > 1:
+            self._kv.settings.epoch.within(self._blocking.update.group, list(group))
+
+    def _round(self) -> int:
+        """How often the Trainer's keys were pushed."""
+        key: int = self._kv.settings.keys[self._blocking.update.keys[0]].round
+        return key
