@@ -61,6 +61,7 @@ class KVStore:
         self._alone()
         if joined is not None:  # this worker has taken a dead one's place
             self.settings.join(joined)
+        if joined is not None or self.settings.held.names:
             self._until_it_pushes()
         breaking.at_exit(self.close)
 
@@ -85,7 +86,7 @@ class KVStore:
             self._beside(saving.go_on)
 
     def _until_it_pushes(self) -> None:
-        """The store begins anew after a death: see `Settings.pushes`."""
+        """The program may claim what the store has: see `Settings.pushes`."""
         plain = self._plain
 
         def first(call: Callable[..., T]) -> Callable[..., T]:

@@ -18,7 +18,8 @@ from mpips.optimizers.groups import Groups
 
 
 class Claims:
-    """What the program may claim: each once. `source` names where it is from in sentences.
+    """What the program may claim: each once, optimizers and compression before it pushes anything. `source` names where
+    it is from in sentences.
 
     `saved`: by another job, and so perhaps by another training. `strict`: an optimizer of another class is an error.
     """
@@ -32,18 +33,19 @@ class Claims:
         self._unasked, self._strict = saved, strict
         self._default = None if groups is None else groups.default
         self._own = {} if groups is None else dict(groups.own)
-        self._behind: Claims | None = None
+        self._later = set(self.names)
+        """Keys that may also be claimed after the first push."""
 
     def renewed(self, source: str, names: Iterable[Name], groups: Groups, compressor: Compressor | None) -> Claims:
         """What it may claim after a recovery, until it pushes: everything."""
         claims = Claims(source, names, groups, compressor)
-        claims._behind = self._behind or self
-        claims._behind.keep(claims.names)
+        claims._later &= self._later
         return claims
 
-    def pushed(self) -> Claims:
-        """What it may claim after its first push: what it had not claimed before it recovered."""
-        return self._behind or self
+    def pushed(self) -> None:
+        """The program has pushed: all other calls are made together from now on."""
+        self.names = self._later
+        self._default, self._own, self._compressor = None, {}, None
 
     def see(self, here: Key, asked: Key) -> None:
         """ValueError where `init` asks for a key that is held in another shape or dtype."""
@@ -62,15 +64,13 @@ class Claims:
 
     def claim(self, names: Iterable[Name]) -> None:
         """`init` has asked for these, or they are gone."""
-        names = list(names)
         self._unasked = False
-        self.names.difference_update(names)
-        if self._behind is not None:
-            self._behind.claim(names)
+        self.keep((self.names | self._later).difference(names))
 
     def keep(self, names: Collection[Name]) -> None:
         """Only these keys are left."""
         self.names.intersection_update(names)
+        self._later.intersection_update(names)
 
     @property
     def optimizers(self) -> bool:
@@ -95,12 +95,8 @@ class Claims:
             self._default = None
         for name in names or ():
             self._own.pop(name, None)
-        if self._behind is not None:
-            self._behind.claim_optimizers(names)
 
     def claims(self, chosen: Compressor) -> bool:
         """Whether this compression is held, with what it has kept back; no longer."""
         held, self._compressor = self._compressor, None
-        if self._behind is not None:
-            self._behind.claims(chosen)
         return held is not None and options(held) == options(chosen)

@@ -224,8 +224,9 @@ class Settings:
         return rounds
 
     def pushes(self) -> None:
-        """The first push after a recovery: from now on all calls are made together again."""
-        self.fresh, self.held = False, self.held.pushed()
+        """The program makes its first push since it may claim what is held."""
+        self.fresh = False
+        self.held.pushed()
 
     def meet_to_close(self) -> None:
         """Wait until all workers close the store: where one dies before, the others may need this one to go on. Whether
