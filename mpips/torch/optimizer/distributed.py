@@ -134,7 +134,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         def load() -> None:
             if data is not None:
                 restore(self.store, data)
-                self._loaded()
+                if self.on_servers:  # else the model has its parameters, and the store the centre
+                    self._loaded()
 
         self._changed(load)
 
@@ -215,7 +216,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _loaded(self) -> None:
         """The store has been loaded."""
         self._way.renew()
-        self.store.pull(self._keys, [parameter.detach() for parameter in self._parameters])
+        self._way.begin(False)
 
 
 def _see_optimizer(optimizer: Any) -> None:
