@@ -167,7 +167,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._changed(load)
 
     def close(self) -> None:
-        """Close the store: its servers leave. A program that ends does so by itself."""
+        """Close the store: its servers leave. A program that ends does so by itself; where the store survives deaths,
+        call it nevertheless: it lets the others end their last step."""
+        if self.store.layout.survives:
+            self._survival.end()
         self.store.close()
 
     # ---- inside

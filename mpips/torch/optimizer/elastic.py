@@ -24,6 +24,7 @@ class Elastic:
         self._store, self._optimizer, self._passes = store, optimizer, passes
         self._parameters, self._keys = parameters, keys
         self._alpha, self._interval, self._steps = alpha, interval, 0
+        self.sent = False
         client = store.layout.client
         self._members = client.Get_size() if client is not None else 1
 

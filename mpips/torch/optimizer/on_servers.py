@@ -30,6 +30,7 @@ class OnServers:
         self._all_keys = [names[parameter] for parameter in self._parameters]
         self._records, self._numbers = list(records), [_numbers(group) for group in optimizer.param_groups]
         self._versions: list[int] = []
+        self.sent = False
         for group, record in zip(optimizer.param_groups, records, strict=True):
             store.set_optimizer(record, keys=self._keys(group))
         if store.resumed != 0:  # the store goes on with numbers of its own
@@ -43,6 +44,7 @@ class OnServers:
         """Let the servers update, and take the parameters from them."""
         self._see_unchanged()
         self._follow()
+        self.sent = True
         self._store.pushpull(self._all_keys, gradients(self._parameters), out=[p.detach() for p in self._parameters])
         self._note()
 
@@ -53,6 +55,7 @@ class OnServers:
 
     def end(self) -> None:
         """All of the step is done."""
+        self.sent = False
 
     def give(self, giver: int, new: bool) -> None:
         """The servers have all."""

@@ -25,7 +25,7 @@ class OnWorkers:
         """Where gradients have to stay until the exchange is over: room for their sums."""
         if store.layout.survives:
             self._sums = [torch.empty_like(p, memory_format=torch.contiguous_format) for p in parameters]
-        self._share = 1.0
+        self._share, self.sent = 1.0, False
         self._given: list[Tensor] = []
         """Parameters that another worker gave, until the first step."""
 
@@ -39,7 +39,7 @@ class OnWorkers:
     def push(self) -> None:
         """Sum gradients."""
         given, self._given = gradients(self._parameters), []
-        self._share = share(self._store, self._passes)
+        self._share, self.sent = share(self._store, self._passes), True
         self._store.pushpull(self._keys, given, out=self._sums or given)
         if not self._sums:
             for parameter, gradient in zip(self._parameters, given):
@@ -60,6 +60,7 @@ class OnWorkers:
             assert parameter.grad is not None
             parameter.grad.mul_(self._share)
         self._optimizer.step()
+        self.sent = False
 
     def renew(self) -> None:
         """Nothing here is the store's."""

@@ -1,12 +1,14 @@
 """Steps that go on where a process has died: the store recovers, and this worker makes what is not complete again.
 
 In a synchronous store a step that has ended on one worker is never undone. So after a recovery the store stands either
-where this worker's step began, and the same gradients are pushed again, or where it ends.
+where this worker's step began, and the same gradients are pushed again, or where it ends. In an asynchronous one they
+are not pushed again, as they may count already.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Protocol, TypeVar
 
 import msgspec
@@ -21,6 +23,9 @@ T = TypeVar("T")
 
 class Way(Protocol):
     """How gradients become new parameters: `on_servers`, `on_workers`, `elastic`."""
+
+    sent: bool
+    """Whether gradients of this step may have been pushed."""
 
     def begin(self, new: bool) -> None:
         """Have the parameters that the others have. `new`: this worker was given something."""
@@ -93,10 +98,15 @@ class Survival:
 
         return self._through(made)
 
+    def end(self) -> None:
+        """Wait for the others to end their last step. Blocking; where they have ended already, they need nobody."""
+        with suppress(EpochError):
+            self.call(self._store.barrier)
+
     # ---- inside
 
     def _exchange(self, goal: int) -> None:
-        if self._round() >= goal or (self._unmet and self._store.layout.asynchronous):
+        if self._way.sent if self._store.layout.asynchronous else self._round() >= goal:
             self._way.take()
         else:
             self._see_others(True)
