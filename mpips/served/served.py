@@ -19,8 +19,8 @@ from mpips.layout import Layout
 from mpips.optimizers import Optimizer
 from mpips.recovery import rebuild
 from mpips.recovery.fill import Reached, sends
-from mpips.recovery.held import Held, Settled
 from mpips.recovery.inventory import Inventory, KeyCard
+from mpips.recovery.memory.held import Held, Settled
 from mpips.recovery.rebuild import Placed
 from mpips.runtime import rendezvous
 from mpips.runtime.epoch import Epoch
@@ -261,7 +261,8 @@ class Served:
         placed = rebuild.place(layout, self._epoch, Placed())
         self._epoch.wait(lambda: MPI.Request.Testall(requests), "recover")
         self._serve([one.local for one in outlook.said[: layout.num_workers]])
-        self._setup.begin(outlook.plan, [one.where for one in placed])
+        plan = outlook.plan
+        self._setup.begin(plan.keys, plan.cutting, plan.cards, [one.where for one in placed])
         groups, compressor, changes = outlook.after([one.refusal for one in placed])
         self._settings.begin(Changes(*changes), groups)
         self._push.residuals = _residuals(old, outlook.plan.keys, compressor, Changes(*changes))

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from collectives.errors import CollectiveError
 from collectives.node import arena
 from collectives.node.arena import Region
-from mpips.recovery.undo import WORDS, Undo
+from mpips.recovery.memory.undo import WORDS, Undo
 from mpips.transport.frames import dtype_of
 
 Array = NDArray[Any]
@@ -51,7 +51,7 @@ class Book(msgspec.Struct, array_like=True):
 
     units: list[Entry]
     settings: bytes
-    """Its optimizers and its compression, as `inventory.Settings`."""
+    """Its optimizers and its compression, see `recovery.settings`."""
 
 
 class Ledger:

@@ -10,11 +10,12 @@ from numpy.typing import NDArray
 
 from collectives.node import arena
 from collectives.node.arena import Region
-from mpips.optimizers import Groups
-from mpips.recovery import ledger, undo
+from mpips.optimizers.base import state_dtypes
+from mpips.optimizers.groups import Groups
 from mpips.recovery.inventory import Holding, dtype_names
-from mpips.recovery.ledger import Book, Ledger
-from mpips.recovery.undo import WORDS, Undo
+from mpips.recovery.memory import ledger, undo
+from mpips.recovery.memory.ledger import Book, Ledger
+from mpips.recovery.memory.undo import WORDS, Undo
 from mpips.server.unit import Unit
 from mpips.transport import frames
 from mpips.transport.frames import Created, UnitCard
@@ -69,7 +70,7 @@ class Memory:
     def _undo(self, card: UnitCard, stored: Array, groups: Groups, journal: memoryview) -> Undo | None:
         if self.ledger is None:
             return None
-        return undo.new(stored, card.row_elements, groups.of(card.key), journal)
+        return undo.new(stored, card.row_elements, state_dtypes(groups.of(card.key), stored.dtype), journal)
 
     def _again(self, old: Unit, journal: memoryview) -> Undo | None:
         """The undo copy of an old unit, with words of its own: the old ones stay true until the next epoch begins."""
@@ -96,7 +97,7 @@ def holding(unit: Unit, asynchronous: bool) -> Holding:
         standings = unit.undo.standings()
     else:
         round_ = max(unit.done, default=0) if asynchronous else unit.round
-        standings = [(round_, None if unit.state is None else unit.step)]
+        standings = [(round_, unit.stands_at)]
     state = unit.undo.state if unit.undo is not None else unit.state or ()
     return Holding(unit.key, unit.start, stop, standings, unit.torn, dtype_names(state))
 
