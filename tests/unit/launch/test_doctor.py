@@ -142,6 +142,23 @@ def test_session_folders_are_left_where_no_file_in_them_is_open(tmp_path: Path) 
     assert found["remove"] == f"rm -r {tmp_path}/ompi.[0-9]*"
 
 
+def test_what_one_job_left_is_removed_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leftovers, "SHARED", tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    old, new, used = (tmp_path / f"sm_segment.{name}" for name in ("old", "new", "used"))
+    other = tmp_path / "other"
+    old.touch()
+    began = old.stat().st_ctime + 1e-6
+    while new.touch() or new.stat().st_ctime <= began:  # the clock of files is coarse
+        new.unlink()
+    other.touch()
+    (tmp_path / "ompi.17").mkdir()
+    (tmp_path / "ompi.18").mkdir()
+    with used.open("w"):
+        leftovers.drop(17, began)
+    assert {path.name for path in tmp_path.iterdir()} == {old.name, used.name, "other", "ompi.18"}
+
+
 def test_what_open_mpi_leaves_is_looked_for() -> None:
     assert {(str(kind.folder), kind.pattern) for kind in leftovers.kinds()} >= {
         ("/dev/shm", "mpich_shm_*"), ("/dev/shm", "sm_segment.*"), (tempfile.gettempdir(), "ompi.[0-9]*"),

@@ -106,6 +106,35 @@ def test_what_fails_because_another_died_has_no_code(presence: Presence) -> None
     assert (presence.deaths[0].rank, presence.code) == (0, None)
 
 
+def test_where_others_go_on_a_failure_after_a_death_has_a_code() -> None:
+    presence = Presence(here=3, survives=True)
+    ended(presence, rank(presence, "present 0\nstarted\n"), signal.SIGKILL)
+    failing = rank(presence, "present 1\nstarted\nfailing 3\n")
+    assert (presence.code, presence.failed, presence.started) == (3, False, True)
+    ended(presence, failing)
+    assert presence.failed
+    presence.close()
+
+
+def test_ranks_are_idle_when_all_that_work_have_ended_and_no_spare_has_a_role() -> None:
+    presence = Presence(here=3, survives=True)
+    first, spare = rank(presence, "present 0\n"), rank(presence, "present 2\n")
+    assert not presence.is_idle(range(2))  # rank 1 is to come
+    second = rank(presence, "present 1\ngoodbye\n")
+    assert not presence.is_idle(range(2))
+    ended(presence, first, signal.SIGKILL)
+    assert presence.is_idle(range(2))
+    assert len(presence.pids()) == 2
+    other = rank(presence, "present 3\nrole worker of client 1\n")
+    assert not presence.is_idle(range(2))
+    ended(presence, other, signal.SIGKILL)
+    assert presence.deaths[-1].role == "worker of client 1"
+    assert presence.is_idle(range(2))
+    for process in (second, spare):
+        ended(presence, process)
+    presence.close()
+
+
 def test_files_are_left_for_other_work(presence: Presence, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (SPARE_FILES + 1, 0))
     lines = [socket.socket(socket.AF_UNIX) for _ in range(3)]
