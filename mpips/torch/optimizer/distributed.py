@@ -187,6 +187,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise ValueError(f"{type(optimizer).__name__} with these options has no counterpart on the servers, which "
                              "an asynchronous store needs: choose SGD, Adam, AdamW, RMSprop or Adagrad, or a "
                              "synchronous kind")  # fmt: skip
+        if store.resumed and not store.settings.fresh:
+            raise ValueError(f"{type(optimizer).__name__} runs on the workers, and the store's checkpoint has neither "
+                             "parameters nor state of it: choose an optimizer that runs on servers, or save by "
+                             "torch.save and load_state_dict")  # fmt: skip
         return OnWorkers(store, optimizer, self._parameters, self._keys, self._passes)
 
     def _in_store(self) -> bool:

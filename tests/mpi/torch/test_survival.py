@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed: pip insta
 
 import mpips  # noqa: E402
 import mpips.torch  # noqa: E402
-from launch import Job, build, find, this_machine  # noqa: E402
+from launch import find  # noqa: E402
 from mpips.torch.optimizer.positions import Position, meet  # noqa: E402
 from tests import child  # noqa: E402
 from tests.mpi.sizes import JOB_LIMIT, only_on  # noqa: E402
@@ -28,13 +28,12 @@ needs_ulfm = pytest.mark.skipif(LAUNCHER.flavour == "mpich", reason="a death end
 def job(folder: Path, workers: int, servers: int, spares: int, **plan: Any) -> dict[int, Any]:
     """What each worker of `tests.mpi.torch.survivors` says at its end, by rank."""
     folder.mkdir()
-    program = (sys.executable, "-m", "tests.mpi.torch.survivors", json.dumps(plan), str(folder))
-    variables = {"OMP_NUM_THREADS": "1", "MPIPS_SERVERS": str(servers), "MPIPS_SPARES": str(spares)}
-    start = Job(workers + servers + max(spares, 0), program, variables, extra=("--with-ft", "ulfm"))
+    spare = ["--spares", str(spares)] if spares >= 0 else []
+    start = [sys.executable, "-m", "launch.cli", "run", "-w", str(workers), "-s", str(servers), *spare]
     said = BytesIO()
-    child.run(build(LAUNCHER, start, this_machine()), JOB_LIMIT, ROOT, said)
+    code = child.run([*start, "-m", "tests.mpi.torch.survivors", json.dumps(plan), str(folder)], JOB_LIMIT, ROOT, said)
     found = [json.loads(path.read_text()) for path in folder.glob("worker-*.json")]
-    assert found, said.getvalue().decode(errors="replace")[-3000:]
+    assert found and not code, said.getvalue().decode(errors="replace")[-3000:]
     return {one["rank"]: one for one in found}
 
 
