@@ -94,7 +94,7 @@ def test_all_hear_of_a_fault(wrap: str, fault: str) -> None:
 @pytest.mark.skipif(LAUNCHER.flavour == "mpich", reason="a death ends every job of this MPI")
 @pytest.mark.parametrize("wrap", WRAPS)
 def test_the_others_end_by_themselves_where_mpi_lets_them_live(wrap: str) -> None:
-    job = Job(RANKS, (sys.executable, "-m", MODULE, wrap, "kill"), {"OMP_NUM_THREADS": "1"}, ("--with-ft", "ulfm"))
+    job = Job(RANKS, (sys.executable, "-m", MODULE, wrap, "kill"), {"OMP_NUM_THREADS": "1"}, extra=("--with-ft", "ulfm"))
     said = BytesIO()
     child.run(build(LAUNCHER, job, this_machine()), LIMIT, ROOT, said)
     text = said.getvalue().decode(errors="replace")

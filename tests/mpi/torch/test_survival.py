@@ -96,7 +96,9 @@ def test_what_is_no_death_reaches_the_caller() -> None:
     train(model, optimizer, 2, batch)
     heard = ""
     try:
-        optimizer.store.barrier() if WORLD.rank == 1 else train(model, optimizer, 1, batch)
+        if WORLD.rank == 1:  # a bug on one rank
+            optimizer.store.push("0.bias", torch.zeros(16, dtype=torch.float64))
+        train(model, optimizer, 1, batch)
     except mpips.EpochError as error:
         heard = str(error)
     everybody = WORLD.allgather(heard)
