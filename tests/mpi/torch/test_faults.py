@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed: pip insta
 
 import collectives  # noqa: E402
 import mpips.torch  # noqa: E402
-from launch import Job, build, find, this_machine  # noqa: E402
+from launch import find  # noqa: E402
 from tests import child  # noqa: E402
 from tests.mpi.collectives.fault_table import NOT_DONE, ROOT, Place  # noqa: E402
 from tests.mpi.sizes import only_on  # noqa: E402
@@ -94,11 +94,11 @@ def test_all_hear_of_a_fault(wrap: str, fault: str) -> None:
 @pytest.mark.skipif(LAUNCHER.flavour == "mpich", reason="a death ends every job of this MPI")
 @pytest.mark.parametrize("wrap", WRAPS)
 def test_the_others_end_by_themselves_where_mpi_lets_them_live(wrap: str) -> None:
-    job = Job(RANKS, (sys.executable, "-m", MODULE, wrap, "kill"), {"OMP_NUM_THREADS": "1"}, extra=("--with-ft", "ulfm"))
+    start = [sys.executable, "-m", "launch.cli", "run", "-w", str(RANKS), "--spares", "0", "-m", MODULE, wrap, "kill"]
     said = BytesIO()
-    child.run(build(LAUNCHER, job, this_machine()), LIMIT, ROOT, said)
+    code = child.run(start, LIMIT, ROOT, said)
     text = said.getvalue().decode(errors="replace")
-    assert NOT_DONE not in text and "left behind" not in text, text[-3000:]
+    assert code and NOT_DONE not in text and "left behind" not in text, text[-3000:]
     lines = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
     moment = next(line["fault"] for line in lines if "fault" in line)
     heard = {line["heard"]: line for line in lines if "heard" in line}
