@@ -48,7 +48,7 @@ def test_a_worker_dies(tmp_path, spares, optimizer, apart):
 
 @pairwise(kind=["dist_sync", "mpi_sync"], spares=[0, 1])
 def test_a_worker_dies_on_a_node_without_servers(tmp_path, kind, spares):
-    job = Job(kind, 2, spares, optimizer="sgd", kills={"1": 0.3}, apart=True)
+    job = Job(kind, 2, spares=spares, optimizer="sgd", kills={"1": 0.3}, apart=True)
     assert len(run(tmp_path, job, 4 + spares)) == 1 + spares
 
 
