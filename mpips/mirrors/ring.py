@@ -1,0 +1,20 @@
+"""Which server mirrors which: the next one in a ring that is on another node. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def mirror_of(server: int, nodes: Sequence[int]) -> int | None:
+    """The server that keeps the copies of this one; None where all share a node. `nodes`: of each server."""
+    count = len(nodes)
+    following = ((server + step) % count for step in range(1, count))
+    return next((other for other in following if nodes[other] != nodes[server]), None)
+
+
+def refusal(mirrors: int, nodes: Sequence[int]) -> str:
+    """Why servers on these nodes can have no mirrors, where they are asked for; "" where they can."""
+    if not mirrors or len(set(nodes)) > 1:
+        return ""
+    there = f"{len(nodes)} server{'s are all' if len(nodes) > 1 else ' is'} on one" if nodes else "this store has none"
+    return f"mirrors={mirrors} needs servers on at least two nodes, but {there}: start more on another host, or leave it out"
