@@ -45,7 +45,6 @@ FIELDS = (
     Field("servers", 0, 0, (), "server processes: the last ranks of the job; 0 is pure MPI"),
     Field("clients", 1, 1, (), "MPI clients into which the workers of an mpi_* store are split evenly"),
     Field("workers", 0, 0, (), "workers that the launcher promised; 0: every rank that is not a server"),
-    Field("spares", -1, -1, (), "ranks that wait to take a dead one's place, the last of the job; -1: none may die"),
     Field("masters", "one", None, ("one", "all"), "who of a client talks to the servers: its rank 0, or every worker"),
     Field("staleness", -1, -1, (), "most steps that a worker of an asynchronous store may run ahead; -1: any number"),
     Field("big_array", 250_000, 1, (), "elements from which an array is split over all servers"),
@@ -54,6 +53,7 @@ FIELDS = (
     Field("chunk_bytes", 131_072, 4096, (), "bytes of one message between nodes; a larger array is sent as a pipeline"),
     Field("chunks_in_flight", 8, 1, (), "messages of one array under way at a time between two ranks"),
     Field("shared_memory", True, None, (), "exchange payloads in shared memory where processes share a node"),
+    Field("spares", -1, -1, (), "the last ranks, which wait to take dead ranks' places; -1: a death ends the store"),
     Field("stall_seconds", 60.0, 0.001, (), "a wait longer than this warns, naming key or sum and the ranks not there"),
     Field("timeout_seconds", 300.0, 0, (), "a wait longer than this ends the epoch with StallError; 0: never"),
 )
@@ -66,7 +66,6 @@ class Options:
     servers: int = 0
     clients: int = 1
     workers: int = 0
-    spares: int = -1
     masters: str = "one"
     staleness: int = -1
     big_array: int = 250_000
@@ -75,6 +74,7 @@ class Options:
     chunk_bytes: int = 131_072
     chunks_in_flight: int = 8
     shared_memory: bool = True
+    spares: int = -1
     stall_seconds: float = 60.0
     timeout_seconds: float = 300.0
 
@@ -93,22 +93,22 @@ class Options:
 
     def workers_of(self, world_size: int) -> int:
         """Workers in a job of `world_size` ranks; raises OptionError where the ranks do not suffice."""
-        spares = max(0, self.spares)
-        others = f"servers={self.servers}{f', spares={spares}' if spares else ''}"
+        spares = max(self.spares, 0)
         workers = world_size - self.servers - spares
+        also = f" and spares={spares}" if spares else ""
         if workers < 1:
             least = self.servers + spares + 1
             raise OptionError(
-                f"{others} and at least one worker need {least} ranks, but the job has {world_size}: start more "
-                f"(mpirun -n {least}) or ask for fewer servers{' or spares' if spares else ''}"
+                f"servers={self.servers}{also} and at least one worker need {least} ranks, but the job has "
+                f"{world_size}: start more (mpirun -n {least}) or ask for fewer servers{' or spares' if spares else ''}"
             )
         if self.workers and workers != self.workers:
-            needed = self.workers + self.servers + spares
-            roles = f"--servers {self.servers} --workers {self.workers}{f' --spares {spares}' if spares else ''}"
+            ranks = self.workers + self.servers + spares
+            started = f"--servers {self.servers} --workers {self.workers}{f' --spares {spares}' if spares else ''}"
             raise OptionError(
-                f"workers={self.workers} and {others} need {needed} ranks, but the job has {world_size}: start it by "
-                f"`mpips run {roles}` or mpirun -n {needed}, or ask for what there is (`mpips doctor` tells why a "
-                "launcher's ranks may each be a world of their own)"
+                f"workers={self.workers} and servers={self.servers}{also} need {ranks} ranks, but the job has "
+                f"{world_size}: start it by `mpips run {started}` or mpirun -n {ranks}, or ask for what there is "
+                "(`mpips doctor` tells why a launcher's ranks may each be a world of their own)"
             )
         return workers
 

@@ -52,29 +52,28 @@ class KVStore:
         self._operations, self._closed = self.settings.operations, closed
         self._quick = Quick(self.settings.keys, self.settings.engine.under_way, self._operations, backend)
         self._alone()
-        if joined is not None:
-            self._join(joined)
+        if joined is not None:  # this worker has taken a dead one's place
+            self.settings.resumed, self.settings.fresh = self.settings.take(joined).step, True
+            self._until_it_pushes()
         breaking.at_exit(self.close)
 
     def _alone(self) -> None:
         """Calls do nothing but what they are to do."""
         self._call, self._start = self._quick.call, self._operations.start
 
-    def _join(self, joined: Recovered) -> None:
-        """This worker has taken a dead one's place."""
+    def _until_it_pushes(self) -> None:
+        """The store begins anew after a death: from the first push on all calls are made together again."""
 
-        def until_it_pushes(call: Callable[..., T]) -> Callable[..., T]:
+        def first(call: Callable[..., T]) -> Callable[..., T]:
             def called(what: str, *words: Any) -> T:
                 if what != "pull":
-                    self.settings.fresh = False
+                    self.settings.fresh = self.settings.repeats = False
                     self._alone()
                 return call(what, *words)
 
             return called
 
-        self.settings.resumed = self.settings.take(joined).step
-        self.settings.fresh = True
-        self._call, self._start = until_it_pushes(self._quick.call), until_it_pushes(self._operations.start)
+        self._call, self._start = first(self._quick.call), first(self._operations.start)
 
     # ---- who we are
 
@@ -195,7 +194,10 @@ class KVStore:
         Returns of each key the last complete round, which it stands at: so many pushes of each worker are in it.
         `.torn` names keys of which a round was applied in part: load a checkpoint of them.
         """
-        return self.settings.recover()
+        rounds = self.settings.recover()
+        if self.settings.repeats:
+            self._until_it_pushes()
+        return rounds
 
     # ---- pushes and pulls
 

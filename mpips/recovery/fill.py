@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from mpips.layout import Layout
 from mpips.optimizers import Groups, initial
-from mpips.recovery.held import Held
 from mpips.recovery.inventory import Holding
+from mpips.recovery.memory.held import Held
+from mpips.recovery.memory.units import Made, Memory, at
 from mpips.recovery.plan import Filling, Plan, Transfer
-from mpips.recovery.units import Made, Memory, at
 from mpips.server.unit import Unit
 from mpips.transport.frames import dtype_of
 
@@ -133,7 +133,7 @@ def _adopt(filling: Filling, old: Unit, unit: Unit, asynchronous: bool) -> None:
     if filling.transfers[0].part.before:
         assert old.undo is not None
         old.undo.back()
-        old.stands_at(old.undo.standings()[0][1])
+        old.goes_back_to(old.undo.standings()[0][1])
         old.round = filling.round
     fits = _slots(unit) == len(old.state or ())
     state, step = (old.state, old.step) if fits else (None, 0)

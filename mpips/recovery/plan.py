@@ -10,7 +10,7 @@ from mpips.keys.sharding import Interval
 from mpips.layout import Layout
 from mpips.recovery.choice import Found, Part, find, parts_by_server
 from mpips.recovery.inventory import Holding, Inventory, Shelf, common_keys
-from mpips.runtime.errors import EpochError
+from mpips.runtime.errors import LostError
 from mpips.served.cutting import Cards, Cutting
 from mpips.transport.frames import UnitCard, dtype_of
 
@@ -52,14 +52,14 @@ class Plan(NamedTuple):
 
 
 def make(layout: Layout, said: Sequence[Inventory], lines: Sequence[Any]) -> Plan:
-    """The plan. `said`: by rank. `lines`: to the servers; on a server anything. EpochError where a key is lost."""
+    """The plan. `said`: by rank. `lines`: to the servers; on a server anything. LostError where a key is lost."""
     cards = common_keys(said)
     keys = [Key(card.name, tuple(card.shape), dtype_of(card.dtype)) for card in cards]
     shelves = [shelf for one in said for shelf in one.shelves]
     found = find(cards, [key.size for key in keys], shelves, not layout.asynchronous)
     if found.lost:
         names = ", ".join(map(repr, found.lost[:SHOWN])) + ", ..." * (len(found.lost) > SHOWN)
-        raise EpochError(f"recover: all memory with parts of these keys has gone, with their hosts: {names}; "
+        raise LostError(f"recover: all memory with parts of these keys has gone, with their hosts: {names}; "
                          "start again from a checkpoint")  # fmt: skip
     cutting = _cutting(layout, said)
     new: Cards = {server: [] for server in range(layout.num_servers)}

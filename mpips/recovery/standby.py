@@ -7,8 +7,8 @@ from mpi4py import MPI
 from mpips.layout import Layout
 from mpips.recovery import rebuild
 from mpips.recovery.fill import Reached, sends
-from mpips.recovery.held import Held, Settled
 from mpips.recovery.inventory import Inventory
+from mpips.recovery.memory.held import Held, Settled
 from mpips.recovery.rebuild import Placed
 from mpips.runtime.epoch import Epoch
 from mpips.transport.connect import connect

@@ -121,8 +121,11 @@ def end(what: str, text: str = "", code: int = 1, same: Hashable = None, told: b
         os.write(2, f"mpips: {what} on {_where(world.rank, others, world.size)}: the job ends\n".encode())
         time.sleep(LAST_WORDS)
     else:
-        message = world.Isend(bytearray(mark), sayer, SHARED)
-        _wait(ABORTED, lambda: message.Test() and False)  # the rank that says it ends all
+        from collectives.network.failures import tell
+        from collectives.network.requests import outstanding
+
+        tell(world, mark, [sayer], SHARED)
+        _wait(ABORTED, lambda: outstanding() and False)  # the rank that says it ends all
     world.Abort(code)
 
 
@@ -215,14 +218,16 @@ def _sayer(world: MPI.Comm, mark: bytes, told: bool) -> int | None:
 
 def _tell(world: MPI.Comm, mark: bytes) -> int:
     """Tells all others that this rank says it; the number of those that have it, too."""
+    from collectives.network.failures import tell
+    from collectives.network.requests import outstanding
+
     if world.size == 1:
         return 0
-    messages = [world.Isend(bytearray(mark), rank, SAID) for rank in range(world.size) if rank != world.rank]
+    tell(world, mark, [rank for rank in range(world.size) if rank != world.rank], SAID)
     ranks: set[int] = set()
 
     def all_have() -> bool:
-        for message in messages:
-            message.Test()
+        outstanding()
         ranks.update(rank for rank, _ in _receive(world, SHARED))
         return len(ranks) == world.size - 1
 
@@ -231,13 +236,10 @@ def _tell(world: MPI.Comm, mark: bytes) -> int:
 
 
 def _receive(world: MPI.Comm, tag: int) -> Iterator[tuple[int, bytes]]:
-    from mpi4py import MPI
+    from collectives.network.failures import received
 
-    status = MPI.Status()
-    while world.Iprobe(MPI.ANY_SOURCE, tag, status):
-        mark = bytearray(DIGEST_BYTES)
-        world.Recv(mark, status.source, tag)
-        yield status.source, bytes(mark)
+    while (message := received(world, tag)) is not None:
+        yield message
 
 
 def _wait(seconds: float, done: Callable[[], object]) -> None:

@@ -19,8 +19,8 @@ from mpips.layout import Layout
 from mpips.optimizers import Optimizer
 from mpips.recovery import rebuild
 from mpips.recovery.fill import Reached, sends
-from mpips.recovery.held import Held, Settled
 from mpips.recovery.inventory import Inventory, KeyCard
+from mpips.recovery.memory.held import Held, Settled
 from mpips.recovery.rebuild import Placed
 from mpips.runtime import rendezvous
 from mpips.runtime.epoch import Epoch

@@ -23,11 +23,11 @@ from mpips.layout import Layout
 from mpips.optimizers import Groups
 from mpips.recovery import fill, rebuild
 from mpips.recovery.fill import Reached
-from mpips.recovery.held import Held, Settled
 from mpips.recovery.inventory import Inventory, Shelf, encode_settings
-from mpips.recovery.ledger import Ledger
+from mpips.recovery.memory.held import Held, Settled
+from mpips.recovery.memory.ledger import Ledger
+from mpips.recovery.memory.units import Memory, holding
 from mpips.recovery.rebuild import Placed
-from mpips.recovery.units import Memory, holding
 from mpips.runtime.epoch import Epoch
 from mpips.server.late import Late
 from mpips.server.reduce import Reduce
@@ -52,7 +52,8 @@ BUSY_TURNS = 256
 MOST_THREADS = 4
 """More than a few cores only wait for memory."""
 GRACE_SECONDS, END_SECONDS = 0.02, 1.0
-"""At the end of an epoch: for frames that are being written; for a round that is complete and still being filled."""
+"""At the end of an epoch: for frames that are being written; for a round that is complete and still being filled, where
+it cannot be undone."""
 ORPHAN_SECONDS = 300.0
 """Least time after which a server ends whose workers do nothing more."""
 
@@ -261,7 +262,7 @@ class Server:
         no worker's memory any more. Blocks for a moment."""
         now = time.monotonic()
         grace, until = now + GRACE_SECONDS, now + END_SECONDS
-        while now < grace or (self._state.ready and now < until):
+        while now < grace or (self._state.ready and now < until and self._ledger is None):
             self._traffic.hear_last()
             if self._state.finish():
                 until = now + END_SECONDS

@@ -47,7 +47,8 @@ class Reduce:
         """Sum and write the only block of contributions that are all there."""
         unit.open_write()
         size = unit.stored.size
-        unit.keep(0, size)
+        if unit.undo is not None:
+            unit.undo.keep(0, size)
         total = self._sum(unit, arrays, 0, size, 0)
         if total is not None:
             unit.write(0, size, total)
@@ -63,7 +64,8 @@ class Reduce:
             return False
         if first == 0:
             unit.open_write()
-        unit.keep(unit.bounds(first)[0], unit.bounds(stop - 1)[1])
+        if unit.undo is not None:
+            unit.undo.keep(unit.bounds(first)[0], unit.bounds(stop - 1)[1])
         if self.worth_sharing(unit, sources, first, stop):
             self._share(unit, sources, first, stop)
         else:

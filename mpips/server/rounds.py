@@ -76,7 +76,8 @@ class Rounds:
 
     def _finish(self, unit: Unit) -> Replies:
         """End the round: readers may have it, contributors may go on, the next round may already be there."""
-        unit.close_write()
+        if unit.undo is not None:
+            unit.undo.close(unit.stands_at)
         unit.round = round_ = unit.round + 1
         if unit.optimizer is None:
             unit.torn = False  # nothing is left of what was there before

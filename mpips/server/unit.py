@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from collectives.errors import CollectiveError
 from mpips.keys.row_sparse import RowSparse, update_rows
 from mpips.optimizers.base import Optimizer, State, initial
-from mpips.recovery.undo import Undo, with_state
+from mpips.recovery.memory.undo import Undo, with_state
 
 Array = NDArray[Any]
 
@@ -169,7 +169,7 @@ class Unit:
             for source in queue:
                 source.drop()
         if self.undo is not None:
-            self.stands_at(self.undo.undo()[1])
+            self.goes_back_to(self.undo.undo()[1])
         elif self.writes:
             self.torn = True
         elif self.stepped:
@@ -178,6 +178,11 @@ class Unit:
         self.reset()
 
     # ---- what is stored
+
+    @property
+    def stands_at(self) -> int | None:
+        """The optimizer's step; None where there is no state yet."""
+        return None if self.state is None else self.step
 
     def set_optimizer(self, optimizer: Optimizer | None) -> None:
         """From the next update on; its state begins anew."""
@@ -217,11 +222,6 @@ class Unit:
         """Elements [start, stop) are about to be written, those before have been: to be called before `write`."""
         if self.undo is not None:
             self.undo.keep(start, stop)
-
-    def close_write(self) -> None:
-        """All that the round changes has been written."""
-        if self.undo is not None:
-            self.undo.close(None if self.state is None else self.step)
 
     def thaw(self) -> None:
         """Copy what is frozen, so that it stays while this is written to."""
@@ -271,7 +271,7 @@ class Unit:
             self.words[1 + index] = round_
         self.words[0] = 0 if asynchronous else round_ * self.blocks
         if self.undo is not None:
-            self.undo.stands(0 if asynchronous else round_, None if state is None else step, torn)
+            self.undo.stands(0 if asynchronous else round_, self.stands_at, torn)
 
     # ---- inside
 
@@ -281,7 +281,7 @@ class Unit:
             mine[...] = given
         return self.undo.state
 
-    def stands_at(self, step: int | None) -> None:
+    def goes_back_to(self, step: int | None) -> None:
         """What is stored is that of an optimizer's step; None: it has no state yet."""
         assert self.undo is not None
         self.state, self.step = (None, 0) if step is None else (self.undo.state, step)

@@ -58,7 +58,8 @@ class Updates:
 
     def _finish(self, unit: Unit, index: int) -> Replies:
         """End the update by the contributor at `index`."""
-        unit.close_write()
+        if unit.undo is not None:
+            unit.undo.close(unit.stands_at)
         unit.words[0] += unit.words[0] & 1
         unit.arrivals.remove(index)
         unit.active = -1

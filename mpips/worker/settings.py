@@ -31,7 +31,7 @@ from mpips.worker.operations import GIVEN, Operations
 
 Array = NDArray[Any]
 T = TypeVar("T")
-_OTHERS = "the workers whose store this one has joined have"
+_OTHERS = "the store has"
 
 
 class Settings:
@@ -53,9 +53,11 @@ class Settings:
         self.resumed: int | None = 0
         """See `KVStore.resumed`."""
         self.fresh = False
-        """Whether this worker has taken a dead one's place, and comes to where the others are already: until it pushes,
-        `init` of a key that is there, `set_optimizer` and `set_gradient_compression` are local, as the others made
-        these calls long ago."""
+        """Whether this worker has taken a dead one's place, and comes to where the others are already."""
+        self.repeats = False
+        """Whether the store begins anew after a death: until it pushes, `init` of a key that is there, and settings
+        that are those that are there, are local, on all workers alike. So a program may make these calls once more, and
+        one whose worker has taken a dead one's place makes them for the first time."""
 
     # ---- keys
 
@@ -70,13 +72,14 @@ class Settings:
             see(keys)
             return keys, [array for _, array in pairs]
 
-        if self.fresh:
+        if self.repeats:
             with GIVEN:
-                there = all(name in self.keys for name in arguments.names(key))
-                if there:
-                    _see_alike(self.keys, key, value)
-            if there:
+                pairs = arguments.pairs(key, value, "init")
+                _see_alike(self.keys, [(name, values) for name, values in pairs if name in self.keys])
+            new = [(name, values) for name, values in pairs if name not in self.keys]
+            if not new:
                 return
+            key, value = [name for name, _ in new], [values for _, values in new]
         made, refusal = rendezvous.attempt(asked)
         keys, values = made or ([], [])
         self.agree("init", [(one.name, f"{one.dtype.name}{one.shape}") for one in keys], refusal)
@@ -112,8 +115,7 @@ class Settings:
         what = "set_optimizer"
         chosen, refusal = rendezvous.attempt(lambda: optimizers.create(optimizer, **keywords))
         names, other = rendezvous.attempt(lambda: self._names_of_floats(keys, what))
-        if self.fresh:
-            self._see_optimizer(chosen, names, refusal or other)
+        if self.repeats and chosen is not None and self._is_set(chosen, names):
             return
         self.settled(what, [("optimizer", repr(chosen)), ("keys", repr(names))], refusal or other, noun="argument")
         self.run(what, self.backend.set_optimizer(chosen, names))
@@ -139,9 +141,7 @@ class Settings:
         """See `KVStore.set_gradient_compression`."""
         what = "set_gradient_compression"
         chosen, refusal = rendezvous.attempt(lambda: compression.create(options))
-        if self.fresh:
-            if refusal is not None or chosen != self.compressor:
-                raise of_caller(refusal or ValueError(f"{what}: this is {chosen!r}, and {_OTHERS} {self.compressor!r}"))
+        if self.repeats and chosen is not None and chosen == self.compressor:
             return
         self.settled(what, [("compression_params", repr(chosen))], refusal, noun="argument")
         self.run(what, self.backend.set_compression(dict(options), chosen))
@@ -179,6 +179,7 @@ class Settings:
         self.keys.clear()
         self.add(recovered.keys)
         self.groups, self.compressor = recovered.groups, recovered.compressor
+        self.repeats = self.layout.survives
         return recovered.rounds
 
     def closing(self) -> list[Callable[[], None]]:
@@ -250,16 +251,17 @@ class Settings:
 
     # ---- inside
 
-    def _see_optimizer(self, chosen: Optimizer, names: Sequence[Name] | None, refusal: BaseException | None) -> None:
-        """ValueError where a worker that has just begun sets another optimizer than the others. Its numbers may differ:
-        the others may have updated them since."""
-        if refusal is not None:
-            raise of_caller(refusal)
-        for name in self.keys if names is None else names:
-            there = self.groups.of(name)
-            if type(there) is not type(chosen):
-                sentence = f"set_optimizer: key {name!r}: this is {chosen!r}, and {_OTHERS} {there!r}: set the same"
-                raise of_caller(ValueError(sentence))
+    def _is_set(self, chosen: Optimizer, names: Sequence[Name] | None) -> bool:
+        """Whether these keys have an optimizer of this kind. Its numbers may differ: they may have been updated since.
+        ValueError where others train with another one already."""
+        there = [self.groups.of(name) for name in (self.keys if names is None else names)]
+        if names is None:
+            there.append(self.groups.default)
+        other = next((one for one in there if type(one) is not type(chosen)), chosen)
+        if other is not chosen and self.fresh and self.resumed != 0:
+            sentence = f"set_optimizer: this is {chosen!r}, and {_OTHERS} {other!r}: set the same"
+            raise of_caller(ValueError(sentence))
+        return other is chosen
 
     def _names(self, keys: Any, what: str) -> list[Name] | None:
         return None if keys is None else [key.name for key in self.known(keys, what)]
@@ -285,9 +287,9 @@ def _first_values(known: Mapping[Name, Key], key: Any, value: Any) -> list[tuple
     return result
 
 
-def _see_alike(known: Mapping[Name, Key], key: Any, value: Any) -> None:
+def _see_alike(known: Mapping[Name, Key], pairs: Iterable[tuple[Name, list[Any]]]) -> None:
     """ValueError where keys that are there are of other shapes or dtypes than these first values."""
-    for name, values in arguments.pairs(key, value, "init"):
+    for name, values in pairs:
         there, given = known[name], calls.first_value(name, values)
         if (given.shape, given.dtype) != (there.shape, there.dtype):
             here, others = f"{given.dtype.name}{given.shape}", f"{there.dtype.name}{there.shape}"

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mpips import optimizers
 from mpips.optimizers import SGD, Adam, Add
-from mpips.recovery.units import Memory
+from mpips.recovery.memory.units import Memory
 from mpips.server.requests import Requests
 from mpips.server.sources import Elements
 from mpips.server.state import State

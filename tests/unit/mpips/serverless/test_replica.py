@@ -87,19 +87,19 @@ def test_an_update_that_breaks_off_leaves_it_torn():
     one.prepare()
     with pytest.raises(KeyboardInterrupt):
         one.take(np.ones(4, np.float32))
-    assert standing(one).torn and standing(one).round == 0
+    assert standing(one).torn and standing(one).now.round == 0
 
 
 def test_it_becomes_another_workers():
     one, other = replica(sgd(momentum=0.9)), replica(sgd(momentum=0.9))
     other.prepare()
     other.take(np.ones(4, np.float32))
-    there = standing(other)
+    there = standing(other).now
     arrays = one.become(there.round, there.step, there.state, False)
     for array, source in zip(arrays, [other.value, *other.state], strict=True):
         array[...] = source
     one.updating = False
-    assert standing(one) == there and (one.value == other.value).all()
+    assert standing(one).now == there and (one.value == other.value).all()
 
 
 def test_state_that_does_not_fit_is_refused_and_nothing_has_changed():
@@ -177,7 +177,7 @@ def test_who_gives_a_spread_value_gives_all_of_it():
     workers = spread()
     give_blocks(workers, np.arange(5, dtype=np.float32))
     giver, taker = workers
-    there = standing(giver)
+    there = standing(giver).now
     given, room = (one.become(there.round, 0, None, one is giver)[0] for one in (giver, taker))
     room[...] = given
     assert given.tolist() == [0, 1, 2, 3, 4]

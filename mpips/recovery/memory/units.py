@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from collectives.node import arena
 from collectives.node.arena import Region
 from mpips.optimizers import Groups
-from mpips.recovery import ledger, undo
 from mpips.recovery.inventory import Holding, dtype_names
-from mpips.recovery.ledger import Book, Ledger
-from mpips.recovery.undo import WORDS, Undo
+from mpips.recovery.memory import ledger, undo
+from mpips.recovery.memory.ledger import Book, Ledger
+from mpips.recovery.memory.undo import WORDS, Undo
 from mpips.server.unit import Unit
 from mpips.transport import frames
 from mpips.transport.frames import Created, UnitCard
@@ -96,7 +96,7 @@ def holding(unit: Unit, asynchronous: bool) -> Holding:
         standings = unit.undo.standings()
     else:
         round_ = max(unit.done, default=0) if asynchronous else unit.round
-        standings = [(round_, None if unit.state is None else unit.step)]
+        standings = [(round_, unit.stands_at)]
     state = unit.undo.state if unit.undo is not None else unit.state or ()
     return Holding(unit.key, unit.start, stop, standings, unit.torn, dtype_names(state))
 

@@ -12,9 +12,9 @@ from collectives.errors import CollectiveError
 from collectives.node import arena
 from collectives.node.arena import Region
 from mpips.layout import Layout
-from mpips.recovery import ledger
 from mpips.recovery.inventory import Holding, Shelf
-from mpips.recovery.ledger import Book
+from mpips.recovery.memory import ledger
+from mpips.recovery.memory.ledger import Book
 
 Array = NDArray[Any]
 T = TypeVar("T")

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from collectives.errors import CollectiveError
 from collectives.node import arena
 from collectives.node.arena import Region
-from mpips.recovery.undo import WORDS, Undo
+from mpips.recovery.memory.undo import WORDS, Undo
 from mpips.transport.frames import dtype_of
 
 Array = NDArray[Any]

@@ -1,0 +1,76 @@
+"""Who takes which place after deaths: all small stores, and all sets of the dead."""
+
+from itertools import chain, combinations
+
+import pytest
+
+from mpips.keys.sharding import Interval, split
+from mpips.recovery.membership import Roles, refusal, succession
+
+SIZES = [(w, s, p, c) for w in (1, 2, 3) for s in (0, 1, 2) for p in (0, 1, 2) for c in (1, 2) if c <= w]
+
+
+def subsets(ranks):
+    return chain.from_iterable(combinations(ranks, size) for size in range(len(ranks) + 1))
+
+
+def roles(workers, servers, spares, clients):
+    return Roles(workers, servers, spares, tuple(split(Interval(0, workers), clients)))
+
+
+def role(roles, rank):
+    """The role of a rank, by name."""
+    return "worker" if rank < roles.num_workers else "server" if rank < roles.num_workers + roles.num_servers else "spare"
+
+
+@pytest.mark.parametrize("workers, servers, spares, clients", SIZES)
+def test_every_rank_that_lives_keeps_its_role_and_spares_fill_servers_first(workers, servers, spares, clients):
+    old = roles(workers, servers, spares, clients)
+    for lost in subsets(range(old.size)):
+        new = succession(old, lost, [0] * old.size)
+        assert sorted(new.origin) == [rank for rank in range(old.size) if rank not in lost]
+        assert new.roles.size == len(new.origin)
+        for rank, origin in enumerate(new.origin):
+            assert role(old, origin) in (role(new.roles, rank), "spare")
+        dead = [role(old, rank) for rank in lost]
+        there = spares - dead.count("spare")
+        to_servers = min(there, dead.count("server"))
+        to_workers = min(there - to_servers, dead.count("worker"))
+        assert new.roles.num_servers == servers - dead.count("server") + to_servers
+        assert new.roles.num_workers == workers - dead.count("worker") + to_workers
+        assert new.roles.spares == there - to_servers - to_workers
+
+
+@pytest.mark.parametrize("workers, servers, spares, clients", SIZES)
+def test_clients_keep_their_members_in_order_and_empty_ones_vanish(workers, servers, spares, clients):
+    old = roles(workers, servers, spares, clients)
+    for lost in subsets(range(old.size)):
+        new = succession(old, lost, [0] * old.size)
+        left = [[rank for rank in range(*client) if rank not in lost] for client in old.clients]
+        members = [[new.origin[rank] for rank in range(*client)] for client in new.roles.clients]
+        assert all(members)
+        assert [rank for client in members for rank in client if rank < workers] == [*chain(*left)]
+        if spares == 0:
+            assert members == [client for client in left if client]
+
+
+def test_a_spare_of_the_node_is_preferred():
+    old = roles(2, 0, 3, 1)
+    assert succession(old, [1], [0, 1, 0, 1, 1]).origin == (0, 3, 2, 4)
+    assert succession(old, [1], [0, 1, 0, 0, 0]).origin == (0, 2, 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("old", "lost", "sentence"),
+    [
+        pytest.param(roles(3, 1, 0, 1), [0, 1, 2], "all 3 workers have died, and no spare is left", id="no worker"),
+        pytest.param(roles(3, 2, 0, 1), [3, 4], "all 2 servers have died, and no spare is left", id="no server"),
+        pytest.param(roles(2, 0, 2, 1), [0, 1], "all 2 workers have died, which alone held the values", id="no value"),
+        pytest.param(roles(2, 1, 1, 1), [0, 1], "", id="a spare is the worker"),
+        pytest.param(roles(2, 1, 1, 1), [2], "", id="a spare is the server"),
+        pytest.param(roles(3, 0, 0, 1), [0, 2], "", id="one is left"),
+    ],
+)
+def test_where_what_is_left_does_not_suffice_a_sentence_says_so(old, lost, sentence):
+    said = refusal(old, succession(old, lost, [0] * old.size))
+    assert said.startswith(sentence) and bool(said) == bool(sentence)
