@@ -45,6 +45,7 @@ FIELDS = (
     Field("servers", 0, 0, (), "server processes: the last ranks of the job; 0 is pure MPI"),
     Field("clients", 1, 1, (), "MPI clients into which the workers of an mpi_* store are split evenly"),
     Field("workers", 0, 0, (), "workers that the launcher promised; 0: every rank that is not a server"),
+    Field("mirrors", 0, 0, (), "1: every shard is also kept on a server of another node, which may be lost whole"),
     Field("masters", "one", None, ("one", "all"), "who of a client talks to the servers: its rank 0, or every worker"),
     Field("staleness", -1, -1, (), "most steps that a worker of an asynchronous store may run ahead; -1: any number"),
     Field("big_array", 250_000, 1, (), "elements from which an array is split over all servers"),
@@ -66,6 +67,7 @@ class Options:
     servers: int = 0
     clients: int = 1
     workers: int = 0
+    mirrors: int = 0
     masters: str = "one"
     staleness: int = -1
     big_array: int = 250_000
@@ -84,6 +86,12 @@ class Options:
         if self.workers and self.clients > self.workers:
             raise OptionError(
                 f"clients={self.clients} is more than workers={self.workers}: ask for fewer, a client needs a worker"
+            )
+        if self.mirrors > 1:
+            raise OptionError(f"mirrors={self.mirrors} is more than 1: one copy on another node is all that there is")
+        if self.mirrors and self.spares < 0:
+            raise OptionError(
+                f"mirrors={self.mirrors} without spares, so a death ends the store all the same: add spares=0 or more"
             )
 
     def environment(self) -> dict[str, str]:

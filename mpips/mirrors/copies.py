@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpips.mirrors.letters import Place, Sent
-from mpips.recovery.inventory import Holding, Shelf, dtype_names
+from mpips.recovery.inventory import Holding, Shelf, copies_of, dtype_names
+from mpips.recovery.membership import Before
 from mpips.transport.frames import dtype_of
 
 Array = NDArray[Any]
@@ -92,9 +93,12 @@ class Copies:
         """All servers have sent their units in this epoch: what is older may go."""
         self._copies = {place: copy for place, copy in self._copies.items() if copy.epoch >= epoch}
 
-    def shelf(self, owner: int) -> Shelf:
-        """What is whole here."""
-        return Shelf(owner, False, b"", [copy.holding(place) for place, copy in self._whole()])
+    def shelves(self, before: Before | None, rank: int) -> list[Shelf]:
+        """What is whole here, on the rank that this server had, where a server has died."""
+        if before is None or not any(0 <= lost - before.num_workers < before.num_servers for lost in before.lost):
+            return []
+        units = [copy.holding(place) for place, copy in self._whole()]
+        return [Shelf(copies_of(rank), False, b"", units)] if units else []
 
     def at(self, index: int, before: bool) -> list[Array]:
         """Values and state of a unit on the shelf; `before`: as they were a round before."""

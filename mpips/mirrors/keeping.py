@@ -41,8 +41,8 @@ class Keeping:
                 array.view(np.uint8)[...] = np.frombuffer(data, np.uint8)
         else:
             try:
-                for data in cut(arrays):
-                    requests.append(self._comm.Irecv(data, server, DATA_TAG))
+                for piece in cut(arrays):
+                    requests.append(self._comm.Irecv(piece, server, DATA_TAG))
             except MPI.Exception as error:
                 if not is_death(error):
                     raise

@@ -12,7 +12,7 @@ from collectives.network.failures import is_death
 from collectives.network.requests import keep
 from mpips.mirrors.letters import ALONG_BYTES, DATA_TAG, Gone, Place, Sent, cut, post
 from mpips.recovery.inventory import dtype_names
-from mpips.recovery.units import at, holding
+from mpips.recovery.memory.units import at, holding
 from mpips.server.unit import Unit
 
 UNDER_WAY_BYTES = 64 << 20

@@ -14,6 +14,11 @@ from mpips.keys.key import Key, Name
 from mpips.optimizers import Groups
 
 
+def copies_of(rank: int) -> int:
+    """The owner of the shelf with the copies that this rank keeps."""
+    return -1 - rank
+
+
 class Holding(msgspec.Struct, array_like=True):
     """What is there of a unit: elements [start, stop) of a key."""
 
@@ -28,12 +33,18 @@ class Holding(msgspec.Struct, array_like=True):
 
 
 class Shelf(msgspec.Struct, array_like=True):
-    """What is there of a server, and who it was in the epoch before. `live`: who says so is that server itself."""
+    """What is there of a server, and who it was in the epoch before. `live`: who says so is that server itself. The
+    copies that it keeps of others' units as their mirror are another shelf."""
 
     owner: int
     live: bool
     settings: bytes
     units: list[Holding]
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether these are copies."""
+        return self.owner < 0
 
 
 class Settings(msgspec.Struct, array_like=True):
