@@ -16,5 +16,7 @@ def refusal(mirrors: int, nodes: Sequence[int]) -> str:
     """Why servers on these nodes can have no mirrors, where they are asked for; "" where they can."""
     if not mirrors or len(set(nodes)) > 1:
         return ""
-    there = f"{len(nodes)} server{'s are all' if len(nodes) > 1 else ' is'} on one" if nodes else "this store has none"
-    return f"mirrors={mirrors} needs servers on at least two nodes, but {there}: start more on another host, or leave it out"
+    there = "this store has no servers"
+    if nodes:
+        there = f"all {len(nodes)} servers are on one" if len(nodes) > 1 else "there is one server"
+    return f"mirrors={mirrors} needs servers on at least two nodes, but {there}: add one on another host, or leave it out"

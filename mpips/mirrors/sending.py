@@ -1,4 +1,5 @@
-"""A server's end towards its mirror: units that have changed go there, whole, and nothing is written to them until then."""
+"""A server's end towards its mirror: units that have changed go there, whole, and do not change until they are there.
+"""
 
 from __future__ import annotations
 
