@@ -15,8 +15,8 @@ import click
 
 from collectives.terminal.help import examples, known
 from collectives.terminal.stdout import lasting
-from launch.process import INTERRUPTED
 from launch.run import options_of, start
+from launch.running.process import INTERRUPTED
 
 
 class Sub(NamedTuple):

@@ -85,27 +85,39 @@ def read(path: str | Path) -> tuple[Host, ...]:
     return parse(text, str(path))
 
 
-def place(hosts: Sequence[Host], workers: int, servers: int) -> tuple[Placed, ...]:
-    """Blocks of consecutive ranks on hosts, workers first and servers last, as mpips numbers its ranks.
+def place(hosts: Sequence[Host], workers: int, servers: int, spares: int = 0) -> tuple[Placed, ...]:
+    """Blocks of consecutive ranks on hosts, workers first, then servers, then spares, as mpips numbers its ranks.
 
     Servers get the last hosts for themselves, one each, as long as the other hosts hold the workers; else several
     servers share one; else they take the free slots beside the workers. Slots are filled in the order of the file;
-    hosts without slots share evenly. Raises HostError where the slots do not suffice.
+    hosts without slots share evenly. Spares are spread, one at a time, over the hosts that have slots left. Raises
+    HostError where the slots do not suffice.
     """
-    total = sum(h.slots for h in hosts if h.slots is not None)
-    if all(h.slots is not None for h in hosts) and total < workers + servers:
+    total, ranks = sum(h.slots for h in hosts if h.slots is not None), workers + servers + spares
+    if all(h.slots is not None for h in hosts) and total < ranks:
+        also = f"{spares} spares, " if spares else ""
         raise HostError(
-            f"the hosts have {total} slots, the job needs {workers + servers} ranks ({workers} workers, "
+            f"the hosts have {total} slots, the job needs {ranks} ranks ({also}{workers} workers, "
             f"{servers} servers): add hosts or slots to the host file, or ask for fewer ranks"
         )
+    placed = _working(hosts, workers, servers)
+    return _blocks([*placed, *_spread(_left(hosts, placed), spares)])
+
+
+def _working(hosts: Sequence[Host], workers: int, servers: int) -> list[str]:
+    """The host of every worker, then of every server."""
     for own in range(min(servers, len(hosts) - 1), 0, -1):
         at_work, serving = hosts[:-own], hosts[-own:]
         if _holds(at_work, workers) and _holds(serving, servers):
-            return _blocks([*_fill(at_work, workers), *_spread(serving, servers)])
+            return [*_fill(at_work, workers), *_spread(serving, servers)]
     filled = _fill(hosts, workers)
-    used = Counter(filled)
-    free = [Host(h.name, None if h.slots is None else h.slots - used[h.name]) for h in hosts]
-    return _blocks([*filled, *_spread(free, servers)])
+    return [*filled, *_spread(_left(hosts, filled), servers)]
+
+
+def _left(hosts: Sequence[Host], placed: Iterable[str]) -> list[Host]:
+    """The hosts with the slots that these ranks leave."""
+    used = Counter(placed)
+    return [Host(h.name, None if h.slots is None else h.slots - used[h.name]) for h in hosts]
 
 
 def _holds(hosts: Sequence[Host], ranks: int) -> bool:

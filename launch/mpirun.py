@@ -68,6 +68,8 @@ class Job(NamedTuple):
     hosts: tuple[Placed, ...] = ()
     interface: str | None = None
     extra: tuple[str, ...] = ()
+    survives: bool = False
+    """Whether the others go on without a rank that dies: Open MPI's ULFM."""
 
     @property
     def busiest(self) -> int:
@@ -146,6 +148,8 @@ def _settings_of_open_mpi(launcher: Launcher, job: Job, machine: Machine, crowde
         argv += ["--oversubscribe", "--mca", "mpi_yield_when_idle", "1"]
     if not machine.infiniband:
         argv += ["--mca", "osc", "^ucx"]
+    if job.survives and not _has(job.extra, "with-ft"):
+        argv += ["--with-ft", "ulfm"]
     if job.hosts:
         argv += [word for setting in FULL_DUPLEX for word in setting]
     if job.hosts and job.interface:

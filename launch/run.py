@@ -10,10 +10,11 @@ from typing import Any, NoReturn
 
 import click
 
-from launch import network, process, script
+from launch import network, script, survival
 from launch.hosts import Placed, place, read
 from launch.machine import check_room, crowd, settings, this_machine
 from launch.mpirun import Job, Launcher, LauncherError, Machine, build, find, program
+from launch.running import process
 from mpips.options import PREFIX, OptionError, Options, uneven
 from mpips.options import read as read_options
 
@@ -76,6 +77,10 @@ class RunCommand(click.Command):
 
 @click.command("run", cls=RunCommand, context_settings=dict(script.BEFORE_A_SCRIPT))
 @role_options
+@click.option(
+    "--spares", type=click.IntRange(0),
+    help="So many ranks more, which take the places of ranks that die; 0: the others go on. Open MPI with ULFM.",
+)
 @click.option("--hostfile", type=click.Path(), help="Hosts, one a line: `node1 slots=4` or `node1:4`.")
 @click.option("--topology", help="Order the hosts by their addresses in it: bcube:3,2, star:9 or fattree:4.")
 @click.option("--nics", help="With --topology: the NIC of each level, level 0 first, as eth1,eth2.")
@@ -96,8 +101,10 @@ def command(
     """
     asked["workers"] = workers_of(ranks, workers, asked["servers"])
     try:
-        options = options_of({name: asked.pop(name) for name in ROLES})
+        options = options_of({name: asked.pop(name) for name in (*ROLES, "spares")})
         machine, launcher = this_machine(), find(mpirun)
+        if options.spares >= 0:
+            survival.check(launcher, options.spares)
         hosts = _hosts(options, launcher, machine, interface=interface, extra=extra, **asked)
         job = _job(options, words, hosts, machine, interface, extra)
         argv = build(launcher, job, machine)
@@ -115,10 +122,10 @@ def command(
     script.check(words)
     _warn(job, machine)
     name, here = click.get_current_context().command_path, job.ranks_here(os.environ)
-    sys.exit(process.wait(argv, name=name, roles=_roles(options), here=here))
+    sys.exit(process.wait(argv, name=name, roles=_roles(options), here=here, spares=options.spares))
 
 
-def options_of(roles: Mapping[str, int | str]) -> Options:
+def options_of(roles: Mapping[str, int | str | None]) -> Options:
     """The options of a job with these roles, the others by variables; click.UsageError says what is wrong with one."""
     try:
         return read_options(roles)
@@ -153,7 +160,7 @@ def _hosts(
 ) -> tuple[Placed, ...]:  # fmt: skip
     """Which ranks go to which host; none where all stay here."""
     named = read(hostfile) if hostfile else ()
-    placed = place(named, options.workers, options.servers) if named else ()
+    placed = place(named, options.workers, options.servers, max(options.spares, 0)) if named else ()
     if nics and not topology:
         raise LauncherError("--nics says which NIC serves which level of a --topology: give that, too")
     if not topology:
@@ -168,7 +175,8 @@ def _job(
     options: Options, words: Words, hosts: tuple[Placed, ...], machine: Machine, interface: str | None,
     extra: Words,
 ) -> Job:  # fmt: skip
-    job = Job(options.workers + options.servers, program(words), {}, hosts, interface, extra)
+    ranks = options.workers + options.servers + max(options.spares, 0)
+    job = Job(ranks, program(words), {}, hosts, interface, extra, survives=options.spares >= 0)
     roles = {PREFIX + name.upper(): str(getattr(options, name)) for name in ROLES}
     environment = {**options.environment(), **roles, **settings(job.busiest, machine, os.environ)}
     if hosts and "PYTHONPATH" in os.environ:
@@ -180,7 +188,7 @@ def _roles(options: Options) -> list[str]:
     """What each rank is, to say of one that died."""
     of_client = options.workers / options.clients
     clients = [f" of client {int(rank / of_client)}" if options.clients > 1 else "" for rank in range(options.workers)]
-    return [f"worker{client}" for client in clients] + ["server"] * options.servers
+    return [f"worker{client}" for client in clients] + ["server"] * options.servers + ["spare"] * options.spares
 
 
 def _warn(job: Job, machine: Machine) -> None:

@@ -48,6 +48,8 @@ def place_in(
         raise MappingError("--topology needs --hostfile, and --nics with the NIC of each level")
     if options.servers:
         raise MappingError(f"--topology places workers only: with servers={options.servers} use --hostfile alone")
+    if options.spares > 0:
+        raise MappingError(f"--topology places workers only: with spares={options.spares} use --hostfile alone")
     if options.workers % topology.hosts:
         raise MappingError(f"workers={options.workers} is no multiple of the {topology.hosts} hosts of {topology.name}")
     ordered = order(topology, ask(launcher, [host.name for host in hosts], machine, extra), wanted.nics)

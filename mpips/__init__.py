@@ -12,7 +12,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from mpips.runtime.last_words import install_hooks as _install_hooks
+from mpips.ending.finalize import install as _end_mpi_in_time
+from mpips.ending.last_words import install_hooks as _install_hooks
 
 if TYPE_CHECKING:
     from collectives.errors import CollectiveError, MismatchError, StallError
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from mpips.training.model import Model
     from mpips.training.trainer import Trainer
 
+_end_mpi_in_time()
 _install_hooks()
 
 _HOMES = {

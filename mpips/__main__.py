@@ -4,18 +4,15 @@ As `python -m mpi4py`, which it builds on, but an uncaught exception, or an exit
 its rank and ends the whole job at once.
 """
 
-import atexit
 import io
 import os
-import socket
 import sys
-import threading
-from contextlib import suppress
 
 from mpi4py.run import main
 
-from mpips.runtime.last_words import end, end_unstarted, is_started
-from mpips.world import FAILING, GOODBYE, PRESENCE, PRESENT, launched_as
+from mpips.ending.last_words import end, end_unstarted, is_started
+from mpips.ending.status import StatusLine
+from mpips.world import launched_as
 
 COMMANDS = ("run", "doctor", "script", "train", "bench", "tune", "sim", "plan", "lab")
 """Words of the `mpips` command, which are no scripts."""
@@ -26,48 +23,6 @@ def whole_lines() -> None:
     write, and, with PYTHONUNBUFFERED, each of a line's words would be written alone."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
-
-
-SECONDS = 5.0  # to be heard by the launcher
-
-
-class StatusLine:
-    """Tells the `mpips run` of this machine, where one listens, that this rank is here, and how it ends.
-
-    Who ends without a word has died. The last word is said when all that closes at exit has closed.
-    """
-
-    def __init__(self) -> None:
-        self._process, self._well, job = os.getpid(), False, launched_as(os.environ)
-        self._line = socket.socket(socket.AF_UNIX)
-        self._line.settimeout(SECONDS)
-        name = os.environ.pop(PRESENCE, "")  # not for the processes that this one starts
-        if job and name:
-            with suppress(OSError):
-                self._line.connect(f"\0{name}")
-        self._say(b"%s %d\n" % (PRESENT, job[0] if job else 0))
-        atexit.register(self._leave)
-        self._in_threads, threading.excepthook = threading.excepthook, self._thread_fails
-
-    def ends_well(self) -> None:
-        self._well = True
-
-    def fails(self, code: int = 1) -> None:
-        self._say(b"%s %d\n" % (FAILING, code & 255))
-
-    def _leave(self) -> None:
-        if self._well:
-            self._say(GOODBYE + b"\n")
-
-    def _thread_fails(self, args: threading.ExceptHookArgs) -> None:
-        if not issubclass(args.exc_type, SystemExit):
-            self.fails()
-        self._in_threads(args)
-
-    def _say(self, word: bytes) -> None:
-        if os.getpid() == self._process:  # and no fork of it
-            with suppress(OSError):
-                self._line.send(word)
 
 
 if __name__ == "__main__":

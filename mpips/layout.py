@@ -140,7 +140,8 @@ class Layout:
             raise LostError(f"recover: {why}")
         self.workers = self.client = self.servers = None
         self.before = Before(new.origin, lost, self.num_workers, self.num_servers, self.nodes)
-        self.num_workers, self.num_servers, self.spares, self.clients = new.roles
+        self.num_workers, self.num_servers, self.spares, clients = new.roles
+        self.clients = tuple(Interval(*client) for client in clients)
         self.world = _split(left, 0, new.origin.index(self.rank))
         self.rank = self.world.Get_rank()
         self.nodes = tuple(_lowest([self.nodes[rank] for rank in new.origin]))

@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from mpi4py import MPI
 
 from collectives.errors import of_caller
-from collectives.network.failures import able
+from collectives.network.failures import Making, able, deaths
 from mpips import layout as layouts
 from mpips import options as option_table
 from mpips import world
 from mpips.cores import Seat
+from mpips.ending.status import say_role
 from mpips.layout import Layout
 from mpips.options import OptionError, Options
 from mpips.recovery import spare
 from mpips.recovery.standby import StandBy
 from mpips.runtime.epoch import Epoch
+from mpips.runtime.errors import EpochError
 from mpips.served.served import Served
 from mpips.server.loop import Server, serve
 from mpips.serverless import Serverless
 from mpips.store import KVStore
 from mpips.transport.frames import OpenStore
-from mpips.worker.backend import Recovered
+from mpips.worker.backend import Backend, Recovered
 
 
 @dataclass
@@ -70,18 +73,16 @@ def create(kind: str, comm: MPI.Intracomm | None = None, **options: Any) -> KVSt
             refusal = _unfit(chosen, before.layout)
         asked = layouts.record(chosen or Options())
         before.store.settings.run("create", before.served.open_store(OpenStore(word, asked)))
-    layout = layouts.create(comm, word, chosen, refusal or _unable(chosen))
-    if layout.survives:
-        _surviving.append(layout.spares)
-    if layout.is_spare:
-        return _spare(layout)
-    if not layout.num_servers:
-        return _serverless(layout)
-    if layout.is_server:
-        serve([_server(layout)], lambda asked: _one_more(comm, layout, asked))
-        _rise()
-        raise SystemExit(0)
-    return _served(comm, layout)
+    with _all_alive(comm, chosen):
+        layout = layouts.create(comm, word, chosen, refusal or _unable(chosen))
+        if layout.survives:
+            _surviving.append(layout.spares)
+        if layout.is_worker:
+            return _served(comm, layout) if layout.num_servers else _serverless(layout)
+        made = _Spare(layout) if layout.is_spare else _server(layout)
+    if not isinstance(made, _Spare):
+        _serve(made, lambda asked: _one_more(comm, layout, asked))
+    return made.wait()
 
 
 def _asked(kind: str, options: dict[str, Any]) -> tuple[str, Options | None, str]:
@@ -138,47 +139,77 @@ def _unable(options: Options | None) -> str:
     return ""
 
 
-def _spare(layout: Layout) -> KVStore:
-    """Wait as a spare: what a worker's `create` returns, once this rank has taken a worker's place. Where the store
-    ends before, or has ended after it took a server's, it leaves by SystemExit(0)."""
-    epoch = Epoch(layout)
-    with epoch.failing(layouts.WHAT):
-        became = _stand_by(layout, epoch) if layout.num_servers else _replace(layout, epoch)
-    if isinstance(became, Server):
-        serve([became])
-        raise SystemExit(0)
-    if became is None:
-        epoch.close()
-        raise SystemExit(0)
-    backend, recovered = became
-    return KVStore(layout, backend, epoch, epoch.close, recovered)
+@contextmanager
+def _all_alive(comm: MPI.Intracomm, options: Options | None) -> Iterator[None]:
+    """Ranks make a store within. One that dies meanwhile ends that, on all, also where others live on after a death."""
+    if options is None or options.spares < 0 or _unable(options):
+        yield
+        return
+    try:
+        with Making(comm):
+            yield
+    except MPI.Exception as error:
+        dead = deaths(comm)
+        if not dead:
+            raise
+        why = f"rank {dead[0]} has died before the store was there, and nobody has its place: start the job again"
+        raise EpochError(f"create: {why}") from error
 
 
-def _replace(layout: Layout, epoch: Epoch) -> tuple[Serverless, Recovered] | None:
-    """Wait for the place of a worker of a store without servers."""
+class _Spare:
+    """This rank while it is a spare. Making it is collective over all ranks of the store, blocking."""
 
-    def rebuild() -> list[tuple[Serverless, Recovered]]:
-        if layout.is_spare:
-            return []
-        backend = Serverless(layout, epoch)
-        return [(backend, backend.recover(()))]
+    def __init__(self, layout: Layout) -> None:
+        self._layout, self._epoch = layout, Epoch(layout)
+        self._seat: Seat | None = None
+        self._stands_by: StandBy | None = None
+        if layout.num_servers:
+            with self._epoch.failing(layouts.WHAT):
+                self._seat, self._stands_by = _seat(layout, self._epoch), StandBy(layout, self._epoch)
 
-    return spare.wait(epoch, rebuild, lambda: None)
+    def wait(self) -> KVStore:
+        """What a worker's `create` returns, once this rank has taken a worker's place; blocking. Where the store ends
+        before, or when it has ended after this rank took a server's, it leaves by SystemExit(0)."""
+        layout, epoch = self._layout, self._epoch
+        with epoch.failing("the wait of a spare"):
+            became = spare.wait(epoch, self._rebuild, self._committed)
+        if became is None:
+            _rise()
+            epoch.close()
+            raise SystemExit(0)
+        if isinstance(became, Server):
+            say_role("server")
+            became.committed()
+            _serve(became)
+        backend, recovered = became
+        say_role("worker" if len(layout.clients) == 1 else f"worker of client {layout.client_number}")
+        backend.committed()
+        return KVStore(layout, backend, epoch, _closer(layout, epoch), recovered)
 
-
-def _stand_by(layout: Layout, epoch: Epoch) -> Server | tuple[Served, Recovered] | None:
-    """Wait for the place of a worker or a server."""
-    seat, waits = _seat(layout, epoch), StandBy(layout, epoch)
-
-    def rebuild() -> list[Server | tuple[Served, Recovered]]:
+    def _rebuild(self) -> list[Server | tuple[Backend, Recovered]]:
+        layout, epoch = self._layout, self._epoch
+        if self._seat is None or self._stands_by is None:
+            if layout.is_spare:
+                return []
+            backend = Serverless(layout, epoch)
+            return [(backend, backend.recover(()))]
         if layout.is_server:
-            return [Server.fresh(layout, epoch, seat, waits.held())]
+            return [Server.fresh(layout, epoch, self._seat, self._stands_by.held())]
         if layout.is_worker:
-            return [Served.fresh(layout, epoch, seat.shared, waits.held())]
-        waits.rebuild()
+            return [Served.fresh(layout, epoch, self._seat.shared, self._stands_by.held())]
+        self._stands_by.rebuild()
         return []
 
-    return spare.wait(epoch, rebuild, waits.committed)
+    def _committed(self) -> None:
+        if self._stands_by is not None:
+            self._stands_by.committed()
+
+
+def _serve(server: Server, opened: Callable[[OpenStore], Server | None] | None = None) -> NoReturn:
+    """Serve until all workers have left; see `serve`."""
+    serve([server], opened)
+    _rise()
+    raise SystemExit(0)
 
 
 def _server(layout: Layout) -> Server:

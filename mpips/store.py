@@ -257,4 +257,10 @@ class KVStore:
         if self._operations.closed:
             return
         breaking.closed(self.close)
+        if self.layout.survives:
+            breaking.in_order(self.settings.meet_to_close, self._end)
+        else:
+            self._end()
+
+    def _end(self) -> None:
         breaking.in_order(*self.settings.closing(), self._closed)

@@ -17,7 +17,7 @@ RANKS = ((OPEN_MPI, "OMPI_COMM_WORLD_RANK"), (HYDRA, "PMI_RANK"))
 MPIRUN_SIGNS = (OPEN_MPI, "PRTE_LAUNCHED", "MPI_LOCALNRANKS")
 # Ranks tell the `mpips run` of their machine, by a socket that this names, that they are there, and how they end.
 PRESENCE = "_MPIPS_PRESENCE"
-PRESENT, GOODBYE, FAILING = b"present", b"goodbye", b"failing"
+PRESENT, STARTED, ROLE, GOODBYE, FAILING = b"present", b"started", b"role", b"goodbye", b"failing"
 
 
 def implementation(library: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Sequence
 from functools import cache
 from typing import TypeVar
@@ -19,6 +20,8 @@ from collectives.network.requests import keep
 
 C = TypeVar("C", bound=MPI.Comm)
 WATCH_SECONDS = 4e-3
+DEATH_SECONDS = 1.0
+"""So long after an error the death that may have caused it is waited for."""
 ENABLED = "OMPI_MCA_mpi_ft_enable"
 """What mpirun of Open MPI sets where it is asked to let others live."""
 _DEATHS = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING)
@@ -42,6 +45,16 @@ def failed(comm: MPI.Comm) -> list[int]:
     group.Free()
     everybody.Free()
     return sorted(int(rank) for rank in found)
+
+
+def deaths(comm: MPI.Comm) -> list[int]:
+    """The same after an error that a death may have caused: MPI hears of it a little later. Blocks for DEATH_SECONDS at
+    most."""
+    deadline = time.monotonic() + DEATH_SECONDS
+    while not (found := failed(comm)) and time.monotonic() < deadline:
+        MPI.COMM_SELF.Iprobe()  # it hears of nothing but within calls
+        time.sleep(1e-3)
+    return found
 
 
 def is_death(error: BaseException) -> bool:

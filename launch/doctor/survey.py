@@ -14,12 +14,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from launch.doctor import leftovers, probe
+from launch import survival
+from launch.doctor import probe
 from launch.machine import this_machine
 from launch.mpirun import Job, Launcher, LauncherError, build, find, program
+from launch.running import leftovers
 from mpips import world
 
 LIMIT = 60.0  # seconds for a probe
+RANKS, RANKS_OF_A_DEATH = 2, 3
 OURS = "the one that started this"
 PROMISES = (world.OPEN_MPI, world.HYDRA, world.SLURM, world.JSRUN)
 SCHEDULERS = {"Slurm": ("sbatch", "SLURM_JOB_ID"), "LSF": ("bsub", "LSB_JOBID"), "PBS": ("qsub", "PBS_JOBID")}
@@ -51,9 +54,10 @@ def look() -> dict[str, Any]:
         launcher = find()
     except LauncherError as error:
         return {**found, "launcher": None, "ranks": {"problem": str(error)}}
-    found["launcher"], found["ranks"] = str(launcher), _started(launcher)
+    found["launcher"], found["ranks"] = str(launcher), _started(launcher, RANKS)
+    found["death"] = _died(launcher)
     if found["gpu"].get("devices"):
-        found["cuda"] = _started(launcher, "cuda")
+        found["cuda"] = _started(launcher, RANKS, "cuda")
     return found
 
 
@@ -109,9 +113,16 @@ def _gpu() -> dict[str, Any]:
     return {"present": present, "cupy": version, "devices": done if isinstance(done, list) else [], "problem": done}
 
 
-def _started(launcher: Launcher, *words: str) -> dict[str, Any]:
-    """What two ranks of the probe print, or the problem."""
-    job = Job(2, program(["-m", "launch.doctor.probe", *words]))
+def _died(launcher: Launcher) -> dict[str, Any]:
+    """What is left of a job when one of its ranks dies, or why nothing is."""
+    if why := survival.hindrance(launcher):
+        return {"hindrance": why}
+    return _started(launcher, RANKS_OF_A_DEATH, "death")
+
+
+def _started(launcher: Launcher, ranks: int, *words: str) -> dict[str, Any]:
+    """What ranks of the probe print, or the problem."""
+    job = Job(ranks, program(["-m", "launch.doctor.probe", *words]), survives=words == ("death",))
     done = _child(build(launcher, job, this_machine()))
     return done if isinstance(done, dict) else {"problem": done}
 

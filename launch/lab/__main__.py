@@ -17,12 +17,12 @@ import click
 from collectives.simulator.topology import parse, parse_rate
 from collectives.terminal.console import InterruptibleGroup, OutFile, console, write_text
 from collectives.terminal.help import examples
-from launch import process
 from launch.lab import client, job
 from launch.lab.layout import lay_out
 from launch.lab.needs import missing
 from launch.lab.watch import PATIENCE, NetworkWatch
 from launch.mpirun import LauncherError
+from launch.running import process
 
 Words = tuple[str, ...]
 named = click.option("--name", default="lab", show_default=True, help="Which lab; several can stand side by side.")

@@ -72,6 +72,11 @@ def initial(optimizer: Optimizer, weights: np.ndarray) -> list[np.ndarray]:
     return state
 
 
+def state_dtypes(optimizer: Optimizer | None, dtype: np.dtype) -> list[np.dtype]:
+    """What the arrays of state are of, for weights of a dtype; of no optimizer there are none."""
+    return [] if optimizer is None else [array.dtype for array in optimizer.init(np.zeros(1, dtype))]
+
+
 def check(
     record: Any, *, scheduled: Sequence[str] = (), at_least_zero: Sequence[str] = (), below_one: Sequence[str] = ()
 ) -> None:

@@ -1,4 +1,4 @@
-"""Records of what ranks have when an epoch is over: units of servers, living or dead, keys and settings of workers."""
+"""Records of what ranks have when an epoch is over: units of servers, living or dead, and keys of workers."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from mpips import compression, optimizers
-from mpips.compression import Compressor
-from mpips.keys.key import Key, Name
-from mpips.optimizers import Groups
+from mpips.keys.key import Key
 
 
 def copies_of(rank: int) -> int:
@@ -47,14 +44,6 @@ class Shelf(msgspec.Struct, array_like=True):
         return self.owner < 0
 
 
-class Settings(msgspec.Struct, array_like=True):
-    """Optimizers and compression of a server."""
-
-    default: bytes | None = None
-    own: list[tuple[int | str, bytes]] = []
-    compression: dict[str, str | int | float] | None = None
-
-
 class KeyCard(msgspec.Struct, array_like=True):
     """A key as a worker knows it."""
 
@@ -82,22 +71,6 @@ class Inventory(msgspec.Struct, array_like=True):
     """Whether processes of its node share cores."""
     changes: tuple[int, int, bytes] = (0, 0, b"")
     """On a worker: how many changes of settings it has begun, how many it has made, and the last one."""
-
-
-def encode_settings(groups: Groups, compressor: Compressor | None) -> bytes:
-    """Settings of a server as bytes."""
-    own: list[tuple[Name, bytes]] = [(name, optimizers.encode(one)) for name, one in groups.own.items()]
-    default = None if groups.default is None else optimizers.encode(groups.default)
-    chosen = None if compressor is None else compression.options(compressor)
-    return msgspec.msgpack.encode(Settings(default, own, chosen))
-
-
-def decode_settings(data: bytes) -> tuple[Groups, Compressor | None]:
-    """What `encode_settings` was given."""
-    said = msgspec.msgpack.decode(data, type=Settings)
-    default = None if said.default is None else optimizers.decode(said.default)
-    groups = Groups(default, {name: optimizers.decode(one) for name, one in said.own})
-    return groups, None if said.compression is None else compression.create(said.compression)
 
 
 def common_keys(said: Sequence[Inventory]) -> list[KeyCard]:

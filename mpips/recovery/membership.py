@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from mpips.keys.sharding import Interval
-
 
 class Before(NamedTuple):
     """What the ranks of an epoch were in the one before."""
@@ -32,7 +30,7 @@ class Roles(NamedTuple):
     num_workers: int
     num_servers: int
     spares: int
-    clients: tuple[Interval, ...]
+    clients: tuple[tuple[int, int], ...]
 
     @property
     def size(self) -> int:
@@ -63,9 +61,9 @@ def succession(old: Roles, lost: Collection[int], nodes: Sequence[int]) -> Succe
     return Succession((*origin, *spares), Roles(sum(sizes), left, len(spares), _intervals(sizes)))
 
 
-def _intervals(sizes: Sequence[int]) -> tuple[Interval, ...]:
+def _intervals(sizes: Sequence[int]) -> tuple[tuple[int, int], ...]:
     starts = [sum(sizes[:number]) for number in range(len(sizes))]
-    return tuple(Interval(start, start + size) for start, size in zip(starts, sizes) if size)
+    return tuple((start, start + size) for start, size in zip(starts, sizes) if size)
 
 
 def refusal(old: Roles, new: Succession) -> str:

@@ -66,6 +66,7 @@ def make(layout: Layout, said: Sequence[Inventory], lines: Sequence[Any]) -> Pla
     stays = _stays(layout, found.keys)
     places = parts_by_server(found.keys, layout.num_workers if layout.before is None else layout.before.num_workers)
     for key in keys:
+        key.round = found.keys[key.name].round
         parts = [(server, Interval(start, stop)) for server, start, stop in places[key.name]]
         cutting.cut(key, lines, new, parts if stays else None)
     holders = {shelf.owner: rank for rank, one in enumerate(said) for shelf in one.shelves}

@@ -15,8 +15,9 @@ from mpips.keys.key import Rounds
 from mpips.layout import Layout
 from mpips.optimizers import Groups, decode, decode_numbers
 from mpips.recovery import plan as planning
-from mpips.recovery.inventory import Inventory, decode_settings
+from mpips.recovery.inventory import Inventory
 from mpips.recovery.plan import Plan
+from mpips.recovery.settings import decode_settings
 from mpips.runtime.rendezvous import Meets, exchange
 from mpips.transport import frames
 from mpips.transport.frames import Change, Created

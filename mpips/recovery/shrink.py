@@ -6,20 +6,17 @@ A process may die at any moment, also while the others make new communicators, w
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Generic, NamedTuple, TypeVar
 
 from mpi4py import MPI
 
-from collectives.network.failures import Making, failed
+from collectives.network.failures import Making, deaths
 from mpips.runtime.errors import LostError
 
 T = TypeVar("T")
 DONE, DIED, FAILED = 0b11, 0b10, 0b00
 """How an attempt has ended. Of all ranks' words the bits that all have count."""
-DEATH_SECONDS = 1.0
-"""So long after an error the death that may have caused it is waited for."""
 
 
 class Attempt(NamedTuple, Generic[T]):
@@ -50,12 +47,7 @@ def attempt(world: MPI.Intracomm, make: Callable[[MPI.Intracomm], T]) -> Attempt
 
 
 def _verdict(left: MPI.Intracomm, error: BaseException) -> int:
-    deadline = time.monotonic() + DEATH_SECONDS
-    while not isinstance(error, LostError) and time.monotonic() < deadline:
-        if failed(left):
-            return DIED
-        time.sleep(1e-3)
-    return FAILED
+    return DIED if not isinstance(error, LostError) and deaths(left) else FAILED
 
 
 def _agreed(left: MPI.Intracomm, verdict: int) -> int:

@@ -261,7 +261,8 @@ class Served:
         placed = rebuild.place(layout, self._epoch, Placed())
         self._epoch.wait(lambda: MPI.Request.Testall(requests), "recover")
         self._serve([one.local for one in outlook.said[: layout.num_workers]])
-        self._setup.begin(outlook.plan, [one.where for one in placed])
+        plan = outlook.plan
+        self._setup.begin(plan.keys, plan.cutting, plan.cards, [one.where for one in placed])
         groups, compressor, changes = outlook.after([one.refusal for one in placed])
         self._settings.begin(Changes(*changes), groups)
         self._push.residuals = _residuals(old, outlook.plan.keys, compressor, Changes(*changes))

@@ -19,7 +19,6 @@ from collectives.node.arena import Region
 from mpips.keys.key import Key, Name
 from mpips.keys.shard import Shard
 from mpips.layout import Layout
-from mpips.recovery.plan import Plan
 from mpips.runtime.epoch import Epoch
 from mpips.runtime.tasks import Task
 from mpips.served.cutting import Cards, Cutting
@@ -171,21 +170,21 @@ class Setup:
         """The keys that this worker has when the epoch is over: those of `known` that nobody was about to forget."""
         return [key for name, key in self.keys.items() if name in known and name not in self._going]
 
-    def begin(self, plan: Plan, placed: Sequence[frames.Created | None]) -> None:
-        """The next epoch's keys, and where servers keep them. The link is new."""
-        for made in plan.keys:
-            chosen = plan.found.keys[made.name]
-            made.round = chosen.round
-            for shard in made.shards:
-                shard.told = chosen.round
-        shards = {shard.number: shard for key in plan.keys for shard in key.shards}
+    def begin(
+        self, keys: Sequence[Key], cutting: Cutting, cut: Cards, placed: Sequence[frames.Created | None]
+    ) -> None:
+        """The next epoch's keys, cut so, and where servers keep them. The link is new."""
+        for key in keys:
+            for shard in key.shards:
+                shard.told = key.round
+        shards = {shard.number: shard for key in keys for shard in key.shards}
         for server, where in enumerate(placed):
             if where is not None and self._link.lines[server].local:
-                cards = plan.cards[server]
+                cards = cut[server]
                 _attach([shards[card.number] for card in cards], cards, where)
-        self.keys = {key.name: key for key in plan.keys}
-        self._cutting = plan.cutting
-        for key in plan.keys:
+        self.keys = {key.name: key for key in keys}
+        self._cutting = cutting
+        for key in keys:
             self._link.add(key)
 
 

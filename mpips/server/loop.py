@@ -26,11 +26,12 @@ from mpips.mirrors.mirror import Mirror
 from mpips.optimizers import Groups
 from mpips.recovery import fill, rebuild
 from mpips.recovery.fill import Reached
-from mpips.recovery.inventory import Inventory, Shelf, encode_settings
+from mpips.recovery.inventory import Inventory, Shelf
 from mpips.recovery.memory.held import Held, Settled
 from mpips.recovery.memory.ledger import Ledger
 from mpips.recovery.memory.units import Memory, holding
 from mpips.recovery.rebuild import Placed
+from mpips.recovery.settings import encode_settings
 from mpips.runtime.epoch import Epoch
 from mpips.server.late import Late
 from mpips.server.reduce import Reduce

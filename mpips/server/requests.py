@@ -13,8 +13,8 @@ import numpy as np
 
 from mpips import compression, optimizers
 from mpips.compression import Compressor
-from mpips.recovery.inventory import encode_settings
 from mpips.recovery.memory.units import Memory
+from mpips.recovery.settings import encode_settings
 from mpips.server.snapshot import Snapshots
 from mpips.server.state import State
 from mpips.server.unit import Unit

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from collectives.errors import CollectiveError
 from mpips.keys.row_sparse import RowSparse, update_rows
-from mpips.optimizers.base import Optimizer, State, initial
+from mpips.optimizers.base import Optimizer, State, initial, state_dtypes
 from mpips.recovery.memory.undo import Undo, with_state
 
 Array = NDArray[Any]
@@ -206,7 +206,7 @@ class Unit:
         """From the next update on; its state begins anew."""
         self.optimizer, self.state, self.step = optimizer, None, 0
         if self.undo is not None:
-            self.undo = with_state(self.undo, optimizer)
+            self.undo = with_state(self.undo, state_dtypes(optimizer, self.stored.dtype))
 
     def put_state(self, state: State | None, step: int) -> None:
         """Another state of the optimizer, from outside; None: it begins anew."""

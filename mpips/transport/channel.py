@@ -12,7 +12,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from collectives.network.requests import keep
+from collectives.network.requests import keep, over
 from mpips.runtime.tasks import Task
 from mpips.transport.frames import FRAME, FRAME_BYTES, NOWHERE, ROUND, ROUND_AT, WITH_BODY, Frame
 from mpips.transport.tags import TAG_BODY, TAG_FRAME
@@ -132,6 +132,12 @@ class Exchange:
             self._known.pop(id(self), None)
         return left
 
+    def left(self) -> int:
+        """The same when the epoch is over: messages to and from the dead are, too."""
+        self.receives = [request for request in self.receives if not over(request)]
+        self.sends = [request for request in self.sends if not over(request)]
+        return len(self.receives) + len(self.sends)
+
     def wait(self) -> Task[None]:
         """Wait until it is over."""
         before = len(self.receives) + len(self.sends)
@@ -162,7 +168,7 @@ class UnderWay:
         its memory until MPI is through with it. Not to be begun or waited for again before the next epoch."""
         self.cancel()
         until = time.monotonic() + seconds
-        while self.pending() and time.monotonic() < until:
+        while self.left() and time.monotonic() < until:
             time.sleep(LOOK_SECONDS)
         return self.leave()
 
@@ -175,9 +181,13 @@ class UnderWay:
         """How many messages are under way."""
         return sum(exchange.pending() for exchange in list(self._open.values()))
 
+    def left(self) -> int:
+        """The same when the epoch is over: messages to and from the dead are, too."""
+        return sum(exchange.left() for exchange in list(self._open.values()))
+
     def leave(self) -> bool:
         """Forget all; what is under way is kept with its memory until MPI is through with it. Whether nothing was."""
-        left = [exchange for exchange in list(self._open.values()) if exchange.pending()]
+        left = [exchange for exchange in list(self._open.values()) if exchange.left()]
         for exchange in left:
             keep(exchange.receives + exchange.sends)
         self._open.clear()

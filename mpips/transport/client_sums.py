@@ -16,6 +16,7 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
+from collectives.network.failures import failed, tell
 from collectives.network.requests import keep
 from collectives.schedule.model import cut
 from mpips.runtime.tasks import Task
@@ -52,7 +53,7 @@ class ClientSums:
             way.cancel()
         begun = time.monotonic()
         while not quiet.all_quiet():
-            sending = sum(way.pending() for way in ways)
+            sending = sum(way.left() for way in ways)
             waited = time.monotonic() - begun
             if not sending or waited > QUIET_SECONDS:
                 quiet.say()
@@ -148,15 +149,19 @@ class _Quiet:
         if not self._said:
             self._said = True
             others = set(range(self._comm.Get_size())) - {self._comm.Get_rank()}
-            keep([self._comm.Isend(bytearray(), to, QUIET_TAG) for to in others])
+            tell(self._comm, b"", sorted(others), QUIET_TAG)
 
     def all_quiet(self) -> bool:
         """Take in and drop what has come; whether nobody sends any more."""
         status = MPI.Status()
-        while (message := self._comm.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, status)) is not None:
-            keep([message.Irecv([bytearray(status.Get_count(MPI.BYTE)), MPI.BYTE])])
-            if status.Get_tag() == QUIET_TAG:
-                self._others.discard(status.Get_source())
+        try:
+            while (message := self._comm.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, status)) is not None:
+                keep([message.Irecv([bytearray(status.Get_count(MPI.BYTE)), MPI.BYTE])])
+                if status.Get_tag() == QUIET_TAG:
+                    self._others.discard(status.Get_source())
+        except MPI.Exception:  # a member has died
+            self._comm.Ack_failed()
+        self._others.difference_update(failed(self._comm))
         return self._said and not self._others
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from collectives.network.requests import keep
+from collectives.network.requests import keep, over
 from mpips.keys.row_sparse import RowSparse
 from mpips.transport.buffers import Buffers
 from mpips.transport.channel import LOOK_SECONDS, MessageLine
@@ -172,13 +172,17 @@ class Receiver:
         distant = [line for line in lines if isinstance(line, MessageLine)]
         dropped: list[MPI.Request] = []
         until = time.monotonic() + DRAIN_SECONDS
-        while distant and time.monotonic() < until:
-            for line in distant:
-                dropped += [request for data in line.read() for request in self._drop(line, Frame.of(data))]
+        heard = list(distant)
+        while heard and time.monotonic() < until:
+            for line in list(heard):
+                try:
+                    dropped += [request for data in line.read() for request in self._drop(line, Frame.of(data))]
+                except MPI.Exception:  # its worker has died
+                    heard.remove(line)
             time.sleep(LOOK_SECONDS)
         receives = [*self._coming.values(), *dropped]
         for request in receives:
-            if not request.Test():
+            if not over(request):
                 request.Cancel()
         keep([*receives, *(request for shipment in self._shipping for request in shipment.requests)])
         for line in distant:

@@ -7,6 +7,7 @@ changed. Whatever goes wrong after that ends the epoch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import msgspec
@@ -24,6 +25,7 @@ from mpips.optimizers import Groups, Optimizer
 from mpips.runtime import rendezvous
 from mpips.runtime.engine import Engine, Handle
 from mpips.runtime.epoch import Epoch
+from mpips.runtime.errors import EpochError
 from mpips.runtime.rendezvous import Items
 from mpips.runtime.tasks import Task, kept
 from mpips.worker.backend import Backend, Recovered
@@ -181,6 +183,19 @@ class Settings:
         self.groups, self.compressor = recovered.groups, recovered.compressor
         self.repeats = self.layout.survives
         return recovered.rounds
+
+    def meet_to_close(self) -> None:
+        """Wait until all workers close the store: where one dies before, the others may need this one to go on. Whether
+        they have come or not, nothing is left to be waited for then."""
+        with suppress(EpochError):
+            self.engine.finish(detached=True)
+            while self.epoch.over is None:
+                try:
+                    with self.operations.guard("close"):
+                        rendezvous.exchange(self.epoch, b"", "close")
+                    return
+                except EpochError:
+                    self.recover()
 
     def closing(self) -> list[Callable[[], None]]:
         """No calls are made from now on: what is to be done at the end, in this order, each though another fails."""

@@ -51,7 +51,7 @@ class Book(msgspec.Struct, array_like=True):
 
     units: list[Entry]
     settings: bytes
-    """Its optimizers and its compression, as `inventory.Settings`."""
+    """Its optimizers and its compression, see `recovery.settings`."""
 
 
 class Ledger:

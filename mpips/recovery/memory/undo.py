@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.node import arena
-from mpips.optimizers.base import Optimizer
 
 Array = NDArray[Any]
 WORDS = 16
@@ -181,20 +180,20 @@ class Undo:
             array[:mark] = copy[:mark]
 
 
-def new(stored: Array, row_elements: int, optimizer: Optimizer | None, words: Any) -> Undo:
-    """An undo copy of a unit with these values, at round 0 and without state; `words` are zeros."""
+def new(stored: Array, row_elements: int, states: Sequence[np.dtype], words: Any) -> Undo:
+    """An undo copy of a unit with these values, at round 0, and with memory for a state of these dtypes, but none yet;
+    `words` are zeros."""
     count = stored.size // row_elements if row_elements >= SPARSE_ROW else 0
     rows = arena.empty(count, np.int64) if count else None
     first = Undo([stored], [arena.empty(stored.shape, stored.dtype)], words, rows, row_elements)
-    return with_state(first, optimizer)
+    return with_state(first, states)
 
 
-def with_state(undo: Undo, optimizer: Optimizer | None) -> Undo:
-    """The same unit with new memory for an optimizer's state, which does not hold any yet."""
+def with_state(undo: Undo, states: Sequence[np.dtype]) -> Undo:
+    """The same unit with new memory for an optimizer's state of these dtypes, which does not hold any yet."""
     undo.stated(None)
     values = undo.arrays[0]
-    dtypes = [] if optimizer is None else [array.dtype for array in optimizer.init(np.zeros(1, values.dtype))]
-    state, copies = ([arena.empty(values.shape, dtype) for dtype in dtypes] for _ in range(2))
+    state, copies = ([arena.empty(values.shape, dtype) for dtype in states] for _ in range(2))
     return Undo([values, *state], [undo.copies[0], *copies], undo.words, undo.rows, undo.row_elements)
 
 

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from collectives.node import arena
 from collectives.node.arena import Region
-from mpips.optimizers import Groups
+from mpips.optimizers.base import state_dtypes
+from mpips.optimizers.groups import Groups
 from mpips.recovery.inventory import Holding, dtype_names
 from mpips.recovery.memory import ledger, undo
 from mpips.recovery.memory.ledger import Book, Ledger
@@ -69,7 +70,7 @@ class Memory:
     def _undo(self, card: UnitCard, stored: Array, groups: Groups, journal: memoryview) -> Undo | None:
         if self.ledger is None:
             return None
-        return undo.new(stored, card.row_elements, groups.of(card.key), journal)
+        return undo.new(stored, card.row_elements, state_dtypes(groups.of(card.key), stored.dtype), journal)
 
     def _again(self, old: Unit, journal: memoryview) -> Undo | None:
         """The undo copy of an old unit, with words of its own: the old ones stay true until the next epoch begins."""

@@ -104,7 +104,7 @@ def test_all_ranks_hear_of_the_end_within_a_second_and_the_next_epoch_works(node
                 late()
             assert str(told.value) == sentence
         assert epoch.over is not None and epoch.flag[0]
-        assert epoch.renew() and epoch.number == 1 and epoch.over is None
+        assert epoch.renew(lambda: True) and epoch.number == 1 and epoch.over is None
         works(layout, epoch)
         epoch.close()
 
@@ -121,7 +121,7 @@ def test_what_was_sent_in_one_epoch_is_not_heard_in_the_next(nodes):
             else:
                 time.sleep(0.05)
                 epoch.end("a push", CollectiveError("it is over"))
-            assert epoch.renew() and epoch.number == number
+            assert epoch.renew(lambda: True) and epoch.number == number
             works(layout, epoch)
             assert not layout.world.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
             WORLD.Barrier()
@@ -137,7 +137,7 @@ def test_functions_of_the_end_run_once_on_each_rank_and_in_each_epoch():
                 with pytest.raises(EpochError):
                     raise epoch.end("a push", CollectiveError("it is over"))
             assert ran == [True] * number
-            epoch.renew()
+            epoch.renew(lambda: True)
         epoch.close()
 
 
@@ -146,7 +146,7 @@ def test_a_rank_that_recovers_though_nothing_has_failed_ends_the_epoch():
         if RANK != FIRST:
             with pytest.raises(EpochError, match="rank 0 calls recover"), epoch.failing("barrier"):
                 rendezvous.exchange(epoch, b"", "barrier", everybody=True)
-        assert epoch.renew()
+        assert epoch.renew(lambda: True)
         works(layout, epoch)
         epoch.close()
 
@@ -158,11 +158,11 @@ def test_who_recovers_while_another_closes_is_told_so_and_a_server_leaves(nodes)
         if RANK == FIRST:
             epoch.close()
         elif layout.is_server:
-            assert epoch.renew() is False
+            assert epoch.renew(lambda: True) is None
             epoch.close()
         else:
             with pytest.raises(EpochError, match=r"rank 0 .*closed .*cannot be recovered"):
-                epoch.renew()
+                epoch.renew(lambda: True)
             epoch.close()
 
 
@@ -173,10 +173,10 @@ def test_who_waits_too_long_for_others_to_recover_is_told_so_and_may_come_again(
         if RANK != FIRST and not layout.is_server:
             late = rf"recover has waited for 0\.5 s: rank{'s' if P > 2 else ''} 0"
             with pytest.raises(EpochStallError, match=late), epoch.failing("recover"):
-                epoch.renew()
+                epoch.renew(lambda: True)
         WORLD.Barrier()
         epoch.limits = Limits(60, 30)
-        assert epoch.renew()
+        assert epoch.renew(lambda: True)
         works(layout, epoch)
         epoch.close()
 
@@ -284,7 +284,7 @@ def test_all_raise_the_same_where_two_end_it_at_once():
         WORLD.Barrier()
         raised = epoch.end("a push", CollectiveError(f"rank {RANK} has made a mistake"))
         assert len(set(WORLD.allgather(str(raised)))) == 1
-        assert epoch.renew()
+        assert epoch.renew(lambda: True)
         epoch.close()
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from launch.presence import SPARE_FILES, Presence
+from launch.running.presence import SPARE_FILES, Presence
 from mpips import world
 
 RANK = """
@@ -70,7 +70,7 @@ def test_the_first_death_is_told(presence: Presence) -> None:
     first.kill()
     os.waitid(os.P_PID, first.pid, os.WEXITED | os.WNOWAIT)
     presence.look()
-    assert presence.deaths[0] == (1, signal.SIGKILL)
+    assert presence.deaths[0] == (1, signal.SIGKILL, "")
     for process in (first, second):
         process.communicate()
 
@@ -86,7 +86,8 @@ def test_a_death_knows_a_signal_from_an_exit_code(presence: Presence) -> None:
     third.communicate()  # its parent has heard first
     presence.look()
     found = {death.rank: (death.code, death.signal) for death in presence.deaths}
-    assert found == {0: (9, 0), 1: (None, signal.SIGKILL), 2: (None, 0)}
+    assert found.pop(2) in ((9, 0), (None, 0))  # a younger kernel knows
+    assert found == {0: (9, 0), 1: (None, signal.SIGKILL)}
     for process in (first, second):
         process.communicate()
 

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from launch import process as launcher
-from launch.presence import Death
+from launch.running import verdict
+from launch.running.presence import Death
 
 ROOT = Path(__file__).parents[3]
 WATCH = """
 import sys
-from launch import process
+from launch.running import process
 process.GRACE = 0.5
 sys.exit(process.wait([sys.executable, '-c', *sys.argv[1:]], name='mpips run'))
 """
@@ -48,7 +48,7 @@ time.sleep(600)
 """
 HOPEFUL = """
 import sys
-from launch import process
+from launch.running import process
 process.LOOK_SECONDS = 0.1
 looks = []
 code = process.wait([sys.executable, "-c", sys.argv[1]], lambda: looks.append(0) or len(looks) == int(sys.argv[2]))
@@ -65,15 +65,17 @@ variables = lambda rank: {**os.environ, "OMPI_COMM_WORLD_RANK": str(rank), "OMPI
 run = [sys.executable, "-m", "mpips", "-c"]
 started = [subprocess.Popen([*run, line], env=variables(i), start_new_session=True) for i, line in enumerate(ranks)]
 for rank in started: rank.wait()
+signal.sigtimedwait([], float(os.environ.get("LAUNCHER_LASTS", "0")))
 sys.exit(int(os.environ.get("LAUNCHER_CODE", "0")))
 """
 JOB = """
 import sys
-from launch import process
-process.LOOK_SECONDS, process.AFTER_A_DEATH, process.AFTER_A_FAILURE = 0.1, 1, limit  # in vain for so long
+from launch.running import process, verdict
+process.LOOK_SECONDS, verdict.AFTER_A_DEATH, verdict.AFTER_A_FAILURE = 0.1, 1, limit  # in vain for so long
 code = process.wait([sys.executable, "-c", *sys.argv[1:]], name="mpips run", roles=["worker", "server"], here=2)
 sys.exit(code)
 """
+SURVIVING = JOB.replace("here=2", "here=2, spares=0")
 UP = "import os, signal, time; os.write(1, b'up\\n'); "
 
 
@@ -166,9 +168,9 @@ def test_a_job_is_ended_when_it_has_become_hopeless_only(code: str, hopeless_at:
     assert done.stdout.strip().endswith(said), done.stderr
 
 
-def job(*ranks: str, after_a_failure: float = 20.0) -> subprocess.Popen[str]:
+def job(*ranks: str, after_a_failure: float = 20.0, program: str = JOB) -> subprocess.Popen[str]:
     """A job of ranks under an mpirun that waits for the others when one has died, and says 0 whatever happened."""
-    command = [sys.executable, "-c", f"limit = {after_a_failure}\n{JOB}", LAUNCHER, *ranks]
+    command = [sys.executable, "-c", f"limit = {after_a_failure}\n{program}", LAUNCHER, *ranks]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True, preexec_fn=heed)
 
@@ -251,7 +253,7 @@ def test_a_signal_for_a_job_whose_ranks_are_not_known_goes_to_the_job() -> None:
 
 def test_signals_are_ours_again_after_a_job() -> None:
     code = (
-        "import signal, sys\nfrom launch import process\n"
+        "import signal, sys\nfrom launch.running import process\n"
         "process.wait([sys.executable, '-c', '1'])\n"
         "print(signal.pthread_sigmask(signal.SIG_BLOCK, []))"
     )
@@ -303,4 +305,49 @@ def test_what_a_killed_mpirun_left_is_not_in_the_way_of_one_with_its_number(tmp_
     (None, 163, "ended without a word"), (None, 0, "ended without a word"),
 ])  # fmt: skip
 def test_what_is_said_of_a_death_is_sure(status: int | None, code: int, said: str) -> None:
-    assert launcher._how_it_ended(Death(1, status), code) == said
+    assert verdict._how_it_ended(Death(1, status), code) == said
+
+
+STARTED = f"from mpips.ending import status; status._lines[0].started(); {UP}"
+DIES = f"{STARTED}time.sleep(0.3); os.kill(os.getpid(), signal.SIGKILL)"
+TOLD = "mpips: rank 1 (server) was ended by SIGKILL; the others go on\n"
+OLD = TOLD.replace("was ended by SIGKILL", "ended without a word")  # of a kernel that does not keep it
+
+
+def test_where_others_go_on_a_death_is_told_and_the_rest_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LAUNCHER_CODE", "1")
+    process = job(f"{STARTED}time.sleep(2); print('well')", DIES, program=SURVIVING)
+    out, said = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert said in (TOLD, OLD)
+    assert out.endswith("well\n")
+
+
+def test_a_failure_after_a_death_gives_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = job(f"{STARTED}time.sleep(1); raise SystemExit(4)", DIES, program=SURVIVING)
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 4
+    assert said.startswith((TOLD, OLD))
+    assert "exit 4 on rank 0 of 2" in said
+
+
+@pytest.mark.parametrize("survivor, code", [(STARTED, 0), (DIES, 137)])
+def test_an_mpirun_that_does_not_end_with_its_ranks_is_ended(
+    monkeypatch: pytest.MonkeyPatch, survivor: str, code: int
+) -> None:
+    monkeypatch.setenv("LAUNCHER_LASTS", "600")
+    process = started(job(survivor, DIES, program=SURVIVING))
+    begun = time.monotonic()
+    said = process.communicate(timeout=60)[1]
+    assert time.monotonic() - begun < 20
+    assert process.returncode in (code, min(code, 1))  # 1 where the kernel does not keep how they ended
+    assert ("no rank is left that works: the job has ended" in said) == (code > 0)
+
+
+def test_a_rank_that_hangs_after_its_goodbye_has_ended_well() -> None:
+    hangs = "class Hangs:\n    def __del__(self, sleep=time.sleep): sleep(600)\nos.hangs = Hangs()"
+    process = started(job(f"{STARTED}time.sleep(1)\n{hangs}", DIES, program=SURVIVING))
+    begun = time.monotonic()
+    process.communicate(timeout=60)
+    assert time.monotonic() - begun < 20
+    assert process.returncode == 0

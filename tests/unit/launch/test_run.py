@@ -18,8 +18,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from collectives.benchmark.wanted import CASES
-from launch import Launcher, LauncherError, Machine, cli, machine, network, process, run
+from launch import Launcher, LauncherError, Machine, cli, machine, network, run
 from launch.hosts import Placed
+from launch.running import process
 from mpips.__main__ import COMMANDS
 
 HYDRA = "HYDRA build details:\n    Version: 4.2.1"

@@ -20,7 +20,8 @@ def roles(workers, servers, spares, clients):
 
 def role(roles, rank):
     """The role of a rank, by name."""
-    return "worker" if rank < roles.num_workers else "server" if rank < roles.num_workers + roles.num_servers else "spare"
+    ends = {"worker": roles.num_workers, "server": roles.num_workers + roles.num_servers, "spare": roles.size}
+    return next(name for name, end in ends.items() if rank < end)
 
 
 @pytest.mark.parametrize("workers, servers, spares, clients", SIZES)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from collectives.errors import of_caller
-from mpips.runtime import last_words
+from mpips.ending import last_words
 
 
 def ours(code: str) -> Callable[..., Any]:

@@ -24,6 +24,7 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING
 
 from collectives.errors import is_ours
+from mpips.ending.finalize import survives
 from mpips.world import launched_as
 
 if TYPE_CHECKING:
@@ -121,11 +122,9 @@ def end(what: str, text: str = "", code: int = 1, same: Hashable = None, told: b
         os.write(2, f"mpips: {what} on {_where(world.rank, others, world.size)}: the job ends\n".encode())
         time.sleep(LAST_WORDS)
     else:
-        from collectives.network.failures import tell
-        from collectives.network.requests import outstanding
-
-        tell(world, mark, [sayer], SHARED)
-        _wait(ABORTED, lambda: outstanding() and False)  # the rank that says it ends all
+        with suppress(MPI.Exception):
+            message = world.Isend(bytearray(mark), sayer, SHARED)
+            _wait(ABORTED, lambda: message.Test() and False)  # the rank that says it ends all
     world.Abort(code)
 
 
@@ -218,28 +217,52 @@ def _sayer(world: MPI.Comm, mark: bytes, told: bool) -> int | None:
 
 def _tell(world: MPI.Comm, mark: bytes) -> int:
     """Tells all others that this rank says it; the number of those that have it, too."""
-    from collectives.network.failures import tell
-    from collectives.network.requests import outstanding
+    from mpi4py import MPI
 
-    if world.size == 1:
-        return 0
-    tell(world, mark, [rank for rank in range(world.size) if rank != world.rank], SAID)
+    others = set(range(world.size)) - {world.rank}
     ranks: set[int] = set()
+    messages: list[MPI.Request] = []
+    for rank in others:
+        with suppress(MPI.Exception):  # to one that has died
+            messages.append(world.Isend(bytearray(mark), rank, SAID))
 
     def all_have() -> bool:
-        outstanding()
+        for message in messages:
+            with suppress(MPI.Exception):
+                message.Test()
         ranks.update(rank for rank, _ in _receive(world, SHARED))
-        return len(ranks) == world.size - 1
+        return ranks >= others - _dead(world)
 
     _wait(PATIENCE, all_have)
     return len(ranks)
 
 
-def _receive(world: MPI.Comm, tag: int) -> Iterator[tuple[int, bytes]]:
-    from collectives.network.failures import received
+def _dead(world: MPI.Comm) -> set[int]:
+    """Ranks that have died, where others outlive them; all, where MPI has failed and nobody can be heard."""
+    from mpi4py import MPI
 
-    while (message := received(world, tag)) is not None:
-        yield message
+    if not survives():
+        return set()
+    try:
+        return set(world.Get_failed().Translate_ranks(None, world.Get_group()))
+    except MPI.Exception:
+        return set(range(world.size))
+
+
+def _receive(world: MPI.Comm, tag: int) -> Iterator[tuple[int, bytes]]:
+    from mpi4py import MPI
+
+    status = MPI.Status()
+    try:
+        while world.Iprobe(MPI.ANY_SOURCE, tag, status):
+            mark = bytearray(DIGEST_BYTES)
+            world.Recv(mark, status.source, tag)
+            yield status.source, bytes(mark)
+    except MPI.Exception:  # a rank has died: from the next look on it is passed over
+        if not survives():
+            raise
+        with suppress(MPI.Exception):
+            world.Ack_failed()
 
 
 def _wait(seconds: float, done: Callable[[], object]) -> None:

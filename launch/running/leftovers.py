@@ -1,10 +1,14 @@
-"""What jobs that were killed have left on this machine: shared memory and session folders that nobody uses any more."""
+"""What jobs that were killed have left on this machine: shared memory and session folders that nobody uses any more.
+
+`look` counts it, `drop` removes what is left of one job.
+"""
 
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -35,19 +39,43 @@ def kinds() -> tuple[Kind, ...]:
 
 def look(searched: tuple[Kind, ...]) -> list[dict[str, object]]:
     """What of each kind lies there, is this user's, and no process has open: JSON-serialisable."""
-    sizes = {kind: _sizes(kind) for kind in searched}
-    if any(sizes.values()):
-        folders = tuple(f"{kind.folder.resolve()}/" for kind in searched)
-        used = {name for name in _opened() if name.startswith(folders)}
-        for found in sizes.values():
-            for path in [path for path in found if _is_used(path, used)]:
-                del found[path]
+    sizes = _unused(searched)
     return [
         {"mpi": kind.mpi, "what": kind.what, "place": str(kind.folder), "count": len(found),
          "bytes": sum(found.values()), "remove": _command(kind, list(found))}
         for kind, found in sizes.items()
         if found
     ]  # fmt: skip
+
+
+def drop(mpirun: int, began: float) -> None:
+    """Remove what is left of a job that has ended: its mpirun had this number, and all of it was made since `began`.
+
+    MPIs do not say whose a file is. So those of this user go that are as new and that no process has open.
+    """
+    drop_session(mpirun)
+    files = [kind for kind in kinds() if kind.folder == SHARED]
+    for path in (path for found in _unused(files).values() for path in found):
+        with suppress(OSError):
+            if path.stat().st_ctime >= began:
+                path.unlink()
+
+
+def drop_session(mpirun: int) -> None:
+    """Remove what Open MPI's mpirun with this number has left: where it is there, another one does not start."""
+    shutil.rmtree(Path(tempfile.gettempdir(), f"ompi.{mpirun}"), ignore_errors=True)
+
+
+def _unused(searched: Iterable[Kind]) -> dict[Kind, dict[Path, int]]:
+    """What of each kind lies there that no process has open, and its bytes."""
+    sizes = {kind: _sizes(kind) for kind in searched}
+    if any(sizes.values()):
+        folders = tuple(f"{kind.folder.resolve()}/" for kind in sizes)
+        used = {name for name in _opened() if name.startswith(folders)}
+        for found in sizes.values():
+            for path in [path for path in found if _is_used(path, used)]:
+                del found[path]
+    return sizes
 
 
 def _sizes(kind: Kind) -> dict[Path, int]:
@@ -73,11 +101,11 @@ def _command(kind: Kind, found: list[Path]) -> str:
 
 
 def _opened() -> Iterator[str]:
-    """Files that processes of this user have open or mapped."""
+    """Files that processes of this user have open or mapped. Who makes one opens it, maps it, and then closes it."""
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            for line in (process / "maps").read_text(errors="replace").splitlines():
-                yield line.split(maxsplit=5)[-1]
             for link in (process / "fd").iterdir():
                 with suppress(OSError):
                     yield os.readlink(link)
+            for line in (process / "maps").read_text(errors="replace").splitlines():
+                yield line.split(maxsplit=5)[-1]

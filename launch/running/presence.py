@@ -1,18 +1,21 @@
 """Which ranks of a job are alive, and which died: each one on this machine tells the command that started it.
 
 A rank that `python -m mpips` runs connects to a socket without a name in any folder and says its number, then that it
-fails, and with which exit code, or, when it has ended well, goodbye. What ends without a word has died. Ranks on other
-hosts cannot be heard.
+fails, and with which exit code, or, when it has ended well, goodbye. In between it says that MPI has started, and a
+spare says its role when it gets one. What ends without a word has died. Ranks on other hosts cannot be heard.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import resource
 import select
 import socket
+import struct
 import sys
 import uuid
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,13 +24,17 @@ from mpips import world
 CREDENTIALS = 12  # bytes of SO_PEERCRED: pid, user, group
 SPARE_FILES = 64  # that this process may yet need to open
 MOST_BYTES = 4096  # of words at once; they are few
+PIDFD_INFO = struct.Struct("Q52xi")  # what is asked for and what is told, and last the status
+PIDFD_INFO_EXIT, PIDFD_GET_INFO = 8, 3 << 30 | PIDFD_INFO.size << 16 | 0xFF << 8 | 11
 
 
 class Death(NamedTuple):
-    """The end of a rank that said no goodbye. `status` is as wait(2) tells it, None where its parent heard it first."""
+    """The end of a rank that said no goodbye. `status` is as wait(2) tells it, None where its parent heard it first and
+    the kernel, older than 6.15, does not keep it. `role`: the one that it has said to have got."""
 
     rank: int
     status: int | None
+    role: str = ""
 
     @property
     def code(self) -> int | None:
@@ -47,7 +54,8 @@ class Rank:
         self.line = line
         peer = line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS)
         self.number, self.pid, self.descriptor = -1, int.from_bytes(peer[:4], sys.byteorder), -1
-        self.well = self.gone = False
+        self.role = ""
+        self.well = self.gone = self.fails = False
 
     def words(self) -> list[bytes]:
         """What it has said since. It has `gone` once its end of the line is closed."""
@@ -69,13 +77,18 @@ class Rank:
 class Presence:
     """The ranks of one job, of which `here` are sure to start on this machine. Closed by `close`.
 
-    `deaths` are in their order. `code` is the exit code with which a rank failed before any died; None where none did.
+    `deaths` are in their order. `code` is the exit code with which the first rank failed; None where none did, or, but
+    for `survives`, where others had died before. `failed`: that rank has ended. `well`: how many have said goodbye and
+    have ended. `started`: whether one has said that MPI has, which needs all.
     """
 
-    def __init__(self, here: int) -> None:
+    def __init__(self, here: int, survives: bool = False) -> None:
+        self.here = here
         self.deaths: list[Death] = []
         self.code: int | None = None
-        self._here, self._left = here, 0
+        self.well = 0
+        self.failed = self.started = False
+        self._survives, self._gone = survives, set[int]()
         self._name = f"mpips-ranks-{uuid.uuid4().hex}"
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         self._listener.bind(f"\0{self._name}")
@@ -106,12 +119,19 @@ class Presence:
     def everyone_left_well(self) -> bool:
         """Have all ranks that are sure to be here said goodbye, and none died?"""
         self.look()
-        return not self.deaths and not self._alive and self._left >= self._here
+        return not self.deaths and not self._alive and self.well >= self.here
+
+    def is_idle(self, working: Iterable[int]) -> bool:
+        """Have all of these ranks ended or said goodbye, and has none of the others, which are spares, got a role?"""
+        over = self._gone | {rank.number for rank in self._alive.values() if rank.well}
+        return all(number in over for number in working) and all(
+            rank.well or not rank.role for rank in self._alive.values()
+        )
 
     def pids(self) -> list[int]:
         """The processes of the ranks that live, where all that are sure to be here have been heard; else none."""
-        heard = len(self._alive) + self._left
-        return [rank.pid for rank in self._alive.values()] if heard == self._here else []
+        heard = len(self._alive) + self.well + len(self.deaths) * self._survives
+        return [rank.pid for rank in self._alive.values()] if heard == self.here else []
 
     def close(self) -> None:
         for rank in {*self._lines.values(), *self._alive.values()}:
@@ -130,23 +150,27 @@ class Presence:
         self._poll.register(line, select.EPOLLIN)
 
     def _listen(self, rank: Rank) -> None:
-        for word in rank.words():
-            self._take(rank, *word.split())
+        self._take(rank)
         if rank.gone:
             self._poll.unregister(rank.line)
             del self._lines[rank.line.fileno()]
             if rank.descriptor < 0:  # it had ended before it could be watched
-                self._left += rank.well
-                rank.close()
+                self._leave(rank, None)
 
-    def _take(self, rank: Rank, word: bytes, number: bytes = b"0") -> None:
-        if word == world.PRESENT:
-            rank.number = int(number)
-            self._enter(rank)
-        elif word == world.GOODBYE:
-            rank.well = True
-        elif word == world.FAILING and self.code is None and not self.deaths:
-            self.code = int(number)
+    def _take(self, rank: Rank) -> None:
+        for line in rank.words():
+            word, _, more = line.partition(b" ")
+            if word == world.PRESENT:
+                rank.number = int(more)
+                self._enter(rank)
+            elif word == world.STARTED:
+                self.started = True
+            elif word == world.ROLE:
+                rank.role = more.decode(errors="replace")
+            elif word == world.GOODBYE:
+                rank.well = True
+            elif word == world.FAILING and self.code is None and (self._survives or not self.deaths):
+                self.code, rank.fails = int(more), True
 
     def _enter(self, rank: Rank) -> None:
         try:
@@ -158,14 +182,31 @@ class Presence:
 
     def _bury(self, rank: Rank) -> None:
         status = _status(rank.pid)
-        for word in rank.words():
-            self._take(rank, *word.split())
-        if rank.well or status == 0:
-            self._left += 1
-        else:
-            self.deaths.append(Death(rank.number, status))
+        if status is None:
+            status = _status_of_old(rank.descriptor)
+        self._take(rank)
         self._lines.pop(rank.line.fileno(), None)
+        self._leave(rank, status)
+
+    def _leave(self, rank: Rank, status: int | None) -> None:
+        if rank.well or status == 0:
+            self.well += 1
+        elif rank.number >= 0:
+            self.deaths.append(Death(rank.number, status, rank.role))
+        self._gone.add(rank.number)
+        self.failed = self.failed or rank.fails
         rank.close()  # closed files leave the poll by themselves
+
+
+def _status_of_old(descriptor: int) -> int | None:
+    """The same of a process whose parent has heard, by its pidfd; None where the kernel does not tell."""
+    answer = bytearray(PIDFD_INFO.pack(PIDFD_INFO_EXIT, 0))
+    try:
+        fcntl.ioctl(descriptor, PIDFD_GET_INFO, answer)
+    except OSError:
+        return None
+    mask, status = PIDFD_INFO.unpack(answer)
+    return status if mask & PIDFD_INFO_EXIT else None
 
 
 def _status(pid: int) -> int | None:

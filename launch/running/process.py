@@ -1,0 +1,153 @@
+"""A job as our child: signals reach it, its exit code becomes ours, and nothing of it on this machine outlives us.
+
+What the end of a rank means for the job says `verdict`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import os
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from launch.running import descendants, leftovers
+from launch.running.presence import Presence
+from launch.running.signals import Heard, HeldSignals
+from launch.running.verdict import End, OneDeathEnds, OthersGoOn, Verdict
+
+INTERRUPTED = 128 + signal.SIGINT
+LOOK_SECONDS = 1.0  # seldom enough to cost a job nothing
+NAP_SECONDS = 0.05  # while it ends
+GRACE = 5.0  # seconds for a job to end after a signal, and again for mpirun once its ranks have been killed
+GRACE_OF_NOBODY = 0.4  # the same of an mpirun that has no ranks to end
+PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)
+
+
+def wait(
+    argv: Sequence[str],
+    hopeless: Callable[[], bool] | None = None,
+    name: str = "",
+    roles: Sequence[str] = (),
+    here: int = 0,
+    spares: int = -1,
+) -> int:
+    """Run `argv`; its exit code, or, where it has failed after a signal, 128 and the signal's number, as in shells.
+
+    A job that a signal does not end is killed after `GRACE`, with all that it has started here. It is ended, too, once
+    `hopeless`, asked every `LOOK_SECONDS`, says yes, and when a rank has died, unless `spares`, of which the last ranks
+    are so many, is 0 or more: then the others go on. `name`: the command that says that it was interrupted. `roles[i]`
+    is what rank i is; `here` ranks are sure to start on this machine.
+    """
+    signals, presence = HeldSignals(), Presence(here, survives=spares >= 0)
+    verdict: Verdict = OneDeathEnds(presence, roles) if spares < 0 else OthersGoOn(presence, roles, spares)
+    try:
+        watched = Watched(argv, signals, presence, verdict, hopeless)
+        watched.until_it_ends()
+        presence.look()
+        end = watched.end()
+        code, sentence = verdict.code(end), verdict.sentence(end)
+    finally:
+        presence.close()
+        signals.close()
+    if end.heard and code == 128 + end.heard and name:
+        _tell(f"\n{name}: interrupted")
+    elif sentence:
+        _tell(f"mpips: {sentence}")
+    return code
+
+
+class Watched:
+    """A running job, and what has happened to it."""
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        signals: HeldSignals,
+        presence: Presence,
+        verdict: Verdict,
+        hopeless: Callable[[], bool] | None,
+    ) -> None:
+        self._signals, self._presence, self._verdict, self._hopeless = signals, presence, verdict, hopeless
+        self._heard, self._deserted = 0, False
+        self._ends_by, self._grace = math.inf, GRACE
+        self._poll = select.poll()
+        for source in (signals, presence):
+            self._poll.register(source, select.POLLIN)
+        descendants.adopt()
+        environment = {**os.environ, **presence.environment()}
+        self._began = time.time()
+        self._job = subprocess.Popen(argv, env=environment, preexec_fn=_child_of(os.getpid(), signals.before))
+
+    def end(self) -> End:
+        return End(self._job.returncode, self._heard, self._deserted)
+
+    def until_it_ends(self) -> None:
+        due = math.inf
+        while self._job.poll() is None:
+            news = self._poll.poll(self._patience(due))
+            descendants.bury(self._job.pid)
+            for heard in self._signals.read():
+                self._pass_on(heard)
+            self._presence.look()
+            if not self._heard and not self._deserted:
+                for sentence in self._verdict.news():
+                    _tell(f"mpips: {sentence}")
+            due = self._verdict.due(time.monotonic())
+            if time.monotonic() >= due and self._ends_by == math.inf:
+                self._deserted = True
+                self._end(GRACE_OF_NOBODY if self._verdict.nobody_works() else GRACE)
+            if not news and self._hopeless and self._hopeless():
+                self._end(GRACE)
+            late = time.monotonic() - self._ends_by
+            if late > 0:  # first the ranks, so that mpirun can still tidy up
+                descendants.kill(spared=0 if late > self._grace else self._job.pid)
+        if self._ends_by < math.inf or self._job.returncode < 0:
+            descendants.clear(GRACE)
+            leftovers.drop(self._job.pid, self._began)
+
+    def _patience(self, due: float) -> float | None:
+        """Milliseconds until there is something to do though nothing has come; None for ever."""
+        if self._hopeless is None and min(due, self._ends_by) == math.inf:
+            return None
+        return 1000 * min(LOOK_SECONDS, max(NAP_SECONDS, min(due, self._ends_by) - time.monotonic()))
+
+    def _pass_on(self, heard: Heard) -> None:
+        if heard.is_for_ranks:  # to them, as MPICH's mpirun would die of one
+            for pid in self._presence.pids() or [self._job.pid]:
+                descendants.send(pid, heard.number)
+            return
+        self._heard = heard.number
+        self._ends_by = min(self._ends_by, time.monotonic() + GRACE)
+        if not heard.by_terminal:
+            self._job.send_signal(heard.number)
+
+    def _end(self, grace: float) -> None:
+        if self._ends_by == math.inf:
+            self._job.terminate()
+            self._grace = grace
+            self._ends_by = time.monotonic() + grace
+
+
+def _child_of(parent: int, mask: Iterable[int]) -> Callable[[], None]:
+    """What a child does before it becomes another program: it ends with its parent, and hears the signals of `mask`.
+    Nothing is left of an mpirun of the same number."""
+
+    def prepare() -> None:
+        _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:
+            os._exit(1)
+        leftovers.drop_session(os.getpid())
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    return prepare
+
+
+def _tell(text: str) -> None:
+    with contextlib.suppress(OSError):  # the terminal may be gone
+        os.write(2, f"{text}\n".encode())

@@ -1,0 +1,176 @@
+"""What the ends of ranks mean for a job: when it has to be ended, its exit code, and what is said of who died.
+
+Without survival the job ends with the first rank that dies. With it the others go on, and the job ends when nobody is
+left who works.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+from launch.running.presence import Death, Presence
+
+AFTER_A_DEATH = 4.0  # seconds for mpirun to end a job, one of whose ranks has died, by itself
+AFTER_A_FAILURE = 20.0  # the same where a rank said before that it ends the job: that is under way
+AFTER_THE_LAST = 1.5  # the same where ranks have died and nobody who is left works
+BARE_CODES = (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGTERM)
+
+
+class End(NamedTuple):
+    """How mpirun has ended: its return code, below 0 for a signal; the signal that we were sent to end the job, and
+    whether we have ended it because of its ranks."""
+
+    returned: int
+    heard: int = 0
+    deserted: bool = False
+
+
+class Verdict(Protocol):
+    """Asked by who watches a job."""
+
+    def due(self, now: float) -> float:
+        """From when on the job has to be ended; infinite while it may go on."""
+
+    def nobody_works(self) -> bool:
+        """Whether it is sure that no rank is left that has something to do."""
+
+    def news(self) -> Iterator[str]:
+        """Sentences about ranks that have died since, while the job goes on."""
+
+    def code(self, end: End) -> int:
+        """The exit code of the job, as of a shell."""
+
+    def sentence(self, end: End) -> str:
+        """What is to be said of a death that ended the job; "" where nothing is."""
+
+
+class OneDeathEnds:
+    """A job that ends when one of its ranks dies. `roles[i]` is what rank i is."""
+
+    def __init__(self, presence: Presence, roles: Sequence[str] = ()) -> None:
+        self._presence, self._roles = presence, roles
+        self._due = math.inf
+
+    def due(self, now: float) -> float:
+        if self._presence.deaths and self._due == math.inf:
+            self._due = now + (AFTER_A_FAILURE if self._presence.code else AFTER_A_DEATH)
+        return self._due
+
+    def nobody_works(self) -> bool:
+        return False
+
+    def news(self) -> Iterator[str]:
+        return iter(())
+
+    def code(self, end: End) -> int:
+        """Ranks know better than mpirun: MPICH's may have 0 after an interrupt."""
+        code, presence = end.returned, self._presence
+        if end.heard and (code or not presence.everyone_left_well()):
+            return 128 + end.heard
+        if code and presence.code:  # mpirun may have crashed while it ended the others
+            return presence.code
+        if end.deserted and presence.deaths:
+            return _code_of(presence.deaths[0])
+        return code if code >= 0 else 128 - code
+
+    def sentence(self, end: End) -> str:
+        death = self._first(end)
+        return f"{_named(death, self._roles, self.code(end))}: the job has ended" if death else ""
+
+    def _first(self, end: End) -> Death | None:
+        """The rank that died first, where that ended the job and nobody has said it yet.
+
+        The others are ended by mpirun's signals, and may be seen to end before it. So one that left with the code that
+        mpirun has is the first.
+        """
+        deaths, code = self._presence.deaths, end.returned
+        if end.heard or not deaths or self._presence.code:
+            return None
+        if end.deserted:
+            return deaths[0]
+        left = next((death for death in deaths if code and death.code == code), None)
+        return left or (deaths[0] if _signal_in(code) else None)
+
+
+class OthersGoOn:
+    """A job whose other ranks go on when some die. It ends, at the latest, when none of its ranks on this machine
+    works any more; where ranks are on others, too, only mpirun knows. `spares` are the last ranks."""
+
+    def __init__(self, presence: Presence, roles: Sequence[str], spares: int) -> None:
+        self._presence, self._roles = presence, roles
+        self._working = range(len(roles) - spares)
+        self._all_here = presence.here == len(roles)
+        self._told = 0
+        self._due = math.inf
+
+    def due(self, now: float) -> float:
+        presence = self._presence
+        if presence.failed or (presence.deaths and self.nobody_works()):
+            self._due = min(self._due, now + AFTER_THE_LAST)
+        elif presence.code is not None:
+            self._due = min(self._due, now + AFTER_A_FAILURE)
+        return self._due
+
+    def nobody_works(self) -> bool:
+        """Also where one has died before MPI had started: the others wait for it there."""
+        presence = self._presence
+        begun = presence.started or not presence.deaths
+        return self._all_here and (not begun or presence.is_idle(self._working))
+
+    def news(self) -> Iterator[str]:
+        deaths = self._presence.deaths
+        while self._told < len(deaths) and self._presence.code is None:
+            death, self._told = deaths[self._told], self._told + 1
+            yield f"{_named(death, self._roles)}{'' if self.nobody_works() else '; the others go on'}"
+
+    def code(self, end: End) -> int:
+        """Of a rank that failed; else 0 where one that was left ended well. A killed mpirun is a failure, too."""
+        presence = self._presence
+        if end.heard and (end.returned or presence.deaths):
+            return 128 + end.heard
+        if end.returned < 0 and not end.deserted:
+            return 128 - end.returned
+        if presence.code is not None:
+            return presence.code
+        if end.deserted or self._all_here:
+            if presence.well:
+                return 0
+            if presence.deaths:
+                return _code_of(presence.deaths[0])
+        return end.returned if end.returned >= 0 else 128 - end.returned
+
+    def sentence(self, end: End) -> str:
+        presence = self._presence
+        if end.returned < 0 and not end.deserted:
+            return f"mpirun was ended by {signal.Signals(-end.returned).name}: the job has ended"
+        if not presence.deaths or presence.well or presence.code is not None or end.heard:
+            return ""
+        return f"{'no rank is left that works' if presence.started else 'MPI had not started'}: the job has ended"
+
+
+def _code_of(death: Death) -> int:
+    return 128 + death.signal if death.signal else death.code or 1
+
+
+def _named(death: Death, roles: Sequence[str], code: int = 0) -> str:
+    role = death.role or (roles[death.rank] if death.rank < len(roles) else "")
+    return f"rank {death.rank}{f' ({role})' if role else ''} {_how_it_ended(death, code)}"
+
+
+def _how_it_ended(death: Death, code: int) -> str:
+    """What is sure of it: as it was seen, or by mpirun's exit code. 128 and a number stands for a signal, as in shells.
+    A lower code does not say whether it is a signal's number, as MPICH has it, or that of `os._exit`."""
+    number = death.signal or code - 128
+    if death.code is not None:
+        return f"left with exit code {death.code}"
+    return f"was ended by {signal.Signals(number).name}" if number in set(signal.Signals) else "ended without a word"
+
+
+def _signal_in(code: int) -> int:
+    """The signal of a rank that mpirun's exit code tells of, 0 for none: 128 and its number, or, as MPICH has it, the
+    number alone. A code below 0 is of a signal that ended mpirun itself."""
+    number = code - 128 if code > 128 else code if code in BARE_CODES else 0
+    return number if number in set(signal.Signals) else 0

@@ -1,0 +1,106 @@
+"""What a rank tells the `mpips run` of its machine, where one listens: that it is here, that MPI has started there, its
+role, and how it ends.
+
+Who ends without a word has died. The last word is said when all that closes at exit has closed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import importlib.util
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+from mpips.world import FAILING, GOODBYE, PRESENCE, PRESENT, ROLE, STARTED, launched_as
+
+SECONDS = 5.0  # to be heard by the launcher
+PR_SET_PDEATHSIG = 1
+
+
+class StatusLine:
+    """The line of this process to its launcher; a word to nobody where none listens, or from a fork."""
+
+    def __init__(self) -> None:
+        self._process, self._well, job = os.getpid(), False, launched_as(os.environ)
+        self._line = socket.socket(socket.AF_UNIX)
+        self._line.settimeout(SECONDS)
+        name = os.environ.pop(PRESENCE, "")  # not for the processes that this one starts
+        if job and name:
+            with suppress(OSError):
+                self._line.connect(f"\0{name}")
+                ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # nobody outlives its mpirun
+        self._say(b"%s %d\n" % (PRESENT, job[0] if job else 0))
+        sys.meta_path.insert(0, _Importing(self))
+        atexit.register(self._leave)
+        self._in_threads, threading.excepthook = threading.excepthook, self._thread_fails
+        _lines.append(self)
+
+    def started(self) -> None:
+        self._say(STARTED + b"\n")
+
+    def has_role(self, role: str) -> None:
+        self._say(b"%s %s\n" % (ROLE, role.encode()))
+
+    def ends_well(self) -> None:
+        self._well = True
+
+    def fails(self, code: int = 1) -> None:
+        self._say(b"%s %d\n" % (FAILING, code & 255))
+
+    def _leave(self) -> None:
+        if self._well:
+            self._say(GOODBYE + b"\n")
+
+    def _thread_fails(self, args: threading.ExceptHookArgs) -> None:
+        if not issubclass(args.exc_type, SystemExit):
+            self.fails()
+        self._in_threads(args)
+
+    def _say(self, word: bytes) -> None:
+        if os.getpid() == self._process:
+            with suppress(OSError):
+                self._line.send(word)
+
+
+class _Importing(MetaPathFinder):
+    """Says that MPI has started when the program has imported it: mpi4py starts it then. That comes back when all ranks
+    have come, so without one that dies before, no other begins."""
+
+    def __init__(self, line: StatusLine) -> None:
+        self._line = line
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name != "mpi4py.MPI":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            begin = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                begin(module)
+                self._line.started()
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+_lines: list[StatusLine] = []
+"""That of this process, where `python -m mpips` runs its program."""
+
+
+def say_role(role: str) -> None:
+    """A spare has got a role, such as "worker of client 1": the launcher names it so, and the job is its own to end."""
+    for line in _lines:
+        line.has_role(role)

@@ -1,0 +1,107 @@
+"""What deaths mean for a job whose other ranks go on: when it ends, with which code, and what is said."""
+
+from __future__ import annotations
+
+import math
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from launch.running import verdict
+from launch.running.presence import Death, Presence
+from launch.running.verdict import End, OthersGoOn
+
+ROLES = ("worker", "worker", "server", "spare")
+KILLED = int(signal.SIGKILL)
+
+
+@pytest.fixture
+def presence() -> Iterator[Presence]:
+    presence = Presence(len(ROLES), survives=True)
+    presence.started = True
+    yield presence
+    presence.close()
+
+
+def of(presence: Presence) -> OthersGoOn:
+    return OthersGoOn(presence, ROLES, spares=1)
+
+
+def dies(presence: Presence, *ranks: int) -> None:
+    for rank in ranks:
+        presence.deaths.append(Death(rank, KILLED))
+        presence._gone.add(rank)
+
+
+def leaves(presence: Presence, *ranks: int) -> None:
+    presence.well += len(ranks)
+    presence._gone.update(ranks)
+
+
+def test_a_death_is_told_once_and_the_job_goes_on(presence: Presence) -> None:
+    of_job = of(presence)
+    dies(presence, 2)
+    assert list(of_job.news()) == ["rank 2 (server) was ended by SIGKILL; the others go on"]
+    assert list(of_job.news()) == []
+    assert of_job.due(1.0) == math.inf
+
+
+def test_a_spare_that_has_got_a_role_is_named_by_it(presence: Presence) -> None:
+    presence.deaths.append(Death(3, KILLED, "server"))
+    assert list(of(presence).news()) == ["rank 3 (server) was ended by SIGKILL; the others go on"]
+
+
+def test_the_code_is_0_where_all_that_were_left_ended_well(presence: Presence) -> None:
+    dies(presence, 1)
+    leaves(presence, 0, 2, 3)
+    assert of(presence).code(End(137)) == 0
+    assert of(presence).sentence(End(137)) == ""
+
+
+def test_the_code_is_that_of_a_failure_after_a_death(presence: Presence) -> None:
+    dies(presence, 1)
+    presence.code = 3
+    assert of(presence).code(End(1)) == 3
+    assert of(presence).due(1.0) == 1.0 + verdict.AFTER_A_FAILURE
+    presence.failed = True
+    assert of(presence).due(1.0) == 1.0 + verdict.AFTER_THE_LAST
+
+
+@pytest.mark.parametrize("left_well, code", [((), 137), ((0,), 0)])
+def test_a_job_in_which_only_spares_wait_ends(presence: Presence, left_well: tuple[int, ...], code: int) -> None:
+    of_job = of(presence)
+    leaves(presence, *left_well)
+    dies(presence, *({0, 1, 2} - set(left_well)))
+    assert of_job.due(5.0) == 5.0 + verdict.AFTER_THE_LAST
+    assert of_job.due(6.0) == 5.0 + verdict.AFTER_THE_LAST
+    end = End(-signal.SIGKILL, deserted=True)
+    assert of_job.code(end) == code
+    assert of_job.sentence(end) == ("" if left_well else "no rank is left that works: the job has ended")
+    assert "the others go on" not in "".join(of_job.news())
+
+
+def test_no_rank_begins_without_one_that_died_before_mpi_had_started(presence: Presence) -> None:
+    presence.started = False
+    dies(presence, 1)
+    assert of(presence).due(5.0) == 5.0 + verdict.AFTER_THE_LAST
+    assert of(presence).sentence(End(15, deserted=True)) == "MPI had not started: the job has ended"
+
+
+def test_a_killed_mpirun_is_a_failure(presence: Presence) -> None:
+    dies(presence, 0, 1, 2, 3)
+    assert of(presence).code(End(-signal.SIGKILL)) == 137
+    assert of(presence).sentence(End(-signal.SIGKILL)) == "mpirun was ended by SIGKILL: the job has ended"
+
+
+def test_an_interrupt_is_one_though_ranks_had_died(presence: Presence) -> None:
+    dies(presence, 1)
+    assert of(presence).code(End(0, heard=signal.SIGINT)) == 130
+
+
+def test_where_ranks_are_on_other_hosts_mpirun_knows() -> None:
+    presence = Presence(2, survives=True)
+    dies(presence, 0, 1)
+    assert of(presence).due(1.0) == math.inf
+    assert of(presence).code(End(0)) == 0
+    presence.close()

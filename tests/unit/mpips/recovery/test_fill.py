@@ -1,0 +1,157 @@
+"""Whoever dies or joins, each key holds afterwards what it held at the round that all chose, wherever it lies now."""
+
+from __future__ import annotations
+
+from collections import deque
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mpips import Options
+from mpips.keys.key import Key
+from mpips.keys.sharding import Interval, split
+from mpips.layout import Layout
+from mpips.optimizers import SGD, Groups
+from mpips.recovery import fill, plan
+from mpips.recovery.fill import Reached
+from mpips.recovery.inventory import Inventory, KeyCard, Shelf
+from mpips.recovery.membership import Before, Roles, succession
+from mpips.recovery.memory.held import Held
+from mpips.recovery.memory.ledger import Ledger
+from mpips.recovery.memory.units import Memory, holding
+from mpips.runtime.errors import LostError
+from mpips.served.cutting import Cutting
+from mpips.server.sources import Elements
+from mpips.server.state import State
+
+SHAPES = {"a": (7,), "b": (300, 5), "c": (0,), "d": (1211,)}
+MOMENTUM = SGD(0.5, momentum=0.5)
+
+
+class World:
+    """A communicator of one rank; `mail` holds what is under way."""
+
+    def __init__(self, rank, mail):
+        self.rank, self.mail, self.coming = rank, mail, []
+
+    def Isend(self, data, to, tag):
+        self.mail.setdefault((self.rank, to), deque()).append(data.tobytes())
+
+    def Irecv(self, data, source, tag):
+        self.coming.append((data, source))
+
+    def deliver(self):
+        for data, source in self.coming:
+            data[...] = np.frombuffer(self.mail[source, self.rank].popleft(), np.uint8)
+
+
+def layout(kind, masters, roles, nodes, rank, mail, before=None):
+    options = Options(servers=2, masters=masters, big_array=1000, spares=0)
+    world = World(rank, mail)
+    return Layout(
+        kind, options, rank, roles.num_workers, roles.num_servers, roles.clients, nodes, world, roles.spares,
+        before=before,
+    )  # fmt: skip
+
+
+def old_servers(kind, masters, roles, nodes, optimizer, ahead):
+    """Servers that have made two rounds of all keys, and of some units (`ahead`) a third one; and what keys held after
+    each, with their momentum."""
+    first = layout(kind, masters, roles, nodes, 0, {})
+    cutting, cards = Cutting(first, True, False), {server: [] for server in range(roles.num_servers)}
+    keys = [Key(name, shape, np.dtype(np.float32)) for name, shape in SHAPES.items()]
+    for key in keys:
+        cutting.cut(key, [None] * roles.num_servers, cards)
+    servers, held = {}, {round_: {} for round_ in range(4)}
+    for number, cut in cards.items():
+        ledger, groups = Ledger(), Groups(optimizer)
+        memory = Memory(ledger)
+        state = State(optimizers=groups)
+        units = memory.make(cut, groups).units
+        for unit in units:
+            unit.stored[...] = np.arange(unit.start, unit.start + unit.stored.size)
+            state.create(unit)
+        memory.publish(units, b"", 0)
+        for round_ in range(1, 4):
+            for unit in units:
+                if round_ < 3 or unit.number in ahead:
+                    for worker in unit.contributors:
+                        values = np.full(unit.stored.size, worker + round_, np.float32)
+                        state.pushed(unit, unit.position[worker], Elements(values), 0, 0.0)
+            while state.work()[0]:
+                pass
+            for unit in units:
+                arrays = unit.stored, *(unit.state or ())
+                held[round_].setdefault(unit.key, {})[unit.start] = [array.copy() for array in arrays]
+        servers[roles.num_workers + number] = SimpleNamespace(ledger=ledger, units=units)
+    return servers, held
+
+
+def whole(parts):
+    """A key's arrays, put together."""
+    arrays = [parts[start] for start in sorted(parts)]
+    return [np.concatenate(each) for each in zip(*arrays, strict=True)]
+
+
+ROLES = Roles(4, 2, 1, tuple(split(Interval(0, 4), 2)))
+KINDS = [("dist_sync", "one"), ("mpi_sync", "one"), ("mpi_sync", "all")]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(KINDS), st.sets(st.integers(0, 6), max_size=3), st.sampled_from([None, MOMENTUM]),
+    st.sets(st.integers(0, 12)), st.sampled_from(["one", "two", "own"]), st.integers(0, 1),
+)  # fmt: skip
+def test_every_key_is_what_it_was(kind, lost, optimizer, ahead, where, spares):
+    kind, masters = kind
+    roles = ROLES._replace(spares=spares, clients=ROLES.clients if kind != "dist_sync" else split(Interval(0, 4), 4))
+    lost = {rank for rank in lost if rank < roles.size}
+    nodes = {"one": (0,) * 7, "two": (0, 0, 2, 2, 0, 2, 0), "own": tuple(range(7))}[where][: roles.size]
+    new = succession(roles, lost, nodes)
+    if not new.roles.num_servers or all(rank >= 4 for rank in new.origin[: new.roles.num_workers]):
+        return
+    servers, held = old_servers(kind, masters, roles, nodes, optimizer, ahead)
+    before = Before(new.origin, tuple(sorted(lost)), 4, 2, nodes)
+    mail, ranks, said = {}, [], []
+    for rank, origin in enumerate(new.origin):
+        here = layout(kind, masters, new.roles, tuple(nodes[old] for old in new.origin), rank, mail, before)
+        maps = Held({
+            old: one.ledger.region for old, one in servers.items() if nodes[old] == nodes[origin] and old != origin
+        })  # fmt: skip
+        mine = Inventory(maps.shelves(here, 1), maps.ranks)
+        if origin in servers:
+            mine.shelves.append(Shelf(origin, True, b"", [holding(unit, False) for unit in servers[origin].units]))
+        elif origin < 4:
+            mine.keys = [KeyCard(name, shape, "float32") for name, shape in SHAPES.items()]
+        ranks.append((here, maps, origin))
+        said.append(mine)
+    there = {shelf.owner for one in said for shelf in one.shelves}
+    if there != set(servers):
+        with pytest.raises(LostError, match="start again from a checkpoint"):
+            plan.make(ranks[0][0], said, [None, None])
+        return
+    found, filled = {}, []
+    for here, maps, origin in ranks:
+        made = plan.make(here, said, [None, None])
+        reached = Reached(servers[origin].units if origin in servers else [], origin, maps, 1)
+        if here.is_server:
+            ledger = servers[origin].ledger if origin in servers else Ledger()
+            filled.append((here, fill.server(here, made, Memory(ledger), Groups(optimizer), reached)))
+        else:
+            fill.sends(made, here, reached)
+    for here, one in filled:
+        here.world.deliver()
+        for unit in one.finish():
+            found.setdefault(unit.key, {})[unit.start] = [unit.stored, *(unit.state or ())]
+            assert unit.round == made.found.keys[unit.key].round and list(unit.words)[1:] == unit.done
+            assert set(unit.contributors) <= set(range(new.roles.num_workers))
+    assert made.found.step == 2 or set(ahead) >= {unit.number for one in servers.values() for unit in one.units}
+    for name in SHAPES:
+        arrays, wanted = whole(found[name]), whole(held[made.found.keys[name].round][name])
+        assert len(arrays) == len(wanted) == (1 if optimizer is None else 2)
+        assert all(np.array_equal(a, b) for a, b in zip(arrays, wanted, strict=True)), name
+    if not lost:
+        assert all(filling.adopted for filling in made.fillings)
