@@ -18,5 +18,6 @@ def refusal(mirrors: int, nodes: Sequence[int]) -> str:
         return ""
     there = "this store has no servers"
     if nodes:
-        there = f"all {len(nodes)} servers are on one" if len(nodes) > 1 else "there is one server"
-    return f"mirrors={mirrors} needs servers on at least two nodes, but {there}: add one on another host, or leave it out"
+        there = f"all {len(nodes)} share one" if len(nodes) > 1 else "there is one server"
+    start = "start one on another host, or leave it out"
+    return f"mirrors={mirrors} needs servers on at least two nodes, but {there}: {start}"
