@@ -50,9 +50,9 @@ class World:
 
 def layout(kind, masters, roles, nodes, rank, mail, before=None):
     options = Options(servers=2, masters=masters, big_array=1000, spares=0)
-    world = World(rank, mail)
+    world, clients = World(rank, mail), tuple(Interval(*client) for client in roles.clients)
     return Layout(
-        kind, options, rank, roles.num_workers, roles.num_servers, roles.clients, nodes, world, roles.spares,
+        kind, options, rank, roles.num_workers, roles.num_servers, clients, nodes, world, roles.spares,
         before=before,
     )  # fmt: skip
 

@@ -1,0 +1,145 @@
+"""A worker of a job of which ranks are killed, and what its parameters must be in the end.
+
+mpirun --with-ft ulfm ... python -m tests.mpi.mpips.survivor FOLDER JOB, where JOB is the JSON of a `Job`. Each worker
+leaves FOLDER/<rank of the job>.trace, with which membership it has made which steps; rank 0 leaves FOLDER/values.npz.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import mpips
+from collectives import communicator
+from mpips import optimizers
+
+SIZES = {"w": 37, "b": 4097, "c": 70001}
+"""Of the keys: one passes through slots, one through stages, one from memory to memory."""
+
+
+@dataclass
+class Job:
+    """What ranks do. `kills`: after how many seconds of training which rank dies."""
+
+    kind: str = "mpi_sync"
+    servers: int = 0
+    spares: int = 0
+    steps: int = 200
+    optimizer: str = ""
+    kills: dict[str, float] = field(default_factory=dict)
+    apart: bool = False
+    """Whether each rank is a node of its own."""
+
+    def text(self) -> str:
+        return json.dumps(asdict(self))
+
+    def set(self) -> dict[str, Any]:
+        """Numbers of the optimizer."""
+        return {"learning_rate": 0.05} | ({"momentum": 0.9} if self.optimizer == "sgd" else {})
+
+
+def first_values() -> dict[str, np.ndarray]:
+    choice = np.random.default_rng(5)
+    return {name: choice.standard_normal(size).astype(np.float32) for name, size in SIZES.items()}
+
+
+def gradient(values: np.ndarray, step: int, rank: int, workers: int) -> np.ndarray:
+    """It depends on nothing else, so that a spare in a dead worker's place makes the same."""
+    return (values * np.float32(0.1) + np.float32((step * 7 + rank * 13) % 11 / 8 - 0.5)) / np.float32(workers)
+
+
+def expected(job: Job, traces: Iterable[list[list[int]]]) -> dict[str, np.ndarray]:
+    """The values after all steps, each made by as many workers as the traces say."""
+    workers = [max(trace for trace in traces if trace[0][0] == 0)[0][1]] * job.steps
+    for step, size in sorted(tuple(entry) for trace in traces for entry in trace[1:]):
+        workers[step:] = [size] * (job.steps - step)
+    values = first_values()
+    updater = optimizers.create(job.optimizer, **job.set()) if job.optimizer else None
+    states = {name: updater.init(array) for name, array in values.items()} if updater else {}
+    for step, size in enumerate(workers):
+        for name in values:
+            total = gradient(values[name], step, 0, size)
+            for rank in range(1, size):
+                total = total + gradient(values[name], step, rank, size)
+            if updater is None:
+                values[name] = total
+            else:
+                updater.update(values[name], total, states[name], step + 1)
+    return values
+
+
+def train(kv: mpips.KVStore, job: Job) -> tuple[dict[str, np.ndarray], list[list[int]]]:
+    """The loop of a program that survives; what it ends with, and from which step on with how many workers."""
+    first, values = first_values(), first_values()
+    step, trace, names = kv.resumed, [], list(first)
+    while True:
+        try:
+            for name in names:
+                kv.init(name, first[name])
+            if job.optimizer:
+                kv.set_optimizer(job.optimizer, **job.set())
+            for name in names:
+                kv.pull(name, values[name])
+            while step < job.steps:
+                if not trace or trace[-1][1] != kv.num_workers:
+                    trace.append([step, kv.num_workers])
+                one_step(kv, step, values)
+                step += 1
+            return values, trace
+        except mpips.EpochError:
+            step = kv.recover().step
+
+
+def one_step(kv: mpips.KVStore, step: int, values: dict[str, np.ndarray]) -> None:
+    """One after the other, all in one call, or beside one another."""
+    made = {name: gradient(array, step, kv.rank, kv.num_workers) for name, array in values.items()}
+    if step % 3 == 0:
+        for name, array in made.items():
+            kv.pushpull(name, array, values[name])
+    elif step % 3 == 1:
+        kv.pushpull(list(made), list(made.values()), list(values.values()))
+    else:
+        handles = [kv.ipushpull(name, array, values[name]) for name, array in made.items()]
+        for handle in handles:
+            handle.wait()
+
+
+def main(folder: Path, job: Job) -> None:
+    rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
+    if job.apart:
+        real = communicator.open_memory
+        communicator.open_memory = lambda node: real(node) if node.size == 1 else None
+    if str(rank) in job.kills:
+        begin = threading.Timer(job.kills[str(rank)], os.kill, (os.getpid(), signal.SIGKILL))
+        begin.daemon = True
+        mpips.KVStore.init = _then(begin, mpips.KVStore.init)
+    kv = mpips.create(job.kind, servers=job.servers, spares=job.spares, shared_memory=not job.apart)
+    values, trace = train(kv, job)
+    if kv.rank == 0:
+        np.savez(folder / "values.npz", **values)
+    (folder / f"{rank}.trace").write_text(json.dumps(trace))
+    kv.close()
+
+
+def _then(begin: threading.Timer, call: Any) -> Any:
+    """The clock of a death starts with the first call of a worker."""
+
+    def called(*words: Any) -> Any:
+        if not begin.is_alive() and not begin.finished.is_set():
+            begin.start()
+        return call(*words)
+
+    return called
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Job(**json.loads(sys.argv[2])))

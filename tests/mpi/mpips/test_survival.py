@@ -1,0 +1,57 @@
+"""Workers are killed, at any moment, and the parameters are those of an undisturbed run with the same membership, bit
+for bit."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from launch import find, survival
+from tests import child
+from tests.choice import pairwise
+from tests.mpi.mpips.survivor import Job, expected
+from tests.mpi.sizes import JOB_LIMIT
+
+HINDRANCE = survival.hindrance(find()) if MPI.COMM_WORLD.size == 1 else "starts jobs of its own; once is enough"
+pytestmark = pytest.mark.skipif(bool(HINDRANCE), reason=HINDRANCE)
+
+ROOT = Path(__file__).parents[3]
+
+
+def run(folder: Path, job: Job, ranks: int) -> list[list[list[int]]]:
+    """The traces of the workers that are left, once their values were seen to be right."""
+    words = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "--with-ft", "ulfm", "-np", str(ranks)]
+    program = [sys.executable, "-m", "tests.mpi.mpips.survivor", str(folder), job.text()]
+    out = io.BytesIO()
+    code = child.run([str(Path(sys.executable).parent / "mpirun"), *words, *program], JOB_LIMIT, ROOT, out)
+    traces = [json.loads(file.read_text()) for file in sorted(folder.glob("*.trace"))]
+    assert code == 0 and traces, out.getvalue().decode()
+    with np.load(folder / "values.npz") as found:
+        for name, array in expected(job, traces).items():
+            assert found[name].tobytes() == array.tobytes(), name
+    return traces
+
+
+@pairwise(spares=[0, 1], optimizer=["", "sgd", "adam"], apart=[False, True])
+def test_a_worker_dies(tmp_path, spares, optimizer, apart):
+    job = Job(spares=spares, optimizer=optimizer, kills={"1": 0.3}, apart=apart)
+    traces = run(tmp_path, job, 3 + spares)
+    assert len(traces) == 2 + spares and max(size for trace in traces for _, size in trace) == 3
+
+
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(4, 24))])
+def test_ranks_die_at_drawn_moments(tmp_path, seed):
+    choice = random.Random(seed)
+    workers, spares = choice.choice([(3, 0), (2, 2), (4, 1)])
+    victims = choice.sample(range(1, workers + spares), 2)
+    begin = choice.choice([0.0, 0.5]) * choice.random()
+    kills = {str(victim): begin + choice.random() * choice.choice([0.05, 0.5]) for victim in victims}
+    kind, optimizer = choice.choice(["mpi_sync", "dist_sync"]), choice.choice(["", "sgd", "adam"])
+    run(tmp_path, Job(kind, spares=spares, optimizer=optimizer, kills=kills, apart=seed % 3 == 2), workers + spares)
