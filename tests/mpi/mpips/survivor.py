@@ -6,11 +6,13 @@ leaves FOLDER/<rank of the job>.trace, with which membership it has made which s
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -32,6 +34,7 @@ class Job:
 
     kind: str = "mpi_sync"
     servers: int = 0
+    masters: str = "one"
     spares: int = 0
     steps: int = 200
     optimizer: str = ""
@@ -122,7 +125,10 @@ def main(folder: Path, job: Job) -> None:
         begin = threading.Timer(job.kills[str(rank)], os.kill, (os.getpid(), signal.SIGKILL))
         begin.daemon = True
         mpips.KVStore.init = _then(begin, mpips.KVStore.init)
-    kv = mpips.create(job.kind, servers=job.servers, spares=job.spares, shared_memory=not job.apart)
+        threading.Thread(target=_after, args=(folder / "begun", begin), daemon=True).start()  # on servers and spares
+    more = {"masters": job.masters, "big_array": 4000} if job.servers else {}
+    kv = mpips.create(job.kind, servers=job.servers, spares=job.spares, shared_memory=not job.apart, **more)
+    (folder / "begun").touch()
     values, trace = train(kv, job)
     if kv.rank == 0:
         np.savez(folder / "values.npz", **values)
@@ -130,12 +136,21 @@ def main(folder: Path, job: Job) -> None:
     kv.close()
 
 
+def _after(file: Path, begin: threading.Timer) -> None:
+    """The clock of a death starts when a worker has a store."""
+    while not file.exists():
+        time.sleep(1e-3)
+    with contextlib.suppress(RuntimeError):  # it has started
+        begin.start()
+
+
 def _then(begin: threading.Timer, call: Any) -> Any:
     """The clock of a death starts with the first call of a worker."""
 
     def called(*words: Any) -> Any:
         if not begin.is_alive() and not begin.finished.is_set():
-            begin.start()
+            with contextlib.suppress(RuntimeError):  # it has started
+                begin.start()
         return call(*words)
 
     return called

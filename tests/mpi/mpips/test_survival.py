@@ -55,3 +55,25 @@ def test_ranks_die_at_drawn_moments(tmp_path, seed):
     kills = {str(victim): begin + choice.random() * choice.choice([0.05, 0.5]) for victim in victims}
     kind, optimizer = choice.choice(["mpi_sync", "dist_sync"]), choice.choice(["", "sgd", "adam"])
     run(tmp_path, Job(kind, spares=spares, optimizer=optimizer, kills=kills, apart=seed % 3 == 2), workers + spares)
+
+
+KINDS = [("dist_sync", "one"), ("mpi_sync", "one"), ("mpi_sync", "all")]
+
+
+@pairwise(kind=KINDS, spares=[0, 1], optimizer=["", "sgd", "adam"])
+def test_a_server_dies(tmp_path, kind, spares, optimizer):
+    job = Job(kind[0], 2, spares=spares, optimizer=optimizer, masters=kind[1], kills={"4": 0.3})
+    traces = run(tmp_path, job, 5 + spares)
+    assert [size for trace in traces for _, size in trace] == [3] * 3
+
+
+@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(2, 30))])
+def test_workers_servers_and_spares_die_at_drawn_moments(tmp_path, seed):
+    choice = random.Random(seed)
+    (kind, masters), spares = choice.choice(KINDS), choice.choice([0, 1, 2])
+    victims = choice.sample(range(1, 5 + spares), 2)
+    while spares == 0 and set(victims) == {3, 4}:  # no server would be left
+        victims = choice.sample(range(1, 5), 2)
+    kills = {str(victim): choice.random() * choice.choice([0.05, 0.5]) for victim in victims}
+    optimizer = choice.choice(["", "sgd", "adam"])
+    run(tmp_path, Job(kind, 2, spares=spares, optimizer=optimizer, masters=masters, kills=kills), 5 + spares)

@@ -191,3 +191,13 @@ def test_an_interrupt_between_any_two_steps_keeps_the_free_list_whole(given):
         for start, nbytes in taken.items():
             free.give(start, nbytes)
         assert free.take(1000) == 0
+
+
+def test_arrays_may_all_lie_in_one_segment_as_large_as_the_memory(monkeypatch):
+    monkeypatch.setattr(arena, "_arena", arena._Arena())
+    before = arena.locate(arena.empty(10))
+    arena.in_one_segment()
+    first, second = (arena.locate(arena.empty(1000)) for _ in range(2))
+    assert before[:3] != first[:3] == second[:3]
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert arena.segment(first).nbytes >= memory
