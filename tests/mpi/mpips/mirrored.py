@@ -1,4 +1,4 @@
-"""A job with mirrors whose nodes are lost: each rank is a node of its own, so nobody maps a dead server's memory.
+"""A job with mirrors whose nodes are lost. Where each rank is a node of its own nobody maps a dead server's memory.
 
 mpirun --with-ft ulfm ... python -m tests.mpi.mpips.mirrored FOLDER JOB, as `survivor`. The clocks of deaths start with
 the store. A negative time -n: a server dies while the n-th unit goes to its mirror.
@@ -32,11 +32,12 @@ class Job(survivor.Job):
     mirrors: int = 1
     servers: int = 2
     steps: int = 60
+    apart: bool = True
 
     def options(self) -> dict[str, Any]:
         """Of the store."""
         own = {"servers": self.servers, "spares": self.spares, "masters": self.masters, "mirrors": self.mirrors}
-        return {"shared_memory": False, "big_array": 1000, "timeout_seconds": 30, **own}
+        return {"shared_memory": not self.apart, "big_array": 1000, "timeout_seconds": 30, **own}
 
 
 def die() -> None:
