@@ -50,7 +50,7 @@ class Mirror:
 
     def turn(self) -> bool:
         """Take in what has come, and send what is due; whether anything was done."""
-        worked = self.hear()
+        worked = self._hear()
         if self._sending is not None:
             worked |= self._sending.turn()
         if not self._told and self.quiet:
@@ -59,18 +59,14 @@ class Mirror:
             self._filled(self._mine)
         return worked
 
-    def release(self) -> None:
-        """The epoch is over: nobody waits for the mirror any more."""
+    def stop(self) -> None:
+        """The epoch is over: nobody waits for the mirror any more, and what is not whole here does not count."""
+        self._hear()
+        self._keeping.stop()
         if self._sending is not None:
             self._sending.stop()
 
-    def stop(self) -> None:
-        """What is not whole by now does not count."""
-        self.hear()
-        self._keeping.stop()
-
-    def hear(self) -> bool:
-        """Take in what has come; whether anything has."""
+    def _hear(self) -> bool:
         worked = False
         for server, letter in taken(self._comm):
             worked = True

@@ -270,7 +270,7 @@ class Server:
         """The epoch is over: finish rounds to which all have contributed, drop all else, and say that this server reads
         no worker's memory any more. Blocks for a moment."""
         if self._mirror is not None:
-            self._mirror.release()
+            self._mirror.stop()
         now = time.monotonic()
         grace, until = now + GRACE_SECONDS, now + END_SECONDS
         while now < grace or (self._state.ready and now < until and self._ledger is None):
@@ -279,8 +279,6 @@ class Server:
                 until = now + END_SECONDS
             time.sleep(SLEEP_SECONDS[0])
             now = time.monotonic()
-        if self._mirror is not None:
-            self._mirror.stop()
         self._state.abandon()
         self._traffic.stop()
         self._requests.drop()

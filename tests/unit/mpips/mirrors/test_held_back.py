@@ -95,7 +95,7 @@ def test_when_the_epoch_is_over_nobody_waits_for_a_mirror():
     for worker in range(WORKERS):
         machine.push(worker, 1)
     machine.work()
-    mirror.arrive()  # as `Mirror.release` does
+    mirror.arrive()  # as `Mirror.stop` does
     assert machine.end() == [3] * 10 and machine.unit.round == 1
 
 
