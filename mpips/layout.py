@@ -193,7 +193,7 @@ def create(comm: MPI.Intracomm, kind: str, options: Options | None, refusal: str
     workers = options.workers_of(size)
     clients = tuple(split(Interval(0, workers), options.clients_of(kind, size)))
     nodes = _nodes(world, options.shared_memory)
-    if why := ring.refusal(options.mirrors, nodes[workers : workers + options.servers]):
+    if why := ring.refusal(options.mirrors, options.spares, nodes[workers : workers + options.servers]):
         part(world)
         raise OptionError(why)
     spares = max(0, options.spares)

@@ -89,10 +89,6 @@ class Options:
             )
         if self.mirrors > 1:
             raise OptionError(f"mirrors={self.mirrors} is more than 1: one copy on another node is all that there is")
-        if self.mirrors and self.spares < 0:
-            raise OptionError(
-                f"mirrors={self.mirrors} without spares, so a death ends the store all the same: add spares=0 or more"
-            )
 
     def environment(self) -> dict[str, str]:
         """The variables that give another process these options: those that differ from their defaults."""
@@ -216,7 +212,7 @@ def check_kind(kind: str, arguments: Mapping[str, Any]) -> None:
             f"staleness={chosen.staleness} in a store of kind {kind}, in which no worker runs ahead: ask for {others}, "
             "or leave staleness out"
         )
-    for name, most in (("servers", 0), ("workers", 1), ("clients", 1)):
+    for name, most in (("servers", 0), ("workers", 1), ("clients", 1), ("mirrors", 0)):
         value = getattr(chosen, name)
         if kind == "local" and value > most:
             others = ", ".join(KINDS[1:])

@@ -12,8 +12,10 @@ def mirror_of(server: int, nodes: Sequence[int]) -> int | None:
     return next((other for other in following if nodes[other] != nodes[server]), None)
 
 
-def refusal(mirrors: int, nodes: Sequence[int]) -> str:
+def refusal(mirrors: int, spares: int, nodes: Sequence[int]) -> str:
     """Why servers on these nodes can have no mirrors, where they are asked for; "" where they can."""
+    if mirrors and spares < 0:
+        return f"mirrors={mirrors} and spares={spares}: a death ends the store all the same; ask for spares=0 or more"
     if not mirrors or len(set(nodes)) > 1:
         return ""
     there = "this store has no servers"

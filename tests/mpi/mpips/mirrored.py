@@ -28,7 +28,6 @@ BEGUN = "begun"
 
 @dataclass
 class Job(survivor.Job):
-    masters: str = "one"
     mirrors: int = 1
     servers: int = 2
     steps: int = 60

@@ -54,10 +54,13 @@ def test_a_server_and_a_worker_die_at_drawn_moments(tmp_path, seed):
     kills = {str(victim): begin + choice.random() * choice.choice([0.05, 0.5]) for victim in victims}
     if choice.random() < 0.3:
         kills[str(victims[-1])] = -choice.randrange(1, 60)
-    run(tmp_path, Job(kind, servers, spares, 60, optimizer, kills, masters=masters))
+    run(tmp_path, Job(kind, servers, masters, spares, 60, optimizer, kills))
 
 
-def test_mirrors_need_servers_on_two_nodes_and_survival():
-    if MPI.COMM_WORLD.size < 2:
-        pytest.skip("one rank has no servers")
-    assert "add spares=0 or more" in failure(lambda: mpips.create("dist_sync", servers=1, mirrors=1))
+def test_mirrors_need_survival_and_servers_on_two_nodes(tmp_path):
+    if MPI.COMM_WORLD.size > 1:
+        assert "ask for spares=0 or more" in failure(lambda: mpips.create("dist_sync", servers=1, mirrors=1))
+        assert "mirrors=2 is more than 1" in failure(lambda: mpips.create("dist_sync", servers=1, mirrors=2))
+    elif not HINDRANCE:
+        with pytest.raises(AssertionError, match="needs servers on at least two nodes, but all 2 share one"):
+            run(tmp_path, Job("dist_sync", apart=False))

@@ -24,7 +24,8 @@ def test_servers_on_nodes_of_their_own_are_a_ring():
 
 
 def test_what_is_refused():
-    assert refusal(0, [3]) == refusal(1, [3, 4, 4]) == ""
-    assert "all 3 share one" in refusal(1, [4, 4, 4])
-    assert "there is one server" in refusal(1, [4])
-    assert "has no servers" in refusal(1, [])
+    assert refusal(0, -1, [3]) == refusal(1, 0, [3, 4, 4]) == ""
+    assert "all 3 share one" in refusal(1, 2, [4, 4, 4])
+    assert "there is one server" in refusal(1, 2, [4])
+    assert "has no servers" in refusal(1, 2, [])
+    assert "ask for spares=0 or more" in refusal(1, -1, [3, 4])
