@@ -25,10 +25,10 @@ pytestmark = pytest.mark.skipif(bool(HINDRANCE), reason=HINDRANCE)
 ROOT = Path(__file__).parents[3]
 
 
-def run(folder: Path, job: Job, ranks: int) -> list[list[list[int]]]:
+def run(folder: Path, job: Job, ranks: int, module: str = "tests.mpi.mpips.survivor") -> list[list[list[int]]]:
     """The traces of the workers that are left, once their values were seen to be right."""
     words = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "--with-ft", "ulfm", "-np", str(ranks)]
-    program = [sys.executable, "-m", "tests.mpi.mpips.survivor", str(folder), job.text()]
+    program = [sys.executable, "-m", module, str(folder), job.text()]
     out = io.BytesIO()
     code = child.run([str(Path(sys.executable).parent / "mpirun"), *words, *program], JOB_LIMIT, ROOT, out)
     traces = [json.loads(file.read_text()) for file in sorted(folder.glob("*.trace"))]
