@@ -27,8 +27,8 @@ import mpips
 from collectives import CollectiveError
 from mpips.training import Callback, Checkpoint, EarlyStop, Elastic, LearningRate, Trainer
 from tests import child
-from tests.mpi.mpips.training.support import Line, data, uneven
 from tests.choice import first
+from tests.mpi.mpips.training.support import Line, data, uneven
 from tests.mpi.sizes import JOB_LIMIT, only_on
 from tests.run import OTHER_MPI
 
