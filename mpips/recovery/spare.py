@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from collectives.errors import CollectiveError
+from mpips.recovery.renewal import renew
 from mpips.runtime.epoch import Epoch
 
 T = TypeVar("T")
@@ -19,7 +20,7 @@ def wait(epoch: Epoch, rebuild: Callable[[], list[T]], committed: Callable[[], N
     `rebuild` is this rank's part in an attempt to begin the next epoch: what the rank has become, or [] where it stays
     a spare. `committed` is called when an epoch has begun.
     """
-    while not epoch.closing():
+    while not epoch.parting.closing():
         try:
             epoch.look()
         except CollectiveError as error:
@@ -27,7 +28,7 @@ def wait(epoch: Epoch, rebuild: Callable[[], list[T]], committed: Callable[[], N
         if epoch.over is None:
             time.sleep(SLEEP_SECONDS)
             continue
-        became = epoch.renew(rebuild)
+        became = renew(epoch, rebuild)
         if became is None:
             return None
         committed()

@@ -28,6 +28,7 @@ from mpips.recovery.memory.held import Held, Settled
 from mpips.recovery.memory.ledger import Ledger
 from mpips.recovery.memory.units import Memory, holding
 from mpips.recovery.rebuild import Placed
+from mpips.recovery.renewal import renew
 from mpips.recovery.settings import encode_settings
 from mpips.runtime.epoch import Epoch
 from mpips.server.late import Late
@@ -278,12 +279,12 @@ class Server:
         """Begin the next epoch as soon as the workers do; whether they have, or have closed the store. StallError where
         none of them comes for long."""
         assert self._ended is not None
-        if not self.epoch.asked():
+        if not self.epoch.parting.asked():
             limit = self.epoch.limits.timeout_seconds
             if limit and time.monotonic() - self._ended > max(limit, ORPHAN_SECONDS):
                 raise StallError("the epoch is over, and no worker has called recover() or close()")
             return False
-        if self.epoch.renew(self.rebuild):
+        if renew(self.epoch, self.rebuild):
             self.committed()
         else:
             self._closed = True

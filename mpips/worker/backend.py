@@ -180,7 +180,7 @@ class Backend(Protocol):
     # ---- epochs and the end
 
     def recover(self, known: Container[Name]) -> Recovered:
-        """Within `epoch.renew()`: everything anew, nothing under way. Sets `key.round` and binds fast routes.
+        """Within `recovery.renewal`: everything anew, nothing under way. Sets `key.round` and binds fast routes.
         Collective, blocking. May be called again: nothing is dropped that another attempt needs.
 
         A key stays if it is `known` on all workers, whose `init` has come to its end. Others are forgotten. A
@@ -189,7 +189,7 @@ class Backend(Protocol):
         ...
 
     def committed(self) -> None:
-        """After `epoch.renew()`: drop what was kept for another attempt. Local."""
+        """After `recovery.renewal`: drop what was kept for another attempt. Local."""
         ...
 
     def finish(self) -> None:

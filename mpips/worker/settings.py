@@ -22,6 +22,7 @@ from mpips.keys import arguments, calls
 from mpips.keys.key import Key, Name, Rounds
 from mpips.layout import Layout
 from mpips.optimizers import Groups, Optimizer
+from mpips.recovery.renewal import renew
 from mpips.runtime import rendezvous
 from mpips.runtime.engine import Engine, Handle
 from mpips.runtime.epoch import Epoch
@@ -171,7 +172,7 @@ class Settings:
         self.operations.check_not_closed()
         with self.operations.guard("recover"):
             self.engine.forget()
-            recovered = self.epoch.renew(lambda: self.backend.recover(self.keys))
+            recovered = renew(self.epoch, lambda: self.backend.recover(self.keys))
             assert recovered is not None
             self.backend.committed()
         return self.take(recovered)
