@@ -10,8 +10,8 @@ from typing import Any, NoReturn
 
 import click
 
-from launch import network, script, survival
-from launch.hosts import Placed, place, read
+from launch import network, restarts, script, survival
+from launch.hosts import Host, Placed, place, read
 from launch.machine import check_room, crowd, settings, this_machine
 from launch.mpirun import Job, Launcher, LauncherError, Machine, build, find, program
 from launch.running import process
@@ -75,6 +75,22 @@ class RunCommand(click.Command):
             sys.exit(process.INTERRUPTED)
 
 
+def save_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The options of a job that saves itself, for every command that writes down a job."""
+    for option in (
+        click.option(
+            "--restarts", "tries", type=click.IntRange(0), default=0, show_default=True, metavar="N",
+            help="Start a job that a death has ended again, at most so many times; needs --checkpoint and --every.",
+        ),
+        click.option("--every", type=click.IntRange(1), metavar="ROUNDS",
+                     help="Rounds of each key between two such saves."),
+        click.option("--checkpoint", metavar="DIR",
+                     help="Folder in which the store saves itself, and from which the job goes on; with --every."),
+    ):  # fmt: skip
+        command = option(command)
+    return command
+
+
 @click.command("run", cls=RunCommand, context_settings=dict(script.BEFORE_A_SCRIPT))
 @role_options
 @click.option(
@@ -87,11 +103,12 @@ class RunCommand(click.Command):
 @click.option("--interface", help="Network interface, or subnet, for MPI's TCP traffic between hosts.")
 @click.option("--mpirun", help="The mpirun to use instead of the one found.")
 @click.option("--mpi-arg", "extra", multiple=True, help="A further word for mpirun; may be repeated.")
+@save_options
 @click.option("--dry-run", is_flag=True, help="Print the command and stop.")
 @script.argument
 def command(
     mpirun: str | None, interface: str | None, extra: Words, dry_run: bool, words: Words, ranks: int | None,
-    workers: int | None, **asked: Any,
+    workers: int | None, checkpoint: str | None, tries: int, **asked: Any,
 ) -> None:  # fmt: skip
     """Start SCRIPT.py ARGS as one MPI job of workers and servers.
 
@@ -100,18 +117,22 @@ def command(
     is the job's, or 2 where none is started.
     """
     asked["workers"] = workers_of(ranks, workers, asked["servers"])
+    folder = None if checkpoint is None else restarts.place_of(checkpoint)
+    saves = {"checkpoint": folder, "every": asked.pop("every")}
     try:
-        options = options_of({name: asked.pop(name) for name in (*ROLES, "spares")})
+        options = options_of({**{name: asked.pop(name) for name in (*ROLES, "spares")}, **saves})
         machine, launcher = this_machine(), find(mpirun)
         if options.spares >= 0:
             survival.check(launcher, options.spares)
-        hosts = _hosts(options, launcher, machine, interface=interface, extra=extra, **asked)
-        job = _job(options, words, hosts, machine, interface, extra)
+        start = Start(launcher, machine, words, interface, extra, asked)
+        job = start.job(options, start.named())
         argv = build(launcher, job, machine)
+        restarts.check(options, tries)
         if not dry_run:
             check_room(job)
+            restarts.make_folder(options)
         if interface and not dry_run:
-            network.check_interface(interface, launcher, hosts, machine, extra)
+            network.check_interface(interface, launcher, job.hosts, machine, extra)
     except (LauncherError, ValueError) as error:
         raise click.UsageError(str(error)) from error
     if options.workers % options.clients:
@@ -121,8 +142,45 @@ def command(
         return
     script.check(words)
     _warn(job, machine)
-    name, here = click.get_current_context().command_path, job.ranks_here(os.environ)
-    sys.exit(process.wait(argv, name=name, roles=_roles(options), here=here, spares=options.spares))
+    remote = bool(job.hosts) and job.ranks_here(os.environ) < job.ranks
+    sys.exit(restarts.until_it_ends(start, start.fitting, options, tries, remote, launcher.flavour))
+
+
+class Start:
+    """Starts the job of a command line, with whatever roles; `asked`: `hostfile`, `topology` and `nics`."""
+
+    def __init__(
+        self, launcher: Launcher, machine: Machine, words: Words, interface: str | None, extra: Words,
+        asked: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        self._launcher, self._machine, self._words, self._extra = launcher, machine, words, extra
+        self._interface, self._asked = interface, asked
+        self._name = click.get_current_context().command_path
+        self._answering: tuple[Host, ...] | None = None
+
+    def __call__(self, options: Options) -> process.Ended:
+        """Blocking, until it has ended."""
+        job = self.job(options, self.named() if self._answering is None else self._answering)
+        argv, here = build(self._launcher, job, self._machine), job.ranks_here(os.environ)
+        return process.run(argv, name=self._name, roles=_roles(options), here=here, spares=options.spares)
+
+    def named(self) -> tuple[Host, ...]:
+        """The hosts of the hostfile."""
+        return read(self._asked["hostfile"]) if self._asked["hostfile"] else ()
+
+    def job(self, options: Options, named: tuple[Host, ...]) -> Job:
+        """The job on these hosts; LauncherError or ValueError where they do not hold it."""
+        hosts = _hosts(options, self._launcher, self._machine, named=named, topology=self._asked["topology"],
+                       nics=self._asked["nics"], interface=self._interface, extra=self._extra)  # fmt: skip
+        return _job(options, self._words, hosts, self._machine, self._interface, self._extra)
+
+    def fitting(self, options: Options) -> Options:
+        """The roles that fit on the hosts that answer now, to which later starts keep."""
+        named = self.named()
+        self._answering = restarts.answering(named, self._launcher, self._machine, self._extra)
+        if self._asked["topology"] and len(self._answering) < len(named):
+            raise LauncherError("a host of the --topology does not answer")
+        return restarts.fit(options, self._answering)
 
 
 def options_of(roles: Mapping[str, int | str | None]) -> Options:
@@ -155,11 +213,10 @@ def start(ranks: int, words: Sequence[str], mpirun: str | None = None, name: str
 
 
 def _hosts(
-    options: Options, launcher: Launcher, machine: Machine, *, hostfile: str | None, topology: str | None,
+    options: Options, launcher: Launcher, machine: Machine, *, named: tuple[Host, ...], topology: str | None,
     nics: str | None, interface: str | None, extra: Words,
 ) -> tuple[Placed, ...]:  # fmt: skip
     """Which ranks go to which host; none where all stay here."""
-    named = read(hostfile) if hostfile else ()
     placed = place(named, options.workers, options.servers, max(options.spares, 0)) if named else ()
     if nics and not topology:
         raise LauncherError("--nics says which NIC serves which level of a --topology: give that, too")

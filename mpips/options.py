@@ -56,6 +56,8 @@ FIELDS = (
     Field("spares", -1, -1, (), "the last ranks, which wait to take dead ranks' places; -1: a death ends the store"),
     Field("stall_seconds", 60.0, 0.001, (), "a wait longer than this warns, naming key or sum and the ranks not there"),
     Field("timeout_seconds", 300.0, 0, (), "a wait longer than this ends the epoch with StallError; 0: never"),
+    Field("checkpoint", "", None, (), "a folder: the job's first store saves itself there, and goes on from it"),
+    Field("every", 0, 0, (), "with checkpoint: rounds of every key from one of these saves to the next"),
 )
 
 
@@ -77,6 +79,8 @@ class Options:
     spares: int = -1
     stall_seconds: float = 60.0
     timeout_seconds: float = 300.0
+    checkpoint: str = ""
+    every: int = 0
 
     def __post_init__(self) -> None:
         for field in FIELDS:
@@ -138,7 +142,7 @@ def _checked(field: Field, value: Any, name: str) -> Any:
         if kind is bool:
             return _as_bool(value)
         if kind is str:
-            value = str(value).strip().lower()
+            value = str(value).strip().lower() if field.choices else os.fspath(value)
         elif kind is int:
             if isinstance(value, float) and not value.is_integer():
                 raise ValueError(value)
@@ -157,6 +161,15 @@ def _checked(field: Field, value: Any, name: str) -> Any:
     if kind is int and value > MOST:
         raise OptionError(f"{name}={value} is more than {MOST} ({field.text})")
     return value
+
+
+def check_saves(options: Options) -> None:
+    """OptionError where a store is to save itself, and it is not said where, or how often."""
+    if bool(options.checkpoint) != bool(options.every):
+        raise OptionError(
+            f"checkpoint={options.checkpoint!r} and every={options.every}: give both, a folder and the "
+            "number of rounds between two saves, or neither"
+        )
 
 
 def _as_bool(value: Any) -> bool:

@@ -16,6 +16,8 @@ from mpips import layout as layouts
 from mpips import options as option_table
 from mpips import world
 from mpips.chaos import injector
+from mpips.checkpoint import resuming
+from mpips.checkpoint.regular import Regular
 from mpips.cores import Seat
 from mpips.ending.status import say_role
 from mpips.layout import Layout
@@ -30,6 +32,7 @@ from mpips.serverless import Serverless
 from mpips.store import KVStore
 from mpips.transport.frames import OpenStore
 from mpips.worker.backend import Backend, Recovered
+from mpips.worker.settings import Settings
 
 
 @dataclass
@@ -43,6 +46,8 @@ class _Open:
 
 
 _open: list[_Open] = []
+_folders: set[str] = set()
+"""Where stores of this process save themselves, or have."""
 _seats: list[Seat] = []
 """That of this process, while it has a store with servers."""
 _surviving: list[int] = []
@@ -94,6 +99,7 @@ def _asked(kind: str, options: dict[str, Any]) -> tuple[str, Options | None, str
         word = option_table.kind_of(kind)
         chosen = option_table.read(options)
         option_table.check_kind(word, options)
+        option_table.check_saves(chosen)
     except OptionError as error:
         return word, chosen, str(error)
     return word, chosen, ""
@@ -102,7 +108,7 @@ def _asked(kind: str, options: dict[str, Any]) -> tuple[str, Options | None, str
 def _serverless(layout: Layout) -> KVStore:
     epoch = Epoch(layout)
     with epoch.failing(layouts.WHAT):
-        return KVStore(layout, Serverless(layout, epoch), epoch, epoch.close)
+        return KVStore(layout, Serverless(layout, epoch), epoch, epoch.close, _saves(layout))
 
 
 def _served(comm: MPI.Intracomm, layout: Layout) -> KVStore:
@@ -110,9 +116,37 @@ def _served(comm: MPI.Intracomm, layout: Layout) -> KVStore:
     with epoch.failing(layouts.WHAT):
         served = Served(layout, epoch, _seat(layout, epoch).shared)
         served.begin()
-        store = KVStore(layout, served, epoch, _closer(layout, epoch))
+        store = KVStore(layout, served, epoch, _closer(layout, epoch), _saves(layout))
     _open.append(_Open(comm, layout, store, served))
     return store
+
+
+def _saves(layout: Layout) -> Callable[[Settings], Regular] | None:
+    """How a store goes on from its folder, and saves itself there: the first of the job that names this folder, if it
+    is on all ranks of the job."""
+    folder = layout.options.checkpoint
+    if not folder or folder in _folders or layout.world.Get_size() < MPI.COMM_WORLD.Get_size():
+        resuming.tell_spares(layout, None)
+        return None
+    _folders.add(folder)
+
+    def begin(settings: Settings) -> Regular:
+        settings.base, settings.held = resuming.resume(settings)
+        settings.resumed = settings.base
+        resuming.tell_spares(layout, settings.base)
+        return Regular(settings, settings.base)
+
+    return begin
+
+
+def _saves_from(step: int) -> Callable[[Settings], Regular]:
+    """The same for a worker that joins a store which has gone on from this step."""
+
+    def begin(settings: Settings) -> Regular:
+        settings.base = step
+        return Regular(settings, step)
+
+    return begin
 
 
 def _closer(layout: Layout, epoch: Epoch) -> Callable[[], None]:
@@ -168,6 +202,9 @@ class _Spare:
         if layout.num_servers:
             with self._epoch.failing(layouts.WHAT):
                 self._seat, self._stands_by = _seat(layout, self._epoch), StandBy(layout, self._epoch)
+        with self._epoch.failing(layouts.WHAT):
+            step = resuming.hear(layout, self._epoch)
+        self._saves = None if step is None else _saves_from(step)
 
     def wait(self) -> KVStore:
         """What a worker's `create` returns, once this rank has taken a worker's place; blocking. Where the store ends
@@ -186,7 +223,7 @@ class _Spare:
         backend, recovered = became
         say_role("worker" if len(layout.clients) == 1 else f"worker of client {layout.client_number}")
         backend.committed()
-        return KVStore(layout, backend, epoch, _closer(layout, epoch), recovered)
+        return KVStore(layout, backend, epoch, _closer(layout, epoch), self._saves, recovered)
 
     def _rebuild(self) -> list[Server | tuple[Backend, Recovered]]:
         layout, epoch = self._layout, self._epoch

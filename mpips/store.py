@@ -10,6 +10,7 @@ from collectives.errors import of_caller
 from mpips.checkpoint.load import load
 from mpips.checkpoint.save import save
 from mpips.checkpoint.saving import Saving
+from mpips.checkpoint.source import Saves
 from mpips.checkpoint.states import load_states, save_states
 from mpips.keys.key import Name, Rounds
 from mpips.layout import Layout
@@ -17,7 +18,7 @@ from mpips.runtime import breaking
 from mpips.runtime.engine import Handle
 from mpips.runtime.epoch import Epoch
 from mpips.worker.backend import Backend, Recovered
-from mpips.worker.quick import Quick, with_meanwhile
+from mpips.worker.quick import Quick, regularly, with_meanwhile
 from mpips.worker.recut import recut
 from mpips.worker.settings import Settings
 
@@ -44,36 +45,60 @@ class KVStore:
 
     def __init__(
         self, layout: Layout, backend: Backend, epoch: Epoch, closed: breaking.Step = lambda: None,
-        joined: Recovered | None = None,
+        saves: Callable[[Settings], Saves] | None = None, joined: Recovered | None = None,
     ) -> None:  # fmt: skip
-        """`closed` is called when it has closed. `joined`: what the store has that this worker joins."""
+        """`closed` is called when it has closed. `saves`: how it saves itself. `joined`: what the store has that this
+        worker joins."""
         self.settings = Settings(layout, backend, epoch)
         """What the workers agree on; for other packages of mpips."""
         self._operations, self._closed = self.settings.operations, closed
         self._quick = Quick(self.settings.keys, self.settings.engine.under_way, self._operations, backend)
+        self._latest: Callable[[], bool] | None = None
+        self._plain: tuple[Callable[..., bool], Callable[..., Handle]] = self._quick.call, self._operations.start
+        if saves is not None:
+            self.settings.regular = regular = saves(self.settings)
+            self._plain = regularly(regular, *self._plain, self._operations.do, lambda: self._save_beside(regular))
         self._alone()
         if joined is not None:  # this worker has taken a dead one's place
-            self.settings.resumed, self.settings.fresh = self.settings.take(joined).step, True
+            self.settings.join(joined)
+        if joined is not None or self.settings.held.names:
             self._until_it_pushes()
         breaking.at_exit(self.close)
 
     def _alone(self) -> None:
-        """Calls do nothing but what they are to do."""
-        self._call, self._start = self._quick.call, self._operations.start
+        """Calls do nothing beside what they are to do."""
+        self._call, self._start = self._plain
+
+    def _beside(self, go_on: Callable[[], bool]) -> None:
+        """After each call `go_on`, until that is over, or another takes its place."""
+
+        def over() -> None:
+            if self._latest is go_on:
+                self._alone()
+
+        call, start = self._plain
+        self._latest = go_on
+        self._call, self._start = with_meanwhile(call, go_on, over), with_meanwhile(start, go_on, over)
+
+    def _save_beside(self, regular: Saves) -> None:
+        saving = regular.save()
+        if saving is not None:
+            self._beside(saving.go_on)
 
     def _until_it_pushes(self) -> None:
-        """The store begins anew after a death: from the first push on all calls are made together again."""
+        """The program may claim what the store has: see `Settings.pushes`."""
+        plain = self._plain
 
         def first(call: Callable[..., T]) -> Callable[..., T]:
             def called(what: str, *words: Any) -> T:
                 if what != "pull":
-                    self.settings.fresh = self.settings.repeats = False
+                    self.settings.pushes()
                     self._alone()
                 return call(what, *words)
 
             return called
 
-        self._call, self._start = first(self._quick.call), first(self._operations.start)
+        self._call, self._start = first(plain[0]), first(plain[1])
 
     # ---- who we are
 
@@ -104,8 +129,9 @@ class KVStore:
 
     @property
     def resumed(self) -> int | None:
-        """The step to begin with: 0, but for a worker that has joined a store which others have trained. None where its
-        keys stand at several rounds."""
+        """The step to begin with: so many rounds of each key are in what the store holds. 0 where a training begins.
+        More where a job has started again (`mpips run --restarts`), or where this worker has joined a store that others
+        train. None where its keys stand at several rounds."""
         return self.settings.resumed
 
     @staticmethod
@@ -168,8 +194,7 @@ class KVStore:
         """
         saving = save(self.settings, path, wait)
         if saving is not None:
-            self._call = with_meanwhile(self._quick.call, saving.go_on, self._alone)
-            self._start = with_meanwhile(self._operations.start, saving.go_on, self._alone)
+            self._beside(saving.go_on)
         return saving
 
     def load(self, path: str | os.PathLike[str]) -> None:
@@ -195,7 +220,7 @@ class KVStore:
         `.torn` names keys of which a round was applied in part: load a checkpoint of them.
         """
         rounds = self.settings.recover()
-        if self.settings.repeats:
+        if self.layout.survives:
             self._until_it_pushes()
         return rounds
 

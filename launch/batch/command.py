@@ -14,8 +14,8 @@ from launch import script
 from launch.batch import lsf, pbs, slurm
 from launch.batch.request import Request, RequestError
 from launch.mpirun import NAMES, Flavour, LauncherError, find
-from launch.run import role_options, workers_of
-from mpips.options import OptionError, Options
+from launch.run import role_options, save_options, workers_of
+from mpips.options import OptionError, Options, check_saves
 
 WRITERS = {"slurm": slurm.script, "lsf": lsf.script, "pbs": pbs.script}
 USES = {
@@ -30,6 +30,9 @@ COUNT: dict[str, Any] = {"type": click.IntRange(1), "default": 1, "show_default"
 def request_options(command: Callable[..., None]) -> Callable[..., None]:
     """What a batch script asks for, whoever the scheduler is."""
     for option in (
+        click.option("--requeue", is_flag=True,
+                     help="Start again where the scheduler ends the job, or loses a node; needs --checkpoint."),
+        save_options,
         click.option("--mpi", type=click.Choice(list(NAMES)), help="The MPI there; default: the one here."),
         click.option("--name", default="mpips", show_default=True, help="Name of the job."),
         click.option("--account", help="Account or project that pays."),
@@ -72,13 +75,15 @@ def _writer(scheduler: str) -> None:
     @script.argument
     def write(
         mpi: str | None, servers: int, clients: int, workers: int | None, ranks: int | None, masters: str,
-        words: tuple[str, ...], **wanted: Any,
+        words: tuple[str, ...], checkpoint: str | None, every: int | None, tries: int, **wanted: Any,
     ) -> None:  # fmt: skip
         workers = workers_of(ranks, workers, servers)
         try:
-            options = Options(servers=servers, clients=clients, workers=workers, masters=masters)
+            options = Options(servers=servers, clients=clients, workers=workers, masters=masters,
+                              checkpoint=checkpoint or "", every=every or 0)  # fmt: skip
+            check_saves(options)
             flavour = cast(Flavour, mpi) if mpi else find().flavour
-            request = Request(options=options, program=words, flavour=flavour, **wanted)
+            request = Request(options=options, program=words, flavour=flavour, restarts=tries, **wanted)
             click.echo(WRITERS[scheduler](request), nl=False)
             script.note_missing(words)
         except (LauncherError, OptionError, RequestError) as error:

@@ -24,4 +24,6 @@ def script(request: Request) -> str:
         directives.append(f"#BSUB -P {request.account}")
     if request.gpus_per_node:
         directives.append(f'#BSUB -gpu "num={request.gpus_per_node}"')
+    if request.requeue:
+        directives.append("#BSUB -r")
     return text(directives, [threads(request), mpips_run(request, '"$LSB_DJOB_HOSTFILE"')])

@@ -18,6 +18,7 @@ def script(request: Request) -> str:
         "#PBS -l place=scatter",
         f"#PBS -l walltime={walltime(request.minutes)}",
         "#PBS -j oe",
+        f"#PBS -r {'y' if request.requeue else 'n'}",
     ]
     if request.queue:
         directives.append(f"#PBS -q {request.queue}")

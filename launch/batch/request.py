@@ -27,6 +27,9 @@ class Request(NamedTuple):
     account: str | None = None
     cores_per_rank: int = 1
     gpus_per_node: int = 0
+    restarts: int = 0
+    requeue: bool = False
+    """Whether the scheduler is to start it again, where it ends it, or has lost a node."""
 
     @property
     def ranks(self) -> int:
@@ -43,6 +46,9 @@ def checked(request: Request) -> Request:
         raise RequestError(f"{request.nodes} nodes are more than the {request.ranks} ranks of the job")
     if not re.fullmatch(r"[A-Za-z][\w.-]{0,14}", request.name):
         raise RequestError(f"{request.name!r} is no job name: a letter, then at most 14 letters, digits, '_', '.', '-'")
+    if (request.restarts or request.requeue) and not (request.options.checkpoint and request.options.every):
+        option = f"--restarts {request.restarts}" if request.restarts else "--requeue"
+        raise RequestError(f"{option} needs --checkpoint and --every: a job goes on from what its store has saved")
     for word in (request.queue, request.account):
         if word is not None and not re.fullmatch(r"[\w.@:-]+", word):
             raise RequestError(f"{word!r} is no name of a queue or account")
@@ -63,7 +69,12 @@ def mpips_run(request: Request, hostfile: str) -> str:
     """`mpips run` over the hosts that the scheduler gave; `hostfile` is shell text."""
     options = request.options
     roles = f"--servers {options.servers} --clients {options.clients} --workers {options.workers}"
-    return f"mpips run {roles} --masters {options.masters} --hostfile {hostfile} {shlex.join(request.program)}"
+    saves = ""
+    if options.checkpoint:
+        folder = shlex.quote(options.checkpoint)
+        saves = f" --restarts {request.restarts} --checkpoint {folder} --every {options.every}"
+    words = f"{roles} --masters {options.masters}{saves} --hostfile {hostfile}"
+    return f"mpips run {words} {shlex.join(request.program)}"
 
 
 def text(directives: list[str], body: list[str]) -> str:

@@ -3,15 +3,22 @@
 Open MPI's processes find each other by PMIx (`--mpi=pmix`), those of MPICH and Intel MPI by PMI-2 (`--mpi=pmi2`); with
 the wrong one each starts as a world of size 1 or aborts. Ranks fill the nodes in order, so the servers, numbered last,
 are on the last nodes.
+
+A job that is to start again after a death is started by `mpips run` in place of srun, in an allocation that outlives
+its nodes. Slurm's own `--requeue` is for preemption and lost nodes alone: before the time limit the script gets
+SIGUSR1, and asks for it.
 """
 
 from __future__ import annotations
 
 import shlex
 
-from launch.batch.request import Request, checked, text, threads, walltime
+from launch.batch.request import Request, checked, mpips_run, text, threads, walltime
 from launch.mpirun import Flavour, program
 
+SECONDS_BEFORE_THE_LIMIT = 60
+HOSTS = '"hosts-$SLURM_JOB_ID"'
+REQUEUE = """trap 'scontrol requeue "$SLURM_JOB_ID"; wait; exit 1' USR1"""
 INTEL = ': "${I_MPI_PMI_LIBRARY:?must be the path of the libpmi2.so of Slurm, by which Intel MPI hears srun}"'
 PMI: dict[Flavour, str] = {"openmpi": "pmix", "mpich": "pmi2", "intel": "pmi2"}
 
@@ -45,6 +52,17 @@ def script(request: Request) -> str:
         "gpus-per-node": request.gpus_per_node or None,
     }
     directives = [f"#SBATCH --{name}={value}" for name, value in options.items() if value is not None]
-    roles = [f"export {name}={value}" for name, value in sorted(request.options.environment().items())]
-    needs = [INTEL] if request.flavour == "intel" else []
-    return text(directives, [*needs, *roles, threads(request), shlex.join(srun(request))])
+    if request.requeue:
+        directives += ["#SBATCH --requeue", "#SBATCH --open-mode=append"]
+        directives.append(f"#SBATCH --signal=B:USR1@{SECONDS_BEFORE_THE_LIMIT}")
+    if request.restarts:
+        directives.append("#SBATCH --no-kill")
+        slots = f"sed 's/$/ slots={request.ranks_per_node}/'"
+        started = [f'scontrol show hostnames "$SLURM_JOB_NODELIST" | {slots} > {HOSTS}', mpips_run(request, HOSTS)]
+    else:
+        exports = sorted(request.options.environment().items())
+        started = [INTEL] if request.flavour == "intel" else []
+        started += [*(f"export {name}={shlex.quote(value)}" for name, value in exports), shlex.join(srun(request))]
+    if request.requeue:
+        started = [*started[:-1], REQUEUE, f"{started[-1]} &", "wait $!"]
+    return text(directives, [threads(request), *started])

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 from launch.running import descendants, leftovers
 from launch.running.presence import Presence
@@ -27,6 +28,17 @@ GRACE = 5.0  # seconds for a job to end after a signal, and again for mpirun onc
 GRACE_OF_NOBODY = 0.4  # the same of an mpirun that has no ranks to end
 PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
+
+
+class Ended(NamedTuple):
+    """How a job has ended: its exit code, as `wait` gives it, and mpirun's own, below 0 for a signal; the signal that
+    we were sent to end it; what is to be said of it; and, where a signal to a rank has ended it, who died and how."""
+
+    code: int
+    returned: int
+    heard: int
+    sentence: str
+    death: str
 
 
 def wait(
@@ -44,6 +56,21 @@ def wait(
     are so many, is 0 or more: then the others go on. `name`: the command that says that it was interrupted. `roles[i]`
     is what rank i is; `here` ranks are sure to start on this machine.
     """
+    ended = run(argv, hopeless, name, roles, here, spares)
+    tell(ended.sentence)
+    return ended.code
+
+
+def run(
+    argv: Sequence[str],
+    hopeless: Callable[[], bool] | None = None,
+    name: str = "",
+    roles: Sequence[str] = (),
+    here: int = 0,
+    spares: int = -1,
+) -> Ended:
+    """The same, which does not say how the job has ended; where it has failed, nothing of it is left on this
+    machine."""
     signals, presence = HeldSignals(), Presence(here, survives=spares >= 0)
     verdict: Verdict = OneDeathEnds(presence, roles) if spares < 0 else OthersGoOn(presence, roles, spares)
     try:
@@ -51,15 +78,17 @@ def wait(
         watched.until_it_ends()
         presence.look()
         end = watched.end()
-        code, sentence = verdict.code(end), verdict.sentence(end)
+        code, sentence, death = verdict.code(end), verdict.sentence(end), verdict.death(end)
+        if code:
+            watched.clear()
     finally:
         presence.close()
         signals.close()
     if end.heard and code == 128 + end.heard and name:
-        _tell(f"\n{name}: interrupted")
+        sentence = f"\n{name}: interrupted"
     elif sentence:
-        _tell(f"mpips: {sentence}")
-    return code
+        sentence = f"mpips: {sentence}"
+    return Ended(code, end.returned, end.heard, sentence, death)
 
 
 class Watched:
@@ -97,7 +126,7 @@ class Watched:
             self._presence.look()
             if not self._heard and not self._deserted:
                 for sentence in self._verdict.news():
-                    _tell(f"mpips: {sentence}")
+                    tell(f"mpips: {sentence}")
             due = self._verdict.due(time.monotonic())
             if time.monotonic() >= due and self._ends_by == math.inf:
                 self._deserted = True
@@ -108,8 +137,12 @@ class Watched:
             if late > 0:  # first the ranks, so that mpirun can still tidy up
                 descendants.kill(spared=0 if late > self._grace else self._job.pid)
         if self._ends_by < math.inf or self._job.returncode < 0:
-            descendants.clear(GRACE)
-            leftovers.drop(self._job.pid, self._began)
+            self.clear()
+
+    def clear(self) -> None:
+        """Leave nothing of a job that has failed."""
+        descendants.clear(GRACE)
+        leftovers.drop(self._job.pid, self._began)
 
     def _patience(self, due: float) -> float | None:
         """Milliseconds until there is something to do though nothing has come; None for ever."""
@@ -148,6 +181,7 @@ def _child_of(parent: int, mask: Iterable[int]) -> Callable[[], None]:
     return prepare
 
 
-def _tell(text: str) -> None:
+def tell(text: str) -> None:
+    """Write a line to standard error; "": nothing."""
     with contextlib.suppress(OSError):  # the terminal may be gone
-        os.write(2, f"{text}\n".encode())
+        os.write(2, f"{text}\n".encode() if text else b"")

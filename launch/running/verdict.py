@@ -46,6 +46,9 @@ class Verdict(Protocol):
     def sentence(self, end: End) -> str:
         """What is to be said of a death that ended the job; "" where nothing is."""
 
+    def death(self, end: End) -> str:
+        """Who has died, and how, where a signal to a rank has ended the job; else ""."""
+
 
 class OneDeathEnds:
     """A job that ends when one of its ranks dies. `roles[i]` is what rank i is."""
@@ -80,6 +83,10 @@ class OneDeathEnds:
         death = self._first(end)
         return f"{_named(death, self._roles, self.code(end))}: the job has ended" if death else ""
 
+    def death(self, end: End) -> str:
+        death = self._first(end)
+        return _named(death, self._roles, self.code(end)) if death and death.code is None else ""
+
     def _first(self, end: End) -> Death | None:
         """The rank that died first, where that ended the job and nobody has said it yet.
 
@@ -92,7 +99,7 @@ class OneDeathEnds:
         if end.deserted:
             return deaths[0]
         left = next((death for death in deaths if code and death.code == code), None)
-        return left or (deaths[0] if _signal_in(code) else None)
+        return left or (deaths[0] if signal_in(code) else None)
 
 
 class OthersGoOn:
@@ -150,6 +157,15 @@ class OthersGoOn:
             return ""
         return f"{'no rank is left that works' if presence.started else 'MPI had not started'}: the job has ended"
 
+    def death(self, end: End) -> str:
+        """The last one before the job failed: an exception after deaths tells that the others could not go on."""
+        presence = self._presence
+        if end.heard or not self.code(end):
+            return ""
+        before = presence.deaths[: self._told] if presence.code is not None else presence.deaths[: max(self._told, 1)]
+        last = next((death for death in reversed(before) if death.code is None), None)
+        return _named(last, self._roles) if last else ""
+
 
 def _code_of(death: Death) -> int:
     return 128 + death.signal if death.signal else death.code or 1
@@ -169,7 +185,7 @@ def _how_it_ended(death: Death, code: int) -> str:
     return f"was ended by {signal.Signals(number).name}" if number in set(signal.Signals) else "ended without a word"
 
 
-def _signal_in(code: int) -> int:
+def signal_in(code: int) -> int:
     """The signal of a rank that mpirun's exit code tells of, 0 for none: 128 and its number, or, as MPICH has it, the
     number alone. A code below 0 is of a signal that ended mpirun itself."""
     number = code - 128 if code > 128 else code if code in BARE_CODES else 0

@@ -60,6 +60,24 @@ def save(store: Store, path: str | os.PathLike[str], wait: bool) -> Saving | Non
         return saving
 
 
+def save_alone(store: Store, path: str) -> Saving:
+    """Begin it by worker 0 alone, in an asynchronous store: each key as it is at one moment, after the pushes of
+    this worker, nothing of what compression kept back. ValueError where it cannot be written."""
+    keys, writer = list(store.keys.values()), _opened(path)
+    with contextlib.ExitStack() as stack:
+        stack.callback(writer.abandon)
+        store.settle()
+        snapshot = store.run("save", store.backend.snapshot(keys, alone=True))
+        try:
+            _begun(_header(store, keys, snapshot, 0), writer)
+        except ValueError:
+            store.run("save", snapshot.release())
+            raise
+        store.saving = saving = Saving(store, snapshot, keys, writer)
+        stack.pop_all()
+    return saving
+
+
 def _opened(path: str) -> Writer:
     """The writer; ValueError where there cannot be a file."""
     try:
@@ -73,7 +91,8 @@ def _frozen(
 ) -> Task[tuple[Snapshot, BaseException | None]]:
     """A snapshot of the store; its header, and what compression kept back, are in the file, or why they cannot be."""
     snapshot = yield from store.backend.snapshot(keys)
-    _, refusal = attempt(lambda: _begun(store, keys, snapshot, writer) if writer is not None else None)
+    groups = 0 if store.compressor is None else len(senders(store.layout))
+    _, refusal = attempt(lambda: _begun(_header(store, keys, snapshot, groups), writer) if writer is not None else None)
     for key in keys if store.compressor is not None else ():
         if residuals.compressible(key.dtype):
             kept = yield from residuals.gathered(store.layout, store.backend, key)
@@ -83,9 +102,8 @@ def _frozen(
     return snapshot, refusal
 
 
-def _begun(store: Store, keys: Sequence[Key], snapshot: Snapshot, writer: Writer) -> None:
+def _begun(header: Header, writer: Writer) -> None:
     """Write the header; ValueError where a file cannot hold a key's state."""
-    header = _header(store, keys, snapshot)
     for record in header.records:
         for dtype in record.state:
             if dtype not in NAMES:
@@ -95,7 +113,8 @@ def _begun(store: Store, keys: Sequence[Key], snapshot: Snapshot, writer: Writer
     writer.begin(dict(header.tensors()), metadata(header))
 
 
-def _header(store: Store, keys: Sequence[Key], snapshot: Snapshot) -> Header:
+def _header(store: Store, keys: Sequence[Key], snapshot: Snapshot, groups: int) -> Header:
+    """`groups`: of so many workers or clients the file has what compression kept back."""
     records = []
     for key in keys:
         round_, step, dtypes = snapshot.records[key.name]
@@ -110,5 +129,5 @@ def _header(store: Store, keys: Sequence[Key], snapshot: Snapshot) -> Header:
         records=records,
         optimizer=None if default is None else as_data(default),
         compression=None if compressor is None else options(compressor),
-        residuals=0 if compressor is None else len(senders(store.layout)),
+        residuals=groups,
     )

@@ -137,7 +137,7 @@ class Saving:
             self._end(EpochError(f"{self._path} was not written: the epoch has ended"))
         if self._over or (self._step is not None and not self._step.done) or time.perf_counter() < self._due:
             return self._over
-        if self._step is not None and self._step.error is not None:
+        if self._disk is None and self._step is not None and self._step.error is not None:
             self._end(EpochError(f"{self._path} was not written: {self._step.error}"))
         elif self._disk is None:
             self._next()
@@ -153,8 +153,8 @@ class Saving:
         return "" if self._writer is None else self._writer.path
 
     def _lost(self) -> bool:
-        """Whether the servers have forgotten the snapshot."""
-        return self._store.epoch.over is not None or self._store.epoch.number != self._epoch
+        """Whether the servers have forgotten the snapshot, before all of it was written."""
+        return self._disk is None and (self._store.epoch.over is not None or self._store.epoch.number != self._epoch)
 
     def _next(self) -> None:
         assert self._writer is not None

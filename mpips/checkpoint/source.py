@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from numpy.typing import NDArray
@@ -17,7 +17,8 @@ from mpips.runtime.tasks import Task
 from mpips.worker.backend import Backend, Frozen, Snapshot, States
 
 __all__ = [
-    "Backend", "Frozen", "Handle", "Snapshot", "States", "Store", "Written", "from_worker_0", "senders", "served",
+    "Backend", "Frozen", "Handle", "Saves", "Snapshot", "States", "Store", "Written", "from_worker_0", "senders",
+    "served",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -53,8 +54,36 @@ class EpochView(Protocol):
 class Written(Protocol):
     """A checkpoint that is written beside the training."""
 
+    def go_on(self) -> bool:
+        """Begin the next piece, if it is time; whether all is over. Does not block."""
+        ...
+
     def finish(self) -> None:
         """Wait until it is over."""
+        ...
+
+
+class Saves(Protocol):
+    """When a store saves itself (`regular`)."""
+
+    def is_due(self, key: Any) -> bool:
+        """Whether a push of this key, or list of keys, begins a step before which the store has to be saved."""
+        ...
+
+    def count(self, key: Any) -> None:
+        """Such a push has been made."""
+        ...
+
+    def save(self) -> Written | None:
+        """Begin to save what is stored, beside the training; None where nothing was begun."""
+        ...
+
+    def set_rounds(self, rounds: Mapping[Name, int]) -> None:
+        """The store stands at these rounds, after `recover`."""
+        ...
+
+    def leave(self) -> tuple[str, int]:
+        """Save no more, as the caller will: to which folder, and after how many rounds each."""
         ...
 
 

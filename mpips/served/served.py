@@ -239,9 +239,9 @@ class Served:
         """See `Backend`."""
         return self._setup.put(keys, values)
 
-    def snapshot(self, keys: Sequence[Key]) -> Task[Snapshot]:
+    def snapshot(self, keys: Sequence[Key], alone: bool = False) -> Task[Snapshot]:
         """See `Backend`."""
-        return self._stored.snapshot(keys)
+        return self._stored.snapshot(keys, alone)
 
     # ---- epochs and the end
 

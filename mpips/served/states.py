@@ -161,11 +161,11 @@ class Stored:
                 self._push.residuals.put(shard.number, value[shard.start : shard.stop], key.dtype)
         yield from ()
 
-    def snapshot(self, keys: Sequence[Key]) -> Task[Snapshot]:
+    def snapshot(self, keys: Sequence[Key], alone: bool) -> Task[Snapshot]:
         """See `Backend.snapshot`."""
         self._snapshots += 1
         made = Snapshot(self._link, self._snapshots)
-        yield from self._setup.at_rank_0(lambda: made.freeze(keys), "save")
+        yield from made.freeze(keys) if alone else self._setup.at_rank_0(lambda: made.freeze(keys), "save")
         return made
 
 

@@ -211,7 +211,7 @@ class Serverless:
         self._settings.keep(keys, values)
         yield from ()
 
-    def snapshot(self, keys: Sequence[Key]) -> Task[Snapshot]:
+    def snapshot(self, keys: Sequence[Key], alone: bool = False) -> Task[Snapshot]:
         """What is stored now, on rank 0, which later rounds do not change; elsewhere nothing."""
         yield from ()
         return Snapshot(self._replicas.of(keys) if self.layout.rank == 0 else ())

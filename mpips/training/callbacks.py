@@ -165,6 +165,16 @@ class Checkpoint(Callback):
         self._saved = fit.step, fit.epoch
 
 
+def of_job(kv: Any, callbacks: Any, resume: Any) -> tuple[Any, Any]:
+    """The callbacks of a fit, and from where it goes on, where `mpips run --checkpoint` asks for it: then the fit
+    saves, in place of the store, and only the first one."""
+    if kv.settings.regular is None or isinstance(callbacks, Callback):
+        return callbacks, resume
+    folder, every = kv.settings.regular.leave()
+    kv.settings.regular = None
+    return (*callbacks, Checkpoint(folder, every)), folder if resume is None else resume
+
+
 @dataclass
 class EarlyStop(Callback):
     """Ends the training after `patience` epochs in which what is monitored has not become better by `min_delta`.

@@ -20,7 +20,7 @@ from mpips.runtime.rendezvous import attempt
 from mpips.store import KVStore
 from mpips.training import checkpoint, loop
 from mpips.training.batches import BLOCK, source_of
-from mpips.training.callbacks import Callback
+from mpips.training.callbacks import Callback, of_job
 from mpips.training.clipping import check_clip
 from mpips.training.elastic import Elastic, ElasticAveraging
 from mpips.training.evaluation import Metric, check_metrics, evaluate, test_words
@@ -141,6 +141,7 @@ class Trainer:
 
         Collective; ValueError or TypeError on every worker where arguments are wrong, or differ between workers.
         """
+        callbacks, resume = of_job(self.kv, callbacks, resume)
         request, refusal = attempt(lambda: loop.requested(
             self._job, x, y, batch_size, epochs, seed, test, callbacks, on_epoch, resume))  # fmt: skip
         words = loop.words(request, self.kv.num_workers) if request is not None else []

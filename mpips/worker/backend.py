@@ -173,8 +173,9 @@ class Backend(Protocol):
         """Store worker 0's values under keys that are there; they are torn no more. Collective."""
         ...
 
-    def snapshot(self, keys: Sequence[Key]) -> Task[Snapshot]:
-        """A copy that nothing pushed later changes. Collective."""
+    def snapshot(self, keys: Sequence[Key], alone: bool = False) -> Task[Snapshot]:
+        """A copy that nothing pushed later changes. Collective; `alone`: worker 0 of an asynchronous store makes it by
+        itself."""
         ...
 
     # ---- epochs and the end

@@ -14,9 +14,9 @@ import msgspec
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from collectives.errors import of_caller
 from mpips import compression, optimizers
-from mpips.checkpoint.source import Written
+from mpips.checkpoint.held import Claims
+from mpips.checkpoint.source import Saves, Written
 from mpips.compression import Compressor
 from mpips.keys import arguments, calls
 from mpips.keys.key import Key, Name, Rounds
@@ -34,7 +34,7 @@ from mpips.worker.operations import GIVEN, Operations
 
 Array = NDArray[Any]
 T = TypeVar("T")
-_OTHERS = "the store has"
+STORE = "the store"
 
 
 class Settings:
@@ -53,41 +53,60 @@ class Settings:
         self.compressor: Compressor | None = None
         self.saving: Written | None = None
         """The last checkpoint that was begun in the background."""
+        self.base = 0
+        """The step that the job has resumed at: rounds count from there."""
         self.resumed: int | None = 0
         """See `KVStore.resumed`."""
+        self.held = Claims()
+        """What the store has, and the program has not asked for."""
         self.fresh = False
         """Whether this worker has taken a dead one's place, and comes to where the others are already."""
-        self.repeats = False
-        """Whether the store begins anew after a death: until it pushes, `init` of a key that is there, and settings
-        that are those that are there, are local, on all workers alike. So a program may make these calls once more, and
-        one whose worker has taken a dead one's place makes them for the first time."""
+        self.regular: Saves | None = None
+        """Where it saves itself."""
 
     # ---- keys
 
     def init(self, key: Any, value: Any, see: Callable[[Sequence[Key]], None] = lambda keys: None) -> None:
         """See `KVStore.init`. `see` raises where the keys that are to be made do not suit the caller."""
 
+        held: dict[Name, Key] = {}
+        names: Sequence[Name] = ()
+        if self.held.names:
+            with GIVEN:
+                pairs = arguments.pairs(key, value, "init")
+                held, names = self._held(pairs), [name for name, _ in pairs]
+                if len(held) == len(names):
+                    see(list(held.values()))
+            if len(held) == len(names):
+                self.held.claim(held)
+                return
+            key, value = map(list, zip(*(pair for pair in pairs if pair[0] not in held)))
+
         def asked() -> tuple[list[Key], list[Array]]:
             pairs = _first_values(self.keys, key, value)
             keys = [Key(name, array.shape, array.dtype) for name, array in pairs]
             if self.groups.default is not None:
                 _see_floats(keys, "init", "name the keys that have one, set_optimizer(..., keys=[...])")
-            see(keys)
+            every = held | {one.name: one for one in keys}
+            see([every[name] for name in names or every])
             return keys, [array for _, array in pairs]
 
-        if self.repeats:
-            with GIVEN:
-                pairs = arguments.pairs(key, value, "init")
-                _see_alike(self.keys, [(name, values) for name, values in pairs if name in self.keys])
-            new = [(name, values) for name, values in pairs if name not in self.keys]
-            if not new:
-                return
-            key, value = [name for name, _ in new], [values for _, values in new]
         made, refusal = rendezvous.attempt(asked)
         keys, values = made or ([], [])
         self.agree("init", [(one.name, f"{one.dtype.name}{one.shape}") for one in keys], refusal)
+        self.held.claim(held)
         self.run("init", self.backend.init(keys, values), [one.name for one in keys])
         self.add(keys)
+
+    def _held(self, pairs: Sequence[tuple[Name, Any]]) -> dict[Name, Key]:
+        """Those of an `init` that are held; ValueError where they are not as they are asked for."""
+        self.held.see_any([name for name, _ in pairs])
+        found = {}
+        for name, values in pairs:
+            if name in self.held.names:
+                asked, found[name] = calls.first_value(name, values), self.keys[name]
+                self.held.see(found[name], Key(name, asked.shape, asked.dtype))
+        return found
 
     def forget(self, keys: Any) -> None:
         """See `KVStore.forget`."""
@@ -103,6 +122,7 @@ class Settings:
         """Give up keys; collective, after all have agreed on it."""
         self.run(what, self.backend.forget(keys), [key.name for key in keys])
         self.groups.forget(key.name for key in keys)
+        self.held.claim(key.name for key in keys)
         for key in keys:
             del self.keys[key.name]
             key.fast = None
@@ -118,11 +138,15 @@ class Settings:
         what = "set_optimizer"
         chosen, refusal = rendezvous.attempt(lambda: optimizers.create(optimizer, **keywords))
         names, other = rendezvous.attempt(lambda: self._names_of_floats(keys, what))
-        if self.repeats and chosen is not None and self._is_set(chosen, names):
-            return
-        self.settled(what, [("optimizer", repr(chosen)), ("keys", repr(names))], refusal or other, noun="argument")
-        self.run(what, self.backend.set_optimizer(chosen, names))
-        self.groups.set(chosen, names)
+        asked = names
+        if self.held.optimizers and chosen is not None and other is None:
+            with GIVEN:
+                names = self.held.unheld(chosen, asked)
+        if names is None or names or names is asked:
+            self.settled(what, [("optimizer", repr(chosen)), ("keys", repr(names))], refusal or other, noun="argument")
+            self.run(what, self.backend.set_optimizer(chosen, names))
+            self.groups.set(chosen, names)
+        self.held.claim_optimizers(asked)
 
     def update_optimizer(self, keys: Any, numbers: dict[str, Any]) -> None:
         """See `KVStore.update_optimizer`."""
@@ -144,7 +168,7 @@ class Settings:
         """See `KVStore.set_gradient_compression`."""
         what = "set_gradient_compression"
         chosen, refusal = rendezvous.attempt(lambda: compression.create(options))
-        if self.repeats and chosen is not None and chosen == self.compressor:
+        if chosen is not None and self.held.claims(chosen):
             return
         self.settled(what, [("compression_params", repr(chosen))], refusal, noun="argument")
         self.run(what, self.backend.set_compression(dict(options), chosen))
@@ -175,15 +199,35 @@ class Settings:
             recovered = renew(self.epoch, lambda: self.backend.recover(self.keys))
             assert recovered is not None
             self.backend.committed()
-        return self.take(recovered)
+        rounds = self._take(recovered)
+        if self.layout.survives:
+            self.held = self.held.renewed(STORE, self.keys, self.groups, self.compressor)
+        else:
+            self.held.keep(self.keys)
+        return rounds
 
-    def take(self, recovered: Recovered) -> Rounds:
+    def join(self, recovered: Recovered) -> None:
+        """This worker has taken a dead one's place in a store that has this."""
+        self.resumed, self.fresh = self._take(recovered).step, True
+        begun = self.resumed != 0
+        self.held = Claims(STORE, self.keys, self.groups, self.compressor, strict=begun)
+
+    def _take(self, recovered: Recovered) -> Rounds:
         """The next epoch has begun with this."""
         self.keys.clear()
         self.add(recovered.keys)
         self.groups, self.compressor = recovered.groups, recovered.compressor
-        self.repeats = self.layout.survives
-        return recovered.rounds
+        rounds = recovered.rounds
+        if self.regular is not None:
+            self.regular.set_rounds(rounds)
+        if rounds.step is not None:
+            rounds.step += self.base
+        return rounds
+
+    def pushes(self) -> None:
+        """The program makes its first push since it may claim what is held."""
+        self.fresh = False
+        self.held.pushed()
 
     def meet_to_close(self) -> None:
         """Wait until all workers close the store: where one dies before, the others may need this one to go on. Whether
@@ -267,18 +311,6 @@ class Settings:
 
     # ---- inside
 
-    def _is_set(self, chosen: Optimizer, names: Sequence[Name] | None) -> bool:
-        """Whether these keys have an optimizer of this kind. Its numbers may differ: they may have been updated since.
-        ValueError where others train with another one already."""
-        there = [self.groups.of(name) for name in (self.keys if names is None else names)]
-        if names is None:
-            there.append(self.groups.default)
-        other = next((one for one in there if type(one) is not type(chosen)), chosen)
-        if other is not chosen and self.fresh and self.resumed != 0:
-            sentence = f"set_optimizer: this is {chosen!r}, and {_OTHERS} {other!r}: set the same"
-            raise of_caller(ValueError(sentence))
-        return other is chosen
-
     def _names(self, keys: Any, what: str) -> list[Name] | None:
         return None if keys is None else [key.name for key in self.known(keys, what)]
 
@@ -301,15 +333,6 @@ def _first_values(known: Mapping[Name, Key], key: Any, value: Any) -> list[tuple
         arguments.see_new(name, "init")
         result.append((name, calls.first_value(name, values)))
     return result
-
-
-def _see_alike(known: Mapping[Name, Key], pairs: Iterable[tuple[Name, list[Any]]]) -> None:
-    """ValueError where keys that are there are of other shapes or dtypes than these first values."""
-    for name, values in pairs:
-        there, given = known[name], calls.first_value(name, values)
-        if (given.shape, given.dtype) != (there.shape, there.dtype):
-            here, others = f"{given.dtype.name}{given.shape}", f"{there.dtype.name}{there.shape}"
-            raise ValueError(f"init: key {name!r} is {here} here, and {_OTHERS} {others}: begin with the same")
 
 
 def _see_floats(keys: Iterable[Key], what: str, cure: str) -> None:

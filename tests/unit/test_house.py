@@ -21,8 +21,8 @@ ALLOWED = {
     "collectives": (),
     "mpips": ("collectives",),
     "launch": (
-        "mpips.options", "mpips.world", "collectives.simulator.topology", "collectives.machine",
-        "collectives.terminal", "collectives.node.process_memory",
+        "mpips.options", "mpips.world", "mpips.checkpoint.folder", "collectives.simulator.topology",
+        "collectives.machine", "collectives.terminal", "collectives.node.process_memory",
     ),
 }
 

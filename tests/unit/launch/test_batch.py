@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import re
 import shlex
+import signal
 import subprocess
+import time
+from pathlib import Path
 
 import pytest
 
@@ -92,3 +95,45 @@ def test_refusals(bad: dict[str, object]) -> None:
     for write in WRITERS.values():
         with pytest.raises(RequestError):
             write(REQUEST._replace(**bad))
+
+
+SAVED = REQUEST._replace(
+    options=Options(servers=2, workers=14, checkpoint="/my data/run", every=50), restarts=3, requeue=True
+)
+
+
+@pytest.mark.parametrize("mark", WRITERS)
+def test_a_job_that_starts_again(mark: str) -> None:
+    text = WRITERS[mark](SAVED)
+    assert "--restarts 3 --checkpoint '/my data/run' --every 50 --hostfile" in text
+    assert {"#SBATCH": "#SBATCH --requeue", "#BSUB": "#BSUB -r", "#PBS": "#PBS -r y"}[mark] in text.splitlines()
+    assert subprocess.run(["bash", "-n"], input=text, text=True, check=False, timeout=180).returncode == 0
+    for change in ({"restarts": 3}, {"requeue": True}):
+        with pytest.raises(RequestError, match="needs --checkpoint and --every"):
+            WRITERS[mark](REQUEST._replace(**change))
+
+
+@pytest.mark.parametrize("restarts", [0, 3])
+def test_slurm_asks_for_the_queue_before_the_limit(restarts: int, tmp_path: Path) -> None:
+    """The script, with stand-ins that say what they are called with: a signal while the job runs, and none."""
+    text = slurm.script(SAVED._replace(restarts=restarts))
+    assert "#SBATCH --signal=B:USR1@60\n" in text
+    assert ("#SBATCH --no-kill" in text) == (restarts > 0)
+    for name, body in (("srun", "echo srun > ran; sleep $LONG"), ("mpips", "cat hosts-7 > ran; sleep $LONG"),
+                       ("scontrol", "[ $1 = show ] && printf 'a\\nb\\n' || echo $* > asked")):  # fmt: skip
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a,b"}
+    for long, asked in (("2", True), ("0", False)):
+        job = subprocess.Popen(["bash", "-c", text], env={**environment, "LONG": long}, cwd=tmp_path)
+        deadline = time.monotonic() + 60
+        while asked and not ((tmp_path / "ran").exists() and (tmp_path / "ran").read_text()):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        if asked:
+            job.send_signal(signal.SIGUSR1)
+        assert job.wait(60) == asked
+        assert (tmp_path / "ran").read_text() == ("a slots=4\nb slots=4\n" if restarts else "srun\n")
+        assert (tmp_path / "asked").exists() == asked
+        (tmp_path / "ran").unlink()
+        (tmp_path / "asked").unlink(missing_ok=True)

@@ -129,7 +129,7 @@ def test_a_script_that_is_no_python_is_refused_once_and_shown(mpirun: str, tmp_p
 
 def test_many_ranks_are_warned_of_before_they_start(mpirun: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "LONG_SECONDS", 0.0)
-    monkeypatch.setattr(process, "wait", lambda argv, **_: sys.exit(f"started {shlex.join(argv)}"))
+    monkeypatch.setattr(process, "run", lambda argv, **_: sys.exit(f"started {shlex.join(argv)}"))
     done = call("-w", "2", "--mpirun", mpirun, "--", "-c", "1")
     warning, started = done.output.splitlines()
     assert warning.startswith("mpips: 2 ranks share ")

@@ -1,0 +1,149 @@
+"""`mpips run --restarts`: a job that a death has ended starts again, and goes on from its newest checkpoint.
+
+A *death* is that of a rank or of mpirun by a signal, or of a host, which answers no more. A job whose program raises an
+exception, or leaves with a code of its own, is not started again: it would do the same again. Nor is one that a signal
+to this command has ended. With spares the others go on first, and the job starts again where they could not.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+from launch.hosts import Host, Placed
+from launch.mpirun import Flavour, Job, Launcher, LauncherError, Machine, build
+from launch.running.process import Ended, tell
+from launch.running.verdict import signal_in
+from mpips.checkpoint import folder as files
+from mpips.options import Options
+
+LIMIT = 20.0  # seconds for a host to answer
+KILLED_ELSEWHERE: dict[Flavour, tuple[int, ...]] = {"openmpi": (), "mpich": (), "intel": (255,)}
+"""What an mpirun leaves with, beside what tells of a signal, when it was one that ended a rank."""
+
+
+def check(options: Options, restarts: int) -> None:
+    """LauncherError where a job is to save itself, or to go on, and not all is said that this needs."""
+    for name, value in (("checkpoint", options.checkpoint), ("every", options.every)):
+        if restarts and not value:
+            raise LauncherError(
+                f"--restarts {restarts} needs --{name}: a job goes on from what its store has saved, as with "
+                "--checkpoint DIR --every 100"
+            )
+    if bool(options.checkpoint) != bool(options.every):
+        raise LauncherError(
+            f"--checkpoint {options.checkpoint or '(none)'} and --every {options.every}: give both, a folder and the "
+            "number of rounds between two saves"
+        )
+
+
+def make_folder(options: Options) -> None:
+    """Make the folder in which the job is to save itself, if any; LauncherError where nothing can be written to it."""
+    if options.checkpoint:
+        try:
+            files.make(options.checkpoint)
+        except ValueError as error:
+            raise LauncherError(str(error)) from error
+
+
+def until_it_ends(
+    start: Callable[[Options], Ended], fitting: Callable[[Options], Options], options: Options, restarts: int,
+    remote: bool, flavour: Flavour,
+) -> int:  # fmt: skip
+    """`start` a job with these options, and again after deaths, at most so many times, with the options that are
+    `fitting`, which raises LauncherError where a job cannot go on; the last exit code. Blocking."""
+    wanted, ended, left = options, start(options), restarts
+    while ended.code and not ended.heard and left:
+        changed, failure = options, ""
+        if remote:
+            try:
+                changed = fitting(wanted)
+            except LauncherError as error:
+                failure = str(error)
+        why = reason(ended, remote, flavour) or ("a host does not answer" if changed != options or failure else "")
+        if not why or failure:
+            tell(f"mpips: the job cannot start again: {failure}" if why else "")
+            break
+        left -= 1
+        tell(f"mpips: {why}: the job starts again from {_begin(options.checkpoint)}, restart {restarts - left} of "
+             f"{restarts}{_roles(options, changed)}")  # fmt: skip
+        options = changed
+        ended = start(options)
+    tell(ended.sentence)
+    return ended.code
+
+
+def reason(ended: Ended, remote: bool, flavour: Flavour) -> str:
+    """The death that has ended a job, in words; "" where none that is known has. `remote`: some of its ranks were on
+    other hosts, of which only mpirun's code tells."""
+    if not ended.code or ended.heard:
+        return ""
+    if ended.death:
+        return ended.death
+    if ended.returned < 0 and ended.code == 128 - ended.returned:
+        return f"mpirun was ended by signal {-ended.returned}"
+    if remote and (number := signal_in(ended.returned)):
+        return f"a rank of another host was ended by signal {number}"
+    if remote and ended.returned in KILLED_ELSEWHERE[flavour]:
+        return f"mpirun has left with code {ended.returned}, as after the death of a rank"
+    return ""
+
+
+def answering(
+    hosts: Sequence[Host], launcher: Launcher, machine: Machine, extra: Sequence[str] = ()
+) -> tuple[Host, ...]:
+    """Those of the hosts on which this mpirun can start a process. Blocking, for at most `LIMIT` seconds or two."""
+    with ThreadPoolExecutor(max(1, len(hosts))) as pool:
+        answers = list(pool.map(lambda host: _answers(host.name, launcher, machine, extra), hosts))
+    return tuple(host for host, answer in zip(hosts, answers) if answer)
+
+
+def _answers(host: str, launcher: Launcher, machine: Machine, extra: Sequence[str]) -> bool:
+    if host in ("localhost", socket.gethostname()):
+        return True
+    argv = build(launcher, Job(1, ("true",), {}, (Placed(host, 1),), extra=tuple(extra)), machine)
+    try:
+        done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=LIMIT, check=False)
+    except subprocess.TimeoutExpired:
+        return False
+    return done.returncode == 0
+
+
+def fit(options: Options, hosts: Sequence[Host]) -> Options:
+    """The options of a job that these hosts hold: as asked for where they do; else with fewer spares, then with fewer
+    workers, and at last with fewer servers, of these two at least one. LauncherError where they cannot hold even
+    that."""
+    if not hosts:
+        raise LauncherError("no host answers")
+    if any(host.slots is None for host in hosts):
+        return options
+    slots, workers, servers = sum(host.slots or 0 for host in hosts), options.workers, options.servers
+    spares = min(options.spares, max(0, slots - workers - servers))
+    if slots < workers + servers:
+        workers = max(1, slots - servers)
+        servers = min(servers, slots - workers)
+    if options.servers and not servers:
+        raise LauncherError(f"the hosts that answer have {slots} slots, and a worker and a server need 2")
+    clients = min(options.clients, workers)
+    return replace(options, workers=workers, servers=servers, clients=clients, spares=spares)
+
+
+def place_of(folder: str) -> str:
+    """The folder of a command line, as all ranks are to know it."""
+    return os.path.abspath(folder) if folder else ""
+
+
+def _begin(folder: str) -> str:
+    step = files.newest_step(folder)
+    return "its beginning" if step is None else f"step {step}"
+
+
+def _roles(before: Options, after: Options) -> str:
+    if after == before:
+        return ""
+    spares = f" --spares {after.spares}" if after.spares >= 0 else ""
+    return f", with -w {after.workers} -s {after.servers}{spares} on the hosts that answer"
