@@ -23,12 +23,12 @@ from mpips.ending.status import say_role
 from mpips.layout import Layout
 from mpips.options import OptionError, Options
 from mpips.recovery import spare
-from mpips.recovery.standby import StandBy
+from mpips.recovery.spare import StandBy
 from mpips.runtime.epoch import Epoch
 from mpips.runtime.errors import EpochError
 from mpips.served.served import Served
 from mpips.server.loop import Server, serve
-from mpips.serverless import Serverless
+from mpips.serverless.serverless import Serverless
 from mpips.store import KVStore
 from mpips.transport.frames import OpenStore
 from mpips.worker.backend import Backend, Recovered
@@ -226,18 +226,21 @@ class _Spare:
         return KVStore(layout, backend, epoch, _closer(layout, epoch), self._saves, recovered)
 
     def _rebuild(self) -> list[Server | tuple[Backend, Recovered]]:
-        layout, epoch = self._layout, self._epoch
-        if self._seat is None or self._stands_by is None:
-            if layout.is_spare:
-                return []
-            backend = Serverless(layout, epoch)
-            return [(backend, backend.recover(()))]
-        if layout.is_server:
-            return [Server.fresh(layout, epoch, self._seat, self._stands_by.held())]
-        if layout.is_worker:
-            return [Served.fresh(layout, epoch, self._seat.shared, self._stands_by.held())]
-        self._stands_by.rebuild()
-        return []
+        """What this rank has become while all begin the next epoch, or nothing. Collective, blocking."""
+        layout, epoch, seat, stands_by = self._layout, self._epoch, self._seat, self._stands_by
+        if layout.is_spare:
+            if stands_by is not None:
+                stands_by.rebuild()
+            return []
+        if seat is None or stands_by is None:
+            backend: Backend = Serverless(layout, epoch)
+        elif layout.is_worker:
+            backend = Served(layout, epoch, seat.shared, stands_by.held())
+        else:
+            server = Server(layout, seat, epoch, stands_by.held())
+            server.rebuild()
+            return [server]
+        return [(backend, backend.recover(()))]
 
     def _committed(self) -> None:
         if self._stands_by is not None:

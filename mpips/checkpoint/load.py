@@ -129,13 +129,13 @@ def _state_loaded(store: Store, reader: Reader | None, key: Key, record: Record)
     arrays = [_read(reader, state_name(key.name, slot), size, dtype) for slot, dtype in enumerate(record.state)]
     if not served(store.layout):
         from_worker_0(store.layout, key.name, arrays)
-    yield from store.backend.put_states([key], {key.name: (record.step, arrays)})
+    yield from store.backend.stored.put_states([key], {key.name: (record.step, arrays)})
 
 
 def _residuals_loaded(store: Store, reader: Reader | None, header: Header, key: Key) -> Task[None]:
     dtype = residuals.residual_dtype(key.dtype.name).name
     saved = [_read(reader, residual_name(key.name, group), (key.size,), dtype) for group in range(header.residuals)]
-    yield from residuals.given_back(store.layout, store.backend, key, saved, header.residuals)
+    yield from residuals.given_back(store.layout, store.backend.stored, key, saved, header.residuals)
 
 
 def _read(reader: Reader | None, name: str, shape: tuple[int, ...], dtype: str) -> Array:

@@ -14,11 +14,11 @@ from mpips.layout import Layout
 from mpips.optimizers.groups import Groups
 from mpips.runtime.rendezvous import Items
 from mpips.runtime.tasks import Task
-from mpips.worker.backend import Backend, Frozen, Snapshot, States
+from mpips.worker.backend import Backend, Frozen, Snapshot, States, Stored
 
 __all__ = [
-    "Backend", "Frozen", "Handle", "Saves", "Snapshot", "States", "Store", "Written", "from_worker_0", "senders",
-    "served",
+    "Backend", "Frozen", "Handle", "Saves", "Snapshot", "States", "Store", "Stored", "Written", "from_worker_0",
+    "senders", "served",
 ]  # fmt: skip
 
 T = TypeVar("T")

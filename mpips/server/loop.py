@@ -132,9 +132,10 @@ class Serving(NamedTuple):
 
 
 class Server:
-    """One store on one server rank; it serves once it has `begun` or `rebuilt`."""
+    """One store on one server rank; it serves once it has begun, or rebuilt. `held`: what this rank kept while it was a
+    spare."""
 
-    def __init__(self, layout: Layout, seat: Seat, epoch: Epoch) -> None:
+    def __init__(self, layout: Layout, seat: Seat, epoch: Epoch, held: Held | None = None) -> None:
         self.layout, self.epoch = layout, epoch
         if layout.survives:
             arena.in_one_segment()
@@ -143,15 +144,7 @@ class Server:
         self._shared_cores = seat.shared
         self._reduce = Reduce(_threads(layout, len(seat.before)), seat.step_aside, seat.shared)
         self._settled: Settled[Serving] = Settled()
-        self._now = self._serving(State(), 0, None, Held())
-
-    @classmethod
-    def fresh(cls, layout: Layout, epoch: Epoch, seat: Seat, held: Held) -> Server:
-        """A server in the place of one that has died, made while all others rebuild. Collective as `rebuild`."""
-        made = cls(layout, seat, epoch)
-        made._now = made._now._replace(held=held)
-        made.rebuild()
-        return made
+        self._now = self._serving(State(), 0, None, held or Held())
 
     def _serving(self, state: State, epoch: int, compressor: Compressor | None, held: Held) -> Serving:
         name = f"server rank {self.layout.rank}"
