@@ -14,6 +14,7 @@ from collectives.errors import of_caller
 from collectives.network.failures import Making, able, deaths
 from mpips import layout as layouts
 from mpips import options as option_table
+from mpips import store as stores
 from mpips import world
 from mpips.chaos import injector
 from mpips.checkpoint import resuming
@@ -108,7 +109,7 @@ def _asked(kind: str, options: dict[str, Any]) -> tuple[str, Options | None, str
 def _serverless(layout: Layout) -> KVStore:
     epoch = Epoch(layout)
     with epoch.failing(layouts.WHAT):
-        return KVStore(layout, Serverless(layout, epoch), epoch, epoch.close, _saves(layout))
+        return stores.made(layout, Serverless(layout, epoch), epoch, epoch.close, _saves(layout))
 
 
 def _served(comm: MPI.Intracomm, layout: Layout) -> KVStore:
@@ -116,7 +117,7 @@ def _served(comm: MPI.Intracomm, layout: Layout) -> KVStore:
     with epoch.failing(layouts.WHAT):
         served = Served(layout, epoch, _seat(layout, epoch).shared)
         served.begin()
-        store = KVStore(layout, served, epoch, _closer(layout, epoch), _saves(layout))
+        store = stores.made(layout, served, epoch, _closer(layout, epoch), _saves(layout))
     _open.append(_Open(comm, layout, store, served))
     return store
 
@@ -223,7 +224,7 @@ class _Spare:
         backend, recovered = became
         say_role("worker" if len(layout.clients) == 1 else f"worker of client {layout.client_number}")
         backend.committed()
-        return KVStore(layout, backend, epoch, _closer(layout, epoch), self._saves, recovered)
+        return stores.made(layout, backend, epoch, _closer(layout, epoch), self._saves, recovered)
 
     def _rebuild(self) -> list[Server | tuple[Backend, Recovered]]:
         """What this rank has become while all begin the next epoch, or nothing. Collective, blocking."""

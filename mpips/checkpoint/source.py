@@ -131,10 +131,6 @@ class Store(Protocol):
         """Run a task beside the training. Only the end of the store waits for it."""
         ...
 
-    def use(self, groups: Groups, compressor: Compressor | None) -> Task[None]:
-        """Set these optimizers and this compression, as `set_optimizer` and `set_gradient_compression` do."""
-        ...
-
     def known(self, names: Any, what: str) -> list[Key]:
         """The keys of these names, one or a list; ValueError or TypeError where there is none."""
         ...
