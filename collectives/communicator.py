@@ -167,10 +167,7 @@ class Communicator:
         if self.over is not None or not self.open:
             return error
         self._kept.append(kept)
-        told = error if isinstance(error, CollectiveError) else CollectiveError(self._given_up(what, error))
-        if isinstance(error, OutOfReach):
-            told = CollectiveError(unreachable(self.board, error))
-        self.over = told
+        self.over = told = _told(self, what, error)
         try:
             self.over = self._end(told)
         except KeyboardInterrupt:  # once more: the others must hear
@@ -184,14 +181,6 @@ class Communicator:
     def _end(self, told: CollectiveError) -> CollectiveError:
         on_node = self.board.end(told, str(told))
         return on_node if self.control is None else self.control.end(on_node, str(on_node))
-
-    def _given_up(self, what: str, error: BaseException) -> str:
-        dead = failed(self.comm) if isinstance(error, MPI.Exception) else []
-        if dead:
-            return f"{what}: rank {self.names[dead[0]]} is needed, and {DEPARTURES[0]}"
-        reason = f": {error}" if str(error) else ""
-        sentence = f"rank {self.names[self.rank]} has given up {what}: {type(error).__name__}{reason}"
-        return sentence.encode(errors="replace").decode()  # file names may hold what no text can
 
     def deal(self, tags: int) -> None:
         """A plan has taken so many tags; it keeps its lanes where the next one gets others. Collective."""
@@ -213,7 +202,7 @@ class Communicator:
             return
         if self.cache is not None:
             self.cache.free()
-        self.board.close()
+        self.board.memory.close()
         self.node.Free()
         for comm in self._carriers():
             leave(comm, self._kept)
@@ -228,7 +217,7 @@ class Communicator:
             self.started = []
             if self.cache is not None:
                 self.cache.free()
-            self.board.abandon()
+            self.board.memory.abandon()
             _kept_for_good.append(self._kept)
 
     def leave(self, how: int = PROGRAM_ENDED) -> None:
@@ -260,6 +249,20 @@ class Communicator:
         if self.nodes == 1 or len({self.node_of.count(node) for node in self.node_of}) > 1:
             return None
         return made(self.comm.Split(self.board.rank, self.rank))
+
+
+def _told(kept: Communicator, what: str, error: BaseException) -> CollectiveError:
+    """What all ranks raise where `what` has raised this on one."""
+    if isinstance(error, OutOfReach):
+        return CollectiveError(unreachable(kept.board, error))
+    if isinstance(error, CollectiveError):
+        return error
+    dead = failed(kept.comm) if isinstance(error, MPI.Exception) else []
+    if dead:
+        return CollectiveError(f"{what}: rank {kept.names[dead[0]]} is needed, and {DEPARTURES[0]}")
+    reason = f": {error}" if str(error) else ""
+    sentence = f"rank {kept.names[kept.rank]} has given up {what}: {type(error).__name__}{reason}"
+    return CollectiveError(sentence.encode(errors="replace").decode())  # file names may hold what no text can
 
 
 def communicator(

@@ -14,6 +14,7 @@ from collectives.errors import of_caller
 from collectives.network.failures import Making, able, deaths
 from mpips import layout as layouts
 from mpips import options as option_table
+from mpips import store as stores
 from mpips import world
 from mpips.chaos import injector
 from mpips.checkpoint import resuming
@@ -23,12 +24,12 @@ from mpips.ending.status import say_role
 from mpips.layout import Layout
 from mpips.options import OptionError, Options
 from mpips.recovery import spare
-from mpips.recovery.standby import StandBy
+from mpips.recovery.spare import StandBy
 from mpips.runtime.epoch import Epoch
 from mpips.runtime.errors import EpochError
 from mpips.served.served import Served
 from mpips.server.loop import Server, serve
-from mpips.serverless import Serverless
+from mpips.serverless.serverless import Serverless
 from mpips.store import KVStore
 from mpips.transport.frames import OpenStore
 from mpips.worker.backend import Backend, Recovered
@@ -108,7 +109,7 @@ def _asked(kind: str, options: dict[str, Any]) -> tuple[str, Options | None, str
 def _serverless(layout: Layout) -> KVStore:
     epoch = Epoch(layout)
     with epoch.failing(layouts.WHAT):
-        return KVStore(layout, Serverless(layout, epoch), epoch, epoch.close, _saves(layout))
+        return stores.made(layout, Serverless(layout, epoch), epoch, epoch.close, _saves(layout))
 
 
 def _served(comm: MPI.Intracomm, layout: Layout) -> KVStore:
@@ -116,7 +117,7 @@ def _served(comm: MPI.Intracomm, layout: Layout) -> KVStore:
     with epoch.failing(layouts.WHAT):
         served = Served(layout, epoch, _seat(layout, epoch).shared)
         served.begin()
-        store = KVStore(layout, served, epoch, _closer(layout, epoch), _saves(layout))
+        store = stores.made(layout, served, epoch, _closer(layout, epoch), _saves(layout))
     _open.append(_Open(comm, layout, store, served))
     return store
 
@@ -223,21 +224,24 @@ class _Spare:
         backend, recovered = became
         say_role("worker" if len(layout.clients) == 1 else f"worker of client {layout.client_number}")
         backend.committed()
-        return KVStore(layout, backend, epoch, _closer(layout, epoch), self._saves, recovered)
+        return stores.made(layout, backend, epoch, _closer(layout, epoch), self._saves, recovered)
 
     def _rebuild(self) -> list[Server | tuple[Backend, Recovered]]:
-        layout, epoch = self._layout, self._epoch
-        if self._seat is None or self._stands_by is None:
-            if layout.is_spare:
-                return []
-            backend = Serverless(layout, epoch)
-            return [(backend, backend.recover(()))]
-        if layout.is_server:
-            return [Server.fresh(layout, epoch, self._seat, self._stands_by.held())]
-        if layout.is_worker:
-            return [Served.fresh(layout, epoch, self._seat.shared, self._stands_by.held())]
-        self._stands_by.rebuild()
-        return []
+        """What this rank has become while all begin the next epoch, or nothing. Collective, blocking."""
+        layout, epoch, seat, stands_by = self._layout, self._epoch, self._seat, self._stands_by
+        if layout.is_spare:
+            if stands_by is not None:
+                stands_by.rebuild()
+            return []
+        if seat is None or stands_by is None:
+            backend: Backend = Serverless(layout, epoch)
+        elif layout.is_worker:
+            backend = Served(layout, epoch, seat.shared, stands_by.held())
+        else:
+            server = Server(layout, seat, epoch, stands_by.held())
+            server.rebuild()
+            return [server]
+        return [(backend, backend.recover(()))]
 
     def _committed(self) -> None:
         if self._stands_by is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from collectives.errors import of_caller
 from mpips.checkpoint.load import load
@@ -18,14 +18,14 @@ from mpips.runtime import breaking
 from mpips.runtime.engine import Handle
 from mpips.runtime.epoch import Epoch
 from mpips.worker.backend import Backend, Recovered
-from mpips.worker.quick import Quick, regularly, with_meanwhile
+from mpips.worker.beside import Calls
+from mpips.worker.quick import Quick
 from mpips.worker.recut import recut
-from mpips.worker.settings import Settings
+from mpips.worker.settings import Epochs, Settings
 
 if TYPE_CHECKING:
     from mpips.optimizers.base import Optimizer
 
-T = TypeVar("T")
 Turns = Sequence[Hashable]
 """Names, any that are hashable: operations with one in common run in program order (`ipush`)."""
 
@@ -43,62 +43,13 @@ class KVStore:
     Any other failure ends the epoch: every call of every worker raises `mpips.EpochError` until all call `recover()`.
     """
 
-    def __init__(
-        self, layout: Layout, backend: Backend, epoch: Epoch, closed: breaking.Step = lambda: None,
-        saves: Callable[[Settings], Saves] | None = None, joined: Recovered | None = None,
-    ) -> None:  # fmt: skip
-        """`closed` is called when it has closed. `saves`: how it saves itself. `joined`: what the store has that this
-        worker joins."""
-        self.settings = Settings(layout, backend, epoch)
-        """What the workers agree on; for other packages of mpips."""
-        self._operations, self._closed = self.settings.operations, closed
-        self._quick = Quick(self.settings.keys, self.settings.engine.under_way, self._operations, backend)
-        self._latest: Callable[[], bool] | None = None
-        self._plain: tuple[Callable[..., bool], Callable[..., Handle]] = self._quick.call, self._operations.start
-        if saves is not None:
-            self.settings.regular = regular = saves(self.settings)
-            self._plain = regularly(regular, *self._plain, self._operations.do, lambda: self._save_beside(regular))
-        self._alone()
-        if joined is not None:  # this worker has taken a dead one's place
-            self.settings.join(joined)
-        if joined is not None or self.settings.held.names:
-            self._until_it_pushes()
+    def __init__(self, settings: Settings, calls: Calls, closed: breaking.Step) -> None:
+        """`calls`: how pushes and pulls are made. `closed` is called when it has closed."""
+        self.settings, self.layout = settings, settings.layout
+        """What the workers agree on, for other packages of mpips; roles and communicators."""
+        self._calls, self._closed = calls, closed
+        self._operations, self._epochs = settings.operations, Epochs(settings)
         breaking.at_exit(self.close)
-
-    def _alone(self) -> None:
-        """Calls do nothing beside what they are to do."""
-        self._call, self._start = self._plain
-
-    def _beside(self, go_on: Callable[[], bool]) -> None:
-        """After each call `go_on`, until that is over, or another takes its place."""
-
-        def over() -> None:
-            if self._latest is go_on:
-                self._alone()
-
-        call, start = self._plain
-        self._latest = go_on
-        self._call, self._start = with_meanwhile(call, go_on, over), with_meanwhile(start, go_on, over)
-
-    def _save_beside(self, regular: Saves) -> None:
-        saving = regular.save()
-        if saving is not None:
-            self._beside(saving.go_on)
-
-    def _until_it_pushes(self) -> None:
-        """The program may claim what the store has: see `Settings.pushes`."""
-        plain = self._plain
-
-        def first(call: Callable[..., T]) -> Callable[..., T]:
-            def called(what: str, *words: Any) -> T:
-                if what != "pull":
-                    self.settings.pushes()
-                    self._alone()
-                return call(what, *words)
-
-            return called
-
-        self._call, self._start = first(plain[0]), first(plain[1])
 
     # ---- who we are
 
@@ -116,11 +67,6 @@ class KVStore:
     def num_workers(self) -> int:
         """Workers in all clients."""
         return self.layout.num_workers
-
-    @property
-    def layout(self) -> Layout:
-        """Roles and communicators."""
-        return self.settings.layout
 
     @property
     def epoch(self) -> int:
@@ -193,8 +139,7 @@ class KVStore:
         returned blocks until the file is there. ValueError where it cannot be written.
         """
         saving = save(self.settings, path, wait)
-        if saving is not None:
-            self._beside(saving.go_on)
+        self._calls.write(saving)
         return saving
 
     def load(self, path: str | os.PathLike[str]) -> None:
@@ -219,9 +164,9 @@ class KVStore:
         Returns of each key the last complete round, which it stands at: so many pushes of each worker are in it.
         `.torn` names keys of which a round was applied in part: load a checkpoint of them.
         """
-        rounds = self.settings.recover()
+        rounds = self._epochs.recover()
         if self.layout.survives:
-            self._until_it_pushes()
+            self._calls.before_a_push(self.settings.pushes)
         return rounds
 
     # ---- pushes and pulls
@@ -231,7 +176,7 @@ class KVStore:
 
         Without an optimizer the stored value becomes the sum over all workers. A value may be an `mpips.RowSparse`.
         """
-        if not self._call("push", key, value, None, priority):
+        if not self._calls.call("push", key, value, None, priority):
             self._operations.do("push", key, value, None, priority)
 
     def ipush(self, key: Any, value: Any, priority: int = 0, turns: Turns = ()) -> Handle:
@@ -241,7 +186,7 @@ class KVStore:
         those that may run, higher priority goes first; but in program order where they hold collectives (`mpi_*` kinds,
         and stores without servers), as these must start in one order on all workers.
         """
-        return self._start("push", key, value, None, priority, turns)
+        return self._calls.start("push", key, value, None, priority, turns)
 
     def taken(self, key: Any, push: Handle) -> Handle:
         """A handle that ends when the servers have read what `push`, the last `ipush` of these keys, sends. (The push
@@ -251,21 +196,21 @@ class KVStore:
 
     def pull(self, key: Any, out: Any, priority: int = 0, ignore_sparse: bool = True) -> None:
         """Write the keys' values into `out`, after this worker's pushes of them; returns when they are there."""
-        if not self._call("pull", key, None, out, priority):
+        if not self._calls.call("pull", key, None, out, priority):
             self._operations.do("pull", key, None, out, priority)
 
     def ipull(self, key: Any, out: Any, priority: int = 0, turns: Turns = ()) -> Handle:
         """`pull` that returns a handle at once; `out` holds the values when it is done."""
-        return self._start("pull", key, None, out, priority, turns)
+        return self._calls.start("pull", key, None, out, priority, turns)
 
     def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
         """`push` and `pull` in one, into `value` where `out` is None; returns when the result is there."""
-        if not self._call("pushpull", key, value, out, priority):
+        if not self._calls.call("pushpull", key, value, out, priority):
             self._operations.do("pushpull", key, value, out, priority)
 
     def ipushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0, turns: Turns = ()) -> Handle:
         """`pushpull` that returns a handle at once."""
-        return self._start("pushpull", key, value, out, priority, turns)
+        return self._calls.start("pushpull", key, value, out, priority, turns)
 
     def row_sparse_pull(self, key: Any, out: Any, priority: int = 0, row_ids: Any = None) -> None:
         """Write rows of the keys into `out` of shape (len(row_ids), ...), in the order of `row_ids`; blocking.
@@ -282,10 +227,23 @@ class KVStore:
         if self._operations.closed:
             return
         breaking.closed(self.close)
-        if self.layout.survives:
-            breaking.in_order(self.settings.meet_to_close, self._end)
-        else:
-            self._end()
+        self._epochs.close(self._closed)
 
-    def _end(self) -> None:
-        breaking.in_order(*self.settings.closing(), self._closed)
+
+def made(
+    layout: Layout, backend: Backend, epoch: Epoch, closed: breaking.Step,
+    saves: Callable[[Settings], Saves] | None = None, joined: Recovered | None = None,
+) -> KVStore:  # fmt: skip
+    """A worker's store. `saves`: how it saves itself. `joined`: what the store has in which this worker has taken a
+    dead one's place."""
+    settings = Settings(layout, backend, epoch)
+    operations = settings.operations
+    calls = Calls(Quick(settings.keys, settings.engine.under_way, operations, backend).call, operations.start)
+    if saves is not None:
+        settings.regular = saves(settings)
+        calls.save_regularly(settings.regular, operations.do)
+    if joined is not None:
+        Epochs(settings).join(joined)
+    if joined is not None or settings.held.names:
+        calls.before_a_push(settings.pushes)
+    return KVStore(settings, calls, closed)

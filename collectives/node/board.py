@@ -217,14 +217,6 @@ class Board:
         """Say that this rank comes no more."""
         self.memory.words[self.rank][LEFT] = how
 
-    def close(self) -> None:
-        """Collective where a fence is needed."""
-        self.memory.close()
-
-    def abandon(self) -> None:
-        """The same where some have died: nobody reads this rank's area any more."""
-        self.memory.abandon()
-
     def _complete(self) -> bool:
         row = int.from_bytes(self.entries[self.number & 1], ORDER)
         return row & self.numbers == self.number * self.ones << 32

@@ -21,26 +21,27 @@ class Claims:
     """What the program may claim: each once, optimizers and compression before it pushes anything. `source` names where
     it is from in sentences.
 
-    `saved`: by another job, and so perhaps by another training. `strict`: an optimizer of another class is an error.
+    `later`: keys that may be claimed after the first push, too; all where None. `saved`: by another job, and so
+    perhaps by another training. `strict`: an optimizer of another class is an error.
     """
 
     def __init__(
         self, source: str = "", names: Iterable[Name] = (), groups: Groups | None = None,
-        compressor: Compressor | None = None, *, saved: bool = False, strict: bool = False,
+        compressor: Compressor | None = None, *, later: Iterable[Name] | None = None, saved: bool = False,
+        strict: bool = False,
     ) -> None:  # fmt: skip
         self.source, self.names, self._compressor = source, set(names), compressor
         self._cure = "give the same, or another folder" if saved else "give the same"
         self._unasked, self._strict = saved, strict
         self._default = None if groups is None else groups.default
         self._own = {} if groups is None else dict(groups.own)
-        self._later = set(self.names)
+        self._later = set(self.names if later is None else later)
         """Keys that may also be claimed after the first push."""
 
     def renewed(self, source: str, names: Iterable[Name], groups: Groups, compressor: Compressor | None) -> Claims:
         """What it may claim after a recovery, until it pushes: everything."""
-        claims = Claims(source, names, groups, compressor)
-        claims._later &= self._later
-        return claims
+        there = set(names)
+        return Claims(source, there, groups, compressor, later=there & self._later)
 
     def pushed(self) -> None:
         """The program has pushed: all other calls are made together from now on."""

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from mpips.checkpoint import residuals
 from mpips.checkpoint.file import Header, Reader, Record, file_name, residual_name, state_name, value_name
 from mpips.checkpoint.source import Store, from_worker_0, served
-from mpips.compression.registry import create
+from mpips.compression.base import Compressor
+from mpips.compression.registry import create, options
 from mpips.keys.key import Key
 from mpips.optimizers.base import Optimizer, initial
 from mpips.optimizers.groups import Groups
@@ -105,13 +106,25 @@ def _loaded(store: Store, reader: Reader | None, header: Header) -> Task[None]:
         yield from _value_loaded(store, reader, record)
     compressor, groups = None if header.compression is None else create(header.compression), _groups(header)
     if groups or compressor is not None:
-        yield from store.use(_used(store, groups), compressor)
+        yield from _use(store, _used(store, groups), compressor)
     for record in header.records:
         key = store.keys[record.key]
         if store.groups.of(record.key) is not None:
             yield from _state_loaded(store, reader, key, record)
         if header.residuals and residuals.compressible(record.dtype):
             yield from _residuals_loaded(store, reader, header, key)
+
+
+def _use(store: Store, groups: Groups, compressor: Compressor | None) -> Task[None]:
+    """Set these optimizers and this compression, which are the same on all workers."""
+    if groups.default is not None:
+        yield from store.backend.set_optimizer(groups.default, None)
+    for name, optimizer in groups.own.items():
+        yield from store.backend.set_optimizer(optimizer, [name])
+    store.groups = groups
+    if compressor is not None:
+        yield from store.backend.set_compression(options(compressor), compressor)
+        store.compressor = compressor
 
 
 def _value_loaded(store: Store, reader: Reader | None, record: Record) -> Task[None]:
@@ -129,13 +142,13 @@ def _state_loaded(store: Store, reader: Reader | None, key: Key, record: Record)
     arrays = [_read(reader, state_name(key.name, slot), size, dtype) for slot, dtype in enumerate(record.state)]
     if not served(store.layout):
         from_worker_0(store.layout, key.name, arrays)
-    yield from store.backend.put_states([key], {key.name: (record.step, arrays)})
+    yield from store.backend.stored.put_states([key], {key.name: (record.step, arrays)})
 
 
 def _residuals_loaded(store: Store, reader: Reader | None, header: Header, key: Key) -> Task[None]:
     dtype = residuals.residual_dtype(key.dtype.name).name
     saved = [_read(reader, residual_name(key.name, group), (key.size,), dtype) for group in range(header.residuals)]
-    yield from residuals.given_back(store.layout, store.backend, key, saved, header.residuals)
+    yield from residuals.given_back(store.layout, store.backend.stored, key, saved, header.residuals)
 
 
 def _read(reader: Reader | None, name: str, shape: tuple[int, ...], dtype: str) -> Array:

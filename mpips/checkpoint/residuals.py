@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 import collectives
 from mpips.checkpoint.file import residual_dtype
-from mpips.checkpoint.source import Backend, from_worker_0, senders
+from mpips.checkpoint.source import Stored, from_worker_0, senders
 from mpips.keys.key import Key
 from mpips.layout import Layout
 from mpips.runtime.tasks import Task
@@ -27,9 +27,9 @@ def compressible(dtype: np.dtype | str) -> bool:
     return np.dtype(dtype).kind not in "iub"
 
 
-def gathered(layout: Layout, backend: Backend, key: Key) -> Task[list[Array]]:
+def gathered(layout: Layout, stored: Stored, key: Key) -> Task[list[Array]]:
     """A float key's residuals, one array of each sender; on worker 0 only (elsewhere: nothing). Collective."""
-    mine = yield from backend.residuals([key])
+    mine = yield from stored.residuals([key])
     dtype = residual_dtype(key.dtype.name)
     kept = np.zeros(key.size, dtype) if mine is None else mine.astype(dtype)
     found = []
@@ -41,7 +41,7 @@ def gathered(layout: Layout, backend: Backend, key: Key) -> Task[list[Array]]:
     return found if layout.rank == 0 else []
 
 
-def given_back(layout: Layout, backend: Backend, key: Key, saved: Sequence[Array], groups: int) -> Task[None]:
+def given_back(layout: Layout, stored: Stored, key: Key, saved: Sequence[Array], groups: int) -> Task[None]:
     """Give each sender what is its own of `saved` (worker 0's count), which `groups` senders had. Collective."""
     group = next(number for number, ranks in enumerate(senders(layout)) if layout.rank in ranks)
     mine = np.zeros(key.size)
@@ -50,4 +50,4 @@ def given_back(layout: Layout, backend: Backend, key: Key, saved: Sequence[Array
         from_worker_0(layout, key.name, [array])
         if number % len(senders(layout)) == group:
             mine += array
-    yield from backend.put_residuals([key], [mine])
+    yield from stored.put_residuals([key], [mine])

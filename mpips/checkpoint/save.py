@@ -67,7 +67,7 @@ def save_alone(store: Store, path: str) -> Saving:
     with contextlib.ExitStack() as stack:
         stack.callback(writer.abandon)
         store.settle()
-        snapshot = store.run("save", store.backend.snapshot(keys, alone=True))
+        snapshot = store.run("save", store.backend.stored.snapshot(keys, alone=True))
         try:
             _begun(_header(store, keys, snapshot, 0), writer)
         except ValueError:
@@ -90,12 +90,12 @@ def _frozen(
     store: Store, keys: Sequence[Key], writer: Writer | None
 ) -> Task[tuple[Snapshot, BaseException | None]]:
     """A snapshot of the store; its header, and what compression kept back, are in the file, or why they cannot be."""
-    snapshot = yield from store.backend.snapshot(keys)
+    snapshot = yield from store.backend.stored.snapshot(keys)
     groups = 0 if store.compressor is None else len(senders(store.layout))
     _, refusal = attempt(lambda: _begun(_header(store, keys, snapshot, groups), writer) if writer is not None else None)
     for key in keys if store.compressor is not None else ():
         if residuals.compressible(key.dtype):
-            kept = yield from residuals.gathered(store.layout, store.backend, key)
+            kept = yield from residuals.gathered(store.layout, store.backend.stored, key)
             for group, array in enumerate(kept):
                 if writer is not None and refusal is None:
                     writer.write(residual_name(key.name, group), 0, array)

@@ -14,11 +14,11 @@ from mpips.layout import Layout
 from mpips.optimizers.groups import Groups
 from mpips.runtime.rendezvous import Items
 from mpips.runtime.tasks import Task
-from mpips.worker.backend import Backend, Frozen, Snapshot, States
+from mpips.worker.backend import Backend, Frozen, Snapshot, States, Stored
 
 __all__ = [
-    "Backend", "Frozen", "Handle", "Saves", "Snapshot", "States", "Store", "Written", "from_worker_0", "senders",
-    "served",
+    "Backend", "Frozen", "Handle", "Saves", "Snapshot", "States", "Store", "Stored", "Written", "from_worker_0",
+    "senders", "served",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -129,10 +129,6 @@ class Store(Protocol):
 
     def start(self, what: str, task: Task[Any]) -> Handle:
         """Run a task beside the training. Only the end of the store waits for it."""
-        ...
-
-    def use(self, groups: Groups, compressor: Compressor | None) -> Task[None]:
-        """Set these optimizers and this compression, as `set_optimizer` and `set_gradient_compression` do."""
         ...
 
     def known(self, names: Any, what: str) -> list[Key]:

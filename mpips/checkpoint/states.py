@@ -25,7 +25,7 @@ Array = NDArray[Any]
 def save_states(store: Store, fname: str, dump_optimizer: bool) -> None:
     """See `KVStore.save_optimizer_states`."""
     _all_come(store, "save_optimizer_states", fname)
-    found = store.run("save_optimizer_states", store.backend.states(list(store.keys.values())))
+    found = store.run("save_optimizer_states", store.backend.stored.states(list(store.keys.values())))
     groups = store.groups if dump_optimizer else None
     _, refusal = attempt(lambda: write(fname, found, groups) if store.layout.rank == 0 else None)
     store.agree("save_optimizer_states", refusal=refusal)
@@ -46,7 +46,7 @@ def load_states(store: Store, fname: str) -> None:
             }
         for key in keys:
             from_worker_0(store.layout, key.name, states[key.name][1])
-    store.run("load_optimizer_states", store.backend.put_states(keys, states))
+    store.run("load_optimizer_states", store.backend.stored.put_states(keys, states))
 
 
 def _all_come(store: Store, what: str, fname: str) -> None:

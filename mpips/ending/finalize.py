@@ -60,7 +60,7 @@ def leave_at_once() -> None:
     """The process ends with the exit code that it is about to have, whatever threads and libraries would yet do."""
     libc = ctypes.CDLL(None)
     libc.fflush(None)
-    libc.on_exit(libc._exit, None)
+    libc.on_exit(libc["_exit"], None)
 
 
 def _somebody_died(module: Any) -> bool:

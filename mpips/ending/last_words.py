@@ -241,10 +241,10 @@ def _dead(world: MPI.Comm) -> set[int]:
     """Ranks that have died, where others outlive them; all, where MPI has failed and nobody can be heard."""
     from mpi4py import MPI
 
-    if not survives():
-        return set()
+    from collectives.network.failures import failed
+
     try:
-        return set(world.Get_failed().Translate_ranks(None, world.Get_group()))
+        return set(failed(world))
     except MPI.Exception:
         return set(range(world.size))
 

@@ -21,8 +21,8 @@ class Part(NamedTuple):
     stop: int
 
 
-class Chosen(NamedTuple):
-    """A key in the next epoch."""
+class Whole(NamedTuple):
+    """A key in the next epoch, and the parts that it is made of."""
 
     round: int
     torn: bool
@@ -33,7 +33,7 @@ class Found(NamedTuple):
     """All keys in the next epoch: at one step of training where they could be put there. `lost`: keys of which
     something is nowhere."""
 
-    keys: dict[Name, Chosen]
+    keys: dict[Name, Whole]
     step: int | None
     lost: list[Name]
 
@@ -47,7 +47,7 @@ def find(cards: Sequence[KeyCard], sizes: Sequence[int], shelves: Sequence[Shelf
     places = _places(size_of, shelves)
     whole = {name: _rounds(size_of[name], places[name]) for name in places if synchronous}
     chosen = choose({name: rounds for name, rounds in whole.items() if rounds}, synchronous)
-    keys: dict[Name, Chosen] = {}
+    keys: dict[Name, Whole] = {}
     for name, there in places.items():
         if name in chosen.rounds:
             round_ = chosen.rounds[name]
@@ -57,12 +57,12 @@ def find(cards: Sequence[KeyCard], sizes: Sequence[int], shelves: Sequence[Shelf
             parts = _cover(size_of[name], there, None)
             torn = synchronous or any(holding.torn for _, _, holding in there)
         if parts is not None:
-            keys[name] = Chosen(round_, torn, parts)
+            keys[name] = Whole(round_, torn, parts)
     step = chosen.step if len(chosen.rounds) == len(places) else None
     return Found(keys, step if synchronous else None, [name for name in places if name not in keys])
 
 
-def parts_by_server(chosen: Mapping[Name, Chosen], first_server: int) -> dict[Name, list[tuple[int, int, int]]]:
+def parts_by_server(chosen: Mapping[Name, Whole], first_server: int) -> dict[Name, list[tuple[int, int, int]]]:
     """Where keys lay before: (server, start, stop), what lies side by side on a server as one."""
     found = {}
     for name, one in chosen.items():
@@ -109,7 +109,7 @@ def _cover(size: int, places: Sequence[Place], round_: int | None) -> list[Part]
         if not here:
             return None
         part, _ = max(here, key=lambda each: (each[1], each[0].stop))
-        parts.append(part._replace(start=at))
+        parts.append(Part(part.owner, part.unit, part.before, at, part.stop))
         at = part.stop
     return parts
 

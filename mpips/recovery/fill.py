@@ -17,6 +17,7 @@ from mpips.mirrors.copies import Copies
 from mpips.optimizers import Groups, initial
 from mpips.recovery.inventory import Holding
 from mpips.recovery.memory.held import Held
+from mpips.recovery.memory.surviving import Surviving
 from mpips.recovery.memory.units import Made, Memory, at
 from mpips.recovery.plan import Filling, Plan, Transfer
 from mpips.server.unit import Unit
@@ -138,7 +139,7 @@ class Filled:
 def _adopt(filling: Filling, old: Unit, unit: Unit, asynchronous: bool) -> None:
     """The new unit has the old one's arrays: it stands where the old one does, or is put back to."""
     if filling.transfers[0].part.before:
-        assert old.undo is not None
+        assert isinstance(old, Surviving)
         old.undo.back()
         old.goes_back_to(old.undo.standings()[0][1])
         old.round = filling.round

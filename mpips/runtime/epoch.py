@@ -1,4 +1,4 @@
-"""One epoch of a store: it ends once, for all ranks, with one sentence; `renew` begins the next.
+"""One epoch of a store: it ends once, for all ranks, with one sentence.
 
 An epoch stands on what `collectives` keeps for the store's world: a flag and a sentence in memory that the ranks of a
 node share, and notes between nodes. Who finds a failure calls `end`; every wait looks, and raises the same sentence.
@@ -6,7 +6,6 @@ node share, and notes between nodes. Who finds a failure calls `end`; every wait
 
 from __future__ import annotations
 
-import copy
 import math
 import threading
 import time
@@ -17,7 +16,7 @@ from typing import Protocol, TypeVar
 from mpi4py import MPI
 
 from collectives.communicator import Communicator, communicator
-from collectives.errors import CollectiveError, StallError
+from collectives.errors import CollectiveError
 from collectives.network.drain import sweep
 from collectives.network.failures import failed
 from collectives.node.poison import CLOSED, DEPARTURES
@@ -30,10 +29,9 @@ from collectives.node.wait import (
     see_in_time,
     until,
 )
-from mpips.recovery.shrink import DONE, FAILED, attempt
 from mpips.runtime.breaking import uninterrupted
-from mpips.runtime.errors import EpochError, LostError, of_kind
-from mpips.runtime.parting import NEVER, Parting
+from mpips.runtime.errors import EpochError, of_kind
+from mpips.runtime.parting import Parting
 from mpips.runtime.rendezvous import LAST_WORD_SECONDS, Presence, Room
 from mpips.runtime.tasks import Task, goes_on, kept
 
@@ -121,9 +119,9 @@ class Epoch:
     """The present epoch of one store, as one rank sees it. Making it is collective over `layout.world`, blocking."""
 
     def __init__(self, layout: Ranks) -> None:
-        self._layout = layout
+        self.layout = layout
         self.number = 0
-        """One more after each `renew`."""
+        """Of epochs that ended before."""
         self.limits = layout.limits
         """`stall_seconds` and `timeout_seconds` of the store's options."""
         self.on_end: list[Callable[[], None]] = []
@@ -134,7 +132,7 @@ class Epoch:
         self._begin()
 
     def _begin(self) -> None:
-        layout = self._layout
+        layout = self.layout
         self.rank, self.size = layout.world.Get_rank(), layout.world.Get_size()
         self.one_node = len(set(layout.nodes)) == 1
         """Whether all ranks of the store share memory."""
@@ -142,12 +140,13 @@ class Epoch:
         self._home.patient(*self.limits)
         self._inner: list[Communicator] = []
         self.flag: memoryview = self._home.board.poison.flag
-        """flag[0] != 0 once the epoch has ended on this node. `renew` replaces it."""
+        """flag[0] != 0 once the epoch has ended on this node. the next epoch has another."""
         self.over: EpochError | None = None
         self._meeting = False
         self._everybody = Room(layout.world)
         self._workers = None if layout.workers is None else Room(layout.workers)
-        self._parting = Parting(layout.world, self.gone, layout.survives)
+        self.parting = Parting(layout.world, self.gone, layout.survives)
+        """What ranks say of what comes after this epoch."""
 
     # ---- the end
 
@@ -265,78 +264,20 @@ class Epoch:
 
     def gone(self) -> dict[int, str]:
         """Ranks of the store that have closed it, or have ended; and how, as far as it is known here."""
-        dead = dict.fromkeys(failed(self._layout.world), DEPARTURES[0])
+        dead = dict.fromkeys(failed(self.layout.world), DEPARTURES[0])
         return dead | self._home.ended()
 
-    # ---- from epoch to epoch
+    # ---- from epoch to epoch, see `recovery.renewal`
 
-    def renew(self, rebuild: Callable[[], T]) -> T | None:
-        """Begin the next epoch, and return what `rebuild` does in it. Collective over all ranks of the store, blocking:
-        the layout's communicators are new ones (`Layout.again`), and what was sent on the old ones is dropped.
-
-        Where the store survives deaths, it goes on with the ranks that live. One may die meanwhile: then all is put
-        back, and `rebuild` is called again in another attempt. Nothing that it needs may go before `renew` returns.
-
-        EpochError on a worker where another closes the store instead, or what is left does not suffice; elsewhere None.
-        EpochStallError where one has not come within the limits; a later call waits on for it.
-        """
-        if self.over is None:
-            self.end("recover", CollectiveError(f"rank {self.rank} calls recover"))
-        limits = self.limits if self._layout.is_worker else NEVER
-        try:
-            while not (why := self._parting.would(limits)):
-                with uninterrupted():
-                    if not (why := self._parting.goes(limits)) and (begun := self._next(rebuild)):
-                        return begun[0]
-        except StallError as error:
-            raise of_kind(error) from None
-        if self._layout.is_worker:
-            raise EpochError(f"{why}: the store cannot be recovered")
-        return None
-
-    def _next(self, rebuild: Callable[[], T]) -> list[T]:
-        """All have come: begin the next epoch; what `rebuild` has returned. [] where one has died meanwhile."""
-        if self._layout.survives:
-            return self._attempt(rebuild)
-        old = copy.copy(self._layout)
-        self._layout.again(old.world)
-        old.part()
+    def advance(self) -> None:
+        """This is the next epoch from now on, on the layout's new communicators. Collective, blocking."""
         self._begin()
         self.number += 1
-        sweep(FREEING_SECONDS)
-        return [rebuild()]
 
-    def _attempt(self, rebuild: Callable[[], T]) -> list[T]:
-        """The same on those who live. What was before stays until all have come through, and is put back where not."""
-        layout, before = self._layout, (copy.copy(self._layout), {**vars(self), "on_end": [*self.on_end]})
-
-        def make(left: MPI.Intracomm) -> T:
-            layout.again(left)
-            self._begin()
-            self.number += 1
-            with self.failing("recover"):
-                return rebuild()
-
-        verdict, results, error = attempt(layout.world, make)
-        if verdict == DONE:
-            before[0].abandon() if layout.lost else before[0].free()
-            sweep()
-            return results
-        if layout.world is not before[0].world:
-            layout.abandon()
-        vars(layout).update(vars(before[0]))
-        vars(self).update(before[1])
-        if verdict == FAILED:
-            raise error or LostError("recover: another rank could not go on, as its own error says")
-        return []
-
-    def asked(self) -> bool:
-        """Whether another rank has begun to renew or to close since the epoch is over. Does not block."""
-        return self._parting.asked()
-
-    def closing(self) -> bool:
-        """Whether another rank closes the store. Does not block."""
-        return self._parting.closing()
+    def put_back(self) -> Callable[[], None]:
+        """A function that makes this epoch again what it is now."""
+        before, on_end = dict(vars(self)), [*self.on_end]
+        return lambda: vars(self).update(before, on_end=[*on_end])
 
     def close(self) -> None:
         """The store ends on this rank: wait for the others, and give all communicators back. Collective over all ranks
@@ -346,13 +287,13 @@ class Epoch:
         self._closed = True
         for home in (*self._inner, self._home):
             home.leave(CLOSED)
-        self._parting.leave()
+        self.parting.leave()
         try:
             if self.over is None:
                 with self.failing("close"):
-                    self._parting.left(math.inf, self.look)
+                    self.parting.left(math.inf, self.look)
         except CollectiveError:  # the epoch has ended meanwhile
             pass
-        all_left = self._parting.left(PARTING_SECONDS)
-        self._layout.free()
+        all_left = self.parting.left(PARTING_SECONDS)
+        self.layout.free()
         sweep(FREEING_SECONDS if all_left else 0.0)

@@ -22,7 +22,7 @@ from mpips.keys.shard import Shard
 from mpips.layout import Layout
 from mpips.runtime.tasks import Task, together
 from mpips.served.link import Link
-from mpips.transport.frames import Coding, Op
+from mpips.transport.frames import Coding, Flush, Op
 from mpips.transport.outbox import fill
 
 Array = NDArray[Any]
@@ -73,6 +73,23 @@ class Push:
         for shard in shards:
             while shard.consumed() < round_:
                 yield False
+
+    def settle(self, keys: Sequence[Key]) -> Task[None]:
+        """Wait until the servers have read this worker's contributions, and where asynchronous, applied them."""
+        if self._layout.asynchronous:
+            for server in range(self._layout.num_servers):
+                yield from self._link.request(server, Flush())
+            return
+        for key in keys:
+            yield from self.read(key.round, key.pushes)
+
+    def waits(self, keys: Sequence[Key]) -> None:
+        """This worker's program has waited long for what it has called of these keys: the servers look for circles."""
+        if not self._layout.asynchronous:
+            for key in keys:
+                for shard in key.shards:
+                    if not shard.local or shard.words[0] < key.round * shard.blocks:
+                        shard.line.post(Op.WAITS, shard.number, key.round)
 
     def coded(
         self, key: Key, round_: int, shard: Shard, payload: Array, coding: Coding, priority: int, count: int = 0

@@ -35,11 +35,10 @@ from mpips.served.pull import Pull
 from mpips.served.push import Push
 from mpips.served.setup import Setup
 from mpips.served.sparse import Sparse
-from mpips.served.states import Changes, Settings, Snapshot, Stored
+from mpips.served.states import Changes, Settings, Stored
 from mpips.transport import frames
 from mpips.transport.connect import connect
-from mpips.transport.frames import Op
-from mpips.worker.backend import Recovered, States
+from mpips.worker.backend import Recovered
 
 Array = NDArray[Any]
 
@@ -56,27 +55,21 @@ class Kept(NamedTuple):
 class Served:
     """One worker of a store with servers; it may be used once it has begun, or recovered.
 
-    `cores_shared`: processes of the store share cores. It holds what it is made of: the link to the servers, this
-    worker's pushes and pulls, those of its client, rows, the making of keys, settings and states.
+    `cores_shared`: processes of the store share cores. `held`: what this rank kept while it was a spare. It holds what
+    it is made of: the link to the servers, this worker's pushes and pulls, those of its client, rows, the making of
+    keys, settings and states.
     """
 
-    def __init__(self, layout: Layout, epoch: Epoch, cores_shared: bool) -> None:
+    def __init__(self, layout: Layout, epoch: Epoch, cores_shared: bool, held: Held | None = None) -> None:
         self.layout, self._epoch, self._cores_shared = layout, epoch, cores_shared
         self.direct = False
         self._link = Link(layout, [], epoch)
         self._push, self._pull = Push(layout, self._link), Pull(layout, self._link)
         self._setup = Setup(layout, epoch, self._link)
         self._settings = Settings(layout, self._setup, self._push)
-        self._held = Held()
+        self._held = held or Held()
         self._settled: Settled[Kept] = Settled()
         epoch.on_end.append(self._quiesce)
-
-    @classmethod
-    def fresh(cls, layout: Layout, epoch: Epoch, cores_shared: bool, held: Held) -> tuple[Served, Recovered]:
-        """A worker in the place of one that has died, made while all others recover. Collective as `recover`."""
-        made = cls(layout, epoch, cores_shared)
-        made._held = held
-        return made, made.recover(())
 
     def begin(self) -> None:
         """The store's first epoch. Collective over workers and servers, blocking."""
@@ -104,7 +97,7 @@ class Served:
             self._members = Members(home, layout.client, names[0], self.one_node)
             self._route = Client(layout, self._members, self._push, self._pull, self._reads)
         self._rows = Sparse(layout, self._members, self._route, self._push, self._pull, self._reads)
-        self._stored = Stored(layout, self._link, self._setup, self._push, self._size)
+        self.stored = Stored(layout, self._link, self._setup, self._push, self._size)
         self._general = General(self._epoch.flag, self._link, self._push, self._pull)
 
     def _quiesce(self) -> None:
@@ -130,6 +123,10 @@ class Served:
         self._settings.forget(key.name for key in keys)
         if self._push.residuals is not None:
             self._push.residuals.forget(shard.number for key in keys for shard in key.shards)
+
+    def put(self, keys: Sequence[Key], values: Sequence[Array]) -> Task[None]:
+        """See `Backend`."""
+        return self._setup.put(keys, values)
 
     def bind(self, key: Key) -> Fast | None:
         """The fast route of a key, where it has one."""
@@ -181,25 +178,13 @@ class Served:
 
     def settle(self, keys: Sequence[Key]) -> Task[None]:
         """See `Backend`."""
-        return self._link.hearing(self._settle(keys))
-
-    def _settle(self, keys: Sequence[Key]) -> Task[None]:
-        if self.layout.asynchronous:
-            for server in range(self.layout.num_servers):
-                yield from self._link.request(server, frames.Flush())
-            return
-        for key in keys:
-            yield from self._push.read(key.round, key.pushes)
+        return self._link.hearing(self._push.settle(keys))
 
     def waits(self, keys: Sequence[Key]) -> None:
-        """This worker's program has waited long for what it has called of these keys: the servers look for circles."""
-        if not self.layout.asynchronous:
-            for key in keys:
-                for shard in key.shards:
-                    if not shard.local or shard.words[0] < key.round * shard.blocks:
-                        shard.line.post(Op.WAITS, shard.number, key.round)
+        """See `Backend`."""
+        self._push.waits(keys)
 
-    # ---- settings and states
+    # ---- settings
 
     def check_updated(self, keys: Sequence[Key], what: str) -> None:
         """See `Backend`."""
@@ -219,30 +204,6 @@ class Served:
         yield from self._settings.set_compression(compressor)
         self._bind_all()
 
-    def states(self, keys: Sequence[Key]) -> Task[States]:
-        """See `Backend`."""
-        return self._stored.states(keys)
-
-    def put_states(self, keys: Sequence[Key], states: States) -> Task[None]:
-        """See `Backend`."""
-        return self._stored.put_states(keys, states)
-
-    def residuals(self, keys: Sequence[Key]) -> Task[Array | None]:
-        """See `Backend`."""
-        return self._stored.residuals(keys)
-
-    def put_residuals(self, keys: Sequence[Key], values: Sequence[Array]) -> Task[None]:
-        """See `Backend`."""
-        return self._stored.put_residuals(keys, values)
-
-    def put(self, keys: Sequence[Key], values: Sequence[Array]) -> Task[None]:
-        """See `Backend`."""
-        return self._setup.put(keys, values)
-
-    def snapshot(self, keys: Sequence[Key], alone: bool = False) -> Task[Snapshot]:
-        """See `Backend`."""
-        return self._stored.snapshot(keys, alone)
-
     # ---- epochs and the end
 
     def recover(self, known: Container[Name]) -> Recovered:
@@ -257,18 +218,18 @@ class Served:
         if rebuild.former(layout) >= 0:
             mine.keys, mine.changes = [KeyCard.of(key) for key in old.keys], old.changes
         outlook = rebuild.outlook(layout, self._epoch, mine, lines)
-        requests = sends(outlook.plan, layout, Reached([], -1, old.held, number))
-        placed = rebuild.place(layout, self._epoch, Placed())
-        self._epoch.wait(lambda: MPI.Request.Testall(requests), "recover")
-        self._serve([one.local for one in outlook.said[: layout.num_workers]])
         plan = outlook.plan
+        requests = sends(plan, layout, Reached([], -1, old.held, number))
+        placed = rebuild.place(layout, self._epoch, Placed())
+        self._epoch.wait(lambda: MPI.Request.Testall(requests), rebuild.WHAT)
+        self._serve([one.local for one in outlook.said[: layout.num_workers]])
         self._setup.begin(plan.keys, plan.cutting, plan.cards, [one.where for one in placed])
         groups, compressor, changes = outlook.after([one.refusal for one in placed])
         self._settings.begin(Changes(*changes), groups)
-        self._push.residuals = _residuals(old, outlook.plan.keys, compressor, Changes(*changes))
+        self._push.residuals = _residuals(old, plan.keys, compressor, Changes(*changes))
         self._bind_all()
         self._held = Held(ledgers)
-        return Recovered(outlook.rounds(), outlook.plan.keys, groups, compressor)
+        return Recovered(outlook.rounds(), plan.keys, groups, compressor)
 
     def committed(self) -> None:
         """See `Backend`."""

@@ -136,7 +136,7 @@ class Stored:
         yield from self._link.request(shard.server, frames.PutState(shard.number, state))
 
     def residuals(self, keys: Sequence[Key]) -> Task[Array | None]:
-        """See `Backend.residuals`. Collective over the client."""
+        """See `worker.backend.Stored`. Collective over the client."""
         if self._push.residuals is None:
             return None
         kept = np.zeros(sum(key.size for key in keys))
@@ -154,15 +154,15 @@ class Stored:
         yield
 
     def put_residuals(self, keys: Sequence[Key], values: Sequence[Array]) -> Task[None]:
-        """See `Backend.put_residuals`."""
+        """See `worker.backend.Stored`."""
         assert self._push.residuals is not None
         for key, value in zip(keys, values, strict=True):
             for shard in key.pushes:
                 self._push.residuals.put(shard.number, value[shard.start : shard.stop], key.dtype)
         yield from ()
 
-    def snapshot(self, keys: Sequence[Key], alone: bool) -> Task[Snapshot]:
-        """See `Backend.snapshot`."""
+    def snapshot(self, keys: Sequence[Key], alone: bool = False) -> Task[Snapshot]:
+        """See `worker.backend.Stored`."""
         self._snapshots += 1
         made = Snapshot(self._link, self._snapshots)
         yield from made.freeze(keys) if alone else self._setup.at_rank_0(lambda: made.freeze(keys), "save")

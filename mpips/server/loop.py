@@ -31,6 +31,7 @@ from mpips.recovery.memory.held import Held, Settled
 from mpips.recovery.memory.ledger import Ledger
 from mpips.recovery.memory.units import Memory, holding
 from mpips.recovery.rebuild import Placed
+from mpips.recovery.renewal import renew
 from mpips.recovery.settings import encode_settings
 from mpips.runtime.epoch import Epoch
 from mpips.server.late import Late
@@ -134,9 +135,10 @@ class Serving(NamedTuple):
 
 
 class Server:
-    """One store on one server rank; it serves once it has `begun` or `rebuilt`."""
+    """One store on one server rank; it serves once it has begun, or rebuilt. `held`: what this rank kept while it was a
+    spare."""
 
-    def __init__(self, layout: Layout, seat: Seat, epoch: Epoch) -> None:
+    def __init__(self, layout: Layout, seat: Seat, epoch: Epoch, held: Held | None = None) -> None:
         self.layout, self.epoch = layout, epoch
         if layout.survives:
             arena.in_one_segment()
@@ -146,15 +148,7 @@ class Server:
         self._reduce = Reduce(_threads(layout, len(seat.before)), seat.step_aside, seat.shared)
         self._copies, self._rounds = Copies(), Rounds()
         self._settled: Settled[Serving] = Settled()
-        self._now = self._serving(State(), 0, None, Held())
-
-    @classmethod
-    def fresh(cls, layout: Layout, epoch: Epoch, seat: Seat, held: Held) -> Server:
-        """A server in the place of one that has died, made while all others rebuild. Collective as `rebuild`."""
-        made = cls(layout, seat, epoch)
-        made._now = made._now._replace(held=held)
-        made.rebuild()
-        return made
+        self._now = self._serving(State(), 0, None, held or Held())
 
     def _serving(self, state: State, epoch: int, compressor: Compressor | None, held: Held) -> Serving:
         name = f"server rank {self.layout.rank}"
@@ -288,12 +282,12 @@ class Server:
         """Begin the next epoch as soon as the workers do; whether they have, or have closed the store. StallError where
         none of them comes for long."""
         assert self._ended is not None
-        if not self.epoch.asked():
+        if not self.epoch.parting.asked():
             limit = self.epoch.limits.timeout_seconds
             if limit and time.monotonic() - self._ended > max(limit, ORPHAN_SECONDS):
                 raise StallError("the epoch is over, and no worker has called recover() or close()")
             return False
-        if self.epoch.renew(self.rebuild):
+        if renew(self.epoch, self.rebuild):
             self.committed()
         else:
             self._closed = True

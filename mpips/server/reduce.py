@@ -45,10 +45,8 @@ class Reduce:
 
     def whole(self, unit: Unit, arrays: Sequence[Array]) -> None:
         """Sum and write the only block of contributions that are all there."""
-        unit.open_write()
         size = unit.stored.size
-        if unit.undo is not None:
-            unit.undo.keep(0, size)
+        unit.open_write(0, size)
         total = self._sum(unit, arrays, 0, size, 0)
         if total is not None:
             unit.write(0, size, total)

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from collectives.errors import CollectiveError
 from mpips.keys.row_sparse import RowSparse, update_rows
-from mpips.optimizers.base import Optimizer, State, initial, state_dtypes
-from mpips.recovery.memory.undo import Undo, with_state
+from mpips.optimizers.base import Optimizer, State, initial
+from mpips.recovery.memory.undo import Undo
 
 Array = NDArray[Any]
 
@@ -99,8 +99,8 @@ class Unit:
 
     def __init__(
         self, number: int, key: int | str, stored: Array, words: MutableSequence[int] | memoryview,
-        contributors: Sequence[int], block_elements: int, row_elements: int = 1, undo: Undo | None = None,
-        start: int = 0,
+        contributors: Sequence[int], block_elements: int, row_elements: int = 1, start: int = 0,
+        undo: Undo | None = None,
     ) -> None:  # fmt: skip
         self.number, self.key, self.stored, self.words = number, key, stored, words
         self.contributors = tuple(contributors)
@@ -186,16 +186,11 @@ class Unit:
         for queue in self.queues:
             for source in queue:
                 source.drop()
-        if self.undo is not None:
-            self.goes_back_to(self.undo.undo()[1])
-        elif self.writes:
-            self.torn = True
-        elif self.stepped:
-            self.step -= 1
+        self.give_up()
         self.readers, self.pulls = [], []
         self.reset()
 
-    # ---- what is stored
+    # ---- what is stored; `recovery.memory.surviving` does more
 
     @property
     def stands_at(self) -> int | None:
@@ -205,41 +200,42 @@ class Unit:
     def set_optimizer(self, optimizer: Optimizer | None) -> None:
         """From the next update on; its state begins anew."""
         self.optimizer, self.state, self.step = optimizer, None, 0
-        if self.undo is not None:
-            self.undo = with_state(self.undo, state_dtypes(optimizer, self.stored.dtype))
+
+    def begin_state(self, state: State) -> None:
+        """The optimizer's first state."""
+        self.state, self.step = state, 0
 
     def put_state(self, state: State | None, step: int) -> None:
         """Another state of the optimizer, from outside; None: it begins anew."""
-        if self.undo is not None:
-            self.undo.stated(None)
-            state = None if state is None else self._in_its_memory(state)
-            self.undo.stated(None if state is None else step)
         self.state, self.step = state, step
 
     def overwritten(self, torn: bool) -> None:
         """Values are being overwritten from outside, or (not `torn`) all of them have been."""
         self.torn = torn
-        if self.undo is not None:
-            self.undo.overwritten(torn)
 
-    def open_write(self) -> None:
-        """What follows changes what is stored, in another step of the optimizer."""
+    def give_up(self) -> None:
+        """The open round is given up. What it has begun to change stays, and is marked."""
+        if self.writes:
+            self.torn = True
+        elif self.stepped:
+            self.step -= 1
+
+    def open_write(self, start: int = 0, stop: int = 0) -> None:
+        """What follows changes what is stored, in another step of the optimizer; first elements [start, stop)."""
         if self.frozen:
             self.thaw()
         if self.optimizer is not None:
             if self.state is None:
-                self.state, self.step = initial(self.optimizer, self.stored), 0
-                if self.undo is not None:
-                    self.state = self._in_its_memory(self.state)
+                self.begin_state(initial(self.optimizer, self.stored))
             self.step += 1
             self.stepped = True
-        if self.undo is not None:
-            self.undo.open()
 
     def keep(self, start: int, stop: int) -> None:
         """Elements [start, stop) are about to be written, those before have been: to be called before `write`."""
-        if self.undo is not None:
-            self.undo.keep(start, stop)
+
+    def keep_rows(self, gradient: RowSparse) -> RowSparse:
+        """The same of the rows of a gradient, which is to be written as it comes back."""
+        return gradient
 
     def thaw(self) -> None:
         """Copy what is frozen, so that it stays while this is written to."""
@@ -266,10 +262,7 @@ class Unit:
             table[gradient.rows] = gradient.values
         else:
             assert self.state is not None
-            if self.undo is not None:
-                gradient = gradient.merged()
-                self.undo.keep_rows(gradient.rows)
-            update_rows(self.optimizer, table, gradient, self.state, self.step)
+            update_rows(self.optimizer, table, self.keep_rows(gradient), self.state, self.step)
         self.writes += 1
 
     def failed(self, error: Exception) -> CollectiveError:
@@ -288,18 +281,3 @@ class Unit:
         for index in range(len(self.contributors)):
             self.words[1 + index] = round_
         self.words[0] = 0 if asynchronous else round_ * self.blocks
-        if self.undo is not None:
-            self.undo.stands(0 if asynchronous else round_, self.stands_at, torn)
-
-    # ---- inside
-
-    def _in_its_memory(self, state: State) -> State:
-        assert self.undo is not None
-        for mine, given in zip(self.undo.state, state, strict=True):
-            mine[...] = given
-        return self.undo.state
-
-    def goes_back_to(self, step: int | None) -> None:
-        """What is stored is that of an optimizer's step; None: it has no state yet."""
-        assert self.undo is not None
-        self.state, self.step = (None, 0) if step is None else (self.undo.state, step)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from mpips.keys.key import Key
 from mpips.keys.row_sparse import RowSparse, update_rows
 from mpips.optimizers.base import Optimizer, initial
-from mpips.serverless.undo import Copy, Undo
+from mpips.serverless.undo import Copy
 
 Array = NDArray[Any]
 Arrays = tuple[Array, Array]
@@ -27,15 +27,13 @@ class Replica:
     """A key as every worker has it, bit for bit, after the same rounds."""
 
     __slots__ = (
-        "_allocate", "_arrays", "_others", "_spread", "_turn", "key", "optimizer", "state", "step", "undo", "updating",
+        "_allocate", "_arrays", "_others", "_spread", "_turn", "key", "optimizer", "state", "step", "updating",
     )  # fmt: skip
 
     def __init__(
-        self, key: Key, value: Array, optimizer: Optimizer | None, allocate: Callable[[int, np.dtype], Array],
-        survives: bool = False,
-    ) -> None:  # fmt: skip
-        """`value`: 1-D, kept. `allocate` makes memory where collectives are fastest. `survives`: what it was before a
-        round is kept, too."""
+        self, key: Key, value: Array, optimizer: Optimizer | None, allocate: Callable[[int, np.dtype], Array]
+    ) -> None:
+        """`value`: 1-D, kept. `allocate` makes memory where collectives are fastest."""
         self.key, self.optimizer = key, optimizer
         self.state: list[Array] | None = None
         """None before the first update."""
@@ -43,7 +41,6 @@ class Replica:
         """How often the optimizer has updated it."""
         self.updating = False
         """Whether an update in place is under way: where it has broken off, the replica is torn."""
-        self.undo = Undo(allocate) if survives else None
         self._allocate = allocate
         self._arrays: list[Array | None] = [value, None]
         self._turn = 0
@@ -66,8 +63,6 @@ class Replica:
         room = self._arrays[1 - self._turn]
         if room is None:
             room = self._arrays[1 - self._turn] = self._allocate(self.key.size, self.key.dtype)
-        if self.undo is not None:
-            self.undo.overwritten(room)
         return room
 
     def arrays(self) -> Arrays:
@@ -123,8 +118,6 @@ class Replica:
         else:
             assert self.state is not None
             rows = self.value.reshape(self.key.shape)
-            if self.undo is not None:
-                self.undo.copy(self.now())
             self.updating = True
             update_rows(self.optimizer, rows, total, self.state, self.step + 1)
             self.step += 1
@@ -137,22 +130,17 @@ class Replica:
 
     def _replace(self) -> None:
         """A round is complete, and its sum in `room` becomes the value."""
-        before = None if self.undo is None else self.now()
         self.turn()
-        if self.undo is not None:
-            self.undo.before = before
 
     def _update(self, total: Array) -> None:
         assert self.optimizer is not None and self.state is not None
         value = self.value
-        if self.undo is not None:
-            self.undo.copy(self.now())
         self.updating = True
         self.optimizer.update(value, total, self.state, self.step + 1)
         self.step += 1
         self.updating = False
 
-    # ---- rounds that it stands at, or may stand at again
+    # ---- rounds that it stands at; `surviving` may stand at others again
 
     def now(self) -> Copy:
         """What it holds."""
@@ -160,24 +148,10 @@ class Replica:
 
     def copies(self) -> list[Copy]:
         """What it can be had as, whole; the newest first."""
-        before = None if self.undo is None else self.undo.before
-        return [*([] if self.updating else [self.now()]), *([] if before is None else [before])]
-
-    def become_copy(self, copy: Copy) -> None:
-        """Be as it was before, or as another worker's is; what it holds is kept instead. `updating` ends."""
-        assert self.undo is not None
-        now = None if self.updating else self.now()
-        if copy.value is self._arrays[1 - self._turn]:
-            self._turn, self.undo.before = 1 - self._turn, now
-        else:
-            self._arrays[self._turn] = copy.value
-            self.undo.instead_of(now)
-        self.key.round, self.step, self.state, self.updating = copy.round, copy.step, copy.state, False
+        return [] if self.updating else [self.now()]
 
     def changed(self) -> None:
-        """It is changed otherwise than by a round: there is no way back from that."""
-        if self.undo is not None:
-            self.undo.forget()
+        """It is changed otherwise than by a round."""
 
     # ---- what comes from elsewhere
 

@@ -17,6 +17,7 @@ from mpips.serverless.reconcile import Having, Source, settings_from, sources, s
 from mpips.serverless.replica import Replica
 from mpips.serverless.settings import Settings
 from mpips.serverless.sums import Sums
+from mpips.serverless.surviving import Surviving
 from mpips.serverless.undo import Copy
 from mpips.worker.backend import States
 
@@ -47,7 +48,8 @@ class Replicas:
         self.by_name.update((replica.key.name, replica) for replica in made)
 
     def _replica(self, key: Key, value: Array) -> Replica:
-        return Replica(key, value, self._settings.groups.of(key.name), self._allocate, self._survives)
+        kind = Surviving if self._survives else Replica
+        return kind(key, value, self._settings.groups.of(key.name), self._allocate)
 
     def _share(self, replicas: Sequence[Replica], direct: bool) -> Task[None]:
         """Tell the other workers where long values lie."""
@@ -147,4 +149,5 @@ class Replicas:
             for array in copy.arrays:
                 self.sums.give(array, source.rank, label("recover", [key.name]))
         if replica.updating or copy.value is not replica.value:
+            assert isinstance(replica, Surviving)
             replica.become_copy(copy)

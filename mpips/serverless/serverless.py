@@ -21,10 +21,10 @@ from mpips.serverless.fast import Fast, Lists, blocks_of, take_from
 from mpips.serverless.replica import Replica
 from mpips.serverless.replicas import Replicas
 from mpips.serverless.settings import Settings
-from mpips.serverless.snapshot import Snapshot
 from mpips.serverless.sparse import Sparse
+from mpips.serverless.stored import Stored
 from mpips.serverless.sums import Blocks, Sums
-from mpips.worker.backend import Recovered, States
+from mpips.worker.backend import Recovered
 
 Array = NDArray[Any]
 
@@ -41,6 +41,7 @@ class Serverless:
         self.direct = False
         self._settings = Settings()
         self._replicas = Replicas(self._settings, self._joined(), layout.survives)
+        self.stored = Stored(layout, self._replicas, self._settings)
         self._join()
 
     def _joined(self) -> Sums:
@@ -188,33 +189,6 @@ class Serverless:
     def _bind_all(self) -> None:
         for replica in self._replicas.by_name.values():
             replica.key.fast = self.bind(replica.key)
-
-    # ---- state that goes to files and other keys
-
-    def states(self, keys: Sequence[Key]) -> Task[States]:
-        """Of each key the optimizer's steps and its state, not copied."""
-        yield from ()
-        return self._replicas.states(keys)
-
-    def put_states(self, keys: Sequence[Key], states: States) -> Task[None]:
-        """The same on every worker."""
-        self._replicas.put_states(keys, states)
-        yield from ()
-
-    def residuals(self, keys: Sequence[Key]) -> Task[Array | None]:
-        """What compression has kept back of this worker's pushes."""
-        yield from ()
-        return self._settings.kept(keys)
-
-    def put_residuals(self, keys: Sequence[Key], values: Sequence[Array]) -> Task[None]:
-        """Give it back."""
-        self._settings.keep(keys, values)
-        yield from ()
-
-    def snapshot(self, keys: Sequence[Key], alone: bool = False) -> Task[Snapshot]:
-        """What is stored now, on rank 0, which later rounds do not change; elsewhere nothing."""
-        yield from ()
-        return Snapshot(self._replicas.of(keys) if self.layout.rank == 0 else ())
 
     # ---- epochs and the end
 

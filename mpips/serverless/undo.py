@@ -47,7 +47,7 @@ class Undo:
             room = self._room = [self._allocate(array.size, array.dtype) for array in now.arrays]
         for kept, array in zip(room, now.arrays):
             kept[...] = array
-        self.before = now._replace(value=room[0], state=None if now.state is None else room[1:])
+        self.before = Copy(now.round, now.step, room[0], None if now.state is None else room[1:])
 
     def instead_of(self, now: Copy | None) -> None:
         """The replica becomes another copy, whose arrays are not these: what it was is kept; None where it is torn."""

@@ -1,8 +1,9 @@
 """Training through a store: `Trainer`, and what goes with it.
 
-`trainer`: what users see. `loop`: `fit`; `batches`: arrays and iterables; `evaluation`; `history`; `callbacks`:
-`Checkpoint`, `EarlyStop`, `LearningRate`, `Progress`; `checkpoint`: a Trainer's files. A step: `exchange` (compute,
-accumulation), `gradients` (synchronous and asynchronous), `elastic`, `clipping`. `model`: what a model has to offer.
+`trainer`: what users see. `fit`: its loop; `rejoin`: the loop after deaths. `batches`: arrays and iterables;
+`evaluation`; `history`; `callbacks`: `Checkpoint`, `EarlyStop`, `LearningRate`, `Progress`; `checkpoint`: a Trainer's
+files. A step: `exchange` (compute, accumulation), `gradients` (synchronous and asynchronous), `elastic`, `clipping`.
+`model`: what a model has to offer.
 """
 
 from mpips.training.callbacks import Callback, Checkpoint, EarlyStop, Fitting, LearningRate, Progress

@@ -18,17 +18,19 @@ from mpips.overlap.profile import Profile, save_profile
 from mpips.overlap.report import Recorder, Report, blocking
 from mpips.runtime.rendezvous import attempt
 from mpips.store import KVStore
-from mpips.training import checkpoint, loop
+from mpips.training import checkpoint
 from mpips.training.batches import BLOCK, source_of
 from mpips.training.callbacks import Callback, of_job
 from mpips.training.clipping import check_clip
 from mpips.training.elastic import Elastic, ElasticAveraging
 from mpips.training.evaluation import Metric, check_metrics, evaluate, test_words
 from mpips.training.exchange import Blocking, Exchange, Job, Update, update_optimizer
+from mpips.training.fit.loop import Fit
+from mpips.training.fit.request import begin, requested, words_of
 from mpips.training.gradients import Gradients, Summed, averaged, workers_in_a_sum
 from mpips.training.history import Epoch, Position
 from mpips.training.model import see_method, see_model
-from mpips.training.rejoin import Survival
+from mpips.training.rejoin import see_alike, survival_of
 
 
 class Trainer:
@@ -82,10 +84,7 @@ class Trainer:
         words = {"optimizer": made, "elastic": elastic, "overlap": overlap, "clip_norm": clip_norm,
                  "accumulate": accumulate, "metrics": sorted(measures)}  # fmt: skip
         self._words = [(name, repr(word)) for name, word in words.items()]
-        if not kv.settings.fresh:
-            kv.settings.agree("Trainer", self._words, refusal, noun="argument")
-        elif refusal is not None:
-            raise refusal
+        see_alike(kv, "Trainer", self._words, refusal)
         self.model, self.kv = model, kv
         self.exchange: Exchange
         steps: Blocking | None = None
@@ -142,21 +141,16 @@ class Trainer:
         Collective; ValueError or TypeError on every worker where arguments are wrong, or differ between workers.
         """
         callbacks, resume = of_job(self.kv, callbacks, resume)
-        request, refusal = attempt(lambda: loop.requested(
+        request, refusal = attempt(lambda: requested(
             self._job, x, y, batch_size, epochs, seed, test, callbacks, on_epoch, resume))  # fmt: skip
-        words = loop.words(request, self.kv.num_workers) if request is not None else []
-        words.append(("resume", "not given" if resume is None else "given"))
+        words = words_of(request, resume)
+        see_alike(self.kv, "fit", words, refusal)
         if not self.kv.settings.fresh:
-            self.kv.settings.agree("fit", words, refusal, noun="argument")
             own = self._resumed or [Position(step=self._position.step)]
-            self._position, self._resumed = loop.begin(self._job, request, resume, own), ()
-        elif refusal is not None:
-            raise refusal
-        survival, blocking, self._fits = None, self._job.blocking, self._fits + 1
-        if self.kv.layout.survives and blocking is not None:
-            number = f"{self._fits} of the Trainer of key {blocking.update.keys[0]!r}"  # a spare begins with the first
-            survival = Survival(self._job, blocking, request.source, [("fit", number), *self._words, *words])
-        return loop.Fit(self._job, request, self._position, survival).run()
+            self._position, self._resumed = begin(self._job, request, resume, own), ()
+        self._fits += 1  # a spare begins with the first
+        survival = survival_of(self._job, request.source, self._fits, [*self._words, *words])
+        return Fit(self._job, request, self._position, survival).run()
 
     def update_optimizer(self, **numbers: Any) -> None:
         """Change numbers of the optimizer, such as `learning_rate`, from the next exchange on; its state stays.

@@ -58,6 +58,33 @@ class Snapshot(Protocol):
         ...
 
 
+class Stored(Protocol):
+    """What keys have beside their values: it goes to files and to other keys, and comes back."""
+
+    def states(self, keys: Sequence[Key]) -> Task[States]:
+        """Steps and optimizer states; complete on rank 0 (without servers: everywhere). Collective."""
+        ...
+
+    def put_states(self, keys: Sequence[Key], states: States) -> Task[None]:
+        """Give them back. Rank 0's count; others' may be empty, but without servers they must be the same everywhere.
+        ValueError where they do not fit the optimizer. Collective."""
+        ...
+
+    def residuals(self, keys: Sequence[Key]) -> Task[Array | None]:
+        """What compression kept back in this worker's client, float64, one key behind the other; None where nothing is
+        compressed. Collective."""
+        ...
+
+    def put_residuals(self, keys: Sequence[Key], values: Sequence[Array]) -> Task[None]:
+        """Give it back, one 1-D array a key, to this worker. Local."""
+        ...
+
+    def snapshot(self, keys: Sequence[Key], alone: bool = False) -> Task[Snapshot]:
+        """A copy that nothing pushed later changes. Collective; `alone`: worker 0 of an asynchronous store makes it by
+        itself."""
+        ...
+
+
 class Backend(Protocol):
     """The operations of one store on one worker. "Collective": all workers call it, in the same order."""
 
@@ -66,6 +93,11 @@ class Backend(Protocol):
     collective instead of yielding. A worker that does and one that does not take part in the same collective."""
     communicators: tuple[Hashable, ...]
     """Names of what all operations hold collectives on: operations that take turns on them start in program order."""
+
+    @property
+    def stored(self) -> Stored:
+        """What keys have beside their values."""
+        ...
 
     @property
     def quick_list(self) -> FastList | None:
@@ -80,6 +112,10 @@ class Backend(Protocol):
 
     def forget(self, keys: Sequence[Key]) -> Task[None]:
         """Give up keys and their memory; nothing is under way on them. Collective."""
+        ...
+
+    def put(self, keys: Sequence[Key], values: Sequence[Array]) -> Task[None]:
+        """Store worker 0's values under keys that are there; they are torn no more. Collective."""
         ...
 
     # ---- pushes and pulls
@@ -149,39 +185,10 @@ class Backend(Protocol):
         """Compress pushes of float keys from now on; residuals start at zero. Collective."""
         ...
 
-    # ---- state that goes to files and other keys, and comes back
-
-    def states(self, keys: Sequence[Key]) -> Task[States]:
-        """Steps and optimizer states; complete on rank 0 (without servers: everywhere). Collective."""
-        ...
-
-    def put_states(self, keys: Sequence[Key], states: States) -> Task[None]:
-        """Give them back. Rank 0's count; others' may be empty, but without servers they must be the same everywhere.
-        ValueError where they do not fit the optimizer. Collective."""
-        ...
-
-    def residuals(self, keys: Sequence[Key]) -> Task[Array | None]:
-        """What compression kept back in this worker's client, float64, one key behind the other; None where nothing is
-        compressed. Collective."""
-        ...
-
-    def put_residuals(self, keys: Sequence[Key], values: Sequence[Array]) -> Task[None]:
-        """Give it back, one 1-D array a key, to this worker. Local."""
-        ...
-
-    def put(self, keys: Sequence[Key], values: Sequence[Array]) -> Task[None]:
-        """Store worker 0's values under keys that are there; they are torn no more. Collective."""
-        ...
-
-    def snapshot(self, keys: Sequence[Key], alone: bool = False) -> Task[Snapshot]:
-        """A copy that nothing pushed later changes. Collective; `alone`: worker 0 of an asynchronous store makes it by
-        itself."""
-        ...
-
     # ---- epochs and the end
 
     def recover(self, known: Container[Name]) -> Recovered:
-        """Within `epoch.renew()`: everything anew, nothing under way. Sets `key.round` and binds fast routes.
+        """Within `recovery.renewal`: everything anew, nothing under way. Sets `key.round` and binds fast routes.
         Collective, blocking. May be called again: nothing is dropped that another attempt needs.
 
         A key stays if it is `known` on all workers, whose `init` has come to its end. Others are forgotten. A
@@ -190,7 +197,7 @@ class Backend(Protocol):
         ...
 
     def committed(self) -> None:
-        """After `epoch.renew()`: drop what was kept for another attempt. Local."""
+        """After `recovery.renewal`: drop what was kept for another attempt. Local."""
         ...
 
     def finish(self) -> None:

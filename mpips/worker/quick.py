@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence, Sized
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mpips.checkpoint.source import Saves
 from mpips.keys import arrays
 from mpips.keys.arguments import PRIORITY_BITS
 from mpips.keys.key import FastList, Key, Name
@@ -154,47 +153,3 @@ class Quick:
 
 def _writeable(arrays: Sequence[Array]) -> bool:
     return all(array.flags.writeable for array in arrays)
-
-
-def with_meanwhile(call: Callable[..., T], go_on: Callable[[], bool], over: Callable[[], None]) -> Callable[..., T]:
-    """`call`, and after each one `go_on`; `over` when that says that it has ended."""
-
-    def called(*words: Any) -> T:
-        result = call(*words)
-        if go_on():
-            over()
-        return result
-
-    return called
-
-
-def regularly(
-    regular: Saves,
-    call: Callable[..., bool],
-    start: Callable[..., Any],
-    do: Callable[..., None],
-    save: Callable[[], None],
-) -> tuple[Callable[..., bool], Callable[..., Any]]:
-    """`call`, which does `do` where that has not been done, and `start`, with a `save` before those that begin a step
-    before which one is due."""
-
-    def called(what: str, key: Any, *words: Any) -> bool:
-        if what == "pull":
-            return call(what, key, *words)
-        if regular.is_due(key):
-            save()
-        if not call(what, key, *words):
-            do(what, key, *words)
-        regular.count(key)
-        return True
-
-    def started(what: str, key: Any, *words: Any) -> Any:
-        if what == "pull":
-            return start(what, key, *words)
-        if regular.is_due(key):
-            save()
-        handle = start(what, key, *words)
-        regular.count(key)
-        return handle
-
-    return called, started

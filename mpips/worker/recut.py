@@ -26,10 +26,10 @@ def recut(store: Store, keys: Sequence[Name], new: Mapping[Name, int]) -> None:
     asked = [*((key.name, "") for key in old), *((name, str(size)) for name, size in sizes.items())]
     told = store.settled("recut", asked, refusal, data=msgspec.msgpack.encode(rounds))
     _none_ahead(store, old, [msgspec.msgpack.decode(data, type=list[int]) for data in told])
-    states: States = store.run("recut", store.backend.states(old)) if store.groups else {}
+    states: States = store.run("recut", store.backend.stored.states(old)) if store.groups else {}
     _, refusal = attempt(lambda: _see_steps(old, states))
     values = _values(store, old)
-    kept = store.run("recut", store.backend.residuals(old))
+    kept = store.run("recut", store.backend.stored.residuals(old))
     store.agree("recut", refusal=refusal)  # all have read what the servers are to forget
     store.drop(old, "recut")
     made = [Key(name, (size,), values.dtype) for name, size in sizes.items()]
@@ -37,9 +37,9 @@ def recut(store: Store, keys: Sequence[Name], new: Mapping[Name, int]) -> None:
     store.run("recut", store.backend.init(made, np.split(values, cuts)))
     store.add(made)
     if store.groups:
-        store.run("recut", store.backend.put_states(made, _cut(old, states, made, cuts)))
+        store.run("recut", store.backend.stored.put_states(made, _cut(old, states, made, cuts)))
     if kept is not None:
-        store.run("recut", store.backend.put_residuals(made, np.split(kept, cuts)))
+        store.run("recut", store.backend.stored.put_residuals(made, np.split(kept, cuts)))
 
 
 def _asked(store: Store, keys: Sequence[Name], new: Mapping[Name, int]) -> tuple[list[Key], dict[Name, int]]:

@@ -1,4 +1,4 @@
-"""Calls that all workers make together: keys, optimizers, compression, barriers, `recover`; a checkpoint's view, too.
+"""Calls that all workers make together: keys, optimizers, compression, barriers; `recover`; a checkpoint's view, too.
 
 A bad argument is compared in the one rendezvous: all workers raise the same ValueError or TypeError, and nothing has
 changed. Whatever goes wrong after that ends the epoch.
@@ -22,7 +22,8 @@ from mpips.keys import arguments, calls
 from mpips.keys.key import Key, Name, Rounds
 from mpips.layout import Layout
 from mpips.optimizers import Groups, Optimizer
-from mpips.runtime import rendezvous
+from mpips.recovery.renewal import renew
+from mpips.runtime import breaking, rendezvous
 from mpips.runtime.engine import Engine, Handle
 from mpips.runtime.epoch import Epoch
 from mpips.runtime.errors import EpochError
@@ -73,7 +74,7 @@ class Settings:
         if self.held.names:
             with GIVEN:
                 pairs = arguments.pairs(key, value, "init")
-                held, names = self._held(pairs), [name for name, _ in pairs]
+                held, names = _held(self.held, self.keys, pairs), [name for name, _ in pairs]
                 if len(held) == len(names):
                     see(list(held.values()))
             if len(held) == len(names):
@@ -96,16 +97,6 @@ class Settings:
         self.held.claim(held)
         self.run("init", self.backend.init(keys, values), [one.name for one in keys])
         self.add(keys)
-
-    def _held(self, pairs: Sequence[tuple[Name, Any]]) -> dict[Name, Key]:
-        """Those of an `init` that are held; ValueError where they are not as they are asked for."""
-        self.held.see_any([name for name, _ in pairs])
-        found = {}
-        for name, values in pairs:
-            if name in self.held.names:
-                asked, found[name] = calls.first_value(name, values), self.keys[name]
-                self.held.see(found[name], Key(name, asked.shape, asked.dtype))
-        return found
 
     def forget(self, keys: Any) -> None:
         """See `KVStore.forget`."""
@@ -136,7 +127,7 @@ class Settings:
         """See `KVStore.set_optimizer`."""
         what = "set_optimizer"
         chosen, refusal = rendezvous.attempt(lambda: optimizers.create(optimizer, **keywords))
-        names, other = rendezvous.attempt(lambda: self._names_of_floats(keys, what))
+        names, other = rendezvous.attempt(lambda: _names_of_floats(self, keys, what))
         asked = names
         if self.held.optimizers and chosen is not None and other is None:
             with GIVEN:
@@ -173,83 +164,16 @@ class Settings:
         self.run(what, self.backend.set_compression(dict(options), chosen))
         self.compressor = chosen
 
-    def use(self, groups: Groups, compressor: Compressor | None) -> Task[None]:
-        """Set these optimizers and this compression, which are the same on all workers; for `kv.load`."""
-        if groups.default is not None:
-            yield from self.backend.set_optimizer(groups.default, None)
-        for name, optimizer in groups.own.items():
-            yield from self.backend.set_optimizer(optimizer, [name])
-        self.groups = groups
-        if compressor is not None:
-            yield from self.backend.set_compression(compression.options(compressor), compressor)
-            self.compressor = compressor
-
     def barrier(self) -> None:
         """See `KVStore.barrier`."""
         if self.layout.asynchronous:
             self.settle()
         self.agree("barrier")
 
-    def recover(self) -> Rounds:
-        """See `KVStore.recover`."""
-        self.operations.check_not_closed()
-        with self.operations.guard("recover"):
-            self.engine.forget()
-            recovered = self.epoch.renew(lambda: self.backend.recover(self.keys))
-            assert recovered is not None
-            self.backend.committed()
-        rounds = self._take(recovered)
-        if self.layout.survives:
-            self.held = self.held.renewed(STORE, self.keys, self.groups, self.compressor)
-        else:
-            self.held.keep(self.keys)
-        return rounds
-
-    def join(self, recovered: Recovered) -> None:
-        """This worker has taken a dead one's place in a store that has this."""
-        self.resumed, self.fresh = self._take(recovered).step, True
-        begun = self.resumed != 0
-        self.held = Claims(STORE, self.keys, self.groups, self.compressor, strict=begun)
-
-    def _take(self, recovered: Recovered) -> Rounds:
-        """The next epoch has begun with this."""
-        self.keys.clear()
-        self.add(recovered.keys)
-        self.groups, self.compressor = recovered.groups, recovered.compressor
-        rounds = recovered.rounds
-        if self.regular is not None:
-            self.regular.set_rounds(rounds)
-        if rounds.step is not None:
-            rounds.step += self.base
-        return rounds
-
     def pushes(self) -> None:
         """The program makes its first push since it may claim what is held."""
         self.fresh = False
         self.held.pushed()
-
-    def meet_to_close(self) -> None:
-        """Wait until all workers close the store: where one dies before, the others may need this one to go on. Whether
-        they have come or not, nothing is left to be waited for then."""
-        with suppress(EpochError):
-            self.engine.finish(detached=True)
-            while self.epoch.over is None:
-                try:
-                    with self.operations.guard("close"):
-                        rendezvous.exchange(self.epoch, b"", "close")
-                    return
-                except EpochError:
-                    self.recover()
-
-    def closing(self) -> list[Callable[[], None]]:
-        """No calls are made from now on: what is to be done at the end, in this order, each though another fails."""
-        self.operations.closed = True
-        self.unbind()
-        last = [self.engine.close, self.backend.finish]
-        if self.epoch.over is not None:
-            return [self.engine.forget, *last]
-        saving = [] if self.saving is None else [self.saving.finish]
-        return [*saving, lambda: self.engine.finish(detached=True), *last]
 
     def unbind(self) -> None:
         """No call takes a fast route any more: the general way sees why."""
@@ -313,11 +237,90 @@ class Settings:
     def _names(self, keys: Any, what: str) -> list[Name] | None:
         return None if keys is None else [key.name for key in self.known(keys, what)]
 
-    def _names_of_floats(self, keys: Any, what: str) -> list[Name] | None:
-        """The same, for an optimizer."""
-        found = list(self.keys.values()) if keys is None else self.known(keys, what)
-        _see_floats(found, what, "give keys=[...] without it")
-        return None if keys is None else [key.name for key in found]
+
+class Epochs:
+    """The epochs of a store on this worker: one begins, one is joined, the last one ends."""
+
+    def __init__(self, store: Settings) -> None:
+        self._store = store
+
+    def recover(self) -> Rounds:
+        """See `KVStore.recover`."""
+        store = self._store
+        store.operations.check_not_closed()
+        with store.operations.guard("recover"):
+            store.engine.forget()
+            recovered = renew(store.epoch, lambda: store.backend.recover(store.keys))
+            assert recovered is not None
+            store.backend.committed()
+        rounds = self._take(recovered)
+        if store.layout.survives:
+            store.held = store.held.renewed(STORE, store.keys, store.groups, store.compressor)
+        else:
+            store.held.keep(store.keys)
+        return rounds
+
+    def join(self, recovered: Recovered) -> None:
+        """This worker has taken a dead one's place in a store that has this."""
+        store = self._store
+        store.resumed, store.fresh = self._take(recovered).step, True
+        begun = store.resumed != 0
+        store.held = Claims(STORE, store.keys, store.groups, store.compressor, strict=begun)
+
+    def _take(self, recovered: Recovered) -> Rounds:
+        """The next epoch has begun with this."""
+        store = self._store
+        store.keys.clear()
+        store.add(recovered.keys)
+        store.groups, store.compressor = recovered.groups, recovered.compressor
+        rounds = recovered.rounds
+        if store.regular is not None:
+            store.regular.set_rounds(rounds)
+        if rounds.step is not None:
+            rounds.step += store.base
+        return rounds
+
+    def close(self, closed: breaking.Step) -> None:
+        """No calls are made from now on; `closed` is called at the end. Collective."""
+        meets = [self._meet] if self._store.layout.survives else []
+        breaking.in_order(*meets, lambda: self._end(closed))
+
+    def _meet(self) -> None:
+        """Wait until all workers close the store: where one dies before, the others may need this one to go on. Whether
+        they have come or not, nothing is left to be waited for then."""
+        store = self._store
+        with suppress(EpochError):
+            store.engine.finish(detached=True)
+            while store.epoch.over is None:
+                try:
+                    with store.operations.guard("close"):
+                        rendezvous.exchange(store.epoch, b"", "close")
+                    return
+                except EpochError:
+                    self.recover()
+
+    def _end(self, closed: breaking.Step) -> None:
+        """What is to be done at the end, in this order, each though another fails."""
+        store = self._store
+        store.operations.closed = True
+        store.unbind()
+        last = [store.engine.close, store.backend.finish, closed]
+        if store.epoch.over is not None:
+            breaking.in_order(store.engine.forget, *last)
+            return
+        saving = [] if store.saving is None else [store.saving.finish]
+        breaking.in_order(*saving, lambda: store.engine.finish(detached=True), *last)
+
+
+def _held(claims: Claims, known: Mapping[Name, Key], pairs: Sequence[tuple[Name, Any]]) -> dict[Name, Key]:
+    """Those of an `init` that are held; ValueError where they are not as they are asked for."""
+    claims.see_any([name for name, _ in pairs])
+    found = {}
+    for name, values in pairs:
+        if name in claims.names:
+            asked, found[name] = calls.first_value(name, values), known[name]
+            claims.see(found[name], Key(name, asked.shape, asked.dtype))
+    return found
 
 
 def _first_values(known: Mapping[Name, Key], key: Any, value: Any) -> list[tuple[Name, Array]]:
@@ -332,6 +335,13 @@ def _first_values(known: Mapping[Name, Key], key: Any, value: Any) -> list[tuple
         arguments.see_new(name, "init")
         result.append((name, calls.first_value(name, values)))
     return result
+
+
+def _names_of_floats(store: Settings, keys: Any, what: str) -> list[Name] | None:
+    """The names of these keys, None of all; ValueError where an optimizer cannot update one."""
+    found = list(store.keys.values()) if keys is None else store.known(keys, what)
+    _see_floats(found, what, "give keys=[...] without it")
+    return None if keys is None else [key.name for key in found]
 
 
 def _see_floats(keys: Iterable[Key], what: str, cure: str) -> None:

@@ -84,7 +84,7 @@ class Synchronous:
         wholes = [self._group.whole(array) for array in state]
 
         def work(store: Store) -> None:
-            found = store.run("fetch", store.backend.states([store.keys[name] for name in self._in]))
+            found = store.run("fetch", store.backend.stored.states([store.keys[name] for name in self._in]))
             if self._mesh.batch_index == 0:
                 views = [self._group.keyed(whole) for whole in wholes]
                 for name, (_, arrays) in found.items():
@@ -105,7 +105,7 @@ class Synchronous:
         def work(store: Store) -> None:
             views = [self._group.keyed(whole) for whole in wholes]
             states: States = {name: (step, [view[name] for view in views]) for name in self._keys}
-            store.run("restore", store.backend.put_states([store.keys[name] for name in self._keys], states))
+            store.run("restore", store.backend.stored.put_states([store.keys[name] for name in self._keys], states))
 
         if state:
             self._together(work)

@@ -15,6 +15,7 @@ from mpips.optimizers.groups import Groups
 from mpips.recovery.inventory import Holding, dtype_names
 from mpips.recovery.memory import ledger, undo
 from mpips.recovery.memory.ledger import Book, Ledger
+from mpips.recovery.memory.surviving import Surviving
 from mpips.recovery.memory.undo import WORDS, Undo
 from mpips.server.unit import Unit
 from mpips.transport import frames
@@ -59,9 +60,9 @@ class Memory:
                 kept = self._undo(card, stored, groups, journal)
             else:
                 stored, kept = old.stored, self._again(old, journal)
-            unit = Unit(
-                card.number, card.key, stored, mine, card.contributors, card.block_elements, card.row_elements, kept,
-                card.start,
+            unit = (Unit if kept is None else Surviving)(
+                card.number, card.key, stored, mine, card.contributors, card.block_elements, card.row_elements,
+                card.start, kept,
             )  # fmt: skip
             unit.optimizer = groups.of(card.key)
             units.append(unit)

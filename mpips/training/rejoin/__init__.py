@@ -5,6 +5,7 @@ left meet, a spare among them, after the store has recovered.
 """
 
 from mpips.training.rejoin.marks import BEGIN, COUNTED, ENDED, OVER, TOLD
-from mpips.training.rejoin.survival import Back, Survival
+from mpips.training.rejoin.survival import Back, Survival, see_alike, survival_of
 
-__all__ = ["BEGIN", "COUNTED", "ENDED", "OVER", "TOLD", "Back", "Survival"]
+__all__ = ["BEGIN", "COUNTED", "ENDED", "OVER", "TOLD", "Back", "Survival", "see_alike",
+           "survival_of"]

@@ -144,4 +144,4 @@ def with_losses(history: Sequence[Epoch], losses: Sequence[Sequence[float]], row
     """One worker's history of another's."""
     if not losses:
         return list(history)
-    return [epoch._replace(loss=of[row]) for epoch, of in zip(history, losses)]
+    return [Epoch(epoch.epoch, epoch.seconds, of[row], epoch.test) for epoch, of in zip(history, losses)]

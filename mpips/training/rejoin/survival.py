@@ -228,3 +228,21 @@ class Survival:
         """How often the Trainer's keys were pushed."""
         key: int = self._kv.settings.keys[self._blocking.update.keys[0]].round
         return key
+
+
+def see_alike(kv: Any, what: str, words: Items, refusal: BaseException | None) -> None:
+    """All workers make this call with equal words, or all raise the same. A spare that has taken a place compares
+    nothing here: the others have made the call long ago, and `join` compares."""
+    if not kv.settings.fresh:
+        kv.settings.agree(what, words, refusal, noun="argument")
+    elif refusal is not None:
+        raise refusal
+
+
+def survival_of(job: Job, source: Source, number: int, words: Items) -> Survival | None:
+    """That of a Trainer's fit with this number, where the store survives. `words`: what is equal on all workers."""
+    blocking = job.blocking
+    if blocking is None or not job.kv.layout.survives:
+        return None
+    fit = f"{number} of the Trainer of key {blocking.update.keys[0]!r}"
+    return Survival(job, blocking, source, [("fit", fit), *words])

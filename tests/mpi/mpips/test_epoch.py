@@ -16,6 +16,7 @@ from collectives.network.drain import sweep
 from collectives.node.wait import Limits
 from mpips import EpochError, EpochMismatchError, EpochStallError, Options
 from mpips import layout as layouts
+from mpips.recovery.renewal import renew
 from mpips.runtime import epoch as epochs
 from mpips.runtime import rendezvous
 from mpips.runtime.epoch import Epoch
@@ -104,7 +105,7 @@ def test_all_ranks_hear_of_the_end_within_a_second_and_the_next_epoch_works(node
                 late()
             assert str(told.value) == sentence
         assert epoch.over is not None and epoch.flag[0]
-        assert epoch.renew(lambda: True) and epoch.number == 1 and epoch.over is None
+        assert renew(epoch, lambda: True) and epoch.number == 1 and epoch.over is None
         works(layout, epoch)
         epoch.close()
 
@@ -121,7 +122,7 @@ def test_what_was_sent_in_one_epoch_is_not_heard_in_the_next(nodes):
             else:
                 time.sleep(0.05)
                 epoch.end("a push", CollectiveError("it is over"))
-            assert epoch.renew(lambda: True) and epoch.number == number
+            assert renew(epoch, lambda: True) and epoch.number == number
             works(layout, epoch)
             assert not layout.world.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
             WORLD.Barrier()
@@ -137,7 +138,7 @@ def test_functions_of_the_end_run_once_on_each_rank_and_in_each_epoch():
                 with pytest.raises(EpochError):
                     raise epoch.end("a push", CollectiveError("it is over"))
             assert ran == [True] * number
-            epoch.renew(lambda: True)
+            renew(epoch, lambda: True)
         epoch.close()
 
 
@@ -146,7 +147,7 @@ def test_a_rank_that_recovers_though_nothing_has_failed_ends_the_epoch():
         if RANK != FIRST:
             with pytest.raises(EpochError, match="rank 0 calls recover"), epoch.failing("barrier"):
                 rendezvous.exchange(epoch, b"", "barrier", everybody=True)
-        assert epoch.renew(lambda: True)
+        assert renew(epoch, lambda: True)
         works(layout, epoch)
         epoch.close()
 
@@ -158,11 +159,11 @@ def test_who_recovers_while_another_closes_is_told_so_and_a_server_leaves(nodes)
         if RANK == FIRST:
             epoch.close()
         elif layout.is_server:
-            assert epoch.renew(lambda: True) is None
+            assert renew(epoch, lambda: True) is None
             epoch.close()
         else:
             with pytest.raises(EpochError, match=r"rank 0 .*closed .*cannot be recovered"):
-                epoch.renew(lambda: True)
+                renew(epoch, lambda: True)
             epoch.close()
 
 
@@ -173,10 +174,10 @@ def test_who_waits_too_long_for_others_to_recover_is_told_so_and_may_come_again(
         if RANK != FIRST and not layout.is_server:
             late = rf"recover has waited for 0\.5 s: rank{'s' if P > 2 else ''} 0"
             with pytest.raises(EpochStallError, match=late), epoch.failing("recover"):
-                epoch.renew(lambda: True)
+                renew(epoch, lambda: True)
         WORLD.Barrier()
         epoch.limits = Limits(60, 30)
-        assert epoch.renew(lambda: True)
+        assert renew(epoch, lambda: True)
         works(layout, epoch)
         epoch.close()
 
@@ -284,7 +285,7 @@ def test_all_raise_the_same_where_two_end_it_at_once():
         WORLD.Barrier()
         raised = epoch.end("a push", CollectiveError(f"rank {RANK} has made a mistake"))
         assert len(set(WORLD.allgather(str(raised)))) == 1
-        assert epoch.renew(lambda: True)
+        assert renew(epoch, lambda: True)
         epoch.close()
 
 

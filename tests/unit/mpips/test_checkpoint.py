@@ -45,7 +45,7 @@ class Copy:
         self.arrays = {}
         for key in keys:
             step, state = backend.kept.get(key.name, (0, []))
-            self.arrays[key.name] = [array.reshape(-1).copy() for array in (backend.stored[key.name], *state)]
+            self.arrays[key.name] = [array.reshape(-1).copy() for array in (backend.values[key.name], *state)]
             self.records[key.name] = Frozen(key.round, step, tuple(array.dtype.name for array in state))
         self.released = False
 
@@ -62,7 +62,8 @@ class Backend:
     """Values and states in dicts."""
 
     def __init__(self):
-        self.stored, self.kept, self.rest = {}, {}, {}
+        self.values, self.kept, self.rest = {}, {}, {}
+        self.stored = self
 
     def snapshot(self, keys):
         yield from nothing()
@@ -71,10 +72,16 @@ class Backend:
 
     def init(self, keys, values):
         yield from nothing()
-        self.stored.update((key.name, value.reshape(-1).copy()) for key, value in zip(keys, values))
+        self.values.update((key.name, value.reshape(-1).copy()) for key, value in zip(keys, values))
 
     def put(self, keys, values):
         return self.init(keys, values)
+
+    def set_optimizer(self, optimizer, keys):
+        yield from nothing()
+
+    def set_compression(self, options, compressor):
+        yield from nothing()
 
     def put_states(self, keys, states):
         yield from nothing()
@@ -135,16 +142,12 @@ class Store:
     def start(self, what, task):
         return Handle(task)
 
-    def use(self, groups, compressor):
-        yield from nothing()
-        self.groups, self.compressor = groups, compressor
-
     def add(self, keys):
         self.keys.update((key.name, key) for key in keys)
 
     def make(self, name, value, step=0, state=()):
         self.add([Key(name, value.shape, value.dtype)])
-        self.backend.stored[name] = value.reshape(-1).copy()
+        self.backend.values[name] = value.reshape(-1).copy()
         self.backend.kept[name] = step, list(state)
 
 
@@ -200,17 +203,17 @@ def test_a_store_comes_back_as_it_was(tmp_path, wait):
     saving = save(old, tmp_path / "x", wait)
     if not wait:
         assert not (tmp_path / "x").exists()
-        values = {name: value.copy() for name, value in old.backend.stored.items()}
-        for value in old.backend.stored.values():
+        values = {name: value.copy() for name, value in old.backend.values.items()}
+        for value in old.backend.values.values():
             value[...] = 0  # what comes later changes nothing
-        old.backend.stored, _ = values, saving.wait()
+        old.backend.values, _ = values, saving.wait()
     assert old.backend.last.released
     load(new, tmp_path / "x")
     assert list(new.keys) == ["a", "b"] and (new.groups.default, new.groups.own) == (old.groups.default, old.groups.own)
     assert new.compressor == old.compressor
     for name, key in old.keys.items():
         assert new.keys[name].shape == key.shape and new.keys[name].dtype == key.dtype
-        assert (new.backend.stored[name] == old.backend.stored[name]).all()
+        assert (new.backend.values[name] == old.backend.values[name]).all()
         assert (new.backend.rest[name] == old.backend.rest[name]).all()
         step, state = old.backend.kept[name]
         assert new.backend.kept[name][0] == step
@@ -243,7 +246,7 @@ def test_what_does_not_fit_changes_nothing(tmp_path):
         store.make(name, value)
         with pytest.raises(ValueError, match=words):
             load(store, tmp_path / "x")
-        assert list(store.keys) == [name] and (store.backend.stored[name] == value).all()
+        assert list(store.keys) == [name] and (store.backend.values[name] == value).all()
     for name, words in [("none", "cannot be read"), ("other", "not written by save")]:
         with pytest.raises(ValueError, match=words):
             load(Store(), tmp_path / name)
@@ -260,7 +263,7 @@ def test_integer_keys_have_no_optimizer(tmp_path):
     assert not new.keys
     new.groups = optimizers.Groups(own={"w": optimizers.create("sgd")})
     load(new, tmp_path / "x")
-    assert (new.backend.stored["count"] == np.arange(3)).all()
+    assert (new.backend.values["count"] == np.arange(3)).all()
 
 
 def edited(source, target, tensors, old="", new=""):
@@ -297,7 +300,7 @@ def test_a_file_without_what_its_header_promises_changes_nothing(tmp_path, tenso
     store = Store()
     with pytest.raises(ValueError, match=words):
         load(store, tmp_path / "y")
-    assert not store.keys and not store.backend.stored and not store.groups and store.compressor is None
+    assert not store.keys and not store.backend.values and not store.groups and store.compressor is None
 
 
 def test_a_file_cut_short_is_refused(tmp_path):

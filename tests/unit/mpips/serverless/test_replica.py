@@ -10,7 +10,7 @@ from mpips.keys.key import Key
 from mpips.serverless.fast import take_from
 from mpips.serverless.reconcile import standing
 from mpips.serverless.replica import Replica
-from mpips.serverless.snapshot import Snapshot
+from mpips.serverless.stored import Snapshot
 
 
 def replica(optimizer: optimizers.Optimizer | None = None, shape: tuple[int, ...] = (4,)) -> Replica:

@@ -5,7 +5,7 @@ import pytest
 
 from mpips import RowSparse, optimizers
 from mpips.keys.key import Key
-from mpips.serverless.replica import Replica
+from mpips.serverless.surviving import Surviving
 from mpips.serverless.undo import Copy
 
 OPTIMIZERS = [None, ("sgd", {"learning_rate": 0.5}), ("sgd", {"learning_rate": 0.5, "momentum": 0.9}), ("adam", {})]
@@ -13,7 +13,7 @@ OPTIMIZERS = [None, ("sgd", {"learning_rate": 0.5}), ("sgd", {"learning_rate": 0
 
 def replica(chosen):
     optimizer = None if chosen is None else optimizers.create(chosen[0], **chosen[1])
-    return Replica(Key("w", (7, 1), np.dtype(np.float32)), np.arange(7, dtype=np.float32), optimizer, np.empty, True)
+    return Surviving(Key("w", (7, 1), np.dtype(np.float32)), np.arange(7, dtype=np.float32), optimizer, np.empty)
 
 
 def push(one, number):

@@ -1,0 +1,201 @@
+"""The one training loop (`Fit`): epochs, steps, callbacks, from any position on; workers with unlike batches.
+
+Where the store survives deaths, the fit does: it is put back to a moment that all workers know (`rejoin`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import fields
+
+import numpy as np
+
+import collectives
+from collectives.errors import CollectiveError, MismatchError
+from mpips.training import callbacks as hooks
+from mpips.training.batches import Batch
+from mpips.training.callbacks import Callback
+from mpips.training.evaluation import evaluate, evaluate_here
+from mpips.training.exchange import Blocking, Job
+from mpips.training.fit.course import Course, Request
+from mpips.training.history import Epoch, Position
+from mpips.training.model import samples_of
+from mpips.training.rejoin import BEGIN, COUNTED, ENDED, OVER, TOLD, Back, Survival
+
+
+class Fit:
+    """A fit under way on this worker."""
+
+    def __init__(self, job: Job, request: Request, position: Position, survival: Survival | None = None) -> None:
+        self._job, self._source, self._test, self._position = job, request.source, request.test, position
+        self._course = Course(job, request, position)
+        self._callbacks = self._course.callbacks
+        self._on_step = [each for each in self._callbacks if type(each).on_step is not Callback.on_step]
+        self._began = 0.0
+        self._survival, self._stage = survival, BEGIN
+
+    def run(self) -> list[Epoch]:
+        """Train from the position on, through deaths where the store survives them; the history."""
+        try:
+            self._enter()
+            while True:
+                try:
+                    self._go_on()
+                    break
+                except CollectiveError as error:
+                    if self._survival is None or isinstance(error, MismatchError):
+                        raise
+                    self._put_back(self._survival.recover(error))
+        finally:
+            for callback in self._callbacks:
+                callback.close()
+        return list(self._position.history)
+
+    def _enter(self) -> None:
+        """Begin with all workers, or as a spare among those that are in the middle of it."""
+        if self._survival is None or not self._survival.fresh:
+            self._course.restore()
+            if self._survival is not None:
+                self._survival.begin(self._position)
+            self._mark(BEGIN)
+            return
+        self._put_back(self._survival.join())
+        if self._stage != BEGIN:
+            self._course.alone = True
+            for callback in self._callbacks:
+                callback.on_begin(self._course)
+            self._course.alone = False
+
+    def _go_on(self) -> None:
+        """From any stage to the end."""
+        if self._stage == BEGIN:
+            for callback in self._callbacks:
+                callback.on_begin(self._course)
+            self._mark(OVER)
+        if self._stage == COUNTED:
+            self._tell()
+        while self._position.epoch <= self._course.epochs and not self._position.stopped:
+            self._one_epoch()
+        if self._stage != ENDED:
+            if self._position.epoch <= self._course.epochs:
+                self._meet()
+            for callback in self._callbacks:
+                callback.on_end(self._course)
+            self._mark(ENDED)
+        if self._survival is not None:  # who has left cannot help the others
+            self._job.kv.settings.agree("fit: the end")
+
+    def _mark(self, stage: int) -> None:
+        """The fit has come to a stage."""
+        self._stage = stage
+        if self._survival is not None:
+            states = None if stage == COUNTED else hooks.states(self._callbacks)
+            self._survival.mark(self._position, stage, states)
+
+    def _put_back(self, back: Back) -> None:
+        """Go on from where all workers go on."""
+        for field in fields(Position):
+            setattr(self._position, field.name, getattr(back.position, field.name))
+        self._stage = back.stage
+        self._course.count_workers()
+        self._course.restore()
+        self._began = time.perf_counter()
+
+    def _one_epoch(self) -> None:
+        """Train, evaluate, tell the callbacks. Nothing is sent between two epochs where there is nothing to do."""
+        at = self._position
+        self._meet()
+        self._began = time.perf_counter()
+        batches = self._source.epoch(at.epoch, self._job.kv, at.batches - at.since, at.dealt)
+        if self._course.joined:
+            assert self._job.blocking is not None
+            self._train_joined(batches, self._job.blocking)
+        else:
+            self._train(batches)
+        self._job.exchange.finish()
+        at.seconds += time.perf_counter() - self._began
+        trained = at.batches
+        epoch = at.end_epoch(self._tested())
+        if trained and not math.isfinite(epoch.loss):
+            warnings.warn(f"the loss of epoch {epoch.epoch} is {epoch.loss} on rank {self._course.rank}: lower the "
+                          "learning rate, or give clip_norm", RuntimeWarning, stacklevel=4)  # fmt: skip
+        for callback in self._callbacks:
+            at.stopped |= bool(callback.on_epoch(self._course, epoch))
+        self._mark(OVER)
+
+    def _train(self, batches: Iterator[Batch]) -> None:
+        """All workers have equally many batches."""
+        at, blocking = self._position, self._job.blocking
+        for x, y in batches:
+            at.took(self._job.exchange.step(x, y) if blocking is None else blocking.add(x, y))
+            if blocking is None:
+                self._stepped()
+            elif blocking.full:
+                self._exchange(blocking)
+        if blocking is not None and blocking.waiting:
+            self._exchange(blocking)
+
+    def _exchange(self, blocking: Blocking) -> None:
+        if self._survival is not None:
+            self._survival.ahead(self._position)
+        blocking.flush()
+        self._stepped()
+
+    def _train_joined(self, batches: Iterator[Batch], blocking: Blocking) -> None:
+        """Workers have unlike numbers of batches: until nobody has one."""
+        at = self._position
+        while True:
+            samples = 0
+            for x, y in itertools.islice(batches, self._course.accumulate):
+                at.took(blocking.add(x, y))
+                samples += samples_of(x, y)
+            if self._survival is not None:
+                self._survival.ahead(at)
+            joined = blocking.join(samples)
+            if not joined.batches:
+                if not (at.step or self._course.asynchronous):
+                    raise ValueError(f"fit: no worker has a batch in epoch {at.epoch}: give some batches to one")
+                return
+            if joined.samples:
+                self._stepped()
+            elif self._survival is not None:
+                self._survival.no_exchange()
+
+    def _stepped(self) -> None:
+        """An exchange is over."""
+        self._position.step += 1
+        self._mark(COUNTED)
+        self._tell()
+
+    def _tell(self) -> None:
+        """Tell the callbacks of a step."""
+        if self._on_step:
+            self._position.seconds += time.perf_counter() - self._began
+            for callback in self._on_step:
+                callback.on_step(self._course)
+            self._began = time.perf_counter()
+        self._mark(TOLD)
+
+    def _tested(self) -> dict[str, float] | None:
+        """Together where workers have the same parameters; in an asynchronous store nobody waits for it."""
+        if self._test is None:
+            return None
+        measure = evaluate_here if self._course.asynchronous else evaluate
+        return measure(self._job, self._test, self._position.epoch)
+
+    def _meet(self) -> None:
+        """Workers that wait for each other in steps begin together: what one did before is in nobody's seconds.
+
+        ValueError on all where callbacks have ended the training on some alone.
+        """
+        if not self._callbacks and self._test is None:
+            return
+        if not self._course.asynchronous:
+            ended = ("ended the training", str(self._position.stopped))
+            self._job.kv.settings.agree("fit", [ended], noun="callback")
+        elif (client := self._job.kv.layout.client).Get_size() > 1:
+            collectives.allreduce(np.zeros(1), client, label="fit: the next epoch")
