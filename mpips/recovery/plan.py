@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from mpips.keys.key import Key, Name
 from mpips.keys.sharding import Interval
 from mpips.layout import Layout
-from mpips.recovery.choice import Chosen, Found, Part, find, parts_by_server
+from mpips.recovery.choice import Found, Part, Whole, find, parts_by_server
 from mpips.recovery.inventory import Holding, Inventory, Shelf, common_keys
 from mpips.runtime.errors import LostError
 from mpips.served.cutting import Cards, Cutting
@@ -83,7 +83,7 @@ def _cutting(layout: Layout, said: Sequence[Inventory]) -> Cutting:
     return Cutting(layout, one_node, not (said[0].shared_cores or layout.asynchronous))
 
 
-def _stays(layout: Layout, chosen: Mapping[Name, Chosen]) -> bool:
+def _stays(layout: Layout, chosen: Mapping[Name, Whole]) -> bool:
     """Whether each key stays on the servers, by their number, that it was on."""
     before = layout.before
     if before is None:
