@@ -38,33 +38,40 @@ class Batches:
         return len(self.x) // (self.size * workers)
 
 
+def one_step(options: Settings, batches: Batches, model: Network, kv: mpips.KVStore, step: int) -> None:
+    """Gradients of this worker's batch to the servers, parameters back."""
+    mpips.chaos.note(step, model.accuracy(batches.test_x, batches.test_y))
+    x, y = batches.at(step, kv.rank, kv.num_workers)
+    model.forward(x)
+    model.backward(y)
+    time.sleep(options.sample_seconds * len(x))
+    kv.push(model.names, model.gradients)
+    kv.pull(model.names, model.parameters)
+
+
 def main(options: Settings) -> float:
     kv = mpips.create(options.kind)
     batches = Batches(options)
     model = Network(batches.x.shape[1], options.hidden, 10, options.dtype, options.seed)
     keys, parameters = model.names, model.parameters
-    kv.init(keys, parameters)
     rate, rescale = options.learning_rate, 1 / kv.num_workers
-    kv.set_optimizer("sgd", learning_rate=rate, momentum=options.momentum, rescale=rescale)
-    kv.pull(keys, parameters)
     step = kv.resumed
-    while step < batches.steps(kv.num_workers):
-        mpips.chaos.note(step, model.accuracy(batches.test_x, batches.test_y))
-        x, y = batches.at(step, kv.rank, kv.num_workers)
-        model.forward(x)
-        model.backward(y)
-        time.sleep(options.sample_seconds * len(x))
+    while True:
         try:
-            kv.push(keys, model.gradients)
+            kv.init(keys, parameters)
+            kv.set_optimizer("sgd", learning_rate=rate, momentum=options.momentum, rescale=rescale)
             kv.pull(keys, parameters)
-            step += 1
+            while step < batches.steps(kv.num_workers):
+                one_step(options, batches, model, kv, step)
+                step += 1
+            accuracy = model.accuracy(batches.test_x, batches.test_y)
+            rank = kv.rank
+            kv.close()
+            break
         except mpips.EpochError:
             step = kv.recover().step
-            kv.pull(keys, parameters)
-    accuracy = model.accuracy(batches.test_x, batches.test_y)
-    if kv.rank == 0:
+    if rank == 0:
         print(f"test accuracy {accuracy:.3f} after {step} steps")
-    kv.close()
     return accuracy
 
 

@@ -49,7 +49,7 @@ class KVStore:
         """What the workers agree on, for other packages of mpips; roles and communicators."""
         self._calls, self._closed = calls, closed
         self._operations, self._epochs = settings.operations, Epochs(settings)
-        breaking.at_exit(self.close)
+        breaking.at_exit(self._exit)
 
     # ---- who we are
 
@@ -223,11 +223,21 @@ class KVStore:
 
     def close(self) -> None:
         """Finish what is under way and let the servers go; called by itself when the process ends. Collective.
-        A worker that closes while others wait for it in a call ends the epoch there, with a sentence that says so."""
-        if self._operations.closed:
-            return
-        breaking.closed(self.close)
-        self._epochs.close(self._closed)
+        A worker that closes while others wait for it in a call ends the epoch there, with a sentence that says so.
+
+        EpochError where the store survives deaths, and one has undone what this worker has pushed: it is open still.
+        """
+        if not self._operations.closed:
+            self._epochs.meet_to_close()
+            self._leave()
+
+    def _leave(self) -> None:
+        if not self._operations.closed:
+            breaking.closed(self._exit)
+            self._epochs.close(self._closed)
+
+    def _exit(self) -> None:
+        breaking.in_order(self.close, self._leave)
 
 
 def made(

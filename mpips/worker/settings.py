@@ -7,7 +7,6 @@ changed. Whatever goes wrong after that ends the epoch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, TypeVar
 
 import msgspec
@@ -280,27 +279,34 @@ class Epochs:
             rounds.step += store.base
         return rounds
 
-    def close(self, closed: breaking.Step) -> None:
-        """No calls are made from now on; `closed` is called at the end. Collective."""
-        meets = [self._meet] if self._store.layout.survives else []
-        breaking.in_order(*meets, lambda: self._end(closed))
-
-    def _meet(self) -> None:
-        """Wait until all workers close the store: where one dies before, the others may need this one to go on. Whether
-        they have come or not, nothing is left to be waited for then."""
+    def meet_to_close(self) -> None:
+        """Where the store survives deaths, wait until all workers close it: one may die before, and the others then
+        need this one. EpochError where a death undoes what this worker has pushed: the others make that again."""
         store = self._store
-        with suppress(EpochError):
-            store.engine.finish(detached=True)
-            while store.epoch.over is None:
-                try:
-                    with store.operations.guard("close"):
-                        rendezvous.exchange(store.epoch, b"", "close")
-                    return
-                except EpochError:
-                    self.recover()
+        if not store.layout.survives or store.epoch.over is not None:
+            return
+        store.settle()  # what is complete then stays
+        pushed = {name: key.round for name, key in store.keys.items()}
+        while True:
+            try:
+                with store.operations.guard("close"):
+                    rendezvous.exchange(store.epoch, b"", "close")
+                return
+            except EpochError:
+                pass
+            try:
+                rounds = self.recover()
+            except EpochError:  # nobody is left who could need this worker
+                return
+            undone = [name for name, round_ in rounds.items() if round_ < pushed.get(name, 0)]
+            if undone and not store.layout.asynchronous:
+                raise EpochError(
+                    f"close: a death has undone round {pushed[undone[0]]} of key {undone[0]!r}, and the others make it "
+                    "again: call recover(), and go on from its step, with close() inside the same try"
+                )
 
-    def _end(self, closed: breaking.Step) -> None:
-        """What is to be done at the end, in this order, each though another fails."""
+    def close(self, closed: breaking.Step) -> None:
+        """What is to be done at the end, in this order, each though another fails; `closed` is the last. Collective."""
         store = self._store
         store.operations.closed = True
         store.unbind()
