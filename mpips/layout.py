@@ -20,6 +20,7 @@ from collectives.network.drain import leave, part
 from collectives.network.failures import made
 from collectives.node.wait import Limits, drive, until
 from mpips.keys.sharding import Interval, owners, split
+from mpips.mirrors import ring
 from mpips.options import OptionError, Options
 from mpips.recovery.membership import Before, Roles, refusal, succession
 from mpips.runtime.errors import LostError
@@ -192,6 +193,9 @@ def create(comm: MPI.Intracomm, kind: str, options: Options | None, refusal: str
     workers = options.workers_of(size)
     clients = tuple(split(Interval(0, workers), options.clients_of(kind, size)))
     nodes = _nodes(world, options.shared_memory)
+    if why := ring.refusal(options.mirrors, options.spares, nodes[workers : workers + options.servers]):
+        part(world)
+        raise OptionError(why)
     spares = max(0, options.spares)
     layout = Layout(kind, options, world.Get_rank(), workers, options.servers, clients, nodes, world, spares)
     layout.begin()

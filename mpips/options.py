@@ -45,6 +45,7 @@ FIELDS = (
     Field("servers", 0, 0, (), "server processes: the last ranks of the job; 0 is pure MPI"),
     Field("clients", 1, 1, (), "MPI clients into which the workers of an mpi_* store are split evenly"),
     Field("workers", 0, 0, (), "workers that the launcher promised; 0: every rank that is not a server"),
+    Field("mirrors", 0, 0, (), "1: every shard is also kept on a server of another node, which may be lost whole"),
     Field("masters", "one", None, ("one", "all"), "who of a client talks to the servers: its rank 0, or every worker"),
     Field("staleness", -1, -1, (), "most steps that a worker of an asynchronous store may run ahead; -1: any number"),
     Field("big_array", 250_000, 1, (), "elements from which an array is split over all servers"),
@@ -68,6 +69,7 @@ class Options:
     servers: int = 0
     clients: int = 1
     workers: int = 0
+    mirrors: int = 0
     masters: str = "one"
     staleness: int = -1
     big_array: int = 250_000
@@ -89,6 +91,8 @@ class Options:
             raise OptionError(
                 f"clients={self.clients} is more than workers={self.workers}: ask for fewer, a client needs a worker"
             )
+        if self.mirrors > 1:
+            raise OptionError(f"mirrors={self.mirrors} is more than 1: one copy on another node is all that there is")
 
     def environment(self) -> dict[str, str]:
         """The variables that give another process these options: those that differ from their defaults."""
@@ -221,7 +225,7 @@ def check_kind(kind: str, arguments: Mapping[str, Any]) -> None:
             f"staleness={chosen.staleness} in a store of kind {kind}, in which no worker runs ahead: ask for {others}, "
             "or leave staleness out"
         )
-    for name, most in (("servers", 0), ("workers", 1), ("clients", 1)):
+    for name, most in (("servers", 0), ("workers", 1), ("clients", 1), ("mirrors", 0)):
         value = getattr(chosen, name)
         if kind == "local" and value > most:
             others = ", ".join(KINDS[1:])

@@ -11,8 +11,8 @@ from mpips.recovery.rounds import choose
 
 
 class Part(NamedTuple):
-    """Elements [start, stop) of a key from a unit of an old server: its place on the shelf of the `owner`, as it is, or
-    as it was a round `before`."""
+    """Elements [start, stop) of a key from a unit of an old server, or a copy of it: its place on the shelf of the
+    `owner`, as it is, or as it was a round `before`."""
 
     owner: int
     unit: int
@@ -43,12 +43,8 @@ Place = tuple[Shelf, int, Holding]
 
 def find(cards: Sequence[KeyCard], sizes: Sequence[int], shelves: Sequence[Shelf], synchronous: bool) -> Found:
     """What each key is to hold. A torn key is one of which no whole round is there."""
-    places: dict[Name, list[Place]] = {card.name: [] for card in cards}
-    for shelf in shelves:
-        for index, holding in enumerate(shelf.units):
-            if holding.key in places:
-                places[holding.key].append((shelf, index, holding))
-    size_of = dict(zip(places, sizes, strict=True))
+    size_of = dict(zip([card.name for card in cards], sizes, strict=True))
+    places = _places(size_of, shelves)
     whole = {name: _rounds(size_of[name], places[name]) for name in places if synchronous}
     chosen = choose({name: rounds for name, rounds in whole.items() if rounds}, synchronous)
     keys: dict[Name, Whole] = {}
@@ -81,6 +77,20 @@ def parts_by_server(chosen: Mapping[Name, Whole], first_server: int) -> dict[Nam
     return found
 
 
+def _places(size_of: Mapping[Name, int], shelves: Sequence[Shelf]) -> dict[Name, list[Place]]:
+    """What there is of each key: copies of mirrors only where servers' own memory is not all there."""
+    own: dict[Name, list[Place]] = {name: [] for name in size_of}
+    copies: dict[Name, list[Place]] = {name: [] for name in size_of}
+    for shelf in shelves:
+        for index, holding in enumerate(shelf.units):
+            if holding.key in size_of:
+                (copies if shelf.is_copy else own)[holding.key].append((shelf, index, holding))
+    return {
+        name: there if _cover(size_of[name], there, None) is not None else there + copies[name]
+        for name, there in own.items()
+    }
+
+
 def _rounds(size: int, places: Sequence[Place]) -> list[int]:
     """The rounds at which a key can be had whole."""
     rounds = {round_ for _, _, holding in places for round_, _ in holding.standings}
@@ -104,9 +114,10 @@ def _cover(size: int, places: Sequence[Place], round_: int | None) -> list[Part]
     return parts
 
 
-def _at_round(places: Sequence[Place], round_: int | None) -> Iterable[tuple[Part, bool]]:
-    """Each unit that can stand at this round, and whether its server lives."""
+def _at_round(places: Sequence[Place], round_: int | None) -> Iterable[tuple[Part, tuple[bool, bool, int]]]:
+    """Each unit that can stand at this round, and how good it is: its server lives, it is not a copy, it is new."""
     for shelf, index, holding in places:
         for number, (standing, _) in enumerate(holding.standings[: 1 if round_ is None else None]):
             if round_ is None or standing == round_:
-                yield Part(shelf.owner, index, number > 0, holding.start, holding.stop), shelf.live
+                goodness = shelf.live, not shelf.is_copy, standing
+                yield Part(shelf.owner, index, number > 0, holding.start, holding.stop), goodness

@@ -13,6 +13,7 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from mpips.layout import Layout
+from mpips.mirrors.copies import Copies
 from mpips.optimizers import Groups, initial
 from mpips.recovery.inventory import Holding
 from mpips.recovery.memory.held import Held
@@ -29,16 +30,22 @@ MESSAGE_BYTES = 64 << 20
 
 
 class Reached:
-    """What is in memory that this rank reaches: its own units, and those of servers that are mapped here."""
+    """What is in memory that this rank reaches: its own units, those of servers that are mapped here, and copies that
+    it keeps of others."""
 
-    def __init__(self, units: Sequence[Unit], owner: int, held: Held, epoch: int) -> None:
+    def __init__(
+        self, units: Sequence[Unit], owner: int, held: Held, epoch: int, copies: Copies | None = None
+    ) -> None:  # fmt: skip
         """`owner`: the rank that this one had as a server. `epoch`: the one that is to begin."""
-        self.units, self._owner, self._held, self._epoch = units, owner, held, epoch
+        self.units, self._owner, self._held, self._epoch, self._copies = units, owner, held, epoch, copies
 
     def at(self, owner: int, index: int, before: bool) -> list[Array]:
         """Values and state of a unit; `before`: as they were a round before. Not to be changed."""
         if owner == self._owner:
             return at(self.units[index], before)
+        if owner < 0:
+            assert self._copies is not None
+            return self._copies.at(index, before)
         return self._held.at(owner, index, before, self._epoch)
 
 

@@ -11,6 +11,11 @@ import numpy as np
 from mpips.keys.key import Key
 
 
+def copies_of(rank: int) -> int:
+    """The owner of the shelf with the copies that this rank keeps."""
+    return -1 - rank
+
+
 class Holding(msgspec.Struct, array_like=True):
     """What is there of a unit: elements [start, stop) of a key."""
 
@@ -25,12 +30,18 @@ class Holding(msgspec.Struct, array_like=True):
 
 
 class Shelf(msgspec.Struct, array_like=True):
-    """What is there of a server, and who it was in the epoch before. `live`: who says so is that server itself."""
+    """What is there of a server, and who it was in the epoch before. `live`: who says so is that server itself. The
+    copies that it keeps of others' units as their mirror are another shelf."""
 
     owner: int
     live: bool
     settings: bytes
     units: list[Holding]
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether these are copies."""
+        return self.owner < 0
 
 
 class KeyCard(msgspec.Struct, array_like=True):

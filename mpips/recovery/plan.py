@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mpips.keys.key import Key, Name
 from mpips.keys.sharding import Interval
 from mpips.layout import Layout
-from mpips.recovery.choice import Found, Part, find, parts_by_server
+from mpips.recovery.choice import Found, Part, Whole, find, parts_by_server
 from mpips.recovery.inventory import Holding, Inventory, Shelf, common_keys
 from mpips.runtime.errors import LostError
 from mpips.served.cutting import Cards, Cutting
@@ -63,7 +63,7 @@ def make(layout: Layout, said: Sequence[Inventory], lines: Sequence[Any]) -> Pla
                          "start again from a checkpoint")  # fmt: skip
     cutting = _cutting(layout, said)
     new: Cards = {server: [] for server in range(layout.num_servers)}
-    stays = _stays(layout, shelves)
+    stays = _stays(layout, found.keys)
     places = parts_by_server(found.keys, layout.num_workers if layout.before is None else layout.before.num_workers)
     for key in keys:
         key.round = found.keys[key.name].round
@@ -83,12 +83,12 @@ def _cutting(layout: Layout, said: Sequence[Inventory]) -> Cutting:
     return Cutting(layout, one_node, not (said[0].shared_cores or layout.asynchronous))
 
 
-def _stays(layout: Layout, shelves: Sequence[Shelf]) -> bool:
+def _stays(layout: Layout, chosen: Mapping[Name, Whole]) -> bool:
     """Whether each key stays on the servers, by their number, that it was on."""
     before = layout.before
     if before is None:
         return True
-    owners = {shelf.owner for shelf in shelves}
+    owners = {part.owner for one in chosen.values() for part in one.parts}  # no server where a mirror's copy is used
     return before.num_servers == layout.num_servers and all(
         before.num_workers <= owner < before.num_workers + before.num_servers for owner in owners
     )

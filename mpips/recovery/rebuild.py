@@ -50,7 +50,8 @@ class Outlook(msgspec.Struct):
 
     def settings(self) -> tuple[Groups, Compressor | None]:
         """Optimizers and compression of a server, before that change."""
-        shelves = sorted((shelf for one in self.said for shelf in one.shelves), key=lambda shelf: shelf.owner)
+        own = (shelf for one in self.said for shelf in one.shelves if not shelf.is_copy)
+        shelves = sorted(own, key=lambda shelf: shelf.owner)
         return decode_settings(shelves[0].settings) if shelves else (Groups(), None)
 
     def after(self, refusals: Sequence[str]) -> tuple[Groups, Compressor | None, tuple[int, int, bytes]]:

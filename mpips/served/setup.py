@@ -107,6 +107,8 @@ class Setup:
         told = msgspec.msgpack.encode(answers)
         self._know(keys, cards, told)
         yield from self._write(keys, values)
+        if self._layout.options.mirrors:
+            yield from self._set_torn(keys, False)  # servers hear by it that all is there
         return told
 
     def put(self, keys: Sequence[Key], values: Sequence[Array]) -> Task[None]:

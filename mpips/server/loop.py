@@ -19,7 +19,10 @@ from collectives.node import arena
 from collectives.node.arena import Region
 from mpips.compression import Compressor
 from mpips.cores import Seat
+from mpips.keys.key import Rounds
 from mpips.layout import Layout
+from mpips.mirrors.copies import Copies
+from mpips.mirrors.mirror import Mirror
 from mpips.optimizers import Groups
 from mpips.recovery import fill, rebuild
 from mpips.recovery.fill import Reached
@@ -143,6 +146,7 @@ class Server:
         self._memory = Memory(self._ledger)
         self._shared_cores = seat.shared
         self._reduce = Reduce(_threads(layout, len(seat.before)), seat.step_aside, seat.shared)
+        self._copies, self._rounds = Copies(), Rounds()
         self._settled: Settled[Serving] = Settled()
         self._now = self._serving(State(), 0, None, held or Held())
 
@@ -152,9 +156,10 @@ class Server:
 
     def _new_state(self, lines: Sequence[Line], groups: Groups | None = None) -> State:
         options = self.layout.options
+        self._mirror = Mirror(self.layout, self._copies, self.epoch.number) if options.mirrors else None
         remote = [worker for worker, line in enumerate(lines) if not line.local]
         late = Late(options.stall_seconds, options.timeout_seconds)
-        return State(self.layout.asynchronous, options.staleness, remote, late, self._reduce, groups)
+        return State(self.layout.asynchronous, options.staleness, remote, late, self._reduce, groups, self._mirror)
 
     def begin(self) -> None:
         """The store's first epoch. Collective over its workers and servers, blocking."""
@@ -220,6 +225,9 @@ class Server:
             self.epoch.look()
         traffic, state = self._traffic, self._state
         heard = traffic.hear()
+        if self._mirror is not None:
+            heard |= self._mirror.turn()
+            self._requests.say()
         worked, replies = state.work()
         if replies:
             traffic.send(replies)
@@ -255,6 +263,8 @@ class Server:
     def at_end(self) -> None:
         """The epoch is over: finish rounds to which all have contributed, drop all else, and say that this server reads
         no worker's memory any more. Blocks for a moment."""
+        if self._mirror is not None:
+            self._mirror.stop()
         now = time.monotonic()
         grace, until = now + GRACE_SECONDS, now + END_SECONDS
         while now < grace or (self._state.ready and now < until and self._ledger is None):
@@ -286,6 +296,7 @@ class Server:
     def committed(self) -> None:
         """The next epoch has begun: what was before may go."""
         self._settled.begun()
+        self._copies.begin(None if self.layout.asynchronous else self._rounds)
 
     def rebuild(self) -> bool:
         """Begin the next epoch with what is left of the one before. Collective over its workers and servers, blocking;
@@ -300,15 +311,18 @@ class Server:
         if (owner := rebuild.former(layout)) >= 0:
             settings = encode_settings(old.state.optimizers, old.requests.compressor)
             mine.shelves.append(Shelf(owner, True, settings, [holding(unit, layout.asynchronous) for unit in units]))
+            mine.shelves += self._copies.shelves(layout.before, owner)
         outlook = rebuild.outlook(layout, self.epoch, mine, [None] * layout.num_servers)
         groups, compressor = outlook.settings()
         state = self._new_state(lines, groups)
         serving = self._serving(state, number, compressor, Held(ledgers))
-        there = Reached(units, owner, old.held, number)
+        there = Reached(units, owner, old.held, number, self._copies)
         made = fill.server(layout, outlook.plan, self._memory, groups, there)
         self.epoch.wait(lambda: MPI.Request.Testall(made.requests), "recover")
         for unit in made.finish():
             state.create(unit)
+            state.changed(unit)
+        self._rounds = outlook.rounds()
         rebuild.place(layout, self.epoch, Placed(made.where, serving.requests.once_more(outlook.change)))
         self._serve(lines, rings, serving)
         return True

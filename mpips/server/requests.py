@@ -17,12 +17,17 @@ from mpips.recovery.memory.units import Memory
 from mpips.recovery.settings import encode_settings
 from mpips.server.snapshot import Snapshots
 from mpips.server.state import State
+from mpips.server.unit import Unit
 from mpips.transport import frames
 from mpips.transport.frames import Answer, Frame, Op, OpenStore, Request
 from mpips.transport.line import Line
 
 REFUSALS = (ValueError, TypeError, MemoryError)
 """What a server answers with its sentence; it has changed nothing."""
+
+
+CHANGES = frames.SetOptimizer | frames.PutState | frames.SetTorn
+"""What changes units."""
 
 
 class Requests:
@@ -36,6 +41,8 @@ class Requests:
         self.snapshots = Snapshots()
         self.waiting: list[tuple[int, Line, int, Request]] = []
         """(worker, line, token, request) of what waits until all that was pushed has been applied."""
+        self._unsaid: list[tuple[Line, int, bytes, list[Unit]]] = []
+        """(line, token, answer, units) of what is said once these units are with the mirror."""
         self.opening: dict[int, OpenStore] = {}
         """By workers that have asked for one more store: for which."""
         self._answers: dict[type[Request], Callable[[Any], Answer]] = {
@@ -63,11 +70,12 @@ class Requests:
     def drop(self) -> None:
         """The epoch is over: nobody waits for an answer."""
         self.waiting.clear()
+        self._unsaid.clear()
         self.opening.clear()
         self.snapshots.clear()
 
     def _at_once(self, request: Request) -> bool:
-        if isinstance(request, frames.Forget):
+        if isinstance(request, frames.Forget | frames.SetTorn):
             return self._state.idle(request.units)
         return isinstance(request, frames.Create | OpenStore | frames.ReadSnapshot | frames.DropSnapshot)
 
@@ -78,8 +86,19 @@ class Requests:
         except REFUSALS as error:
             line.post_body(f"{self._name}: {error}".encode(), Op.ANSWER, token=token, flags=1)
             return False
-        line.post_body(frames.encode(answer), Op.ANSWER, token=token)
+        units = self._state.units.values() if isinstance(request, CHANGES) else ()
+        self._unsaid.append((line, token, frames.encode(answer), [unit for unit in units if not unit.mirrored]))
+        self.say()
         return isinstance(request, frames.Create | frames.Forget)
+
+    def say(self) -> None:
+        """Answer what the mirror has by now, too; to be called after each look at the mirror."""
+        unsaid, self._unsaid = self._unsaid, []
+        for line, token, answer, units in unsaid:
+            if rest := [unit for unit in units if not unit.mirrored]:
+                self._unsaid.append((line, token, answer, rest))
+            else:
+                line.post_body(answer, Op.ANSWER, token=token)
 
     def _answer(self, worker: int, request: Request) -> Answer:
         if isinstance(request, OpenStore):
@@ -154,6 +173,7 @@ class Requests:
             raise ValueError(f"key {unit.key!r} has no optimizer, so it takes no state: call set_optimizer first")
         if not part.arrays and not part.step:
             unit.put_state(None, 0)
+            self._state.changed(unit)
             return frames.Done()
         state = optimizers.initial(unit.optimizer, unit.stored)
         given = [np.frombuffer(data, frames.dtype_of(name)) for data, name in zip(part.arrays, part.dtypes)]
@@ -163,11 +183,14 @@ class Requests:
         for array, values in zip(state, given, strict=True):
             array[...] = values
         unit.put_state(state, part.step)
+        self._state.changed(unit)
         return frames.Done()
 
     def _set_torn(self, request: frames.SetTorn) -> frames.Done:
         for number in request.units:
-            self._state.units[number].overwritten(request.torn)
+            unit = self._state.units[number]
+            unit.overwritten(request.torn)
+            self._state.changed(unit)
         return frames.Done()
 
     # ---- snapshots

@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from collectives.errors import MismatchError
 from mpips.server.reads import Reads
 from mpips.server.reduce import Reduce
-from mpips.server.unit import Replies, Reply, Source, Unit
+from mpips.server.unit import Mirrors, Replies, Reply, Source, Unit
 
 
 class Rounds:
     """The open rounds of one server."""
 
-    def __init__(self, reads: Reads, reduce: Reduce) -> None:
-        self._reads, self._reduce = reads, reduce
+    def __init__(self, reads: Reads, reduce: Reduce, mirror: Mirrors | None) -> None:
+        self._reads, self._reduce, self._mirror = reads, reduce, mirror
         self.ready: dict[int, Unit] = {}
         """Units to which all have contributed."""
         self.open: dict[int, Unit] = {}
@@ -51,14 +51,22 @@ class Rounds:
         if unit.missing:
             self.ready.pop(unit.number, None)
             return False, []
-        if unit.readers:
+        if unit.readers or not unit.mirrored:
             return False, []
+        if unit.block == unit.blocks:
+            return True, self._finish(unit)  # its mirror has it
         try:
             worked = self._sum(unit, [queue[0] for queue in unit.queues])
         except Exception as error:
             self.forget(unit.number)  # nobody goes on with it
             raise unit.failed(error) from error
-        return worked, self._finish(unit) if unit.block == unit.blocks else []
+        if unit.block < unit.blocks:
+            return worked, []
+        if unit.undo is not None:
+            unit.undo.close(unit.stands_at)
+        if self._mirror is not None:
+            self._mirror.changed(unit)
+        return worked, self._finish(unit) if unit.mirrored else []
 
     def _sum(self, unit: Unit, sources: Sequence[Source]) -> bool:
         """Whether anything could be done."""
@@ -76,8 +84,6 @@ class Rounds:
 
     def _finish(self, unit: Unit) -> Replies:
         """End the round: readers may have it, contributors may go on, the next round may already be there."""
-        if unit.undo is not None:
-            unit.undo.close(unit.stands_at)
         unit.round = round_ = unit.round + 1
         if unit.optimizer is None:
             unit.torn = False  # nothing is left of what was there before

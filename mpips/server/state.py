@@ -21,7 +21,7 @@ from mpips.server.late import Late
 from mpips.server.reads import Reads
 from mpips.server.reduce import Reduce
 from mpips.server.rounds import Rounds
-from mpips.server.unit import Replies, Source, Unit
+from mpips.server.unit import Mirrors, Replies, Source, Unit
 from mpips.server.updates import Updates
 
 TURNS, SHORT_BYTES = 8, 1 << 14
@@ -35,14 +35,15 @@ class State:
 
     def __init__(
         self, asynchronous: bool = False, staleness: int = -1, remote: Iterable[int] = (), late: Late | None = None,
-        reduce: Reduce | None = None, optimizers: Groups | None = None,
+        reduce: Reduce | None = None, optimizers: Groups | None = None, mirror: Mirrors | None = None,
     ) -> None:  # fmt: skip
         self.units: dict[int, Unit] = {}
         self.optimizers = optimizers or Groups()
         self.late = late or Late()
         self.asynchronous = asynchronous
+        self._mirror = mirror
         self._reads = Reads(asynchronous, staleness, remote)
-        self._machine = (Updates if asynchronous else Rounds)(self._reads, reduce or Reduce())
+        self._machine = (Updates if asynchronous else Rounds)(self._reads, reduce or Reduce(), mirror)
         self.ready, self.gone = self._machine.ready, self._reads.gone
         self._ranked = False  # whether any unit has a priority: to sort hundreds at every step takes as long as to sum
 
@@ -88,8 +89,9 @@ class State:
 
     @property
     def quiet(self) -> bool:
-        """Whether everything that was pushed has been applied, but for rounds that are too far ahead."""
-        return not self.ready and not self._machine.open
+        """Whether everything that was pushed has been applied, but for rounds that are too far ahead; and is with the
+        mirror, where there is one."""
+        return not self.ready and not self._machine.open and (self._mirror is None or self._mirror.quiet)
 
     # ---- work
 
@@ -132,9 +134,16 @@ class State:
         """A unit that is new, with its optimizer."""
         self.units[unit.number] = unit
 
+    def changed(self, unit: Unit) -> None:
+        """What a unit holds is another thing, not by a push: the mirror is to have it."""
+        if self._mirror is not None:
+            self._mirror.changed(unit)
+
     def forget(self, numbers: Iterable[int]) -> None:
         """Units that no worker will use again, though one may still say that it has read. Some may not be there."""
         gone = [self.units.pop(number) for number in numbers if number in self.units]
+        if self._mirror is not None:
+            self._mirror.forget(gone)
         for unit in gone:
             unit.abandon()
             self._machine.forget(unit.number)
@@ -153,6 +162,7 @@ class State:
         for unit in self.units.values():
             if chosen is None or unit.key in chosen:
                 unit.set_optimizer(optimizer)
+                self.changed(unit)
 
     def update_optimizer(self, numbers: Mapping[str, Any], keys: Sequence[Name] | None = None) -> None:
         """Other numbers of these keys' optimizers, or of all, from the next update on; state and steps stay."""

@@ -65,6 +65,23 @@ class Reply(NamedTuple):
 Replies = list[Reply]
 
 
+class Mirrors(Protocol):
+    """Where a unit is sent that has changed; `mirrored` is False until it is there."""
+
+    @property
+    def quiet(self) -> bool:
+        """Whether all units are there."""
+        ...
+
+    def changed(self, unit: Unit) -> None:
+        """What the unit holds has changed."""
+        ...
+
+    def forget(self, units: Sequence[Unit]) -> None:
+        """Units that nobody will use again."""
+        ...
+
+
 class Frozen:
     """Values and state of a unit as they were: the unit's own arrays until it is about to write there, then copies."""
 
@@ -99,6 +116,7 @@ class Unit:
         self.step = 0
         self.frozen: list[Frozen] = []  # to be copied before the next write
         self.torn = False  # some blocks are of a round that was never finished
+        self.mirrored = True  # False: its mirror is to have what is stored before that changes, or is told to workers
         self.round = 0  # synchronous: rounds that are complete
         self.done = [0] * len(self.contributors)  # asynchronous: rounds of each contributor that are applied
         self.priority = 0

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from mpips.server.reads import Reads
 from mpips.server.reduce import Reduce
-from mpips.server.unit import Replies, Reply, Source, Unit
+from mpips.server.unit import Mirrors, Replies, Reply, Source, Unit
 
 
 class Updates:
     """The contributions of one server that are to be applied."""
 
-    def __init__(self, reads: Reads, reduce: Reduce) -> None:
-        self._reads, self._reduce = reads, reduce
+    def __init__(self, reads: Reads, reduce: Reduce, mirror: Mirrors | None) -> None:
+        self._reads, self._reduce, self._mirror = reads, reduce, mirror
         self.ready: dict[int, Unit] = {}
         """Units with contributions that are not held back."""
         self.open: dict[int, Unit] = {}
@@ -34,8 +34,10 @@ class Updates:
 
     def turn(self, unit: Unit) -> tuple[bool, Replies]:
         """Go on with a unit's next update: (whether anything was done, replies). CollectiveError where it fails."""
-        if unit.readers:
+        if unit.readers or not unit.mirrored:
             return False, []
+        if unit.block == unit.blocks:
+            return True, self._finish(unit, unit.active)  # its mirror has it
         if unit.active < 0:
             unit.active = next((i for i in unit.arrivals if not self._reads.too_far(unit, unit.done[i])), -1)
         index = unit.active
@@ -54,12 +56,17 @@ class Updates:
         except Exception as error:
             self.forget(unit.number)  # nobody goes on with it
             raise unit.failed(error) from error
-        return True, self._finish(unit, index) if unit.block == unit.blocks else []
+        if unit.block < unit.blocks:
+            return True, []
+        if unit.undo is not None:
+            unit.undo.close(unit.stands_at)
+        unit.done[index] += 1
+        if self._mirror is not None:
+            self._mirror.changed(unit)
+        return True, self._finish(unit, index) if unit.mirrored else []
 
     def _finish(self, unit: Unit, index: int) -> Replies:
         """End the update by the contributor at `index`."""
-        if unit.undo is not None:
-            unit.undo.close(unit.stands_at)
         unit.words[0] += unit.words[0] & 1
         unit.arrivals.remove(index)
         unit.active = -1
@@ -67,8 +74,7 @@ class Updates:
         queue.popleft()
         unit.missing += not queue
         unit.begin()
-        unit.done[index] = round_ = unit.done[index] + 1
-        unit.words[1 + index] = round_
+        unit.words[1 + index] = round_ = unit.done[index]
         replies: Replies = []
         if (worker := unit.contributors[index]) in self._reads.remote:
             replies.append(Reply("CONSUMED", worker, unit.number, round_))

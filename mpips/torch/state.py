@@ -69,14 +69,20 @@ def broadcast_optimizer_state(
     TypeError on the root where the state holds anything but numbers, texts and tensors.
     """
     comm = MPI.COMM_WORLD if comm is None else comm
-    tensors: list[Tensor] = []
-    message = msgspec.msgpack.encode(_packed(optimizer.state_dict(), tensors)) if comm.rank == root_rank else b""
-    state = msgspec.msgpack.decode(broadcast_bytes(message, root_rank, comm))
-    if comm.rank != root_rank:
-        state = _unpacked(state, tensors)
-    broadcast_tensors(tensors, root_rank, comm)
+    state = broadcast_state(optimizer.state_dict() if comm.rank == root_rank else {}, root_rank, comm)
     if comm.rank != root_rank:
         optimizer.load_state_dict(state)
+
+
+def broadcast_state(state: dict[str, Any], root: int, comm: MPI.Comm) -> dict[str, Any]:
+    """The root's `state_dict` of an optimizer, on all ranks. Collective, blocking."""
+    tensors: list[Tensor] = []
+    message = msgspec.msgpack.encode(_packed(state, tensors)) if comm.rank == root else b""
+    told = msgspec.msgpack.decode(broadcast_bytes(message, root, comm))
+    if comm.rank != root:
+        state = _unpacked(told, tensors)
+    broadcast_tensors(tensors, root, comm)
+    return state
 
 
 def broadcast_bytes(data: bytes, root: int, comm: MPI.Comm | None) -> bytes:

@@ -14,13 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import collectives
 from mpips.optimizers.elastic import Elastic1
 from mpips.processes import create
 from mpips.store import KVStore
 from mpips.torch.agreement import see_joined
+from mpips.torch.optimizer.elastic import Elastic
+from mpips.torch.optimizer.exchange import among, share
 from mpips.torch.optimizer.on_servers import OnServers, records
+from mpips.torch.optimizer.on_workers import OnWorkers
 from mpips.torch.optimizer.stored import restore, stored
+from mpips.torch.optimizer.survival import Survival, Way
 from mpips.torch.state import broadcast_tensors
 
 
@@ -44,6 +47,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
     Every worker starts from rank 0's parameters. Numbers of the groups are live: any scheduler of torch may change them
     between steps, on all workers, which then wait for each other. Making it, and `step` of a synchronous store, are
     collective over the workers, and block.
+
+    Where the store survives deaths (`mpips run --spares`), `step` goes on after them by itself: a step that has ended
+    is never undone, and one that has not is made again with the same gradients. A spare that takes a dead worker's
+    place runs the program from its beginning, gets all here, and goes on at step `resumed`.
     """
 
     def __init__(
@@ -58,62 +65,56 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.optimizer = optimizer
         self._names = _named(optimizer, named_parameters)
         self.store = store if store is not None else create(kind, **options)
-        if elastic is not None and not self.store.type.endswith("async"):
-            raise ValueError(f"elastic={elastic} needs an asynchronous store, as mpi_async, not {self.store.type}")
+        _see_elastic(self.store, elastic)
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.state = optimizer.state
-        self._passes, self._elastic, self._interval = backward_passes_per_step, elastic, interval
-        self._steps = 0
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._keys = [self._names[p] for p in self._parameters]
         self.store.init(self._keys, [p.detach().contiguous() for p in self._parameters])
         if compression is not None:
             self.store.set_gradient_compression(compression)
-        self._served: OnServers | None = None
-        if elastic is not None:
-            self.store.set_optimizer(Elastic1(alpha=elastic))
-        elif self.store.layout.num_servers and (found := records(optimizer, self._share())) is not None:
-            self._served = OnServers(self.store, optimizer, self._names, found, self._share())
-        elif self.store.type.endswith("async"):
-            raise ValueError(f"{type(optimizer).__name__} with these options has no counterpart on the servers, which "
-                             "an asynchronous store needs: choose SGD, Adam, AdamW, RMSprop or Adagrad, or a "
-                             "synchronous kind")  # fmt: skip
-        self._pull()
+        self._passes, self._elastic = backward_passes_per_step, elastic is not None
+        self._way = self._chosen(elastic, interval)
+        self._survival = Survival(self.store, self._keys, self._way)
+        self._survival.begin()
+        self.state, self.param_groups = optimizer.state, optimizer.param_groups
+        self._resumed = self._survival.steps
+        if self._resumed:
+            self._opt_called = True  # schedulers of torch, which then catch up, warn where it has made no step
+
+    @property
+    def resumed(self) -> int:
+        """The step at which the program goes on: 0 in a job that begins, more where others have made steps before this
+        process began. All that the program did before those steps it does itself, such as `scheduler.step()`."""
+        return self._resumed
 
     @property
     def on_servers(self) -> bool:
         """Whether the store's servers make the updates."""
-        return self._served is not None
+        return isinstance(self._way, OnServers)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Exchange gradients and update the parameters; what `closure` returns. Blocking: the parameters are new."""
         loss = closure() if closure is not None else None
-        if self._elastic is not None:
-            self._step_elastic()
-        elif self._served is not None:
-            self._served.see_unchanged(self._parameters)
-            self._served.follow()
-            self.store.pushpull(self._keys, self._gradients(), out=[p.detach() for p in self._parameters])
-            self._served.noted(self._parameters)
-        else:
-            self._step_here()
-        self._steps += 1
+        self._survival.step()
         return loss
 
     def set_parameters(self) -> None:
         """Rank 0's parameters for all workers, and for the servers: call it where the program has changed them, as by
         `model.load_state_dict`. All workers call; blocking."""
-        if self._served is not None:
-            self._served.take(self._parameters)
-            self._pull()
-        else:
-            broadcast_tensors([p.detach() for p in self._parameters], 0, self.store.layout.workers)
+        self._changed(self._set_parameters)
 
     def state_dict(self) -> dict[str, Any]:
         """As of the wrapped optimizer; where the store has a part in it, its values and state are the tensor "store".
         Equal on all workers then, which all call; blocking. `torch.save` writes it."""
         state = self.optimizer.state_dict()
-        return state if not self._in_store() else {**state, "store": stored(self.store)}
+        if not self._in_store():
+            return state
+        data = None if self._survival.new else self._survival.call(lambda: stored(self.store))
+        if data is None:
+            raise RuntimeError("state_dict: a process has died, and the other workers have theirs already: call it "
+                               "again after the next step")  # fmt: skip
+        return {**state, "store": data}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """What `state_dict` gave, with any number of servers; the model then has its parameters, where the servers
@@ -124,17 +125,23 @@ class DistributedOptimizer(torch.optim.Optimizer):
             here, there = ("has", "has none") if self._in_store() else ("has none", "has")
             raise ValueError(f"load_state_dict: this optimizer {here} of its state in the store, the saved one "
                              f"{there}: make it as the saved one was")  # fmt: skip
+
+        if self._survival.new:
+            state["state"] = self.optimizer.state_dict()["state"]
         self.optimizer.load_state_dict(state)
         self.state, self.param_groups = self.optimizer.state, self.optimizer.param_groups
-        if data is not None:
-            restore(self.store, data)
-        if self._served is not None:
-            self._served.restored()
-            self._pull()
+
+        def load() -> None:
+            if data is not None:
+                restore(self.store, data)
+                if self.on_servers:  # else the model has its parameters, and the store the centre
+                    self._loaded()
+
+        self._changed(load)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """RuntimeError: groups are the wrapped optimizer's, as they were when this one was made."""
-        if hasattr(self, "_served"):
+        if hasattr(self, "_way"):
             raise RuntimeError("add_param_group: add groups to the PyTorch optimizer first, then wrap it in a new "
                                "DistributedOptimizer")  # fmt: skip
         super().add_param_group(param_group)
@@ -148,70 +155,75 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         An optimizer that runs here keeps its own state, which `optimizer.state_dict()` gives as ever.
         """
-        if not self._in_store():
-            self._give_parameters()
-        return self.store.save(path, wait=wait)
+        return None if self._survival.new else self._survival.call(lambda: self._save(path, wait))
 
     def load(self, path: str | Path) -> None:
         """What `save` wrote, of any number of servers; the model then has it. All workers call; blocking."""
-        self.store.load(path)
-        if self._served is not None:
-            self._served.restored()
-        self._pull()
+
+        def load() -> None:
+            self.store.load(path)
+            self._loaded()
+
+        self._changed(load)
 
     def close(self) -> None:
-        """Close the store: its servers leave. A program that ends does so by itself."""
+        """Close the store: its servers leave. A program that ends does so by itself; where the store survives deaths,
+        call it nevertheless: it lets the others end their last step."""
+        if self.store.layout.survives:
+            self._survival.end()
         self.store.close()
 
     # ---- inside
 
-    def _share(self) -> float:
-        """What a sum of gradients is multiplied by to be the mean of one update."""
-        workers, clients = self.store.num_workers, len(self.store.layout.clients)
-        return 1.0 / ((workers / clients if self.store.type.endswith("async") else workers) * self._passes)
+    def _chosen(self, elastic: float | None, interval: int) -> Way:
+        """Who makes the updates. Collective over the workers, blocking."""
+        store, optimizer = self.store, self.optimizer
+        if elastic is not None:
+            store.set_optimizer(Elastic1(alpha=elastic))
+            return Elastic(store, optimizer, self._parameters, self._keys, self._passes, elastic, interval)
+        if store.layout.num_servers and (found := records(optimizer, share(store, self._passes))) is not None:
+            return OnServers(store, optimizer, self._names, found, self._passes)
+        if store.layout.asynchronous:
+            raise ValueError(f"{type(optimizer).__name__} with these options has no counterpart on the servers, which "
+                             "an asynchronous store needs: choose SGD, Adam, AdamW, RMSprop or Adagrad, or a "
+                             "synchronous kind")  # fmt: skip
+        if store.resumed and not store.settings.fresh:
+            raise ValueError(f"{type(optimizer).__name__} runs on the workers, and the store's checkpoint has neither "
+                             "parameters nor state of it: choose an optimizer that runs on servers, or save by "
+                             "torch.save and load_state_dict")  # fmt: skip
+        return OnWorkers(store, optimizer, self._parameters, self._keys, self._passes)
 
     def _in_store(self) -> bool:
         """Whether the store holds a part of the training's state."""
-        return self._served is not None or self._elastic is not None
+        return self.on_servers or self._elastic
 
-    def _gradients(self) -> list[Tensor]:
-        return [_gradient(parameter) for parameter in self._parameters]
+    def _changed(self, change: Callable[[], None]) -> None:
+        """The program sets parameters or state, on all workers. One that has taken a dead worker's place has those of
+        the others already, who were here before it began."""
+        if self._survival.new:
+            self._survival.begin()
+        else:
+            self._survival.call(change)
 
-    def _step_here(self) -> None:
-        gradients = self._gradients()
-        self.store.pushpull(self._keys, gradients)
-        for parameter, gradient in zip(self._parameters, gradients):
-            parameter.grad = gradient.mul_(self._share())
-        self.optimizer.step()
+    def _set_parameters(self) -> None:
+        if isinstance(self._way, OnServers):
+            self._way.put()
+            self._way.take()
+        else:
+            with among(self.store, "set_parameters") as workers:
+                broadcast_tensors([p.detach() for p in self._parameters], 0, workers)
 
-    def _step_elastic(self) -> None:
-        """MXNET-MPI, equations 2 and 3: the centre moves towards this worker, and it towards the centre."""
-        client = self.store.layout.client
-        members = client.Get_size() if client is not None else 1
-        if self._steps % self._interval == 0:
-            centers = [parameter.detach() / members for parameter in self._parameters]  # a push adds up the client's
-            self.store.push(self._keys, centers)
-            self.store.pull(self._keys, centers)
-            with torch.no_grad():
-                for parameter, center in zip(self._parameters, centers):
-                    parameter.lerp_(center, self._elastic)
-        gradients = self._gradients()
-        if members > 1:
-            collectives.grouped_allreduce(gradients, client)
-        for parameter, gradient in zip(self._parameters, gradients):
-            parameter.grad = gradient.mul_(1.0 / (members * self._passes))
-        self.optimizer.step()
+    def _save(self, path: str | Path, wait: bool) -> Any:
+        if not self._in_store():  # its keys, which have held gradients, are to hold the parameters
+            first = self.store.rank == 0
+            values = [p.detach().clone() if first else torch.zeros_like(p) for p in self._parameters]
+            self.store.pushpull(self._keys, [value.contiguous() for value in values])
+        return self.store.save(path, wait=wait)
 
-    def _give_parameters(self) -> None:
-        """Let the store's keys, which have held gradients, hold the parameters: rank 0's, to which others add zeros."""
-        first = self.store.rank == 0
-        values = [p.detach().clone() if first else torch.zeros_like(p) for p in self._parameters]
-        self.store.pushpull(self._keys, [value.contiguous() for value in values])
-
-    def _pull(self) -> None:
-        self.store.pull(self._keys, [parameter.detach() for parameter in self._parameters])
-        if self._served is not None:
-            self._served.noted(self._parameters)
+    def _loaded(self) -> None:
+        """The store has been loaded."""
+        self._way.renew()
+        self._way.begin(False)
 
 
 def _see_optimizer(optimizer: Any) -> None:
@@ -224,11 +236,15 @@ def _see_optimizer(optimizer: Any) -> None:
                          "distributed: choose another optimizer")  # fmt: skip
 
 
-def _gradient(parameter: Tensor) -> Tensor:
-    """This rank's gradient, contiguous; zeros where it has none."""
-    if parameter.grad is None:
-        return torch.zeros_like(parameter, memory_format=torch.contiguous_format)
-    return parameter.grad.detach().contiguous()
+def _see_elastic(store: KVStore, elastic: float | None) -> None:
+    """ValueError where a store is not for elastic averaging."""
+    if elastic is None:
+        return
+    if not store.layout.asynchronous:
+        raise ValueError(f"elastic={elastic} needs an asynchronous store, as mpi_async, not {store.type}")
+    if store.layout.survives:
+        raise ValueError(f"elastic={elastic} does not go on after a death: leave out spares={store.layout.spares}, or "
+                         "elastic")  # fmt: skip
 
 
 def _named(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, Tensor]]) -> dict[Tensor, str]:

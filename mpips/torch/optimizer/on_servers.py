@@ -13,23 +13,54 @@ from mpips.keys import calls
 from mpips.optimizers.base import Optimizer
 from mpips.store import KVStore
 from mpips.torch.optimizer import translation
+from mpips.torch.optimizer.exchange import gradients, share
 
 
 class OnServers:
-    """The optimizer's groups as records of the store, and the parameters' versions since they were pulled last."""
+    """A way (`survival.Way`): the optimizer's groups are records of the store, and the parameters what was pulled last.
+    """
 
     def __init__(
         self, store: KVStore, optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str],
-        records: Sequence[Optimizer], share: float,
+        records: Sequence[Optimizer], passes: int,
     ) -> None:  # fmt: skip
-        """Collective over the workers, blocking. `share`: gradients arrive as a sum, and are multiplied by it."""
-        self._store, self._optimizer, self._names, self._share = store, optimizer, names, share
+        """Collective over the workers, blocking."""
+        self._store, self._optimizer, self._names, self._passes = store, optimizer, names, passes
+        self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._all_keys = [names[parameter] for parameter in self._parameters]
         self._records, self._numbers = list(records), [_numbers(group) for group in optimizer.param_groups]
         self._versions: list[int] = []
+        self.sent = False
         for group, record in zip(optimizer.param_groups, records, strict=True):
             store.set_optimizer(record, keys=self._keys(group))
+        if store.resumed != 0:  # the store goes on with numbers of its own
+            self.renew()
 
-    def follow(self) -> None:
+    def begin(self, new: bool) -> None:
+        """The servers' parameters."""
+        self.take()
+
+    def push(self) -> None:
+        """Let the servers update, and take the parameters from them."""
+        self._see_unchanged()
+        self._follow()
+        self.sent = True
+        self._store.pushpull(self._all_keys, gradients(self._parameters), out=[p.detach() for p in self._parameters])
+        self._note()
+
+    def take(self) -> None:
+        """Take the parameters from the servers."""
+        self._store.pull(self._all_keys, [parameter.detach() for parameter in self._parameters])
+        self._note()
+
+    def end(self) -> None:
+        """All of the step is done."""
+        self.sent = False
+
+    def give(self, giver: int, new: bool) -> None:
+        """The servers have all."""
+
+    def _follow(self) -> None:
         """Tell the servers of numbers of the groups that have changed. All workers then wait for each other.
 
         ValueError where the servers cannot go on with such numbers.
@@ -37,7 +68,7 @@ class OnServers:
         for at, group in enumerate(self._optimizer.param_groups):
             if (numbers := _numbers(group)) == self._numbers[at]:
                 continue
-            record = translation.record(self._optimizer, group, self._share)
+            record = translation.record(self._optimizer, group, share(self._store, self._passes))
             if record is None:
                 raise ValueError(f"group {at} of the optimizer has {numbers}, which the servers cannot compute: make "
                                  "another DistributedOptimizer")  # fmt: skip
@@ -47,9 +78,9 @@ class OnServers:
                 self._store.update_optimizer(keys=self._keys(group), **changed)
             self._records[at], self._numbers[at] = record, numbers
 
-    def restored(self) -> None:
-        """The store has been loaded, with the optimizers of the file: the servers hear of other numbers of the groups
-        before the next update. ValueError where they are optimizers of another kind."""
+    def renew(self) -> None:
+        """The store has been loaded, or has recovered, with optimizers of its own: the servers hear of other numbers of
+        the groups before the next update. ValueError where they are optimizers of another kind."""
         for at, group in enumerate(self._optimizer.param_groups):
             for name in self._keys(group):
                 found, mine = self._store.settings.groups.of(name), self._records[at]
@@ -59,26 +90,26 @@ class OnServers:
                                      "DistributedOptimizer as the saved one was")  # fmt: skip
                 self._records[at], self._numbers[at] = found, {}
 
-    def noted(self, parameters: Sequence[Tensor]) -> None:
-        """The parameters are now those of the servers."""
-        self._versions = [parameter._version for parameter in parameters]
+    def put(self) -> None:
+        """The servers take over rank 0's parameters. Collective over the workers, blocking."""
+        settings = self._store.settings
+        settings.settled("set_parameters")
+        keys = [settings.keys[name] for name in self._all_keys]
+        tensors = [parameter.detach().contiguous() for parameter in self._parameters]
+        values = [calls.first_value(key.name, [tensor]) for key, tensor in zip(keys, tensors, strict=True)]
+        settings.run("set_parameters", settings.backend.put(keys, values))
 
-    def see_unchanged(self, parameters: Sequence[Tensor]) -> None:
+    def _note(self) -> None:
+        """The parameters are now those of the servers."""
+        self._versions = [parameter._version for parameter in self._parameters]
+
+    def _see_unchanged(self) -> None:
         """RuntimeError where the program has changed a parameter since: the servers have another."""
-        for parameter, version in zip(parameters, self._versions, strict=True):
+        for parameter, version in zip(self._parameters, self._versions, strict=True):
             if parameter._version != version:
                 name = self._names[parameter]
                 raise RuntimeError(f"parameter {name!r} was changed since the last step, and the servers have the old "
                                    "one: call set_parameters() of this optimizer first, on all workers")  # fmt: skip
-
-    def take(self, parameters: Sequence[Tensor]) -> None:
-        """The servers take over rank 0's parameters. Collective over the workers, blocking."""
-        settings = self._store.settings
-        settings.settled("set_parameters")
-        keys = [settings.keys[self._names[parameter]] for parameter in parameters]
-        tensors = [parameter.detach().contiguous() for parameter in parameters]
-        values = [calls.first_value(key.name, [tensor]) for key, tensor in zip(keys, tensors, strict=True)]
-        settings.run("set_parameters", settings.backend.put(keys, values))
 
     def _keys(self, group: Mapping[str, Any]) -> list[str]:
         return [self._names[parameter] for parameter in group["params"]]

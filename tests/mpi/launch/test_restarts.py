@@ -119,6 +119,7 @@ def test_a_killed_training_comes_to_the_same_bits(tmp_path: Path, kind: str, ser
     assert len(list((tmp_path / "saved").iterdir())) == 2
 
 
+@pytest.mark.full
 def test_an_asynchronous_training_goes_on_too(tmp_path: Path) -> None:
     folder = tmp_path / "killed"
     done = run(folder, words(tmp_path, 9), kind="dist_async", servers=1, workers=1, steps=80, kills=2, pause=0.01)
@@ -126,6 +127,7 @@ def test_an_asynchronous_training_goes_on_too(tmp_path: Path) -> None:
     assert done.losses == run(tmp_path / "plain", [], kind="dist_async", servers=1, workers=1, steps=80).losses
 
 
+@pytest.mark.full
 def test_what_compression_kept_back_and_a_changed_learning_rate_come_back(tmp_path: Path) -> None:
     done = with_script(tmp_path, COMPRESSED, 2, steps=80)
     assert done.code == 0, done.said

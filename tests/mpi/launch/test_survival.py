@@ -110,7 +110,7 @@ def _runs(pid: int) -> bool:
         return False
 
 
-@first(3, seed=range(6))
+@first(1, seed=range(6))
 def test_jobs_end_well_after_deaths_at_any_moment(tmp_path: Path, seed: int) -> None:
     job = Started(tmp_path, BEGIN + GO_ON, str(seed))
     assert job.code() == 0, job.err()

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from io import BytesIO
 
 import pytest
 
@@ -14,11 +15,14 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed: pip insta
 
 import collectives  # noqa: E402
 import mpips.torch  # noqa: E402
-from tests.mpi.collectives.fault_table import NOT_DONE, Place  # noqa: E402
+from launch import find  # noqa: E402
+from tests import child  # noqa: E402
+from tests.mpi.collectives.fault_table import NOT_DONE, ROOT, Place  # noqa: E402
 from tests.mpi.sizes import only_on  # noqa: E402
 from tests.mpi.torch.support import WORLD, batch, dist, groups, network, nn, train  # noqa: E402
 
 MODULE = "tests.mpi.torch.test_faults"
+LAUNCHER = find(python=sys.executable)
 RANKS, ODD, STEP, LIMIT = 3, 1, 5, 60
 HEARD_SECONDS = 3.0
 """A second is promised; the machine may be busy."""
@@ -84,6 +88,23 @@ def test_all_hear_of_a_fault(wrap: str, fault: str) -> None:
         assert FAULTS[fault] in line["sentence"], said[-2000:]
         assert line["at"] - moment < HEARD_SECONDS, line
     assert code, "the job ended with 0"
+
+
+@only_on(1)
+@pytest.mark.skipif(LAUNCHER.flavour == "mpich", reason="a death ends every job of this MPI")
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_the_others_end_by_themselves_where_mpi_lets_them_live(wrap: str) -> None:
+    start = [sys.executable, "-m", "launch.cli", "run", "-w", str(RANKS), "--spares", "0", "-m", MODULE, wrap, "kill"]
+    said = BytesIO()
+    code = child.run(start, LIMIT, ROOT, said)
+    text = said.getvalue().decode(errors="replace")
+    assert code and NOT_DONE not in text and "left behind" not in text, text[-3000:]
+    lines = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+    moment = next(line["fault"] for line in lines if "fault" in line)
+    heard = {line["heard"]: line for line in lines if "heard" in line}
+    assert len(heard) == RANKS - 1, text[-3000:]
+    for line in heard.values():
+        assert FAULTS["kill"] in line["sentence"] and line["at"] - moment < HEARD_SECONDS, line
 
 
 @only_on(1)

@@ -27,6 +27,7 @@ import mpips
 from collectives import CollectiveError
 from mpips.training import Callback, Checkpoint, EarlyStop, Elastic, LearningRate, Trainer
 from tests import child
+from tests.choice import first
 from tests.mpi.mpips.training.support import Line, data, uneven
 from tests.mpi.sizes import JOB_LIMIT, only_on
 from tests.run import OTHER_MPI
@@ -190,23 +191,21 @@ def see_equal(found: list[dict[str, Any]], whole: list[dict[str, Any]]) -> None:
 
 @only_on(1)
 @survivors
-@pytest.mark.parametrize("roles, kind", [
-    ("-s 1 -w 3", "dist_sync"), ("-w 3", "mpi_sync"), ("-s 1 -w 4 -c 2", "mpi_sync"),
-])  # fmt: skip
+@first(1, **{"roles, kind": [("-s 1 -w 4 -c 2", "mpi_sync"), ("-s 1 -w 3", "dist_sync"), ("-w 3", "mpi_sync")]})
 def test_a_fit_goes_on_after_an_epoch_in_which_nobody_died(roles, kind, tmp_path):
     job(f"{roles} --spares 0", "ends", kind, "all", str(tmp_path / "a"))
 
 
 @only_on(1)
 @survivors
-@pytest.mark.parametrize("roles, kind, what, deaths", [
-    ("-w 3", "mpi_sync", "sgd", "1:b5,0:s9"),
-    ("-w 3", "mpi_sync", "clipped", "0:s4,2:e2"),
+@first(2, **{"roles, kind, what, deaths": [
     ("-s 1 -w 3", "dist_sync", "adam", "3:t0.1,1:b7"),
+    ("-w 3", "mpi_sync", "clipped", "0:s4,2:e2"),
+    ("-w 3", "mpi_sync", "sgd", "1:b5,0:s9"),
     ("-s 1 -w 3", "dist_sync", "uneven", "2:b5,0:e1"),
     ("-s 2 -w 2", "dist_sync", "accumulated", "3:t0.05,0:e1"),
     ("-s 1 -w 4 -c 2", "mpi_sync", "adam", "0:b9,4:t0.1"),
-])  # fmt: skip
+]})  # fmt: skip
 def test_spares_take_the_places_of_the_dead_with_the_same_bits(roles, kind, what, deaths, tmp_path):
     for name, when in (("whole", ""), ("killed", deaths)):
         job(f"{roles} --spares 2", "dies", kind, what, str(tmp_path / name), when)
@@ -217,10 +216,10 @@ def test_spares_take_the_places_of_the_dead_with_the_same_bits(roles, kind, what
 
 @only_on(1)
 @survivors
-@pytest.mark.parametrize("roles, kind, what, step", [
-    ("-s 0", "mpi_sync", "sgd", 4), ("-s 1", "dist_sync", "adam", 9), ("-s 0", "mpi_sync", "clipped", 10),
+@first(1, **{"roles, kind, what, step": [
+    ("-s 1", "dist_sync", "adam", 9), ("-s 0", "mpi_sync", "sgd", 4), ("-s 0", "mpi_sync", "clipped", 10),
     ("-s 1", "dist_sync", "accumulated", 3),
-])  # fmt: skip
+]})  # fmt: skip
 def test_fewer_workers_go_on_as_a_job_of_so_many_from_that_step(roles, kind, what, step, tmp_path):
     """The last worker dies in the batch after a step; two others resume from a checkpoint of that step."""
     batch = step * OPTIONS[what].get("accumulate", 1) + 1
@@ -234,11 +233,11 @@ def test_fewer_workers_go_on_as_a_job_of_so_many_from_that_step(roles, kind, wha
 
 @only_on(1)
 @survivors
-@pytest.mark.parametrize("roles, kind, what, deaths", [
+@first(1, **{"roles, kind, what, deaths": [
     ("-s 1 -w 3 --spares 1", "dist_async", "sgd", "1:b5"),
     ("-s 1 -w 3 --spares 0", "dist_async", "elastic", "1:b7"),
     ("-s 1 -w 4 -c 2 --spares 2", "mpi_async", "elastic", "2:b9,4:t0.1"),
-])  # fmt: skip
+]})  # fmt: skip
 def test_asynchronous_workers_go_on(roles, kind, what, deaths, tmp_path):
     job(roles, "dies", kind, what, str(tmp_path / "killed"), deaths)
     found = results(tmp_path / "killed")

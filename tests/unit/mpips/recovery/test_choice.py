@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpips.recovery.choice import find, parts_by_server
-from mpips.recovery.inventory import Holding, KeyCard, Shelf
+from mpips.recovery.inventory import Holding, KeyCard, Shelf, copies_of
 
 SIZE = 10
 
@@ -91,3 +91,20 @@ def test_parts_cover_the_key_once_and_the_living_give_what_they_have(units):
         here = [one for one in shelves if one.live and one.units[0].start <= part.start < one.units[0].stop
                 and (chosen.torn or one.units[0].standings[0][0] == chosen.round)]  # fmt: skip
         assert shelves[part.owner].live or not here
+
+
+def test_copies_count_only_where_servers_own_memory_is_not_all_there():
+    copies = shelf(copies_of(5), unit(0, 6, 3, 2), live=False)
+    seen = found(shelf(4, unit(0, 6, 3, 2), live=False), shelf(5, unit(6, 10, 3, 2)), copies)
+    assert seen.step == 3 and [part.owner for part in seen.keys["w"].parts] == [4, 5]
+    seen = found(shelf(5, unit(6, 10, 4, 3)), copies)
+    assert seen.step == 3
+    assert [(part.owner, part.before) for part in seen.keys["w"].parts] == [(copies_of(5), False), (5, True)]
+    assert found(copies).lost == ["w"]
+
+
+def test_the_newest_of_two_copies_counts_where_there_are_no_rounds():
+    old, new = shelf(copies_of(5), unit(0, 10, 3), live=False), shelf(copies_of(6), unit(0, 10, 4), live=False)
+    for shelves in [(old, new), (new, old)]:
+        seen = found(*shelves, synchronous=False)
+        assert seen.keys["w"].round == 4 and [part.owner for part in seen.keys["w"].parts] == [copies_of(6)]

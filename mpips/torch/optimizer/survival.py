@@ -1,0 +1,162 @@
+"""Steps that go on where a process has died: the store recovers, and this worker makes what is not complete again.
+
+In a synchronous store a step that has ended on one worker is never undone. So after a recovery the store stands either
+where this worker's step began, and the same gradients are pushed again, or where it ends. In an asynchronous one they
+are not pushed again, as they may count already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Protocol, TypeVar
+
+import msgspec
+
+from mpips.keys.key import Name
+from mpips.runtime.errors import EpochError
+from mpips.store import KVStore
+from mpips.torch.optimizer.positions import Meeting, Position, meet
+
+T = TypeVar("T")
+
+
+class Way(Protocol):
+    """How gradients become new parameters: `on_servers`, `on_workers`, `elastic`."""
+
+    sent: bool
+    """Whether gradients of this step may have been pushed."""
+
+    def begin(self, new: bool) -> None:
+        """Have the parameters that the others have. `new`: this worker was given something."""
+        ...
+
+    def push(self) -> None:
+        """Exchange gradients, and take what comes of them. Blocking; may be called again after an EpochError."""
+        ...
+
+    def take(self) -> None:
+        """The same where the store is done with the exchange. Blocking."""
+        ...
+
+    def end(self) -> None:
+        """The exchange is over: what is left of the step on this worker."""
+        ...
+
+    def renew(self) -> None:
+        """The store has recovered, perhaps with fewer workers."""
+        ...
+
+    def give(self, giver: int, new: bool) -> None:
+        """What the store does not have, from worker `giver` to those that are new. Collective, blocking."""
+        ...
+
+
+class Survival:
+    """Makes the steps of one worker. Where the store does not survive deaths, EpochErrors go to the caller."""
+
+    def __init__(self, store: KVStore, names: Sequence[Name], way: Way) -> None:
+        self._store, self._names, self._way = store, names, way
+        self.new = store.layout.survives and store.settings.fresh
+        """Whether this worker has taken a dead one's place, and has made no step yet."""
+        self.steps = 0 if self.new else store.resumed or 0
+        """Steps that have been made."""
+        self._calls, self._done = 0, 0
+        self._unmet, self._lacks, self._has_made = self.new, self.new, False
+
+    def begin(self) -> None:
+        """Begin as the others do; where they have begun already, meet them at first. Collective then, blocking."""
+
+        def begun() -> None:
+            self._see_others(False)
+            self._way.begin(self.new)
+
+        self._through(begun)
+
+    def step(self) -> None:
+        """Make one step. Blocking."""
+        self.new = False
+        if self._has_made:
+            self._has_made = False
+            self.steps += 1
+            return
+        goal = self._round() + 1
+        self._through(lambda: self._exchange(goal))
+        self._way.end()
+        self.steps += 1
+        self._calls = self._done = 0
+        self._through(lambda: self._see_others(False))
+
+    def call(self, call: Callable[[], T]) -> T | None:
+        """A collective call between steps. None where the others are done with it. Blocking."""
+        self._calls += 1
+        number = self._calls
+
+        def made() -> T | None:
+            self._see_others(False)
+            return None if number <= self._done else call()
+
+        return self._through(made)
+
+    def end(self) -> None:
+        """Wait for the others to end their last step. Blocking; where they have ended already, they need nobody."""
+        with suppress(EpochError):
+            self.call(self._store.barrier)
+
+    # ---- inside
+
+    def _exchange(self, goal: int) -> None:
+        if self._way.sent if self._store.layout.asynchronous else self._round() >= goal:
+            self._way.take()
+        else:
+            self._see_others(True)
+            self._way.push()
+
+    def _round(self) -> int:
+        """The round that the store stands at; in a step, the one that this worker has begun."""
+        return self._store.settings.keys[self._names[0]].round
+
+    def _through(self, call: Callable[[], T]) -> T:
+        """What `call` returns, which is called again after each death."""
+        while True:
+            try:
+                return call()
+            except EpochError as error:
+                self._recover(error)
+
+    def _recover(self, error: EpochError) -> None:
+        """Begin the next epoch; raise `error` where nobody has died, or what is left does not suffice."""
+        store = self._store
+        if not store.layout.survives:
+            raise error
+        rounds = store.recover()
+        if not store.layout.lost:
+            raise error
+        torn = [name for name in self._names if name in rounds.torn or name not in rounds]
+        apart = not store.layout.asynchronous and len({rounds.get(name) for name in self._names}) > 1
+        if torn or apart:
+            what = f"key {torn[0]!r} is" if torn else "keys are"
+            raise EpochError(f"recover: {what} not whole after a death: load a checkpoint") from error
+        self._way.renew()
+        self._unmet = True
+
+    def _see_others(self, pushes: bool) -> None:
+        """Meet the other workers, once after each recovery. Collective then, blocking."""
+        if not self._unmet:
+            return
+        settings = self._store.settings
+        mine = Position(self.steps, self._calls, pushes, self._lacks)
+        told = settings.agree("rejoin", data=msgspec.msgpack.encode(mine))
+        positions = [msgspec.msgpack.decode(word, type=Position) for word in told]
+        met = meet(positions, not self._store.layout.asynchronous)
+        if met.refusal:
+            raise RuntimeError(f"DistributedOptimizer: {met.refusal}")
+        if any(position.new for position in positions):
+            self._way.give(met.giver, self._lacks)
+        self._go_on(met)
+
+    def _go_on(self, met: Meeting) -> None:
+        if self._lacks:
+            self.steps, self._has_made = met.resumed, met.has_made
+        self._done = met.done
+        self._unmet = self._lacks = False

@@ -1,0 +1,85 @@
+"""A job with mirrors whose nodes are lost. Where each rank is a node of its own nobody maps a dead server's memory.
+
+mpirun --with-ft ulfm ... python -m tests.mpi.mpips.mirrored FOLDER JOB, as `survivor`. The clocks of deaths start with
+the store. A negative time -n: a server dies while the n-th unit goes to its mirror.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import mpips
+from mpips.mirrors.sending import Sending
+from tests.mpi.mpips import survivor
+from tests.mpi.mpips.survivor import train
+
+BEGUN = "begun"
+
+
+@dataclass
+class Job(survivor.Job):
+    mirrors: int = 1
+    servers: int = 2
+    steps: int = 60
+    apart: bool = True
+
+    def options(self) -> dict[str, Any]:
+        """Of the store."""
+        own = {"servers": self.servers, "spares": self.spares, "masters": self.masters, "mirrors": self.mirrors}
+        return {"shared_memory": not self.apart, "big_array": 1000, "timeout_seconds": 30, **own}
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_later(folder: Path, seconds: float) -> None:
+    """So long after the store has begun."""
+    while not (folder / BEGUN).exists():
+        time.sleep(1e-3)
+    time.sleep(seconds)
+    die()
+
+
+def die_sending(count: int) -> None:
+    """With the unit of that number."""
+    send, sent = Sending._send, []
+
+    def sends(self: Sending, unit: Any) -> None:
+        send(self, unit)
+        sent.append(unit)
+        if len(sent) == count:
+            die()
+
+    Sending._send = sends
+
+
+def main(folder: Path, job: Job) -> None:
+    rank = os.environ["OMPI_COMM_WORLD_RANK"]
+    if (when := job.kills.get(rank)) is not None:
+        if when < 0:
+            die_sending(-int(when))
+        else:
+            threading.Thread(target=die_later, args=(folder, when), daemon=True).start()
+    kv = mpips.create(job.kind, **job.options())
+    if kv.rank == 0:
+        (folder / BEGUN).touch()
+    values, trace = train(kv, job)
+    if kv.rank == 0:
+        np.savez(folder / "values.npz", **values)
+    (folder / f"{rank}.trace").write_text(json.dumps(trace))
+    kv.close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Job(**json.loads(sys.argv[2])))

@@ -1,0 +1,116 @@
+"""What a mirror keeps: the last two complete versions of each unit, whatever is cut off."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mpips.mirrors.copies import Copies
+from mpips.mirrors.letters import Sent
+from mpips.recovery.inventory import copies_of
+from mpips.recovery.membership import Before
+
+PLACE = ("w", 3, 10)
+BEFORE = Before((0, 1, 2), (3,), 2, 2, (0, 1, 2, 3))
+"""Server rank 3 has died; this is server rank 2."""
+
+
+def sent(round_, continues=True, step=None, dtypes=("float32",), torn=False, place=PLACE):
+    return Sent(place, round_, round_, step, continues, torn, list(dtypes), [])
+
+
+def put(copies, letter, value, epoch=0):
+    """A version comes, whole."""
+    copy = copies.of(letter.place)
+    arrays = copy.room(letter)
+    for array in arrays:
+        array[...] = value
+    copy.came(letter, arrays, epoch)
+
+
+def found(copies):
+    """By place, each round with its first element."""
+    shelves = copies.shelves(BEFORE, 2)
+    return {
+        (unit.key, unit.start, unit.stop): {
+            round_: float(copies.at(index, bool(before))[0][0]) for before, (round_, _) in enumerate(unit.standings)
+        }
+        for shelf in shelves for index, unit in enumerate(shelf.units)
+    }  # fmt: skip
+
+
+def test_the_last_two_rounds_can_be_had():
+    copies = Copies()
+    for round_ in range(1, 5):
+        put(copies, sent(round_), round_)
+        assert found(copies) == {PLACE: {n: float(n) for n in range(max(1, round_ - 1), round_ + 1)}}
+
+
+def test_a_version_that_is_cut_off_leaves_the_last_whole_one():
+    copies = Copies()
+    for round_ in range(1, 4):
+        put(copies, sent(round_), round_)
+    for array in copies.of(PLACE).room(sent(4)):
+        array[...] = 99
+    assert found(copies) == {PLACE: {3: 3.0}}
+
+
+def test_two_versions_need_the_memory_of_two():
+    copies, seen = Copies(), set()
+    for round_ in range(1, 9):
+        put(copies, sent(round_, continues=round_ > 4), round_)
+        seen.add(copies.of(PLACE).versions[0].arrays[0].ctypes.data)
+    assert len(seen) == 2
+
+
+def test_there_is_no_way_back_over_values_from_outside():
+    copies = Copies()
+    put(copies, sent(1), 1)
+    put(copies, sent(2), 2)
+    put(copies, sent(2, continues=False, torn=True), 7)
+    assert found(copies) == {PLACE: {2: 7.0}}
+    assert copies.shelves(BEFORE, 2)[0].units[0].torn
+
+
+def test_state_begins_and_ends():
+    copies = Copies()
+    put(copies, sent(1), 1)
+    put(copies, sent(2, step=1, dtypes=["float32", "float64"]), 2)
+    (unit,) = copies.shelves(BEFORE, 2)[0].units
+    assert unit.standings == [(2, 1), (1, None)] and unit.states == ["float64"]
+    assert [len(copies.at(0, before)) for before in (False, True)] == [2, 1]
+
+
+def test_copies_are_offered_where_a_server_has_died():
+    copies = Copies()
+    assert copies.shelves(BEFORE, 2) == []
+    put(copies, sent(1), 1)
+    (shelf,) = copies.shelves(BEFORE, 2)
+    assert shelf.owner == copies_of(2) < 0 and shelf.is_copy and not shelf.live
+    assert copies.shelves(BEFORE._replace(lost=(1,)), 2) == copies.shelves(None, 2) == []
+
+
+def test_in_the_next_epoch_copies_stay_until_all_is_sent_anew():
+    copies, other, gone = Copies(), ("v", 0, 5), ("u", 0, 5)
+    for place in (PLACE, other, gone):
+        for round_ in (1, 2, 3):
+            put(copies, sent(round_, place=place), round_)
+    copies.begin({"w": 2, "v": 3})
+    assert found(copies) == {PLACE: {2: 2.0}, other: {3: 3.0}}
+    put(copies, sent(3), 8, epoch=1)
+    assert found(copies) == {PLACE: {3: 8.0, 2: 2.0}, other: {3: 3.0}}
+    copies.filled(1)
+    assert found(copies) == {PLACE: {3: 8.0, 2: 2.0}}
+
+
+def test_asynchronous_copies_have_no_history_to_be_of():
+    copies = Copies()
+    put(copies, sent(5, continues=False), 5)
+    copies.begin(None)
+    assert found(copies) == {PLACE: {5: 5.0}}
+
+
+def test_what_nobody_uses_is_forgotten():
+    copies = Copies()
+    put(copies, sent(1), 1)
+    copies.forget([PLACE, ("never", 0, 1)])
+    assert found(copies) == {} and np.size(copies.of(PLACE).room(sent(1))[0]) == 7
