@@ -19,6 +19,7 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
+from collectives.network.failures import is_death
 from collectives.network.requests import keep, over
 from mpips.keys.row_sparse import RowSparse
 from mpips.transport.buffers import Buffers
@@ -98,6 +99,8 @@ class Receiver:
         self._shipping: list[Shipment] = []
         self._coming: dict[int, MPI.Request] = {}
         """Receives that are not over."""
+        self._lost: dict[int, MPI.Request] = {}
+        """Those from workers that have died."""
 
     # ---- in
 
@@ -119,12 +122,18 @@ class Receiver:
         return Block(request, data, due)
 
     def came(self, block: Block) -> bool:
-        """Whether a block is there."""
+        """Whether a block is there; never, where its worker has died before."""
+        name = id(block.request)
         if block.request:  # null once it has ended
-            if not block.request.Test():
-                return False
-            del self._coming[id(block.request)]
-        return True
+            try:
+                if not block.request.Test():
+                    return False
+            except MPI.Exception as error:
+                if not is_death(error):
+                    raise
+                self._lost[name] = block.request
+            del self._coming[name]
+        return name not in self._lost
 
     # ---- out
 
