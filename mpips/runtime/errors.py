@@ -13,7 +13,7 @@ class EpochError(CollectiveError):
 
 
 class LostError(EpochError):
-    """The store cannot be recovered: what is left of it does not suffice. All ranks raise it, and it is not tried
+    """The store, or the training, cannot go on: what is left of it does not suffice. All raise it, and it is not tried
     again."""
 
 

@@ -181,7 +181,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if elastic is not None:
             store.set_optimizer(Elastic1(alpha=elastic))
             return Elastic(store, optimizer, self._parameters, self._keys, self._passes, elastic, interval)
-        if store.layout.num_servers and (found := records(optimizer, share(store, self._passes))) is not None:
+        if store.layout.num_servers and (found := records(optimizer, share(store.layout, self._passes))) is not None:
             return OnServers(store, optimizer, self._names, found, self._passes)
         if store.layout.asynchronous:
             raise ValueError(f"{type(optimizer).__name__} with these options has no counterpart on the servers, which "
@@ -210,7 +210,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._way.put()
             self._way.take()
         else:
-            with among(self.store, "set_parameters") as workers:
+            with among(self.store.layout, self.store.settings.epoch, "set_parameters") as workers:
                 broadcast_tensors([p.detach() for p in self._parameters], 0, workers)
 
     def _save(self, path: str | Path, wait: bool) -> Any:

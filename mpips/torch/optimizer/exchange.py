@@ -9,7 +9,8 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from mpips.store import KVStore
+from mpips.layout import Layout
+from mpips.runtime.epoch import Epoch
 
 
 def gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
@@ -17,16 +18,16 @@ def gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
     return [_gradient(parameter) for parameter in parameters]
 
 
-def share(store: KVStore, passes: int) -> float:
+def share(layout: Layout, passes: int) -> float:
     """What a sum of gradients, each of so many backward passes, is multiplied by to be the mean of one update."""
-    workers, clients = store.num_workers, len(store.layout.clients)
-    return 1.0 / ((workers / clients if store.layout.asynchronous else workers) * passes)
+    workers, clients = layout.num_workers, len(layout.clients)
+    return 1.0 / ((workers / clients if layout.asynchronous else workers) * passes)
 
 
 @contextmanager
-def among(store: KVStore, what: str) -> Iterator[MPI.Intracomm]:
+def among(layout: Layout, epoch: Epoch, what: str) -> Iterator[MPI.Intracomm]:
     """The workers' communicator, for collectives within: where one fails, the epoch ends. Collective at first."""
-    epoch, workers = store.settings.epoch, store.layout.workers
+    workers = layout.workers
     assert workers is not None
     with epoch.failing(what):
         epoch.within(workers)

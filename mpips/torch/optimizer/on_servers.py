@@ -68,7 +68,7 @@ class OnServers:
         for at, group in enumerate(self._optimizer.param_groups):
             if (numbers := _numbers(group)) == self._numbers[at]:
                 continue
-            record = translation.record(self._optimizer, group, share(self._store, self._passes))
+            record = translation.record(self._optimizer, group, share(self._store.layout, self._passes))
             if record is None:
                 raise ValueError(f"group {at} of the optimizer has {numbers}, which the servers cannot compute: make "
                                  "another DistributedOptimizer")  # fmt: skip

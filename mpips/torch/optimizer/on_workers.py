@@ -39,7 +39,7 @@ class OnWorkers:
     def push(self) -> None:
         """Sum gradients."""
         given, self._given = gradients(self._parameters), []
-        self._share, self.sent = share(self._store, self._passes), True
+        self._share, self.sent = share(self._store.layout, self._passes), True
         self._store.pushpull(self._keys, given, out=self._sums or given)
         if not self._sums:
             for parameter, gradient in zip(self._parameters, given):
@@ -68,7 +68,7 @@ class OnWorkers:
     def give(self, giver: int, new: bool) -> None:
         """Parameters and the optimizer's state. Numbers of groups stay the new worker's own, as schedulers begin with
         them."""
-        with among(self._store, "rejoin") as workers:
+        with among(self._store.layout, self._store.settings.epoch, "rejoin") as workers:
             broadcast_tensors([parameter.detach() for parameter in self._parameters], giver, workers)
             mine = self._optimizer.state_dict()
             theirs = broadcast_state(mine, giver, workers)

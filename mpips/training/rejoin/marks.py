@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from mpips.runtime.errors import EpochError
+from mpips.runtime.errors import LostError
 from mpips.training.history import Epoch, Position
 
 BEGIN, COUNTED, TOLD, OVER, ENDED = range(-1, 4)
@@ -15,10 +15,6 @@ BEGIN, COUNTED, TOLD, OVER, ENDED = range(-1, 4)
 it is over, `on_epoch` too; so is the fit, with `on_end`."""
 KEPT = 2
 """Steps of which marks are kept: the last one, and the one before."""
-
-class LostError(EpochError):
-    """Where the training was, nobody who is left can say: the same on all workers, and nothing to be tried again."""
-
 
 Row = tuple[float, int, float]
 """Of one worker: the sum of its losses in the epoch, its batches, and the loss of the last one."""

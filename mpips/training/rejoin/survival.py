@@ -21,12 +21,12 @@ import numpy as np
 import collectives
 from collectives.errors import CollectiveError, MismatchError
 from mpips.optimizers.registry import as_data, from_data
-from mpips.runtime.errors import EpochError
+from mpips.runtime.errors import EpochError, LostError
 from mpips.runtime.rendezvous import Items
 from mpips.training.batches import Arrays, Source
 from mpips.training.exchange import Blocking, Job
 from mpips.training.history import Epoch, Position
-from mpips.training.rejoin.marks import COUNTED, KEPT, OVER, LostError, Mark, Row, Word, agreed, rows_of, with_losses
+from mpips.training.rejoin.marks import COUNTED, KEPT, OVER, Mark, Row, Word, agreed, rows_of, with_losses
 
 
 class Back(NamedTuple):
