@@ -20,6 +20,8 @@ from collectives.network.requests import keep
 
 C = TypeVar("C", bound=MPI.Comm)
 WATCH_SECONDS = 4e-3
+MAKING_SECONDS = 0.02
+"""So soon a rank has left the making of a communicator whose parent was revoked."""
 DEATH_SECONDS = 1.0
 """So long after an error the death that may have caused it is waited for."""
 ENABLED = "OMPI_MCA_mpi_ft_enable"
@@ -130,8 +132,12 @@ class Making:
         with self._lock:
             if not self.broken:
                 self.broken = True
-                for comm in reversed(self._made):
+                *earlier, last = self._made
+                for comm in reversed(earlier):
                     comm.Revoke()
+                if earlier:  # others may be making it yet: Open MPI crashes where it is revoked meanwhile
+                    time.sleep(MAKING_SECONDS)
+                last.Revoke()
 
     def _watch(self) -> None:
         while not self._over.wait(WATCH_SECONDS):

@@ -7,6 +7,7 @@ A process may die at any moment, also while the others make new communicators, w
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Generic, NamedTuple, TypeVar
 
 from mpi4py import MPI
@@ -36,6 +37,8 @@ def attempt(world: MPI.Intracomm, make: Callable[[MPI.Intracomm], T]) -> Attempt
     """
     left = world.Shrink()
     assert isinstance(left, MPI.Intracomm)
+    with suppress(MPI.Exception):
+        world.Agree(DONE)  # all have it: nobody may revoke it before
     results: list[T] = []
     raised: BaseException | None = None
     try:

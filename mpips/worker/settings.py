@@ -290,7 +290,7 @@ class Epochs:
         while True:
             try:
                 with store.operations.guard("close"):
-                    rendezvous.exchange(store.epoch, b"", "close")
+                    rendezvous.agree(store.epoch, "close")
                 return
             except EpochError:
                 pass
