@@ -222,11 +222,9 @@ class KVStore:
     # ---- the end
 
     def close(self) -> None:
-        """Finish what is under way and let the servers go; called by itself when the process ends. Collective.
-        A worker that closes while others wait for it in a call ends the epoch there, with a sentence that says so.
-
-        EpochError where the store survives deaths, and one has undone what this worker has pushed: it is open still.
-        """
+        """Finish what is under way and let the servers go; a process that ends does so by itself. Collective. Who closes
+        while others wait for it in a call ends the epoch there. EpochError where a death has undone what this worker
+        has pushed (`spares`): the store is open still."""
         if not self._operations.closed:
             self._epochs.meet_to_close()
             self._leave()

@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from typing import TypeVar
 
@@ -125,7 +126,7 @@ class Making:
         with self._lock:
             self._made.append(comm)
             if self.broken:
-                comm.Revoke()
+                _revoke(comm)
 
     def break_off(self) -> None:
         """Nobody is to wait on any of them any more."""
@@ -134,10 +135,10 @@ class Making:
                 self.broken = True
                 *earlier, last = self._made
                 for comm in reversed(earlier):
-                    comm.Revoke()
+                    _revoke(comm)
                 if earlier:  # others may be making it yet: Open MPI crashes where it is revoked meanwhile
                     time.sleep(MAKING_SECONDS)
-                last.Revoke()
+                _revoke(last)
 
     def _watch(self) -> None:
         while not self._over.wait(WATCH_SECONDS):
@@ -151,3 +152,8 @@ def made(comm: C) -> C:
     if Making.present is not None:
         Making.present.add(comm)
     return comm
+
+
+def _revoke(comm: MPI.Comm) -> None:
+    with suppress(MPI.Exception):  # it may have been freed, or be freed just now
+        comm.Revoke()

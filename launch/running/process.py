@@ -24,6 +24,7 @@ from launch.running.verdict import End, OneDeathEnds, OthersGoOn, Verdict
 INTERRUPTED = 128 + signal.SIGINT
 LOOK_SECONDS = 1.0  # seldom enough to cost a job nothing
 NAP_SECONDS = 0.05  # while it ends
+STARTING = 4.0  # seconds without another rank, though some are not there: one has ended before it could be heard
 GRACE = 5.0  # seconds for a job to end after a signal, and again for mpirun once its ranks have been killed
 GRACE_OF_NOBODY = 0.4  # the same of an mpirun that has no ranks to end
 PR_SET_PDEATHSIG = 1
@@ -104,6 +105,7 @@ class Watched:
     ) -> None:
         self._signals, self._presence, self._verdict, self._hopeless = signals, presence, verdict, hopeless
         self._heard, self._deserted = 0, False
+        self._known, self._since = 0, time.monotonic()
         self._ends_by, self._grace = math.inf, GRACE
         self._poll = select.poll()
         for source in (signals, presence):
@@ -131,6 +133,9 @@ class Watched:
             if time.monotonic() >= due and self._ends_by == math.inf:
                 self._deserted = True
                 self._end(GRACE_OF_NOBODY if self._verdict.nobody_works() else GRACE)
+            if self._ends_by == math.inf and self._lacks_a_rank():
+                self._deserted = True
+                self._end(GRACE_OF_NOBODY)
             if not news and self._hopeless and self._hopeless():
                 self._end(GRACE)
             late = time.monotonic() - self._ends_by
@@ -144,9 +149,21 @@ class Watched:
         descendants.clear(GRACE)
         leftovers.drop(self._job.pid, self._began)
 
+    def _lacks_a_rank(self) -> bool:
+        """Whether one has ended before it could be heard: the others would wait for it in MPI's start for ever."""
+        presence = self._presence
+        if presence.started:
+            return False
+        ranks = len(descendants.find()) - 1  # the first is mpirun
+        presence.look()
+        known = ranks + presence.well + len(presence.deaths)
+        if known >= presence.here or ranks < 1 or known != self._known:
+            self._known, self._since = known, time.monotonic()
+        return time.monotonic() > self._since + STARTING
+
     def _patience(self, due: float) -> float | None:
         """Milliseconds until there is something to do though nothing has come; None for ever."""
-        if self._hopeless is None and min(due, self._ends_by) == math.inf:
+        if self._presence.started and self._hopeless is None and min(due, self._ends_by) == math.inf:
             return None
         return 1000 * min(LOOK_SECONDS, max(NAP_SECONDS, min(due, self._ends_by) - time.monotonic()))
 

@@ -147,13 +147,16 @@ class OthersGoOn:
                 return 0
             if presence.deaths:
                 return _code_of(presence.deaths[0])
+        if end.deserted:
+            return 1
         return end.returned if end.returned >= 0 else 128 - end.returned
 
     def sentence(self, end: End) -> str:
         presence = self._presence
         if end.returned < 0 and not end.deserted:
             return f"mpirun was ended by {signal.Signals(-end.returned).name}: the job has ended"
-        if not presence.deaths or presence.well or presence.code is not None or end.heard:
+        early = end.deserted and not presence.started
+        if not (presence.deaths or early) or presence.well or presence.code is not None or end.heard:
             return ""
         return f"{'no rank is left that works' if presence.started else 'MPI had not started'}: the job has ended"
 
