@@ -47,9 +47,7 @@ class KVStore:
         """`calls`: how pushes and pulls are made. `closed` is called when it has closed."""
         self.settings, self.layout = settings, settings.layout
         """What the workers agree on, for other packages of mpips; roles and communicators."""
-        self._calls, self._closed = calls, closed
-        self._operations, self._epochs = settings.operations, Epochs(settings)
-        breaking.at_exit(self._exit)
+        self._calls, self._operations, self.epochs = calls, settings.operations, Epochs(settings, closed)
 
     # ---- who we are
 
@@ -164,7 +162,7 @@ class KVStore:
         Returns of each key the last complete round, which it stands at: so many pushes of each worker are in it.
         `.torn` names keys of which a round was applied in part: load a checkpoint of them.
         """
-        rounds = self._epochs.recover()
+        rounds = self.epochs.recover()
         if self.layout.survives:
             self._calls.before_a_push(self.settings.pushes)
         return rounds
@@ -225,17 +223,7 @@ class KVStore:
         """Finish what is under way and let the servers go; a process that ends does so by itself. Collective. Who closes
         while others wait for it in a call ends the epoch there. EpochError where a death has undone what this worker
         has pushed (`spares`): the store is open still."""
-        if not self._operations.closed:
-            self._epochs.meet_to_close()
-            self._leave()
-
-    def _leave(self) -> None:
-        if not self._operations.closed:
-            breaking.closed(self._exit)
-            self._epochs.close(self._closed)
-
-    def _exit(self) -> None:
-        breaking.in_order(self.close, self._leave)
+        self.epochs.close()
 
 
 def made(
@@ -250,8 +238,9 @@ def made(
     if saves is not None:
         settings.regular = saves(settings)
         calls.save_regularly(settings.regular, operations.do)
-    if joined is not None:
-        Epochs(settings).join(joined)
     if joined is not None or settings.held.names:
         calls.before_a_push(settings.pushes)
-    return KVStore(settings, calls, closed)
+    store = KVStore(settings, calls, closed)
+    if joined is not None:
+        store.epochs.join(joined)
+    return store

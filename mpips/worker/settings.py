@@ -238,10 +238,11 @@ class Settings:
 
 
 class Epochs:
-    """The epochs of a store on this worker: one begins, one is joined, the last one ends."""
+    """The epochs of a store on this worker: one begins, one is joined, the last one ends. `closed` is called then."""
 
-    def __init__(self, store: Settings) -> None:
-        self._store = store
+    def __init__(self, store: Settings, closed: breaking.Step = lambda: None) -> None:
+        self._store, self._closed = store, closed
+        breaking.at_exit(self._exit)
 
     def recover(self) -> Rounds:
         """See `KVStore.recover`."""
@@ -279,7 +280,16 @@ class Epochs:
             rounds.step += store.base
         return rounds
 
-    def meet_to_close(self) -> None:
+    def close(self) -> None:
+        """See `KVStore.close`."""
+        if not self._store.operations.closed:
+            self._meet_to_close()
+            self._leave()
+
+    def _exit(self) -> None:
+        breaking.in_order(self.close, self._leave)
+
+    def _meet_to_close(self) -> None:
         """Where the store survives deaths, wait until all workers close it: one may die before, and the others then
         need this one. EpochError where a death undoes what this worker has pushed: the others make that again."""
         store = self._store
@@ -305,12 +315,15 @@ class Epochs:
                     "again: call recover(), and go on from its step, with close() inside the same try"
                 )
 
-    def close(self, closed: breaking.Step) -> None:
-        """What is to be done at the end, in this order, each though another fails; `closed` is the last. Collective."""
+    def _leave(self) -> None:
+        """What is to be done at the end, in this order, each though another fails. Collective."""
         store = self._store
+        if store.operations.closed:
+            return
+        breaking.closed(self._exit)
         store.operations.closed = True
         store.unbind()
-        last = [store.engine.close, store.backend.finish, closed]
+        last = [store.engine.close, store.backend.finish, self._closed]
         if store.epoch.over is not None:
             breaking.in_order(store.engine.forget, *last)
             return
