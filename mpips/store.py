@@ -220,9 +220,11 @@ class KVStore:
     # ---- the end
 
     def close(self) -> None:
-        """Finish what is under way and let the servers go; a process that ends does so by itself. Collective. Who closes
-        while others wait for it in a call ends the epoch there. EpochError where a death has undone what this worker
-        has pushed (`spares`): the store is open still."""
+        """Finish what is under way and let the servers go; a process that ends does so by itself. Collective.
+
+        Who closes while others wait for it in a call ends the epoch there. EpochError where a death has undone what
+        this worker has pushed (`spares`): the store is open still.
+        """
         self.epochs.close()
 
 

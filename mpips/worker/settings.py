@@ -263,7 +263,10 @@ class Epochs:
     def join(self, recovered: Recovered) -> None:
         """This worker has taken a dead one's place in a store that has this."""
         store = self._store
-        store.resumed, store.fresh = self._take(recovered).step, True
+        rounds = self._take(recovered)
+        store.resumed, store.fresh = rounds.step, True
+        if store.layout.asynchronous:
+            store.resumed = store.base + min(rounds.values(), default=0)
         begun = store.resumed != 0
         store.held = Claims(STORE, store.keys, store.groups, store.compressor, strict=begun)
 
