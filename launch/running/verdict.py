@@ -115,11 +115,16 @@ class OthersGoOn:
 
     def due(self, now: float) -> float:
         presence = self._presence
-        if presence.failed or (presence.deaths and self.nobody_works()):
+        if presence.failed or self._leaver() or (presence.deaths and self.nobody_works()):
             self._due = min(self._due, now + AFTER_THE_LAST)
         elif presence.code is not None:
             self._due = min(self._due, now + AFTER_A_FAILURE)
         return self._due
+
+    def _leaver(self) -> Death | None:
+        """The first rank that left with an exit code, as by os._exit: MPI does not take it for dead, and the others
+        would wait for it."""
+        return next((death for death in self._presence.deaths if death.code), None)
 
     def nobody_works(self) -> bool:
         """Also where one has died before MPI had started: the others wait for it there."""
@@ -131,7 +136,8 @@ class OthersGoOn:
         deaths = self._presence.deaths
         while self._told < len(deaths) and self._presence.code is None:
             death, self._told = deaths[self._told], self._told + 1
-            yield f"{_named(death, self._roles)}{'' if self.nobody_works() else '; the others go on'}"
+            goes_on = not (self._leaver() or self.nobody_works())
+            yield f"{_named(death, self._roles)}{'; the others go on' if goes_on else ': the job ends'}"
 
     def code(self, end: End) -> int:
         """Of a rank that failed; else 0 where one that was left ended well. A killed mpirun is a failure, too."""
@@ -142,6 +148,8 @@ class OthersGoOn:
             return 128 - end.returned
         if presence.code is not None:
             return presence.code
+        if leaver := self._leaver():
+            return _code_of(leaver)
         if end.deserted or self._all_here:
             if presence.well:
                 return 0
@@ -155,6 +163,8 @@ class OthersGoOn:
         presence = self._presence
         if end.returned < 0 and not end.deserted:
             return f"mpirun was ended by {signal.Signals(-end.returned).name}: the job has ended"
+        if self._leaver():
+            return ""
         early = end.deserted and not presence.started
         if not (presence.deaths or early) or presence.well or presence.code is not None or end.heard:
             return ""

@@ -1,6 +1,6 @@
 """A job with mirrors whose nodes are lost. Where each rank is a node of its own nobody maps a dead server's memory.
 
-mpirun --with-ft ulfm ... python -m tests.mpi.mpips.mirrored FOLDER JOB, as `survivor`. The clocks of deaths start with
+mpips run --spares N ... -m tests.mpi.mpips.mirrored FOLDER JOB, as `survivor`. The clocks of deaths start with
 the store. A negative time -n: a server dies while the n-th unit goes to its mirror.
 """
 

@@ -1,6 +1,6 @@
 """A worker of a job of which ranks are killed, and what its parameters must be in the end.
 
-mpirun --with-ft ulfm ... python -m tests.mpi.mpips.survivor FOLDER JOB, where JOB is the JSON of a `Job`. Each worker
+mpips run --spares N ... -m tests.mpi.mpips.survivor FOLDER JOB, where JOB is the JSON of a `Job`. Each worker
 leaves FOLDER/<rank of the job>.trace, with which membership it has made which steps; rank 0 leaves FOLDER/values.npz.
 """
 

@@ -27,10 +27,10 @@ ROOT = Path(__file__).parents[3]
 
 def run(folder: Path, job: Job, ranks: int, module: str = "tests.mpi.mpips.survivor") -> list[list[list[int]]]:
     """The traces of the workers that are left, once their values were seen to be right."""
-    words = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "--with-ft", "ulfm", "-np", str(ranks)]
-    program = [sys.executable, "-m", module, str(folder), job.text()]
+    roles = ["-n", str(ranks - job.spares), "-s", str(job.servers), "--spares", str(job.spares)]
+    words = [sys.executable, "-m", "launch.cli", "run", *roles, "-m", module, str(folder), job.text()]
     out = io.BytesIO()
-    code = child.run([str(Path(sys.executable).parent / "mpirun"), *words, *program], JOB_LIMIT, ROOT, out)
+    code = child.run(words, JOB_LIMIT, ROOT, out)
     traces = [json.loads(file.read_text()) for file in sorted(folder.glob("*.trace"))]
     assert code == 0 and traces, out.getvalue().decode()
     with np.load(folder / "values.npz") as found:
