@@ -26,6 +26,7 @@ from mpips.runtime import breaking, rendezvous
 from mpips.runtime.engine import Engine, Handle
 from mpips.runtime.epoch import Epoch
 from mpips.runtime.errors import EpochError
+from mpips.runtime.parting import NEVER
 from mpips.runtime.rendezvous import Items
 from mpips.runtime.tasks import Task, kept
 from mpips.worker.backend import Backend, Recovered
@@ -285,8 +286,13 @@ class Epochs:
 
     def close(self) -> None:
         """See `KVStore.close`."""
+        epoch = self._store.epoch
         if not self._store.operations.closed:
-            self._meet_to_close()
+            limits, epoch.limits = epoch.limits, NEVER  # who has more to do may take long
+            try:
+                self._meet_to_close()
+            finally:
+                epoch.limits = limits
             self._leave()
 
     def _exit(self) -> None:
