@@ -11,6 +11,7 @@ from mpi4py import MPI
 
 from launch import find, survival
 from mpips.checkpoint import folder as files
+from tests.choice import first
 from tests.mpi.launch.restart_table import Run, run
 
 pytestmark = pytest.mark.skipif(MPI.COMM_WORLD.size != 1, reason="starts jobs of its own; once is enough")
@@ -107,7 +108,7 @@ def again(done: Run) -> list[int]:
     return [int(step or 0) for step in found]
 
 
-@pytest.mark.parametrize(("kind", "servers", "kills"), [("dist_sync", 2, 3), ("mpi_sync", 0, 1)])
+@first(1, **{"kind, servers, kills": [("dist_sync", 2, 3), ("mpi_sync", 0, 1)]})
 def test_a_killed_training_comes_to_the_same_bits(tmp_path: Path, kind: str, servers: int, kills: int) -> None:
     roles = {"kind": kind, "servers": servers, "steps": 80}
     plain = run(tmp_path / "plain", [], **roles)
@@ -180,13 +181,10 @@ def test_a_folder_of_another_training_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(bool(HINDRANCE), reason=HINDRANCE)
-@pytest.mark.parametrize(
-    ("servers", "spares", "deaths", "starts"),
-    [
-        (1, 1, {3: 12, 4: 27, 0: 45}, 1),  # the server; the spare in its place, so that none is left; then worker 0
-        (0, 2, {1: 12, 0: 27}, 0),
-    ],
-)
+@first(1, **{"servers, spares, deaths, starts": [
+    (1, 1, {3: 12, 4: 27, 0: 45}, 1),  # the server; the spare in its place, so that none is left; then worker 0
+    (0, 2, {1: 12, 0: 27}, 0),
+]})  # fmt: skip
 def test_who_is_left_goes_on_and_what_cannot_go_on_starts_again(
     tmp_path: Path, servers: int, spares: int, deaths: dict[int, int], starts: int
 ) -> None:

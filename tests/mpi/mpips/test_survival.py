@@ -23,6 +23,8 @@ HINDRANCE = survival.hindrance(find()) if MPI.COMM_WORLD.size == 1 else "starts 
 pytestmark = pytest.mark.skipif(bool(HINDRANCE), reason=HINDRANCE)
 
 ROOT = Path(__file__).parents[3]
+STEPS = 1500
+"""They take longer than until the first death."""
 
 
 def run(folder: Path, job: Job, ranks: int, module: str = "tests.mpi.mpips.survivor") -> list[list[list[int]]]:
@@ -41,14 +43,14 @@ def run(folder: Path, job: Job, ranks: int, module: str = "tests.mpi.mpips.survi
 
 @once(spares=[0, 1], optimizer=["", "sgd", "adam"], apart=[False, True])
 def test_a_worker_dies(tmp_path, spares, optimizer, apart):
-    job = Job(spares=spares, optimizer=optimizer, kills={"1": 0.3}, apart=apart)
+    job = Job(spares=spares, steps=STEPS, optimizer=optimizer, kills={"1": 0.2}, apart=apart)
     traces = run(tmp_path, job, 3 + spares)
     assert len(traces) == 2 + spares and max(size for trace in traces for _, size in trace) == 3
 
 
 @once(kind=["dist_sync", "mpi_sync"], spares=[0, 1])
 def test_a_worker_dies_on_a_node_without_servers(tmp_path, kind, spares):
-    job = Job(kind, 2, spares=spares, optimizer="sgd", kills={"1": 0.3}, apart=True)
+    job = Job(kind, 2, spares=spares, steps=STEPS, optimizer="sgd", kills={"1": 0.2}, apart=True)
     assert len(run(tmp_path, job, 4 + spares)) == 1 + spares
 
 
@@ -68,7 +70,7 @@ KINDS = [("dist_sync", "one"), ("mpi_sync", "one"), ("mpi_sync", "all")]
 
 @once(kind=KINDS, spares=[0, 1], optimizer=["", "sgd", "adam"])
 def test_a_server_dies(tmp_path, kind, spares, optimizer):
-    job = Job(kind[0], 2, spares=spares, optimizer=optimizer, masters=kind[1], kills={"4": 0.3})
+    job = Job(kind[0], 2, kind[1], spares, STEPS, optimizer, {"4": 0.2})
     traces = run(tmp_path, job, 5 + spares)
     assert [size for trace in traces for _, size in trace] == [3] * 3
 

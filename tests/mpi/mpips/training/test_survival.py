@@ -191,6 +191,7 @@ def see_equal(found: list[dict[str, Any]], whole: list[dict[str, Any]]) -> None:
 
 @only_on(1)
 @survivors
+@pytest.mark.full
 @first(1, **{"roles, kind": [("-s 1 -w 4 -c 2", "mpi_sync"), ("-s 1 -w 3", "dist_sync"), ("-w 3", "mpi_sync")]})
 def test_a_fit_goes_on_after_an_epoch_in_which_nobody_died(roles, kind, tmp_path):
     job(f"{roles} --spares 0", "ends", kind, "all", str(tmp_path / "a"))

@@ -72,8 +72,9 @@ def test_a_role_is_hit_some_time_after_the_store_was_made(tmp_path: Path) -> Non
 
 def test_a_stopped_rank_goes_on(tmp_path: Path) -> None:
     body = """
+    last, gap = time.monotonic(), 0
     kv.push()
-    end, last, gap = time.monotonic() + (0.5 if Store.rank else 5), time.monotonic(), 0
+    end = time.monotonic() + (0.5 if Store.rank else 5)
     while time.monotonic() < end and gap < 0.3:
         gap, last = max(gap, time.monotonic() - last), time.monotonic()
     print("rank", Store.rank, "gap", gap > 0.3, flush=True)
