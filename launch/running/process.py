@@ -32,8 +32,9 @@ _libc = ctypes.CDLL(None)
 
 
 class Ended(NamedTuple):
-    """How a job has ended: its exit code, as `wait` gives it, and mpirun's own, below 0 for a signal; the signal that
-    we were sent to end it; what is to be said of it; and, where a signal to a rank has ended it, who died and how."""
+    """How a job has ended: its exit code, 128 and the number after a signal, as in shells; mpirun's own, below 0 for a
+    signal; the signal that we were sent to end it; what is to be said of it; and, where a signal to a rank has ended
+    it, who died and how."""
 
     code: int
     returned: int
@@ -43,35 +44,26 @@ class Ended(NamedTuple):
 
 
 def wait(
-    argv: Sequence[str],
-    hopeless: Callable[[], bool] | None = None,
-    name: str = "",
-    roles: Sequence[str] = (),
-    here: int = 0,
-    spares: int = -1,
-) -> int:
-    """Run `argv`; its exit code, or, where it has failed after a signal, 128 and the signal's number, as in shells.
-
-    A job that a signal does not end is killed after `GRACE`, with all that it has started here. It is ended, too, once
-    `hopeless`, asked every `LOOK_SECONDS`, says yes, and when a rank has died, unless `spares`, of which the last ranks
-    are so many, is 0 or more: then the others go on. `name`: the command that says that it was interrupted. `roles[i]`
-    is what rank i is; `here` ranks are sure to start on this machine.
-    """
+    argv: Sequence[str], hopeless: Callable[[], bool] | None = None, name: str = "", roles: Sequence[str] = (),
+    here: int = 0, spares: int = -1,
+) -> int:  # fmt: skip
+    """`run`, and say how the job has ended; its exit code."""
     ended = run(argv, hopeless, name, roles, here, spares)
     tell(ended.sentence)
     return ended.code
 
 
 def run(
-    argv: Sequence[str],
-    hopeless: Callable[[], bool] | None = None,
-    name: str = "",
-    roles: Sequence[str] = (),
-    here: int = 0,
-    spares: int = -1,
-) -> Ended:
-    """The same, which does not say how the job has ended; where it has failed, nothing of it is left on this
-    machine."""
+    argv: Sequence[str], hopeless: Callable[[], bool] | None = None, name: str = "", roles: Sequence[str] = (),
+    here: int = 0, spares: int = -1,
+) -> Ended:  # fmt: skip
+    """Run `argv`; how it has ended. Where it has failed, nothing of it is left on this machine. Blocking.
+
+    A job that a signal does not end is killed after `GRACE`, with all that it has started here. It is ended, too, once
+    `hopeless`, asked every `LOOK_SECONDS`, says yes, and when a rank has died, unless `spares`, of which the last ranks
+    are so many, is 0 or more: then the others go on. `name`: the command that says that it was interrupted. `roles[i]`
+    is what rank i is; `here` ranks are sure to start on this machine.
+    """
     signals, presence = HeldSignals(), Presence(here, survives=spares >= 0)
     verdict: Verdict = OneDeathEnds(presence, roles) if spares < 0 else OthersGoOn(presence, roles, spares)
     try:

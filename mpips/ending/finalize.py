@@ -19,17 +19,11 @@ SURVIVES = "OMPI_MCA_mpi_ft_enable"
 """What `mpirun --with-ft ulfm` tells each rank."""
 AFTER_A_DEATH = 1.0  # seconds for MPI_Finalize, which takes some milliseconds
 OTHERWISE = 20.0  # the same where no death is known: other ranks may be busy yet
-_distrusted = threading.Event()
 
 
 def survives() -> bool:
     """Whether this process was started so that it outlives other ranks of its job."""
     return os.environ.get(SURVIVES, "").lower() in ("1", "true")
-
-
-def distrust() -> None:
-    """A rank of the job has died, or MPI has failed here: from now on MPI_Finalize is not trusted to come back."""
-    _distrusted.set()
 
 
 @cache
@@ -64,8 +58,6 @@ def leave_at_once() -> None:
 
 
 def _somebody_died(module: Any) -> bool:
-    if _distrusted.is_set():
-        return True
     try:
         failed = module.COMM_WORLD.Get_failed()
         size = failed.Get_size()

@@ -33,7 +33,7 @@ from mpips.runtime.breaking import uninterrupted
 from mpips.runtime.errors import EpochError, of_kind
 from mpips.runtime.parting import Parting
 from mpips.runtime.rendezvous import LAST_WORD_SECONDS, Presence, Room
-from mpips.runtime.tasks import Task, goes_on, kept
+from mpips.runtime.tasks import Task
 
 T = TypeVar("T")
 
@@ -238,13 +238,6 @@ class Epoch:
         """Wait until `ready()`; blocking. Looks at the epoch; after the limits it warns, and raises StallError, which
         names the ranks of `late()`."""
         drive(until(ready), _Wait(self, late, self.look), what)
-
-    def carry_out(self, task: Task[T], what: str) -> T:
-        """Run a task to its end, blocking, and return its result."""
-        results: list[T] = []
-        running = kept(task, results)
-        self.wait(lambda: not goes_on(running), what)
-        return results[0]
 
     def meet(self, payload: bytes, what: str, everybody: bool = False) -> list[bytes]:
         """See `rendezvous.exchange`."""

@@ -1,4 +1,4 @@
-"""Calls that all workers make together: keys, optimizers, compression, barriers; `recover`; a checkpoint's view, too.
+"""Calls that all workers make together: keys, optimizers, compression (`Settings`); recover, close (`Epochs`).
 
 A bad argument is compared in the one rendezvous: all workers raise the same ValueError or TypeError, and nothing has
 changed. Whatever goes wrong after that ends the epoch.
