@@ -108,6 +108,8 @@ def end(what: str, text: str = "", code: int = 1, same: Hashable = None, told: b
     """
     from mpi4py import MPI
 
+    from collectives.network.failures import send
+
     world = MPI.COMM_WORLD
     sys.stdout.flush()
     if world.size == 1 and threading.current_thread() is threading.main_thread():
@@ -123,7 +125,7 @@ def end(what: str, text: str = "", code: int = 1, same: Hashable = None, told: b
         time.sleep(LAST_WORDS)
     else:
         with suppress(MPI.Exception):
-            message = world.Isend(bytearray(mark), sayer, SHARED)
+            message = send(world, bytearray(mark), sayer, SHARED)
             _wait(ABORTED, lambda: message.Test() and False)  # the rank that says it ends all
     world.Abort(code)
 
@@ -219,12 +221,14 @@ def _tell(world: MPI.Comm, mark: bytes) -> int:
     """Tells all others that this rank says it; the number of those that have it, too."""
     from mpi4py import MPI
 
+    from collectives.network.failures import send
+
     others = set(range(world.size)) - {world.rank}
     ranks: set[int] = set()
     messages: list[MPI.Request] = []
     for rank in others:
         with suppress(MPI.Exception):  # to one that has died
-            messages.append(world.Isend(bytearray(mark), rank, SAID))
+            messages.append(send(world, bytearray(mark), rank, SAID))
 
     def all_have() -> bool:
         for message in messages:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from mpi4py import MPI
 
-from collectives.network.failures import is_death
+from collectives.network.failures import is_death, send
 from collectives.network.requests import keep
 from mpips.mirrors.letters import ALONG_BYTES, DATA_TAG, Gone, Place, Sent, cut, post
 from mpips.recovery.inventory import dtype_names
@@ -110,7 +110,7 @@ class Sending:
         requests = []
         try:
             for data in cut(arrays) if not along else ():
-                requests.append(self._comm.Isend(data, self._mirror, DATA_TAG))
+                requests.append(send(self._comm, data, self._mirror, DATA_TAG))
         except MPI.Exception as error:
             if not is_death(error):
                 raise

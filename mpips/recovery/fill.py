@@ -12,6 +12,7 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
+from collectives.network.failures import send
 from mpips.layout import Layout
 from mpips.mirrors.copies import Copies
 from mpips.optimizers import Groups, initial
@@ -75,7 +76,7 @@ def sends(plan: Plan, layout: Layout, there: Reached) -> list[MPI.Request]:
                 part, holding = transfer.part, _holding(plan, transfer)
                 for array in there.at(part.owner, part.unit, part.before):
                     cut = array[transfer.start - holding.start : transfer.stop - holding.start]
-                    requests += [layout.world.Isend(data, filling.server, TAG) for data in _messages(cut)]
+                    requests += [send(layout.world, data, filling.server, TAG) for data in _messages(cut)]
     return requests
 
 

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 import collectives
 from collectives.communicator import Communicator
 from collectives.errors import MismatchError
+from collectives.network.failures import send
 from mpips.keys.key import Key
 from mpips.keys.key import label as key_label
 from mpips.keys.shard import Piece
@@ -125,7 +126,7 @@ class CallBetween(Call):
         """Run what the call does; MismatchError where another member makes another call."""
         comm = self._members.comm
         self._receives = [comm.Irecv(self._theirs[rank], rank, COMPARE_TAG) for rank in self._others]
-        sends = [comm.Isend(self._mine, rank, COMPARE_TAG) for rank in self._others]
+        sends = [send(comm, self._mine, rank, COMPARE_TAG) for rank in self._others]
         self._exchange = self._members.under_way.begin(self._receives, sends)
         for moved in task:
             self._look()

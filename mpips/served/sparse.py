@@ -18,6 +18,7 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
+from collectives.network.failures import send
 from mpips.keys.key import Key
 from mpips.keys.row_sparse import RowSparse, merge, packed, unpacked
 from mpips.layout import Layout
@@ -156,7 +157,7 @@ class Sparse:
         """Send members their bytes (uint8) and receive from each source what it sends, of whatever size."""
         assert self._members is not None
         comm, under_way = self._members.comm, self._members.under_way
-        exchanges = [under_way.begin([], [comm.Isend(data, to, ROWS_TAG) for to, data in sends.items()])]
+        exchanges = [under_way.begin([], [send(comm, data, to, ROWS_TAG) for to, data in sends.items()])]
         received: dict[int, Array] = {}
         status = MPI.Status()
         while len(received) < len(sources) or any(exchange.pending() for exchange in exchanges):

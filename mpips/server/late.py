@@ -167,6 +167,7 @@ class Gossip:
         """Tell what has changed; or, on the first server, hear of it. Call it now and then while idle."""
         if not self._others:
             return
+        from collectives.network.failures import send
         from collectives.network.requests import keep
 
         if self._comm.Get_rank() == 0:
@@ -175,7 +176,7 @@ class Gossip:
                     self._late.told(server, self._hear(server))
         elif (waits := self._late.own()) != self._said:
             self._said, data = waits, msgspec.msgpack.encode(waits)
-            keep([self._comm.Isend(data, 0, WAITS_TAG)])
+            keep([send(self._comm, data, 0, WAITS_TAG)])
 
     def _hear(self, server: int) -> list[Wait]:
         from mpi4py import MPI

@@ -12,6 +12,7 @@ from typing import Any
 
 from mpi4py import MPI
 
+from collectives.network.failures import send
 from collectives.network.requests import keep, over
 from mpips.runtime.tasks import Task
 from mpips.transport.frames import FRAME, FRAME_BYTES, NOWHERE, ROUND, ROUND_AT, WITH_BODY, Frame
@@ -46,7 +47,7 @@ class MessageLine:
     def _send(self, data: bytes, tag: int) -> None:
         if len(self._sends) > SENT:
             self._sends = [request for request in self._sends if not request.Test()]
-        self._sends.append(self.comm.Isend(data, self.peer, tag))
+        self._sends.append(send(self.comm, data, self.peer, tag))
 
     def post(
         self, op: int, unit: int = 0, round_: int = 0, region: tuple[int, ...] = NOWHERE, coding: int = 0,

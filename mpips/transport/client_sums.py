@@ -16,7 +16,7 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from collectives.network.failures import failed, tell
+from collectives.network.failures import failed, send, tell
 from collectives.network.requests import keep
 from collectives.schedule.model import cut
 from mpips.runtime.tasks import Task
@@ -131,7 +131,7 @@ class ClientSums:
         return self._under_way.begin(receives, sends).wait()
 
     def _send(self, x: Array, to: int, tag: int) -> MPI.Request:
-        return self._comm.Isend(x.view(np.uint8), to, tag)
+        return send(self._comm, x.view(np.uint8), to, tag)
 
     def _receive(self, x: Array, source: int, tag: int) -> MPI.Request:
         return self._comm.Irecv(x.view(np.uint8), source, tag)

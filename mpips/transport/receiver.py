@@ -19,7 +19,7 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from collectives.network.failures import is_death
+from collectives.network.failures import is_death, send
 from collectives.network.requests import keep, over
 from mpips.keys.row_sparse import RowSparse
 from mpips.transport.buffers import Buffers
@@ -152,7 +152,7 @@ class Receiver:
     def _post(self, shipment: Shipment) -> None:
         tag = pull_tag(shipment.unit)
         for block in islice(shipment.blocks, shipment.in_flight - len(shipment.requests)):
-            shipment.requests.append(self.comm.Isend(block, shipment.worker, tag))
+            shipment.requests.append(send(self.comm, block, shipment.worker, tag))
 
     def delivered(self) -> list[tuple[int, int]]:
         """(unit, worker) of everything that has gone since the last call."""

@@ -14,6 +14,7 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
+from collectives.network.failures import send
 from collectives.node.arena import Region
 from mpips.keys.key import Key, Name
 from mpips.keys.shard import Shard
@@ -112,7 +113,7 @@ class Sender:
         return self._windows[shard.server].admits(data.size, most)
 
     def _isend(self, shard: Shard, data: Array) -> MPI.Request:
-        return self._world.Isend(data, self._layout.server_rank(shard.server), push_tag(shard.number))
+        return send(self._world, data, self._layout.server_rank(shard.server), push_tag(shard.number))
 
     # ---- in
 
