@@ -8,7 +8,7 @@ import pytest
 from mpi4py import MPI
 
 import mpips
-from tests.choice import once
+from tests.choice import first, once
 from tests.mpi.mpips import test_survival
 from tests.mpi.mpips.mirrored import Job
 from tests.mpi.mpips.support import failure
@@ -44,7 +44,7 @@ def test_two_nodes_are_lost_one_after_the_other(tmp_path):
 
 
 @jobs
-@pytest.mark.parametrize("seed", [*range(1), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 24))])
+@first(1, seed=range(24))
 def test_a_server_and_a_worker_die_at_drawn_moments(tmp_path, seed):
     choice = random.Random(seed)
     kind, optimizer = choice.choice(["mpi_sync", "dist_sync"]), choice.choice(["", "sgd", "adam"])

@@ -15,7 +15,7 @@ from mpi4py import MPI
 
 from launch import find, survival
 from tests import child
-from tests.choice import once
+from tests.choice import first, once
 from tests.mpi.mpips.survivor import Job, expected
 from tests.mpi.sizes import JOB_LIMIT
 
@@ -48,13 +48,13 @@ def test_a_worker_dies(tmp_path, spares, optimizer, apart):
     assert len(traces) == 2 + spares and max(size for trace in traces for _, size in trace) == 3
 
 
-@once(kind=["dist_sync", "mpi_sync"], spares=[0, 1])
+@first(1, kind=["mpi_sync", "dist_sync"], spares=[1, 0])
 def test_a_worker_dies_on_a_node_without_servers(tmp_path, kind, spares):
     job = Job(kind, 2, spares=spares, steps=STEPS, optimizer="sgd", kills={"1": 0.2}, apart=True)
     assert len(run(tmp_path, job, 4 + spares)) == 1 + spares
 
 
-@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(2, 24))])
+@first(1, seed=range(24))
 def test_ranks_die_at_drawn_moments(tmp_path, seed):
     choice = random.Random(seed)
     workers, spares = choice.choice([(3, 0), (2, 2), (4, 1)])
@@ -75,7 +75,7 @@ def test_a_server_dies(tmp_path, kind, spares, optimizer):
     assert [size for trace in traces for _, size in trace] == [3] * 3
 
 
-@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(2, 30))])
+@first(1, seed=range(30))
 def test_workers_servers_and_spares_die_at_drawn_moments(tmp_path, seed):
     choice = random.Random(seed)
     (kind, masters), spares = choice.choice(KINDS), choice.choice([0, 1, 2])

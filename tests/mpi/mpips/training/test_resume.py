@@ -2,7 +2,7 @@
 
     python -m tests.mpi.mpips.training.test_resume MODE KIND FOLDER
 
-is a rank of a job: MODE is whole, killed or resumed, KIND a kind of store or "all".
+is a rank of a job: MODE is whole, killed or resumed, KIND kinds of store with commas.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import mpips
 from mpips.training import Callback, Checkpoint, EarlyStop, Elastic, LearningRate, Trainer
 from mpips.training.checkpoint import steps_in
 from tests import child
+from tests.choice import first
 from tests.mpi.mpips.support import failure
 from tests.mpi.mpips.training.support import KINDS, ONE_CLIENT, SYNCHRONOUS, Line, data, on_workers, uneven
 from tests.mpi.sizes import JOB_LIMIT, either_mpi, only_on
@@ -209,8 +210,8 @@ def test_another_size_of_mini_batch_goes_on_at_the_end_of_an_epoch_alone(folder)
 
 
 def program(mode: str, wanted: str, folder: Path) -> None:
-    """One rank: train in one kind of store, or in all, one after the other."""
-    for kind in SYNCHRONOUS if wanted == "all" else [wanted]:
+    """One rank: train in kinds of store, one after the other."""
+    for kind in wanted.split(","):
         name, options = KINDS[kind]
         try:
             kv = mpips.create(name, **options, workers=RANKS - options["servers"])
@@ -240,18 +241,19 @@ def lines(path: Path) -> dict[int, str]:
 
 
 @only_on(1)
-def test_a_job_that_is_killed_and_resumed_has_the_curve_of_one_that_was_not(tmp_path):
-    """In every synchronous kind: kill -9 of one worker at a step drawn by lot; the losses of all steps, bit for bit."""
-    code, said = job("whole", "all", str(tmp_path))
+@first(1, kinds=[("dist_sync", "mpi_sync-0"), tuple(SYNCHRONOUS)])
+def test_a_job_that_is_killed_and_resumed_has_the_curve_of_one_that_was_not(tmp_path, kinds):
+    """Kill -9 of one worker at a step drawn by lot; the losses of all steps, bit for bit."""
+    code, said = job("whole", ",".join(kinds), str(tmp_path))
     assert code == 0, said[-2000:]
-    for kind in SYNCHRONOUS:
+    for kind in kinds:
         code, said = job("killed", kind, str(tmp_path))
         assert code != 0 and not list(tmp_path.glob(f"killed {kind} * end")), said[-2000:]
         assert steps_in(tmp_path / kind), said[-2000:]
-    code, said = job("resumed", "all", str(tmp_path))
+    code, said = job("resumed", ",".join(kinds), str(tmp_path))
     assert code == 0, said[-2000:]
-    for kind, (_, options) in SYNCHRONOUS.items():
-        for rank in range(RANKS - options["servers"]):
+    for kind in kinds:
+        for rank in range(RANKS - KINDS[kind][1]["servers"]):
             whole, killed, resumed = (lines(tmp_path / f"{mode} {kind} {rank}") for mode in MODES)
             assert len(killed) < len(whole) and 1 < min(resumed) <= max(killed) + 1, (kind, rank)
             assert {**killed, **resumed} == whole, (kind, rank)
