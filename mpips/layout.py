@@ -126,16 +126,18 @@ class Layout:
         """Whether two ranks share a node."""
         return self.nodes[a] == self.nodes[b]
 
-    def again(self, left: MPI.Intracomm) -> None:
+    def again(self, left: MPI.Intracomm, grow: bool = False) -> None:
         """Take roles and communicators for the next epoch, of the ranks of `left`: those of `world`, but for the dead,
-        in order. The old communicators are the caller's to give back. Collective over `left`, blocking.
+        in order. Where a worker asks for it by `grow`, spares that are left become workers. The old communicators are
+        the caller's to give back. Collective over `left`, blocking.
 
         LostError, on all alike, where the store cannot go on with them.
         """
         there = left.Get_group().Translate_ranks(None, self.world.Get_group())
         old = Roles(self.num_workers, self.num_servers, self.spares, self.clients)
         lost = tuple(sorted(set(range(old.size)) - set(there)))
-        new = succession(old, lost, self.nodes)
+        more = self.spares > 0 and _any(left, grow)
+        new = succession(old, lost, self.nodes, more, alone=not self.kind.startswith("mpi_"))
         if why := refusal(old, new):
             raise LostError(f"recover: {why}")
         self.workers = self.client = self.servers = None
@@ -248,6 +250,13 @@ def _agree(room: Room, card: _Card, limits: Limits) -> None:
                     f"create: option {name} is {value!r} on rank 0 and {other.options[name]!r} on rank {rank}; "
                     "give every rank the same"
                 )
+
+
+def _any(comm: MPI.Intracomm, mine: bool) -> bool:
+    """Whether it is so on one rank at least. Collective, blocking."""
+    every = np.array([mine], np.int8)
+    comm.Allreduce(MPI.IN_PLACE, every, MPI.MAX)
+    return bool(every[0])
 
 
 def _split(comm: MPI.Intracomm, number: int, rank: int) -> MPI.Intracomm:

@@ -72,6 +72,11 @@ class KVStore:
         return self.settings.epoch.number
 
     @property
+    def spares(self) -> int:
+        """How many ranks wait to take a place: the same on all workers until the next epoch."""
+        return self.layout.spares
+
+    @property
     def resumed(self) -> int | None:
         """The step to begin with: so many rounds of each key are in what the store holds. 0 where a training begins.
         More where a job has started again (`mpips run --restarts`), or where this worker has joined a store that others
@@ -156,13 +161,15 @@ class KVStore:
         """Read back what `save_optimizer_states` wrote, with any number of servers."""
         load_states(self.settings, fname)
 
-    def recover(self) -> Rounds:
+    def recover(self, grow: bool = False) -> Rounds:
         """Begin the next epoch after an EpochError. What was under way is forgotten, values stay.
 
         Returns of each key the last complete round, which it stands at: so many pushes of each worker are in it.
-        `.torn` names keys of which a round was applied in part: load a checkpoint of them.
+        `.torn` names keys of which a round was applied in part: load a checkpoint of them. `grow`: ranks that wait
+        (`spares`) become workers, also where nobody has died; all workers call it after the same step, or one does and
+        the others' calls raise EpochError.
         """
-        rounds = self.epochs.recover()
+        rounds = self.epochs.recover(grow)
         if self.layout.survives:
             self._calls.before_a_push(self.settings.pushes)
         return rounds

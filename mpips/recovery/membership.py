@@ -1,13 +1,14 @@
-"""Who takes which place when ranks have died. Pure.
+"""Who takes which place when ranks have died, or workers are to be more. Pure.
 
 Ranks of a store are workers, then servers, then spares. A dead server's place is taken by a spare, if there is one,
 then a dead worker's. A place that nobody takes vanishes: clients keep the members that are left, and clients without
-any vanish, too.
+any vanish, too. Where the store grows, the spares that are left become workers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
 
 
@@ -45,9 +46,15 @@ class Succession(NamedTuple):
     roles: Roles
 
 
-def succession(old: Roles, lost: Collection[int], nodes: Sequence[int]) -> Succession:
+def succession(
+    old: Roles, lost: Collection[int], nodes: Sequence[int], grow: bool = False, alone: bool = False
+) -> Succession:
     """Who takes which place after the ranks of `lost` have died. `nodes`: of every old rank. A spare of the node is
-    preferred. Whether the store can go on so says `refusal`."""
+    preferred. Whether the store can go on so says `refusal`.
+
+    `grow`: each spare that is left becomes a worker, the last one of the smallest client (of several, of the last);
+    where every worker is `alone` in its client, a client of its own.
+    """
     spares = [rank for rank in range(old.num_workers + old.num_servers, old.size) if rank not in lost]
     holders = {place: place for place in range(old.num_workers + old.num_servers) if place not in lost}
     workers, servers = range(old.num_workers), range(old.num_workers, old.num_workers + old.num_servers)
@@ -55,15 +62,17 @@ def succession(old: Roles, lost: Collection[int], nodes: Sequence[int]) -> Succe
         if place not in holders and spares:
             holders[place] = min(spares, key=lambda spare: (nodes[spare] != nodes[place], spare))
             spares.remove(holders[place])
-    origin = [holders[place] for place in (*workers, *servers) if place in holders]
-    sizes = [sum(worker in holders for worker in range(*client)) for client in old.clients]
-    left = sum(server in holders for server in servers)
-    return Succession((*origin, *spares), Roles(sum(sizes), left, len(spares), _intervals(sizes)))
-
-
-def _intervals(sizes: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    starts = [sum(sizes[:number]) for number in range(len(sizes))]
-    return tuple((start, start + size) for start, size in zip(starts, sizes) if size)
+    clients = [[holders[place] for place in range(*client) if place in holders] for client in old.clients]
+    clients = [members for members in clients if members]
+    while grow and spares:
+        if alone:
+            clients.append([])
+        min(reversed(clients), key=len).append(spares.pop(0))
+    left = [holders[place] for place in servers if place in holders]
+    intervals = tuple(pairwise(accumulate(map(len, clients), initial=0)))
+    return Succession(
+        (*chain(*clients), *left, *spares), Roles(sum(map(len, clients)), len(left), len(spares), intervals)
+    )
 
 
 def refusal(old: Roles, new: Succession) -> str:

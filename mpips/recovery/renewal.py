@@ -23,12 +23,12 @@ from mpips.runtime.parting import NEVER
 T = TypeVar("T")
 
 
-def renew(epoch: Epoch, rebuild: Callable[[], T]) -> T | None:
+def renew(epoch: Epoch, rebuild: Callable[[], T], grow: bool = False) -> T | None:
     """Begin the next epoch, and return what `rebuild` does in it. Collective over all ranks of the store, blocking: the
     layout's communicators are new ones (`Layout.again`), and what was sent on the old ones is dropped.
 
     Where the store survives deaths, `rebuild` may be called in several attempts. Nothing that it needs may go before
-    this returns.
+    this returns. If a worker asks for it by `grow`, spares that are left become workers.
 
     EpochError on a worker where another closes the store instead, or what is left does not suffice; elsewhere None.
     EpochStallError where one has not come within the limits; a later call waits on for it.
@@ -37,17 +37,20 @@ def renew(epoch: Epoch, rebuild: Callable[[], T]) -> T | None:
         epoch.end("recover", CollectiveError(f"rank {epoch.rank} calls recover"))
     layout, parting = epoch.layout, epoch.parting
     limits = epoch.limits if layout.is_worker else NEVER
-    begin = _attempt if layout.survives else _with_all
     try:
         while not (why := parting.would(limits)):
             with uninterrupted():
-                if not (why := parting.goes(limits)) and (begun := begin(epoch, rebuild)):
+                if not (why := parting.goes(limits)) and (begun := _begin(epoch, rebuild, grow)):
                     return begun[0]
     except StallError as error:
         raise of_kind(error) from None
     if layout.is_worker:
         raise EpochError(f"{why}: the store cannot be recovered")
     return None
+
+
+def _begin(epoch: Epoch, rebuild: Callable[[], T], grow: bool) -> list[T]:
+    return _attempt(epoch, rebuild, grow) if epoch.layout.survives else _with_all(epoch, rebuild)
 
 
 def _with_all(epoch: Epoch, rebuild: Callable[[], T]) -> list[T]:
@@ -60,13 +63,13 @@ def _with_all(epoch: Epoch, rebuild: Callable[[], T]) -> list[T]:
     return [rebuild()]
 
 
-def _attempt(epoch: Epoch, rebuild: Callable[[], T]) -> list[T]:
+def _attempt(epoch: Epoch, rebuild: Callable[[], T], grow: bool) -> list[T]:
     """Begin it on the ranks that live; [] where one has died meanwhile. What was before stays until all have come
     through, and is put back where not."""
     layout, old, put_back = epoch.layout, copy.copy(epoch.layout), epoch.put_back()
 
     def make(left: MPI.Intracomm) -> T:
-        layout.again(left)
+        layout.again(left, grow)
         epoch.advance()
         with epoch.failing("recover"):
             return rebuild()

@@ -46,6 +46,7 @@ class Trainer:
                 over the client's workers. Other asynchronous stores, a push; their clients must have one worker each.
     accumulate  so many batches of a worker make one exchange, of the mean over all their samples.
     metrics     functions of (outputs, y) by name, for `evaluate` and `fit(test=)`: a value a sample, or the mean.
+    grow        spares that wait become workers in the first `fit`, after the epoch of training that is under way.
 
     Where the store survives deaths (option `spares`), `fit` goes on by itself after the death of a worker or a server,
     with a spare or with fewer; `overlap` is refused there. A death outside of `fit` is an EpochError as always.
@@ -66,6 +67,7 @@ class Trainer:
         clip_norm: float | None = None,
         accumulate: int = 1,
         metrics: Mapping[str, Metric] | None = None,
+        grow: bool = False,
         **options: Any,
     ) -> None:
         if not isinstance(kv, KVStore):
@@ -82,10 +84,10 @@ class Trainer:
         found, refusal = attempt(chosen)
         made, measures = found if found is not None else (None, {})
         words = {"optimizer": made, "elastic": elastic, "overlap": overlap, "clip_norm": clip_norm,
-                 "accumulate": accumulate, "metrics": sorted(measures)}  # fmt: skip
+                 "accumulate": accumulate, "metrics": sorted(measures), "grow": bool(grow)}  # fmt: skip
         self._words = [(name, repr(word)) for name, word in words.items()]
         see_alike(kv, "Trainer", self._words, refusal)
-        self.model, self.kv = model, kv
+        self.model, self.kv, self._grow = model, kv, bool(grow)
         self.exchange: Exchange
         steps: Blocking | None = None
         if overlap is None:
@@ -142,14 +144,15 @@ class Trainer:
         """
         callbacks, resume = of_job(self.kv, callbacks, resume)
         request, refusal = attempt(lambda: requested(
-            self._job, x, y, batch_size, epochs, seed, test, callbacks, on_epoch, resume))  # fmt: skip
+            self._job, x, y, batch_size, epochs, seed, test, callbacks, on_epoch, resume,
+            self.kv.spares if self._grow and not self._fits else 0))  # fmt: skip
         words = words_of(request, resume)
         see_alike(self.kv, "fit", words, refusal)
         if not self.kv.settings.fresh:
             own = self._resumed or [Position(step=self._position.step)]
             self._position, self._resumed = begin(self._job, request, resume, own), ()
         self._fits += 1  # a spare begins with the first
-        survival = survival_of(self._job, request.source, self._fits, [*self._words, *words])
+        survival = survival_of(self._job, request.source, self._fits, [*self._words, *words], self._grow)
         return Fit(self._job, request, self._position, survival).run()
 
     def update_optimizer(self, **numbers: Any) -> None:

@@ -245,13 +245,13 @@ class Epochs:
         self._store, self._closed = store, closed
         breaking.at_exit(self._exit)
 
-    def recover(self) -> Rounds:
+    def recover(self, grow: bool = False) -> Rounds:
         """See `KVStore.recover`."""
         store = self._store
         store.operations.check_not_closed()
         with store.operations.guard("recover"):
             store.engine.forget()
-            recovered = renew(store.epoch, lambda: store.backend.recover(store.keys))
+            recovered = renew(store.epoch, lambda: store.backend.recover(store.keys), grow)
             assert recovered is not None
             store.backend.committed()
         rounds = self._take(recovered)

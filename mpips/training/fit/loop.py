@@ -79,7 +79,11 @@ class Fit:
         if self._stage == COUNTED:
             self._tell()
         while self._position.epoch <= self._course.epochs and not self._position.stopped:
-            self._one_epoch()
+            self._meet()
+            if (growing := self._growing()) is not None:
+                self._put_back(growing.recover(None, grow=True))
+            else:
+                self._one_epoch()
         if self._stage != ENDED:
             if self._position.epoch <= self._course.epochs:
                 self._meet()
@@ -105,10 +109,14 @@ class Fit:
         self._course.restore()
         self._began = time.perf_counter()
 
+    def _growing(self) -> Survival | None:
+        """What lets spares become workers now, between two epochs; None where none is to."""
+        between = self._stage == OVER and bool(self._position.history)
+        return self._survival if between and self._survival is not None and self._survival.grows else None
+
     def _one_epoch(self) -> None:
         """Train, evaluate, tell the callbacks. Nothing is sent between two epochs where there is nothing to do."""
         at = self._position
-        self._meet()
         self._began = time.perf_counter()
         batches = self._source.epoch(at.epoch, self._job.kv, at.batches - at.since, at.dealt)
         if self._course.joined:
@@ -192,7 +200,7 @@ class Fit:
 
         ValueError on all where callbacks have ended the training on some alone.
         """
-        if not self._callbacks and self._test is None:
+        if not self._callbacks and self._test is None and self._growing() is None:
             return
         if not self._course.asynchronous:
             ended = ("ended the training", str(self._position.stopped))

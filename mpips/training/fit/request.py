@@ -20,11 +20,11 @@ from mpips.training.history import Epoch, Position, see_order
 
 def requested(
     job: Job, x: Any, y: Any, batch_size: int | None, epochs: int, seed: int, test: Any,
-    callbacks: Sequence[Callback], on_epoch: Callable[[Epoch], object] | None, resume: object = None,
+    callbacks: Sequence[Callback], on_epoch: Callable[[Epoch], object] | None, resume: object, spares: int,
 ) -> Request:  # fmt: skip
-    """The arguments of `fit`; TypeError or ValueError where they are wrong. Local."""
+    """The arguments of `fit`; TypeError or ValueError where they are wrong. `spares`: may become workers. Local."""
     epochs = whole("epochs", epochs, 0)
-    source, workers = source_of(x, y, batch_size, seed), job.kv.num_workers
+    source, workers = source_of(x, y, batch_size, seed), job.kv.num_workers + spares
     see_again(source, epochs, job.kv.layout.survives)
     see_joined(job, source)
     if not source.joined:

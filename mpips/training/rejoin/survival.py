@@ -40,7 +40,8 @@ class Back(NamedTuple):
 class Survival:
     """What one worker of a fit remembers. Only where the store survives."""
 
-    def __init__(self, job: Job, blocking: Blocking, source: Source, words: Items) -> None:
+    def __init__(self, job: Job, blocking: Blocking, source: Source, words: Items, grow: bool = False) -> None:
+        self._grow = grow
         self._kv, self._blocking, self._source, self._words = job.kv, blocking, source, words
         self._synchronous = not job.kv.layout.asynchronous
         self._marks: list[Mark] = []
@@ -58,6 +59,11 @@ class Survival:
     def fresh(self) -> bool:
         """Whether this worker was a spare, and has not met the others yet."""
         return bool(self._kv.settings.fresh)
+
+    @property
+    def grows(self) -> bool:
+        """Whether spares are to become workers at the end of this epoch of training: the same on all workers."""
+        return self._grow and self._kv.spares > 0
 
     # ---- what is remembered
 
@@ -111,13 +117,13 @@ class Survival:
 
     # ---- after a death
 
-    def recover(self, error: CollectiveError) -> Back:
-        """Let the store recover, and meet the other workers. Collective, blocking.
+    def recover(self, error: CollectiveError | None, grow: bool = False) -> Back:
+        """Let the store recover, and meet the other workers, and spares that join by `grow`. Collective, blocking.
 
         `error` is raised again where nobody has died, and the training has come no further since the last time.
         """
         while True:
-            rounds = self._kv.recover()
+            rounds = self._kv.recover(grow)
             if rounds.torn:
                 raise EpochError(f"fit: {rounds.torn[0]!r} has a round that was applied in part: go on from a "
                                  "checkpoint") from error  # fmt: skip
@@ -239,10 +245,13 @@ def see_alike(kv: Any, what: str, words: Items, refusal: BaseException | None) -
         raise refusal
 
 
-def survival_of(job: Job, source: Source, number: int, words: Items) -> Survival | None:
-    """That of a Trainer's fit with this number, where the store survives. `words`: what is equal on all workers."""
+def survival_of(job: Job, source: Source, number: int, words: Items, grow: bool) -> Survival | None:
+    """That of a Trainer's fit with this number, where the store survives. `words`: what is equal on all workers.
+
+    Only the first fit may `grow`: spares begin with it.
+    """
     blocking = job.blocking
     if blocking is None or not job.kv.layout.survives:
         return None
     fit = f"{number} of the Trainer of key {blocking.update.keys[0]!r}"
-    return Survival(job, blocking, source, [("fit", fit), *words])
+    return Survival(job, blocking, source, [("fit", fit), *words], grow and number == 1)

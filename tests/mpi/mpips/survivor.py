@@ -29,7 +29,8 @@ SIZES = {"w": 37, "b": 4097, "c": 70001}
 
 @dataclass
 class Job:
-    """What ranks do. `kills`: after how many seconds of training which rank dies."""
+    """What ranks do. `kills`: after how many seconds of training which rank dies. `grow`: after so many steps spares
+    become workers."""
 
     kind: str = "mpi_sync"
     servers: int = 0
@@ -38,6 +39,7 @@ class Job:
     steps: int = 200
     optimizer: str = ""
     kills: dict[str, float] = field(default_factory=dict)
+    grow: int = 0
     apart: bool = False
     """Whether each rank is a node of its own."""
 
@@ -62,7 +64,8 @@ def gradient(values: np.ndarray, step: int, rank: int, workers: int) -> np.ndarr
 def expected(job: Job, traces: Iterable[list[list[int]]]) -> dict[str, np.ndarray]:
     """The values after all steps, each made by as many workers as the traces say."""
     workers = [max(trace for trace in traces if trace[0][0] == 0)[0][1]] * job.steps
-    for step, size in sorted(tuple(entry) for trace in traces for entry in trace[1:]):
+    changes = [(step, number, size) for trace in traces for number, (step, size) in enumerate(trace) if number]
+    for step, _, size in sorted(changes):
         workers[step:] = [size] * (job.steps - step)
     values = first_values()
     updater = optimizers.create(job.optimizer, **job.set()) if job.optimizer else None
@@ -92,6 +95,8 @@ def train(kv: mpips.KVStore, job: Job) -> tuple[dict[str, np.ndarray], list[list
             for name in names:
                 kv.pull(name, values[name])
             while step < job.steps:
+                if job.grow and step >= job.grow and kv.spares:
+                    step = kv.recover(grow=True).step
                 if not trace or trace[-1][1] != kv.num_workers:
                     trace.append([step, kv.num_workers])
                 one_step(kv, step, values)

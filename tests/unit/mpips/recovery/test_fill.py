@@ -103,14 +103,14 @@ KINDS = [("dist_sync", "one"), ("mpi_sync", "one"), ("mpi_sync", "all")]
 @settings(max_examples=60, deadline=None)
 @given(
     st.sampled_from(KINDS), st.sets(st.integers(0, 6), max_size=3), st.sampled_from([None, MOMENTUM]),
-    st.sets(st.integers(0, 12)), st.sampled_from(["one", "two", "own"]), st.integers(0, 1),
+    st.sets(st.integers(0, 12)), st.sampled_from(["one", "two", "own"]), st.integers(0, 1), st.booleans(),
 )  # fmt: skip
-def test_every_key_is_what_it_was(kind, lost, optimizer, ahead, where, spares):
+def test_every_key_is_what_it_was(kind, lost, optimizer, ahead, where, spares, grow):
     kind, masters = kind
     roles = ROLES._replace(spares=spares, clients=ROLES.clients if kind != "dist_sync" else split(Interval(0, 4), 4))
     lost = {rank for rank in lost if rank < roles.size}
     nodes = {"one": (0,) * 7, "two": (0, 0, 2, 2, 0, 2, 0), "own": tuple(range(7))}[where][: roles.size]
-    new = succession(roles, lost, nodes)
+    new = succession(roles, lost, nodes, grow, kind == "dist_sync")
     if not new.roles.num_servers or all(rank >= 4 for rank in new.origin[: new.roles.num_workers]):
         return
     servers, held = old_servers(kind, masters, roles, nodes, optimizer, ahead)

@@ -55,6 +55,36 @@ def test_clients_keep_their_members_in_order_and_empty_ones_vanish(workers, serv
             assert members == [client for client in left if client]
 
 
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("workers, servers, spares, clients", SIZES)
+def test_a_store_that_grows_has_no_spare_left_and_all_others_where_they_are(workers, servers, spares, clients, alone):
+    old = roles(workers, servers, spares, workers if alone else clients)
+    for lost in subsets(range(old.size)):
+        same, new = (succession(old, lost, [0] * old.size, grow, alone) for grow in (False, True))
+        joined = same.origin[same.roles.num_workers + same.roles.num_servers :]
+        more = same.roles.spares
+        assert new.roles.spares == 0 and new.roles.num_servers == same.roles.num_servers
+        assert sorted(new.origin) == sorted(same.origin) and new.roles.num_workers == same.roles.num_workers + more
+        assert [rank for rank in new.origin if rank not in joined] == [*same.origin[: len(same.origin) - more]]
+        sizes = [stop - start for start, stop in new.roles.clients]
+        assert sum(sizes) == new.roles.num_workers and all(sizes)
+        before = [stop - start for start, stop in same.roles.clients]
+        assert len(sizes) == len(before) + more * alone
+        assert more == 0 or alone or min(sizes) > min(before) or max(sizes) == max(before)
+
+
+def test_the_smallest_client_grows_and_of_several_the_last():
+    old = Roles(5, 1, 3, ((0, 2), (2, 3), (3, 5)))
+    new = succession(old, [], [0] * old.size, grow=True)
+    assert new.roles == Roles(8, 1, 0, ((0, 3), (3, 5), (5, 8)))
+    assert new.origin == (0, 1, 8, 2, 6, 3, 4, 7, 5)
+
+
+def test_workers_that_are_clients_alone_are_joined_by_others():
+    old = roles(2, 1, 2, 2)
+    assert succession(old, [0], [0] * 5, grow=True, alone=True).origin == (3, 1, 4, 2)
+
+
 def test_a_spare_of_the_node_is_preferred():
     old = roles(2, 0, 3, 1)
     assert succession(old, [1], [0, 1, 0, 1, 1]).origin == (0, 3, 2, 4)
