@@ -30,7 +30,7 @@ SIZES = {"w": 37, "b": 4097, "c": 70001}
 @dataclass
 class Job:
     """What ranks do. `kills`: after how many seconds of training which rank dies. `grow`: after so many steps spares
-    become workers."""
+    become workers; seconds count from then on."""
 
     kind: str = "mpi_sync"
     servers: int = 0
@@ -130,7 +130,8 @@ def main(folder: Path, job: Job) -> None:
         threading.Thread(target=_die, args=(begun, job.kills[str(rank)]), daemon=True).start()
     more = {"masters": job.masters, "big_array": 4000} if job.servers else {}
     kv = mpips.create(job.kind, servers=job.servers, spares=job.spares, shared_memory=not job.apart, **more)
-    begun.touch()
+    if not job.grow or kv.resumed:  # a spare has joined
+        begun.touch()
     values, trace = train(kv, job)
     if kv.rank == 0:
         np.savez(folder / "values.npz", **values)

@@ -65,6 +65,16 @@ def test_ranks_die_at_drawn_moments(tmp_path, seed):
     run(tmp_path, Job(kind, spares=spares, optimizer=optimizer, kills=kills, apart=seed % 3 == 2), workers + spares)
 
 
+@first(2, **{"kind, servers, masters, spares, apart": [
+    ("dist_sync", 2, "one", 2, False), ("mpi_sync", 0, "one", 1, False), ("mpi_sync", 2, "all", 1, False),
+    ("mpi_sync", 0, "one", 1, True), ("dist_sync", 2, "one", 1, True),
+]})  # fmt: skip
+def test_spares_become_workers_and_then_one_dies(tmp_path, kind, servers, masters, spares, apart):
+    job = Job(kind, servers, masters, spares, STEPS, "sgd", {"1": 0.2}, 5, apart)
+    traces = run(tmp_path, job, 2 + servers + spares)
+    assert [size for _, size in traces[0]] == [2, 2 + spares, 1 + spares] and len(traces) == 1 + spares
+
+
 KINDS = [("dist_sync", "one"), ("mpi_sync", "one"), ("mpi_sync", "all")]
 
 

@@ -3,9 +3,9 @@
     python -m tests.mpi.mpips.training.test_survival MODE KIND WHAT PLACE [DEATHS]
 
 is a rank of a job. MODE "ends": one store, and several Trainers; epochs end though nobody dies. "dies": a fit in which
-ranks are killed. "resumes": a fit from a checkpoint. WHAT is one of OPTIONS, PLACE a path that results begin with.
-DEATHS says which ranks of the job die when: "0:b5,3:t0.1" is rank 0 in its fifth batch, and rank 3 after 0.1 s. Of
-"resumes" it is the checkpoint.
+ranks are killed. "grows": the same, and spares become workers. "resumes": a fit from a checkpoint. WHAT is one of
+OPTIONS, PLACE a path that results begin with. DEATHS says which ranks of the job die when: "0:b5,3:t0.1" is rank 0 in
+its fifth batch, and rank 3 after 0.1 s. Of "resumes" it is the checkpoint.
 """
 
 from __future__ import annotations
@@ -84,9 +84,11 @@ class Acts(Line):
         return super().loss_and_gradients(x, y)
 
 
-def trained(kv: Any, model: Line, curve: Curve, what: str, folder: str, resume: Any = None) -> dict[str, Any]:
+def trained(
+    kv: Any, model: Line, curve: Curve, what: str, folder: str, resume: Any = None, grow: bool = False
+) -> dict[str, Any]:
     """A fit with all that there is; what must be equal in the end."""
-    trainer = Trainer(model, kv, **{"optimizer": "sgd", "learning_rate": 0.05, **OPTIONS[what]})
+    trainer = Trainer(model, kv, grow=grow, **{"optimizer": "sgd", "learning_rate": 0.05, **OPTIONS[what]})
     early, rate = EarlyStop("test_loss", patience=99), LearningRate(lambda epoch: 0.1 / epoch)
     saving = [] if kv.layout.asynchronous else [Checkpoint(folder, every=1, keep=None)]
     batches = (lambda epoch: uneven(kv.rank, epoch),) if what == "uneven" else (X, Y)
@@ -118,7 +120,7 @@ def ends(kv: Any, place: str) -> None:
             assert found[-1] == found[0], (what, way)
 
 
-def dies(kv: Any, what: str, place: str, when: str) -> None:
+def dies(kv: Any, what: str, place: str, when: str, grow: bool = False) -> None:
     """A fit in which this rank may be killed; what came out, in a file for each worker."""
 
     def die() -> None:
@@ -128,7 +130,7 @@ def dies(kv: Any, what: str, place: str, when: str) -> None:
     step, epoch = (number if when[:1] == letter else -1 for letter in "se")
     curve = Curve(die, step, epoch, Path(f"{place}.begun"))
     model = Acts(die, (number,) if when[:1] == "b" else ())
-    found = trained(kv, model, curve, what, f"{place}-kept")
+    found = trained(kv, model, curve, what, f"{place}-kept", grow=grow)
     Path(f"{place}.{kv.rank}").write_text(json.dumps({**found, "workers": kv.num_workers, "epoch": kv.epoch}))
 
 
@@ -146,15 +148,15 @@ def later(place: str, seconds: float) -> None:
 
 def program(mode: str, kind: str, what: str, place: str, deaths: str = "") -> None:
     """One rank."""
-    words = deaths.split(",") if mode == "dies" and deaths else []
+    words = deaths.split(",") if mode in ("dies", "grows") and deaths else []
     when = dict(word.split(":") for word in words).get(str(MPI.COMM_WORLD.rank), "")
     if when[:1] == "t":
         later(place, float(when[1:]))
     kv = mpips.create(kind)
     if mode == "ends":
         ends(kv, place)
-    elif mode == "dies":
-        dies(kv, what, place, when)
+    elif mode in ("dies", "grows"):
+        dies(kv, what, place, when, mode == "grows")
     else:
         found = trained(kv, Line(9), Curve(), what, f"{place}-more", resume=deaths)
         Path(f"{place}.{kv.rank}").write_text(json.dumps(found))
@@ -243,6 +245,40 @@ def test_asynchronous_workers_go_on(roles, kind, what, deaths, tmp_path):
     job(roles, "dies", kind, what, str(tmp_path / "killed"), deaths)
     found = results(tmp_path / "killed")
     assert len(found) == found[0]["workers"] and all(len(one["history"]) == EPOCHS for one in found)
+
+
+@only_on(1)
+@survivors
+@first(1, **{"roles, kind, what": [
+    ("-s 1", "dist_sync", "adam"), ("-s 0", "mpi_sync", "sgd"), ("-s 0", "mpi_sync", "clipped"),
+    ("-s 1", "mpi_sync", "accumulated"),
+]})  # fmt: skip
+def test_spares_join_as_a_job_of_so_many_from_the_second_epoch_on(roles, kind, what, tmp_path):
+    job(f"{roles} -w 2 --spares 1", "grows", kind, what, str(tmp_path / "grown"))
+    per_epoch = -(-len(X) // (2 * BATCH) // OPTIONS[what].get("accumulate", 1))
+    checkpoint = tmp_path / "grown-kept" / f"step-{per_epoch:08d}.trainer.safetensors"
+    job(f"{roles} -w 3", "resumes", kind, what, str(tmp_path / "resumed"), str(checkpoint))
+    found, resumed = results(tmp_path / "grown"), results(tmp_path / "resumed")
+    assert [one["workers"] for one in found] == [3, 3, 3]
+    see_equal(resumed, found)
+
+
+@only_on(1)
+@survivors
+@pytest.mark.full
+@pytest.mark.parametrize("roles, kind, what, deaths", [
+    ("-s 1 -w 3 --spares 2", "dist_sync", "uneven", "1:b3,0:e2"),
+    ("-s 1 -w 2 --spares 2", "dist_sync", "adam", "0:e2,3:b3"),
+    ("-s 1 -w 2 --spares 1", "dist_async", "sgd", "0:e2"),
+    ("-s 1 -w 2 --spares 1", "dist_async", "elastic", ""),
+    ("-s 1 -w 4 -c 2 --spares 2", "mpi_async", "elastic", "1:e2"),
+    ("-s 1 -w 4 -c 2 --spares 2", "mpi_async", "sgd", "4:t0.1"),
+])  # fmt: skip
+def test_spares_join_and_workers_and_servers_die(roles, kind, what, deaths, tmp_path):
+    job(roles, "grows", kind, what, str(tmp_path / "killed"), deaths)
+    found = results(tmp_path / "killed")
+    assert len(found) == found[0]["workers"] and all(len(one["history"]) == EPOCHS for one in found)
+    assert kind.endswith("async") or len({one["bits"] for one in found}) == 1
 
 
 if __name__ == "__main__":
