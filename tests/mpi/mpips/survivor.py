@@ -30,7 +30,7 @@ SIZES = {"w": 37, "b": 4097, "c": 70001}
 @dataclass
 class Job:
     """What ranks do. `kills`: after how many seconds of training which rank dies. `grow`: after so many steps spares
-    become workers; seconds count from then on."""
+    become workers."""
 
     kind: str = "mpi_sync"
     servers: int = 0
@@ -40,6 +40,8 @@ class Job:
     optimizer: str = ""
     kills: dict[str, float] = field(default_factory=dict)
     grow: int = 0
+    joined: bool = False
+    """Whether seconds count from when a spare has joined."""
     apart: bool = False
     """Whether each rank is a node of its own."""
 
@@ -130,7 +132,7 @@ def main(folder: Path, job: Job) -> None:
         threading.Thread(target=_die, args=(begun, job.kills[str(rank)]), daemon=True).start()
     more = {"masters": job.masters, "big_array": 4000} if job.servers else {}
     kv = mpips.create(job.kind, servers=job.servers, spares=job.spares, shared_memory=not job.apart, **more)
-    if not job.grow or kv.resumed:  # a spare has joined
+    if not job.joined or kv.resumed:
         begun.touch()
     values, trace = train(kv, job)
     if kv.rank == 0:

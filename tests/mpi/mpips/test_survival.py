@@ -70,9 +70,22 @@ def test_ranks_die_at_drawn_moments(tmp_path, seed):
     ("mpi_sync", 0, "one", 1, True), ("dist_sync", 2, "one", 1, True),
 ]})  # fmt: skip
 def test_spares_become_workers_and_then_one_dies(tmp_path, kind, servers, masters, spares, apart):
-    job = Job(kind, servers, masters, spares, STEPS, "sgd", {"1": 0.2}, 5, apart)
+    job = Job(kind, servers, masters, spares, STEPS, "sgd", {"1": 0.2}, 5, True, apart)
     traces = run(tmp_path, job, 2 + servers + spares)
     assert [size for _, size in traces[0]] == [2, 2 + spares, 1 + spares] and len(traces) == 1 + spares
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(24))
+def test_ranks_die_while_spares_join(tmp_path, seed):
+    choice = random.Random(seed)
+    kind, servers, spares = choice.choice(["mpi_sync", "dist_sync"]), choice.choice([0, 2]), choice.choice([1, 2])
+    ranks = 2 + servers + spares
+    kills = {str(rank): choice.random() * choice.choice([0.05, 0.3]) for rank in choice.sample(range(1, ranks), 2)}
+    if servers and kills.keys() == {"2", "3"}:  # no server might be left
+        del kills["2"]
+    grow = choice.choice([1, 30, 300])
+    run(tmp_path, Job(kind, servers, "one", spares, STEPS, choice.choice(["sgd", "adam"]), kills, grow), ranks)
 
 
 KINDS = [("dist_sync", "one"), ("mpi_sync", "one"), ("mpi_sync", "all")]

@@ -266,18 +266,20 @@ def test_spares_join_as_a_job_of_so_many_from_the_second_epoch_on(roles, kind, w
 @only_on(1)
 @survivors
 @pytest.mark.full
-@pytest.mark.parametrize("roles, kind, what, deaths", [
-    ("-s 1 -w 3 --spares 2", "dist_sync", "uneven", "1:b3,0:e2"),
-    ("-s 1 -w 2 --spares 2", "dist_sync", "adam", "0:e2,3:b3"),
-    ("-s 1 -w 2 --spares 1", "dist_async", "sgd", "0:e2"),
-    ("-s 1 -w 2 --spares 1", "dist_async", "elastic", ""),
-    ("-s 1 -w 4 -c 2 --spares 2", "mpi_async", "elastic", "1:e2"),
-    ("-s 1 -w 4 -c 2 --spares 2", "mpi_async", "sgd", "4:t0.1"),
+@pytest.mark.parametrize("roles, kind, what, deaths, left", [
+    ("-s 1 -w 3 --spares 2", "dist_sync", "uneven", "0:e2", 4),
+    ("-s 1 -w 2 --spares 2", "dist_sync", "adam", "1:b3", 3),
+    ("-s 2 -w 2 --spares 2", "mpi_sync", "clipped", "4:b3,2:e2", 3),
+    ("-s 1 -w 2 --spares 2", "dist_async", "sgd", "0:e2", 3),
+    ("-s 1 -w 2 --spares 1", "dist_async", "elastic", "", 3),
+    ("-s 1 -w 4 -c 2 --spares 2", "mpi_async", "elastic", "1:e2", 5),
+    ("-s 1 -w 4 -c 2 --spares 2", "mpi_async", "sgd", "", 6),
 ])  # fmt: skip
-def test_spares_join_and_workers_and_servers_die(roles, kind, what, deaths, tmp_path):
+def test_spares_join_before_or_after_a_death(roles, kind, what, deaths, left, tmp_path):
     job(roles, "grows", kind, what, str(tmp_path / "killed"), deaths)
     found = results(tmp_path / "killed")
-    assert len(found) == found[0]["workers"] and all(len(one["history"]) == EPOCHS for one in found)
+    assert [one["workers"] for one in found] == [left] * left
+    assert all(len(one["history"]) == EPOCHS for one in found)
     assert kind.endswith("async") or len({one["bits"] for one in found}) == 1
 
 
