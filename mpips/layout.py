@@ -137,7 +137,7 @@ class Layout:
         old = Roles(self.num_workers, self.num_servers, self.spares, self.clients)
         lost = tuple(sorted(set(range(old.size)) - set(there)))
         more = self.spares > 0 and _any(left, grow)
-        new = succession(old, lost, self.nodes, more, alone=not self.kind.startswith("mpi_"))
+        new = succession(old, lost, self.nodes, more, alone=self.kind != "mpi_sync")
         if why := refusal(old, new):
             raise LostError(f"recover: {why}")
         self.workers = self.client = self.servers = None

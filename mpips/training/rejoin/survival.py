@@ -1,4 +1,5 @@
-"""`Survival`: how a fit goes on after a death, on the workers that are left and on the spares that take a place.
+"""`Survival`: how a fit goes on after a death, on the workers that are left and on the spares that take a place; and
+how spares join it.
 
     the store has recovered -> all workers meet once, each with its last marks -> they agree on a moment (marks.py)
     -> parameters come from the store, or from a worker that has them -> training goes on from there
@@ -41,8 +42,8 @@ class Survival:
     """What one worker of a fit remembers. Only where the store survives."""
 
     def __init__(self, job: Job, blocking: Blocking, source: Source, words: Items, grow: bool = False) -> None:
-        self._grow = grow
         self._kv, self._blocking, self._source, self._words = job.kv, blocking, source, words
+        self._grow = grow
         self._synchronous = not job.kv.layout.asynchronous
         self._marks: list[Mark] = []
         self._ahead: Mark | None = None
@@ -148,7 +149,7 @@ class Survival:
         kv = self._kv
         self._ranks[kv.epoch] = kv.rank
         mine = b"" if self.fresh else msgspec.msgpack.encode(self._word())
-        told = kv.settings.agree("fit: after a death", self._words, noun="argument", data=mine)
+        told = kv.settings.agree("fit: all meet anew", self._words, noun="argument", data=mine)
         words = [msgspec.msgpack.decode(data, type=Word) if data else None for data in told]
         group = self._group()
         stored = not self._blocking.update.owners()
@@ -211,7 +212,7 @@ class Survival:
             root = -max(whole)[1] - group.start
             arrays = {name: array.copy() for name, array in update.arrays().items()}
             for name, array in arrays.items() if len(group) > 1 else ():
-                collectives.broadcast(array, update.group, root=root, label=f"fit: {name} after a death")
+                collectives.broadcast(array, update.group, root=root, label=f"fit: {name} of a worker that has it")
         elif update.owners() and self._synchronous:
             raise LostError("fit: no worker is left that has the optimizer's state: go on from a checkpoint")
         update.restore(arrays, from_data(mark.optimizer))
