@@ -141,7 +141,9 @@ class Layout:
         if why := refusal(old, new):
             raise LostError(f"recover: {why}")
         self.workers = self.client = self.servers = None
-        self.before = Before(new.origin, lost, self.num_workers, self.num_servers, self.nodes)
+        self.before = Before(
+            new.origin, lost, self.num_workers, self.num_servers, self.nodes, old.clients, new.places
+        )
         self.num_workers, self.num_servers, self.spares, clients = new.roles
         self.clients = tuple(Interval(*client) for client in clients)
         self.world = _split(left, 0, new.origin.index(self.rank))

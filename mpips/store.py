@@ -164,7 +164,9 @@ class KVStore:
     def recover(self, grow: bool = False) -> Rounds:
         """Begin the next epoch after an EpochError. What was under way is forgotten, values stay.
 
-        Returns of each key the last complete round, which it stands at: so many pushes of each worker are in it.
+        Returns of each key the last complete round, which it stands at: so many pushes of each worker are in it. In an
+        asynchronous store, how many pushes of this worker (of its client) are; a worker that joins begins as the
+        slowest. `.step` is that of all keys.
         `.torn` names keys of which a round was applied in part: load a checkpoint of them. `grow`: ranks that wait
         (`spares`) become workers, also where nobody has died; all workers call it after the same step, or one does and
         the others' calls raise EpochError.

@@ -66,10 +66,12 @@ class FastList(Protocol):
 
 
 class Rounds(dict[Name, int]):
-    """What `recover` found: of every key the last complete round, which it stands at."""
+    """What `recover` found: of every key the last complete round, which it stands at; in an asynchronous store, how many
+    pushes of this worker, or of its client, are in it."""
 
     step: int | None = None
-    """The round that all keys stand at which were ever pushed; None where they stand at several."""
+    """The round that all keys stand at which were ever pushed; None where they stand at several. In an asynchronous
+    store, the lowest of them."""
     torn: tuple[Name, ...] = ()
     """Keys of whose last round some blocks were applied and others not: load a checkpoint of them."""
 

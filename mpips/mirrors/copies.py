@@ -21,11 +21,13 @@ VERSIONS = 2
 
 
 class Version(NamedTuple):
-    """Values and state of a unit at one round; `step`: the optimizer's, None where there is no state yet."""
+    """Values and state of a unit at one round; `step`: the optimizer's, None where there is no state yet. `pushes`: see
+    `Holding`."""
 
     round: int
     step: int | None
     arrays: list[Array]
+    pushes: list[tuple[int, int]]
 
 
 class Copy:
@@ -51,14 +53,15 @@ class Copy:
         old = self.versions[:1]
         if old and not (sent.continues and old[0].round == sent.round - 1):
             self._spare = old.pop().arrays
-        self.versions = [Version(sent.round, sent.step, arrays), *old]
+        self.versions = [Version(sent.round, sent.step, arrays, sent.pushes), *old]
         self.torn, self.epoch = sent.torn, epoch
 
     def holding(self, place: Place) -> Holding:
         """What this is for those who begin the next epoch."""
         key, start, stop = place
         states = max((dtype_names(version.arrays[1:]) for version in self.versions), key=len)
-        return Holding(key, start, stop, [(one.round, one.step) for one in self.versions], self.torn, states)
+        standings = [(one.round, one.step) for one in self.versions]
+        return Holding(key, start, stop, standings, self.torn, states, self.versions[0].pushes)
 
 
 class Copies:

@@ -35,6 +35,8 @@ class Sent(msgspec.Struct, array_like=True, tag=0):
     dtypes: list[str]
     """Of values and state."""
     along: list[bytes]
+    pushes: list[tuple[int, int]] = []
+    """See `Holding.pushes`."""
 
 
 class Kept(msgspec.Struct, array_like=True, tag=1):

@@ -105,7 +105,7 @@ class Sending:
         self._number += 1
         self._latest[unit.number] = self._number
         dtypes = dtype_names(arrays)
-        sent = Sent(place_of(unit), self._number, round_, step, bool(before), unit.torn, dtypes, along)
+        sent = Sent(place_of(unit), self._number, round_, step, bool(before), unit.torn, dtypes, along, told.pushes)
         post(self._comm, sent, self._mirror)
         requests = []
         try:

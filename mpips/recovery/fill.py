@@ -61,7 +61,7 @@ def server(layout: Layout, plan: Plan, memory: Memory, groups: Groups, there: Re
     filled.requests += sends(plan, layout, there)
     for filling, unit in zip(fillings, made.units, strict=True):
         if filling.adopted:
-            _adopt(filling, adopted[unit.number], unit, layout.asynchronous)
+            _adopt(filling, adopted[unit.number], unit)
         else:
             filled.begin(filling, unit)
     return filled
@@ -84,7 +84,7 @@ class Filled:
     """The new units of one server, while they are being filled."""
 
     def __init__(self, plan: Plan, layout: Layout, made: Made, there: Reached) -> None:
-        self._plan, self._comm, self._asynchronous, self._there = plan, layout.world, layout.asynchronous, there
+        self._plan, self._comm, self._there = plan, layout.world, there
         self._units, self.where = made
         self.requests: list[MPI.Request] = []
         """Messages under way; `finish` may be called when they have ended."""
@@ -115,7 +115,7 @@ class Filled:
         for filling, unit, states in self._left:
             steps = [_step(_holding(self._plan, transfer), transfer) for transfer in filling.transfers]
             state, step = self._state(unit, filling.transfers, states, steps)
-            unit.stands(filling.round, self._asynchronous, state, step, filling.torn)
+            unit.stands(filling.round, filling.pushes, state, step, filling.torn)
         return self._units
 
     def _state(
@@ -137,7 +137,7 @@ class Filled:
         return mine, max(known)
 
 
-def _adopt(filling: Filling, old: Unit, unit: Unit, asynchronous: bool) -> None:
+def _adopt(filling: Filling, old: Unit, unit: Unit) -> None:
     """The new unit has the old one's arrays: it stands where the old one does, or is put back to."""
     if filling.transfers[0].part.before:
         assert isinstance(old, Surviving)
@@ -146,7 +146,7 @@ def _adopt(filling: Filling, old: Unit, unit: Unit, asynchronous: bool) -> None:
         old.round = filling.round
     fits = _slots(unit) == len(old.state or ())
     state, step = (old.state, old.step) if fits else (None, 0)
-    unit.stands(filling.round, asynchronous, state, step, filling.torn)
+    unit.stands(filling.round, filling.pushes, state, step, filling.torn)
 
 
 def _slots(unit: Unit) -> int:

@@ -27,6 +27,8 @@ class Holding(msgspec.Struct, array_like=True):
     torn: bool
     states: list[str]
     """Dtypes of the optimizer's state."""
+    pushes: list[tuple[int, int]] = []
+    """In an asynchronous store, of each contributor how many of its pushes are in it."""
 
 
 class Shelf(msgspec.Struct, array_like=True):

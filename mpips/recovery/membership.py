@@ -11,6 +11,8 @@ from collections.abc import Collection, Sequence
 from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
 
+NEW = -1
+
 
 class Before(NamedTuple):
     """What the ranks of an epoch were in the one before."""
@@ -23,6 +25,18 @@ class Before(NamedTuple):
     num_servers: int
     nodes: tuple[int, ...]
     """The node of every rank, by the lowest rank on it."""
+    clients: tuple[tuple[int, int], ...]
+    """The workers of each client."""
+    places: tuple[int, ...]
+    """Of each worker now the one whose place it has: itself, or a dead one; NEW where the store has grown by it."""
+
+    def in_whose_place(self, worker: int, kind: str) -> range:
+        """The workers one of whose pushes were those that a worker of now goes on with: its own, in stores where each
+        pushes alone, else those of its client. None where the store has grown by it."""
+        place = self.places[worker]
+        if place == NEW or kind.startswith("dist_"):
+            return range(place, place + (place != NEW))
+        return next(range(*client) for client in self.clients if place in range(*client))
 
 
 class Roles(NamedTuple):
@@ -44,6 +58,8 @@ class Succession(NamedTuple):
 
     origin: tuple[int, ...]
     roles: Roles
+    places: tuple[int, ...]
+    """See `Before.places`."""
 
 
 def succession(
@@ -62,17 +78,17 @@ def succession(
         if place not in holders and spares:
             holders[place] = min(spares, key=lambda spare: (nodes[spare] != nodes[place], spare))
             spares.remove(holders[place])
-    clients = [[holders[place] for place in range(*client) if place in holders] for client in old.clients]
+    clients = [[(place, holders[place]) for place in range(*client) if place in holders] for client in old.clients]
     clients = [members for members in clients if members]
     while grow and spares:
         if alone:
             clients.append([])
-        min(reversed(clients), key=len).append(spares.pop(0))
+        min(reversed(clients), key=len).append((NEW, spares.pop(0)))
     left = [holders[place] for place in servers if place in holders]
     intervals = tuple(pairwise(accumulate(map(len, clients), initial=0)))
-    return Succession(
-        (*chain(*clients), *left, *spares), Roles(sum(map(len, clients)), len(left), len(spares), intervals)
-    )
+    places, workers_now = zip(*chain(*clients)) if clients else ((), ())
+    roles = Roles(len(workers_now), len(left), len(spares), intervals)
+    return Succession((*workers_now, *left, *spares), roles, places)
 
 
 def refusal(old: Roles, new: Succession) -> str:

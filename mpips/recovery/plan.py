@@ -37,6 +37,8 @@ class Filling(NamedTuple):
     torn: bool
     adopted: bool
     transfers: list[Transfer]
+    pushes: list[int] | None
+    """In an asynchronous store, of each contributor how many of its pushes are in it."""
 
 
 class Plan(NamedTuple):
@@ -61,18 +63,22 @@ def make(layout: Layout, said: Sequence[Inventory], lines: Sequence[Any]) -> Pla
         names = ", ".join(map(repr, found.lost[:SHOWN])) + ", ..." * (len(found.lost) > SHOWN)
         raise LostError(f"recover: all memory with parts of these keys has gone, with their hosts: {names}; "
                          "start again from a checkpoint")  # fmt: skip
+    counts = _pushes(layout, found.keys, shelves) if layout.asynchronous else {}
+    for key in keys:
+        key.round = counts[key.name][layout.rank] if counts and layout.is_worker else found.keys[key.name].round
+    if layout.asynchronous:
+        found = found._replace(step=min(filter(None, (key.round for key in keys)), default=0))
     cutting = _cutting(layout, said)
     new: Cards = {server: [] for server in range(layout.num_servers)}
     stays = _stays(layout, found.keys)
     places = parts_by_server(found.keys, layout.num_workers if layout.before is None else layout.before.num_workers)
     for key in keys:
-        key.round = found.keys[key.name].round
         parts = [(server, Interval(start, stop)) for server, start, stop in places[key.name]]
         cutting.cut(key, lines, new, parts if stays else None)
     holders = {shelf.owner: rank for rank, one in enumerate(said) for shelf in one.shelves}
     owners = {shelf.owner: shelf for shelf in shelves}
     fillings = [
-        _filling(layout.server_rank(server), card, found, owners, holders, said)
+        _filling(layout.server_rank(server), card, found, owners, holders, said, counts)
         for server, cut in new.items() for card in cut
     ]  # fmt: skip
     return Plan(found, keys, cutting, new, fillings, {owner: shelf.units for owner, shelf in owners.items()})
@@ -96,7 +102,7 @@ def _stays(layout: Layout, chosen: Mapping[Name, Whole]) -> bool:
 
 def _filling(
     rank: int, card: UnitCard, found: Found, shelves: dict[int, Shelf], holders: dict[int, int],
-    said: Sequence[Inventory],
+    said: Sequence[Inventory], counts: Mapping[Name, Sequence[int]],
 ) -> Filling:  # fmt: skip
     name: Name = card.key
     chosen = found.keys[name]
@@ -111,4 +117,25 @@ def _filling(
     unit = first.units[transfers[0].part.unit]
     same = len(transfers) == 1 and (unit.start, unit.stop) == (card.start, card.stop)
     adopted = same and first.live and transfers[0].holder == rank
-    return Filling(rank, card, chosen.round, chosen.torn, adopted, transfers)
+    pushes = [counts[name][worker] for worker in card.contributors] if counts else None
+    return Filling(rank, card, chosen.round, chosen.torn, adopted, transfers, pushes)
+
+
+def _pushes(layout: Layout, chosen: Mapping[Name, Whole], shelves: Sequence[Shelf]) -> dict[Name, list[int]]:
+    """Of each key, how many pushes count of each worker, or of its client, in an asynchronous store. Of one that was
+    under way some shards may have it: it counts. A worker by which the store has grown begins with the slowest."""
+    units = {shelf.owner: shelf.units for shelf in shelves}
+    before, found = layout.before, {}
+    assert before is not None
+    for name, one in chosen.items():
+        told: dict[int, int] = {}
+        for part in one.parts:
+            for worker, count in units[part.owner][part.unit].pushes:
+                told[worker] = max(count, told.get(worker, 0))
+        theirs = [
+            [told[old] for old in before.in_whose_place(worker, layout.kind) if old in told]
+            for worker in range(layout.num_workers)
+        ]
+        slowest = min(told.values(), default=0)
+        found[name] = [max(counts, default=slowest) for counts in theirs]
+    return found

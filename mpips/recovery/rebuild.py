@@ -69,9 +69,9 @@ class Outlook(msgspec.Struct):
         return groups, changed(groups, compressor, change), (begun, begun, last)
 
     def rounds(self) -> Rounds:
-        """At which round keys stand."""
+        """At which round keys stand; in an asynchronous store, how many pushes of this worker are in them."""
         found = self.plan.found
-        rounds = Rounds({name: chosen.round for name, chosen in found.keys.items()})
+        rounds = Rounds({key.name: key.round for key in self.plan.keys})
         rounds.torn = tuple(name for name, chosen in found.keys.items() if chosen.torn)
         rounds.step = found.step
         return rounds

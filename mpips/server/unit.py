@@ -274,10 +274,13 @@ class Unit:
         why = str(error) if refused else f"{type(error).__name__}: {error}"
         return CollectiveError(f"key {self.key!r}: the server could not apply what was pushed: {why}")
 
-    def stands(self, round_: int, asynchronous: bool, state: State | None, step: int, torn: bool) -> None:
-        """The unit begins an epoch: so many rounds are complete, and have been read of every contributor."""
-        self.round, self.done = round_, [round_] * len(self.contributors)
+    def stands(
+        self, round_: int, pushes: Sequence[int] | None, state: State | None, step: int, torn: bool
+    ) -> None:  # fmt: skip
+        """The unit begins an epoch: so many rounds are complete, and have been read of every contributor; or, where
+        asynchronous, so many `pushes` of each."""
+        self.round, self.done = round_, [round_] * len(self.contributors) if pushes is None else list(pushes)
         self.state, self.step, self.torn = state, step, torn
-        for index in range(len(self.contributors)):
-            self.words[1 + index] = round_
-        self.words[0] = 0 if asynchronous else round_ * self.blocks
+        for index, count in enumerate(self.done):
+            self.words[1 + index] = count
+        self.words[0] = round_ * self.blocks if pushes is None else 0

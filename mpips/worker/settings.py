@@ -266,8 +266,6 @@ class Epochs:
         store = self._store
         rounds = self._take(recovered)
         store.resumed, store.fresh = rounds.step, True
-        if store.layout.asynchronous:
-            store.resumed = store.base + min(rounds.values(), default=0)
         begun = store.resumed != 0
         store.held = Claims(STORE, store.keys, store.groups, store.compressor, strict=begun)
 

@@ -94,9 +94,10 @@ class Held:
         for entry in book.units:
             undo = ledger.undo_of(segment, entry)
             standings = undo.standings()
+            counts = undo.pushes(ledger.told(segment, entry)) if asynchronous else []
             if asynchronous:
-                count = max(undo.pushes(ledger.told(segment, entry)), default=0)
-                standings = [(count, standings[0][1])]
+                standings = [(max(counts, default=0), standings[0][1])]
             states = [dtype for dtype, _, _ in entry.arrays[1:]]
-            found.append(Holding(entry.key, entry.start, entry.stop, standings, undo.torn, states))
+            pushes = list(zip(entry.contributors, counts))
+            found.append(Holding(entry.key, entry.start, entry.stop, standings, undo.torn, states, pushes))
         return found

@@ -35,7 +35,7 @@ class Entry(msgspec.Struct, array_like=True):
     start: int
     stop: int
     row_elements: int
-    contributors: int
+    contributors: tuple[int, ...]
     words: int
     """What its workers look at: word 1 + i counts pushes of contributor i."""
     journal: int
@@ -105,7 +105,8 @@ def read(segment: NDArray[np.uint8], region: Region, epoch: int) -> Book | None:
     return msgspec.msgpack.decode(data.tobytes(), type=Book)
 
 
-def entry(ledger: Ledger, key: int | str, start: int, undo: Undo, words: Array, contributors: int) -> Entry:
+def entry(ledger: Ledger, key: int | str, start: int, undo: Undo, words: Array, contributors: tuple[int, ...]
+) -> Entry:
     """What the ledger says of a unit."""
     values = undo.arrays[0]
     rows = (0, 0) if undo.rows is None else (ledger.offset(undo.rows), len(undo.rows))
@@ -135,5 +136,5 @@ def undo_of(segment: NDArray[np.uint8], entry: Entry) -> Undo:
 
 def told(segment: NDArray[np.uint8], entry: Entry) -> Sequence[int]:
     """How many pushes of each contributor the server has told of."""
-    words = segment[entry.words : entry.words + 8 * (1 + entry.contributors)].view(np.uint64)
+    words = segment[entry.words : entry.words + 8 * (1 + len(entry.contributors))].view(np.uint64)
     return [int(word) for word in words[1:]]

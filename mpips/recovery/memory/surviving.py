@@ -65,10 +65,12 @@ class Surviving(Unit):
         super().overwritten(torn)
         self.undo.overwritten(torn)
 
-    def stands(self, round_: int, asynchronous: bool, state: State | None, step: int, torn: bool) -> None:
+    def stands(
+        self, round_: int, pushes: Sequence[int] | None, state: State | None, step: int, torn: bool
+    ) -> None:  # fmt: skip
         """Also say so to those who outlive this server."""
-        super().stands(round_, asynchronous, state, step, torn)
-        self.undo.stands(0 if asynchronous else round_, self.stands_at, torn)
+        super().stands(round_, pushes, state, step, torn)
+        self.undo.stands(round_ if pushes is None else 0, self.stands_at, torn)
 
     def _in_its_memory(self, state: Sequence[Array]) -> State:
         for mine, given in zip(self.undo.state, state, strict=True):

@@ -86,8 +86,8 @@ class Memory:
         entries = []
         for unit in units:
             assert unit.undo is not None
-            words, contributors = np.asarray(unit.words), len(unit.contributors)
-            entries.append(ledger.entry(self.ledger, unit.key, unit.start, unit.undo, words, contributors))
+            words = np.asarray(unit.words)
+            entries.append(ledger.entry(self.ledger, unit.key, unit.start, unit.undo, words, unit.contributors))
         self.ledger.publish(Book(entries, settings), epoch)
 
 
@@ -100,7 +100,8 @@ def holding(unit: Unit, asynchronous: bool) -> Holding:
         round_ = max(unit.done, default=0) if asynchronous else unit.round
         standings = [(round_, unit.stands_at)]
     state = unit.undo.state if unit.undo is not None else unit.state or ()
-    return Holding(unit.key, unit.start, stop, standings, unit.torn, dtype_names(state))
+    pushes = list(zip(unit.contributors, unit.done)) if asynchronous else []
+    return Holding(unit.key, unit.start, stop, standings, unit.torn, dtype_names(state), pushes)
 
 
 def at(unit: Unit, before: bool) -> list[Array]:

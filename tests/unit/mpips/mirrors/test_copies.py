@@ -10,7 +10,7 @@ from mpips.recovery.inventory import copies_of
 from mpips.recovery.membership import Before
 
 PLACE = ("w", 3, 10)
-BEFORE = Before((0, 1, 2), (3,), 2, 2, (0, 1, 2, 3))
+BEFORE = Before((0, 1, 2), (3,), 2, 2, (0, 1, 2, 3), ((0, 1), (1, 2)), (0, 1))
 """Server rank 3 has died; this is server rank 2."""
 
 

@@ -114,7 +114,7 @@ def test_every_key_is_what_it_was(kind, lost, optimizer, ahead, where, spares, g
     if not new.roles.num_servers or all(rank >= 4 for rank in new.origin[: new.roles.num_workers]):
         return
     servers, held = old_servers(kind, masters, roles, nodes, optimizer, ahead)
-    before = Before(new.origin, tuple(sorted(lost)), 4, 2, nodes)
+    before = Before(new.origin, tuple(sorted(lost)), 4, 2, nodes, roles.clients, new.places)
     mail, ranks, said = {}, [], []
     for rank, origin in enumerate(new.origin):
         here = layout(kind, masters, new.roles, tuple(nodes[old] for old in new.origin), rank, mail, before)

@@ -50,7 +50,7 @@ class Machine:
             pass
         self.state.abandon()
         unit, asynchronous = self.unit, self.state.asynchronous
-        unit.stands(max(unit.done) if asynchronous else unit.round, asynchronous, unit.state, unit.step, unit.torn)
+        unit.stands(unit.round, unit.done if asynchronous else None, unit.state, unit.step, unit.torn)
         return list(self.unit.stored)
 
     def heard(self, what):

@@ -1,0 +1,64 @@
+"""Asynchronous stores whose processes die: each push counts once, so the total is known to the last unit."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from mpi4py import MPI
+
+from launch import find, survival
+from tests.choice import first
+from tests.mpi.sizes import JOB_LIMIT
+
+HINDRANCE = survival.hindrance(find()) if MPI.COMM_WORLD.size == 1 else "starts jobs of its own; once is enough"
+pytestmark = pytest.mark.skipif(bool(HINDRANCE), reason=HINDRANCE)
+
+STEPS = 12
+PROGRAM = """
+import os, time
+import numpy as np
+import mpips
+
+kv = mpips.create({kind!r}, **{options!r})
+step, begun, victim = kv.resumed, kv.resumed == 0, int(os.environ["OMPI_COMM_WORLD_RANK"]) == {victim}
+one, total = np.ones(5), np.zeros(5)
+while True:
+    try:
+        kv.init("w", np.zeros(5))
+        kv.set_optimizer("sgd", learning_rate=1.0)
+        kv.pull("w", total)
+        while step < {steps}:
+            if victim and begun and step == {dies_at}:
+                os.kill(os.getpid(), 9)
+            kv.pushpull("w", -one, total)
+            step += 1
+            time.sleep(0.002 * kv.rank)
+        kv.barrier()
+        kv.pull("w", total)
+        rank = kv.rank
+        kv.close()
+        break
+    except mpips.EpochError:
+        step = kv.recover().step
+if rank == 0:
+    print("total", total.tolist(), flush=True)
+"""
+
+
+@first(2, **{"kind, roles, spares, options, dies_at, total": [
+    ("dist_async", "-w 3 -s 1", 1, {"staleness": 0}, 5, 3 * STEPS),
+    ("mpi_async", "-w 4 -s 2 -c 2", 1, {"masters": "all"}, 5, 4 * STEPS),
+    ("dist_async", "-w 3 -s 1", 0, {"staleness": 1}, 4, 2 * STEPS + 4),
+    ("dist_async", "-w 3 -s 1", 1, {}, 0, 3 * STEPS),
+    ("mpi_async", "-w 4 -s 1 -c 2", 1, {"staleness": 0}, 5, 4 * STEPS),
+]})  # fmt: skip
+def test_each_push_of_all_workers_counts_once(
+    tmp_path: Path, kind: str, roles: str, spares: int, options: dict[str, object], dies_at: int, total: int
+) -> None:
+    program = tmp_path / "counts.py"
+    program.write_text(PROGRAM.format(kind=kind, options=options, victim=1, steps=STEPS, dies_at=dies_at))
+    words = [sys.executable, "-m", "launch.cli", "run", *roles.split(), "--spares", str(spares), str(program)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=JOB_LIMIT, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.replace("\0", "").strip() == f"total {[float(total)] * 5}"
