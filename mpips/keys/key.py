@@ -66,8 +66,8 @@ class FastList(Protocol):
 
 
 class Rounds(dict[Name, int]):
-    """What `recover` found: of every key the last complete round, which it stands at; in an asynchronous store, how many
-    pushes of this worker, or of its client, are in it."""
+    """What `recover` found: of every key the last complete round, which it stands at; in an asynchronous store, how
+    many pushes of this worker, or of its client, are in it."""
 
     step: int | None = None
     """The round that all keys stand at which were ever pushed; None where they stand at several. In an asynchronous

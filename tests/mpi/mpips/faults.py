@@ -67,6 +67,7 @@ class Worker:
         self.ended = dict.fromkeys(sizes, 0)
         self.base: dict[str, Any] = dict.fromkeys(sizes, 0)  # asynchronous: what `known` pushes of each have made
         self.known = dict.fromkeys(sizes, 0)
+        self.apart = dict.fromkeys(sizes, 0)  # asynchronous: pushes that count, of calls that have not ended
         kv.init(list(sizes), [np.zeros(n) for n in sizes.values()])
         if not self.sync:
             kv.set_optimizer(Add())
@@ -121,7 +122,8 @@ class Worker:
         """What is not as `recover` has said, "" where all is. Collective. Afterwards rounds count from there."""
         begun, ended = ({key: n[key] - self.known[key] for key in self.sizes} for n in (self.begun, self.ended))
         everybody = self.comm.allgather((dict(rounds), rounds.torn, begun, ended))
-        if any(said[:2] != everybody[0][:2] for said in everybody):
+        same = slice(0 if self.sync else 1, 2)  # asynchronous: each hears of its own pushes
+        if any(said[same] != everybody[0][same] for said in everybody):
             return f"recover said {everybody}"
         for key, round_ in rounds.items():
             self.kv.pull(key, self.outs[key])
@@ -133,6 +135,10 @@ class Worker:
                     return f"key {key!r} holds {found[:3] / self.total} rounds, recover said {round_}"
                 self.begun[key] = round_
             else:
+                ended_, begun_ = (n[key] + self.apart[key] for n in (self.ended, self.begun))
+                if not ended_ <= round_ <= begun_:
+                    return f"recover said that {round_} pushes of key {key!r} count, of {begun_}; {ended_} have ended"
+                self.apart[key] = round_ - self.ended[key]
                 least, most = (sum((rank + 1) * said[n][key] for rank, said in enumerate(everybody)) for n in (3, 2))
                 more = self.outs[key] - self.base[key]
                 if (more < least).any() or (more > most).any():
@@ -145,7 +151,7 @@ class Worker:
     def _start_again(self, key: str) -> None:
         self.kv.forget([key])
         self.kv.init(key, np.zeros(self.sizes[key]))
-        self.begun[key] = self.ended[key] = self.base[key] = self.known[key] = 0
+        self.begun[key] = self.ended[key] = self.base[key] = self.known[key] = self.apart[key] = 0
 
 
 class Seen(NamedTuple):
