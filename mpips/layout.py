@@ -92,6 +92,11 @@ class Layout:
         return () if self.before is None else self.before.lost
 
     @property
+    def changed(self) -> bool:
+        """Whether its ranks are others than in the epoch before."""
+        return self.before is not None and self.before.origin != tuple(range(len(self.nodes)))
+
+    @property
     def fresh(self) -> bool:
         """Whether this rank was a spare in the epoch before, and now has a role."""
         before = self.before

@@ -78,9 +78,8 @@ class KVStore:
 
     @property
     def resumed(self) -> int | None:
-        """The step to begin with: so many rounds of each key are in what the store holds. 0 where a training begins.
-        More where a job has started again (`mpips run --restarts`), or where this worker has joined a store that others
-        train. None where its keys stand at several rounds."""
+        """The step to begin with: so many rounds of each key are stored. 0 where a training begins. More where a job
+        has started again, or this worker has joined one. None where its keys stand at several rounds."""
         return self.settings.resumed
 
     @staticmethod
@@ -131,8 +130,7 @@ class KVStore:
         self.settings.forget(keys)
 
     def barrier(self) -> None:
-        """Wait until all workers have come. In an asynchronous store a pull after it sees all pushes before it, but for
-        those that `staleness` holds back."""
+        """Wait until all workers have come. A pull after it sees all pushes before it that `staleness` lets through."""
         self.settings.barrier()
 
     def save(self, path: str | os.PathLike[str], wait: bool = True) -> Saving | None:
@@ -153,8 +151,7 @@ class KVStore:
         load(self.settings, path)
 
     def save_optimizer_states(self, fname: str, dump_optimizer: bool = False) -> None:
-        """Write the optimizers' state of all keys, from all servers, to one file (safetensors). Rank 0 writes.
-        `dump_optimizer` stores the optimizers' names and options beside it."""
+        """Write the optimizers' state of all keys to one file (safetensors), with their options if `dump_optimizer`."""
         save_states(self.settings, fname, dump_optimizer)
 
     def load_optimizer_states(self, fname: str) -> None:
@@ -164,12 +161,10 @@ class KVStore:
     def recover(self, grow: bool = False) -> Rounds:
         """Begin the next epoch after an EpochError. What was under way is forgotten, values stay.
 
-        Returns of each key the last complete round, which it stands at: so many pushes of each worker are in it. In an
-        asynchronous store, how many pushes of this worker (of its client) are; a worker that joins begins as the
-        slowest. `.step` is that of all keys.
-        `.torn` names keys of which a round was applied in part: load a checkpoint of them. `grow`: ranks that wait
-        (`spares`) become workers, also where nobody has died; all workers call it after the same step, or one does and
-        the others' calls raise EpochError.
+        Returns of each key the last complete round, which it stands at: so many pushes of each worker are in it, in an
+        asynchronous store of this one (of its client). `.step` is that of all keys. `.torn` names keys of which a round
+        was applied in part: load a checkpoint of them. `grow`: ranks that wait (`spares`) become workers, also where
+        nobody has died; all call it after the same step, or one does and the others' calls raise EpochError.
         """
         rounds = self.epochs.recover(grow)
         if self.layout.survives:

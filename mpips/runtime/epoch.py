@@ -40,6 +40,8 @@ T = TypeVar("T")
 PARTING_SECONDS = 5.0
 """So long a rank that closes waits for the others once the epoch is over."""
 FREEING_SECONDS = 1.0
+LONG_SECONDS = 0.2
+"""A wait after which more is looked at than whether the epoch has ended."""
 
 
 class Ranks(Protocol):
@@ -127,6 +129,8 @@ class Epoch:
         self.on_end: list[Callable[[], None]] = []
         """What this rank does once when it learns that the epoch is over, before it raises: it sees to it that nobody
         reads arrays that it has lent, and that what others count on is there."""
+        self.needs: Callable[[], None] = lambda: None
+        """Raises CollectiveError where what this rank waits for cannot come any more. Asked in long waits."""
         self._hearing, self._ending = threading.Lock(), threading.RLock()
         self._closed = False
         self._begin()
@@ -168,6 +172,8 @@ class Epoch:
             with self._hearing:
                 try:
                     self._home.listen(waited)
+                    if waited > LONG_SECONDS:
+                        self.needs()
                 except CollectiveError as error:
                     raise of_kind(error) from None
 
@@ -248,6 +254,13 @@ class Epoch:
         """The same of the workers, as a task: what else is under way goes on. Others may need it before they come."""
         room = self._room(False)
         return _Meeting(self, room, what).steps(payload)
+
+    def words(self) -> list[bytes]:
+        """What each worker has brought last to a meeting of the workers that is not over here; b"": nothing. Does not
+        block."""
+        assert self._workers is not None
+        self._workers.missing()
+        return self._workers.last()
 
     def _room(self, everybody: bool) -> Room:
         room = self._everybody if everybody else self._workers

@@ -120,6 +120,12 @@ def agree(
     return [word.data for word in every]
 
 
+def data_of(word: bytes, what: str) -> bytes:
+    """The data of what a rank has brought to an `agree`; b"" where it has not, or to another call."""
+    said = msgspec.msgpack.decode(word, type=_Word) if word else None
+    return said.data if said is not None and said.what == what else b""
+
+
 def attempt(make: Callable[[], Any]) -> tuple[Any, BaseException | None]:
     """What `make` returns, or the ValueError or TypeError that it raises, to be brought along as a `refusal`."""
     try:

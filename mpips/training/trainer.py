@@ -48,12 +48,10 @@ class Trainer:
     metrics     functions of (outputs, y) by name, for `evaluate` and `fit(test=)`: a value a sample, or the mean.
     grow        spares that wait become workers in the first `fit`, after the epoch of training that is under way.
 
-    Where the store survives deaths (option `spares`), `fit` goes on by itself after the death of a worker or a server,
-    with a spare or with fewer; `overlap` is refused there. A death outside of `fit` is an EpochError as always.
+    Where the store survives deaths (option `spares`), `fit` goes on after one by itself; `overlap` is refused there.
 
-    Every worker starts from rank 0's parameters. Collective over all workers of the store: every worker makes it, with
-    equal arguments, and calls `step` equally often. ValueError or TypeError on every worker where arguments are wrong
-    or differ, or the model lacks what they need, before anything is sent.
+    Every worker starts from rank 0's parameters. Collective over all workers, which give equal arguments, and call
+    `step` equally often. All raise ValueError or TypeError before anything is sent where one is wrong or differs.
     """
 
     def __init__(
@@ -134,11 +132,10 @@ class Trainer:
                     list, a DataLoader), or a function of the epoch, from 1, that returns one. Workers may have unlike
                     numbers of batches: who is out of them contributes nothing, and the mean is over the samples of the
                     others. For that a synchronous step sums one number more. An asynchronous worker waits for nobody.
-        test        a pair of arrays, or batches, measured after each epoch: by all workers together, each its share; in
-                    an asynchronous store by each worker alone, with its parameters of that moment.
+        test        a pair of arrays, or batches, measured after each epoch: by all workers together; in an asynchronous
+                    store by each alone, with its parameters of that moment.
         callbacks   `mpips.training.Callback` objects. on_epoch: a function that is called with each Epoch.
-        resume      a folder of `Checkpoint`: go on from its newest checkpoint, or begin where it has none. In a
-                    synchronous store training goes on with the same bits.
+        resume      a folder of `Checkpoint`: go on from its newest one, if any; in a synchronous store with the same bits.
 
         Collective; ValueError or TypeError on every worker where arguments are wrong, or differ between workers.
         """

@@ -13,6 +13,7 @@ import msgspec
 from mpi4py import MPI
 from numpy.typing import NDArray
 
+from collectives.errors import CollectiveError
 from mpips import compression, optimizers
 from mpips.checkpoint.held import Claims
 from mpips.checkpoint.source import Saves, Written
@@ -29,6 +30,7 @@ from mpips.runtime.errors import EpochError
 from mpips.runtime.parting import NEVER
 from mpips.runtime.rendezvous import Items
 from mpips.runtime.tasks import Task, kept
+from mpips.worker import closing
 from mpips.worker.backend import Backend, Recovered
 from mpips.worker.operations import GIVEN, Operations
 
@@ -243,6 +245,8 @@ class Epochs:
 
     def __init__(self, store: Settings, closed: breaking.Step = lambda: None) -> None:
         self._store, self._closed = store, closed
+        if store.layout.survives:
+            store.epoch.needs = self._see_closing
         breaking.at_exit(self._exit)
 
     def recover(self, grow: bool = False) -> Rounds:
@@ -304,10 +308,11 @@ class Epochs:
             return
         store.settle()  # what is complete then stays
         pushed = {name: key.round for name, key in store.keys.items()}
+        told = closing.said(store.keys)
         while True:
             try:
                 with store.operations.guard("close"):
-                    rendezvous.agree(store.epoch, "close")
+                    rendezvous.agree(store.epoch, closing.CLOSE, data=told)
                 return
             except EpochError:
                 pass
@@ -321,6 +326,15 @@ class Epochs:
                     f"close: a death has undone round {pushed[undone[0]]} of key {undone[0]!r}, and the others make it "
                     "again: call recover(), and go on from its step, with close() inside the same try"
                 )
+            if not store.layout.changed:  # nobody has died: who makes more pushes is not to wait for this worker
+                return
+
+    def _see_closing(self) -> None:
+        """CollectiveError where a worker closes the store whose next push this one waits for."""
+        store = self._store
+        ahead = store.layout.options.staleness if store.layout.asynchronous else 0
+        if ahead >= 0 and (why := closing.in_vain(store.epoch.words(), store.keys, ahead)):
+            raise CollectiveError(why)
 
     def _leave(self) -> None:
         """What is to be done at the end, in this order, each though another fails. Collective."""
