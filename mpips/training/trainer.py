@@ -135,7 +135,7 @@ class Trainer:
         test        a pair of arrays, or batches, measured after each epoch: by all workers together; in an asynchronous
                     store by each alone, with its parameters of that moment.
         callbacks   `mpips.training.Callback` objects. on_epoch: a function that is called with each Epoch.
-        resume      a folder of `Checkpoint`: go on from its newest one, if any; in a synchronous store with the same bits.
+        resume      a folder of `Checkpoint`: go on from its newest one, if any. With the same bits, where synchronous.
 
         Collective; ValueError or TypeError on every worker where arguments are wrong, or differ between workers.
         """

@@ -56,3 +56,38 @@ def test_who_closes_makes_an_undone_step_again(tmp_path: Path, kind: str, steps:
     for _ in range(steps):
         value = 3 * (value + 1)
     assert done.stdout.replace("\0", "").split() == ["at", "last", str(value)]
+
+
+LEAVES = """
+import sys
+import numpy as np
+import mpips
+
+kv = mpips.create({kind!r}, **{options!r})
+kv.init("w", np.zeros(9))
+kv.set_optimizer("sgd", learning_rate=1.0)
+out, step = np.zeros(9), 0
+while step < 6:
+    try:
+        if kv.rank == 1 and step == 3:
+            sys.exit(0)
+        kv.pushpull("w", np.ones(9), out)
+        step += 1
+    except mpips.EpochError:
+        step = kv.recover().step
+"""
+
+
+@first(1, **{"kind, options, code": [
+    ("dist_sync", {}, 1), ("mpi_sync", {"masters": "all"}, 1), ("dist_async", {"staleness": 1}, 0),
+]})  # fmt: skip
+def test_nobody_waits_for_a_worker_that_has_closed(
+    tmp_path: Path, kind: str, options: dict[str, object], code: int
+) -> None:
+    """In an asynchronous store it holds nobody back any more."""
+    program = tmp_path / "leaves.py"
+    program.write_text(LEAVES.format(kind=kind, options=options))
+    words = [sys.executable, "-m", "launch.cli", "run", "-w", "3", "-s", "1", "--spares", "0", str(program)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=JOB_LIMIT, check=False)
+    assert done.returncode == code, done.stderr
+    assert ("rank 1 has closed the store: the store cannot be recovered" in done.stderr) == bool(code), done.stderr
