@@ -1,8 +1,9 @@
 """Who takes which place when ranks have died, or workers are to be more. Pure.
 
 Ranks of a store are workers, then servers, then spares. A dead server's place is taken by a spare, if there is one,
-then a dead worker's. A place that nobody takes vanishes: clients keep the members that are left, and clients without
-any vanish, too. Where the store grows, the spares that are left become workers.
+then a dead worker's; but first, where no server is left or no worker, one of these. A place that nobody takes vanishes:
+clients keep the members that are left, and clients without any vanish, too. Where the store grows, the spares that are
+left become workers.
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ def succession(
     spares = [rank for rank in range(old.num_workers + old.num_servers, old.size) if rank not in lost]
     holders = {place: place for place in range(old.num_workers + old.num_servers) if place not in lost}
     workers, servers = range(old.num_workers), range(old.num_workers, old.num_workers + old.num_servers)
-    for place in (*servers, *workers):
+    needed = [places[0] for places in (servers, workers) if places and not holders.keys() & set(places)]
+    for place in (*needed, *servers, *workers):
         if place not in holders and spares:
             holders[place] = min(spares, key=lambda spare: (nodes[spare] != nodes[place], spare))
             spares.remove(holders[place])

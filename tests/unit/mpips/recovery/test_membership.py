@@ -35,8 +35,10 @@ def test_every_rank_that_lives_keeps_its_role_and_spares_fill_servers_first(work
             assert role(old, origin) in (role(new.roles, rank), "spare")
         dead = [role(old, rank) for rank in lost]
         there = spares - dead.count("spare")
-        to_servers = min(there, dead.count("server"))
-        to_workers = min(there - to_servers, dead.count("worker"))
+        to_servers = min(there, int(0 < servers == dead.count("server")))
+        to_workers = min(there - to_servers, int(workers == dead.count("worker")))  # so that there is one of each
+        to_servers += min(there - to_servers - to_workers, dead.count("server") - to_servers)
+        to_workers += min(there - to_servers - to_workers, dead.count("worker") - to_workers)
         assert new.roles.num_servers == servers - dead.count("server") + to_servers
         assert new.roles.num_workers == workers - dead.count("worker") + to_workers
         assert new.roles.spares == there - to_servers - to_workers
