@@ -19,6 +19,9 @@ MPIRUN_SIGNS = (OPEN_MPI, "PRTE_LAUNCHED", "MPI_LOCALNRANKS")
 PRESENCE = "_MPIPS_PRESENCE"
 PRESENT, STARTED, ROLE, GOODBYE, FAILING = b"present", b"started", b"role", b"goodbye", b"failing"
 
+# The same where the launcher is on another host, and others have died: the one word that is said for all.
+WELL_WITHOUT = b"mpips: the job has ended well without rank"
+
 
 def implementation(library: str) -> str:
     """`openmpi`, `mpich`, `intel` or `other`, from the text of MPI_Get_library_version."""

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from launch.running import descendants, leftovers
+from launch.running.listener import Listener
 from launch.running.presence import Presence
 from launch.running.signals import Heard, HeldSignals
 from launch.running.verdict import End, OneDeathEnds, OthersGoOn, Verdict
@@ -62,12 +63,13 @@ def run(
     A job that a signal does not end is killed after `GRACE`, with all that it has started here. It is ended, too, once
     `hopeless`, asked every `LOOK_SECONDS`, says yes, and when a rank has died, unless `spares`, of which the last ranks
     are so many, is 0 or more: then the others go on. `name`: the command that says that it was interrupted. `roles[i]`
-    is what rank i is; `here` ranks are sure to start on this machine.
+    is what rank i is; `here` ranks are sure to start on this machine. Where others may not, mpirun is listened to.
     """
     signals, presence = HeldSignals(), Presence(here, survives=spares >= 0)
     verdict: Verdict = OneDeathEnds(presence, roles) if spares < 0 else OthersGoOn(presence, roles, spares)
     try:
-        watched = Watched(argv, signals, presence, verdict, hopeless)
+        listener = Listener() if here < max(1, len(roles)) else None
+        watched = Watched(argv, signals, presence, verdict, hopeless, listener)
         watched.until_it_ends()
         presence.look()
         end = watched.end()
@@ -94,6 +96,7 @@ class Watched:
         presence: Presence,
         verdict: Verdict,
         hopeless: Callable[[], bool] | None,
+        listener: Listener | None,
     ) -> None:
         self._signals, self._presence, self._verdict, self._hopeless = signals, presence, verdict, hopeless
         self._heard, self._deserted = 0, False
@@ -105,10 +108,22 @@ class Watched:
         descendants.adopt()
         environment = {**os.environ, **presence.environment()}
         self._began = time.time()
-        self._job = subprocess.Popen(argv, env=environment, preexec_fn=_child_of(os.getpid(), signals.before))
+        output, errors = (listener.output, listener.errors) if listener else (None, None)
+        prepare = _child_of(os.getpid(), signals.before)
+        self._job = subprocess.Popen(argv, env=environment, stdout=output, stderr=errors, preexec_fn=prepare)
+        self._listener = listener
+        if listener:
+            listener.start()
 
     def end(self) -> End:
-        return End(self._job.returncode, self._heard, self._deserted)
+        """How mpirun has ended, once all that it has written is read, or a signal has come. To be asked once."""
+        lost = well = False
+        if listener := self._listener:
+            listener.finish()
+            while not listener.has_finished(NAP_SECONDS) and not any(heard.ends for heard in self._signals.read()):
+                pass
+            lost, well = listener.lost and self._ends_by == math.inf, listener.well
+        return End(self._job.returncode, self._heard, self._deserted, lost, well)
 
     def until_it_ends(self) -> None:
         due = math.inf

@@ -16,16 +16,20 @@ from launch.running.presence import Death, Presence
 AFTER_A_DEATH = 4.0  # seconds for mpirun to end a job, one of whose ranks has died, by itself
 AFTER_A_FAILURE = 20.0  # the same where a rank said before that it ends the job: that is under way
 AFTER_THE_LAST = 1.5  # the same where ranks have died and nobody who is left works
+LOST = "mpirun has lost a host"
+LOST_CODE = 1  # of such a job, where mpirun leaves with 0
 BARE_CODES = (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGTERM)
 
 
 class End(NamedTuple):
-    """How mpirun has ended: its return code, below 0 for a signal; the signal that we were sent to end the job, and
-    whether we have ended it because of its ranks."""
+    """How mpirun has ended: its return code, below 0 for a signal; the signal that we were sent to end the job; whether
+    we have ended it because of its ranks; whether it has lost a host before; and whether the others ended well."""
 
     returned: int
     heard: int = 0
     deserted: bool = False
+    lost: bool = False
+    well: bool = False
 
 
 class Verdict(Protocol):
@@ -77,13 +81,19 @@ class OneDeathEnds:
             return presence.code
         if end.deserted and presence.deaths:
             return _code_of(presence.deaths[0])
+        if end.lost and not code:
+            return LOST_CODE
         return code if code >= 0 else 128 - code
 
     def sentence(self, end: End) -> str:
+        if end.lost:
+            return f"{LOST}: the job has ended"
         death = self._first(end)
         return f"{_named(death, self._roles, self.code(end))}: the job has ended" if death else ""
 
     def death(self, end: End) -> str:
+        if end.lost:
+            return LOST
         death = self._first(end)
         return _named(death, self._roles, self.code(end)) if death and death.code is None else ""
 
@@ -157,12 +167,16 @@ class OthersGoOn:
                 return _code_of(presence.deaths[0])
         if end.deserted:
             return 1
+        if end.lost:
+            return end.returned or LOST_CODE if self._lost(end) else 0
         return end.returned if end.returned >= 0 else 128 - end.returned
 
     def sentence(self, end: End) -> str:
         presence = self._presence
         if end.returned < 0 and not end.deserted:
             return f"mpirun was ended by {signal.Signals(-end.returned).name}: the job has ended"
+        if self._lost(end):
+            return f"{LOST}: the job has ended"
         if self._leaver():
             return ""
         early = end.deserted and not presence.started
@@ -175,9 +189,15 @@ class OthersGoOn:
         presence = self._presence
         if end.heard or not self.code(end):
             return ""
+        if self._lost(end):
+            return LOST
         before = presence.deaths[: self._told] if presence.code is not None else presence.deaths[: max(self._told, 1)]
         last = next((death for death in reversed(before) if death.code is None), None)
         return _named(last, self._roles) if last else ""
+
+    def _lost(self, end: End) -> bool:
+        """Whether the job ended with a host. Where one that was left has ended well, it did not."""
+        return end.lost and not (end.well or self._presence.well)
 
 
 def _code_of(death: Death) -> int:

@@ -35,11 +35,31 @@ def install() -> None:
 
 
 def _end_mpi() -> None:
-    module = sys.modules.get("mpi4py.MPI")
-    if module is None or not module.Is_initialized() or module.Is_finalized():
+    if (module := _running()) is None:
         return
-    if not finalized(ctypes.CDLL(module.__file__).MPI_Finalize, AFTER_A_DEATH if _somebody_died(module) else OTHERWISE):
+    seconds = OTHERWISE if dead() == [] else AFTER_A_DEATH
+    if not finalized(ctypes.CDLL(module.__file__).MPI_Finalize, seconds):
         leave_at_once()
+
+
+def dead() -> list[int] | None:
+    """Ranks of the job that are known to have died, while MPI runs; None where it cannot tell."""
+    if (module := _running()) is None:
+        return None
+    try:
+        failed, everybody = module.COMM_WORLD.Get_failed(), module.COMM_WORLD.Get_group()
+        ranks = sorted(failed.Translate_ranks(None, everybody)) if failed.Get_size() else []
+        failed.Free()
+        everybody.Free()
+    except module.Exception:
+        return None
+    return ranks
+
+
+def _running() -> Any:
+    """mpi4py's module of MPI, None where MPI has not started or has ended."""
+    module = sys.modules.get("mpi4py.MPI")
+    return module if module is not None and module.Is_initialized() and not module.Is_finalized() else None
 
 
 def finalized(finalize: Any, seconds: float) -> bool:
@@ -55,13 +75,3 @@ def leave_at_once() -> None:
     libc = ctypes.CDLL(None)
     libc.fflush(None)
     libc.on_exit(libc["_exit"], None)
-
-
-def _somebody_died(module: Any) -> bool:
-    try:
-        failed = module.COMM_WORLD.Get_failed()
-        size = failed.Get_size()
-        failed.Free()
-    except module.Exception:
-        return True
-    return bool(size)

@@ -1,7 +1,8 @@
 """What a rank tells the `mpips run` of its machine, where one listens: that it is here, that MPI has started there, its
 role, and how it ends.
 
-Who ends without a word has died. The last word is said when all that closes at exit has closed.
+Who ends without a word has died. The last word is said when all that closes at exit has closed. Where others have died
+and none listens, as on another host, the first of those that are left says it on standard error.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-from mpips.world import FAILING, GOODBYE, PRESENCE, PRESENT, ROLE, STARTED, launched_as
+from mpips.ending.finalize import dead, survives
+from mpips.world import FAILING, GOODBYE, PRESENCE, PRESENT, ROLE, STARTED, WELL_WITHOUT, launched_as
 
 SECONDS = 5.0  # to be heard by the launcher
 PR_SET_PDEATHSIG = 1
@@ -31,14 +33,16 @@ class StatusLine:
 
     def __init__(self) -> None:
         self._process, self._well, job = os.getpid(), False, launched_as(os.environ)
+        self._rank, self._is_heard = job[0] if job else 0, False
         self._line = socket.socket(socket.AF_UNIX)
         self._line.settimeout(SECONDS)
         name = os.environ.pop(PRESENCE, "")  # not for the processes that this one starts
         if job and name:
             with suppress(OSError):
                 self._line.connect(f"\0{name}")
+                self._is_heard = True
                 ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # nobody outlives its mpirun
-        self._say(b"%s %d\n" % (PRESENT, job[0] if job else 0))
+        self._say(b"%s %d\n" % (PRESENT, self._rank))
         sys.meta_path.insert(0, _Importing(self))
         atexit.register(self._leave)
         self._in_threads, threading.excepthook = threading.excepthook, self._thread_fails
@@ -57,8 +61,14 @@ class StatusLine:
         self._say(b"%s %d\n" % (FAILING, code & 255))
 
     def _leave(self) -> None:
-        if self._well:
-            self._say(GOODBYE + b"\n")
+        if not self._well or os.getpid() != self._process:
+            return
+        self._say(GOODBYE + b"\n")
+        others = dead() if survives() and not self._is_heard else None
+        if others and {*range(self._rank)} <= {*others}:
+            ranks = ", ".join(map(str, others)).encode()
+            with suppress(OSError):
+                os.write(2, b"%s%s %s\n" % (WELL_WITHOUT, b"s"[: len(others) > 1], ranks))
 
     def _thread_fails(self, args: threading.ExceptHookArgs) -> None:
         if not issubclass(args.exc_type, SystemExit):

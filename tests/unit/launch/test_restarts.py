@@ -37,6 +37,7 @@ FINE, KILLED = Ended(0, 0, 0, "", ""), Ended(137, 137, 0, "it died", "rank 1 was
         (Ended(255, 255, 0, "", ""), True, "mpich", ""),
         (Ended(137, -9, 0, "", ""), False, "mpich", "mpirun was ended by signal 9"),
         (Ended(1, -11, 0, "", ""), False, "openmpi", ""),  # it crashed while it ended those that had an exception
+        (Ended(1, 0, 0, "", "mpirun has lost a host"), True, "openmpi", "mpirun has lost a host"),
         (FINE, True, "intel", ""),
     ],
 )

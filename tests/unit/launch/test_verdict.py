@@ -10,7 +10,7 @@ import pytest
 
 from launch.running import verdict
 from launch.running.presence import Death, Presence
-from launch.running.verdict import End, OthersGoOn
+from launch.running.verdict import End, OneDeathEnds, OthersGoOn
 
 ROLES = ("worker", "worker", "server", "spare")
 KILLED = int(signal.SIGKILL)
@@ -104,4 +104,22 @@ def test_where_ranks_are_on_other_hosts_mpirun_knows() -> None:
     dies(presence, 0, 1)
     assert of(presence).due(1.0) == math.inf
     assert of(presence).code(End(0)) == 0
+    presence.close()
+
+
+@pytest.mark.parametrize("well, code, death", [(0, 1, "mpirun has lost a host"), (1, 0, "")])
+def test_a_lost_host_ends_the_job_unless_one_here_ended_well(well: int, code: int, death: str) -> None:
+    presence = Presence(1, survives=True)
+    leaves(presence, *range(well))
+    end = End(0, lost=True)
+    assert (of(presence).code(end), of(presence).death(end)) == (code, death)
+    assert of(presence).sentence(end) == (f"{death}: the job has ended" if death else "")
+    presence.close()
+
+
+def test_a_lost_host_comes_before_the_ranks_that_mpirun_then_ends() -> None:
+    presence = Presence(1)
+    dies(presence, 0)
+    end = End(0, lost=True)
+    assert (OneDeathEnds(presence, ROLES).code(end), OneDeathEnds(presence, ROLES).death(end)) == (1, verdict.LOST)
     presence.close()
