@@ -166,15 +166,19 @@ def reset(name: str) -> None:
         client.ask(name, {"do": "reset"})
 
 
-@command.command(epilog=examples("mpips lab link h2 d0 down"))
+@command.command(epilog=examples("mpips lab link h2 d0 down", "mpips lab link h2 all up --share 0.1"))
 @named
+@click.option(
+    "--share", type=click.FloatRange(0.001, 1), default=1.0, show_default=True,
+    help="Of its rate, that the NIC has from now on, each direction.",
+)  # fmt: skip
 @click.argument("host")
 @click.argument("nic")
 @click.argument("state", type=click.Choice(["up", "down"]))
-def link(name: str, host: str, nic: str, state: str) -> None:
-    """Set a NIC of a host down or up again."""
+def link(name: str, host: str, nic: str, state: str, share: float) -> None:
+    """Set a NIC of a host, or all, down, or up again as it was, or with a part of its rate."""
     with sentences():
-        client.ask(name, {"do": "link", "host": host, "nic": nic, "up": state == "up"})
+        client.ask(name, {"do": "link", "host": host, "nic": nic, "up": state == "up", "share": share})
 
 
 @command.command("list", epilog=examples("mpips lab list"))

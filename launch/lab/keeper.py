@@ -94,7 +94,7 @@ class Keeper:
                 self._baseline = self._counters()
                 return {}
             case "link":
-                return self._set_link(request["host"], request["nic"], request["up"])
+                return self._set_link(request["host"], request["nic"], request["up"], request.get("share", 1.0))
             case "health":
                 return self._health(request["hosts"])
             case "clear":
@@ -119,12 +119,15 @@ class Keeper:
     def _dead(self) -> list[str]:
         return [host.name for host, process in zip(self._plan.hosts, self._processes) if not health.lives(process)]
 
-    def _set_link(self, name: str, nic: str, up: bool) -> dict[str, Any]:
+    def _set_link(self, name: str, nic: str, up: bool, share: float) -> dict[str, Any]:
         if name in self._dead():
             return {"error": health.died(self.name, [name])}
         for host, links in zip(self._plan.hosts, self._links):
-            if host.name == name and nic in [n.name for n in host.nics]:
-                links.set(nic, state="up" if up else "down")
+            if host.name == name and (nics := [n for n in host.nics if nic in (n.name, "all")]):
+                for each in nics:
+                    links.set(each.name, state="up" if up else "down")
+                    links.shape(each.name, round(each.rate * share))
+                    self._outer.shape(each.port, round(each.rate * share))
                 if up:
                     now = counters(links)
                     add_neighbours_and_routes(links, host, [each.name for each in host.nics if now[each.name]["up"]])

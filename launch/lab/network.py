@@ -62,8 +62,8 @@ class Links:
         self.netlink.addr("add", index=self.index(name), address=address, prefixlen=prefix)
 
     def shape(self, name: str, rate: int) -> None:
-        """Let ``name`` send at most ``rate`` bits per second."""
-        self.netlink.tc("add", "tbf", self.index(name), rate=rate // 8, burst=BURST, limit=QUEUE)
+        """Let ``name`` send at most ``rate`` bits per second, from now on."""
+        self.netlink.tc("replace", "tbf", self.index(name), rate=rate // 8, burst=BURST, limit=QUEUE)
 
     def plug(self, port: str, bridge: str, *, quiet: bool) -> None:
         """Make ``port`` a port of ``bridge``; a quiet one neither learns nor floods."""

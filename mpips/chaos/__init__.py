@@ -1,4 +1,4 @@
-"""Faults on purpose: a seeded plan of kills, stops and full disks against a running job, and a report.
+"""Faults on purpose: a seeded plan of kills, stops, full disks and lost links against a running job, and a report.
 
     plan = chaos.draw(seed=7, count=3, every=5.0)
     run = chaos.watch(["mpips", "run", "-w", "4", "-s", "2", "--spares", "1", "train.py"], plan, limit=120)
@@ -7,13 +7,14 @@
 A program notes `chaos.note(step, loss)` at the beginning of each step. That costs nothing where nobody watches.
 """
 
+from mpips.chaos.faults import Done
 from mpips.chaos.injector import note
-from mpips.chaos.plan import CALLS, KINDS, ROLES, Fault, Plan, PlanError, Point, Whom, draw, load, save
+from mpips.chaos.plan import CALLS, KINDS, ROLES, Fault, Plan, PlanError, Point, Whom, check_lab, draw, load, save
 from mpips.chaos.report import Outcome, Report, judge
 from mpips.chaos.told import Made, Note, Recovered
-from mpips.chaos.watch import Done, Run, watch
+from mpips.chaos.watch import Run, watch
 
 __all__ = [
     "CALLS", "Done", "Fault", "KINDS", "Made", "Note", "Outcome", "Plan", "PlanError", "Point", "ROLES", "Recovered",
-    "Report", "Run", "Whom", "draw", "judge", "load", "note", "save", "watch",
+    "Report", "Run", "Whom", "check_lab", "draw", "judge", "load", "note", "save", "watch",
 ]  # fmt: skip

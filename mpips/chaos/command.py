@@ -37,11 +37,13 @@ class _Words(click.ParamType):
 @click.option("--every", default=10.0, show_default=True, type=click.FloatRange(0.001),
               help="Seconds between them, in the mean; the first comes as long after the first store was made.")
 @click.option("--kinds", default="kill", show_default=True, type=_Words(chaos.KINDS),
-              help="Of kill, stop (SIGSTOP) and full (no file can grow), with commas.")
+              help="Of kill, stop (SIGSTOP) and full (no file can grow), with commas; in a lab also of host (all ranks "
+              "of a host are killed), cut (its NICs are down) and slow (they have a part of their rate).")
 @click.option("--roles", default="any", show_default=True, type=_Words(chaos.ROLES),
               help="Whom: of any, worker, server, spare, with commas.")
 @click.option("--lasting", default=1.0, show_default=True, type=click.FloatRange(0.001),
-              help="Seconds that a stop or a full disk lasts.")
+              help="Seconds that a stop, a full disk, a cut or a slow link lasts.")
+@click.option("--lab", default="", metavar="NAME", help="The lab in which COMMAND runs its job, for faults of hosts.")
 @click.option("--save", "saved", type=OutFile(), help="Write the plan to this file.")
 @click.option("--replay", type=click.Path(), help="Take the plan from this file instead.")
 @click.option("--limit", default=600.0, show_default=True, type=click.FloatRange(0.001),
@@ -51,10 +53,10 @@ class _Words(click.ParamType):
 @click.option("--picture", type=Picture(), help="Draw the numbers that worker 0 noted against time; needs matplotlib.")
 @click.argument("words", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- COMMAND [ARGS]...")
 def command(
-    seed: int, faults: int, every: float, kinds: Words, roles: Words, lasting: float, saved: Path | None,
+    seed: int, faults: int, every: float, kinds: Words, roles: Words, lasting: float, lab: str, saved: Path | None,
     replay: str | None, limit: float, reference: bool, record: Path | None, picture: Path | None, words: Words,
 ) -> None:  # fmt: skip
-    """Run COMMAND, such as `mpips run -w 4 train.py`, and make faults in its ranks on this machine.
+    """Run COMMAND, such as `mpips run -w 4 train.py`, and make faults in its ranks here, or in a lab's hosts.
 
     Its program may say `mpips.chaos.note(step, loss)` at the beginning of each step: the report then tells seconds to
     go on, and whether bits are equal. The exit code is 0 only if the job ended well, nothing is left of it, and no bits
@@ -62,15 +64,16 @@ def command(
     """
     try:
         plan = chaos.load(replay) if replay else chaos.draw(seed, faults, every, kinds, roles, lasting)
+        chaos.check_lab(plan, lab)
     except chaos.PlanError as error:
         raise click.UsageError(str(error)) from None
     if saved:
         with writing(saved):
             chaos.save(plan, saved)
-    without = watched(words, chaos.Plan(), limit) if reference else None
+    without = watched(words, chaos.Plan(), limit, lab) if reference else None
     if without is not None and (without.code or without.hung):
         raise click.ClickException(f"the job without faults {'hung' if without.hung else f'ended with {without.code}'}")
-    run = watched(words, plan, limit)
+    run = watched(words, plan, limit, lab)
     report = chaos.judge(run, without)
     _show(report)
     if record:
@@ -82,11 +85,11 @@ def command(
     sys.exit(0 if report.good else 1)
 
 
-def watched(words: Words, plan: chaos.Plan, limit: float) -> chaos.Run:
+def watched(words: Words, plan: chaos.Plan, limit: float, lab: str) -> chaos.Run:
     """The run of a command; UsageError where there is none."""
     argv = [sys.executable, "-m", "launch.cli", *words[1:]] if words[0] == "mpips" else list(words)
     try:
-        return chaos.watch(argv, plan, limit)
+        return chaos.watch(argv, plan, limit, lab=lab)
     except OSError as error:
         raise click.UsageError(f"{words[0]} cannot be run: {error.strerror}") from None
 
@@ -100,7 +103,8 @@ def _show(report: chaos.Report) -> None:
             table.add_row(fault.kind, f"not made: {fault.undone}", "", "")
         else:
             seconds = "-" if fault.seconds is None else f"{fault.seconds:.3f}"
-            table.add_row(fault.kind, f"rank {fault.rank} ({fault.role})", f"{fault.at:.3f}", seconds)
+            place = f" on {fault.host}" if fault.host else ""
+            table.add_row(fault.kind, f"rank {fault.rank} ({fault.role}){place}", f"{fault.at:.3f}", seconds)
     out = console()
     out.print(table)
     p50, p99 = report.percentile(50), report.percentile(99)

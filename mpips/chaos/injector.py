@@ -55,7 +55,8 @@ class Injector:
             point = fault.at
             if isinstance(point, Point) and (point.rank, point.call, point.nth) == here:
                 self.tell(Reached(time.monotonic(), self.rank, number))
-                if (fault.kind, fault.whom.role, fault.whom.number, point.delay) == ("kill", "rank", self.rank, 0.0):
+                mine = (fault.whom.role, fault.whom.number) == ("rank", self.rank)
+                if mine and not fault.lasts and not point.delay:
                     time.sleep(TO_BE_KILLED)
 
     def place(self) -> tuple[int, int]:
@@ -70,7 +71,7 @@ class Injector:
         for call in CALLS:
             if hasattr(store, call):
                 setattr(store, call, self._counted(call, getattr(store, call)))
-        self.tell(Here(self.rank, "worker"))
+        self.tell(Here(self.rank, "worker", socket.gethostname()))
         self.tell(Made(time.monotonic(), self.rank, *self.place()))
 
     def _counted(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -101,11 +102,11 @@ def watched(create: Create) -> Create:
     except (OSError, ValueError):  # who watched has left
         return create
     _injectors[:] = [injector]
-    injector.tell(Here(rank, _role(rank, size, {})))
+    injector.tell(Here(rank, _role(rank, size, {}), socket.gethostname()))
 
     @functools.wraps(create)
     def told(*args: Any, **options: Any) -> Any:
-        injector.tell(Here(rank, _role(rank, size, options)))
+        injector.tell(Here(rank, _role(rank, size, options), socket.gethostname()))
         injector.reach("create")
         store = create(*args, **options)
         injector.take(store)

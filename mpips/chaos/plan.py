@@ -9,14 +9,20 @@ from typing import Literal
 
 import msgspec
 
-KINDS = ("kill", "stop", "full")
-"""SIGKILL; SIGSTOP for some seconds; for some seconds no file that the process writes can grow."""
+KINDS = ("kill", "stop", "full", "host", "cut", "slow")
+"""SIGKILL; SIGSTOP for some seconds; for some seconds no file that the process writes can grow. Of the host on which it
+is: SIGKILL to all ranks there; its NICs are down for some seconds; they have a part of their rate for some seconds."""
+OF_HOSTS = ("host", "cut", "slow")
+"""Kinds that need a lab."""
+AT_ONCE = ("kill", "host")
 ROLES = ("any", "worker", "server", "spare")
 CALLS = (
     "create", "init", "set_optimizer", "push", "pull", "pushpull", "ipush", "ipull", "ipushpull", "barrier", "save",
     "load", "recover", "close",
 )  # fmt: skip
 NEAREST, FARTHEST = 0.5, 1.5  # of a drawn time between faults, in parts of the mean
+LEAST_SHARE = 0.001  # of a rate
+SLOWEST, FASTEST = 0.02, 0.5  # of a drawn share of a rate
 
 
 class PlanError(ValueError):
@@ -41,13 +47,18 @@ class Whom(msgspec.Struct, frozen=True):
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """One fault. `at`: seconds since the first store was made, or a point. `seconds`: how long a stop or a full disk
-    lasts."""
+    """One fault. `at`: seconds since the first store was made, or a point. `seconds`: how long it lasts, where it does.
+    `share`: what slow NICs keep of their rate."""
 
-    kind: Literal["kill", "stop", "full"]
+    kind: Literal["kill", "stop", "full", "host", "cut", "slow"]
     whom: Whom
     at: float | Point
     seconds: float = 0.0
+    share: float = 1.0
+
+    @property
+    def lasts(self) -> bool:
+        return self.kind not in AT_ONCE
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -71,9 +82,10 @@ def draw(
     for _ in range(count):
         at += every * rng.uniform(NEAREST, FARTHEST)
         kind, role = rng.choice(list(kinds)), rng.choice(list(roles))
-        lasts = 0.0 if kind == "kill" else seconds
+        lasts = 0.0 if kind in AT_ONCE else seconds
         whom = {"role": role, "number": rng.randrange(1 << 16)}
-        faults.append({"kind": kind, "whom": whom, "at": round(at, 3), "seconds": lasts})
+        share = round(rng.uniform(SLOWEST, FASTEST), 3) if kind == "slow" else 1.0
+        faults.append({"kind": kind, "whom": whom, "at": round(at, 3), "seconds": lasts, "share": share})
     try:
         return _checked(msgspec.convert({"seed": seed, "faults": faults}, Plan))
     except msgspec.ValidationError as error:
@@ -95,6 +107,15 @@ def load(path: str | Path) -> Plan:
         raise PlanError(f"{path} holds no plan of faults: {error}; `mpips chaos --save` writes one") from None
 
 
+def check_lab(plan: Plan, lab: str) -> None:
+    """PlanError where a plan has faults of hosts, and the job runs in no lab."""
+    if not lab and (kinds := [fault.kind for fault in plan.faults if fault.kind in OF_HOSTS]):
+        raise PlanError(
+            f"{kinds[0]!r} is a fault of a lab's hosts, and no lab is named: make one (`mpips lab up`), run the job in "
+            "it (`mpips lab run`), and name it here (--lab)"
+        )
+
+
 def _checked(plan: Plan) -> Plan:
     for place, fault in enumerate(plan.faults):
         point = fault.at if isinstance(fault.at, Point) else None
@@ -102,8 +123,10 @@ def _checked(plan: Plan) -> Plan:
         assert isinstance(delay, float)
         if delay < 0 or fault.seconds < 0 or fault.whom.number < 0:
             raise PlanError(f"fault {place} has a time or a number below 0")
-        if fault.kind != "kill" and not fault.seconds:
+        if fault.lasts and not fault.seconds:
             raise PlanError(f"fault {place} ({fault.kind}) lasts 0 seconds: give more")
+        if not LEAST_SHARE <= fault.share <= 1:
+            raise PlanError(f"fault {place} ({fault.kind}) has a share of {fault.share}: give {LEAST_SHARE} to 1")
         if point and (point.call not in CALLS or point.nth < 1):
             known = ", ".join(CALLS)
             raise PlanError(f"fault {place} is at call {point.nth} of {point.call!r}; known: {known}, counted from 1")

@@ -15,13 +15,15 @@ EQUAL = "equal"
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """One fault. `at`: seconds since the first store was made. `seconds`: from the fault until every worker that was
-    there and lived has begun a new step; None where none began one any more."""
+    """One fault. `host`: the rank's, where it was a fault of that. `at`: seconds since the first store was made.
+    `seconds`: from the fault until every worker that was there and lived has begun a new step; None where none began
+    one any more."""
 
     fault: int
     kind: str
     rank: int
     role: str
+    host: str
     at: float
     seconds: float | None
     undone: str
@@ -57,18 +59,18 @@ def judge(run: Run, reference: Run | None = None) -> Report:
     began = began_at(run)
     made = sorted(run.done, key=lambda done: done.time)
     times = [done.time for done in made if not done.undone]
-    killed = {done.rank: done.time for done in made if run.plan.faults[done.fault].kind == "kill" and not done.undone}
+    killed = {rank: done.time for done in made for rank in done.killed}
 
     def outcome(done: Done) -> Outcome:
         later = [time for time in times if time > done.time]
         seconds = None if done.undone else _seconds(run.told, done.time, later, killed)
         kind = run.plan.faults[done.fault].kind
-        return Outcome(done.fault, kind, done.rank, done.role, done.time - began, seconds, done.undone)
+        return Outcome(done.fault, kind, done.rank, done.role, done.host, done.time - began, seconds, done.undone)
 
     outcomes = [outcome(done) for done in made]
     reached = {done.fault for done in made}
     outcomes += [
-        Outcome(number, fault.kind, -1, "", 0.0, None, "the job ended before")
+        Outcome(number, fault.kind, -1, "", "", 0.0, None, "the job ended before")
         for number, fault in enumerate(run.plan.faults)
         if number not in reached
     ]

@@ -11,10 +11,11 @@ PLAN, SOCKET = "plan.json", "ranks"
 
 
 class Here(msgspec.Struct, tag=True, frozen=True):
-    """It is there, or has another role now."""
+    """It is there, or has another role now. `host`: what its machine is called."""
 
     rank: int
     role: str
+    host: str
 
 
 class Made(msgspec.Struct, tag=True, frozen=True):
