@@ -71,7 +71,7 @@ COMMANDS = {
         ("mpips plan profile.json --nodes 8", "mpips plan --model resnet50 --nodes 4:64 --plot plan.png"),
     ),
     "chaos": Sub(
-        "mpips.chaos.command", "Kill and stop ranks of a running job by a plan, and report.",
+        "mpips.chaos.command", "Make faults in a running job by a plan, and report.",
         ("mpips chaos --faults 3 --every 5 -- mpips run -w 4 -s 2 --spares 1 train.py",
          "mpips chaos --replay plan.json --reference -- mpips run -w 4 train.py"),
     ),

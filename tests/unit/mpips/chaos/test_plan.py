@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mpips.chaos import KINDS, ROLES, Fault, Plan, PlanError, Point, Whom, draw, load, save
+from mpips.chaos import KINDS, ROLES, Fault, Plan, PlanError, Point, Whom, check_lab, draw, load, save
 
 
 def test_a_seed_gives_one_plan() -> None:
@@ -23,8 +23,22 @@ def test_faults_come_one_after_the_other_in_the_mean_so_often() -> None:
 
 
 def test_only_what_lasts_has_seconds() -> None:
-    for fault in draw(3, 50, 1.0, ["kill", "stop"], seconds=2.5).faults:
-        assert fault.seconds == (2.5 if fault.kind == "stop" else 0)
+    for fault in draw(3, 50, 1.0, KINDS, seconds=2.5).faults:
+        assert fault.seconds == (0 if fault.kind in ("kill", "host") else 2.5)
+
+
+def test_only_slow_links_have_a_share_of_their_rate() -> None:
+    faults = draw(3, 50, 1.0, KINDS).faults
+    assert len({fault.share for fault in faults if fault.kind == "slow"}) > 3
+    assert all((0 < fault.share < 1) == (fault.kind == "slow") for fault in faults)
+
+
+@pytest.mark.parametrize("kind", ["host", "cut", "slow"])
+def test_faults_of_hosts_need_a_lab(kind: str) -> None:
+    check_lab(draw(1, 3, 1.0, [kind]), "mine")
+    check_lab(draw(1, 3, 1.0, ["kill", "stop", "full"]), "")
+    with pytest.raises(PlanError, match=f"'{kind}' is a fault of a lab's hosts, and no lab is named"):
+        check_lab(draw(1, 3, 1.0, [kind]), "")
 
 
 def test_a_saved_plan_is_the_same(tmp_path: Path) -> None:
@@ -41,6 +55,7 @@ def test_a_saved_plan_is_the_same(tmp_path: Path) -> None:
         ('{"faults": [{"kind": "burn", "whom": {"role": "any", "number": 1}, "at": 1}]}', "burn"),
         ('{"faults": [{"kind": "kill", "whom": {"role": "any", "number": 1}, "at": -1}]}', "below 0"),
         ('{"faults": [{"kind": "stop", "whom": {"role": "any", "number": 1}, "at": 1}]}', "lasts 0 seconds"),
+        ('{"faults": [{"kind": "kill", "whom": {"role": "any", "number": 1}, "at": 1, "share": 0}]}', "share of 0"),
         ('{"faults": [{"kind": "kill", "whom": {"role": "any", "number": 1}, "at": {"rank": 0, "call": "x"}}]}', "'x'"),
     ],
 )

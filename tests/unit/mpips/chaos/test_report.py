@@ -102,3 +102,11 @@ def test_the_nearest_rank_is_the_percentile() -> None:
     report = judge(run(told, *faults))
     assert report.percentile(50) is not None and round(report.percentile(50) or 0, 2) == 2.02
     assert round(report.percentile(99) or 0, 2) == 4.02
+
+
+def test_all_ranks_of_a_lost_host_are_not_waited_for() -> None:
+    told = [*steps(1, 0, 1), *steps(3, 2, 3, ranks=(0,))]
+    made = run(told, ("host", 2.5, 1))
+    made.done = [Done(0, 2.5, 1, "worker", "h1", (1, 2))]
+    (fault,) = judge(made).faults
+    assert (fault.host, fault.rank) == ("h1", 1) and fault.seconds == 3 - 2.5
