@@ -22,8 +22,10 @@ from mpips.checkpoint import folder as files
 from mpips.options import Options
 
 LIMIT = 20.0  # seconds for a host to answer
-KILLED_ELSEWHERE: dict[Flavour, tuple[int, ...]] = {"openmpi": (), "mpich": (), "intel": (255,)}
-"""What an mpirun leaves with, beside what tells of a signal, when it was one that ended a rank."""
+LASTING = ("sleep", "1")  # Open MPI's mpirun waits for ever, now and then, for a program of another host that ends at once
+KILLED_ELSEWHERE: dict[Flavour, tuple[int, ...]] = {"openmpi": (14,), "mpich": (), "intel": (255,)}
+"""What an mpirun leaves with, beside what tells of a signal, when it was one that ended a rank. Open MPI: another rank
+has seen that first, and has ended the job with MPI_ERR_UNKNOWN."""
 
 
 def check(options: Options, restarts: int) -> None:
@@ -105,7 +107,7 @@ def answering(
 def _answers(host: str, launcher: Launcher, machine: Machine, extra: Sequence[str]) -> bool:
     if host in ("localhost", socket.gethostname()):
         return True
-    argv = build(launcher, Job(1, ("true",), {}, (Placed(host, 1),), extra=tuple(extra)), machine)
+    argv = build(launcher, Job(1, LASTING, {}, (Placed(host, 1),), extra=tuple(extra)), machine)
     try:
         done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=LIMIT, check=False)
     except subprocess.TimeoutExpired:

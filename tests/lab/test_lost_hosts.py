@@ -49,11 +49,12 @@ weights, step = np.zeros(7, np.float32), kv.resumed
 kv.init("w", weights)
 kv.pull("w", weights)
 while step < 60:
-    if step == 30 and socket.gethostname() == "h1":
+    if step == 30 and socket.gethostname() == "h1" and not os.path.exists(sys.argv[0] + ".killed"):
         here = os.readlink("/proc/self/ns/net")
-        for process in filter(str.isdigit, os.listdir("/proc")):
+        for process in filter(str.isdigit, os.listdir("/proc") if sys.argv[1] == "host" else []):
             if int(process) != os.getpid() and os.readlink(f"/proc/{process}/ns/net") == here:
                 os.kill(int(process), signal.SIGKILL)
+        open(sys.argv[0] + ".killed", "x").close()
         os.kill(os.getpid(), signal.SIGKILL)
     kv.pushpull("w", np.full(7, 1 / kv.num_workers, np.float32), out=weights)
     step += 1
@@ -62,21 +63,40 @@ if kv.rank == 0:
 """
 
 
-@pytest.mark.parametrize("restarts", [0, 1])
-def test_a_host_is_lost_with_mpiruns_daemon(make: Callable[..., str], tmp_path: Path, restarts: int) -> None:
+@pytest.fixture
+def train(make: Callable[..., str], tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """`mpips run` of a training, from the launcher of a lab: a worker or all processes of its host die at step 30."""
     if find().flavour != "openmpi":
         pytest.skip("starts Open MPI's daemons by the lab's agent")
     (tmp_path / "hosts").write_text("".join(f"h{number} slots=1\n" for number in range(3)))
     (tmp_path / "train.py").write_text(LOSES_A_HOST)
-    again = ["--restarts", "1", "--checkpoint", str(tmp_path / "saved"), "--every", "10"] if restarts else []
-    words = ["-w", "2", "-s", "1", "--hostfile", str(tmp_path / "hosts"), "--interface", "vip0", *again]
-    words += [f"--mpi-arg={word}" for word in agent_settings()]
-    program = [sys.executable, "-m", "launch.run", *words, str(tmp_path / "train.py")]
-    argv = client.host_command(make("star:3"), "launcher", program)
-    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT)
-    assert done.returncode == 1 - restarts, done.stderr
-    if restarts:
-        said = "mpips: mpirun has lost a host: the job starts again from .*, restart 1 of 1, with -w 1 -s 1 on"
-        assert re.search(said, done.stderr) and "steps 1.0 1" in done.stdout, done.stderr
-    else:
-        assert "mpips: mpirun has lost a host: the job has ended\n" in done.stderr and "steps" not in done.stdout
+
+    def started(what: str, restarts: int) -> subprocess.CompletedProcess[str]:
+        again = ["--restarts", str(restarts), "--checkpoint", str(tmp_path / "saved"), "--every", "10"]
+        words = ["-w", "2", "-s", "1", "--hostfile", str(tmp_path / "hosts"), "--interface", "vip0", *again]
+        words += [f"--mpi-arg={word}" for word in agent_settings()]
+        program = [sys.executable, "-m", "launch.run", *words, str(tmp_path / "train.py"), what]
+        argv = client.host_command(make("star:3"), "launcher", program)
+        return subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT)
+
+    return started
+
+
+def test_a_host_that_is_lost_with_mpiruns_daemon_is_a_failure(
+    train: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    done = train("host", 0)
+    assert done.returncode == 1 and "steps" not in done.stdout
+    assert "mpips: mpirun has lost a host: the job has ended\n" in done.stderr
+
+
+@pytest.mark.parametrize("what, why, roles", [
+    ("host", "mpirun has lost a host", ", with -w 1 -s 1 on the hosts that answer"),
+    ("rank", "mpirun has left with code 14, as after the death of a rank|a rank of another host was ended by .*", ""),
+])  # fmt: skip
+def test_the_job_starts_again_where_all_ranks_were_elsewhere(
+    train: Callable[..., subprocess.CompletedProcess[str]], what: str, why: str, roles: str
+) -> None:
+    done = train(what, 1)
+    assert done.returncode == 0 and "steps 1.0" in done.stdout, done.stderr
+    assert re.search(rf"mpips: ({why}): the job starts again from .*, restart 1 of 1{roles}\n", done.stderr), done.stderr

@@ -35,6 +35,8 @@ FINE, KILLED = Ended(0, 0, 0, "", ""), Ended(137, 137, 0, "it died", "rank 1 was
         (Ended(137, 137, 0, "", ""), False, "openmpi", ""),
         (Ended(255, 255, 0, "", ""), True, "intel", "mpirun has left with code 255, as after the death of a rank"),
         (Ended(255, 255, 0, "", ""), True, "mpich", ""),
+        (Ended(14, 14, 0, "", ""), True, "openmpi", "mpirun has left with code 14, as after the death of a rank"),
+        (Ended(14, 14, 0, "", ""), False, "openmpi", ""),
         (Ended(137, -9, 0, "", ""), False, "mpich", "mpirun was ended by signal 9"),
         (Ended(1, -11, 0, "", ""), False, "openmpi", ""),  # it crashed while it ended those that had an exception
         (Ended(1, 0, 0, "", "mpirun has lost a host"), True, "openmpi", "mpirun has lost a host"),
@@ -191,7 +193,7 @@ from pathlib import Path
 words, lost = " ".join(sys.argv), Path(__file__).with_name("lost")
 if "--version" in words:
     print("HYDRA build details:\\n    Version: 4.2.1")
-elif words.endswith("true"):
+elif words.endswith("sleep 1"):
     sys.exit("-hosts b:1" in words)
 else:
     print(words)
