@@ -22,7 +22,7 @@ from mpips.checkpoint import folder as files
 from mpips.options import Options
 
 LIMIT = 20.0  # seconds for a host to answer
-LASTING = ("sleep", "1")  # Open MPI's mpirun waits for ever, now and then, for a program of another host that ends at once
+LASTING = ("sleep", "1")  # Open MPI's mpirun may wait for ever for a program of another host that ends at once
 KILLED_ELSEWHERE: dict[Flavour, tuple[int, ...]] = {"openmpi": (14,), "mpich": (), "intel": (255,)}
 """What an mpirun leaves with, beside what tells of a signal, when it was one that ended a rank. Open MPI: another rank
 has seen that first, and has ended the job with MPI_ERR_UNKNOWN."""

@@ -99,4 +99,5 @@ def test_the_job_starts_again_where_all_ranks_were_elsewhere(
 ) -> None:
     done = train(what, 1)
     assert done.returncode == 0 and "steps 1.0" in done.stdout, done.stderr
-    assert re.search(rf"mpips: ({why}): the job starts again from .*, restart 1 of 1{roles}\n", done.stderr), done.stderr
+    again = rf"mpips: ({why}): the job starts again from .*, restart 1 of 1{roles}\n"
+    assert re.search(again, done.stderr), done.stderr
