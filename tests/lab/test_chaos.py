@@ -15,6 +15,8 @@ from launch.lab import client
 from mpips import chaos
 from mpips.chaos import Fault, Made, Note, Plan, Point, Run, Whom
 from tests.lab.conftest import ROOT
+from tests.lab.conftest import Run as JobRun
+from tests.lab.test_lab import SEND
 from tests.mpi.chaos.job import MODULE, wrong_curve
 
 pytestmark = pytest.mark.lab
@@ -75,3 +77,13 @@ def test_a_job_outside_of_the_lab_loses_no_host(watch: Watch, make: Callable[...
     argv = [sys.executable, "-m", "launch.cli", "run", "-w", "1", str(script)]
     run = chaos.watch(argv, plan, LIMIT, lab=f"test-{os.getpid()}")
     assert run.code == 0 and [done.undone for done in run.done] == ["rank 0 is on no host of a lab"]
+
+
+def test_a_link_holds_a_part_of_its_rate_until_it_is_set_back(make: Callable[..., str], run: JobRun) -> None:
+    name = make("star:2", 20e6)
+    code = SEND.format(source=0, target=1) + "import time; start = time.perf_counter()\n"
+    code += SEND.format(source=0, target=1) + "if c.rank == 0: print(time.perf_counter() - start)\n"
+    client.ask(name, {"do": "link", "host": "h1", "nic": "all", "up": True, "share": 0.05})
+    assert float(run(name, 2, code).stdout) > 0.9 * (1 << 20) / 1e6
+    client.ask(name, {"do": "link", "host": "h1", "nic": "all", "up": True})
+    assert float(run(name, 2, code).stdout) < 0.9 * (1 << 20) / 1e6

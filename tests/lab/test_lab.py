@@ -83,16 +83,6 @@ def test_a_link_holds_its_rate(make: Make, run: Run) -> None:
     assert seconds > 0.9 * (1 << 20) / 1e6  # a bound of physics, not of this machine's speed
 
 
-def test_a_link_holds_a_part_of_its_rate_until_it_is_set_back(make: Make, run: Run) -> None:
-    name = make("star:2", 20e6)
-    code = SEND.format(source=0, target=1) + "import time; start = time.perf_counter()\n"
-    code += SEND.format(source=0, target=1) + "if c.rank == 0: print(time.perf_counter() - start)\n"
-    client.ask(name, {"do": "link", "host": "h1", "nic": "all", "up": True, "share": 0.05})
-    assert float(run(name, 2, code).stdout) > 0.9 * (1 << 20) / 1e6
-    client.ask(name, {"do": "link", "host": "h1", "nic": "all", "up": True})
-    assert float(run(name, 2, code).stdout) < 0.9 * (1 << 20) / 1e6
-
-
 def test_two_labs_stand_side_by_side(make: Make, run: Run) -> None:
     first, second = make("star:2"), make("star:3")
     assert {first, second} <= set(client.names())
