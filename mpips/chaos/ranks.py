@@ -38,7 +38,9 @@ class Rank:
 
     @property
     def alive(self) -> bool:
-        return not select.select([self.process], [], [], 0)[0]
+        ended = select.poll()
+        ended.register(self.process, select.POLLIN)
+        return not ended.poll(0)
 
     @property
     def is_elsewhere(self) -> bool:
