@@ -16,6 +16,7 @@ import pytest
 from launch import find, survival
 from launch.lab import client
 from launch.lab.job import agent_settings
+from tests.choice import first
 from tests.lab.conftest import LIMIT, ROOT
 from tests.mpi.mpips.mirrored import Job
 from tests.mpi.mpips.survivor import expected
@@ -23,7 +24,7 @@ from tests.mpi.mpips.survivor import expected
 pytestmark = pytest.mark.lab
 
 
-@pytest.mark.parametrize("spares", [0, 1])
+@first(1, spares=[1, 0])
 def test_a_hosts_ranks_are_all_killed(make: Callable[..., str], tmp_path: Path, spares: int) -> None:
     if why := survival.hindrance(find()):
         pytest.skip(why)
