@@ -8,6 +8,7 @@ Each rank sends its bytes to each other rank, so that each knows whom it waits f
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -41,6 +42,7 @@ class Room:
         self.comm, self.rank, self.size, self._tag = comm, comm.Get_rank(), comm.Get_size(), tag
         self._heard: list[deque[bytes]] = [deque() for _ in range(self.size)]
         """What each rank has brought to meetings that are not over here."""
+        self._receiving = threading.Lock()
 
     def bring(self, payload: bytes) -> None:
         """Begin a meeting. Does not block."""
@@ -49,9 +51,10 @@ class Room:
 
     def missing(self) -> list[int]:
         """Ranks that have not come to the present meeting. Does not block."""
-        while (message := received(self.comm, self._tag)) is not None:
-            source, data = message
-            self._heard[source].append(data)
+        with self._receiving:  # two threads would mix up the order
+            while (message := received(self.comm, self._tag)) is not None:
+                source, data = message
+                self._heard[source].append(data)
         return [rank for rank, heard in enumerate(self._heard) if not heard]
 
     def brought(self) -> list[bytes]:
@@ -122,8 +125,11 @@ def agree(
 
 def data_of(word: bytes, what: str) -> bytes:
     """The data of what a rank has brought to an `agree`; b"" where it has not, or to another call."""
-    said = msgspec.msgpack.decode(word, type=_Word) if word else None
-    return said.data if said is not None and said.what == what else b""
+    try:
+        said = msgspec.msgpack.decode(word, type=_Word)
+    except msgspec.DecodeError:  # of another meeting
+        return b""
+    return said.data if said.what == what else b""
 
 
 def attempt(make: Callable[[], Any]) -> tuple[Any, BaseException | None]:

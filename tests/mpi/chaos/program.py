@@ -48,22 +48,23 @@ def synchronous(kv: mpips.KVStore, file: str) -> None:
 
     set_up(kv, model.start(), optimize)
     step, fresh = kv.resumed, True
-    while step < model.STEPS or fresh:
+    while True:
         try:
             if fresh:
                 pull(kv, weights)
                 fresh = False
             mpips.chaos.note(step, model.bits(weights))
+            if step == model.STEPS:
+                kv.close()
+                return
             if step % model.SAVE_EVERY == model.SAVE_EVERY - 1:
                 kv.save(file)
-            if step < model.STEPS:
-                one_round(kv, weights, step)
-                step += 1
+            one_round(kv, weights, step)
+            step += 1
         except mpips.EpochError:
             rounds = kv.recover()
             step, fresh = rounds.step, True
             assert step is not None, f"keys stand at different rounds: {dict(rounds)}"
-    mpips.chaos.note(step, model.bits(weights))
 
 
 def one_round(kv: mpips.KVStore, weights: Values, step: int) -> None:
@@ -94,13 +95,15 @@ def asynchronous(kv: mpips.KVStore, file: str) -> None:
                 kv.barrier()
                 pull(kv, totals)
                 kv.barrier()
+                rank = kv.rank
+                kv.close()
                 break
             made += 1
             count(kv, totals, counts.number_of(made - 1), seen)
         except mpips.EpochError:
             kv.recover()
             fresh = True
-    if kv.rank == 0:
+    if rank == 0:
         np.savez(file, **totals)
 
 
@@ -120,4 +123,3 @@ if __name__ == "__main__":
     kind, checkpoint = sys.argv[1:]
     store = mpips.create(kind, **model.OPTIONS)
     (asynchronous if kind.endswith("_async") else synchronous)(store, checkpoint)
-    store.close()
