@@ -18,6 +18,8 @@ TOTAL = 80
 MOST = 2 * TOTAL  # of one process
 NUMBERS = PROCESSES * MOST
 TOTALS = "ids"
+DONE, EPOCHS, OVER = "done", 32, -1
+"""A key in which workers say that they push no more, each in the row of the epoch; its last element: all have."""
 SIZES = {TOTALS: NUMBERS, "split": 70_001, "block": 1531}
 """Elements of each key. The first counts each push once."""
 
@@ -25,6 +27,30 @@ SIZES = {TOTALS: NUMBERS, "split": 70_001, "block": 1531}
 def start() -> dict[str, np.ndarray]:
     """Nothing is counted yet."""
     return {key: np.zeros(n, np.float32) for key, n in SIZES.items()}
+
+
+def nobody_done() -> np.ndarray:
+    """The first value of `DONE`."""
+    return np.zeros(EPOCHS * PROCESSES + 1, np.float32)
+
+
+def says_done(epoch: int, rank: int) -> np.ndarray:
+    """What a worker pushes to `DONE`."""
+    pushed = nobody_done()
+    pushed[:OVER].reshape(EPOCHS, PROCESSES)[epoch, rank] = 1
+    return pushed
+
+
+def says_over() -> np.ndarray:
+    """What who sees that all are done pushes to `DONE`."""
+    pushed = nobody_done()
+    pushed[OVER] = 1
+    return pushed
+
+
+def all_done(done: np.ndarray, epoch: int, workers: int) -> bool:
+    """Whether all workers of an epoch, this one or an earlier one, have said so."""
+    return bool(done[OVER] or done[:OVER].reshape(EPOCHS, PROCESSES)[epoch, :workers].all())
 
 
 def number_of(made: int) -> int:

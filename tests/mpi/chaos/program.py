@@ -9,6 +9,7 @@ elements of its own, and is noted when it begins and once it is acknowledged. FI
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -84,7 +85,8 @@ def one_round(kv: mpips.KVStore, weights: Values, step: int) -> None:
 def asynchronous(kv: mpips.KVStore, file: str) -> None:
     """Count pushes until there are enough of all workers, and note each when it begins and when it is acknowledged."""
     totals = counts.start()
-    set_up(kv, counts.start(), lambda: kv.set_optimizer(mpips.optimizers.Add()))
+    first = counts.start() | {counts.DONE: counts.nobody_done()}
+    set_up(kv, first, lambda: kv.set_optimizer(mpips.optimizers.Add()))
     made, fresh = 0, True
     while True:
         try:
@@ -92,9 +94,8 @@ def asynchronous(kv: mpips.KVStore, file: str) -> None:
                 pull(kv, totals)
                 fresh = False
             if (seen := int(totals[counts.TOTALS].sum())) >= counts.TOTAL:
-                kv.barrier()
+                finish(kv)
                 pull(kv, totals)
-                kv.barrier()
                 rank = kv.rank
                 kv.close()
                 break
@@ -105,6 +106,16 @@ def asynchronous(kv: mpips.KVStore, file: str) -> None:
             fresh = True
     if rank == 0:
         np.savez(file, **totals)
+
+
+def finish(kv: mpips.KVStore) -> None:
+    """Wait until nobody pushes any more. A spare may come when the others have been through this: no call of all."""
+    done = counts.nobody_done()
+    kv.pushpull(counts.DONE, counts.says_done(kv.epoch, kv.rank), done)
+    while not counts.all_done(done, kv.epoch, kv.num_workers):
+        time.sleep(1e-3)
+        kv.pull(counts.DONE, done)
+    kv.pushpull(counts.DONE, counts.says_over(), done)
 
 
 def count(kv: mpips.KVStore, totals: Values, number: int, seen: int) -> None:
