@@ -151,7 +151,7 @@ class KVStore:
         load(self.settings, path)
 
     def save_optimizer_states(self, fname: str, dump_optimizer: bool = False) -> None:
-        """Write the optimizers' state of all keys to one file (safetensors), with their options if `dump_optimizer`."""
+        """Rank 0 writes the optimizers' state of all keys (safetensors), if `dump_optimizer` with names and options."""
         save_states(self.settings, fname, dump_optimizer)
 
     def load_optimizer_states(self, fname: str) -> None:

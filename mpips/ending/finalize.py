@@ -46,14 +46,12 @@ def dead() -> list[int] | None:
     """Ranks of the job that are known to have died, while MPI runs; None where it cannot tell."""
     if (module := _running()) is None:
         return None
+    from collectives.network.failures import failed
+
     try:
-        failed, everybody = module.COMM_WORLD.Get_failed(), module.COMM_WORLD.Get_group()
-        ranks = sorted(failed.Translate_ranks(None, everybody)) if failed.Get_size() else []
-        failed.Free()
-        everybody.Free()
+        return failed(module.COMM_WORLD)
     except module.Exception:
         return None
-    return ranks
 
 
 def _running() -> Any:

@@ -13,6 +13,7 @@ from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
 
 NEW = -1
+"""The place of a worker by which the store has grown."""
 
 
 class Before(NamedTuple):
@@ -35,8 +36,10 @@ class Before(NamedTuple):
         """The workers one of whose pushes were those that a worker of now goes on with: its own, in stores where each
         pushes alone, else those of its client. None where the store has grown by it."""
         place = self.places[worker]
-        if place == NEW or kind.startswith("dist_"):
-            return range(place, place + (place != NEW))
+        if place == NEW:
+            return range(0)
+        if kind.startswith("dist_"):
+            return range(place, place + 1)
         return next(range(*client) for client in self.clients if place in range(*client))
 
 

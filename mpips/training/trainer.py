@@ -48,7 +48,7 @@ class Trainer:
     metrics     functions of (outputs, y) by name, for `evaluate` and `fit(test=)`: a value a sample, or the mean.
     grow        spares that wait become workers in the first `fit`, after the epoch of training that is under way.
 
-    Where the store survives deaths (option `spares`), `fit` goes on after one by itself; `overlap` is refused there.
+    Where the store survives deaths (`spares`), `fit` goes on after one; outside of it one raises. `overlap` is refused.
 
     Every worker starts from rank 0's parameters. Collective over all workers, which give equal arguments, and call
     `step` equally often. All raise ValueError or TypeError before anything is sent where one is wrong or differs.

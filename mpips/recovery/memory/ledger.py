@@ -105,8 +105,9 @@ def read(segment: NDArray[np.uint8], region: Region, epoch: int) -> Book | None:
     return msgspec.msgpack.decode(data.tobytes(), type=Book)
 
 
-def entry(ledger: Ledger, key: int | str, start: int, undo: Undo, words: Array, contributors: tuple[int, ...]
-) -> Entry:
+def entry(
+    ledger: Ledger, key: int | str, start: int, undo: Undo, words: Array, contributors: tuple[int, ...]
+) -> Entry:  # fmt: skip
     """What the ledger says of a unit."""
     values = undo.arrays[0]
     rows = (0, 0) if undo.rows is None else (ledger.offset(undo.rows), len(undo.rows))
