@@ -7,8 +7,9 @@ its rank and ends the whole job at once.
 import io
 import os
 import sys
+from collections.abc import Callable
 
-from mpi4py.run import main
+from mpi4py import run
 
 from mpips.ending.last_words import end, end_unstarted, is_started
 from mpips.ending.status import StatusLine
@@ -25,6 +26,19 @@ def whole_lines() -> None:
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
 
 
+def exit_of(left: SystemExit) -> tuple[int, str]:
+    """Return the exit code, and the text on standard error, with which Python alone would leave."""
+    if left.code is None or isinstance(left.code, int):
+        code = int(left.code or 0)
+        return (code & 255 if -(1 << 63) <= code < 1 << 63 else 255), ""
+    return 1, f"{left.code}\n"
+
+
+def _set_abort_status(status: object, set_status: Callable[[object], None] = run.set_abort_status) -> None:
+    """Give mpi4py, which aborts MPI with it, the exit code as Python has it: mpi4py's own reading fails at 2**40."""
+    set_status(exit_of(status)[0] if isinstance(status, SystemExit) else status)
+
+
 if __name__ == "__main__":
     word = sys.argv[1] if len(sys.argv) > 1 else ""
     if word in COMMANDS and not os.path.exists(word):
@@ -33,18 +47,18 @@ if __name__ == "__main__":
         sys.exit(2)
     whole_lines()
     status = StatusLine()
+    run.set_abort_status = _set_abort_status
     try:
-        main()
+        run.main()
         status.ends_well()
     except SystemExit as left:
-        if left.code:  # now, because an open store would wait at exit for ranks that wait for this one
-            why = left.code if isinstance(left.code, str) else ""  # sys.exit("why") means: say why, exit with 1
-            code = 1 if why else int(left.code)
+        code, why = exit_of(left)
+        if code:  # now, because an open store would wait at exit for ranks that wait for this one
             status.fails(code)
             if is_started() or launched_as(os.environ) is None:
-                end(f"exit {code}", why and f"{why}\n", code, same=(code, why))
+                end(f"exit {code}", why, code, same=(code, why))
             else:
-                print(why, end=why and "\n", file=sys.stderr)
+                print(why, end="", file=sys.stderr)
                 end_unstarted(f"exit {code}", code)
             raise SystemExit(code) from None
         status.ends_well()

@@ -361,6 +361,12 @@ def test_an_exit_code_of_one_rank_is_no_signal(tmp_path: Path) -> None:
     assert "SIGKILL" not in done.stderr
 
 
+def test_an_object_that_a_rank_exits_with_is_its_text(tmp_path: Path) -> None:
+    done = run(tmp_path, f"{UP}import sys\nif w.rank == 1: sys.exit(['no', 256])\nw.Barrier()\n", "-w", "2")
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.startswith("['no', 256]\nmpips: exit 1 on rank 1 of 2: the job ends\n"), done.stderr
+
+
 @first(1, code=[9, 15])
 def test_a_rank_that_leaves_without_a_word_was_ended_by_no_signal(tmp_path: Path, code: int) -> None:
     done = run(tmp_path, f"{UP}if w.rank == 1: os._exit({code})\ntime.sleep(600)\n", "-w", "2")
