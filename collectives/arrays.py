@@ -58,6 +58,7 @@ def is_torch(x: Any) -> bool:
 def host(x: Any, name: str = "x") -> Vector:
     """`x` as a NumPy array over the same memory; TypeError when it is no host array."""
     if isinstance(x, np.ndarray):
+        see_unmasked(x, name)
         return x
     if isinstance(x, np.generic):
         raise TypeError(f"{name} is a NumPy scalar, whose memory is nobody's: pass an array of it, numpy.array(...)")
@@ -72,6 +73,13 @@ def host(x: Any, name: str = "x") -> Vector:
         f"{name} is of type {type(x).__name__}, which is no array in memory: pass one of NumPy or PyTorch, or one that "
         "has __array_interface__ or DLPack"
     )
+
+
+def see_unmasked(x: Any, name: str) -> None:
+    """TypeError where some elements are masked away: what lies below a mask is no number of anybody's."""
+    if isinstance(x, np.ma.MaskedArray):
+        raise TypeError(f"{name} is a masked array, whose mask would be lost: pass its filled(...), with a number for "
+                        "what is masked")
 
 
 def _of_torch(x: Any, name: str) -> Vector:
@@ -95,4 +103,6 @@ def flat(array: Vector, name: str, written: bool) -> Flat:
         raise ValueError(f"{name} is read-only, and the result goes there: pass a writable array or out=")
     if array.dtype.hasobject:
         raise ValueError(f"{name} holds Python objects: use a numeric type")
+    if array.dtype.kind in "SUMm":
+        raise ValueError(f"{name} has elements of dtype {array.dtype}: use a numeric type, or a view of it as integers")
     return Flat(array.__array_interface__["data"][0], array.size, array.dtype)

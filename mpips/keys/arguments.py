@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from collectives.arrays import see_unmasked
 from collectives.errors import of_caller
 from mpips.keys import arrays
 from mpips.keys.key import Key, Name
@@ -139,6 +140,7 @@ def _host(value: Any, name: Name, what: str, cure: str) -> Array:
         raise TypeError(f"{what}: key {name!r} got a RowSparse where an array is needed; pass its to_dense()")
     if arrays.is_device(value):
         raise TypeError(f"{what}: key {name!r} got an array on a GPU where a host array is needed; copy it there first")
+    see_unmasked(value, f"{what}: the array of key {name!r}")
     try:
         array = arrays.host(value)
     except TypeError as error:

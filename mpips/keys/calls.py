@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from collectives.arrays import see_unmasked
 from mpips.keys import arguments, arrays, row_sparse
 from mpips.keys.arrays import Staged
 from mpips.keys.key import Key, Name
@@ -84,6 +85,7 @@ def _lists(row_ids: Any) -> Any:
 
 
 def _row_ids(key: Key, row_ids: Any) -> NDArray[np.int64]:
+    see_unmasked(row_ids, f"row_sparse_pull: row_ids of key {key.name!r}")
     ids = np.asarray(row_ids)
     ids = ids.astype(np.int64) if ids.size == 0 else ids.reshape(-1)
     if not key.shape:

@@ -35,7 +35,8 @@ class RowSparse:
     shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        rows, values, shape = _array(self.rows), _array(self.values), tuple(int(n) for n in self.shape)
+        rows, values = _array(self.rows, "rows of a RowSparse"), _array(self.values, "values of a RowSparse")
+        shape = tuple(int(n) for n in self.shape)
         if rows.size == 0:
             rows = rows.astype(np.int64)
         if not shape or min(shape) < 0:
@@ -86,8 +87,9 @@ class RowSparse:
         return RowSparse(self.rows[chosen] - start, self.values[chosen], (stop - start, *self.shape[1:]))
 
 
-def _array(x: Any) -> np.ndarray:
+def _array(x: Any, name: str) -> np.ndarray:
     """As NumPy's; lists become arrays, tensors of PyTorch are viewed, whether they record gradients or not."""
+    arrays.see_unmasked(x, name)
     return arrays.host(x) if arrays.is_torch(x) else np.asarray(x)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from numbers import Integral
@@ -10,11 +12,14 @@ from typing import Any
 
 import numpy as np
 
+from mpips.keys.tables import CURE, table
 from mpips.training.model import samples_of
 
 Batch = tuple[Any, Any]
 BLOCK = 1024
 """Samples that are evaluated at once."""
+LONG_SECONDS = 10.0
+"""After so long an iterable without a length may be one without an end, which is said."""
 
 
 def shares(samples: int, batch_size: int, epoch: int, seed: int, kv: Any, dealt: int = 0) -> Iterator[np.ndarray]:
@@ -54,6 +59,11 @@ class Arrays:
         """Whether workers may have unlike batches: never."""
         return False
 
+    @property
+    def bounded(self) -> bool:
+        """Whether an epoch is known to end: always."""
+        return True
+
     def order(self, workers: int) -> str:
         """What decides which samples come in which step."""
         return f"{len(self.x)} samples, {self.batch_size * workers} a step, seed {self.seed}"
@@ -74,6 +84,8 @@ class Batches:
     epoch's number, from 1, that returns one. Workers may have unlike numbers of batches, and of samples in them."""
 
     source: Iterable[Batch] | Callable[[int], Iterable[Batch]]
+    most: int | None = None
+    """At most so many batches are an epoch; None: all that there are."""
 
     @property
     def joined(self) -> bool:
@@ -85,8 +97,13 @@ class Batches:
         return f"batches of an iterable on each of {workers} workers"
 
     def steps(self, workers: int) -> int | None:
-        """Nobody knows before."""
-        return None
+        """At most so many batches of a worker in an epoch; None: nobody knows before."""
+        return self.most
+
+    @property
+    def bounded(self) -> bool:
+        """Whether an epoch is known to end."""
+        return self.most is not None or _has_length(self.source)
 
     def epoch(self, number: int, kv: Any = None, skip: int = 0, dealt: int = 0) -> Iterator[Batch]:
         """This worker's batches of an epoch, but for the first `skip`; `dealt` is of arrays."""
@@ -94,10 +111,30 @@ class Batches:
         if not isinstance(found, Iterable):
             raise TypeError(f"the function of the epoch returned a {type(found).__name__}: it returns an iterable of "
                             "batches (x, y)")
-        return itertools.islice((_pair(batch) for batch in found), skip, None)
+        batches = map(_pair, found if self.most is not None or _has_length(found) else _unmeasured(found, kv))
+        return itertools.islice(batches, skip, self.most)
 
 
 Source = Arrays | Batches
+
+
+def _has_length(batches: Any) -> bool:
+    try:
+        return len(batches) >= 0
+    except TypeError:  # a loader of PyTorch's over a stream has __len__, which raises
+        return False
+
+
+def _unmeasured(batches: Iterable[Any], kv: Any) -> Iterator[Any]:
+    """The batches of an iterable without a length: a RuntimeWarning on rank 0 where they go on for long."""
+    began, said = time.monotonic(), kv is not None and kv.rank > 0 and not kv.layout.asynchronous
+    for number, batch in enumerate(batches):
+        if not said and time.monotonic() - began > LONG_SECONDS:
+            said = True
+            warnings.warn(f"batches of {type(batches).__name__}, which has no length, go on after {LONG_SECONDS:.0f} s "
+                          f"and {number:,} of them: where they never end, give fit(steps=...), the steps of an epoch, "
+                          "or cut them by itertools.islice", RuntimeWarning, stacklevel=2)  # fmt: skip
+        yield batch
 
 
 def _pair(batch: Any) -> Batch:
@@ -107,14 +144,19 @@ def _pair(batch: Any) -> Batch:
     return batch[0], batch[1]
 
 
-def source_of(x: Any, y: Any, batch_size: int | None, seed: int, what: str = "fit") -> Source:
-    """The batches that `fit` or `evaluate` was given. TypeError or ValueError where they are none."""
+def source_of(
+    x: Any, y: Any, batch_size: int | None, seed: int, what: str = "fit", most: int | None = None
+) -> Source:
+    """The batches that `fit` or `evaluate` was given, `most` of them an epoch. TypeError or ValueError where they are
+    none."""
     if y is None:
         _see_iterable(x, what)
         if batch_size is not None:
             raise TypeError(f"{what}: batch_size={batch_size} goes with arrays x and y; batches have their own sizes")
-        return Batches(x)
-    see_pair("x and y", x, y)
+        return Batches(x, most)
+    if most is not None:
+        raise TypeError(f"{what}: steps= goes with batches: an epoch of arrays x and y ends with their last samples")
+    x, y = paired("x and y", x, y)
     if batch_size is None:
         raise TypeError(f"{what}: give batch_size, the samples that a worker takes in a step, with arrays x and y")
     return Arrays(x, y, whole("batch_size", batch_size, 1), seed)
@@ -136,8 +178,7 @@ def test_of(test: Any) -> Source | None:
     if isinstance(test, tuple) and not (test and isinstance(test[0], (tuple, list))):
         if len(test) != 2:
             raise TypeError(f"test: give two arrays, inputs (samples, ...) and targets (samples, ...), not {len(test)}")
-        see_pair("test", *test)
-        return Arrays(*test, batch_size=BLOCK)
+        return Arrays(*paired("test", *test), batch_size=BLOCK)
     _see_iterable(test, "test")
     return Batches(test)
 
@@ -146,31 +187,45 @@ def _see_iterable(batches: Any, what: str) -> None:
     if hasattr(batches, "shape"):
         raise TypeError(f"{what}: x is an array {tuple(batches.shape)} without y: give both, or an iterable of batches "
                         "(x, y)")
-    if not isinstance(batches, Iterable) and not callable(batches):
+    known = isinstance(batches, Iterable) and not isinstance(batches, (str, bytes, dict))
+    if not known and not callable(batches):
         raise TypeError(f"{what}: give arrays x and y, an iterable of batches (x, y), or a function of the epoch that "
                         f"returns one, not a {type(batches).__name__}")
 
 
 def see_again(source: Source, epochs: int, survives: bool = False) -> None:
-    """TypeError where batches end with the first epoch, and there are more, or a death may take it back."""
+    """TypeError where batches end with the first epoch, and there are more, or a death may take it back.
+
+    With `most` of them an epoch, an iterator goes on in the next."""
     if not isinstance(source, Batches) or not isinstance(source.source, Iterator):
         return
     if survives:
         raise TypeError(f"fit: batches is a {type(source.source).__name__}, which cannot go back to a step that a "
                         "death has undone (spares): give a list, a loader, or a function of the epoch")
-    if epochs > 1:
+    if epochs > 1 and source.most is None:
         raise TypeError(f"fit: batches is a {type(source.source).__name__}, which ends with its first epoch of "
-                        f"{epochs}: give a list, a loader, or a function of the epoch that returns such an iterator")
+                        f"{epochs}: give a list, a loader, or a function of the epoch that returns such an iterator; "
+                        "or steps=, the steps of an epoch")
 
 
-def see_pair(name: str, x: Any, y: Any) -> None:
-    """TypeError or ValueError where they are not two arrays of as many samples."""
-    wrong = [type(array).__name__ for array in (x, y) if not hasattr(array, "shape") or not np.ndim(array)]
+def paired(name: str, x: Any, y: Any) -> tuple[Any, Any]:
+    """Two tables of as many samples, whose rows are taken by position. TypeError or ValueError where they are none."""
+    wrong = [type(array).__name__ for array in (x, y) if not hasattr(array, "shape") or not len(array.shape)]
     if wrong:
         raise TypeError(f"{name}: give two arrays, inputs (samples, ...) and targets (samples, ...), "
-                        f"not {', '.join(wrong)}")
-    if len(x) != len(y):
-        raise ValueError(f"{name}: {len(x)} inputs, but {len(y)} targets: give one for each sample")
+                        f"not {', '.join(wrong)}; {CURE}")
+    names = ("x", "y") if name == "x and y" else (f"{name} inputs", f"{name} targets")
+    found = tuple(table(*each) for each in zip(names, (x, y)))
+    if len(found[0]) != len(found[1]):
+        raise ValueError(f"{name}: {len(found[0])} inputs, but {len(found[1])} targets: give one for each sample")
+    return found
+
+
+def see_samples(model: Any, source: Source | None) -> None:
+    """Whatever the model says of arrays that it cannot learn, where it can say it (`EvaluatedModel.check_samples`)."""
+    check = getattr(model, "check_samples", None)
+    if callable(check) and isinstance(source, Arrays):
+        check(source.x, source.y)
 
 
 def share_of(source: Source, number: int, rank: int, workers: int) -> Iterator[Batch]:

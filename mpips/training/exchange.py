@@ -118,6 +118,8 @@ class Joined(NamedTuple):
     """Whether anybody had a batch; where not, the epoch is over."""
     samples: bool
     """Whether anybody had a sample; where not, nothing was exchanged."""
+    everybody: bool
+    """Whether no worker was out of batches."""
 
 
 class Blocking:
@@ -155,6 +157,10 @@ class Blocking:
             self._sum.add(samples_of(x, y))
         return loss
 
+    def add_empty(self) -> None:
+        """A batch without a sample, which no model is asked about: it has no weight in the next exchange. Local."""
+        self._added += 1
+
     def flush(self) -> bool:
         """Exchange what waits, whose mean is over all its samples; whether there was anything. Blocking."""
         if not self._added:
@@ -175,7 +181,7 @@ class Blocking:
         total = np.array([samples, self._added > 0], np.float64)
         if group.Get_size() > 1:
             collectives.allreduce(total, group, label="fit: samples of a step")
-        joined = Joined(bool(total[1]), bool(total[0]))
+        joined = Joined(bool(total[1]), bool(total[0]), total[1] == group.Get_size())
         if joined.samples:
             self._sum.mean()
             weigh(self.model.gradients, samples * group.Get_size() / float(total[0]))

@@ -53,6 +53,12 @@ class EvaluatedModel(Model, Protocol):
         ...
 
 
+    def check_samples(self, x: Any, y: Any) -> None:
+        """Raise ValueError or TypeError where the model cannot learn y from x. `fit` and `evaluate` ask for all of
+        their arrays before the first step, so that all workers are told; they may lie on disk (`shape`, `x[a:b]`)."""
+        ...
+
+
 def see_model(model: object) -> None:
     """TypeError or ValueError that says what the model lacks of `Model`."""
     lacks = [name for name in REQUIRED if not hasattr(model, name)]

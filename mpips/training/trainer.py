@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from mpips.keys.tables import Rows, table
 from mpips.optimizers.base import Optimizer
 from mpips.optimizers.registry import create
 from mpips.overlap.exchange import Overlapped
@@ -19,7 +20,7 @@ from mpips.overlap.report import Recorder, Report, blocking
 from mpips.runtime.rendezvous import attempt
 from mpips.store import KVStore
 from mpips.training import checkpoint
-from mpips.training.batches import BLOCK, source_of
+from mpips.training.batches import BLOCK, Source, see_samples, source_of
 from mpips.training.callbacks import Callback, of_job
 from mpips.training.clipping import check_clip
 from mpips.training.elastic import Elastic, ElasticAveraging
@@ -118,6 +119,7 @@ class Trainer:
         batch_size: int | None = None,
         epochs: int,
         seed: int = 0,
+        steps: int | None = None,
         test: Any = None,
         callbacks: Sequence[Callback] = (),
         on_epoch: Callable[[Epoch], object] | None = None,
@@ -125,13 +127,16 @@ class Trainer:
     ) -> list[Epoch]:
         """Train; the history, an `Epoch` each.
 
-        x, y        arrays (samples, ...), the same on every worker, with `batch_size` samples a worker and step. Every
-                    epoch is a new order of the samples, by `seed`, of which each worker takes its share; samples that
-                    do not fill a mini-batch of all workers wait for another epoch.
+        x, y        arrays (samples, ...), the same on every worker, with `batch_size` samples a worker and step. Rows
+                    are taken by position, of frames, sparse matrices and arrays on disk, too. Every epoch is a new
+                    order of the samples, by `seed`, of which each worker takes its share; samples that do not fill a
+                    mini-batch of all workers wait for another epoch.
                     Or x alone: this worker's batches (x, y), an iterable that can be gone through in every epoch (a
                     list, a DataLoader), or a function of the epoch, from 1, that returns one. Workers may have unlike
                     numbers of batches: who is out of them contributes nothing, and the mean is over the samples of the
-                    others. For that a synchronous step sums one number more. An asynchronous worker waits for nobody.
+                    others. For that a synchronous step sums two numbers more. An asynchronous worker waits for nobody.
+        steps       with batches: the steps of an epoch, at most. A stream without end needs it; an iterator goes on in
+                    the next epoch.
         test        a pair of arrays, or batches, measured after each epoch: by all workers together; in an asynchronous
                     store by each alone, with its parameters of that moment.
         callbacks   `mpips.training.Callback` objects. on_epoch: a function that is called with each Epoch.
@@ -141,7 +146,7 @@ class Trainer:
         """
         callbacks, resume = of_job(self.kv, callbacks, resume)
         request, refusal = attempt(lambda: requested(
-            self._job, x, y, batch_size, epochs, seed, test, callbacks, on_epoch, resume,
+            self._job, x, y, batch_size, epochs, seed, steps, test, callbacks, on_epoch, resume,
             self.kv.spares if self._grow and not self._fits else 0))  # fmt: skip
         words = words_of(request, resume)
         see_alike(self.kv, "fit", words, refusal)
@@ -172,7 +177,12 @@ class Trainer:
         Collective, blocking; ValueError or TypeError on every worker where arguments are wrong or differ, or a metric
         fails on one.
         """
-        source, refusal = attempt(lambda: source_of(x, y, None if y is None else batch_size, 0, "evaluate"))
+        def asked() -> Source:
+            found = source_of(x, y, None if y is None else batch_size, 0, "evaluate")
+            see_samples(self.model, found)
+            return found
+
+        source, refusal = attempt(asked)
         self.kv.settings.agree("evaluate", test_words(source), refusal, noun="argument")
         self.exchange.finish()
         return evaluate(self._job, source)
@@ -181,8 +191,12 @@ class Trainer:
         """The model's outputs (samples, ...) for x (samples, ...), by this worker's parameters. Local."""
         see_method(self.model, "predict", "predict")
         self.exchange.finish()
-        outputs: np.ndarray = self.model.predict(x)
-        return outputs
+        rows = table("predict: x", x) if hasattr(x, "shape") else x
+        if not isinstance(rows, Rows):
+            outputs: np.ndarray = self.model.predict(rows)
+            return outputs
+        starts = range(0, max(len(rows), 1), BLOCK)
+        return np.concatenate([self.model.predict(rows[start : start + BLOCK]) for start in starts])
 
     # ---- checkpoints
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from mpips.keys.tables import in_memory
+
 from .exchange import LayerHook
 from .functions import LOSSES
 from .memory import Empty, numpy_empty
@@ -92,27 +94,45 @@ class MLP:
         (samples,) for "softmax". Needs at least one sample. `before(layer)` is called, layers counted from 0, before a
         layer's parameters are used, `ready(layer)` when its gradients are there: for exchanges beside the compute.
         """
+        x, y = self._array("x", x), self._array("y", y)
         if not len(x):
             raise ValueError("a step needs at least one sample")
-        features = self.specification.sizes[0]
-        if x.ndim != 2 or x.shape[1] != features or len(y) != len(x):
-            raise ValueError(f"x is {x.shape} with {len(y)} targets: this network takes x (samples, {features}), and "
-                             "a target for every sample")
-        self._check_targets(y)
+        self.check_samples(x, y)
         return self._network.step(x, y, len(x), before, ready) / len(x)
+
+    def check_samples(self, x: Any, y: Any) -> None:
+        """ValueError or TypeError where this network cannot learn targets y from inputs x, as `loss_and_gradients`
+        takes them. A Trainer asks before its first step."""
+        features, samples = self.specification.sizes[0], y.shape[0] if len(y.shape) else 0
+        if len(x.shape) != 2 or x.shape[1] != features or samples != x.shape[0]:
+            raise ValueError(f"x is {tuple(x.shape)} with {samples} targets: this network takes x (samples, "
+                             f"{features}), and a target for every sample")
+        self._check_targets(self._array("y", y))
+
+    def _array(self, name: str, given: Any) -> Any:
+        """Rows as an array of NumPy, or of the array module."""
+        return in_memory(name, given) if self.xp is np else given
 
     def _check_targets(self, y: np.ndarray) -> None:
         outputs, shape, loss = self.specification.sizes[-1], np.shape(y), self.specification.loss
         if LOSSES[loss].classes:
             if len(shape) != 1 or y.dtype.kind not in "iu":
+                flat = "y.argmax(axis=1)" if outputs in shape[1:] else "y.ravel()"
+                cure = "y.astype(int)" if len(shape) == 1 else flat
                 raise ValueError(f"y is {shape} of {y.dtype}: loss={loss!r} takes the classes of the samples as whole "
-                                 f"numbers (samples,); loss='l2' takes targets (samples, {outputs})")
+                                 f"numbers (samples,), perhaps {cure}; loss='l2' takes targets (samples, {outputs})")
+            if self.xp is np and y.size and not (y.min() >= 0 and y.max() < outputs):
+                raise ValueError(f"y has classes from {y.min()} to {y.max()}, and this network has {outputs} outputs: "
+                                 f"number the classes 0 to {outputs - 1}, as np.unique(y, return_inverse=True)[1] does")
         elif math.prod(shape[1:]) != outputs:
             raise ValueError(f"y is {shape}: loss={loss!r} takes targets (samples, {outputs}); loss='softmax' takes "
                              "the classes of the samples as whole numbers (samples,)")
 
     def predict(self, x: np.ndarray) -> np.ndarray:
         """Outputs (samples, outputs) of inputs (samples, features), a new array; softmax networks return logits."""
+        x, features = self._array("x", x), self.specification.sizes[0]
+        if x.ndim != 2 or x.shape[1] != features:
+            raise ValueError(f"x is {x.shape}: this network takes x (samples, {features})")
         outputs = self.xp.empty((len(x), self._network.sizes[-1]), self._network.dtype)
         for start in range(0, len(x), _PREDICT_SAMPLES):
             block = x[start : start + _PREDICT_SAMPLES]
@@ -121,4 +141,7 @@ class MLP:
 
     def accuracy(self, x: np.ndarray, y: np.ndarray) -> float:
         """Share of the samples whose largest output is the class y (samples,)."""
+        y = self._array("y", y)
+        if y.shape != (x.shape[0],):
+            raise ValueError(f"y is {y.shape}: the accuracy is of the classes of {x.shape[0]} samples (samples,)")
         return float((self.predict(x).argmax(axis=1) == y).mean())

@@ -26,6 +26,9 @@ from mpips.training.history import Epoch, Position
 from mpips.training.model import samples_of
 from mpips.training.rejoin import BEGIN, COUNTED, ENDED, OVER, TOLD, Back, Survival
 
+UNEVEN, MANY = 100, 2000
+"""So many times the steps of another worker, and so many more, are taken for a stream without an end."""
+
 
 class Fit:
     """A fit under way on this worker."""
@@ -156,22 +159,47 @@ class Fit:
     def _train_joined(self, batches: Iterator[Batch], blocking: Blocking) -> None:
         """Workers have unlike numbers of batches: until nobody has one."""
         at = self._position
-        while True:
+        together = 0  # steps of this epoch in which nobody was out of batches
+        for taken in itertools.count(1):
             samples = 0
             for x, y in itertools.islice(batches, self._course.accumulate):
-                at.took(blocking.add(x, y))
-                samples += samples_of(x, y)
+                if count := samples_of(x, y):
+                    at.took(blocking.add(x, y))
+                else:
+                    blocking.add_empty()
+                    at.batches += 1
+                samples += count
             if self._survival is not None:
                 self._survival.ahead(at)
+            has_batch = blocking.waiting > 0
             joined = blocking.join(samples)
             if not joined.batches:
                 if not (at.step or self._course.asynchronous):
                     raise ValueError(f"fit: no worker has a batch in epoch {at.epoch}: give some batches to one")
+                if taken == 1 and not at.batches and self._course.rank == 0:
+                    warnings.warn(f"fit: no worker has a batch in epoch {at.epoch}: give batches that can be gone "
+                                  "through in every epoch", RuntimeWarning, stacklevel=5)  # fmt: skip
                 return
+            together = taken if joined.everybody else together
+            if together and taken == UNEVEN * together + MANY:
+                self._see_end(has_batch, together, taken)
             if joined.samples:
                 self._stepped()
             elif self._survival is not None:
                 self._survival.no_exchange()
+
+    def _see_end(self, has_batch: bool, together: int, taken: int) -> None:
+        """ValueError on all workers that wait for one whose batches may never end, when others are out of theirs."""
+        group, endless = self._job.kv.layout.workers, has_batch and not self._source.bounded
+        if self._course.asynchronous:
+            group = self._job.kv.layout.client
+        ranks = np.zeros(group.Get_size())
+        ranks[group.Get_rank()] = endless
+        collectives.allreduce(ranks, group, label="fit: batches without an end")
+        if ranks.any():
+            raise ValueError(f"fit: epoch {self._position.epoch} has batches for {taken:,} steps on rank "
+                             f"{int(ranks.argmax())}, where another worker has them for {together:,}: of a stream "
+                             "without an end give steps=, the steps of an epoch")
 
     def _stepped(self) -> None:
         """An exchange is over."""

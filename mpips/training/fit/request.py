@@ -10,7 +10,7 @@ from typing import Any
 from mpips.runtime.rendezvous import attempt
 from mpips.training import callbacks as hooks
 from mpips.training import checkpoint
-from mpips.training.batches import Arrays, see_again, see_enough, source_of, test_of, whole
+from mpips.training.batches import Arrays, see_again, see_enough, see_samples, source_of, test_of, whole
 from mpips.training.callbacks import Callback
 from mpips.training.evaluation import test_words
 from mpips.training.exchange import Job, see_joined
@@ -19,12 +19,14 @@ from mpips.training.history import Epoch, Position, see_order
 
 
 def requested(
-    job: Job, x: Any, y: Any, batch_size: int | None, epochs: int, seed: int, test: Any,
+    job: Job, x: Any, y: Any, batch_size: int | None, epochs: int, seed: int, steps: int | None, test: Any,
     callbacks: Sequence[Callback], on_epoch: Callable[[Epoch], object] | None, resume: object, spares: int,
 ) -> Request:  # fmt: skip
     """The arguments of `fit`; TypeError or ValueError where they are wrong. `spares`: may become workers. Local."""
     epochs = whole("epochs", epochs, 0)
-    source, workers = source_of(x, y, batch_size, seed), job.kv.num_workers + spares
+    accumulate = 1 if job.blocking is None else job.blocking.accumulate
+    most = None if steps is None else whole("steps", steps, 1) * accumulate
+    source, workers = source_of(x, y, batch_size, seed, most=most), job.kv.num_workers + spares
     see_again(source, epochs, job.kv.layout.survives)
     see_joined(job, source)
     if not source.joined:
@@ -33,8 +35,10 @@ def requested(
         raise TypeError(f"callbacks={callbacks!r}: give a list of mpips.training.Callback objects")
     if resume is not None:
         checkpoint.saved_by(job, "resume")
-    found = (*callbacks, hooks.OnEpoch(on_epoch)) if on_epoch is not None else tuple(callbacks)
-    return Request(source, epochs, test_of(test), found)
+    found, tested = (*callbacks, hooks.OnEpoch(on_epoch)) if on_epoch is not None else tuple(callbacks), test_of(test)
+    for given in (source, tested):
+        see_samples(job.model, given)
+    return Request(source, epochs, tested, found)
 
 
 def begin(job: Job, request: Request, resume: str | os.PathLike[str] | None, own: Sequence[Position]) -> Position:
@@ -76,7 +80,7 @@ def words_of(request: Request | None, resume: object) -> list[tuple[str, str]]:
     if request is None:
         return [given]
     source = request.source
-    arrays = [] if source.joined else [
+    arrays = [("steps", str(source.steps(1)))] if source.joined else [
         ("x", str(source.x.shape)), ("y", str(source.y.shape)),  # type: ignore[union-attr]
         ("batch_size", str(source.batch_size)), ("seed", str(source.seed)),  # type: ignore[union-attr]
     ]  # fmt: skip

@@ -97,6 +97,9 @@ BAD_ARRAYS = [
     (lambda x: None, "NoneType"),
     (lambda x: [x[:400], x[:300]], "size"),
     (lambda x: x[:400].astype(">f8"), "float64"),
+    (lambda x: np.ma.masked_array(x[:400], x[:400] > 0), "masked array, whose mask would be lost"),
+    (lambda x: x[:400].astype("M8[s]"), "datetime64"),
+    (lambda x: x[:400].astype(str), "str"),
 ]
 BAD_WORDS = [
     ("allreduce", {"algorithm": "quicksort"}, "quicksort.*ring"),

@@ -25,6 +25,17 @@ def test_refused(x, words):
         arrays.flat(x, "x", written=False)
 
 
+@pytest.mark.parametrize("dtype", ["U3", "S3", "M8[D]", "m8[s]"])
+def test_words_and_dates_are_no_numbers(dtype):
+    with pytest.raises(ValueError, match="use a numeric type"):
+        arrays.flat(np.zeros(3, dtype), "x", written=False)
+
+
+def test_what_lies_below_a_mask_is_no_number():
+    with pytest.raises(TypeError, match="out is a masked array, whose mask would be lost: pass its filled"):
+        arrays.host(np.ma.masked_array(np.ones(3), [0, 1, 0]), "out")
+
+
 def test_read_only_is_refused_only_where_written():
     x = np.ones(3)
     x.flags.writeable = False
