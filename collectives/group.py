@@ -158,11 +158,10 @@ def _apart(pairs: Sequence[tuple[Flat, Flat]], kept: Sequence[tuple[Flat, ...]])
 
 def _on_node(home: Communicator, call: GroupCall, op: str, pairs: Sequence[_Pair]) -> Runner:
     reachable = home.board.memory.reachable
-    few = [pair for pair in pairs if not reachable or _nbytes(pair.source) <= PACKED_BYTES]
-    parts = [
-        part_of(_call(home, pair.source, op, "shared_memory", call.label), home.rank, *pair)
-        for pair in pairs if pair not in few
-    ]  # fmt: skip
+    few, long = list[_Pair](), list[_Pair]()
+    for pair in pairs:
+        (few if not reachable or _nbytes(pair.source) <= PACKED_BYTES else long).append(pair)
+    parts = [part_of(_call(home, pair.source, op, "shared_memory", call.label), home.rank, *pair) for pair in long]
     packs = _pack(home, few, arena.empty)
     packed = [flat for flat, _, _ in packs]
     parts += [part_of(_call(home, flat, op, "shared_memory", call.label), home.rank, flat, flat) for flat in packed]

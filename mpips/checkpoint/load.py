@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -16,10 +17,11 @@ from numpy.typing import NDArray
 
 from mpips.checkpoint import residuals
 from mpips.checkpoint.file import Header, Reader, Record, file_name, residual_name, state_name, value_name
-from mpips.checkpoint.source import Store, from_worker_0, served
+from mpips.checkpoint.source import Store, from_worker, served
 from mpips.compression.base import Compressor
 from mpips.compression.registry import create, options
-from mpips.keys.key import Key
+from mpips.keys.arrays import runs
+from mpips.keys.key import Key, Name
 from mpips.optimizers.base import Optimizer, initial
 from mpips.optimizers.groups import Groups
 from mpips.optimizers.registry import from_data
@@ -101,54 +103,75 @@ def _groups(header: Header) -> Groups:
 
 
 def _loaded(store: Store, reader: Reader | None, header: Header) -> Task[None]:
-    """Everything from the file, which worker 0 reads, into the store, key by key. Collective."""
-    for record in header.records:
-        yield from _value_loaded(store, reader, record)
+    """Everything from the file, which worker 0 reads, into the store, some keys at a time. Collective."""
+    parts = [header.records[run] for run in runs(map(_nbytes, header.records))]
+    for records in parts:
+        yield from _values_loaded(store, reader, records)
     compressor, groups = None if header.compression is None else create(header.compression), _groups(header)
     if groups or compressor is not None:
         yield from _use(store, _used(store, groups), compressor)
-    for record in header.records:
-        key = store.keys[record.key]
-        if store.groups.of(record.key) is not None:
-            yield from _state_loaded(store, reader, key, record)
-        if header.residuals and residuals.compressible(record.dtype):
-            yield from _residuals_loaded(store, reader, header, key)
+    for records in parts:
+        yield from _states_loaded(store, reader, [one for one in records if store.groups.of(one.key) is not None])
+        if header.residuals:
+            floats = [record for record in records if residuals.compressible(record.dtype)]
+            yield from _residuals_loaded(store, reader, header, floats)
 
 
 def _use(store: Store, groups: Groups, compressor: Compressor | None) -> Task[None]:
     """Set these optimizers and this compression, which are the same on all workers."""
     if groups.default is not None:
         yield from store.backend.set_optimizer(groups.default, None)
+    alike: dict[str, list[Name]] = {}
     for name, optimizer in groups.own.items():
-        yield from store.backend.set_optimizer(optimizer, [name])
+        alike.setdefault(repr(optimizer), []).append(name)
+    for names in alike.values():
+        yield from store.backend.set_optimizer(groups.own[names[0]], names)
     store.groups = groups
     if compressor is not None:
         yield from store.backend.set_compression(options(compressor), compressor)
         store.compressor = compressor
 
 
-def _value_loaded(store: Store, reader: Reader | None, record: Record) -> Task[None]:
-    value = _read(reader, value_name(record.key), record.shape, record.dtype)
-    if record.key in store.keys:
-        yield from store.backend.put([store.keys[record.key]], [value.reshape(-1)])
-        return
-    key = Key(record.key, tuple(record.shape), np.dtype(record.dtype))
-    yield from store.backend.init([key], [value])
-    store.add([key])
+def _nbytes(record: Record) -> int:
+    """Return the bytes of a key's value and of its optimizer's state."""
+    return record.size * sum(np.dtype(dtype).itemsize for dtype in (record.dtype, *record.state))
 
 
-def _state_loaded(store: Store, reader: Reader | None, key: Key, record: Record) -> Task[None]:
-    size = (record.size,)
-    arrays = [_read(reader, state_name(key.name, slot), size, dtype) for slot, dtype in enumerate(record.state)]
+def _values_loaded(store: Store, reader: Reader | None, records: Sequence[Record]) -> Task[None]:
+    there = [record for record in records if record.key in store.keys]
+    new = [record for record in records if record.key not in store.keys]
+    if there:
+        values = [_read(reader, value_name(one.key), one.shape, one.dtype).reshape(-1) for one in there]
+        yield from store.backend.put([store.keys[record.key] for record in there], values)
+    if new:
+        keys = [Key(record.key, tuple(record.shape), np.dtype(record.dtype)) for record in new]
+        yield from store.backend.init(keys, [_read(reader, value_name(one.key), one.shape, one.dtype) for one in new])
+        store.add(keys)
+
+
+def _states_loaded(store: Store, reader: Reader | None, records: Sequence[Record]) -> Task[None]:
+    states = {
+        record.key: (
+            record.step,
+            [_read(reader, state_name(record.key, slot), (record.size,), d) for slot, d in enumerate(record.state)],
+        )
+        for record in records
+    }
     if not served(store.layout):
-        from_worker_0(store.layout, key.name, arrays)
-    yield from store.backend.stored.put_states([key], {key.name: (record.step, arrays)})
+        from_worker(store.layout, 0, [*states], [array for _, arrays in states.values() for array in arrays])
+    yield from store.backend.stored.put_states([store.keys[name] for name in states], states)
 
 
-def _residuals_loaded(store: Store, reader: Reader | None, header: Header, key: Key) -> Task[None]:
-    dtype = residuals.residual_dtype(key.dtype.name).name
-    saved = [_read(reader, residual_name(key.name, group), (key.size,), dtype) for group in range(header.residuals)]
-    yield from residuals.given_back(store.layout, store.backend.stored, key, saved, header.residuals)
+def _residuals_loaded(store: Store, reader: Reader | None, header: Header, records: Sequence[Record]) -> Task[None]:
+    saved = [
+        [
+            _read(reader, residual_name(one.key, group), (one.size,), residuals.residual_dtype(one.dtype).name)
+            for one in records
+        ]
+        for group in range(header.residuals)
+    ]
+    keys = [store.keys[record.key] for record in records]
+    yield from residuals.given_back(store.layout, store.backend.stored, keys, saved, header.residuals)
 
 
 def _read(reader: Reader | None, name: str, shape: tuple[int, ...], dtype: str) -> Array:

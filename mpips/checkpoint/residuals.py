@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-import collectives
 from mpips.checkpoint.file import residual_dtype
-from mpips.checkpoint.source import Stored, from_worker_0, senders
+from mpips.checkpoint.source import Stored, from_worker, senders
 from mpips.keys.key import Key
 from mpips.layout import Layout
 from mpips.runtime.tasks import Task
@@ -27,27 +26,33 @@ def compressible(dtype: np.dtype | str) -> bool:
     return np.dtype(dtype).kind not in "iub"
 
 
-def gathered(layout: Layout, stored: Stored, key: Key) -> Task[list[Array]]:
-    """A float key's residuals, one array of each sender; on worker 0 only (elsewhere: nothing). Collective."""
-    mine = yield from stored.residuals([key])
-    dtype = residual_dtype(key.dtype.name)
-    kept = np.zeros(key.size, dtype) if mine is None else mine.astype(dtype)
+def gathered(layout: Layout, stored: Stored, keys: Sequence[Key]) -> Task[list[list[Array]]]:
+    """Return the residuals of float keys, an array a key, of each sender; on worker 0 only (elsewhere: nothing).
+    Collective."""
+    mine = yield from stored.residuals(keys)
+    ends = np.cumsum([key.size for key in keys])[:-1]
+    parts = [np.zeros(key.size) for key in keys] if mine is None else np.split(mine, ends)
+    kept = [part.astype(residual_dtype(key.dtype.name)) for key, part in zip(keys, parts, strict=True)]
     found = []
     for group in senders(layout):
-        array = kept if group[0] == layout.rank else np.empty(key.size, dtype)
+        arrays = kept if group[0] == layout.rank else [np.empty_like(array) for array in kept]
         if group[0]:
-            collectives.broadcast(array, layout.workers, root=group[0], label=f"save of key {key.name!r}")
-        found.append(array)
+            from_worker(layout, group[0], [key.name for key in keys], arrays, "save")
+        found.append(arrays)
     return found if layout.rank == 0 else []
 
 
-def given_back(layout: Layout, stored: Stored, key: Key, saved: Sequence[Array], groups: int) -> Task[None]:
-    """Give each sender what is its own of `saved` (worker 0's count), which `groups` senders had. Collective."""
+def given_back(
+    layout: Layout, stored: Stored, keys: Sequence[Key], saved: Sequence[Sequence[Array]], groups: int
+) -> Task[None]:
+    """Give each sender what is its own of `saved` (worker 0's count; an array a key), which `groups` senders had.
+    Collective."""
     group = next(number for number, ranks in enumerate(senders(layout)) if layout.rank in ranks)
-    mine = np.zeros(key.size)
+    mine = [np.zeros(key.size) for key in keys]
     for number in range(groups):
-        array = saved[number] if layout.rank == 0 else np.empty(key.size, residual_dtype(key.dtype.name))
-        from_worker_0(layout, key.name, [array])
+        arrays = saved[number]
+        from_worker(layout, 0, [key.name for key in keys], arrays)
         if number % len(senders(layout)) == group:
-            mine += array
-    yield from stored.put_residuals([key], [mine])
+            for total, array in zip(mine, arrays, strict=True):
+                total += array
+    yield from stored.put_residuals(keys, mine)

@@ -28,6 +28,7 @@ from mpips.checkpoint.file import (
 from mpips.checkpoint.saving import Saving, written
 from mpips.checkpoint.source import Snapshot, Store, senders
 from mpips.compression.registry import options
+from mpips.keys.arrays import runs
 from mpips.keys.key import Key
 from mpips.optimizers.registry import as_data
 from mpips.runtime.rendezvous import attempt
@@ -93,12 +94,14 @@ def _frozen(
     snapshot = yield from store.backend.stored.snapshot(keys)
     groups = 0 if store.compressor is None else len(senders(store.layout))
     _, refusal = attempt(lambda: _begun(_header(store, keys, snapshot, groups), writer) if writer is not None else None)
-    for key in keys if store.compressor is not None else ():
-        if residuals.compressible(key.dtype):
-            kept = yield from residuals.gathered(store.layout, store.backend.stored, key)
-            for group, array in enumerate(kept):
-                if writer is not None and refusal is None:
-                    writer.write(residual_name(key.name, group), 0, array)
+    floats = [key for key in keys if groups and residuals.compressible(key.dtype)]
+    for run in runs(key.nbytes for key in floats):
+        kept = yield from residuals.gathered(store.layout, store.backend.stored, floats[run])
+        if writer is None or refusal is not None:
+            continue
+        for group, arrays in enumerate(kept):
+            for key, array in zip(floats[run], arrays, strict=True):
+                writer.write(residual_name(key.name, group), 0, array)
     return snapshot, refusal
 
 

@@ -17,12 +17,15 @@ import numpy as np
 from collectives.errors import CollectiveError, warn
 from mpips.checkpoint.file import Writer, state_name, value_name, why
 from mpips.checkpoint.source import Handle, Snapshot, Store
+from mpips.keys.arrays import runs
 from mpips.keys.key import Key
 from mpips.runtime.errors import EpochError
-from mpips.runtime.tasks import Task
+from mpips.runtime.tasks import Task, together
 
 PIECE_BYTES = 1 << 20
 """What is read and written at a time."""
+AT_ONCE = 64
+"""Small pieces that servers are asked for before the first has come."""
 COST = 3
 """What a piece costs this worker and its server, in times of what it takes to write it."""
 REST = 29
@@ -39,6 +42,7 @@ class Piece(NamedTuple):
     start: int
     stop: int
     name: str
+    nbytes: int
 
 
 def pieces(snapshot: Snapshot, keys: Sequence[Key]) -> Iterator[Piece]:
@@ -46,9 +50,11 @@ def pieces(snapshot: Snapshot, keys: Sequence[Key]) -> Iterator[Piece]:
     for key in keys:
         for slot, dtype in enumerate((key.dtype.name, *snapshot.records[key.name].dtypes), -1):
             name = value_name(key.name) if slot < 0 else state_name(key.name, slot)
-            step = max(1, PIECE_BYTES // np.dtype(dtype).itemsize)
+            itemsize = np.dtype(dtype).itemsize
+            step = max(1, PIECE_BYTES // itemsize)
             for start in range(0, key.size, step):
-                yield Piece(key, slot, start, min(start + step, key.size), name)
+                stop = min(start + step, key.size)
+                yield Piece(key, slot, start, stop, name, (stop - start) * itemsize)
 
 
 def copied(snapshot: Snapshot, piece: Piece, writer: Writer) -> Task[float]:
@@ -61,8 +67,9 @@ def copied(snapshot: Snapshot, piece: Piece, writer: Writer) -> Task[float]:
 
 def written(snapshot: Snapshot, keys: Sequence[Key], writer: Writer) -> Task[str]:
     """Write all of it and put the file in place; why that cannot be, or ""."""
-    for piece in pieces(snapshot, keys):
-        yield from copied(snapshot, piece, writer)
+    every = [*pieces(snapshot, keys)]
+    for run in runs((piece.nbytes for piece in every), PIECE_BYTES):  # of one tensor never two pieces
+        yield from together([copied(snapshot, piece, writer) for piece in every[run]], AT_ONCE)
         yield True
     yield from snapshot.release()
     disk = Disk(writer)

@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 
 import collectives
 from mpips.compression.base import Compressor
-from mpips.keys.key import Key, Name
+from mpips.keys.arrays import packed, runs, unpack
+from mpips.keys.key import Key, Name, label
 from mpips.layout import Layout
 from mpips.optimizers.groups import Groups
 from mpips.runtime.rendezvous import Items
@@ -17,7 +18,7 @@ from mpips.runtime.tasks import Task
 from mpips.worker.backend import Backend, Frozen, Snapshot, States, Stored
 
 __all__ = [
-    "Backend", "Frozen", "Handle", "Saves", "Snapshot", "States", "Store", "Stored", "Written", "from_worker_0",
+    "Backend", "Frozen", "Handle", "Saves", "Snapshot", "States", "Store", "Stored", "Written", "from_worker",
     "senders", "served",
 ]  # fmt: skip
 
@@ -156,8 +157,11 @@ def senders(layout: Layout) -> list[range]:
     return [range(worker, worker + 1) for worker in range(layout.num_workers)]
 
 
-def from_worker_0(layout: Layout, key: Name, arrays: Sequence[Array]) -> None:
-    """Worker 0's arrays of a key on all workers. Collective over them, blocking."""
+def from_worker(layout: Layout, root: int, names: Sequence[Name], arrays: Sequence[Array], what: str = "load") -> None:
+    """Copy the root's arrays, of keys of these names, to all workers. Collective over them, blocking."""
     if layout.num_workers > 1:
-        for array in arrays:
-            collectives.broadcast(array, layout.workers, root=0, label=f"load of key {key!r}")
+        text = label(what, names)
+        for run in runs(array.nbytes for array in arrays):
+            vector = packed(arrays[run])
+            collectives.broadcast(vector, layout.workers, root=root, label=text)
+            unpack(vector, arrays[run])

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 
 from mpips.checkpoint import file
-from mpips.checkpoint.source import States, Store, from_worker_0, served
+from mpips.checkpoint.source import States, Store, from_worker, served
 from mpips.keys.key import Key
 from mpips.optimizers.base import initial
 from mpips.optimizers.groups import Groups
@@ -44,8 +44,8 @@ def load_states(store: Store, fname: str) -> None:
                 key.name: (step, [np.empty(key.size, np.dtype(dtype)) for dtype in dtypes])
                 for key, (step, dtypes) in zip(keys, json.loads(told[0]))
             }
-        for key in keys:
-            from_worker_0(store.layout, key.name, states[key.name][1])
+        every = [array for key in keys for array in states[key.name][1]]
+        from_worker(store.layout, 0, [key.name for key in keys], every)
     store.run("load_optimizer_states", store.backend.stored.put_states(keys, states))
 
 

@@ -9,7 +9,7 @@ has `__cuda_array_interface__`) are summed on the device into pinned host memory
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from operator import is_
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from collectives.tensor.vectors import Ticket
 
 Array = NDArray[Any]
+PACK_BYTES = 4 << 20
+"""Of many small arrays so many bytes travel as one."""
 
 
 def is_device(x: Any) -> bool:
@@ -62,6 +64,33 @@ def viewed(x: Any) -> Any:
 def is_jax(x: Any) -> bool:
     """Whether it is an array of JAX, which must not be written."""
     return type(x).__module__.split(".")[0] in ("jax", "jaxlib")
+
+
+def runs(sizes: Iterable[int], most: int = PACK_BYTES) -> Iterator[slice]:
+    """Yield slices of neighbours that have at most `most` bytes together; what is larger comes alone."""
+    start, end, total = 0, 0, 0
+    for size in sizes:
+        if end > start and total + size > most:
+            yield slice(start, end)
+            start, total = end, 0
+        end, total = end + 1, total + size
+    if end > start:
+        yield slice(start, end)
+
+
+def packed(given: Sequence[Array]) -> Array:
+    """Return the bytes of C-contiguous arrays, one behind the other; of one alone the array itself."""
+    return given[0] if len(given) == 1 else np.concatenate([array.reshape(-1).view(np.uint8) for array in given])
+
+
+def unpack(vector: Array, into: Sequence[Array]) -> None:
+    """Write what `packed` returned on another rank to arrays like those."""
+    if len(into) == 1:
+        return  # it is the array itself
+    at = 0
+    for array in into:
+        array.reshape(-1).view(np.uint8)[...] = vector[at : at + array.nbytes]
+        at += array.nbytes
 
 
 class Staged:

@@ -97,6 +97,12 @@ class Placement:
         self.loads = [0] * servers
         self._big_array = big_array
 
+    def copy(self) -> Placement:
+        """Return the same loads, to place arrays on trial."""
+        placement = Placement(0, self._big_array)
+        placement.loads = self.loads.copy()
+        return placement
+
     def free(self, parts: Sequence[tuple[int, int]], itemsize: int) -> None:
         """(server, elements) of an array that is no longer kept."""
         for server, elements in parts:

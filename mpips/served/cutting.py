@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from copy import deepcopy
 from itertools import zip_longest
 
 import numpy as np
@@ -40,7 +39,7 @@ class Cutting:
 
     def copy(self) -> Cutting:
         """The same, to try a change with."""
-        return self._with(deepcopy(self._placement), deepcopy(self._numbers))
+        return self._with(self._placement.copy(), self._numbers.copy())
 
     def _with(self, placement: Placement, numbers: Numbers) -> Cutting:
         return Cutting(self._layout, self._one_node, self._side_by_side, placement, numbers)

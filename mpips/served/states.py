@@ -12,6 +12,7 @@ import collectives
 from collectives.errors import CollectiveError, of_caller
 from mpips import compression
 from mpips.compression import Compressor, Residuals
+from mpips.keys.arrays import runs
 from mpips.keys.key import Key, Name
 from mpips.keys.shard import Shard
 from mpips.layout import Layout
@@ -125,15 +126,26 @@ class Stored:
         yield from self._setup.at_rank_0(lambda: self._put_all(keys, states), "load_optimizer_states")
 
     def _put_all(self, keys: Sequence[Key], states: States) -> Task[bytes]:
+        by_server: dict[int, list[tuple[Key, Shard]]] = {}
+        for key in keys:
+            for shard in key.shards:
+                by_server.setdefault(shard.server, []).append((key, shard))
         yield from self._link.in_window(
-            (self._put(shard, *states[key.name]), _nbytes(key, shard)) for key in keys for shard in key.shards
+            (self._put(parts[run], states), sum(_nbytes(*part) for part in parts[run]))
+            for parts in by_server.values()
+            for run in runs(_nbytes(*part) for part in parts)
         )
         return b""
 
-    def _put(self, shard: Shard, step: int, arrays: Sequence[Array]) -> Task[None]:
-        cut = [array[shard.start : shard.stop] for array in arrays]
-        state = frames.StatePart(step, [a.dtype.name for a in cut], [a.tobytes() for a in cut])
-        yield from self._link.request(shard.server, frames.PutState(shard.number, state))
+    def _put(self, parts: Sequence[tuple[Key, Shard]], states: States) -> Task[None]:
+        """Give units of one server, with their keys, their parts of the states."""
+        given = []
+        for key, shard in parts:
+            step, arrays = states[key.name]
+            cut = [array[shard.start : shard.stop] for array in arrays]
+            given.append(frames.StatePart(step, [a.dtype.name for a in cut], [a.tobytes() for a in cut]))
+        request = frames.PutState([shard.number for _, shard in parts], given)
+        yield from self._link.request(parts[0][1].server, request)
 
     def residuals(self, keys: Sequence[Key]) -> Task[Array | None]:
         """See `worker.backend.Stored`. Collective over the client."""

@@ -6,7 +6,7 @@ concerns no push is answered at once: others may push only after it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -24,10 +24,6 @@ from mpips.transport.line import Line
 
 REFUSALS = (ValueError, TypeError, MemoryError)
 """What a server answers with its sentence; it has changed nothing."""
-
-
-CHANGES = frames.SetOptimizer | frames.PutState | frames.SetTorn
-"""What changes units."""
 
 
 class Requests:
@@ -86,10 +82,18 @@ class Requests:
         except REFUSALS as error:
             line.post_body(f"{self._name}: {error}".encode(), Op.ANSWER, token=token, flags=1)
             return False
-        units = self._state.units.values() if isinstance(request, CHANGES) else ()
-        self._unsaid.append((line, token, frames.encode(answer), [unit for unit in units if not unit.mirrored]))
+        unsaid = [unit for unit in self._changed(request) if not unit.mirrored]
+        self._unsaid.append((line, token, frames.encode(answer), unsaid))
         self.say()
         return isinstance(request, frames.Create | frames.Forget)
+
+    def _changed(self, request: Request) -> Iterable[Unit]:
+        """Return the units that a request may have changed."""
+        if isinstance(request, frames.SetOptimizer):
+            return self._state.units.values()
+        if isinstance(request, frames.PutState | frames.SetTorn):
+            return [self._state.units[number] for number in request.units]
+        return ()
 
     def say(self) -> None:
         """Answer what the mirror has by now, too; to be called after each look at the mirror."""
@@ -168,22 +172,11 @@ class Requests:
         return frames.StatePart(unit.step, [array.dtype.name for array in arrays], [a.tobytes() for a in arrays])
 
     def _put_state(self, request: frames.PutState) -> frames.Done:
-        unit, part = self._state.units[request.unit], request.state
-        if unit.optimizer is None:
-            raise ValueError(f"key {unit.key!r} has no optimizer, so it takes no state: call set_optimizer first")
-        if not part.arrays and not part.step:
-            unit.put_state(None, 0)
+        units = [self._state.units[number] for number in request.units]
+        states = [_fitting(unit, part) for unit, part in zip(units, request.states, strict=True)]
+        for unit, part, state in zip(units, request.states, states):
+            unit.put_state(state, part.step)
             self._state.changed(unit)
-            return frames.Done()
-        state = optimizers.initial(unit.optimizer, unit.stored)
-        given = [np.frombuffer(data, frames.dtype_of(name)) for data, name in zip(part.arrays, part.dtypes)]
-        if [array.shape for array in given] != [array.shape for array in state]:
-            unfit = f"the saved state does not fit {unit.optimizer!r}"
-            raise ValueError(f"key {unit.key!r}: {unfit}: set the optimizer that it was saved of")
-        for array, values in zip(state, given, strict=True):
-            array[...] = values
-        unit.put_state(state, part.step)
-        self._state.changed(unit)
         return frames.Done()
 
     def _set_torn(self, request: frames.SetTorn) -> frames.Done:
@@ -204,3 +197,19 @@ class Requests:
     def _drop_snapshot(self, request: frames.DropSnapshot) -> frames.Done:
         self.snapshots.drop(request.number)
         return frames.Done()
+
+
+def _fitting(unit: Unit, part: frames.StatePart) -> list[np.ndarray] | None:
+    """Return the arrays of a unit's new state, None where it has none yet; ValueError where they do not fit."""
+    if unit.optimizer is None:
+        raise ValueError(f"key {unit.key!r} has no optimizer, so it takes no state: call set_optimizer first")
+    if not part.arrays and not part.step:
+        return None
+    state = optimizers.initial(unit.optimizer, unit.stored)
+    given = [np.frombuffer(data, frames.dtype_of(name)) for data, name in zip(part.arrays, part.dtypes)]
+    if [array.shape for array in given] != [array.shape for array in state]:
+        unfit = f"the saved state does not fit {unit.optimizer!r}"
+        raise ValueError(f"key {unit.key!r}: {unfit}: set the optimizer that it was saved of")
+    for array, values in zip(state, given, strict=True):
+        array[...] = values
+    return state

@@ -41,8 +41,8 @@ class Replicas:
         for key, value in zip(keys, values, strict=True):
             stored = self._allocate(key.size, key.dtype)
             stored[...] = value.reshape(-1)
-            yield from self.sums.broadcast(stored, 0, label("init", [key.name]), direct)
             made.append(self._replica(key, stored))
+        yield from self.sums.broadcast([replica.value for replica in made], 0, _label("init", keys), direct)
         if self.sums.one_node and not self._survives:  # a block that lies in a worker's memory alone dies with it
             yield from self._share([replica for replica in made if spread.long(replica.key)], direct)
         self.by_name.update((replica.key.name, replica) for replica in made)
@@ -56,7 +56,7 @@ class Replicas:
         if replicas:
             mine = spread.regions(replicas)
             table = np.empty((self.sums.size, *mine.shape), np.int64)
-            text = label("init", [replica.key.name for replica in replicas])
+            text = _label("init", [replica.key for replica in replicas])
             yield from self.sums.gather(mine.reshape(-1), table.reshape(-1), text, direct)
             spread.share(replicas, table, self.sums.rank)
 
@@ -66,10 +66,12 @@ class Replicas:
 
     def put(self, keys: Sequence[Key], values: Sequence[Array], direct: bool) -> Task[None]:
         """Replace what is stored by rank 0's values; rounds stay. Collective."""
-        for replica, value in zip(self.of(keys), values, strict=True):
-            room = replica.room()
+        replicas = self.of(keys)
+        rooms = [replica.room() for replica in replicas]
+        for room, value in zip(rooms, values, strict=True):
             room[...] = value.reshape(-1)
-            yield from self.sums.broadcast(room, 0, label("put", [replica.key.name]), direct)
+        yield from self.sums.broadcast(rooms, 0, _label("put", keys), direct)
+        for replica in replicas:
             replica.turn()
             replica.changed()
             replica.updating = False
@@ -151,3 +153,7 @@ class Replicas:
         if replica.updating or copy.value is not replica.value:
             assert isinstance(replica, Surviving)
             replica.become_copy(copy)
+
+
+def _label(what: str, keys: Sequence[Key]) -> str:
+    return label(what, [key.name for key in keys])

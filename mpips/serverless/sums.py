@@ -13,6 +13,7 @@ import collectives
 from collectives.api import begin
 from collectives.communicator import Communicator
 from collectives.plan import Plan
+from mpips.keys.arrays import packed, runs, unpack
 from mpips.runtime.tasks import Task
 
 Array = NDArray[Any]
@@ -78,12 +79,15 @@ class Sums:
         """The root's array, on all workers. Collective, blocking."""
         collectives.broadcast(array, self.comm, root, label=text)
 
-    def broadcast(self, array: Array, root: int, text: str, direct: bool) -> Task[None]:
-        """`give`, beside compute unless `direct`."""
-        if direct:
-            self.give(array, root, text)
-        else:
-            yield from in_steps(begin("broadcast", array, self.comm, root=root, label=text))
+    def broadcast(self, arrays: Sequence[Array], root: int, text: str, direct: bool) -> Task[None]:
+        """`give` of several, beside compute unless `direct`. Small ones travel together."""
+        for run in runs(array.nbytes for array in arrays):
+            vector = packed(arrays[run])
+            if direct:
+                self.give(vector, root, text)
+            else:
+                yield from in_steps(begin("broadcast", vector, self.comm, root=root, label=text))
+            unpack(vector, arrays[run])
 
     def gather(self, x: Array, out: Array | None, text: str, direct: bool) -> Task[None]:
         """All workers' blocks, on all: x -> out; without `out` this worker's is in x already."""

@@ -185,10 +185,10 @@ class StatePart(msgspec.Struct, tag=True):
 
 
 class PutState(msgspec.Struct, tag=True):
-    """Replace the optimizer's state of a unit."""
+    """Replace the optimizer's state of units, of each by one of `states`."""
 
-    unit: int
-    state: StatePart
+    units: list[int]
+    states: list[StatePart]
 
 
 class SetTorn(msgspec.Struct, tag=True):

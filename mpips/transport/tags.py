@@ -58,6 +58,12 @@ class Numbers:
         self._next = max(numbers, default=-1) + 1
         self._tagged = {number % most_units() for number in numbers}
 
+    def copy(self) -> Numbers:
+        """Return the same numbers, to give some on trial."""
+        numbers = Numbers()
+        numbers._next, numbers._tagged = self._next, self._tagged.copy()
+        return numbers
+
     def take(self, key: int | str) -> int:
         """The number of a new unit of the key; ValueError where all tags are in use."""
         most = most_units()

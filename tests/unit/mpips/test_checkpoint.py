@@ -361,10 +361,10 @@ def test_a_dtype_that_no_file_holds_leaves_what_was_there(tmp_path, wait):
 
 def test_what_was_kept_back_is_shared_out_where_fewer_load():
     """Three have saved, two load: nothing is lost."""
-    saved = [np.full(4, value, np.float32) for value in (1, 2, 4)]
+    saved = [[np.full(4, value, np.float32)] for value in (1, 2, 4)]
     layout = SimpleNamespace(kind="dist_sync", num_servers=1, num_workers=1, rank=0, workers=None)
     backend = Backend()
-    for _ in given_back(layout, backend, Key("w", (4,), np.dtype(np.float32)), saved, 3):
+    for _ in given_back(layout, backend, [Key("w", (4,), np.dtype(np.float32))], saved, 3):
         pass
     assert (backend.rest["w"] == 7).all()
 

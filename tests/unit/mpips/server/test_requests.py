@@ -107,7 +107,7 @@ def test_changed_numbers_keep_momentum_and_count_from_the_next_round():
     [
         (frames.SetOptimizer(b"nonsense"), ""),
         (frames.UpdateOptimizer(optimizers.encode_numbers({"learning_rate": 1.0})), "set_optimizer"),
-        (frames.PutState(3, frames.StatePart(1, [], [])), "set_optimizer"),
+        (frames.PutState([3], [frames.StatePart(1, [], [])]), "set_optimizer"),
     ],
 )
 def test_what_cannot_be_done_is_answered_by_a_sentence(request_, why):
@@ -126,7 +126,7 @@ def test_states_come_back_as_they_were():
         one.round(1, 2)
     for ours, theirs in zip(one.units, other.units):
         theirs.stored[...] = ours.stored
-        assert other.ask(frames.PutState(ours.number, one.ask(frames.GetState(ours.number)))) == frames.Done()
+        assert other.ask(frames.PutState([ours.number], [one.ask(frames.GetState(ours.number))])) == frames.Done()
     one.round(3, 4)
     other.round(3, 4)
     assert (one.units[0].stored == other.units[0].stored).all()
