@@ -64,7 +64,7 @@ COMMANDS = {
     ),
     "sim": Sub(
         "collectives.simulator.command", "Simulate an algorithm on a topology.",
-        ("mpips sim --topology bcube:3,2 --algorithm bcube --algorithm ring --bytes 4MiB",),
+        ("mpips sim --topology bcube:3,2 --algorithms bcube,ring --bytes 4MiB",),
     ),
     "plan": Sub(
         "mpips.overlap.__main__", "Group layers for overlap, from a profile.",

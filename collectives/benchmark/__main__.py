@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from collectives.terminal.console import OutFile, Picture, RankedCommand, Second
 
 PARAMETERS: tuple[click.Parameter, ...] = (
     click.Option(
-        ["--sizes"], default="1KiB:64MiB", show_default=True, help="MIN:MAX[:FACTOR] or a list."
+        ["--sizes"], default="1KiB:64MiB", show_default=True, help="A list of sizes and of ranges MIN:MAX[:FACTOR]."
     ),
     click.Option(
         ["--algorithms"], default="auto", show_default=True, help="A list, as auto,native,one_shot,gloo,ring."
@@ -73,14 +74,14 @@ def run(
         _overlap(comm, wanted, seconds, title, json_path)
         return
     rows: list[Row] = []
-    with progress(title, len(wanted.counts), comm.rank == 0) as done:
+    with progress(title, len(wanted.counts), comm.rank == 0) as begin:
         for n in wanted.counts:
+            begin(show_bytes(n * wanted.dtype.itemsize))
             if collective == "pt2pt":
                 rows += _pt2pt(comm, n, wanted.dtype, seconds)
             else:
                 case = Case(collective, op, wanted.dtype, n, comm)
                 rows += _collective(case, wanted.algorithms, wanted.arrays, seconds, checked)
-            done(show_bytes(n * wanted.dtype.itemsize))
     if comm.rank == 0:
         report.print_table(rows, title)
         _write(rows, title, json_path, csv_path, plot_path)
@@ -143,11 +144,12 @@ def _pt2pt(comm: MPI.Comm, n: int, dtype: np.dtype[Any], seconds: float) -> list
 
 def _overlap(comm: MPI.Comm, wanted: Wanted, seconds: float, title: str, json_path: Path | None) -> None:
     rows = []
-    for n in wanted.counts:
-        for algorithm in wanted.algorithms:
-            for array in wanted.arrays:
-                x = Case("allreduce", "sum", wanted.dtype, n, comm).arrays(array)[0]
-                rows.append(overlap.measure_overlap(comm, algorithm, x, array, seconds))
+    cases = list(product(wanted.counts, wanted.algorithms, wanted.arrays))
+    with progress(title, len(cases), comm.rank == 0) as begin:
+        for n, algorithm, array in cases:
+            begin(f"{show_bytes(n * wanted.dtype.itemsize)}, {algorithm}, {array}")
+            x = Case("allreduce", "sum", wanted.dtype, n, comm).arrays(array)[0]
+            rows.append(overlap.measure_overlap(comm, algorithm, x, array, seconds))
     if comm.rank == 0:
         overlap.print_overlap(rows, title)
         if json_path:

@@ -18,7 +18,7 @@ from rich.table import Table
 from collectives.benchmark.harness import measure
 from collectives.benchmark.sizes import show_bytes
 from collectives.plan import plan as compiled
-from collectives.terminal.console import console
+from collectives.terminal.tables import show_table
 
 SLICES = 32  # how often the computing thread looks after the communication
 
@@ -73,10 +73,11 @@ def measure_overlap(comm: MPI.Comm, algorithm: str, x: np.ndarray[Any, Any], arr
 
 def print_overlap(rows: Sequence[OverlapRow], title: str) -> None:
     """The rows as a table for people."""
-    table = Table(title=title, title_justify="left", header_style="bold")
+    caption = "overall: compute and the call together. pure comm.: the call alone. overlap: its share that compute hid."
+    table = Table(title=title, caption=caption)
     for name in ("size", "algorithm", "array", "overall us", "compute us", "pure comm. us", "overlap %"):
         table.add_column(name, justify="left" if name in ("algorithm", "array") else "right")
     for row in rows:
         numbers = [f"{value:.1f}" for value in (row.overall_us, row.compute_us, row.pure_us, row.overlap_percent)]
         table.add_row(show_bytes(row.bytes), row.algorithm, row.array, *numbers)
-    console().print(table)
+    show_table(table)

@@ -1,4 +1,4 @@
-"""Sizes as people write them: "4KiB", "1KiB:64MiB:4", and back to words."""
+"""Sizes and lists as people write them: "4KiB", "1KiB:64MiB:4", "ring,bcube(n=2,k=2)", and sizes back to words."""
 
 from __future__ import annotations
 
@@ -24,9 +24,16 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_sizes(text: str) -> list[int]:
-    """Sizes in bytes from "1KiB,4MiB", or from "1KiB:64MiB" in steps of 4, or "1KiB:64MiB:2" in steps of 2."""
+    """Return sizes in bytes: "1KiB,4MiB", "1KiB:64MiB" in steps of 4, "1KiB:64MiB:2" in steps of 2, or both.
+
+    A list may hold ranges: "8,1KiB:64MiB".
+    """
+    return [size for part in text.split(",") for size in _parse_range(part)]
+
+
+def _parse_range(text: str) -> list[int]:
     if ":" not in text:
-        return [parse_bytes(part) for part in text.split(",")]
+        return [parse_bytes(text)]
     first, last, *rest = text.split(":")
     factor = int(rest[0]) if rest and rest[0].isdigit() else 4
     low, high = parse_bytes(first), parse_bytes(last)
@@ -53,8 +60,20 @@ def parse_counts(text: str, itemsize: int, element: str) -> list[int]:
 
 
 def show_bytes(nbytes: int) -> str:
-    """ "4 MiB" for 4194304; the plain number where no unit divides it."""
-    for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if nbytes >= unit and nbytes % unit == 0:
-            return f"{nbytes // unit} {name}"
-    return f"{nbytes} B"
+    """Return "4 MiB" for 4194304, "548 MB" for 548000000, and the number of bytes where no unit divides it."""
+    binary = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+    units = (*binary, (10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (1, "B"))
+    fitting = [f"{nbytes // unit} {name}" for unit, name in units if nbytes >= unit and nbytes % unit == 0]
+    return min(fitting, key=lambda text: len(text.split()[0]), default="0 B")
+
+
+def split_words(text: str) -> list[str]:
+    """Return the comma-separated words of `text`, not split inside brackets: "ring,bcube(n=2,k=2)"."""
+    words, depth = [""], 0
+    for letter in text:
+        depth += (letter == "(") - (letter == ")")
+        if letter == "," and depth == 0:
+            words.append("")
+        else:
+            words[-1] += letter
+    return [word.strip() for word in words if word.strip()]

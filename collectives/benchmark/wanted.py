@@ -9,7 +9,7 @@ import numpy as np
 
 from collectives.benchmark import rivals
 from collectives.benchmark.report import BUS_FACTOR
-from collectives.benchmark.sizes import parse_counts
+from collectives.benchmark.sizes import parse_counts, split_words
 from collectives.call import REDUCING
 from collectives.machine import memory
 from collectives.operations import operation
@@ -49,7 +49,7 @@ def check(
     except (TypeError, ValueError) as error:
         raise click.UsageError(str(error)) from None
     largest = max(counts) * element.itemsize
-    kinds, names = _words(arrays), _words(algorithms)
+    kinds, names = split_words(arrays), split_words(algorithms)
     if unknown := [kind for kind in kinds if kind not in ARRAYS]:
         raise click.UsageError(f"--arrays {unknown[0]!r} is none of {', '.join(ARRAYS)}")
     if not kinds or not names:
@@ -95,18 +95,6 @@ def _refusal(collective: str, algorithm: str, ranks: int) -> str | None:
     if name == "hierarchical" and "local" not in parameters:
         return None  # the ranks of a node are known in the job alone
     return catalog.serves(kind, algorithm, ranks)
-
-
-def _words(text: str) -> list[str]:
-    """The comma-separated words of `text`, but not split inside brackets: "ring,bcube(n=2,k=2)"."""
-    words, depth = [""], 0
-    for letter in text:
-        depth += (letter == "(") - (letter == ")")
-        if letter == "," and depth == 0:
-            words.append("")
-        else:
-            words[-1] += letter
-    return [word.strip() for word in words if word.strip()]
 
 
 def _element(dtype: str) -> np.dtype[Any]:

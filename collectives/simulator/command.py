@@ -14,12 +14,13 @@ import numpy as np
 from rich.progress import Progress
 from rich.table import Table
 
-from collectives.benchmark.sizes import parse_sizes
+from collectives.benchmark.sizes import parse_sizes, show_bytes, split_words
 from collectives.schedule.model import KINDS
 from collectives.simulator.alpha_beta import LinkCost
 from collectives.simulator.predict import Prediction, figure5, predict
 from collectives.simulator.topology import Topology, parse, parse_rate
 from collectives.terminal.console import Interruptible, OutFile, Picture, Seconds, console, write_text, writing
+from collectives.terminal.tables import show_table
 
 TIME = Seconds(zero=True)
 MOST_RANKS = 1 << 20  # whose clocks and links fit into memory
@@ -28,9 +29,11 @@ MANY = 2048  # ranks from which a run may take long enough for a progress bar
 
 @click.command(cls=Interruptible)
 @click.option("--topology", default="bcube:3,2", show_default=True, help="One of star:N, fattree:K, bcube:N,K.")
-@click.option("--algorithm", "algorithms", default=("bcube",), show_default=True, multiple=True, help="Repeatable.")
+@click.option("--algorithms", "--algorithm", "algorithms", default=("bcube",), show_default=True, multiple=True,
+              help="A list, as bcube,ring; repeatable.")
 @click.option("--collective", type=click.Choice(KINDS), default="allreduce", show_default=True)
-@click.option("--bytes", "sizes", default="548MB", show_default=True, help="MIN:MAX[:FACTOR] or a list.")
+@click.option("--bytes", "sizes", default="548MB", show_default=True,
+              help="A list of sizes and of ranges MIN:MAX[:FACTOR].")
 @click.option("--rate", default="10gbit", show_default=True, help="Of every link, each direction.")
 @click.option("--beta", type=Seconds(), help="Seconds a byte, in place of --rate.")
 @click.option("--alpha", default=0.0, type=TIME, show_default=True, help="Seconds a message.")
@@ -60,7 +63,7 @@ def command(
         network = _network(topology, speed, per_host)
         rows = [
             _predicted(model, network, collective, algorithm, nbytes)
-            for algorithm in algorithms
+            for algorithm in [word for text in algorithms for word in split_words(text)]
             for nbytes in _sizes(sizes)
         ]
     except ValueError as error:
@@ -69,6 +72,7 @@ def command(
     if json_path:
         write_text(json_path, json.dumps([asdict(row) for row in rows], indent=1) + "\n")
     if plot_path:
+        click.echo(f"drawing {plot_path}", err=True)
         _draw(rows, plot_path)
 
 
@@ -95,9 +99,11 @@ def _sizes(text: str) -> list[int]:
 def _predicted(
     model: Callable[..., Prediction], network: Topology, kind: str, algorithm: str, nbytes: int
 ) -> Prediction:
-    hidden = network.hosts < MANY
-    with Progress(console=console(stderr=True), transient=True, disable=hidden) as bar:
-        task = bar.add_task(f"{algorithm} on {network.name}", total=1.0)
+    title, screen = f"{algorithm} on {network.name}", console(stderr=True)
+    if network.hosts >= MANY and not screen.is_terminal:
+        screen.print(f"{title}: {show_bytes(nbytes)}", markup=False)
+    with Progress(console=screen, transient=True, disable=network.hosts < MANY) as bar:
+        task = bar.add_task(title, total=1.0)
         with np.errstate(over="ignore", invalid="ignore"):
             row = model(network, kind, algorithm, nbytes, progress=lambda done: bar.update(task, completed=done))
     if not math.isfinite(row.seconds):
@@ -106,21 +112,24 @@ def _predicted(
 
 
 def _print(rows: Sequence[Prediction]) -> None:
-    table = Table("topology", "collective", "algorithm", title="simulated, seconds")
-    for title in ("ranks", "bytes", "simulated", "closed form", "algbw GB/s", "busiest link, bytes"):
+    kinds = ", ".join(dict.fromkeys(row.collective for row in rows))
+    caption = "closed form: its formula, where it has one; algbw: size / simulated; busiest link: what it carries"
+    table = Table("topology", "algorithm", title=f"{kinds}, simulated", caption=caption)
+    for title in ("ranks", "size", "simulated ms", "closed form ms", "algbw GB/s", "busiest link MB"):
         table.add_column(title, justify="right")
     for row in rows:
-        form = "-" if row.closed_form is None else f"{row.closed_form:.6g}"
+        form = "-" if row.closed_form is None else f"{1e3 * row.closed_form:,.3f}"
         bandwidth = f"{row.bytes / row.seconds / 1e9:.3f}" if row.seconds else "-"
-        numbers = [f"{row.ranks:,}", f"{row.bytes:,}", f"{row.seconds:.6g}", form, bandwidth]
-        table.add_row(row.topology, row.collective, row.algorithm, *numbers, f"{row.busiest_link_bytes:,.0f}")
-    console().print(table)
+        numbers = [f"{row.ranks:,}", show_bytes(row.bytes), f"{1e3 * row.seconds:,.3f}", form, bandwidth]
+        table.add_row(row.topology, row.algorithm, *numbers, f"{row.busiest_link_bytes / 1e6:,.3f}")
+    show_table(table)
 
 
 def _figure5(nbytes: int, rate: float, json_path: Path | None, plot_path: Path | None) -> None:
     rows = figure5(nbytes, rate)
     full = nbytes / rate
-    table = Table("servers", "topology", "algorithm", title=f"BML, figure 5: time over TF = {full:.4g} s")
+    table = Table("servers", "topology", "algorithm", title=f"BML, figure 5: time over TF = {1e3 * full:,.1f} ms",
+                  caption="TF: all bytes over one link")
     for title in ("simulated", "paper's text", "over BML on BCube"):
         table.add_column(title, justify="right")
     best = {row.ranks: row.seconds for row, _ in rows}  # the last of each size is BML on BCube
@@ -128,7 +137,7 @@ def _figure5(nbytes: int, rate: float, json_path: Path | None, plot_path: Path |
         name = {"direct": "parameter server"}.get(row.algorithm, "BML")
         ratio = f"{row.seconds / best[row.ranks]:.2f}"
         table.add_row(f"{row.ranks:,}", row.topology, name, f"{row.seconds / full:.4f}", f"{said / full:.4f}", ratio)
-    console().print(table)
+    show_table(table)
     if json_path:
         found = [{**asdict(row), "paper_seconds": said} for row, said in rows]
         write_text(json_path, json.dumps(found, indent=1) + "\n")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,7 +22,6 @@ RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 CODE_FILE = "_MPIPS_CODE_FILE"  # names the file that is to hold the exit code of `leave`
 INTERRUPTED = 130  # the exit code after Ctrl-C, as of shells
 PLAIN_WIDTH = 160
-LINE_SECONDS = 2.0
 PICTURES = (".png", ".pdf", ".svg")
 FOLDER = "cannot be written: that names a folder, not a file"
 
@@ -113,32 +112,20 @@ def is_rank() -> bool:
 
 @contextmanager
 def progress(title: str, total: int, shown: bool = True) -> Iterator[Callable[[str], None]]:
-    """Gives `done(what)`, to be called after each of `total` steps: a bar on a terminal, else lines, on standard error.
+    """Give `begin(what)`, to be called before each of `total` steps.
 
-    Lines come at most every `LINE_SECONDS`, so that short work says nothing. Only the rank with `shown` says anything.
+    It shows a bar on a terminal, else lines, on standard error. Only the rank with `shown` says anything.
     """
     target = console(stderr=True)
     if not shown:
         yield lambda what: None
     elif target.is_terminal:
         with Progress(transient=True, console=target) as bar:
-            task = bar.add_task(title, total=total)
+            task = bar.add_task(title, total=total, completed=-1)
             yield lambda what: bar.update(task, advance=1, description=f"{title}: {what}")
     else:
-        yield _lines(target, title, total)
-
-
-def _lines(target: Console, title: str, total: int) -> Callable[[str], None]:
-    count, last = 0, time.monotonic()
-
-    def done(what: str) -> None:
-        nonlocal count, last
-        count += 1
-        if count < total and time.monotonic() - last >= LINE_SECONDS:
-            last = time.monotonic()
-            target.print(f"{title}: {what} done, {count} of {total}", markup=False)
-
-    return done
+        numbers = count(1)
+        yield lambda what: target.print(f"{title}: {what}, {next(numbers)} of {total}", markup=False, soft_wrap=True)
 
 
 def unwritable(name: str | Path) -> str | None:

@@ -44,7 +44,7 @@ COPIES_WIN = 1.5
 """The kernel's copies win where they take at most so many times as long as stages: call after call, stages find their
 arrays in the cache, and between other work they would not."""
 
-Done = Callable[[str], None]
+Begin = Callable[[str], None]
 
 
 def opened(comm: MPI.Comm, known: Table) -> MPI.Comm:
@@ -80,8 +80,8 @@ def command(seconds: float, dry_run: bool) -> None:
     home = opened(comm, found)
     nodes = len(set(nodes_of(home)))
     if comm.size > 1:
-        with progress("tune", 4 if nodes == 1 else 1 + len(KINDS), comm.rank == 0) as done:
-            found = tuned(home, found, seconds, done)
+        with progress("tune", 4 if nodes == 1 else 1 + len(KINDS), comm.rank == 0) as begin:
+            found = tuned(home, found, seconds, begin)
     if comm.rank == 0:
         _show(found, comm.size, nodes)
         with _told():
@@ -108,21 +108,22 @@ def _known(dry_run: bool) -> Table:
         return Table()
 
 
-def tuned(comm: MPI.Comm, known: Table, seconds: float, done: Done = lambda what: None) -> Table:
-    """The known table with this number of ranks measured anew; `done` hears of parts. Collective, blocking."""
+def tuned(comm: MPI.Comm, known: Table, seconds: float, begin: Begin = lambda what: None) -> Table:
+    """The known table with this number of ranks measured anew; `begin` hears of parts. Collective, blocking."""
     node_of = nodes_of(comm)
     changes: dict[str, Any] = {"gamma": _gamma()}
     if len(set(node_of)) == 1:
-        slots, cross_memory, lines = _on_one_node(comm, seconds, done)
+        slots, cross_memory, lines = _on_one_node(comm, seconds, begin)
         changes["slots"] = {**known.slots, comm.size: slots}
         changes["cross_memory"] = {**known.cross_memory, comm.size: cross_memory}
         changes["memory"] = {**known.memory, **lines}
+        begin("messages")
         changes["near"] = _message(comm, 1, seconds)
     else:
         other = next(rank for rank, node in enumerate(node_of) if node != node_of[0])
+        begin("messages")
         changes["far"] = _message(comm, other, seconds)
-        done("messages")
-        changes["between"] = {**known.between, **_between(comm, node_of, seconds, done)}
+        changes["between"] = {**known.between, **_between(comm, node_of, seconds, begin)}
     return msgspec.structs.replace(known, **changes)
 
 
@@ -136,7 +137,7 @@ def forced(ranks: int) -> dict[str, Table]:
     }
 
 
-def _on_one_node(comm: MPI.Comm, seconds: float, done: Done) -> tuple[Slots, int, dict[str, Line]]:
+def _on_one_node(comm: MPI.Comm, seconds: float, begin: Begin) -> tuple[Slots, int, dict[str, Line]]:
     """Up to where slots win; from where on the kernel's copies do; and lines through the times of every way."""
     ways = {name: opened(comm, one) for name, one in forced(comm.size).items()}
 
@@ -145,11 +146,12 @@ def _on_one_node(comm: MPI.Comm, seconds: float, done: Done) -> tuple[Slots, int
         times = _times(comm, [ways[way], ways["stages"]], size, shared, seconds)
         return times[0] <= times[1] * share
 
+    begin("slots")
     direct = edge(SLOT_SIZES, partial(wins, "slots", True, SLOTS_WIN), 0)
     slots = Slots(direct, max(direct, edge(SLOT_SIZES, partial(wins, "slots", False, SLOTS_WIN), 0)))
-    done("slots")
+    begin("cross memory")
     cross_memory = edge(CROSS_SIZES, partial(wins, "cross_memory", False, COPIES_WIN), EVERYTHING)
-    done("cross_memory")
+    begin("lines through the times")
     lines = {}
     for way, shared, sizes in (
         ("slots", False, [size for size in (8, *SLOT_SIZES) if size <= slots.ordinary]),
@@ -161,7 +163,6 @@ def _on_one_node(comm: MPI.Comm, seconds: float, done: Done) -> tuple[Slots, int
             home = ways["stages" if way == "direct" else way]
             points = [(size, _times(comm, [home], size, shared, seconds)[0]) for size in sizes]
             lines[f"{way} {comm.size}"] = Line(*fit(points))
-    done("memory")
     for one in ways.values():
         one.Free()
     return slots, cross_memory, lines
@@ -193,11 +194,12 @@ def _timed(comm: MPI.Comm, plans: Sequence[Plan], seconds: float) -> list[float]
             made.free()
 
 
-def _between(comm: MPI.Comm, node_of: list[int], seconds: float, done: Done) -> dict[str, tuple[Range, ...]]:
+def _between(comm: MPI.Comm, node_of: list[int], seconds: float, begin: Begin) -> dict[str, tuple[Range, ...]]:
     """The fastest algorithm of every kind for each size; neighbouring sizes with one answer make one range."""
     found = {}
     alike = len({node_of.count(node) for node in node_of}) == 1
     for kind in KINDS:
+        begin(kind)
         winners = []
         names = [name for name in catalog.names(kind) if catalog.serves(kind, name, comm.size) is None]
         if kind == "allreduce" and alike:
@@ -207,7 +209,6 @@ def _between(comm: MPI.Comm, node_of: list[int], seconds: float, done: Done) -> 
             times = _timed(comm, [_plan(kind, n, comm, name) for name in names], seconds)
             winners.append((size, names[int(np.argmin(times))]))
         found[f"{kind} {len(set(node_of))}x{comm.size}"] = ranges(winners)
-        done(kind)
     return found
 
 

@@ -15,8 +15,9 @@ from typing import Any
 import click
 
 from collectives.simulator.topology import parse, parse_rate
-from collectives.terminal.console import InterruptibleGroup, OutFile, console, write_text
+from collectives.terminal.console import InterruptibleGroup, OutFile, write_text
 from collectives.terminal.help import examples
+from collectives.terminal.tables import show_table
 from launch.lab import client, job
 from launch.lab.layout import lay_out
 from launch.lab.needs import missing
@@ -155,7 +156,7 @@ def _print_status(found: dict[str, Any]) -> None:
             state = "dead" if not host["alive"] else "up" if nic["up"] else "down"
             words = (host["name"], host["vip"], nic["name"], str(nic["level"]), nic["switch"])
             table.add_row(*words, f"{nic['rate'] / 1e6:g}", *moved, state)
-    console().print(table)
+    show_table(table)
 
 
 @command.command(epilog=examples("mpips lab reset"))

@@ -18,11 +18,11 @@ from collectives.terminal.console import (
     Picture,
     RankedCommand,
     Seconds,
-    console,
     progress,
     write_text,
     writing,
 )
+from collectives.terminal.tables import show_table
 from mpips.bench import floor
 from mpips.bench.rounds import measure, names
 from mpips.options import kind_of, read, uneven
@@ -126,16 +126,16 @@ def command(
     if kind.endswith("async"):
         kv.set_optimizer("add")
     rows: list[Row] = []
-    with progress("push and pull", len(cases), kv.rank == 0) as done:
+    with progress("push and pull", len(cases), kv.rank == 0) as begin:
         for n, array in cases:
+            begin(f"{show_bytes(4 * n)}, {array}")
             if array == kinds[0]:
                 kv.init(names(n, keys), [np.zeros(n, np.float32)] * keys)
             rows.append(_row(kv, (n, array, keys), masters, seconds, floors))
-            done(f"{show_bytes(4 * n)}, {array}")
     first = kv.rank == 0
     kv.close()  # before files are written: nobody waits where that fails
     if first:
-        console().print(table(rows))
+        show_table(table(rows))
         if json_path:
             write_text(json_path, json.dumps([row._asdict() for row in rows], indent=1))
         if plot_path:
@@ -162,13 +162,13 @@ def table(rows: list[Row]) -> Table:
     roles = ", ".join(f"{count} {role}{'s' * (count != 1)}" for role, count in counts.items())
     several = f"{first.keys} keys in one call, " if first.keys > 1 else ""
     title = f"{first.kind}, {roles}; {several}median us, worker 0"
-    view = Table(title=title)
-    for column in ("bytes", "arrays", "push", "pull", "push + pull", "pushpull", "floor", "push + pull / floor"):
+    view = Table(title=title, caption="floor: the bare copies and sums alone; / floor: push + pull over it")
+    for column in ("size", "arrays", "push", "pull", "push + pull", "pushpull", "floor", "/ floor"):
         view.add_column(column, justify="left" if column == "arrays" else "right")
     for row in rows:
         times = [f"{1e6 * t:,.1f}" for t in (row.push_s, row.pull_s, row.push_pull_s, row.pushpull_s)]
         bare = "-" if row.floor_s is None else f"{1e6 * row.floor_s:,.1f}"
-        view.add_row(f"{row.bytes:,}", row.array, *times, bare, f"{row.over_floor:.2f}" if row.over_floor else "-")
+        view.add_row(show_bytes(row.bytes), row.array, *times, bare, f"{row.over_floor:.2f}" if row.over_floor else "-")
     return view
 
 

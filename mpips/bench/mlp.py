@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from mpi4py import MPI
 from rich.table import Table
 from threadpoolctl import threadpool_limits
 
-from collectives.terminal.console import OutFile, RankedCommand, console, write_text
+from collectives.terminal.console import OutFile, RankedCommand, console, progress, write_text
 from collectives.terminal.numbers import Counts
+from collectives.terminal.tables import show_table
 from mpips.bench import mlp_torch as rivals
 from mpips.bench.timing import Contender, compare
 from mpips.mlp.intervals import interval
@@ -70,8 +72,10 @@ def command(
             with_ddp = refusal is None
             if refusal and comm.rank == 0:
                 console().print(f"without DistributedDataParallel: {refusal}", markup=False)
-        for hidden in width:
-            for samples in batch:
+        cases = list(product(width, batch))
+        with progress("steps", len(cases), comm.rank == 0) as begin:
+            for hidden, samples in cases:
+                begin(f"width {hidden}, batch {samples}")
                 rows.append(_case(mesh, hidden, samples, seconds, rounds, with_torch, with_ddp))
     if with_ddp:
         rivals.leave(comm)
@@ -151,7 +155,8 @@ def _ratios(times: dict[str, np.ndarray]) -> dict[str, float]:
 
 def _show(rows: list[dict[str, float]]) -> None:
     names = [name for name in rows[0] if name not in ("width", "batch")]
-    table = Table(title="ms a step, medians; ratios")
+    caption = "Python: a step of a network of width 1; its share is of one process's step. speedup: one process / grid"
+    table = Table(title="ms a step, medians; below them ratios", caption=caption)
     table.add_column("")
     for row in rows:
         table.add_column(f"width {row['width']}, batch {row['batch']}", justify="right")
@@ -159,7 +164,7 @@ def _show(rows: list[dict[str, float]]) -> None:
     for name in names:
         factor = 1.0 if name in ratios else 1e3
         table.add_row(name, *(f"{factor * row[name]:.3f}" for row in rows))
-    console().print(table)
+    show_table(table)
 
 
 if __name__ == "__main__":

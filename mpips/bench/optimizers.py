@@ -13,7 +13,8 @@ import numpy as np
 from rich.table import Table
 
 from collectives.machine import memory
-from collectives.terminal.console import Interruptible, OutFile, console, write_text
+from collectives.terminal.console import Interruptible, OutFile, console, progress, write_text
+from collectives.terminal.tables import show_table
 from mpips import optimizers
 from mpips.bench.timing import alternate, seconds_of
 
@@ -114,7 +115,8 @@ def measure(optimizer: Any, elements: int, repeats: int, torch: Any) -> Case:
 
 def table(cases: list[Case]) -> Table:
     """The cases as a table."""
-    view = Table(title=f"One update of {cases[0].elements:,} float32, one thread, median ms")
+    view = Table(title=f"One update of {cases[0].elements:,} float32, one thread, median ms",
+                 caption="one copy: of the array, for comparison; largest difference: between the two results")
     for column in ("optimizer", "mpips", "PyTorch", "mpips / PyTorch", "one copy", "largest difference"):
         view.add_column(column, justify="left" if column == "optimizer" else "right")
     for case in cases:
@@ -149,9 +151,13 @@ def command(elements: int, repeats: int, json_path: Path | None) -> None:
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     torch, reason = load_torch()
-    cases = [measure(optimizer, elements, repeats, torch) for optimizer in CASES]
+    cases = []
+    with progress("updates", len(CASES)) as begin:
+        for optimizer in CASES:
+            begin(label(optimizer))
+            cases.append(measure(optimizer, elements, repeats, torch))
     target = console()
-    target.print(table(cases))
+    show_table(table(cases), target)
     target.print(reason)
     if json_path:
         write_text(json_path, json.dumps([case._asdict() for case in cases], indent=1))

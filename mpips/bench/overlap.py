@@ -26,6 +26,7 @@ from mpi4py import MPI
 from rich.table import Table
 
 from collectives.terminal.console import OutFile, Picture, RankedCommand, console, write_text, writing
+from collectives.terminal.tables import show_table
 from mpips.bench import overlap_settings as settings
 from mpips.bench.overlap_job import Job
 from mpips.bench.timing import alternate
@@ -201,11 +202,16 @@ class Found(NamedTuple):
 
 def run(wanted: Wanted) -> tuple[Job, Found]:
     """The job, and what it has measured. Collective."""
+    if MPI.COMM_WORLD.rank == 0:
+        click.echo("overlap: what messages cost", err=True)
     job, costs = _job(wanted)
     results: list[Result] = []
     traces: dict[str, list[Task]] = {}
     profiles, idle = {}, idle_seconds()
-    for pushes in ("dense",) if wanted.topk is None else ("dense", f"top-{wanted.topk:g}"):
+    kinds = ("dense",) if wanted.topk is None else ("dense", f"top-{wanted.topk:g}")
+    for pushes in kinds:
+        if job.kv.rank == 0:
+            click.echo(f"overlap: {pushes} pushes, {wanted.iterations} iterations of every strategy", err=True)
         if pushes != "dense":
             job.kv.set_gradient_compression({"type": "topk", "ratio": wanted.topk})
             costs = job.costs(wanted.repeats)
@@ -262,14 +268,17 @@ def _show(results: list[Result], about: dict[str, Any]) -> None:
     terminal = console()
     for name, value in about.items():
         terminal.print(f"{name}: {value:.4g}" if isinstance(value, float) else f"{name}: {value}")
-    table = Table("pushes", "strategy", "messages", "predicted s", "measured s", "measured / predicted",
-                  "hidden, predicted", "hidden, measured", "measured / best")
+    table = Table("pushes", "strategy", "messages", "predicted ms", "measured ms", "measured / predicted",
+                  "hidden, predicted", "hidden, measured", "measured / best",
+                  caption="hidden: the share of the messages' time that lies beside compute")
+    for column in table.columns[2:]:
+        column.justify = "right"
     best = min(result.measured_s for result in results)
     for r in results:
-        table.add_row(r.pushes, r.strategy, " + ".join(map(str, r.messages)), f"{r.predicted_s:.4f}",
-                      f"{r.measured_s:.4f}", f"{r.measured_s / r.predicted_s:.3f}", f"{r.predicted_hidden:.0%}",
+        table.add_row(r.pushes, r.strategy, " + ".join(map(str, r.messages)), f"{1e3 * r.predicted_s:.2f}",
+                      f"{1e3 * r.measured_s:.2f}", f"{r.measured_s / r.predicted_s:.3f}", f"{r.predicted_hidden:.0%}",
                       f"{r.measured_hidden:.0%}", f"{r.measured_s / best:.3f}")
-    terminal.print(table)
+    show_table(table, terminal)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import msgspec
 from rich.table import Table
 
 from collectives.terminal.console import Interruptible, OutFile, Picture, console, writing
+from collectives.terminal.tables import show_table
 from mpips import chaos
 from mpips.chaos import picture as pictures
 
@@ -106,7 +107,7 @@ def _show(report: chaos.Report) -> None:
             place = f" on {fault.host}" if fault.host else ""
             table.add_row(fault.kind, f"rank {fault.rank} ({fault.role}){place}", f"{fault.at:.3f}", seconds)
     out = console()
-    out.print(table)
+    show_table(table, out)
     p50, p99 = report.percentile(50), report.percentile(99)
     if p50 is not None:
         out.print(f"seconds to go on: p50 {p50:.3f}, p99 {p99:.3f}")

@@ -15,6 +15,7 @@ from mpi4py import MPI
 from threadpoolctl import threadpool_limits
 
 from collectives.terminal.console import OutFile, Picture, RankedCommand, console, leave, unwritable
+from collectives.terminal.tables import show_table
 from mpips.optimizers.elastic import INTERVAL
 
 from . import checkpoint
@@ -182,7 +183,7 @@ class _Run:
         if o.explain or shape is None:
             predictions = predict_all(specification, o.batch, self.comm, self.optimizer, o.split)
             if o.explain and self.comm.rank == 0:
-                self.console.print(report.explain(predictions, -(-train_rows // o.batch)))
+                show_table(report.explain(predictions, -(-train_rows // o.batch)), self.console)
         return Mesh(*(shape or (predictions[0].batch, predictions[0].model)), self.comm)
 
     def _train(self, specification: Specification, data: Data, mesh: Mesh, data_seconds: float) -> None:
@@ -211,7 +212,7 @@ class _Run:
         phases = report.total_phases(trained.epochs, data_seconds)
         problem = None
         if self.comm.rank == 0:
-            self.console.print(report.budget(phases, report.total_hidden(trained.epochs)))
+            show_table(report.budget(phases, report.total_hidden(trained.epochs)), self.console)
             peaks = ", ".join(f"{peak / 2**20:,.0f}" for peak in memory)
             mean = report.mean_seconds(trained.epochs)
             self._say(f"mean of an epoch: {mean:.2f} s; peak memory by rank, MiB: {peaks}")

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any, Literal
 
 import click
 from click.core import ParameterSource
-from rich import box
 from rich.table import Table
 
 from collectives.terminal.console import Interruptible, OutFile, Picture, console, write_text, writing
+from collectives.terminal.tables import show_table
 
 from . import networks, trace
 from .planner import Plan, plans
@@ -34,17 +35,18 @@ class Refused(click.ClickException):
 
 
 class Rate(click.ParamType):
-    """A finite number above 0."""
+    """Operations a second, a finite number above 0: 1.33e12 or 1.33T."""
 
     name = "rate"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        found = re.fullmatch(r"([0-9.eE+-]+?) *([kMGTP]?) *(?:flop/s|op/s|flops)?", str(value).strip())
         try:
-            rate = float(value)
+            rate = float(found[1]) * 1000 ** " kMGTP".index(found[2] or " ") if found else math.nan
         except ValueError:
             rate = math.nan
         if not 0 < rate < math.inf:
-            self.fail(f"{value!r} is no rate: give the operations/s of a node, as 1.33e12", param, ctx)
+            self.fail(f"{value!r} is no rate: give a node's operations a second, as 1.33e12 or 1.33T", param, ctx)
         return rate
 
 
@@ -84,7 +86,8 @@ def parse_nodes(text: str) -> tuple[int, ...]:
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
 )  # fmt: skip
 @click.option("--model", type=click.Choice(list(networks.MODELS)), help="Plan a built-in network instead of a profile.")
-@click.option("--rate", type=Rate(), default=1.33e12, show_default=True, help="With --model: operations/s of a node.")
+@click.option("--rate", type=Rate(), default="1.33T", show_default=True,
+              help="With --model: floating point operations a second of a node, such as 1.33T or 1.33e12.")
 @click.option("--batch", type=BATCH, default=32, show_default=True, help="With --model: examples a node and iteration.")
 @click.option("--save-profile", "profile_out", type=OutFile(),
               help="Write the profile here, to be edited or measured again.")
@@ -135,6 +138,7 @@ def command(
         write_text(json_file, json.dumps([each.row() for each in found], indent=1) + "\n")
     timelines = {each.strategy: each.tasks for each in found if each.nodes == found[-1].nodes}
     if plot:
+        click.echo(f"drawing {plot}", err=True)
         where = "" if found[-1].nodes is None else f", {found[-1].nodes} nodes"
         with writing(plot):
             trace.draw(timelines, plot, f"{model or profile_file}{where}")
@@ -162,14 +166,15 @@ def _show(found: list[Plan], profile: Profile) -> None:
     """A table that fits into 80 columns: groups are cut short there, and whole in --json."""
     alone = profile.forward_s + profile.backward_s
     several = len({each.direction for each in found}) > 1
-    rows = [("nodes", "strategy", "iteration s", "speedup", "hidden", "messages")]
+    rows = [("nodes", "strategy", "iteration ms", "speedup", "hidden", "messages")]
     for each in found:
         speedup = "" if each.nodes is None else f"{each.nodes * alone / each.iteration_s:.2f}"
         nodes = "-" if each.nodes is None else str(each.nodes)
         name = f"{each.strategy}, both" if several and each.direction == "both" else each.strategy
-        seconds, hidden = f"{each.iteration_s:.4g}", f"{each.hidden_share:.0%}"
+        seconds, hidden = f"{1e3 * each.iteration_s:,.1f}", f"{each.hidden_share:.0%}"
         rows.append((nodes, name, seconds, speedup, hidden, _messages(each)))
-    table = Table(box=box.SIMPLE_HEAD)
+    caption = "speedup: over one node. hidden: messages' time beside compute. groups: layers sent together"
+    table = Table(caption=caption)
     terminal = console()
     room = terminal.width - GAP
     for column in zip(*rows, strict=True):
@@ -179,7 +184,7 @@ def _show(found: list[Plan], profile: Profile) -> None:
     table.add_column("groups", no_wrap=True, max_width=max(room, len("groups")))
     for row, each in zip(rows[1:], found, strict=True):
         table.add_row(*row, _text(each))
-    terminal.print(table)
+    show_table(table, terminal)
 
 
 def _messages(plan: Plan) -> str:

@@ -23,7 +23,8 @@ from rich.table import Table
 from threadpoolctl import threadpool_limits
 
 import examples.reproduce.without_mpi  # noqa: F401 before mpips.mlp
-from collectives.terminal.console import Interruptible, OutFile, Picture, console, writing
+from collectives.terminal.console import Interruptible, OutFile, Picture, writing
+from collectives.terminal.tables import show_table
 from examples.reproduce.results import write_json
 from mpips.mlp.intervals import interval
 from mpips.mlp.mesh import factorings
@@ -201,7 +202,7 @@ def command(
         found = points(Link(alpha, beta), measure, quick)
     ends = summary(found)
     if ends:
-        console().print(_table(ends))
+        show_table(_table(ends))
     if json_path:
         rows = [point._asdict() for point in found]
         write_json(json_path, {"alpha": alpha, "beta": beta, "paper": PAPER, "predicted": ends, "points": rows})

@@ -18,8 +18,9 @@ import click
 import msgspec
 from rich.table import Table
 
-from collectives.terminal.console import Interruptible, OutFile, console
+from collectives.terminal.console import Interruptible, OutFile
 from collectives.terminal.numbers import Counts
+from collectives.terminal.tables import show_table
 from examples.reproduce.results import write_json
 from launch import Job, build, find, this_machine
 
@@ -60,7 +61,7 @@ def command(ranks: tuple[int, ...], data_directory: str, json_path: Path | None)
             f"no data set was found: install scikit-learn, for its digits, or put airfoil_self_noise.dat into "
             f"{data_directory!r}, or name its folder with --data-directory"
         )
-    console().print(table(rows))
+    show_table(table(rows))
     off = [row for row in rows if not row["difference"] <= TOLERANCE[row["dtype"]]]
     sets = ", ".join(dict.fromkeys(row["data"] for row in rows))
     print(f"{len(rows)} runs on {sets}; {len(off)} off by more than {TOLERANCE}")

@@ -14,7 +14,8 @@ import click
 from rich.table import Table
 
 from collectives.simulator.topology import parse_rate
-from collectives.terminal.console import Interruptible, OutFile, console
+from collectives.terminal.console import Interruptible, OutFile
+from collectives.terminal.tables import show_table
 from examples.reproduce import lab
 from examples.reproduce.results import write_json
 
@@ -66,7 +67,7 @@ def show(title: str, rows: list[dict]) -> None:
             percent(row["measured_hidden"]),
             "fastest" if row is fastest else "",
         )
-    console().print(table)
+    show_table(table)
 
 
 def compare(title: str, rows: list[dict]) -> None:
@@ -82,7 +83,7 @@ def compare(title: str, rows: list[dict]) -> None:
             f"{rows[0]['measured'] / row['measured']:.2f}",
             percent(row["measured_hidden"]),
         )
-    console().print(table)
+    show_table(table)
 
 
 def percent(share: float | None) -> str:

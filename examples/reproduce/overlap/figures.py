@@ -10,6 +10,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from collectives.terminal.tables import show_table
+
 
 @dataclass(frozen=True)
 class Point:
@@ -60,7 +62,7 @@ def show(figure: Figure, console: Console) -> None:
         optimal = "" if c.optimal is None else f"{c.optimal:.2f}"
         verdict = "fitted" if c.fitted else f"{c.ours / c.paper:.2f}"
         table.add_row(c.what, f"{c.paper:.2f}", f"{c.ours:.2f}", optimal, verdict)
-    console.print(table)
+    show_table(table, console)
     for name, value in figure.settings.items():
         console.print(f"{name}: {value}", highlight=False)
 

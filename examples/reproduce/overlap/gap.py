@@ -22,6 +22,7 @@ import numpy as np
 from rich.table import Table
 
 from collectives.terminal.console import Interruptible, OutFile, console, write_text
+from collectives.terminal.tables import show_table
 from mpips.overlap.networks import MODELS
 from mpips.overlap.problem import Problem, makespan
 from mpips.overlap.profile import TEN_GIGABIT
@@ -105,12 +106,12 @@ def command(count: int, seed: int, json_file: Path | None) -> None:
     table = Table("profiles", "strategy", "median loss", "95 %", "worst", "found the optimum")
     for row in rows:
         table.add_row(row.problems, row.strategy, *(f"{share:.2%}" for share in row[2:5]), f"{row.optimal:.0%}")
-    terminal.print(table)
+    show_table(table, terminal)
     planning = planning_seconds(LAYERS, 15, seed)
     table = Table("strategy", "median ms", "worst ms", title=f"planning {LAYERS} layers, 15 random profiles")
     for name, seconds in planning.items():
         table.add_row(name, f"{1e3 * float(np.median(seconds)):.2f}", f"{1e3 * max(seconds):.2f}")
-    terminal.print(table)
+    show_table(table, terminal)
     if json_file:
         data = {"losses": [row._asdict() for row in rows], "planning_seconds_of_200_layers": planning}
         write_text(json_file, json.dumps(data, indent=1) + "\n")

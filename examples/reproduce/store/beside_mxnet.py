@@ -26,6 +26,7 @@ from rich.table import Table
 from collectives.machine import addresses
 from collectives.machine.caches import long_copies
 from collectives.terminal.console import Interruptible, OutFile, console, write_text
+from collectives.terminal.tables import show_table
 
 SIZES = (1024, 262_144, 4_194_304, 67_108_864)
 MXNET_REPEATS = (400, 200, 40, 8)
@@ -141,7 +142,7 @@ def command(rounds: int, folder: Path, json_path: Path | None) -> None:
                 "servers": servers, "workers": workers, "bytes": size, "array": array, "mxnet_s": their,
                 "mpips_s": our, "times_faster": their / our, "over_floor": our / statistics.median(floors[size, array]),
             })  # fmt: skip
-    screen.print(table(results))
+    show_table(table(results), screen)
     if json_path:
         write_text(json_path, json.dumps(results, indent=1))
 

@@ -18,7 +18,8 @@ from mpi4py import MPI
 from rich.table import Table
 
 import mpips
-from collectives.terminal.console import RankedCommand, console
+from collectives.terminal.console import RankedCommand
+from collectives.terminal.tables import show_table
 
 LIMIT = 0.05  # of a core
 USES = 2000  # pushes and pulls that count as use
@@ -71,7 +72,7 @@ def command(seconds: float) -> None:
             name = "shared memory" if shared_memory else "messages"
             table.add_row(name, f"{found[0]:.0%}", f"{found[1]:.2%}", "yes" if found[1] < LIMIT else "no")
     if world.rank == 0:
-        console().print(table)
+        show_table(table)
         if late:
             raise SystemExit(1)
 

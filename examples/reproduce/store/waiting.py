@@ -17,7 +17,8 @@ import numpy as np
 from mpi4py import MPI
 from rich.table import Table
 
-from collectives.terminal.console import Interruptible, console
+from collectives.terminal.console import Interruptible
+from collectives.terminal.tables import show_table
 from mpips.runtime.engine import Engine
 from mpips.runtime.tasks import Task
 
@@ -76,7 +77,7 @@ def command(seconds: float, repeats: int) -> None:
         late += found >= LIMIT
         table.add_row(name, f"{found:.2%}", "yes" if found < LIMIT else "no")
     engine.close()
-    console().print(table)
+    show_table(table)
     if late:
         raise SystemExit(1)
 

@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import mpips.torch
-from collectives.terminal.console import OutFile, RankedCommand, Seconds, console, progress, write_text
+from collectives.terminal.console import OutFile, RankedCommand, Seconds, progress, write_text
+from collectives.terminal.tables import show_table
 from mpips.bench.timing import Contender, compare
 
 WIDTHS = {"mlp-0.3M": (64, 448, 448, 10), "mlp-1M": (784, 800, 400, 10), "mlp-4M": (784, 1600, 1600, 10),
@@ -162,7 +163,7 @@ def main(models: str, rounds: int, seconds: float, json_path: Path | None) -> No
             done(name)
     dist.destroy_process_group()
     if first:
-        console().print(table(rows))
+        show_table(table(rows))
         if json_path:
             write_text(json_path, json.dumps([row._asdict() for row in rows], indent=1))
 

@@ -13,7 +13,8 @@ import click
 from rich.table import Table
 
 from collectives.simulator.topology import parse_rate
-from collectives.terminal.console import Interruptible, OutFile, console
+from collectives.terminal.console import Interruptible, OutFile
+from collectives.terminal.tables import show_table
 from examples.reproduce import lab
 from examples.reproduce.results import write_json
 
@@ -44,7 +45,7 @@ def command(rate: str, batch: int, steps: int, quick: bool, json_path: Path | No
             row["buckets"], ", ".join(f"{n / 1e6:.1f}" for n in row["nbytes"]), f"{row['predicted']:.2f}",
             f"{row['measured']:.2f}", f"{row['measured'] / row['predicted']:.2f}",
         )  # fmt: skip
-    console().print(table)
+    show_table(table)
     if json_path:
         write_json(json_path, {"rate": rate, "hosts": hosts, **request, **found})
 

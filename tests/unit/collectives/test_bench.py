@@ -35,9 +35,10 @@ def test_ranges() -> None:
     assert parse_sizes("1KiB:64KiB") == [1024, 4096, 16384, 65536]
     assert parse_sizes("8:64:2") == [8, 16, 32, 64]
     assert parse_sizes("8,1MiB") == [8, 1 << 20]
+    assert parse_sizes("8,1KiB:16KiB,1MB") == [8, 1024, 4096, 16384, 1_000_000]
 
 
-@pytest.mark.parametrize("nbytes", [1, 1000, 1024, 4 << 20, 3 << 30, 5 << 40])
+@pytest.mark.parametrize("nbytes", [0, 1, 1000, 1024, 4 << 20, 3 << 30, 5 << 40, 16_000_000, 548_000_000])
 def test_shown_bytes_read_back(nbytes: int) -> None:
     assert parse_bytes(show_bytes(nbytes)) == nbytes
 

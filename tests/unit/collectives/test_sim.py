@@ -32,7 +32,7 @@ def test_a_row_for_each_algorithm_and_size(tmp_path):
     assert rows[0]["seconds"] == pytest.approx(1.5 * 2**20 / 125e6)
     assert rows[0]["closed_form"] == pytest.approx(rows[0]["seconds"])
     assert rows[2]["closed_form"] is None  # one wire for two lanes
-    assert "1,048,576" in result.output
+    assert "1 MiB" in result.output
 
 
 def test_beta_is_the_reciprocal_of_the_rate(tmp_path):
@@ -129,3 +129,12 @@ def test_hierarchical_takes_the_jobs_nodes():
 def test_what_is_no_schedule_or_no_job_of_equal_nodes_is_refused(algorithm, p):
     with pytest.raises(ValueError, match=r"choose one of|same number"):
         on_job("allreduce", algorithm, 100, p, 2, COSTS)
+
+
+@pytest.mark.parametrize("columns", ["20", "80"])
+def test_no_number_and_no_name_is_cut(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    result = run("--topology", "star:9", "--algorithms", "ring,direct", "--bytes", "548MB", "--rate", "1mbit")
+    assert "\N{HORIZONTAL ELLIPSIS}" not in result.output
+    for words in ("direct", "548 MB", "7,793,777.778", "974.222"):
+        assert words in result.output
