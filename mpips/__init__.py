@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from mpips.ending.children import install as _part_children
 from mpips.ending.finalize import install as _end_mpi_in_time
 from mpips.ending.last_words import install_hooks as _install_hooks
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 _end_mpi_in_time()
 _install_hooks()
+_part_children()
 
 _HOMES = {
     "create": "mpips.processes", "KVStore": "mpips.store", "Options": "mpips.options", "OptionError": "mpips.options",

@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 from mpi4py import run
 
-from mpips.ending.last_words import end, end_unstarted, is_started
+from mpips.ending.children import is_fork, is_started, leave_fork
+from mpips.ending.last_words import end, end_unstarted
 from mpips.ending.status import StatusLine
 from mpips.world import launched_as
 
@@ -39,6 +40,20 @@ def _set_abort_status(status: object, set_status: Callable[[object], None] = run
     set_status(exit_of(status)[0] if isinstance(status, SystemExit) else status)
 
 
+def run_program() -> None:
+    """Run the program of the command line. A process that it forks ends here, too."""
+    code, text, uncaught = 0, "", None
+    try:
+        run.main()
+    except BaseException as error:
+        if not is_fork():
+            raise
+        code, text = exit_of(error) if isinstance(error, SystemExit) else (1, "")
+        uncaught = None if isinstance(error, SystemExit) else error
+    if is_fork():
+        leave_fork(code, text, uncaught)
+
+
 if __name__ == "__main__":
     word = sys.argv[1] if len(sys.argv) > 1 else ""
     if word in COMMANDS and not os.path.exists(word):
@@ -49,7 +64,7 @@ if __name__ == "__main__":
     status = StatusLine()
     run.set_abort_status = _set_abort_status
     try:
-        run.main()
+        run_program()
         status.ends_well()
     except SystemExit as left:
         code, why = exit_of(left)

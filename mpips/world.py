@@ -15,6 +15,14 @@ SLURM = "SLURM_STEP_NUM_TASKS"
 JSRUN = "JSM_NAMESPACE_SIZE"
 RANKS = ((OPEN_MPI, "OMPI_COMM_WORLD_RANK"), (HYDRA, "PMI_RANK"))
 MPIRUN_SIGNS = (OPEN_MPI, "PRTE_LAUNCHED", "MPI_LOCALNRANKS")
+# Variables by which a launcher makes a process a rank, by their beginnings. Settings, which children share, are none.
+OF_RANK = (
+    "PMIX_", "PMI_", "PMI2_", "OMPI_COMM_WORLD_", "OMPI_WORLD_", "OMPI_UNIVERSE_", "OMPI_NUM_APP_CTX",
+    "OMPI_FIRST_RANKS", "OMPI_APP_CTX_", "OMPI_FILE_LOCATION", "OMPI_ARGV", "OMPI_COMMAND", "OMPI_TOOL_NAME",
+    "OMPI_MCA_ess_", "OMPI_MCA_orte_", "OMPI_MCA_mpi_ft_enable", "PRTE_LAUNCHED", "MPI_LOCALNRANKS",
+    "MPI_LOCALRANKID", "HYDI_",
+)  # fmt: skip
+SETTINGS = ("PMIX_MCA_", "PMIX_PREFIX")
 # Ranks tell the `mpips run` of their machine, by a socket that this names, that they are there, and how they end.
 PRESENCE = "_MPIPS_PRESENCE"
 PRESENT, STARTED, ROLE, GOODBYE, FAILING = b"present", b"started", b"role", b"goodbye", b"failing"
@@ -63,6 +71,11 @@ def launched_as(environment: Mapping[str, str]) -> tuple[int, int] | None:
         if size in environment and rank in environment:
             return _count(environment, rank), _count(environment, size)
     return None
+
+
+def tells_rank(name: str) -> bool:
+    """Return whether a launcher makes a process a rank by the variable of this name."""
+    return name.startswith(OF_RANK) and not name.startswith(SETTINGS)
 
 
 def _count(environment: Mapping[str, str], name: str) -> int:

@@ -74,8 +74,7 @@ def run(
         presence.look()
         end = watched.end()
         code, sentence, death = verdict.code(end), verdict.sentence(end), verdict.death(end)
-        if code:
-            watched.clear()
+        watched.clear(others=bool(code))
     finally:
         presence.close()
         signals.close()
@@ -151,9 +150,10 @@ class Watched:
         if self._ends_by < math.inf or self._job.returncode < 0:
             self.clear()
 
-    def clear(self) -> None:
-        """Leave nothing of a job that has failed."""
-        descendants.clear(GRACE)
+    def clear(self, others: bool = True) -> None:
+        """Leave no shared memory of a job that has ended, and, but for `others` of one that ended well, no process."""
+        if others:
+            descendants.clear(GRACE)
         leftovers.drop(self._job.pid, self._began)
 
     def _lacks_a_rank(self) -> bool:

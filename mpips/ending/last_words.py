@@ -24,6 +24,7 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING
 
 from collectives.errors import is_ours
+from mpips.ending.children import is_started
 from mpips.ending.finalize import survives
 from mpips.world import launched_as
 
@@ -69,12 +70,6 @@ def _alone() -> bool:
         return True
     module = sys.modules["mpi4py.MPI"]
     return bool(module.Is_finalized() or module.COMM_WORLD.size == 1)
-
-
-def is_started() -> bool:
-    """Whether this process has started MPI."""
-    module = sys.modules.get("mpi4py.MPI")
-    return module is not None and bool(module.Is_initialized())
 
 
 def end_unstarted(what: str, code: int = 1) -> None:

@@ -9,18 +9,13 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import importlib.util
 import os
 import signal
 import socket
-import sys
 import threading
-from collections.abc import Sequence
 from contextlib import suppress
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 
+from mpips.ending.children import when_started
 from mpips.ending.finalize import dead, survives
 from mpips.world import FAILING, GOODBYE, PRESENCE, PRESENT, ROLE, STARTED, WELL_WITHOUT, launched_as
 
@@ -43,7 +38,7 @@ class StatusLine:
                 self._is_heard = True
                 ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # nobody outlives its mpirun
         self._say(b"%s %d\n" % (PRESENT, self._rank))
-        sys.meta_path.insert(0, _Importing(self))
+        when_started(self.started)
         atexit.register(self._leave)
         self._in_threads, threading.excepthook = threading.excepthook, self._thread_fails
         _lines.append(self)
@@ -79,31 +74,6 @@ class StatusLine:
         if os.getpid() == self._process:
             with suppress(OSError):
                 self._line.send(word)
-
-
-class _Importing(MetaPathFinder):
-    """Says that MPI has started when the program has imported it: mpi4py starts it then. That comes back when all ranks
-    have come, so without one that dies before, no other begins."""
-
-    def __init__(self, line: StatusLine) -> None:
-        self._line = line
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if name != "mpi4py.MPI":
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.loader is not None:
-            begin = spec.loader.exec_module
-
-            def exec_module(module: ModuleType) -> None:
-                begin(module)
-                self._line.started()
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
 
 
 _lines: list[StatusLine] = []

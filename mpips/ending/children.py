@@ -1,0 +1,115 @@
+"""Processes that a rank starts are no ranks, though they inherit what makes it one.
+
+A child that begins anew, as those of `subprocess` and of multiprocessing's spawn and forkserver, inherits the variables
+by which a launcher tells a rank who it is. If it imports MPI, MPI takes it for that rank, and hangs. So these variables
+are kept from children as soon as MPI has started: a child that imports MPI is a world of its own. A fork inherits the
+memory in which MPI runs. So it ends without mpi4py's last step, which would end MPI, or the job.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib.util
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import cache
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import NoReturn
+
+from mpips.world import tells_rank
+
+_forks: dict[int, bool] = {}
+"""This process, where it is a fork, and whether MPI had started before."""
+
+
+@cache
+def install() -> None:
+    """See to it that what this process starts is no rank. Called when mpips is imported; does not need MPI."""
+    os.register_at_fork(after_in_child=_note_fork)
+    when_started(hide_variables)
+
+
+def is_started() -> bool:
+    """Return whether this process, and not one of which it is a fork, has started MPI."""
+    return _runs() and not is_fork()
+
+
+def is_fork() -> bool:
+    """Return whether this process is a fork of a rank, and no rank by an MPI that it has started itself."""
+    return os.getpid() in _forks and (_forks[os.getpid()] or not _runs())
+
+
+def when_started(call: Callable[[], None]) -> None:
+    """Call it when MPI has started: where the program imports it, mpi4py starts it, and comes back when all ranks have
+    come. At once where it has started before."""
+    if _runs():
+        call()
+    elif "mpi4py.MPI" not in sys.modules:
+        sys.meta_path.insert(0, _Importing(call))
+
+
+def hide_variables() -> None:
+    """Keep from children the variables that make this process a rank. `os.environ[name]` still has them here."""
+    for name in [name for name in os.environ if tells_rank(name)]:
+        os.unsetenv(name)  # `os.environ` does not see it
+    os.environ.__class__ = _OfRank
+
+
+def leave_fork(code: int, text: str, error: BaseException | None) -> NoReturn:
+    """Say `text` and an uncaught `error`, and end this fork of a rank as Python does, but for mpi4py's last step."""
+    sys.stderr.write(text)
+    if error is not None:
+        sys.excepthook(type(error), error, error.__traceback__)
+    for step in (threading._shutdown, atexit._run_exitfuncs, sys.stdout.flush, sys.stderr.flush):  # type: ignore[attr-defined]
+        with suppress(Exception):
+            step()
+    os._exit(code)
+
+
+class _OfRank(os._Environ):  # type: ignore[type-arg]
+    """The environment of a rank: a copy, which is for a child, is without the variables that make this one a rank."""
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in super().__iter__() if not tells_rank(name))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+class _Importing(MetaPathFinder):
+    """Calls `call` when MPI has been imported, if it has started then."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name != "mpi4py.MPI":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            begin = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                begin(module)
+                if module.Is_initialized():
+                    self._call()
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def _runs() -> bool:
+    module = sys.modules.get("mpi4py.MPI")
+    return module is not None and bool(module.Is_initialized())
+
+
+def _note_fork() -> None:
+    _forks[os.getpid()] = _runs()
