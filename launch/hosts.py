@@ -10,7 +10,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
-NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?")
+NAME = re.compile(r"([\w.-]+@)?[A-Za-z0-9_]([A-Za-z0-9._-]*[A-Za-z0-9_])?", re.ASCII)
 
 
 class HostError(ValueError):
@@ -55,6 +55,11 @@ def parse(text: str, source: str = "host file") -> tuple[Host, ...]:
 
 
 def _parse_line(words: Sequence[str], where: str) -> Host:
+    if words[0].startswith("[") or words[0].count(":") > 1:
+        raise HostError(
+            f"{where}: {words[0]!r} is an IPv6 address, which no mpirun takes for a host: give it a name in /etc/hosts "
+            "of every host, and write that"
+        )
     name, colon, count = words[0].partition(":")
     given = [count] if colon else []
     for word in words[1:]:
@@ -64,7 +69,7 @@ def _parse_line(words: Sequence[str], where: str) -> Host:
         if key == "slots":
             given.append(value)
     if not NAME.fullmatch(name):
-        raise HostError(f"{where}: {name!r} is not a host name (letters, digits, '.' and '-')")
+        raise HostError(f"{where}: {name!r} is not a host name (letters, digits, '.', '-' and '_', or user@host)")
     if len(given) > 1:
         raise HostError(f"{where}: slots of {name} given twice ({' and '.join(given)})")
     if not given:
@@ -77,11 +82,13 @@ def _parse_line(words: Sequence[str], where: str) -> Host:
 def read(path: str | Path) -> tuple[Host, ...]:
     """Hosts of the file `path`. Raises HostError where it cannot be read or understood."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")  # editors of other systems begin a file with a mark
     except FileNotFoundError as error:
         raise HostError(f"there is no host file {str(path)!r} here ({os.getcwd()})") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise HostError(f"cannot read the host file {path}: {error}") from error
+    except OSError as error:
+        raise HostError(f"cannot read the host file {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise HostError(f"the host file {path} is no text in UTF-8 ({error.reason}): save it as that") from error
     return parse(text, str(path))
 
 

@@ -14,8 +14,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
+from urllib.parse import quote_from_bytes
 
 from launch.hosts import Placed
+from mpips.world import ENCODED
 
 Flavour = Literal["openmpi", "mpich", "intel"]
 NAMES: dict[Flavour, str] = {"openmpi": "Open MPI", "mpich": "MPICH", "intel": "Intel MPI"}
@@ -121,8 +123,12 @@ def parse_version(text: str) -> tuple[Flavour, str] | None:
 
 
 def program(script: Sequence[str], python: str = sys.executable) -> tuple[str, ...]:
-    """What each rank runs for `script ARGS` or `-m module ARGS`: a runner that ends the job on an exception."""
-    return (python, "-m", "mpips", *script)
+    """Return what each rank runs for `script ARGS` or `-m module ARGS`: a runner that ends the job on an exception.
+
+    A lone ":" would begin another program for mpirun, so words among which one stands are encoded for the runner.
+    """
+    words = (ENCODED, *(quote_from_bytes(os.fsencode(word)) for word in script)) if ":" in script else script
+    return (python, "-m", "mpips", *words)
 
 
 def build(launcher: Launcher, job: Job, machine: Machine) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -94,7 +95,8 @@ def save_options(command: Callable[..., None]) -> Callable[..., None]:
 @click.command("run", cls=RunCommand, context_settings=dict(script.BEFORE_A_SCRIPT))
 @role_options
 @click.option(
-    "--spares", type=click.IntRange(0),
+    "--spares",
+    type=click.IntRange(0),
     help="So many ranks more, which take the places of ranks that die; 0: the others go on. Open MPI with ULFM.",
 )
 @click.option("--hostfile", type=click.Path(), help="Hosts, one a line: `node1 slots=4` or `node1:4`.")
@@ -103,12 +105,20 @@ def save_options(command: Callable[..., None]) -> Callable[..., None]:
 @click.option("--interface", help="Network interface, or subnet, for MPI's TCP traffic between hosts.")
 @click.option("--mpirun", help="The mpirun to use instead of the one found.")
 @click.option("--mpi-arg", "extra", multiple=True, help="A further word for mpirun; may be repeated.")
+@click.option(
+    "-x",
+    "--env",
+    "variables",
+    multiple=True,
+    metavar="NAME[=VALUE]",
+    help="Set this variable for all ranks, on every host; without a value: as it is set here. May be repeated.",
+)
 @save_options
 @click.option("--dry-run", is_flag=True, help="Print the command and stop.")
 @script.argument
 def command(
     mpirun: str | None, interface: str | None, extra: Words, dry_run: bool, words: Words, ranks: int | None,
-    workers: int | None, checkpoint: str | None, tries: int, **asked: Any,
+    workers: int | None, checkpoint: str | None, tries: int, variables: Words, **asked: Any,
 ) -> None:  # fmt: skip
     """Start SCRIPT.py ARGS as one MPI job of workers and servers.
 
@@ -121,6 +131,7 @@ def command(
     saves = {"checkpoint": folder, "every": asked.pop("every")}
     try:
         options = options_of({**{name: asked.pop(name) for name in (*ROLES, "spares")}, **saves})
+        asked["environment"] = variables_of(variables, os.environ)
         machine, launcher = this_machine(), find(mpirun)
         if options.spares >= 0:
             survival.check(launcher, options.spares)
@@ -147,7 +158,8 @@ def command(
 
 
 class Start:
-    """Starts the job of a command line, with whatever roles; `asked`: `hostfile`, `topology` and `nics`."""
+    """Starts the job of a command line, with whatever roles; `asked`: `hostfile`, `topology`, `nics` and the user's
+    `environment` of the ranks."""
 
     def __init__(
         self, launcher: Launcher, machine: Machine, words: Words, interface: str | None, extra: Words,
@@ -172,7 +184,8 @@ class Start:
         """The job on these hosts; LauncherError or ValueError where they do not hold it."""
         hosts = _hosts(options, self._launcher, self._machine, named=named, topology=self._asked["topology"],
                        nics=self._asked["nics"], interface=self._interface, extra=self._extra)  # fmt: skip
-        return _job(options, self._words, hosts, self._machine, self._interface, self._extra)
+        job = _job(options, self._words, hosts, self._machine, self._interface, self._extra)
+        return job._replace(environment={**job.environment, **self._asked["environment"]})
 
     def fitting(self, options: Options) -> Options:
         """The roles that fit on the hosts that answer now, to which later starts keep."""
@@ -189,6 +202,27 @@ def options_of(roles: Mapping[str, int | str | None]) -> Options:
         return read_options(roles)
     except OptionError as error:
         raise click.UsageError(str(error)) from None
+
+
+def variables_of(given: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that `--env NAME[=VALUE]` asks for, with those values or the ones that they have here.
+
+    Raises:
+        LauncherError: What is no name of a variable, is not set here, or is an option of mpips.
+    """
+    found = {}
+    for word in given:
+        name, assigned, value = word.partition("=")
+        if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
+            raise LauncherError(f"--env {word!r} names no variable: write NAME=VALUE, or NAME alone for its value here")
+        if name.startswith(PREFIX):
+            raise LauncherError(
+                f"--env {word}: {PREFIX}* variables reach all ranks by themselves: set it before `mpips run`"
+            )
+        if not assigned and name not in environment:
+            raise LauncherError(f"--env {word}: no variable {name} is set here: write {name}=VALUE")
+        found[name] = value if assigned else environment[name]
+    return found
 
 
 def start(ranks: int, words: Sequence[str], mpirun: str | None = None, name: str = "") -> NoReturn:

@@ -8,13 +8,14 @@ import io
 import os
 import sys
 from collections.abc import Callable
+from urllib.parse import unquote_to_bytes
 
 from mpi4py import run
 
 from mpips.ending.children import is_fork, is_started, leave_fork
 from mpips.ending.last_words import end, end_unstarted
 from mpips.ending.status import StatusLine
-from mpips.world import launched_as
+from mpips.world import ENCODED, launched_as
 
 COMMANDS = ("run", "doctor", "script", "train", "bench", "tune", "sim", "plan", "chaos", "lab")
 """Words of the `mpips` command, which are no scripts."""
@@ -25,6 +26,12 @@ def whole_lines() -> None:
     write, and, with PYTHONUNBUFFERED, each of a line's words would be written alone."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
+
+
+def decode_words(words: list[str]) -> list[str]:
+    """Return the words of a command line, of which those after `ENCODED` are percent-encoded."""
+    encoded = words[1:] if words[:1] == [ENCODED] else []
+    return [os.fsdecode(unquote_to_bytes(word)) for word in encoded] or words
 
 
 def exit_of(left: SystemExit) -> tuple[int, str]:
@@ -55,6 +62,7 @@ def run_program() -> None:
 
 
 if __name__ == "__main__":
+    sys.argv[1:] = decode_words(sys.argv[1:])
     word = sys.argv[1] if len(sys.argv) > 1 else ""
     if word in COMMANDS and not os.path.exists(word):
         print(f"mpips: python -m mpips runs a script, and there is none named {word!r}; the command is `mpips {word}`,"

@@ -23,6 +23,8 @@ OF_RANK = (
     "MPI_LOCALRANKID", "HYDI_",
 )  # fmt: skip
 SETTINGS = ("PMIX_MCA_", "PMIX_PREFIX")
+# Before words of `python -m mpips` that are percent-encoded, as mpirun would take one of them for its own.
+ENCODED = "--encoded"
 # Ranks tell the `mpips run` of their machine, by a socket that this names, that they are there, and how they end.
 PRESENCE = "_MPIPS_PRESENCE"
 PRESENT, STARTED, ROLE, GOODBYE, FAILING = b"present", b"started", b"role", b"goodbye", b"failing"

@@ -20,6 +20,22 @@ def test_a_line_a_slot_as_pbs_writes_it() -> None:
     assert parse("n1\nn1\nn2\nn1\n") == (Host("n1", 3), Host("n2", 1))
 
 
+def test_names_as_administrators_give_them() -> None:
+    assert parse("node_1 slots=2\nroot@gpu-3.lab:4") == (Host("node_1", 2), Host("root@gpu-3.lab", 4))
+
+
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
+def test_a_file_from_another_system_is_read(tmp_path: Path, mark: bytes) -> None:
+    (tmp_path / "hosts").write_bytes(mark + b"node1 slots=2\r\nnode2:2\r\n")
+    assert read(tmp_path / "hosts") == (Host("node1", 2), Host("node2", 2))
+
+
+def test_a_file_in_another_encoding_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_bytes("node1\n".encode("utf-16"))
+    with pytest.raises(HostError, match="hosts is no text in UTF-8"):
+        read(tmp_path / "hosts")
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -28,7 +44,9 @@ def test_a_line_a_slot_as_pbs_writes_it() -> None:
         ("node1\nnode2:0", "line 2: slots of node2"),
         ("node1 cpu=4", "cannot read 'cpu=4'"),
         ("node1:4 slots=4", "given twice"),
-        ("no_de", "'no_de' is not a host name"),
+        ("-node", "'-node' is not a host name"),
+        ("node1:2\nfe80::1", "line 2: 'fe80::1' is an IPv6 address"),
+        ("[fe80::1]:4", "IPv6 address"),
     ],
 )
 def test_what_cannot_be_read_names_the_line(text: str, words: str) -> None:

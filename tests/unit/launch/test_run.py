@@ -53,6 +53,29 @@ def test_dry_run_prints_the_whole_command(mpirun: str) -> None:
     assert roles.items() <= pairs.items()
 
 
+def test_env_sets_variables_of_ranks(mpirun: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DATA", "/data/here")
+    words = ("--env", "DATA", "-x", "OMP_NUM_THREADS=3", "--env", "EMPTY=")
+    done = call("-w", "2", *words, "--mpirun", mpirun, "--dry-run", "x.py")
+    line = shlex.split(done.output)
+    pairs = {line[i + 1]: line[i + 2] for i, word in enumerate(line) if word == "-genv"}
+    assert {"DATA": "/data/here", "OMP_NUM_THREADS": "3", "EMPTY": ""}.items() <= pairs.items()
+
+
+@pytest.mark.parametrize(
+    ("word", "sentence"),
+    [
+        ("NOT_SET_HERE", "no variable NOT_SET_HERE is set here"),
+        ("=3", "'=3' names no variable"),
+        ("MPIPS_SERVERS=2", "MPIPS_* variables reach all ranks by themselves"),
+    ],
+)
+def test_env_refuses_what_it_cannot_set(mpirun: str, word: str, sentence: str) -> None:
+    done = call("-w", "2", "--env", word, "--mpirun", mpirun, "--dry-run", "x.py")
+    assert done.exit_code == 2
+    assert sentence in done.output
+
+
 def test_hostfile(mpirun: str, tmp_path: Path) -> None:
     hosts = tmp_path / "hosts"
     hosts.write_text("a:2\nb:2\nc:1\n")
