@@ -2,7 +2,7 @@
 
 Every compressor is pure arithmetic on flat float arrays: `encode` turns gradient and residual into bytes, `decode` adds
 them to an array (or writes them). Always: sum of decoded payloads + residual = sum of gradients, up to rounding.
-A payload's size depends on the number of elements alone: `max_bytes(n)`. NaN and infinity are not supported.
+A payload's size depends on the number of elements alone: `max_bytes(n)`. NaN and infinity are refused (`unfit`).
 """
 
 from __future__ import annotations
@@ -77,6 +77,19 @@ class Compressor:
 def blocks(n: int) -> Iterator[slice]:
     """Slices that cover n elements, BLOCK at a time."""
     return (slice(start, min(start + BLOCK, n)) for start in range(0, n, BLOCK))
+
+
+def unfit(gradient: np.ndarray, residual: np.ndarray) -> int:
+    """Return the first element (1-D) that no payload can hold together with its residual; -1 where there is none.
+
+    That is NaN, infinity, and what is larger than the largest float32: it would stay in the residual for ever.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        for part in blocks(gradient.size):
+            fine = np.isfinite(np.add(gradient[part], residual[part]).astype(np.float32, copy=False))
+            if not fine.all():
+                return part.start + int(fine.argmin())
+    return -1
 
 
 def bit_bytes(n: int) -> int:

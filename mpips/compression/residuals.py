@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpips.compression.base import Compressor
+from collectives.errors import CollectiveError
+from mpips.compression.base import Compressor, unfit
+from mpips.keys.key import Name
 
 Array = NDArray[Any]
 
@@ -16,20 +18,27 @@ Array = NDArray[Any]
 class Residuals:
     """A compressor with a residual by name; each begins as zeros with the first gradient. Memory: one array a name."""
 
-    def __init__(self, compressor: Compressor) -> None:
-        self.compressor = compressor
+    def __init__(self, compressor: Compressor, rank: int = 0) -> None:
+        """`rank`: of the worker that sends."""
+        self.compressor, self._rank = compressor, rank
         self._kept: dict[Hashable, Array] = {}
 
-    def payload(self, name: Hashable, gradient: Array) -> Array:
-        """What to send for this gradient (1-D), uint8; what is left out stays in the residual."""
+    def payload(self, name: Hashable, gradient: Array, key: Name = "", start: int = 0) -> Array:
+        """What to send for this gradient (1-D, elements from `start` on of the key), uint8; what is left out stays in
+        the residual. CollectiveError, and nothing has changed, where it holds what is no finite float32."""
         kept = self._kept.get(name)
         if kept is None:
             kept = self._kept[name] = self.compressor.init(gradient)
+        if (at := unfit(gradient, kept)) >= 0:
+            raise CollectiveError(
+                f"element {start + at} of what rank {self._rank} pushes of key {key!r} is {gradient[at]:g}, and "
+                f"{type(self.compressor).__name__} sends finite numbers: leave the step out on all ranks, or clip it"
+            )
         return self.compressor.encode(gradient, kept)
 
-    def decoded(self, name: Hashable, gradient: Array) -> Array:
-        """What a receiver makes of `payload(name, gradient)`: an array like the gradient."""
-        payload = self.payload(name, gradient)
+    def decoded(self, key: Name, gradient: Array) -> Array:
+        """What a receiver makes of `payload(key, gradient)`: an array like the gradient."""
+        payload = self.payload(key, gradient, key)
         out = np.empty_like(gradient)
         self.compressor.decode(payload, out, add=False)
         return out

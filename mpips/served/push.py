@@ -145,5 +145,5 @@ class Push:
         """Contribute what the compressor makes of a shard's elements."""
         assert self.residuals is not None
         yield from self.read(round_ - 1, [shard])
-        payload = self.residuals.payload(shard.number, values)
+        payload = self.residuals.payload(shard.number, values, key.name, shard.start)
         yield from self.coded(key, round_, shard, payload, Coding.COMPRESSED, priority)

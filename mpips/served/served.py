@@ -226,7 +226,7 @@ class Served:
         self._setup.begin(plan.keys, plan.cutting, plan.cards, [one.where for one in placed])
         groups, compressor, changes = outlook.after([one.refusal for one in placed])
         self._settings.begin(Changes(*changes), groups)
-        self._push.residuals = _residuals(old, plan.keys, compressor, Changes(*changes))
+        self._push.residuals = _residuals(old, plan.keys, compressor, Changes(*changes), layout.rank)
         self._bind_all()
         self._held = Held(ledgers)
         return Recovered(outlook.rounds(), plan.keys, groups, compressor)
@@ -245,11 +245,13 @@ class Served:
         self._link.goodbye()
 
 
-def _residuals(old: Kept, keys: Sequence[Key], compressor: Compressor | None, changes: Changes) -> Residuals | None:
+def _residuals(
+    old: Kept, keys: Sequence[Key], compressor: Compressor | None, changes: Changes, rank: int
+) -> Residuals | None:
     """What compression has kept back, for keys that may be cut otherwise now. What a dead worker kept is lost."""
     if compressor is None:
         return None
-    made, before = Residuals(compressor), old.residuals
+    made, before = Residuals(compressor, rank), old.residuals
     if before is None or before.compressor != compressor or old.changes.made < changes.made:
         return made
     known = {key.name: key for key in old.keys}

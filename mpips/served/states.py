@@ -43,7 +43,7 @@ class Settings:
     """
 
     def __init__(self, layout: Layout, setup: Setup, push: Push) -> None:
-        self._setup, self._push = setup, push
+        self._setup, self._push, self._rank = setup, push, layout.rank
         self._asynchronous = layout.asynchronous
         self._all = not self._asynchronous
         """Whether something applies pushes of every key."""
@@ -98,7 +98,7 @@ class Settings:
             self._all |= change.keys is None
             self._own.update(change.keys or ())
         elif isinstance(change, frames.SetCompression):
-            self._push.residuals = Residuals(compression.create(change.options))
+            self._push.residuals = Residuals(compression.create(change.options), self._rank)
 
 
 class Stored:

@@ -39,7 +39,7 @@ class Serverless:
     def __init__(self, layout: Layout, epoch: Epoch) -> None:
         self.layout, self._epoch = layout, epoch
         self.direct = False
-        self._settings = Settings()
+        self._settings = Settings(layout.rank)
         self._replicas = Replicas(self._settings, self._joined(), layout.survives)
         self.stored = Stored(layout, self._replicas, self._settings)
         self._join()

@@ -29,8 +29,9 @@ class _Record(msgspec.Struct, array_like=True):
 class Settings:
     """Changes are made by all workers, after they have compared them; `changes` counts them."""
 
-    def __init__(self) -> None:
-        self.changes = 0
+    def __init__(self, rank: int = 0) -> None:
+        """`rank`: of this worker."""
+        self.changes, self._rank = 0, rank
         self.groups = Groups()
         self.residuals: Residuals | None = None
         """None where nothing is compressed."""
@@ -47,7 +48,7 @@ class Settings:
 
     def set_compression(self, compressor: Compressor) -> None:
         """Residuals begin at zero."""
-        self.residuals = Residuals(compressor)
+        self.residuals = Residuals(compressor, self._rank)
         self.changes += 1
 
     def compressing(self, key: Key) -> Residuals | None:
@@ -97,5 +98,5 @@ class Settings:
         self.groups = Groups(default, {name: optimizers.decode(optimizer) for name, optimizer in record.own})
         compressor = None if record.compression is None else compression.create(record.compression)
         if self.residuals is None or self.residuals.compressor != compressor:
-            self.residuals = None if compressor is None else Residuals(compressor)
+            self.residuals = None if compressor is None else Residuals(compressor, self._rank)
         self.changes = changes

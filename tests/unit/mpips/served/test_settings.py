@@ -57,7 +57,7 @@ def store():
     room, servers = Room(), [[], []]
     setups = [Setup(room, rank, servers) for rank in range(2)]
     pushes = [SimpleNamespace(residuals=None) for _ in setups]
-    settings = [Settings(SimpleNamespace(asynchronous=True), one, push) for one, push in zip(setups, pushes)]
+    settings = [Settings(SimpleNamespace(asynchronous=True, rank=0), one, push) for one, push in zip(setups, pushes)]
     return SimpleNamespace(servers=servers, setups=setups, settings=settings, pushes=pushes)
 
 
