@@ -3,6 +3,9 @@
 A rank that `python -m mpips` runs connects to a socket without a name in any folder and says its number, then that it
 fails, and with which exit code, or, when it has ended well, goodbye. In between it says that MPI has started, and a
 spare says its role when it gets one. What ends without a word has died. Ranks on other hosts cannot be heard.
+
+The socket is open to all users of the machine: only processes of our own user are heard, each rank once, and a word
+that is none is nothing.
 """
 
 from __future__ import annotations
@@ -13,17 +16,17 @@ import resource
 import select
 import socket
 import struct
-import sys
 import uuid
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from collectives.machine.peers import peer
 from mpips import world
 
-CREDENTIALS = 12  # bytes of SO_PEERCRED: pid, user, group
 SPARE_FILES = 64  # that this process may yet need to open
 MOST_BYTES = 4096  # of words at once; they are few
+MOST_DIGITS, LARGEST_CODE = 9, 255
 PIDFD_INFO = struct.Struct("Q52xi")  # what is asked for and what is told, and last the status
 PIDFD_INFO_EXIT, PIDFD_GET_INFO = 8, 3 << 30 | PIDFD_INFO.size << 16 | 0xFF << 8 | 11
 
@@ -50,10 +53,9 @@ class Death(NamedTuple):
 class Rank:
     """The connection of a rank, and, once it has said its `number`, a `descriptor` (pidfd) of its process."""
 
-    def __init__(self, line: socket.socket) -> None:
+    def __init__(self, line: socket.socket, pid: int) -> None:
         self.line = line
-        peer = line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS)
-        self.number, self.pid, self.descriptor = -1, int.from_bytes(peer[:4], sys.byteorder), -1
+        self.number, self.pid, self.descriptor = -1, pid, -1
         self.role = ""
         self.well = self.gone = self.fails = False
 
@@ -88,7 +90,7 @@ class Presence:
         self.code: int | None = None
         self.well = 0
         self.failed = self.started = False
-        self._survives, self._gone = survives, set[int]()
+        self._survives, self._numbers, self._gone = survives, set[int](), set[int]()
         self._name = f"mpips-ranks-{uuid.uuid4().hex}"
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         self._listener.bind(f"\0{self._name}")
@@ -145,8 +147,12 @@ class Presence:
             self._poll.unregister(self._listener)
             return
         line, _ = self._listener.accept()
+        who = peer(line)
+        if not who.ours:
+            line.close()
+            return
         line.setblocking(False)
-        self._lines[line.fileno()] = Rank(line)
+        self._lines[line.fileno()] = Rank(line, who.pid)
         self._poll.register(line, select.EPOLLIN)
 
     def _listen(self, rank: Rank) -> None:
@@ -161,24 +167,34 @@ class Presence:
         for line in rank.words():
             word, _, more = line.partition(b" ")
             if word == world.PRESENT:
-                rank.number = int(more)
-                self._enter(rank)
+                self._enter(rank, _number(more))
+            elif rank.number < 0:  # who has no number is no rank
+                continue
             elif word == world.STARTED:
                 self.started = True
             elif word == world.ROLE:
                 rank.role = more.decode(errors="replace")
             elif word == world.GOODBYE:
                 rank.well = True
-            elif word == world.FAILING and self.code is None and (self._survives or not self.deaths):
-                self.code, rank.fails = int(more), True
+            elif word == world.FAILING:
+                self._fail(rank, _number(more))
 
-    def _enter(self, rank: Rank) -> None:
+    def _enter(self, rank: Rank, number: int) -> None:
+        """Watch the process of a rank that says its number, unless one has said the same."""
+        if number < 0 or number in self._numbers or rank.number >= 0:
+            return
+        rank.number = number
+        self._numbers.add(number)
         try:
             rank.descriptor = os.pidfd_open(rank.pid)
         except OSError:  # it has ended already, or is out of sight
             return
         self._alive[rank.descriptor] = rank
         self._poll.register(rank.descriptor, select.EPOLLIN)
+
+    def _fail(self, rank: Rank, code: int) -> None:
+        if 0 < code <= LARGEST_CODE and self.code is None and (self._survives or not self.deaths):
+            self.code, rank.fails = code, True
 
     def _bury(self, rank: Rank) -> None:
         status = _status(rank.pid)
@@ -196,6 +212,11 @@ class Presence:
         self._gone.add(rank.number)
         self.failed = self.failed or rank.fails
         rank.close()  # closed files leave the poll by themselves
+
+
+def _number(word: bytes) -> int:
+    """The number that a word is; -1 where it is none."""
+    return int(word) if word.isdigit() and len(word) <= MOST_DIGITS else -1
 
 
 def _status_of_old(descriptor: int) -> int | None:

@@ -6,18 +6,17 @@ import os
 import select
 import signal
 import socket
-import sys
 from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
+from collectives.machine.peers import peer
 from mpips.chaos.plan import Whom
 from mpips.chaos.told import SOCKET, Here, Told
 
 MOST_BYTES = 4096  # of a message
 SHARED = "/dev/shm/"
-CREDENTIALS = 12  # bytes of SO_PEERCRED: pid, user, group
 
 
 class Rank:
@@ -26,8 +25,7 @@ class Rank:
     def __init__(self, line: socket.socket) -> None:
         self.line, self.rank, self.role, self.host = line, -1, "", ""
         self.memory: set[Path] = set()
-        peer = line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS)
-        self.pid = int.from_bytes(peer[:4], sys.byteorder)
+        self.pid = peer(line).pid
         self.process = os.pidfd_open(self.pid)
 
     def look(self) -> None:

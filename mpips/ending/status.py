@@ -15,6 +15,7 @@ import socket
 import threading
 from contextlib import suppress
 
+from collectives.machine.peers import peer
 from mpips.ending.children import when_started
 from mpips.ending.finalize import dead, survives
 from mpips.world import FAILING, GOODBYE, PRESENCE, PRESENT, ROLE, STARTED, WELL_WITHOUT, launched_as
@@ -35,7 +36,7 @@ class StatusLine:
         if job and name:
             with suppress(OSError):
                 self._line.connect(f"\0{name}")
-                self._is_heard = True
+                self._is_heard = peer(self._line).ours
                 ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # nobody outlives its mpirun
         self._say(b"%s %d\n" % (PRESENT, self._rank))
         when_started(self.started)

@@ -15,6 +15,7 @@ import pytest
 
 from launch.running.presence import SPARE_FILES, Presence
 from mpips import world
+from tests.strangers import needs_root, stranger
 
 RANK = """
 import os, socket, sys
@@ -146,3 +147,59 @@ def test_files_are_left_for_other_work(presence: Presence, monkeypatch: pytest.M
     assert not presence.everyone_left_well()
     for line in lines:
         line.close()
+
+
+FORGER = """
+with socket.socket(socket.AF_UNIX) as line:
+    line.settimeout(5)
+    line.connect("\\0" + sys.argv[1])
+    try:
+        line.send(sys.argv[2].encode())
+        print(line.recv(1) == b"")
+    except ConnectionError:
+        print(True)
+"""
+
+
+@needs_root
+def test_another_user_is_not_heard(presence: Presence) -> None:
+    name = presence.environment()[world.PRESENCE]
+    for words in ("present 0\nfailing 3\n", "present 1\ngoodbye\n"):
+        process = stranger(FORGER, name, words)
+        while process.poll() is None:
+            presence.look()
+            time.sleep(0.01)
+        said, errors = process.communicate()
+        assert said == "True\n", errors  # its line is closed
+    assert (presence.code, presence.deaths, presence.well, presence.pids()) == (None, [], 0, [])
+    for i in range(2):
+        ended(presence, rank(presence, f"present {i}\ngoodbye\n"))
+    assert presence.everyone_left_well()
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["present abc\n", "present\n", "present -1\n", "present 1_0\n", f"present {'9' * 5000}\n", "\n", "\xff\n",
+     "present 0\nfailing x\n", "present 0\nfailing 0\n", "present 0\nfailing 256\n", "failing 3\n", "goodbye\n"],
+)  # fmt: skip
+def test_a_word_that_is_none_is_nothing(presence: Presence, words: str) -> None:
+    process = rank(presence, words)
+    ended(presence, process)
+    assert presence.code is None
+    assert not presence.deaths
+    for i in range(2):
+        ended(presence, rank(presence, f"present {i + 1}\ngoodbye\n"))
+    assert presence.everyone_left_well()
+
+
+def test_each_rank_is_accepted_once(presence: Presence) -> None:
+    first, second = (rank(presence, f"present {i}\n") for i in range(2))
+    other = rank(presence, "present 1\nfailing 9\ngoodbye\n")
+    again = rank(presence, "present 2\npresent 3\n")
+    assert (presence.code, len(presence.pids())) == (None, 0)  # more ranks than there should be
+    ended(presence, other)
+    assert not presence.deaths
+    ended(presence, again, signal.SIGKILL)
+    assert [death.rank for death in presence.deaths] == [2]
+    for process in (first, second):
+        ended(presence, process)
