@@ -30,6 +30,7 @@ class _Header(msgspec.Struct):
     updates: int
     loss_scale: tuple[float, int] | None = None
     rule: Rule | None = None
+    labels: tuple[str, ...] = ()
 
 
 def collect(worker: Worker) -> MLP:
@@ -79,6 +80,12 @@ def rule(path: str, comm: MPI.Comm) -> Rule | None:
     return _read_header(path, comm).rule
 
 
+def labels(path: str, comm: MPI.Comm) -> tuple[str, ...]:
+    """What the data of a checkpoint call its classes, in their order; 0, 1, ... where it does not say. Collective."""
+    header = _read_header(path, comm)
+    return header.labels or tuple(str(number) for number in range(header.specification.sizes[-1]))
+
+
 def scaling(path: str, comm: MPI.Comm) -> Scaling | None:
     """The scaling that a checkpoint's inputs and targets have; None where it was saved without data. Collective."""
     found, problem = None, None
@@ -106,7 +113,7 @@ def load(
         _read(path, mesh, network, {"": network.flat_parameters})
 
     worker = Worker(MLP(*header.specification, xp=xp), mesh, optimizer, mode, overlap, half, servers, start)
-    worker.updates, worker.rule = header.updates, header.rule
+    worker.updates, worker.rule, worker.labels = header.updates, header.rule, header.labels
     if worker.update.loss_scale is not None and header.loss_scale is not None:
         worker.update.loss_scale.scale, worker.update.loss_scale.good = header.loss_scale
     state = optimizer.init(worker.network.flat_parameters)
@@ -173,7 +180,7 @@ def _write(path: str, arrays: dict[str, np.ndarray], worker: Worker, rule: Rule 
     scale = worker.update.loss_scale
     header = _Header(
         worker.network.specification, optimizer, worker.updates, None if scale is None else (scale.scale, scale.good),
-        rule,
+        rule, worker.labels,
     )  # fmt: skip
     try:
         write(path, arrays, {"mpips": msgspec.json.encode(header).decode()})
