@@ -23,6 +23,7 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
+from collectives import files
 from launch import Job, LauncherError, check_room
 from picture import SERIAL, draw
 from words import number
@@ -238,7 +239,7 @@ def write(results: list[dict[str, Any]], title: str, out: Path) -> list[Path]:
             if path.suffix == ".png":
                 draw(results, TARGET, title, path)
             else:
-                path.write_text(json.dumps(results, indent=1) + "\n")
+                files.write(path, json.dumps(results, indent=1).encode() + b"\n")
             written.append(path)
         except OSError as error:
             print(f"demo: {path} cannot be written: {error.strerror or error}", file=sys.stderr)

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from collectives import files
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
@@ -37,7 +39,7 @@ def draw(results: Sequence[dict[str, Any]], target: float, title: str, path: Pat
         axes.plot(seconds, accuracy, label=label(result), **style(result["mode"]))
         axes.plot(seconds[-1:], accuracy[-1:], "o", color=style(result["mode"])["color"], markersize=6, zorder=6)
     decorate(axes, target, title)
-    figure.savefig(path, dpi=130)
+    files.write_picture(path, figure, dpi=130)
 
 
 def label(result: dict[str, Any]) -> str:

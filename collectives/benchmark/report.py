@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import os
 import platform
@@ -15,6 +16,7 @@ import numpy as np
 from mpi4py import MPI
 from rich.table import Table
 
+from collectives import files
 from collectives.benchmark.harness import Timing
 from collectives.benchmark.sizes import show_bytes
 from collectives.terminal.console import write_text, writing
@@ -134,10 +136,11 @@ def write_json(rows: Sequence[Any], path: Path) -> None:
 
 def write_csv(rows: Sequence[Row], path: Path) -> None:
     """The rows as comma-separated values with a header at `path`."""
-    with writing(path), path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(asdict(rows[0])))
-        writer.writeheader()
-        writer.writerows(asdict(row) for row in rows)
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, fieldnames=list(asdict(rows[0])))
+    writer.writeheader()
+    writer.writerows(asdict(row) for row in rows)
+    write_text(path, text.getvalue())
 
 
 def draw(rows: Sequence[Row], path: Path, title: str) -> None:
@@ -161,5 +164,5 @@ def draw(rows: Sequence[Row], path: Path, title: str) -> None:
     left.legend(fontsize=8)
     figure.suptitle(title, fontsize=11)
     with writing(path):
-        figure.savefig(path, dpi=130)
+        files.write_picture(path, figure, dpi=130)
     plt.close(figure)

@@ -54,6 +54,15 @@ def see_serves(kind: str, name: str, others: Sequence[str] = ()) -> None:
         raise ValueError(f"{name!r} {known} {kind}: choose one of {', '.join([*others, *names(kind)])}")
 
 
+def see_named(kind: str, algorithm: str) -> None:
+    """ValueError where no algorithm of this name and parameters serves `kind`, with any number of ranks."""
+    name, given = parse(algorithm)
+    see_serves(kind, name)
+    _refuse_unknown(name, given)
+    if between := given.get("between"):
+        see_named(kind, str(between))
+
+
 def build(kind: str, algorithm: str, p: int, root: int = 0, **parameters: Any) -> Schedule:
     """The schedule of `algorithm` for `kind` over p ranks. Parameters may be written in the name or given by keyword;
     `root` counts in broadcast and reduce only. ValueError with the reason and the choices for an unknown name or

@@ -14,6 +14,7 @@ import numpy as np
 from rich.progress import Progress
 from rich.table import Table
 
+from collectives import files
 from collectives.benchmark.sizes import parse_sizes, show_bytes, split_words
 from collectives.schedule.model import KINDS
 from collectives.simulator.alpha_beta import LinkCost
@@ -158,7 +159,7 @@ def _draw(rows: Sequence[Prediction], path: Path) -> None:
     axes.grid(alpha=0.3)
     axes.legend(title="points: simulated; lines: closed form", fontsize=8, title_fontsize=8)
     with writing(path):
-        figure.savefig(path, dpi=130)
+        files.write_picture(path, figure, dpi=130)
 
 
 def _draw_bars(rows: Sequence[tuple[Prediction, float]], full: float, path: Path) -> None:
@@ -173,7 +174,7 @@ def _draw_bars(rows: Sequence[tuple[Prediction, float]], full: float, path: Path
         axes.plot(names, [said / full for _, said in here], "k_", ms=30, label="paper's text")
         axes.legend(fontsize=8, markerscale=0.5)
     with writing(path):
-        figure.savefig(path, dpi=130)
+        files.write_picture(path, figure, dpi=130)
 
 
 if __name__ == "__main__":

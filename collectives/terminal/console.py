@@ -15,6 +15,7 @@ import click
 from rich.console import Console
 from rich.progress import Progress
 
+from collectives import files
 from collectives.terminal.help import known
 from collectives.terminal.stdout import lasting
 
@@ -198,7 +199,7 @@ def writing(path: Path) -> Iterator[None]:
 def write_text(path: Path, text: str) -> None:
     """Write a file that an option names, in UTF-8; click.ClickException with a sentence where that fails."""
     with writing(path):
-        path.write_text(text, encoding="utf-8")
+        files.write(path, text.encode())
 
 
 class Seconds(click.ParamType):

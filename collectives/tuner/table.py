@@ -11,7 +11,9 @@ counts for all ranks of a communicator, so that all pick the same.
 from __future__ import annotations
 
 import errno
+import math
 import os
+import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -20,9 +22,14 @@ import msgspec
 import numpy as np
 from mpi4py import MPI
 
+from collectives import files
 from collectives.errors import CollectiveError, warn
+from collectives.schedule import catalog
+from collectives.schedule.model import KINDS
 
 EVERYTHING = 1 << 62
+WAYS = "slots", "stages", "cross_memory", "direct"
+"""Of an allreduce on one node."""
 
 
 class Range(msgspec.Struct, frozen=True):
@@ -128,11 +135,35 @@ def load() -> Table:
     """The user's table, or the shipped one where `tune` has not run; CollectiveError where the file is spoilt."""
     file = path()
     try:
-        return msgspec.json.decode(file.read_bytes(), type=Table)
+        return _checked(msgspec.json.decode(file.read_bytes(), type=Table))
     except (FileNotFoundError, NotADirectoryError):
         return Table()
-    except (msgspec.MsgspecError, OSError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError, OSError) as error:
         raise CollectiveError(f"cannot read {file}: {error}; delete it, or make another with `mpips tune`") from error
+
+
+def _checked(table: Table) -> Table:
+    """The same; ValueError where an entry is none that `tune` writes."""
+    for ranks, limit in (*((ranks, slots.always) for ranks, slots in table.slots.items()), *table.cross_memory.items()):
+        if ranks < 1 or not 0 <= limit <= EVERYTHING:
+            raise ValueError(f"of {ranks} ranks it says {limit} bytes")
+    if any(slots.ordinary < slots.always for slots in table.slots.values()):
+        raise ValueError("fewer ordinary arrays go through slots than any arrays")
+    lines = {"near": table.near, "far": table.far, "gamma": Line(0.0, table.gamma), **table.memory}
+    for name, line in lines.items():
+        if name in table.memory and not re.fullmatch(rf"({'|'.join(WAYS)}) [1-9]\d{{0,6}}", name):
+            raise ValueError(f"{name!r} is no way and number of ranks")
+        if not (0 <= line.alpha < math.inf and 0 <= line.beta < math.inf):
+            raise ValueError(f"{name} takes {line.alpha} s and {line.beta} s a byte")
+    for key, ranges in table.between.items():
+        kind = key.partition(" ")[0]
+        if kind not in KINDS or not re.fullmatch(r"\w+ [1-9]\d{0,6}x[1-9]\d{0,6}", key):
+            raise ValueError(f"{key!r} is no collective, nodes and ranks")
+        if not ranges or ranges[-1].most < EVERYTHING:
+            raise ValueError(f"{key} has no algorithm for long vectors")
+        for each in ranges:
+            catalog.see_named(kind, each.algorithm)
+    return table
 
 
 def usable() -> Table:
@@ -149,9 +180,7 @@ def save(table: Table) -> Path:
     file = path()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        beside = file.with_suffix(f".{os.getpid()}")
-        beside.write_bytes(msgspec.json.format(msgspec.json.encode(table)))
-        beside.replace(file)
+        files.write(file, msgspec.json.format(msgspec.json.encode(table)))
     except OSError as error:
         raise _unwritable(file, error) from error
     return file

@@ -11,6 +11,7 @@ import numpy as np
 from mpi4py import MPI
 from rich.table import Table
 
+from collectives import files
 from collectives.benchmark.sizes import parse_counts, show_bytes
 from collectives.machine import memory
 from collectives.terminal.console import (
@@ -189,7 +190,7 @@ def draw(rows: list[Row], path: Path) -> None:
     axes.set(xlabel="bytes", ylabel="push + pull, microseconds", title=f"{rows[0].kind}, {rows[0].workers} workers")
     axes.legend()
     with writing(path):
-        figure.savefig(path, dpi=120)
+        files.write_picture(path, figure, dpi=120)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import click
 import msgspec
 from rich.table import Table
 
+from collectives import files
 from collectives.terminal.console import Interruptible, OutFile, Picture, console, writing
 from collectives.terminal.tables import show_table
 from mpips import chaos
@@ -79,7 +80,7 @@ def command(
     _show(report)
     if record:
         with writing(record):
-            record.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
+            files.write(record, msgspec.json.format(msgspec.json.encode(report)) + b"\n")
     if picture:
         with writing(picture):
             pictures.draw(picture, run, without)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from collectives import files
 from mpips.chaos.report import began_at, notes_of
 from mpips.chaos.watch import Run
 
@@ -28,7 +29,7 @@ def draw(path: Path, run: Run, reference: Run | None = None) -> None:
     axes.set_xlabel("seconds since the first store was made")
     axes.set_ylabel("noted")
     axes.legend()
-    figure.savefig(path)
+    files.write_picture(path, figure)
 
 
 def curve(run: Run) -> tuple[list[float], list[float]]:

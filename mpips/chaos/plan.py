@@ -9,6 +9,8 @@ from typing import Literal
 
 import msgspec
 
+from collectives import files
+
 KINDS = ("kill", "stop", "full", "host", "cut", "slow")
 """SIGKILL; SIGSTOP for some seconds; for some seconds no file that the process writes can grow. Of the host on which it
 is: SIGKILL to all ranks there; its NICs are down for some seconds; they have a part of their rate for some seconds."""
@@ -22,6 +24,7 @@ CALLS = (
 )  # fmt: skip
 NEAREST, FARTHEST = 0.5, 1.5  # of a drawn time between faults, in parts of the mean
 LEAST_SHARE = 0.001  # of a rate
+LONGEST = 1e8  # seconds
 SLOWEST, FASTEST = 0.02, 0.5  # of a drawn share of a rate
 
 
@@ -94,7 +97,7 @@ def draw(
 
 def save(plan: Plan, path: str | Path) -> None:
     """Write a plan as JSON."""
-    Path(path).write_bytes(msgspec.json.format(msgspec.json.encode(plan)) + b"\n")
+    files.write(path, msgspec.json.format(msgspec.json.encode(plan)) + b"\n")
 
 
 def load(path: str | Path) -> Plan:
@@ -103,7 +106,7 @@ def load(path: str | Path) -> Plan:
         return _checked(msgspec.json.decode(Path(path).read_bytes(), type=Plan))
     except OSError as error:
         raise PlanError(f"the plan {path} cannot be read: {error.strerror}") from None
-    except (msgspec.DecodeError, PlanError) as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise PlanError(f"{path} holds no plan of faults: {error}; `mpips chaos --save` writes one") from None
 
 
@@ -123,6 +126,8 @@ def _checked(plan: Plan) -> Plan:
         assert isinstance(delay, float)
         if delay < 0 or fault.seconds < 0 or fault.whom.number < 0:
             raise PlanError(f"fault {place} has a time or a number below 0")
+        if max(delay, fault.seconds) > LONGEST:
+            raise PlanError(f"fault {place} has a time of {max(delay, fault.seconds):g} s: give at most {LONGEST:g}")
         if fault.lasts and not fault.seconds:
             raise PlanError(f"fault {place} ({fault.kind}) lasts 0 seconds: give more")
         if not LEAST_SHARE <= fault.share <= 1:

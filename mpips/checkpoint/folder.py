@@ -2,8 +2,8 @@
 
     FOLDER/store-00000100.safetensors
 
-A file that is being written is named `*.part`. A Trainer's files have other names (`mpips.training.checkpoint`), and
-count only where it is asked for the step that a job goes on from. Nothing here needs more than Python.
+A file that is being written is named `store-*.part`. A Trainer's files have other names (`mpips.training.checkpoint`),
+and count only where it is asked for the step that a job goes on from. Nothing here needs more than Python.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def prune(folder: str) -> None:
 def clear_parts(folder: str) -> None:
     """Remove what a kill has left unfinished. Nothing may be under way."""
     with contextlib.suppress(OSError):
-        for path in Path(folder).glob("store-*.safetensors.part"):
+        for path in Path(folder).glob("store-*.part"):
             _remove(path)
 
 

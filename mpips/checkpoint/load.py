@@ -39,7 +39,7 @@ def load(store: Store, path: str | os.PathLike[str]) -> None:
     with contextlib.ExitStack() as stack:
         name, refusal = attempt(lambda: file_name("load", "path", path))
         reader, unfit = attempt(lambda: _opened(store, name, stack) if refusal is None else None)
-        mine = b"" if reader is None else msgspec.msgpack.encode(reader.header)
+        mine = b"" if reader is None else reader.encoded
         told = store.settled("load", [("path", name or "")], refusal or unfit, noun="argument", data=mine)
         store.run("load", _loaded(store, reader, msgspec.msgpack.decode(told[0], type=Header)))
 

@@ -13,20 +13,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from mpips.checkpoint import residuals
-from mpips.checkpoint.file import (
-    HOLDS,
-    NAMES,
-    VERSION,
-    Header,
-    Record,
-    Writer,
-    file_name,
-    metadata,
-    residual_name,
-    why,
-)
+from mpips.checkpoint.file import VERSION, Header, Record, file_name, metadata, residual_name, why
 from mpips.checkpoint.saving import Saving, written
 from mpips.checkpoint.source import Snapshot, Store, senders
+from mpips.checkpoint.tensors import HOLDS, NAMES, Writer
 from mpips.compression.registry import options
 from mpips.keys.arrays import runs
 from mpips.keys.key import Key

@@ -15,8 +15,9 @@ from typing import NamedTuple
 import numpy as np
 
 from collectives.errors import CollectiveError, warn
-from mpips.checkpoint.file import Writer, state_name, value_name, why
+from mpips.checkpoint.file import state_name, value_name, why
 from mpips.checkpoint.source import Handle, Snapshot, Store
+from mpips.checkpoint.tensors import Writer
 from mpips.keys.arrays import runs
 from mpips.keys.key import Key
 from mpips.runtime.errors import EpochError

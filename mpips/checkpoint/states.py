@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError
 
-from mpips.checkpoint import file
+from mpips.checkpoint import file, tensors
 from mpips.checkpoint.source import States, Store, from_worker, served
-from mpips.keys.key import Key
+from mpips.keys.key import Key, Name
 from mpips.optimizers.base import initial
 from mpips.optimizers.groups import Groups
 from mpips.optimizers.registry import as_data
+from mpips.options import MOST
 from mpips.runtime.rendezvous import attempt
 
 Array = NDArray[Any]
+STEPS, OPTIMIZERS = "steps", "optimizers"
+"""The words of the metadata."""
 
 
 def save_states(store: Store, fname: str, dump_optimizer: bool) -> None:
@@ -37,12 +39,12 @@ def load_states(store: Store, fname: str) -> None:
     _all_come(store, "load_optimizer_states", fname)
     states, refusal = attempt(lambda: _fitting(store, read(fname, keys)) if store.layout.rank == 0 else {})
     shapes = [(step, [array.dtype.name for array in arrays]) for step, arrays in (states or {}).values()]
-    told = store.agree("load_optimizer_states", refusal=refusal, data=json.dumps(shapes).encode())
+    told = store.agree("load_optimizer_states", refusal=refusal, data=msgspec.json.encode(shapes))
     if not served(store.layout):
         if store.layout.rank:
             states = {
                 key.name: (step, [np.empty(key.size, np.dtype(dtype)) for dtype in dtypes])
-                for key, (step, dtypes) in zip(keys, json.loads(told[0]))
+                for key, (step, dtypes) in zip(keys, msgspec.json.decode(told[0]))
             }
         every = [array for key in keys for array in states[key.name][1]]
         from_worker(store.layout, 0, [key.name for key in keys], every)
@@ -58,9 +60,9 @@ def _all_come(store: Store, what: str, fname: str) -> None:
 
 def _fitting(store: Store, states: States) -> States:
     """The states; ValueError where one is not of its key's optimizer."""
-    for name, (_, arrays) in states.items():
+    for name, (step, arrays) in states.items():
         optimizer = store.groups.of(name)
-        if not arrays or optimizer is None:
+        if not (step or arrays) or optimizer is None:
             continue
         wanted = [array.dtype for array in initial(optimizer, np.zeros(1, store.keys[name].dtype))]
         if wanted != [array.dtype for array in arrays]:
@@ -73,39 +75,44 @@ def _fitting(store: Store, states: States) -> States:
 
 def write(fname: str | os.PathLike[str], states: States, groups: Groups | None) -> None:
     """Write each key's step and flat arrays; ValueError where the file cannot be written."""
-    tensors = {f"{key!r}/{slot}": array for key, (_, arrays) in states.items() for slot, array in enumerate(arrays)}
-    header = {"steps": json.dumps({repr(key): step for key, (step, _) in states.items()})}
+    arrays = {f"{key!r}/{slot}": array for key, (_, kept) in states.items() for slot, array in enumerate(kept)}
+    words = {STEPS: _text({repr(key): step for key, (step, _) in states.items()})}
     if groups is not None:
         own = {repr(key): as_data(optimizer) for key, optimizer in groups.own.items()}
-        default = None if groups.default is None else as_data(groups.default)
-        header["optimizers"] = json.dumps([default, own])
+        words[OPTIMIZERS] = _text([None if groups.default is None else as_data(groups.default), own])
     try:
-        file.write(fname, tensors, header)
+        tensors.write(fname, arrays, words)
     except OSError as error:
         raise ValueError(f"{fname} cannot be written: {file.why(error)}") from error
 
 
+def _text(data: Any) -> str:
+    return msgspec.json.encode(data).decode()
+
+
 def read(fname: str | os.PathLike[str], keys: Sequence[Key]) -> States:
-    """The states of `keys`; ValueError naming the file, and the key that is missing or has another size."""
-    result: States = {}
-    try:
-        with file.opened(os.fspath(fname)) as tensors:
-            steps = json.loads((tensors.metadata() or {})["steps"])
-            names = set(tensors.keys())
-            for key in keys:
-                if repr(key.name) not in steps:
-                    raise ValueError(f"{fname} has no state of key {key.name!r}: save it with the keys of this store")
-                arrays: list[Array] = []
-                while (name := f"{key.name!r}/{len(arrays)}") in names:
-                    arrays.append(np.ascontiguousarray(tensors.get_tensor(name)))
-                if any(array.size != key.size for array in arrays):
+    """The states of `keys`; ValueError naming the file, and the key that is missing, or whose step or state cannot
+    be."""
+    result: dict[Name, tuple[int, list[str]]] = {}
+    with tensors.TensorFile(fname) as found:
+        try:
+            steps = msgspec.json.decode(found.metadata[STEPS], type=dict[str, int | float])
+        except (KeyError, msgspec.MsgspecError, RecursionError) as error:
+            raise ValueError(f"{found.path} was not written by save_optimizer_states: {error}") from error
+        for key in keys:
+            if repr(key.name) not in steps:
+                raise ValueError(f"{fname} has no state of key {key.name!r}: save it with the keys of this store")
+            step = steps[repr(key.name)]
+            if not isinstance(step, int) or not 0 <= step <= MOST:
+                raise ValueError(f"{fname}: key {key.name!r} has step {step}: give a whole number in [0, 2**63)")
+            names: list[str] = []
+            while (name := f"{key.name!r}/{len(names)}") in found.tensors:
+                if found.tensors[name].shape != (key.size,):
                     raise ValueError(
-                        f"{fname}: the state of key {key.name!r} has {arrays[0].size} elements, the key has {key.size}"
-                        ": load what was saved of keys of the same sizes"
+                        f"{fname}: the state of key {key.name!r} is {found.tensors[name]}, the key has {key.size} "
+                        "elements: load what was saved of keys of the same sizes"
                     )
-                result[key.name] = steps[repr(key.name)], arrays
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"{fname} cannot be read: {file.why(error)}") from error
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{fname} was not written by save_optimizer_states: {error}") from error
-    return result
+                names.append(name)
+            result[key.name] = step, names
+        found.see_sums((STEPS, OPTIMIZERS))
+        return {key: (step, [found.get(name) for name in names]) for key, (step, names) in result.items()}

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+import re
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any, TypeVar, cast
 
 import msgspec
 import numpy as np
 from mpi4py import MPI
-from safetensors import SafetensorError, safe_open
 
-from mpips.checkpoint.file import write
-from mpips.optimizers import decode, encode
+from mpips.checkpoint.file import why
+from mpips.checkpoint.tensors import TensorFile, write
+from mpips.optimizers import Optimizer, decode, encode
+from mpips.optimizers.base import initial
+from mpips.options import MOST
 
 from .agreement import agree
 from .communication import on_host, put
@@ -19,9 +25,15 @@ from .data.part import Data, Scaling
 from .mesh import Mesh
 from .network.mlp import MLP
 from .network.network import Network
-from .network.specification import Specification
+from .network.specification import Specification, check, working_dtype
 from .network.splits import Split
 from .worker import UpdateServers, Worker
+
+T = TypeVar("T")
+WORD = "mpips"
+"""Of the metadata, for the header."""
+SCALING = "scaling."
+FLOATS = re.compile(r"b?float\d+")
 
 
 class _Header(msgspec.Struct):
@@ -30,7 +42,6 @@ class _Header(msgspec.Struct):
     updates: int
     loss_scale: tuple[float, int] | None = None
     rule: Rule | None = None
-    labels: tuple[str, ...] = ()
 
 
 def collect(worker: Worker) -> MLP:
@@ -65,39 +76,30 @@ def save(path: str, worker: Worker, data: Data | None = None) -> None:
     problem = None
     if worker.mesh.comm.rank == 0:
         if data is not None:
-            arrays |= {f"scaling.{name}": array for name, array in data.scaling._asdict().items()}
+            arrays |= {f"{SCALING}{name}": array for name, array in data.scaling._asdict().items()}
         problem = _write(path, arrays, worker, None if data is None else data.rule)
     agree(worker.mesh.comm, problem)
 
 
 def specification(path: str, comm: MPI.Comm) -> Specification:
     """The network of a checkpoint. Collective; TrainingError on every rank where it cannot be read."""
-    return _read_header(path, comm).specification
+    return _read(path, comm, _header).specification
 
 
 def rule(path: str, comm: MPI.Comm) -> Rule | None:
     """By what the rows were dealt that trained a checkpoint; None where it was saved without data. Collective."""
-    return _read_header(path, comm).rule
-
-
-def labels(path: str, comm: MPI.Comm) -> tuple[str, ...]:
-    """What the data of a checkpoint call its classes, in their order; 0, 1, ... where it does not say. Collective."""
-    header = _read_header(path, comm)
-    return header.labels or tuple(str(number) for number in range(header.specification.sizes[-1]))
+    return _read(path, comm, _header).rule
 
 
 def scaling(path: str, comm: MPI.Comm) -> Scaling | None:
     """The scaling that a checkpoint's inputs and targets have; None where it was saved without data. Collective."""
-    found, problem = None, None
-    try:
-        with safe_open(path, "np") as file:
-            names = file.keys()
-            if "scaling.x_mean" in names:
-                found = Scaling(*(file.get_tensor(f"scaling.{name}") for name in Scaling._fields))
-    except (OSError, SafetensorError) as error:
-        problem = f"checkpoint {path} cannot be read: {error}"
-    agree(comm, problem)
-    return found
+
+    def get(file: TensorFile) -> Scaling | None:
+        _see_tensors(file, _header(file))
+        there = f"{SCALING}x_mean" in file.tensors
+        return Scaling(*(file.get(f"{SCALING}{name}") for name in Scaling._fields)) if there else None
+
+    return _read(path, comm, get)
 
 
 def load(
@@ -106,47 +108,91 @@ def load(
 ) -> Worker:  # fmt: skip
     """This rank's slice of a saved network, ready to go on training on `mesh`. Collective; each rank reads only
     its slice. `overlap`, `half`, `servers`: see `train`."""
-    header = _read_header(path, mesh.comm)
-    optimizer = decode(bytes.fromhex(header.optimizer))
+
+    def see(file: TensorFile) -> tuple[_Header, Optimizer]:
+        header = _header(file)
+        optimizer = _see_tensors(file, header)
+        file.see_sums((WORD,), warns=mesh.comm.rank == 0)
+        return header, optimizer
+
+    header, optimizer = _read(path, mesh.comm, see)
 
     def start(network: Network) -> None:
-        _read(path, mesh, network, {"": network.flat_parameters})
+        _read(path, mesh.comm, lambda file: _fill(file, network, {"": network.flat_parameters}))
 
     worker = Worker(MLP(*header.specification, xp=xp), mesh, optimizer, mode, overlap, half, servers, start)
-    worker.updates, worker.rule, worker.labels = header.updates, header.rule, header.labels
+    worker.updates, worker.rule = header.updates, header.rule
     if worker.update.loss_scale is not None and header.loss_scale is not None:
         worker.update.loss_scale.scale, worker.update.loss_scale.good = header.loss_scale
     state = optimizer.init(worker.network.flat_parameters)
-    _read(path, mesh, worker.network, {f"state{slot}.": array for slot, array in enumerate(state)})
+    flats = {f"state{slot}.": array for slot, array in enumerate(state)}
+    _read(path, mesh.comm, lambda file: _fill(file, worker.network, flats))
     worker.update.restore(state, header.updates)
     return worker
 
 
-def _read(path: str, mesh: Mesh, network: Network, flats: dict[str, Any]) -> None:
-    """This rank's slice of arrays laid out as the flat parameters, by the prefix of their names. Collective."""
-    problem = None
+def _read(path: str, comm: MPI.Comm, get: Callable[[TensorFile], T]) -> T:
+    """What `get` reads from a checkpoint. Collective; TrainingError on every rank where a rank cannot read it."""
+    found, problem = None, None
     try:
-        with safe_open(path, "np") as file:
-            for prefix, flat in flats.items():
-                for layer, split in enumerate(network.splits):
-                    for kind, view in zip(("weight", "bias"), network.views(flat)[2 * layer : 2 * layer + 2]):
-                        if view.size:  # an idle rank holds an empty slice, which the library refuses to read
-                            put(file.get_slice(f"{prefix}layer{layer}.{kind}")[_where(split, kind)], view)
-    except (OSError, ValueError, SafetensorError) as error:
-        problem = f"checkpoint {path} cannot be read: {error}"
-    agree(mesh.comm, problem)
-
-
-def _read_header(path: str, comm: MPI.Comm) -> _Header:
-    header, problem = None, None
-    try:
-        with safe_open(path, "np") as file:
-            header = msgspec.json.decode((file.metadata() or {}).get("mpips", ""), type=_Header)
-    except (OSError, SafetensorError, msgspec.MsgspecError) as error:
-        problem = f"checkpoint {path} cannot be read: {error}"
+        with TensorFile(path) as file:
+            found = get(file)
+    except (ValueError, TypeError) as error:
+        problem = f"checkpoint {error}"
     agree(comm, problem)
-    assert header is not None
+    return cast(T, found)
+
+
+def _header(file: TensorFile) -> _Header:
+    """What the file says of the network; ValueError where that is of no checkpoint of a network."""
+    try:
+        header = msgspec.json.decode(file.metadata.get(WORD, ""), type=_Header)
+        check(header.specification)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"{file.path} cannot be read: it was not written by mpips train: {error}") from error
+    scale, good = header.loss_scale or (1.0, 0)
+    for name, number in (("updates", header.updates), ("good steps", good)):
+        if not 0 <= number <= MOST:
+            raise ValueError(f"{file.path} has {name} {number}: give a whole number in [0, 2**63)")
+    if not 0 < scale < math.inf:
+        raise ValueError(f"{file.path} has a loss scale of {scale}: give a number above 0")
     return header
+
+
+def _see_tensors(file: TensorFile, header: _Header) -> Optimizer:
+    """The optimizer; ValueError where the file does not have the tensors of its network and of that."""
+    try:
+        optimizer = decode(bytes.fromhex(header.optimizer))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{file.path}: {error}") from error
+    sizes, dtype = header.specification.sizes, working_dtype(header.specification.dtype)
+    if len(sizes) > len(file.tensors) + 1:
+        raise ValueError(f"{file.path} has {len(file.tensors)} tensors, too few for {len(sizes)} sizes: save it anew")
+    slots = len(initial(optimizer, np.zeros(1, dtype)))
+    shapes: dict[str, tuple[int, ...]] = {}
+    for prefix in ("", *(f"state{slot}." for slot in range(slots))):
+        for layer, (inputs, outputs) in enumerate(pairwise(sizes)):
+            shapes |= {f"{prefix}layer{layer}.weight": (outputs, inputs), f"{prefix}layer{layer}.bias": (outputs,)}
+    if f"{SCALING}x_mean" in file.tensors:
+        for axis in "xy":
+            mean = file.tensors.get(f"{SCALING}{axis}_mean")
+            shapes |= dict.fromkeys([f"{SCALING}{axis}_mean", f"{SCALING}{axis}_std"], mean.shape if mean else (1,))
+    for name, shape in shapes.items():
+        found = file.tensors.get(name)
+        if found is None or found.shape != shape or not FLOATS.fullmatch(found.dtype.name):
+            there = "not there" if found is None else str(found)
+            raise ValueError(f"{file.path}: {name} is {there}, and floats of shape {shape} are needed: save anew")
+    return optimizer
+
+
+def _fill(file: TensorFile, network: Network, flats: dict[str, Any]) -> None:
+    """This rank's slice of arrays laid out as the flat parameters, by the prefix of their names."""
+    for prefix, flat in flats.items():
+        for layer, split in enumerate(network.splits):
+            for kind, view in zip(("weight", "bias"), network.views(flat)[2 * layer : 2 * layer + 2]):
+                if view.size:  # an idle rank holds an empty slice
+                    rows, *columns = _where(split, kind)
+                    put(file.get(f"{prefix}layer{layer}.{kind}", rows)[(slice(None), *columns)], view)
 
 
 def _where(split: Split, kind: str) -> tuple[slice, ...]:
@@ -180,10 +226,10 @@ def _write(path: str, arrays: dict[str, np.ndarray], worker: Worker, rule: Rule 
     scale = worker.update.loss_scale
     header = _Header(
         worker.network.specification, optimizer, worker.updates, None if scale is None else (scale.scale, scale.good),
-        rule, worker.labels,
+        rule,
     )  # fmt: skip
     try:
-        write(path, arrays, {"mpips": msgspec.json.encode(header).decode()})
+        write(path, arrays, {WORD: msgspec.json.encode(header).decode()})
     except OSError as error:
-        return f"checkpoint {path} cannot be written: {error}"
+        return f"checkpoint {path} cannot be written: {why(error)}"
     return None

@@ -23,6 +23,8 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from collectives import files
+
 from .problem import Problem
 
 PARAMETER_BYTES = 4
@@ -203,7 +205,7 @@ def profile_to_dict(profile: Profile) -> dict[str, Any]:
 def load_profile(path: str | Path) -> Profile:
     """The profile in a JSON file; OSError or ValueError naming the file."""
     try:
-        return profile_from_dict(json.loads(Path(path).read_text(encoding="utf-8-sig")))
+        return profile_from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not a text file, so no profile in JSON") from error
     except (json.JSONDecodeError, RecursionError) as error:
@@ -214,7 +216,7 @@ def load_profile(path: str | Path) -> Profile:
 
 def save_profile(profile: Profile, path: str | Path) -> None:
     """Writes the profile as JSON."""
-    Path(path).write_text(json.dumps(profile_to_dict(profile), indent=1) + "\n", encoding="utf-8")
+    files.write(path, json.dumps(profile_to_dict(profile), indent=1).encode() + b"\n")
 
 
 def _layer(row: Any, index: int) -> Layer:

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from collectives import files
+
 from .problem import shown
 from .timeline import Task
 
@@ -33,7 +35,7 @@ def draw(timelines: Mapping[str, Sequence[Task]], path: str | Path, title: str =
     kinds = sorted({task.kind for tasks in timelines.values() for task in tasks})
     handles = [Patch(color=_COLOURS[kind], label=kind) for kind in kinds]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
-    figure.savefig(path, dpi=110)
+    files.write_picture(path, figure, dpi=110)
 
 
 def chrome(timelines: Mapping[str, Sequence[Task]], names: Sequence[str] = ()) -> dict[str, Any]:
@@ -49,7 +51,7 @@ def chrome(timelines: Mapping[str, Sequence[Task]], names: Sequence[str] = ()) -
 
 
 def save_chrome(timelines: Mapping[str, Sequence[Task]], path: str | Path, names: Sequence[str] = ()) -> None:
-    Path(path).write_text(json.dumps(chrome(timelines, names)) + "\n", encoding="utf-8")
+    files.write(path, json.dumps(chrome(timelines, names)).encode() + b"\n")
 
 
 def _event(task: Task, pid: int, tid: int, names: Sequence[str]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 
 import collectives
-from mpips.checkpoint import file
+from mpips.checkpoint import file, tensors
 from mpips.optimizers.registry import as_data, from_data
 from mpips.runtime.rendezvous import attempt
 from mpips.training.exchange import Job, Update
@@ -32,6 +32,8 @@ from mpips.training.history import Position, decode
 STORE, TRAINER = ".store.safetensors", ".trainer.safetensors"
 STEP = re.compile(r"step-\d{8,}")
 VERSION = 1
+WORD = "mpips.trainer"
+"""Of the metadata, for the header."""
 UPDATES = {"none": "neither clip_norm nor elastic", "none, clipped": "clip_norm", "none, elastic": "elastic"}
 """How a Trainer is asked for each way of exchange that a file names."""
 
@@ -156,7 +158,7 @@ def _made(name: str, rank: int, step: int) -> str:
 
 def _write(path: str, arrays: Mapping[str, np.ndarray], header: Header) -> None:
     try:
-        file.write(path, arrays, {"mpips.trainer": json.dumps(msgspec.to_builtins(header))})
+        tensors.write(path, arrays, {WORD: json.dumps(msgspec.to_builtins(header))})
     except OSError as error:
         raise ValueError(f"{path} cannot be written: {file.why(error)}") from error
 
@@ -208,10 +210,11 @@ def _found(name: str, begin: bool, update: Update) -> tuple[str, Header] | None:
                                  "that Checkpoint or Trainer.save wrote to")
             prefix = str(steps[-1])
     path = prefix + TRAINER
-    with _reading(path), file.opened(path) as tensors:
-        header = _header(path, (tensors.metadata() or {}).get("mpips.trainer"))
+    with _reading(path), tensors.TensorFile(path) as found:
+        header = _header(path, found.metadata.get(WORD))
         _see_update(path, header, update)
-        _see_arrays(path, tensors, header, update)
+        _see_arrays(path, found.tensors, header, update)
+        found.see_sums((WORD,))
     return prefix, header
 
 
@@ -251,14 +254,13 @@ def _see_update(path: str, header: Header, update: Update) -> None:
                          "it was saved with")
 
 
-def _see_arrays(path: str, tensors: Any, header: Header, update: Update) -> None:
+def _see_arrays(path: str, found: Mapping[str, tensors.Tensor], header: Header, update: Update) -> None:
     """ValueError where names, shapes or dtypes in the file are not those of this Trainer."""
-    names = tensors.keys()
-    parts = [tensors.get_slice(name) for name in names]
-    there = {name: f"{part.get_dtype()}{tuple(part.get_shape())}" for name, part in zip(names, parts)}
+    numbers = range(min(max(header.clients, 1), len(found) + 1))  # beyond these one is not there
+    there = {name: str(tensor) for name, tensor in found.items()}
     here = {
-        f"{number}/{name}": f"{file.NAMES[array.dtype.name]}{array.shape}"
-        for number in range(header.clients) for name, array in update.arrays().items()
+        f"{number}/{name}": str(tensors.Tensor(array.dtype, array.shape))
+        for number in numbers for name, array in update.arrays().items()
     }  # fmt: skip
     for name in sorted({*there, *here}):
         if there.get(name) != here.get(name):
@@ -301,6 +303,6 @@ def _scattered(kv: Any, update: Update, found: Found) -> dict[str, np.ndarray] |
 
 def _read(path: str, number: int, arrays: Mapping[str, np.ndarray]) -> None:
     """One client's arrays of the file."""
-    with _reading(path), file.opened(path) as tensors:
+    with _reading(path), tensors.TensorFile(path) as found:
         for name, array in arrays.items():
-            array[...] = tensors.get_tensor(f"{number}/{name}")
+            array[...] = found.get(f"{number}/{name}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from collectives import files
 from examples.reproduce.bml.model import BML, MIB, SERVER
 
 NAMES = {SERVER: "parameter server, star", BML: "BML, BCube(3,2)"}
@@ -22,7 +23,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
         _jobs(axes, model, [row for row in report["jobs"] if row["model"] == model])
     _figure5(five, report["figure5"])
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    files.write_picture(path, figure, dpi=110)
 
 
 def _synchronisation(axes: Any, report: dict[str, Any]) -> None:

@@ -23,6 +23,7 @@ from rich.table import Table
 from threadpoolctl import threadpool_limits
 
 import examples.reproduce.without_mpi  # noqa: F401 before mpips.mlp
+from collectives import files
 from collectives.terminal.console import Interruptible, OutFile, Picture, writing
 from collectives.terminal.tables import show_table
 from examples.reproduce.results import write_json
@@ -142,7 +143,7 @@ def draw(path: Path, found: list[Point]) -> None:
     seven.set_xticks(PROCESSES, [str(p) for p in PROCESSES])
     seven.legend(fontsize=7)
     figure.suptitle("Lines: predicted, Cori's constants and computation measured here; crosses: measured here")
-    figure.savefig(path, dpi=120)
+    files.write_picture(path, figure, dpi=120)
 
 
 def _is(point: Point, width: int, ranks: int) -> bool:

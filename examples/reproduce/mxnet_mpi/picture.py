@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from collectives import files
+
 
 def draw(report: dict[str, Any], path: Path) -> None:
     """Write the picture of a report."""
@@ -35,4 +37,4 @@ def draw(report: dict[str, Any], path: Path) -> None:
     if training:
         curves.legend(fontsize=8)
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    files.write_picture(path, figure, dpi=110)

@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from collectives import files
 from collectives.terminal.tables import show_table
 
 
@@ -84,7 +85,7 @@ def draw(figure: Figure, path: str | Path) -> None:
         axes.set(title=model, xlabel="nodes", ylabel="speedup")
         axes.legend()
     picture.suptitle(figure.title)
-    picture.savefig(path, dpi=110)
+    files.write_picture(path, picture, dpi=110)
 
 
 def _curves(figure: Figure, model: str) -> Table:

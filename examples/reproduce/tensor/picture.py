@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from collectives import files
+
 MIB = 1 << 20
 
 
@@ -22,7 +24,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
     _rings(axes[-1], rows)
     figure.suptitle(f"{report['vectors']} vectors a host, links of {8e-6 * report['rate']:g} Mbit/s; dashed: predicted")
     figure.tight_layout()
-    figure.savefig(path, dpi=90)
+    files.write_picture(path, figure, dpi=90)
 
 
 def _lines(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.table import Table
 
+from collectives import files
 from collectives.terminal.console import write_text, writing
 
 from ..clock import PHASES, hidden
@@ -121,7 +122,6 @@ def record(
         "overlap": overlap,
         "optimizer": {"name": type(worker.optimizer).__name__.lower(), **asdict(worker.optimizer)},
         "rows": {"train": data.train_rows, "test": data.test_rows},
-        "labels": list(data.labels),
         "batch": data.batch,
         "distribution": {"way": data.way, "predicted_seconds": data.way_seconds},
         "epochs": [epoch._asdict() for epoch in epochs],
@@ -169,4 +169,4 @@ def picture(path: Path, epochs: list[Epoch], phases: dict[str, float], title: st
     bars.invert_yaxis()
     bars.set(xlabel="s, mean over ranks", title="time budget")
     with writing(path):
-        figure.savefig(path, dpi=120)
+        files.write_picture(path, figure, dpi=120)

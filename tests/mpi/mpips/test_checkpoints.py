@@ -22,7 +22,7 @@ from safetensors import safe_open
 
 import mpips
 from launch import Job, build, find, this_machine
-from mpips.checkpoint.file import write
+from mpips.checkpoint.tensors import write
 from tests.choice import first
 from tests.mpi.mpips.faults import workers
 from tests.mpi.mpips.support import WORLD, need, run
