@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from launch.mpirun import Job, LauncherError, Machine
+from launch.mpirun import Job, LauncherError, Machine, lacks_scheduler
 
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 RANK_BYTES = 10 << 20  # no rank has less of its own once MPI is started: Open MPI's have 11 MiB, MPICH's 16
@@ -32,7 +32,8 @@ def this_machine() -> Machine:
 
     folder = Path("/sys/class/infiniband")
     infiniband = folder.is_dir() and any(folder.iterdir())
-    return Machine(len(os.sched_getaffinity(0)), os.geteuid() == 0, infiniband, addresses.fixed())
+    root, cut_off = os.geteuid() == 0, lacks_scheduler(os.environ)
+    return Machine(len(os.sched_getaffinity(0)), root, infiniband, addresses.fixed(), cut_off)
 
 
 def settings(ranks: int, machine: Machine, environment: Mapping[str, str]) -> dict[str, str]:

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 from urllib.parse import quote_from_bytes
 
 from launch.hosts import Placed
-from mpips.world import ENCODED
+from mpips.world import ENCODED, tells_rank
 
 Flavour = Literal["openmpi", "mpich", "intel"]
 NAMES: dict[Flavour, str] = {"openmpi": "Open MPI", "mpich": "MPICH", "intel": "Intel MPI"}
@@ -33,6 +33,8 @@ FULL_DUPLEX = tuple(
     for name in ("btl_tcp_eager_limit", "btl_tcp_rndv_eager_limit", "btl_tcp_max_send_size")
 )
 ALLOCATIONS = ("SLURM_JOB_ID", "LSB_JOBID", "PBS_JOBID", "PE_HOSTFILE")
+HOST_FILES = {"PBS_NODEFILE": "PBS", "PE_HOSTFILE": "Grid Engine"}
+NO_SCHEDULERS = (("ras", "^slurm,pbs,tm,lsf,gridengine"), ("plm", "^slurm,tm,lsf,pals"))  # of Open MPI
 HOST_WORDS = ("host", "hosts", "hostfile", "machinefile", "f", "rankfile", "configfile", "app")
 
 
@@ -59,6 +61,8 @@ class Machine(NamedTuple):
     infiniband: bool = False
     fixed_addresses: tuple[str, ...] = ()
     """What a command begins with so that its processes all load their code at the same addresses."""
+    lacks_scheduler: str = ""
+    """Why mpirun cannot use the allocation that the environment tells of: see `lacks_scheduler`."""
 
 
 class Job(NamedTuple):
@@ -82,8 +86,25 @@ class Job(NamedTuple):
         """The ranks that are sure to start on this machine: mpirun itself may know of an allocation."""
         if self.hosts:
             return sum(block.ranks for block in self.hosts if block.host in ("localhost", socket.gethostname()))
-        elsewhere = any(name in environment for name in ALLOCATIONS)
+        elsewhere = any(name in environment for name in ALLOCATIONS) and not lacks_scheduler(environment)
         return 0 if elsewhere or _has(self.extra, *HOST_WORDS) else self.ranks
+
+
+def lacks_scheduler(environment: Mapping[str, str]) -> str:
+    """Return why no mpirun can use the allocation that these variables tell of, as in a container; "" where it can, or
+    where there is none."""
+    slurm = "SLURM_JOB_ID" in environment or "SLURM_NODELIST" in environment
+    if slurm and not shutil.which("srun", path=environment.get("PATH")):
+        return "this is inside a job of Slurm, but srun is not here"
+    for name, scheduler in HOST_FILES.items():
+        if name in environment and not os.access(environment[name], os.R_OK):
+            return f"this is inside a job of {scheduler}, but its host file {environment[name]} cannot be read"
+    return ""
+
+
+def environment_of_job(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment for an mpirun: what makes the process that starts it a rank is no matter of its ranks."""
+    return {name: value for name, value in environment.items() if not tells_rank(name)}
 
 
 def find(path: str | None = None, python: str = sys.executable) -> Launcher:
@@ -95,7 +116,10 @@ def find(path: str | None = None, python: str = sys.executable) -> Launcher:
     if chosen is None:
         raise LauncherError(_missing(path))
     try:
-        done = subprocess.run([chosen, "--version"], capture_output=True, text=True, timeout=30, check=False)
+        done = subprocess.run(
+            [chosen, "--version"], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=30, check=False,
+            env=environment_of_job(os.environ),
+        )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LauncherError(f"`{chosen} --version` failed: {error}") from error
     known = parse_version(done.stdout + done.stderr)
@@ -140,7 +164,7 @@ def build(launcher: Launcher, job: Job, machine: Machine) -> list[str]:
     if launcher.flavour == "openmpi":
         argv = [*_settings_of_open_mpi(launcher, job, machine, crowded), *_blocks_of_open_mpi(job)]
     else:
-        argv = [*_settings_of_hydra(launcher, job), *_blocks_of_hydra(launcher, job)]
+        argv = [*_settings_of_hydra(launcher, job, machine), *_blocks_of_hydra(launcher, job)]
     return [*machine.fixed_addresses, *argv] if crowded and not job.hosts else argv
 
 
@@ -154,6 +178,9 @@ def _settings_of_open_mpi(launcher: Launcher, job: Job, machine: Machine, crowde
         argv += ["--oversubscribe", "--mca", "mpi_yield_when_idle", "1"]
     if not machine.infiniband:
         argv += ["--mca", "osc", "^ucx"]
+    if machine.lacks_scheduler and not _has(job.extra, *dict(NO_SCHEDULERS)):
+        option = "--prtemca" if int(launcher.version.partition(".")[0]) >= 5 else "--mca"
+        argv += [word for setting in NO_SCHEDULERS for word in (option, *setting)]
     if job.survives and not _has(job.extra, "with-ft"):
         argv += ["--with-ft", "ulfm"]
     if job.hosts:
@@ -170,9 +197,12 @@ def _blocks_of_open_mpi(job: Job) -> list[str]:
     return _joined([["-n", str(b.ranks), "--host", f"{b.host}:{b.ranks}", *job.program] for b in job.hosts])
 
 
-def _settings_of_hydra(launcher: Launcher, job: Job) -> list[str]:
+def _settings_of_hydra(launcher: Launcher, job: Job, machine: Machine) -> list[str]:
     """MPICH and Intel MPI share the hydra launcher; both run as root, share cores and are full-duplex unasked."""
     argv, environment = [launcher.path, *job.extra], dict(job.environment)
+    if machine.lacks_scheduler and not _has(job.extra, "launcher", "bootstrap", "rmk"):
+        argv += ["-launcher" if launcher.flavour == "mpich" else "-bootstrap", "ssh" if job.hosts else "fork"]
+        argv += ["-rmk", "user"] if launcher.flavour == "mpich" else []
     if job.interface:
         argv += ["-iface", job.interface]
         environment["FI_TCP_IFACE"] = job.interface

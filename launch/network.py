@@ -17,7 +17,7 @@ from ipaddress import IPv4Interface, IPv4Network
 from typing import Any, NamedTuple
 
 from launch.hosts import Placed
-from launch.mpirun import Job, Launcher, LauncherError, Machine, build
+from launch.mpirun import Job, Launcher, LauncherError, Machine, build, environment_of_job
 
 MARK = "mpips-network "
 LIMIT = 60.0  # seconds
@@ -79,8 +79,12 @@ def ask(launcher: Launcher, hosts: Sequence[str], machine: Machine, extra: Seque
     placed = tuple(Placed(host, 1) for host in hosts)
     program = (sys.executable, "-m", "launch.network", *hosts)
     job = Job(len(hosts), program, environment, placed, extra=tuple(extra))
+    argv = build(launcher, job, machine)
     try:
-        done = subprocess.run(build(launcher, job, machine), capture_output=True, text=True, timeout=LIMIT, check=False)
+        done = subprocess.run(
+            argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LIMIT, check=False,
+            env=environment_of_job(os.environ),
+        )  # fmt: skip
     except subprocess.TimeoutExpired as error:
         raise LauncherError(f"the hosts did not answer within {LIMIT:g} s: can mpirun reach them all?") from error
     lines = (json.loads(line[len(MARK) :]) for line in done.stdout.splitlines() if line.startswith(MARK))

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from launch.hosts import Host, Placed
-from launch.mpirun import Flavour, Job, Launcher, LauncherError, Machine, build
+from launch.mpirun import Flavour, Job, Launcher, LauncherError, Machine, build, environment_of_job
 from launch.running.process import Ended, tell
 from launch.running.verdict import signal_in
 from mpips.checkpoint import folder as files
@@ -109,7 +109,10 @@ def _answers(host: str, launcher: Launcher, machine: Machine, extra: Sequence[st
         return True
     argv = build(launcher, Job(1, LASTING, {}, (Placed(host, 1),), extra=tuple(extra)), machine)
     try:
-        done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=LIMIT, check=False)
+        done = subprocess.run(
+            argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=LIMIT, check=False,
+            env=environment_of_job(os.environ),
+        )  # fmt: skip
     except subprocess.TimeoutExpired:
         return False
     return done.returncode == 0

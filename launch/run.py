@@ -16,6 +16,7 @@ from launch.hosts import Host, Placed, place, read
 from launch.machine import check_room, crowd, settings, this_machine
 from launch.mpirun import Job, Launcher, LauncherError, Machine, build, find, program
 from launch.running import process
+from mpips import world
 from mpips.options import PREFIX, OptionError, Options, uneven
 from mpips.options import read as read_options
 
@@ -131,6 +132,8 @@ def command(
     saves = {"checkpoint": folder, "every": asked.pop("every")}
     try:
         options = options_of({**{name: asked.pop(name) for name in (*ROLES, "spares")}, **saves})
+        if not dry_run:
+            check_alone()
         asked["environment"] = variables_of(variables, os.environ)
         machine, launcher = this_machine(), find(mpirun)
         if options.spares >= 0:
@@ -237,6 +240,7 @@ def start(ranks: int, words: Sequence[str], mpirun: str | None = None, name: str
         environment["COLUMNS"] = str(os.get_terminal_size(sys.stdout.fileno()).columns)
     job = Job(ranks, program(words), environment)
     try:
+        check_alone()
         check_room(job)
         argv = build(find(mpirun), job, machine)
     except LauncherError as error:
@@ -282,7 +286,21 @@ def _roles(options: Options) -> list[str]:
     return [f"worker{client}" for client in clients] + ["server"] * options.servers + ["spare"] * options.spares
 
 
+def check_alone() -> None:
+    """LauncherError in a rank of a job of several: each of its ranks would start a whole job."""
+    if job := world.started_as(os.environ):
+        rank, size = job
+        name = click.get_current_context().command_path
+        raise LauncherError(
+            f"{name} starts the ranks itself, and here it is itself rank {rank} of {size} that a launcher has started: "
+            "call it once, without that launcher, or let that launcher start `python -m mpips SCRIPT.py`"
+        )
+
+
 def _warn(job: Job, machine: Machine) -> None:
+    one_node = os.environ.get("SLURM_NNODES", os.environ.get("SLURM_JOB_NUM_NODES")) == "1"
+    if machine.lacks_scheduler and not job.hosts and not one_node:
+        click.echo(f"mpips: {machine.lacks_scheduler}: all ranks start on this machine", err=True)
     if warning := crowd(job, machine, os.environ):
         click.echo(warning, err=True)
 

@@ -75,6 +75,14 @@ def launched_as(environment: Mapping[str, str]) -> tuple[int, int] | None:
     return None
 
 
+def started_as(environment: Mapping[str, str]) -> tuple[int, int] | None:
+    """Return this process' rank and the size of the job where any launcher has started several ranks; else None."""
+    for size, rank in (*RANKS, (SLURM, "SLURM_PROCID"), (JSRUN, "JSM_NAMESPACE_RANK")):
+        if rank in environment and _count(environment, size) > 1:
+            return _count(environment, rank), _count(environment, size)
+    return None
+
+
 def tells_rank(name: str) -> bool:
     """Return whether a launcher makes a process a rank by the variable of this name."""
     return name.startswith(OF_RANK) and not name.startswith(SETTINGS)

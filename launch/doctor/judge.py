@@ -158,6 +158,8 @@ def _cuda_aware(tried: Mapping[str, Any]) -> Check:
 def _scheduler(found: Mapping[str, Any]) -> Check:
     if not found["schedulers"] and not found["allocation"]:
         return Check("scheduler", None, "none: mpirun starts jobs on this machine or over ssh")
+    if found["lacks_scheduler"]:
+        return Check("scheduler", None, f"{found['lacks_scheduler']}: all ranks start on this machine")
     inside = f"; inside a job of {found['allocation']}" if found["allocation"] else ""
     return Check("scheduler", True, f"{', '.join(found['schedulers']) or 'no submit command here'}{inside}")
 

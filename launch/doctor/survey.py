@@ -7,9 +7,11 @@ import json
 import os
 import platform
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from typing import Any
 from launch import survival
 from launch.doctor import probe
 from launch.machine import this_machine
-from launch.mpirun import Job, Launcher, LauncherError, build, find, program
+from launch.mpirun import Job, Launcher, LauncherError, build, environment_of_job, find, lacks_scheduler, program
 from launch.running import leftovers
 from mpips import world
 
@@ -43,12 +45,13 @@ def look() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "environment": {name: value for name, value in os.environ.items() if _tells(name)},
         "schedulers": [name for name, (tool, _) in SCHEDULERS.items() if shutil.which(tool)],
+        "lacks_scheduler": lacks_scheduler(os.environ),
         "allocation": next((name for name, (_, variable) in SCHEDULERS.items() if variable in os.environ), None),
         "interfaces": list(_interfaces()),
         "gpu": _gpu(),
         "leftovers": leftovers.look(leftovers.kinds()),
     }
-    if any(name in os.environ for name in PROMISES):
+    if world.started_as(os.environ):
         return {**found, "launcher": OURS, "ranks": _under_launcher()}
     try:
         launcher = find()
@@ -71,8 +74,32 @@ def _under_launcher() -> dict[str, Any]:
     cause = world.lost(os.environ, MPI.Get_library_version())
     if cause:
         return {"lost": cause}
-    MPI.Init_thread()
+    with Limit(LIMIT, "mpips doctor: MPI has not started within {:g} s: have all ranks of this job called it?"):
+        MPI.Init_thread()
     return probe.facts()
+
+
+class Limit:
+    """A block that may take so long. Then a child says why, and kills this process, which may be deaf in MPI."""
+
+    def __init__(self, seconds: float, sentence: str) -> None:
+        self._seconds, self._sentence = seconds, sentence.format(seconds) + "\n"
+
+    def __enter__(self) -> None:
+        caller = os.getpid()
+        self._child = os.fork()
+        if not self._child:
+            until = time.monotonic() + self._seconds
+            while os.getppid() == caller and time.monotonic() < until:
+                time.sleep(0.1)
+            if os.getppid() == caller:
+                os.write(2, self._sentence.encode())
+                os.kill(caller, signal.SIGKILL)
+            os._exit(0)
+
+    def __exit__(self, *raised: object) -> None:
+        os.kill(self._child, signal.SIGKILL)
+        os.waitpid(self._child, 0)
 
 
 def _tells(name: str) -> bool:
@@ -130,7 +157,10 @@ def _started(launcher: Launcher, ranks: int, *words: str) -> dict[str, Any]:
 def _child(argv: list[str]) -> Any:
     """The JSON that a child process prints as a line of its own, or, as a string, why there is none."""
     try:
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=LIMIT, check=False)
+        done = subprocess.run(
+            argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LIMIT, check=False,
+            env=environment_of_job(os.environ),
+        )  # fmt: skip
     except subprocess.TimeoutExpired:
         return f"no answer within {LIMIT:g} s"
     lines = [line for line in done.stdout.splitlines() if line.startswith(("{", "["))]

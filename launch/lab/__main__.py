@@ -185,7 +185,8 @@ def link(name: str, host: str, nic: str, state: str, share: float) -> None:
 @command.command("list", epilog=examples("mpips lab list"))
 def list_labs() -> None:
     """The labs that are up."""
-    names = client.names()
+    with sentences():
+        names = client.names()
     if not names:
         click.echo("no lab is up: mpips lab up makes one", err=True)  # standard output holds labs, a line each
     for name in names:
@@ -202,7 +203,8 @@ def list_labs() -> None:
 @click.option("--all", "every", is_flag=True, help="End all of this user's labs.")
 def down(name: str, every: bool) -> None:
     """End the lab and every process in it; nothing stays behind."""
-    labs = client.names()
+    with sentences():
+        labs = client.names()
     if not every and name not in labs:
         raise click.ClickException(f"no lab named {name!r} is up" + (f": there are {', '.join(labs)}" if labs else ""))
     ended, failures = [], []

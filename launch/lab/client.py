@@ -1,4 +1,7 @@
-"""Find, make, ask and end labs. A lab is known by its keeper's abstract Unix socket: no file, and it ends with it."""
+"""Find, make, ask and end labs. A lab is known by its keeper's socket, in a folder that is its user's alone.
+
+Who asks may be root, and enters the namespaces of whoever answers: so the keeper has to be a process of the same user.
+"""
 
 from __future__ import annotations
 
@@ -15,52 +18,42 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from launch.lab import job
+from collectives.machine.peers import peer
+from launch.lab import job, sockets
 from launch.lab.files import AGENT
 from launch.lab.health import died
 from launch.lab.plan import LabPlan, encode
+from launch.lab.sockets import LabError, names
 from launch.mpirun import find
 
 END_SECONDS = 10.0
 
 
-class LabError(RuntimeError):
-    """A lab cannot be made, or there is none of that name."""
-
-
-def socket_name(name: str) -> str:
-    """The abstract socket's name (it begins with a zero byte) of this user's lab ``name``."""
-    return f"\0mpips-lab-{os.getuid()}-{name}"
-
-
-def names() -> list[str]:
-    """The names of this user's labs."""
-    prefix = "@" + socket_name("")[1:]
-    with open("/proc/net/unix") as file:
-        paths = [line.split()[-1] for line in file]
-    return sorted({path[len(prefix) :] for path in paths if path.startswith(prefix)})
-
-
 def _connect(name: str) -> socket.socket:
+    labs = names()
+    if name not in labs:
+        others = ", ".join(labs)
+        others = f"there are {others}" if others else "there is none; `mpips lab up star:3` makes one"
+        raise LabError(f"no lab named {name!r} is up: {others}")
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.settimeout(30)
     try:
-        connection.connect(socket_name(name))
-    except ConnectionRefusedError:
+        sockets.connect(connection, name)
+    except (ConnectionRefusedError, FileNotFoundError):
         connection.close()
-        labs = names()
-        if name in labs:
-            raise LabError(f"lab {name!r} is being made or ended: ask again in some seconds") from None
-        others = ", ".join(labs)
-        others = f"there are {others}" if others else "there is none; `mpips lab up star:3` makes one"
-        raise LabError(f"no lab named {name!r} is up: {others}") from None
+        raise LabError(f"lab {name!r} is being made or ended: ask again in some seconds") from None
+    if not (keeper := peer(connection)).ours:
+        connection.close()
+        raise LabError(f"the keeper of lab {name!r} is a process of user {keeper.user}, not of ours: it is not asked")
     return connection
 
 
 def keeper_process(name: str) -> int:
     """The pid of the keeper of lab ``name``."""
     with _connect(name) as connection:
-        return int.from_bytes(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)[:4], sys.byteorder)
+        if not (keeper := peer(connection).pid):
+            raise LabError(f"lab {name!r} was made outside this PID namespace: enter it from there")
+        return keeper
 
 
 def ask(name: str, request: dict[str, Any]) -> dict[str, Any]:
@@ -75,18 +68,15 @@ def ask(name: str, request: dict[str, Any]) -> dict[str, Any]:
 
 def up(name: str, plan: LabPlan) -> socket.socket:
     """Make the lab ``name``. It ends when the socket returned is closed, or, once `detach`ed, with `down`."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-        try:
-            listener.bind(socket_name(name))
-        except OSError:
-            raise LabError(f"a lab named {name!r} is up already; `mpips lab down --name {name}` ends it") from None
+    listener, lock = sockets.claim(name)
+    with listener, open(lock):  # the keeper has them, too
         owner, theirs = socket.socketpair()
         inherited = (listener.fileno(), theirs.fileno())
         command = [sys.executable, "-m", "launch.lab.keeper", name, *map(str, inherited)]
         with theirs, tempfile.TemporaryFile("w+") as words:
             silent = subprocess.DEVNULL  # it outlives the caller, whose pipes must not wait for it
             process = subprocess.Popen(
-                command, pass_fds=inherited, start_new_session=True, stdin=silent, stdout=silent, stderr=words
+                command, pass_fds=(*inherited, lock), start_new_session=True, stdin=silent, stdout=silent, stderr=words
             )
             theirs.close()
             reply = _first_word(owner, plan)

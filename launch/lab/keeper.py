@@ -1,7 +1,7 @@
 """The process that owns a lab. Its namespaces have no names: when it ends, however it ends, the kernel takes all back.
 
-It is process 1 of its own PID namespace, so that jobs in the lab end with it too. It is found by an abstract Unix
-socket (`launch.lab.client`), which leaves no file, and answers one JSON line with another.
+It is process 1 of its own PID namespace, so that jobs in the lab end with it too. It is found by a socket in a folder
+of its user's (`launch.lab.sockets`), whose lock it holds while it lives, and answers one JSON line with another.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from collectives.machine.peers import peer
 from launch.lab import files, health, job, kernel
 from launch.lab.network import add_neighbours_and_routes, apply_settings, build, counters
 from launch.lab.plan import LabNic, LabPlan, decode, window
@@ -166,8 +167,7 @@ def serve(keeper: Keeper, listener: socket.socket, owner: socket.socket | None) 
 def _serve_one(keeper: Keeper, connection: socket.socket) -> bool:
     """Answer one request; False when it was "down"."""
     connection.settimeout(5)
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-    if int.from_bytes(credentials[4:8], sys.byteorder) != os.getuid():
+    if not peer(connection).ours:
         return True
     try:
         line = connection.makefile("rb").readline()

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+from launch.mpirun import environment_of_job
 from launch.running import descendants, leftovers
 from launch.running.listener import Listener
 from launch.running.presence import Presence
@@ -105,7 +106,7 @@ class Watched:
         for source in (signals, presence):
             self._poll.register(source, select.POLLIN)
         descendants.adopt()
-        environment = {**os.environ, **presence.environment()}
+        environment = {**environment_of_job(os.environ), **presence.environment()}
         self._began = time.time()
         output, errors = (listener.output, listener.errors) if listener else (None, None)
         prepare = _child_of(os.getpid(), signals.before)

@@ -24,6 +24,7 @@ from .command import report, usage
 from .command.device import DEVICES, array_module
 from .command.usage import Finite, options_of, widths, words
 from .data.distribution import WAYS
+from .data.labels import told
 from .data.opening import Opened, open_everywhere
 from .data.part import Data, load_opened
 from .data.sources import open_source
@@ -46,7 +47,7 @@ from .training import check_fit, train
 @click.option("--target", default="", show_default="last", help="Target columns of a text: names or numbers.")
 @click.option("--features", default="", show_default="all others", help="Feature columns of a text.")
 @click.option("--header/--no-header", default=None, show_default="look", help="A text's first line holds names.")
-@click.option("--classify", is_flag=True, help="The target of a file is a class number (softmax loss).")
+@click.option("--classify", is_flag=True, help="The target of a file is a label: a number or a word (softmax loss).")
 @click.option("--test-share", default=0.2, type=Finite(0, 1, max_open=True), help="Share of the rows kept for testing.")
 @click.option("--way", default="auto", type=click.Choice(["auto", *WAYS]), help="How rows reach the ranks.")
 @click.option("--hidden", default="512,512", help="Widths of the hidden layers, commas between.")
@@ -141,7 +142,7 @@ class _Run:
         opened = open_everywhere(
             partial(
                 open_source, o.data, words(o.target), words(o.features), o.data_directory, o.classify, o.header
-            ), self.comm, o.way,
+            ), self.comm, o.way, checkpoint.labels(o.load_path, self.comm) if o.load_path else None,
         )  # fmt: skip
         opening = perf_counter() - start
         specification = self._specification(opened)
@@ -153,9 +154,9 @@ class _Run:
         data = load_opened(opened, mesh, o.batch, specification.dtype, o.seed, o.test_share, scaling=scaling)
         if o.explain:
             self._say(report.explain_way(data))
-        if not o.load_path:
-            specification = specification._replace(sizes=(*specification.sizes[:-1], data.outputs))
         self._say(f"{o.data}: {counted(opened.shape.rows, 'row')}; {opened.columns}; data by {data.way}")
+        if said := told(opened.labels):
+            self._say(said)
         self._train(specification, data, mesh, opening + perf_counter() - start)
 
     def _specification(self, opened: Opened) -> Specification:

@@ -104,6 +104,16 @@ def broadcast_bytes(comm: MPI.Comm, data: bytes, root: int = 0) -> bytes:
     return bytes(buffer)
 
 
+def gather_bytes(comm: MPI.Comm, data: bytes) -> list[bytes]:
+    """Every rank's `data`, in rank order, on every rank. Collective."""
+    sizes = np.empty(comm.size, np.int64)
+    comm.Allgather(np.array([len(data)], np.int64), sizes)
+    buffer = bytearray(int(sizes.sum()))
+    comm.Allgatherv([data, MPI.BYTE], [buffer, sizes.tolist(), None, MPI.BYTE])
+    stops = np.cumsum(sizes).tolist()
+    return [bytes(buffer[stop - size : stop]) for stop, size in zip(stops, sizes.tolist())]
+
+
 def of_network(specification: Specification) -> dict[str, object]:
     """The arguments of an MLP by name, as `alike` compares them."""
     return {

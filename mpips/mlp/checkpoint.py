@@ -42,6 +42,7 @@ class _Header(msgspec.Struct):
     updates: int
     loss_scale: tuple[float, int] | None = None
     rule: Rule | None = None
+    labels: tuple[str, ...] = ()
 
 
 def collect(worker: Worker) -> MLP:
@@ -91,6 +92,12 @@ def rule(path: str, comm: MPI.Comm) -> Rule | None:
     return _read(path, comm, _header).rule
 
 
+def labels(path: str, comm: MPI.Comm) -> tuple[str, ...]:
+    """What the data of a checkpoint call its classes, in their order; 0, 1, ... where it does not say. Collective."""
+    header = _read(path, comm, _header)
+    return header.labels or tuple(str(number) for number in range(header.specification.sizes[-1]))
+
+
 def scaling(path: str, comm: MPI.Comm) -> Scaling | None:
     """The scaling that a checkpoint's inputs and targets have; None where it was saved without data. Collective."""
 
@@ -121,7 +128,7 @@ def load(
         _read(path, mesh.comm, lambda file: _fill(file, network, {"": network.flat_parameters}))
 
     worker = Worker(MLP(*header.specification, xp=xp), mesh, optimizer, mode, overlap, half, servers, start)
-    worker.updates, worker.rule = header.updates, header.rule
+    worker.updates, worker.rule, worker.labels = header.updates, header.rule, header.labels
     if worker.update.loss_scale is not None and header.loss_scale is not None:
         worker.update.loss_scale.scale, worker.update.loss_scale.good = header.loss_scale
     state = optimizer.init(worker.network.flat_parameters)
@@ -150,6 +157,9 @@ def _header(file: TensorFile) -> _Header:
         check(header.specification)
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{file.path} cannot be read: it was not written by mpips train: {error}") from error
+    if len(header.labels) > header.specification.sizes[-1]:
+        many = f"{len(header.labels)} labels and {header.specification.sizes[-1]} outputs"
+        raise ValueError(f"{file.path} has {many}: save it anew")
     scale, good = header.loss_scale or (1.0, 0)
     for name, number in (("updates", header.updates), ("good steps", good)):
         if not 0 <= number <= MOST:
@@ -226,7 +236,7 @@ def _write(path: str, arrays: dict[str, np.ndarray], worker: Worker, rule: Rule 
     scale = worker.update.loss_scale
     header = _Header(
         worker.network.specification, optimizer, worker.updates, None if scale is None else (scale.scale, scale.good),
-        rule,
+        rule, worker.labels,
     )  # fmt: skip
     try:
         write(path, arrays, {WORD: msgspec.json.encode(header).decode()})

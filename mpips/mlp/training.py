@@ -24,7 +24,7 @@ from .network.specification import Specification
 from .prediction.predict import choose_mesh
 from .worker import UpdateServers, Worker
 
-_LOADING = ("batch", "seed", "test_share", "way", "link")
+_LOADING = ("batch", "seed", "test_share", "way", "link", "labels")
 
 
 class Trained(NamedTuple):
@@ -74,7 +74,9 @@ def train(
     with _told_to(asked.servers or servers, mesh):
         _agree(asked, chosen, data, epochs, worker, loading)
         mesh, data = _load(model, data, mesh, optimizer, mode, worker, loading)
-    worker = worker or Worker(model, mesh, optimizer, mode, overlap, half, servers)
+    if worker is None:
+        worker = Worker(model, mesh, optimizer, mode, overlap, half, servers)
+        worker.labels = data.labels
     data = data.on(worker.network.xp)
     done = worker.updates // len(data.deal.samples)
     history = []
@@ -196,6 +198,8 @@ def _load(
     if isinstance(mesh, str):
         mesh = choose_mesh(model, loading["batch"], optimizer, mode) if mesh == "auto" else Mesh(*parse(mesh))
     if not isinstance(data, Data):
+        if worker is not None and worker.labels:
+            loading = {"labels": worker.labels, **loading}
         data = load(data, mesh, dtype=model.specification.dtype, **loading)
     check_fit(model.specification, data, mesh, worker)
     return mesh, data
@@ -226,6 +230,12 @@ def _misfit(specification: Specification, data: Data, mesh: Mesh) -> str | None:
 def _mixture(worker: Worker | None, data: Data) -> str | None:
     """Why rows that were for testing would be trained on, or the other way round; None where they would not."""
     before = None if worker is None else worker.rule
+    labels = () if worker is None else worker.labels
+    if labels and labels != data.labels:
+        return (
+            f"the labels of these rows are {', '.join(data.labels) or 'class numbers'}, and the checkpoint's are "
+            f"{', '.join(labels)}: load the data with labels=worker.labels"
+        )
     if before is None or before[:2] == data.rule[:2]:
         return None
     return (

@@ -78,6 +78,7 @@ class Worker:
             start(self.network)
         self.updates = 0
         self.rule: Rule | None = None
+        self.labels: tuple[str, ...] = ()
         """By what the rows were dealt that it was trained on; None where that is not known."""
         self.update: Update
         if servers is None:

@@ -205,7 +205,7 @@ def profile_to_dict(profile: Profile) -> dict[str, Any]:
 def load_profile(path: str | Path) -> Profile:
     """The profile in a JSON file; OSError or ValueError naming the file."""
     try:
-        return profile_from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+        return profile_from_dict(json.loads(Path(path).read_text(encoding="utf-8-sig")))
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not a text file, so no profile in JSON") from error
     except (json.JSONDecodeError, RecursionError) as error:

@@ -122,6 +122,7 @@ def record(
         "overlap": overlap,
         "optimizer": {"name": type(worker.optimizer).__name__.lower(), **asdict(worker.optimizer)},
         "rows": {"train": data.train_rows, "test": data.test_rows},
+        "labels": list(data.labels),
         "batch": data.batch,
         "distribution": {"way": data.way, "predicted_seconds": data.way_seconds},
         "epochs": [epoch._asdict() for epoch in epochs],

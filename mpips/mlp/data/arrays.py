@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import math
 import os
 import zipfile
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO, BinaryIO
 
 import numpy as np
 
 from ..agreement import TrainingError, counted
 from ..intervals import interval
+from .labels import NO_LABEL, label_of
 
 MNIST_FILE = "mnist_5k.csv.gz"
 _SAMPLED_BYTES = 1 << 20
+_CHECKED_BYTES = 1 << 20
 _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+_LONGEST_HEADER = 10_000  # bytes, as NumPy's own
 
 
 class ArraySource:
     """Rows in two arrays: x (rows, features), y (rows, targets) or (rows,).
 
-    `apart` says whether taking some rows costs no more than these rows, as with mapped arrays.
+    `apart` says whether taking some rows costs no more than these rows, as with mapped arrays. Where `classes` is 0, y
+    holds labels: whole numbers, or words.
     """
 
     def __init__(
@@ -33,12 +39,16 @@ class ArraySource:
             raise TrainingError(
                 f"{name}: x {x.shape} must be (rows, features), y {y.shape} (rows,) or (rows, targets), with rows"
             )
-        if x.dtype.kind not in "biuf" or y.dtype.kind not in "biuf":
+        if x.dtype.kind not in "biuf" or y.dtype.kind not in ("biufU" if classes == 0 else "biuf"):
             raise TrainingError(f"{name}: x and y must hold numbers, not {x.dtype} and {y.dtype}")
+        if masked := [each for each, array in zip("xy", (x, y)) if isinstance(array, np.ma.MaskedArray)]:
+            raise TrainingError(f"{name}: {masked[0]} is a masked array, whose mask would be lost: leave rows out")
+        self._labels: np.ndarray | None = None  # in rising order, where they are numbered by `_numbers`
+        self._numbers = np.empty(0, np.int64)
         self.name, self.classes, self.apart = name, classes, apart
         self._x, self._y, self._flat = x, y.reshape(len(y), -1), y.ndim == 1
         self.features, self.targets = x.shape[1], self._y.shape[1]
-        self._first = 0
+        self._first, self._rows = 0, len(x)
 
     def fingerprint(self) -> str:
         """Shapes, dtypes and a checksum of all rows, of more than 1 MiB of rows that lie evenly between the ends."""
@@ -50,13 +60,38 @@ class ArraySource:
             checksum = zlib.crc32(array[which].tobytes(), checksum)
         return f"x {self._x.shape} {self._x.dtype}, y {self._y.shape} {self._y.dtype}, checksum {checksum:08x}"
 
+    def check(self) -> None:
+        """See `Source`: arrays in memory are whole."""
+
     def open_part(self, parts: int, index: int) -> int:
         self._first, stop = interval(len(self._x), parts, index)
-        return stop - self._first
+        self._rows = stop - self._first
+        return self._rows
 
     def read(self, start: int, stop: int) -> np.ndarray:
         rows = slice(self._first + start, self._first + stop)
-        return np.concatenate([self._x[rows], self._y[rows]], axis=1, dtype=np.float64)
+        y = self._y[rows]
+        if self._labels is not None:
+            y = self._numbers[np.searchsorted(self._labels, y)]
+        return np.concatenate([self._x[rows], y], axis=1, dtype=np.float64)
+
+    def labels(self) -> dict[str, int]:
+        column = self._y[self._first : self._first + self._rows, 0]
+        values, rows = np.unique(column, return_index=True)
+        found: dict[str, int] = {}
+        for value, row in zip(values.tolist(), rows.tolist()):
+            text = value.strip() if isinstance(value, str) else str(float(value))
+            label = label_of(text)
+            if label is None or (label != text and isinstance(value, str)):
+                raise TrainingError(f"{self.where(row, self.features)}, {NO_LABEL}; mend or remove the row")
+            found.setdefault(label, row)
+        return found
+
+    def number(self, labels: Sequence[str]) -> None:
+        self.classes = len(labels)
+        values = np.array(labels if self._y.dtype.kind == "U" else [int(label) for label in labels])
+        self._numbers = np.argsort(values)
+        self._labels = values[self._numbers]
 
     def where(self, row: int, column: int) -> str:
         row += self._first
@@ -71,41 +106,82 @@ class ArraySource:
         return f"{counted(self.features, 'feature')} -> {targets}"
 
 
+class _Mapped(ArraySource):
+    """Arrays that are mapped from an .npz file, whose checksums nobody has looked at yet."""
+
+    def check(self) -> None:
+        """Read both members, in blocks, by which the zip's checksums are compared."""
+        try:
+            with zipfile.ZipFile(self.name) as members:
+                for name in ("x.npy", "y.npy"):
+                    with members.open(name) as member:
+                        while member.read(_CHECKED_BYTES):
+                            pass
+        except Exception as error:  # of zip, or of a method of compression
+            raise _unreadable(self.name, error) from error
+
+
 def npz(path: str, classes: int | None = None) -> ArraySource:
-    """The arrays x and y of an .npz file: mapped where it is not compressed, else read whole."""
+    """The arrays x and y of an .npz file: mapped where it is not compressed, else read whole. Nothing is unpickled."""
     if not os.path.isfile(path):
         raise TrainingError(f"data file {path} does not exist")
     try:
         with zipfile.ZipFile(path) as members:
             names = [name.removesuffix(".npy") for name in members.namelist()]
             if not {"x", "y"} <= set(names):
-                raise TrainingError(f"{path} must hold arrays named x and y, not {', '.join(names)}")
+                raise TrainingError(f"{path} must hold arrays named x and y, not {', '.join(names) or 'nothing'}")
             infos = [members.getinfo(f"{name}.npy") for name in "xy"]
-        if all(info.compress_type == zipfile.ZIP_STORED for info in infos):
-            x, y = (_map(path, info) for info in infos)
-            return ArraySource(path, x, y, classes)
-        with np.load(path, allow_pickle=False) as arrays:
-            return ArraySource(path, arrays["x"], arrays["y"], classes, apart=False)
+            stored = all(info.compress_type == zipfile.ZIP_STORED for info in infos)
+            x, y = (_member(path, members, info, stored) for info in infos)
+        return (_Mapped if stored else ArraySource)(path, x, y, classes, apart=stored)
     except TrainingError:
         raise
-    except (zipfile.BadZipFile, OSError, EOFError, ValueError, TypeError, KeyError, RuntimeError) as error:
-        raise TrainingError(f"{path} cannot be read as an .npz file: {error}") from error
+    except Exception as error:  # of zip, of a method of compression, or of NumPy
+        raise _unreadable(path, error) from error
 
 
-def _map(path: str, member: zipfile.ZipInfo) -> np.ndarray:
-    """The array of a member that is stored as it is, mapped from the file: reading rows reads no others."""
-    with open(path, "rb") as file:
-        _seek(file, member)
-        version = np.lib.format.read_magic(file)
-        if version not in _HEADERS:
-            raise ValueError(f"{member.filename} has a header of version {version}")
-        shape, fortran, dtype = _HEADERS[version](file)
-        start = file.tell()
-    if dtype.hasobject:
-        raise TrainingError(f"{path}: x and y must hold numbers, not objects")
-    if not math.prod(shape):
+def _unreadable(path: str, error: Exception) -> TrainingError:
+    return TrainingError(f"{path} cannot be read as an .npz file: {error or type(error).__name__}; save it anew, as "
+                         "np.savez(file, x=..., y=...)")
+
+
+def _member(path: str, members: zipfile.ZipFile, member: zipfile.ZipInfo, mapped: bool) -> np.ndarray:
+    """The array of a member: `mapped` from the file, so that reading rows reads no others, or read whole.
+
+    Its header is believed as far as the member has bytes, so that no more is allocated than there is to read.
+    """
+    with members.open(member) as file:
+        shape, fortran, dtype, start = _header(file, member)
+        if dtype.hasobject:
+            raise TrainingError(f"{path}: {member.filename} holds Python objects, which are not unpickled: save "
+                                "numbers, as astype(float) makes them")
+        nbytes = math.prod(shape) * dtype.itemsize
+        if min(shape, default=0) < 0 or nbytes != member.file_size - start:
+            raise ValueError(f"{member.filename} is {dtype}{shape}, {nbytes:,} bytes, by its header, and has "
+                             f"{member.file_size - start:,}")
+        if not mapped:
+            content = file.read()
+            if len(content) != nbytes:
+                raise ValueError(f"{member.filename} ends after {len(content):,} of {nbytes:,} bytes")
+            return np.frombuffer(content, dtype).reshape(shape, order="F" if fortran else "C")
+    if not nbytes:
         return np.empty(shape, dtype)
-    return np.memmap(path, dtype, "r", start, shape, "F" if fortran else "C")
+    with open(path, "rb") as whole:
+        _seek(whole, member)
+        return np.memmap(path, dtype, "r", whole.tell() + start, shape, "F" if fortran else "C")
+
+
+def _header(file: IO[bytes], member: zipfile.ZipInfo) -> tuple[tuple[int, ...], bool, np.dtype, int]:
+    """Shape, order and dtype by the header of an array, and where its elements begin."""
+    version = np.lib.format.read_magic(file)
+    if version not in _HEADERS:
+        raise ValueError(f"{member.filename} has a header of version {version}")
+    length = file.read(2 * version[0])
+    if int.from_bytes(length, "little") > min(_LONGEST_HEADER, member.file_size):
+        raise ValueError(f"{member.filename} has a header of {int.from_bytes(length, 'little'):,} bytes")
+    text = length + file.read(int.from_bytes(length, "little"))
+    shape, fortran, dtype = _HEADERS[version](io.BytesIO(text))
+    return shape, fortran, dtype, len(text) + np.lib.format.MAGIC_LEN
 
 
 def _seek(file: BinaryIO, member: zipfile.ZipInfo) -> None:
@@ -152,8 +228,8 @@ def _images(name: str, path: Path, pixels: int, white: float) -> ArraySource:
     """A table of images, a line the pixels of one, 0 to `white`, and its class of 10. Nobody can enter gzip midway."""
     try:
         table = np.loadtxt(path, delimiter=",", ndmin=2)
-    except (ValueError, OSError, EOFError) as error:
-        raise TrainingError(f"{path} cannot be read as a table of images: {error}") from error
+    except Exception as error:  # of gzip, or of NumPy
+        raise TrainingError(f"{path} cannot be read as a table of images: {error or type(error).__name__}") from error
     if table.shape[1] != pixels + 1:
         raise TrainingError(f"{path} has {table.shape[1]} columns, not {pixels} pixels and a label")
     return ArraySource(name, table[:, :-1] / white, table[:, -1], classes=10, apart=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -10,6 +10,7 @@ from mpi4py import MPI
 
 from ..agreement import TrainingError, agree, alike, broadcast_bytes
 from .distribution import WAYS
+from .labels import number_labels
 from .sources import Source
 
 
@@ -19,11 +20,11 @@ class Shape(NamedTuple):
     rows: int
     features: int
     targets: int
-    classes: int  # -1: targets are numbers; 0: class numbers, how many is not known yet
+    classes: int  # -1: targets are numbers
 
     @property
     def outputs(self) -> int:
-        """Outputs of a network for it; at least two where the classes are not known yet."""
+        """Outputs of a network for it: the classes, at least two, or the targets."""
         return self.targets if self.classes < 0 else max(self.classes, 2)
 
 
@@ -35,18 +36,22 @@ class Opened(NamedTuple):
     shape: Shape
     starts: np.ndarray  # (ranks + 1,)
     columns: str
+    labels: tuple[str, ...] = ()  # in the order of the classes; none where the classes are the source's own
 
 
-def open_everywhere(open_source: Callable[[], Source], comm: MPI.Comm, way: str = "auto") -> Opened:
+def open_everywhere(
+    open_source: Callable[[], Source], comm: MPI.Comm, way: str = "auto", labels: Sequence[str] | None = None
+) -> Opened:
     """Open the source on rank 0, then on the others if all are to read and can; see which rows are whose.
 
-    No rank looks at rows that it will not read. Collective; TrainingError on every rank, in the same words, if a rank
-    that is needed cannot open it, if ranks that are to read see different data, or if with way "read" the source has
-    no parts.
+    No rank looks at rows that it will not read, but rank 0 checks a file as a whole. `labels`: those of a checkpoint,
+    whose classes the labels of a file keep; else they are numbered in their order. Collective; TrainingError on every
+    rank, in the same words, if a rank that is needed cannot open it, if ranks that are to read see different data, if
+    with way "read" the source has no parts, or if labels are none.
     """
     problem = None if way in ("auto", *WAYS) else f"way {way!r} is unknown; choose auto, {', '.join(WAYS)}"
     alike(comm, "load", {"way": way}, problem)
-    source, problem = _open(open_source) if comm.rank == 0 else (None, None)
+    source, problem = _open(open_source, whole=True) if comm.rank == 0 else (None, None)
     agree(comm, problem)
     facts = _tell(source, comm)
     if comm.size > 1 and not facts[0] and way == "read":
@@ -69,12 +74,23 @@ def open_everywhere(open_source: Callable[[], Source], comm: MPI.Comm, way: str 
     agree(comm, f"{source.name} has no row of numbers" if source and not shape.rows else None)
     if shape.classes >= 0 and shape.targets != 1:
         raise TrainingError(f"class numbers need one target column, not {shape.targets}")
-    return Opened(source if way == "read" or comm.rank == 0 else None, way, shape, starts, columns)
+    reader = source if way == "read" or comm.rank == 0 else None
+    if shape.classes:
+        return Opened(reader, way, shape, starts, columns)
+    found = number_labels(reader, comm, labels)
+    if labels is None and len(found) >= max(shape.rows, 3):
+        raise TrainingError(f"{shape.rows} rows have {len(found)} different labels, such as {found[0]}: they are no "
+                            "classes; leave --classify out to learn numbers")
+    return Opened(reader, way, shape._replace(classes=len(found)), starts, columns, found)
 
 
-def _open(open_source: Callable[[], Source]) -> tuple[Source | None, str | None]:
+def _open(open_source: Callable[[], Source], whole: bool = False) -> tuple[Source | None, str | None]:
+    """The source, `whole`: whose file has been checked to its end; what is wrong with it."""
     try:
-        return open_source(), None
+        source = open_source()
+        if whole:
+            source.check()
+        return source, None
     except TrainingError as error:
         return None, str(error)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from ..network.specification import working_dtype
 from ..prediction.links import Link, measure_scatter, way_seconds
 from .distribution import distribute
 from .minibatches import Deal, Rule, deal
-from .opening import Opened, Shape, open_everywhere
+from .opening import Opened, open_everywhere
 from .sources import Source, read_checked
 
 
@@ -49,6 +49,8 @@ class Data(NamedTuple):
     way_seconds: dict[str, float]
     """What sending the rows would take in the paper's two ways, by its formulas and the measured link."""
     scaling: Scaling
+    labels: tuple[str, ...] = ()
+    """What a file calls the classes 0, 1, 2, ...; none where the source numbers them itself."""
 
     def arguments(self) -> dict[str, object]:
         """What must be the same on every rank, by name, as `alike` compares it."""
@@ -79,17 +81,19 @@ def load(
     test_share: float = 0.2,
     way: str = "auto",
     link: Link | None = None,
+    labels: Sequence[str] | None = None,
 ) -> Data:
     """This rank's part of the rows of a source, ready for training. Collective over the mesh.
 
     `batch` is the size of a whole minibatch, `test_share` the share of rows kept for testing. `way` is "read"
     (every rank reads one part of the rows, and they exchange), "scatter", "broadcast" (rank 0 reads and sends), or
     "auto": read where all ranks can and the source has parts, else the cheaper of the other two for the `link` (None:
-    measured). TrainingError on every rank, in the same words, if any rank finds the data bad, or if the ranks give
-    different arguments or data.
+    measured). `labels`: what a file calls the classes 0, 1, 2, ..., as in `Data.labels` of an earlier run; None: its
+    own in their order. TrainingError on every rank, in the same words, if any rank finds the data bad, or if the ranks
+    give different arguments or data.
     """
     _check(mesh, batch, dtype, seed, test_share, link)
-    return load_opened(open_everywhere(open_source, mesh.comm, way), mesh, batch, dtype, seed, test_share, link)
+    return load_opened(open_everywhere(open_source, mesh.comm, way, labels), mesh, batch, dtype, seed, test_share, link)
 
 
 def load_opened(
@@ -99,7 +103,7 @@ def load_opened(
     """`load` of what the ranks of the mesh have opened; `scaling` is an earlier run's, taken in place of these rows'
     own where it has their columns, and must be the same on every rank."""
     _check(mesh, batch, dtype, seed, test_share, link)
-    _, way, shape, starts, _ = opened
+    way, shape, starts = opened.way, opened.shape, opened.starts
     test_rows = int(shape.rows * test_share)
     if shape.rows - test_rows < 1:
         raise TrainingError(f"{shape.rows} rows with a test share of {test_share} leave none for training")
@@ -114,7 +118,6 @@ def load_opened(
     table = distribute(mesh, way, read, starts, parts, columns)
     mine = deals[mesh.batch_index]
     x, y = table[:, : shape.features], table[:, shape.features :]
-    outputs = shape.targets if shape.classes < 0 else _classes(y, shape, mesh)
     if scaling is None or (scaling.x_mean.size, scaling.y_mean.size) != (shape.features, shape.targets):
         scaling = _scaling(x[: len(mine.train)], y[: len(mine.train)], shape.classes >= 0, mesh)
     working = working_dtype(dtype)
@@ -122,8 +125,8 @@ def load_opened(
     y = y[:, 0].astype(np.int64) if shape.classes >= 0 else ((y - scaling.y_mean) / scaling.y_std).astype(working)
     cut = len(mine.train)
     return Data(
-        x[:cut], y[:cut], x[cut:], y[cut:], mine, outputs, shape.classes >= 0,
-        shape.rows - test_rows, test_rows, batch, seed, test_share, str(mesh), way, costs, scaling,
+        x[:cut], y[:cut], x[cut:], y[cut:], mine, shape.outputs, shape.classes >= 0,
+        shape.rows - test_rows, test_rows, batch, seed, test_share, str(mesh), way, costs, scaling, opened.labels,
     )  # fmt: skip
 
 
@@ -140,17 +143,6 @@ def _wrong(batch: int, test_share: float) -> str | None:
     if not 0 <= test_share < 1:
         return f"a test share of {test_share}: give at least 0 and less than 1"
     return None
-
-
-def _classes(y: np.ndarray, shape: Shape, mesh: Mesh) -> int:
-    """How many classes there are, over all ranks."""
-    most = np.array([y.max(initial=1)])
-    mesh.comm.Allreduce(MPI.IN_PLACE, most, MPI.MAX)
-    if most[0] >= max(shape.rows, 2):
-        raise TrainingError(
-            f"the greatest class number is {most[0]:.0f}, with {shape.rows} rows: classes are 0, 1, 2, ..."
-        )
-    return max(shape.classes, int(most[0]) + 1)
 
 
 def _scaling(x: np.ndarray, y: np.ndarray, classes: bool, mesh: Mesh) -> Scaling:

@@ -37,6 +37,9 @@ class Source(Protocol):
         """How much there is and a checksum, of samples of the rows where they are many: the same on every rank that can
         read the same rows. Cheap beside reading a part."""
 
+    def check(self) -> None:
+        """TrainingError where a file is damaged, as far as its format can tell. Reads all of it; for one rank."""
+
     def open_part(self, parts: int, index: int) -> int:
         """Turn to part `index` of `parts`, which follow one another; returns how many rows it has."""
 
@@ -45,6 +48,13 @@ class Source(Protocol):
 
     def where(self, row: int, column: int) -> str:
         """Where a value of the part is and what: the beginning of a sentence about it."""
+
+    def labels(self) -> dict[str, int]:
+        """The labels of the part, each with the first row that has it; asked where `classes` is 0. TrainingError where
+        one is missing, or is no label."""
+
+    def number(self, labels: Sequence[str]) -> None:
+        """`read` gives these labels as 0, 1, 2, ... from now on, and there are so many classes."""
 
     def columns(self) -> str:
         """What is learned from what."""
@@ -100,6 +110,9 @@ class SyntheticSource:
     def fingerprint(self) -> str:
         return counted(self.rows, "row")
 
+    def check(self) -> None:
+        pass
+
     def open_part(self, parts: int, index: int) -> int:
         self._first, stop = interval(self.rows, parts, index)
         return stop - self._first
@@ -116,6 +129,12 @@ class SyntheticSource:
 
     def where(self, row: int, column: int) -> str:
         raise AssertionError("synthetic rows are numbers")
+
+    def labels(self) -> dict[str, int]:
+        raise AssertionError("synthetic rows have no classes")
+
+    def number(self, labels: Sequence[str]) -> None:
+        raise AssertionError("synthetic rows have no classes")
 
     def columns(self) -> str:
         return f"{counted(self.features, 'feature')} -> {counted(self.targets, 'target')}"
@@ -134,7 +153,7 @@ def open_source(
     """The source named `data`: digits, mnist, airfoil, synthetic[:ROWS,FEATURES,TARGETS], a delimited text, an .npz.
 
     `target` and `features` choose columns of a text, whose first line holds names if `header` says so (None: if none
-    of its fields is a number); `classify` says that its target (or y of an .npz) is a class number.
+    of its fields is a number); `classify` says that its target (or y of an .npz) is a label, which `load` numbers.
     """
     built_in: dict[str, Callable[[], Source]] = {
         "digits": digits,

@@ -5,28 +5,46 @@ from __future__ import annotations
 import csv
 import mmap
 import os
+import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from ..agreement import TrainingError
 from ..intervals import interval
+from .labels import NO_LABEL, label_of, see_few
 
 _MISSING = {"", "?", "-", "na", "n/a", "nan", "null", "none", "nil"}
 _SAMPLES = 256  # places of a file, of which its fingerprint takes
 _SAMPLE_BYTES = 4 << 10  # bytes each
 _COUNT_BYTES = 1 << 20
+_DELIMITERS = {"\t": "tabs", ";": "semicolons", ",": "commas", "|": "bars", None: "blanks"}
+_QUOTED = re.compile(r'"[^"]*"?')
+_BINARY = {
+    b"\x93NUMPY": "an array of NumPy: save inputs and targets as np.savez('data.npz', x=..., y=...)",
+    b"PK\x03\x04": "a zip, as spreadsheets are: export it as CSV; arrays of NumPy need a name that ends in .npz",
+    b"\x1f\x8b": "compressed by gzip: unpack it first",
+    b"\x89HDF": "HDF5: save its arrays as np.savez('data.npz', x=..., y=...)",
+    b"PAR1": "Parquet: export it as CSV",
+    b"\xff\xfe": "text in UTF-16: save it in UTF-8",
+    b"\xfe\xff": "text in UTF-16: save it in UTF-8",
+}  # fmt: skip
+"""What files are that are taken for text by their names, by their first bytes."""
+_INDEX = re.compile(r"(Unnamed: 0)?")
+"""The name that pandas gives its index in a file, and reads it back by."""
 
 
 class TextSource:
-    """A file of numbers, one row a line, fields separated by commas, tabs or blanks, with or without a line of names.
+    """A file of numbers, one row a line, fields separated by commas, semicolons, tabs, bars or blanks, with or without
+    a line of names. Lines end in LF, CR LF, or CR alone.
 
     `target` and `features` are columns by name, else by number from 1; by default the target is the last column and
-    the features are all others. `header` says whether the first line holds names; None: it does if none of its fields
-    is a number. With `classes` the target is a class number (0: how many is not known). Raises TrainingError, naming
-    file, line, column and value, on what is not a finite number or not a class.
+    the features are all others, but for a first one without a name, the index of a frame. `header` says whether the
+    first line holds names; None: it does if none of its fields is a number. With `classes` the target is a label: a
+    class number, or, where that is 0, any whole number or word. Raises TrainingError, naming file, line, column and
+    value, on what is not a finite number or not a label.
     """
 
     apart = True
@@ -41,27 +59,39 @@ class TextSource:
     ) -> None:
         self.name, self.classes = path, classes
         self._bytes = _mapped(path)
+        _see_text(path, self._bytes)
+        self._end = b"\n" if self._bytes.find(b"\n") >= 0 or self._bytes.find(b"\r") < 0 else b"\r"
         self._begin = 3 if self._bytes[:3] == b"\xef\xbb\xbf" else 0  # a byte order mark
         first, after = self._first_line()
         self._first_number = self._number_at(self._begin)
-        self._delimiter = "," if "," in first else "\t" if "\t" in first else None
+        second = self._text(after, self._line_from(after + 1))
+        if self._bytes[self._begin : self._begin + 1] == b"\t" and second.count("\t") > first.count("\t"):
+            first = "\t" + first  # the index of a frame has no name
+        self._delimiter = _delimiter(first, second)
         fields = self._fields(first)
-        self._width, self._names = len(fields), [""] * len(fields)
+        self._width, self._names, self._index = len(fields), [""] * len(fields), False
         if self._is_header(fields) if header is None else header:
             self._names, self._begin = fields, after
+            self._index = self._width > 2 and bool(_INDEX.fullmatch(fields[0])) and all(fields[1:])
             self._check_names({""} if header else _MISSING)
         targets = [self._column(column) for column in target] or [self._width - 1]
         inputs = [self._column(column) for column in features]
-        inputs = inputs or [column for column in range(self._width) if column not in targets]
+        self._index = self._index and not inputs and 0 not in targets
+        inputs = inputs or [column for column in range(self._index, self._width) if column not in targets]
         if self._width == 1:
             raise TrainingError(
-                f"{path} has 1 column, but some must be features: fields must be separated by commas, tabs or blanks"
+                f"{path} has 1 column, but some must be features: fields must be separated by commas, semicolons, "
+                f"tabs, bars or blanks, and line {self._first_number} is {first[:60]!r}"
             )
         if not inputs or set(inputs) & set(targets):
             raise TrainingError(f"{path} has {self._width} columns, of which some must be features, not targets")
         self._columns = inputs + targets
         self.features, self.targets = len(inputs), len(targets)
         self._starts = self._stops = np.empty(0, np.int64)
+        self._numbers: dict[str, int] | None = None  # of the labels, where they are numbered
+
+    def check(self) -> None:
+        """See `Source`: a text has no checksum."""
 
     def fingerprint(self) -> str:
         """The size and a checksum of the whole file, of more than 1 MiB of samples that lie evenly between the ends."""
@@ -79,7 +109,8 @@ class TextSource:
         size = len(self._bytes)
         cuts = (self._begin + cut for cut in interval(size - self._begin, parts, index))
         begin, end = (self._line_from(cut) for cut in cuts)
-        self._starts, self._stops = _lines(np.frombuffer(self._bytes, np.uint8, end - begin, begin), begin)
+        data = np.frombuffer(self._bytes, np.uint8, end - begin, begin)
+        self._starts, self._stops = _lines(data, begin, self._end[0])
         return len(self._starts)
 
     def read(self, start: int, stop: int) -> np.ndarray:
@@ -89,11 +120,14 @@ class TextSource:
         quote = '"' if any('"' in line for line in lines) else None
         if any(self._count(line) != self._width for line in lines):
             self._explain(start, lines)
+        numbered: dict[int | str, Callable[[str], int]] = {self._columns[-1]: self._class_of} if self._numbers else {}
         try:
-            return np.loadtxt(
-                lines, delimiter=self._delimiter, ndmin=2, comments=None, usecols=self._columns, quotechar=quote
-            )
-        except ValueError:
+            table: np.ndarray = np.loadtxt(
+                lines, delimiter=self._delimiter, ndmin=2, comments=None, usecols=self._columns, quotechar=quote,
+                converters=numbered or None, encoding="utf-8",
+            )  # fmt: skip
+            return table
+        except (ValueError, KeyError):
             self._explain(start, lines)
             raise TrainingError(f"{self._place(start)} and below cannot be read as a table of numbers") from None
 
@@ -101,10 +135,38 @@ class TextSource:
         field = self._fields(self._line(row))[self._columns[column]]
         return f"{self._place(row)}: {self._label(self._columns[column])} is {field!r}"
 
+    def labels(self) -> dict[str, int]:
+        column, found, known = self._columns[-1], dict[str, int](), set[str]()
+        for row in range(len(self._starts)):
+            fields = self._fields(self._line(row))
+            if len(fields) != self._width:
+                self._explain(row, [self._line(row)])
+            if (field := fields[column]) in known:
+                continue
+            known.add(field)
+            label = label_of(field)
+            if label is None:
+                what = f"is {field!r}, {NO_LABEL}" if field else "is missing"
+                raise TrainingError(f"{self._place(row)}: {self._label(column)} {what}; mend or remove the line")
+            found.setdefault(label, row)
+            see_few(self.name, found)
+        return found
+
+    def number(self, labels: Sequence[str]) -> None:
+        self.classes, self._numbers = len(labels), {label: number for number, label in enumerate(labels)}
+
+    def _class_of(self, field: str) -> int:
+        assert self._numbers is not None, "asked where labels are numbered"
+        return self._numbers[label_of(field.strip()) or ""]
+
     def columns(self) -> str:
         """What is learned from what."""
         inputs, targets = self._columns[: self.features], self._columns[self.features :]
         head = f"names from line {self._first_number}" if any(self._names) else "no line of names"
+        if self._delimiter != ",":
+            head += f", fields separated by {_DELIMITERS[self._delimiter]}"
+        if self._index:
+            head += ", column 1 left out: the index of a frame"
         return f"{', '.join(map(self._label, inputs))} -> {', '.join(map(self._label, targets))} ({head})"
 
     # -- the first line
@@ -113,7 +175,7 @@ class TextSource:
         """The first line that is not blank, where lines begin from then on, and where the next one does."""
         while self._begin < len(self._bytes):
             after = self._line_from(self._begin + 1)
-            if text := self._bytes[self._begin : after].decode("utf-8", "replace").strip():
+            if text := self._text(self._begin, after):
                 return text, after
             self._begin = after
         raise TrainingError(f"data file {self.name} is empty")
@@ -124,6 +186,8 @@ class TextSource:
     def _check_names(self, missing: set[str]) -> None:
         """A first line of names must not be a row that is broken; `missing` are no names."""
         for column, name in enumerate(self._names):
+            if column < self._index:
+                continue
             if name.lower() in missing or name in self._names[:column]:
                 why = "is missing" if name.lower() in missing else f"is {name!r} as a column before"
                 raise TrainingError(
@@ -145,15 +209,22 @@ class TextSource:
         """Where the first line begins that does not begin before `at`."""
         if at <= self._begin:
             return self._begin
-        found = self._bytes.find(b"\n", at - 1)
+        found = self._bytes.find(self._end, at - 1)
         return len(self._bytes) if found < 0 else found + 1
 
     def _line(self, row: int) -> str:
-        return self._bytes[self._starts[row] : self._stops[row]].decode("utf-8", "replace").strip()
+        return self._text(int(self._starts[row]), int(self._stops[row]))
+
+    def _text(self, start: int, stop: int) -> str:
+        """Some bytes as a text, without blanks around it."""
+        return self._bytes[start:stop].decode("utf-8", "replace").strip()
 
     def _fields(self, line: str) -> list[str]:
         if '"' in line:
-            fields = next(csv.reader([line], delimiter=self._delimiter or " ", skipinitialspace=True))
+            try:
+                fields = next(csv.reader([line], delimiter=self._delimiter or " ", skipinitialspace=True))
+            except csv.Error:  # a line's end in its middle, or a field of 128 KiB: no row of numbers
+                return [line]
             return [field.strip() for field in fields]
         return [field.strip() for field in line.split(self._delimiter)]
 
@@ -173,21 +244,29 @@ class TextSource:
         """The number, from 1, of the line that begins at this byte."""
         before = 0
         for at in range(0, start, _COUNT_BYTES):
-            before += self._bytes[at : min(start, at + _COUNT_BYTES)].count(b"\n")
+            before += self._bytes[at : min(start, at + _COUNT_BYTES)].count(self._end)
         return before + 1
 
     def _explain(self, start: int, lines: list[str]) -> None:
         """Raise for the first line that is wrong."""
         for row, line in enumerate(lines, start):
             fields = self._fields(line)
+            if "\r" in line or "\n" in line:
+                raise TrainingError(f"{self._place(row)} holds another line's end in its middle: write all lines with "
+                                    "one kind of end")
             if len(fields) != self._width:
                 raise TrainingError(
-                    f"{self._place(row)}: {len(fields)} columns where the first line has {self._width}"
+                    f"{self._place(row)}: {len(fields)} columns where the first line has {self._width}, separated by "
+                    f"{_DELIMITERS[self._delimiter]}"
                 )
-            for column in self._columns:
+            for column in self._columns[: self.features if self._numbers else None]:
                 if _number(fields[column]) is None:
                     what = f"is {fields[column]!r}, not a finite number" if fields[column] else "is missing"
                     cure = "mend or remove the line"
+                    if _number(fields[column].replace(",", "")) is not None:
+                        cure = "write it without commas, with a point before decimals"
+                    elif fields[column] and column in self._columns[self.features :]:
+                        cure += ", or say --classify if it is a label"
                     if self._starts[row] == self._begin and not any(self._names):
                         cure += ", or say --header if it names the columns"
                     raise TrainingError(f"{self._place(row)}: {self._label(column)} {what}; {cure}")
@@ -205,6 +284,24 @@ def _mapped(path: str) -> mmap.mmap:
         raise TrainingError(f"data file {path} cannot be read: {error.strerror}") from error
 
 
+def _see_text(path: str, data: mmap.mmap) -> None:
+    """TrainingError where the file is no text."""
+    head = data[:4096]
+    kind = next((kind for mark, kind in _BINARY.items() if head.startswith(mark)), None)
+    if kind is None and b"\0" in head:
+        kind = "no text, as it holds zero bytes: give a text of numbers, or an .npz"
+    if kind is not None:
+        raise TrainingError(f"data file {path} is {kind}")
+
+
+def _delimiter(first: str, second: str) -> str | None:
+    """What separates the fields of the first line: what separates as many of the second, too, else what is there."""
+    one, two = (_QUOTED.sub("", line) for line in (first, second))
+    there = [each for each in _DELIMITERS if each is not None and each in one]
+    alike = [each for each in there if one.count(each) == two.count(each)]
+    return next(iter([*alike, *(each for each in ",\t;|" if each in there)]), None)
+
+
 def _number(field: str) -> float | None:
     """What NumPy reads as a number, too."""
     try:
@@ -213,11 +310,13 @@ def _number(field: str) -> float | None:
         return None
 
 
-def _lines(data: np.ndarray, begin: int) -> tuple[np.ndarray, np.ndarray]:
-    """Start and stop of every line of these bytes that is not blank; the first byte is byte `begin` of the file."""
+def _lines(data: np.ndarray, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+    """Start and stop of every line of these bytes that is not blank; the first byte is byte `begin` of the file.
+
+    `end`: the byte that ends a line."""
     if not len(data):
         return np.empty(0, np.int64), np.empty(0, np.int64)
-    stops = np.flatnonzero(data == ord("\n")) + 1
+    stops = np.flatnonzero(data == end) + 1
     if not len(stops) or stops[-1] != len(data):
         stops = np.append(stops, len(data))
     starts = np.concatenate([[0], stops[:-1]])

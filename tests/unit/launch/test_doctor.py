@@ -25,6 +25,7 @@ HEALTHY: dict[str, Any] = {
     "environment": {},
     "schedulers": ["Slurm"],
     "allocation": None,
+    "lacks_scheduler": "",
     "interfaces": [{"name": "lo", "mbit": None, "mtu": "65536"}, {"name": "eth0", "mbit": 10000, "mtu": "1500"}],
     "gpu": {"present": True, "cupy": "13", "devices": ["A card"]},
     "cuda": {"aware": True},
@@ -60,6 +61,11 @@ def changed(path: str, value: Any) -> dict[str, Check]:
 def test_a_healthy_machine() -> None:
     checks = judge(HEALTHY)
     assert [check.name for check in checks if check.ok is not True] == []
+
+
+def test_a_job_of_a_scheduler_that_is_not_here() -> None:
+    check = changed("lacks_scheduler", "no srun is here")["scheduler"]
+    assert (check.ok, check.found) == (None, "no srun is here: all ranks start on this machine")
 
 
 @pytest.mark.parametrize(

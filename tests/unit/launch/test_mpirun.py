@@ -10,7 +10,7 @@ import pytest
 
 from launch import Job, Launcher, LauncherError, Machine, build, find, program, this_machine
 from launch.hosts import Placed
-from launch.mpirun import parse_version
+from launch.mpirun import lacks_scheduler, parse_version
 
 OPEN_MPI = Launcher("mpirun", "openmpi", "5.0.11")
 MPICH = Launcher("mpiexec", "mpich", "5.0.2")
@@ -80,6 +80,36 @@ def test_root_and_infiniband() -> None:
     assert "--allow-run-as-root" in build(OPEN_MPI, Job(1, PROGRAM), Machine(8, root=True))
     assert has(build(OPEN_MPI, Job(1, PROGRAM), MACHINE), "--mca", "osc", "^ucx")
     assert "^ucx" not in build(OPEN_MPI, Job(1, PROGRAM), Machine(8, infiniband=True))
+
+
+@pytest.mark.parametrize(
+    ("launcher", "hosts", "words"),
+    [
+        (OPEN_MPI, (), ("--prtemca", "plm", "^slurm,tm,lsf,pals")),
+        (OPEN_MPI._replace(version="4.1.6"), (), ("--mca", "plm", "^slurm,tm,lsf,pals")),
+        (MPICH, (), ("-launcher", "fork", "-rmk", "user")),
+        (MPICH, (Placed("a", 2),), ("-launcher", "ssh", "-rmk", "user")),
+        (INTEL, (), ("-bootstrap", "fork")),
+    ],
+)
+def test_an_allocation_without_its_scheduler_is_not_used(
+    launcher: Launcher, hosts: tuple[Placed, ...], words: tuple[str, ...]
+) -> None:
+    """As in a container, which has the variables of the job, and not srun."""
+    job = Job(2, PROGRAM, hosts=hosts)
+    assert has(build(launcher, job, MACHINE._replace(lacks_scheduler="srun is not here")), *words)
+    assert not has(build(launcher, job, MACHINE), *words)
+
+
+def test_an_allocation_without_its_scheduler_is_found(tmp_path: Path) -> None:
+    job = {"SLURM_JOB_ID": "7", "SLURM_NODELIST": "other", "PATH": str(tmp_path)}
+    assert lacks_scheduler(job) == "this is inside a job of Slurm, but srun is not here"
+    assert Job(2, PROGRAM).ranks_here(job) == 2
+    (tmp_path / "srun").write_text("#!/bin/sh")
+    (tmp_path / "srun").chmod(0o755)
+    assert lacks_scheduler(job) == ""
+    assert Job(2, PROGRAM).ranks_here(job) == 0
+    assert "PBS, but its host file /none/n cannot be read" in lacks_scheduler({"PBS_NODEFILE": "/none/n"})
 
 
 def test_the_user_binds() -> None:

@@ -76,6 +76,17 @@ def test_env_refuses_what_it_cannot_set(mpirun: str, word: str, sentence: str) -
     assert sentence in done.output
 
 
+@pytest.mark.parametrize(("size", "rank"), [("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"), ("PMI_SIZE", "PMI_RANK"),
+                                            ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID")])  # fmt: skip
+def test_a_rank_starts_no_job_of_its_own(mpirun: str, monkeypatch: pytest.MonkeyPatch, size: str, rank: str) -> None:
+    """Each rank of `mpirun -n 4 mpips run ...` would start a whole job."""
+    monkeypatch.setenv(size, "4")
+    monkeypatch.setenv(rank, "1")
+    done = call("-w", "2", "--mpirun", mpirun, __file__)
+    assert done.exit_code == 2
+    assert "rank 1 of 4 that a launcher has started: call it once" in done.output
+
+
 def test_hostfile(mpirun: str, tmp_path: Path) -> None:
     hosts = tmp_path / "hosts"
     hosts.write_text("a:2\nb:2\nc:1\n")

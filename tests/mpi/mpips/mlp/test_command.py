@@ -6,7 +6,7 @@ import os
 import numpy as np
 import pytest
 
-from mpips.mlp import checkpoint
+from mpips.mlp import MLP, Mesh, TrainingError, checkpoint, load, open_source, train
 from mpips.mlp.__main__ import command
 from mpips.mlp.mesh import factorings
 from tests.mpi.sizes import either_mpi, only_on
@@ -56,6 +56,41 @@ def test_auto_trains_and_writes_json_picture_and_a_checkpoint_to_go_on_from(tmp_
         assert picture.read(4) == b"\x89PNG"
     assert ("epoch 1/2" in printed) == (COMM.rank == 0)
     assert ("epoch 3/4" in printed) == (COMM.rank == 0)
+
+
+@only_on(1, 2)
+@pytest.mark.parametrize("names", [("no", "yes"), ("10", "20")])
+def test_labels_are_told_and_kept_in_a_checkpoint(tmp_path_factory, capfd, names):
+    """Words, and numbers that do not begin at 0: as many outputs as labels, and the same classes after --load."""
+    out, other = folder(tmp_path_factory), "30" if names[0].isdecimal() else "maybe"
+    path, saved = f"{out}/labels.csv", f"{out}/a.safetensors"
+    if COMM.rank == 0:
+        for name, labels in ((path, names), (f"{out}/one.csv", names[1:]), (f"{out}/other.csv", (other, names[0]))):
+            with open(name, "w") as file:
+                file.write("a;kind\n" + "".join(f"{row / 9};{labels[row % len(labels)]}\n" for row in range(40)))
+    COMM.Barrier()
+    grid = ["--classify", "--grid", f"{COMM.size}x1", "--epochs", "1", "--json", f"{out}/a.json"]
+    assert same_everywhere(call("--data", path, "--hidden", "4", *grid, "--save", saved) == 0)
+    printed = capfd.readouterr().out
+    COMM.Barrier()
+    with open(f"{out}/a.json") as file:
+        first = json.load(file)
+    assert same_everywhere(first["network"]["sizes"] == [1, 4, 2] and first["labels"] == list(names))
+    assert same_everywhere((f"2 classes: {names[0]} is 0, {names[1]} is 1" in printed) == (COMM.rank == 0))
+    assert same_everywhere(call("--data", f"{out}/one.csv", "--load", saved, *grid) == 0)
+    assert same_everywhere(call("--data", f"{out}/other.csv", "--load", saved, *grid) == 2)
+    told = f"label '{other}' is none of the checkpoint's, which are {names[0]}, {names[1]}" in capfd.readouterr().err
+    assert same_everywhere(told == (COMM.rank == 0))
+    with pytest.raises(TrainingError, match=r"labels of these rows are .*load the data with labels=worker\.labels"):
+        check_labels(f"{out}/other.csv", saved)
+
+
+def check_labels(path, saved):
+    """Go on in Python with rows of other labels."""
+    mesh = Mesh(COMM.size, 1)
+    data = load(lambda: open_source(path, classify=True), mesh, 10)
+    worker = checkpoint.load(saved, mesh)
+    train(MLP(*worker.network.specification), data, mesh, 1, worker=worker)
 
 
 def test_going_on_tests_the_rows_that_were_tested_before_and_scales_as_before(tmp_path_factory, capfd):

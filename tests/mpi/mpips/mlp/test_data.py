@@ -178,12 +178,61 @@ def test_wrong_options_are_refused(arguments, words):
     mesh.free()
 
 
-def test_labels_must_be_class_numbers_and_their_count_is_found_over_all_ranks():
-    x = np.random.default_rng(0).standard_normal((50, 2))
-    y = np.arange(50) % 4
+WAYS = pytest.mark.parametrize("way", ["read", "scatter", "broadcast"])
+
+
+def labelled(tmp_path_factory, labels):
+    """The path of a text with 60 rows, whose labels stand in this order, and what each rank may see."""
+    path = shared_path(tmp_path_factory, "labels.csv")
+    if COMM.rank == 0:
+        with open(path, "w") as file:
+            file.write("a,b,kind\n" + "".join(f"{row},{row % 7},{label}\n" for row, label in enumerate(labels)))
+    COMM.Barrier()
+    return path
+
+
+@WAYS
+@pytest.mark.parametrize("names", [("no", "yes"), ("10", "20"), ("1", "2", "3"), ("-1", "1"), ("2", "10"), ("a", "B")])
+def test_labels_are_numbered_alike_though_ranks_read_different_ones(tmp_path_factory, way, names):
+    """Each rank's part has labels of its own: the first third of the rows the first, and so on."""
+    places = np.arange(60) * len(names) // 60
+    path = labelled(tmp_path_factory, [names[place] for place in places])
     mesh = Mesh(COMM.size, 1)
-    data = load(lambda: ArraySource("labels", x, y, classes=0), mesh, 10)
-    with pytest.raises(TrainingError, match=r"y\[3\] is 2.5, not a class number"):
-        load(lambda: ArraySource("labels", x, np.where(y == 3, 2.5, y), classes=0), mesh, 10)
+    data = load(lambda: open_source(path, classify=True), mesh, 10, "float64", way=way)
+    expected = sorted(names, key=int if names[0].lstrip("-").isdecimal() else str)
+    found = [expected.index(names[place]) for place in places]
+    ok = data.outputs == len(names) and data.labels == tuple(expected) and data.classes
+    ok = ok and data.y.tolist() == [found[row] for row in data.deal.train]
     mesh.free()
-    assert same_everywhere(data.outputs == 4 and data.classes)
+    assert same_everywhere(ok), (data.outputs, data.labels, data.y)
+
+
+@WAYS
+@pytest.mark.parametrize(
+    "labels, words",
+    [(["no"] * 59 + ["1"], r"line 2: column 3 \(kind\) is 'no', a word, but .*line 61: .* is '1', a number"),
+     (["1", "2"] * 29 + ["1", "2.5"], r"line 61: column 3 \(kind\) is '2.5', no label of a class"),
+     (["no", "yes"] * 29 + ["no", ""], r"line 61: column 3 \(kind\) is missing"),
+     (list(range(60)), "60 rows have 60 different labels, such as 0: they are no classes; leave --classify out")],
+    ids=["mixed", "fraction", "missing", "numbers"],
+)  # fmt: skip
+def test_labels_that_are_none_are_named_on_every_rank(tmp_path_factory, way, labels, words):
+    path, mesh = labelled(tmp_path_factory, labels), Mesh(COMM.size, 1)
+    with pytest.raises(TrainingError, match=words):
+        load(lambda: open_source(path, classify=True), mesh, 10, way=way)
+    mesh.free()
+
+
+def test_labels_of_arrays_keep_the_classes_that_they_had(tmp_path_factory):
+    x, names = np.random.default_rng(0).standard_normal((50, 2)), np.array(["cat", "dog", "owl"])
+    mesh = Mesh(COMM.size, 1)
+    first = load(lambda: ArraySource("labels", x, names[np.arange(50) % 3], classes=0), mesh, 10)
+    two = ArraySource("labels", x, names[1:][np.arange(50) % 2], classes=0)
+    again = load(lambda: two, mesh, 10, labels=first.labels)
+    with pytest.raises(TrainingError, match=r"label 'owl' is none of the checkpoint's, which are cat, dog"):
+        load(lambda: ArraySource("labels", x, names[np.arange(50) % 3], classes=0), mesh, 10, labels=("cat", "dog"))
+    with pytest.raises(TrainingError, match=r"y\[3\] is 2.5, no label of a class"):
+        load(lambda: ArraySource("labels", x, np.where(np.arange(50) == 3, 2.5, 1), classes=0), mesh, 10)
+    mesh.free()
+    ok = first.labels == ("cat", "dog", "owl") == again.labels and again.outputs == 3
+    assert same_everywhere(ok and set(np.unique(again.y)) <= {1, 2})

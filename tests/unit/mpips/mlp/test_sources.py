@@ -79,6 +79,93 @@ def test_columns_that_are_not_read_may_hold_anything(tmp_path):
     np.testing.assert_array_equal(everything(TextSource(path, features=["x"])), [[1, 2], [3, 4]])
 
 
+def numbered(source, rows=None):
+    """All rows, with labels as classes."""
+    rows = source.open_part(1, 0) if rows is None else rows
+    source.number(sorted(source.labels(), key=lambda label: (len(label), label)))
+    return read_checked(source, 0, rows)
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+@pytest.mark.parametrize("delimiter, called", [(";", "semicolons"), ("\t", "tabs"), ("|", "bars"), (",", "")])
+def test_quoted_names_and_any_delimiter_and_end_of_lines_are_read(tmp_path, delimiter, called, end):
+    """As the UCI repository ships its tables: every name in quotes, semicolons between."""
+    lines = ['"fixed, acidity"|"sugar"|"quality"', "", "7.4|1.9|5", '"7.8"|2.6|6', "  "]
+    path = tmp_path / "wine.csv"
+    path.write_bytes(b"\xef\xbb\xbf" + end.join(lines).replace("|", delimiter).encode())
+    source = TextSource(str(path), target=["quality"])
+    np.testing.assert_array_equal(everything(source, 2), [[7.4, 1.9, 5], [7.8, 2.6, 6]])
+    assert "column 1 (fixed, acidity)" in source.columns()
+    assert (f"fields separated by {called}" in source.columns()) == bool(called)
+
+
+@pytest.mark.parametrize("first", ["", '""', "Unnamed: 0"])
+@pytest.mark.parametrize("delimiter", [",", ";", "\t"])
+def test_the_index_of_a_frame_is_no_feature(tmp_path, first, delimiter):
+    """As `to_csv` writes it: a first column without a name; its rows may be shuffled, or have words."""
+    lines = [f"{first}|a|b|price", "7|1|2|3", "row 2|4|5|6"]
+    source = TextSource(write(tmp_path, "\n".join(lines).replace("|", delimiter)))
+    np.testing.assert_array_equal(everything(source), [[1, 2, 3], [4, 5, 6]])
+    assert "column 1 left out: the index of a frame" in source.columns()
+    chosen = TextSource(write(tmp_path, ",a,b\n7,1,2\n8,4,5"), features=["1", "a"])
+    np.testing.assert_array_equal(everything(chosen), [[7, 1, 2], [8, 4, 5]])
+    assert "left out" not in chosen.columns()
+
+
+def test_frames_of_pandas_are_read_as_they_were(tmp_path):
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame(TABLE, columns=["a", "b, c", "d"]).sample(frac=1, random_state=1)
+    for separator in ",;\t":
+        frame.to_csv(tmp_path / "frame.csv", sep=separator)
+        np.testing.assert_array_equal(everything(TextSource(str(tmp_path / "frame.csv"))), frame.to_numpy())
+
+
+LABELS = {
+    "1 2 3": ([0, 1, 2], ["1", "2", "3"]), "10 20": ([0, 1], ["10", "20"]), "-1 1": ([1, 0], ["1", "-1"]),
+    "no yes": ([0, 1], ["no", "yes"]), "0 2.0": ([0, 1], ["0", "2"]), "good|very_good": ([0, 1], ["good", "very good"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("labels", LABELS)
+def test_labels_are_numbered_whatever_they_are(tmp_path, labels):
+    given = [label.replace("_", " ") for label in labels.replace("|", " ").split()]
+    classes, names = LABELS[labels]
+    text = write(tmp_path, "\n".join(["a,kind", *(f'{row},"{label}"' for row, label in enumerate(given))]))
+    np.savez(tmp_path / "d.npz", x=np.arange(len(given))[:, None], y=np.array(
+        [float(label) for label in given] if labels[-1].isdecimal() else given))  # fmt: skip
+    for path in (text, str(tmp_path / "d.npz")):
+        source = open_source(path, classify=True)
+        np.testing.assert_array_equal(numbered(source)[:, 1], classes)
+        assert source.classes == len(names) and set(source.labels()) == set(names)
+
+
+@pytest.mark.parametrize("label", ["", "?", "NaN", "NA", "1.5", "inf"])
+def test_a_label_that_is_missing_or_no_label_is_named_with_its_place(tmp_path, label):
+    words = "is missing" if not label else "no label of a class: labels are whole numbers, or words"
+    with pytest.raises(TrainingError, match=rf"line 3: column 2 \(kind\) .*{words}"):
+        numbered(open_source(write(tmp_path, f"a,kind\n1,2\n2,{label}\n3,4\n"), classify=True))
+
+
+def test_a_word_that_is_no_number_is_answered_with_classify_where_it_may_be_a_label(tmp_path):
+    path = write(tmp_path, "a,kind\n1,no\n2,yes\n")
+    with pytest.raises(TrainingError, match=r"line 2: column 2 \(kind\) is 'no'.*or say --classify if it is a label"):
+        everything(TextSource(path))
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [("a;b\n1,5;2\n", "is '1,5', not a finite number; write it without commas, with a point before decimals"),
+     ("a,b\n1,2\r3,4\n5,6\n", "line 2 holds another line's end in its middle"),
+     ('a,b\n"1,2\n3,4\n', "line 2: 1 columns where the first line has 2, separated by commas"),
+     ('"a\nb",c\n1,2\n', "1 column, but some must be features"), ("a\tb\n1\n", "separated by tabs")],
+)  # fmt: skip
+def test_what_a_text_cannot_be_is_said_with_what_separates_its_fields(tmp_path, text, words):
+    path = tmp_path / "t.csv"
+    path.write_bytes(text.encode())
+    with pytest.raises(TrainingError, match=words):
+        everything(TextSource(str(path)))
+
+
 def test_names_may_be_quoted_behind_a_byte_order_mark_or_numbers(tmp_path):
     path = tmp_path / "table.csv"
     path.write_text('"the price, in euro", "size"\n"1","2"\n3,4\n', encoding="utf-8-sig")
@@ -189,8 +276,8 @@ def test_a_number_that_is_too_large_to_be_squared_is_named_with_its_place(tmp_pa
 
 
 def test_a_separator_that_is_not_known_is_answered_with_those_that_are(tmp_path):
-    with pytest.raises(TrainingError, match=r"1 column.*separated by commas, tabs or blanks"):
-        TextSource(write(tmp_path, "a;b;c\n1;2;3\n"))
+    with pytest.raises(TrainingError, match=r"1 column.*by commas, semicolons, tabs, bars.*line 1 is 'a:b:c'"):
+        TextSource(write(tmp_path, "a:b:c\n1:2:3\n"))
 
 
 @pytest.mark.parametrize("name", ["nan", "NA", "none", "-"])
