@@ -72,7 +72,7 @@ COMMANDS = {
     ),
     "chaos": Sub(
         "mpips.chaos.command", "Make faults in a running job by a plan, and report.",
-        ("mpips chaos --faults 3 --every 5 -- mpips run -w 4 -s 2 --spares 1 train.py",
+        ("mpips chaos --faults 3 --every 5 --save plan.json -- mpips run -w 4 -s 2 --spares 3 train.py",
          "mpips chaos --replay plan.json --reference -- mpips run -w 4 train.py"),
     ),
     "lab": Sub(

@@ -18,18 +18,11 @@ import pytest
 from mpi4py import MPI
 
 from tests.mpi.sizes import JOB_LIMIT
+from tests.pages import PAGES, ROOT, blocks, programs
 
-ROOT = Path(__file__).parents[3]
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 TORCH = importlib.util.find_spec("torch") is not None
 
 pytestmark = pytest.mark.skipif(MPI.COMM_WORLD.size != 1, reason="starts jobs of its own; once is enough")
-
-
-def programs(page: Path) -> dict[str, str]:
-    """The programs and other files of a page that have a name, in the comment on their first line."""
-    blocks = re.findall(r"```\w+\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
-    return {found[1]: block for block in blocks if (found := re.match(r"# (\w+\.\w+)\n", block))}
 
 
 def runs(page: Path) -> Iterator[tuple[str, str]]:
@@ -69,3 +62,62 @@ def test_programs_print_what_is_shown(page: Path, tmp_path: Path) -> None:
         assert done.returncode == 0, f"mpips {words}\n{done.stderr}"
         pattern = re.escape(printed).replace(re.escape("..."), ".*")
         assert re.fullmatch(pattern, done.stdout, re.DOTALL), f"mpips {words}\n{done.stdout}\n{done.stderr}"
+
+
+# Commands that take another machine, a lab (tests/lab/test_documents.py), minutes, or an algorithm of the reader's.
+ELSEWHERE = re.compile(r"mpips lab |--lab |star,ring|^python -m (tests|pytest)|'star'|examples.reproduce|demo.py")
+QUICK = re.compile(r"^mpips (script|sim|plan) |--dry-run")
+TRAIN = """
+import numpy as np
+import mpips
+kv = mpips.create("dist_sync")
+kv.init("w", np.zeros(4, np.float32))
+for _ in range(20):
+    kv.pushpull("w", np.ones(4, np.float32))
+kv.close()
+"""
+TABLE = "a,b,price\n" + "".join(f"{i},{i % 7},{3 * i}\n" for i in range(200))
+SEPARATE = ("measurements", "promises")  # their commands make the figures that these pages publish: minutes each
+
+
+def commands(page: Path) -> Iterator[str]:
+    """Every command in the blocks of a page, once, in its order; hosts that are not here are tried by --dry-run."""
+    lines = [line.strip().removeprefix("$ ") for block in blocks(page) for line in block.splitlines()]
+    found = [line for line in lines if re.match(r"(mpips|python) [-a-z]", line) and not ELSEWHERE.search(line)]
+    for line in dict.fromkeys(found):
+        yield line.replace("mpips run ", "mpips run --dry-run ") if "--hostfile" in line else line.removesuffix("&")
+
+
+def command_cases() -> Iterator[object]:
+    for page in PAGES:
+        for quick in (True, False):
+            mine = [line for line in commands(page) if bool(QUICK.search(line)) == quick]
+            if mine and page.stem not in SEPARATE:
+                name = page.relative_to(ROOT).with_suffix("").as_posix()
+                yield pytest.param(page, mine, id=name, marks=() if quick else pytest.mark.full)
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(("page", "lines"), command_cases())
+def test_commands_run_as_printed(page: Path, lines: list[str], tmp_path: Path) -> None:
+    """The page's own files are there, and what it takes for granted: a program, a table, a profile, the examples."""
+    (tmp_path / "train.py").write_text(TRAIN, encoding="utf-8")
+    (tmp_path / "table.csv").write_text(TABLE, encoding="utf-8")
+    (tmp_path / "hosts.txt").write_text("".join(f"node{i} slots=16\n" for i in range(1, 10)), encoding="utf-8")
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    for name, text in programs(page).items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    text = page.read_text(encoding="utf-8")
+    for name, profile in re.findall(r"`(\w+\.json)`[^`]*```json\n(.*?)```", text, re.DOTALL):
+        (tmp_path / name).write_text(profile, encoding="utf-8")
+    clean = {k: v for k, v in os.environ.items() if not re.match(r"OMPI_|PMIX_|PRTE_|PMI_|HYDRA_|MPI_|MPIPS_", k)}
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**clean, "PYTHONPATH": str(ROOT), "PATH": path, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    words = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True, "timeout": 2 * JOB_LIMIT}
+    subprocess.run(["mpips", "plan", "--model", "lenet5", "--save-profile", "job.json"], check=True, **words)  # type: ignore[call-overload]
+    for line in lines:
+        asks = re.search(r"torch|jax", line)
+        if asks and importlib.util.find_spec(asks[0]) is None:
+            continue
+        done = subprocess.run(line, shell=True, **words)  # type: ignore[call-overload]
+        assert done.returncode == 0, f"{line}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"

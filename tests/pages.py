@@ -1,0 +1,23 @@
+"""The pages of the documents, and what their blocks of code hold."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+
+
+def programs(page: Path) -> dict[str, str]:
+    """Return the programs and other files of a page that have a name, in the comment on their first line."""
+    blocks = re.findall(r"```\w+\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    return {found[1]: block for block in blocks if (found := re.match(r"# (\w+\.\w+)\n", block))}
+
+
+def blocks(page: Path) -> Iterator[str]:
+    """Give the blocks of code of a page, fenced or indented; long lines are joined."""
+    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+    for fenced, indented in re.findall(r"^```[^\n]*\n(.*?)^```|^((?:    [^\n]*\n)+)", text, re.MULTILINE | re.DOTALL):
+        yield fenced or indented
