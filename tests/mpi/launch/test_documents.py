@@ -65,7 +65,9 @@ def test_programs_print_what_is_shown(page: Path, tmp_path: Path) -> None:
 
 
 # Commands that take another machine, a lab (tests/lab/test_documents.py), minutes, or an algorithm of the reader's.
-ELSEWHERE = re.compile(r"mpips lab |--lab |star,ring|^python -m (tests|pytest)|'star'|examples.reproduce|demo.py")
+ELSEWHERE = re.compile(
+    r"mpips lab |--nics |--lab |star,ring|^python -m (tests|pytest)|'star'|examples.reproduce|demo.py"
+)
 QUICK = re.compile(r"^mpips (script|sim|plan) |--dry-run")
 TRAIN = """
 import numpy as np
@@ -81,11 +83,12 @@ SEPARATE = ("measurements", "promises")  # their commands make the figures that 
 
 
 def commands(page: Path) -> Iterator[str]:
-    """Every command in the blocks of a page, once, in its order; hosts that are not here are tried by --dry-run."""
+    """Every command in the blocks of a page, once, in its order. Hosts are not here, nor their NICs: --dry-run."""
     lines = [line.strip().removeprefix("$ ") for block in blocks(page) for line in block.splitlines()]
     found = [line for line in lines if re.match(r"(mpips|python) [-a-z]", line) and not ELSEWHERE.search(line)]
     for line in dict.fromkeys(found):
-        yield line.replace("mpips run ", "mpips run --dry-run ") if "--hostfile" in line else line.removesuffix("&")
+        dry = re.sub("--interface [a-z0-9]+", "", line).replace("mpips run ", "mpips run --dry-run ")
+        yield dry if "--hostfile" in line else line.removesuffix("&")
 
 
 def command_cases() -> Iterator[object]:
@@ -112,7 +115,8 @@ def test_commands_run_as_printed(page: Path, lines: list[str], tmp_path: Path) -
         (tmp_path / name).write_text(profile, encoding="utf-8")
     clean = {k: v for k, v in os.environ.items() if not re.match(r"OMPI_|PMIX_|PRTE_|PMI_|HYDRA_|MPI_|MPIPS_", k)}
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**clean, "PYTHONPATH": str(ROOT), "PATH": path, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    environment = {**clean, "PYTHONPATH": str(ROOT), "PATH": path, "XDG_CACHE_HOME": str(tmp_path / "cache"),
+                   "WANDB_MODE": "offline"}
     words = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True, "timeout": 2 * JOB_LIMIT}
     subprocess.run(["mpips", "plan", "--model", "lenet5", "--save-profile", "job.json"], check=True, **words)  # type: ignore[call-overload]
     for line in lines:
