@@ -149,10 +149,12 @@ def parse_version(text: str) -> tuple[Flavour, str] | None:
 def program(script: Sequence[str], python: str = sys.executable) -> tuple[str, ...]:
     """Return what each rank runs for `script ARGS` or `-m module ARGS`: a runner that ends the job on an exception.
 
-    A lone ":" would begin another program for mpirun, so words among which one stands are encoded for the runner.
+    Python finds the runner, and what it needs, without a look into the current folder (-P). The runner then sets
+    `sys.path` as Python does for the script. A lone ":" would begin another program for mpirun, so words among which
+    one stands are encoded for the runner.
     """
     words = (ENCODED, *(quote_from_bytes(os.fsencode(word)) for word in script)) if ":" in script else script
-    return (python, "-m", "mpips", *words)
+    return (python, "-P", "-m", "mpips", *words)
 
 
 def build(launcher: Launcher, job: Job, machine: Machine) -> list[str]:

@@ -77,7 +77,7 @@ def ask(launcher: Launcher, hosts: Sequence[str], machine: Machine, extra: Seque
     """The reports of `hosts`, in their order. Blocking, at most `LIMIT` s; LauncherError where a host is silent."""
     environment = {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
     placed = tuple(Placed(host, 1) for host in hosts)
-    program = (sys.executable, "-m", "launch.network", *hosts)
+    program = (sys.executable, "-P", "-m", "launch.network", *hosts)
     job = Job(len(hosts), program, environment, placed, extra=tuple(extra))
     argv = build(launcher, job, machine)
     try:

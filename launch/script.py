@@ -62,7 +62,11 @@ def check(words: Sequence[str]) -> None:
     script = words[0]
     if script == "-m":
         sys.path.insert(0, os.getcwd())  # where ranks look first
-        if not _exists(words[1]):
+        try:
+            exists = _exists(words[1])
+        finally:
+            del sys.path[0]  # what this process is yet to import does not lie there
+        if not exists:
             raise click.UsageError(f"there is no module {words[1]!r} for {sys.executable}")
     elif script == "-c":
         _compile(words[1], "<string>")

@@ -19,6 +19,7 @@ from mpips.world import ENCODED, launched_as
 
 COMMANDS = ("run", "doctor", "script", "train", "bench", "tune", "sim", "plan", "chaos", "lab")
 """Words of the `mpips` command, which are no scripts."""
+OURS = ("mpips", "collectives", "launch")
 
 
 def whole_lines() -> None:
@@ -32,6 +33,25 @@ def decode_words(words: list[str]) -> list[str]:
     """Return the words of a command line, of which those after `ENCODED` are percent-encoded."""
     encoded = words[1:] if words[:1] == [ENCODED] else []
     return [os.fsdecode(unquote_to_bytes(word)) for word in encoded] or words
+
+
+def search_as_python(script: str) -> None:
+    """Put first on `sys.path` what Python puts there for a script, a module or a line.
+
+    Without -P Python has put the current folder there, for this runner. Our own modules are not looked for in it.
+    """
+    if not sys.flags.safe_path:
+        del sys.path[0]
+    if script == "-m":
+        module = sys.argv[2] if len(sys.argv) > 2 else ""
+        first = [] if module.partition(".")[0] in OURS else [os.getcwd()]
+    elif script in ("-c", "-"):
+        first = [""]
+    else:
+        sys.path.insert(0, os.path.realpath(os.path.dirname(script)))  # mpi4py's run writes it there, in any case
+        return
+    if sys.flags.ignore_environment or not os.environ.get("PYTHONSAFEPATH"):
+        sys.path[:0] = first
 
 
 def exit_of(left: SystemExit) -> tuple[int, str]:
@@ -69,6 +89,7 @@ if __name__ == "__main__":
               f" or `python -m launch.cli {word}`", file=sys.stderr)  # fmt: skip
         sys.exit(2)
     whole_lines()
+    search_as_python(word)
     status = StatusLine()
     run.set_abort_status = _set_abort_status
     try:

@@ -136,7 +136,7 @@ def _gpu() -> dict[str, Any]:
     version = next((v for name in ("cupy-cuda12x", "cupy-cuda13x", "cupy") if (v := _version(name))), None)
     if version is None:
         return {"present": present, "cupy": None}
-    done = _child([sys.executable, "-c", DEVICES])
+    done = _child([sys.executable, "-P", "-c", DEVICES])
     return {"present": present, "cupy": version, "devices": done if isinstance(done, list) else [], "problem": done}
 
 

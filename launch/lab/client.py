@@ -72,7 +72,7 @@ def up(name: str, plan: LabPlan) -> socket.socket:
     with listener, open(lock):  # the keeper has them, too
         owner, theirs = socket.socketpair()
         inherited = (listener.fileno(), theirs.fileno())
-        command = [sys.executable, "-m", "launch.lab.keeper", name, *map(str, inherited)]
+        command = [sys.executable, "-P", "-m", "launch.lab.keeper", name, *map(str, inherited)]
         with theirs, tempfile.TemporaryFile("w+") as words:
             silent = subprocess.DEVNULL  # it outlives the caller, whose pipes must not wait for it
             process = subprocess.Popen(

@@ -39,7 +39,7 @@ def missing() -> list[str]:
     if lacking:
         return lacking
     done = subprocess.run(
-        [sys.executable, "-m", "launch.lab.needs"], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-P", "-m", "launch.lab.needs"], capture_output=True, text=True, timeout=60, check=False
     )
     if done.returncode not in (0, LACKING):
         return [f"the check of the kernel failed: {done.stderr.strip().splitlines()[-1:]}"]

@@ -89,7 +89,7 @@ def command(
 
 def watched(words: Words, plan: chaos.Plan, limit: float, lab: str) -> chaos.Run:
     """The run of a command; UsageError where there is none."""
-    argv = [sys.executable, "-m", "launch.cli", *words[1:]] if words[0] == "mpips" else list(words)
+    argv = [sys.executable, "-P", "-m", "launch.cli", *words[1:]] if words[0] == "mpips" else list(words)
     try:
         return chaos.watch(argv, plan, limit, lab=lab)
     except OSError as error:

@@ -115,7 +115,7 @@ def _set_links(lab: str, host: str, up: bool, share: float) -> str:
     """Set all NICs of a host up, with this share of their rate, or down; why that could not be, else "". Blocking, for
     the time that a command takes."""
     words = ["link", "--name", lab, "--share", str(share), host, "all", "up" if up else "down"]
-    argv = [sys.executable, "-m", "launch.lab", *words]
+    argv = [sys.executable, "-P", "-m", "launch.lab", *words]
     try:
         done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LINK_SECONDS)
     except subprocess.TimeoutExpired:

@@ -37,7 +37,7 @@ def start(tmp_path: Path, script: str, *words: str, bare: bool = False, group: b
     command = [sys.executable, "-m", "launch.run", *words, str(file)]
     if bare:
         shown = subprocess.run([*command[:-1], "--dry-run", command[-1]], capture_output=True, text=True, env=clean)
-        command = shlex.split(shown.stdout.replace(" -m mpips ", " "))
+        command = shlex.split(shown.stdout.replace(" -P -m mpips ", " "))
     pipe = subprocess.PIPE
     return subprocess.Popen(
         command, stdout=pipe, stderr=pipe, text=True, env=clean, cwd=tmp_path, start_new_session=group
@@ -246,7 +246,7 @@ def mpips(tmp_path: Path, *words: str, before: str = 'exec "$@"') -> subprocess.
     """`mpips WORDS` as the shell line `before` starts it."""
     clean = {k: v for k, v in os.environ.items() if not re.match(r"OMPI_|PMIX_|PRTE_|PMI_|HYDRA_|MPI_|MPIPS_", k)}
     clean["PYTHONPATH"] = str(ROOT)
-    command = ["sh", "-c", before, "sh", sys.executable, "-m", "launch.cli", *words]
+    command = ["sh", "-c", before, "sh", sys.executable, "-P", "-m", "launch.cli", *words]
     return subprocess.run(command, capture_output=True, text=True, env=clean, cwd=tmp_path, timeout=JOB_LIMIT)
 
 
@@ -375,3 +375,54 @@ def test_a_rank_that_leaves_without_a_word_was_ended_by_no_signal(tmp_path: Path
         rf"mpips: rank 1 \(worker\) (left with exit code {code}|ended without a word): the job has ended\n", done.stderr
     ), done.stderr
     assert "was ended by" not in done.stderr
+
+
+def folder_of_a_stranger(tmp_path: Path) -> Path:
+    """A folder whose files have the names of modules that mpips imports, and end who imports them with exit code 0."""
+    for name in ("mpips", "launch", "collectives", "numpy", "random", "click", "msgspec", "mpi4py", "json"):
+        (tmp_path / f"{name}.py").write_text("import os\nos.write(2, b'imported from here\\n')\nos._exit(0)\n")
+    return tmp_path
+
+
+WHERE = """
+import os, subprocess, sys
+import neighbour, numpy, random
+from mpi4py import MPI
+
+import mpips
+child = subprocess.run([sys.executable, "-c", "import sys; print(sys.path[0] == '')"], capture_output=True, text=True)
+first = os.path.relpath(sys.path[0]) if sys.path[0] else "''"
+sys.stdout.write(f"{first} {'elsewhere' in sys.path[1]} {neighbour.WORD} {child.stdout}")
+"""
+
+
+def test_ranks_import_what_python_alone_would_for_a_script_a_module_and_a_line(tmp_path: Path) -> None:
+    part, other, elsewhere = (folder_of_a_stranger(tmp_path) / name for name in ("part", "other", "elsewhere"))
+    for folder in (part, other, elsewhere):
+        folder.mkdir()
+    (elsewhere / "neighbour.py").write_text("WORD = 'of PYTHONPATH'")
+    (part / "train.py").write_text(WHERE)
+    (part / "neighbour.py").write_text("WORD = 'beside the script'")
+    (other / "module.py").write_text(WHERE)
+    (other / "neighbour.py").write_text("WORD = 'here'")
+    (other / "numpy.py").write_text("")  # as Python has it, this one counts
+    path = f'PYTHONPATH={elsewhere}:{ROOT} exec "$@"'
+    for words, folder, expected in (
+        (["part/train.py"], tmp_path, "part True beside the script True\n"),
+        (["-m", "module"], other, ". True here True\n"),
+        (["--", "-c", WHERE], other, "'' True here True\n"),
+    ):
+        done = mpips(folder, "run", "-w", "2", *words, before=path)
+        assert (done.returncode, done.stdout) == (0, 2 * expected), done.stderr
+
+
+@first(2, words=["run -w 2 part/train.py", "train -n 2 --data synthetic:50,3,1 --hidden 8 --epochs 1", "doctor",
+                 "tune -n 2 --dry-run", "bench allreduce -n 2 --sizes 8 --seconds 0.01",
+                 "chaos --faults 0 -- mpips run -w 2 part/train.py"])  # fmt: skip
+def test_what_lies_in_the_current_folder_is_not_imported(tmp_path: Path, words: str) -> None:
+    (folder_of_a_stranger(tmp_path) / "part").mkdir()
+    (tmp_path / "part" / "train.py").write_text("import mpips, numpy, random\nprint('ran')\n")
+    done = mpips(tmp_path, *words.split())
+    assert done.returncode == 0, done.stderr
+    assert "imported from here" not in done.stderr + done.stdout
+    assert done.stdout.count("ran\n") == (2 if "train.py" in words else 0)

@@ -55,7 +55,7 @@ def test_slurm() -> None:
 def test_srun_speaks_the_language_of_the_mpi(flavour: str, pmi: str) -> None:
     argv = slurm.srun(REQUEST._replace(flavour=flavour))
     assert argv[:2] == ["srun", f"--mpi={pmi}"]
-    assert argv[-5:] == ["-m", "mpips", *REQUEST.program]
+    assert argv[-6:] == ["-P", "-m", "mpips", *REQUEST.program]
 
 
 def test_intel_mpi_does_not_start_without_the_library_by_which_it_hears_srun() -> None:

@@ -142,7 +142,7 @@ def test_ranks_and_hosts_must_agree() -> None:
 
 
 def test_every_rank_runs_under_the_runner_that_ends_the_job() -> None:
-    assert program(["x.py", "--lr", "1"], "py") == ("py", "-m", "mpips", "x.py", "--lr", "1")
+    assert program(["x.py", "--lr", "1"], "py") == ("py", "-P", "-m", "mpips", "x.py", "--lr", "1")
 
 
 def test_a_stranger_is_refused(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def test_dry_run_prints_the_whole_command(mpirun: str) -> None:
     )
     assert done.exit_code == 0, done.output
     words = shlex.split(done.output)
-    assert words[-5:] == ["-m", "mpips", "x.py", "--lr", "0.1"]
+    assert words[-6:] == ["-P", "-m", "mpips", "x.py", "--lr", "0.1"]
     assert words[words.index("-n") + 1] == "6"
     pairs = {words[i + 1]: words[i + 2] for i, word in enumerate(words) if word == "-genv"}
     roles = {"MPIPS_SERVERS": "2", "MPIPS_CLIENTS": "2", "MPIPS_WORKERS": "4", "MPIPS_MASTERS": "all"}
