@@ -6,6 +6,7 @@ A setting is added only where it is needed; docs/reference/launching.md says wha
 from __future__ import annotations
 
 import os
+import pwd
 import re
 import shutil
 import socket
@@ -35,6 +36,7 @@ FULL_DUPLEX = tuple(
 ALLOCATIONS = ("SLURM_JOB_ID", "LSB_JOBID", "PBS_JOBID", "PE_HOSTFILE")
 HOST_FILES = {"PBS_NODEFILE": "PBS", "PE_HOSTFILE": "Grid Engine"}
 NO_SCHEDULERS = (("ras", "^slurm,pbs,tm,lsf,gridengine"), ("plm", "^slurm,tm,lsf,pals"))  # of Open MPI
+NO_PROCESS = "you may start no further process here (ulimit -u): raise it, or end some"
 HOST_WORDS = ("host", "hosts", "hostfile", "machinefile", "f", "rankfile", "configfile", "app")
 
 
@@ -103,8 +105,19 @@ def lacks_scheduler(environment: Mapping[str, str]) -> str:
 
 
 def environment_of_job(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment for an mpirun: what makes the process that starts it a rank is no matter of its ranks."""
-    return {name: value for name, value in environment.items() if not tells_rank(name)}
+    """Return the environment for an mpirun: what makes the process that starts it a rank is no matter of its ranks.
+
+    Open MPI does not start without a HOME. Where a user has none, it gets a folder that there is not.
+    """
+    home = {} if environment.get("HOME") else {"HOME": _home()}
+    return {name: value for name, value in environment.items() if not tells_rank(name)} | home
+
+
+def _home() -> str:
+    try:
+        return pwd.getpwuid(os.getuid()).pw_dir
+    except KeyError:
+        return "/nonexistent"
 
 
 def find(path: str | None = None, python: str = sys.executable) -> Launcher:
@@ -121,6 +134,8 @@ def find(path: str | None = None, python: str = sys.executable) -> Launcher:
             env=environment_of_job(os.environ),
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired) as error:
+        if isinstance(error, BlockingIOError):
+            raise LauncherError(NO_PROCESS) from error
         raise LauncherError(f"`{chosen} --version` failed: {error}") from error
     known = parse_version(done.stdout + done.stderr)
     if known is None:

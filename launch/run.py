@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import click
 
-from launch import network, restarts, script, survival
+from launch import network, restarts, script, surroundings, survival
 from launch.hosts import Host, Placed, place, read
 from launch.machine import check_room, crowd, settings, this_machine
 from launch.mpirun import Job, Launcher, LauncherError, Machine, build, find, program
@@ -144,6 +144,7 @@ def command(
         restarts.check(options, tries)
         if not dry_run:
             check_room(job)
+            start.doubt = surroundings.check(launcher, job.ranks_here(os.environ))
             restarts.make_folder(options)
         if interface and not dry_run:
             network.check_interface(interface, launcher, job.hosts, machine, extra)
@@ -172,12 +173,15 @@ class Start:
         self._interface, self._asked = interface, asked
         self._name = click.get_current_context().command_path
         self._answering: tuple[Host, ...] | None = None
+        self.doubt = ""
+        """What may be in the way of the job: said where it fails."""
 
     def __call__(self, options: Options) -> process.Ended:
         """Blocking, until it has ended."""
         job = self.job(options, self.named() if self._answering is None else self._answering)
         argv, here = build(self._launcher, job, self._machine), job.ranks_here(os.environ)
-        return process.run(argv, name=self._name, roles=_roles(options), here=here, spares=options.spares)
+        ended = process.run(argv, name=self._name, roles=_roles(options), here=here, spares=options.spares)
+        return ended._replace(sentence=_with_doubt(ended, self.doubt))
 
     def named(self) -> tuple[Host, ...]:
         """The hosts of the hostfile."""
@@ -242,12 +246,15 @@ def start(ranks: int, words: Sequence[str], mpirun: str | None = None, name: str
     try:
         check_alone()
         check_room(job)
-        argv = build(find(mpirun), job, machine)
+        launcher = find(mpirun)
+        doubt = surroundings.check(launcher, job.ranks_here(os.environ))
+        argv = build(launcher, job, machine)
     except LauncherError as error:
         raise click.UsageError(str(error)) from error
     _warn(job, machine)
-    code = process.wait(argv, name=name, here=job.ranks_here(os.environ))
-    sys.exit(code or int.from_bytes(os.pread(left, 1, 0), "little"))
+    ended = process.run(argv, name=name, here=job.ranks_here(os.environ))
+    process.tell(_with_doubt(ended, doubt))
+    sys.exit(ended.code or int.from_bytes(os.pread(left, 1, 0), "little"))
 
 
 def _hosts(
@@ -295,6 +302,13 @@ def check_alone() -> None:
             f"{name} starts the ranks itself, and here it is itself rank {rank} of {size} that a launcher has started: "
             "call it once, without that launcher, or let that launcher start `python -m mpips SCRIPT.py`"
         )
+
+
+def _with_doubt(ended: process.Ended, doubt: str) -> str:
+    """Return what is to be said of the end of a job, and of what may have been in its way."""
+    if not doubt or not ended.code or ended.heard:
+        return ended.sentence
+    return f"{ended.sentence}; {doubt}" if ended.sentence else f"mpips: {doubt}"
 
 
 def _warn(job: Job, machine: Machine) -> None:

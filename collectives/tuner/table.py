@@ -128,7 +128,9 @@ class Table(msgspec.Struct, frozen=True):
 
 def path() -> Path:
     """Where the user's table is kept: $XDG_CACHE_HOME/mpips/collectives.json, by default under ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mpips" / "collectives.json"
+    home = Path(os.path.expanduser("~"))  # "~" for a user without one
+    caches = os.environ.get("XDG_CACHE_HOME") or (home if home.is_absolute() else Path("/nonexistent")) / ".cache"
+    return Path(caches) / "mpips" / "collectives.json"
 
 
 def load() -> Table:

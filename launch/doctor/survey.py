@@ -8,7 +8,6 @@ import os
 import platform
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from launch import survival
+from launch import surroundings, survival
 from launch.doctor import probe
 from launch.machine import this_machine
 from launch.mpirun import Job, Launcher, LauncherError, build, environment_of_job, find, lacks_scheduler, program
@@ -57,7 +56,11 @@ def look() -> dict[str, Any]:
         launcher = find()
     except LauncherError as error:
         return {**found, "launcher": None, "ranks": {"problem": str(error)}}
-    found["launcher"], found["ranks"] = str(launcher), _started(launcher, RANKS)
+    found["launcher"] = str(launcher)
+    found["hindrances"] = [one._asdict() for one in surroundings.hindrances(launcher, RANKS)]
+    if any(one["sure"] for one in found["hindrances"]):
+        return {**found, "ranks": {"not_tried": "no rank was started, as it would fail"}}
+    found["ranks"] = _started(launcher, RANKS)
     found["death"] = _died(launcher)
     if found["gpu"].get("devices"):
         found["cuda"] = _started(launcher, RANKS, "cuda")
@@ -115,7 +118,7 @@ def _version(package: str) -> str | None:
 
 def _interfaces() -> Iterator[dict[str, Any]]:
     """Network interfaces that are up: name and Mbit/s (None where the kernel does not know)."""
-    for _, name in socket.if_nameindex():
+    for name in surroundings.interfaces():
         folder = Path("/sys/class/net", name)
         if _text(folder / "operstate") != "down":
             speed = _text(folder / "speed")

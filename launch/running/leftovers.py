@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -28,7 +27,7 @@ class Kind(NamedTuple):
 
 def kinds() -> tuple[Kind, ...]:
     """All that is looked for. Open MPI's session folders bear the number of their mpirun."""
-    sessions = Path(tempfile.gettempdir())
+    sessions = _sessions()
     return (
         Kind("MPICH", "files", SHARED, "mpich_shm_*"),
         Kind("Open MPI", "files", SHARED, "sm_segment.*"),
@@ -63,7 +62,12 @@ def drop(mpirun: int, began: float) -> None:
 
 def drop_session(mpirun: int) -> None:
     """Remove what Open MPI's mpirun with this number has left: where it is there, another one does not start."""
-    shutil.rmtree(Path(tempfile.gettempdir(), f"ompi.{mpirun}"), ignore_errors=True)
+    shutil.rmtree(_sessions() / f"ompi.{mpirun}", ignore_errors=True)
+
+
+def _sessions() -> Path:
+    """The folder in which Open MPI makes its session folders, whether or not it can be written to."""
+    return Path(os.environ.get("TMPDIR") or "/tmp")
 
 
 def _unused(searched: Iterable[Kind]) -> dict[Kind, dict[Path, int]]:

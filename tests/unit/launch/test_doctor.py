@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import mmap
-import tempfile
+import os
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +150,7 @@ def test_session_folders_are_left_where_no_file_in_them_is_open(tmp_path: Path) 
 
 def test_what_one_job_left_is_removed_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leftovers, "SHARED", tmp_path)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     old, new, used = (tmp_path / f"sm_segment.{name}" for name in ("old", "new", "used"))
     other = tmp_path / "other"
     old.touch()
@@ -167,7 +167,7 @@ def test_what_one_job_left_is_removed_and_nothing_else(tmp_path: Path, monkeypat
 
 def test_what_open_mpi_leaves_is_looked_for() -> None:
     assert {(str(kind.folder), kind.pattern) for kind in leftovers.kinds()} >= {
-        ("/dev/shm", "mpich_shm_*"), ("/dev/shm", "sm_segment.*"), (tempfile.gettempdir(), "ompi.[0-9]*"),
+        ("/dev/shm", "mpich_shm_*"), ("/dev/shm", "sm_segment.*"), (os.environ.get("TMPDIR", "/tmp"), "ompi.[0-9]*"),
     }  # fmt: skip
 
 
