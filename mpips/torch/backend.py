@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import fcntl
 import importlib
 import os
 import socket
+import struct
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -15,14 +18,20 @@ import numpy as np
 import torch.distributed as dist
 from mpi4py import MPI
 
-from collectives.errors import of_caller
+from collectives.errors import of_caller, ranks
 from mpips.torch.agreement import see_joined
 from mpips.torch.process_group.group import Group
 from mpips.torch.process_group.works import communication
+from mpips.world import launched_as
 
 NAME = "mpips"
 TAG = 7301
-WORDS = 512
+MASTER = "MASTER_ADDR"
+WORDS = 2048
+"""Bytes that rank 0's addresses may take."""
+ADDRESS_OF_NIC = 0x8915
+"""The system call's number (SIOCGIFADDR)."""
+CONNECT_SECONDS = 3.0
 
 
 def register() -> None:
@@ -49,25 +58,33 @@ def _create(options: Any, group_options: Any = None) -> Group:
 
 
 def _by_mpi(given: Any, url: str, timeout: timedelta = dist.default_pg_timeout, **keywords: Any) -> Iterator[Any]:
-    """The rendezvous of `env://`, where a launcher has set its variables; else rank 0 says over MPI where it is."""
-    if "MASTER_ADDR" in os.environ:
-        yield from given(url, timeout=timeout, **keywords)
-        return
+    """Yield store, rank and size of the rendezvous `env://`: MPI knows them where it has joined the processes. The
+    variables of another launcher count where it has not, or where the program itself gives rank and size.
+
+    Variables that were exported before the start are the same on all ranks, as of a template: they say nothing.
+    """
     world = MPI.COMM_WORLD
     asked = parse_qs(urlsplit(url).query)
+    joined = world.size > 1 or launched_as(os.environ) == (0, 1)
+    if MASTER in os.environ and (not joined or asked or _changed()):
+        yield from given(url, timeout=timeout, **keywords)
+        return
     _see_place(*(int(asked.get(name, ["-1"])[0]) for name in ("rank", "world_size")))
-    server = None
     address = _address()
-    if world.rank == 0:
-        server = dist.TCPStore(address, 0, world.size, True, timeout, wait_for_workers=False)
-    told = bytearray(WORDS)
-    if server is not None:
-        text = f"{server.host} {server.port}".encode()
-        told[: len(text)] = text
-    world.Bcast(told)
-    host, port = told.rstrip(b"\0").decode().split()
-    store = server or dist.TCPStore(host, int(port), world.size, False, timeout, wait_for_workers=False)
+    server = dist.TCPStore(address, 0, world.size, True, timeout, wait_for_workers=False) if world.rank == 0 else None
+    port = np.array([0 if server is None else server.port])
+    world.Bcast(port)
+    store = server or dist.TCPStore(address, int(port[0]), world.size, False, timeout, wait_for_workers=False)
     yield store, world.rank, world.size
+
+
+def _changed() -> bool:
+    """Return whether the program has set RANK or WORLD_SIZE by itself, since its start."""
+    try:
+        started = dict(part.partition(b"=")[::2] for part in Path("/proc/self/environ").read_bytes().split(b"\0"))
+    except OSError:
+        return False
+    return any(os.environb.get(name) != started.get(name) for name in (b"RANK", b"WORLD_SIZE"))
 
 
 def _see_place(rank: int, size: int) -> None:
@@ -75,8 +92,8 @@ def _see_place(rank: int, size: int) -> None:
     world = MPI.COMM_WORLD
     given = np.empty((world.size, 2), np.int64)
     world.Allgather(np.array([rank, size], np.int64), given)
-    for place, (said, ranks) in enumerate(given.tolist()):
-        wrong = f"world_size is {ranks}, and MPI's is {world.size}" if ranks not in (-1, world.size) else ""
+    for place, (said, asked) in enumerate(given.tolist()):
+        wrong = f"world_size is {asked}, and MPI's is {world.size}" if asked not in (-1, world.size) else ""
         if not wrong and said not in (-1, place):
             wrong = f"rank is {said} on MPI's rank {place}"
         if wrong:
@@ -84,8 +101,51 @@ def _see_place(rank: int, size: int) -> None:
 
 
 def _address() -> str:
-    """Where the other ranks reach this one. Collective."""
-    node = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
-    alone = node.size == MPI.COMM_WORLD.size
+    """Return where all ranks reach rank 0: its first address that each of them can connect to. Collective, blocking;
+    RuntimeError on all ranks where there is none."""
+    world = MPI.COMM_WORLD
+    node = world.Split_type(MPI.COMM_TYPE_SHARED)
+    if node.size == world.size:
+        node.Free()
+        return "127.0.0.1"
+    first = node.rank == 0
     node.Free()
-    return "127.0.0.1" if alone else socket.gethostname()
+    with socket.create_server(("", 0), backlog=4096) as listener:
+        told = bytearray(WORDS)
+        if world.rank == 0:
+            text = " ".join([str(listener.getsockname()[1]), *_addresses()])[:WORDS].encode()
+            told[: len(text)] = text
+        world.Bcast(told)
+        port, *addresses = told.rstrip(b"\0").decode().split()
+        lacking: list[int] = []
+        for address in addresses:
+            fine = np.empty(world.size, np.int8)
+            world.Allgather(np.array([not first or _reached(address, int(port))], np.int8), fine)
+            lacking = np.flatnonzero(fine == 0).tolist()
+            if not lacking:
+                return address
+    where = f"{', '.join(addresses)} (at the last {ranks(lacking)} cannot)"
+    raise of_caller(RuntimeError(f"init_process_group: not all ranks can connect to rank 0 at {where}: set {MASTER} to "
+                                 "an address of rank 0's host that all hosts reach"))  # fmt: skip
+
+
+def _addresses() -> list[str]:
+    """Return what others may reach this host by, the likeliest first: a name that was given, its own, its addresses."""
+    names = [os.environ.get(MASTER, ""), socket.gethostname()]
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for _, nic in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(any_socket, ADDRESS_OF_NIC, struct.pack("256s", nic.encode()[:15]))
+            except OSError:  # it has none
+                continue
+            names.append(socket.inet_ntoa(answer[20:24]))
+    usable = [name for name in names if name and name != "localhost" and not name.startswith("127.")]
+    return list(dict.fromkeys(usable))
+
+
+def _reached(address: str, port: int) -> bool:
+    try:
+        socket.create_connection((address, port), CONNECT_SECONDS).close()
+    except OSError:
+        return False
+    return True

@@ -16,7 +16,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from mpips.torch.process_group import exchange
-from mpips.torch.process_group.jobs import Jobs, deal, empty, in_turn
+from mpips.torch.process_group.jobs import Jobs, deal, in_turn
 from mpips.torch.process_group.reductions import Reduction, reduction
 from mpips.torch.process_group.tensors import flat, see_host, written
 from mpips.torch.process_group.uncompiled import uncompiled
@@ -25,7 +25,7 @@ from mpips.torch.process_group.works import Found, Work, communication
 Tensors = Sequence[Tensor]
 
 
-@uncompiled
+@uncompiled()
 class Group(dist.ProcessGroup):
     """Ranks of one MPI communicator as a group of c10d's. Making it is collective over `comm`."""
 
@@ -216,7 +216,7 @@ class Group(dist.ProcessGroup):
         """What follows is put into operations one by one: they run in order in any case."""
 
     def _end_coalescing(self, device: Any = None) -> Any:
-        return Work(communication.do(empty(), False))
+        return Work(communication.do(self._jobs.empty(), False))
 
     def _set_sequence_number_for_group(self) -> None:
         """Operations are numbered by `collectives`."""

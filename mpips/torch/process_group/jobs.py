@@ -50,6 +50,7 @@ class Jobs:
         """A reduction into `target`, which may be `given` itself; both are contiguous and 1-D."""
         if how.factor is not None:
             given.mul_(how.factor)
+        home = self._divided(target, home) if how.divided else home
         if how.bitwise is not None:
             steps = self.between.reduce(target, given, how.bitwise, root if kind == "reduce" else None)
             return self.exchanged(steps, kind, [target], home)
@@ -65,14 +66,24 @@ class Jobs:
             return in_turn(jobs, tensors)
         targets = [numbers(target) for target, _ in pairs if target.numel()]
 
-        def run() -> Sequence[Tensor]:
-            if targets:
-                collectives.grouped_allreduce(targets, self.comm, hows[0].name)
-            for _, home in pairs:
+        homes = [self._divided(target, home) if how.divided else home for how, (target, home) in zip(hows, pairs)]
+
+        def ended() -> Sequence[Tensor]:
+            for home in homes:
                 home()
             return tensors
 
-        return Job(run, lambda: _at_once(run), True)
+        def run() -> Sequence[Tensor]:
+            if targets:
+                collectives.grouped_allreduce(targets, self.comm, hows[0].name)
+            return ended()
+
+        def steps() -> Steps:
+            if targets:
+                yield from in_steps(begin("grouped_allreduce", targets, self.comm, op=hows[0].name))
+            return ended()
+
+        return Job(run, steps, self._home)
 
     def moved(
         self, kind: str, given: Tensor, target: Tensor | None, root: int = 0, home: Home | None = None
@@ -88,6 +99,7 @@ class Jobs:
                              f"input {sizes[rank]} of {given.numel()} between {len(sizes)} ranks")  # fmt: skip
         target, home = written(output)
         if how.bitwise is None and how.factor is None and len(set(sizes)) == 1:
+            home = self._divided(target, home) if how.divided else home
             return self._collective("reduce_scatter", numbers(given), numbers(target), how.name, 0, home)
         whole, start = given.clone(), sum(sizes[:rank])
 
@@ -126,7 +138,17 @@ class Jobs:
                 self._home.run(through(), what)
             return result
 
-        return Job(run, lambda: exchange.watched(through(), self._home, what), ordered)
+        return Job(run, lambda: exchange.watched(through(), self._home, what), self._home if ordered else None)
+
+    def _divided(self, target: Tensor, home: Home | None) -> Home:
+        """Divide a sum of integers by the number of ranks, then bring it home."""
+
+        def divide() -> None:
+            target.div_(self.comm.size, rounding_mode="trunc")
+            if home is not None:
+                home()
+
+        return divide
 
     def _collective(self, kind: str, x: Tensor, out: Tensor | None, op: str, root: int, home: Home | None) -> Job:
         keywords: dict[str, Any] = {"out": out}
@@ -149,7 +171,11 @@ class Jobs:
             yield from in_steps(begin(kind, x, self.comm, op=op, out=out, root=root))
             return ended()
 
-        return Job(run, steps, True)
+        return Job(run, steps, self._home)
+
+    def empty(self) -> Job:
+        """One that does nothing, in its turn."""
+        return Job(_nothing, lambda: _at_once(_nothing), self._home)
 
 
 def in_turn(jobs: Sequence[Job], result: Any) -> Job:
@@ -167,12 +193,7 @@ def in_turn(jobs: Sequence[Job], result: Any) -> Job:
             yield from job.steps()
         return result
 
-    return Job(run, steps, True)
-
-
-def empty() -> Job:
-    """One that does nothing, in its turn."""
-    return Job(_nothing, lambda: _at_once(_nothing), True)
+    return Job(run, steps, jobs[0].line if jobs else None)
 
 
 def deal(source: Tensor, outputs: Sequence[Tensor]) -> None:

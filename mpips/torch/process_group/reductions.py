@@ -25,6 +25,8 @@ class Reduction(NamedTuple):
     """MPI's operation on bytes, or None."""
     factor: Any
     """What every rank's tensor is multiplied by first, or None."""
+    divided: bool = False
+    """Whether a sum of integers is divided by the number of ranks, toward 0, as NCCL's AVG does."""
 
 
 def reduction(op: Any, dtype: torch.dtype) -> Reduction:
@@ -39,7 +41,9 @@ def reduction(op: Any, dtype: torch.dtype) -> Reduction:
     if kind not in NAMES:
         raise ValueError(f"unknown reduction {op}: choose SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR or PREMUL_SUM")
     if kind == ReduceOp.AVG and not (dtype.is_floating_point or dtype.is_complex):
-        raise TypeError(f"AVG of {dtype}: the mean is taken of floats; use SUM, then divide")
+        if dtype == torch.bool:
+            raise TypeError(f"AVG of {dtype}: the mean is taken of numbers; use SUM, which is true where any is")
+        return Reduction("sum", None, None, True)
     if dtype.is_complex and kind not in (ReduceOp.SUM, ReduceOp.AVG):
         raise TypeError(f"{name(kind)} of {dtype}: complex numbers are added only (SUM, AVG)")
     if dtype == torch.bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,6 +38,21 @@ def written(tensor: Tensor) -> tuple[Tensor, Callable[[], None]]:
 def movable(tensor: Tensor) -> Tensor:
     """A contiguous 1-D tensor as one of a type that can be moved."""
     return tensor.view(torch.uint8) if tensor.dtype in AS_BYTES else tensor
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Find the tensors in what a module returns: in lists, tuples, dicts and dataclasses."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from tensors_in(each)
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from tensors_in(each)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            yield from tensors_in(getattr(value, field.name))
 
 
 def see_host(tensors: Sequence[Tensor], what: str) -> None:

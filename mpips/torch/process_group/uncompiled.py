@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
+
+import torch
 
 T = TypeVar("T")
 
 
-def uncompiled(cls: type[T]) -> type[T]:
-    """A class whose methods are not compiled. The compiler is not imported for it, which would take seconds."""
-    for name, method in list(vars(cls).items()):
-        if inspect.isfunction(method) and not name.startswith("__"):
-            setattr(cls, name, _as_it_is(method))
-    return cls
+def uncompiled(*names: str) -> Callable[[type[T]], type[T]]:
+    """Make a class of which these methods, or all where none is named, are not compiled.
+
+    The compiler is not imported for it, which would take seconds.
+    """
+
+    def changed(cls: type[T]) -> type[T]:
+        for name, method in list(vars(cls).items()):
+            if name in names or (not names and inspect.isfunction(method) and not name.startswith("__")):
+                setattr(cls, name, _as_it_is(method))
+        return cls
+
+    return changed
 
 
 def _as_it_is(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -24,11 +32,10 @@ def _as_it_is(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def call(*args: Any, **keywords: Any) -> Any:
-        compiler = sys.modules.get("torch._dynamo")
-        if compiler is None:
+        if not torch.compiler.is_compiling():
             return method(*args, **keywords)
         if not made:
-            made.append(compiler.disable(method, wrapping=False))
+            made.append(torch.compiler.disable(method))
         return made[0](*args, **keywords)
 
     return call

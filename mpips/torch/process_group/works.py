@@ -1,11 +1,13 @@
 """Operations under way: done at once in the caller's thread, or by one communication thread, in program order.
 
-Collectives of one process start one after the other, in the order in which the program made them, whatever group they
-belong to. Sends and receives go on beside them. The thread sleeps while there is nothing to do.
+Collectives of one group start one after the other, in the order in which the program made them. Those of other groups,
+sends and receives go on beside them: groups overlap, and each rank may call them in an order of its own. The thread
+sleeps while there is nothing to do.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
@@ -16,8 +18,10 @@ import numpy as np
 import torch
 from torch.futures import Future
 
-NAP_SECONDS = 2e-5
-"""Between two looks at operations that go on beside each other."""
+from collectives.communicator import Communicator
+
+YIELD_SECONDS, NAP_SECONDS = 2e-3, 2e-5
+"""How long the thread only gives way between two looks at what goes on, and how long it sleeps afterwards."""
 Steps = Generator[None, None, Any]
 """An operation that yields whenever it has to wait; it returns the result."""
 
@@ -30,12 +34,13 @@ def in_steps(begun: Any) -> Steps:
 
 
 class Job:
-    """One operation: `run` does it, blocking; `steps` does the same beside others. `ordered`: a collective."""
+    """One operation: `run` does it, blocking; `steps` does the same beside others. `line`: what it takes turns on with
+    others, its communicator; None for sends and receives."""
 
     def __init__(
-        self, run: Callable[[], Any], steps: Callable[[], Steps], ordered: bool, keep: object = None
+        self, run: Callable[[], Any], steps: Callable[[], Steps], line: Communicator | None, keep: object = None
     ) -> None:
-        self.run, self.steps, self.ordered = run, steps, ordered
+        self.run, self.steps, self.line = run, steps, line
         self.keep = keep
         """Tensors that must live as long as the operation."""
         self.result: Any = None
@@ -111,36 +116,35 @@ class Communication:
                     self._state.notify_all()
 
     def _go_on(self) -> None:
-        """Do what there is, until nothing is left."""
+        """Do what there is, until nothing is left. No job is waited for by itself: another rank may wait in another."""
         under_way: list[tuple[Job, Steps]] = []
+        moved = time.monotonic()
         while (job := self._next(under_way)) or under_way:
             if job is not None:
-                if job.ordered and not under_way and not self._jobs:
-                    _run(job)
-                    continue
                 under_way.append((job, job.steps()))
             left = [(each, steps) for each, steps in under_way if not _stepped(each, steps)]
-            if left and len(left) == len(under_way):
+            if job is not None or len(left) < len(under_way):
+                moved = time.monotonic()
+            elif time.monotonic() - moved < YIELD_SECONDS:
+                os.sched_yield()
+            else:
                 time.sleep(NAP_SECONDS)
             under_way = left
 
     def _next(self, under_way: list[tuple[Job, Steps]]) -> Job | None:
-        """The next job that may begin: collectives wait for the one before."""
+        """The next job that may begin: those of one line wait for the one before."""
+        taken = {job.line for job, _ in under_way} - {None}
         with self._state:
-            if self._jobs and not (self._jobs[0].ordered and any(job.ordered for job, _ in under_way)):
-                return self._jobs.popleft()
+            for place, job in enumerate(self._jobs):
+                if job.line not in taken:
+                    del self._jobs[place]
+                    return job
+                taken.add(job.line)
         return None
 
 
 communication = Communication()
 """That of this process."""
-
-
-def _run(job: Job) -> None:
-    try:
-        job.end(job.run())
-    except Exception as error:
-        job.fail(error)
 
 
 def _stepped(job: Job, steps: Steps) -> bool:

@@ -88,6 +88,56 @@ def test_operations_end_in_the_order_in_which_they_began() -> None:
     assert off == 0
 
 
+@pytest.mark.parametrize("call", ["all_reduce", "all_reduce_coalesced", "barrier", "send"])
+def test_overlapping_groups_may_be_called_in_an_order_of_each_rank(call: str) -> None:
+    """Pairs of neighbours on a ring, of which every rank begins with another; as on gloo and NCCL, all end."""
+    if WORLD.size < 3:
+        pytest.skip("groups of two overlap on three ranks")
+    pairs = [sorted((rank, (rank + 1) % WORLD.size)) for rank in range(WORLD.size)]
+    ring = [dist.new_group(pair, backend="mpips") for pair in pairs]
+    right, left = ring[WORLD.rank], ring[WORLD.rank - 1]
+    totals = [float(sum(pairs[WORLD.rank])), float(sum(pairs[WORLD.rank - 1]))]
+    begin, fine = time.monotonic(), True
+    for _ in range(3):
+        mine = [torch.full((1000,), float(WORLD.rank)) for _ in range(2)]
+        works = [_begun(call, x, group) for x, group in zip(mine, (right, left))]
+        if call == "send":  # a message goes beside a collective that waits for its receiver
+            works += [dist.isend(mine[0], (WORLD.rank + 1) % WORLD.size)]
+            dist.recv(torch.empty(1000), (WORLD.rank - 1) % WORLD.size)
+        for work in works:
+            work.wait()
+        fine = fine and (not call.startswith("all_reduce") or [float(x[-1]) for x in mine] == totals)
+    everybody = WORLD.allgather(fine and time.monotonic() - begin < 20)
+    assert all(everybody)
+
+
+def _begun(call: str, x: Any, group: Any) -> Any:
+    if call == "all_reduce_coalesced":
+        with dist._coalescing_manager(group, async_ops=True) as works:
+            dist.all_reduce(x, group=group)
+        return works
+    return dist.barrier(group, async_op=True) if call == "barrier" else dist.all_reduce(x, group=group, async_op=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.int8])
+def test_the_mean_of_integers_is_their_sum_divided_toward_0(dtype: Any) -> None:
+    """As NCCL's; and what Lightning makes of gloo's sum."""
+    sign = 1 if dtype is torch.uint8 else -1
+    mine, whole = sign * (2 * WORLD.rank + 5), sign * sum(2 * rank + 5 for rank in range(WORLD.size))
+    expected = int(whole / WORLD.size)
+    x, strided = torch.full((3,), mine, dtype=dtype), torch.full((2, 3), mine, dtype=dtype).t()
+    dist.all_reduce(x, dist.ReduceOp.AVG)
+    dist.all_reduce(strided, dist.ReduceOp.AVG)
+    own, alone = torch.full((3,), mine, dtype=dtype), torch.zeros(1, dtype=dtype)
+    dist.reduce(own, 0, dist.ReduceOp.AVG)
+    dist.reduce_scatter_tensor(alone, torch.full((WORLD.size,), mine, dtype=dtype), dist.ReduceOp.AVG)
+    group = [torch.full((2,), mine, dtype=dtype), torch.full((1,), mine, dtype=dtype)]
+    dist.all_reduce_coalesced(group, dist.ReduceOp.AVG)
+    tensors = [x, strided, alone, *group, *([own] if WORLD.rank == 0 else [])]
+    everybody = WORLD.allgather([sorted(set(tensor.flatten().tolist())) for tensor in tensors])
+    assert all(values == [expected] for found in everybody for values in found), everybody
+
+
 def test_ddp_s_losses_are_gloo_s() -> None:
     theirs = dist.new_group(backend="gloo")
     losses = []
