@@ -48,19 +48,19 @@ def described(module: torch.nn.Module, buckets: str | float, algorithm: str) -> 
     ]  # fmt: skip
 
 
-def agree(items: Items, comm: MPI.Intracomm) -> None:
+def agree(items: Items, comm: MPI.Intracomm, what: str = WHAT, cure: str = "give all ranks the same") -> None:
     """MismatchError on all ranks, with one sentence, unless all bring the same. Collective, blocking."""
     word = msgspec.msgpack.encode(items)
     head = np.array([len(word), int.from_bytes(hashlib.blake2b(word, digest_size=7).digest())])
-    heads = _gathered(head, comm)
+    heads = gathered(head, comm, what)
     if (heads == head).all():
         return
     padded = np.zeros(heads[:, 0].max(), np.uint8)
     padded[: len(word)] = np.frombuffer(word, np.uint8)
-    words = _gathered(padded, comm)
+    words = gathered(padded, comm, what)
     every = [msgspec.msgpack.decode(row[:n].tobytes(), type=list[tuple[str, str]]) for row, (n, _) in zip(words, heads)]
-    with communicator(comm).failing(WHAT):
-        raise collectives.MismatchError(f"{WHAT}: {difference(every)}: give all ranks the same")
+    with communicator(comm).failing(what):
+        raise collectives.MismatchError(f"{what}: {difference(every)}: {cure}")
 
 
 def difference(every: Sequence[Items]) -> str:
@@ -86,8 +86,8 @@ def _kind(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{tuple(tensor.shape)}"
 
 
-def _gathered(row: np.ndarray, comm: MPI.Intracomm) -> np.ndarray:
-    """All ranks' rows, which are of one length."""
+def gathered(row: np.ndarray, comm: MPI.Intracomm, what: str = WHAT) -> np.ndarray:
+    """Return all ranks' rows, which are of one length. Collective, blocking."""
     rows = np.empty((comm.size, row.size), row.dtype)
-    collectives.allgather(row, comm, out=rows, label=WHAT)
+    collectives.allgather(row, comm, out=rows, label=what)
     return rows

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -46,19 +46,28 @@ def broadcast_parameters(
 def broadcast_tensors(tensors: Iterable[Tensor], root: int = 0, comm: MPI.Comm | None = None) -> None:
     """The root's values for all ranks, in place: tensors of the same shapes and types on all. Collective, blocking."""
     given = list(tensors)
-    packed = np.concatenate([data(tensor.detach().contiguous()) for tensor in given] or [np.empty(0, np.uint8)])
-    if not packed.size:
-        return
-    collectives.broadcast(packed, comm, root)
-    start = 0
     with torch.no_grad():
-        for tensor in given:
-            nbytes = tensor.numel() * tensor.element_size()
-            if nbytes:
-                part = torch.from_numpy(packed[start : start + nbytes].copy()).view(tensor.dtype).view(tensor.shape)
-                if not torch.equal(tensor, part):  # a store takes a write for a change
-                    tensor.copy_(part)
-            start += nbytes
+        for tensor, other in zip(given, broadcast_values(given, root, comm)):
+            if other is not None:  # a store takes a write for a change
+                tensor.copy_(other)
+
+
+def broadcast_values(tensors: Sequence[Tensor], root: int = 0, comm: MPI.Comm | None = None) -> list[Tensor | None]:
+    """Return the root's values as new tensors, None for those that are equal here. Collective, blocking."""
+    packed = np.concatenate([data(tensor.detach().contiguous()) for tensor in tensors] or [np.empty(0, np.uint8)])
+    if not packed.size:
+        return [None] * len(tensors)
+    collectives.broadcast(packed, comm, root)
+    found: list[Tensor | None] = []
+    start = 0
+    for tensor in tensors:
+        stretch = slice(start, start + tensor.numel() * tensor.element_size())
+        start = stretch.stop
+        if np.array_equal(packed[stretch], data(tensor.detach().contiguous())):
+            found.append(None)
+        else:
+            found.append(torch.from_numpy(packed[stretch].copy()).view(tensor.dtype).view(tensor.shape))
+    return found
 
 
 def broadcast_optimizer_state(
