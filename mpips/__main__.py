@@ -13,7 +13,7 @@ from urllib.parse import unquote_to_bytes
 from mpi4py import run
 
 from mpips.ending.children import is_fork, is_started, leave_fork
-from mpips.ending.last_words import end, end_unstarted
+from mpips.ending.last_words import INTERRUPTED, end, end_unstarted
 from mpips.ending.status import StatusLine
 from mpips.world import ENCODED, launched_as
 
@@ -107,10 +107,13 @@ if __name__ == "__main__":
             raise SystemExit(code) from None
         status.ends_well()
         raise
-    except Exception as error:
-        status.fails()
+    except (Exception, KeyboardInterrupt) as error:
+        interrupted = isinstance(error, KeyboardInterrupt)
+        code, what = (INTERRUPTED, "interrupted") if interrupted else (1, type(error).__name__)
+        status.fails(code)
         if is_started():
             raise  # to the hook, which says it for all ranks
-        sys.excepthook(type(error), error, error.__traceback__)
-        end_unstarted(type(error).__name__)
-        raise SystemExit(1) from None
+        if not interrupted:
+            sys.excepthook(type(error), error, error.__traceback__)
+        end_unstarted(what, code)
+        raise SystemExit(code) from None

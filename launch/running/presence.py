@@ -130,6 +130,10 @@ class Presence:
             rank.well or not rank.role for rank in self._alive.values()
         )
 
+    def heard(self) -> set[int]:
+        """The ranks that have said that they are there, also those that have ended since."""
+        return self._numbers
+
     def pids(self) -> list[int]:
         """The processes of the ranks that live, where all that are sure to be here have been heard; else none."""
         heard = len(self._alive) + self.well + len(self.deaths) * self._survives
@@ -197,9 +201,7 @@ class Presence:
             self.code, rank.fails = code, True
 
     def _bury(self, rank: Rank) -> None:
-        status = _status(rank.pid)
-        if status is None:
-            status = _status_of_old(rank.descriptor)
+        status = status_of(rank.pid, rank.descriptor)
         self._take(rank)
         self._lines.pop(rank.line.fileno(), None)
         self._leave(rank, status)
@@ -217,6 +219,12 @@ class Presence:
 def _number(word: bytes) -> int:
     """The number that a word is; -1 where it is none."""
     return int(word) if word.isdigit() and len(word) <= MOST_DIGITS else -1
+
+
+def status_of(pid: int, descriptor: int) -> int | None:
+    """Return how a process, which has ended, did so, as wait(2) tells it; None where the kernel does not keep it."""
+    status = _status(pid)
+    return _status_of_old(descriptor) if status is None else status
 
 
 def _status_of_old(descriptor: int) -> int | None:

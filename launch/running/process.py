@@ -19,14 +19,16 @@ from typing import NamedTuple
 from launch.mpirun import environment_of_job
 from launch.running import descendants, leftovers
 from launch.running.listener import Listener
-from launch.running.presence import Presence
+from launch.running.presence import Death, Presence
 from launch.running.signals import Heard, HeldSignals
+from launch.running.unheard import Unheard
 from launch.running.verdict import End, OneDeathEnds, OthersGoOn, Verdict
 
 INTERRUPTED = 128 + signal.SIGINT
 LOOK_SECONDS = 1.0  # seldom enough to cost a job nothing
 NAP_SECONDS = 0.05  # while it ends
-STARTING = 4.0  # seconds without another rank, though some are not there: one has ended before it could be heard
+STARTING = 4.0  # seconds without another rank, though some are not there: one has ended before it could be seen
+START_SECONDS = 0.05  # between two looks while ranks are not there
 GRACE = 5.0  # seconds for a job to end after a signal, and again for mpirun once its ranks have been killed
 GRACE_OF_NOBODY = 0.4  # the same of an mpirun that has no ranks to end
 PR_SET_PDEATHSIG = 1
@@ -70,7 +72,7 @@ def run(
     verdict: Verdict = OneDeathEnds(presence, roles) if spares < 0 else OthersGoOn(presence, roles, spares)
     try:
         listener = Listener() if here < max(1, len(roles)) else None
-        watched = Watched(argv, signals, presence, verdict, hopeless, listener)
+        watched = Watched(argv, signals, presence, verdict, hopeless, listener, here if roles else 0, len(roles))
         watched.until_it_ends()
         presence.look()
         end = watched.end()
@@ -87,7 +89,7 @@ def run(
 
 
 class Watched:
-    """A running job, and what has happened to it."""
+    """A running job, and what has happened to it. `speaking`: so many of `ranks`, here, say that they are there."""
 
     def __init__(
         self,
@@ -97,7 +99,10 @@ class Watched:
         verdict: Verdict,
         hopeless: Callable[[], bool] | None,
         listener: Listener | None,
+        speaking: int,
+        ranks: int,
     ) -> None:
+        self._speaking, self._ranks = speaking, ranks
         self._signals, self._presence, self._verdict, self._hopeless = signals, presence, verdict, hopeless
         self._heard, self._deserted = 0, False
         self._known, self._since = 0, time.monotonic()
@@ -107,6 +112,7 @@ class Watched:
             self._poll.register(source, select.POLLIN)
         descendants.adopt()
         environment = {**environment_of_job(os.environ), **presence.environment()}
+        self._unheard = Unheard(presence.environment())
         self._began = time.time()
         output, errors = (listener.output, listener.errors) if listener else (None, None)
         prepare = _child_of(os.getpid(), signals.before)
@@ -141,6 +147,7 @@ class Watched:
                 self._deserted = True
                 self._end(GRACE_OF_NOBODY if self._verdict.nobody_works() else GRACE)
             if self._ends_by == math.inf and self._lacks_a_rank():
+                self._presence.deaths += [Death(rank, None) for rank in self._missing()[:1]]
                 self._deserted = True
                 self._end(GRACE_OF_NOBODY)
             if not news and self._hopeless and self._hopeless():
@@ -148,6 +155,7 @@ class Watched:
             late = time.monotonic() - self._ends_by
             if late > 0:  # first the ranks, so that mpirun can still tidy up
                 descendants.kill(spared=0 if late > self._grace else self._job.pid)
+        self._unheard.close()
         if self._ends_by < math.inf or self._job.returncode < 0:
             self.clear()
 
@@ -158,22 +166,36 @@ class Watched:
         leftovers.drop(self._job.pid, self._began)
 
     def _lacks_a_rank(self) -> bool:
-        """Whether one has ended before it could be heard: the others would wait for it in MPI's start for ever."""
+        """Whether one has ended before it could be heard or seen: the others would wait for it in MPI's start for ever.
+        One that was seen is a death."""
         presence = self._presence
-        if presence.started:
+        if not self._is_starting():
             return False
-        ranks = len(descendants.find()) - 1  # the first is mpirun
-        presence.look()
-        known = ranks + presence.well + len(presence.deaths)
-        if known >= presence.here or ranks < 1 or known != self._known:
+        ended = [*self._unheard.look(presence.heard())]
+        presence.look()  # what they have said just before
+        presence.deaths += [death for death in ended if death.rank not in presence.heard()]
+        known = len(self._unheard.ranks()) + len(presence.heard()) + len(presence.deaths)
+        if not 0 < known < self._speaking or presence.deaths or known != self._known:
             self._known, self._since = known, time.monotonic()
         return time.monotonic() > self._since + STARTING
 
+    def _missing(self) -> list[int]:
+        """The ranks that have ended unseen, where all of the job are on this machine."""
+        if self._speaking < self._ranks:
+            return []
+        return sorted({*range(self._ranks)} - self._presence.heard() - self._unheard.ranks())
+
+    def _is_starting(self) -> bool:
+        """Whether ranks are not there yet."""
+        return not self._presence.started and len(self._presence.heard()) < self._speaking
+
     def _patience(self, due: float) -> float | None:
         """Milliseconds until there is something to do though nothing has come; None for ever."""
-        if self._presence.started and self._hopeless is None and min(due, self._ends_by) == math.inf:
+        starting = self._is_starting()
+        if not starting and self._hopeless is None and min(due, self._ends_by) == math.inf:
             return None
-        return 1000 * min(LOOK_SECONDS, max(NAP_SECONDS, min(due, self._ends_by) - time.monotonic()))
+        longest = START_SECONDS if starting else LOOK_SECONDS
+        return 1000 * min(longest, max(NAP_SECONDS, min(due, self._ends_by) - time.monotonic()))
 
     def _pass_on(self, heard: Heard) -> None:
         if heard.is_for_ranks:  # to them, as MPICH's mpirun would die of one

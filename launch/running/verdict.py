@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 from launch.running.presence import Death, Presence
 
 AFTER_A_DEATH = 4.0  # seconds for mpirun to end a job, one of whose ranks has died, by itself
+BEFORE_THE_START = 1.0  # the same before MPI has started: MPICH's does not end it
 AFTER_A_FAILURE = 20.0  # the same where a rank said before that it ends the job: that is under way
 AFTER_THE_LAST = 1.5  # the same where ranks have died and nobody who is left works
 LOST = "mpirun has lost a host"
@@ -63,7 +64,8 @@ class OneDeathEnds:
 
     def due(self, now: float) -> float:
         if self._presence.deaths and self._due == math.inf:
-            self._due = now + (AFTER_A_FAILURE if self._presence.code else AFTER_A_DEATH)
+            waits = AFTER_A_DEATH if self._presence.started else BEFORE_THE_START
+            self._due = now + (AFTER_A_FAILURE if self._presence.code else waits)
         return self._due
 
     def nobody_works(self) -> bool:
@@ -79,7 +81,7 @@ class OneDeathEnds:
             return 128 + end.heard
         if code and presence.code:  # mpirun may have crashed while it ended the others
             return presence.code
-        if end.deserted and presence.deaths:
+        if presence.deaths and (end.deserted or (code and presence.deaths[0].signal == signal.SIGINT)):
             return _code_of(presence.deaths[0])
         if end.lost and not code:
             return LOST_CODE
@@ -109,7 +111,9 @@ class OneDeathEnds:
         if end.deserted:
             return deaths[0]
         left = next((death for death in deaths if code and death.code == code), None)
-        return left or (deaths[0] if signal_in(code) else None)
+        if left or not signal_in(code):
+            return left
+        return next((death for death in deaths if code <= 128 or death.signal in (0, code - 128)), None)
 
 
 class OthersGoOn:

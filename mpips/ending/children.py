@@ -9,18 +9,15 @@ memory in which MPI runs. So it ends without mpi4py's last step, which would end
 from __future__ import annotations
 
 import atexit
-import importlib.util
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import NoReturn
 
+from mpips.ending.start import runs, when_started
 from mpips.world import tells_rank
 
 _forks: dict[int, bool] = {}
@@ -36,21 +33,12 @@ def install() -> None:
 
 def is_started() -> bool:
     """Return whether this process, and not one of which it is a fork, has started MPI."""
-    return _runs() and not is_fork()
+    return runs() and not is_fork()
 
 
 def is_fork() -> bool:
     """Return whether this process is a fork of a rank, and no rank by an MPI that it has started itself."""
-    return os.getpid() in _forks and (_forks[os.getpid()] or not _runs())
-
-
-def when_started(call: Callable[[], None]) -> None:
-    """Call it when MPI has started: where the program imports it, mpi4py starts it, and comes back when all ranks have
-    come. At once where it has started before."""
-    if _runs():
-        call()
-    elif "mpi4py.MPI" not in sys.modules:
-        sys.meta_path.insert(0, _Importing(call))
+    return os.getpid() in _forks and (_forks[os.getpid()] or not runs())
 
 
 def hide_variables() -> None:
@@ -81,35 +69,5 @@ class _OfRank(os._Environ):  # type: ignore[type-arg]
         return sum(1 for _ in self)
 
 
-class _Importing(MetaPathFinder):
-    """Calls `call` when MPI has been imported, if it has started then."""
-
-    def __init__(self, call: Callable[[], None]) -> None:
-        self._call = call
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if name != "mpi4py.MPI":
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.loader is not None:
-            begin = spec.loader.exec_module
-
-            def exec_module(module: ModuleType) -> None:
-                begin(module)
-                if module.Is_initialized():
-                    self._call()
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
-
-
-def _runs() -> bool:
-    module = sys.modules.get("mpi4py.MPI")
-    return module is not None and bool(module.Is_initialized())
-
-
 def _note_fork() -> None:
-    _forks[os.getpid()] = _runs()
+    _forks[os.getpid()] = runs()

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 from collectives.errors import is_ours
 from mpips.ending.children import is_started
 from mpips.ending.finalize import survives
+from mpips.ending.status import say_failure
 from mpips.world import launched_as
 
 if TYPE_CHECKING:
@@ -130,6 +131,7 @@ def _raised(kind: type[BaseException], error: BaseException | None, trace: Trace
         _say_once(error)
         return
     if issubclass(kind, KeyboardInterrupt):
+        say_failure(INTERRUPTED)
         end("interrupted", code=INTERRUPTED)
         return
     text = "".join(traceback.format_exception(kind, error, trace))

@@ -16,8 +16,8 @@ import threading
 from contextlib import suppress
 
 from collectives.machine.peers import peer
-from mpips.ending.children import when_started
 from mpips.ending.finalize import dead, survives
+from mpips.ending.start import when_started
 from mpips.world import FAILING, GOODBYE, PRESENCE, PRESENT, ROLE, STARTED, WELL_WITHOUT, launched_as
 
 SECONDS = 5.0  # to be heard by the launcher
@@ -85,3 +85,9 @@ def say_role(role: str) -> None:
     """A spare has got a role, such as "worker of client 1": the launcher names it so, and the job is its own to end."""
     for line in _lines:
         line.has_role(role)
+
+
+def say_failure(code: int) -> None:
+    """This rank ends the job with this exit code."""
+    for line in _lines:
+        line.fails(code)

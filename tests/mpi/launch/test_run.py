@@ -184,6 +184,22 @@ def test_an_interrupt_ends_all_with_130_and_without_a_traceback(tmp_path: Path) 
     assert "launch.run: interrupted\n" in said, said
 
 
+def test_an_interrupt_of_one_rank_while_mpi_starts_ends_the_job(tmp_path: Path) -> None:
+    script = """
+import os, signal, threading, time
+if os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK")) == "0":
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()  # in MPI_Init, which waits for the other
+else:
+    time.sleep(1.5)
+from mpi4py import MPI
+MPI.COMM_WORLD.Barrier()
+"""
+    done = run(tmp_path, script, "-w", "2")
+    assert done.returncode == 130, done.stderr
+    assert "mpips: interrupted on rank 0 of 2: the job ends\n" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_an_exit_of_one_worker_ends_a_store_that_others_wait_in(tmp_path: Path) -> None:
     script = (
         "import sys\nimport numpy as np\nimport mpips\nkv = mpips.create('mpi_sync')\n"

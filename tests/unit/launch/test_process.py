@@ -62,8 +62,9 @@ def interrupted(*_):
     for rank in started: rank.kill()
 signal.signal(signal.SIGINT, interrupted)
 variables = lambda rank: {**os.environ, "OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": str(len(ranks))}
-run = [sys.executable, "-m", "mpips", "-c"]
-started = [subprocess.Popen([*run, line], env=variables(i), start_new_session=True) for i, line in enumerate(ranks)]
+words = lambda line: ["-c", line[1:]] if line[0] == "!" else ["-m", "mpips", "-c", line]
+run = lambda i, line: subprocess.Popen([sys.executable, *words(line)], env=variables(i), start_new_session=True)
+started = [run(i, line) for i, line in enumerate(ranks) if line]
 for rank in started: rank.wait()
 signal.sigtimedwait([], float(os.environ.get("LAUNCHER_LASTS", "0")))
 sys.exit(int(os.environ.get("LAUNCHER_CODE", "0")))
@@ -351,3 +352,21 @@ def test_a_rank_that_hangs_after_its_goodbye_has_ended_well() -> None:
     process.communicate(timeout=60)
     assert time.monotonic() - begun < 20
     assert process.returncode == 0
+
+
+@pytest.mark.parametrize(
+    "unheard, said, code",
+    [
+        ("!import os, time; time.sleep(0.5); os.kill(os.getpid(), 2)", "was ended by SIGINT", 130),
+        ("!import sys, time; time.sleep(0.5); sys.exit(3)", "left with exit code 3", 3),
+        ("", "ended without a word", 1),
+    ],
+)
+def test_a_rank_that_ends_before_it_can_be_heard_ends_a_job_in_which_mpirun_waits_for_the_others(
+    unheard: str, said: str, code: int
+) -> None:
+    program = JOB.replace("limit  #", "1; process.STARTING = 1  #")
+    command = [sys.executable, "-c", program, LAUNCHER, unheard, "import time; time.sleep(600)"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, preexec_fn=heed, timeout=60)
+    assert done.returncode == code, done.stderr
+    assert f"mpips: rank 0 (worker) {said}: the job has ended\n" in done.stderr
