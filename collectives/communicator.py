@@ -386,7 +386,8 @@ def _node_memory(comm: MPI.Intracomm) -> tuple[MPI.Comm, NodeMemory, list[int]]:
         node.Free()
         node = made(comm.Split(comm.rank))
         memory = open_memory(node)
-        assert memory is not None
+        if memory is None:
+            raise CollectiveError("a rank cannot map its own shared memory: raise ulimit -n (files) and ulimit -v")
     names = np.empty(node.size, np.int64)
     node.Allgather(np.array([comm.rank], np.int64), names)
     return node, memory, names.tolist()

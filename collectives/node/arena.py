@@ -2,7 +2,7 @@
 
 `empty` takes memory from *segments*: sparse memfd files of this process, mapped shared. A peer on the same node opens
 ``/proc/<pid>/fd/<fd>`` and maps the same pages, so no call here is collective, nothing has a name in a file system and
-nothing outlives the processes. A segment is large (address space costs nothing) and few are needed, so a peer maps
+nothing outlives the processes. Each segment is twice as large as the one before, so few are needed, and a peer maps
 each of them once. Pages are touched when an array is made, in huge pages where the kernel offers them; pages of freed
 arrays are kept for the next array, up to `IDLE_BYTES`, and given back to the system beyond that.
 """
@@ -16,6 +16,7 @@ import errno
 import math
 import mmap
 import os
+import resource
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
 
 ALIGNMENT = 64
 HUGE_PAGE = 2 << 20
-SEGMENT_BYTES = 4 << 30
+FIRST_BYTES = 256 << 20  # of the first segment: every rank of a node maps it, and `ulimit -v` counts addresses
+SEGMENT_BYTES = 4 << 30  # of the fifth, and of later ones
 COPY_PERIOD = 4 << 30
 """Intel's `rep movsb`, in which long copies end, goes byte by byte where the target begins 1 to 63 bytes above the
 source modulo this."""
@@ -49,14 +51,15 @@ class Region(NamedTuple):
     nbytes: int
 
 
-def segment_bytes(nbytes: int) -> int:
-    """Bytes of a segment for an array of so many: huge pages, and no multiple of 4 GiB.
+def segment_bytes(nbytes: int, before: int = 0) -> int:
+    """Return the bytes of a segment for an array of `nbytes`, where `before` segments are there: huge pages, and no
+    multiple of 256 MiB, so that not even several, mapped side by side, are one of 4 GiB.
 
     Else what is mapped below another array, which NumPy begins 16 bytes behind a page, would lie where a copy between
     their beginnings takes 4 to 9 times as long (see COPY_PERIOD).
     """
-    size = max(SEGMENT_BYTES, -(-nbytes // HUGE_PAGE) * HUGE_PAGE)
-    return size if size % COPY_PERIOD else size + HUGE_PAGE
+    size = max(min(FIRST_BYTES << before, SEGMENT_BYTES), -(-nbytes // HUGE_PAGE) * HUGE_PAGE)
+    return size if size % FIRST_BYTES else size + HUGE_PAGE
 
 
 class _FreeList:
@@ -163,8 +166,14 @@ class _Segment:
 
 
 def _no_memory(nbytes: int, error: OSError) -> MemoryError:
-    cure = "ask for less, or give the job fewer ranks on a node"
+    cure = f"ask for less, or give the job fewer ranks on a node{_limit_of_addresses()}"
     return of_caller(MemoryError(f"no memory for {nbytes} bytes of node-shared array ({error.strerror}): {cure}"))
+
+
+def _limit_of_addresses() -> str:
+    """What to say of `ulimit -v` where it is set: it counts what ranks map of each other, however little they use."""
+    most = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return "" if most == resource.RLIM_INFINITY else f", or raise ulimit -v, which is {most / 2**30:.1f} GiB here"
 
 
 class _Arena:
@@ -185,7 +194,7 @@ class _Arena:
                 if offset is not None:
                     return segment, offset
             try:
-                segment = _Segment(segment_bytes(max(nbytes, self.least)))
+                segment = _Segment(segment_bytes(max(nbytes, self.least), len(self.segments)))
             except OSError as error:
                 raise _no_memory(nbytes, error) from error
             index = bisect.bisect(self.bases, segment.base)
@@ -318,6 +327,10 @@ def _open(region: Region) -> NDArray[np.uint8]:
         if status.st_ino != region.inode:
             raise CollectiveError(f"cannot map memory of process {region.pid}: {path} is another file by now")
         return np.frombuffer(_map(fd, status.st_size), np.uint8)
+    except OSError as error:
+        size = f"{status.st_size / 2**30:.1f} GiB of memory of process {region.pid}"
+        cure = f"give the job fewer ranks on a node{_limit_of_addresses()}"
+        raise CollectiveError(f"cannot map {size} ({error.strerror}): {cure}") from error
     finally:
         os.close(fd)
 

@@ -3,6 +3,7 @@
 import gc
 import multiprocessing
 import os
+import subprocess
 import sys
 
 import numpy as np
@@ -24,12 +25,26 @@ def test_empty_gives_an_aligned_writable_array(shape, dtype):
     assert (array == 3).all()
 
 
-@pytest.mark.parametrize("nbytes", [0, 1, 1 << 20, (4 << 30) - 1, 4 << 30, (4 << 30) + 1, 8 << 30, (12 << 30) + 5])
+@pytest.mark.parametrize("nbytes", [0, 1, 1 << 20, 256 << 20, (4 << 30) - 1, 4 << 30, (4 << 30) + 1, (12 << 30) + 5])
 def test_a_segment_holds_its_array_and_is_no_multiple_of_4_gib(nbytes):
     size = arena.segment_bytes(nbytes)
     assert size >= nbytes
     assert size % arena.HUGE_PAGE == 0
     assert 64 <= size % (4 << 30) <= (4 << 30) - 64
+
+
+def test_a_process_begins_with_few_addresses():
+    """A limit of 3 GiB has room for the arrays of several ranks. The sentence names it where it has not."""
+    code = (
+        "import resource, sys; from collectives.node import arena\n"
+        "now = int(open('/proc/self/statm').read().split()[0]) * 4096\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (now + (3 << 30),) * 2)\n"
+        "arrays = [arena.empty(10 << 20, 'u1') for _ in range(8)]\nprint('made')\n"
+        "arena.empty(4 << 30, 'u1')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "made\n", done.stderr
+    assert "or raise ulimit -v, which is" in done.stderr.splitlines()[-1]
 
 
 def test_live_arrays_never_overlap():
