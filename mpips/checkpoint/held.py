@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Sequence
 from mpips.compression.base import Compressor
 from mpips.compression.registry import options
 from mpips.keys.key import SHOWN, Key, Name
-from mpips.optimizers.base import Optimizer
+from mpips.optimizers.base import Optimizer, unlike
 from mpips.optimizers.groups import Groups
 
 
@@ -89,6 +89,12 @@ class Claims:
             has, given = type(there).__name__, type(chosen).__name__
             raise ValueError(f"set_optimizer: {self.source} has {has}, and this is {given}: {self._cure}")
         return type(there) is type(chosen)
+
+    def kept(self, chosen: Optimizer, names: Sequence[Name] | None) -> str:
+        """What `set_optimizer` of keys (None: all) does not change, as the checkpoint of an earlier job has it."""
+        held = [self._default] if names is None else [self._own.get(name, self._default) for name in names]
+        told = [unlike(there, chosen) for there in held if self._strict and type(there) is type(chosen)]
+        return next(filter(None, told), "")
 
     def claim_optimizers(self, names: Sequence[Name] | None) -> None:
         """`set_optimizer` has asked for that of these keys, or for the default."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
@@ -151,3 +151,15 @@ def changed(optimizer: O, **numbers: Any) -> O:
             f"set_optimizer changes that and begins the state anew"
         )
     return other
+
+
+def unlike(saved: Optimizer, given: Optimizer, leave: Collection[str] = ()) -> str:
+    """What differs between the optimizer of a checkpoint and that of a program, in words; "" where nothing does.
+
+    `leave`: numbers that may differ."""
+    if type(saved) is not type(given):
+        return f"the optimizer is {type(saved).__name__} in the checkpoint and {type(given).__name__} in the program"
+    numbers = [(name, getattr(saved, name), getattr(given, name)) for name in options(type(saved)) if name not in leave]
+    differing = [(name, there, here) for name, there, here in numbers if there != here]
+    told = [f"{name} is {there!r} in the checkpoint and {here!r} in the program" for name, there, here in differing]
+    return "; ".join(told)

@@ -23,7 +23,9 @@ import msgspec
 import numpy as np
 
 import collectives
+from collectives.errors import warn
 from mpips.checkpoint import file, tensors
+from mpips.optimizers.base import unlike
 from mpips.optimizers.registry import as_data, from_data
 from mpips.runtime.rendezvous import attempt
 from mpips.training.exchange import Job, Update
@@ -115,16 +117,21 @@ def find(job: Job, path: str | os.PathLike[str], begin: bool = False) -> Found |
     return Found(prefix, header, [decode(position) for position in header.positions])
 
 
-def take(job: Job, found: Found) -> None:
-    """Take back all that a checkpoint holds but the positions. Collective, blocking.
+def take(job: Job, found: Found, rates: bool = False) -> None:
+    """Take back all that a checkpoint holds but the positions. Collective, blocking. Rank 0 warns where the optimizer
+    of the checkpoint, which holds, is not that of the program; `rates`: a callback sets the learning rate anyway.
 
     ValueError on all workers, before anything has changed, where it does not fit, or cannot be read. Where another
     number of workers (of elastic clients) was saved, number i takes that of number i mod the number then.
     """
     update = saved_by(job, "resume")
+    given = update.numbers
     arrays = _scattered(job.kv, update, found)
     job.kv.load(found.path + STORE)
     update.restore(arrays, None if found.header.optimizer is None else from_data(found.header.optimizer))
+    said = unlike(update.numbers, given, ("rescale", "learning_rate") if rates else ("rescale",))
+    if said and job.kv.rank == 0:
+        warn(f"resume: {said}: the checkpoint's holds; change it by trainer.update_optimizer after trainer.resume")
 
 
 def of_worker(positions: Sequence[Position], rank: int) -> Position:

@@ -13,7 +13,7 @@ import msgspec
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from collectives.errors import CollectiveError
+from collectives.errors import CollectiveError, warn
 from mpips import compression, optimizers
 from mpips.checkpoint.held import Claims
 from mpips.checkpoint.source import Saves, Written
@@ -134,6 +134,8 @@ class Settings:
         if self.held.optimizers and chosen is not None and other is None:
             with GIVEN:
                 names = self.held.unheld(chosen, asked)
+                if (said := self.held.kept(chosen, asked)) and self.layout.rank == 0:
+                    warn(f"{what}: {said}: the checkpoint's holds; change it by update_optimizer")
         if names is None or names or names is asked:
             self.settled(what, [("optimizer", repr(chosen)), ("keys", repr(names))], refusal or other, noun="argument")
             self.run(what, self.backend.set_optimizer(chosen, names))

@@ -51,7 +51,7 @@ def begin(job: Job, request: Request, resume: str | os.PathLike[str] | None, own
     position, refusal = attempt(lambda: _start(job, request, own if found is None else found.positions))
     job.kv.settings.agree("fit", refusal=refusal)
     if found is not None:
-        checkpoint.take(job, found)
+        checkpoint.take(job, found, any(isinstance(each, hooks.LearningRate) for each in request.callbacks))
     if job.blocking is not None and job.blocking.flush():  # what `step` has left
         position.step += 1
     started: Position = position

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from io import BytesIO
 from pathlib import Path
 from statistics import median
 
@@ -23,12 +24,14 @@ from safetensors import safe_open
 import mpips
 from launch import Job, build, find, this_machine
 from mpips.checkpoint.tensors import write
+from tests import child
 from tests.choice import first
 from tests.mpi.mpips.faults import workers
 from tests.mpi.mpips.support import WORLD, need, run
 from tests.mpi.sizes import only_on
 
 MODULE = "tests.mpi.mpips.test_checkpoints"
+ROOT = Path(__file__).resolve().parents[3]
 SIZES = {"small": (3, 5), "big": (700, 1000), "empty": (0, 2), "one": ()}
 BIG = 100_000  # elements from which on servers share an array
 WAYS = [
@@ -62,6 +65,38 @@ def train(kv, steps, values):
         for seed, (name, value) in enumerate(values.items()):
             mine = gradient(value.shape, step, seed) if kv.rank == 0 else np.zeros(value.shape, np.float32)
             kv.pushpull(name, mine, value)
+
+
+AGAIN = """
+import sys, numpy as np, mpips
+kv = mpips.create(sys.argv[1], servers=int(sys.argv[2]), checkpoint=sys.argv[3], every=1)
+value = np.ones(3)
+kv.init("w", value)
+kv.set_optimizer("sgd", learning_rate=float(sys.argv[4]))
+for _ in range(4):
+    before = value[0]
+    kv.pushpull("w", np.ones(3), out=value)
+print(f"[rank {kv.rank} went by {before - value[0]}]", flush=True)
+kv.close()
+"""
+
+
+@only_on(1)
+@pytest.mark.parametrize("kind, servers", [("dist_sync", 1), ("mpi_sync", 0)])
+def test_a_job_that_goes_on_with_another_learning_rate_says_which_holds(tmp_path, kind, servers):
+    (tmp_path / "again.py").write_text(AGAIN)
+
+    def job(rate):
+        words = [str(tmp_path / "again.py"), kind, str(servers), str(tmp_path), rate]
+        argv = ["run", "-w", "2", "-s", str(servers), *words]
+        said = BytesIO()
+        code = child.run([sys.executable, "-m", "launch.cli", *argv], 60, ROOT, said)
+        text = said.getvalue().decode()
+        assert code == 0 and text.count("went by 0.5]") == 2, text  # two workers' gradients
+        return text.count("set_optimizer: learning_rate is 0.25 in the checkpoint and 0.5 in the program: the "
+                          "checkpoint's holds; change it by update_optimizer")  # fmt: skip
+
+    assert [job("0.25"), job("0.25"), job("0.5")] == [0, 0, 1]  # rank 0 says it
 
 
 def fresh(kv, momentum=0.9):

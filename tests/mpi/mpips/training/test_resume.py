@@ -14,6 +14,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import warnings
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -160,6 +161,34 @@ def test_asynchronous_workers_go_on_from_what_the_servers_had(kind, folder):
             kv.forget(list(kv.settings.keys))
 
     on_workers(kind, work)
+
+
+@pytest.mark.parametrize("kind, clip_norm", [("dist_sync", None), ("mpi_sync-0", 9.0)])
+def test_a_resume_with_another_learning_rate_says_which_holds(kind, clip_norm, folder):
+    """By fit and by resume; not where the rate is the same, nor where a callback sets it."""
+    x, y = data()
+
+    def said(rate, *callbacks, own=False, resume=folder):
+        def work(kv):
+            trainer = Trainer(Line(), kv, "sgd", learning_rate=rate, momentum=0.5, clip_norm=clip_norm)
+            with warnings.catch_warnings(record=True) as heard:
+                warnings.simplefilter("always")
+                if own:
+                    trainer.resume(folder)
+                else:
+                    trainer.fit(x, y, batch_size=2, epochs=1, callbacks=callbacks, resume=resume)
+            found = [str(each.message) for each in heard if "checkpoint" in str(each.message)]
+            return found if kv.rank == 0 else found or words
+
+        found = on_workers(kind, work)
+        return words if found is None else found
+
+    words = ["resume: learning_rate is 0.05 in the checkpoint and 0.5 in the program: the checkpoint's holds; "
+             "change it by trainer.update_optimizer after trainer.resume"]  # fmt: skip
+    said(0.05, Checkpoint(folder), resume=None)
+    assert [said(0.5), said(0.5, own=True)] == [words, words]
+    quiet = [said(0.05), said(0.5, LearningRate(lambda epoch: 0.1))]
+    assert WORLD.rank or quiet == [[], []]
 
 
 def test_what_cannot_be_resumed_is_told_to_all_and_the_training_goes_on(folder):
