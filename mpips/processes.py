@@ -222,7 +222,8 @@ class _Spare:
             became.committed()
             _serve(became)
         backend, recovered = became
-        say_role("worker" if len(layout.clients) == 1 else f"worker of client {layout.client_number}")
+        role = "worker" if len(layout.clients) == 1 else f"worker of client {layout.client_number}"
+        say_role(role, recovered.rounds.step)
         backend.committed()
         return stores.made(layout, backend, epoch, _closer(layout, epoch), self._saves, recovered)
 

@@ -27,7 +27,7 @@ SETTINGS = ("PMIX_MCA_", "PMIX_PREFIX")
 ENCODED = "--encoded"
 # Ranks tell the `mpips run` of their machine, by a socket that this names, that they are there, and how they end.
 PRESENCE = "_MPIPS_PRESENCE"
-PRESENT, STARTED, ROLE, GOODBYE, FAILING = b"present", b"started", b"role", b"goodbye", b"failing"
+PRESENT, STARTED, STEP, ROLE, GOODBYE, FAILING = b"present", b"started", b"step", b"role", b"goodbye", b"failing"
 
 # The same where the launcher is on another host, and others have died: the one word that is said for all.
 WELL_WITHOUT = b"mpips: the job has ended well without rank"

@@ -50,13 +50,21 @@ class Death(NamedTuple):
         return os.WTERMSIG(self.status) if self.status is not None else 0
 
 
+class Taken(NamedTuple):
+    """The place of a rank that has died, taken by a spare: its rank, its role, the step it goes on from (or -1)."""
+
+    rank: int
+    role: str
+    step: int
+
+
 class Rank:
     """The connection of a rank, and, once it has said its `number`, a `descriptor` (pidfd) of its process."""
 
     def __init__(self, line: socket.socket, pid: int) -> None:
         self.line = line
         self.number, self.pid, self.descriptor = -1, pid, -1
-        self.role = ""
+        self.role, self.step = "", -1
         self.well = self.gone = self.fails = False
 
     def words(self) -> list[bytes]:
@@ -79,14 +87,15 @@ class Rank:
 class Presence:
     """The ranks of one job, of which `here` are sure to start on this machine. Closed by `close`.
 
-    `deaths` are in their order. `code` is the exit code with which the first rank failed; None where none did, or, but
-    for `survives`, where others had died before. `failed`: that rank has ended. `well`: how many have said goodbye and
-    have ended. `started`: whether one has said that MPI has, which needs all.
+    `deaths` and places `taken` by spares are in their order. `code` is the exit code with which the first rank failed;
+    None where none did, or, but for `survives`, where others had died before. `failed`: that rank has ended. `well`:
+    how many have said goodbye and have ended. `started`: whether one has said that MPI has, which needs all.
     """
 
     def __init__(self, here: int, survives: bool = False) -> None:
         self.here = here
         self.deaths: list[Death] = []
+        self.taken: list[Taken] = []
         self.code: int | None = None
         self.well = 0
         self.failed = self.started = False
@@ -176,8 +185,11 @@ class Presence:
                 continue
             elif word == world.STARTED:
                 self.started = True
+            elif word == world.STEP:
+                rank.step = _number(more)
             elif word == world.ROLE:
                 rank.role = more.decode(errors="replace")
+                self.taken.append(Taken(rank.number, rank.role, rank.step))
             elif word == world.GOODBYE:
                 rank.well = True
             elif word == world.FAILING:

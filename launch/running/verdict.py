@@ -123,8 +123,9 @@ class OthersGoOn:
     def __init__(self, presence: Presence, roles: Sequence[str], spares: int) -> None:
         self._presence, self._roles = presence, roles
         self._working = range(len(roles) - spares)
+        self._spares = {*range(len(roles))} - {*self._working}
         self._all_here = presence.here == len(roles)
-        self._told = 0
+        self._told = self._placed = 0
         self._due = math.inf
 
     def due(self, now: float) -> float:
@@ -151,7 +152,16 @@ class OthersGoOn:
         while self._told < len(deaths) and self._presence.code is None:
             death, self._told = deaths[self._told], self._told + 1
             goes_on = not (self._leaver() or self.nobody_works())
-            yield f"{_named(death, self._roles)}{'; the others go on' if goes_on else ': the job ends'}"
+            none = "; no spare is left" if goes_on and self._spares and not self._spares_left() else ""
+            yield f"{_named(death, self._roles)}{none}{'; the others go on' if goes_on else ': the job ends'}"
+        for taken in self._presence.taken[self._placed :]:
+            self._placed += 1
+            step, left = f", from step {taken.step} on" if taken.step >= 0 else "", self._spares_left()
+            yield f"rank {taken.rank} (spare) has become a {taken.role}{step}; spares left: {left}"
+
+    def _spares_left(self) -> int:
+        used = {taken.rank for taken in self._presence.taken} | {death.rank for death in self._presence.deaths}
+        return len(self._spares - used)
 
     def code(self, end: End) -> int:
         """Of a rank that failed; else 0 where one that was left ended well. A killed mpirun is a failure, too."""

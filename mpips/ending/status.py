@@ -18,7 +18,7 @@ from contextlib import suppress
 from collectives.machine.peers import peer
 from mpips.ending.finalize import dead, survives
 from mpips.ending.start import when_started
-from mpips.world import FAILING, GOODBYE, PRESENCE, PRESENT, ROLE, STARTED, WELL_WITHOUT, launched_as
+from mpips.world import FAILING, GOODBYE, PRESENCE, PRESENT, ROLE, STARTED, STEP, WELL_WITHOUT, launched_as
 
 SECONDS = 5.0  # to be heard by the launcher
 PR_SET_PDEATHSIG = 1
@@ -47,8 +47,8 @@ class StatusLine:
     def started(self) -> None:
         self._say(STARTED + b"\n")
 
-    def has_role(self, role: str) -> None:
-        self._say(b"%s %s\n" % (ROLE, role.encode()))
+    def has_role(self, role: str, step: int | None) -> None:
+        self._say((b"" if step is None else b"%s %d\n" % (STEP, step)) + b"%s %s\n" % (ROLE, role.encode()))
 
     def ends_well(self) -> None:
         self._well = True
@@ -81,10 +81,11 @@ _lines: list[StatusLine] = []
 """That of this process, where `python -m mpips` runs its program."""
 
 
-def say_role(role: str) -> None:
-    """A spare has got a role, such as "worker of client 1": the launcher names it so, and the job is its own to end."""
+def say_role(role: str, step: int | None = None) -> None:
+    """A spare has got a role, such as "worker of client 1", and goes on from this step, where it is known: the launcher
+    names it so, and the job is its own to end."""
     for line in _lines:
-        line.has_role(role)
+        line.has_role(role, step)
 
 
 def say_failure(code: int) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from launch.running import verdict
-from launch.running.presence import Death, Presence
+from launch.running.presence import Death, Presence, Taken
 from launch.running.verdict import End, OneDeathEnds, OthersGoOn
 
 ROLES = ("worker", "worker", "server", "spare")
@@ -47,9 +47,24 @@ def test_a_death_is_told_once_and_the_job_goes_on(presence: Presence) -> None:
     assert of_job.due(1.0) == math.inf
 
 
+def test_a_spare_that_takes_a_place_is_told_with_its_step_and_how_many_are_left(presence: Presence) -> None:
+    of_job = verdict.OthersGoOn(presence, ["worker", "server", "worker", "spare", "spare"], 2)
+    dies(presence, 0)
+    assert list(of_job.news()) == ["rank 0 (worker) was ended by SIGKILL; the others go on"]
+    presence.taken.append(Taken(3, "worker", 12))
+    assert list(of_job.news()) == ["rank 3 (spare) has become a worker, from step 12 on; spares left: 1"]
+    presence.taken.append(Taken(4, "server", -1))
+    dies(presence, 1)
+    said = ["rank 1 (server) was ended by SIGKILL; no spare is left; the others go on",
+            "rank 4 (spare) has become a server; spares left: 0"]  # fmt: skip
+    assert list(of_job.news()) == said
+    assert list(of_job.news()) == []
+
+
 def test_a_spare_that_has_got_a_role_is_named_by_it(presence: Presence) -> None:
     presence.deaths.append(Death(3, KILLED, "server"))
-    assert list(of(presence).news()) == ["rank 3 (server) was ended by SIGKILL; the others go on"]
+    said = "rank 3 (server) was ended by SIGKILL; no spare is left; the others go on"
+    assert list(of(presence).news()) == [said]
 
 
 def test_the_code_is_0_where_all_that_were_left_ended_well(presence: Presence) -> None:
