@@ -11,10 +11,17 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from launch.mpirun import Job, LauncherError, Machine, lacks_scheduler
+from launch.mpirun import Flavour, Job, Launcher, LauncherError, Machine, lacks_scheduler
 
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 RANK_BYTES = 10 << 20  # no rank has less of its own once MPI is started: Open MPI's have 11 MiB, MPICH's 16
+ON_LOOPBACK: dict[Flavour, dict[str, str]] = {
+    "openmpi": {"OMPI_MCA_btl_tcp_if_include": "127.0.0.0/8"},
+    "mpich": {"UCX_NET_DEVICES": "lo", "FI_TCP_IFACE": "lo"},
+    "intel": {"FI_TCP_IFACE": "lo"},
+}
+UP = 1  # of an interface's flags
+EXCLUDES = "OMPI_MCA_btl_tcp_if_exclude"  # which Open MPI takes in place of its first
 START_SECONDS = 0.6  # of a core, until a rank has started Python, NumPy and MPI
 LONG_SECONDS = 20.0  # to start all; who waits longer may take the job for one that hangs
 
@@ -47,6 +54,22 @@ def threads(ranks: int, machine: Machine, environment: Mapping[str, str]) -> dic
     """Compute threads of each rank: the cores shared out, so that ranks do not fight, or what the user set."""
     given = {name: environment[name] for name in THREADS if name in environment}
     return given or {"OMP_NUM_THREADS": str(max(1, machine.cores // ranks))}
+
+
+def loopback(job: Job, launcher: Launcher, environment: Mapping[str, str]) -> dict[str, str]:
+    """What lets no other machine reach the TCP of ranks that are all on this one, but for what the user set."""
+    settings = ON_LOOPBACK[launcher.flavour]
+    names = (*settings, EXCLUDES)
+    named = any(name in environment or name.removeprefix("OMPI_MCA_") in job.extra for name in names)
+    elsewhere = job.hosts or job.interface or job.ranks_here(environment) < job.ranks
+    return {} if named or elsewhere or not _is_up("lo") else dict(settings)
+
+
+def _is_up(interface: str) -> bool:
+    try:
+        return bool(int(Path("/sys/class/net", interface, "flags").read_text(), 16) & UP)
+    except OSError:
+        return False
 
 
 def room() -> Capacity:

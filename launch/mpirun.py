@@ -76,6 +76,8 @@ class Job(NamedTuple):
     hosts: tuple[Placed, ...] = ()
     interface: str | None = None
     extra: tuple[str, ...] = ()
+    exported: tuple[str, ...] = ()
+    """Variables that all ranks get with the values that mpirun has in its own environment."""
     survives: bool = False
     """Whether the others go on without a rank that dies: Open MPI's ULFM."""
 
@@ -205,7 +207,7 @@ def _settings_of_open_mpi(launcher: Launcher, job: Job, machine: Machine, crowde
     if job.hosts and job.interface:
         argv += ["--mca", "pml", "ob1", "--mca", "btl", "tcp,sm,self", "--mca", "btl_tcp_if_include", job.interface]
     variables = [word for name, value in sorted(job.environment.items()) for word in ("-x", f"{name}={value}")]
-    return [*argv, *job.extra, *variables]
+    return [*argv, *job.extra, *variables, *(word for name in job.exported for word in ("-x", name))]
 
 
 def _blocks_of_open_mpi(job: Job) -> list[str]:
@@ -223,6 +225,7 @@ def _settings_of_hydra(launcher: Launcher, job: Job, machine: Machine) -> list[s
     if job.interface:
         argv += ["-iface", job.interface]
         environment["FI_TCP_IFACE"] = job.interface
+    argv += ["-genvall"] if job.exported else []
     return [*argv, *(word for name, value in sorted(environment.items()) for word in ("-genv", name, value))]
 
 

@@ -13,7 +13,7 @@ import click
 
 from launch import network, restarts, script, surroundings, survival
 from launch.hosts import Host, Placed, place, read
-from launch.machine import check_room, crowd, settings, this_machine
+from launch.machine import check_room, crowd, loopback, settings, this_machine
 from launch.mpirun import Job, Launcher, LauncherError, Machine, build, find, program
 from launch.running import process
 from mpips import world
@@ -192,7 +192,11 @@ class Start:
         hosts = _hosts(options, self._launcher, self._machine, named=named, topology=self._asked["topology"],
                        nics=self._asked["nics"], interface=self._interface, extra=self._extra)  # fmt: skip
         job = _job(options, self._words, hosts, self._machine, self._interface, self._extra)
-        return job._replace(environment={**job.environment, **self._asked["environment"]})
+        own = loopback(job, self._launcher, os.environ)
+        asked = self._asked["environment"]
+        given = {name: value for name, value in asked.items() if value is not None}
+        exported = tuple(name for name in asked if name not in given)
+        return job._replace(environment={**own, **job.environment, **given}, exported=exported)
 
     def fitting(self, options: Options) -> Options:
         """The roles that fit on the hosts that answer now, to which later starts keep."""
@@ -211,13 +215,14 @@ def options_of(roles: Mapping[str, int | str | None]) -> Options:
         raise click.UsageError(str(error)) from None
 
 
-def variables_of(given: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that `--env NAME[=VALUE]` asks for, with those values or the ones that they have here.
+def variables_of(given: Sequence[str], environment: Mapping[str, str]) -> dict[str, str | None]:
+    """Return the variables that `--env NAME[=VALUE]` asks for, with those values; None: the one that it has here, which
+    is not to stand among the words of a command, where other users see it.
 
     Raises:
         LauncherError: What is no name of a variable, is not set here, or is an option of mpips.
     """
-    found = {}
+    found: dict[str, str | None] = {}
     for word in given:
         name, assigned, value = word.partition("=")
         if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
@@ -228,7 +233,7 @@ def variables_of(given: Sequence[str], environment: Mapping[str, str]) -> dict[s
             )
         if not assigned and name not in environment:
             raise LauncherError(f"--env {word}: no variable {name} is set here: write {name}=VALUE")
-        found[name] = value if assigned else environment[name]
+        found[name] = value if assigned else None
     return found
 
 
@@ -247,6 +252,7 @@ def start(ranks: int, words: Sequence[str], mpirun: str | None = None, name: str
         check_alone()
         check_room(job)
         launcher = find(mpirun)
+        job = job._replace(environment={**loopback(job, launcher, os.environ), **environment})
         doubt = surroundings.check(launcher, job.ranks_here(os.environ))
         argv = build(launcher, job, machine)
     except LauncherError as error:

@@ -8,7 +8,8 @@ import pytest
 
 from launch import Job, LauncherError, Machine
 from launch.hosts import Placed
-from launch.machine import Capacity, check_room, crowd, room, threads
+from launch.machine import Capacity, check_room, crowd, loopback, room, threads
+from launch.mpirun import Flavour, Launcher
 
 SMALL = Capacity(8, "it is small")
 
@@ -29,7 +30,7 @@ def test_only_ranks_of_this_machine_count() -> None:
 @pytest.mark.parametrize("extra, variables", [
     (("--hostfile", "f"), {}),
     (("-hosts", "a,b"), {}),
-    ((), {"SLURM_JOB_ID": "1"}),
+    ((), {"LSB_JOBID": "1"}),
 ])  # fmt: skip
 def test_where_mpirun_finds_hosts_by_itself_nothing_is_known(
     extra: tuple[str, ...], variables: dict[str, str]
@@ -56,3 +57,23 @@ def test_threads_share_the_cores_unless_the_user_says() -> None:
     assert threads(3, Machine(8), {}) == {"OMP_NUM_THREADS": "2"}
     assert threads(9, Machine(8), {}) == {"OMP_NUM_THREADS": "1"}
     assert threads(3, Machine(8), {"MKL_NUM_THREADS": "4"}) == {"MKL_NUM_THREADS": "4"}
+
+
+@pytest.mark.parametrize(
+    ("flavour", "settings"),
+    [
+        ("openmpi", {"OMPI_MCA_btl_tcp_if_include": "127.0.0.0/8"}),
+        ("mpich", {"UCX_NET_DEVICES": "lo", "FI_TCP_IFACE": "lo"}),
+        ("intel", {"FI_TCP_IFACE": "lo"}),
+    ],
+)
+def test_ranks_of_one_machine_are_not_reached_from_others(flavour: Flavour, settings: dict[str, str]) -> None:
+    launcher, job = Launcher("mpirun", flavour, "1"), Job(2, ("x",))
+    assert loopback(job, launcher, {}) == settings
+    for name in settings:  # the user's own count
+        assert loopback(job, launcher, {name: "eth0"}) == {}
+        assert loopback(job._replace(extra=("--mca", name.removeprefix("OMPI_MCA_"), "eth0")), launcher, {}) == {}
+    assert loopback(job._replace(hosts=(Placed("node1", 2),)), launcher, {}) == {}
+    assert loopback(job._replace(interface="eth0"), launcher, {}) == {}
+    assert loopback(job, launcher, {"LSB_JOBID": "1"}) == {}  # mpirun may know of other hosts
+    assert loopback(job._replace(extra=("--hostfile", "hosts")), launcher, {}) == {}

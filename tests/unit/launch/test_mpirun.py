@@ -42,6 +42,7 @@ def test_plain_job_on_one_machine() -> None:
     assert argv[0] == "mpirun"
     assert argv[-4:] == ["-n", "4", *PROGRAM]
     assert has(argv, "-x", "A=1")
+    assert has(build(OPEN_MPI, Job(4, PROGRAM, exported=("KEY",)), MACHINE), "-x", "KEY")
     assert has(argv, "--bind-to", "none")
     assert "--allow-run-as-root" not in argv
     assert "--oversubscribe" not in argv
