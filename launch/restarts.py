@@ -76,6 +76,8 @@ def until_it_ends(
         options = changed
         ended = start(options)
     tell(ended.sentence)
+    if ended.heard and (step := files.newest_step(options.checkpoint)):
+        tell(f"mpips: step {step} is saved in {options.checkpoint}: the same command goes on from there")
     return ended.code
 
 

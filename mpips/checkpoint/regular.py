@@ -7,7 +7,8 @@ Nothing is saved after a step at whose end keys have been pushed unequally often
 In an asynchronous store worker 0 saves alone, after steps of its own: each key as it is then, with whatever others have
 pushed; what compression has kept back is not saved.
 
-Where the last save is still being written, the next one waits for a later step, and nobody waits for it.
+Where the last save is still being written, the next one waits for a later step, and nobody waits for it. What the store
+holds when all workers close it is saved, too.
 """
 
 from __future__ import annotations
@@ -35,11 +36,14 @@ class Regular:
         options = store.layout.options
         self.folder, self.every = options.checkpoint, options.every
         self._store, self._step = store, step
+        self.pushing: Any = ()
         self._counts: dict[Name, int] = {}
         """How often this worker has pushed each key."""
         self._most = 0
         """The steps that this worker has begun."""
         self._next: float = self._after(step)
+        self._saved = step
+        """The last step that was saved, or that it goes on from."""
         self._warned = False
 
     def _after(self, step: int) -> int:
@@ -87,7 +91,7 @@ class Regular:
         if busy if alone else store.agree("save", data=b"busy" if busy else b"")[0]:
             self._next = self._soon(step)
             return None
-        self._next = self._after(step)
+        self._next, self._saved = self._after(step), step
         path = files.path_of(self.folder, step)
         try:
             saving = save_alone(store, path) if alone else save(store, path, wait=False)
@@ -100,6 +104,19 @@ class Regular:
         assert saving is not None
         store.saving = made = RegularSaving(saving, self.folder if store.layout.rank == 0 else "")
         return made
+
+    def save_last(self, alike: bool) -> None:
+        """Begin to save what is stored at the end, unless it has been, or the caller saves. `alike`: all workers have
+        pushed each key equally often. Collective in a synchronous store."""
+        store, step, alone = self._store, self._step + self._most, self._store.layout.asynchronous
+        if self._next == math.inf or step == self._saved or (alone and store.layout.rank):
+            return
+        if alone or (alike and self._are_equal()):
+            if store.saving is not None:
+                store.saving.finish()
+            self.save()
+        elif store.layout.rank == 0 and not alike:
+            warn(f"the store is not saved after step {step}: workers close it after unequal numbers of pushes")
 
     def _are_equal(self) -> bool:
         """Whether all keys that have been pushed were pushed equally often."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Protocol
 
@@ -46,6 +47,8 @@ def resume(store: Store) -> tuple[int, Claims]:
             if store.layout.rank == 0:
                 warn(f"the checkpoint of step {step} is left out: {error}")
             continue
+        if store.layout.rank == 0:
+            print(f"mpips: the store goes on from step {step}, saved in {folder}", file=sys.stderr, flush=True)
         return step, Claims(path, store.keys, store.groups, store.compressor, saved=True, strict=True)
     if failure is not None:
         raise failure

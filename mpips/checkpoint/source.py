@@ -67,6 +67,9 @@ class Written(Protocol):
 class Saves(Protocol):
     """When a store saves itself (`regular`)."""
 
+    pushing: Any
+    """The key, or list of keys, of the push that is being made; (): none."""
+
     def is_due(self, key: Any) -> bool:
         """Whether a push of this key, or list of keys, begins a step before which the store has to be saved."""
         ...
@@ -77,6 +80,10 @@ class Saves(Protocol):
 
     def save(self) -> Written | None:
         """Begin to save what is stored, beside the training; None where nothing was begun."""
+        ...
+
+    def save_last(self, alike: bool) -> None:
+        """Begin to save what is stored at the end, unless it has been. `alike`: all workers have pushed as often."""
         ...
 
     def set_rounds(self, rounds: Mapping[Name, int]) -> None:

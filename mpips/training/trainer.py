@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -152,7 +153,10 @@ class Trainer:
         see_alike(self.kv, "fit", words, refusal)
         if not self.kv.settings.fresh:
             own = self._resumed or [Position(step=self._position.step)]
-            self._position, self._resumed = begin(self._job, request, resume, own), ()
+            before, self._resumed = self._position.step, ()
+            self._position = begin(self._job, request, resume, own)
+            if self._position.step != before and self.kv.rank == 0:
+                print(f"mpips: fit goes on from step {self._position.step}, saved in {resume}", file=sys.stderr)
         self._fits += 1  # a spare begins with the first
         survival = survival_of(self._job, request.source, self._fits, [*self._words, *words], self._grow)
         return Fit(self._job, request, self._position, survival).run()

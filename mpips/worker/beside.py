@@ -82,8 +82,12 @@ def _regularly(
             return call(what, key, *words)
         if saves.is_due(key):
             save()
-        if not call(what, key, *words):
-            do(what, key, *words)
+        saves.pushing = key
+        try:
+            if not call(what, key, *words):
+                do(what, key, *words)
+        finally:
+            saves.pushing = ()
         saves.count(key)
         return True
 

@@ -7,6 +7,7 @@ changed. Whatever goes wrong after that ends the epoch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import msgspec
@@ -247,7 +248,7 @@ class Epochs:
 
     def __init__(self, store: Settings, closed: breaking.Step = lambda: None) -> None:
         self._store, self._closed = store, closed
-        if store.layout.survives:
+        if store.layout.survives or store.regular is not None:
             store.epoch.needs = self._see_closing
         breaking.at_exit(self._exit)
 
@@ -294,7 +295,7 @@ class Epochs:
         if not self._store.operations.closed:
             limits, epoch.limits = epoch.limits, NEVER  # who has more to do may take long
             try:
-                self._meet_to_close()
+                self._save_last(self._meet_to_close())
             finally:
                 epoch.limits = limits
             self._leave()
@@ -302,26 +303,49 @@ class Epochs:
     def _exit(self) -> None:
         breaking.in_order(self.close, self._leave)
 
-    def _meet_to_close(self) -> None:
-        """Where the store survives deaths, wait until all workers close it: one may die before, and the others then
-        need this one. EpochError where a death undoes what this worker has pushed: the others make that again."""
+    def _save_last(self, told: Sequence[bytes]) -> None:
+        """Save what the store holds at its end, where it saves itself and all workers close it after the same step.
+        `told`: what each has pushed; empty: they have not met."""
         store = self._store
-        if not store.layout.survives or store.epoch.over is not None:
+        if store.regular is None or not told:
             return
+        with suppress(CollectiveError):  # somebody has died: what was saved before is there
+            store.regular.save_last(alike=all(said == told[0] for said in told))
+
+    def _meet_to_save(self) -> Sequence[bytes]:
+        """Wait until all workers close a store that saves itself; what each has pushed, nothing where one does not."""
+        store = self._store
+        if store.regular is None or store.epoch.over is not None:
+            return ()
+        try:
+            with store.operations.guard("close"):
+                store.settle()
+                return rendezvous.agree(store.epoch, closing.CLOSE, data=closing.said(store.keys))
+        except (CollectiveError, ValueError):  # the others do something else, and hear of this
+            return ()
+
+    def _meet_to_close(self) -> Sequence[bytes]:
+        """Where the store survives deaths, wait until all workers close it: one may die before, and the others then
+        need this one. EpochError where a death undoes what this worker has pushed: the others make that again. What
+        each has pushed; nothing where they have not met."""
+        store = self._store
+        if not store.layout.survives:
+            return self._meet_to_save()
+        if store.epoch.over is not None:
+            return ()
         store.settle()  # what is complete then stays
         pushed = {name: key.round for name, key in store.keys.items()}
         told = closing.said(store.keys)
         while True:
             try:
                 with store.operations.guard("close"):
-                    rendezvous.agree(store.epoch, closing.CLOSE, data=told)
-                return
+                    return rendezvous.agree(store.epoch, closing.CLOSE, data=told)
             except EpochError:
                 pass
             try:
                 rounds = self.recover()
             except EpochError:  # nobody is left who could need this worker
-                return
+                return ()
             undone = [name for name, round_ in rounds.items() if round_ < pushed.get(name, 0)]
             if undone and not store.layout.asynchronous:
                 raise EpochError(
@@ -329,13 +353,15 @@ class Epochs:
                     "again: call recover(), and go on from its step, with close() inside the same try"
                 )
             if not store.layout.changed:  # nobody has died: who makes more pushes is not to wait for this worker
-                return
+                return ()
 
     def _see_closing(self) -> None:
         """CollectiveError where a worker closes the store whose next push this one waits for."""
         store = self._store
         ahead = store.layout.options.staleness if store.layout.asynchronous else 0
-        if ahead >= 0 and (why := closing.in_vain(store.epoch.words(), store.keys, ahead)):
+        now = () if store.regular is None or store.layout.num_servers else store.regular.pushing
+        pushing = now if isinstance(now, (list, tuple)) else (now,)
+        if ahead >= 0 and (why := closing.in_vain(store.epoch.words(), store.keys, ahead, pushing)):
             raise CollectiveError(why)
 
     def _leave(self) -> None:
