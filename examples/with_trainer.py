@@ -10,7 +10,7 @@ A job that was killed goes on from its last checkpoint when it is started again.
 import mpips
 from mpips.mlp import MLP
 from mpips.optimizers import Cosine
-from mpips.training import Callback, Checkpoint, EarlyStop, Elastic, Epoch, Progress
+from mpips.training import Callback, Checkpoint, EarlyStop, Elastic, Epoch
 from task import digits
 from words import Parser, number
 
@@ -31,9 +31,10 @@ def main(kind: str, elastic: bool, epochs: int, checkpoints: str = "") -> float:
 
     def report(epoch: Epoch) -> None:
         if kv.rank == 0:
-            print(f"epoch {epoch.epoch:3}  loss {epoch.loss:.4f}  test accuracy {epoch.accuracy:.3f}", flush=True)
+            accuracy = 100 * (epoch.accuracy or 0.0)
+            print(f"epoch {epoch.epoch:3}  loss {epoch.loss:.4f}  test accuracy {accuracy:.2f} %", flush=True)
 
-    callbacks: list[Callback] = [EarlyStop("test_accuracy", patience=5), Progress()]
+    callbacks: list[Callback] = [EarlyStop("test_accuracy", patience=5)]
     if checkpoints:
         callbacks.append(Checkpoint(checkpoints, every=50))
     history = trainer.fit(

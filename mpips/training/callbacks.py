@@ -5,12 +5,17 @@ from __future__ import annotations
 import json
 import math
 import os
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, Protocol
 
 from mpips.training.history import Epoch
+
+QUIET_SECONDS = 3.0
+"""How long `Progress` says nothing within an epoch."""
 
 
 class Fitting(Protocol):
@@ -271,35 +276,57 @@ class LearningRate(Callback):
 
 
 class Progress(Callback):
-    """Rank 0 shows how far the training is: a bar on a terminal, elsewhere a line every few seconds, on standard error.
-
-    A fit that is over before says nothing.
+    """Rank 0 shows on standard error how far the training is: a line after each epoch, with what was measured, and one
+    every few seconds of a long epoch, as "epoch 2 of 9, 124 of 460 steps, loss 0.31". On a terminal, a bar beside it.
     """
 
     def __init__(self) -> None:
         self._stack = ExitStack()
+        self._say: Callable[[str], None] = lambda line: None
         self._done: Callable[[str], None] = lambda what: None
+        self._last, self._begun = 0.0, 0
 
     def on_begin(self, fit: Fitting) -> None:
         """Begin to show."""
-        from collectives.terminal.console import progress  # a fit without it needs no terminal
+        if fit.rank:
+            return
+        from collectives.terminal.console import console, progress  # a fit without it needs no terminal
 
-        left = max(0, fit.epochs - fit.epoch + 1)
-        self._done = self._stack.enter_context(progress("training", left * (fit.steps or 1), fit.rank == 0))
+        target, left = console(stderr=True), max(0, fit.epochs - fit.epoch + 1)
+        self._say = partial(target.print, markup=False)
+        self._last, self._begun = time.monotonic(), fit.step
+        if target.is_terminal:
+            self._done = self._stack.enter_context(progress("training", left * (fit.steps or 1)))
 
     def on_step(self, fit: Fitting) -> None:
         """A step is done."""
-        if fit.steps and fit.rank == 0:
+        if fit.rank:
+            return
+        if fit.steps:
             self._done(f"epoch {fit.epoch}, loss {fit.loss:.4g}")
+        if (now := time.monotonic()) - self._last >= QUIET_SECONDS:
+            self._last = now
+            steps = f"{fit.step - self._begun:,}{f' of {fit.steps:,}' if fit.steps else ''} steps"
+            self._say(f"epoch {fit.epoch} of {fit.epochs}, {steps}, loss {fit.loss:.4g}")
 
     def on_epoch(self, fit: Fitting, epoch: Epoch) -> None:
         """An epoch is done."""
-        if not fit.steps and fit.rank == 0:
+        if fit.rank:
+            return
+        if not fit.steps:
             self._done(f"epoch {epoch.epoch}, loss {epoch.loss:.4g}")
+        tested = [f"test {name} {shown(name, value)}" for name, value in (epoch.test or {}).items()]
+        self._say(", ".join([f"epoch {epoch.epoch} of {fit.epochs}, loss {epoch.loss:.4g}", *tested]))
+        self._last, self._begun = time.monotonic(), fit.step
 
     def close(self) -> None:
         """Show nothing more."""
         self._stack.close()
+
+
+def shown(name: str, value: float) -> str:
+    """What was measured, as a text: a share that is an accuracy as "97.31 %"."""
+    return f"{100 * value:.2f} %" if name.endswith("accuracy") else f"{value:.4g}"
 
 
 class OnEpoch(Callback):

@@ -45,7 +45,7 @@ def check_metrics(metrics: Any, model: object) -> dict[str, Metric]:
 def measured(job: Job, batches: Iterable[tuple[Any, Any]]) -> Sums:
     """Sums over the samples of these batches, and their number, on this worker alone."""
     sums = dict.fromkeys((SAMPLES, LOSS, *job.metrics), 0.0)
-    scored = _scored(job)
+    scored, classes = _scored(job), 0.0
     for samples, x, y in counted(batches):
         if not samples:
             continue
@@ -56,7 +56,12 @@ def measured(job: Job, batches: Iterable[tuple[Any, Any]]) -> Sums:
             for name, metric in job.metrics.items():
                 sums[name] += _summed(name, metric(outputs, y), samples)
         elif scored and _classes(y):
+            classes += samples
             sums["accuracy"] = sums.get("accuracy", 0.0) + samples * float(job.model.accuracy(x, y))
+    if 0 < classes < sums[SAMPLES]:
+        others = sums[SAMPLES] - classes
+        raise ValueError(f"evaluate: y are classes, whole numbers (samples,), for {classes:.0f} samples and not for "
+                         f"the other {others:.0f}: the accuracy is of all or none; give alike batches")
     return sums
 
 
@@ -96,12 +101,20 @@ def _summed(name: str, value: Any, samples: int) -> float:
 
 
 def means(every: Iterable[Sums]) -> Sums:
-    """The means over all samples; ValueError where there are none."""
+    """The means over all samples; ValueError where there are none, or workers have measured unlike things."""
     total: Sums = {}
-    for sums in every:
+    first: tuple[int, Sums] | None = None
+    for rank, sums in enumerate(every):
+        if not sums[SAMPLES]:
+            continue
+        first = first or (rank, sums)
+        if unlike := sorted(first[1].keys() ^ sums.keys()):
+            has, lacks = (first[0], rank) if unlike[0] in first[1] else (rank, first[0])
+            raise ValueError(f"evaluate: {unlike[0]} is measured on rank {has} and not on rank {lacks}, where y are no "
+                             "classes, whole numbers (samples,): give all workers alike batches")
         for name, value in sums.items():
             total[name] = total.get(name, 0.0) + value
-    samples = total.pop(SAMPLES)
+    samples = total.pop(SAMPLES, 0.0)
     if not samples:
         raise ValueError("evaluate: no worker has a sample")
     return {name: value / samples for name, value in total.items()}

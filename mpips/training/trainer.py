@@ -107,6 +107,9 @@ class Trainer:
         All workers of a synchronous store (of a client) call it equally often. With `accumulate=k` every k-th call
         exchanges.
         """
+        if getattr(x if y is None else y, "shape", (1,))[:1] == (0,):
+            raise ValueError(f"step: the batch of rank {self.kv.rank} has no sample, so no mean: give it some, or fit "
+                             "batches, of which some may be empty")
         loss = self.exchange.step(x, y)
         self.exchange.finish()
         self._position.step += 1 if self._job.blocking is None or not self._job.blocking.waiting else 0

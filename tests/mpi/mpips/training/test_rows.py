@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import re
+import time
 import warnings
 
 import numpy as np
 import pytest
 
 from mpips.mlp import MLP
-from mpips.training import Trainer
+from mpips.training import Callback, LearningRate, Progress, Trainer
 from tests.mpi.mpips.support import failure
 from tests.mpi.mpips.training.support import Line, data, on_workers
 
@@ -262,6 +264,88 @@ def test_one_stream_without_an_end_among_others_that_end_is_said_on_all_workers(
         assert "has batches for 2,200 steps on rank 1, where another worker has them for 2" in said, said
 
     on_workers("mpi_sync-0", work, workers=2)
+
+
+class Scored(Line):
+    """A model that has an accuracy."""
+
+    def loss(self, x, y):
+        return 1.0
+
+    def accuracy(self, x, y):
+        return 1.0
+
+
+@pytest.mark.parametrize("mixed", ["workers", "batches"])
+def test_an_accuracy_of_some_samples_alone_is_refused(mixed):
+    """Labels that are floats on one worker, or in one batch, halved the accuracy in silence."""
+    classes, floats = np.arange(10) % 2, np.arange(10) % 2 / 1
+
+    def work(kv):
+        trainer = Trainer(Scored(), kv, "sgd")
+        both = [(X[:10], classes), (X[:10], floats)]
+        mine = both if mixed == "batches" else both[min(kv.rank, 1) :][:1]
+        said = failure(lambda: trainer.evaluate(mine))
+        if mixed == "batches":
+            assert "y are classes, whole numbers (samples,), for 10 samples and not for the other 10" in said
+        elif kv.num_workers > 1:
+            assert "evaluate: accuracy is measured on rank 0 and not on rank 1, where y are no classes" in said
+        assert trainer.evaluate([(X[:10], classes)] if kv.rank == 0 else [])["accuracy"] == 1.0
+
+    on_workers("mpi_sync-0", work)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rates_of_local_losses_are_told_with_both_values_and_ranks(kind):
+    class Plateau(Callback):
+        """What programs write for ReduceLROnPlateau: each worker looks at its own loss."""
+
+        def on_epoch(self, fit, epoch):
+            fit.update_optimizer(learning_rate=epoch.loss / 100)
+
+    def work(kv):
+        said = []
+        for callback in (LearningRate(lambda epoch: 0.1 / (1 + kv.rank)), Plateau()):
+            trainer = Trainer(Line(), kv, "sgd", learning_rate=0.1)
+            said.append(failure(lambda: trainer.fit(X, Y, batch_size=2, epochs=2, callbacks=[callback])))  # noqa: B023
+        assert kv.num_workers < 2 or "'learning_rate' is 0.1 on rank 0 and 0.05 on rank 1" in said[0], said
+        assert kv.num_workers < 2 or re.search(r"'learning_rate' is \S+ on rank 0 and \S+ on rank 1", said[1]), said
+
+    on_workers(kind, work)
+
+
+def test_an_empty_batch_of_a_step_is_refused_on_its_rank():
+    def work(kv):
+        trainer = Trainer(Line(), kv, "sgd")
+        words = f"step: the batch of rank {kv.rank} has no sample, so no mean"
+        assert words in failure(lambda: trainer.step(X[:0], Y[:0]))
+        assert trainer.step(X, Y) > 0
+
+    on_workers("mpi_sync-0", work)
+
+
+@pytest.mark.parametrize("batches", [False, True])
+def test_progress_says_a_line_an_epoch_and_steps_of_long_ones(batches, capfd, monkeypatch):
+    class Slow(Scored):
+        def loss_and_gradients(self, x, y):
+            time.sleep(0.02)
+            return super().loss_and_gradients(x, np.c_[y, y])
+
+    def work(kv):
+        monkeypatch.setattr("mpips.training.callbacks.QUIET_SECONDS", 0.03)
+        given = {"x": [(X[:2], np.zeros(2, int))] * 5} if batches else {"x": X, "y": np.zeros(50, int), "batch_size": 5}
+        trainer = Trainer(Slow(), kv, "sgd")
+        trainer.fit(**given, epochs=2, test=(X, np.zeros(50, int)), callbacks=[Progress()])
+        return kv.rank, 50 // (5 * kv.num_workers)
+
+    found = on_workers("mpi_sync-0", work)
+    lines = capfd.readouterr().err.splitlines()
+    ended = r"epoch [12] of 2, loss \S+, test loss 1, test accuracy 100\.00 %"
+    ends = [line for line in lines if re.fullmatch(ended, line)]
+    total = "" if batches else f" of {found[1]}"
+    middle = [line for line in lines if re.fullmatch(rf"epoch [12] of 2, \d{total} steps, loss \S+", line)]
+    assert (len(ends), bool(middle)) == ((2, True) if found[0] == 0 else (0, False)), lines
+    assert len(ends) + len(middle) == len(lines)
 
 
 def test_a_batch_without_samples_has_no_weight():
