@@ -28,6 +28,7 @@ INTERRUPTED = 128 + signal.SIGINT
 LOOK_SECONDS = 1.0  # seldom enough to cost a job nothing
 NAP_SECONDS = 0.05  # while it ends
 STARTING = 4.0  # seconds without another rank, though some are not there: one has ended before it could be seen
+SILENT_SECONDS = 3.0  # until it is said that ranks are being started, where none is there
 START_SECONDS = 0.05  # between two looks while ranks are not there
 GRACE = 5.0  # seconds for a job to end after a signal, and again for mpirun once its ranks have been killed
 GRACE_OF_NOBODY = 0.4  # the same of an mpirun that has no ranks to end
@@ -104,7 +105,7 @@ class Watched:
     ) -> None:
         self._speaking, self._ranks = speaking, ranks
         self._signals, self._presence, self._verdict, self._hopeless = signals, presence, verdict, hopeless
-        self._heard, self._deserted = 0, False
+        self._heard, self._deserted, self._silent = 0, False, False
         self._known, self._since = 0, time.monotonic()
         self._ends_by, self._grace = math.inf, GRACE
         self._poll = select.poll()
@@ -139,6 +140,8 @@ class Watched:
             for heard in self._signals.read():
                 self._pass_on(heard)
             self._presence.look()
+            if self._is_silent():
+                tell(f"mpips: starting {self._ranks} rank{'s' * (self._ranks > 1)}{self._where()}")
             if not self._heard and not self._deserted:
                 for sentence in self._verdict.news():
                     tell(f"mpips: {sentence}")
@@ -184,6 +187,17 @@ class Watched:
         if self._speaking < self._ranks:
             return []
         return sorted({*range(self._ranks)} - self._presence.heard() - self._unheard.ranks())
+
+    def _is_silent(self) -> bool:
+        """Whether no rank has been there for a while, for the first time that this is asked."""
+        if self._silent or self._presence.heard() or time.time() < self._began + SILENT_SECONDS:
+            return False
+        self._silent = True
+        return self._speaking > 0
+
+    def _where(self) -> str:
+        here = self._speaking
+        return " on this machine" if here == self._ranks else f", {here} of them on this machine"
 
     def _is_starting(self) -> bool:
         """Whether ranks are not there yet."""

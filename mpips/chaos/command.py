@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 
 import click
@@ -16,6 +17,7 @@ from mpips import chaos
 from mpips.chaos import picture as pictures
 
 Words = tuple[str, ...]
+PROGRESS_SECONDS = 3.0
 
 
 class _Words(click.ParamType):
@@ -72,10 +74,10 @@ def command(
     if saved:
         with writing(saved):
             chaos.save(plan, saved)
-    without = watched(words, chaos.Plan(), limit, lab) if reference else None
+    without = watched(words, chaos.Plan(), limit, lab, "without faults") if reference else None
     if without is not None and (without.code or without.hung):
         raise click.ClickException(f"the job without faults {'hung' if without.hung else f'ended with {without.code}'}")
-    run = watched(words, plan, limit, lab)
+    run = watched(words, plan, limit, lab, "with faults")
     report = chaos.judge(run, without)
     _show(report)
     if record:
@@ -87,11 +89,21 @@ def command(
     sys.exit(0 if report.good else 1)
 
 
-def watched(words: Words, plan: chaos.Plan, limit: float, lab: str) -> chaos.Run:
-    """The run of a command; UsageError where there is none."""
+def watched(words: Words, plan: chaos.Plan, limit: float, lab: str, what: str) -> chaos.Run:
+    """The run of a command, of which a line is said every `PROGRESS_SECONDS`; UsageError where there is none."""
+    said = time.monotonic()
+
+    def look(run: chaos.Run) -> None:
+        nonlocal said
+        if (now := time.monotonic()) >= said + PROGRESS_SECONDS:
+            said = now
+            steps = [told.step for told in run.told if isinstance(told, chaos.Note)]
+            step = f", step {max(steps)}" if steps else ""
+            click.echo(f"mpips chaos: {what}, {now - run.began:.0f} s{step}", err=True)
+
     argv = [sys.executable, "-P", "-m", "launch.cli", *words[1:]] if words[0] == "mpips" else list(words)
     try:
-        return chaos.watch(argv, plan, limit, lab=lab)
+        return chaos.watch(argv, plan, limit, lab=lab, look=look)
     except OSError as error:
         raise click.UsageError(f"{words[0]} cannot be run: {error.strerror}") from None
 

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
@@ -42,13 +42,15 @@ class Run(msgspec.Struct):
 
 
 def watch(
-    argv: Sequence[str], plan: Plan, limit: float = 600.0, output: IO[bytes] | None = None, lab: str = ""
-) -> Run:
+    argv: Sequence[str], plan: Plan, limit: float = 600.0, output: IO[bytes] | None = None, lab: str = "",
+    look: Callable[[Run], None] | None = None,
+) -> Run:  # fmt: skip
     """Run `argv`, an MPI job of programs that make stores, under a plan; what came of it.
 
     After `limit` seconds it counts as hung: each rank writes its stacks, and all is ended. Its output goes to `output`,
     a file, or where ours goes. It is heard on this machine alone, or on the hosts of `lab`, where it runs in one.
-    PlanError where the plan has faults of hosts, and no lab is named.
+    `look` is called with the run so far, several times a second. PlanError where the plan has faults of hosts, and no
+    lab is named.
     """
     check_lab(plan, lab)
     run = Run(plan, told=[], done=[], left=[])
@@ -62,7 +64,7 @@ def watch(
             argv, env={**os.environ, CHAOS: name}, stdin=subprocess.DEVNULL, stdout=output, stderr=errors
         )
         try:
-            _until_it_ends(run, job, ranks, faults, limit)
+            _until_it_ends(run, job, ranks, faults, limit, look)
         finally:
             faults.end()
             if job.poll() is None:
@@ -74,8 +76,13 @@ def watch(
     return run
 
 
-def _until_it_ends(run: Run, job: subprocess.Popen[bytes], ranks: Ranks, faults: Faults, limit: float) -> None:
+def _until_it_ends(
+    run: Run, job: subprocess.Popen[bytes], ranks: Ranks, faults: Faults, limit: float,
+    look: Callable[[Run], None] | None,
+) -> None:  # fmt: skip
     while job.poll() is None:
+        if look is not None:
+            look(run)
         for told in ranks.hear(min(LOOK_SECONDS, faults.wait())):
             run.told.append(told)
             faults.hear(told)

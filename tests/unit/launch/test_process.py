@@ -370,3 +370,12 @@ def test_a_rank_that_ends_before_it_can_be_heard_ends_a_job_in_which_mpirun_wait
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, preexec_fn=heed, timeout=60)
     assert done.returncode == code, done.stderr
     assert f"mpips: rank 0 (worker) {said}: the job has ended\n" in done.stderr
+
+
+def test_a_job_whose_ranks_are_long_in_coming_says_that_it_starts_them() -> None:
+    program = JOB.replace("limit  #", "1; process.SILENT_SECONDS = 0.5  #")
+    late = LAUNCHER.replace("import os,", "import time; time.sleep(1); import os,")
+    for launcher, said in ((late, "mpips: starting 2 ranks on this machine\n"), (LAUNCHER, "")):
+        command = [sys.executable, "-c", program.replace("0.5", "0.5" if said else "30"), launcher, "pass", "pass"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, preexec_fn=heed, timeout=60)
+        assert (done.returncode, done.stderr) == (0, said)
