@@ -43,7 +43,7 @@ class NewFile:
             raise OSError("it is there and no regular file: choose another name")
         _see_folder(folder)
         self._folder, start = folder or ".", os.fsdecode(os.fsencode(name)[:LONGEST])
-        _remove_abandoned(self._folder, start)
+        remove_abandoned(self._folder, re.escape(start), ABANDONED_SECONDS)
         mode, self._ended = _mode_of(self.path), False
         self._unfinished, self.fd = _made(os.path.join(self._folder, start), 0o666 if mode is None else mode)
         with contextlib.suppress(OSError):  # a file system without locks keeps what a kill leaves
@@ -156,9 +156,10 @@ def _see_folder(folder: str) -> None:
         raise OSError(f"there is no folder {folder}: make it first")
 
 
-def _remove_abandoned(folder: str, start: str) -> None:
-    """Remove what kills have left of the user's files of this name."""
-    unfinished = re.compile(re.escape(start) + r"\.[0-9a-f]{16}\.part")
+def remove_abandoned(folder: str, names: str, seconds: float = 0.0) -> None:
+    """Remove what kills have left of the user's files whose names match, at least so long ago. What somebody is still
+    writing stays."""
+    unfinished = re.compile(rf"(?:{names})\.[0-9a-f]{{16}}\.part")
     with contextlib.suppress(OSError):
         for name in filter(unfinished.fullmatch, os.listdir(folder)):
             path = os.path.join(folder, name)
@@ -166,7 +167,7 @@ def _remove_abandoned(folder: str, start: str) -> None:
                 fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
                 try:
                     there = os.fstat(fd)
-                    if there.st_uid == os.geteuid() and time.time() - there.st_mtime > ABANDONED_SECONDS:
+                    if there.st_uid == os.geteuid() and time.time() - there.st_mtime >= seconds:
                         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: it is being written
                         os.unlink(path)
                 finally:

@@ -14,6 +14,8 @@ import re
 import tempfile
 from pathlib import Path
 
+from collectives.files import remove_abandoned
+
 KEPT = 2
 OURS = re.compile(r"store-(\d{8,})\.safetensors")
 TRAINERS = re.compile(r"step-(\d{8,})\.trainer\.safetensors")
@@ -41,9 +43,10 @@ def prune(folder: str) -> None:
 
 
 def clear_parts(folder: str) -> None:
-    """Remove what a kill has left unfinished. Nothing may be under way."""
+    """Remove what a kill has left unfinished, of older versions, too; not what another job is writing."""
+    remove_abandoned(folder, OURS.pattern)
     with contextlib.suppress(OSError):
-        for path in Path(folder).glob("store-*.part"):
+        for path in Path(folder).glob("store-*.safetensors.part"):
             _remove(path)
 
 

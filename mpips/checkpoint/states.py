@@ -96,9 +96,9 @@ def read(fname: str | os.PathLike[str], keys: Sequence[Key]) -> States:
     result: dict[Name, tuple[int, list[str]]] = {}
     with tensors.TensorFile(fname) as found:
         try:
-            steps = msgspec.json.decode(found.metadata[STEPS], type=dict[str, int | float])
-        except (KeyError, msgspec.MsgspecError, RecursionError) as error:
-            raise ValueError(f"{found.path} was not written by save_optimizer_states: {error}") from error
+            steps = msgspec.json.decode(found.metadata.get(STEPS, ""), type=dict[str, int | float])
+        except (msgspec.MsgspecError, RecursionError) as error:
+            raise ValueError(f"{found.path} was not written by save_optimizer_states: its steps: {error}") from error
         for key in keys:
             if repr(key.name) not in steps:
                 raise ValueError(f"{fname} has no state of key {key.name!r}: save it with the keys of this store")

@@ -204,7 +204,7 @@ class TensorFile:
                 warn(f"{self.path} {older}: damage to it is not seen; save it anew")
             return
         if self._sums is None:
-            raise self._damaged("its checksums are not where they belong")
+            raise self._damaged(f"its checksums are not where they belong (who writes it anew leaves out {SUMS!r})")
         buffer = memoryview(bytearray(min(PIECE_BYTES, max((t.nbytes for t in self.tensors.values()), default=0))))
         for (name, tensor), expected in zip(self.tensors.items(), self._sums):
             found, offset, left = 0, self._offsets[name], tensor.nbytes

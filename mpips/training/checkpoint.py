@@ -24,6 +24,7 @@ import numpy as np
 
 import collectives
 from collectives.errors import warn
+from collectives.files import ABANDONED_SECONDS, remove_abandoned
 from mpips.checkpoint import file, tensors
 from mpips.optimizers.base import unlike
 from mpips.optimizers.registry import as_data, from_data
@@ -156,6 +157,7 @@ def _made(name: str, rank: int, step: int) -> str:
         os.makedirs(name, exist_ok=True)
     except OSError as error:
         raise ValueError(f"save: the folder {name} cannot be made: {file.why(error)}") from error
+    remove_abandoned(name, rf"{STEP.pattern}({re.escape(STORE)}|{re.escape(TRAINER)})", ABANDONED_SECONDS)
     newest = max((_step(path) for path in steps_in(name)), default=0)
     if newest > step:
         raise ValueError(f"save: {name} has a checkpoint of step {newest}, and this one is of step {step}: go on from "

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from collectives.files import NewFile
 from mpips.checkpoint import folder as files
 from mpips.checkpoint.held import Claims
 from mpips.checkpoint.regular import Regular
@@ -122,6 +123,16 @@ def test_the_newest_two_stay_and_a_trainers_files_are_not_ours(tmp_path):
     ])  # fmt: skip
     (tmp_path / "step-200000000.trainer.safetensors").write_text("")
     assert files.newest_step(folder) == 200_000_000
+
+
+def test_what_a_kill_left_goes_and_what_another_job_writes_stays(tmp_path):
+    left = tmp_path / f"store-00000005.safetensors.{'a' * 16}.part"
+    left.write_text("half")
+    writing = NewFile(files.path_of(str(tmp_path), 10))
+    files.clear_parts(str(tmp_path))
+    assert not left.exists() and len(os.listdir(tmp_path)) == 1
+    writing.finish()
+    assert list(files.steps_in(str(tmp_path))) == [10]
 
 
 def test_a_folder_that_cannot_be_is_said(tmp_path):
