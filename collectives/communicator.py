@@ -22,6 +22,7 @@ from collectives.errors import CollectiveError, MismatchError, of_caller
 from collectives.network.control import Control
 from collectives.network.drain import leave, sweep
 from collectives.network.failures import failed, made
+from collectives.network.requests import Roll
 from collectives.network.tags import TAGS, Lanes
 from collectives.node.board import Board, unreachable
 from collectives.node.layout import NodeMemory, open_memory
@@ -337,14 +338,14 @@ class _Arrival:
 
     def __init__(self, comm: MPI.Comm, old: Communicator | None = None) -> None:
         self._comm, self.old = comm, old
-        self._request = comm.Ibarrier()
+        self._roll = Roll(comm)
 
     def wait(self) -> None:
         """Blocking; StallError after the limit of the environment."""
         self.limits = limits()
         name = f"{self._comm.Get_name() or 'a communicator'} of {self._comm.size} ranks"
         what = f"the first collective on {name} ({COME})" if self.old is None else f"renew of {name}"
-        drive(until(self._request.Test), self, what)
+        drive(until(self._roll.request.Test), self, what)
 
     def look(self, waited: float) -> None:
         """There is no epoch yet that could end, but what is renewed knows whose program has ended."""
@@ -352,8 +353,8 @@ class _Arrival:
             raise CollectiveError(f"rank {rank} cannot come to renew: {how}")
 
     def late(self) -> list[int]:
-        """Not known here."""
-        return []
+        """See `Roll`."""
+        return self._roll.late()
 
     def close(self) -> None:
         """MPI completes a barrier under way by itself."""

@@ -18,6 +18,7 @@ from mpi4py import MPI
 from collectives.communicator import abandon
 from collectives.network.drain import leave, part
 from collectives.network.failures import made
+from collectives.network.requests import Roll
 from collectives.node.wait import Limits, drive, until
 from mpips.keys.sharding import Interval, owners, split
 from mpips.mirrors import ring
@@ -27,7 +28,7 @@ from mpips.runtime.errors import LostError
 from mpips.runtime.rendezvous import Assembling, Room
 
 WHAT = "mpips.create"
-_arrivals: list[MPI.Request] = []
+_arrivals: list[Roll] = []
 """Under way; of who has stopped waiting, too, as the others may yet come."""
 
 
@@ -224,10 +225,10 @@ def _come(comm: MPI.Intracomm, limits: Limits) -> None:
     """Wait until all ranks have come. What makes communicators blocks in MPI, and must not before."""
     who = "all must call it, servers too, which leave when their last store is closed"
     what = f"{WHAT}, to which not all {comm.Get_size()} ranks have come ({who}),"
-    request = comm.Ibarrier()
-    _arrivals.append(request)
-    drive(until(request.Test), Assembling(limits), what)
-    _arrivals.remove(request)
+    roll = Roll(comm)
+    _arrivals.append(roll)
+    drive(until(roll.request.Test), Assembling(limits, roll.late), what)
+    _arrivals.remove(roll)
 
 
 def _check(kind: str, options: Options, size: int) -> str:

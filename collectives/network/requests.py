@@ -26,6 +26,23 @@ _collectives: list[tuple[MPI.Request, MPI.Comm]] = []
 """MPI's own, which it goes on with on their communicators."""
 
 
+class Roll:
+    """All ranks' coming to a communicator, nobody waiting for it here. Each sends each other one byte, so that it is
+    known who is late; a barrier would say nothing of that. Making it is collective, and does not block."""
+
+    def __init__(self, comm: Any) -> None:
+        size = comm.Get_size()
+        self._come, counts, places = np.zeros(size, np.uint8), [1] * size, list(range(size))
+        self._mine = np.ones(size, np.uint8)
+        self.request: MPI.Request = comm.Ialltoallv(
+            [self._mine, counts, places, MPI.BYTE], [self._come, counts, places, MPI.BYTE]
+        )
+
+    def late(self) -> list[int]:
+        """Return the ranks that have not come, as far as is known. Local."""
+        return np.flatnonzero(self._come == 0).tolist()
+
+
 class Receive(MPI.Prequest):
     """A persistent request that receives, which can be cancelled."""
 

@@ -21,6 +21,9 @@ NAP_SHARE = 0.02
 NAP_AFTER_ON_NODE, NAP_AFTER_BETWEEN_NODES = 2e-2, 2e-3  # seconds of waiting after which a rank sleeps between steps
 
 
+LONGER = "for longer waits raise timeout_seconds (MPIPS_TIMEOUT_SECONDS)"
+
+
 class Limits(NamedTuple):
     """Seconds after which a wait warns, and raises StallError (0: never)."""
 
@@ -93,7 +96,7 @@ def until(ready: Callable[[], object]) -> Iterator[None]:
 def see_in_time(what: str, waited: float, epoch: Epoch) -> None:
     """StallError where that is longer than a wait may last."""
     if 0 < epoch.limits.timeout_seconds < waited:
-        raise StallError(_sentence(what, epoch.limits.timeout_seconds, epoch))
+        raise StallError(f"{_sentence(what, epoch.limits.timeout_seconds, epoch)}; {LONGER}")
 
 
 def _sentence(what: str, waited: float, epoch: Epoch) -> str:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Hashable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 from collectives.node import wait
@@ -29,6 +29,7 @@ __all__ = ["Alone", "DependencyError", "Engine", "Epoch", "Handle", "Work"]
 
 PATIENCE, NOTICE = 0.02, 0.1
 """Seconds that a wait looks by itself; a longer one leaves it to the communication thread, and notices stalls."""
+GRACE_SECONDS = 0.5
 LOOK_SECONDS = 2e-3
 """Between two looks at the epoch that send and receive; its flag is read at every look."""
 
@@ -77,6 +78,8 @@ class Engine:
         self._driver = threading.Lock()
         self._owner = self._looking = 0
         """Identities of the thread that may advance operations, and of the one that is inside one."""
+        self.blocked: tuple[Collection[Hashable], Callable[[], str]] | None = None
+        """What the program waits for: the names on which that takes turns, and what it is."""
         self._due = 0.0
         """time.monotonic() when the epoch is looked at again."""
         self._background: Background | None = None
@@ -110,7 +113,7 @@ class Engine:
         """Add an operation of the store, which runs after the earlier ones on the same keys. If it fails it ends the
         epoch. `detached`: only `close` waits for it, not `finish`."""
         handle = Handle(self, task, frozenset(), what, True)
-        handle.detached = detached
+        handle.detached, handle.orders = detached, keys
         self._add(handle, frozenset(), keys, priority)
         if self._background is None:
             self.progress()
@@ -126,10 +129,12 @@ class Engine:
                 break
             else:
                 return
+            self.blocked = keys, what
             stretch = _Stretch(task)
             while not stretch.over:
                 wait.drive(iter(stretch), _Watch(self.epoch.limits, self.epoch.look), what())
         finally:
+            self.blocked = None
             task.close()  # at once, not when the last who holds the error forgets it
 
     def finish(self, detached: bool = False) -> None:
@@ -147,6 +152,10 @@ class Engine:
 
     # ---- going on
 
+    def ordered(self) -> set[Hashable]:
+        """Return the names on which operations under way take turns."""
+        return self._handles.ordered()
+
     def progress(self, wait: bool = True) -> bool:
         """Look once at everything that may go on; whether something ended. `wait`: for another thread's look to end."""
         if not wait and self._driver.locked():
@@ -163,11 +172,13 @@ class Engine:
         if self._looking == threading.get_ident():
             raise RuntimeError(f"an operation waits for {handle.what}: name what it needs in `reads` instead")
         steps = self._driving(handle)
+        self.blocked = handle.orders, lambda: handle.what
         try:
             wait.drive(steps, _Watch(self.epoch.limits, self._look_around), handle.what, 1)
         except BaseException as error:
             raise self.failed(handle, error) from None
         finally:
+            self.blocked = None
             steps.close()
 
     def paused(self) -> contextlib.AbstractContextManager[None]:
@@ -259,12 +270,14 @@ class Engine:
 
 
 class _Watch:
-    """How a wait of this engine looks around (`collectives.node.wait.Epoch`)."""
+    """How a wait of this engine looks around (`collectives.node.wait.Epoch`). Servers and collectives, which know who
+    is late, end a wait that is too long a little before it does."""
 
     nap_after = wait.NAP_AFTER_BETWEEN_NODES
 
     def __init__(self, limits: Limits, look: Callable[[float], None]) -> None:
-        self.limits, self.look = limits, look
+        timeout = limits.timeout_seconds
+        self.limits, self.look = Limits(limits.stall_seconds, timeout and 1.1 * timeout + GRACE_SECONDS), look
 
     def late(self) -> Sequence[int]:
         """Who is waited for is not known here."""

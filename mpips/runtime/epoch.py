@@ -86,6 +86,7 @@ class _Meeting:
 
     def __init__(self, epoch: Epoch, room: Room, what: str) -> None:
         self._epoch, self._room, self._what, self._presence = epoch, room, what, Presence(what)
+        self._stood = False
         self.watch = _Wait(epoch, room.missing, self.look)
 
     def look(self, waited: float) -> None:
@@ -101,6 +102,9 @@ class _Meeting:
                 time.sleep(LOOK_SECONDS)
             return
         self._presence.see(self._room.missing(), self._epoch.gone())
+        if waited > LONG_SECONDS and not self._stood and (word := self._epoch.stands(self._room, self._what)):
+            self._stood = True
+            self._room.stand(word)
 
     def steps(self, payload: bytes) -> Task[list[bytes]]:
         """The meeting as a task: what all have brought."""
@@ -131,6 +135,10 @@ class Epoch:
         reads arrays that it has lent, and that what others count on is there."""
         self.needs: Callable[[], None] = lambda: None
         """Raises CollectiveError where what this rank waits for cannot come any more. Asked in long waits."""
+        self.standing: Callable[[str], bytes] = lambda what: b""
+        """What this worker says to the others when it waits for them in a meeting for long; b"": nothing yet."""
+        self.inside = False
+        """Whether this rank looks from within a blocking collective of a smaller communicator."""
         self._hearing, self._ending = threading.Lock(), threading.RLock()
         self._closed = False
         self._begin()
@@ -236,9 +244,16 @@ class Epoch:
         home = communicator(comm, names=names or None)
         if home not in self._inner:
             home.patient(*self.limits)
-            home.lies_within(self.look)
+            home.lies_within(self._look_inside)
             self._inner.append(home)
         return home
+
+    def _look_inside(self, waited: float) -> None:
+        self.inside = True
+        try:
+            self.look(waited)
+        finally:
+            self.inside = False
 
     def wait(self, ready: Callable[[], object], what: str, late: Callable[[], Sequence[int]] = tuple) -> None:
         """Wait until `ready()`; blocking. Looks at the epoch; after the limits it warns, and raises StallError, which
@@ -261,6 +276,14 @@ class Epoch:
         assert self._workers is not None
         self._workers.missing()
         return self._workers.last()
+
+    def stands(self, room: Room, what: str) -> bytes:
+        """Return what this worker says while it waits in a meeting of the workers; b"" in others."""
+        return self.standing(what) if room is self._workers else b""
+
+    def others_standing(self) -> dict[int, bytes]:
+        """Return what each worker says that waits in a meeting to which this one has not come. Does not block."""
+        return {} if self._workers is None else self._workers.standing()
 
     def _room(self, everybody: bool) -> Room:
         room = self._everybody if everybody else self._workers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Generator, Hashable, Iterable
+from collections.abc import Callable, Collection, Generator, Hashable, Iterable
 from typing import Any, Protocol
 
 from mpips.runtime.dependencies import Tracker
@@ -39,6 +39,8 @@ class Handle:
         self.mutates, self.what = mutates, what
         self.ends = ends
         """Whether its failure ends the epoch."""
+        self.orders: Collection[Hashable] = ()
+        """Names on which it takes turns with others; for the engine."""
         self.cause: Handle | None = None
         """A failed operation because of which this one must not run."""
         self.done = False
@@ -138,6 +140,11 @@ class Handles:
         """The first in program order that is under way, `detached` ones left out or not."""
         with self.lock:
             return next((handle for handle in self._tracker.items() if detached or not handle.detached), None)
+
+    def ordered(self) -> set[Hashable]:
+        """Return the names on which those under way take turns."""
+        with self.lock:
+            return {name for handle in self._tracker.items() for name in handle.orders}
 
     def first_failed(self) -> Handle | None:
         """The first failure that nobody has seen."""

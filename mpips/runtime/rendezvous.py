@@ -24,6 +24,8 @@ from collectives.node.wait import Limits, drive, until
 
 TAG = 3
 """Of messages on the store's communicators; other modules leave it alone."""
+COMES, STANDS = b"c", b"s"
+"""How messages of a meeting begin: a rank comes to it, or says what it stands at while it waits there."""
 LAST_WORD_SECONDS = 0.2
 """How long a message may take from a rank that has left since."""
 Items = Sequence[tuple[Any, str]]
@@ -42,23 +44,47 @@ class Room:
         self.comm, self.rank, self.size, self._tag = comm, comm.Get_rank(), comm.Get_size(), tag
         self._heard: list[deque[bytes]] = [deque() for _ in range(self.size)]
         """What each rank has brought to meetings that are not over here."""
+        self._standing: dict[int, bytes] = {}
+        """What ranks have said while they waited in a meeting, with its number."""
+        self._over = 0
+        """Meetings that are over here."""
         self._receiving = threading.Lock()
 
     def bring(self, payload: bytes) -> None:
         """Begin a meeting. Does not block."""
         self._heard[self.rank].append(payload)
-        tell(self.comm, payload, [rank for rank in range(self.size) if rank != self.rank], self._tag)
+        self._tell(COMES, payload)
+
+    def stand(self, word: bytes) -> None:
+        """Say to the others what this rank, which waits in the present meeting, stands at. Does not block."""
+        self._tell(STANDS, b"%d " % self._over + word)
+
+    def standing(self) -> dict[int, bytes]:
+        """Return what each rank has said that stands in the meeting to which this one has not come. Does not block."""
+        self.missing()
+        if self._heard[self.rank]:
+            return {}
+        present = b"%d " % self._over
+        found = {rank: word for rank, word in self._standing.items() if word.startswith(present)}
+        return {rank: word[len(present) :] for rank, word in found.items()}
+
+    def _tell(self, kind: bytes, payload: bytes) -> None:
+        tell(self.comm, kind + payload, [rank for rank in range(self.size) if rank != self.rank], self._tag)
 
     def missing(self) -> list[int]:
         """Ranks that have not come to the present meeting. Does not block."""
         with self._receiving:  # two threads would mix up the order
             while (message := received(self.comm, self._tag)) is not None:
                 source, data = message
-                self._heard[source].append(data)
+                if data[:1] == STANDS:
+                    self._standing[source] = data[1:]
+                else:
+                    self._heard[source].append(data[1:])
         return [rank for rank, heard in enumerate(self._heard) if not heard]
 
     def brought(self) -> list[bytes]:
         """What all have brought to the present meeting, which is over with that."""
+        self._over += 1
         return [heard.popleft() for heard in self._heard]
 
     def last(self) -> list[bytes]:

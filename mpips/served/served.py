@@ -184,6 +184,10 @@ class Served:
         """See `Backend`."""
         self._push.waits(keys)
 
+    def sums(self) -> tuple[int, str]:
+        """See `Backend`."""
+        return 0, ""
+
     # ---- settings
 
     def check_updated(self, keys: Sequence[Key], what: str) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from collectives.errors import MismatchError, StallError, ranks
+from collectives.node.wait import LONGER
 from mpips.server.unit import Replies, Reply, Unit
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class Late:
                 unit.opened = clock
             waited = clock - unit.opened
             if 0 < self.timeout_seconds < waited:
-                raise StallError(_sentence([unit], self.timeout_seconds))
+                raise StallError(f"{_sentence([unit], self.timeout_seconds)}; {LONGER}")
             if waited > self.stall_seconds and not unit.warned:
                 unit.warned = True
                 long.setdefault(_who(unit), (waited, []))[1].append(unit)

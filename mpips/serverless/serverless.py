@@ -163,6 +163,10 @@ class Serverless:
     def waits(self, keys: Sequence[Key]) -> None:
         """`collectives` sees by itself that workers make different calls."""
 
+    def sums(self) -> tuple[int, str]:
+        """See `Backend`."""
+        return self._sums.begun, self._sums.text
+
     # ---- settings
 
     def check_updated(self, keys: Sequence[Key], what: str) -> None:

@@ -32,6 +32,7 @@ class Sparse:
     def total(self, key: Key, rows: RowSparse, direct: bool) -> Task[RowSparse]:
         """The sum of all workers' rows of the key, merged. Collective; `direct`: it may block."""
         text = label("push of rows", [key.name])
+        self._sums.begun, self._sums.text = self._sums.begun + 1, text
         mine = packed(rows.merged())
         self._mine[0] = mine.size
         yield from self._sums.gather(self._mine, self._sizes, text, direct)

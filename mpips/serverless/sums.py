@@ -38,13 +38,17 @@ class Sums:
         self.comm, self.rank, self.size = comm, home.rank, home.size
         self.one_node = home.size > 1 and home.nodes == 1
         """Whether there are other workers, all on this node."""
+        self.begun, self.text = 0, ""
+        """Sums that this worker has begun, and the last one."""
 
     def one(self, array: Array, out: Array, text: str) -> None:
         """out = the sum of all workers' arrays. Collective, blocking."""
+        self.begun, self.text = self.begun + 1, text
         collectives.allreduce(array, self.comm, algorithm=SUMS, out=None if out is array else out, label=text)
 
     def many(self, arrays: Sequence[Array], outs: Sequence[Array], text: str, blocks: Blocks = None) -> None:
         """The same of each array, all at once; this worker's block of each sum goes into `blocks`, too."""
+        self.begun, self.text = self.begun + 1, text
         out = None if all(map(is_, arrays, outs)) else outs
         collectives.grouped_allreduce(arrays, self.comm, algorithm=SUMS, out=out, label=text, blocks=blocks)
 
@@ -59,6 +63,7 @@ class Sums:
         """`one` or `many`, beside compute unless `direct`."""
         single = len(arrays) == 1
         if not direct:
+            self.begun, self.text = self.begun + 1, text
             in_place = all(map(is_, arrays, outs))
             if single:
                 plan = self._begin("allreduce", arrays[0], None if in_place else outs[0], text)

@@ -163,6 +163,11 @@ class Backend(Protocol):
         for one another in a circle are found. At once."""
         ...
 
+    def sums(self) -> tuple[int, str]:
+        """Return how many sums of all workers this one has begun, and what the last one is; (0, "") with servers.
+        Local."""
+        ...
+
     # ---- settings
 
     def check_updated(self, keys: Sequence[Key], what: str) -> None:

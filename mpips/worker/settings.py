@@ -6,7 +6,8 @@ changed. Whatever goes wrong after that ends the epoch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -14,7 +15,7 @@ import msgspec
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from collectives.errors import CollectiveError, warn
+from collectives.errors import CollectiveError, MismatchError, warn
 from mpips import compression, optimizers
 from mpips.checkpoint.held import Claims
 from mpips.checkpoint.source import Saves, Written
@@ -31,13 +32,15 @@ from mpips.runtime.errors import EpochError
 from mpips.runtime.parting import NEVER
 from mpips.runtime.rendezvous import Items
 from mpips.runtime.tasks import Task, kept
-from mpips.worker import closing
+from mpips.worker import closing, standing
 from mpips.worker.backend import Backend, Recovered
 from mpips.worker.operations import GIVEN, Operations
 
 Array = NDArray[Any]
 T = TypeVar("T")
 STORE = "the store"
+NEEDS_SECONDS = 0.1
+"""Between two looks of one that waits long at whether what it waits for can come."""
 
 
 class Settings:
@@ -49,6 +52,7 @@ class Settings:
         self.layout, self.backend, self.epoch = layout, backend, epoch
         self.engine = Engine(epoch, level >= MPI.THREAD_SERIALIZED)
         epoch.on_end.append(self.unbind)
+        epoch.standing = self._stand
         self.keys: dict[Name, Key] = {}
         self.operations = Operations(layout.rank, backend, self.engine, self.keys)
         self.groups = Groups()
@@ -239,6 +243,33 @@ class Settings:
 
     # ---- inside
 
+    def _stand(self, what: str) -> bytes:
+        """Return what this worker stands at in a call of all workers; b"" where what is under way may go on."""
+        used = self.engine.ordered()
+        if any(name in used for name in self.backend.communicators):
+            return b""
+        keys = self.keys.values() if self.layout.num_servers else ()
+        return standing.stand(what, self.backend.sums()[0], keys, used)
+
+    def see_standing(self) -> None:
+        """MismatchError where the program waits for one that waits for it in a call of all workers."""
+        inside, blocked = self.epoch.inside, self.engine.blocked
+        others = self.epoch.others_standing() if inside or blocked is not None else {}
+        if not others:
+            return
+        sums, call = self.backend.sums()
+        names: Collection[Hashable] = self.keys
+        if blocked is not None:
+            names, call = blocked[0], blocked[1]()
+            if any(name in names for name in self.backend.communicators):
+                names = self.engine.ordered() | set(names)  # those before it hold it up
+            elif not self.layout.num_servers:
+                return
+        rounds = {key.name: standing.needed(key, call) for key in self.keys.values() if key.name in names}
+        mine = standing.Blocked(call, sums, rounds, blocked is None)
+        if why := standing.in_vain(mine, self.layout, others):
+            raise MismatchError(why)
+
     def _names(self, keys: Any, what: str) -> list[Name] | None:
         return None if keys is None else [key.name for key in self.known(keys, what)]
 
@@ -247,9 +278,8 @@ class Epochs:
     """The epochs of a store on this worker: one begins, one is joined, the last one ends. `closed` is called then."""
 
     def __init__(self, store: Settings, closed: breaking.Step = lambda: None) -> None:
-        self._store, self._closed = store, closed
-        if store.layout.survives or store.regular is not None:
-            store.epoch.needs = self._see_closing
+        self._store, self._closed, self._due = store, closed, 0.0
+        store.epoch.needs = self._see_needs
         breaking.at_exit(self._exit)
 
     def recover(self, grow: bool = False) -> Rounds:
@@ -354,6 +384,15 @@ class Epochs:
                 )
             if not store.layout.changed:  # nobody has died: who makes more pushes is not to wait for this worker
                 return ()
+
+    def _see_needs(self) -> None:
+        """CollectiveError where what this worker waits for cannot come any more."""
+        if (now := time.monotonic()) < self._due:
+            return
+        self._due = now + NEEDS_SECONDS
+        self._store.see_standing()
+        if self._store.layout.survives or self._store.regular is not None:
+            self._see_closing()
 
     def _see_closing(self) -> None:
         """CollectiveError where a worker closes the store whose next push this one waits for."""

@@ -67,7 +67,7 @@ def test_the_sentence_of_a_stall_names_who_is_late():
     boards = node.boards(3, limits=Limits(60, 0.05))
     enter(boards[0])
     enter(boards[2])
-    with pytest.raises(StallError, match=r"barrier has waited for 0.05 s: rank 1 has not come$"):
+    with pytest.raises(StallError, match=r"barrier has waited for 0.05 s: rank 1 has not come; for longer waits raise"):
         drive(boards[0].met(), boards[0], "barrier")
 
 

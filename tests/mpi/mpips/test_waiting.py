@@ -1,0 +1,124 @@
+"""Workers that wait for one another in calls that do not fit together hear of it at once; who may wait does not."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import mpips
+from tests.choice import once
+from tests.mpi.mpips.faults import workers
+from tests.mpi.mpips.support import failure, need, run
+from tests.mpi.sizes import JOB_LIMIT, only_on
+
+SECONDS = 20.0
+"""In which a very busy machine says what an idle one says in half a second; the limit is 300 s."""
+TOGETHER = {
+    "barrier": lambda kv: kv.barrier(),
+    "update_optimizer": lambda kv: kv.update_optimizer(learning_rate=0.5),
+    "init": lambda kv: kv.init("new", np.zeros(2)),
+    "save": lambda kv: kv.save("/nowhere"),
+}
+PUSHES = {
+    "pushpull": lambda kv, w: kv.pushpull("w", w),
+    "two pushes": lambda kv, w: [kv.push("w", w) for _ in range(2)],
+    "list": lambda kv, w: kv.pushpull(["w", "x"], [w, w.copy()]),
+    "handle": lambda kv, w: kv.ipushpull("w", w, w).wait(),
+    "in place": lambda kv, w: kv.push("x", mpips.empty(2, np.float64)),
+}
+
+
+@only_on(2, 3)
+@once(servers=[0, 1], kind=["dist_sync", "mpi_sync"], together=list(TOGETHER), pushes=list(PUSHES))
+def test_a_wait_that_cannot_end_is_said(servers: int, kind: str, together: str, pushes: str) -> None:
+    need(2, servers=servers)
+
+    def body(kv):
+        w = np.zeros(2)
+        kv.init(["w", "x"], [w, w])
+        kv.set_optimizer("sgd", learning_rate=0.1)
+        for _ in range(2):
+            kv.pushpull("w", np.ones(2), w)
+        kv.barrier()
+        begun = time.monotonic()
+        said = failure(lambda: TOGETHER[together](kv) if kv.rank == 0 else PUSHES[pushes](kv, w))
+        took = time.monotonic() - begun
+        kv.recover()
+        kv.pushpull("w", np.ones(2), w)  # all is well again
+        return said, took
+
+    made = run(kind, body, servers=servers)
+    if made is not None:
+        said, took = made
+        assert workers(servers).allgather(said) == [said] * workers(servers).size
+        assert f"rank 0 waits in {together} for all workers, and rank" in said and "in push" in said, said
+        assert took < SECONDS, took
+
+
+@only_on(3)
+@pytest.mark.parametrize("kind, servers", [("dist_sync", 0), ("dist_sync", 1), ("mpi_sync", 1), ("dist_async", 1)])
+def test_who_may_wait_is_left_alone(kind: str, servers: int) -> None:
+    """One is in a barrier, or saves, while others are late to a round that it has pushed to, or has yet to push to."""
+    need(2, servers=servers)
+
+    def body(kv):
+        w, g, last = np.zeros(2), np.ones(2), kv.rank == kv.num_workers - 1
+        kv.init(["w", "x"], [w, w])
+        kv.set_optimizer("sgd", learning_rate=1.0)
+        alone = servers and kind.startswith("dist")
+        if alone:
+            if kv.rank:
+                kv.push("w", g)  # nobody needs to have come
+            kv.barrier()
+            time.sleep(0.5 * last)
+            if kv.rank == 0:
+                kv.push("w", g)
+        if kv.rank == 0:
+            handle = kv.ipushpull("x", g, w.copy())
+            kv.barrier()
+            handle.wait()
+        else:
+            time.sleep(0.8 * last)
+            kv.pushpull("x", g, w.copy())
+            kv.barrier()
+        time.sleep(0.6 * last)
+        kv.update_optimizer(learning_rate=0.5)
+        kv.pushpull(["w", "x"], [g, g], [w, w.copy()])
+        kv.barrier()
+        kv.pull("w", w)
+        return w[0], -kv.num_workers * ((1.0 if alone else 0) + 0.5)
+
+    made = run(kind, body, servers=servers)
+    assert made is None or made[0] == made[1]
+
+
+LATE = """
+import sys, time
+import numpy as np
+from mpi4py import MPI
+import collectives, mpips
+
+if MPI.COMM_WORLD.rank == 1:
+    time.sleep(30)
+elif sys.argv[1] == "create":
+    mpips.create("dist_sync")
+else:
+    collectives.allreduce(np.ones(2), MPI.COMM_WORLD)
+"""
+
+
+@only_on(1)
+@pytest.mark.parametrize("call", ["create", "collective"])
+def test_a_limit_names_who_is_late_and_the_setting(tmp_path: Path, call: str) -> None:
+    """Where nothing stands yet, too."""
+    program = tmp_path / "late.py"
+    program.write_text(LATE)
+    words = [sys.executable, "-m", "launch.cli", "run", "-w", "3", str(program), call]
+    setting = os.environ | {"MPIPS_TIMEOUT_SECONDS": "1"}
+    done = subprocess.run(words, capture_output=True, text=True, timeout=JOB_LIMIT, check=False, env=setting)
+    late = "has waited for 1 s: rank 1 has not come; for longer waits raise timeout_seconds (MPIPS_TIMEOUT_SECONDS)"
+    assert done.returncode and late in done.stderr, done.stderr
