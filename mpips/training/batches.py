@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
 import numpy as np
 
-from mpips.keys.tables import CURE, table
+from mpips.keys.tables import CURE, in_memory, table
 from mpips.training.model import samples_of
 
 Batch = tuple[Any, Any]
 BLOCK = 1024
 """Samples that are evaluated at once."""
+SHOWN_ROWS, SHOWN_NUMBERS = 8, 32
+"""Rows of an array, and numbers of each, by which workers see whether theirs are the same."""
 LONG_SECONDS = 10.0
 """After so long an iterable without a length may be one without an end, which is said."""
 
@@ -226,6 +229,36 @@ def see_samples(model: Any, source: Source | None) -> None:
     check = getattr(model, "check_samples", None)
     if callable(check) and isinstance(source, Arrays):
         check(source.x, source.y)
+
+
+def samples_shown(*sources: Source | None) -> np.ndarray:
+    """A few numbers of each array, float64 (numbers,), by which workers see whether theirs are the same."""
+    shown = [np.empty(0)]
+    for source in sources:
+        if isinstance(source, Arrays) and len(source.x):
+            rows = np.unique(np.linspace(0, len(source.x) - 1, SHOWN_ROWS).astype(np.int64))
+            with contextlib.suppress(TypeError):  # arrays on a GPU
+                shown += [_first_numbers(each[rows]) for each in (source.x, source.y)]
+    return np.concatenate(shown)
+
+
+def _first_numbers(rows: Any) -> np.ndarray:
+    numbers: np.ndarray = in_memory("x", rows).reshape(len(rows), -1)[:, :SHOWN_NUMBERS].real.astype(np.float64)
+    return numbers.reshape(-1)
+
+
+def see_same(shown: Sequence[np.ndarray]) -> None:
+    """ValueError where what workers have shown, by rank, differs by more than machines may differ in rounding."""
+    first = shown[0]
+    for rank, other in enumerate(shown):
+        if len(other) != len(first):  # of some the library is not known
+            continue
+        alike = np.isclose(first, other, rtol=1e-3, atol=1e-6, equal_nan=True)
+        if not alike.all():
+            number = int(np.argmin(alike))
+            raise ValueError(f"fit: the arrays differ between workers, as {first[number]:.6g} on rank 0 and "
+                             f"{other[number]:.6g} on rank {rank}: give all the same, shuffled by one seed, as each "
+                             "takes its share of them; or each its own as batches")
 
 
 def share_of(source: Source, number: int, rank: int, workers: int) -> Iterator[Batch]:

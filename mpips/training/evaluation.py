@@ -78,7 +78,11 @@ def _scored(job: Job) -> bool:
 
 def _classes(y: Any) -> bool:
     """Whether targets are the classes of samples: whole numbers (samples,)."""
-    return getattr(y, "ndim", 0) == 1 and np.dtype(y.dtype).kind in "iu"
+    if getattr(y, "ndim", 0) != 1:
+        return False
+    if isinstance(y.dtype, np.dtype):
+        return y.dtype.kind in "iu"
+    return str(y.dtype).removeprefix("torch.").startswith(("int", "uint"))
 
 
 def _loss_of(model: Any) -> Callable[[Any, Any], float]:

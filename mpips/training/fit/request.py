@@ -7,10 +7,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from mpips.runtime.rendezvous import attempt
 from mpips.training import callbacks as hooks
 from mpips.training import checkpoint
-from mpips.training.batches import Arrays, see_again, see_enough, see_samples, source_of, test_of, whole
+from mpips.training.batches import (
+    Arrays,
+    samples_shown,
+    see_again,
+    see_enough,
+    see_same,
+    see_samples,
+    source_of,
+    test_of,
+    whole,
+)
 from mpips.training.callbacks import Callback
 from mpips.training.evaluation import test_words
 from mpips.training.exchange import Job, see_joined
@@ -47,6 +59,8 @@ def begin(job: Job, request: Request, resume: str | os.PathLike[str] | None, own
     `own`: of one worker, or of all those that a checkpoint was of. Collective; ValueError or TypeError on all workers,
     before anything has changed, where the fit cannot go on from there.
     """
+    shown = samples_shown(request.source, request.test)
+    see_same([np.frombuffer(told) for told in job.kv.settings.agree("fit", data=shown.tobytes())])
     found = checkpoint.find(job, resume, begin=True) if resume is not None else None
     position, refusal = attempt(lambda: _start(job, request, own if found is None else found.positions))
     job.kv.settings.agree("fit", refusal=refusal)

@@ -266,6 +266,34 @@ def test_one_stream_without_an_end_among_others_that_end_is_said_on_all_workers(
     on_workers("mpi_sync-0", work, workers=2)
 
 
+UNLIKE = {
+    "shards": lambda rank: (X[rank::2], Y[rank::2]), "shuffled": lambda rank: (X[order(rank)], Y[order(rank)]),
+    "labels": lambda rank: (X, Y[order(rank)]),
+}  # fmt: skip
+
+
+def order(rank):
+    """Of a shuffle whose seed is the rank."""
+    return np.random.default_rng(rank).permutation(len(X))
+
+
+@pytest.mark.parametrize("make", UNLIKE.values(), ids=UNLIKE)
+def test_arrays_that_differ_between_workers_are_refused(make):
+    """Of a worker's own shard a share would be trained; shuffled by other seeds rows would come twice and never."""
+
+    def work(kv):
+        trainer = Trainer(Line(), kv, "sgd")
+        mine = make(kv.rank % 2)
+        said = [failure(lambda: trainer.fit(*mine, batch_size=2, epochs=1)),
+                failure(lambda: trainer.fit(X, Y, batch_size=2, epochs=1, test=mine))]  # fmt: skip
+        words = r"fit: the arrays differ between workers, as \S+ on rank 0 and \S+ on rank 1: give all the same"
+        assert kv.num_workers < 2 or all(re.match(words, each) for each in said), said
+        nearly = X * (1 + 1e-7 * kv.rank)  # as another machine rounds
+        assert len(trainer.fit(nearly, Y, batch_size=2, epochs=1)) == 1
+
+    on_workers("mpi_sync-0", work)
+
+
 class Scored(Line):
     """A model that has an accuracy."""
 
@@ -291,6 +319,25 @@ def test_an_accuracy_of_some_samples_alone_is_refused(mixed):
         elif kv.num_workers > 1:
             assert "evaluate: accuracy is measured on rank 0 and not on rank 1, where y are no classes" in said
         assert trainer.evaluate([(X[:10], classes)] if kv.rank == 0 else [])["accuracy"] == 1.0
+
+    on_workers("mpi_sync-0", work)
+
+
+class Labels:
+    """Targets of a library whose dtypes NumPy does not know, as tensors have them."""
+
+    def __init__(self, dtype: str) -> None:
+        self.shape, self.ndim, self.dtype = (10,), 1, type("dtype", (), {"__repr__": lambda self: dtype})()
+
+    def __len__(self) -> int:
+        return 10
+
+
+def test_labels_of_any_library_are_classes_where_they_are_whole_numbers():
+    def work(kv):
+        trainer = Trainer(Scored(), kv, "sgd")
+        whole, floats = [trainer.evaluate([(X[:10], Labels(f"torch.{kind}64"))]) for kind in ("int", "float")]
+        assert (whole, floats) == ({"loss": 1.0, "accuracy": 1.0}, {"loss": 1.0})
 
     on_workers("mpi_sync-0", work)
 
