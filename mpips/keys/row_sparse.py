@@ -87,6 +87,16 @@ class RowSparse:
         return RowSparse(self.rows[chosen] - start, self.values[chosen], (stop - start, *self.shape[1:]))
 
 
+class EmptyPush(RowSparse):
+    """A push that counts as a round of its key and as nothing else. Where all contributors push it, the key and its
+    optimizer's state and step count stay as they are; beside other pushes it counts as zeros."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: Any) -> None:
+        for name, value in (("rows", np.empty(0, np.int64)), ("values", np.empty((0, *shape[1:]), dtype))):
+            object.__setattr__(self, name, value)
+        object.__setattr__(self, "shape", tuple(shape))
+
+
 def _array(x: Any, name: str) -> np.ndarray:
     """As NumPy's; lists become arrays, tensors of PyTorch are viewed, whether they record gradients or not."""
     arrays.see_unmasked(x, name)

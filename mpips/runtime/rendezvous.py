@@ -158,6 +158,14 @@ def data_of(word: bytes, what: str) -> bytes:
     return said.data if said.what == what else b""
 
 
+def call_of(word: bytes) -> str:
+    """The call of what a rank has brought to an `agree`; "" of another meeting, or where it has brought nothing."""
+    try:
+        return msgspec.msgpack.decode(word, type=_Word).what
+    except msgspec.DecodeError:
+        return ""
+
+
 def attempt(make: Callable[[], Any]) -> tuple[Any, BaseException | None]:
     """What `make` returns, or the ValueError or TypeError that it raises, to be brought along as a `refusal`."""
     try:

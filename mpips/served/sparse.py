@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from collectives.network.failures import send
 from mpips.keys.key import Key
-from mpips.keys.row_sparse import RowSparse, merge, packed, unpacked
+from mpips.keys.row_sparse import EmptyPush, RowSparse, merge, packed, unpacked
 from mpips.layout import Layout
 from mpips.runtime.tasks import Task, together
 from mpips.served.members import Members, label
@@ -68,6 +68,9 @@ class Sparse:
 
     def push(self, key: Key, rows: RowSparse, priority: int) -> Task[None]:
         """Contribute rows to the key's next round."""
+        if isinstance(rows, EmptyPush):
+            yield from self._push_nothing(key, priority)
+            return
         if self._push.residuals is not None or not whole(key):
             yield from self._route.push(key, rows.to_dense().reshape(-1), priority)
             return
@@ -86,6 +89,15 @@ class Sparse:
                 self._push.coded(key, key.round, shard, packed(rows), Coding.ROWS, priority, len(rows.rows))
                 for shard, rows in zip(key.pushes, chosen, strict=True)
             ]
+        )
+
+    def _push_nothing(self, key: Key, priority: int) -> Task[None]:
+        """Count the key's next round. The members of a client all do, so they need not meet."""
+        key.round += 1
+        yield from self._push.read(key.round - 1, key.pushes)
+        nothing = np.empty(0, np.uint8)
+        yield from together(
+            [self._push.coded(key, key.round, shard, nothing, Coding.NOTHING, priority) for shard in key.pushes]
         )
 
     def pull(self, key: Key, out: Array, ids: Array) -> Task[None]:

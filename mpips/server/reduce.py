@@ -181,8 +181,11 @@ class Reduce:
         if unit.part < len(sources):
             return _add_next(unit, sources[unit.part])
         if unit.rows is not None:
-            unit.open_write()
-            unit.write_rows(unit.rows)
+            if all(source.empty for source in sources):
+                unit.pass_round()
+            else:
+                unit.open_write()
+                unit.write_rows(unit.rows)
             unit.block = unit.blocks
             return True
         assert unit.total is not None
@@ -196,6 +199,11 @@ class Reduce:
         """Write the next block of one contribution."""
         if not source.ready(unit.block):
             return False
+        if source.empty:
+            source.rows()  # takes it
+            unit.pass_round()
+            unit.block = unit.blocks
+            return True
         if unit.block == 0:
             unit.open_write()
         if not source.coded:

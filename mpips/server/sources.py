@@ -30,6 +30,7 @@ class Payload:
     local = True
     coded = False
     sparse = False
+    empty = False
     steady: Array | None = None
 
     def ready(self, block: int) -> bool:
@@ -110,6 +111,16 @@ class Rows(Payload):
         return self._rows
 
 
+class Empty(Rows):
+    """A push that counts as a round only: no rows."""
+
+    empty = True
+
+    def __init__(self, unit: Unit) -> None:
+        row = unit.row_elements if unit.stored.size % unit.row_elements == 0 else 1
+        super().__init__(np.empty(0, np.uint8), 0, (unit.stored.size // row, row), unit.stored.dtype)
+
+
 class Receiving(Protocol):
     """What receives payloads from other nodes (`transport.receiver`)."""
 
@@ -165,6 +176,8 @@ class Pushes:
 
     def _reader(self, frame: Frame, unit: Unit) -> Callable[[Array], Source]:
         """What makes a source of a coded payload, whenever it is read: with the compressor of when it was pushed."""
+        if frame.coding == Coding.NOTHING:
+            return lambda payload: Empty(unit)
         if frame.coding == Coding.ROWS:
             shape = (unit.stored.size // max(1, unit.row_elements), unit.row_elements)
             return lambda payload: Rows(payload, frame.aux, shape, unit.stored.dtype)

@@ -25,6 +25,8 @@ class Source(Protocol):
     """Whether it is compressed or row-sparse: then `ready(0)` is asked and it is taken whole, else block by block."""
     sparse: bool
     """Whether it is row-sparse."""
+    empty: bool
+    """Whether it counts as a round only."""
     steady: Array | None
     """All elements of the unit, where they lie in memory of this node and are there."""
 
@@ -229,6 +231,9 @@ class Unit:
                 self.begin_state(initial(self.optimizer, self.stored))
             self.step += 1
             self.stepped = True
+
+    def pass_round(self) -> None:
+        """The round, of which all contributions are empty, changes nothing."""
 
     def keep(self, start: int, stop: int) -> None:
         """Elements [start, stop) are about to be written, those before have been: to be called before `write`."""

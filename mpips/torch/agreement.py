@@ -63,22 +63,22 @@ def agree(items: Items, comm: MPI.Intracomm, what: str = WHAT, cure: str = "give
         raise collectives.MismatchError(f"{what}: {difference(every)}: {cure}")
 
 
-def difference(every: Sequence[Items]) -> str:
-    """What differs first between rank 0 and another; "" where nothing does. Pure."""
+def difference(every: Sequence[Items], first: int = 0) -> str:
+    """What differs first between rank `first` and those behind it; "" where nothing does. Pure."""
     known = dict(every[0])
-    for rank, items in enumerate(every):
+    for rank, items in enumerate(every, first):
         theirs = dict(items)
         for thing, kind in every[0]:
             if thing not in theirs:
-                return f"rank {rank} has no {thing}, which rank 0 has"
+                return f"rank {rank} has no {thing}, which rank {first} has"
             if theirs[thing] != kind:
-                return f"{thing} is {kind} on rank 0 and {theirs[thing]} on rank {rank}"
+                return f"{thing} is {kind} on rank {first} and {theirs[thing]} on rank {rank}"
         for other in theirs:
             if other not in known:
-                return f"rank 0 has no {other}, which rank {rank} has"
+                return f"rank {first} has no {other}, which rank {rank} has"
         for thing, other in zip(known, theirs):
             if other != thing:
-                return f"rank 0 has {thing} where rank {rank} has {other}"
+                return f"rank {first} has {thing} where rank {rank} has {other}"
     return ""
 
 

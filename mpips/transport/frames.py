@@ -75,6 +75,8 @@ class Coding(IntEnum):
     """What the compressor of the store made of them."""
     ROWS = 3
     """Row numbers (int64, `aux` of them), then their values."""
+    NOTHING = 4
+    """No payload: the push counts as a round only."""
 
 
 class Frame(NamedTuple):

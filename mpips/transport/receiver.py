@@ -225,6 +225,7 @@ class Blocks:
     local = False
     coded = False
     sparse = False
+    empty = False
     steady: Array | None = None
 
     def __init__(self, receiver: Receiver, line: Line, worker: int, unit: ServerUnit, frame: Frame) -> None:
@@ -294,7 +295,8 @@ class Letter(Blocks):
     ) -> None:  # fmt: skip
         super().__init__(receiver, line, worker, unit, frame)
         self._size, self._read = frame.nbytes, read
-        self.sparse = frame.coding == Coding.ROWS
+        self.empty = frame.coding == Coding.NOTHING
+        self.sparse = self.empty or frame.coding == Coding.ROWS
 
     def _nbytes(self, block: int) -> int:
         return self._size

@@ -27,6 +27,10 @@ class Surviving(Unit):
         if start < stop:
             self.undo.keep(start, stop)
 
+    def pass_round(self) -> None:
+        """The round before is what is stored."""
+        self.undo.open()
+
     def keep(self, start: int, stop: int) -> None:
         """Copy what is about to be written."""
         self.undo.keep(start, stop)

@@ -7,17 +7,21 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler, OptState
 
 from mpips.optimizers.elastic import Elastic1
 from mpips.processes import create
 from mpips.store import KVStore
-from mpips.torch.agreement import see_joined
+from mpips.torch.agreement import Items, see_joined
+from mpips.torch.optimizer import on_servers
+from mpips.torch.optimizer.consensus import UNKNOWN, Brought, Consensus
 from mpips.torch.optimizer.elastic import Elastic
 from mpips.torch.optimizer.exchange import among, share
 from mpips.torch.optimizer.on_servers import OnServers, records
@@ -25,6 +29,8 @@ from mpips.torch.optimizer.on_workers import OnWorkers
 from mpips.torch.optimizer.stored import restore, stored
 from mpips.torch.optimizer.survival import Survival, Way
 from mpips.torch.state import broadcast_tensors
+
+warnings.filterwarnings("ignore", "GradScaler is going to stop passing itself", FutureWarning)  # to `step`
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -48,10 +54,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
     between steps, on all workers, which then wait for each other. Making it, and `step` of a synchronous store, are
     collective over the workers, and block.
 
+    A parameter that has a gradient on no worker stays as it is, in a step. Where some workers have one, it is the mean
+    over all, those without counting as zero. Workers of one client, and all of a synchronous store, see before each
+    step that they make the same one, with the same numbers in their groups; else all raise one sentence.
+
     Where the store survives deaths (`mpips run --spares`), `step` goes on after them by itself: a step that has ended
     is never undone, and one that has not is made again with the same gradients. A spare that takes a dead worker's
     place runs the program from its beginning, gets all here, and goes on at step `resumed`.
     """
+
+    _step_supports_amp_scaling = True
+    """GradScaler calls `step` though a gradient has overflowed here."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, Tensor]],
@@ -65,22 +78,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.optimizer = optimizer
         self._names = _named(optimizer, named_parameters)
         self.store = store if store is not None else create(kind, **options)
-        _see_elastic(self.store, elastic)
-        super().__init__(optimizer.param_groups, optimizer.defaults)
-        self.state = optimizer.state
-        self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self._keys = [self._names[p] for p in self._parameters]
-        self.store.init(self._keys, [p.detach().contiguous() for p in self._parameters])
-        if compression is not None:
-            self.store.set_gradient_compression(compression)
         self._passes, self._elastic = backward_passes_per_step, elastic is not None
-        self._way = self._chosen(elastic, interval)
-        self._survival = Survival(self.store, self._keys, self._way)
-        self._survival.begin()
-        self.state, self.param_groups = optimizer.state, optimizer.param_groups
-        self._resumed = self._survival.steps
-        if self._resumed:
-            self._opt_called = True  # schedulers of torch, which then catch up, warn where it has made no step
+        self._cleared = 0
+        """How often `zero_grad` was called since the last step."""
+        try:
+            self._begin(compression, elastic, interval)
+        except Exception:
+            if store is None:
+                self.store.close()
+            raise
 
     @property
     def resumed(self) -> int:
@@ -93,16 +99,26 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Whether the store's servers make the updates."""
         return isinstance(self._way, OnServers)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Exchange gradients and update the parameters; what `closure` returns. Blocking: the parameters are new."""
+    def step(self, closure: Callable[[], Any] | None = None, *, grad_scaler: GradScaler | None = None) -> Any:
+        """Exchange gradients and update the parameters; what `closure` returns. Blocking: the parameters are new.
+
+        `grad_scaler` is passed by `GradScaler.step`. Where a gradient has overflowed on one worker, all skip the step.
+        """
         loss = closure() if closure is not None else None
-        self._survival.step()
+        if hasattr(self, "found_inf"):
+            raise RuntimeError("this PyTorch's GradScaler does not pass itself to step(), so workers do not learn of "
+                               "each other's overflows: use mpips.torch.DataParallel with it")  # fmt: skip
+        if grad_scaler is None:
+            self._survival.step(Brought(cleared=self._cleared))
+        else:
+            self._step_scaled(grad_scaler)
+        self._cleared = 0
         return loss
 
     def set_parameters(self) -> None:
         """Rank 0's parameters for all workers, and for the servers: call it where the program has changed them, as by
         `model.load_state_dict`. All workers call; blocking."""
-        self._changed(self._set_parameters)
+        self._changed("set_parameters", self._set_parameters)
 
     def state_dict(self) -> dict[str, Any]:
         """As of the wrapped optimizer; where the store has a part in it, its values and state are the tensor "store".
@@ -110,7 +126,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         state = self.optimizer.state_dict()
         if not self._in_store():
             return state
-        data = None if self._survival.new else self._survival.call(lambda: stored(self.store))
+        data = None if self._survival.new else self._survival.call("state_dict", lambda: stored(self.store))
         if data is None:
             raise RuntimeError("state_dict: a process has died, and the other workers have theirs already: call it "
                                "again after the next step")  # fmt: skip
@@ -137,7 +153,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 if self.on_servers:  # else the model has its parameters, and the store the centre
                     self._loaded()
 
-        self._changed(load)
+        self._changed("load_state_dict", load)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """RuntimeError: groups are the wrapped optimizer's, as they were when this one was made."""
@@ -148,6 +164,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As of the wrapped optimizer."""
+        self._cleared += self._cleared != UNKNOWN
         self.optimizer.zero_grad(set_to_none)
 
     def save(self, path: str | Path, wait: bool = True) -> Any:
@@ -155,7 +172,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         An optimizer that runs here keeps its own state, which `optimizer.state_dict()` gives as ever.
         """
-        return None if self._survival.new else self._survival.call(lambda: self._save(path, wait))
+        return None if self._survival.new else self._survival.call("save", lambda: self._save(path, wait))
 
     def load(self, path: str | Path) -> None:
         """What `save` wrote, of any number of servers; the model then has it. All workers call; blocking."""
@@ -164,7 +181,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self.store.load(path)
             self._loaded()
 
-        self._changed(load)
+        self._changed("load", load)
 
     def close(self) -> None:
         """Close the store: its servers leave. A program that ends does so by itself; where the store survives deaths,
@@ -174,6 +191,53 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.store.close()
 
     # ---- inside
+
+    def _begin(self, compression: dict[str, Any] | None, elastic: float | None, interval: int) -> None:
+        """Keys, who makes the updates, and the parameters of all. Collective over the workers, blocking."""
+        _see_elastic(self.store, elastic)
+        optimizer = self.optimizer
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        self.state = optimizer.state
+        self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._keys = [self._names[p] for p in self._parameters]
+        self.store.init(self._keys, [p.detach().contiguous() for p in self._parameters])
+        if compression is not None:
+            self.store.set_gradient_compression(compression)
+        self._numbers: tuple[list[dict[str, Any]], Items] = [], []
+        consensus = Consensus(self.store, self._parameters, self._keys, self._items)
+        is_new = self.store.layout.survives and self.store.settings.fresh
+        if not is_new:
+            consensus.see_call("DistributedOptimizer", 0)
+        if is_new:
+            self._cleared = UNKNOWN
+        self._way = self._chosen(elastic, interval)
+        self._survival: Survival = Survival(self.store, self._keys, self._way, consensus)
+        self._survival.begin()
+        self.state, self.param_groups = optimizer.state, optimizer.param_groups
+        self._resumed = self._survival.steps
+        if self._resumed:
+            self._opt_called = True  # schedulers of torch, which then catch up, warn where it has made no step
+
+    def _step_scaled(self, scaler: GradScaler) -> None:
+        """A step of scaled gradients. All workers have the same overflows then, so their scales stay equal."""
+        if scaler._per_optimizer_states[id(self)]["stage"] is OptState.READY:
+            scaler.unscale_(self)
+        found = scaler._found_inf_per_device(self)
+        mine = any(bool(one) for one in found.values())
+        skipped = self._survival.step(Brought(mine, scaler.get_scale(), self._cleared))
+        found.setdefault(torch.device("cpu"), torch.zeros(()))  # this worker may have no gradient
+        for one in found.values():
+            one.fill_(float(skipped))
+
+    def _items(self) -> Items:
+        """What is to be equal on all workers in each step."""
+        numbers = [on_servers.numbers(group) for group in self.optimizer.param_groups]
+        if numbers != self._numbers[0]:
+            items = [("the optimizer", type(self.optimizer).__name__), ("backward_passes_per_step", str(self._passes))]
+            for at, group in enumerate(numbers):
+                items += [(f"{name!r} of group {at}", repr(value)) for name, value in sorted(group.items())]
+            self._numbers = numbers, items
+        return self._numbers[1]
 
     def _chosen(self, elastic: float | None, interval: int) -> Way:
         """Who makes the updates. Collective over the workers, blocking."""
@@ -197,13 +261,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Whether the store holds a part of the training's state."""
         return self.on_servers or self._elastic
 
-    def _changed(self, change: Callable[[], None]) -> None:
+    def _changed(self, what: str, change: Callable[[], None]) -> None:
         """The program sets parameters or state, on all workers. One that has taken a dead worker's place has those of
         the others already, who were here before it began."""
         if self._survival.new:
             self._survival.begin()
         else:
-            self._survival.call(change)
+            self._survival.call(what, change)
 
     def _set_parameters(self) -> None:
         if isinstance(self._way, OnServers):

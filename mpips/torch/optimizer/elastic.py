@@ -10,7 +10,7 @@ from torch import Tensor
 
 import collectives
 from mpips.store import KVStore
-from mpips.torch.optimizer.exchange import gradients
+from mpips.torch.optimizer.exchange import Step, gradient
 
 
 class Elastic:
@@ -32,7 +32,7 @@ class Elastic:
         """Rank 0's parameters, which are the centre's."""
         self._store.pull(self._keys, [parameter.detach() for parameter in self._parameters])
 
-    def push(self) -> None:
+    def push(self, step: Step) -> None:
         """The centre moves towards this worker, and it towards the centre."""
         if self._steps % self._interval == 0:
             centers = [p.detach() / self._members for p in self._parameters]  # a push adds up the client's
@@ -40,19 +40,23 @@ class Elastic:
             self._store.pull(self._keys, centers)
             with torch.no_grad():
                 for parameter, center in zip(self._parameters, centers):
-                    parameter.lerp_(center, self._alpha)
-        given = gradients(self._parameters)
-        if self._members > 1:
+                    if parameter.requires_grad:
+                        parameter.lerp_(center, self._alpha)
+        used = [place for place, has in enumerate(step.used) if has]
+        given = [gradient(self._parameters[place], True) for place in used]
+        if self._members > 1 and given:
             collectives.grouped_allreduce(given, self._store.layout.client)
-        for parameter, gradient in zip(self._parameters, given):
-            parameter.grad = gradient.mul_(1.0 / (self._members * self._passes))
+        for place, total in zip(used, given):
+            total.mul_(1.0 / (self._members * self._passes))
+            self._parameters[place].grad = total.to_sparse(1) if step.sparse[place] else total
 
     def take(self) -> None:
         """There is no way back to what this worker was."""
 
-    def end(self) -> None:
-        """Step."""
-        self._optimizer.step()
+    def end(self, step: Step) -> None:
+        """Step, unless it is skipped."""
+        if not step.skipped:
+            self._optimizer.step()
         self._steps += 1
 
     def renew(self) -> None:

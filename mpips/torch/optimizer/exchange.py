@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from mpi4py import MPI
@@ -13,9 +14,25 @@ from mpips.layout import Layout
 from mpips.runtime.epoch import Epoch
 
 
-def gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
-    """This rank's gradients, contiguous; zeros where it has none."""
-    return [_gradient(parameter) for parameter in parameters]
+class Step(NamedTuple):
+    """What the workers of a step have agreed on."""
+
+    used: Sequence[bool]
+    """Which parameters have a gradient on any of them; none where the step is skipped."""
+    sparse: Sequence[bool]
+    """Which have a sparse one."""
+    skipped: bool
+    """Whether a gradient has overflowed on any of them (GradScaler): no parameter changes."""
+    changed: bool
+    """Whether the program has changed parameters since the last step, on all of them."""
+
+
+def gradient(parameter: Tensor, used: bool) -> Tensor:
+    """This rank's gradient, contiguous and dense; zeros where it has none, or nobody is to use it."""
+    found = parameter.grad
+    if found is None or not used:
+        return torch.zeros_like(parameter, memory_format=torch.contiguous_format)
+    return (found.detach().to_dense() if found.is_sparse else found.detach()).contiguous()
 
 
 def share(layout: Layout, passes: int) -> float:
@@ -25,16 +42,11 @@ def share(layout: Layout, passes: int) -> float:
 
 
 @contextmanager
-def among(layout: Layout, epoch: Epoch, what: str) -> Iterator[MPI.Intracomm]:
-    """The workers' communicator, for collectives within: where one fails, the epoch ends. Collective at first."""
-    workers = layout.workers
-    assert workers is not None
+def among(layout: Layout, epoch: Epoch, what: str, comm: MPI.Intracomm | None = None) -> Iterator[MPI.Intracomm]:
+    """The communicator of the workers, or a smaller one, for collectives within: where one fails, the epoch ends.
+    Collective at first."""
+    ranks = comm or layout.workers
+    assert ranks is not None
     with epoch.failing(what):
-        epoch.within(workers)
-        yield workers
-
-
-def _gradient(parameter: Tensor) -> Tensor:
-    if parameter.grad is None:
-        return torch.zeros_like(parameter, memory_format=torch.contiguous_format)
-    return parameter.grad.detach().contiguous()
+        epoch.within(ranks)
+        yield ranks

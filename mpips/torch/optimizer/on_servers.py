@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any
 
@@ -10,10 +11,12 @@ import torch
 from torch import Tensor
 
 from mpips.keys import calls
+from mpips.keys.row_sparse import EmptyPush
 from mpips.optimizers.base import Optimizer
 from mpips.store import KVStore
 from mpips.torch.optimizer import translation
-from mpips.torch.optimizer.exchange import gradients, share
+from mpips.torch.optimizer.consensus import impatient
+from mpips.torch.optimizer.exchange import Step, gradient, share
 
 
 class OnServers:
@@ -28,7 +31,7 @@ class OnServers:
         self._store, self._optimizer, self._names, self._passes = store, optimizer, names, passes
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._all_keys = [names[parameter] for parameter in self._parameters]
-        self._records, self._numbers = list(records), [_numbers(group) for group in optimizer.param_groups]
+        self._records, self._numbers = list(records), [numbers(group) for group in optimizer.param_groups]
         self._versions: list[int] = []
         self.sent = False
         for group, record in zip(optimizer.param_groups, records, strict=True):
@@ -40,12 +43,23 @@ class OnServers:
         """The servers' parameters."""
         self.take()
 
-    def push(self) -> None:
-        """Let the servers update, and take the parameters from them."""
-        self._see_unchanged()
+    def push(self, step: Step) -> None:
+        """Let the servers update, and take the parameters from them. Those without a gradient stay as they are."""
+        if step.changed:
+            self._see_unchanged()
+        self._see_sparse(step)
         self._follow()
         self.sent = True
-        self._store.pushpull(self._all_keys, gradients(self._parameters), out=[p.detach() for p in self._parameters])
+        each = [*zip(self._all_keys, self._parameters, step.used)]
+        used = [(key, parameter) for key, parameter, has in each if has]
+        if used:
+            grads, outs = [gradient(p, True) for _, p in used], [p.detach() for _, p in used]
+            self._store.pushpull([key for key, _ in used], grads, out=outs)
+        if rest := [(key, parameter) for key, parameter, has in each if not has]:
+            keys = [self._store.settings.keys[key] for key, _ in rest]
+            self._store.push([key.name for key in keys], [EmptyPush(key.shape, key.dtype) for key in keys])
+            if self._store.layout.asynchronous:  # others may have used them
+                self._store.pull([key.name for key in keys], [parameter.detach() for _, parameter in rest])
         self._note()
 
     def take(self) -> None:
@@ -53,7 +67,7 @@ class OnServers:
         self._store.pull(self._all_keys, [parameter.detach() for parameter in self._parameters])
         self._note()
 
-    def end(self) -> None:
+    def end(self, step: Step) -> None:
         """All of the step is done."""
         self.sent = False
 
@@ -66,17 +80,18 @@ class OnServers:
         ValueError where the servers cannot go on with such numbers.
         """
         for at, group in enumerate(self._optimizer.param_groups):
-            if (numbers := _numbers(group)) == self._numbers[at]:
+            if (found := numbers(group)) == self._numbers[at]:
                 continue
             record = translation.record(self._optimizer, group, share(self._store.layout, self._passes))
             if record is None:
-                raise ValueError(f"group {at} of the optimizer has {numbers}, which the servers cannot compute: make "
+                raise ValueError(f"group {at} of the optimizer has {found}, which the servers cannot compute: make "
                                  "another DistributedOptimizer")  # fmt: skip
             before = asdict(self._records[at])
             changed = {name: value for name, value in asdict(record).items() if value != before[name]}
             if changed:
-                self._store.update_optimizer(keys=self._keys(group), **changed)
-            self._records[at], self._numbers[at] = record, numbers
+                with impatient(self._store.settings.epoch) if self._store.layout.asynchronous else nullcontext():
+                    self._store.update_optimizer(keys=self._keys(group), **changed)
+            self._records[at], self._numbers[at] = record, found
 
     def renew(self) -> None:
         """The store has been loaded, or has recovered, with optimizers of its own: the servers hear of other numbers of
@@ -111,6 +126,16 @@ class OnServers:
                 raise RuntimeError(f"parameter {name!r} was changed since the last step, and the servers have the old "
                                    "one: call set_parameters() of this optimizer first, on all workers")  # fmt: skip
 
+    def _see_sparse(self, step: Step) -> None:
+        """TypeError on all workers where PyTorch's optimizer would refuse sparse gradients."""
+        kind, groups = type(self._optimizer), self._optimizer.param_groups
+        decays = [bool(group["weight_decay"]) for group in groups for _ in group["params"]]
+        for name, sparse, decay in zip(self._all_keys, step.sparse, decays):
+            if sparse and (decay or kind not in (torch.optim.SGD, torch.optim.Adagrad)):
+                why = " with weight_decay" if decay else ""
+                raise TypeError(f"parameter {name!r} has a sparse gradient, which {kind.__name__}{why} does not take: "
+                                "make its layer with sparse=False, or choose SGD or Adagrad")  # fmt: skip
+
     def _keys(self, group: Mapping[str, Any]) -> list[str]:
         return [self._names[parameter] for parameter in group["params"]]
 
@@ -121,5 +146,10 @@ def records(optimizer: torch.optim.Optimizer, share: float) -> list[Optimizer] |
     return None if None in found else [record for record in found if record is not None]
 
 
-def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name != "params"}
+def numbers(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a group of parameters, by name; tensors as numbers."""
+    return {
+        name: value.tolist() if isinstance(value, Tensor) else value
+        for name, value in group.items()
+        if name not in ("params", "param_names")
+    }

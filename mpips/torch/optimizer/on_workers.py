@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mpips.store import KVStore
-from mpips.torch.optimizer.exchange import among, gradients, share
+from mpips.torch.optimizer.exchange import Step, among, gradient, share
 from mpips.torch.state import broadcast_state, broadcast_tensors
 
 
@@ -25,6 +25,8 @@ class OnWorkers:
         """Where gradients have to stay until the exchange is over: room for their sums."""
         if store.layout.survives:
             self._sums = [torch.empty_like(p, memory_format=torch.contiguous_format) for p in parameters]
+        self._totals: list[Tensor] = []
+        """The sums, once they are there."""
         self._share, self.sent = 1.0, False
         self._given: list[Tensor] = []
         """Parameters that another worker gave, until the first step."""
@@ -36,31 +38,36 @@ class OnWorkers:
         for parameter, given in zip(self._parameters, self._given):
             parameter.detach().copy_(given)
 
-    def push(self) -> None:
+    def push(self, step: Step) -> None:
         """Sum gradients."""
-        given, self._given = gradients(self._parameters), []
+        given, self._given = [gradient(p, used) for p, used in zip(self._parameters, step.used)], []
         self._share, self.sent = share(self._store.layout, self._passes), True
         self._store.pushpull(self._keys, given, out=self._sums or given)
-        if not self._sums:
-            for parameter, gradient in zip(self._parameters, given):
-                parameter.grad = gradient
+        self._totals = self._sums or given
 
     def take(self) -> None:
         """Have the sums."""
         self._store.pull(self._keys, self._sums)
+        self._totals = self._sums
 
-    def end(self) -> None:
-        """Step."""
-        for parameter, total in zip(self._parameters, self._sums):
+    def end(self, step: Step) -> None:
+        """Step, unless it is skipped. A parameter that nobody used has no gradient, so it stays as it is."""
+        self.sent = False
+        if step.skipped:
+            return
+        for parameter, total, used, sparse in zip(self._parameters, self._totals, step.used, step.sparse):
+            if not used:
+                continue
+            if sparse:
+                parameter.grad = (total * self._share).to_sparse(1)
+                continue
             if parameter.grad is None:
-                parameter.grad = total.clone()
-            else:
+                parameter.grad = total.clone() if self._sums else total
+            elif parameter.grad.data_ptr() != total.data_ptr():
                 parameter.grad.copy_(total)
-        for parameter in self._parameters:
-            assert parameter.grad is not None
             parameter.grad.mul_(self._share)
         self._optimizer.step()
-        self.sent = False
+        self._totals = []
 
     def renew(self) -> None:
         """Nothing here is the store's."""

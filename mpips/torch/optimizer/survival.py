@@ -16,6 +16,8 @@ import msgspec
 from mpips.keys.key import Name
 from mpips.runtime.errors import EpochError
 from mpips.store import KVStore
+from mpips.torch.optimizer.consensus import Brought, Consensus
+from mpips.torch.optimizer.exchange import Step
 from mpips.torch.optimizer.positions import Meeting, Position, meet
 
 T = TypeVar("T")
@@ -31,7 +33,7 @@ class Way(Protocol):
         """Have the parameters that the others have. `new`: this worker was given something."""
         ...
 
-    def push(self) -> None:
+    def push(self, step: Step) -> None:
         """Exchange gradients, and take what comes of them. Blocking; may be called again after an EpochError."""
         ...
 
@@ -39,7 +41,7 @@ class Way(Protocol):
         """The same where the store is done with the exchange. Blocking."""
         ...
 
-    def end(self) -> None:
+    def end(self, step: Step) -> None:
         """The exchange is over: what is left of the step on this worker."""
         ...
 
@@ -55,8 +57,9 @@ class Way(Protocol):
 class Survival:
     """Makes the steps of one worker. Where the store does not survive deaths, EpochErrors go to the caller."""
 
-    def __init__(self, store: KVStore, names: Sequence[Name], way: Way) -> None:
-        self._store, self._names, self._way = store, names, way
+    def __init__(self, store: KVStore, names: Sequence[Name], way: Way, consensus: Consensus) -> None:
+        self._store, self._names, self._way, self._consensus = store, names, way, consensus
+        self._agreed: Step | None = None
         self.new = store.layout.survives and store.settings.fresh
         """Whether this worker has taken a dead one's place, and has made no step yet."""
         self.steps = 0 if self.new else store.resumed or 0
@@ -72,45 +75,64 @@ class Survival:
             self._way.begin(self.new)
 
         self._through(begun)
+        self._consensus.note()
 
-    def step(self) -> None:
-        """Make one step. Blocking."""
+    def step(self, brought: Brought) -> bool:
+        """Make one step; whether it is skipped, as a gradient has overflowed on some worker. Blocking."""
         self.new = False
         if self._has_made:
             self._has_made = False
             self.steps += 1
-            return
+            return brought.overflow
         goal = self._round() + 1
-        self._through(lambda: self._exchange(goal))
-        self._way.end()
+        self._through(lambda: self._exchange(goal, brought))
+        assert self._agreed is not None
+        self._way.end(self._agreed)
+        self._consensus.note()
         self.steps += 1
         self._calls = self._done = 0
         self._through(lambda: self._see_others(False))
+        return self._agreed.skipped
 
-    def call(self, call: Callable[[], T]) -> T | None:
-        """A collective call between steps. None where the others are done with it. Blocking."""
+    def call(self, what: str, call: Callable[[], T]) -> T | None:
+        """A collective call between steps, one of `consensus.CALLS`. None where the others are done with it.
+        Blocking."""
         self._calls += 1
         number = self._calls
 
         def made() -> T | None:
             self._see_others(False)
-            return None if number <= self._done else call()
+            if number <= self._done:
+                return None
+            self._consensus.see_call(what, self.steps)
+            return call()
 
-        return self._through(made)
+        made_of_it = self._through(made)
+        self._consensus.note()
+        return made_of_it
 
     def end(self) -> None:
         """Wait for the others to end their last step. Blocking; where they have ended already, they need nobody."""
+        self._calls += 1
+        number = self._calls
+
+        def ended() -> None:
+            self._see_others(False)
+            if number > self._done:
+                self._store.barrier()
+
         with suppress(EpochError):
-            self.call(self._store.barrier)
+            self._through(ended)
 
     # ---- inside
 
-    def _exchange(self, goal: int) -> None:
+    def _exchange(self, goal: int, brought: Brought) -> None:
         if self._way.sent if self._store.layout.asynchronous else self._round() >= goal:
             self._way.take()
         else:
             self._see_others(True)
-            self._way.push()
+            self._agreed = self._consensus.agree(self.steps, brought)
+            self._way.push(self._agreed)
 
     def _round(self) -> int:
         """The round that the store stands at; in a step, the one that this worker has begun."""

@@ -15,7 +15,7 @@ from collectives import CollectiveError
 from mpips import RowSparse, compression
 from mpips.optimizers import SGD, Adam, Add
 from mpips.server import reduce
-from mpips.server.sources import Compressed, Elements, Rows
+from mpips.server.sources import Compressed, Elements, Empty, Rows
 from tests.unit.mpips.server.machine import WORKERS, Arriving, Growing, Machine
 
 
@@ -267,3 +267,29 @@ def test_rows_that_are_asked_for_are_named_in_the_grant():
     machine.work()
     (grant,) = [reply for reply in machine.said if reply.what == "GRANT"]
     assert grant.rows is numbers
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("size, block", [(10, 4), (10, 10), (0, 4)])
+def test_empty_pushes_alone_change_nothing_but_the_round(asynchronous, size, block):
+    machine = Machine(size, block, optimizer=Adam(0.1, weight_decay=0.5), asynchronous=asynchronous)
+    machine.unit.stored[...] = 1
+    for worker in range(WORKERS):
+        machine.push(worker, 1)
+    before, state, step = machine.work(), [array.copy() for array in machine.unit.state], machine.unit.step
+    for worker in range(WORKERS):
+        machine.push(worker, Empty(machine.unit))
+    assert machine.work() == before and machine.unit.step == step
+    assert all((old == new).all() for old, new in zip(state, machine.unit.state))
+    assert list(machine.unit.words[1:]) == [2] * WORKERS
+    for worker in range(WORKERS):
+        machine.push(worker, 1)
+    assert size == 0 or machine.work() != before
+
+
+@pytest.mark.parametrize("empty", [[0], [2], [0, 1]])
+def test_an_empty_push_beside_others_counts_as_zeros(empty):
+    machine = Machine(optimizer=Add())
+    for worker in range(WORKERS):
+        machine.push(worker, Empty(machine.unit) if worker in empty else worker + 1)
+    assert machine.work() == [sum(worker + 1 for worker in range(WORKERS) if worker not in empty)] * 10

@@ -1,0 +1,387 @@
+"""DistributedOptimizer where programs do not all do the same: parameters without a gradient, steps that a worker leaves
+out, numbers and parameters of one worker alone, calls of one worker alone. It is right, or all raise one sentence."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed: pip install 'mpips[torch]'")
+
+from torch import nn  # noqa: E402
+
+import mpips  # noqa: E402
+import mpips.torch  # noqa: E402
+from tests.mpi.torch.support import WORLD, worst  # noqa: E402
+
+SERVERLESS: dict[str, Any] = {"kind": "dist_sync"}
+SERVED: dict[str, Any] = {"kind": "dist_sync", "servers": 1}
+STORES = [
+    SERVERLESS,
+    SERVED,
+    SERVED | {"shared_memory": False},
+    {"kind": "mpi_sync", "servers": 1, "masters": "all"},
+    {"kind": "mpi_async", "servers": 1},
+    {"kind": "mpi_async", "servers": 1, "shared_memory": False},
+]
+OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}),
+    (torch.optim.Adam, {"lr": 0.05, "weight_decay": 0.1}),
+    (torch.optim.AdamW, {"lr": 0.05, "weight_decay": 0.1}),
+    (torch.optim.RMSprop, {"lr": 0.05, "weight_decay": 0.1}),
+    (torch.optim.Adagrad, {"lr": 0.05, "weight_decay": 0.1}),
+    (torch.optim.Adamax, {"lr": 0.05, "weight_decay": 0.1}),  # runs on the workers
+]
+
+
+@contextlib.contextmanager
+def on_workers(options: dict[str, Any]) -> Iterator[None]:
+    """Servers leave the block by themselves."""
+    if WORLD.size == 1 and options.get("servers"):
+        pytest.skip("a server needs a worker beside it")
+    with contextlib.suppress(SystemExit):
+        yield
+
+
+def wrapped(model: nn.Module, optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> Any:
+    return mpips.torch.DistributedOptimizer(optimizer, model.named_parameters(), **options)
+
+
+class Branches(nn.Module):
+    """Parts that not every step, and not every worker, uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.always, self.late, self.odd, self.frozen, self.thawed = (nn.Linear(4, 1).double() for _ in range(5))
+        self.scale = nn.Parameter(torch.tensor(1.0, dtype=torch.float64))
+        self.frozen.requires_grad_(False)
+
+    def before(self, step: int) -> None:
+        """What the program freezes and unfreezes before a step."""
+        self.thawed.requires_grad_(step >= 2)
+        self.scale.requires_grad_(step != 3)
+
+    def loss(self, step: int, rank: int) -> Any:
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        x = torch.randn(3, 4, generator=generator, dtype=torch.float64)
+        out = self.always(x) * self.scale + self.frozen(x) + self.thawed(x)
+        if step in (1, 2):
+            out = out + self.late(x)
+        if rank % 2 and step % 2:
+            out = out + self.odd(x)
+        return out.pow(2).mean()
+
+
+def train_alone(model: Branches, optimizer: Any, steps: int, workers: int) -> None:
+    """Plain PyTorch, with the mean of the gradients of so many workers; None where none of them has one."""
+    for step in range(steps):
+        model.before(step)
+        optimizer.zero_grad()
+        for rank in range(workers):
+            model.loss(step, rank).backward()
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= workers
+        optimizer.step()
+
+
+def apart(model: nn.Module, other: nn.Module) -> float:
+    return max(float((a - b).detach().abs().max()) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+CASES = [(kind, numbers, SERVED) for kind, numbers in OPTIMIZERS]
+CASES += [(*OPTIMIZERS[1], options) for options in STORES if options != SERVED] + [(*OPTIMIZERS[5], SERVERLESS)]
+
+
+@pytest.mark.parametrize("kind, numbers, options", CASES)
+def test_a_parameter_without_a_gradient_stays_as_it_is(kind: Any, numbers: Any, options: dict[str, Any]) -> None:
+    off = 0.0
+    with on_workers(options):
+        model, plain = Branches(), Branches()
+        optimizer = wrapped(model, kind(model.parameters(), **numbers), options)
+        for step in range(5):
+            model.before(step)
+            optimizer.zero_grad()
+            model.loss(step, optimizer.store.rank).backward()
+            optimizer.step()
+        workers = optimizer.store.num_workers
+        optimizer.close()
+        train_alone(plain, kind(plain.parameters(), **numbers), 5, workers)
+        off = apart(model, plain)
+    assert worst(off) < 1e-12
+
+
+def test_a_worker_that_waits_for_nobody_leaves_alone_what_it_does_not_use() -> None:
+    """A gradient of one worker alone is not held back until others have one, too."""
+    off = 0.0
+    options = {"kind": "dist_async", "servers": 1, "staleness": 1}
+    with on_workers(options):
+        model = nn.ModuleDict({"all": nn.Linear(1, 1, bias=False), "one": nn.Linear(1, 1, bias=False)})
+        for parameter in model.parameters():
+            parameter.data.fill_(5.0)
+        optimizer = wrapped(model, torch.optim.SGD(model.parameters(), 1.0), options)
+        for _ in range(6):
+            optimizer.zero_grad()
+            out = model["all"](torch.ones(1, 1)) + (model["one"](torch.ones(1, 1)) if optimizer.store.rank == 0 else 0)
+            out.backward()
+            optimizer.step()
+        optimizer.store.barrier()
+        values = [torch.zeros(1, 1), torch.zeros(1, 1)]
+        optimizer.store.pull(["all.weight", "one.weight"], values)
+        off = abs(float(values[0]) - (5 - 6 * optimizer.store.num_workers)) + abs(float(values[1]) + 1)
+        optimizer.close()
+    assert worst(off) == 0
+
+
+@pytest.mark.parametrize("options", [SERVERLESS, SERVED, {"kind": "mpi_async", "servers": 1}])
+@pytest.mark.parametrize("clips", [False, True])
+def test_an_overflow_of_one_worker_skips_the_step_of_all(options: dict[str, Any], clips: bool) -> None:
+    """As with DDP: weights at each step, and GradScaler's scale, are equal on all workers."""
+    seen: list[Any] = []
+    expected: list[Any] = []
+    with on_workers(options):
+        torch.manual_seed(0)
+        model, plain = nn.Linear(2, 1), nn.Linear(2, 1)
+        plain.load_state_dict(model.state_dict())
+        optimizer = wrapped(model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), options)
+        alone = torch.optim.SGD(plain.parameters(), 0.1, momentum=0.9)
+        rank, workers, scale = optimizer.store.rank, optimizer.store.num_workers, 16.0
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=2)
+        for step in range(6):
+            bad = (step in (1, 2) and (step - 1) % workers == rank) or step == 4
+            optimizer.zero_grad()
+            if rank == 0 or step != 5:  # in the last step worker 0 alone has a gradient
+                scaler.scale(model(torch.full((4, 2), step + 1.0)).mean() * (math.inf if bad else 1.0)).backward()
+            if clips:
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 100.0)
+            scaler.step(optimizer)
+            scaler.update()
+            seen.append((step, scaler.get_scale(), model.weight.tolist()))
+            skipped = step in (1, 4) or (step == 2 and workers > 0)
+            if not skipped:
+                alone.zero_grad()
+                (plain(torch.full((4, 2), step + 1.0)).mean() * (1 if step != 5 else 1 / workers)).backward()
+                alone.step()
+            scale *= 0.5 if skipped else 1.0
+            expected.append((step, scale, plain.weight.tolist()))
+        optimizer.close()
+    everybody = [one for one in WORLD.allgather((seen, expected)) if one[0]]
+    assert all(one[0] == everybody[0][0] for one in everybody)
+    for mine, theirs in zip(*everybody[0]):
+        assert mine[:2] == theirs[:2] and torch.allclose(torch.tensor(mine[2]), torch.tensor(theirs[2])), (mine, theirs)
+
+
+def heard(call: Any) -> str:
+    """The sentence of the error that a call raises."""
+    try:
+        call()
+    except (RuntimeError, ValueError, TypeError) as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def one_sentence(sentence: str | None) -> str:
+    """What all workers have heard; servers bring None."""
+    everybody = [each for each in WORLD.allgather(sentence) if each is not None]
+    assert len(set(everybody)) == 1, everybody
+    return everybody[0]
+
+
+PAIRS = [SERVERLESS, SERVED]
+"""Stores for tests that need two workers: the second has them on three ranks."""
+
+
+def enough(options: dict[str, Any]) -> None:
+    if WORLD.size - options.get("servers", 0) < 2:
+        pytest.skip("it takes two workers")
+
+
+@pytest.mark.parametrize("options", PAIRS)
+def test_a_step_that_one_worker_leaves_out(options: dict[str, Any]) -> None:
+    """`continue` on a loss that is no number. A worker without a batch may step without a gradient instead."""
+    enough(options)
+    sentence, right = None, True
+    with on_workers(options):
+        model = nn.Linear(1, 1, bias=False)
+        model.weight.data.fill_(0.0)
+        optimizer = wrapped(model, torch.optim.SGD(model.parameters(), 1.0), options)
+        rank, workers = optimizer.store.rank, optimizer.store.num_workers
+        optimizer.zero_grad()
+        if rank:
+            model(torch.ones(1, 1)).backward()
+        optimizer.step()
+        right = abs(float(model.weight) + (workers - 1) / workers) < 1e-6
+
+        def program() -> None:
+            for step in range(3):
+                optimizer.zero_grad()
+                loss = model(torch.ones(1, 1)) * (math.nan if rank < 2 and step == 2 - rank else 1.0)
+                if not torch.isfinite(loss):
+                    continue
+                loss.backward()
+                optimizer.step()
+
+        sentence = heard(program)
+        optimizer.close()
+    assert all(WORLD.allgather(right))
+    said = one_sentence(sentence)
+    assert "step 3" in said and "zero_grad() 1 time" in said and "2 times" in said, said
+
+
+@pytest.mark.parametrize("options", PAIRS)
+def test_a_rate_that_each_worker_computes_for_itself(options: dict[str, Any]) -> None:
+    enough(options)
+    sentence = None
+    with on_workers(options):
+        model = nn.Linear(2, 1)
+        optimizer = wrapped(model, torch.optim.Adam(model.parameters(), 0.5), options)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.1)
+
+        def program() -> None:
+            for step in range(4):
+                optimizer.zero_grad()
+                model(torch.ones(3, 2)).sum().backward()
+                optimizer.step()
+                plateau.step(float(step) if optimizer.store.rank else -float(step))
+
+        sentence = heard(program)
+        optimizer.close()
+    said = one_sentence(sentence)
+    assert "step 3: 'lr' of group 0 is 0.5 on rank 0 and 0.05 on rank 1" in said
+
+
+@pytest.mark.parametrize("options", [*PAIRS, {"kind": "dist_async", "servers": 1}])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.NAdam])
+def test_numbers_that_differ_where_it_is_made(kind: Any, options: dict[str, Any]) -> None:
+    enough(options)
+    sentence = None
+    with on_workers(options):
+        model = nn.Linear(2, 1)
+        decay = 0.0 if WORLD.rank else 0.5
+        sentence = heard(lambda: wrapped(model, kind(model.parameters(), 0.5, weight_decay=decay), options))
+    said = one_sentence(sentence)
+    assert "weight_decay" in said and "0.5 on rank 0" in said and "0.0 on rank 1" in said
+
+
+@pytest.mark.parametrize("options", PAIRS)
+def test_calls_of_one_worker_alone(tmp_path: Any, options: dict[str, Any]) -> None:
+    """`if rank == 0: torch.save(optimizer.state_dict())` and its like: a sentence at once, or it needs one worker."""
+    enough(options)
+    said: dict[str, Any] = {}
+    with on_workers(options):
+        model = nn.Linear(2, 1)
+        optimizer = wrapped(model, torch.optim.Adam(model.parameters(), 0.5), options)
+        first = optimizer.store.rank == 0
+
+        def step() -> None:
+            model(torch.ones(3, 2)).sum().backward()
+            optimizer.step()
+
+        step()
+        state = optimizer.state_dict()
+        calls = {"set_parameters": optimizer.set_parameters, "save": lambda: optimizer.save(tmp_path / "a"),
+                 "load_state_dict": lambda: optimizer.load_state_dict(state)}  # fmt: skip
+        if optimizer.on_servers:
+            calls["state_dict"] = optimizer.state_dict
+        elif first:
+            optimizer.state_dict()
+        for name, call in calls.items():
+            said[name] = heard(call if first else step)
+        step()
+        optimizer.close()
+    everybody = [one for one in WORLD.allgather(said) if one]
+    assert all(one == everybody[0] for one in everybody)
+    for name, sentence in everybody[0].items():
+        assert f"rank 0 calls {name} after 1 step, rank 1 calls step after 1 step: all workers make" in sentence
+
+
+@pytest.mark.parametrize("options", PAIRS)
+def test_one_worker_alone_in_a_call_of_the_store(options: dict[str, Any]) -> None:
+    enough(options)
+    sentence = None
+    with on_workers(options):
+        model = nn.Linear(2, 1)
+        optimizer = wrapped(model, torch.optim.Adam(model.parameters(), 0.5), options)
+        sentence = heard(optimizer.step if optimizer.store.rank else optimizer.store.barrier)
+        optimizer.close()
+    said = one_sentence(sentence)
+    assert "rank 0 calls barrier of the store" in said and "is in step 1 of a DistributedOptimizer" in said
+
+
+def test_parameters_that_one_worker_alone_changes() -> None:
+    """Its loads are heard of; what it puts back is not."""
+    enough(SERVERLESS)
+    model = nn.Linear(2, 1)
+    optimizer = wrapped(model, torch.optim.SGD(model.parameters(), 0.5), SERVERLESS)
+
+    def step() -> str:
+        optimizer.zero_grad()
+        model(torch.ones(3, 2)).sum().backward()
+        return heard(optimizer.step)
+
+    said = [step()]
+    if WORLD.rank == 0:
+        kept = {name: value.clone() for name, value in model.state_dict().items()}
+        model.load_state_dict({name: value * 0.9 for name, value in kept.items()})
+        model.load_state_dict(kept)
+    said.append(step())
+    if WORLD.rank == 0:
+        model.load_state_dict({name: value * 0.9 for name, value in model.state_dict().items()})
+    said.append(step())
+    optimizer.set_parameters()
+    said.append(step())
+    optimizer.close()
+    assert [*map(one_sentence, said)][:2] == ["nothing was raised"] * 2
+    assert "'weight' is not the same on rank 0 and rank 1: " in said[2] and "set_parameters()" in said[2]
+    assert said[3] == "nothing was raised"
+
+
+class Words(nn.Module):
+    """Rows of a table of which each batch takes some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.table, self.last = nn.Embedding(10, 3, sparse=True).double(), nn.Linear(3, 1).double()
+
+    def loss(self, step: int, rank: int) -> Any:
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        return self.last(self.table(torch.randint(10, (3,), generator=generator))).pow(2).mean()
+
+
+@pytest.mark.parametrize("options", [SERVERLESS, SERVED])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam])
+def test_sparse_gradients(kind: Any, options: dict[str, Any]) -> None:
+    off = 0.0
+    with on_workers(options):
+        model, plain = Words(), Words()
+        only = [one.table if kind is torch.optim.SparseAdam else one for one in (model, plain)]
+        optimizer, alone = wrapped(only[0], kind(only[0].parameters(), 0.1), options), kind(only[1].parameters(), 0.1)
+        workers = optimizer.store.num_workers
+        for step in range(4):
+            optimizer.zero_grad()
+            model.loss(step, optimizer.store.rank).backward()
+            optimizer.step()
+            alone.zero_grad()
+            (sum(plain.loss(step, rank) for rank in range(workers)) / workers).backward()
+            alone.step()
+        optimizer.close()
+        off = apart(model, plain)
+    assert worst(off) < 1e-12
+
+
+def test_sparse_gradients_that_an_optimizer_does_not_take() -> None:
+    sentence = None
+    with on_workers(SERVED):
+        model = Words()
+        optimizer = wrapped(model, torch.optim.Adam(model.parameters(), 0.1), SERVED)
+        model.loss(0, 0).backward()
+        sentence = heard(optimizer.step)
+        optimizer.close()
+    assert "'table.weight' has a sparse gradient, which Adam does not take" in one_sentence(sentence)
