@@ -20,9 +20,12 @@ TEST = [
 DEMO = ["scikit-learn>=1.2", *PLOT]
 DOCS = ["mkdocs-material>=9.5", "mkdocstrings[python]>=0.27"]
 
+SOURCE = Path(__file__).parent / "mpips" / "__init__.py"
+VERSION = SOURCE.read_text(encoding="utf-8").partition('__version__ = "')[2].partition('"')[0]
+
 setup(
     name="mpips",
-    version="0.1.0",
+    version=VERSION,
     description="MPI parameter server and collectives runtime for data-parallel training, on mpi4py and NumPy",
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",

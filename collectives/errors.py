@@ -6,7 +6,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from types import FrameType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 E = TypeVar("E", bound=BaseException)
 
@@ -65,3 +65,15 @@ def warn(sentence: str) -> None:
 
 def _module(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", ""))
+
+
+class Uncopied:
+    """Base of what belongs to this process: copies and pickles of it are refused."""
+
+    __slots__ = ()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raise TypeError: called by `copy` and `pickle`."""
+        name = type(self).__name__
+        raise of_caller(TypeError(f"a {name} cannot be copied or pickled: it holds memory and communicators of this "
+                                  "process; pass the object itself, and save values by its own calls"))  # fmt: skip

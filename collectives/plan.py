@@ -14,7 +14,7 @@ from collectives import arrays
 from collectives.arrays import Flat, Vector
 from collectives.call import REDUCING, ROOTED, Call, see_root
 from collectives.communicator import Communicator, communicator
-from collectives.errors import CollectiveError, of_caller
+from collectives.errors import CollectiveError, Uncopied, of_caller
 from collectives.network.messages import MessagePlan
 from collectives.network.tags import Tags
 from collectives.node.wait import see_in_time
@@ -25,7 +25,7 @@ from collectives.started import Started, advance, agree, begin, finish
 from collectives.tensor import compile_tensor
 
 
-class Plan:
+class Plan(Uncopied):
     """One collective over fixed arrays. `plan()` runs it and gives back the result; or `start()`, then `test()` now and
     then beside compute, then `wait()`. Arrays must stay unchanged between start and wait. All ranks start their plans
     in the same order."""

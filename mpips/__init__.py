@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from mpips.training.model import Model
     from mpips.training.trainer import Trainer
 
+__version__ = "0.1.0"
+
 _end_mpi_in_time()
 _install_hooks()
 _part_children()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
-from collectives.errors import of_caller
+from collectives.errors import Uncopied, of_caller
 from mpips.checkpoint.load import load
 from mpips.checkpoint.save import save
 from mpips.checkpoint.saving import Saving
@@ -30,7 +30,7 @@ Turns = Sequence[Hashable]
 """Names, any that are hashable: operations with one in common run in program order (`ipush`)."""
 
 
-class KVStore:
+class KVStore(Uncopied):
     """Made by `mpips.create`. Every worker of the job has one; calls block unless their name begins with i.
 
     Arrays are C-contiguous, of float16, bfloat16, float32, float64 or integers: NumPy's, PyTorch's CPU tensors, what
@@ -230,6 +230,16 @@ class KVStore:
         this worker has pushed (`spares`): the store is open still.
         """
         self.epochs.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """`close`. Where the block has raised, all other workers hear so at once, and nobody is waited for."""
+        if error is None or (isinstance(error, SystemExit) and not error.code):
+            self.close()
+        else:
+            self.epochs.give_up(error)
 
 
 def made(

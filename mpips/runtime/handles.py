@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Collection, Generator, Hashable, Iterable
 from typing import Any, Protocol
 
+from collectives.errors import Uncopied
 from mpips.runtime.dependencies import Tracker
 from mpips.runtime.tasks import Task
 
@@ -31,7 +32,7 @@ class Driver(Protocol):
         ...
 
 
-class Handle:
+class Handle(Uncopied):
     """An operation under way. `wait()` returns its result when it has ended; both methods raise what made it fail."""
 
     def __init__(self, engine: Driver, work: Work, mutates: frozenset[Hashable], what: str, ends: bool) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from collectives.errors import Uncopied
 from mpips.keys.tables import Rows, table
 from mpips.optimizers.base import Optimizer
 from mpips.optimizers.registry import create
@@ -35,7 +36,7 @@ from mpips.training.model import see_method, see_model
 from mpips.training.rejoin import see_alike, survival_of
 
 
-class Trainer:
+class Trainer(Uncopied):
     """Trains `model` through a store: synchronous, asynchronous or elastic, with servers or without.
 
     optimizer   a name with options, or an Optimizer; its gradient is the mean over the samples of all workers that

@@ -330,6 +330,12 @@ class Epochs:
                 epoch.limits = limits
             self._leave()
 
+    def give_up(self, error: BaseException) -> None:
+        """The block of a `with` has raised this: end the epoch for all, and leave. Waits for some seconds at most."""
+        if not self._store.operations.closed:
+            self._store.epoch.end("the block of `with` that uses the store", error)
+            self._leave()
+
     def _exit(self) -> None:
         breaking.in_order(self.close, self._leave)
 
