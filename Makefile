@@ -16,7 +16,7 @@ TESTS = $(VENV) --extra test && $(BIN)/python -m tests.run --python $(BIN)/pytho
 TEST_TORCH = .venv-torch/bin/python -m tests.run --stages mpi --ranks 1,2,3 --python .venv-torch/bin/python tests/mpi/torch
 
 .DEFAULT_GOAL := help
-.PHONY: help demo docs test test-all test-slow test-torch unit lab lint install clean overlap \
+.PHONY: help demo docs test test-all test-pythons test-slow test-torch unit lab lint install clean overlap \
 	reproduce-mg-wfbp reproduce-ibatch reproduce-bml reproduce-mxnet-mpi reproduce-tensor reproduce-mlp
 
 help: ## this list
@@ -29,8 +29,9 @@ demo: ## train on real data with servers and MPI clients in every mode: out/demo
 test: ## in 12 minutes: lint, unit and lab tests, MPI tests on 1, 3 and 7 ranks with Open MPI, on 2 and 4 with MPICH
 	$(TESTS) --ranks $(RANKS)
 
-test-all: ## everything, before a release: both MPIs on 1 to 7 ranks, long tables, short reproductions, PyTorch if there
+test-all: ## everything, before a release: both MPIs on 1 to 7 ranks, every Python that is here, PyTorch if there
 	$(TESTS) --ranks $(ALL_RANKS) --full --limit 1800 --total 7200
+	$(BIN)/python -m tests.pythons
 	[ ! -x .venv-torch/bin/python ] || $(TEST_TORCH)
 
 lint: ## ruff and mypy
@@ -44,6 +45,10 @@ unit: ## tests that need no MPI
 lab: ## tests of emulated clusters, skipped with a reason where namespaces cannot be had
 	$(VENV) --extra test
 	$(BIN)/python -m tests.run --stages lab
+
+test-pythons: ## a store, a collective and `mpips train` on every Python that is here, and on the oldest dependencies
+	$(VENV) --extra test
+	$(BIN)/python -m tests.pythons
 
 test-%: ## MPI tests on that many ranks: make test-4
 	$(VENV) --extra test
@@ -98,4 +103,4 @@ reproduce-mlp: ## strong scaling of batch, model and hybrid parallel MLPs to 32 
 	$(BIN)/python -m examples.reproduce.mlp --json out/$@.json --plot out/$@.png
 
 clean: ## remove environments, results and caches
-	rm -rf .venv .venv-mpich .venv-torch out build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-mpich .venv-torch .venv-py3.* .venv-oldest out build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -34,12 +34,12 @@ setup(
     packages=find_packages(include=["mpips*", "collectives*", "launch*"]),
     package_data={"": ["py.typed", "*.json"]},
     install_requires=[
-        "numpy>=1.23",  # the arrays
-        "mpi4py>=4.0",  # MPI; large counts and ULFM since 4.0
+        "numpy>=1.23.3",  # the arrays; 1.23.3 is ml_dtypes' oldest on Python 3.11
+        "mpi4py>=4.1",  # MPI; large counts and ULFM since 4.0, wheels, which `make test-all` takes, since 4.1
         "msgspec>=0.18",  # typed records as bytes: messages, options, optimizers (never pickle)
         "ml_dtypes>=0.4",  # bfloat16 keys
         "safetensors>=0.4",  # weights and optimizer states on disk
-        "click>=8.1",  # the `mpips` command
+        "click>=8.1.8",  # the `mpips` command; before, `mpips run --help` asks for a script
         "rich>=13",  # tables
         "threadpoolctl>=3.1",  # one BLAS thread a rank when ranks share the cores
     ],

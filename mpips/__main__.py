@@ -7,6 +7,7 @@ its rank and ends the whole job at once.
 import io
 import os
 import sys
+import threading
 from collections.abc import Callable
 from urllib.parse import unquote_to_bytes
 
@@ -81,6 +82,29 @@ def run_program() -> None:
         leave_fork(code, text, uncaught)
 
 
+def name_threads_that_stay() -> None:
+    """Say which threads keep this process when its program has ended, once they have for as long as a stall."""
+
+    def staying() -> list[str]:
+        main = threading.main_thread()
+        return [repr(thread.name) for thread in threading.enumerate() if not thread.daemon and thread is not main]
+
+    def say() -> None:
+        if names := staying():
+            rank, _ = launched_as(os.environ) or (0, 1)
+            what, them = ("threads", "them") if len(names) > 1 else ("thread", "it")
+            text = f"its program ended {seconds:g} s ago, and waits for its {what} {', '.join(names)}"
+            os.write(2, f"mpips: rank {rank}: {text}: end {them}, or make {them} with daemon=True\n".encode())
+
+    if staying():
+        from collectives.node.wait import limits
+
+        seconds = limits().stall_seconds
+        timer = threading.Timer(seconds, say)
+        timer.daemon = True
+        timer.start()
+
+
 if __name__ == "__main__":
     sys.argv[1:] = decode_words(sys.argv[1:])
     word = sys.argv[1] if len(sys.argv) > 1 else ""
@@ -95,6 +119,7 @@ if __name__ == "__main__":
     try:
         run_program()
         status.ends_well()
+        name_threads_that_stay()
     except SystemExit as left:
         code, why = exit_of(left)
         if code:  # now, because an open store would wait at exit for ranks that wait for this one

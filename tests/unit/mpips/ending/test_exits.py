@@ -36,3 +36,12 @@ def test_any_value_of_exit_has_the_code_and_the_text_of_python_alone() -> None:
     alone = exits()
     assert len([line for line in alone if "exit code" in line]) == len(VALUES)
     assert exits("-m", "mpips") == alone
+
+
+def test_a_thread_that_keeps_a_finished_program_is_named() -> None:
+    program = "import threading, time\nthreading.Thread(target=time.sleep, args=(2,), name='reader').start()"
+    command = [sys.executable, "-m", "mpips", "-c", program]
+    environment = {**os.environ, **ALONE, "MPIPS_STALL_SECONDS": "0.5"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, cwd=ROOT)
+    said = "its program ended 0.5 s ago, and waits for its thread 'reader': end it, or make it with daemon=True"
+    assert (done.returncode, done.stderr) == (0, f"mpips: rank 0: {said}\n")
