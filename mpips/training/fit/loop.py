@@ -133,7 +133,8 @@ class Fit:
         epoch = at.end_epoch(self._tested())
         if trained and not math.isfinite(epoch.loss):
             warnings.warn(f"the loss of epoch {epoch.epoch} is {epoch.loss} on rank {self._course.rank}: lower the "
-                          "learning rate, or give clip_norm", RuntimeWarning, stacklevel=4)  # fmt: skip
+                          "learning rate, give clip_norm, or look for NaN in the data",
+                          RuntimeWarning, stacklevel=4)  # fmt: skip
         for callback in self._callbacks:
             at.stopped |= bool(callback.on_epoch(self._course, epoch))
         self._mark(OVER)
