@@ -45,6 +45,8 @@ def check(known: Known, what: str, key: Any, value: Any = None, out: Any = None)
     values = arguments.pairs(key, value, what) if what != "pull" else None
     target, argument = (value, "value") if out is None and what != "pull" else (out, "out")
     outs = arguments.pairs(key, target, what, argument) if what != "push" else None
+    if outs and out is not None:
+        _see_apart(outs, what)
     keys = [arguments.known(known, name, what) for name, _ in values or outs or ()]
     made = []
     for index, one in enumerate(keys):
@@ -52,6 +54,16 @@ def check(known: Known, what: str, key: Any, value: Any = None, out: Any = None)
         payload, gathered = _payload(one, values[index][1], what) if values else (None, None)
         made.append(Call(one, payload, targets, gathered, spread))
     return made
+
+
+def _see_apart(outs: Sequence[tuple[Name, Sequence[Any]]], what: str) -> None:
+    """ValueError where two keys have one array as out: the second value would be written over the first."""
+    taken: dict[int, Name] = {}
+    for name, targets in outs:
+        for target in targets:
+            other = taken.setdefault(id(target), name)
+            if other != name:
+                raise ValueError(f"{what}: keys {other!r} and {name!r} have one array as out: give each its own")
 
 
 def rows(known: Known, key: Any, out: Any, row_ids: Any) -> list[tuple[Key, Array, NDArray[np.int64]]]:

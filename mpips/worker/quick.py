@@ -68,6 +68,8 @@ class Quick:
             return False
         if what != "push" and not _writeable(targets):
             return False
+        if outs is not None and len(set(map(id, outs))) < len(outs):
+            return False  # one is out of two keys, which the checks of a call name
         if self._backend.quick_list is not None:
             self._as_one(self._backend.quick_list, what, records, values, targets, priority)
             return True

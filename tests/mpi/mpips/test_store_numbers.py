@@ -1,11 +1,11 @@
-"""Values that are no numbers, in compressed pushes: said on all ranks with key and rank, and kept nowhere."""
+"""Values that cannot be stored as they are meant: NaN in compressed pushes, one array for the results of two keys."""
 
 import numpy as np
 import pytest
 
 import mpips
 from tests.mpi.mpips.faults import workers
-from tests.mpi.mpips.support import need, run
+from tests.mpi.mpips.support import failure, need, run
 from tests.mpi.sizes import only_on
 
 PUSHES = {"2bit": np.nan, "1bit": np.inf, "fp16": -np.inf, "topk": np.nan}
@@ -44,3 +44,19 @@ def test_no_number_is_said_and_stays_nowhere(name: str, rows: bool, servers: int
         assert said and all(f"pushes of key 'w' is {PUSHES[name]:g}, and" in one for one in said), said
         assert every == [said] * len(every), every
         assert np.ptp(values) == 0 and np.isfinite(values).all(), values
+
+
+@only_on(2)
+@pytest.mark.parametrize("servers", [0, 1])
+def test_two_keys_never_share_an_out(servers: int) -> None:
+    def body(kv):
+        out, keys = np.zeros(2), ["a", "b"]
+        kv.init(keys, [np.zeros(2), np.ones(2)])
+        shared, own = [out, out], [np.zeros(2), np.zeros(2)]
+        calls = (lambda: kv.pull(keys, shared), lambda: kv.pushpull(keys, own, out=shared))
+        said = [failure(call) for call in calls]
+        kv.pushpull(keys, own, own)
+        return said
+
+    said = run("dist_sync", body, servers=servers)
+    assert said is None or all("keys 'a' and 'b' have one array as out" in one for one in said), said
