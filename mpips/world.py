@@ -27,6 +27,8 @@ SETTINGS = ("PMIX_MCA_", "PMIX_PREFIX")
 ENCODED = "--encoded"
 # Ranks tell the `mpips run` of their machine, by a socket that this names, that they are there, and how they end.
 PRESENCE = "_MPIPS_PRESENCE"
+# Set where that `mpips run` hands its standard input to rank 0, over the same socket.
+INPUT = "_MPIPS_INPUT"
 PRESENT, STARTED, STEP, ROLE, GOODBYE, FAILING = b"present", b"started", b"step", b"role", b"goodbye", b"failing"
 
 # The same where the launcher is on another host, and others have died: the one word that is said for all.

@@ -18,6 +18,7 @@ import socket
 import struct
 import uuid
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -90,10 +91,11 @@ class Presence:
     `deaths` and places `taken` by spares are in their order. `code` is the exit code with which the first rank failed;
     None where none did, or, but for `survives`, where others had died before. `failed`: that rank has ended. `well`:
     how many have said goodbye and have ended. `started`: whether one has said that MPI has, which needs all.
+    Rank 0 gets the file `hands_over` as its standard input; -1: it is left what it has.
     """
 
-    def __init__(self, here: int, survives: bool = False) -> None:
-        self.here = here
+    def __init__(self, here: int, survives: bool = False, hands_over: int = -1) -> None:
+        self.here, self.hands_over = here, hands_over
         self.deaths: list[Death] = []
         self.taken: list[Taken] = []
         self.code: int | None = None
@@ -111,7 +113,7 @@ class Presence:
 
     def environment(self) -> dict[str, str]:
         """What ranks need to be heard."""
-        return {world.PRESENCE: self._name}
+        return {world.PRESENCE: self._name, **({world.INPUT: "1"} if self.hands_over >= 0 else {})}
 
     def fileno(self) -> int:
         return self._poll.fileno()
@@ -201,6 +203,9 @@ class Presence:
             return
         rank.number = number
         self._numbers.add(number)
+        if number == 0 and self.hands_over >= 0:
+            with suppress(OSError):
+                socket.send_fds(rank.line, [b"i"], [self.hands_over])
         try:
             rank.descriptor = os.pidfd_open(rank.pid)
         except OSError:  # it has ended already, or is out of sight

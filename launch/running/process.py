@@ -12,8 +12,10 @@ import os
 import select
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from itertools import takewhile
 from typing import NamedTuple
 
 from launch.mpirun import environment_of_job
@@ -69,10 +71,12 @@ def run(
     are so many, is 0 or more: then the others go on. `name`: the command that says that it was interrupted. `roles[i]`
     is what rank i is; `here` ranks are sure to start on this machine. Where others may not, mpirun is listened to.
     """
-    signals, presence = HeldSignals(), Presence(here, survives=spares >= 0)
+    all_here = here >= max(1, len(roles))
+    hands_over = _input_of_rank_0(argv) if all_here else -1
+    signals, presence = HeldSignals(), Presence(here, survives=spares >= 0, hands_over=hands_over)
     verdict: Verdict = OneDeathEnds(presence, roles) if spares < 0 else OthersGoOn(presence, roles, spares)
     try:
-        listener = Listener() if here < max(1, len(roles)) else None
+        listener = None if all_here else Listener()
         watched = Watched(argv, signals, presence, verdict, hopeless, listener, here if roles else 0, len(roles))
         watched.until_it_ends()
         presence.look()
@@ -117,7 +121,10 @@ class Watched:
         self._began = time.time()
         output, errors = (listener.output, listener.errors) if listener else (None, None)
         prepare = _child_of(os.getpid(), signals.before)
-        self._job = subprocess.Popen(argv, env=environment, stdout=output, stderr=errors, preexec_fn=prepare)
+        given = subprocess.DEVNULL if presence.hands_over >= 0 else None
+        self._job = subprocess.Popen(
+            argv, env=environment, stdin=given, stdout=output, stderr=errors, preexec_fn=prepare
+        )  # fmt: skip
         self._listener = listener
         if listener:
             listener.start()
@@ -226,6 +233,18 @@ class Watched:
             self._job.terminate()
             self._grace = grace
             self._ends_by = time.monotonic() + grace
+
+
+def _input_of_rank_0(argv: Sequence[str]) -> int:
+    """Return the file that rank 0 reads in place of what mpirun would pass on; -1: mpirun passes on ours.
+
+    mpirun would read all of it, also what is for other commands of a shell's loop, and not pass on its end. It has to
+    where that is a terminal, from which ranks may not read by themselves, and where its own options ask for it.
+    """
+    words = takewhile(lambda word: word != sys.executable, argv)
+    if os.isatty(0) or not {"--stdin", "-stdin", "-s"}.isdisjoint(words):
+        return -1
+    return 0 if sys.stdin is not None else os.open(os.devnull, os.O_RDONLY)  # None: it was closed
 
 
 def _child_of(parent: int, mask: Iterable[int]) -> Callable[[], None]:

@@ -18,7 +18,7 @@ from contextlib import suppress
 from collectives.machine.peers import peer
 from mpips.ending.finalize import dead, survives
 from mpips.ending.start import when_started
-from mpips.world import FAILING, GOODBYE, PRESENCE, PRESENT, ROLE, STARTED, STEP, WELL_WITHOUT, launched_as
+from mpips.world import FAILING, GOODBYE, INPUT, PRESENCE, PRESENT, ROLE, STARTED, STEP, WELL_WITHOUT, launched_as
 
 SECONDS = 5.0  # to be heard by the launcher
 PR_SET_PDEATHSIG = 1
@@ -32,17 +32,26 @@ class StatusLine:
         self._rank, self._is_heard = job[0] if job else 0, False
         self._line = socket.socket(socket.AF_UNIX)
         self._line.settimeout(SECONDS)
-        name = os.environ.pop(PRESENCE, "")  # not for the processes that this one starts
+        name, has_input = os.environ.pop(PRESENCE, ""), os.environ.pop(INPUT, "")  # not for what this process starts
         if job and name:
             with suppress(OSError):
                 self._line.connect(f"\0{name}")
                 self._is_heard = peer(self._line).ours
                 ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # nobody outlives its mpirun
         self._say(b"%s %d\n" % (PRESENT, self._rank))
+        if has_input and self._is_heard and self._rank == 0:
+            self._take_input()
         when_started(self.started)
         atexit.register(self._leave)
         self._in_threads, threading.excepthook = threading.excepthook, self._thread_fails
         _lines.append(self)
+
+    def _take_input(self) -> None:
+        """Read from now on what `mpips run` would: what the program does not read is left to who started that."""
+        with suppress(OSError):
+            _, (file, *_), _, _ = socket.recv_fds(self._line, 1, 1)
+            os.dup2(file, 0)
+            os.close(file)
 
     def started(self) -> None:
         self._say(STARTED + b"\n")

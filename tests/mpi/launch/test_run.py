@@ -68,6 +68,29 @@ os.write(1, line.encode())
     assert done.stdout.count("size 3 servers 1 threads ") == 3
 
 
+def test_a_shell_loop_keeps_its_input_and_the_script_its_words(tmp_path: Path) -> None:
+    """Inside a job of Slurm, whose variables name another host, without srun: as in a container."""
+    (tmp_path / "script.py").write_text(
+        "import os, sys\nread = sys.stdin.read() if sys.argv[1:2] == ['read'] else ''\n"
+        "os.write(1, ascii([*sys.argv[1:], read, os.environ['ADDED']]).encode() + b'\\n')\n"
+    )
+    mpips = f"{sys.executable} -m launch.run -w 1 --env ADDED='x y' script.py"
+    shell = f"""
+        printf '1\\n2\\n' | while read x; do {mpips} $x : '' $'\\xff'; done
+        echo 3 | {mpips} read
+        {mpips} read <&-"""
+    clean = {k: v for k, v in os.environ.items() if not re.match(r"OMPI_|PMIX_|PRTE_|PMI_|HYDRA_|MPI_|MPIPS_", k)}
+    slurm = dict.fromkeys(("SLURM_NODELIST", "SLURM_JOB_NODELIST"), "other") | {
+        "SLURM_JOB_ID": "7", "SLURM_NNODES": "1", "SLURM_TASKS_PER_NODE": "4", "PYTHONPATH": str(ROOT)
+    }  # fmt: skip
+    done = subprocess.run(["bash", "-c", shell], env=clean | slurm, capture_output=True, text=True, cwd=tmp_path,
+                          timeout=2 * JOB_LIMIT)  # fmt: skip
+    assert done.stdout.splitlines() == [
+        r"['1', ':', '', '\udcff', '', 'x y']", r"['2', ':', '', '\udcff', '', 'x y']",
+        r"['read', '3\n', 'x y']", r"['read', '', 'x y']",
+    ], done.stderr  # fmt: skip
+
+
 def test_an_exception_on_one_rank_ends_the_job(tmp_path: Path) -> None:
     script = (
         "from mpi4py import MPI\nw = MPI.COMM_WORLD\n"
