@@ -6,6 +6,7 @@ same exchange, before anybody uses its gradients.
 
 from __future__ import annotations
 
+import sys
 import zlib
 from collections.abc import Callable, Container, Iterable
 from typing import Any
@@ -121,9 +122,12 @@ class Lockstep:
 def see_alike(named: Iterable[tuple[str, Tensor]], comm: MPI.Intracomm, what: str, known: Container[Tensor]) -> None:
     """Raise MismatchError on all ranks where a parameter's norm differs between them, and where one that requires a
     gradient is not `known`. Collective, blocking."""
-    names, parameters = zip(*named)
-    for name, parameter in zip(names, parameters):
-        if parameter.requires_grad and parameter not in known:
+    trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
+    if not trained:
+        return
+    names, parameters = zip(*trained)
+    for name, parameter in trained:
+        if parameter not in known:
             with communicator(comm).failing(what):
                 raise collectives.MismatchError(f"{what}: parameter {name!r} is not known to DataParallel: wrap the "
                                                 "model when it is complete")  # fmt: skip
@@ -158,14 +162,22 @@ _heard: list[Any] = []
 
 
 def _begin(optimizer: Optimizer, args: Any, keywords: Any) -> None:
-    if optimizer in _within:  # a step of it has raised
-        del _within[_within.index(optimizer) :]
+    _within[:] = [other for other in _within if other is not optimizer and _runs(other)]  # others have raised
     _within.append(optimizer)
 
 
 def _end(optimizer: Optimizer, args: Any, keywords: Any) -> None:
-    if optimizer in _within:
-        del _within[_within.index(optimizer) :]
+    _within.remove(optimizer)
     if not _within:  # one that ZeroRedundancyOptimizer runs has other parameters on every rank
         for lockstep in list(_all):
             lockstep.note(optimizer)
+
+
+def _runs(optimizer: Optimizer) -> bool:
+    """Return whether a method of the optimizer is among the callers."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_locals.get("self") is optimizer:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False

@@ -11,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="PyTorch is not installed: pip install 'mpips[torch]'")
 
 import mpips.torch  # noqa: E402
+from collectives import StallError  # noqa: E402
 from tests.mpi.torch.support import WORLD, batch, network, nn  # noqa: E402
 
 ODD = WORLD.size - 1
@@ -166,6 +167,34 @@ def test_an_optimizer_that_steps_within_backward() -> None:
         parameter.register_post_accumulate_grad_hook(lambda p: optimizers[p].step())
     with pytest.raises(RuntimeError, match="backward has not ended, and gradients are this rank's alone"):
         model(batch(0)[0]).sum().backward()
+
+
+def test_a_step_that_has_raised_hides_no_later_one() -> None:
+    if WORLD.size == 1:
+        pytest.skip("one rank has nobody to differ from")
+    layer = nn.Linear(1, 1)
+    with pytest.raises(MemoryError):
+        torch.optim.LBFGS(layer.parameters()).step(lambda: no_memory(None))
+    everybody = heard(mpips.torch.DataParallel(network(), WORLD.Dup()), lower_rate)
+    assert all("lr of SGD" in said for said, _ in everybody), everybody
+
+
+def test_the_limit_says_in_which_pass_a_rank_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one rank has left forward and backward out, and makes no other pass."""
+    if WORLD.size == 1:
+        pytest.skip("one rank has nobody to wait for")
+    monkeypatch.setenv("MPIPS_TIMEOUT_SECONDS", "2")
+    model, said = mpips.torch.DataParallel(network(), WORLD.Dup()), ""
+    for step in range(3):
+        if WORLD.rank == ODD and step == 1:
+            continue
+        try:
+            model(batch(step)[0]).sum().backward()
+        except StallError as error:
+            said = str(error)
+    everybody = WORLD.allgather(said)
+    words = f"rank {ODD} has not come; rank 0 is in DataParallel, backward pass 3"
+    assert words in everybody[0] and not everybody[ODD], everybody
 
 
 def test_what_ranks_may_do_differently() -> None:
