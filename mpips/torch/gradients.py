@@ -67,7 +67,7 @@ class Gradients:
         """The parameter's gradient is there: bring it to its place, where it stays."""
         parameter, view = self.parameters[index], self.views[index]
         if parameter.grad is not view:
-            view.copy_(parameter.grad.detach())  # of backward(create_graph=True) the values alone, as under DDP
+            view.copy_(_dense(parameter.grad))  # of backward(create_graph=True) the values alone, as under DDP
             parameter.grad = view
         self.used[index] = 1
 
@@ -86,7 +86,7 @@ class Gradients:
 
     def add(self, index: int) -> None:
         """Add what the parameter has got since its gradient was released."""
-        self.views[index].add_(self.parameters[index].grad.detach())
+        self.views[index].add_(_dense(self.parameters[index].grad))
 
     def say(self, token: int | None, late: bool) -> None:
         """Write what ranks compare: a token (None: this rank's does not count), and whether gradients came late.
@@ -129,3 +129,9 @@ class Gradients:
         if not found:
             return torch.zeros(())
         return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(each.float()) for each in found]))
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    """Return the gradient's values. Rows that a sparse one lacks are zeros, which no optimizer that takes it moves."""
+    gradient = gradient.detach()
+    return gradient if gradient.layout is torch.strided else gradient.to_dense()
