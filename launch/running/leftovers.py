@@ -1,12 +1,16 @@
 """What jobs that were killed have left on this machine: shared memory and session folders that nobody uses any more.
 
-`look` counts it, `drop` removes what is left of one job.
+`look` counts it, `drop` removes what is left of one job. All users can put something into these folders: what counts is
+this user's own, no link, and named as an MPI names it.
 """
 
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import shutil
+import stat
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +18,7 @@ from typing import NamedTuple
 
 SHARED = Path("/dev/shm")
 BLOCK = 512  # bytes, of st_blocks
+NAME = re.compile(r"[A-Za-z0-9._@+-]+")  # of what an MPI makes: no word of it means something to a shell or a terminal
 
 
 class Kind(NamedTuple):
@@ -56,13 +61,15 @@ def drop(mpirun: int, began: float) -> None:
     files = [kind for kind in kinds() if kind.folder == SHARED]
     for path in (path for found in _unused(files).values() for path in found):
         with suppress(OSError):
-            if path.stat().st_ctime >= began:
+            if path.lstat().st_ctime >= began:
                 path.unlink()
 
 
 def drop_session(mpirun: int) -> None:
     """Remove what Open MPI's mpirun with this number has left: where it is there, another one does not start."""
-    shutil.rmtree(_sessions() / f"ompi.{mpirun}", ignore_errors=True)
+    folder = _sessions() / f"ompi.{mpirun}"
+    if _is_own(folder):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _sessions() -> Path:
@@ -87,10 +94,19 @@ def _sizes(kind: Kind) -> dict[Path, int]:
     found = {}
     for path in kind.folder.resolve().glob(kind.pattern):
         with suppress(OSError):
-            if path.stat().st_uid == os.getuid():
-                files = path.rglob("*") if path.is_dir() else (path,)
-                found[path] = sum(file.stat().st_blocks * BLOCK for file in files if file.is_file())
+            if NAME.fullmatch(path.name) and _is_own(path):
+                held = [file.lstat() for file in (path.rglob("*") if path.is_dir() else (path,))]
+                found[path] = sum(status.st_blocks * BLOCK for status in held if stat.S_ISREG(status.st_mode))
     return found
+
+
+def _is_own(path: Path) -> bool:
+    """Whether it is a file or a folder of this user's, and no link."""
+    try:
+        status = path.lstat()
+    except OSError:
+        return False
+    return status.st_uid == os.geteuid() and (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode))
 
 
 def _is_used(path: Path, used: set[str]) -> bool:
@@ -99,9 +115,10 @@ def _is_used(path: Path, used: set[str]) -> bool:
 
 def _command(kind: Kind, found: list[Path]) -> str:
     """What removes them. A pattern would also take what running jobs have, so a few are named one by one."""
-    tool = "rm -r" if found[0].is_dir() else "rm"
-    names = found if len(found) <= 3 else [kind.folder / kind.pattern]
-    return f"{tool} {' '.join(map(str, names))}"
+    if len(found) <= 3:
+        return shlex.join(["rm", *["-r"][: found[0].is_dir()], *map(str, found)])
+    own = ["find", str(kind.folder), "-maxdepth", "1", "-user", str(os.geteuid()), "-name", kind.pattern]
+    return shlex.join([*own, "-exec", "rm", "-r", "{}", "+"])
 
 
 def _opened() -> Iterator[str]:

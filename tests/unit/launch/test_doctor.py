@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import mmap
 import os
+import shlex
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from launch.doctor.__main__ import show
 from launch.doctor.judge import Check, judge
 from launch.doctor.survey import EXTRAS, PACKAGES
 from launch.running import leftovers
+from tests.strangers import STRANGER, needs_root
 
 HEALTHY: dict[str, Any] = {
     "python": "3.11.7",
@@ -145,7 +148,38 @@ def test_session_folders_are_left_where_no_file_in_them_is_open(tmp_path: Path) 
         (found,) = leftovers.look(searched)
     held = (tmp_path / "ompi.0" / "hwloc.sm").stat().st_blocks * 512
     assert (found["count"], found["bytes"]) == (5, 5 * held)
-    assert found["remove"] == f"rm -r {tmp_path}/ompi.[0-9]*"
+    assert "ompi.[0-9]*" in shlex.split(found["remove"])
+    subprocess.run(found["remove"], shell=True, check=True, timeout=20)
+    assert not leftovers.look(searched)
+
+
+def test_what_others_can_plant_is_no_leftover(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, kept = tmp_path / "a folder; of words", tmp_path / "kept"
+    folder.mkdir()
+    kept.mkdir()
+    (kept / "file").touch()
+    for name in ("ompi.1", "ompi.2 x", "ompi.3;touch y", "ompi.4\x1b[2J", "ompi.5$(id)"):
+        (folder / name).mkdir()
+    (folder / "ompi.6").symlink_to(kept)
+    (found,) = leftovers.look((kind(folder, "ompi.[0-9]*"),))
+    assert found["count"] == 1
+    assert shlex.split(str(found["remove"])) == ["rm", "-r", str(folder / "ompi.1")]
+    monkeypatch.setenv("TMPDIR", str(folder))
+    leftovers.drop_session(6)
+    assert (kept / "file").exists()
+
+
+@needs_root
+def test_what_is_of_another_user_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(5):
+        (tmp_path / f"ompi.{number}").mkdir()
+    os.chown(tmp_path / "ompi.4", STRANGER, STRANGER)
+    (found,) = leftovers.look((kind(tmp_path, "ompi.[0-9]*"),))
+    assert found["count"] == 4
+    subprocess.run(str(found["remove"]), shell=True, check=True, timeout=20)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    leftovers.drop_session(4)
+    assert [path.name for path in tmp_path.iterdir()] == ["ompi.4"]
 
 
 def test_what_one_job_left_is_removed_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
