@@ -1,0 +1,555 @@
+"""Ordinary training programs, as people write them, on each way to exchange gradients.
+
+    mpips run -w 2 tests/mpi/torch/programs.py WAY FILE [PROGRAM ...]
+
+WAY is `gloo` or `mpips` (DistributedDataParallel on that backend), `data_parallel`, or `optimizer`
+(DistributedOptimizer, with servers where the job has some). FILE gets, by program, the parameters after 20 steps on
+worker 0, how far the workers are apart, and each worker's error.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from mpi4py import MPI
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, mse_loss
+from torch.utils.checkpoint import checkpoint
+
+import mpips.torch
+
+STEPS, BATCH, FEATURES = 20, 8, 6
+
+
+class Way:
+    """One way to exchange gradients, and who takes part in it."""
+
+    def __init__(self, name: str, comm: MPI.Comm) -> None:
+        self.name, self.rank, self.size = name, comm.rank, comm.size
+        self._wrapped: Any = None
+
+    def begin(self, model: nn.Module, optimizer: Any, **ddp: Any) -> tuple[nn.Module, Any]:
+        """Wrap the model or the optimizer. `ddp` goes to DistributedDataParallel alone."""
+        if self.name == "data_parallel":
+            return mpips.torch.DataParallel(model, buckets=0.0005), optimizer
+        if self.name == "optimizer":
+            self._wrapped = mpips.torch.DistributedOptimizer(optimizer, model.named_parameters(), kind="dist_sync")
+            return model, self._wrapped
+        dist.init_process_group(self.name)
+        return nn.parallel.DistributedDataParallel(model, **{"bucket_cap_mb": 0.0005, **ddp}), optimizer
+
+    def end(self) -> None:
+        """Close what `begin` has opened."""
+        if self._wrapped is not None:
+            self._wrapped.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def without_exchange(self, model: Any) -> Any:
+        """Return the context in which a backward pass only adds to the gradients."""
+        return nullcontext() if self.name == "optimizer" else model.no_sync()
+
+    def batch(self, step: int, outputs: int = 1) -> tuple[Tensor, Tensor]:
+        """Return this worker's inputs (BATCH, FEATURES) and targets (BATCH, outputs) of a step."""
+        generator = torch.Generator().manual_seed(1000 * step + self.rank)
+        x = torch.randn(BATCH, FEATURES, generator=generator)
+        return x, x[:, :1].repeat(1, outputs) + 0.1 * torch.randn(BATCH, outputs, generator=generator)
+
+
+Program = Callable[[Way], nn.Module]
+PROGRAMS: dict[str, Program] = {}
+
+
+def program(function: Program) -> Program:
+    """Put a program into the table."""
+    PROGRAMS[function.__name__] = function
+    return function
+
+
+def mlp(outputs: int = 1) -> nn.Sequential:
+    """Return a small network."""
+    return nn.Sequential(nn.Linear(FEATURES, 12), nn.Tanh(), nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, outputs))
+
+
+def sgd(parameters: Iterable[Any], lr: float = 0.05) -> torch.optim.SGD:
+    """Return SGD whose momentum and decay move a parameter that has no gradient, if anything may."""
+    return torch.optim.SGD(parameters, lr=lr, momentum=0.9, weight_decay=0.05)
+
+
+def train(way: Way, model: nn.Module, optimizer: Any, after: Callable[[int], Any] = lambda step: None) -> nn.Module:
+    """Train by the usual loop, and return the model as it was before it was wrapped."""
+    net, optimizer = way.begin(model, optimizer)
+    for step in range(STEPS):
+        x, y = way.batch(step)
+        optimizer.zero_grad()
+        mse_loss(net(x), y).backward()
+        optimizer.step()
+        after(step)
+    return model
+
+
+@program
+def plain(way: Way) -> nn.Module:
+    model = mlp()
+    return train(way, model, sgd(model.parameters()))
+
+
+@program
+def adamw(way: Way) -> nn.Module:
+    model = mlp()
+    return train(way, model, torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1))
+
+
+@program
+def frozen(way: Way) -> nn.Module:
+    model = mlp()
+    model[2].requires_grad_(False)
+    return train(way, model, sgd(model.parameters()))
+
+
+@program
+def frozen_later(way: Way) -> nn.Module:
+    """Freeze a layer in mid-training. DDP itself needs to be told that gradients may miss."""
+    model = mlp()
+    net, optimizer = way.begin(model, sgd(model.parameters()), find_unused_parameters=True)
+    for step in range(STEPS):
+        if step == STEPS // 2:
+            model[0].requires_grad_(False)
+        x, y = way.batch(step)
+        optimizer.zero_grad()
+        mse_loss(net(x), y).backward()
+        optimizer.step()
+    return model
+
+
+class Branches(nn.Module):
+    """A trunk and two branches, of which a call takes one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.left, self.right = nn.Linear(FEATURES, 8), nn.Linear(8, 1), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor, left: bool) -> Tensor:
+        return (self.left if left else self.right)(torch.tanh(self.trunk(x)))
+
+
+def branches(way: Way, takes_left: Callable[[int], bool]) -> nn.Module:
+    model = Branches()
+    net, optimizer = way.begin(model, sgd(model.parameters()), find_unused_parameters=True)
+    for step in range(STEPS):
+        x, y = way.batch(step)
+        optimizer.zero_grad()
+        mse_loss(net(x, takes_left(step)), y).backward()
+        optimizer.step()
+    return model
+
+
+@program
+def branch_by_step(way: Way) -> nn.Module:
+    return branches(way, lambda step: step % 3 == 0)
+
+
+@program
+def branch_by_rank(way: Way) -> nn.Module:
+    return branches(way, lambda step: (step + way.rank) % 2 == 0)
+
+
+@program
+def branch_never(way: Way) -> nn.Module:
+    return branches(way, lambda step: True)
+
+
+@program
+def two_forwards(way: Way) -> nn.Module:
+    """A critic sees two batches before one backward pass."""
+    model = nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
+    net, optimizer = way.begin(model, sgd(model.parameters(), 0.01), broadcast_buffers=False)
+    for step in range(STEPS):
+        x, y = way.batch(step)
+        optimizer.zero_grad()
+        (net(x + 1).mean() - net(y.repeat(1, FEATURES)).mean()).backward()
+        optimizer.step()
+    return model
+
+
+class Siamese(nn.Module):
+    """One network called twice in a forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp(4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (self.net(x) - self.net(y)).pow(2).sum(1, keepdim=True)
+
+
+@program
+def shared_twice(way: Way) -> nn.Module:
+    model = Siamese()
+    net, optimizer = way.begin(model, sgd(model.parameters(), 0.01))
+    for step in range(STEPS):
+        x, y = way.batch(step)
+        optimizer.zero_grad()
+        mse_loss(net(x, x.flip(0)), y).backward()
+        optimizer.step()
+    return model
+
+
+class Checkpointed(nn.Module):
+    """A block whose activations are computed again in backward."""
+
+    def __init__(self, reentrant: bool, calls: int) -> None:
+        super().__init__()
+        self.first, self.block, self.last = nn.Linear(FEATURES, 8), nn.Linear(8, 8), nn.Linear(8, 1)
+        self.reentrant, self.calls = reentrant, calls
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for _ in range(self.calls):
+            x = torch.tanh(checkpoint(self.block, x, use_reentrant=self.reentrant))
+        return self.last(x)
+
+
+@program
+def checkpointed(way: Way) -> nn.Module:
+    model = Checkpointed(False, 2)
+    return train(way, model, sgd(model.parameters()))
+
+
+@program
+def checkpointed_reentrant(way: Way) -> nn.Module:
+    model = Checkpointed(True, 1)
+    return train(way, model, sgd(model.parameters()))
+
+
+@program
+def accumulated(way: Way) -> nn.Module:
+    model = mlp()
+    net, optimizer = way.begin(model, sgd(model.parameters()))
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for part in range(3):
+            x, y = way.batch(3 * step + part)
+            with way.without_exchange(net) if part < 2 else nullcontext():
+                (mse_loss(net(x), y) / 3).backward()
+        optimizer.step()
+    return model
+
+
+@program
+def scheduled(way: Way) -> nn.Module:
+    model = mlp()
+    optimizer = sgd(model.parameters())
+    net, optimizer = way.begin(model, optimizer)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=STEPS, cycle_momentum=False)
+    for step in range(STEPS):
+        x, y = way.batch(step)
+        optimizer.zero_grad()
+        mse_loss(net(x), y).backward()
+        optimizer.step()
+        scheduler.step()
+    return model
+
+
+@program
+def plateau(way: Way) -> nn.Module:
+    """ReduceLROnPlateau on a loss that all ranks share."""
+    model = mlp()
+    net, optimizer = way.begin(model, sgd(model.parameters()))
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+    for step in range(STEPS):
+        x, y = way.batch(step)
+        optimizer.zero_grad()
+        mse_loss(net(x), y).backward()
+        optimizer.step()
+        scheduler.step(1.0 if step % 3 else 0.5)
+    return model
+
+
+@program
+def averaged_weights(way: Way) -> nn.Module:
+    model = mlp()
+    averaged = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
+    train(way, model, sgd(model.parameters()), lambda step: averaged.update_parameters(model))
+    return averaged.module
+
+
+@program
+def clipped(way: Way) -> nn.Module:
+    """Clip what backward has left, as every recipe does."""
+    model = mlp()
+    net, optimizer = way.begin(model, sgd(model.parameters()))
+    for step in range(STEPS):
+        x, y = way.batch(step)
+        optimizer.zero_grad()
+        mse_loss(net(x), y).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+    return model
+
+
+@program
+def groups(way: Way) -> nn.Module:
+    model = mlp()
+    biases = [p for p in model.parameters() if p.dim() == 1]
+    weights = [p for p in model.parameters() if p.dim() > 1]
+    parts = [{"params": weights, "weight_decay": 0.1}, {"params": biases, "weight_decay": 0.0, "lr": 0.01}]
+    return train(way, model, torch.optim.Adam(parts, lr=0.005))
+
+
+@program
+def lbfgs(way: Way) -> nn.Module:
+    model = mlp()
+    net, optimizer = way.begin(model, torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2))
+    for step in range(STEPS):
+        x, y = way.batch(step)
+
+        def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
+            optimizer.zero_grad()
+            loss = mse_loss(net(x), y)
+            loss.backward()
+            return loss.detach() * 0 + 1  # the same on all ranks, as a line search asks
+
+        optimizer.step(closure)
+    return model
+
+
+class Tied(nn.Module):
+    """A language model whose embedding is its output layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.mix = nn.Embedding(11, 6), nn.Linear(6, 6)
+        self.out = nn.Linear(6, 11, bias=False)
+        self.out.weight = self.embedding.weight
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.mix(self.embedding(words))))
+
+
+def words(way: Way, step: int, most: int = 11) -> Tensor:
+    """Return BATCH words of this worker."""
+    return torch.randint(most, (BATCH,), generator=torch.Generator().manual_seed(77 * step + way.rank))
+
+
+@program
+def tied(way: Way) -> nn.Module:
+    model = Tied()
+    net, optimizer = way.begin(model, sgd(model.parameters()))
+    for step in range(STEPS):
+        text = words(way, step)
+        optimizer.zero_grad()
+        cross_entropy(net(text), text.roll(1)).backward()
+        optimizer.step()
+    return model
+
+
+@program
+def spectral_norm(way: Way) -> nn.Module:
+    model = mlp()
+    nn.utils.parametrizations.spectral_norm(model[2])
+    return train(way, model, sgd(model.parameters()))
+
+
+@program
+def sparse_embedding(way: Way) -> nn.Module:
+    model = nn.Sequential(nn.Embedding(11, 4, sparse=True), nn.Linear(4, 11))
+    net, optimizer = way.begin(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in range(STEPS):
+        text = words(way, step)
+        optimizer.zero_grad()
+        cross_entropy(net(text), text.roll(1)).backward()
+        optimizer.step()
+    return model
+
+
+@program
+def autocast(way: Way) -> nn.Module:
+    model = mlp()
+    net, optimizer = way.begin(model, sgd(model.parameters()))
+    for step in range(STEPS):
+        x, y = way.batch(step)
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = mse_loss(net(x), y)
+        loss.backward()
+        optimizer.step()
+    return model
+
+
+@program
+def grad_scaler(way: Way) -> nn.Module:
+    """The gradient of one rank overflows in one step, that of the other in the next."""
+    model = mlp()
+    net, optimizer = way.begin(model, sgd(model.parameters()))
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+    for step in range(STEPS):
+        x, y = way.batch(step)
+        optimizer.zero_grad()
+        loss = mse_loss(net(x), y) * (float("inf") if step == 5 + way.rank else 1.0)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return model
+
+
+@program
+def quantisation_aware(way: Way) -> nn.Module:
+    from torch.ao.quantization import FakeQuantize, MovingAverageMinMaxObserver
+
+    class Quantised(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(FEATURES, 8), nn.Linear(8, 1)
+            self.fake = FakeQuantize(observer=MovingAverageMinMaxObserver, quant_min=0, quant_max=255)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.fake(torch.relu(self.first(x))))
+
+    model = Quantised()
+    net, optimizer = way.begin(model, sgd(model.parameters()))
+    for step in range(STEPS):
+        x, y = way.batch(step)
+        optimizer.zero_grad()
+        mse_loss(net(x), y).backward()
+        optimizer.step()
+    return model
+
+
+class Recurrent(nn.Module):
+    """An LSTM over sequences of unlike lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.out = nn.LSTM(1, 5, batch_first=True), nn.Linear(5, 1)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(x.unsqueeze(2), lengths, batch_first=True, enforce_sorted=False)
+        return self.out(self.lstm(packed)[1][0][-1])
+
+
+@program
+def packed_sequences(way: Way) -> nn.Module:
+    model = Recurrent()
+    net, optimizer = way.begin(model, sgd(model.parameters()))
+    for step in range(STEPS):
+        x, y = way.batch(step)
+        lengths = 1 + torch.arange(BATCH).add(step) % FEATURES
+        optimizer.zero_grad()
+        mse_loss(net(x, lengths), y).backward()
+        optimizer.step()
+    return model
+
+
+@program
+def transformer(way: Way) -> nn.Module:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    model = nn.Sequential(nn.Linear(1, 8), nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Linear(8, 1))
+    net, optimizer = way.begin(model, sgd(model.parameters(), 0.01))
+    for step in range(STEPS):
+        x, y = way.batch(step)
+        optimizer.zero_grad()
+        mse_loss(net(x.unsqueeze(2))[:, 0], y).backward()
+        optimizer.step()
+    return model
+
+
+@program
+def convolution(way: Way) -> nn.Module:
+    model = nn.Sequential(nn.Conv1d(1, 4, 3), nn.BatchNorm1d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 1))
+    net, optimizer = way.begin(model, sgd(model.parameters(), 0.01))
+    for step in range(STEPS):
+        x, y = way.batch(step)
+        optimizer.zero_grad()
+        mse_loss(net(x.unsqueeze(1)), y).backward()
+        optimizer.step()
+    return model
+
+
+@program
+def gradient_penalty(way: Way) -> nn.Module:
+    """A loss that holds the gradient by the inputs: gradients of gradients."""
+    model = mlp()
+    net, optimizer = way.begin(model, sgd(model.parameters(), 0.01))
+    for step in range(STEPS):
+        x, _ = way.batch(step)
+        x.requires_grad_()
+        optimizer.zero_grad()
+        out = net(x)
+        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        (out.pow(2).mean() + (slope.norm(dim=1) - 1).pow(2).mean()).backward()
+        optimizer.step()
+    return model
+
+
+@program
+def zeroed_gradients(way: Way) -> nn.Module:
+    """Gradients stay zeros between steps, so a branch that is not used has one; a hook doubles another."""
+    model = mlp()
+    model[4].weight.register_hook(lambda gradient: 2 * gradient)
+    net, optimizer = way.begin(model, sgd(model.parameters()))
+    for step in range(STEPS):
+        x, y = way.batch(step)
+        optimizer.zero_grad(set_to_none=False)
+        mse_loss(net(x), y).backward()
+        optimizer.step()
+    return model
+
+
+@program
+def compiled(way: Way) -> nn.Module:
+    model = nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    net, optimizer = way.begin(model, sgd(model.parameters(), 0.01), bucket_cap_mb=25)
+    quick = torch.compile(net, backend="eager")
+    for step in range(STEPS):
+        x, y = way.batch(step)
+        optimizer.zero_grad()
+        mse_loss(quick(x), y).backward()
+        optimizer.step()
+    return model
+
+
+def outcome(way: Way, run: Program) -> tuple[list[Tensor], str]:
+    """Return the parameters that a program has trained, or nothing and its error on this worker."""
+    torch.manual_seed(3)
+    try:
+        model = run(way)
+    except Exception as error:
+        return [], f"{type(error).__name__}: {error}"
+    finally:
+        way.end()
+    return [p.detach().clone() for p in model.parameters()], ""
+
+
+def main(name: str, path: str, *chosen: str) -> None:
+    """Run the programs one after the other; worker 0 writes the outcomes."""
+    torch.set_num_threads(1)
+    # Servers serve all stores inside this call, and leave when the last one is closed.
+    keeper = mpips.create("dist_sync") if name == "optimizer" else None
+    workers = keeper.layout.workers if keeper else MPI.COMM_WORLD
+    found: dict[str, Any] = {}
+    for each in chosen or PROGRAMS:
+        trained, error = outcome(Way(name, workers), PROGRAMS[each])
+        everybody = workers.allgather((trained, error))
+        found[each] = (everybody[0][0], _apart([one for one, _ in everybody]), [said for _, said in everybody])
+        if workers.rank == 0:
+            print(f"{name} {each}: {error or 'trained'}", file=sys.stderr, flush=True)
+    if workers.rank == 0:
+        torch.save(found, path)
+    if keeper:
+        keeper.close()
+
+
+def _apart(everybody: list[list[Tensor]]) -> float:
+    """Return the largest difference between any worker's parameters and worker 0's."""
+    pairs = [pair for one in everybody[1:] for pair in zip(everybody[0], one)]
+    return max((float((a - b).abs().max()) for a, b in pairs), default=0.0)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
