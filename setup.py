@@ -11,6 +11,7 @@ TEST = [
     "pytest-mpi>=0.6",
     "pytest-timeout>=2.2",
     "hypothesis>=6.90",
+    "safetensors>=0.4",  # reads what we have written, and the other way round
     "greenlet>=3.0",  # ranks that hand over to one another at each access to shared memory
     "ruff>=0.9",
     "mypy>=1.11",
@@ -38,7 +39,6 @@ setup(
         "mpi4py>=4.1",  # MPI; large counts and ULFM since 4.0, wheels, which `make test-all` takes, since 4.1
         "msgspec>=0.18",  # typed records as bytes: messages, options, optimizers (never pickle)
         "ml_dtypes>=0.4",  # bfloat16 keys
-        "safetensors>=0.4",  # weights and optimizer states on disk
         "click>=8.1.8",  # the `mpips` command; before, `mpips run --help` asks for a script
         "rich>=13",  # tables
         "threadpoolctl>=3.1",  # one BLAS thread a rank when ranks share the cores
