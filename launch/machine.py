@@ -35,12 +35,12 @@ class Capacity(NamedTuple):
 
 def this_machine() -> Machine:
     """The machine this process runs on; cores are those this process may use."""
-    from collectives.machine import addresses  # `mpips --help` does without
+    from collectives.machine import addresses, cores  # `mpips --help` does without
 
     folder = Path("/sys/class/infiniband")
     infiniband = folder.is_dir() and any(folder.iterdir())
     root, cut_off = os.geteuid() == 0, lacks_scheduler(os.environ)
-    return Machine(len(os.sched_getaffinity(0)), root, infiniband, addresses.fixed(), cut_off)
+    return Machine(cores.usable(), root, infiniband, addresses.fixed(), cut_off)
 
 
 def settings(ranks: int, machine: Machine, environment: Mapping[str, str]) -> dict[str, str]:

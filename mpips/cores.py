@@ -16,6 +16,7 @@ from typing import Protocol
 
 import msgspec
 
+from collectives.machine.cores import Quota, bounded, quota, usable
 from mpips.runtime.rendezvous import Meets, exchange
 
 BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -38,11 +39,12 @@ class Place(msgspec.Struct, array_like=True, frozen=True):
 
     machine: str
     cores: list[int]
+    quota: Quota | None
 
 
-def crowded(allowed: Sequence[Cores]) -> bool:
-    """Whether processes of a machine, which may use these cores, are more than the cores."""
-    return len(frozenset().union(*allowed)) < len(allowed)
+def crowded(allowed: Sequence[Cores], quotas: Sequence[Quota | None] = ()) -> bool:
+    """Return whether processes of a machine, which may use these cores within these quotas, are more than the cores."""
+    return bounded(len(frozenset().union(*allowed)), quotas) < len(allowed)
 
 
 def spread(allowed: Sequence[Cores]) -> list[int] | None:
@@ -60,14 +62,16 @@ class Seat:
         """Collective over all ranks of the store, blocking. `shared`: some process has no core alone. Spares sleep, and
         do not count in that."""
         self.before: Cores = frozenset(os.sched_getaffinity(0))
-        mine = Place(BOOT.read_text(), sorted(self.before))
+        self.usable = usable()
+        mine = Place(BOOT.read_text(), sorted(self.before), quota())
         said = exchange(epoch, msgspec.msgpack.encode(mine), "mpips.create", True)
         every = [msgspec.msgpack.decode(data, type=Place) for data in said]
         here = [rank for rank, place in enumerate(every) if place.machine == mine.machine]
         allowed = [frozenset(every[rank].cores) for rank in here]
         alone = all(layout.same_node(rank, layout.rank) for rank in here)
         busy = [rank for rank in here if rank < layout.num_workers + layout.num_servers]
-        self.shared = crowded([frozenset(every[rank].cores) for rank in busy or here])
+        busy = busy or here
+        self.shared = crowded([frozenset(every[rank].cores) for rank in busy], [every[rank].quota for rank in busy])
         cores = spread(allowed) if alone else None
         self.own = frozenset([cores[here.index(layout.rank)]]) if cores else self.before
         self._take(self.own)

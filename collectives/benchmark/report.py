@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -19,6 +18,7 @@ from rich.table import Table
 from collectives import files
 from collectives.benchmark.harness import Timing
 from collectives.benchmark.sizes import show_bytes
+from collectives.machine.cores import usable
 from collectives.terminal.console import write_text, writing
 from collectives.terminal.tables import show_table
 
@@ -90,7 +90,7 @@ def machine() -> dict[str, Any]:
         "numpy": np.__version__,
         "python": platform.python_version(),
         "machine": platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": usable(),
     }
 
 

@@ -28,6 +28,7 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from collectives.errors import CollectiveError
+from collectives.machine.cores import Quota, bounded, quota
 from collectives.node import arena, process_memory
 from collectives.node.arena import Region
 from collectives.node.descriptors import DESCRIPTOR_BYTES, DESCRIPTORS
@@ -38,6 +39,7 @@ STAGE_BYTES = 1 << 20
 BLOCK_BYTES = 256 << 10
 LINE_BYTES = 64
 MOST_CORES = 4096
+NO_QUOTA = (0, 0)
 FINISHED, LEFT = 0, 1
 CLOSED_AT = LINE_BYTES
 POISON_AT = 4096
@@ -193,7 +195,10 @@ def _cores(node: MPI.Comm) -> int:
     cores = np.zeros(MOST_CORES, np.uint8)
     cores[[core for core in os.sched_getaffinity(0) if core < MOST_CORES]] = 1
     node.Allreduce(MPI.IN_PLACE, cores, MPI.MAX)
-    return int(np.count_nonzero(cores))
+    quotas = np.empty((node.size, len(Quota._fields)), np.int64)
+    node.Allgather(np.array(quota() or NO_QUOTA, np.int64), quotas)
+    known = [None if tuple(one) == NO_QUOTA else Quota(*map(int, one)) for one in quotas]
+    return bounded(int(np.count_nonzero(cores)), known)
 
 
 _closed: list[NodeMemory] = []

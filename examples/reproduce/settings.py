@@ -21,6 +21,7 @@ from typing import NamedTuple
 import click
 
 from collectives.machine import caches
+from collectives.machine.cores import usable
 from collectives.simulator.topology import parse
 from collectives.terminal.console import Interruptible, OutFile, write_text
 from launch import FULL_DUPLEX, Job, build, find, program, this_machine
@@ -140,7 +141,7 @@ def _median(work: Callable[[], object], count: int) -> float:
     return float(world.allreduce(statistics.median(times), MPI.MAX))
 
 
-CORES = len(os.sched_getaffinity(0))
+CORES = usable()
 FIXED = this_machine().fixed_addresses
 CASES = (
     Case(

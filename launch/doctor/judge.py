@@ -141,8 +141,10 @@ def _leftovers(found: Mapping[str, Any]) -> Iterator[Check]:
 
 
 def _cores(found: Mapping[str, Any]) -> Check:
-    cores = found["cores"]
-    return Check("cores", True, f"{cores} here; beyond {cores} ranks on this machine they take turns")
+    cores, affinity = found["cores"], found["affinity"]
+    quota = f" of {affinity}: the CPU quota of this control group (a container, or a job) allows no more"
+    here = f"{cores}{quota if cores < affinity else ' here'}"
+    return Check("cores", True, f"{here}; beyond {cores} rank{'s' * (cores > 1)} on this machine they take turns")
 
 
 def _gpus(found: Mapping[str, Any]) -> Iterator[Check]:

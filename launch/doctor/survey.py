@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from collectives.machine.cores import usable
 from launch import surroundings, survival
 from launch.doctor import probe
 from launch.machine import this_machine
@@ -41,7 +42,8 @@ def look() -> dict[str, Any]:
         "python": sys.version.split()[0],
         "processor": platform.machine(),
         "packages": {name: _version(name) for name in (*PACKAGES, *EXTRAS)},
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": usable(),
+        "affinity": len(os.sched_getaffinity(0)),
         "environment": {name: value for name, value in os.environ.items() if _tells(name)},
         "schedulers": [name for name, (tool, _) in SCHEDULERS.items() if shutil.which(tool)],
         "lacks_scheduler": lacks_scheduler(os.environ),

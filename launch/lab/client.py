@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from collectives.machine.cores import usable
 from collectives.machine.peers import peer
 from launch.lab import job, sockets
 from launch.lab.files import AGENT
@@ -138,7 +139,7 @@ def job_command(
     if dead := [host for host in hosts[:needed] if host in described["dead"]]:
         raise LabError(died(name, dead))
     launcher = find(mpirun)
-    cores = len(os.sched_getaffinity(0))
+    cores = usable()
     environment = job.defaults(launcher, os.environ)
     argv = job.command(
         launcher, hosts, ranks, program, per_host=per_host, cores=cores, environment=environment, extra=extra

@@ -7,7 +7,6 @@ no copy in. Every phase is as long as its slowest rank takes, with all ranks at 
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
 
@@ -15,6 +14,7 @@ import msgspec
 import numpy as np
 from mpi4py import MPI
 
+from collectives.machine.cores import usable
 from collectives.node import arena
 from collectives.node.arena import Region
 from collectives.node.wait import Limits
@@ -69,6 +69,6 @@ def _medians(comm: MPI.Comm, phases: Sequence[Callable[[], None]], repeats: int)
             mine[repeat, number] = time.thread_time() - start
     every = np.empty((comm.Get_size(), *mine.shape))
     comm.Allgather(mine, every)
-    cores = len(os.sched_getaffinity(0))
+    cores = usable()
     takes = np.maximum(every.max(0), every.sum(0) / cores)
     return [float(seconds) for seconds in np.median(takes, 0)]

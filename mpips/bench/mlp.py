@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from mpi4py import MPI
 from rich.table import Table
 from threadpoolctl import threadpool_limits
 
+from collectives.machine.cores import usable
 from collectives.terminal.console import OutFile, RankedCommand, console, progress, write_text
 from collectives.terminal.numbers import Counts
 from collectives.terminal.tables import show_table
@@ -82,7 +82,7 @@ def command(
     if comm.rank == 0:
         _show(rows)
         if json_path:
-            content = {"grid": str(mesh), "cores": os.cpu_count(), "rows": rows}
+            content = {"grid": str(mesh), "cores": usable(), "rows": rows}
             write_text(json_path, json.dumps(content, indent=1) + "\n")
 
 

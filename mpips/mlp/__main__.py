@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import traceback
 from functools import partial
@@ -14,6 +13,7 @@ import numpy as np
 from mpi4py import MPI
 from threadpoolctl import threadpool_limits
 
+from collectives.machine.cores import usable
 from collectives.terminal.console import OutFile, Picture, RankedCommand, console, leave, unwritable
 from collectives.terminal.tables import show_table
 from mpips.optimizers.elastic import INTERVAL
@@ -252,7 +252,7 @@ def _unwritable(options: Any) -> str | None:
 
 
 def _share_of_cores(comm: MPI.Comm) -> int:
-    return max(1, len(os.sched_getaffinity(0)) // _ranks_of_node(comm))
+    return max(1, usable() // _ranks_of_node(comm))
 
 
 def _ranks_of_node(comm: MPI.Comm) -> int:

@@ -145,7 +145,7 @@ class Server:
         self._ledger = Ledger() if layout.survives else None
         self._memory = Memory(self._ledger)
         self._shared_cores = seat.shared
-        self._reduce = Reduce(_threads(layout, len(seat.before)), seat.step_aside, seat.shared)
+        self._reduce = Reduce(_threads(layout, seat.usable), seat.step_aside, seat.shared)
         self._copies, self._rounds = Copies(), Rounds()
         self._settled: Settled[Serving] = Settled()
         self._now = self._serving(State(), 0, None, held or Held())

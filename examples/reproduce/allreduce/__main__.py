@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import click
 
 from collectives.benchmark.sizes import parse_counts
+from collectives.machine.cores import usable
 from collectives.terminal.console import Interruptible, Seconds, unwritable, write_text, writing
 from examples.reproduce.interpreter import Interpreter
 from launch import NAMES, Launcher, LauncherError, find
@@ -100,7 +101,7 @@ def run(
         report = Path(folder, "rows.json")
         words = ["--sizes", sizes, "--algorithms", algorithms, "--check", "--seconds", str(seconds)]
         words += ["--json", str(report)]
-        argv = command(where, start, ranks, words, len(os.sched_getaffinity(0)), os.geteuid() == 0)
+        argv = command(where, start, ranks, words, usable(), os.geteuid() == 0)
         given = variables(where.launcher, os.environ)
         subprocess.run(argv, cwd=ROOT, check=True, timeout=600, stdout=subprocess.DEVNULL, env=given)
         rows: list[dict[str, Any]] = json.loads(report.read_text())

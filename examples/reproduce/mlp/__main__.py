@@ -9,7 +9,6 @@ comes from the paper's formulas with the constants it gives for Cori.
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import tempfile
@@ -24,6 +23,7 @@ from threadpoolctl import threadpool_limits
 
 import examples.reproduce.without_mpi  # noqa: F401 before mpips.mlp
 from collectives import files
+from collectives.machine.cores import usable
 from collectives.terminal.console import Interruptible, OutFile, Picture, writing
 from collectives.terminal.tables import show_table
 from examples.reproduce.results import write_json
@@ -91,7 +91,7 @@ def points(link: Link, measure: bool, quick: bool = False) -> list[Point]:
     wanted = {(width, p, 1) for width in widths for p in processes}
     wanted |= {(width, 1, p) for width in widths for p in processes}
     wanted |= {(FIGURE_7_WIDTH, *mesh) for p in processes[2:] for mesh in factorings(p)}
-    cores = len(os.sched_getaffinity(0)) if measure else 0
+    cores = usable() if measure else 0
     return [
         Point(
             width,

@@ -23,6 +23,7 @@ HEALTHY: dict[str, Any] = {
     "python": "3.11.7",
     "packages": dict.fromkeys((*PACKAGES, *EXTRAS), "1.0"),
     "cores": 4,
+    "affinity": 4,
     "processor": "x86_64",
     "leftovers": [],
     "environment": {},
@@ -64,6 +65,13 @@ def changed(path: str, value: Any) -> dict[str, Check]:
 def test_a_healthy_machine() -> None:
     checks = judge(HEALTHY)
     assert [check.name for check in checks if check.ok is not True] == []
+
+
+def test_a_quota_below_the_affinity_is_said() -> None:
+    found = changed("cores", 1)["cores"].found
+    assert found.startswith("1 of 4: the CPU quota of this control group")
+    assert "beyond 1 rank on" in found
+    assert "quota" not in changed("cores", 4)["cores"].found
 
 
 def test_a_job_of_a_scheduler_that_is_not_here() -> None:

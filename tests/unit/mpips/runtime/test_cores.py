@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from collectives.machine.cores import Quota
 from mpips.cores import Seat, crowded, spread
 
 MANY = len(os.sched_getaffinity(0)) + 2
@@ -69,6 +70,13 @@ def test_others_stay_where_they_are(allowed):
 )
 def test_a_node_is_crowded_where_processes_are_more_than_their_cores(allowed, expected):
     assert crowded([frozenset(cores) for cores in allowed]) is expected
+
+
+def test_a_node_is_crowded_where_processes_are_more_than_their_quota():
+    cores = [frozenset({0, 1, 2, 3})] * 3
+    assert crowded(cores, [Quota(2, 5)] * 3) is True
+    assert crowded(cores, [Quota(3, 5)] * 3) is False
+    assert crowded(cores, [Quota(1, 5), Quota(1, 6), Quota(1, 7)]) is False
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
