@@ -77,6 +77,13 @@ class RunCommand(click.Command):
             sys.exit(process.INTERRUPTED)
 
 
+spares_option = click.option(
+    "--spares",
+    type=click.IntRange(0),
+    help="So many ranks more, which take the places of ranks that die; 0: the others go on. Open MPI with ULFM.",
+)
+
+
 def save_options(command: Callable[..., None]) -> Callable[..., None]:
     """The options of a job that saves itself, for every command that writes down a job."""
     for option in (
@@ -95,11 +102,7 @@ def save_options(command: Callable[..., None]) -> Callable[..., None]:
 
 @click.command("run", cls=RunCommand, context_settings=dict(script.BEFORE_A_SCRIPT))
 @role_options
-@click.option(
-    "--spares",
-    type=click.IntRange(0),
-    help="So many ranks more, which take the places of ranks that die; 0: the others go on. Open MPI with ULFM.",
-)
+@spares_option
 @click.option("--hostfile", type=click.Path(), help="Hosts, one a line: `node1 slots=4` or `node1:4`.")
 @click.option("--topology", help="Order the hosts by their addresses in it: bcube:3,2, star:9 or fattree:4.")
 @click.option("--nics", help="With --topology: the NIC of each level, level 0 first, as eth1,eth2.")

@@ -10,11 +10,11 @@ from click.core import ParameterSource
 
 from collectives.terminal.console import Interruptible, InterruptibleGroup
 from collectives.terminal.help import examples
-from launch import script
+from launch import script, survival
 from launch.batch import lsf, pbs, slurm
 from launch.batch.request import Request, RequestError
 from launch.mpirun import NAMES, Flavour, LauncherError, find
-from launch.run import role_options, save_options, workers_of
+from launch.run import role_options, save_options, spares_option, workers_of
 from mpips.options import OptionError, Options, check_saves
 
 WRITERS = {"slurm": slurm.script, "lsf": lsf.script, "pbs": pbs.script}
@@ -33,6 +33,7 @@ def request_options(command: Callable[..., None]) -> Callable[..., None]:
         click.option("--requeue", is_flag=True,
                      help="Start again where the scheduler ends the job, or loses a node; needs --checkpoint."),
         save_options,
+        spares_option,
         click.option("--mpi", type=click.Choice(list(NAMES)), help="The MPI there; default: the one here."),
         click.option("--name", default="mpips", show_default=True, help="Name of the job."),
         click.option("--account", help="Account or project that pays."),
@@ -75,19 +76,29 @@ def _writer(scheduler: str) -> None:
     @script.argument
     def write(
         mpi: str | None, servers: int, clients: int, workers: int | None, ranks: int | None, masters: str,
-        words: tuple[str, ...], checkpoint: str | None, every: int | None, tries: int, **wanted: Any,
+        words: tuple[str, ...], checkpoint: str | None, every: int | None, tries: int, spares: int | None,
+        **wanted: Any,
     ) -> None:  # fmt: skip
         workers = workers_of(ranks, workers, servers)
         try:
             options = Options(servers=servers, clients=clients, workers=workers, masters=masters,
-                              checkpoint=checkpoint or "", every=every or 0)  # fmt: skip
+                              checkpoint=checkpoint or "", every=every or 0,
+                              spares=-1 if spares is None else spares)  # fmt: skip
             check_saves(options)
-            flavour = cast(Flavour, mpi) if mpi else find().flavour
+            flavour = cast(Flavour, mpi) if mpi else _flavour_here(options.spares)
             request = Request(options=options, program=words, flavour=flavour, restarts=tries, **wanted)
             click.echo(WRITERS[scheduler](request), nl=False)
             script.note_missing(words)
         except (LauncherError, OptionError, RequestError) as error:
             raise click.UsageError(str(error)) from error
+
+
+def _flavour_here(spares: int) -> Flavour:
+    """Return the MPI of this machine; raise LauncherError where it cannot have the spares asked for."""
+    launcher = find()
+    if spares >= 0:
+        survival.check(launcher, spares)
+    return launcher.flavour
 
 
 for _name in WRITERS:

@@ -6,7 +6,8 @@ import re
 import shlex
 from typing import NamedTuple
 
-from launch.mpirun import Flavour
+from launch import survival
+from launch.mpirun import NAMES, Flavour
 from mpips.options import Options
 
 
@@ -33,7 +34,7 @@ class Request(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        return self.options.workers + self.options.servers
+        return self.options.workers + self.options.servers + max(self.options.spares, 0)
 
     @property
     def ranks_per_node(self) -> int:
@@ -49,6 +50,9 @@ def checked(request: Request) -> Request:
     if (request.restarts or request.requeue) and not (request.options.checkpoint and request.options.every):
         option = f"--restarts {request.restarts}" if request.restarts else "--requeue"
         raise RequestError(f"{option} needs --checkpoint and --every: a job goes on from what its store has saved")
+    if request.options.spares >= 0 and request.flavour != "openmpi":
+        name, why = NAMES[request.flavour], survival.ends_all(request.flavour)
+        raise RequestError(survival.refusal(request.options.spares, name, why))
     for word in (request.queue, request.account):
         if word is not None and not re.fullmatch(r"[\w.@:-]+", word):
             raise RequestError(f"{word!r} is no name of a queue or account")
@@ -73,7 +77,8 @@ def mpips_run(request: Request, hostfile: str) -> str:
     if options.checkpoint:
         folder = shlex.quote(options.checkpoint)
         saves = f" --restarts {request.restarts} --checkpoint {folder} --every {options.every}"
-    words = f"{roles} --masters {options.masters}{saves} --hostfile {hostfile}"
+    spares = f" --spares {options.spares}" if options.spares >= 0 else ""
+    words = f"{roles}{spares} --masters {options.masters}{saves} --hostfile {hostfile}"
     return f"mpips run {words} {shlex.join(request.program)}"
 
 

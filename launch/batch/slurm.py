@@ -4,9 +4,9 @@ Open MPI's processes find each other by PMIx (`--mpi=pmix`), those of MPICH and 
 the wrong one each starts as a world of size 1 or aborts. Ranks fill the nodes in order, so the servers, numbered last,
 are on the last nodes.
 
-A job that is to start again after a death is started by `mpips run` in place of srun, in an allocation that outlives
-its nodes. Slurm's own `--requeue` is for preemption and lost nodes alone: before the time limit the script gets
-SIGUSR1, and asks for it.
+A job that is to start again after a death, or to go on with its spares, is started by `mpips run` in place of srun, in
+an allocation that outlives its nodes. Slurm's own `--requeue` is for preemption and lost nodes alone: before the time
+limit the script gets SIGUSR1, and asks for it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def script(request: Request) -> str:
     if request.requeue:
         directives += ["#SBATCH --requeue", "#SBATCH --open-mode=append"]
         directives.append(f"#SBATCH --signal=B:USR1@{SECONDS_BEFORE_THE_LIMIT}")
-    if request.restarts:
+    if request.restarts or request.options.spares >= 0:
         directives.append("#SBATCH --no-kill")
         slots = f"sed 's/$/ slots={request.ranks_per_node}/'"
         started = [f'scontrol show hostnames "$SLURM_JOB_NODELIST" | {slots} > {HOSTS}', mpips_run(request, HOSTS)]

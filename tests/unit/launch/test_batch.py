@@ -113,6 +113,20 @@ def test_a_job_that_starts_again(mark: str) -> None:
             WRITERS[mark](REQUEST._replace(**change))
 
 
+@pytest.mark.parametrize("mark", WRITERS)
+def test_spares_are_ranks_of_a_job_that_mpips_run_starts(mark: str) -> None:
+    spared = REQUEST._replace(options=Options(servers=2, workers=14, spares=4))
+    text = WRITERS[mark](spared)
+    asked = {"#SBATCH": "--ntasks=20", "#BSUB": "-n 20", "#PBS": "-l select=4:ncpus=15:mpiprocs=5:ngpus=2"}
+    assert f"{mark} {asked[mark]}" in text.splitlines()
+    assert " --servers 2 --clients 1 --workers 14 --spares 4 " in text.splitlines()[-1]
+    assert "srun" not in text
+    assert ("#SBATCH --no-kill" in text) == (mark == "#SBATCH")
+    assert "--spares 0 " in WRITERS[mark](spared._replace(options=Options(servers=2, workers=14, spares=0)))
+    with pytest.raises(RequestError, match=r"--spares 4 cannot be had with MPICH: .* use Open MPI with ULFM"):
+        WRITERS[mark](spared._replace(flavour="mpich"))
+
+
 @pytest.mark.parametrize("restarts", [0, 3])
 def test_slurm_asks_for_the_queue_before_the_limit(restarts: int, tmp_path: Path) -> None:
     """The script, with stand-ins that say what they are called with: a signal while the job runs, and none."""
