@@ -183,6 +183,9 @@ def test_a_host_all_of_whose_processes_are_killed_ends_the_job(make: Make, run: 
     code += "if c.rank == 0: print('up', flush=True)\ntime.sleep(100)"
     job = started(name, code)
     subprocess.run(client.host_command(name, "h1", [sys.executable, "-c", DIE]), cwd=ROOT, check=False)  # it dies, too
+    deadline = time.monotonic() + 10  # until the kernel has taken the last of them away
+    while client.ask(name, {"do": "status"})["hosts"][1]["alive"] and time.monotonic() < deadline:
+        time.sleep(0.05)
     assert not client.ask(name, {"do": "status"})["hosts"][1]["alive"]
     said = job.communicate(timeout=90)[1]
     assert job.returncode != 0, said
