@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from launch.doctor.survey import EXTRAS, OURS, PACKAGES, RANKS_OF_A_DEATH
+from launch.doctor.survey import EXTRAS, OURS, PACKAGES, RANKS, RANKS_OF_A_DEATH
 from launch.mpirun import NO_PROCESS
 from mpips import world
 
@@ -32,7 +32,7 @@ class Check(NamedTuple):
 
 def judge(found: Mapping[str, Any]) -> list[Check]:
     """The checks, in the order in which they are shown."""
-    return [
+    checks = [
         _python(found),
         _packages(found),
         *(Check(one["name"], False, one["found"], one["cure"]) for one in found.get("hindrances", ())),
@@ -42,8 +42,10 @@ def judge(found: Mapping[str, Any]) -> list[Check]:
         _cores(found),
         *_gpus(found),
         _scheduler(found),
+        *_srun(found),
         _network(found),
     ]
+    return [check if check.ok is False else check._replace(advice="") for check in checks]
 
 
 def _python(found: Mapping[str, Any]) -> Check:
@@ -94,7 +96,9 @@ def _world(found: Mapping[str, Any]) -> Check:
     if cause:
         return Check("world", False, f"size {ranks['size']}", cause)
     expected = ranks["size"] > 1 or found["launcher"] == OURS
-    return Check("world", expected, f"{ranks['size']} ranks, {ranks['node_ranks']} of them on this node", FOREIGN)
+    size = ranks["size"]
+    text = f"{size} rank{'s' * (size != 1)}, {ranks['node_ranks']} of them on this node"
+    return Check("world", expected, text, FOREIGN)
 
 
 def _reach(problem: str) -> str:
@@ -123,7 +127,8 @@ def _binding(ranks: Mapping[str, Any]) -> Check:
     narrow = [i for i, cores in enumerate(ranks["affinities"]) if len(cores) == 1]
     if not narrow:
         return Check("binding", True, "no rank is bound to a single core")
-    text = f"ranks {', '.join(map(str, narrow))} may use one core each"
+    ranks_named = f"rank{'s' * (len(narrow) > 1)} {', '.join(map(str, narrow))}"
+    text = f"{ranks_named} may use one core{' each' * (len(narrow) > 1)}"
     return Check("binding", None, text + ": a communication thread would share it (--bind-to none)")
 
 
@@ -136,7 +141,8 @@ def _memory_order(found: Mapping[str, Any]) -> Iterator[Check]:
 def _leftovers(found: Mapping[str, Any]) -> Iterator[Check]:
     """They take memory and nothing else, so nothing needs to be done."""
     for left in found["leftovers"]:
-        text = f"{left['count']:,} {left['what']} in {left['place']}, {left['bytes'] / (1 << 20):,.1f} MiB"
+        what = left["what"] if left["count"] != 1 else left["what"].removesuffix("s")
+        text = f"{left['count']:,} {what} in {left['place']}, {left['bytes'] / (1 << 20):,.1f} MiB"
         yield Check(f"leftovers of {left['mpi']}", None, f"{text}, of aborted jobs: while none runs, {left['remove']}")
 
 
@@ -175,6 +181,18 @@ def _scheduler(found: Mapping[str, Any]) -> Check:
         return Check("scheduler", None, f"{found['lacks_scheduler']}: all ranks start on this machine")
     inside = f"; inside a job of {found['allocation']}" if found["allocation"] else ""
     return Check("scheduler", True, f"{', '.join(found['schedulers']) or 'no submit command here'}{inside}")
+
+
+def _srun(found: Mapping[str, Any]) -> Iterator[Check]:
+    """What srun did with two ranks; `mpips run` does without it, so nothing must be done."""
+    if "srun" not in found:
+        return
+    tried, command = found["srun"]["ranks"], f"`srun --mpi={found['srun']['pmi']}`"
+    if tried.get("size") == RANKS:
+        yield Check("srun", True, f"{command} starts ranks of one job")
+        return
+    why = tried.get("problem", "each rank is a job of its own")
+    yield Check("srun", None, f"{command} starts no job ({why}): start it by `mpips run` in the allocation")
 
 
 def _network(found: Mapping[str, Any]) -> Check:

@@ -10,20 +10,26 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import click
+
 from collectives.machine.cores import usable
 from launch import surroundings, survival
+from launch.batch.slurm import PMI
 from launch.doctor import probe
 from launch.machine import this_machine
 from launch.mpirun import Job, Launcher, LauncherError, build, environment_of_job, find, lacks_scheduler, program
 from launch.running import leftovers
 from mpips import world
 
-LIMIT = 60.0  # seconds for a probe
+LIMIT, LIMIT_OF_SRUN = 60.0, 30.0  # seconds for a probe
+SILENT = 3.0  # seconds; who waits longer is told for what
 RANKS, RANKS_OF_A_DEATH = 2, 3
 OURS = "the one that started this"
 PROMISES = (world.OPEN_MPI, world.HYDRA, world.SLURM, world.JSRUN)
@@ -62,17 +68,41 @@ def look() -> dict[str, Any]:
     found["hindrances"] = [one._asdict() for one in surroundings.hindrances(launcher, RANKS)]
     if any(one["sure"] for one in found["hindrances"]):
         return {**found, "ranks": {"not_tried": "no rank was started, as it would fail"}}
-    found["ranks"] = _started(launcher, RANKS)
-    found["death"] = _died(launcher)
+    progress = Progress()
+    found["ranks"] = _started(progress, launcher, RANKS)
+    found["death"] = _died(progress, launcher)
     if found["gpu"].get("devices"):
-        found["cuda"] = _started(launcher, RANKS, "cuda")
+        found["cuda"] = _started(progress, launcher, RANKS, "cuda")
+    if found["allocation"] == "Slurm" and shutil.which("srun"):
+        found["srun"] = _by_srun(progress, PMI[launcher.flavour])
     return found
+
+
+class Progress:
+    """What is tried, said on stderr from the time on when all has taken long."""
+
+    def __init__(self) -> None:
+        self._from = time.monotonic() + SILENT
+
+    @contextmanager
+    def at(self, what: str, limit: float) -> Iterator[None]:
+        """A block that tries `what`, for at most `limit` seconds."""
+        words = f"mpips doctor: {what}, for at most {limit:g} s"
+        timer = threading.Timer(max(0.0, self._from - time.monotonic()), click.echo, (words,), {"err": True})
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
 
 def _under_launcher() -> dict[str, Any]:
     """The ranks that a launcher gave; where they cannot form a world, why, told before MPI_Init, which might abort."""
     import mpi4py
 
+    if not this_machine().infiniband:  # Open MPI's UCX windows say an error then, though others are taken
+        os.environ.setdefault("OMPI_MCA_osc", "^ucx")
     mpi4py.rc.initialize, mpi4py.rc.finalize = False, True
     from mpi4py import MPI
 
@@ -141,33 +171,43 @@ def _gpu() -> dict[str, Any]:
     version = next((v for name in ("cupy-cuda12x", "cupy-cuda13x", "cupy") if (v := _version(name))), None)
     if version is None:
         return {"present": present, "cupy": None}
-    done = _child([sys.executable, "-P", "-c", DEVICES])
+    done = _child([sys.executable, "-P", "-c", DEVICES], LIMIT)
     return {"present": present, "cupy": version, "devices": done if isinstance(done, list) else [], "problem": done}
 
 
-def _died(launcher: Launcher) -> dict[str, Any]:
+def _died(progress: Progress, launcher: Launcher) -> dict[str, Any]:
     """What is left of a job when one of its ranks dies, or why nothing is."""
     if why := survival.hindrance(launcher):
         return {"hindrance": why}
-    return _started(launcher, RANKS_OF_A_DEATH, "death")
+    return _started(progress, launcher, RANKS_OF_A_DEATH, "death")
 
 
-def _started(launcher: Launcher, ranks: int, *words: str) -> dict[str, Any]:
+def _started(progress: Progress, launcher: Launcher, ranks: int, *words: str) -> dict[str, Any]:
     """What ranks of the probe print, or the problem."""
     job = Job(ranks, program(["-m", "launch.doctor.probe", *words]), survives=words == ("death",))
-    done = _child(build(launcher, job, this_machine()))
+    what = {"death": ", one of which is killed", "cuda": " with device buffers"}.get(" ".join(words), "")
+    with progress.at(f"tries {ranks} ranks of {launcher}{what}", LIMIT):
+        done = _child(build(launcher, job, this_machine()), LIMIT)
     return done if isinstance(done, dict) else {"problem": done}
 
 
-def _child(argv: list[str]) -> Any:
+def _by_srun(progress: Progress, pmi: str) -> dict[str, Any]:
+    """What two ranks print that srun starts in this allocation, or the problem. Slurm, too, ends them in a minute."""
+    options = [f"--mpi={pmi}", f"--ntasks={RANKS}", "--nodes=1", "--overlap", "--overcommit", "--time=1"]
+    with progress.at(f"tries {RANKS} ranks by srun --mpi={pmi}", LIMIT_OF_SRUN):
+        done = _child(["srun", *options, *program(["-m", "launch.doctor.probe"], sys.executable)], LIMIT_OF_SRUN)
+    return {"pmi": pmi, "ranks": done if isinstance(done, dict) else {"problem": done}}
+
+
+def _child(argv: list[str], limit: float) -> Any:
     """The JSON that a child process prints as a line of its own, or, as a string, why there is none."""
     try:
         done = subprocess.run(
-            argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LIMIT, check=False,
+            argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=limit, check=False,
             env=environment_of_job(os.environ),
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        return f"no answer within {LIMIT:g} s"
+        return f"no answer within {limit:g} s"
     lines = [line for line in done.stdout.splitlines() if line.startswith(("{", "["))]
     if done.returncode == 0 and lines:
         return json.loads(lines[-1])

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from mpi4py import MPI
 
+from launch.mpirun import find
 from tests.choice import first, once
 from tests.mpi.sizes import JOB_LIMIT
 
@@ -471,3 +472,12 @@ def test_what_lies_in_the_current_folder_is_not_imported(tmp_path: Path, words: 
     assert done.returncode == 0, done.stderr
     assert "imported from here" not in done.stderr + done.stdout
     assert done.stdout.count("ran\n") == (2 if "train.py" in words else 0)
+
+
+def test_doctor_under_a_launcher_says_nothing_beside_its_lines(tmp_path: Path) -> None:
+    launcher = find()
+    options = ["--oversubscribe", "--allow-run-as-root"] if launcher.flavour == "openmpi" else []
+    before = f'{launcher.path} {" ".join(options)} -n 2 "$@"'
+    done = mpips(tmp_path, "doctor", before=before)
+    assert "[ok] world:                  2 ranks, 2 of them" in done.stdout
+    assert done.stderr.strip() == ""

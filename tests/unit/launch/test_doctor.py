@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from launch.doctor import survey
 from launch.doctor.__main__ import show
 from launch.doctor.judge import Check, judge
 from launch.doctor.survey import EXTRAS, PACKAGES
@@ -65,6 +66,7 @@ def changed(path: str, value: Any) -> dict[str, Check]:
 def test_a_healthy_machine() -> None:
     checks = judge(HEALTHY)
     assert [check.name for check in checks if check.ok is not True] == []
+    assert [check.name for check in checks if check.advice] == []
 
 
 def test_a_quota_below_the_affinity_is_said() -> None:
@@ -120,6 +122,50 @@ def test_what_aborted_jobs_have_left_is_told_and_nothing_more() -> None:
     check = changed("leftovers", [left])["leftovers of MPICH"]
     assert check.ok is None
     assert check.found == "1,200 files in /dev/shm, 3.0 MiB, of aborted jobs: while none runs, rm a"
+
+
+def test_one_of_a_thing_is_one() -> None:
+    left = {"mpi": "MPICH", "what": "files", "place": "/dev/shm", "count": 1, "bytes": 1 << 20, "remove": "rm a"}
+    assert changed("leftovers", [left])["leftovers of MPICH"].found.startswith("1 file in")
+    folder = {**left, "what": "session folders"}
+    assert changed("leftovers", [folder])["leftovers of MPICH"].found.startswith("1 session folder in")
+    assert changed("ranks.size", 1)["world"].found.startswith("1 rank, ")
+    assert changed("ranks.affinities", [[0], [0, 1]])["binding"].found.startswith("rank 0 may use one core:")
+
+
+@pytest.mark.parametrize(("does", "ok", "said"), [
+    ("""echo '{"size": 2, "rank": 0}'""", True, "starts ranks of one job"),
+    ("""echo '{"size": 1, "rank": 0}'""", None, "(each rank is a job of its own): start"),
+    ("echo 'srun: error: Invalid MPI type' >&2; exit 1", None, "(exit code 1: srun: error: Invalid MPI type): start"),
+    ("exec sleep 60", None, "(no answer within 1 s): start it by `mpips run`"),
+])  # fmt: skip
+def test_srun_is_tried_in_an_allocation(
+    does: str, ok: bool | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    (tmp_path / "srun").write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/asked\n{does}\n')
+    (tmp_path / "srun").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setattr(survey, "LIMIT_OF_SRUN", 1.0)
+    monkeypatch.setattr(survey, "SILENT", 0.0)
+    monkeypatch.setattr(survey, "_started", lambda *words: HEALTHY["ranks"])  # without a real job: it takes seconds
+    check = {check.name: check for check in judge(survey.look())}["srun"]
+    pmi = "pmix" if survey.find().flavour == "openmpi" else "pmi2"
+    assert check.ok is ok
+    assert check.found.startswith(f"`srun --mpi={pmi}` ")
+    assert said in check.found
+    assert f"--mpi={pmi} --ntasks=2" in (tmp_path / "asked").read_text()
+    assert f"mpips doctor: tries 2 ranks by srun --mpi={pmi}, for at most 1 s" in capfd.readouterr().err
+
+
+def test_srun_is_tried_in_no_other_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    (tmp_path / "srun").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "srun").chmod(0o755)
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.setattr(survey, "_started", lambda *words: HEALTHY["ranks"])
+    assert "srun" not in survey.look()
 
 
 def kind(folder: Path, pattern: str) -> leftovers.Kind:
