@@ -38,7 +38,7 @@ def test_tune_on_one_node(monkeypatch):
     home, parts = command.opened(WORLD, Table()), []
     found = command.tuned(home, Table(), 1e-3, parts.append)
     home.Free()
-    assert parts == ["slots", "cross_memory", "memory"]
+    assert parts == ["slots", "cross memory", "lines through the times", "messages"]
     assert found.slots[WORLD.size].always <= found.slots[WORLD.size].ordinary <= command.SLOT_SIZES[-1]
     assert found.cross_memory[WORLD.size] in (EVERYTHING, *command.CROSS_SIZES)
     assert all(found.memory[f"{way} {WORLD.size}"].beta >= 0 for way in ("stages", "cross_memory", "direct"))
