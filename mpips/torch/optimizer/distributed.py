@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler, OptState
 
+from collectives.errors import of_caller
 from mpips.optimizers.elastic import Elastic1
 from mpips.processes import create
 from mpips.store import KVStore
@@ -31,6 +32,8 @@ from mpips.torch.optimizer.survival import Survival, Way
 from mpips.torch.state import broadcast_tensors
 
 warnings.filterwarnings("ignore", "GradScaler is going to stop passing itself", FutureWarning)  # to `step`
+
+WRAP_LATER = "add groups to the PyTorch optimizer first, then wrap it in a new DistributedOptimizer"
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -105,6 +108,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         `grad_scaler` is passed by `GradScaler.step`. Where a gradient has overflowed on one worker, all skip the step.
         """
         loss = closure() if closure is not None else None
+        self._see_groups()
         if hasattr(self, "found_inf"):
             raise RuntimeError("this PyTorch's GradScaler does not pass itself to step(), so workers do not learn of "
                                "each other's overflows: use mpips.torch.DataParallel with it")  # fmt: skip
@@ -158,8 +162,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """RuntimeError: groups are the wrapped optimizer's, as they were when this one was made."""
         if hasattr(self, "_way"):
-            raise RuntimeError("add_param_group: add groups to the PyTorch optimizer first, then wrap it in a new "
-                               "DistributedOptimizer")  # fmt: skip
+            raise RuntimeError(f"add_param_group: {WRAP_LATER}")
         super().add_param_group(param_group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -228,6 +231,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         found.setdefault(torch.device("cpu"), torch.zeros(()))  # this worker may have no gradient
         for one in found.values():
             one.fill_(float(skipped))
+
+    def _see_groups(self) -> None:
+        """RuntimeError where the wrapped optimizer has other parameters than when it was wrapped: those have no key."""
+        held = [p for group in self.optimizer.param_groups for p in group["params"]]
+        if len(held) != len(self._parameters) or any(p is not one for p, one in zip(held, self._parameters)):
+            raise of_caller(RuntimeError(
+                f"step: {type(self.optimizer).__name__} on rank {self.store.rank} has {len(held)} parameters in its "
+                f"groups, and they are not the {len(self._parameters)} that it was wrapped with: {WRAP_LATER}"
+            ))  # fmt: skip
 
     def _items(self) -> Items:
         """What is to be equal on all workers in each step."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import operator
+import re
 from pathlib import Path
 from typing import Any
 
@@ -230,6 +232,33 @@ def test_every_number_of_a_group_is_live(options: dict[str, Any]) -> None:
                 optimizer.close()
         off = far(*ends)
     assert worst(off) < 1e-6
+
+
+@pytest.mark.parametrize("options", KINDS[:2])
+def test_parameters_that_join_or_leave_the_wrapped_optimizer_are_refused(options: dict[str, Any]) -> None:
+    said: list[str] = []
+    for changed in (
+        lambda inner, model: inner.add_param_group({"params": [model[2].weight], "lr": 0.1}),
+        lambda inner, model: inner.param_groups[0]["params"].append(model[2].weight),
+        lambda inner, model: inner.param_groups[0]["params"].pop(),
+        lambda inner, model: operator.setitem(inner.param_groups[0]["params"], 1, model[2].bias),
+    ):
+        with contextlib.suppress(SystemExit):
+            model: Any = network()
+            inner = torch.optim.SGD(model[0].parameters(), 0.1)
+            optimizer = made(model, inner, options)
+            train(model, optimizer, 1, mine(optimizer))
+            changed(inner, model)
+            try:
+                train(model, optimizer, 1, mine(optimizer))
+                said.append("trained")
+            except Exception as error:
+                said.append(f"{type(error).__name__}: {error}")
+            optimizer.close()
+    every = [one for found in WORLD.allgather(said) for one in found]
+    assert every and all(
+        re.match(r"RuntimeError: step: SGD on rank \d has \d parameters .* the 2 .*wrap it", one) for one in every
+    ), every
 
 
 @pytest.mark.parametrize("options", KINDS[:2])
