@@ -53,7 +53,10 @@ def install_hooks() -> None:
         if _alone():
             before(kind, error, trace)
         else:
-            _raised(kind, error, trace)
+            try:
+                _raised(kind, error, trace)
+            except ImportError:  # a file beside the program hides a module, as numpy.py does: its own error says so
+                before(kind, error, trace)
 
     def thread_hook(args: threading.ExceptHookArgs) -> None:
         if _alone():
