@@ -32,6 +32,7 @@ NUMBERS = ("lr", "weight_decay", "momentum", "betas", "alpha")
 MOST = 16
 """Optimizer steps between two exchanges that are compared one by one."""
 APART = 1e-3
+FROZEN = -1.0  # in place of a norm
 """How far the norms of a parameter may be apart, relative to the larger: processors of several kinds round unlike."""
 
 _all: WeakSet[Lockstep] = WeakSet()
@@ -120,21 +121,32 @@ class Lockstep:
 
 
 def see_alike(named: Iterable[tuple[str, Tensor]], comm: MPI.Intracomm, what: str, known: Container[Tensor]) -> None:
-    """Raise MismatchError on all ranks where a parameter's norm differs between them, and where one that requires a
-    gradient is not `known`. Collective, blocking."""
-    trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
-    if not trained:
-        return
-    names, parameters = zip(*trained)
-    for name, parameter in trained:
+    """Raise MismatchError on all ranks where a parameter's norm differs between them, where it is frozen on some of
+    them alone, and where one that requires a gradient is not `known`. Collective, blocking."""
+    every_one = list(named)
+    names, trained = [name for name, _ in every_one], [(i, p) for i, (_, p) in enumerate(every_one) if p.requires_grad]
+    for place, parameter in trained:
+        name = names[place]
         if parameter not in known:
             with communicator(comm).failing(what):
                 raise collectives.MismatchError(f"{what}: parameter {name!r} is not known to DataParallel: wrap the "
                                                 "model when it is complete")  # fmt: skip
-    with torch.no_grad():
-        norms = torch.stack([norm.double() for norm in torch._foreach_norm(list(parameters))]).numpy()
+    norms, apart = np.full(len(names), FROZEN), np.full(len(names), APART)
+    if trained:
+        places = [place for place, _ in trained]
+        with torch.no_grad():
+            norms[places] = [float(norm) for norm in torch._foreach_norm([parameter for _, parameter in trained])]
+        apart[places] = [max(APART, 4 * torch.finfo(parameter.dtype).eps) for _, parameter in trained]
     every = agreement.gathered(norms, comm)
-    apart = [max(APART, 4 * torch.finfo(parameter.dtype).eps) for parameter in parameters]
+    unlike = (every == FROZEN) != (every[0] == FROZEN)
+    if unlike.any():
+        rank, place = map(int, np.argwhere(unlike)[0])
+        frozen, other = (0, rank) if every[0, place] == FROZEN else (rank, 0)
+        with communicator(comm).failing(what):
+            raise collectives.MismatchError(
+                f"{what}: parameter {names[place]!r} requires a gradient on rank {other} and none on rank {frozen}: "
+                "freeze it on all ranks, or on none"
+            )
     off = ~np.isclose(every, every[0], rtol=apart, atol=1e-30, equal_nan=True)
     if not off.any():
         return
