@@ -45,7 +45,8 @@ def run(folder: Path, job: Job, ranks: int, module: str = "tests.mpi.mpips.survi
 def test_a_worker_dies(tmp_path, spares, optimizer, apart):
     job = Job(spares=spares, steps=STEPS, optimizer=optimizer, kills={"1": 0.2}, apart=apart)
     traces = run(tmp_path, job, 3 + spares)
-    assert len(traces) == 2 + spares and max(size for trace in traces for _, size in trace) == 3
+    # On a busy machine the worker may die before the others have begun.
+    assert len(traces) == 2 + spares and max(size for trace in traces for _, size in trace) in (3, 2 + min(spares, 1))
 
 
 @first(1, kind=["mpi_sync", "dist_sync"], spares=[1, 0])
