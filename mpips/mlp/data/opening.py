@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 from mpi4py import MPI
 
-from ..agreement import TrainingError, agree, alike, broadcast_bytes
+from ..agreement import TrainingError, agree, alike, broadcast_bytes, gather_bytes
 from .distribution import WAYS
-from .labels import number_labels
+from .labels import is_number, listed, see_few
 from .sources import Source
 
 
@@ -77,11 +78,49 @@ def open_everywhere(
     reader = source if way == "read" or comm.rank == 0 else None
     if shape.classes:
         return Opened(reader, way, shape, starts, columns)
-    found = number_labels(reader, comm, labels)
+    found = _number_labels(reader, comm, labels)
     if labels is None and len(found) >= max(shape.rows, 3):
         raise TrainingError(f"{shape.rows} rows have {len(found)} different labels, such as {found[0]}: they are no "
                             "classes; leave --classify out to learn numbers")
     return Opened(reader, way, shape._replace(classes=len(found)), starts, columns, found)
+
+
+def _number_labels(source: Source | None, comm: MPI.Comm, known: Sequence[str] | None) -> tuple[str, ...]:
+    """Return the labels of the rows that all ranks read, in the order of their classes, which `source` then gives.
+
+    `known`: those of a checkpoint, whose classes they keep. Collective; TrainingError on every rank where they are
+    words and numbers, too many, or none of those that are known.
+    """
+    mine, problem = _labels_of(source)
+    told = [msgspec.json.decode(each, type=tuple[list[str], list[str]]) for each in
+            gather_bytes(comm, msgspec.json.encode(mine))]  # fmt: skip
+    agree(comm, problem)
+    labels = dict.fromkeys(label for each, _ in told for label in each)
+    words, numbers = (next((places[index] for _, places in told if places[index]), "") for index in (0, 1))
+    if words and numbers:
+        problem = f"{words}, a word, but {numbers}, a number: labels are all words or all numbers; mend one of them"
+    elif known is not None and (strange := [label for label in labels if label not in set(known)]):
+        problem = (f"label {strange[0]!r} is none of the checkpoint's, which are {listed(known)}: give it rows of the "
+                   "same classes, or train anew")
+    agree(comm, problem)
+    ordered = tuple(known or sorted(labels, key=int if numbers else str))
+    if source is not None:
+        source.number(ordered)
+    return ordered
+
+
+def _labels_of(source: Source | None) -> tuple[tuple[list[str], list[str]], str | None]:
+    """Return the labels of this rank's part, where the first word and the first number are, and what is wrong."""
+    if source is None:
+        return ([], ["", ""]), None
+    try:
+        found = source.labels()
+        see_few(source.name, found)
+    except TrainingError as error:
+        return ([], ["", ""]), str(error)
+    rows = {is_number(label): row for label, row in reversed(found.items())}
+    places = [source.where(rows[kind], source.features) if kind in rows else "" for kind in (False, True)]
+    return (list(found), places), None
 
 
 def _open(open_source: Callable[[], Source], whole: bool = False) -> tuple[Source | None, str | None]:
