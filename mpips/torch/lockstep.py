@@ -32,8 +32,9 @@ NUMBERS = ("lr", "weight_decay", "momentum", "betas", "alpha")
 MOST = 16
 """Optimizer steps between two exchanges that are compared one by one."""
 APART = 1e-3
-FROZEN = -1.0  # in place of a norm
 """How far the norms of a parameter may be apart, relative to the larger: processors of several kinds round unlike."""
+FROZEN = -1.0
+"""Stands in place of the norm of a parameter that requires no gradient."""
 
 _all: WeakSet[Lockstep] = WeakSet()
 _within: list[Optimizer] = []
@@ -123,14 +124,14 @@ class Lockstep:
 def see_alike(named: Iterable[tuple[str, Tensor]], comm: MPI.Intracomm, what: str, known: Container[Tensor]) -> None:
     """Raise MismatchError on all ranks where a parameter's norm differs between them, where it is frozen on some of
     them alone, and where one that requires a gradient is not `known`. Collective, blocking."""
-    every_one = list(named)
-    names, trained = [name for name, _ in every_one], [(i, p) for i, (_, p) in enumerate(every_one) if p.requires_grad]
+    named = list(named)
+    names = [name for name, _ in named]
+    trained = [(place, parameter) for place, (_, parameter) in enumerate(named) if parameter.requires_grad]
     for place, parameter in trained:
-        name = names[place]
         if parameter not in known:
             with communicator(comm).failing(what):
-                raise collectives.MismatchError(f"{what}: parameter {name!r} is not known to DataParallel: wrap the "
-                                                "model when it is complete")  # fmt: skip
+                raise collectives.MismatchError(f"{what}: parameter {names[place]!r} is not known to DataParallel: "
+                                                "wrap the model when it is complete")  # fmt: skip
     norms, apart = np.full(len(names), FROZEN), np.full(len(names), APART)
     if trained:
         places = [place for place, _ in trained]
