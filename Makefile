@@ -26,7 +26,7 @@ demo: ## train on real data with servers and MPI clients in every mode: out/demo
 	$(VENV) --extra demo
 	$(BIN)/python examples/demo.py --out out --servers $(SERVERS) --clients $(CLIENTS) --workers $(WORKERS)
 
-test: ## in 12 minutes: lint, unit and lab tests, MPI tests on 1, 3 and 7 ranks with Open MPI, on 2 and 4 with MPICH
+test: ## in 14 minutes: lint, unit and lab tests, MPI tests on 1, 3 and 7 ranks with Open MPI, on 2 and 4 with MPICH
 	$(TESTS) --ranks $(RANKS)
 
 test-all: ## everything, before a release: both MPIs on 1 to 7 ranks, every Python that is here, PyTorch if there
