@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collectives.api import allgather, allreduce, alltoall, broadcast, grouped_allreduce, reduce, reduce_scatter
     from collectives.communicator import renew
     from collectives.errors import CollectiveError, MismatchError, StallError
-    from collectives.node.arena import empty
+    from collectives.fabric.arena import empty
     from collectives.plan import Plan, plan
 
 __all__ = [

@@ -19,16 +19,16 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives.errors import CollectiveError, MismatchError, of_caller
+from collectives.fabric.board import Board, unreachable
+from collectives.fabric.layout import NodeMemory, open_memory
+from collectives.fabric.poison import DEPARTURES, PROGRAM_ENDED
+from collectives.fabric.process_memory import OutOfReach
+from collectives.fabric.wait import NAP_AFTER_BETWEEN_NODES, Limits, drive, limits, until
 from collectives.network.control import Control
 from collectives.network.drain import leave, sweep
 from collectives.network.failures import failed, made
 from collectives.network.requests import Roll
 from collectives.network.tags import TAGS, Lanes
-from collectives.node.board import Board, unreachable
-from collectives.node.layout import NodeMemory, open_memory
-from collectives.node.poison import DEPARTURES, PROGRAM_ENDED
-from collectives.node.process_memory import OutOfReach
-from collectives.node.wait import NAP_AFTER_BETWEEN_NODES, Limits, drive, limits, until
 from collectives.tuner import table
 from collectives.tuner.table import Table
 
@@ -47,7 +47,7 @@ def _key() -> int:
 
 
 class Between:
-    """How a rank waits for ranks of other nodes: both the notes and the board may say that the epoch has ended."""
+    """How a rank waits for ranks of other nodes: both the notes and the board may say that the generation has ended."""
 
     nap_after = NAP_AFTER_BETWEEN_NODES
 
@@ -77,7 +77,7 @@ class Communicator:
         self.board = Board(memory, [self.names[rank] for rank in on_node], self.limits)
         self.across = self._across()
         self.control = Control(made(self.comm.Dup()), self.limits, self.names) if self.nodes > 1 else None
-        self.epoch = Between(self.board, self.control) if self.control is not None else self.board
+        self.generation = Between(self.board, self.control) if self.control is not None else self.board
         self.table = known_table or table.shared(self.comm)
         self.over: CollectiveError | None = None
         """What every call raises since the communicator has ended."""
@@ -97,12 +97,12 @@ class Communicator:
         _alive.add(self)
 
     def lies_within(self, look: Callable[[float], None]) -> None:
-        """Every wait here calls `look(seconds waited)`, which raises where a larger epoch has ended."""
+        """Every wait here calls `look(seconds waited)`, which raises where a larger generation has ended."""
         self.board.beyond = look
 
     def patient(self, stall_seconds: float, timeout_seconds: float) -> None:
         """How long a wait may last before it warns, and before it raises (0: never)."""
-        self.limits = self.board.limits = self.epoch.limits = Limits(stall_seconds, timeout_seconds)
+        self.limits = self.board.limits = self.generation.limits = Limits(stall_seconds, timeout_seconds)
         if self.control is not None:
             self.control.limits = self.limits
 
@@ -122,11 +122,11 @@ class Communicator:
 
     def run(self, steps: Iterator[None], what: str) -> None:
         """Run an operation to its end."""
-        drive(steps, self.epoch, what, min(self.board.spins, 16))
+        drive(steps, self.generation, what, min(self.board.spins, 16))
 
     def hear(self, waited: float) -> None:
         """Raise where the communicator has ended; beside compute, through which an operation has waited so long."""
-        self.epoch.look(waited)
+        self.generation.look(waited)
 
     def listen(self, waited: float = 0.0) -> None:
         """Raise where the communicator has ended, or a process of the node has; for a rank that is in no operation."""
@@ -348,7 +348,7 @@ class _Arrival:
         drive(until(self._roll.request.Test), self, what)
 
     def look(self, waited: float) -> None:
-        """There is no epoch yet that could end, but what is renewed knows whose program has ended."""
+        """There is no generation yet that could end, but what is renewed knows whose program has ended."""
         for rank, how in (self.old.ended() if self.old is not None else {}).items():
             raise CollectiveError(f"rank {rank} cannot come to renew: {how}")
 

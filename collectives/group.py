@@ -15,13 +15,13 @@ from collectives import arrays as user_arrays
 from collectives.arrays import Flat, Vector
 from collectives.call import Call
 from collectives.communicator import Communicator
+from collectives.fabric import arena
 from collectives.network.tags import Tags
-from collectives.node import arena
+from collectives.node.executor import DONE, Executor, not_begun, part_of
+from collectives.node.program import Step, copy, perform
 from collectives.operations import operation
 from collectives.runner import Runner, chosen, make_runner, ways
 from collectives.schedule.model import cut
-from collectives.shared_memory.executor import DONE, Executor, not_begun, part_of
-from collectives.shared_memory.program import Step, copy, perform
 
 PACKED_BYTES = 64 << 10
 """On one node, arrays of up to so many bytes are copied beside each other; larger ones are reduced where they lie."""

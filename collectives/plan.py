@@ -15,12 +15,12 @@ from collectives.arrays import Flat, Vector
 from collectives.call import REDUCING, ROOTED, Call, see_root
 from collectives.communicator import Communicator, communicator
 from collectives.errors import CollectiveError, Uncopied, of_caller
+from collectives.fabric.wait import see_in_time
 from collectives.network.messages import MessagePlan
 from collectives.network.tags import Tags
-from collectives.node.wait import see_in_time
+from collectives.node.executor import MET, Executor, not_begun
 from collectives.operations import operation
 from collectives.runner import Inner, Over, Runner, build_schedule, chosen, make_runner
-from collectives.shared_memory.executor import MET, Executor, not_begun
 from collectives.started import Started, advance, agree, begin, finish
 from collectives.tensor import compile_tensor
 
@@ -86,7 +86,7 @@ class Plan(Uncopied):
             advance(self._home)
             if not operation.done and operation.due():
                 self._home.hear(operation.waited)
-                see_in_time(self.call.text, operation.waited, self._home.epoch)
+                see_in_time(self.call.text, operation.waited, self._home.generation)
         return operation.done
 
     def wait(self) -> Any:

@@ -8,15 +8,15 @@ from typing import NamedTuple, Protocol
 from collectives.arrays import Flat
 from collectives.call import Call
 from collectives.communicator import Communicator
+from collectives.fabric.descriptors import DESCRIPTORS, Descriptor
 from collectives.network import native
 from collectives.network.messages import MessagePlan
 from collectives.network.native import NativePlan
 from collectives.network.tags import Tags
 from collectives.network.two_level import TwoLevelPlan
-from collectives.node.descriptors import DESCRIPTORS, Descriptor
+from collectives.node.executor import MET, Executor, Ways, not_begun, part_of
 from collectives.schedule import catalog
 from collectives.schedule.model import Schedule
-from collectives.shared_memory.executor import MET, Executor, Ways, not_begun, part_of
 
 UNEVEN = (
     "hierarchical needs nodes with equal numbers of ranks, neighbours in rank: choose another algorithm, or auto"

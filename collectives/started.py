@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from collectives.communicator import Communicator
 
-LOOK_SECONDS = 1e-3  # between two looks for the end of the epoch of a rank that tests what it has started
+LOOK_SECONDS = 1e-3  # between two looks for the end of the generation of a rank that tests what it has started
 MOST_BESIDE = 1.0  # seconds between two looks that count as waiting: a rank that computes for longer does not wait
 
 
@@ -28,7 +28,7 @@ class Started:
         self.done = next(self._steps, self) is self
 
     def due(self) -> bool:
-        """Whether to look for the end of the epoch again."""
+        """Whether to look for the end of the generation again."""
         now = time.monotonic()
         since = now - self._looked
         if since < LOOK_SECONDS:

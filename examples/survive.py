@@ -68,7 +68,7 @@ def main(options: Settings) -> float:
             rank = kv.rank
             kv.close()
             break
-        except mpips.EpochError:
+        except mpips.StoreError:
             step = kv.recover().step
     if rank == 0:
         print(f"test accuracy {accuracy:.3f} after {step} steps")

@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 from urllib.parse import quote_from_bytes
 
 from launch.hosts import Placed
-from mpips.world import ENCODED, tells_rank
+from mpips.store.world import ENCODED, tells_rank
 
 Flavour = Literal["openmpi", "mpich", "intel"]
 NAMES: dict[Flavour, str] = {"openmpi": "Open MPI", "mpich": "MPICH", "intel": "Intel MPI"}

@@ -18,8 +18,8 @@ from launch.hosts import Host, Placed
 from launch.mpirun import Flavour, Job, Launcher, LauncherError, Machine, build, environment_of_job
 from launch.running.process import Ended, tell
 from launch.running.verdict import signal_in
-from mpips.checkpoint import folder as files
-from mpips.options import Options
+from mpips.store.checkpoint import folder as files
+from mpips.store.options import Options
 
 LIMIT = 20.0  # seconds for a host to answer
 LASTING = ("sleep", "1")  # Open MPI's mpirun may wait for ever for a program of another host that ends at once

@@ -16,9 +16,9 @@ from launch.hosts import Host, Placed, place, read
 from launch.machine import check_room, crowd, loopback, settings, this_machine
 from launch.mpirun import Job, Launcher, LauncherError, Machine, build, find, program
 from launch.running import process
-from mpips import world
-from mpips.options import PREFIX, OptionError, Options, uneven
-from mpips.options import read as read_options
+from mpips.store import world
+from mpips.store.options import PREFIX, OptionError, Options, uneven
+from mpips.store.options import read as read_options
 
 Words = tuple[str, ...]
 ROLES = ("servers", "clients", "workers", "masters")

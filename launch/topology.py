@@ -15,7 +15,7 @@ from collectives.simulator.topology import BCube, FatTree, host_at, parse
 from launch.hosts import Host, Placed
 from launch.mpirun import Launcher, Machine
 from launch.network import HostReport, ask
-from mpips.options import Options
+from mpips.store.options import Options
 
 
 class MappingError(ValueError):

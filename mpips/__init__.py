@@ -18,14 +18,14 @@ from mpips.ending.last_words import install_hooks as _install_hooks
 
 if TYPE_CHECKING:
     from collectives.errors import CollectiveError, MismatchError, StallError
-    from collectives.node.arena import empty
+    from collectives.fabric.arena import empty
     from mpips import chaos, compression, optimizers, training
-    from mpips.keys.key import Rounds
-    from mpips.keys.row_sparse import RowSparse
-    from mpips.options import OptionError, Options
-    from mpips.processes import create
-    from mpips.runtime.errors import EpochError, EpochMismatchError, EpochStallError
-    from mpips.store import KVStore
+    from mpips.store.api import KVStore
+    from mpips.store.create import create
+    from mpips.store.keys.key import Rounds
+    from mpips.store.keys.row_sparse import RowSparse
+    from mpips.store.options import OptionError, Options
+    from mpips.store.runtime.errors import StoreError, StoreMismatchError, StoreStallError
     from mpips.training.elastic import Elastic
     from mpips.training.model import Model
     from mpips.training.trainer import Trainer
@@ -37,17 +37,18 @@ _install_hooks()
 _part_children()
 
 _HOMES = {
-    "create": "mpips.processes", "KVStore": "mpips.store", "Options": "mpips.options", "OptionError": "mpips.options",
-    "RowSparse": "mpips.keys.row_sparse", "Rounds": "mpips.keys.key", "Trainer": "mpips.training.trainer",
-    "Elastic": "mpips.training.elastic", "Model": "mpips.training.model", "empty": "collectives.node.arena",
-    "CollectiveError": "collectives.errors", "MismatchError": "collectives.errors", "StallError": "collectives.errors",
-    "EpochError": "mpips.runtime.errors", "EpochMismatchError": "mpips.runtime.errors",
-    "EpochStallError": "mpips.runtime.errors",
+    "create": "mpips.store.create", "KVStore": "mpips.store.api", "Options": "mpips.store.options",
+    "OptionError": "mpips.store.options", "RowSparse": "mpips.store.keys.row_sparse",
+    "Rounds": "mpips.store.keys.key", "Trainer": "mpips.training.trainer", "Elastic": "mpips.training.elastic",
+    "Model": "mpips.training.model", "empty": "collectives.fabric.arena", "CollectiveError": "collectives.errors",
+    "MismatchError": "collectives.errors", "StallError": "collectives.errors",
+    "StoreError": "mpips.store.runtime.errors", "StoreMismatchError": "mpips.store.runtime.errors",
+    "StoreStallError": "mpips.store.runtime.errors",
 }  # fmt: skip
 _PACKAGES = ("chaos", "compression", "optimizers", "training")
 
 __all__ = [
-    "CollectiveError", "Elastic", "EpochError", "EpochMismatchError", "EpochStallError", "KVStore", "MismatchError",
+    "CollectiveError", "Elastic", "StoreError", "StoreMismatchError", "StoreStallError", "KVStore", "MismatchError",
     "Model", "OptionError", "Options", "Rounds", "RowSparse", "StallError", "Trainer", "chaos", "compression", "create",
     "empty", "optimizers", "training",
 ]  # fmt: skip

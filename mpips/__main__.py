@@ -16,7 +16,7 @@ from mpi4py import run
 from mpips.ending.children import is_fork, is_started, leave_fork
 from mpips.ending.last_words import INTERRUPTED, end, end_unstarted
 from mpips.ending.status import StatusLine
-from mpips.world import ENCODED, launched_as
+from mpips.store.world import ENCODED, launched_as
 
 COMMANDS = ("run", "doctor", "script", "train", "bench", "tune", "sim", "plan", "chaos", "lab")
 """Words of the `mpips` command, which are no scripts."""
@@ -97,7 +97,7 @@ def name_threads_that_stay() -> None:
             os.write(2, f"mpips: rank {rank}: {text}: end {them}, or make {them} with daemon=True\n".encode())
 
     if staying():
-        from collectives.node.wait import limits
+        from collectives.fabric.wait import limits
 
         seconds = limits().stall_seconds
         timer = threading.Timer(seconds, say)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from collectives import api
 from collectives.benchmark import data, rivals
 from collectives.call import REDUCING
-from collectives.node.arena import empty
+from collectives.fabric.arena import empty
 from collectives.plan import plan as compiled
 from collectives.schedule.model import cut
 

@@ -2,8 +2,8 @@
 
 Operations are numbered. A rank that has waited `SPEAK_SECONDS` tells all others which operation it is in. Who hears of
 an operation that it knows by another name answers with that name, so every rank gets all names and raises the same
-MismatchError. A rank that ends the epoch tells all others why. Where several do so at once, all take the sentence of
-the earliest operation, then of the lowest rank: each listens `SETTLE_SECONDS` longer before it raises.
+MismatchError. A rank that ends the generation tells all others why. Where several do so at once, all take the sentence
+of the earliest operation, then of the lowest rank: each listens `SETTLE_SECONDS` longer before it raises.
 
 While all is well nothing is sent.
 """
@@ -18,10 +18,10 @@ import msgspec
 from mpi4py import MPI
 
 from collectives.errors import KINDS, CollectiveError, MismatchError, kind_of
+from collectives.fabric.descriptors import disagreement
+from collectives.fabric.poison import DEPARTURES, PROGRAM_ENDED
+from collectives.fabric.wait import Limits
 from collectives.network.failures import failed, received, tell
-from collectives.node.descriptors import disagreement
-from collectives.node.poison import DEPARTURES, PROGRAM_ENDED
-from collectives.node.wait import Limits
 
 SPEAK_SECONDS = 0.05
 SETTLE_SECONDS = 0.15
@@ -33,7 +33,7 @@ _TAG = 1
 
 
 class Note(msgspec.Struct, array_like=True, order=True):
-    """What a rank says: in which operation it is (`text` names it), why the epoch is over (`kind` is a place in
+    """What a rank says: in which operation it is (`text` names it), why the generation is over (`kind` is a place in
     `KINDS`), or that it has left after that operation (`kind` tells how). Of notes of an end, the first in order
     counts."""
 
@@ -45,7 +45,7 @@ class Note(msgspec.Struct, array_like=True, order=True):
 
 
 class Control:
-    """The notes of one epoch. `comm` is used for nothing else; `names`: its ranks as the user counts them."""
+    """The notes of one generation. `comm` is used for nothing else; `names`: its ranks as the user counts them."""
 
     def __init__(self, comm: MPI.Intracomm, limits: Limits, names: Sequence[int]) -> None:
         self.comm, self._rank, self._size, self._names = comm, comm.rank, comm.size, names
@@ -113,7 +113,7 @@ class Control:
 
     @property
     def over(self) -> bool:
-        """Whether a rank has ended the epoch."""
+        """Whether a rank has ended the generation."""
         return bool(self._over)
 
     def ended(self) -> dict[int, str]:
@@ -123,7 +123,7 @@ class Control:
         return dead | {self._names[rank]: DEPARTURES[note.kind] for rank, note in self._left.items()}
 
     def end(self, error: BaseException, sentence: str) -> CollectiveError:
-        """End the epoch for all ranks; what they raise. Blocks for SETTLE_SECONDS."""
+        """End the generation for all ranks; what they raise. Blocks for SETTLE_SECONDS."""
         if not self._over:
             note = Note(min(self._open, default=self.number + 1), self._rank, OVER, sentence, kind_of(error))
             self._over.append(note)

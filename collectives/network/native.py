@@ -15,10 +15,10 @@ from mpi4py import MPI
 from collectives.arrays import Flat, Vector
 from collectives.call import Call
 from collectives.errors import MismatchError
+from collectives.fabric.descriptors import DIFFERENT, digest
 from collectives.network.requests import leave
-from collectives.node.descriptors import DIFFERENT, digest
+from collectives.node.program import Step, perform
 from collectives.operations import mpi_type, scale
-from collectives.shared_memory.program import Step, perform
 
 MOST_ELEMENTS = 1 << 28
 MOST_BYTES = (1 << 31) - 1  # where elements go as bytes: an int of C counts no further

@@ -1,1 +1,1 @@
-"""What ranks of one node share: arrays, words by which they meet, one way to wait, the end of an epoch."""
+"""Collectives on one node, by loads and stores: slots for small vectors, stages, direct and cross memory for large."""

@@ -16,7 +16,7 @@ import cupy as cp
 import numpy as np
 
 from collectives.arrays import Flat, Vector
-from collectives.node import arena
+from collectives.fabric import arena
 
 KEEP_BYTES = 256 << 20
 """Pinned memory that nobody uses is kept up to here."""

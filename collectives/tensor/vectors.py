@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 
 from collectives.arrays import Vector
-from collectives.node import arena
+from collectives.fabric import arena
 from collectives.tensor.arguments import Place
 from collectives.tensor.kernels import combine
 

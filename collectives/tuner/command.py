@@ -25,7 +25,7 @@ from rich.table import Table as Listing
 from collectives.benchmark.harness import measure
 from collectives.communicator import communicator
 from collectives.errors import CollectiveError
-from collectives.node.arena import empty
+from collectives.fabric.arena import empty
 from collectives.plan import Plan
 from collectives.plan import plan as compiled
 from collectives.schedule import catalog

@@ -15,7 +15,7 @@ from launch.batch import lsf, pbs, slurm
 from launch.batch.request import Request, RequestError
 from launch.mpirun import NAMES, Flavour, LauncherError, find
 from launch.run import role_options, save_options, spares_option, workers_of
-from mpips.options import OptionError, Options, check_saves
+from mpips.store.options import OptionError, Options, check_saves
 
 WRITERS = {"slurm": slurm.script, "lsf": lsf.script, "pbs": pbs.script}
 USES = {

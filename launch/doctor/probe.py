@@ -96,7 +96,7 @@ def _mapped(path: str) -> str:
 
 def _reach(node: Any) -> str:
     """Empty where the kernel copies between the ranks' own memories, else what went wrong."""
-    from collectives.node import process_memory
+    from collectives.fabric import process_memory
 
     return "" if process_memory.open_to_all(node) else "not allowed here"
 

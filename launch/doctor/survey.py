@@ -26,7 +26,7 @@ from launch.doctor import probe
 from launch.machine import this_machine
 from launch.mpirun import Job, Launcher, LauncherError, build, environment_of_job, find, lacks_scheduler, program
 from launch.running import leftovers
-from mpips import world
+from mpips.store import world
 
 LIMIT, LIMIT_OF_SRUN = 60.0, 30.0  # seconds for a probe
 SILENT = 3.0  # seconds; who waits longer is told for what

@@ -10,7 +10,7 @@ import os
 import select
 import threading
 
-from mpips.world import WELL_WITHOUT
+from mpips.store.world import WELL_WITHOUT
 
 LOST = (b"has lost communication with a remote daemon", b"A daemon failed to report back after being spawned")
 SENTENCES = (*LOST, WELL_WITHOUT)

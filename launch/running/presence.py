@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from collectives.machine.peers import peer
-from mpips import world
+from mpips.store import world
 
 SPARE_FILES = 64  # that this process may yet need to open
 MOST_BYTES = 4096  # of words at once; they are few

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from launch.running import descendants
 from launch.running.presence import Death, status_of
-from mpips.world import launched_as
+from mpips.store.world import launched_as
 
 
 class Unheard:

@@ -14,11 +14,11 @@ import msgspec
 import numpy as np
 from mpi4py import MPI
 
+from collectives.fabric import arena
+from collectives.fabric.arena import Region
+from collectives.fabric.wait import Limits
 from collectives.machine.cores import usable
-from collectives.node import arena
-from collectives.node.arena import Region
-from collectives.node.wait import Limits
-from mpips.runtime.rendezvous import Assembling, Room
+from mpips.store.runtime.rendezvous import Assembling, Room
 
 BLOCK = 262_144  # elements summed at a time, so that a block is in cache for the next contribution
 

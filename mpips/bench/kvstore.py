@@ -26,9 +26,9 @@ from collectives.terminal.console import (
 from collectives.terminal.tables import show_table
 from mpips.bench import floor
 from mpips.bench.rounds import measure, names
-from mpips.options import kind_of, read, uneven
-from mpips.processes import create
-from mpips.store import KVStore
+from mpips.store.api import KVStore
+from mpips.store.create import create
+from mpips.store.options import kind_of, read, uneven
 
 ARRAYS = ("ordinary", "empty")
 MOST_KEYS = 10_000

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from mpips import processes
 from mpips.bench.overlap_settings import FORWARD
 from mpips.bench.rounds import mark, marked
 from mpips.overlap import measure
 from mpips.overlap.messages import StoreMessages
 from mpips.overlap.profile import Linear, Profile, bandwidth, create_profile
+from mpips.store import create as processes
 
 RATE = 1e-3
 """The optimizer's learning rate."""

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from collectives.node.arena import empty
-from mpips.store import KVStore
+from collectives.fabric.arena import empty
+from mpips.store.api import KVStore
 
 MARKS = 64
 """Elements of an array that tell one round from another."""

@@ -23,7 +23,7 @@ import msgspec
 
 from mpips.chaos.plan import CALLS, Plan, Point, load
 from mpips.chaos.told import CHAOS, PLAN, SOCKET, Here, Made, Note, Reached, Recovered, Told
-from mpips.world import launched_as
+from mpips.store.world import launched_as
 
 SHOW_STACK = signal.SIGRTMIN + 8
 """On this signal a watched rank writes the stack of every thread to standard error."""

@@ -12,7 +12,7 @@ from mpips.compression.half import Half
 from mpips.compression.one_bit import OneBit
 from mpips.compression.top_k import TopK
 from mpips.compression.two_bit import TwoBit
-from mpips.options import LEAST, MOST
+from mpips.store.options import LEAST, MOST
 
 COMPRESSORS: dict[str, type[Compressor]] = {"2bit": TwoBit, "1bit": OneBit, "fp16": Half, "topk": TopK}
 """Every compressor by its name in `set_gradient_compression`."""

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from collectives.errors import CollectiveError
 from mpips.compression.base import Compressor, unfit
-from mpips.keys.key import Name
+from mpips.store.keys.key import Name
 
 Array = NDArray[Any]
 

@@ -18,7 +18,7 @@ from functools import cache
 from typing import NoReturn
 
 from mpips.ending.start import runs, when_started
-from mpips.world import tells_rank
+from mpips.store.world import tells_rank
 
 _forks: dict[int, bool] = {}
 """This process, where it is a fork, and whether MPI had started before."""

@@ -27,7 +27,7 @@ from collectives.errors import is_ours
 from mpips.ending.children import is_started
 from mpips.ending.finalize import survives
 from mpips.ending.status import say_failure
-from mpips.world import launched_as
+from mpips.store.world import launched_as
 
 if TYPE_CHECKING:
     from mpi4py import MPI

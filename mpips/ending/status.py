@@ -18,7 +18,7 @@ from contextlib import suppress
 from collectives.machine.peers import peer
 from mpips.ending.finalize import dead, survives
 from mpips.ending.start import when_started
-from mpips.world import FAILING, GOODBYE, INPUT, PRESENCE, PRESENT, ROLE, STARTED, STEP, WELL_WITHOUT, launched_as
+from mpips.store.world import FAILING, GOODBYE, INPUT, PRESENCE, PRESENT, ROLE, STARTED, STEP, WELL_WITHOUT, launched_as
 
 SECONDS = 5.0  # to be heard by the launcher
 PR_SET_PDEATHSIG = 1

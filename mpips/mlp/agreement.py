@@ -10,9 +10,9 @@ import msgspec
 import numpy as np
 from mpi4py import MPI
 
-from collectives.node.wait import Limits
+from collectives.fabric.wait import Limits
 from mpips.optimizers.base import Optimizer
-from mpips.runtime.rendezvous import Assembling, Room
+from mpips.store.runtime.rendezvous import Assembling, Room
 
 from .network.specification import Specification
 

@@ -12,11 +12,11 @@ import msgspec
 import numpy as np
 from mpi4py import MPI
 
-from mpips.checkpoint.file import why
-from mpips.checkpoint.tensors import TensorFile, write
 from mpips.optimizers import Optimizer, decode, encode
 from mpips.optimizers.base import initial
-from mpips.options import MOST
+from mpips.store.checkpoint.file import why
+from mpips.store.checkpoint.tensors import TensorFile, write
+from mpips.store.options import MOST
 
 from .agreement import agree
 from .communication import on_host, put

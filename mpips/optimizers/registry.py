@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from mpips.optimizers.base import Optimizer, initial, known
-from mpips.options import LEAST, MOST
+from mpips.store.options import LEAST, MOST
 
 OPTIMIZERS: dict[str, type] = {}
 """Every optimizer by its lower-case name: the built-in ones and those that `register` added."""

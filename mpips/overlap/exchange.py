@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpips.runtime.rendezvous import attempt
+from mpips.store.runtime.rendezvous import attempt
 
 from . import planner
 from .layers import LayeredModel, check_model

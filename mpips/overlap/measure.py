@@ -16,7 +16,7 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import ArrayLike, NDArray
 
-from mpips.runtime.rendezvous import attempt
+from mpips.store.runtime.rendezvous import attempt
 
 from .layers import Hook, LayeredModel
 from .messages import Message, Store, StoreMessages

@@ -18,7 +18,7 @@ from torch import Tensor
 import collectives
 from collectives.communicator import communicator
 from collectives.errors import of_caller
-from mpips import world
+from mpips.store import world
 
 WHAT = "DataParallel"
 TORCHRUN, PROCESSES = "TORCHELASTIC_RUN_ID", "WORLD_SIZE"

@@ -19,10 +19,10 @@ import torch.distributed as dist
 from mpi4py import MPI
 
 from collectives.errors import of_caller, ranks
+from mpips.store.world import launched_as
 from mpips.torch.agreement import see_joined
 from mpips.torch.process_group.group import Group
 from mpips.torch.process_group.works import communication
-from mpips.world import launched_as
 
 NAME = "mpips"
 TAG = 7301

@@ -15,7 +15,7 @@ import numpy as np
 
 from mpips.optimizers.base import Optimizer, changed
 from mpips.optimizers.updater import Updater
-from mpips.runtime.rendezvous import attempt
+from mpips.store.runtime.rendezvous import attempt
 from mpips.training.clipping import clip
 from mpips.training.model import Model, keys_of
 

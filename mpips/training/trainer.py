@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from collectives.errors import Uncopied
-from mpips.keys.tables import Rows, table
 from mpips.optimizers.base import Optimizer
 from mpips.optimizers.registry import create
 from mpips.overlap.exchange import Overlapped
@@ -19,8 +18,9 @@ from mpips.overlap.layers import check_model
 from mpips.overlap.measure import job_profile
 from mpips.overlap.profile import Profile, save_profile
 from mpips.overlap.report import Recorder, Report, blocking
-from mpips.runtime.rendezvous import attempt
-from mpips.store import KVStore
+from mpips.store.api import KVStore
+from mpips.store.keys.tables import Rows, table
+from mpips.store.runtime.rendezvous import attempt
 from mpips.training import checkpoint
 from mpips.training.batches import BLOCK, Source, see_samples, source_of
 from mpips.training.callbacks import Callback, of_job

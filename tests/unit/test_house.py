@@ -21,8 +21,8 @@ ALLOWED = {
     "collectives": (),
     "mpips": ("collectives",),
     "launch": (
-        "mpips.options", "mpips.world", "mpips.checkpoint.folder", "collectives.simulator.topology",
-        "collectives.machine", "collectives.terminal", "collectives.node.process_memory",
+        "mpips.store.options", "mpips.store.world", "mpips.store.checkpoint.folder", "collectives.simulator.topology",
+        "collectives.machine", "collectives.terminal", "collectives.fabric.process_memory",
     ),
 }
 
@@ -58,10 +58,10 @@ def test_the_reader_of_imports_sees_them_all(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setitem(globals(), "ROOT", tmp_path)
     file = tmp_path / "collectives" / "deep" / "x.py"
     file.parent.mkdir(parents=True)
-    file.write_text("import mpips.store as s\nfrom .. import cost\ndef f():\n    from mpips import options\n")
-    assert list(imports(file)) == ["mpips.store", "collectives.cost", "mpips.options"]
-    assert not allowed("mpips.options", "collectives")
-    assert allowed("mpips.options.Options", "launch")
+    file.write_text("import mpips.store.api as s\nfrom .. import cost\ndef f():\n    from mpips import options\n")
+    assert list(imports(file)) == ["mpips.store.api", "collectives.cost", "mpips.store.options"]
+    assert not allowed("mpips.store.options", "collectives")
+    assert allowed("mpips.store.options.Options", "launch")
     assert not allowed("mpips.optionsx", "launch")
 
 

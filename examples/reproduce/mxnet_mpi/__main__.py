@@ -29,7 +29,7 @@ from examples.reproduce.mxnet_mpi.predicted import exchange
 from examples.reproduce.mxnet_mpi.tables import show
 from examples.reproduce.mxnet_mpi.training import ALL_MASTERS, BATCH, CLIENTS, MODES, SAMPLE_SECONDS, SERVERS, WORKERS
 from examples.reproduce.results import leave, out_option
-from mpips.options import Options
+from mpips.store.options import Options
 
 NBYTES = 4 << 20
 WITH_MXNET = Interpreter("install them there: pip install mxnet==1.9.1 numpy==1.23.5", "mxnet", "numpy")

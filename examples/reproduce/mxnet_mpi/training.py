@@ -18,8 +18,8 @@ from examples.reproduce import lab
 from examples.reproduce.cores import idle_share, processor
 from examples.reproduce.mxnet_mpi.predicted import Exchange, exchange
 from launch.lab import client
-from mpips.keys.sharding import Placement
-from mpips.options import Options
+from mpips.store.keys.sharding import Placement
+from mpips.store.options import Options
 
 INTERVAL = 64
 """Iterations between two exchanges of elastic averaging: `mpips.optimizers.elastic` has the same."""

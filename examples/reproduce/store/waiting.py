@@ -19,8 +19,8 @@ from rich.table import Table
 
 from collectives.terminal.console import Interruptible
 from collectives.terminal.tables import show_table
-from mpips.runtime.engine import Engine
-from mpips.runtime.tasks import Task
+from mpips.store.runtime.engine import Engine
+from mpips.store.runtime.tasks import Task
 
 LIMIT = 0.05  # of a core
 

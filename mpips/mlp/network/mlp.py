@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mpips.keys.tables import in_memory
+from mpips.store.keys.tables import in_memory
 
 from .exchange import LayerHook
 from .functions import LOSSES

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import numpy as np
 from mpi4py import MPI
 
-from mpips.checkpoint.source import Handle, Store
 from mpips.optimizers.base import Optimizer
+from mpips.store.checkpoint.source import Handle, Store
 
 from ..intervals import interval
 from ..network.network import Network

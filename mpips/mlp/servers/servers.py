@@ -20,8 +20,8 @@ from mpi4py import MPI
 
 from mpips.optimizers.base import Optimizer
 from mpips.optimizers.elastic import INTERVAL
-from mpips.processes import create
-from mpips.store import KVStore
+from mpips.store.api import KVStore
+from mpips.store.create import create
 
 from ..agreement import TrainingError, agree, alike
 from ..clock import Clock

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from time import perf_counter
 
-from mpips.checkpoint.source import Handle, States, Store
 from mpips.optimizers.base import Optimizer, State, initial
+from mpips.store.checkpoint.source import Handle, States, Store
 
 from ..agreement import agree
 from ..clock import Clock

@@ -22,10 +22,10 @@ from torch import Tensor
 
 import collectives
 from collectives.errors import CollectiveError, of_caller
-from collectives.node.wait import Limits
-from mpips.runtime.epoch import Epoch
-from mpips.runtime.rendezvous import call_of
-from mpips.store import KVStore
+from collectives.fabric.wait import Limits
+from mpips.store.api import KVStore
+from mpips.store.runtime.generation import Generation
+from mpips.store.runtime.rendezvous import call_of
 from mpips.torch.agreement import Items, difference
 from mpips.torch.optimizer.exchange import Step, among
 from mpips.torch.process_group.tensors import data
@@ -77,7 +77,7 @@ class Consensus:
         blocking."""
         settings, layout = self._store.settings, self._store.layout
         if layout.asynchronous:
-            with impatient(settings.epoch):
+            with impatient(settings.generation):
                 settings.agree(call, self._numbers() if call == CALLS[1] else (), noun="setting")
         elif layout.num_workers > 1:
             assert layout.workers is not None
@@ -183,26 +183,26 @@ class Consensus:
 
     @contextmanager
     def _hearing(self, what: str, comm: MPI.Intracomm) -> Iterator[None]:
-        """Collectives within end, with the epoch, where another worker is in a call of the store."""
-        epoch, since = self._store.settings.epoch, math.inf
-        needs = epoch.needs
+        """Collectives within end, with the generation, where another worker is in a call of the store."""
+        generation, since = self._store.settings.generation, math.inf
+        needs = generation.needs
 
         def see_elsewhere() -> None:
             nonlocal since
             needs()
-            calls = [(rank, call) for rank, word in enumerate(epoch.words()) if (call := call_of(word))]
+            calls = [(rank, call) for rank, word in enumerate(generation.words()) if (call := call_of(word))]
             since = min(since, time.monotonic()) if calls else math.inf
             if calls and time.monotonic() > since + ELSEWHERE_SECONDS:
                 other, call = calls[0]
                 mine = f"rank {self._store.rank} is in {what} of a DistributedOptimizer"
                 raise CollectiveError(f"rank {other} calls {call} of the store, and {mine}: {ALL}")
 
-        epoch.needs = see_elsewhere
+        generation.needs = see_elsewhere
         try:
-            with among(self._store.layout, epoch, f"{what} of a DistributedOptimizer", comm):
+            with among(self._store.layout, generation, f"{what} of a DistributedOptimizer", comm):
                 yield
         finally:
-            epoch.needs = needs
+            generation.needs = needs
 
 
 def unlike(heads: Sequence[Sequence[int]], first: int = 0) -> str:
@@ -222,14 +222,14 @@ def unlike(heads: Sequence[Sequence[int]], first: int = 0) -> str:
 
 
 @contextmanager
-def impatient(epoch: Epoch) -> Iterator[None]:
+def impatient(generation: Generation) -> Iterator[None]:
     """Who waits for all workers of an asynchronous store within, warns soon: they may never come."""
-    before = epoch.limits
-    epoch.limits = Limits(min(before.stall_seconds, WARN_SECONDS), before.timeout_seconds)
+    before = generation.limits
+    generation.limits = Limits(min(before.stall_seconds, WARN_SECONDS), before.timeout_seconds)
     try:
         yield
     finally:
-        epoch.limits = before
+        generation.limits = before
 
 
 def _said(head: Sequence[int]) -> str:

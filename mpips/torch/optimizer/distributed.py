@@ -18,8 +18,8 @@ from torch.amp.grad_scaler import GradScaler, OptState
 
 from collectives.errors import of_caller
 from mpips.optimizers.elastic import Elastic1
-from mpips.processes import create
-from mpips.store import KVStore
+from mpips.store.api import KVStore
+from mpips.store.create import create
 from mpips.torch.agreement import Items, see_joined
 from mpips.torch.optimizer import on_servers
 from mpips.torch.optimizer.consensus import UNKNOWN, Brought, Consensus
@@ -286,7 +286,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._way.put()
             self._way.take()
         else:
-            with among(self.store.layout, self.store.settings.epoch, "set_parameters") as workers:
+            with among(self.store.layout, self.store.settings.generation, "set_parameters") as workers:
                 broadcast_tensors([p.detach() for p in self._parameters], 0, workers)
 
     def _save(self, path: str | Path, wait: bool) -> Any:

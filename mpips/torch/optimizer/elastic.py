@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import collectives
-from mpips.store import KVStore
+from mpips.store.api import KVStore
 from mpips.torch.optimizer.exchange import Step, gradient
 
 

@@ -10,8 +10,8 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from mpips.layout import Layout
-from mpips.runtime.epoch import Epoch
+from mpips.store.roles import Layout
+from mpips.store.runtime.generation import Generation
 
 
 class Step(NamedTuple):
@@ -42,11 +42,13 @@ def share(layout: Layout, passes: int) -> float:
 
 
 @contextmanager
-def among(layout: Layout, epoch: Epoch, what: str, comm: MPI.Intracomm | None = None) -> Iterator[MPI.Intracomm]:
-    """The communicator of the workers, or a smaller one, for collectives within: where one fails, the epoch ends.
+def among(
+    layout: Layout, generation: Generation, what: str, comm: MPI.Intracomm | None = None
+) -> Iterator[MPI.Intracomm]:
+    """The communicator of the workers, or a smaller one, for collectives within: where one fails, the generation ends.
     Collective at first."""
     ranks = comm or layout.workers
     assert ranks is not None
-    with epoch.failing(what):
-        epoch.within(ranks)
+    with generation.failing(what):
+        generation.within(ranks)
         yield ranks

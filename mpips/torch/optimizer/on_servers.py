@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpips.keys import calls
-from mpips.keys.row_sparse import EmptyPush
 from mpips.optimizers.base import Optimizer
-from mpips.store import KVStore
+from mpips.store.api import KVStore
+from mpips.store.keys import calls
+from mpips.store.keys.row_sparse import EmptyPush
 from mpips.torch.optimizer import translation
 from mpips.torch.optimizer.consensus import impatient
 from mpips.torch.optimizer.exchange import Step, gradient, share
@@ -89,7 +89,7 @@ class OnServers:
             before = asdict(self._records[at])
             changed = {name: value for name, value in asdict(record).items() if value != before[name]}
             if changed:
-                with impatient(self._store.settings.epoch) if self._store.layout.asynchronous else nullcontext():
+                with impatient(self._store.settings.generation) if self._store.layout.asynchronous else nullcontext():
                     self._store.update_optimizer(keys=self._keys(group), **changed)
             self._records[at], self._numbers[at] = record, found
 

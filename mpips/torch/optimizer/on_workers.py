@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mpips.store import KVStore
+from mpips.store.api import KVStore
 from mpips.torch.optimizer.exchange import Step, among, gradient, share
 from mpips.torch.state import broadcast_state, broadcast_tensors
 
@@ -75,7 +75,7 @@ class OnWorkers:
     def give(self, giver: int, new: bool) -> None:
         """Parameters and the optimizer's state. Numbers of groups stay the new worker's own, as schedulers begin with
         them."""
-        with among(self._store.layout, self._store.settings.epoch, "rejoin") as workers:
+        with among(self._store.layout, self._store.settings.generation, "rejoin") as workers:
             broadcast_tensors([parameter.detach() for parameter in self._parameters], giver, workers)
             mine = self._optimizer.state_dict()
             theirs = broadcast_state(mine, giver, workers)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mpips.store import KVStore
+from mpips.store.api import KVStore
 from mpips.torch.optimizer.exchange import among
 from mpips.torch.state import broadcast_bytes
 
@@ -21,7 +21,7 @@ def stored(store: KVStore) -> Tensor:
     with _file(store) as path:
         store.save(path)
         data = path.read_bytes() if store.rank == 0 else b""
-    with among(store.layout, store.settings.epoch, "state_dict") as workers:
+    with among(store.layout, store.settings.generation, "state_dict") as workers:
         data = broadcast_bytes(data, 0, workers)
     return torch.from_numpy(np.frombuffer(data, np.uint8).copy())
 
@@ -38,6 +38,6 @@ def restore(store: KVStore, data: Tensor) -> None:
 def _file(store: KVStore) -> Iterator[Path]:
     """The path of a file, the same on all workers; it lies on worker 0's machine, and is gone afterwards."""
     with tempfile.TemporaryDirectory() as folder:
-        with among(store.layout, store.settings.epoch, "a file for all workers") as workers:
+        with among(store.layout, store.settings.generation, "a file for all workers") as workers:
             path = broadcast_bytes(folder.encode(), 0, workers).decode()
         yield Path(path, "store.safetensors")

@@ -13,9 +13,9 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from mpips.keys.key import Name
-from mpips.runtime.errors import EpochError
-from mpips.store import KVStore
+from mpips.store.api import KVStore
+from mpips.store.keys.key import Name
+from mpips.store.runtime.errors import StoreError
 from mpips.torch.optimizer.consensus import Brought, Consensus
 from mpips.torch.optimizer.exchange import Step
 from mpips.torch.optimizer.positions import Meeting, Position, meet
@@ -34,7 +34,7 @@ class Way(Protocol):
         ...
 
     def push(self, step: Step) -> None:
-        """Exchange gradients, and take what comes of them. Blocking; may be called again after an EpochError."""
+        """Exchange gradients, and take what comes of them. Blocking; may be called again after a StoreError."""
         ...
 
     def take(self) -> None:
@@ -55,7 +55,7 @@ class Way(Protocol):
 
 
 class Survival:
-    """Makes the steps of one worker. Where the store does not survive deaths, EpochErrors go to the caller."""
+    """Makes the steps of one worker. Where the store does not survive deaths, StoreErrors go to the caller."""
 
     def __init__(self, store: KVStore, names: Sequence[Name], way: Way, consensus: Consensus) -> None:
         self._store, self._names, self._way, self._consensus = store, names, way, consensus
@@ -121,7 +121,7 @@ class Survival:
             if number > self._done:
                 self._store.barrier()
 
-        with suppress(EpochError):
+        with suppress(StoreError):
             self._through(ended)
 
     # ---- inside
@@ -143,11 +143,11 @@ class Survival:
         while True:
             try:
                 return call()
-            except EpochError as error:
+            except StoreError as error:
                 self._recover(error)
 
-    def _recover(self, error: EpochError) -> None:
-        """Begin the next epoch; raise `error` where nobody has died, or what is left does not suffice."""
+    def _recover(self, error: StoreError) -> None:
+        """Begin the next generation; raise `error` where nobody has died, or what is left does not suffice."""
         store = self._store
         if not store.layout.survives:
             raise error
@@ -158,7 +158,7 @@ class Survival:
         apart = not store.layout.asynchronous and len({rounds.get(name) for name in self._names}) > 1
         if torn or apart:
             what = f"key {torn[0]!r} is" if torn else "keys are"
-            raise EpochError(f"recover: {what} not whole after a death: load a checkpoint") from error
+            raise StoreError(f"recover: {what} not whole after a death: load a checkpoint") from error
         self._way.renew()
         self._unmet = True
 

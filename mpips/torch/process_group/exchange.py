@@ -11,13 +11,13 @@ from mpi4py import MPI
 from torch import Tensor
 
 from collectives.communicator import Communicator
+from collectives.fabric.wait import see_in_time
 from collectives.network.requests import keep
-from collectives.node.wait import see_in_time
 from mpips.torch.process_group.tensors import data
 from mpips.torch.process_group.works import Found, Steps
 
 LOOK_SECONDS = 1e-2
-"""Between two looks for the end of the epoch."""
+"""Between two looks for the end of the generation."""
 
 
 def elements(tensor: Tensor, splits: Sequence[int] | None, ranks: int, argument: str) -> list[int]:
@@ -85,7 +85,8 @@ class Exchange:
 
 
 def watched(steps: Steps, home: Communicator, what: str) -> Steps:
-    """The same, beside others; it raises where the epoch of `home` has ended, and ends it where it fails itself."""
+    """The same, beside others; it raises where the generation of `home` has ended, and ends it where it fails
+    itself."""
     start = due = time.monotonic()
     try:
         home.check()
@@ -97,7 +98,7 @@ def watched(steps: Steps, home: Communicator, what: str) -> Steps:
             now = time.monotonic()
             if now >= due:
                 home.hear(now - start)
-                see_in_time(what, now - start, home.epoch)
+                see_in_time(what, now - start, home.generation)
                 due = now + LOOK_SECONDS
             yield
     except Exception as error:

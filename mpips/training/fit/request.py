@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mpips.runtime.rendezvous import attempt
+from mpips.store.runtime.rendezvous import attempt
 from mpips.training import callbacks as hooks
 from mpips.training import checkpoint
 from mpips.training.batches import (

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from mpips.runtime.errors import LostError
+from mpips.store.runtime.errors import LostError
 from mpips.training.history import Epoch, Position
 
 BEGIN, COUNTED, TOLD, OVER, ENDED = range(-1, 4)

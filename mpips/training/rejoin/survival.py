@@ -22,8 +22,8 @@ import numpy as np
 import collectives
 from collectives.errors import CollectiveError, MismatchError
 from mpips.optimizers.registry import as_data, from_data
-from mpips.runtime.errors import EpochError, LostError
-from mpips.runtime.rendezvous import Items
+from mpips.store.runtime.errors import LostError, StoreError
+from mpips.store.runtime.rendezvous import Items
 from mpips.training.batches import Arrays, Source
 from mpips.training.exchange import Blocking, Job
 from mpips.training.history import Epoch, Position
@@ -51,8 +51,8 @@ class Survival:
         self._states: dict[str, Any] = {}
         self._history: list[Epoch] = []
         self._losses: list[list[float]] = []
-        self._ranks = {job.kv.epoch: job.kv.rank}
-        self._numbered, self._offset, self._whole = job.kv.epoch, 0, False
+        self._ranks = {job.kv.generation: job.kv.rank}
+        self._numbered, self._offset, self._whole = job.kv.generation, 0, False
         self._before: tuple[int, int] | None = None
         """Step and stage of the last recovery in which nobody had died."""
 
@@ -126,7 +126,7 @@ class Survival:
         while True:
             rounds = self._kv.recover(grow)
             if rounds.torn:
-                raise EpochError(f"fit: {rounds.torn[0]!r} has a round that was applied in part: go on from a "
+                raise StoreError(f"fit: {rounds.torn[0]!r} has a round that was applied in part: go on from a "
                                  "checkpoint") from error  # fmt: skip
             try:
                 return self._meet(error)
@@ -147,7 +147,7 @@ class Survival:
 
     def _meet(self, error: CollectiveError | None) -> Back:
         kv = self._kv
-        self._ranks[kv.epoch] = kv.rank
+        self._ranks[kv.generation] = kv.rank
         mine = b"" if self.fresh else msgspec.msgpack.encode(self._word())
         told = kv.settings.agree("fit: all meet anew", self._words, noun="argument", data=mine)
         words = [msgspec.msgpack.decode(data, type=Word) if data else None for data in told]
@@ -192,8 +192,8 @@ class Survival:
             position.history = with_losses(position.history, self._losses, kv.rank)
         if mark.workers != kv.num_workers and isinstance(self._source, Arrays) and position.batches:
             position.deal(self._source.batch_size * mark.workers)
-        self._marks, self._numbered = [], kv.epoch
-        self._ranks = {kv.epoch: kv.rank}
+        self._marks, self._numbered = [], kv.generation
+        self._ranks = {kv.generation: kv.rank}
         self._offset = mark.step - self._round()
         self._blocking.forget()
         self._states = mark.position.callbacks
@@ -229,7 +229,7 @@ class Survival:
     def _hear(self) -> None:
         """Whoever waits for those workers from now on hears of the epoch's end. Collective: only behind a meeting."""
         if len(group := self._group()) > 1:
-            self._kv.settings.epoch.within(self._blocking.update.group, list(group))
+            self._kv.settings.generation.within(self._blocking.update.group, list(group))
 
     def _round(self) -> int:
         """How often the Trainer's keys were pushed."""

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 
 import numpy as np
 
-from mpips.world import launched_as
+from mpips.store.world import launched_as
 
 PROCESSES = 8
 TOTAL = 80

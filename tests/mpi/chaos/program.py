@@ -30,7 +30,7 @@ def set_up(kv: mpips.KVStore, first: Values, optimize: Callable[[], None]) -> No
                     kv.init(key, value)
             optimize()
             return
-        except mpips.EpochError:
+        except mpips.StoreError:
             there = {str(key) for key in kv.recover()}
 
 
@@ -62,7 +62,7 @@ def synchronous(kv: mpips.KVStore, file: str) -> None:
                 kv.save(file)
             one_round(kv, weights, step)
             step += 1
-        except mpips.EpochError:
+        except mpips.StoreError:
             rounds = kv.recover()
             step, fresh = rounds.step, True
             assert step is not None, f"keys stand at different rounds: {dict(rounds)}"
@@ -101,7 +101,7 @@ def asynchronous(kv: mpips.KVStore, file: str) -> None:
                 break
             made += 1
             count(kv, totals, counts.number_of(made - 1), seen)
-        except mpips.EpochError:
+        except mpips.StoreError:
             kv.recover()
             fresh = True
     if rank == 0:
@@ -111,8 +111,8 @@ def asynchronous(kv: mpips.KVStore, file: str) -> None:
 def finish(kv: mpips.KVStore) -> None:
     """Wait until nobody pushes any more. A spare may come when the others have been through this: no call of all."""
     done = counts.nobody_done()
-    kv.pushpull(counts.DONE, counts.says_done(kv.epoch, kv.rank), done)
-    while not counts.all_done(done, kv.epoch, kv.num_workers):
+    kv.pushpull(counts.DONE, counts.says_done(kv.generation, kv.rank), done)
+    while not counts.all_done(done, kv.generation, kv.num_workers):
         time.sleep(1e-3)
         kv.pull(counts.DONE, done)
     kv.pushpull(counts.DONE, counts.says_over(), done)

@@ -12,7 +12,7 @@ import pytest
 from mpi4py import MPI
 
 from mpips.chaos import Fault, Note, Plan, Point, Run, Whom, save
-from mpips.world import implementation
+from mpips.store.world import implementation
 from tests.child import LAUNCHER_VARIABLES
 from tests.choice import first
 from tests.mpi.chaos import counts, model

@@ -12,8 +12,8 @@ import pytest
 
 import collectives
 from collectives.communicator import communicator
-from collectives.node import process_memory
-from collectives.shared_memory import cross_memory
+from collectives.fabric import process_memory
+from collectives.node import cross_memory
 from collectives.tuner import command
 from tests.mpi.collectives.support import KINDS, RANK, WORLD, P, block, fresh, make, sentence, started, still_works
 from tests.mpi.sizes import either_mpi, only_on

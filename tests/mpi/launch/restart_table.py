@@ -43,7 +43,7 @@ class Run(NamedTuple):
 def training(folder: str, kind: str, steps: int, pause: float) -> None:
     """A rank of the training: every process leaves its number in the folder, worker 0 a line a step."""
     import mpips  # a server stays in `create`
-    from mpips.world import launched_as
+    from mpips.store.world import launched_as
 
     rank, _ = launched_as(os.environ) or (0, 1)
     place = Path(folder)
@@ -63,7 +63,7 @@ def training(folder: str, kind: str, steps: int, pause: float) -> None:
                 kv.update_optimizer(learning_rate=0.02)
             grads = [_gradient(array, step, kv.rank) for array in weights.values()]
             kv.pushpull(list(weights), grads, out=list(weights.values()))
-        except mpips.EpochError:
+        except mpips.StoreError:
             if not kv.layout.survives:
                 raise
             step, stale = kv.recover().step, True

@@ -88,7 +88,7 @@ def test_a_worker_that_closes_while_another_pushes_is_named_at_once(tmp_path: Pa
     began = time.monotonic()
     code, _, said = done(start(tmp_path, kind, 7, last="one more"))
     assert code == 1 and time.monotonic() - began < 60
-    assert re.search(r"EpochError: .*: rank 0 has closed the store after 7 pushes of key 'w', and this needs", said)
+    assert re.search(r"StoreError: .*: rank 0 has closed the store after 7 pushes of key 'w', and this needs", said)
 
 
 @first(1, **{"number, code": [(signal.SIGTERM, 143), (signal.SIGINT, 130)]})

@@ -10,7 +10,7 @@ import pytest
 from mpi4py import MPI
 
 from launch import find, survival
-from mpips.checkpoint import folder as files
+from mpips.store.checkpoint import folder as files
 from tests.choice import first
 from tests.mpi.launch.restart_table import Run, run
 

@@ -35,7 +35,9 @@ INTERRUPTED = 0.05
 SIZES = {"a": 100, "b": 600_000}
 MORE = 20  # rounds after `recover`
 Make = Callable[[int], Any]
-MIDDLE = ("mpips.served.", "mpips.serverless.", "mpips.transport.", "mpips.runtime.", "collectives.")
+MIDDLE = (
+    "mpips.store.remote.", "mpips.store.replicated.", "mpips.store.transport.", "mpips.store.runtime.", "collectives.",
+)  # fmt: skip
 """Modules that a call is in once it has begun."""
 
 
@@ -214,7 +216,7 @@ def _seen(worker: Worker, fault: str) -> Seen:
     kv, comm = worker.kv, worker.comm
     assert worker.good(2), "sums are wrong before any fault"
     comm.Barrier()
-    epoch = kv.epoch
+    epoch = kv.generation
     mine, fault_at = FAULTS[fault](worker)
     heard = hear(mine)
     everybody = comm.allgather((heard, fault_at()))
@@ -230,7 +232,7 @@ def _seen(worker: Worker, fault: str) -> Seen:
     if over:
         rounds = kv.recover()
         torn = len(rounds.torn)
-        wrong = "" if kv.epoch == epoch + 1 else f"epoch {epoch} was followed by {kv.epoch}"
+        wrong = "" if kv.generation == epoch + 1 else f"epoch {epoch} was followed by {kv.generation}"
         wrong = worker.wrong_after(rounds) or wrong
     else:
         worker.counted()

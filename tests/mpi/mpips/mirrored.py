@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 import mpips
-from mpips.mirrors.sending import Sending
+from mpips.store.recovery.mirrors.sending import Sending
 from tests.mpi.mpips import survivor
 from tests.mpi.mpips.survivor import train
 

@@ -104,7 +104,7 @@ def train(kv: mpips.KVStore, job: Job) -> tuple[dict[str, np.ndarray], list[list
                 one_step(kv, step, values)
                 step += 1
             return values, trace
-        except mpips.EpochError:
+        except mpips.StoreError:
             step = kv.recover().step
 
 

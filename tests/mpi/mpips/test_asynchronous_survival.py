@@ -39,7 +39,7 @@ while True:
         rank = kv.rank
         kv.close()
         break
-    except mpips.EpochError:
+    except mpips.StoreError:
         step = kv.recover().step
 if rank == 0:
     print("total", total.tolist(), flush=True)

@@ -23,7 +23,7 @@ from safetensors import safe_open
 
 import mpips
 from launch import Job, build, find, this_machine
-from mpips.checkpoint.tensors import write
+from mpips.store.checkpoint.tensors import write
 from tests import child
 from tests.choice import first
 from tests.mpi.mpips.faults import workers
@@ -270,7 +270,7 @@ def test_a_load_of_the_file_that_is_being_written(folder, servers):
         kv.save(folder / "x", wait=False)
         kv.load(folder / "x")
         kv.pull(["w", "v"], [out := np.empty((700, 1000)), other := np.empty(3)])
-        assert (out == kv.num_workers).all() and (other == 1).all() and kv.epoch == 0
+        assert (out == kv.num_workers).all() and (other == 1).all() and kv.generation == 0
 
     run("dist_sync" if servers else "mpi_sync", body, servers=servers)
 
@@ -290,7 +290,7 @@ def test_keys_without_an_optimizer_beside_those_with_one(folder, servers):
         kv.load(folder / "x")
         kv.load_optimizer_states(folder / "y")
         kv.pull(["a", "b"], [again := np.empty(3), others := np.empty(3)])
-        assert (again == a).all() and (others == b).all() and kv.epoch == 0
+        assert (again == a).all() and (others == b).all() and kv.generation == 0
 
     run("dist_sync" if servers else "mpi_sync", body, servers=servers)
 
@@ -306,7 +306,7 @@ def test_a_path_that_cannot_travel_does_not_end_the_epoch(folder):
         with pytest.raises((ValueError, TypeError), match="save: path None is of type NoneType"):
             kv.save(None if kv.rank == 0 else folder / "x")
         kv.barrier()
-        assert kv.epoch == 0 and not list(folder.iterdir())
+        assert kv.generation == 0 and not list(folder.iterdir())
 
     run("dist_sync", body, servers=1)
 
@@ -326,7 +326,7 @@ def test_a_file_that_lacks_a_tensor_changes_nothing_on_any_worker(folder, server
         with pytest.raises(ValueError, match="no tensor 'value/b', which its header promises"):
             kv.load(folder / "x")
         kv.pull(["a", "b"], [a := np.empty(3), b := np.empty(3)])
-        assert (a == 1).all() and (b == 1).all() and kv.epoch == 0
+        assert (a == 1).all() and (b == 1).all() and kv.generation == 0
 
     run("dist_sync" if servers else "mpi_sync", body, servers=servers)
 
@@ -343,7 +343,7 @@ def test_a_save_needs_one_round(folder):
         if kv.rank == 1:
             kv.push("w", np.ones(10))
         kv.pull("w", out := np.zeros(10))
-        assert (out == 2).all() and kv.epoch == 0
+        assert (out == 2).all() and kv.generation == 0
 
     run("dist_sync", body, servers=1)
 

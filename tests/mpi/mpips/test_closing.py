@@ -28,7 +28,7 @@ while True:
         kv.init("never pushed", w)
         while step < STEPS:
             kv.pull("w", w)
-            if first and kv.epoch == 0 and kv.rank == 1 and step == STEPS - 1:
+            if first and kv.generation == 0 and kv.rank == 1 and step == STEPS - 1:
                 time.sleep(0.5)  # the others are closing
                 os.kill(os.getpid(), 9)
             kv.push("w", w + 1)
@@ -38,7 +38,7 @@ while True:
         rank = kv.rank
         kv.close()
         break
-    except mpips.EpochError:
+    except mpips.StoreError:
         step = kv.recover().step
 if rank == 0:
     print("at last", w[0], flush=True)
@@ -73,7 +73,7 @@ while step < 6:
             sys.exit(0)
         kv.pushpull("w", np.ones(9), out)
         step += 1
-    except mpips.EpochError:
+    except mpips.StoreError:
         step = kv.recover().step
 """
 

@@ -14,7 +14,7 @@ import collectives
 import mpips
 from collectives.network.drain import sweep
 from collectives.network.requests import outstanding
-from mpips.world import implementation
+from mpips.store.world import implementation
 from tests.choice import once
 from tests.mpi.collectives.support import NODES, patient
 from tests.mpi.sizes import only_on
@@ -81,7 +81,7 @@ def store(kind, options, end):
     if kv.layout.asynchronous:
         kv.set_optimizer("sgd", learning_rate=0.1)
     if end != "closed":
-        with contextlib.suppress(mpips.EpochError, KeyboardInterrupt):
+        with contextlib.suppress(mpips.StoreError, KeyboardInterrupt):
             kv.barrier()
             if kv.rank == 0:
                 kv.settings.run("a mistake", interrupted())

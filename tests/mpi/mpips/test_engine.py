@@ -10,8 +10,8 @@ import pytest
 from mpi4py import MPI
 
 import mpips
-from mpips.runtime.engine import Alone, Engine
-from mpips.runtime.tasks import Task
+from mpips.store.runtime.engine import Alone, Engine
+from mpips.store.runtime.tasks import Task
 from tests.mpi.mpips.support import failure, need, run
 from tests.mpi.sizes import either_mpi
 

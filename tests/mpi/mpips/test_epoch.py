@@ -12,14 +12,14 @@ from mpi4py import MPI
 
 import collectives
 from collectives import CollectiveError, MismatchError, StallError
+from collectives.fabric.wait import Limits
 from collectives.network.drain import sweep
-from collectives.node.wait import Limits
-from mpips import EpochError, EpochMismatchError, EpochStallError, Options
-from mpips import layout as layouts
-from mpips.recovery.renewal import renew
-from mpips.runtime import epoch as epochs
-from mpips.runtime import rendezvous
-from mpips.runtime.epoch import Epoch
+from mpips import Options, StoreError, StoreMismatchError, StoreStallError
+from mpips.store import roles as layouts
+from mpips.store.recovery.renewal import renew
+from mpips.store.runtime import epoch as epochs
+from mpips.store.runtime import rendezvous
+from mpips.store.runtime.generation import Epoch
 from tests.choice import first, pairwise
 from tests.mpi.collectives.support import NODES
 from tests.mpi.sizes import core_on, only_on
@@ -72,10 +72,10 @@ def works(layout, epoch):
 
 
 ERRORS = [
-    (KeyboardInterrupt(), EpochError, "rank 0 has given up push of key 'w': KeyboardInterrupt"),
-    (KeyError("why"), EpochError, "rank 0 has given up push of key 'w': KeyError: 'why'"),
-    (MismatchError("unlike"), EpochMismatchError, "push of key 'w': unlike"),
-    (StallError("push of key 'w' has waited"), EpochStallError, "push of key 'w' has waited"),
+    (KeyboardInterrupt(), StoreError, "rank 0 has given up push of key 'w': KeyboardInterrupt"),
+    (KeyError("why"), StoreError, "rank 0 has given up push of key 'w': KeyError: 'why'"),
+    (MismatchError("unlike"), StoreMismatchError, "push of key 'w': unlike"),
+    (StallError("push of key 'w' has waited"), StoreStallError, "push of key 'w' has waited"),
 ]
 
 
@@ -117,7 +117,7 @@ def test_what_was_sent_in_one_epoch_is_not_heard_in_the_next(nodes):
         for number in range(1, 4):
             if RANK != FIRST:  # it has come to a meeting, and left another message
                 layout.world.Isend(bytearray(8), FIRST, 1)
-                with pytest.raises(EpochError), epoch.failing("barrier"):
+                with pytest.raises(StoreError), epoch.failing("barrier"):
                     rendezvous.exchange(epoch, b"old", "barrier", everybody=True)
             else:
                 time.sleep(0.05)
@@ -135,7 +135,7 @@ def test_functions_of_the_end_run_once_on_each_rank_and_in_each_epoch():
         epoch.on_end.append(lambda: ran.append(epoch.over is not None))
         for number in range(1, 3):
             for _ in range(2):
-                with pytest.raises(EpochError):
+                with pytest.raises(StoreError):
                     raise epoch.end("a push", CollectiveError("it is over"))
             assert ran == [True] * number
             renew(epoch, lambda: True)
@@ -145,7 +145,7 @@ def test_functions_of_the_end_run_once_on_each_rank_and_in_each_epoch():
 def test_a_rank_that_recovers_though_nothing_has_failed_ends_the_epoch():
     with store() as (layout, epoch):
         if RANK != FIRST:
-            with pytest.raises(EpochError, match="rank 0 calls recover"), epoch.failing("barrier"):
+            with pytest.raises(StoreError, match="rank 0 calls recover"), epoch.failing("barrier"):
                 rendezvous.exchange(epoch, b"", "barrier", everybody=True)
         assert renew(epoch, lambda: True)
         works(layout, epoch)
@@ -162,7 +162,7 @@ def test_who_recovers_while_another_closes_is_told_so_and_a_server_leaves(nodes)
             assert renew(epoch, lambda: True) is None
             epoch.close()
         else:
-            with pytest.raises(EpochError, match=r"rank 0 .*closed .*cannot be recovered"):
+            with pytest.raises(StoreError, match=r"rank 0 .*closed .*cannot be recovered"):
                 renew(epoch, lambda: True)
             epoch.close()
 
@@ -173,7 +173,7 @@ def test_who_waits_too_long_for_others_to_recover_is_told_so_and_may_come_again(
         raise_or_hear(epoch)
         if RANK != FIRST and not layout.is_server:
             late = rf"recover has waited for 0\.5 s: rank{'s' if P > 2 else ''} 0"
-            with pytest.raises(EpochStallError, match=late), epoch.failing("recover"):
+            with pytest.raises(StoreStallError, match=late), epoch.failing("recover"):
                 renew(epoch, lambda: True)
         WORLD.Barrier()
         epoch.limits = Limits(60, 30)
@@ -197,7 +197,7 @@ def test_nothing_is_left_of_epochs_that_were_closed_soon_after_a_meeting():
 
 def raise_or_hear(epoch):
     """All ranks are at the end of the epoch."""
-    with pytest.raises(EpochError):
+    with pytest.raises(StoreError):
         raise epoch.end("a push", CollectiveError("it is over"))
 
 
@@ -222,7 +222,7 @@ def test_a_rank_that_has_closed_is_missed_at_once():
         else:
             begun = time.monotonic()
             sentence = "barrier: rank 0 is needed, and it has closed its store"
-            with pytest.raises(EpochError, match=sentence), epoch.failing("barrier"):
+            with pytest.raises(StoreError, match=sentence), epoch.failing("barrier"):
                 rendezvous.exchange(epoch, b"", "barrier", everybody=True)
             assert time.monotonic() - begun < SOON + 1
             epoch.close()
@@ -234,11 +234,11 @@ def test_limits_are_said_as_they_were_given_and_who_is_late_is_named(nodes):
     with store(nodes, timeout_seconds=0.5) as (_, epoch):
         assert epoch.limits == (60, 0.5)
         if RANK != FIRST:
-            with pytest.raises(EpochStallError) as told, epoch.failing("barrier"):
+            with pytest.raises(StoreStallError) as told, epoch.failing("barrier"):
                 rendezvous.exchange(epoch, b"", "barrier", everybody=True)
             assert "barrier has waited for 0.5 s: rank 0 has not come; for longer" in str(told.value)
         WORLD.Barrier()
-        with pytest.raises(EpochStallError, match=r"barrier has waited for 0\.5 s"):
+        with pytest.raises(StoreStallError, match=r"barrier has waited for 0\.5 s"):
             hear(epoch)
         raise_or_hear(epoch)
         epoch.close()
@@ -261,7 +261,7 @@ def test_ranks_of_a_client_are_named_as_in_the_store(nodes):
             members = range(*layout.clients[1])
             epoch.within(layout.client, members)
             if layout.rank != members[-1]:
-                with pytest.raises(EpochError) as told, epoch.failing("push of key 'w'"):
+                with pytest.raises(StoreError) as told, epoch.failing("push of key 'w'"):
                     collectives.allreduce(np.ones(3), layout.client, label="push of key 'w'")
                 assert f"rank {members[-1]} has not come" in str(told.value)
         WORLD.Barrier()

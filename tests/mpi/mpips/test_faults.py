@@ -114,7 +114,7 @@ def test_bad_arguments_are_local(kind, servers):
             (lambda: kv.row_sparse_pull("w", x, row_ids=[10]), ""),
             (lambda: kv.push(3, x), "3"),
         ]
-        epoch = kv.epoch
+        epoch = kv.generation
         if kv.rank == kv.num_workers - 1:
             for call, words in bad:
                 error, sentence = raised(kv, call)
@@ -124,7 +124,7 @@ def test_bad_arguments_are_local(kind, servers):
             kv.pushpull(["w", "v"], [x * turn, x * turn], [out := np.empty_like(x), np.empty_like(x)])
             if kind.endswith("_sync"):
                 assert (out == turn * kv.num_workers).all()
-        assert kv.epoch == epoch
+        assert kv.generation == epoch
 
     run(kind, body, servers=servers)
 
@@ -160,7 +160,7 @@ def test_bad_calls_that_all_make_together_change_nothing(servers):
         ]:
             found, sentence = everywhere(kv, call)
             assert found in ("ValueError", "TypeError") and re.search(words, sentence), (found, sentence)
-        assert kv.epoch == 0
+        assert kv.generation == 0
         kv.pushpull("w", x := np.full(3, kv.rank + 1.0))
         assert (x == kv.num_workers * (kv.num_workers + 1) // 2).all()
 
@@ -176,10 +176,10 @@ def test_the_sentence_names_who_what_and_both_values():
         kv.pushpull("w", np.ones(3))
         odd = kv.num_workers - 1
         error, sentence = everywhere(kv, lambda: kv.pushpull("wv"[kv.rank == odd], np.ones(3 + (kv.rank == odd))))
-        assert error == "EpochMismatchError", error
+        assert error == "StoreMismatchError", error
         for words in (f"rank {odd}", "'w'", "'v'", "push"):
             assert words in sentence, sentence
-        assert issubclass(mpips.EpochError, mpips.CollectiveError)
+        assert issubclass(mpips.StoreError, mpips.CollectiveError)
         rounds = kv.recover()
         assert rounds["v"] == 0 and rounds["w"] == 1 and rounds.torn == ()
         kv.pushpull("v", x := np.ones(4))
@@ -223,9 +223,9 @@ def test_recovering_again_and_again(servers):
         for turn in range(6):
             if turn % 2:
                 error, _ = everywhere(kv, lambda: kv.barrier() if kv.rank else kv.init("u", np.zeros(2)))
-                assert error in ("ValueError", "EpochMismatchError")
+                assert error in ("ValueError", "StoreMismatchError")
             rounds = kv.recover()
-            assert rounds == {"w": turn} and kv.epoch == turn + 1
+            assert rounds == {"w": turn} and kv.generation == turn + 1
             kv.pushpull("w", x := np.full(50_000, turn + 1.0))
             assert (x == (turn + 1) * kv.num_workers).all()
 

@@ -154,7 +154,7 @@ def test_who_has_not_completed_a_round_takes_it_over(monkeypatch, optimizer, siz
             kv.set_optimizer(optimizer)
         kv.pushpull(["a", "b"], [np.ones(size), np.ones(size)])
         if kv.rank == last:
-            from mpips.serverless.replica import Replica
+            from mpips.store.replicated.replica import Replica
 
             def interrupted(self: Replica, *total: Any) -> None:
                 raise KeyboardInterrupt
@@ -166,7 +166,7 @@ def test_who_has_not_completed_a_round_takes_it_over(monkeypatch, optimizer, siz
                     kv.pushpull(["a", "b"], [np.ones(size), np.full(size, 2.0)])
         else:
             values = [np.ones(size), np.full(size, 2.0)]
-            with pytest.raises(mpips.EpochError):  # in the push of who is slower than the last
+            with pytest.raises(mpips.StoreError):  # in the push of who is slower than the last
                 (kv.pushpull(["a", "b"], values), kv.barrier())
         assert kv.recover() == {"a": 2, "b": 2}
         outs = [np.empty(size), np.empty(size)]
@@ -196,7 +196,7 @@ def test_a_key_that_is_torn_everywhere_is_named(monkeypatch):
 
         with monkeypatch.context() as patched:
             patched.setattr(SGD, "update", broken)
-            with pytest.raises((KeyboardInterrupt, mpips.EpochError)):
+            with pytest.raises((KeyboardInterrupt, mpips.StoreError)):
                 kv.pushpull(["a", "b"], [np.ones(50), np.ones(50)])
         rounds = kv.recover()
         assert (rounds, rounds.torn) == ({"a": 1, "b": 1}, ("a",))

@@ -100,7 +100,7 @@ def test_a_type_that_is_no_array_is_told_on_its_rank_alone(kind: str, options: d
                 said.append(failure(lambda bad=bad: kv.push("w", bad)))
         value = full(1)
         kv.pushpull("w", value)
-        return [float(value[0, 0]), kv.epoch, all("key 'w' needs an array" in word for word in said)]
+        return [float(value[0, 0]), kv.generation, all("key 'w' needs an array" in word for word in said)]
 
     assert run(kind, body, **options) in (None, [workers, 0, True])
 

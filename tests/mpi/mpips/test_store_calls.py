@@ -393,7 +393,7 @@ def test_a_setting_while_a_worker_is_a_round_ahead_is_refused_everywhere():
         if kv.rank:
             kv.push("w", one)
         kv.pull("w", out)
-        assert (out == 1 - kv.num_workers).all() and kv.epoch == 0
+        assert (out == 1 - kv.num_workers).all() and kv.generation == 0
 
     run("dist_sync", body, servers=1, timeout_seconds=20)
 
@@ -417,7 +417,7 @@ def test_limits_of_create_hold_inside_collectives(servers, clients):
             comm.send(None, late)
         every = comm.allgather(said)
         assert len({one.sentence for one in every}) == 1 and said.error.startswith("Epoch"), every
-        assert {one.error for one in every[:late]} == {"EpochStallError"}, every
+        assert {one.error for one in every[:late]} == {"StoreStallError"}, every
         assert re.search(rf"ranks? (\d+, )*{late}\b", said.sentence) and "'w'" in said.sentence, said.sentence
         kv.recover()
         kv.pushpull("w", gradient := np.ones(200_000, np.float32))

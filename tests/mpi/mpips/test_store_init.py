@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mpips.server import requests
+from mpips.store.server import requests
 from tests.choice import once
 from tests.mpi.mpips import faults
 from tests.mpi.mpips.support import WORLD, failure, need, run
@@ -89,7 +89,7 @@ def test_a_server_without_memory_is_told_to_every_worker(monkeypatch, servers, s
             kv.push("a", np.ones(10))
         out, large = np.zeros(10), np.zeros(5000)
         kv.pull("a", out)
-        assert (out == kv.num_workers).all() and kv.epoch == 0
+        assert (out == kv.num_workers).all() and kv.generation == 0
         assert "'b' was not initialised" in failure(lambda: kv.pull("b", np.zeros(3)))
         kv.init("large", large)
         kv.pushpull("large", large + 1, large)

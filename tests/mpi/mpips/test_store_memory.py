@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from collectives.node import arena
+from collectives.fabric import arena
 from tests.mpi.mpips.support import WORLD, run
 from tests.mpi.sizes import only_on
 

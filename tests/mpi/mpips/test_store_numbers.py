@@ -32,7 +32,7 @@ def test_no_number_is_said_and_stays_nowhere(name: str, rows: bool, servers: int
                 kv.push("w", mpips.RowSparse(np.arange(4), gradient, (4, 2)) if rows else gradient)
                 kv.pull("w", values)
                 step += 1
-            except mpips.EpochError as error:
+            except mpips.StoreError as error:
                 said.append(str(error))
                 step = kv.recover().step + 1  # without the step that could not be made
         return said, values

@@ -15,16 +15,16 @@ from mpi4py import MPI
 
 from collectives.network.drain import part
 from mpips import Options
-from mpips.keys.key import Key
-from mpips.keys.shard import Shard
-from mpips.runtime.tasks import goes_on, together
-from mpips.served.link import Link
-from mpips.server.unit import Unit
-from mpips.transport.channel import MessageLine, UnderWay, knocked
-from mpips.transport.client_sums import ClientSums
-from mpips.transport.frames import Frame, Op
-from mpips.transport.receiver import Receiver
-from mpips.transport.tags import member_tag
+from mpips.store.keys.key import Key
+from mpips.store.keys.shard import Shard
+from mpips.store.remote.link import Link
+from mpips.store.runtime.tasks import goes_on, together
+from mpips.store.server.unit import Unit
+from mpips.store.transport.channel import MessageLine, UnderWay, knocked
+from mpips.store.transport.client_sums import ClientSums
+from mpips.store.transport.frames import Frame, Op
+from mpips.store.transport.receiver import Receiver
+from mpips.store.transport.tags import member_tag
 from tests.choice import first
 from tests.mpi.sizes import only_on
 

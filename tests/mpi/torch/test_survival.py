@@ -99,7 +99,7 @@ def test_what_is_no_death_reaches_the_caller() -> None:
         if WORLD.rank == 1:  # a bug on one rank
             optimizer.store.push("0.bias", torch.zeros(16, dtype=torch.float64))
         train(model, optimizer, 1, batch)
-    except mpips.EpochError as error:
+    except mpips.StoreError as error:
         heard = str(error)
     everybody = WORLD.allgather(heard)
     assert len(set(everybody)) == 1 and everybody[0]

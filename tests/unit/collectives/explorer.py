@@ -28,8 +28,8 @@ from unittest import mock
 import numpy as np
 from greenlet import GreenletExit, getcurrent, greenlet
 
-from collectives.node import board, poison, wait
-from collectives.shared_memory import executor
+from collectives.fabric import board, poison, wait
+from collectives.node import executor
 
 FREED = "freed"
 INTERRUPT = object()

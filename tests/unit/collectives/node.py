@@ -13,11 +13,11 @@ import numpy as np
 
 from collectives import arrays
 from collectives.call import REDUCING, Call
-from collectives.node.board import Board
-from collectives.node.layout import ROWS_AT, NodeMemory
-from collectives.node.wait import Limits
+from collectives.fabric.board import Board
+from collectives.fabric.layout import ROWS_AT, NodeMemory
+from collectives.fabric.wait import Limits
+from collectives.node.executor import MET, Executor, Ways, part_of
 from collectives.operations import operation
-from collectives.shared_memory.executor import MET, Executor, Ways, part_of
 
 EVERYTHING_IN_STAGES = Ways(0, 0, 1 << 60)
 HANGS_SECONDS = 30
@@ -48,7 +48,7 @@ def executor(board: Board, call: Call, x: Any, out: Any = None, ways: Ways = EVE
 
 def run(board: Board, made: Any) -> None:
     """One operation, as a plan runs it."""
-    from collectives.node.wait import drive
+    from collectives.fabric.wait import drive
 
     code = made.fast()
     if code:

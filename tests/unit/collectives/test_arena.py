@@ -11,7 +11,7 @@ import pytest
 from mpi4py import MPI
 
 from collectives import CollectiveError
-from collectives.node import arena
+from collectives.fabric import arena
 
 
 @pytest.mark.parametrize("shape", [(), 0, 1, (3, 5), (0, 7), 1 << 20])
@@ -36,7 +36,7 @@ def test_a_segment_holds_its_array_and_is_no_multiple_of_4_gib(nbytes):
 def test_a_process_begins_with_few_addresses():
     """A limit of 3 GiB has room for the arrays of several ranks. The sentence names it where it has not."""
     code = (
-        "import resource, sys; from collectives.node import arena\n"
+        "import resource, sys; from collectives.fabric import arena\n"
         "now = int(open('/proc/self/statm').read().split()[0]) * 4096\n"
         "resource.setrlimit(resource.RLIMIT_AS, (now + (3 << 30),) * 2)\n"
         "arrays = [arena.empty(10 << 20, 'u1') for _ in range(8)]\nprint('made')\n"

@@ -1,4 +1,5 @@
-"""How the ranks of a node meet, on real memory: `collectives.node.board`. Its protocol is explored in test_explored."""
+"""How the ranks of a node meet, on real memory: `collectives.fabric.board`. Its protocol is explored in
+test_explored."""
 
 from __future__ import annotations
 
@@ -9,10 +10,10 @@ from functools import partial
 import pytest
 
 from collectives import CollectiveError, MismatchError, StallError
-from collectives.node.board import NUMBERS, OUT, Board
-from collectives.node.descriptors import LAST_TOKEN, Descriptor
-from collectives.node.layout import FINISHED, LEFT
-from collectives.node.wait import Limits, drive
+from collectives.fabric.board import NUMBERS, OUT, Board
+from collectives.fabric.descriptors import LAST_TOKEN, Descriptor
+from collectives.fabric.layout import FINISHED, LEFT
+from collectives.fabric.wait import Limits, drive
 from tests.unit.collectives import node
 
 
@@ -71,7 +72,7 @@ def test_the_sentence_of_a_stall_names_who_is_late():
         drive(boards[0].met(), boards[0], "barrier")
 
 
-def test_a_rank_that_ends_the_epoch_ends_all_waits_with_its_sentence():
+def test_a_rank_that_ends_the_generation_ends_all_waits_with_its_sentence():
     boards = node.boards(3)
 
     def wait(board):
@@ -142,7 +143,7 @@ def seconds(work) -> float:
 
 def test_who_fails_waits_for_those_who_may_touch_its_arrays(monkeypatch):
     """It had not yet seen that all have come; others had."""
-    monkeypatch.setattr("collectives.node.board.LEAVING_SECONDS", 0.3)
+    monkeypatch.setattr("collectives.fabric.board.LEAVING_SECONDS", 0.3)
     boards = node.boards(2)
     lend(boards, meet=False)
     assert seconds(lambda: boards[0].end(KeyError(), "why")) >= 0.3

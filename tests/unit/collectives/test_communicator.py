@@ -12,7 +12,7 @@ from mpi4py import MPI
 import collectives
 from collectives import CollectiveError
 from collectives.communicator import Communicator, communicator
-from collectives.node.layout import LEFT
+from collectives.fabric.layout import LEFT
 from tests.unit.collectives import node
 
 
@@ -33,7 +33,7 @@ def test_the_end_of_a_forked_child_is_not_the_end_of_its_rank():
 @pytest.mark.parametrize("entered", [False, True])
 def test_a_rank_that_only_tests_hears_that_a_program_has_ended_which_it_needs(entered):
     boards = node.boards(2)
-    home = SimpleNamespace(board=boards[0], control=None, epoch=boards[0])
+    home = SimpleNamespace(board=boards[0], control=None, generation=boards[0])
     for board in boards[: 1 + entered]:
         board.enter(1)
     boards[1].leave()

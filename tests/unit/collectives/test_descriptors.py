@@ -1,4 +1,4 @@
-"""What ranks bring, and how it is compared: `collectives.node.descriptors`."""
+"""What ranks bring, and how it is compared: `collectives.fabric.descriptors`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from collectives import CollectiveError, MismatchError
-from collectives.node import descriptors
-from collectives.node.descriptors import (
+from collectives.fabric import descriptors
+from collectives.fabric.descriptors import (
     DESCRIPTOR_BYTES,
     DESCRIPTORS,
     LAST_TOKEN,

@@ -1,4 +1,4 @@
-"""Calls through shared memory, with the ranks of a node in one process: `collectives.shared_memory`."""
+"""Calls through shared memory, with the ranks of a node in one process: `collectives.node`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays as any_array
 
 from collectives import MismatchError
-from collectives.node import arena
-from collectives.node.descriptors import DESCRIPTORS, Descriptor
+from collectives.fabric import arena
+from collectives.fabric.descriptors import DESCRIPTORS, Descriptor
+from collectives.node import executor, slots
+from collectives.node.executor import CROSS, SHARED, SLOTS, STAGES, Ways
+from collectives.node.program import combine
 from collectives.operations import operation
-from collectives.shared_memory import executor, slots
-from collectives.shared_memory.executor import CROSS, SHARED, SLOTS, STAGES, Ways
-from collectives.shared_memory.program import combine
 from tests.unit.collectives import node
 
 KINDS = ("allreduce", "reduce_scatter", "allgather", "broadcast", "reduce", "alltoall")
@@ -249,7 +249,7 @@ class Interrupt:
 
 
 @pytest.mark.parametrize("case", ["scalars", "slots", "shared", "stages"])
-def test_an_interrupt_at_any_bytecode_of_a_short_way_ends_the_epoch_for_all(case):
+def test_an_interrupt_at_any_bytecode_of_a_short_way_ends_the_generation_for_all(case):
     """Rank 0 is interrupted; rank 1 raises too, unless it has ended the operation, with the right sum."""
     n, ways, allocate = {
         "scalars": (2, WAYS[SLOTS], ordinary), "slots": (9, WAYS[SLOTS], ordinary), "shared": (9, WAYS[SHARED], shared),
@@ -272,7 +272,7 @@ def test_an_interrupt_at_any_bytecode_of_a_short_way_ends_the_epoch_for_all(case
 
 
 def interrupted(rank, at):
-    """The third operation, interrupted; ends the epoch as a communicator does."""
+    """The third operation, interrupted; ends the generation as a communicator does."""
     rank.bring(2)
     sys.settrace(Interrupt(rank.made.fast.__code__, at))
     try:

@@ -20,12 +20,12 @@ from greenlet import GreenletExit
 
 from collectives import CollectiveError
 from collectives.communicator import Communicator
-from collectives.node.board import Board
-from collectives.node.descriptors import Place
-from collectives.node.poison import Poison
-from collectives.shared_memory.executor import MET, SHARED, SLOTS, Executor, _Bound, _sum_of_scalars
-from collectives.shared_memory.program import NOTHING, Phase, Program, Turns
-from collectives.shared_memory.slots import Scalars
+from collectives.fabric.board import Board
+from collectives.fabric.descriptors import Place
+from collectives.fabric.poison import Poison
+from collectives.node.executor import MET, SHARED, SLOTS, Executor, _Bound, _sum_of_scalars
+from collectives.node.program import NOTHING, Phase, Program, Turns
+from collectives.node.slots import Scalars
 from tests.unit.collectives import explorer
 from tests.unit.collectives.explorer import Explorer, Fault, Memory, Stepping, World
 
@@ -137,8 +137,8 @@ class Touching(Slots):
 
 def program(kind: type[Slots], *, bound: bool = False, operations: int = 2, make: Make = World.board,
             first: int = 0, anew: bool = False) -> explorer.Program:  # fmt: skip
-    """Some operations of a rank; whatever is raised ends the epoch. `bound`: all know each other's descriptors already.
-    `first`: the number of the operation before. `anew`: rank 0 brings another array to each."""
+    """Some operations of a rank; whatever is raised ends the generation. `bound`: all know each other's descriptors
+    already. `first`: the number of the operation before. `anew`: rank 0 brings another array to each."""
 
     def run(world: World) -> Any:
         home: Any = object.__new__(Communicator)

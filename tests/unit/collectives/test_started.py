@@ -20,7 +20,7 @@ def homes(size):
     for board in node.boards(size):
         home: Any = object.__new__(Communicator)
         home.__dict__.update(
-            rank=board.rank, size=size, board=board, epoch=board, control=None, over=None, started=[], _kept=[],
+            rank=board.rank, size=size, board=board, generation=board, control=None, over=None, started=[], _kept=[],
             open=True,
         )  # fmt: skip
         yield home

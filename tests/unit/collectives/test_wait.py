@@ -1,4 +1,4 @@
-"""The one wait loop, and how long it lasts: `collectives.node.wait`."""
+"""The one wait loop, and how long it lasts: `collectives.fabric.wait`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 
 from collectives import CollectiveError, StallError
-from collectives.node import wait
-from collectives.node.wait import Limits, drive, until
+from collectives.fabric import wait
+from collectives.fabric.wait import Limits, drive, until
 
 
-class Epoch:
+class Generation:
     """One that lives, unless `ends` seconds have been waited for."""
 
     nap_after = 0.02
@@ -24,7 +24,7 @@ class Epoch:
     def look(self, waited: float) -> None:
         self.looks.append(waited)
         if waited >= self._ends:
-            raise CollectiveError("the epoch has ended")
+            raise CollectiveError("the generation has ended")
 
     def late(self) -> tuple[int, ...]:
         return self._late
@@ -57,34 +57,34 @@ def until_time(clock, seconds):
 
 
 def test_a_short_wait_gives_way_to_nobody_and_asks_nobody(clock):
-    epoch = Epoch()
-    drive(iter([None] * 10), epoch, "a wait")
-    assert not clock.yields and not clock.naps and not epoch.looks
+    generation = Generation()
+    drive(iter([None] * 10), generation, "a wait")
+    assert not clock.yields and not clock.naps and not generation.looks
 
 
 def test_after_some_steps_it_gives_way_then_it_naps(clock):
-    epoch = Epoch()
-    drive(until_time(clock, 1.0), epoch, "a wait")
+    generation = Generation()
+    drive(until_time(clock, 1.0), generation, "a wait")
     assert 1000 < clock.yields < 2100
     assert clock.naps and max(clock.naps) <= 3e-4 and min(clock.naps) >= 1e-4
-    assert epoch.looks == sorted(epoch.looks)
+    assert generation.looks == sorted(generation.looks)
 
 
 def test_a_crowded_rank_gives_way_sooner(clock):
-    drive(iter([None] * 10), Epoch(), "a wait", spins=1)
+    drive(iter([None] * 10), Generation(), "a wait", spins=1)
     assert clock.yields == 9
 
 
-def test_it_looks_for_the_end_of_the_epoch_often_enough(clock):
-    epoch = Epoch()
-    drive(until_time(clock, 2.0), epoch, "a wait")
-    gaps = [after - before for before, after in itertools.pairwise(epoch.looks)]
+def test_it_looks_for_the_end_of_the_generation_often_enough(clock):
+    generation = Generation()
+    drive(until_time(clock, 2.0), generation, "a wait")
+    gaps = [after - before for before, after in itertools.pairwise(generation.looks)]
     assert max(gaps) < 0.01
 
 
-def test_what_the_epoch_raises_ends_the_wait(clock):
-    with pytest.raises(CollectiveError, match="the epoch has ended"):
-        drive(iter(lambda: None, 0), Epoch(ends=0.5), "a wait")
+def test_what_the_generation_raises_ends_the_wait(clock):
+    with pytest.raises(CollectiveError, match="the generation has ended"):
+        drive(iter(lambda: None, 0), Generation(ends=0.5), "a wait")
     assert clock.now < 5.6
 
 
@@ -94,13 +94,13 @@ def test_what_the_steps_raise_is_raised(clock):
         raise KeyError("mine")
 
     with pytest.raises(KeyError):
-        drive(steps(), Epoch(), "a wait")
+        drive(steps(), Generation(), "a wait")
 
 
 def test_it_warns_once_and_says_who_has_not_come(clock):
-    epoch = Epoch(Limits(1, 0), (2, 5))
+    generation = Generation(Limits(1, 0), (2, 5))
     with pytest.warns(RuntimeWarning) as told:
-        drive(until_time(clock, 5.0), epoch, "allreduce of 3")
+        drive(until_time(clock, 5.0), generation, "allreduce of 3")
     assert len(told) == 1
     assert str(told[0].message).startswith("allreduce of 3 has waited for 1 s: ranks 2, 5 have not come")
 
@@ -108,14 +108,14 @@ def test_it_warns_once_and_says_who_has_not_come(clock):
 @pytest.mark.parametrize("late, words", [((3,), ": rank 3 has not come; for longer"), ((), "for 2 s; for longer")])
 def test_it_raises_after_the_limit_with_the_limit(clock, late, words):
     with pytest.raises(StallError, match="a wait has waited for 2 s") as error:
-        drive(iter(lambda: None, 0), Epoch(Limits(60, 2), late), "a wait")
+        drive(iter(lambda: None, 0), Generation(Limits(60, 2), late), "a wait")
     assert error.match(words)
     assert 6.9 < clock.now < 7.1
 
 
 def test_no_limit_is_no_limit(clock):
     with pytest.warns(RuntimeWarning):
-        drive(until_time(clock, 1000.0), Epoch(Limits(60, 0)), "a wait")
+        drive(until_time(clock, 1000.0), Generation(Limits(60, 0)), "a wait")
 
 
 def test_until_asks_again_and_again():

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from launch.running.listener import LOST
-from mpips.world import WELL_WITHOUT
+from mpips.store.world import WELL_WITHOUT
 
 ROOT = Path(__file__).parents[3]
 RUN = """

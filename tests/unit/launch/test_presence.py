@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import pytest
 
 from launch.running.presence import SPARE_FILES, Presence
-from mpips import world
+from mpips.store import world
 from tests.strangers import needs_root, stranger
 
 RANK = """

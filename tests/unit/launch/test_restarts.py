@@ -16,7 +16,7 @@ from launch.hosts import Host, HostError, read
 from launch.mpirun import Flavour, Launcher, LauncherError, Machine
 from launch.restarts import answering, check, fit, reason, until_it_ends
 from launch.running.process import Ended
-from mpips.options import Options
+from mpips.store.options import Options
 
 ROOT = Path(__file__).parents[3]
 OPTIONS = Options(workers=6, servers=2, checkpoint="/nowhere", every=5)

@@ -17,15 +17,15 @@ from safetensors import safe_open
 
 from collectives.files import ABANDONED_SECONDS
 from mpips import Options, compression, optimizers
-from mpips.checkpoint.file import Reader
-from mpips.checkpoint.load import load
-from mpips.checkpoint.residuals import given_back
-from mpips.checkpoint.save import save
-from mpips.checkpoint.source import Frozen
-from mpips.checkpoint.tensors import Tensor, TensorFile, Writer, write
-from mpips.keys.key import Key
-from mpips.keys.sharding import Interval
-from mpips.runtime.tasks import nothing
+from mpips.store.checkpoint.file import Reader
+from mpips.store.checkpoint.load import load
+from mpips.store.checkpoint.residuals import given_back
+from mpips.store.checkpoint.save import save
+from mpips.store.checkpoint.source import Frozen
+from mpips.store.checkpoint.tensors import Tensor, TensorFile, Writer, write
+from mpips.store.keys.key import Key
+from mpips.store.keys.sharding import Interval
+from mpips.store.runtime.tasks import nothing
 from tests.choice import first
 
 ARRAYS = {
@@ -277,10 +277,10 @@ def edited(source, target, tensors, old="", new=""):
     """A copy of a checkpoint: these tensors in place of the same ones (None: without it), and a word of its header."""
     with safe_open(source, framework="numpy") as file:
         arrays = {name: file.get_tensor(name) for name in file.keys()} | tensors  # noqa: SIM118
-        text = file.metadata()["mpips.store"]
+        text = file.metadata()["mpips.store.api"]
     assert old in text
     arrays = {name: array for name, array in arrays.items() if array is not None}
-    write(target, arrays, {"mpips.store": text.replace(old, new, 1)})
+    write(target, arrays, {"mpips.store.api": text.replace(old, new, 1)})
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mpips import OptionError, Options
-from mpips.options import FIELDS, KINDS, check_kind, kind_of, read, table
+from mpips.store.options import FIELDS, KINDS, check_kind, kind_of, read, table
 
 DOCS = Path(__file__).parents[3] / "docs" / "reference" / "options.md"
 

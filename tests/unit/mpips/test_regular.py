@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from collectives.files import NewFile
-from mpips.checkpoint import folder as files
-from mpips.checkpoint.held import Claims
-from mpips.checkpoint.regular import Regular
 from mpips.compression.registry import create as compressor
-from mpips.keys.key import Key
 from mpips.optimizers import SGD, Adam, Groups
+from mpips.store.checkpoint import folder as files
+from mpips.store.checkpoint.held import Claims
+from mpips.store.checkpoint.regular import Regular
+from mpips.store.keys.key import Key
 
 
 def regular(*keys: str, every: int = 2, step: int = 0, rank: int = 0, asynchronous: bool = False) -> Regular:

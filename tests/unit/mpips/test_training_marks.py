@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mpips.runtime.errors import LostError
+from mpips.store.runtime.errors import LostError
 from mpips.training.batches import Arrays
 from mpips.training.history import Epoch, Position
 from mpips.training.rejoin.marks import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mpips import world
+from mpips.store import world
 
 OPEN_MPI = "Open MPI v5.0.11, package: Open MPI"
 MPICH = "MPICH Version:      5.0.2\nMPICH Release date: x"

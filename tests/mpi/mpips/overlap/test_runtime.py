@@ -10,7 +10,7 @@ from mpi4py import MPI
 
 from mpips.overlap import JointPlan, runtime
 from mpips.overlap.messages import StoreMessages
-from mpips.runtime.engine import Alone, Engine
+from mpips.store.runtime.engine import Alone, Engine
 from tests.mpi.mpips.overlap.support import WORLD, all_ranks, worker
 
 CUTS = (

@@ -107,16 +107,16 @@ def ends(kv: Any, place: str) -> None:
     """Fits in which epochs end, each beside one in which none does."""
 
     def give_up() -> None:
-        raise kv.settings.epoch.end("a test", CollectiveError("provoked"))
+        raise kv.settings.generation.end("a test", CollectiveError("provoked"))
 
     for what in ("sgd", "adam", "clipped", "accumulated"):
         found = []
         for number, way in enumerate(ENDS):
-            before, failing = kv.epoch, kv.rank == number % kv.num_workers
+            before, failing = kv.generation, kv.rank == number % kv.num_workers
             model = Acts(give_up, way.get("batches", ())) if failing else Line()
             curve = Curve(give_up, way.get("step", -1), way.get("epoch", -1)) if failing else Curve()
             found.append(trained(kv, model, curve, what, f"{place}-{what}{number}"))
-            assert kv.epoch - before == (len(way.get("batches", "1")) if way else 0), (what, way)
+            assert kv.generation - before == (len(way.get("batches", "1")) if way else 0), (what, way)
             assert found[-1] == found[0], (what, way)
 
 
@@ -131,7 +131,7 @@ def dies(kv: Any, what: str, place: str, when: str, grow: bool = False) -> None:
     curve = Curve(die, step, epoch, Path(f"{place}.begun"))
     model = Acts(die, (number,) if when[:1] == "b" else ())
     found = trained(kv, model, curve, what, f"{place}-kept", grow=grow)
-    Path(f"{place}.{kv.rank}").write_text(json.dumps({**found, "workers": kv.num_workers, "epoch": kv.epoch}))
+    Path(f"{place}.{kv.rank}").write_text(json.dumps({**found, "workers": kv.num_workers, "epoch": kv.generation}))
 
 
 def later(place: str, seconds: float) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpips.keys import arguments, arrays, calls
-from mpips.keys.key import Key
+from mpips.store.keys import arguments, arrays, calls
+from mpips.store.keys.key import Key
 from tests.unit.collectives import device
 
 F4 = np.dtype(np.float32)

@@ -8,8 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpips.keys.shard import Shard
-from mpips.keys.sharding import SHORT, Interval, Placement, block_bytes, grain_of, owners, pulled_at_once, split, units
+from mpips.store.keys.shard import Shard
+from mpips.store.keys.sharding import (
+    SHORT,
+    Interval,
+    Placement,
+    block_bytes,
+    grain_of,
+    owners,
+    pulled_at_once,
+    split,
+    units,
+)
 
 
 @given(st.integers(0, 500), st.integers(0, 500), st.integers(1, 9), st.integers(1, 50))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from mpips.mirrors.copies import Copies
-from mpips.mirrors.letters import Sent
-from mpips.recovery.inventory import copies_of
-from mpips.recovery.membership import Before
+from mpips.store.recovery.inventory import copies_of
+from mpips.store.recovery.membership import Before
+from mpips.store.recovery.mirrors.copies import Copies
+from mpips.store.recovery.mirrors.letters import Sent
 
 PLACE = ("w", 3, 10)
 BEFORE = Before((0, 1, 2), (3,), 2, 2, (0, 1, 2, 3), ((0, 1), (1, 2)), (0, 1))
@@ -18,13 +18,13 @@ def sent(round_, continues=True, step=None, dtypes=("float32",), torn=False, pla
     return Sent(place, round_, round_, step, continues, torn, list(dtypes), [])
 
 
-def put(copies, letter, value, epoch=0):
+def put(copies, letter, value, generation=0):
     """A version comes, whole."""
     copy = copies.of(letter.place)
     arrays = copy.room(letter)
     for array in arrays:
         array[...] = value
-    copy.came(letter, arrays, epoch)
+    copy.came(letter, arrays, generation)
 
 
 def found(copies):
@@ -89,14 +89,14 @@ def test_copies_are_offered_where_a_server_has_died():
     assert copies.shelves(BEFORE._replace(lost=(1,)), 2) == copies.shelves(None, 2) == []
 
 
-def test_in_the_next_epoch_copies_stay_until_all_is_sent_anew():
+def test_in_the_next_generation_copies_stay_until_all_is_sent_anew():
     copies, other, gone = Copies(), ("v", 0, 5), ("u", 0, 5)
     for place in (PLACE, other, gone):
         for round_ in (1, 2, 3):
             put(copies, sent(round_, place=place), round_)
     copies.begin({"w": 2, "v": 3})
     assert found(copies) == {PLACE: {2: 2.0}, other: {3: 3.0}}
-    put(copies, sent(3), 8, epoch=1)
+    put(copies, sent(3), 8, generation=1)
     assert found(copies) == {PLACE: {3: 8.0, 2: 2.0}, other: {3: 3.0}}
     copies.filled(1)
     assert found(copies) == {PLACE: {3: 8.0, 2: 2.0}}

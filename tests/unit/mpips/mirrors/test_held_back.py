@@ -89,7 +89,7 @@ def test_other_units_go_on():
     assert (machine.unit.round, other.round) == (0, 1)
 
 
-def test_when_the_epoch_is_over_nobody_waits_for_a_mirror():
+def test_when_the_generation_is_over_nobody_waits_for_a_mirror():
     mirror = Slow()
     machine = Machine(mirror=mirror)
     for worker in range(WORKERS):

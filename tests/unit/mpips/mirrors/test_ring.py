@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpips.mirrors.ring import mirror_of, refusal
+from mpips.store.recovery.mirrors.ring import mirror_of, refusal
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=9))

@@ -11,21 +11,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpips import Options
-from mpips.keys.key import Key
-from mpips.keys.sharding import Interval, split
-from mpips.layout import Layout
 from mpips.optimizers import SGD, Groups
-from mpips.recovery import fill, plan
-from mpips.recovery.fill import Reached
-from mpips.recovery.inventory import Inventory, KeyCard, Shelf
-from mpips.recovery.membership import Before, Roles, succession
-from mpips.recovery.memory.held import Held
-from mpips.recovery.memory.ledger import Ledger
-from mpips.recovery.memory.units import Memory, holding
-from mpips.runtime.errors import LostError
-from mpips.served.cutting import Cutting
-from mpips.server.sources import Elements
-from mpips.server.state import State
+from mpips.store.keys.key import Key
+from mpips.store.keys.sharding import Interval, split
+from mpips.store.recovery import fill, plan
+from mpips.store.recovery.fill import Reached
+from mpips.store.recovery.inventory import Inventory, KeyCard, Shelf
+from mpips.store.recovery.membership import Before, Roles, succession
+from mpips.store.recovery.memory.held import Held
+from mpips.store.recovery.memory.ledger import Ledger
+from mpips.store.recovery.memory.units import Memory, holding
+from mpips.store.remote.cutting import Cutting
+from mpips.store.roles import Layout
+from mpips.store.runtime.errors import LostError
+from mpips.store.server.sources import Elements
+from mpips.store.server.state import State
 
 SHAPES = {"a": (7,), "b": (300, 5), "c": (0,), "d": (1211,)}
 MOMENTUM = SGD(0.5, momentum=0.5)

@@ -11,24 +11,27 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from collectives.node import arena
+from collectives.fabric import arena
 from mpips.compression import TwoBit
-from mpips.keys.row_sparse import RowSparse
 from mpips.optimizers import SGD, Adam, Groups, blocks
-from mpips.recovery.memory import ledger
-from mpips.recovery.memory.ledger import Ledger
-from mpips.recovery.memory.units import Memory
-from mpips.server import reduce
-from mpips.server.reduce import Reduce
-from mpips.server.sources import Compressed, Elements, Rows
-from mpips.server.state import State
-from mpips.transport.frames import UnitCard
+from mpips.store.keys.row_sparse import RowSparse
+from mpips.store.recovery.memory import ledger
+from mpips.store.recovery.memory.ledger import Ledger
+from mpips.store.recovery.memory.units import Memory
+from mpips.store.server import reduce
+from mpips.store.server.reduce import Reduce
+from mpips.store.server.sources import Compressed, Elements, Rows
+from mpips.store.server.state import State
+from mpips.store.transport.frames import UnitCard
 from tests.unit.mpips.server.machine import Arriving
 
 WORKERS, ROUNDS, SIZE, ROW = 2, 3, 60, 5
-KILLED_IN = ("mpips/server/", "mpips/recovery/undo", "mpips/optimizers/", "mpips/keys/row_sparse", "mpips/runtime/team")
+KILLED_IN = (
+    "mpips/store/server/", "mpips/store/recovery/memory/undo", "mpips/optimizers/", "mpips/store/keys/row_sparse",
+    "mpips/store/runtime/team",
+)  # fmt: skip
 SURVIVES = 1
-"""The epoch that is over."""
+"""The generation that is over."""
 
 
 class Killed(BaseException):

@@ -4,8 +4,8 @@ from itertools import chain, combinations
 
 import pytest
 
-from mpips.keys.sharding import Interval, split
-from mpips.recovery.membership import Roles, refusal, succession
+from mpips.store.keys.sharding import Interval, split
+from mpips.store.recovery.membership import Roles, refusal, succession
 
 SIZES = [(w, s, p, c) for w in (1, 2, 3) for s in (0, 1, 2) for p in (0, 1, 2) for c in (1, 2) if c <= w]
 

@@ -1,4 +1,4 @@
-"""The ledger tells what the last epoch had that began; what is read there are the server's own arrays."""
+"""The ledger tells what the last generation had that began; what is read there are the server's own arrays."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ import numpy as np
 import pytest
 
 from collectives import CollectiveError
-from collectives.node import arena
+from collectives.fabric import arena
 from mpips.optimizers import SGD, Adam, Groups
-from mpips.recovery.memory import ledger
-from mpips.recovery.memory.held import Held, Settled
-from mpips.recovery.memory.ledger import SEQUENCE, SLOT_WORDS, SLOTS, Book, Ledger
-from mpips.recovery.memory.units import Memory
-from mpips.server.sources import Elements
-from mpips.server.state import State
-from mpips.transport.frames import UnitCard
+from mpips.store.recovery.memory import ledger
+from mpips.store.recovery.memory.held import Held, Settled
+from mpips.store.recovery.memory.ledger import SEQUENCE, SLOT_WORDS, SLOTS, Book, Ledger
+from mpips.store.recovery.memory.units import Memory
+from mpips.store.server.sources import Elements
+from mpips.store.server.state import State
+from mpips.store.transport.frames import UnitCard
 
 
 def text(name):
     return Book([], name.encode())
 
 
-def read(one, epoch):
-    book = ledger.read(arena.segment(one.region), one.region, epoch)
+def read(one, generation):
+    book = ledger.read(arena.segment(one.region), one.region, generation)
     return None if book is None else book.settings.decode()
 
 
@@ -32,7 +32,7 @@ def test_there_is_nothing_before_anything_is_published():
     assert read(Ledger(), 1) is None
 
 
-def test_the_last_text_counts_and_what_is_for_an_epoch_that_never_began_does_not():
+def test_the_last_text_counts_and_what_is_for_an_generation_that_never_began_does_not():
     one = Ledger()
     for name in "abc":
         one.publish(text(name), 0)
@@ -128,4 +128,4 @@ def test_every_attempt_finds_what_was_there_before_the_first():
     assert [settled.before(1, "old"), settled.before(1, "attempt"), settled.before(1, "another")] == ["old"] * 3
     settled.begun()
     assert settled.before(2, "new") == "new"
-    assert settled.before(3, "newer") == "newer"  # nobody said that epoch 2 has begun, but it has ended
+    assert settled.before(3, "newer") == "newer"  # nobody said that generation 2 has begun, but it has ended

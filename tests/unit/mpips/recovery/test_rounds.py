@@ -2,7 +2,7 @@
 
 import pytest
 
-from mpips.recovery.rounds import choose
+from mpips.store.recovery.rounds import choose
 
 
 @pytest.mark.parametrize(

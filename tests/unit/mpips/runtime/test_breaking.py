@@ -1,4 +1,4 @@
-"""How things end that must end: `mpips.runtime.breaking`."""
+"""How things end that must end: `mpips.store.runtime.breaking`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from mpips.runtime import breaking
+from mpips.store.runtime import breaking
 
 
 class Steps:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from collectives.machine.cores import Quota
-from mpips.cores import Seat, crowded, spread
+from mpips.store.cores import Seat, crowded, spread
 
 MANY = len(os.sched_getaffinity(0)) + 2
 
@@ -26,7 +26,7 @@ class Nodes(NamedTuple):
         return a // self.size == b // self.size
 
 
-class Epoch:
+class Generation:
     """All ranks are of this machine, and bring what this one does."""
 
     def meet(self, payload, what, everybody):
@@ -83,7 +83,7 @@ def test_a_node_is_crowded_where_processes_are_more_than_their_quota():
 @pytest.mark.parametrize("size, bound", [(MANY, True), (1, False)])
 def test_only_a_node_that_has_the_machine_for_itself_binds_its_processes(size, bound):
     before = os.sched_getaffinity(0)
-    seat = Seat(Nodes(size), Epoch())
+    seat = Seat(Nodes(size), Generation())
     try:
         assert seat.shared
         assert os.sched_getaffinity(0) == (set(seat.own) if bound else before)

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from collectives.node import wait
-from mpips import EpochError
-from mpips.runtime.engine import Alone, DependencyError, Engine
-from mpips.runtime.tasks import Task as GenericTask
+from collectives.fabric import wait
+from mpips import StoreError
+from mpips.store.runtime.engine import Alone, DependencyError, Engine
+from mpips.store.runtime.tasks import Task as GenericTask
 
 Task = GenericTask[object]
 
@@ -155,7 +155,7 @@ def test_what_depends_on_a_failure_is_not_run(engine: Engine) -> None:
 
 
 class Ending:
-    """An epoch that ends when it is told to, or by an operation that fails."""
+    """A generation that ends when it is told to, or by an operation that fails."""
 
     def __init__(self) -> None:
         self.limits = wait.Limits(30, 30)
@@ -171,7 +171,7 @@ class Ending:
 
     def end(self, what: str, error: BaseException) -> BaseException:
         self.ended.append(what)
-        self.over = self.over or EpochError(f"{what}: {error}")
+        self.over = self.over or StoreError(f"{what}: {error}")
         return self.over
 
 
@@ -197,14 +197,14 @@ def test_an_operation_of_the_store_that_fails_ends_all_others(ending: Engine) ->
     handles = [ending.submit(["k"], bad(), 0, "push of k"), ending.submit(["k"], after(), 5, "pull of k")]
     handles.append(ending.submit(["j"], until(threading.Event()), 0, "push of j"))
     for handle in handles:
-        with pytest.raises(EpochError, match="push of k: no route"):
+        with pytest.raises(StoreError, match="push of k: no route"):
             handle.wait()
     assert not ran
     ending.forget()
     ending.finish()
 
 
-def test_a_wait_hears_that_the_epoch_has_ended(ending: Engine) -> None:
+def test_a_wait_hears_that_the_generation_has_ended(ending: Engine) -> None:
     closed = threading.Event()
 
     def forever() -> Task:
@@ -215,11 +215,11 @@ def test_a_wait_hears_that_the_epoch_has_ended(ending: Engine) -> None:
             closed.set()
 
     handle = ending.submit(["k"], forever(), 0, "pull of k")
-    ending.epoch.over = EpochError("rank 1 has left")  # type: ignore[attr-defined]
-    with pytest.raises(EpochError, match="rank 1 has left"):
+    ending.generation.over = StoreError("rank 1 has left")  # type: ignore[attr-defined]
+    with pytest.raises(StoreError, match="rank 1 has left"):
         handle.wait()
     assert closed.is_set()
-    with pytest.raises(EpochError, match="rank 1 has left"):
+    with pytest.raises(StoreError, match="rank 1 has left"):
         ending.run([], until(threading.Event()), 0, lambda: "push of k")
 
 

@@ -12,8 +12,8 @@ from types import FrameType
 
 import pytest
 
-from mpips.runtime.engine import Alone, Engine
-from mpips.runtime.tasks import Task
+from mpips.store.runtime.engine import Alone, Engine
+from mpips.store.runtime.tasks import Task
 
 INTERRUPTS = 4000
 LONGEST = 3e-4  # seconds after which an interrupt comes at the latest

@@ -1,4 +1,4 @@
-"""What ranks raise when they bring unlike things to a meeting: `mpips.runtime.rendezvous`."""
+"""What ranks raise when they bring unlike things to a meeting: `mpips.store.runtime.rendezvous`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import contextlib
 import msgspec
 import pytest
 
-from mpips import EpochError
-from mpips.runtime import rendezvous
+from mpips import StoreError
+from mpips.store.runtime import rendezvous
 
 
 class Table:
@@ -79,11 +79,11 @@ def test_an_attempt_gives_the_value_or_the_refusal():
     assert value is None and isinstance(refusal, ValueError)
 
 
-def test_the_end_of_an_epoch_is_no_refusal():
+def test_the_end_of_an_generation_is_no_refusal():
     def ended():
-        raise EpochError("over")
+        raise StoreError("over")
 
-    with pytest.raises(EpochError):
+    with pytest.raises(StoreError):
         rendezvous.attempt(ended)
 
 

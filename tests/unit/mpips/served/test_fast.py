@@ -7,15 +7,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-import mpips.served.fast as fast
-from collectives.node import arena
+import mpips.store.remote.fast as fast
+from collectives.fabric import arena
 from mpips import Options
-from mpips.keys.key import Key
-from mpips.keys.shard import Shard
-from mpips.served.link import Link
-from mpips.served.pull import Pull
-from mpips.served.push import Push
-from mpips.transport.frames import Coding, Frame
+from mpips.store.keys.key import Key
+from mpips.store.keys.shard import Shard
+from mpips.store.remote.link import Link
+from mpips.store.remote.pull import Pull
+from mpips.store.remote.push import Push
+from mpips.store.transport.frames import Coding, Frame
 
 STEP = 8
 
@@ -130,13 +130,13 @@ def test_a_second_push_waits_until_the_first_has_been_read(size):
 
 
 @pytest.mark.parametrize("size", [STEP, 5 * STEP])
-def test_nothing_is_done_once_the_epoch_has_ended(size):
+def test_nothing_is_done_once_the_generation_has_ended(size):
     store, x, out = Store(size), np.ones(size), np.empty(size)
     assert store.fast.push(x, 0) is None
     store.serve()
     store.flag[0] = 1
     assert store.fast.push(x, 0) is not None
-    assert store.fast.pull(out) is not None  # who runs it looks at the epoch first
+    assert store.fast.pull(out) is not None  # who runs it looks at the generation first
     assert not any(line.pushes for line in store.lines)
     assert store.key.round == 1
 

@@ -1,4 +1,4 @@
-"""Settings that an epoch's end has interrupted are made in the next one, on all workers and servers."""
+"""Settings that a generation's end has interrupted are made in the next one, on all workers and servers."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import pytest
 from collectives import CollectiveError
 from mpips import optimizers
 from mpips.compression import TwoBit
-from mpips.recovery.inventory import Inventory
-from mpips.recovery.rebuild import Outlook
-from mpips.served.states import Changes, Settings
-from mpips.transport import frames
+from mpips.store.recovery.inventory import Inventory
+from mpips.store.recovery.rebuild import Outlook
+from mpips.store.remote.states import Changes, Settings
+from mpips.store.transport import frames
 
 
 class Room:
@@ -23,7 +23,8 @@ class Room:
 
 
 class Setup:
-    """One worker's end, with servers that note what they are told. `breaks`: when the epoch ends: "told" or "met"."""
+    """One worker's end, with servers that note what they are told. `breaks`: when the generation ends: "told" or
+    "met"."""
 
     def __init__(self, room, rank, servers):
         self.room, self.rank, self.servers, self.breaks, self.refusal = room, rank, servers, "", ""
@@ -106,7 +107,7 @@ def test_a_change_that_all_servers_refuse_has_not_been(store):
     assert after(store)[0] is None
 
 
-def test_servers_that_differ_end_the_epoch(store):
+def test_servers_that_differ_end_the_generation(store):
     store.setups[0].breaks = store.setups[1].breaks = "met"
     for settings in store.settings:
         attempt(settings.set_compression(TwoBit(0.25)))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from mpips.server.late import Late
-from mpips.server.reduce import Reduce
-from mpips.server.sources import Elements
-from mpips.server.state import State
-from mpips.server.unit import Unit
+from mpips.store.server.late import Late
+from mpips.store.server.reduce import Reduce
+from mpips.store.server.sources import Elements
+from mpips.store.server.state import State
+from mpips.store.server.unit import Unit
 
 WORKERS = 3
 
@@ -45,7 +45,7 @@ class Machine:
         self.said += self.state.pulled(0, worker, round_, rows)
 
     def end(self):
-        """The epoch is over, and the next one begins."""
+        """The generation is over, and the next one begins."""
         while self.state.finish():
             pass
         self.state.abandon()

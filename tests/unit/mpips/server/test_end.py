@@ -1,4 +1,4 @@
-"""What a server keeps when an epoch ends: complete rounds, or units that say that they are torn."""
+"""What a server keeps when a generation ends: complete rounds, or units that say that they are torn."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from collectives import CollectiveError
 from mpips.optimizers import SGD, Add
-from mpips.server.sources import Elements
+from mpips.store.server.sources import Elements
 from tests.unit.mpips.server.machine import WORKERS, Arriving, Growing, Machine
 
 
-def test_a_complete_round_is_finished_at_the_end_of_an_epoch():
+def test_a_complete_round_is_finished_at_the_end_of_an_generation():
     machine = Machine()
     for worker in range(WORKERS):
         machine.push(worker, worker + 1)

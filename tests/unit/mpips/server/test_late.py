@@ -8,14 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from collectives import MismatchError, StallError
-from mpips.server.late import CIRCLE_SECONDS, Late, Wait, find_circle
-from mpips.server.sources import Elements
-from mpips.server.unit import Unit
+from mpips.store.server.late import CIRCLE_SECONDS, Late, Wait, find_circle
+from mpips.store.server.sources import Elements
+from mpips.store.server.unit import Unit
 from tests.unit.mpips.server.machine import WORKERS, Growing, Machine
 
 
 @pytest.mark.parametrize("left_first", [False, True])
-def test_a_worker_that_left_ends_the_epoch_of_those_who_need_it(left_first):
+def test_a_worker_that_left_ends_the_generation_of_those_who_need_it(left_first):
     machine = Machine()
     events = [lambda: machine.push(0, 1), lambda: machine.state.left(1)]
     events[left_first]()
@@ -45,7 +45,7 @@ def test_a_round_that_waits_for_a_worker_that_left_is_seen_when_it_begins():
         machine.work()
 
 
-def test_a_long_wait_warns_once_and_then_ends_the_epoch():
+def test_a_long_wait_warns_once_and_then_ends_the_generation():
     machine = Machine(late=Late(1, 3))
     machine.push(0, 1, clock=10)
     for clock in (10.5, 11.5, 12):

@@ -59,7 +59,7 @@ def test_a_reader_that_leaves_lets_the_others_go_on():
     assert machine.work() == [10] * 10
 
 
-def test_no_reader_of_an_epoch_that_is_over_holds_the_next_one_back():
+def test_no_reader_of_an_generation_that_is_over_holds_the_next_one_back():
     machine = Machine(workers=1)
     machine.pull(0, 0)
     machine.push(0, 1)

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from mpips import optimizers
 from mpips.optimizers import SGD, Adam, Add
-from mpips.recovery.memory.units import Memory
-from mpips.server.requests import Requests
-from mpips.server.sources import Elements
-from mpips.server.state import State
-from mpips.transport import frames
-from mpips.transport.frames import Frame, Op, UnitCard
+from mpips.store.recovery.memory.units import Memory
+from mpips.store.server.requests import Requests
+from mpips.store.server.sources import Elements
+from mpips.store.server.state import State
+from mpips.store.transport import frames
+from mpips.store.transport.frames import Frame, Op, UnitCard
 
 
 class Line:

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from collectives import CollectiveError
 from mpips import RowSparse, compression
 from mpips.optimizers import SGD, Adam, Add
-from mpips.server import reduce
-from mpips.server.sources import Compressed, Elements, Empty, Rows
+from mpips.store.server import reduce
+from mpips.store.server.sources import Compressed, Elements, Empty, Rows
 from tests.unit.mpips.server.machine import WORKERS, Arriving, Growing, Machine
 
 
@@ -141,7 +141,7 @@ def test_readers_are_told_only_of_blocks_that_have_been_summed():
     assert machine.unit.words == [12, 1, 1, 1] and not machine.unit.words.early
 
 
-def test_what_fails_on_any_thread_ends_the_epoch():
+def test_what_fails_on_any_thread_ends_the_generation():
     machine = Machine(size=64, block=4, threads=3, optimizer=Broken())
     for worker in range(WORKERS):
         machine.push(worker, 1)
@@ -174,7 +174,7 @@ def test_an_optimizer_updates_once_a_round():
     assert list(machine.unit.stored) == list(expected)
 
 
-def test_an_update_that_raises_ends_the_epoch():
+def test_an_update_that_raises_ends_the_generation():
     machine = Machine(workers=1)
     machine.unit.stored = np.zeros(10, np.int64)
     machine.state.set_optimizer(Add())

@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpips.server.sources import Elements
-from mpips.server.state import TURNS, State
-from mpips.server.unit import Unit
+from mpips.store.server.sources import Elements
+from mpips.store.server.state import TURNS, State
+from mpips.store.server.unit import Unit
 from tests.unit.mpips.server.machine import Growing
 
 

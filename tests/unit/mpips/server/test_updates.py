@@ -7,7 +7,7 @@ import pytest
 
 from collectives import CollectiveError
 from mpips.optimizers import SGD, Add
-from mpips.server.sources import Elements
+from mpips.store.server.sources import Elements
 from tests.unit.mpips.server.machine import Growing, Machine
 
 
@@ -41,7 +41,7 @@ def test_word_0_of_several_blocks_counts_no_updates():
 
 
 @pytest.mark.parametrize("good", [0, 1])
-def test_an_update_that_fails_ends_the_epoch_and_is_torn_where_blocks_were_applied(good):
+def test_an_update_that_fails_ends_the_generation_and_is_torn_where_blocks_were_applied(good):
     machine = Machine(asynchronous=True, optimizer=SGD(1.0, momentum=0.5))
 
     class Broken(Elements):
@@ -74,7 +74,7 @@ def test_asynchronous_pushes_count_at_once_within_the_staleness():
     assert machine.work() == [14] * 10
 
 
-def test_what_has_begun_is_finished_at_the_end_of_an_epoch_and_the_rest_is_dropped():
+def test_what_has_begun_is_finished_at_the_end_of_an_generation_and_the_rest_is_dropped():
     machine = Machine(workers=2, asynchronous=True, optimizer=Add(), staleness=0)
     machine.push(0, 1)
     machine.push(0, 100)  # too far ahead

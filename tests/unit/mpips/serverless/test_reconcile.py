@@ -1,10 +1,10 @@
-"""From whom workers take over what they lack when an epoch has ended."""
+"""From whom workers take over what they lack when a generation has ended."""
 
 from __future__ import annotations
 
 import msgspec
 
-from mpips.serverless.reconcile import Having, Stand, Standing, settings_from, sources
+from mpips.store.replicated.reconcile import Having, Stand, Standing, settings_from, sources
 
 
 def standing(

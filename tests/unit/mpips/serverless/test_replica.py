@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from mpips import RowSparse, optimizers
-from mpips.keys.key import Key
-from mpips.serverless.fast import take_from
-from mpips.serverless.reconcile import standing
-from mpips.serverless.replica import Replica
-from mpips.serverless.stored import Snapshot
+from mpips.store.keys.key import Key
+from mpips.store.replicated.fast import take_from
+from mpips.store.replicated.reconcile import standing
+from mpips.store.replicated.replica import Replica
+from mpips.store.replicated.stored import Snapshot
 
 
 def replica(optimizer: optimizers.Optimizer | None = None, shape: tuple[int, ...] = (4,)) -> Replica:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from mpips import compression, optimizers
-from mpips.keys.key import label
-from mpips.serverless.settings import Settings
+from mpips.store.keys.key import label
+from mpips.store.replicated.settings import Settings
 
 
 def test_they_are_taken_over_whole():

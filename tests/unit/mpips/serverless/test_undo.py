@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from mpips import RowSparse, optimizers
-from mpips.keys.key import Key
-from mpips.serverless.surviving import Surviving
-from mpips.serverless.undo import Copy
+from mpips.store.keys.key import Key
+from mpips.store.replicated.surviving import Surviving
+from mpips.store.replicated.undo import Copy
 
 OPTIMIZERS = [None, ("sgd", {"learning_rate": 0.5}), ("sgd", {"learning_rate": 0.5, "momentum": 0.9}), ("adam", {})]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpips.transport.buffers import FRAME_COST, Buffers, Window
+from mpips.store.transport.buffers import FRAME_COST, Buffers, Window
 
 
 @given(st.lists(st.tuples(st.integers(1, 40), st.booleans(), st.booleans())))

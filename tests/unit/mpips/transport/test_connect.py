@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from collectives.node import arena
-from mpips.transport import connect, ring
+from collectives.fabric import arena
+from mpips.store.transport import connect, ring
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What a worker hears of servers, and what is left when the epoch ends."""
+"""What a worker hears of servers, and what is left when the generation ends."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from mpips import Options
-from mpips.keys.key import Key
-from mpips.keys.shard import Shard
-from mpips.runtime.tasks import goes_on
-from mpips.served.link import Link
-from mpips.transport import frames
-from mpips.transport.frames import FRAME, Frame, Op
-from mpips.transport.outbox import Outbox
+from mpips.store.keys.key import Key
+from mpips.store.keys.shard import Shard
+from mpips.store.remote.link import Link
+from mpips.store.runtime.tasks import goes_on
+from mpips.store.transport import frames
+from mpips.store.transport.frames import FRAME, Frame, Op
+from mpips.store.transport.outbox import Outbox
 
 SIZE, STEP, BLOCKS = 40, 8, 5
 
@@ -56,16 +56,16 @@ class Spoken:
 
 @pytest.fixture
 def store():
-    line, epoch = Spoken(), SimpleNamespace(on_end=[])
+    line, generation = Spoken(), SimpleNamespace(on_end=[])
     layout = SimpleNamespace(
         rank=0, num_servers=1, num_workers=1, groups=lambda: [[0]], world=None, options=Options(servers=1)
     )
-    link = Link(layout, [line], epoch)
+    link = Link(layout, [line], generation)
     words = [0, 0]
     shard = Shard(3, 0, 0, SIZE, line, (0,), STEP, BLOCKS, mine=1, words=words, stored=np.zeros(SIZE, np.float32))
     key = Key("w", (SIZE,), np.dtype(np.float32), shards=[shard], pushes=[shard])
     link.add(key)
-    return SimpleNamespace(link=link, line=line, key=key, shard=shard, epoch=epoch, words=words)
+    return SimpleNamespace(link=link, line=line, key=key, shard=shard, generation=generation, words=words)
 
 
 def test_what_servers_say_of_a_unit_is_there_for_who_waits_for_it(store):
@@ -120,7 +120,7 @@ def test_a_worker_says_goodbye(store):
     assert store.line.said == [Op.BYE]
 
 
-# ---- the end of the epoch
+# ---- the end of the generation
 
 
 def test_what_servers_count_on_is_filled(store):
@@ -129,7 +129,7 @@ def test_what_servers_count_on_is_filled(store):
     outbox.begin(1)
     outbox.put(values)
     store.link.filling.append((outbox, values))
-    (at_end,) = store.epoch.on_end
+    (at_end,) = store.generation.on_end
     at_end()
     assert outbox.full and not store.link.filling
     assert outbox.slots.tolist() == values.tolist()

@@ -6,10 +6,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collectives.node import arena
-from mpips.server.sources import Filling
-from mpips.transport import outbox
-from mpips.transport.outbox import Outbox, fill
+from collectives.fabric import arena
+from mpips.store.server.sources import Filling
+from mpips.store.transport import outbox
+from mpips.store.transport.outbox import Outbox, fill
 
 SIZE, STEP = 38, 4
 BLOCKS = -(-SIZE // STEP)

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpips.transport.frames import FRAME, Frame
-from mpips.transport.ring import SLOTS, Rings, SharedLine
+from mpips.store.transport.frames import FRAME, Frame
+from mpips.store.transport.ring import SLOTS, Rings, SharedLine
 
 
 def pair(workers=3, worker=1):
@@ -120,8 +120,8 @@ def test_who_has_ended_has_stopped():
     assert SharedLine(rings.request_ring(0), rings.reply_ring(0), wait, lambda: True).stopped()
 
 
-def test_a_worker_whose_server_reads_no_more_is_told_by_its_epoch():
-    """A full ring is waited for as everything else is: there the end of the epoch is seen."""
+def test_a_worker_whose_server_reads_no_more_is_told_by_its_generation():
+    """A full ring is waited for as everything else is: there the end of the generation is seen."""
 
     class Over(Exception):
         pass

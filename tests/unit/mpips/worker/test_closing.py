@@ -6,8 +6,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from mpips.keys.key import Key
-from mpips.worker import closing
+from mpips.store.keys.key import Key
+from mpips.store.worker import closing
 
 
 def keys(**rounds: int) -> dict[str, Key]:

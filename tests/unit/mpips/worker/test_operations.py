@@ -1,4 +1,4 @@
-"""Calls on a stand-in for the backend: what is checked before, what goes which way, and what ends the epoch."""
+"""Calls on a stand-in for the backend: what is checked before, what goes which way, and what ends the generation."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ import pytest
 
 from collectives import CollectiveError
 from collectives.errors import of_caller
-from collectives.node.wait import Limits
-from mpips import EpochError, RowSparse
-from mpips.keys.key import Key
-from mpips.runtime.engine import Engine
-from mpips.worker.operations import Operations
-from mpips.worker.quick import Quick
+from collectives.fabric.wait import Limits
+from mpips import RowSparse, StoreError
+from mpips.store.keys.key import Key
+from mpips.store.runtime.engine import Engine
+from mpips.store.worker.operations import Operations
+from mpips.store.worker.quick import Quick
 from tests.unit.collectives import device
 
 F4 = np.dtype(np.float32)
 
 
-class Epoch:
+class Generation:
     """One that ends by what this rank finds."""
 
     def __init__(self) -> None:
         self.limits = Limits(30, 30)
-        self.over: EpochError | None = None
+        self.over: StoreError | None = None
 
     def check(self) -> None:
         if self.over is not None:
@@ -36,7 +36,7 @@ class Epoch:
         self.check()
 
     def end(self, what: str, error: BaseException) -> BaseException:
-        self.over = self.over or EpochError(f"{what}: {error}")
+        self.over = self.over or StoreError(f"{what}: {error}")
         return self.over if isinstance(error, CollectiveError) else error
 
 
@@ -94,8 +94,8 @@ class Store:
     """A backend, and the calls on it; "a" and "b" are keys of shape (2, 3)."""
 
     def __init__(self, background: bool) -> None:
-        self.epoch, self.backend = Epoch(), Backend()
-        self.engine = Engine(self.epoch, background)
+        self.generation, self.backend = Generation(), Backend()
+        self.engine = Engine(self.generation, background)
         self.keys = {name: Key(name, (2, 3), F4) for name in "ab"}
         self.operations = Operations(0, self.backend, self.engine, self.keys)  # type: ignore[arg-type]
         self.quick = Quick(self.keys, self.engine.under_way, self.operations, self.backend)  # type: ignore[arg-type]
@@ -128,7 +128,7 @@ def test_a_bad_argument_changes_nothing_and_ends_nothing(store: Store, key: Any,
         with pytest.raises(error):
             make()
     assert not store.backend.said
-    assert store.epoch.over is None
+    assert store.generation.over is None
 
 
 def test_a_call_alone_may_block_and_one_beside_others_may_not(store: Store) -> None:
@@ -155,28 +155,28 @@ def test_what_is_written_for_one_key_may_be_what_is_pushed_of_another(store: Sto
     assert (second == 1).all()
 
 
-def test_a_failure_ends_the_epoch_for_all_later_calls(store: Store) -> None:
+def test_a_failure_ends_the_generation_for_all_later_calls(store: Store) -> None:
     store.backend.fails = CollectiveError("rank 1 has left")
-    with pytest.raises(EpochError, match="push of key 'a': rank 1 has left"):
+    with pytest.raises(StoreError, match="push of key 'a': rank 1 has left"):
         store.operations.do("push", "a", full(1), None, 0)
     store.backend.fails = None
     for what in ("push", "pull"):
-        with pytest.raises(EpochError, match="push of key 'a': rank 1 has left"):
+        with pytest.raises(StoreError, match="push of key 'a': rank 1 has left"):
             store.operations.do(what, "b", full(1), full(0), 0)
 
 
-def test_a_bug_is_raised_as_it_is_and_ends_the_epoch(store: Store) -> None:
+def test_a_bug_is_raised_as_it_is_and_ends_the_generation(store: Store) -> None:
     store.backend.fails = ZeroDivisionError("division by zero")
     with pytest.raises(ZeroDivisionError):
         store.operations.do("push", "a", full(1), None, 0)
-    assert store.epoch.over is not None
+    assert store.generation.over is not None
 
 
-def test_a_failed_handle_ends_the_epoch(store: Store) -> None:
+def test_a_failed_handle_ends_the_generation(store: Store) -> None:
     store.backend.fails = CollectiveError("rank 1 has left")
     handles = [store.operations.start("push", name, full(1), None, 0, ()) for name in "ab"]
     for handle in handles:
-        with pytest.raises(EpochError, match="rank 1 has left"):
+        with pytest.raises(StoreError, match="rank 1 has left"):
             handle.wait()
 
 
@@ -184,11 +184,11 @@ def test_what_all_workers_refuse_ends_nothing(store: Store) -> None:
     store.backend.fails = of_caller(ValueError("no such optimizer"))
     with pytest.raises(ValueError, match="no such optimizer"):
         store.operations.do("push", "a", full(1), None, 0)
-    assert store.epoch.over is None
+    assert store.generation.over is None
 
 
 @pytest.mark.parametrize("error", [CollectiveError("rank 1 has left"), KeyboardInterrupt(), SystemExit(3)])
-def test_a_fast_route_that_fails_ends_the_epoch(store: Store, error: BaseException) -> None:
+def test_a_fast_route_that_fails_ends_the_generation(store: Store, error: BaseException) -> None:
     class Fast:
         lists = True
 
@@ -196,9 +196,9 @@ def test_a_fast_route_that_fails_ends_the_epoch(store: Store, error: BaseExcepti
             raise error
 
     store.keys["a"].fast = Fast()  # type: ignore[assignment]
-    with pytest.raises(type(error) if not isinstance(error, CollectiveError) else EpochError):
+    with pytest.raises(type(error) if not isinstance(error, CollectiveError) else StoreError):
         store.quick.call("push", "a", full(1), None, 0)
-    assert store.epoch.over is not None
+    assert store.generation.over is not None
 
 
 def test_the_fast_route_takes_plain_arrays_alone(store: Store) -> None:

@@ -10,13 +10,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from collectives.node.wait import Limits
-from mpips.keys.key import Key
-from mpips.runtime.tasks import Task
-from mpips.worker.settings import Settings
+from collectives.fabric.wait import Limits
+from mpips.store.keys.key import Key
+from mpips.store.runtime.tasks import Task
+from mpips.store.worker.settings import Settings
 
 
-class Epoch:
+class Generation:
     """Two workers meet: the other one brings the same, but for what `other` makes of it."""
 
     def __init__(self, said: list[str]) -> None:
@@ -31,7 +31,7 @@ class Epoch:
         pass
 
     def end(self, what: str, error: BaseException) -> BaseException:
-        raise AssertionError(f"{what} has ended the epoch: {error}")
+        raise AssertionError(f"{what} has ended the generation: {error}")
 
     def meet(self, payload: bytes, what: str, everybody: bool = False) -> list[bytes]:
         self.said.append("meet")
@@ -60,7 +60,7 @@ class Backend:
 def settings(request: pytest.FixtureRequest) -> Iterator[Settings]:
     said: list[str] = []
     layout: Any = SimpleNamespace(rank=0, num_servers=request.param, asynchronous=False)
-    made = Settings(layout, Backend(said), Epoch(said))  # type: ignore[arg-type]
+    made = Settings(layout, Backend(said), Generation(said))  # type: ignore[arg-type]
     made.add([Key("a", (3,), np.dtype(np.float32), round=4), Key("b", (3,), np.dtype(np.float32), round=7)])
     yield made
     made.engine.close()
@@ -69,17 +69,17 @@ def settings(request: pytest.FixtureRequest) -> Iterator[Settings]:
 def test_they_meet_once_and_again_when_servers_have_read_what_was_pushed(settings: Settings) -> None:
     told = settings.settled("recut", [("a", "")], data=b"x")
     assert told == [b"x", b"x"]
-    assert settings.epoch.said == (["meet", "settle", "meet"] if settings.layout.num_servers else ["meet"])
+    assert settings.generation.said == (["meet", "settle", "meet"] if settings.layout.num_servers else ["meet"])
 
 
 def test_who_is_ahead_is_named_before_anybody_waits_for_servers(settings: Settings) -> None:
-    settings.epoch.other = lambda rounds: [rounds[0], rounds[1] + 1]
+    settings.generation.other = lambda rounds: [rounds[0], rounds[1] + 1]
     with pytest.raises(ValueError, match="set_optimizer: key 'b' was pushed 8 times by rank 1 and 7 times by rank 0"):
         settings.settled("set_optimizer")
-    assert settings.epoch.said == ["meet"]
+    assert settings.generation.said == ["meet"]
 
 
 def test_a_bad_argument_is_everybodys(settings: Settings) -> None:
     with pytest.raises(TypeError, match="forget: no such thing"):
         settings.settled("forget", refusal=TypeError("forget: no such thing"))
-    assert settings.epoch.said == ["meet"]
+    assert settings.generation.said == ["meet"]

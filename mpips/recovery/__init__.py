@@ -1,7 +1,0 @@
-"""How a store goes on after a death: what is left of an epoch becomes the next one.
-
-Ranks: `membership` (who takes which place), `shrink` (the communicator of those who are left, on which all agree),
-`renewal` (how the next epoch begins), `spare` (how one waits). `memory`: that of servers, which outlives them. The next
-epoch: `inventory` (what there is), `rounds` and `choice` (at which round keys stand), `plan` (who keeps what), `fill`
-(how it gets there), `rebuild` (what all ranks do together).
-"""

@@ -1,1 +1,0 @@
-"""What the store stands on while it runs: its epoch, how ranks meet, how they wait, and how they end."""

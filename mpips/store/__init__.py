@@ -1,0 +1,2 @@
+"""The store: `create` makes it, `api` has what users call; the other modules and folders keep it, through failures
+too."""

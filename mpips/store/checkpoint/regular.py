@@ -1,0 +1,156 @@
+"""A store that saves itself every so many rounds, beside the training (options `checkpoint` and `every`).
+
+A *step* of a program pushes each key once. It ends on a worker when that begins to push a key once more than it has
+pushed any: so all workers of a synchronous store come to the same end, each in its own time, and save together there.
+Nothing is saved after a step at whose end keys have been pushed unequally often.
+
+In an asynchronous store worker 0 saves alone, after steps of its own: each key as it is then, with whatever others have
+pushed; what compression has kept back is not saved.
+
+Where the last save is still being written, the next one waits for a later step, and nobody waits for it. What the store
+holds when all workers close it is saved, too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from collectives.errors import CollectiveError, warn
+from mpips.store.checkpoint import folder as files
+from mpips.store.checkpoint.save import save, save_alone
+from mpips.store.checkpoint.saving import Saving
+from mpips.store.checkpoint.source import Store
+from mpips.store.keys.key import Name
+
+LISTS = (list, tuple)
+LATER = 8
+"""While a save is under way, and after a recovery, the next one is tried after 1 / 8 of the steps between two."""
+
+
+class Regular:
+    """When the store of this worker saves itself. `step`: that from which it goes on."""
+
+    def __init__(self, store: Store, step: int) -> None:
+        options = store.layout.options
+        self.folder, self.every = options.checkpoint, options.every
+        self._store, self._step = store, step
+        self.pushing: Any = ()
+        self._counts: dict[Name, int] = {}
+        """How often this worker has pushed each key."""
+        self._most = 0
+        """The steps that this worker has begun."""
+        self._next: float = self._after(step)
+        self._saved = step
+        """The last step that was saved, or that it goes on from."""
+        self._warned = False
+
+    def _after(self, step: int) -> int:
+        return (step // self.every + 1) * self.every
+
+    def _soon(self, step: int) -> int:
+        return min(self._after(step), step + max(1, self.every // LATER))
+
+    def is_due(self, key: Any) -> bool:
+        """Whether a push of this key, or list of keys, begins a step before which the store has to be saved."""
+        if self._step + self._most < self._next:
+            return False
+        if self._store.layout.rank and self._store.layout.asynchronous:
+            return False
+        counts = self._counts
+        try:
+            pushed = max([counts.get(name, 0) for name in (key if type(key) in LISTS else (key,))], default=0)
+        except TypeError:  # such keys cannot be; the push says so
+            return False
+        return pushed == self._most and (self._store.layout.asynchronous or self._are_equal())
+
+    def count(self, key: Any) -> None:
+        """Such a push has been made."""
+        for name in key if type(key) in LISTS else (key,):
+            self._counts[name] = count = self._counts.get(name, 0) + 1
+            if count > self._most:
+                self._most = count
+
+    def leave(self) -> tuple[str, int]:
+        """Save no more, as the caller will: to which folder, and after how many rounds each."""
+        self._next = math.inf
+        return self.folder, self.every
+
+    def set_rounds(self, rounds: Mapping[Name, int]) -> None:
+        """The store stands at these rounds, after `recover`."""
+        self._counts, self._most = dict(rounds), max(rounds.values(), default=0)
+        self._next = self._soon(self._step + self._most)  # the last save may have been lost
+
+    def save(self) -> RegularSaving | None:
+        """Save what is stored, beside the training. None where that is left to a later step, or was not possible,
+        which is warned of. Collective in a synchronous store."""
+        store, step, alone = self._store, self._step + self._most, self._store.layout.asynchronous
+        store.finish()
+        busy = store.saving is not None and not store.saving.go_on()
+        if busy if alone else store.agree("save", data=b"busy" if busy else b"")[0]:
+            self._next = self._soon(step)
+            return None
+        self._next, self._saved = self._after(step), step
+        path = files.path_of(self.folder, step)
+        try:
+            saving = save_alone(store, path) if alone else save(store, path, wait=False)
+        except CollectiveError:
+            raise
+        except ValueError as error:  # the same on all workers, and nothing has changed
+            if store.layout.rank == 0:
+                warn(f"the store was not saved after step {step}: {error}")
+            return None
+        assert saving is not None
+        store.saving = made = RegularSaving(saving, self.folder if store.layout.rank == 0 else "")
+        return made
+
+    def save_last(self, alike: bool) -> None:
+        """Begin to save what is stored at the end, unless it has been, or the caller saves. `alike`: all workers have
+        pushed each key equally often. Collective in a synchronous store."""
+        store, step, alone = self._store, self._step + self._most, self._store.layout.asynchronous
+        if self._next == math.inf or step == self._saved or (alone and store.layout.rank):
+            return
+        if alone or (alike and self._are_equal()):
+            if store.saving is not None:
+                store.saving.finish()
+            self.save()
+        elif store.layout.rank == 0 and not alike:
+            warn(f"the store is not saved after step {step}: workers close it after unequal numbers of pushes")
+
+    def _are_equal(self) -> bool:
+        """Whether all keys that have been pushed were pushed equally often."""
+        pushed = {name: count for name in self._store.keys if (count := self._counts.get(name, 0))}
+        few = min(pushed, key=pushed.__getitem__, default=None)
+        if few is None or pushed[few] == self._most:
+            return True
+        if not self._warned and self._store.layout.rank == 0:
+            self._warned = True
+            warn(
+                f"the store is not saved: key {few!r} was pushed {pushed[few]} times, others {self._most} times; push "
+                "every key once a step, or save by kv.save"
+            )
+        return False
+
+
+class RegularSaving:
+    """A save that, once it is over, removes older ones from its folder ("": nothing)."""
+
+    def __init__(self, saving: Saving, folder: str) -> None:
+        self._saving, self._folder = saving, folder
+
+    def go_on(self) -> bool:
+        """See `Saving`."""
+        if over := self._saving.go_on():
+            self._prune()
+        return over
+
+    def finish(self) -> None:
+        """See `Saving`."""
+        self._saving.finish()
+        self._prune()
+
+    def _prune(self) -> None:
+        if self._folder:
+            files.prune(self._folder)
+            self._folder = ""

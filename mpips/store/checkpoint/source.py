@@ -1,0 +1,174 @@
+"""What a checkpoint needs of a store: its keys, a frozen copy of them, and a way to run what takes a while."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+from numpy.typing import NDArray
+
+import collectives
+from mpips.compression.base import Compressor
+from mpips.optimizers.groups import Groups
+from mpips.store.keys.arrays import packed, runs, unpack
+from mpips.store.keys.key import Key, Name, label
+from mpips.store.roles import Layout
+from mpips.store.runtime.rendezvous import Items
+from mpips.store.runtime.tasks import Task
+from mpips.store.worker.backend import Backend, Frozen, Snapshot, States, Stored
+
+__all__ = [
+    "Backend", "Frozen", "Handle", "Saves", "Snapshot", "States", "Store", "Stored", "Written", "from_worker",
+    "senders", "served",
+]  # fmt: skip
+
+T = TypeVar("T")
+Array = NDArray[Any]
+
+
+class Handle(Protocol):
+    """An operation of the engine."""
+
+    done: bool
+    error: BaseException | None
+
+    def test(self) -> bool:
+        """Whether it is over; raises what made it fail."""
+        ...
+
+    def wait(self) -> Any:
+        """Block until it is over; what it returned."""
+        ...
+
+
+class GenerationView(Protocol):
+    """The store's generation: which it is, and whether it has ended."""
+
+    number: int
+
+    @property
+    def over(self) -> BaseException | None:
+        """What has ended it."""
+        ...
+
+
+class Written(Protocol):
+    """A checkpoint that is written beside the training."""
+
+    def go_on(self) -> bool:
+        """Begin the next piece, if it is time; whether all is over. Does not block."""
+        ...
+
+    def finish(self) -> None:
+        """Wait until it is over."""
+        ...
+
+
+class Saves(Protocol):
+    """When a store saves itself (`regular`)."""
+
+    pushing: Any
+    """The key, or list of keys, of the push that is being made; (): none."""
+
+    def is_due(self, key: Any) -> bool:
+        """Whether a push of this key, or list of keys, begins a step before which the store has to be saved."""
+        ...
+
+    def count(self, key: Any) -> None:
+        """Such a push has been made."""
+        ...
+
+    def save(self) -> Written | None:
+        """Begin to save what is stored, beside the training; None where nothing was begun."""
+        ...
+
+    def save_last(self, alike: bool) -> None:
+        """Begin to save what is stored at the end, unless it has been. `alike`: all workers have pushed as often."""
+        ...
+
+    def set_rounds(self, rounds: Mapping[Name, int]) -> None:
+        """The store stands at these rounds, after `recover`."""
+        ...
+
+    def leave(self) -> tuple[str, int]:
+        """Save no more, as the caller will: to which folder, and after how many rounds each."""
+        ...
+
+
+class Store(Protocol):
+    """What `save`, `load` and `recut` see of a `KVStore`."""
+
+    layout: Layout
+    backend: Backend
+    keys: dict[Name, Key]
+    groups: Groups
+    """The optimizers."""
+    compressor: Compressor | None
+    saving: Written | None
+    """The last one that was begun in the background."""
+
+    @property
+    def generation(self) -> GenerationView: ...
+
+    def agree(
+        self, what: str, items: Items = (), refusal: BaseException | None = None, noun: str = "key", data: bytes = b""
+    ) -> list[bytes]:
+        """All workers ask for the same, and learn everybody's data, or all raise the same ValueError or TypeError."""
+        ...
+
+    def settled(
+        self, what: str, items: Items = (), refusal: BaseException | None = None, noun: str = "key", data: bytes = b""
+    ) -> list[bytes]:
+        """`agree`; then nothing that was pushed before is under way. ValueError on all where workers have not pushed
+        equally often."""
+        ...
+
+    def finish(self) -> None:
+        """Wait for all operations that were started before."""
+        ...
+
+    def settle(self) -> None:
+        """`finish`, and wait until the servers have what this worker has pushed."""
+        ...
+
+    def run(self, what: str, task: Task[T], names: Sequence[Name] = ()) -> T:
+        """Run a task, blocking; what it raises ends the generation."""
+        ...
+
+    def start(self, what: str, task: Task[Any]) -> Handle:
+        """Run a task beside the training. Only the end of the store waits for it."""
+        ...
+
+    def known(self, names: Any, what: str) -> list[Key]:
+        """The keys of these names, one or a list; ValueError or TypeError where there is none."""
+        ...
+
+    def add(self, keys: Iterable[Key]) -> None:
+        """Keys that have been made."""
+        ...
+
+    def drop(self, keys: Sequence[Key], what: str) -> None:
+        """Give up keys; collective, after all have agreed on it."""
+        ...
+
+
+def served(layout: Layout) -> bool:
+    """Whether servers keep the values."""
+    return layout.num_servers > 0
+
+
+def senders(layout: Layout) -> list[range]:
+    """The workers that compress as one, by ranks: clients where servers sum over clients, else each worker alone."""
+    if served(layout) and layout.kind.startswith("mpi_"):
+        return [range(*client) for client in layout.clients]
+    return [range(worker, worker + 1) for worker in range(layout.num_workers)]
+
+
+def from_worker(layout: Layout, root: int, names: Sequence[Name], arrays: Sequence[Array], what: str = "load") -> None:
+    """Copy the root's arrays, of keys of these names, to all workers. Collective over them, blocking."""
+    if layout.num_workers > 1:
+        text = label(what, names)
+        for run in runs(array.nbytes for array in arrays):
+            vector = packed(arrays[run])
+            collectives.broadcast(vector, layout.workers, root=root, label=text)
+            unpack(vector, arrays[run])

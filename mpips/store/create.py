@@ -1,0 +1,319 @@
+"""`create`: makes workers and servers of processes, and opens a second store on servers that are there already."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from mpi4py import MPI
+
+from collectives.errors import of_caller
+from collectives.network.failures import Making, able, deaths
+from mpips.chaos import injector
+from mpips.ending.status import say_role
+from mpips.store import api as stores
+from mpips.store import options as option_table
+from mpips.store import roles as layouts
+from mpips.store import world
+from mpips.store.api import KVStore
+from mpips.store.checkpoint import resuming
+from mpips.store.checkpoint.regular import Regular
+from mpips.store.cores import Seat
+from mpips.store.options import OptionError, Options
+from mpips.store.recovery import spare
+from mpips.store.recovery.spare import StandBy
+from mpips.store.remote.served import Served
+from mpips.store.replicated.serverless import Serverless
+from mpips.store.roles import Layout
+from mpips.store.runtime.errors import StoreError
+from mpips.store.runtime.generation import Generation
+from mpips.store.server.loop import Server, serve
+from mpips.store.transport.frames import OpenStore
+from mpips.store.worker.backend import Backend, Recovered
+from mpips.store.worker.settings import Settings
+
+
+@dataclass
+class _Open:
+    """A store with servers that this worker has open. `comm`: what it was made on."""
+
+    comm: MPI.Intracomm
+    layout: Layout
+    store: KVStore
+    served: Served
+
+
+_open: list[_Open] = []
+_folders: set[str] = set()
+"""Where stores of this process save themselves, or have."""
+_seats: list[Seat] = []
+"""That of this process, while it has a store with servers."""
+_surviving: list[int] = []
+"""With how many spares this process has made its one store that survives deaths."""
+
+
+@injector.watched
+def create(kind: str, comm: MPI.Intracomm | None = None, **options: Any) -> KVStore:
+    """Make a store of a job. Collective over `comm` (COMM_WORLD; `local`: this process alone); blocking.
+
+    Options by name or `MPIPS_*` variable, see `mpips.store.options`. On a worker it returns the store. A server serves
+    inside
+    its first call, this store and all that the workers make on the same `comm` later, and leaves by SystemExit(0) when
+    all workers have closed them or ended. Raises TypeError where `kind` is no string and OptionError, the same on every
+    rank, where options are bad or differ.
+    """
+    word, chosen, refusal = _asked(kind, options)
+    if word == "local":
+        if chosen is None or refusal:
+            raise OptionError(refusal)
+        return _serverless(layouts.create(MPI.COMM_SELF, word, Options(stall_seconds=chosen.stall_seconds)))
+    if _surviving:
+        raise of_caller(RuntimeError(f"create: a job with spares={_surviving[0]} has one store, which was made before"))
+    if comm is None:
+        comm = MPI.COMM_WORLD
+        if cause := world.lost(os.environ, MPI.Get_library_version(), comm.Get_size()):
+            raise of_caller(RuntimeError(cause))
+    before = _serving(comm)
+    if before is not None:
+        if chosen is not None and not refusal:
+            refusal = _unfit(chosen, before.layout)
+        asked = layouts.record(chosen or Options())
+        before.store.settings.run("create", before.served.open_store(OpenStore(word, asked)))
+    with _all_alive(comm, chosen):
+        layout = layouts.create(comm, word, chosen, refusal or _unable(chosen))
+        if layout.survives:
+            _surviving.append(layout.spares)
+        if layout.is_worker:
+            return _served(comm, layout) if layout.num_servers else _serverless(layout)
+        made = _Spare(layout) if layout.is_spare else _server(layout)
+    if not isinstance(made, _Spare):
+        _serve(made, lambda asked: _one_more(comm, layout, asked))
+    return made.wait()
+
+
+def _asked(kind: str, options: dict[str, Any]) -> tuple[str, Options | None, str]:
+    """The kind, the options, and what is wrong with them: all ranks raise that once they have met."""
+    word, chosen = "", None
+    try:
+        word = option_table.kind_of(kind)
+        chosen = option_table.read(options)
+        option_table.check_kind(word, options)
+        option_table.check_saves(chosen)
+    except OptionError as error:
+        return word, chosen, str(error)
+    return word, chosen, ""
+
+
+def _serverless(layout: Layout) -> KVStore:
+    generation = Generation(layout)
+    with generation.failing(layouts.WHAT):
+        return stores.made(layout, Serverless(layout, generation), generation, generation.close, _saves(layout))
+
+
+def _served(comm: MPI.Intracomm, layout: Layout) -> KVStore:
+    generation = Generation(layout)
+    with generation.failing(layouts.WHAT):
+        served = Served(layout, generation, _seat(layout, generation).shared)
+        served.begin()
+        store = stores.made(layout, served, generation, _closer(layout, generation), _saves(layout))
+    _open.append(_Open(comm, layout, store, served))
+    return store
+
+
+def _saves(layout: Layout) -> Callable[[Settings], Regular] | None:
+    """How a store goes on from its folder, and saves itself there: the first of the job that names this folder, if it
+    is on all ranks of the job."""
+    folder = layout.options.checkpoint
+    if not folder or folder in _folders or layout.world.Get_size() < MPI.COMM_WORLD.Get_size():
+        resuming.tell_spares(layout, None)
+        return None
+    _folders.add(folder)
+
+    def begin(settings: Settings) -> Regular:
+        settings.base, settings.held = resuming.resume(settings)
+        settings.resumed = settings.base
+        resuming.tell_spares(layout, settings.base)
+        return Regular(settings, settings.base)
+
+    return begin
+
+
+def _saves_from(step: int) -> Callable[[Settings], Regular]:
+    """The same for a worker that joins a store which has gone on from this step."""
+
+    def begin(settings: Settings) -> Regular:
+        settings.base = step
+        return Regular(settings, step)
+
+    return begin
+
+
+def _closer(layout: Layout, generation: Generation) -> Callable[[], None]:
+    """What a worker's store does at its end: part from the others, and be nobody's way to servers any more."""
+
+    def close() -> None:
+        _open[:] = [other for other in _open if other.layout is not layout]
+        if not _open:
+            _rise()
+        generation.close()
+
+    return close
+
+
+def _unable(options: Options | None) -> str:
+    """Why a store of this job cannot survive a death, where it is asked to; "" where it can."""
+    if options is None or options.spares < 0:
+        return ""
+    if not able():
+        return (
+            f"spares={options.spares} needs an MPI in which a death ends no job: Open MPI with ULFM, as `mpips run "
+            "--spares` or `mpirun --with-ft ulfm` starts it; `mpips run --restarts` serves under any MPI"
+        )
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        return f"spares={options.spares} needs MPI_THREAD_MULTIPLE, which this MPI does not give"
+    return ""
+
+
+@contextmanager
+def _all_alive(comm: MPI.Intracomm, options: Options | None) -> Iterator[None]:
+    """Ranks make a store within. One that dies meanwhile ends that, on all, also where others live on after a death."""
+    if options is None or options.spares < 0 or _unable(options):
+        yield
+        return
+    try:
+        with Making(comm):
+            yield
+    except MPI.Exception as error:
+        dead = deaths(comm)
+        if not dead:
+            raise
+        why = f"rank {dead[0]} has died before the store was there, and nobody has its place: start the job again"
+        raise StoreError(f"create: {why}") from error
+
+
+class _Spare:
+    """This rank while it is a spare. Making it is collective over all ranks of the store, blocking."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout, self._generation = layout, Generation(layout)
+        self._seat: Seat | None = None
+        self._stands_by: StandBy | None = None
+        if layout.num_servers:
+            with self._generation.failing(layouts.WHAT):
+                self._seat, self._stands_by = _seat(layout, self._generation), StandBy(layout, self._generation)
+        with self._generation.failing(layouts.WHAT):
+            step = resuming.hear(layout, self._generation)
+        self._saves = None if step is None else _saves_from(step)
+
+    def wait(self) -> KVStore:
+        """What a worker's `create` returns, once this rank has taken a worker's place; blocking. Where the store ends
+        before, or when it has ended after this rank took a server's, it leaves by SystemExit(0)."""
+        layout, generation = self._layout, self._generation
+        with generation.failing("the wait of a spare"):
+            became = spare.wait(generation, self._rebuild, self._committed)
+        if became is None:
+            _rise()
+            generation.close()
+            raise SystemExit(0)
+        if isinstance(became, Server):
+            say_role("server")
+            became.committed()
+            _serve(became)
+        backend, recovered = became
+        role = "worker" if len(layout.clients) == 1 else f"worker of client {layout.client_number}"
+        say_role(role, recovered.rounds.step)
+        backend.committed()
+        return stores.made(layout, backend, generation, _closer(layout, generation), self._saves, recovered)
+
+    def _rebuild(self) -> list[Server | tuple[Backend, Recovered]]:
+        """What this rank has become while all begin the next generation, or nothing. Collective, blocking."""
+        layout, generation, seat, stands_by = self._layout, self._generation, self._seat, self._stands_by
+        if layout.is_spare:
+            if stands_by is not None:
+                stands_by.rebuild()
+            return []
+        if seat is None or stands_by is None:
+            backend: Backend = Serverless(layout, generation)
+        elif layout.is_worker:
+            backend = Served(layout, generation, seat.shared, stands_by.held())
+        else:
+            server = Server(layout, seat, generation, stands_by.held())
+            server.rebuild()
+            return [server]
+        return [(backend, backend.recover(()))]
+
+    def _committed(self) -> None:
+        if self._stands_by is not None:
+            self._stands_by.committed()
+
+
+def _serve(server: Server, opened: Callable[[OpenStore], Server | None] | None = None) -> NoReturn:
+    """Serve until all workers have left; see `serve`."""
+    serve([server], opened)
+    _rise()
+    raise SystemExit(0)
+
+
+def _server(layout: Layout) -> Server:
+    generation = Generation(layout)
+    with generation.failing(layouts.WHAT):
+        server = Server(layout, _seat(layout, generation), generation)
+        server.begin()
+        return server
+
+
+def _one_more(comm: MPI.Intracomm, first: Layout, asked: OpenStore) -> Server | None:
+    """On a server: join in making one more store, for which all workers have asked; None where it is refused."""
+    refusal, chosen = "", None
+    try:
+        chosen = option_table.read(asked.options, {})
+        refusal = _unfit(chosen, first)
+    except OptionError as error:
+        refusal = str(error)
+    try:
+        layout = layouts.create(comm, asked.kind, chosen, refusal)
+    except OptionError:  # all workers raise it
+        return None
+    return _server(layout)
+
+
+def _serving(comm: MPI.Intracomm) -> _Open | None:
+    """The open store whose servers `comm` has, too: they serve, and have to be asked to come. RuntimeError where they
+    do not know `comm`."""
+    for other in _open:
+        if MPI.Comm.Compare(comm, other.comm) == MPI.IDENT:
+            return other
+    here = comm.Get_group()
+    for other in _open:
+        servers = list(range(other.layout.num_workers, other.layout.world.Get_size()))
+        there = other.layout.world.Get_group()
+        if any(rank != MPI.UNDEFINED for rank in there.Translate_ranks(servers, here)):
+            busy = "this communicator has servers of an open store, which serve"
+            raise of_caller(RuntimeError(f"{busy}: make the next store on the communicator that the first was made on"))
+    return None
+
+
+def _unfit(options: Options, first: Layout) -> str:
+    """Why servers of a first store cannot serve another one with these options; "" where they can."""
+    if options.servers == first.num_servers:
+        return ""
+    return (
+        f"servers={options.servers}, but this communicator has a store with servers={first.num_servers} open: ask for "
+        "as many, or make a store without servers on kv.layout.workers"
+    )
+
+
+def _seat(layout: Layout, generation: Generation) -> Seat:
+    """The seat of this process; taken with its first store. Collective over the layout's ranks, blocking."""
+    if not _seats:
+        _seats.append(Seat(layout, generation))
+    return _seats[0]
+
+
+def _rise() -> None:
+    """This process has no store with servers any more."""
+    while _seats:
+        _seats.pop().leave()

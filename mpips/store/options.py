@@ -1,0 +1,258 @@
+"""The options of a job: one frozen record, read once, from the arguments of `mpips.create` and the environment.
+
+Every field may be given as an argument (`create(kind, servers=2)`) or as a variable (`MPIPS_SERVERS=2`); an
+argument wins. `FIELDS` is the one table that documentation and `mpips run` are made from.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+from collectives.errors import of_caller
+
+PREFIX = "MPIPS_"
+
+# Kinds in the words of MXNet and, after the colon, the names that the paper (section 4.2.1) gives them.
+KINDS = ("local", "dist_sync", "dist_async", "mpi_sync", "mpi_async")
+ALIASES = {"synchronous-mpi": "mpi_sync", "asynchronous-mpi": "mpi_async"}
+
+
+class OptionError(ValueError):
+    """An option that makes no sense, or options that contradict each other or the size of the job."""
+
+    of_caller = True  # see `collectives.errors`
+
+
+class Field(NamedTuple):
+    """One option: its name, default, the least value it may take (numbers), its choices (words), what it is."""
+
+    name: str
+    default: int | float | str | bool
+    least: float | None
+    choices: tuple[str, ...]
+    text: str
+
+
+LEAST, MOST = -(2**63), 2**63 - 1
+"""Of a whole number: what messages between ranks and files hold, and the bytes that a processor can address."""
+
+FIELDS = (
+    Field("servers", 0, 0, (), "server processes: the last ranks of the job; 0 is pure MPI"),
+    Field("clients", 1, 1, (), "MPI clients into which the workers of an mpi_* store are split evenly"),
+    Field("workers", 0, 0, (), "workers that the launcher promised; 0: every rank that is not a server"),
+    Field("mirrors", 0, 0, (), "1: every shard is also kept on a server of another node, which may be lost whole"),
+    Field("masters", "one", None, ("one", "all"), "who of a client talks to the servers: its rank 0, or every worker"),
+    Field("staleness", -1, -1, (), "most steps that a worker of an asynchronous store may run ahead; -1: any number"),
+    Field("big_array", 250_000, 1, (), "elements from which an array is split over all servers"),
+    Field("block_bytes", 2_097_152, 4096, (), "most bytes that a server sums at a time, and workers read behind it"),
+    Field("small_bytes", 32_768, 0, (), "arrays up to this many bytes are always copied, so that a push never waits"),
+    Field("chunk_bytes", 131_072, 4096, (), "bytes of one message between nodes; a larger array is sent as a pipeline"),
+    Field("chunks_in_flight", 8, 1, (), "messages of one array under way at a time between two ranks"),
+    Field("shared_memory", True, None, (), "exchange payloads in shared memory where processes share a node"),
+    Field("spares", -1, -1, (), "the last ranks, which wait to take dead ranks' places; -1: a death ends the store"),
+    Field("stall_seconds", 60.0, 0.001, (), "a wait longer than this warns, naming key or sum and the ranks not there"),
+    Field("timeout_seconds", 300.0, 0, (), "a wait longer than this ends the generation with StallError; 0: never"),
+    Field("checkpoint", "", None, (), "a folder: the job's first store saves itself there, and goes on from it"),
+    Field("every", 0, 0, (), "with checkpoint: rounds of every key from one of these saves to the next"),
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a job was asked to be. Equal on every rank (compared in `layout`); see `FIELDS` for the meaning."""
+
+    servers: int = 0
+    clients: int = 1
+    workers: int = 0
+    mirrors: int = 0
+    masters: str = "one"
+    staleness: int = -1
+    big_array: int = 250_000
+    block_bytes: int = 2_097_152
+    small_bytes: int = 32_768
+    chunk_bytes: int = 131_072
+    chunks_in_flight: int = 8
+    shared_memory: bool = True
+    spares: int = -1
+    stall_seconds: float = 60.0
+    timeout_seconds: float = 300.0
+    checkpoint: str = ""
+    every: int = 0
+
+    def __post_init__(self) -> None:
+        for field in FIELDS:
+            object.__setattr__(self, field.name, _checked(field, getattr(self, field.name), field.name))
+        if self.workers and self.clients > self.workers:
+            raise OptionError(
+                f"clients={self.clients} is more than workers={self.workers}: ask for fewer, a client needs a worker"
+            )
+        if self.mirrors > 1:
+            raise OptionError(f"mirrors={self.mirrors} is more than 1: one copy on another node is all that there is")
+
+    def environment(self) -> dict[str, str]:
+        """The variables that give another process these options: those that differ from their defaults."""
+        values = {f.name: getattr(self, f.name) for f in FIELDS if getattr(self, f.name) != f.default}
+        return {PREFIX + name.upper(): str(int(v) if isinstance(v, bool) else v) for name, v in values.items()}
+
+    def workers_of(self, world_size: int) -> int:
+        """Workers in a job of `world_size` ranks; raises OptionError where the ranks do not suffice."""
+        spares = max(self.spares, 0)
+        workers = world_size - self.servers - spares
+        also = f" and spares={spares}" if spares else ""
+        if workers < 1:
+            least = self.servers + spares + 1
+            raise OptionError(
+                f"servers={self.servers}{also} and at least one worker need {least} ranks, but the job has "
+                f"{world_size}: start more (mpirun -n {least}) or ask for fewer servers{' or spares' if spares else ''}"
+            )
+        if self.workers and workers != self.workers:
+            ranks = self.workers + self.servers + spares
+            started = f"--servers {self.servers} --workers {self.workers}{f' --spares {spares}' if spares else ''}"
+            raise OptionError(
+                f"workers={self.workers} and servers={self.servers}{also} need {ranks} ranks, but the job has "
+                f"{world_size}: start it by `mpips run {started}` or mpirun -n {ranks}, or ask for what there is "
+                "(`mpips doctor` tells why a launcher's ranks may each be a world of their own)"
+            )
+        return workers
+
+    def clients_of(self, kind: str, world_size: int) -> int:
+        """Clients of a store of this kind (dist_*: every worker is one); raises OptionError if they are too many, or
+        where the kind needs a server and there is none."""
+        workers = self.workers_of(world_size)
+        if kind.endswith("_async") and not self.servers:
+            raise OptionError(
+                f"a store of kind {kind} needs a server (servers=0), as without one nothing can be asynchronous: start "
+                f"the job with servers, as `mpips run --servers 1`, or ask for {kind.replace('_async', '_sync')}"
+            )
+        if not kind.startswith("mpi_"):
+            return workers
+        if self.clients > workers:
+            raise OptionError(
+                f"clients={self.clients} is more than the {workers} workers of the job: ask for fewer, a client needs "
+                "a worker"
+            )
+        return self.clients
+
+
+def _checked(field: Field, value: Any, name: str) -> Any:
+    """`value` as the type of the field; raises OptionError naming `name`, the value and what is allowed."""
+    kind = type(field.default)
+    try:
+        if kind is bool:
+            return _as_bool(value)
+        if kind is str:
+            value = str(value).strip().lower() if field.choices else os.fspath(value)
+        elif kind is int:
+            if isinstance(value, float) and not value.is_integer():
+                raise ValueError(value)
+            value = int(value)
+        else:
+            value = float(value)
+    except (TypeError, ValueError, OverflowError):
+        word = {int: "a whole number", float: "a number", bool: "0 or 1"}[kind]
+        raise OptionError(f"{name}={value!r} is not {word} ({field.text})") from None
+    if kind is float and not math.isfinite(value):
+        raise OptionError(f"{name}={value} must be finite ({field.text})")
+    if field.choices and value not in field.choices:
+        raise OptionError(f"{name}={value!r} is none of {', '.join(field.choices)} ({field.text})")
+    if field.least is not None and value < field.least:
+        raise OptionError(f"{name}={value} is less than {field.least} ({field.text})")
+    if kind is int and value > MOST:
+        raise OptionError(f"{name}={value} is more than {MOST} ({field.text})")
+    return value
+
+
+def check_saves(options: Options) -> None:
+    """OptionError where a store is to save itself, and it is not said where, or how often."""
+    if bool(options.checkpoint) != bool(options.every):
+        raise OptionError(
+            f"checkpoint={options.checkpoint!r} and every={options.every}: give both, a folder and the "
+            "number of rounds between two saves, or neither"
+        )
+
+
+def _as_bool(value: Any) -> bool:
+    words = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+    return words[word] if (word := str(value).strip().lower()) in words else _not_a_bool(value)
+
+
+def _not_a_bool(value: Any) -> bool:
+    raise ValueError(value)
+
+
+def read(arguments: Mapping[str, Any] | None = None, environment: Mapping[str, str] | None = None) -> Options:
+    """Options from arguments, else from `MPIPS_*` variables, else defaults.
+
+    An unknown argument or variable raises OptionError and lists the known ones; None means "not given".
+    """
+    env = os.environ if environment is None else environment
+    known = {field.name: field for field in FIELDS}
+    values: dict[str, Any] = {}
+    for variable, text in env.items():
+        if not variable.startswith(PREFIX):
+            continue
+        name = variable[len(PREFIX) :].lower()
+        if name not in known:
+            raise OptionError(f"the variable {variable} is unknown{_perhaps(name, lambda word: PREFIX + word.upper())}")
+        values[name] = _checked(known[name], text, variable)
+    for name, value in (arguments or {}).items():
+        if name not in known:
+            raise OptionError(f"create() has no option {name!r}{_perhaps(name, str)}")
+        if value is not None:
+            values[name] = _checked(known[name], value, name)
+    return Options(**values)
+
+
+def _perhaps(name: str, shown: Callable[[str], str]) -> str:
+    """What to say of a name that no option has."""
+    known = [field.name for field in FIELDS]
+    near = difflib.get_close_matches(name, known, 1)
+    return f"{f': did you mean {shown(near[0])}?' if near else ';'} known: {', '.join(map(shown, known))}"
+
+
+def check_kind(kind: str, arguments: Mapping[str, Any]) -> None:
+    """OptionError where arguments ask for what a store of this kind has not: other processes of a `local` one,
+    staleness of one that is not asynchronous. Variables are those of the job, whose stores may be of other kinds."""
+    chosen = read(arguments, {})
+    if chosen.staleness >= 0 and not kind.endswith("_async"):
+        others = " or ".join(name for name in KINDS if name.endswith("_async"))
+        raise OptionError(
+            f"staleness={chosen.staleness} in a store of kind {kind}, in which no worker runs ahead: ask for {others}, "
+            "or leave staleness out"
+        )
+    for name, most in (("servers", 0), ("workers", 1), ("clients", 1), ("mirrors", 0)):
+        value = getattr(chosen, name)
+        if kind == "local" and value > most:
+            others = ", ".join(KINDS[1:])
+            raise OptionError(f"{name}={value} in a store of kind local, which is one process alone: ask for {others}")
+
+
+def uneven(workers: int, clients: int) -> str:
+    """What to say once of clients that differ in their numbers of workers."""
+    return f"mpips: {workers} workers do not split evenly over {clients} clients; some have one more"
+
+
+def kind_of(name: object) -> str:
+    """The store kind that `name` means, in any case; TypeError unless str, OptionError listing the known kinds."""
+    if not isinstance(name, str):
+        known = ", ".join(KINDS)
+        raise of_caller(TypeError(f"the kind of a store is a string, one of {known}; got {type(name).__name__}"))
+    word = name.strip().lower()
+    word = ALIASES.get(word, word)
+    if word not in KINDS:
+        raise OptionError(f"unknown kind of store {name!r}; known: {', '.join(KINDS)} (and {', '.join(ALIASES)})")
+    return word
+
+
+def table() -> str:
+    """All options as a Markdown table; the reference holds it and a test compares them."""
+    rows = [f"| `{f.name}` | `{PREFIX}{f.name.upper()}` | `{f.default}` | {f.text} |" for f in FIELDS]
+    return "\n".join(["| argument | variable | default | meaning |", "|---|---|---|---|", *rows])
+
+
+assert [f.name for f in FIELDS] == [f.name for f in fields(Options)], "FIELDS and Options name the same options"

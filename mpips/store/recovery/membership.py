@@ -1,0 +1,108 @@
+"""Who takes which place when ranks have died, or workers are to be more. Pure.
+
+Ranks of a store are workers, then servers, then spares. A dead server's place is taken by a spare, if there is one,
+then a dead worker's; but first, where no server is left or no worker, one of these. A place that nobody takes vanishes:
+clients keep the members that are left, and clients without any vanish, too. Where the store grows, the spares that are
+left become workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from itertools import accumulate, chain, pairwise
+from typing import NamedTuple
+
+NEW = -1
+"""The place of a worker by which the store has grown."""
+
+
+class Before(NamedTuple):
+    """What the ranks of a generation were in the one before."""
+
+    origin: tuple[int, ...]
+    """Of each rank the one that it had."""
+    lost: tuple[int, ...]
+    """The ranks that have died since, as they were numbered."""
+    num_workers: int
+    num_servers: int
+    nodes: tuple[int, ...]
+    """The node of every rank, by the lowest rank on it."""
+    clients: tuple[tuple[int, int], ...]
+    """The workers of each client."""
+    places: tuple[int, ...]
+    """Of each worker now the one whose place it has: itself, or a dead one; NEW where the store has grown by it."""
+
+    def in_whose_place(self, worker: int, kind: str) -> range:
+        """The workers one of whose pushes were those that a worker of now goes on with: its own, in stores where each
+        pushes alone, else those of its client. None where the store has grown by it."""
+        place = self.places[worker]
+        if place == NEW:
+            return range(0)
+        if kind.startswith("dist_"):
+            return range(place, place + 1)
+        return next(range(*client) for client in self.clients if place in range(*client))
+
+
+class Roles(NamedTuple):
+    """How many there are of each, and the workers of each client."""
+
+    num_workers: int
+    num_servers: int
+    spares: int
+    clients: tuple[tuple[int, int], ...]
+
+    @property
+    def size(self) -> int:
+        """Ranks in all."""
+        return self.num_workers + self.num_servers + self.spares
+
+
+class Succession(NamedTuple):
+    """Who goes on: of each new rank the old one, and what they are now."""
+
+    origin: tuple[int, ...]
+    roles: Roles
+    places: tuple[int, ...]
+    """See `Before.places`."""
+
+
+def succession(
+    old: Roles, lost: Collection[int], nodes: Sequence[int], grow: bool = False, alone: bool = False
+) -> Succession:
+    """Who takes which place after the ranks of `lost` have died. `nodes`: of every old rank. A spare of the node is
+    preferred. Whether the store can go on so says `refusal`.
+
+    `grow`: each spare that is left becomes a worker, the last one of the smallest client (of several, of the last);
+    where every worker is `alone` in its client, a client of its own.
+    """
+    spares = [rank for rank in range(old.num_workers + old.num_servers, old.size) if rank not in lost]
+    holders = {place: place for place in range(old.num_workers + old.num_servers) if place not in lost}
+    workers, servers = range(old.num_workers), range(old.num_workers, old.num_workers + old.num_servers)
+    needed = [places[0] for places in (servers, workers) if places and not holders.keys() & set(places)]
+    for place in (*needed, *servers, *workers):
+        if place not in holders and spares:
+            holders[place] = min(spares, key=lambda spare: (nodes[spare] != nodes[place], spare))
+            spares.remove(holders[place])
+    clients = [[(place, holders[place]) for place in range(*client) if place in holders] for client in old.clients]
+    clients = [members for members in clients if members]
+    while grow and spares:
+        if alone:
+            clients.append([])
+        min(reversed(clients), key=len).append((NEW, spares.pop(0)))
+    left = [holders[place] for place in servers if place in holders]
+    intervals = tuple(pairwise(accumulate(map(len, clients), initial=0)))
+    places, workers_now = zip(*chain(*clients)) if clients else ((), ())
+    roles = Roles(len(workers_now), len(left), len(spares), intervals)
+    return Succession((*workers_now, *left, *spares), roles, places)
+
+
+def refusal(old: Roles, new: Succession) -> str:
+    """Why the store cannot go on with those who are left; "" where it can."""
+    roles = new.roles
+    if not roles.num_workers:
+        return f"all {old.num_workers} workers have died, and no spare is left"
+    if old.num_servers and not roles.num_servers:
+        return f"all {old.num_servers} servers have died, and no spare is left"
+    if not old.num_servers and all(rank >= old.num_workers for rank in new.origin[: roles.num_workers]):
+        return f"all {old.num_workers} workers have died, which alone held the values: load a checkpoint"
+    return ""

@@ -1,0 +1,111 @@
+"""What a server keeps of other servers' units: the last two complete versions of each. Pure.
+
+The older version's memory is that of the next one. So what is cut off while it comes leaves a whole version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpips.store.recovery.inventory import Holding, Shelf, copies_of, dtype_names
+from mpips.store.recovery.membership import Before
+from mpips.store.recovery.mirrors.letters import Place, Sent
+from mpips.store.transport.frames import dtype_of
+
+Array = NDArray[Any]
+VERSIONS = 2
+
+
+class Version(NamedTuple):
+    """Values and state of a unit at one round; `step`: the optimizer's, None where there is no state yet. `pushes`: see
+    `Holding`."""
+
+    round: int
+    step: int | None
+    arrays: list[Array]
+    pushes: list[tuple[int, int]]
+
+
+class Copy:
+    """What there is of one unit."""
+
+    def __init__(self) -> None:
+        self.versions: list[Version] = []
+        """The newest first."""
+        self.torn = False
+        self.generation = -1
+        """The last one in which a version has come."""
+        self._spare: list[Array] = []
+
+    def room(self, sent: Sent) -> list[Array]:
+        """Memory for a version that is about to come."""
+        old, self._spare = self.versions.pop().arrays if len(self.versions) == VERSIONS else self._spare, []
+        size = sent.place[2] - sent.place[1]
+        fits = [array.dtype.name for array in old] == sent.dtypes
+        return old if fits else [np.empty(size, dtype_of(name)) for name in sent.dtypes]
+
+    def came(self, sent: Sent, arrays: list[Array], generation: int) -> None:
+        """It is there."""
+        old = self.versions[:1]
+        if old and not (sent.continues and old[0].round == sent.round - 1):
+            self._spare = old.pop().arrays
+        self.versions = [Version(sent.round, sent.step, arrays, sent.pushes), *old]
+        self.torn, self.generation = sent.torn, generation
+
+    def holding(self, place: Place) -> Holding:
+        """What this is for those who begin the next generation."""
+        key, start, stop = place
+        states = max((dtype_names(version.arrays[1:]) for version in self.versions), key=len)
+        standings = [(one.round, one.step) for one in self.versions]
+        return Holding(key, start, stop, standings, self.torn, states, self.versions[0].pushes)
+
+
+class Copies:
+    """All that one server keeps for others, from generation to generation.
+
+    When a generation begins, the copies of the one before stay until all servers have sent their units anew: nothing
+    that they stand for is changed before.
+    """
+
+    def __init__(self) -> None:
+        self._copies: dict[Place, Copy] = {}
+
+    def of(self, place: Place) -> Copy:
+        """The copy of a unit."""
+        return self._copies.setdefault(place, Copy())
+
+    def forget(self, places: Iterable[Place]) -> None:
+        """Units that nobody will use again."""
+        for place in places:
+            self._copies.pop(place, None)
+
+    def begin(self, rounds: Mapping[int | str, int] | None) -> None:
+        """A generation begins in which keys stand at these rounds, where rounds count (not None): what is of another
+        one is not of its history."""
+        for place, copy in list(self._copies.items()):
+            if rounds is not None:
+                copy.versions = [one for one in copy.versions if one.round == rounds.get(place[0])]
+            if not copy.versions:
+                del self._copies[place]
+
+    def filled(self, generation: int) -> None:
+        """All servers have sent their units in this generation: what is older may go."""
+        self._copies = {place: copy for place, copy in self._copies.items() if copy.generation >= generation}
+
+    def shelves(self, before: Before | None, rank: int) -> list[Shelf]:
+        """What is whole here, on the rank that this server had, where a server has died."""
+        if before is None or not any(0 <= lost - before.num_workers < before.num_servers for lost in before.lost):
+            return []
+        units = [copy.holding(place) for place, copy in self._whole()]
+        return [Shelf(copies_of(rank), False, b"", units)] if units else []
+
+    def at(self, index: int, before: bool) -> list[Array]:
+        """Values and state of a unit on the shelf; `before`: as they were a round before."""
+        return self._whole()[index][1].versions[int(before)].arrays
+
+    def _whole(self) -> Sequence[tuple[Place, Copy]]:
+        return [(place, copy) for place, copy in self._copies.items() if copy.versions]

@@ -1,0 +1,184 @@
+"""What the members of a client do together: their pushes become one, and what is pulled once goes to all of them.
+
+With masters="one" rank 0 of the client pushes the members' sum and broadcasts what it pulls (the paper, section 4.2).
+With masters="all" the client reduce-scatters, every member pushes and pulls its own slices, and an allgather puts them
+together. Between nodes it does so in pieces, of which several are under way, so that the phases overlap on a network. A
+client that shares its node with all servers reads their memory instead, where the store is synchronous: nobody can
+overwrite it before everybody has read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from numpy.typing import NDArray
+
+from collectives.fabric import arena
+from mpips.store.keys.key import Key
+from mpips.store.keys.shard import Piece
+from mpips.store.remote.members import Call, Members, label
+from mpips.store.remote.pull import Pull
+from mpips.store.remote.push import Push
+from mpips.store.roles import Layout
+from mpips.store.runtime.tasks import Task, together
+from mpips.store.worker.bundle import Vectors, steps
+
+Array = NDArray[Any]
+
+
+class Client:
+    """One member of a client of several. `direct`: members read the servers' memory, each by itself."""
+
+    def __init__(self, layout: Layout, members: Members, push: Push, pull: Pull, direct: bool) -> None:
+        self._members, self._push, self._pull, self._direct = members, push, pull, direct
+        self._all = layout.options.masters == "all"
+        self._rank = members.rank
+        self._abreast = 1 if members.one_node else layout.options.chunks_in_flight
+        self._vectors = Vectors(members.one_node)
+
+    # ---- one key
+
+    def push(self, key: Key, flat: Array, priority: int) -> Task[None]:
+        """Contribute the members' sum of `flat` (1-D) to the key's next round."""
+        key.round += 1
+        call = self._members.call(label("push", [key]))
+        yield from call.run(self._some([self._push_piece(call, key, piece, flat, priority) for piece in key.pieces]))
+
+    def pull(self, key: Key, out: Array) -> Task[None]:
+        """Read the key into `out` (1-D)."""
+        if self._direct:
+            yield from self._pull.part(key, out, key.shards)
+            return
+        call = self._members.call(label("pull", [key]))
+        yield from call.run(self._some([self._pull_piece(call, key, piece, out) for piece in key.pieces]))
+
+    def pushpull(self, key: Key, flat: Array, out: Array, priority: int) -> Task[None]:
+        """Both. Where members do not read by themselves, each piece goes through both without waiting for others."""
+        if self._direct:
+            yield from self.push(key, flat, priority)
+            yield from self.pull(key, out)
+            return
+        key.round += 1
+        call = self._members.call(label("pushpull", [key]))
+        yield from call.run(self._some([self._through(call, key, piece, flat, out, priority) for piece in key.pieces]))
+
+    def _through(self, call: Call, key: Key, piece: Piece, flat: Array, out: Array, priority: int) -> Task[None]:
+        yield from self._push_piece(call, key, piece, flat, priority)
+        yield from self._pull_piece(call, key, piece, out)
+
+    def _push_piece(self, call: Call, key: Key, piece: Piece, flat: Array, priority: int) -> Task[None]:
+        """What this member owns of the members' sum of a piece goes to the servers, which read it in place."""
+        start, stop = piece.cuts[0], piece.cuts[-1]
+        flat = flat[start:stop]
+        if self._all:
+            start, stop = piece.cuts[self._rank], piece.cuts[self._rank + 1]
+        total = None
+        if self._all or self._rank == 0:
+            if piece.reduced is None:
+                piece.reduced = arena.empty(stop - start, key.dtype)
+            total = piece.reduced
+            yield from self._push.read(key.round - 1, piece.pushes)
+        if self._all:
+            assert total is not None
+            yield from call.reduce_scatter(piece, flat, total)
+        else:
+            yield from call.reduce(piece, flat, total)
+        if total is not None:
+            yield from call.agreed()
+            yield from self._push.part(key, key.round, total, priority, piece.pushes, start, wait=False, own=True)
+
+    def _pull_piece(self, call: Call, key: Key, piece: Piece, out: Array) -> Task[None]:
+        """This member reads what it owns of a piece; then all have the whole."""
+        if piece.pushes:
+            yield from self._pull.part(key, out, piece.pushes)
+        whole = out[piece.cuts[0] : piece.cuts[-1]]
+        yield from call.allgather(piece, whole) if self._all else call.broadcast(piece, whole)
+
+    def _some(self, tasks: list[Task[None]]) -> Task[None]:
+        """Run tasks from first to last, on several nodes a few of them at a time; each has tags of its own."""
+        return together(tasks, self._abreast)
+
+    # ---- lists
+
+    def push_list(self, keys: Sequence[Key], flats: Sequence[Array], priority: int) -> Task[None]:
+        """Push keys in this order, small ones of one dtype as one vector."""
+        for chosen in self._steps(keys):
+            if len(chosen) > 1:
+                yield from self._push_vector([keys[i] for i in chosen], [flats[i] for i in chosen], priority)
+                continue
+            key, flat = keys[chosen[0]], flats[chosen[0]]
+            left = self.push(key, flat, priority) if key.fast is None else key.fast.post(flat, priority)
+            if left is not None:
+                yield from left
+
+    def pull_list(self, keys: Sequence[Key], outs: Sequence[Array]) -> Task[None]:
+        """Pull keys in this order."""
+        if self._direct:
+            yield from together(self._read_directly(keys, outs))
+            return
+        for chosen in self._steps(keys):
+            if len(chosen) == 1:
+                yield from self.pull(keys[chosen[0]], outs[chosen[0]])
+            else:
+                yield from self._pull_vector([keys[i] for i in chosen], [outs[i] for i in chosen])
+
+    def _read_directly(self, keys: Sequence[Key], outs: Sequence[Array]) -> list[Task[None]]:
+        """Pull keys in turn, as far as it goes without waiting; what is left."""
+        left: list[Task[None]] = []
+        for key, out in zip(keys, outs, strict=True):
+            task = self.pull(key, out) if left or key.fast is None else key.fast.pull(out)
+            if task is not None:
+                left.append(task)
+        return left
+
+    def pushpull_list(
+        self, keys: Sequence[Key], flats: Sequence[Array], outs: Sequence[Array], priority: int
+    ) -> Task[None]:
+        """Push keys in this order; where members do not read by themselves, what goes alone is pulled at once."""
+        if self._direct:
+            yield from self.push_list(keys, flats, priority)
+            yield from self.pull_list(keys, outs)
+            return
+        chosen_together = []
+        for chosen in self._steps(keys):
+            if len(chosen) == 1:
+                yield from self.pushpull(keys[chosen[0]], flats[chosen[0]], outs[chosen[0]], priority)
+            else:
+                yield from self._push_vector([keys[i] for i in chosen], [flats[i] for i in chosen], priority)
+                chosen_together.append(chosen)
+        for chosen in chosen_together:
+            yield from self._pull_vector([keys[i] for i in chosen], [outs[i] for i in chosen])
+
+    def _steps(self, keys: Sequence[Key]) -> Sequence[Sequence[int]]:
+        """Places in the list of what goes together."""
+        if self._all:
+            return [[place] for place in range(len(keys))]
+        return steps(keys)
+
+    def _push_vector(self, keys: Sequence[Key], flats: Sequence[Array], priority: int) -> Task[None]:
+        """Push keys of one dtype, which the members sum as one vector."""
+        vector, total, parts = self._vectors.lay(flats)
+        for key in keys:
+            key.round += 1
+        call = self._members.call(label("push", keys))
+        master = self._rank == 0
+        yield from call.run(call.reduce(keys[0].pieces[0], vector, total if master else None))
+        if master:
+            for key in keys:
+                yield from self._push.read(key.round - 1, key.pushes)
+            pairs = zip(keys, parts, strict=True)
+            yield from together(
+                [self._push.part(key, key.round, part, priority, key.pushes, own=True) for key, part in pairs]
+            )
+
+    def _pull_vector(self, keys: Sequence[Key], outs: Sequence[Array]) -> Task[None]:
+        """Read keys of one dtype, which rank 0 broadcasts as one vector."""
+        vector, _, slices = self._vectors.room(outs)
+        call = self._members.call(label("pull", keys))
+        if self._rank == 0:
+            pairs = zip(keys, slices, strict=True)
+            yield from together([self._pull.part(key, vector[each], key.shards) for key, each in pairs])
+        yield from call.run(call.broadcast(keys[0].pieces[0], vector))
+        for out, each in zip(outs, slices, strict=True):
+            out[...] = vector[each]

@@ -1,0 +1,322 @@
+"""The fast route of plain arrays within a node: one straight function for a push, one for a pull, bound at `init`.
+
+For plain arrays of a key whose servers are all of this node, uncompressed, while nothing else is under way. It does
+what `push` and `pull` do in the general case, in a fraction of the time. Whatever has to be waited for longer than a
+moment is left to them: a call returns the task of what is left, or None.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+from numpy.typing import NDArray
+
+import collectives
+from collectives.fabric import arena
+from mpips.store.keys.key import Fast, Key
+from mpips.store.keys.shard import Shard
+from mpips.store.remote.link import Link
+from mpips.store.remote.members import label
+from mpips.store.remote.pull import Pull, snapshot
+from mpips.store.remote.push import Push
+from mpips.store.roles import Layout
+from mpips.store.runtime.tasks import Task
+from mpips.store.transport.lent import Lent
+from mpips.store.transport.line import Repeated
+
+Array = NDArray[Any]
+YIELDS = 500
+
+
+def came(words: Any, word: int, count: int) -> bool:
+    """Wait a moment for a word of the server; whether it came."""
+    for _ in range(YIELDS):
+        if words[word] >= count:
+            return True
+        os.sched_yield()
+    return False
+
+
+class General:
+    """The general way of a key, where its fast route does not do. `flag[0]`: the generation has ended."""
+
+    def __init__(self, flag: memoryview, link: Link, push: Push, pull: Pull) -> None:
+        self.flag, self.link, self.copy_in = flag, link, push.copy_in
+        self._push, self._pull = push, pull
+
+    def push(self, key: Key, array: Array, priority: int) -> Task[None]:
+        """Contribute to the key's next round; nothing is begun before the first step."""
+        return self.link.hearing(self._push.whole(key, array.reshape(-1), priority))
+
+    def pull(self, key: Key, out: Array) -> Task[None]:
+        """Read the key."""
+        return self.link.hearing(self._pull.part(key, out.reshape(-1), key.shards))
+
+    def read(self, key: Key) -> Task[None]:
+        """Wait until the servers have read what was pushed."""
+        return self.link.hearing(self._push.read(key.round, key.pushes))
+
+    def then_pull(self, key: Key, push: Task[None], out: Array) -> Task[None]:
+        """A push that takes longer, and the pull after it."""
+        yield from push
+        yield from self.pull(key, out)
+
+
+class OneBlock:
+    """A key that is one block on one server."""
+
+    lists = True
+    __slots__ = (
+        "_copy", "_flag", "_general", "_in_place", "_key", "_lent", "_line", "_mine", "_shard", "_stored", "_words",
+    )  # fmt: skip
+
+    def __init__(self, general: General, key: Key, small_bytes: int) -> None:
+        shard = key.shards[0]
+        assert shard.stored is not None
+        self._general, self._flag, self._key, self._shard = general, general.flag, key, shard
+        self._words, self._mine, self._line = shard.words, shard.mine, shard.line
+        self._lent = Lent([shard]) if key.nbytes > small_bytes else None
+        self._stored = shard.stored.reshape(key.shape)
+        self._in_place = False
+        self._copy: Array | None = None
+
+    def push(self, array: Array, priority: int) -> Task[None] | None:
+        """See `keys.key.Fast`."""
+        left = self.post(array, priority)
+        return self.read() if left is None else left
+
+    def post(self, array: Array, priority: int) -> Task[None] | None:
+        """See `keys.key.Fast`."""
+        key = self._key
+        if self._flag[0] or self._words[self._mine] != key.round:
+            return self._general.push(key, array, priority)
+        pushes = self._lent.of(array) if self._lent is not None else None
+        if pushes:
+            self._in_place = True
+            push = pushes[0]
+        else:
+            self._in_place = False
+            copy = self._copy
+            if copy is None:
+                copy = self._room()
+            copy[...] = array
+            push = self._shard.copy
+        key.round = round_ = key.round + 1
+        push.post(round_, priority)
+        return None
+
+    def read(self) -> Task[None] | None:
+        """See `keys.key.Fast`."""
+        if not self._in_place or came(self._words, self._mine, self._key.round):
+            return None
+        return self._general.read(self._key)
+
+    def pull(self, out: Array) -> Task[None] | None:
+        """See `keys.key.Fast`."""
+        key = self._key
+        if self._flag[0] or not came(self._words, 0, key.round) or self._line.waiting():
+            return self._general.pull(key, out)
+        out[...] = self._stored
+        return None
+
+    def pushpull(self, array: Array, out: Array, priority: int) -> Task[None] | None:
+        """See `keys.key.Fast`. Whoever can read the result knows that the server has read the array."""
+        left = self.post(array, priority)
+        return self.pull(out) if left is None else self._general.then_pull(self._key, left, out)
+
+    def _room(self) -> Array:
+        """The outbox, as an array of the key's shape."""
+        self._copy = self._general.link.outbox(self._key, self._shard).slots.reshape(self._key.shape)
+        return self._copy
+
+
+class AnyTime(OneBlock):
+    """The same in an asynchronous store, where no pull waits for another worker."""
+
+    __slots__ = ()
+
+    def post(self, array: Array, priority: int) -> Task[None] | None:
+        """See `keys.key.Fast`."""
+        came(self._words, self._mine, self._key.round)  # only the server may be behind
+        return super().post(array, priority)
+
+    def pull(self, out: Array) -> Task[None] | None:
+        """See `keys.key.Fast`."""
+        key = self._key
+        there = not self._flag[0] and came(self._words, self._mine, key.round) and not self._line.waiting()
+        if there and snapshot(self._words, self._stored, out):
+            return None
+        return self._general.pull(key, out)
+
+
+class Blocks:
+    """A key of several blocks, perhaps on several servers."""
+
+    lists = True
+    __slots__ = ("_flag", "_in_place", "_key", "_lent", "_mine", "_small", "_stored", "general")
+
+    def __init__(self, general: General, key: Key, small_bytes: int) -> None:
+        self.general, self._flag, self._key = general, general.flag, key
+        self._small = key.nbytes <= small_bytes
+        self._mine = [(shard.words, shard.mine) for shard in key.pushes]
+        self._stored = [_readable(shard) for shard in key.shards]
+        self._lent = Lent(key.shards)
+        self._in_place = False
+
+    def push(self, array: Array, priority: int) -> Task[None] | None:
+        """See `keys.key.Fast`."""
+        left = self.post(array, priority)
+        return self.read() if left is None else left
+
+    def post(self, array: Array, priority: int) -> Task[None] | None:
+        """See `keys.key.Fast`."""
+        key = self._key
+        round_ = key.round
+        if self._flag[0]:
+            return self.general.push(key, array, priority)
+        for words, mine in self._mine:
+            if words[mine] != round_:
+                return self.general.push(key, array, priority)
+        pushes = None if self._small else self._lent.of(array)
+        self._in_place = bool(pushes)
+        key.round = round_ = round_ + 1
+        if pushes:
+            for push in pushes:
+                push.post(round_, priority)
+        else:
+            flat = array.reshape(-1)
+            payloads = [(shard, flat[shard.start : shard.stop]) for shard in key.shards]
+            self.general.copy_in(key, round_, payloads, priority)
+        return None
+
+    def read(self) -> Task[None] | None:
+        """See `keys.key.Fast`."""
+        key = self._key
+        for words, mine in self._mine if self._in_place else ():
+            if words[mine] < key.round and not came(words, mine, key.round):
+                return self.general.read(key)
+        return None
+
+    def pull(self, out: Array) -> Task[None] | None:
+        """See `keys.key.Fast`."""
+        key = self._key
+        if self._flag[0]:
+            return self.general.pull(key, out)
+        flat, earlier = out.reshape(-1), key.round - 1
+        for words, stored, start, stop, blocks, size, line, enough in self._stored:
+            before, done = earlier * blocks, 0
+            while done < blocks:
+                needed = before + enough(done)
+                if words[0] < needed and not came(words, 0, needed):
+                    return self.general.pull(key, flat)
+                there = words[0] - before
+                if there == blocks and not done:
+                    flat[start:stop] = stored
+                else:
+                    first, last = done * size, there * size
+                    flat[start + first : min(start + last, stop)] = stored[first:last]
+                done = there
+            if line.waiting():
+                return self.general.pull(key, flat)
+        return None
+
+    def pushpull(self, array: Array, out: Array, priority: int) -> Task[None] | None:
+        """See `keys.key.Fast`."""
+        # Servers may still read later elements of `array` while earlier ones of the result are written.
+        apart = out is array or not np.may_share_memory(array, out)
+        left = self.post(array, priority) if apart else self.push(array, priority)
+        return self.pull(out) if left is None else self.general.then_pull(self._key, left, out)
+
+
+class InClient:
+    """A key whose sum over a client of one node its rank 0 pushes, and which all members read from the servers' memory.
+
+    All members go through one collective, whether they take this route or the general one, which is `push`.
+    """
+
+    lists = False
+    __slots__ = ("_comm", "_flag", "_key", "_label", "_mine", "_push", "_pushes", "_reading", "_total")
+
+    def __init__(
+        self, general: General, key: Key, comm: MPI.Intracomm, push: Callable[[Key, Array, int], Task[None]]
+    ) -> None:
+        self._flag, self._key, self._comm, self._push = general.flag, key, comm, push
+        self._reading = Blocks(general, key, 0)
+        self._mine = [(shard.words, shard.mine) for shard in key.pushes]
+        self._label = label("push", [key])
+        self._total: Array | None = None
+        """The client's sum, on rank 0, which the servers read in place."""
+        self._pushes: list[Repeated] = []
+
+    def push(self, array: Array, priority: int) -> Task[None] | None:
+        """See `keys.key.Fast`. What was pushed is in the sum when it is over."""
+        return self.post(array, priority)
+
+    def post(self, array: Array, priority: int) -> Task[None] | None:
+        """See `keys.key.Fast`."""
+        key = self._key
+        flat = array if array.ndim == 1 else array.reshape(-1)  # collectives know an array again
+        if self._flag[0]:
+            return self._push(key, flat, priority)
+        for words, mine in self._mine:
+            if not came(words, mine, key.round):
+                return self._push(key, flat, priority)
+        out = flat
+        if self._mine:
+            out = self._room() if self._total is None else self._total
+        elif not flat.flags.writeable:
+            out = np.empty_like(flat)
+        key.round += 1
+        collectives.reduce(flat, self._comm, out=out, label=self._label)
+        for push in self._pushes:
+            push.post(key.round, priority)
+        return None
+
+    def read(self) -> None:
+        """See `keys.key.Fast`."""
+
+    def pull(self, out: Array) -> Task[None] | None:
+        """See `keys.key.Fast`."""
+        return self._reading.pull(out)
+
+    def pushpull(self, array: Array, out: Array, priority: int) -> Task[None] | None:
+        """See `keys.key.Fast`."""
+        left = self.post(array, priority)
+        return self.pull(out) if left is None else self._reading.general.then_pull(self._key, left, out)
+
+    def _room(self) -> Array:
+        """Memory for the sum, and its pushes. The general way sums into the same."""
+        piece = self._key.pieces[0]
+        if piece.reduced is None:
+            piece.reduced = arena.empty(self._key.size, self._key.dtype)
+        self._total, self._pushes = piece.reduced, Lent(self._key.pushes).of(piece.reduced)
+        return piece.reduced
+
+
+def by_itself(general: General, key: Key, layout: Layout) -> Fast | None:
+    """The fast route of a worker that pushes and pulls by itself, where the key has one."""
+    if layout.options.staleness >= 0:
+        return None
+    if len(key.shards) > 1 or key.shards[0].blocks > 1:
+        return None if layout.asynchronous else Blocks(general, key, layout.options.small_bytes)
+    return (AnyTime if layout.asynchronous else OneBlock)(general, key, layout.options.small_bytes)
+
+
+def in_client(
+    general: General, key: Key, layout: Layout, slow: Callable[[Key, Array, int], Task[None]]
+) -> Fast | None:
+    """The fast route of a member of a client, where the key has one. `slow`: a push in the general way."""
+    if layout.options.masters != "one" or not key.size:
+        return None
+    assert layout.client is not None
+    return InClient(general, key, layout.client, slow)
+
+
+def _readable(shard: Shard) -> tuple[Any, ...]:
+    return (
+        shard.words, shard.stored, shard.start, shard.stop, shard.blocks, shard.block_elements, shard.line, shard.enough
+    )  # fmt: skip

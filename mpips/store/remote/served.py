@@ -1,0 +1,272 @@
+"""The operations of a store with servers, on a worker: `worker.backend.Backend` says what each does.
+
+dist_*: every worker pushes and pulls by itself. mpi_*: the members of a client push once (`client`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from mpi4py import MPI
+from numpy.typing import NDArray
+
+from mpips.compression import Compressor, Residuals
+from mpips.optimizers import Optimizer
+from mpips.store.keys.key import Fast, FastList, Key, Name
+from mpips.store.keys.row_sparse import RowSparse
+from mpips.store.recovery import rebuild
+from mpips.store.recovery.fill import Reached, sends
+from mpips.store.recovery.inventory import Inventory, KeyCard
+from mpips.store.recovery.memory.held import Held, Settled
+from mpips.store.recovery.rebuild import Placed
+from mpips.store.remote.alone import Alone
+from mpips.store.remote.client import Client
+from mpips.store.remote.cutting import Cutting
+from mpips.store.remote.fast import General, by_itself, in_client
+from mpips.store.remote.link import Link
+from mpips.store.remote.members import Members
+from mpips.store.remote.pull import Pull
+from mpips.store.remote.push import Push
+from mpips.store.remote.setup import Setup
+from mpips.store.remote.sparse import Sparse
+from mpips.store.remote.states import Changes, Settings, Stored
+from mpips.store.roles import Layout
+from mpips.store.runtime import rendezvous
+from mpips.store.runtime.generation import Generation
+from mpips.store.runtime.tasks import Task
+from mpips.store.transport import frames
+from mpips.store.transport.connect import connect
+from mpips.store.worker.backend import Recovered
+
+Array = NDArray[Any]
+
+
+class Kept(NamedTuple):
+    """What a worker has when a generation is over."""
+
+    keys: list[Key]
+    residuals: Residuals | None
+    changes: Changes
+    held: Held
+
+
+class Served:
+    """One worker of a store with servers; it may be used once it has begun, or recovered.
+
+    `cores_shared`: processes of the store share cores. `held`: what this rank kept while it was a spare. It holds what
+    it is made of: the link to the servers, this worker's pushes and pulls, those of its client, rows, the making of
+    keys, settings and states.
+    """
+
+    def __init__(self, layout: Layout, generation: Generation, cores_shared: bool, held: Held | None = None) -> None:
+        self.layout, self._generation, self._cores_shared = layout, generation, cores_shared
+        self.direct = False
+        self._link = Link(layout, [], generation)
+        self._push, self._pull = Push(layout, self._link), Pull(layout, self._link)
+        self._setup = Setup(layout, generation, self._link)
+        self._settings = Settings(layout, self._setup, self._push)
+        self._held = held or Held()
+        self._settled: Settled[Kept] = Settled()
+        generation.on_end.append(self._quiesce)
+
+    def begin(self) -> None:
+        """The store's first generation. Collective over workers and servers, blocking."""
+        lines, _, ledgers = connect(self.layout, self._generation)
+        self._link.renew(lines)
+        told = rendezvous.exchange(self._generation, b"%d" % self._link.all_local, "create")
+        self._serve([data == b"1" for data in told])
+        side_by_side = not (self._cores_shared or self.layout.asynchronous)
+        self._setup.cut_by(Cutting(self.layout, self.one_node, side_by_side))
+        self._held = Held(ledgers)
+
+    def _serve(self, near: Sequence[bool]) -> None:
+        """What a generation has of its own. `near`: whether each worker shares its node with all servers."""
+        layout, self._members = self.layout, None
+        names = range(*layout.clients[layout.client_number]) if layout.kind.startswith("mpi_") else [layout.rank]
+        self.one_node = all(near)
+        self._size = len(names)
+        self._reads = all(near[worker] for worker in names) and not layout.asynchronous
+        """Whether the members of this client read the servers' memory, each by itself."""
+        self.communicators: tuple[Hashable, ...] = (("communicator", "client"),) if self._size > 1 else ()
+        self._route: Alone | Client = Alone(self._push, self._pull, self.one_node, layout.asynchronous)
+        if self._size > 1:
+            assert layout.client is not None
+            home = self._generation.within(layout.client, names)
+            self._members = Members(home, layout.client, names[0], self.one_node)
+            self._route = Client(layout, self._members, self._push, self._pull, self._reads)
+        self._rows = Sparse(layout, self._members, self._route, self._push, self._pull, self._reads)
+        self.stored = Stored(layout, self._link, self._setup, self._push, self._size)
+        self._general = General(self._generation.flag, self._link, self._push, self._pull)
+
+    def _quiesce(self) -> None:
+        if self._members is not None:
+            self._members.stop()
+
+    @property
+    def quick_list(self) -> FastList | None:
+        """See `Backend`: keys of a list go one by one."""
+        return None
+
+    # ---- keys
+
+    def init(self, keys: Sequence[Key], values: Sequence[Array]) -> Task[None]:
+        """See `Backend`."""
+        yield from self._setup.init(keys, values)
+        for key in keys:
+            key.fast = self.bind(key)
+
+    def forget(self, keys: Sequence[Key]) -> Task[None]:
+        """See `Backend`."""
+        yield from self._setup.forget(keys)
+        self._settings.forget(key.name for key in keys)
+        if self._push.residuals is not None:
+            self._push.residuals.forget(shard.number for key in keys for shard in key.shards)
+
+    def put(self, keys: Sequence[Key], values: Sequence[Array]) -> Task[None]:
+        """See `Backend`."""
+        return self._setup.put(keys, values)
+
+    def bind(self, key: Key) -> Fast | None:
+        """The fast route of a key, where it has one."""
+        if self._push.residuals is not None or not self._settings.updates(key.name) or not self._link.all_local:
+            return None
+        if self._size > 1:
+            return in_client(self._general, key, self.layout, self.push) if self.one_node and self._reads else None
+        return by_itself(self._general, key, self.layout)
+
+    def _bind_all(self) -> None:
+        for key in self._setup.keys.values():
+            key.fast = self.bind(key)
+
+    # ---- pushes and pulls
+
+    def push(self, key: Key, flat: Array, priority: int) -> Task[None]:
+        """See `Backend`."""
+        return self._link.hearing(self._route.push(key, flat, priority))
+
+    def pull(self, key: Key, out: Array) -> Task[None]:
+        """See `Backend`."""
+        return self._link.hearing(self._route.pull(key, out))
+
+    def pushpull(self, key: Key, flat: Array, out: Array, priority: int) -> Task[None]:
+        """See `Backend`."""
+        return self._link.hearing(self._route.pushpull(key, flat, out, priority))
+
+    def push_rows(self, key: Key, rows: RowSparse, priority: int) -> Task[None]:
+        """See `Backend`."""
+        return self._link.hearing(self._rows.push(key, rows, priority))
+
+    def pull_rows(self, key: Key, out: Array, ids: Array) -> Task[None]:
+        """See `Backend`."""
+        return self._link.hearing(self._rows.pull(key, out, ids))
+
+    def push_list(self, keys: Sequence[Key], flats: Sequence[Array], priority: int) -> Task[None]:
+        """See `Backend`."""
+        return self._link.hearing(self._route.push_list(keys, flats, priority))
+
+    def pull_list(self, keys: Sequence[Key], outs: Sequence[Array]) -> Task[None]:
+        """See `Backend`."""
+        return self._link.hearing(self._route.pull_list(keys, outs))
+
+    def pushpull_list(
+        self, keys: Sequence[Key], flats: Sequence[Array], outs: Sequence[Array], priority: int
+    ) -> Task[None]:
+        """See `Backend`."""
+        return self._link.hearing(self._route.pushpull_list(keys, flats, outs, priority))
+
+    def settle(self, keys: Sequence[Key]) -> Task[None]:
+        """See `Backend`."""
+        return self._link.hearing(self._push.settle(keys))
+
+    def waits(self, keys: Sequence[Key]) -> None:
+        """See `Backend`."""
+        self._push.waits(keys)
+
+    def sums(self) -> tuple[int, str]:
+        """See `Backend`."""
+        return 0, ""
+
+    # ---- settings
+
+    def check_updated(self, keys: Sequence[Key], what: str) -> None:
+        """See `Backend`."""
+        self._settings.see_updated(keys, what)
+
+    def set_optimizer(self, optimizer: Optimizer, keys: Sequence[Name] | None) -> Task[None]:
+        """See `Backend`."""
+        yield from self._settings.set_optimizer(optimizer, keys)
+        self._bind_all()
+
+    def update_optimizer(self, numbers: Mapping[str, Any], keys: Sequence[Name] | None) -> Task[None]:
+        """See `Backend`."""
+        return self._settings.update_optimizer(numbers, keys)
+
+    def set_compression(self, options: dict[str, Any], compressor: Compressor) -> Task[None]:
+        """See `Backend`."""
+        yield from self._settings.set_compression(compressor)
+        self._bind_all()
+
+    # ---- generations and the end
+
+    def recover(self, known: Container[Name]) -> Recovered:
+        """See `Backend`."""
+        layout, number = self.layout, self._generation.number
+        keys = self._setup.standing(known)
+        old = self._settled.before(number, Kept(keys, self._push.residuals, self._settings.changes, self._held))
+        lines, _, ledgers = connect(layout, self._generation)
+        self._link.renew(lines)
+        mine = Inventory(old.held.shelves(layout, number), old.held.ranks)
+        mine.local, mine.shared_cores = self._link.all_local, self._cores_shared
+        if rebuild.former(layout) >= 0:
+            mine.keys, mine.changes = [KeyCard.of(key) for key in old.keys], old.changes
+        outlook = rebuild.outlook(layout, self._generation, mine, lines)
+        plan = outlook.plan
+        requests = sends(plan, layout, Reached([], -1, old.held, number))
+        placed = rebuild.place(layout, self._generation, Placed())
+        self._generation.wait(lambda: MPI.Request.Testall(requests), rebuild.WHAT)
+        self._serve([one.local for one in outlook.said[: layout.num_workers]])
+        self._setup.begin(plan.keys, plan.cutting, plan.cards, [one.where for one in placed])
+        groups, compressor, changes = outlook.after([one.refusal for one in placed])
+        self._settings.begin(Changes(*changes), groups)
+        self._push.residuals = _residuals(old, plan.keys, compressor, Changes(*changes), layout.rank)
+        self._bind_all()
+        self._held = Held(ledgers)
+        return Recovered(outlook.rounds(), plan.keys, groups, compressor)
+
+    def committed(self) -> None:
+        """See `Backend`."""
+        self._settled.begun()
+
+    def open_store(self, request: frames.OpenStore) -> Task[None]:
+        """Ask all servers to take part in the making of one more store. All workers ask, and then make it."""
+        for server in range(self.layout.num_servers):
+            yield from self._link.request(server, request)
+
+    def finish(self) -> None:
+        """See `Backend`."""
+        self._link.goodbye()
+
+
+def _residuals(
+    old: Kept, keys: Sequence[Key], compressor: Compressor | None, changes: Changes, rank: int
+) -> Residuals | None:
+    """What compression has kept back, for keys that may be cut otherwise now. What a dead worker kept is lost."""
+    if compressor is None:
+        return None
+    made, before = Residuals(compressor, rank), old.residuals
+    if before is None or before.compressor != compressor or old.changes.made < changes.made:
+        return made
+    known = {key.name: key for key in old.keys}
+    for key in keys:
+        parts = [(shard, before.get(shard.number)) for shard in known[key.name].pushes]
+        if all(part is None for _, part in parts):
+            continue
+        whole = np.zeros(key.size)
+        for shard, part in parts:
+            if part is not None:
+                whole[shard.start : shard.stop] = part
+        for shard in key.pushes:
+            made.put(shard.number, whole[shard.start : shard.stop], key.dtype)
+    return made

@@ -1,0 +1,198 @@
+"""Keys of a store with servers are made, forgotten and begun anew, on all workers and servers alike.
+
+Rank 0 tells the servers; the others wait for it in one rendezvous, in which they learn where their memory lies. A key
+is there once this is over on all workers. Where the generation ends before, the next one begins without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.errors import CollectiveError, of_caller
+from collectives.fabric import arena
+from collectives.fabric.arena import Region
+from mpips.store.keys.key import Key, Name
+from mpips.store.keys.shard import Shard
+from mpips.store.remote.cutting import Cards, Cutting
+from mpips.store.remote.link import Link
+from mpips.store.roles import Layout
+from mpips.store.runtime.generation import Generation
+from mpips.store.runtime.tasks import Task
+from mpips.store.transport import frames
+from mpips.store.transport.frames import UnitCard
+
+Array = NDArray[Any]
+
+
+class Setup:
+    """The keys of one worker. `keys`: those that are complete on all workers."""
+
+    def __init__(self, layout: Layout, generation: Generation, link: Link) -> None:
+        self._layout, self._generation, self._link = layout, generation, link
+        self._cutting = Cutting(layout, True, False)
+        self.keys: dict[Name, Key] = {}
+        self._going: set[Name] = set()
+        """Keys that servers may have been told to forget."""
+
+    def cut_by(self, cutting: Cutting) -> None:
+        """How keys are cut, before there are any."""
+        self._cutting = cutting
+
+    def at_rank_0(self, do: Callable[[], Task[bytes]], what: str) -> Task[bytes]:
+        """Rank 0 does it; all workers learn what it returns. Collective.
+
+        ValueError on all of them, where a server refuses (ValueError on rank 0): nothing has changed.
+        """
+        done, failure = b"", ""
+        if self._layout.rank == 0:
+            try:
+                done = yield from do()
+            except ValueError as error:
+                if isinstance(error, CollectiveError):
+                    raise
+                failure = str(error)
+        told = yield from self._generation.met(msgspec.msgpack.encode((failure, done)), what)
+        failure, done = msgspec.msgpack.decode(told[0], type=tuple[str, bytes])
+        if failure:
+            raise of_caller(ValueError(failure))
+        return done
+
+    def tell_all(self, request: frames.Request) -> Task[bytes]:
+        """For rank 0: tell all servers. ValueError where the first refuses; where only later ones do, servers differ:
+        CollectiveError."""
+        yield from self._link.request(0, request)
+        for server in range(1, self._layout.num_servers):
+            yield from self._surely(server, request)
+        return b""
+
+    def _surely(self, server: int, request: frames.Request) -> Task[Any]:
+        """Ask a server what it cannot refuse any more."""
+        try:
+            return (yield from self._link.request(server, request))
+        except ValueError as error:
+            where = f"server rank {self._layout.server_rank(server)}"
+            raise CollectiveError(f"{where} refuses what others have done: {error}") from error
+
+    # ---- new keys, and keys no more
+
+    def init(self, keys: Sequence[Key], values: Sequence[Array]) -> Task[None]:
+        """Make the keys on the servers, with rank 0's values. Collective."""
+        cutting = self._cutting.copy()
+        cards: Cards = {server: [] for server in range(self._layout.num_servers)}
+        for key in keys:
+            cutting.cut(key, self._link.lines, cards)
+        told = yield from self.at_rank_0(lambda: self._make(keys, values, cards), "init")
+        if self._layout.rank:
+            self._know(keys, cards, told)
+        self._cutting = cutting
+        self.keys.update((key.name, key) for key in keys)
+
+    def _make(self, keys: Sequence[Key], values: Sequence[Array], cards: Cards) -> Task[bytes]:
+        """Tell the servers, and give the keys their first values; where each server has put its units."""
+        answers: list[frames.Created | None] = []
+        for server, new in cards.items():
+            try:
+                answers.append((yield from self._link.request(server, frames.Create(new))) if new else None)
+            except ValueError as error:
+                for earlier in range(server):
+                    yield from self._surely(earlier, frames.Forget([card.number for card in cards[earlier]]))
+                names = ", ".join(repr(key.name) for key in keys[:4]) + ", ..." * (len(keys) > 4)
+                where = f"server rank {self._layout.server_rank(server)}"
+                raise ValueError(f"init of keys {names}: {where}: {error}") from error
+        told = msgspec.msgpack.encode(answers)
+        self._know(keys, cards, told)
+        yield from self._write(keys, values)
+        if self._layout.options.mirrors:
+            yield from self._set_torn(keys, False)  # servers hear by it that all is there
+        return told
+
+    def put(self, keys: Sequence[Key], values: Sequence[Array]) -> Task[None]:
+        """Overwrite what is stored by rank 0's values, while nothing is under way: no key is torn any more.
+        Collective."""
+        yield from self.at_rank_0(lambda: self._put(keys, values), "load")
+
+    def _put(self, keys: Sequence[Key], values: Sequence[Array]) -> Task[bytes]:
+        yield from self._set_torn(keys, True)  # until all is there
+        yield from self._write(keys, values)
+        yield from self._set_torn(keys, False)
+        return b""
+
+    def _set_torn(self, keys: Sequence[Key], torn: bool) -> Task[None]:
+        for server, shards in self._by_server(keys).items():
+            yield from self._surely(server, frames.SetTorn([shard.number for shard in shards], torn))
+
+    def _write(self, keys: Sequence[Key], values: Sequence[Array]) -> Task[None]:
+        flat = (np.ascontiguousarray(value).reshape(-1) for value in values)
+        yield from self._link.set(zip(keys, flat, strict=True))
+
+    def _know(self, keys: Sequence[Key], cards: Cards, told: bytes) -> None:
+        """The servers have made these keys."""
+        created = msgspec.msgpack.decode(told, type=list[frames.Created | None])
+        shards = {shard.number: shard for key in keys for shard in key.shards}
+        for server, new in cards.items():
+            where = created[server]
+            if where is not None and self._link.lines[server].local:
+                _attach([shards[card.number] for card in new], new, where)
+        for key in keys:
+            self._link.add(key)
+
+    def forget(self, keys: Sequence[Key]) -> Task[None]:
+        """Give up keys. Collective; all workers have come to it, and have nothing under way on them."""
+        self._going.update(key.name for key in keys)
+        yield from self.at_rank_0(lambda: self._forget(keys), "forget")
+        self._going.difference_update(key.name for key in keys)
+        for key in keys:
+            self._link.remove(key)
+            del self.keys[key.name]
+        self._cutting.free(keys)
+
+    def _forget(self, keys: Sequence[Key]) -> Task[bytes]:
+        for server, shards in self._by_server(keys).items():
+            yield from self._surely(server, frames.Forget([shard.number for shard in shards]))
+        return b""
+
+    def _by_server(self, keys: Iterable[Key]) -> dict[int, list[Shard]]:
+        """The shards of keys on each server that has any."""
+        found: dict[int, list[Shard]] = {}
+        for key in keys:
+            for shard in key.shards:
+                found.setdefault(shard.server, []).append(shard)
+        return found
+
+    # ---- the next generation
+
+    def standing(self, known: Container[Name]) -> list[Key]:
+        """The keys that this worker has when the generation is over: those of `known` that nobody was about to
+        forget."""
+        return [key for name, key in self.keys.items() if name in known and name not in self._going]
+
+    def begin(
+        self, keys: Sequence[Key], cutting: Cutting, cut: Cards, placed: Sequence[frames.Created | None]
+    ) -> None:
+        """The next generation's keys, cut so, and where servers keep them. The link is new."""
+        for key in keys:
+            for shard in key.shards:
+                shard.told = key.round
+        shards = {shard.number: shard for key in keys for shard in key.shards}
+        for server, where in enumerate(placed):
+            if where is not None and self._link.lines[server].local:
+                cards = cut[server]
+                _attach([shards[card.number] for card in cards], cards, where)
+        self.keys = {key.name: key for key in keys}
+        self._cutting = cutting
+        for key in keys:
+            self._link.add(key)
+
+
+def _attach(shards: Sequence[Shard], cards: Sequence[UnitCard], where: frames.Created) -> None:
+    """Map the memory of units of a server on this node."""
+    first_words, _ = frames.arrange_words(cards)
+    words = arena.attach(Region(*where.words)).view(np.uint64)
+    for shard, card, word, values in zip(shards, cards, first_words, where.values, strict=True):
+        shard.words = memoryview(words[word : word + 1 + len(card.contributors)])  # type: ignore[arg-type]
+        shard.stored = arena.attach(Region(*values)).view(frames.dtype_of(card.dtype))

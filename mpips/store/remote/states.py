@@ -1,0 +1,244 @@
+"""What keys have beside their values: optimizers, compression, the state of both, and copies that go to files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+import collectives
+from collectives.errors import CollectiveError, of_caller
+from mpips import compression
+from mpips.compression import Compressor, Residuals
+from mpips.optimizers import Groups, Optimizer, encode, encode_numbers
+from mpips.store.keys.arrays import runs
+from mpips.store.keys.key import Key, Name
+from mpips.store.keys.shard import Shard
+from mpips.store.remote.link import Link
+from mpips.store.remote.push import Push
+from mpips.store.remote.setup import Setup
+from mpips.store.roles import Layout
+from mpips.store.runtime.tasks import Task
+from mpips.store.transport import frames
+from mpips.store.transport.frames import Change
+from mpips.store.worker.backend import Frozen, States
+
+Array = NDArray[Any]
+
+
+class Changes(NamedTuple):
+    """Changes of settings: how many a worker has begun, how many it has made, and the last one."""
+
+    begun: int = 0
+    made: int = 0
+    last: bytes = b""
+
+
+class Settings:
+    """What all workers set together. A change counts from the next push on, once all servers have made it.
+
+    Where the generation ends before, the next one begins with it: the servers make it once more.
+    """
+
+    def __init__(self, layout: Layout, setup: Setup, push: Push) -> None:
+        self._setup, self._push, self._rank = setup, push, layout.rank
+        self._asynchronous = layout.asynchronous
+        self._all = not self._asynchronous
+        """Whether something applies pushes of every key."""
+        self._own: set[Name] = set()
+        """Keys that have an optimizer of their own."""
+        self.changes = Changes()
+
+    def updates(self, name: Name) -> bool:
+        """Whether something applies pushes of this key."""
+        return self._all or name in self._own
+
+    def see_updated(self, keys: Sequence[Key], what: str) -> None:
+        """ValueError where nothing applies pushes of one of them."""
+        for key in keys:
+            if not self.updates(key.name):
+                why = f"key {key.name!r} has no optimizer, and an asynchronous store needs an optimizer"
+                raise of_caller(ValueError(f"{what}: {why}; call set_optimizer first"))
+
+    def forget(self, names: Iterable[Name]) -> None:
+        """These keys are gone."""
+        self._own.difference_update(names)
+
+    def set_optimizer(self, optimizer: Optimizer, keys: Sequence[Name] | None) -> Task[None]:
+        """See `Backend.set_optimizer`."""
+        return self._change(frames.SetOptimizer(encode(optimizer), _names(keys)), "set_optimizer")
+
+    def update_optimizer(self, numbers: Mapping[str, Any], keys: Sequence[Name] | None) -> Task[None]:
+        """See `Backend.update_optimizer`."""
+        return self._change(frames.UpdateOptimizer(encode_numbers(numbers), _names(keys)), "update_optimizer")
+
+    def set_compression(self, compressor: Compressor) -> Task[None]:
+        """See `Backend.set_compression`."""
+        return self._change(frames.SetCompression(compression.options(compressor)), "set_gradient_compression")
+
+    def begin(self, changes: Changes, groups: Groups) -> None:
+        """A generation begins with these optimizers on the servers, after so many changes."""
+        self.changes = changes
+        self._all = not self._asynchronous or groups.default is not None
+        self._own = set(groups.own)
+
+    def _change(self, change: Change, what: str) -> Task[None]:
+        before = self.changes
+        self.changes = Changes(before.begun + 1, before.made, frames.encode(change))
+        try:
+            yield from self._setup.at_rank_0(lambda: self._setup.tell_all(change), what)
+        except ValueError as error:
+            if not isinstance(error, CollectiveError):  # the servers refuse it: nothing has changed
+                self.changes = before
+            raise
+        self.changes = self.changes._replace(made=self.changes.begun)
+        if isinstance(change, frames.SetOptimizer):
+            self._all |= change.keys is None
+            self._own.update(change.keys or ())
+        elif isinstance(change, frames.SetCompression):
+            self._push.residuals = Residuals(compression.create(change.options), self._rank)
+
+
+class Stored:
+    """The state of whole keys, put together from all servers, and back."""
+
+    def __init__(self, layout: Layout, link: Link, setup: Setup, push: Push, members: int) -> None:
+        self._layout, self._link, self._setup, self._push = layout, link, setup, push
+        self._members = members
+        self._snapshots = 0
+
+    def states(self, keys: Sequence[Key]) -> Task[States]:
+        """Each key's step and optimizer state, on rank 0; nothing elsewhere."""
+        if self._layout.rank:
+            return {}
+        found: dict[int, frames.StatePart] = {}
+        asked = ((self._get(shard, found), _nbytes(key, shard)) for key in keys for shard in key.shards)
+        yield from self._link.in_window(asked)
+        return {key.name: _joined([found[shard.number] for shard in key.shards]) for key in keys}
+
+    def _get(self, shard: Shard, found: dict[int, frames.StatePart]) -> Task[None]:
+        found[shard.number] = yield from self._link.request(shard.server, frames.GetState(shard.number))
+
+    def put_states(self, keys: Sequence[Key], states: States) -> Task[None]:
+        """Give every unit its part of rank 0's states. Collective; ValueError on all where they do not fit."""
+        yield from self._setup.at_rank_0(lambda: self._put_all(keys, states), "load_optimizer_states")
+
+    def _put_all(self, keys: Sequence[Key], states: States) -> Task[bytes]:
+        by_server: dict[int, list[tuple[Key, Shard]]] = {}
+        for key in keys:
+            for shard in key.shards:
+                by_server.setdefault(shard.server, []).append((key, shard))
+        yield from self._link.in_window(
+            (self._put(parts[run], states), sum(_nbytes(*part) for part in parts[run]))
+            for parts in by_server.values()
+            for run in runs(_nbytes(*part) for part in parts)
+        )
+        return b""
+
+    def _put(self, parts: Sequence[tuple[Key, Shard]], states: States) -> Task[None]:
+        """Give units of one server, with their keys, their parts of the states."""
+        given = []
+        for key, shard in parts:
+            step, arrays = states[key.name]
+            cut = [array[shard.start : shard.stop] for array in arrays]
+            given.append(frames.StatePart(step, [a.dtype.name for a in cut], [a.tobytes() for a in cut]))
+        request = frames.PutState([shard.number for _, shard in parts], given)
+        yield from self._link.request(parts[0][1].server, request)
+
+    def residuals(self, keys: Sequence[Key]) -> Task[Array | None]:
+        """See `worker.backend.Stored`. Collective over the client."""
+        if self._push.residuals is None:
+            return None
+        kept = np.zeros(sum(key.size for key in keys))
+        base = 0
+        for key in keys:
+            for shard in key.pushes:
+                residual = self._push.residuals.get(shard.number)
+                if residual is not None:
+                    kept[base + shard.start : base + shard.stop] = residual
+            base += key.size
+        if self._members > 1:
+            assert self._layout.client is not None
+            collectives.allreduce(kept, self._layout.client, label="residuals of compression")
+        return kept
+        yield
+
+    def put_residuals(self, keys: Sequence[Key], values: Sequence[Array]) -> Task[None]:
+        """See `worker.backend.Stored`."""
+        assert self._push.residuals is not None
+        for key, value in zip(keys, values, strict=True):
+            for shard in key.pushes:
+                self._push.residuals.put(shard.number, value[shard.start : shard.stop], key.dtype)
+        yield from ()
+
+    def snapshot(self, keys: Sequence[Key], alone: bool = False) -> Task[Snapshot]:
+        """See `worker.backend.Stored`."""
+        self._snapshots += 1
+        made = Snapshot(self._link, self._snapshots)
+        yield from made.freeze(keys) if alone else self._setup.at_rank_0(lambda: made.freeze(keys), "save")
+        return made
+
+
+class Snapshot:
+    """What the servers keep of keys after one round, whatever is pushed later (`worker.backend.Snapshot`)."""
+
+    def __init__(self, link: Link, number: int) -> None:
+        self._link, self._number = link, number
+        self._servers: list[int] = []
+        self.records: dict[Name, Frozen] = {}
+
+    def freeze(self, keys: Sequence[Key]) -> Task[bytes]:
+        """Let the servers keep it; for rank 0."""
+        by_server: dict[int, list[int]] = {}
+        for key in keys:
+            for shard in key.shards:
+                by_server.setdefault(shard.server, []).append(shard.number)
+        self._servers = list(by_server)
+        found: dict[int, tuple[int, int, list[str]]] = {}
+        for server, units in by_server.items():
+            answer = yield from self._link.request(server, frames.Snapshot(self._number, units))
+            found.update(zip(units, answer.units, strict=True))
+        for key in keys:
+            parts = [found[shard.number] for shard in key.shards]
+            dtypes = max((tuple(part[2]) for part in parts), key=len)
+            self.records[key.name] = Frozen(max(part[0] for part in parts), max(part[1] for part in parts), dtypes)
+        return b""
+
+    def read(self, key: Key, slot: int, start: int, stop: int) -> Task[Array]:
+        """Elements [start, stop) of the values (slot -1) or of an array of state."""
+        dtype = key.dtype if slot < 0 else frames.dtype_of(self.records[key.name].dtypes[slot])
+        out = np.zeros(stop - start, dtype)
+        for shard in key.shards:
+            first, last = max(start, shard.start), min(stop, shard.stop)
+            if first < last:
+                request = frames.ReadSnapshot(
+                    self._number, shard.number, slot, first - shard.start, last - shard.start
+                )
+                answer = yield from self._link.request(shard.server, request)
+                out[first - start : last - start] = np.frombuffer(answer.data, dtype)
+        return out
+
+    def release(self) -> Task[None]:
+        """The servers may forget it."""
+        for server in self._servers:
+            yield from self._link.request(server, frames.DropSnapshot(self._number))
+
+
+def _names(keys: Sequence[Name] | None) -> list[Name] | None:
+    return None if keys is None else list(keys)
+
+
+def _nbytes(key: Key, shard: Shard) -> int:
+    """Bytes of a unit's state, as most optimizers have it."""
+    return 2 * (shard.stop - shard.start) * key.dtype.itemsize
+
+
+def _joined(parts: Sequence[frames.StatePart]) -> tuple[int, list[Array]]:
+    """A key's step and state from those of its units; one that was not updated yet has none."""
+    pieces = [
+        [np.frombuffer(data, frames.dtype_of(name)) for data, name in zip(part.arrays, part.dtypes)] for part in parts
+    ]
+    slots = max(len(piece) for piece in pieces)
+    return max(part.step for part in parts), [np.concatenate([piece[i] for piece in pieces]) for i in range(slots)]

@@ -1,0 +1,215 @@
+"""The operations of a store without servers; the same values, bit for bit, on every worker."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Hashable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.group import OverlapError
+from mpips.compression import Compressor
+from mpips.optimizers import Groups, Optimizer
+from mpips.store.keys.key import Key, Name, label
+from mpips.store.keys.row_sparse import RowSparse
+from mpips.store.replicated.fast import Fast, Lists, blocks_of, take_from
+from mpips.store.replicated.replica import Replica
+from mpips.store.replicated.replicas import Replicas
+from mpips.store.replicated.settings import Settings
+from mpips.store.replicated.sparse import Sparse
+from mpips.store.replicated.stored import Stored
+from mpips.store.replicated.sums import Blocks, Sums
+from mpips.store.roles import Layout
+from mpips.store.runtime.generation import Generation
+from mpips.store.runtime.rendezvous import exchange
+from mpips.store.runtime.tasks import Task, nothing
+from mpips.store.worker.backend import Recovered
+
+Array = NDArray[Any]
+
+
+class Serverless:
+    """A store's backend (`worker.backend`). All workers make the same calls, in the same order: pushes are collectives.
+    A pull is a copy. Making it is collective over the workers, blocking."""
+
+    lists = True
+    communicators: tuple[Hashable, ...] = (("communicator", "workers"),)
+
+    def __init__(self, layout: Layout, generation: Generation) -> None:
+        self.layout, self._generation = layout, generation
+        self.direct = False
+        self._settings = Settings(layout.rank)
+        self._replicas = Replicas(self._settings, self._joined(), layout.survives)
+        self.stored = Stored(layout, self._replicas, self._settings)
+        self._join()
+
+    def _joined(self) -> Sums:
+        """The collectives of the present generation."""
+        comm = self.layout.workers
+        assert comm is not None
+        return Sums(self._generation.within(comm), comm)
+
+    def _join(self) -> None:
+        self._sums = self._replicas.sums
+        self._sparse = Sparse(self._sums)
+        self._lists = Lists(self._replicas.by_name, self._sums, self._generation)
+
+    def collective(self, pushes: bool) -> bool:
+        """Pushes are."""
+        return pushes
+
+    # ---- keys
+
+    def init(self, keys: Sequence[Key], values: Sequence[Array]) -> Task[None]:
+        """Make keys, with rank 0's values."""
+        yield from self._replicas.make(keys, values, self.direct)
+        for key in keys:
+            key.fast = self.bind(key)
+
+    def bind(self, key: Key) -> Fast | None:
+        """The fast route of a key; None where its pushes are compressed."""
+        if self._settings.compressing(key) is not None:
+            return None
+        return Fast(self._replicas.by_name[key.name], self._sums, self._generation)
+
+    @property
+    def quick_list(self) -> Lists | None:
+        """The fast route of lists of keys that have one of their own."""
+        return self._lists if self._settings.residuals is None else None
+
+    def forget(self, keys: Sequence[Key]) -> Task[None]:
+        """Give up keys."""
+        self._replicas.forget(keys)
+        yield from ()
+
+    def put(self, keys: Sequence[Key], values: Sequence[Array]) -> Task[None]:
+        """Replace what is stored by rank 0's values; rounds stay. Collective."""
+        yield from self._replicas.put(keys, values, self.direct)
+
+    # ---- pushes and pulls
+
+    def push(self, key: Key, flat: Array, priority: int) -> Task[None]:
+        """A round of one key."""
+        return self.push_list([key], [flat], priority)
+
+    def pull(self, key: Key, out: Array) -> Task[None]:
+        """What is stored."""
+        out[...] = self._replicas.by_name[key.name].value
+        yield from ()
+
+    def pushpull(self, key: Key, flat: Array, out: Array, priority: int) -> Task[None]:
+        """Both."""
+        return self.pushpull_list([key], [flat], [out], priority)
+
+    def push_list(self, keys: Sequence[Key], flats: Sequence[Array], priority: int) -> Task[None]:
+        """A round of several keys, in one collective."""
+        replicas = self._replicas.of(keys)
+        totals = [replica.room() for replica in replicas]
+        yield from self._sum(replicas, flats, totals)
+        for replica, total in zip(replicas, totals):
+            replica.take(total)
+
+    def pull_list(self, keys: Sequence[Key], outs: Sequence[Array]) -> Task[None]:
+        """What is stored."""
+        for key, out in zip(keys, outs):
+            yield from self.pull(key, out)
+
+    def pushpull_list(
+        self, keys: Sequence[Key], flats: Sequence[Array], outs: Sequence[Array], priority: int
+    ) -> Task[None]:
+        """Both. The sums of several keys go into `outs` on their way, but for results that overlap arrays."""
+        if len(keys) > 1 and self._settings.residuals is None:
+            replicas = self._replicas.of(keys)
+            blocks = blocks_of(replicas)
+            try:
+                yield from self._sum(replicas, flats, outs, blocks)
+            except OverlapError:  # nothing has been sent
+                pass
+            else:
+                take_from(replicas, outs, blocks)
+                return
+        yield from self.push_list(keys, flats, priority)
+        yield from self.pull_list(keys, outs)
+
+    def _sum(
+        self, replicas: Sequence[Replica], flats: Sequence[Array], outs: Sequence[Array], blocks: Blocks = None
+    ) -> Task[None]:
+        for replica in replicas:
+            replica.prepare()
+        payloads = [self._settings.payload(replica.key, flat) for replica, flat in zip(replicas, flats)]
+        text = label("push", [replica.key.name for replica in replicas])
+        yield from self._sums.task(payloads, outs, text, self.direct, blocks)
+
+    def push_rows(self, key: Key, rows: RowSparse, priority: int) -> Task[None]:
+        """A round of which every worker hears of all rows; where pushes are compressed the whole key is pushed."""
+        if self._settings.compressing(key) is not None:
+            yield from self.push(key, rows.to_dense().reshape(-1), priority)
+            return
+        replica = self._replicas.by_name[key.name]
+        replica.prepare()
+        total = yield from self._sparse.total(key, rows, self.direct)
+        replica.take_rows(total)
+
+    def pull_rows(self, key: Key, out: Array, ids: Array) -> Task[None]:
+        """Rows of what is stored, into `out` of shape (len(ids), ...)."""
+        np.take(self._replicas.by_name[key.name].value.reshape(key.shape), ids, axis=0, out=out)
+        yield from ()
+
+    def settle(self, keys: Sequence[Key]) -> Task[None]:
+        """Pushes have ended when they return."""
+        return nothing()
+
+    def waits(self, keys: Sequence[Key]) -> None:
+        """`collectives` sees by itself that workers make different calls."""
+
+    def sums(self) -> tuple[int, str]:
+        """See `Backend`."""
+        return self._sums.begun, self._sums.text
+
+    # ---- settings
+
+    def check_updated(self, keys: Sequence[Key], what: str) -> None:
+        """Without an optimizer a push replaces the value."""
+
+    def set_optimizer(self, optimizer: Optimizer, keys: Sequence[Name] | None) -> Task[None]:
+        """From the next round on; state anew."""
+        self._settings.set_optimizer(optimizer, keys)
+        self._replicas.take_settings(True, keys)
+        yield from ()
+
+    def update_optimizer(self, numbers: Mapping[str, Any], keys: Sequence[Name] | None) -> Task[None]:
+        """From the next round on; state stays."""
+        self._settings.update_optimizer(numbers, keys)
+        self._replicas.take_settings(False, keys)
+        yield from ()
+
+    def set_compression(self, options: dict[str, Any], compressor: Compressor) -> Task[None]:
+        """From the next push on."""
+        self._settings.set_compression(compressor)
+        self._bind_all()
+        yield from ()
+
+    def _bind_all(self) -> None:
+        for replica in self._replicas.by_name.values():
+            replica.key.fast = self.bind(replica.key)
+
+    # ---- generations and the end
+
+    def recover(self, known: Container[Name]) -> Recovered:
+        """All workers have the same again; see `reconcile` and `Backend`. Collective, blocking."""
+        self._replicas.sums = self._joined()
+        self._join()
+        self._replicas.keep(known)
+        rounds = self._replicas.reconcile(lambda data: exchange(self._generation, data, "recover"), self.layout.fresh)
+        self._bind_all()
+        keys = [replica.key for replica in self._replicas.by_name.values()]
+        residuals = self._settings.residuals
+        groups = Groups(self._settings.groups.default, self._settings.groups.own)
+        return Recovered(rounds, keys, groups, None if residuals is None else residuals.compressor)
+
+    def committed(self) -> None:
+        """Nothing is kept that only another attempt would need."""
+
+    def finish(self) -> None:
+        """There is nobody to say goodbye to."""

@@ -1,0 +1,291 @@
+"""Who is who: ranks become workers, clients, masters and servers. Each store has communicators of its own.
+
+Workers are ranks 0..W-1, client c has the workers from c*W//C up to (c+1)*W//C; servers come after them, and spares, if
+there are any, are the last ranks. Every communicator of a store comes from here, and each generation has communicators
+of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+from mpi4py import MPI
+
+from collectives.communicator import abandon
+from collectives.fabric.wait import Limits, drive, until
+from collectives.network.drain import leave, part
+from collectives.network.failures import made
+from collectives.network.requests import Roll
+from mpips.store.keys.sharding import Interval, owners, split
+from mpips.store.options import OptionError, Options
+from mpips.store.recovery.membership import Before, Roles, refusal, succession
+from mpips.store.recovery.mirrors import ring
+from mpips.store.runtime.errors import LostError
+from mpips.store.runtime.rendezvous import Assembling, Room
+
+WHAT = "mpips.create"
+_arrivals: list[Roll] = []
+"""Under way; of who has stopped waiting, too, as the others may yet come."""
+
+
+class _Card(msgspec.Struct, array_like=True):
+    """What a rank brings to `create`: what it was asked for, or why it cannot."""
+
+    kind: str
+    options: dict[str, Any]
+    refusal: str
+
+
+@dataclass
+class Layout:
+    """One rank's view of the job. Ranks are those of `world`, a duplicate of the communicator given to `create`.
+
+    The communicators are those of the present generation: `again` replaces them.
+    """
+
+    kind: str
+    options: Options
+    rank: int
+    num_workers: int
+    num_servers: int
+    clients: tuple[Interval, ...]
+    nodes: tuple[int, ...]
+    """The node of every rank, named by the lowest rank on it: MPI's own word, ranks that can share memory."""
+    world: MPI.Intracomm
+    spares: int = 0
+    """How many ranks wait to take the place of one that dies; the last of `world`."""
+    workers: MPI.Intracomm | None = None
+    """All workers, in rank order; None elsewhere."""
+    client: MPI.Intracomm | None = None
+    """The workers of this worker's client; None elsewhere."""
+    servers: MPI.Intracomm | None = None
+    """All servers, in rank order; None elsewhere."""
+    before: Before | None = None
+    """What its ranks were in the generation before; None in the first."""
+
+    @property
+    def is_server(self) -> bool:
+        """Whether this rank is one."""
+        return 0 <= self.rank - self.num_workers < self.num_servers
+
+    @property
+    def is_worker(self) -> bool:
+        """Whether this rank is one."""
+        return self.rank < self.num_workers
+
+    @property
+    def is_spare(self) -> bool:
+        """Whether this rank waits to take the place of one that dies."""
+        return self.rank >= self.num_workers + self.num_servers
+
+    @property
+    def survives(self) -> bool:
+        """Whether the store goes on after a death."""
+        return self.options.spares >= 0
+
+    @property
+    def lost(self) -> tuple[int, ...]:
+        """The ranks that have died at the end of the generation before, as they were numbered in it."""
+        return () if self.before is None else self.before.lost
+
+    @property
+    def changed(self) -> bool:
+        """Whether its ranks are others than in the generation before."""
+        return self.before is not None and self.before.origin != tuple(range(len(self.nodes)))
+
+    @property
+    def fresh(self) -> bool:
+        """Whether this rank was a spare in the generation before, and now has a role."""
+        before = self.before
+        return before is not None and not self.is_spare and (
+            before.origin[self.rank] >= before.num_workers + before.num_servers
+        )
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether each push counts at once, without a round of all workers."""
+        return self.kind.endswith("_async")
+
+    @property
+    def client_number(self) -> int:
+        """The client of this worker."""
+        return next(number for number, client in enumerate(self.clients) if self.rank < client.stop)
+
+    @property
+    def limits(self) -> Limits:
+        """How long a wait may last."""
+        return _limits(self.options)
+
+    def groups(self) -> list[list[int]]:
+        """The groups that contribute once to a round, each as the workers that own its slices."""
+        return owners(self.clients, self.kind, self.options.masters)
+
+    def server_rank(self, server: int) -> int:
+        """The rank of a server in `world`."""
+        return self.num_workers + server
+
+    def same_node(self, a: int, b: int) -> bool:
+        """Whether two ranks share a node."""
+        return self.nodes[a] == self.nodes[b]
+
+    def again(self, left: MPI.Intracomm, grow: bool = False) -> None:
+        """Take roles and communicators for the next generation, of the ranks of `left`: those of `world`, but for the
+        dead,
+        in order. Where a worker asks for it by `grow`, spares that are left become workers. The old communicators are
+        the caller's to give back. Collective over `left`, blocking.
+
+        LostError, on all alike, where the store cannot go on with them.
+        """
+        there = left.Get_group().Translate_ranks(None, self.world.Get_group())
+        old = Roles(self.num_workers, self.num_servers, self.spares, self.clients)
+        lost = tuple(sorted(set(range(old.size)) - set(there)))
+        more = self.spares > 0 and _any(left, grow)
+        new = succession(old, lost, self.nodes, more, alone=self.kind != "mpi_sync")
+        if why := refusal(old, new):
+            raise LostError(f"recover: {why}")
+        self.workers = self.client = self.servers = None
+        self.before = Before(
+            new.origin, lost, self.num_workers, self.num_servers, self.nodes, old.clients, new.places
+        )
+        self.num_workers, self.num_servers, self.spares, clients = new.roles
+        self.clients = tuple(Interval(*client) for client in clients)
+        self.world = _split(left, 0, new.origin.index(self.rank))
+        self.rank = self.world.Get_rank()
+        self.nodes = tuple(_lowest([self.nodes[rank] for rank in new.origin]))
+        self.begin()
+
+    def free(self) -> None:
+        """Give the communicators back, as all ranks do, each when it likes. Does not block."""
+        for comm in self._communicators():
+            leave(comm)
+
+    def part(self) -> None:
+        """The same, with all that was sent on them. Collective over `world`, blocking until all ranks have come."""
+        for comm in self._communicators():
+            part(comm)
+
+    def abandon(self) -> None:
+        """The same where ranks have died, and none of the others uses them any more. Does not block."""
+        for comm in self._communicators():
+            abandon(comm)
+
+    def begin(self) -> None:
+        """Make the communicators of roles and clients. Collective over `world`, blocking."""
+        self.workers = self.client = self.servers = None
+        group = _split(self.world, int(self.is_server) + 2 * int(self.is_spare), self.rank)
+        if self.is_server:
+            self.servers = group
+        elif not self.is_spare:
+            self.workers, self.client = group, _split(group, self.client_number, self.rank)
+
+    def _communicators(self) -> list[MPI.Intracomm]:
+        return [comm for comm in (self.client, self.workers, self.servers, self.world) if comm is not None]
+
+
+def create(comm: MPI.Intracomm, kind: str, options: Options | None, refusal: str = "") -> Layout:
+    """Agree on roles. Collective over `comm`, blocking; all ranks raise the same OptionError where some differ or one
+    refuses. `options` is None where they could not be read."""
+    limits = _limits(options or Options())
+    _come(comm, limits)
+    world = made(comm.Dup())
+    if options is not None and not refusal:
+        refusal = _check(kind, options, world.Get_size())
+    try:
+        _agree(Room(world), _Card(kind, {} if options is None else record(options), refusal), limits)
+    except OptionError:
+        part(world)
+        raise
+    assert options is not None
+    size = world.Get_size()
+    workers = options.workers_of(size)
+    clients = tuple(split(Interval(0, workers), options.clients_of(kind, size)))
+    nodes = _nodes(world, options.shared_memory)
+    if why := ring.refusal(options.mirrors, options.spares, nodes[workers : workers + options.servers]):
+        part(world)
+        raise OptionError(why)
+    spares = max(0, options.spares)
+    layout = Layout(kind, options, world.Get_rank(), workers, options.servers, clients, nodes, world, spares)
+    layout.begin()
+    return layout
+
+
+def record(options: Options) -> dict[str, Any]:
+    """Options as a message holds them."""
+    return {name: getattr(options, name) for name in options.__dataclass_fields__}
+
+
+def _limits(options: Options) -> Limits:
+    return Limits(options.stall_seconds, options.timeout_seconds)
+
+
+def _come(comm: MPI.Intracomm, limits: Limits) -> None:
+    """Wait until all ranks have come. What makes communicators blocks in MPI, and must not before."""
+    who = "all must call it, servers too, which leave when their last store is closed"
+    what = f"{WHAT}, to which not all {comm.Get_size()} ranks have come ({who}),"
+    roll = Roll(comm)
+    _arrivals.append(roll)
+    drive(until(roll.request.Test), Assembling(limits, roll.late), what)
+    _arrivals.remove(roll)
+
+
+def _check(kind: str, options: Options, size: int) -> str:
+    try:
+        options.clients_of(kind, size)
+    except OptionError as error:
+        return str(error)
+    return ""
+
+
+def _agree(room: Room, card: _Card, limits: Limits) -> None:
+    encoded = room.exchange(msgspec.msgpack.encode(card), WHAT, Assembling(limits, room.missing))
+    cards = [msgspec.msgpack.decode(data, type=_Card) for data in encoded]
+    refused = [rank for rank, other in enumerate(cards) if other.refusal]
+    if len(refused) == len(cards) and len({card.refusal for card in cards}) == 1:
+        raise OptionError(cards[0].refusal)
+    if refused:
+        raise OptionError(f"rank {refused[0]}: {cards[refused[0]].refusal}")
+    first = cards[0]
+    for rank, other in enumerate(cards):
+        if other.kind != first.kind:
+            kinds = f"rank 0 asks for kind {first.kind!r}, rank {rank} for {other.kind!r}"
+            raise OptionError(f"create: {kinds}; ask for the same on every rank")
+        for name, value in first.options.items():
+            if other.options[name] != value:
+                raise OptionError(
+                    f"create: option {name} is {value!r} on rank 0 and {other.options[name]!r} on rank {rank}; "
+                    "give every rank the same"
+                )
+
+
+def _any(comm: MPI.Intracomm, mine: bool) -> bool:
+    """Whether it is so on one rank at least. Collective, blocking."""
+    every = np.array([mine], np.int8)
+    comm.Allreduce(MPI.IN_PLACE, every, MPI.MAX)
+    return bool(every[0])
+
+
+def _split(comm: MPI.Intracomm, number: int, rank: int) -> MPI.Intracomm:
+    """The ranks of `comm` with this number, in order. Collective, blocking."""
+    part = made(comm.Split(number, rank))
+    assert isinstance(part, MPI.Intracomm)
+    return part
+
+
+def _lowest(nodes: Sequence[int]) -> list[int]:
+    """Nodes by the lowest rank on each, where they have other names."""
+    return [nodes.index(node) for node in nodes]
+
+
+def _nodes(world: MPI.Intracomm, shared_memory: bool) -> tuple[int, ...]:
+    if not shared_memory:
+        return tuple(range(world.Get_size()))
+    node = made(world.Split_type(MPI.COMM_TYPE_SHARED, world.Get_rank()))
+    lowest, nodes = np.array([world.Get_rank()], np.int64), np.empty(world.Get_size(), np.int64)
+    node.Allreduce(MPI.IN_PLACE, lowest, MPI.MIN)
+    node.Free()
+    world.Allgather(lowest, nodes)
+    return tuple(nodes.tolist())

@@ -1,0 +1,332 @@
+"""One generation of a store: it ends once, for all ranks, with one sentence.
+
+A generation stands on what `collectives` keeps for the store's world: a flag and a sentence in memory that the ranks
+of a
+node share, and notes between nodes. Who finds a failure calls `end`; every wait looks, and raises the same sentence.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Protocol, TypeVar
+
+from mpi4py import MPI
+
+from collectives.communicator import Communicator, communicator
+from collectives.errors import CollectiveError
+from collectives.fabric.poison import CLOSED, DEPARTURES
+from collectives.fabric.wait import (
+    LOOK_SECONDS,
+    NAP_AFTER_BETWEEN_NODES,
+    NAP_AFTER_ON_NODE,
+    Limits,
+    drive,
+    see_in_time,
+    until,
+)
+from collectives.network.drain import sweep
+from collectives.network.failures import failed
+from mpips.store.runtime.breaking import uninterrupted
+from mpips.store.runtime.errors import StoreError, of_kind
+from mpips.store.runtime.parting import Parting
+from mpips.store.runtime.rendezvous import LAST_WORD_SECONDS, Presence, Room
+from mpips.store.runtime.tasks import Task
+
+T = TypeVar("T")
+
+PARTING_SECONDS = 5.0
+"""So long a rank that closes waits for the others once the generation is over."""
+FREEING_SECONDS = 1.0
+LONG_SECONDS = 0.2
+"""A wait after which more is looked at than whether the generation has ended."""
+
+
+class Ranks(Protocol):
+    """The ranks of a store and their communicators: a `layout.Layout`."""
+
+    world: MPI.Intracomm
+    workers: MPI.Intracomm | None
+    num_workers: int
+    nodes: tuple[int, ...]
+
+    @property
+    def is_worker(self) -> bool: ...
+
+    @property
+    def survives(self) -> bool: ...
+
+    @property
+    def lost(self) -> tuple[int, ...]: ...
+
+    @property
+    def limits(self) -> Limits: ...
+
+    def again(self, left: MPI.Intracomm, grow: bool = False) -> None: ...
+
+    def part(self) -> None: ...
+
+    def abandon(self) -> None: ...
+
+    def free(self) -> None: ...
+
+
+class _Wait:
+    """How one wait looks at the generation."""
+
+    def __init__(
+        self, generation: Generation, late: Callable[[], Sequence[int]], look: Callable[[float], None]
+    ) -> None:
+        self.late, self.look, self.limits = late, look, generation.limits
+        self.nap_after = NAP_AFTER_ON_NODE if generation.one_node else NAP_AFTER_BETWEEN_NODES
+
+
+class _Meeting:
+    """How one rank waits in a room: it looks at the generation, and sees who comes no more."""
+
+    def __init__(self, generation: Generation, room: Room, what: str) -> None:
+        self._generation, self._room, self._what, self._presence = generation, room, what, Presence(what)
+        self._stood = False
+        self.watch = _Wait(generation, room.missing, self.look)
+
+    def look(self, waited: float) -> None:
+        """Raise where the generation has ended, or somebody who is needed has left."""
+        try:
+            self._generation.see(waited)
+        except StoreError:
+            # Who has ended it may have been through this meeting before: then all words are here, or on their way.
+            deadline = time.monotonic() + LAST_WORD_SECONDS
+            while self._room.missing():
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(LOOK_SECONDS)
+            return
+        self._presence.see(self._room.missing(), self._generation.gone())
+        if waited > LONG_SECONDS and not self._stood and (word := self._generation.stands(self._room, self._what)):
+            self._stood = True
+            self._room.stand(word)
+
+    def steps(self, payload: bytes) -> Task[list[bytes]]:
+        """The meeting as a task: what all have brought."""
+        begun = time.monotonic()
+        due = begun + LOOK_SECONDS
+        self._room.bring(payload)
+        with self._generation.meets():
+            while self._room.missing():
+                if (now := time.monotonic()) >= due:
+                    due = now + LOOK_SECONDS
+                    self.look(now - begun)
+                    see_in_time(self._what, now - begun, self.watch)
+                yield False
+        return self._room.brought()
+
+
+class Generation:
+    """The present generation of one store, as one rank sees it. Making it is collective over `layout.world`,
+    blocking."""
+
+    def __init__(self, layout: Ranks) -> None:
+        self.layout = layout
+        self.number = 0
+        """Of generations that ended before."""
+        self.limits = layout.limits
+        """`stall_seconds` and `timeout_seconds` of the store's options."""
+        self.on_end: list[Callable[[], None]] = []
+        """What this rank does once when it learns that the generation is over, before it raises: it sees to it that
+        nobody reads arrays that it has lent, and that what others count on is there."""
+        self.needs: Callable[[], None] = lambda: None
+        """Raises CollectiveError where what this rank waits for cannot come any more. Asked in long waits."""
+        self.standing: Callable[[str], bytes] = lambda what: b""
+        """What this worker says to the others when it waits for them in a meeting for long; b"": nothing yet."""
+        self.inside = False
+        """Whether this rank looks from within a blocking collective of a smaller communicator."""
+        self._hearing, self._ending = threading.Lock(), threading.RLock()
+        self._closed = False
+        self._begin()
+
+    def _begin(self) -> None:
+        layout = self.layout
+        self.rank, self.size = layout.world.Get_rank(), layout.world.Get_size()
+        self.one_node = len(set(layout.nodes)) == 1
+        """Whether all ranks of the store share memory."""
+        self._home = communicator(layout.world)
+        self._home.patient(*self.limits)
+        self._inner: list[Communicator] = []
+        self.flag: memoryview = self._home.board.poison.flag
+        """flag[0] != 0 once the generation has ended on this node. the next generation has another."""
+        self.over: StoreError | None = None
+        self._meeting = False
+        self._everybody = Room(layout.world)
+        self._workers = None if layout.workers is None else Room(layout.workers)
+        self.parting = Parting(layout.world, self.gone, layout.survives)
+        """What ranks say of what comes after this generation."""
+
+    # ---- the end
+
+    def check(self) -> None:
+        """Raise StoreError if the generation has ended on this node. Cheap; sends and receives nothing."""
+        if (self.over is not None or self.flag[0]) and not self._meeting:
+            raise self._error()
+
+    def look(self, waited: float = 0.0) -> None:
+        """The same from within a wait of so many seconds: also hears other nodes, and sees whose process has ended."""
+        if not self._meeting:
+            self.see(waited)
+
+    def see(self, waited: float) -> None:
+        """`look` for a meeting, which may be over though the generation has ended meanwhile."""
+        if self.over is not None or self.flag[0]:
+            raise self._error()
+        if not self._hearing.locked():  # else another thread hears
+            with self._hearing:
+                try:
+                    self._home.listen(waited)
+                    if waited > LONG_SECONDS:
+                        self.needs()
+                except CollectiveError as error:
+                    raise of_kind(error) from None
+
+    @contextmanager
+    def meets(self) -> Iterator[None]:
+        """A task is in a meeting within: who runs it does not look at the generation, the meeting does."""
+        self._meeting = True
+        try:
+            yield
+        finally:
+            self._meeting = False
+
+    def end(self, what: str, error: BaseException) -> BaseException:
+        """`what` has raised `error` on this rank: end the generation for all ranks; what this rank is to raise.
+
+        That is a StoreError with the sentence that all ranks raise where the error is one of `collectives`, of MPI or
+        of the generation; else `error` itself. Idempotent. Blocks for some seconds at most, until nobody touches
+        arrays that this rank has lent.
+        """
+        with self._ending:  # another thread may end it, too
+            if self.over is not None and isinstance(error, StoreError):
+                return error
+            if self.over is None:
+                with uninterrupted():
+                    self._end(what, error)
+        return self._error() if isinstance(error, (CollectiveError, MPI.Exception)) else error
+
+    @contextmanager
+    def failing(self, what: str) -> Iterator[None]:
+        """Whatever is raised within ends the generation."""
+        try:
+            yield
+        except BaseException as error:
+            raise self.end(what, error) from None
+
+    def _end(self, what: str, error: BaseException) -> None:
+        home = self._home
+        if isinstance(error, CollectiveError) and not home.told() and what not in str(error):
+            error = of_kind(error, f"{what}: {error}")
+        if home.over is None:
+            home.fail(what, error)
+        assert home.over is not None
+        self.over = of_kind(home.over)
+        for inner in self._inner:
+            inner.fail(what, self.over)
+        for step in self.on_end:
+            with suppress(MPI.Exception):  # what it waits for has died
+                step()
+
+    def _error(self) -> StoreError:
+        return of_kind(self.over if self.over is not None else self._home.board.poison.error())
+
+    # ---- waits
+
+    def within(self, comm: MPI.Intracomm, names: Sequence[int] = ()) -> Communicator:
+        """What `collectives` keeps for a smaller communicator of the store, such as that of the workers, with the
+        store's limits; `names` are its ranks in the store's world. Waits there look at the generation, too: it ends
+        with the generation. Collective over `comm` at first."""
+        self.check()
+        home = communicator(comm, names=names or None)
+        if home not in self._inner:
+            home.patient(*self.limits)
+            home.lies_within(self._look_inside)
+            self._inner.append(home)
+        return home
+
+    def _look_inside(self, waited: float) -> None:
+        self.inside = True
+        try:
+            self.look(waited)
+        finally:
+            self.inside = False
+
+    def wait(self, ready: Callable[[], object], what: str, late: Callable[[], Sequence[int]] = tuple) -> None:
+        """Wait until `ready()`; blocking. Looks at the generation; after the limits it warns, and raises StallError,
+        which names the ranks of `late()`."""
+        drive(until(ready), _Wait(self, late, self.look), what)
+
+    def meet(self, payload: bytes, what: str, everybody: bool = False) -> list[bytes]:
+        """See `rendezvous.exchange`."""
+        room = self._room(everybody)
+        return room.exchange(payload, what, _Meeting(self, room, what).watch)
+
+    def met(self, payload: bytes, what: str) -> Task[list[bytes]]:
+        """The same of the workers, as a task: what else is under way goes on. Others may need it before they come."""
+        room = self._room(False)
+        return _Meeting(self, room, what).steps(payload)
+
+    def words(self) -> list[bytes]:
+        """What each worker has brought last to a meeting of the workers that is not over here; b"": nothing. Does not
+        block."""
+        assert self._workers is not None
+        self._workers.missing()
+        return self._workers.last()
+
+    def stands(self, room: Room, what: str) -> bytes:
+        """Return what this worker says while it waits in a meeting of the workers; b"" in others."""
+        return self.standing(what) if room is self._workers else b""
+
+    def others_standing(self) -> dict[int, bytes]:
+        """Return what each worker says that waits in a meeting to which this one has not come. Does not block."""
+        return {} if self._workers is None else self._workers.standing()
+
+    def _room(self, everybody: bool) -> Room:
+        room = self._everybody if everybody else self._workers
+        assert room is not None, "servers meet everybody, or nobody"
+        self.check()
+        return room
+
+    def gone(self) -> dict[int, str]:
+        """Ranks of the store that have closed it, or have ended; and how, as far as it is known here."""
+        dead = dict.fromkeys(failed(self.layout.world), DEPARTURES[0])
+        return dead | self._home.ended()
+
+    # ---- from generation to generation, see `recovery.renewal`
+
+    def advance(self) -> None:
+        """This is the next generation from now on, on the layout's new communicators. Collective, blocking."""
+        self._begin()
+        self.number += 1
+
+    def put_back(self) -> Callable[[], None]:
+        """A function that makes this generation again what it is now."""
+        before, on_end = dict(vars(self)), [*self.on_end]
+        return lambda: vars(self).update(before, on_end=[*on_end])
+
+    def close(self) -> None:
+        """The store ends on this rank: wait for the others, and give all communicators back. Collective over all ranks
+        of the store. Waits for nobody for longer than some seconds once the generation is over."""
+        if self._closed:
+            return
+        self._closed = True
+        for home in (*self._inner, self._home):
+            home.leave(CLOSED)
+        self.parting.leave()
+        try:
+            if self.over is None:
+                with self.failing("close"):
+                    self.parting.left(math.inf, self.look)
+        except CollectiveError:  # the generation has ended meanwhile
+            pass
+        all_left = self.parting.left(PARTING_SECONDS)
+        self.layout.free()
+        sweep(FREEING_SECONDS if all_left else 0.0)

@@ -1,0 +1,189 @@
+"""Who has waited long for whom at a server: warnings, the end of a wait that is too long, and circles.
+
+A worker whose program has waited long for a round says so (`waits`). It stands still until that round is complete, so
+workers that wait for one another's pushes in a circle can be told: they use keys in different orders. `Late` is a
+machine without MPI; by `Gossip` the first server hears who waits at the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from collectives.errors import MismatchError, StallError, ranks
+from collectives.fabric.wait import LONGER
+from mpips.store.server.unit import Replies, Reply, Unit
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+WAITS_TAG = 1
+"""Of what servers tell the first one."""
+CIRCLE_SECONDS = 0.5
+"""How long a circle must have been seen."""
+
+
+class Wait(msgspec.Struct, array_like=True, frozen=True):
+    """A worker waits for a round of a key, to which `absent` have not pushed."""
+
+    worker: int
+    key: int | str
+    round: int
+    absent: tuple[int, ...]
+
+
+class Late:
+    """The long waits of one server; `clock` values are seconds of any monotonic clock."""
+
+    def __init__(self, stall_seconds: float = 60.0, timeout_seconds: float = 0.0) -> None:
+        self.stall_seconds, self.timeout_seconds = stall_seconds, timeout_seconds
+        self._said: dict[int, tuple[Unit, int]] = {}
+        self._told: dict[int, list[Wait]] = {}
+        self._suspected: list[Wait] = []
+        self._since = 0.0
+
+    # ---- rounds that wait
+
+    def tick(self, clock: float, units: Iterable[Unit]) -> Replies:
+        """Look at open rounds; call now and then while idle. Warnings for those who wait, once a round; StallError
+        where one has waited for longer than `timeout_seconds`."""
+        long: dict[str, tuple[float, list[Unit]]] = {}
+        """How long the first has waited, and the units to warn of now, by who waits for whom."""
+        for unit in units:
+            if not unit.waits or not unit.missing:
+                continue
+            if unit.opened is None:
+                unit.opened = clock
+            waited = clock - unit.opened
+            if 0 < self.timeout_seconds < waited:
+                raise StallError(f"{_sentence([unit], self.timeout_seconds)}; {LONGER}")
+            if waited > self.stall_seconds and not unit.warned:
+                unit.warned = True
+                long.setdefault(_who(unit), (waited, []))[1].append(unit)
+        replies: Replies = []
+        for waited, late in long.values():
+            text, first = _sentence(late, waited), late[0]
+            came = [worker for worker, queue in zip(first.contributors, first.queues) if queue]
+            replies += [Reply("WARNING", worker, first.number, text=text) for worker in came]
+        return replies
+
+    # ---- workers that wait for one another
+
+    def waits(self, unit: Unit, worker: int, round_: int) -> None:
+        """A worker's program waits until this round of the unit is complete, and does nothing else."""
+        self._said[worker] = unit, round_
+
+    def own(self) -> list[Wait]:
+        """Who waits at this server for whom, as of now."""
+        waits = []
+        for worker, (unit, round_) in list(self._said.items()):
+            if unit.round >= round_:
+                del self._said[worker]
+            elif absent := _absent(unit, round_, worker):
+                waits.append(Wait(worker, unit.key, round_, absent))
+        return waits
+
+    def told(self, server: int, waits: list[Wait]) -> None:
+        """What another server's `own` says now."""
+        self._told[server] = waits
+
+    def look(self, clock: float) -> None:
+        """MismatchError if workers have waited in a circle for a while: what another server has said may be over."""
+        waits = {wait.worker: wait for wait in self.own()}
+        for others in self._told.values():
+            waits.update((wait.worker, wait) for wait in others)
+        circle = find_circle(waits)
+        if circle != self._suspected:
+            self._suspected, self._since = circle, clock
+        if circle and clock - self._since > CIRCLE_SECONDS:
+            steps = "; ".join(
+                f"rank {wait.worker} waits for round {wait.round} of key {wait.key!r}, to which {ranks(wait.absent)} "
+                f"{'have' if len(wait.absent) > 1 else 'has'} not pushed"
+                for wait in circle
+            )
+            raise MismatchError(f"{steps}: use keys in the same order on all ranks")
+
+    def forget(self, units: Sequence[Unit]) -> None:
+        """Units that nobody will use again."""
+        self._said = {worker: wait for worker, wait in self._said.items() if wait[0] not in units}
+
+    def clear(self) -> None:
+        """Nobody waits any more."""
+        self._said, self._told, self._suspected = {}, {}, []
+
+
+def find_circle(waits: dict[int, Wait]) -> list[Wait]:
+    """Waits of which each is for the next one's worker, the last for the first one's; the lowest rank first; empty if
+    there is no circle."""
+    free: set[int] = set()  # workers from which no circle is reached
+    for start in sorted(waits):
+        way: list[int] = []
+        stack = [iter((start,))]
+        while stack:
+            worker = next(stack[-1], None)
+            if worker is None:
+                stack.pop()
+                if way:
+                    free.add(way.pop())
+            elif worker in way:
+                circle = way[way.index(worker) :]
+                first = circle.index(min(circle))
+                return [waits[each] for each in circle[first:] + circle[:first]]
+            elif worker in waits and worker not in free:
+                way.append(worker)
+                stack.append(iter(waits[worker].absent))
+    return []
+
+
+def _absent(unit: Unit, round_: int, but: int) -> tuple[int, ...]:
+    """Workers that have not pushed to a round of the unit, but for one."""
+    behind = (worker for worker, queue in zip(unit.contributors, unit.queues) if unit.round + len(queue) < round_)
+    return tuple(worker for worker in behind if worker != but)
+
+
+def _sentence(units: Sequence[Unit], waited: float) -> str:
+    """What is said of units that wait for the same workers, so long for the first."""
+    first, others = units[0], {unit.key for unit in units} - {units[0].key}
+    more = f" (and {len(others)} more key{'s' * (len(others) > 1)})" if others else ""
+    return f"key {first.key!r}{more}: round {first.round + 1} has waited {waited:.3g} s for {_who(first)}"
+
+
+def _who(unit: Unit) -> str:
+    """Which workers have pushed to the unit's round, and which have not."""
+    came = [worker for worker, queue in zip(unit.contributors, unit.queues) if queue]
+    return f"ranks {unit.absent()}; ranks {came} have pushed"
+
+
+class Gossip:
+    """What the servers of one generation tell the first one. `comm`: theirs."""
+
+    def __init__(self, comm: MPI.Comm, late: Late) -> None:
+        self._comm, self._late = comm, late
+        self._others = range(1, comm.Get_size())
+        self._said: list[Wait] = []
+
+    def tick(self) -> None:
+        """Tell what has changed; or, on the first server, hear of it. Call it now and then while idle."""
+        if not self._others:
+            return
+        from collectives.network.failures import send
+        from collectives.network.requests import keep
+
+        if self._comm.Get_rank() == 0:
+            for server in self._others:
+                while self._comm.Iprobe(server, WAITS_TAG):
+                    self._late.told(server, self._hear(server))
+        elif (waits := self._late.own()) != self._said:
+            self._said, data = waits, msgspec.msgpack.encode(waits)
+            keep([send(self._comm, data, 0, WAITS_TAG)])
+
+    def _hear(self, server: int) -> list[Wait]:
+        from mpi4py import MPI
+
+        status = MPI.Status()
+        self._comm.Probe(server, WAITS_TAG, status)
+        data = bytearray(status.Get_count(MPI.BYTE))
+        self._comm.Recv(data, server, WAITS_TAG)
+        return msgspec.msgpack.decode(data, type=list[Wait])

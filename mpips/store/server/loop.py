@@ -1,0 +1,328 @@
+"""The loop of a server: frames in and out (`Traffic`), `State` in the middle, until every worker has said goodbye.
+
+`serve` gives each store of this process its turn. What a turn raises ends that store's generation; the server then
+waits until the workers begin the next one, or close.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import NamedTuple
+
+from mpi4py import MPI
+
+from collectives.errors import CollectiveError, StallError
+from collectives.fabric import arena
+from collectives.fabric.arena import Region
+from mpips.compression import Compressor
+from mpips.optimizers import Groups
+from mpips.store.cores import Seat
+from mpips.store.keys.key import Rounds
+from mpips.store.recovery import fill, rebuild
+from mpips.store.recovery.fill import Reached
+from mpips.store.recovery.inventory import Inventory, Shelf
+from mpips.store.recovery.memory.held import Held, Settled
+from mpips.store.recovery.memory.ledger import Ledger
+from mpips.store.recovery.memory.units import Memory, holding
+from mpips.store.recovery.mirrors.copies import Copies
+from mpips.store.recovery.mirrors.mirror import Mirror
+from mpips.store.recovery.rebuild import Placed
+from mpips.store.recovery.renewal import renew
+from mpips.store.recovery.settings import encode_settings
+from mpips.store.roles import Layout
+from mpips.store.runtime.generation import Generation
+from mpips.store.server.late import Late
+from mpips.store.server.reduce import Reduce
+from mpips.store.server.requests import Requests
+from mpips.store.server.state import State
+from mpips.store.server.traffic import Traffic
+from mpips.store.transport.connect import connect
+from mpips.store.transport.frames import OpenStore
+from mpips.store.transport.line import Line
+from mpips.store.transport.ring import Rings
+
+YIELDS = 8
+"""Before the clock is looked at; where cores are busy each may cost a slice."""
+SPIN_SECONDS = 1e-3
+SLEEP_SECONDS = (1e-4, 2e-3)
+"""The shortest and the longest sleep between two looks."""
+SLEEP_SHARE = 0.02
+"""Of the time without anything to do so far: so much later it may hear what ends that."""
+TICK_SECONDS = 0.05
+BUSY_TURNS = 256
+"""Turns of a busy server after which it looks at the clock."""
+MOST_THREADS = 4
+"""More than a few cores only wait for memory."""
+GRACE_SECONDS, END_SECONDS = 0.02, 1.0
+"""At the end of a generation: for frames that are being written; for a round that is complete and still being filled,
+where it cannot be undone."""
+ORPHAN_SECONDS = 300.0
+"""Least time after which a server ends whose workers do nothing more."""
+
+
+def serve(servers: Sequence[Server], opened: Callable[[OpenStore], Server | None] | None = None) -> None:
+    """Serve these stores, and others that their workers open, until all workers of all stores have left. Blocking.
+
+    `opened` makes one more store, collectively with all workers, which have asked for it; None where it cannot be.
+    Raises what is neither a worker's fault nor the network's.
+    """
+    here, idle, turns = list(servers), _Idle(), 0
+    while here:
+        worked = False
+        for server in here:
+            worked |= server.turn()
+        turns += 1
+        if worked and turns % BUSY_TURNS:
+            idle.over()
+            continue
+        if not (now := idle.look(worked)):
+            continue
+        for server in list(here):
+            server.tick(now)
+            if opened is not None and (asked := server.opens()) and (more := opened(asked)):
+                here.append(more)
+            if server.finished:
+                here.remove(server)
+                server.close()
+        idle.rest(now, any(server.hot for server in here))
+
+
+class _Idle:
+    """The rest of a loop that has nothing to do: it gives way, and then sleeps, the longer the longer it has waited."""
+
+    def __init__(self) -> None:
+        self._since, self._spins = 0.0, 0
+
+    def over(self) -> None:
+        """Something was done."""
+        self._since, self._spins = 0.0, 0
+
+    def look(self, worked: bool) -> float:
+        """The time, where it is to be looked at; else 0."""
+        if worked:
+            self.over()
+            return time.monotonic()
+        self._spins += 1
+        os.sched_yield()
+        if self._spins < YIELDS:
+            return 0.0
+        now = time.monotonic()
+        self._since = self._since or now
+        return now
+
+    def rest(self, now: float, hot: bool) -> None:
+        """Sleep a little, unless something may go on at any moment (`hot`)."""
+        if self._since and now - self._since > SPIN_SECONDS and not hot:
+            time.sleep(min(max(SLEEP_SHARE * (now - self._since), SLEEP_SECONDS[0]), SLEEP_SECONDS[1]))
+
+
+def _threads(layout: Layout, cores: int) -> int:
+    """Cores for a long sum: workers wait meanwhile, so the servers of a node share all that this one may use."""
+    servers = range(layout.num_workers, layout.num_workers + layout.num_servers)
+    here = sum(layout.same_node(layout.rank, server) for server in servers)
+    return max(1, min(MOST_THREADS, cores // here))
+
+
+class Serving(NamedTuple):
+    """What a server has of one generation."""
+
+    state: State
+    requests: Requests
+    held: Held
+
+
+class Server:
+    """One store on one server rank; it serves once it has begun, or rebuilt. `held`: what this rank kept while it was a
+    spare."""
+
+    def __init__(self, layout: Layout, seat: Seat, generation: Generation, held: Held | None = None) -> None:
+        self.layout, self.generation = layout, generation
+        if layout.survives:
+            arena.in_one_segment()
+        self._ledger = Ledger() if layout.survives else None
+        self._memory = Memory(self._ledger)
+        self._shared_cores = seat.shared
+        self._reduce = Reduce(_threads(layout, seat.usable), seat.step_aside, seat.shared)
+        self._copies, self._rounds = Copies(), Rounds()
+        self._settled: Settled[Serving] = Settled()
+        self._now = self._serving(State(), 0, None, held or Held())
+
+    def _serving(self, state: State, generation: int, compressor: Compressor | None, held: Held) -> Serving:
+        name = f"server rank {self.layout.rank}"
+        return Serving(state, Requests(state, name, self._memory, generation, compressor), held)
+
+    def _new_state(self, lines: Sequence[Line], groups: Groups | None = None) -> State:
+        options = self.layout.options
+        self._mirror = Mirror(self.layout, self._copies, self.generation.number) if options.mirrors else None
+        remote = [worker for worker, line in enumerate(lines) if not line.local]
+        late = Late(options.stall_seconds, options.timeout_seconds)
+        return State(self.layout.asynchronous, options.staleness, remote, late, self._reduce, groups, self._mirror)
+
+    def begin(self) -> None:
+        """The store's first generation. Collective over its workers and servers, blocking."""
+        lines, rings, ledgers = connect(self.layout, self.generation, self._region)
+        serving = self._serving(self._new_state(lines), self.generation.number, None, Held(ledgers))
+        serving.requests.publish()
+        self._serve(lines, rings, serving)
+
+    def _serve(self, lines: list[Line], rings: Rings | None, serving: Serving) -> None:
+        """Serve a generation over these lines."""
+        self._now = serving
+        self._state, self._requests = serving.state, serving.requests
+        self._traffic = Traffic(self.layout, lines, rings, self._state, self._requests)
+        self._flag = self.generation.flag
+        self._next_tick = 0.0
+        self._ended: float | None = None
+        self._closed = False
+
+    @property
+    def _region(self) -> Region | None:
+        return None if self._ledger is None else self._ledger.region
+
+    @property
+    def finished(self) -> bool:
+        """Whether every worker has left."""
+        return self._closed or self._traffic.over
+
+    @property
+    def hot(self) -> bool:
+        """Whether a worker of this node may let a sum go on at any moment: to sleep would cost more than the wait."""
+        return bool(self._state.ready) and not self._traffic.remote
+
+    def opens(self) -> OpenStore | None:
+        """One more store, if all workers have asked for it since it was last so."""
+        asked = self._requests.opening
+        if len(asked) < self.layout.num_workers:
+            return None
+        first = asked[0]
+        asked.clear()
+        return first
+
+    def close(self) -> None:
+        """Every worker has left: end with all ranks of the store. Blocking."""
+        if self._ended is None:
+            with suppress(CollectiveError):  # what is not taken now never is
+                self.generation.wait(self._traffic.done, "close")
+        self.generation.close()
+
+    # ---- turns
+
+    def turn(self) -> bool:
+        """One look at everything; whether anything was done. What it raises ends the generation."""
+        if self._ended is not None:
+            return self._next_generation()
+        try:
+            return self._turn()
+        except Exception as error:
+            self._end(error)
+            return True
+
+    def _turn(self) -> bool:
+        if self._flag[0]:
+            self.generation.look()
+        traffic, state = self._traffic, self._state
+        heard = traffic.hear()
+        if self._mirror is not None:
+            heard |= self._mirror.turn()
+            self._requests.say()
+        worked, replies = state.work()
+        if replies:
+            traffic.send(replies)
+        if self._requests.waiting and state.quiet:
+            traffic.answer()
+        if traffic.remote:
+            traffic.arrived()
+        return heard or worked
+
+    def tick(self, now: float) -> None:
+        """Called while there is time, at `now`: look for long waits, and at the generation, now and then."""
+        if self._ended is not None or self.finished:
+            return
+        try:
+            self._traffic.flush()
+            self._requests.snapshots.copy_next()
+            if now > self._next_tick:
+                self._next_tick = now + TICK_SECONDS
+                self.generation.look()
+                self._traffic.tick(now)
+        except Exception as error:
+            self._end(error)
+
+    # ---- the end of a generation
+
+    def _end(self, error: Exception) -> None:
+        """End the generation, for all ranks, because of an error of this one; or learn that another has ended it."""
+        raised = self.generation.end(f"server rank {self.layout.rank}", error)
+        if not isinstance(raised, CollectiveError):
+            raise raised
+        self.at_end()
+
+    def at_end(self) -> None:
+        """The generation is over: finish rounds to which all have contributed, drop all else, and say that this server
+        reads no worker's memory any more. Blocks for a moment."""
+        if self._mirror is not None:
+            self._mirror.stop()
+        now = time.monotonic()
+        grace, until = now + GRACE_SECONDS, now + END_SECONDS
+        while now < grace or (self._state.ready and now < until and self._ledger is None):
+            self._traffic.hear_last()
+            if self._state.finish():
+                until = now + END_SECONDS
+            time.sleep(SLEEP_SECONDS[0])
+            now = time.monotonic()
+        self._state.abandon()
+        self._traffic.stop()
+        self._requests.drop()
+        self._ended = now
+
+    def _next_generation(self) -> bool:
+        """Begin the next generation as soon as the workers do; whether they have, or have closed the store. StallError
+        where none of them comes for long."""
+        assert self._ended is not None
+        if not self.generation.parting.asked():
+            limit = self.generation.limits.timeout_seconds
+            if limit and time.monotonic() - self._ended > max(limit, ORPHAN_SECONDS):
+                raise StallError("the generation is over, and no worker has called recover() or close()")
+            return False
+        if renew(self.generation, self.rebuild):
+            self.committed()
+        else:
+            self._closed = True
+        return True
+
+    def committed(self) -> None:
+        """The next generation has begun: what was before may go."""
+        self._settled.begun()
+        self._copies.begin(None if self.layout.asynchronous else self._rounds)
+
+    def rebuild(self) -> bool:
+        """Begin the next generation with what is left of the one before. Collective over its workers and servers,
+        blocking; where somebody dies meanwhile, it is done once more."""
+        layout, number = self.layout, self.generation.number
+        old = self._settled.before(number, self._now)
+        if self._ledger is not None:
+            self._ledger.attempt(number)
+        lines, rings, ledgers = connect(layout, self.generation, self._region)
+        units = list(old.state.units.values())
+        mine = Inventory(old.held.shelves(layout, number), old.held.ranks, shared_cores=self._shared_cores)
+        if (owner := rebuild.former(layout)) >= 0:
+            settings = encode_settings(old.state.optimizers, old.requests.compressor)
+            mine.shelves.append(Shelf(owner, True, settings, [holding(unit, layout.asynchronous) for unit in units]))
+            mine.shelves += self._copies.shelves(layout.before, owner)
+        outlook = rebuild.outlook(layout, self.generation, mine, [None] * layout.num_servers)
+        groups, compressor = outlook.settings()
+        state = self._new_state(lines, groups)
+        serving = self._serving(state, number, compressor, Held(ledgers))
+        there = Reached(units, owner, old.held, number, self._copies)
+        made = fill.server(layout, outlook.plan, self._memory, groups, there)
+        self.generation.wait(lambda: MPI.Request.Testall(made.requests), "recover")
+        for unit in made.finish():
+            state.create(unit)
+            state.changed(unit)
+        self._rounds = outlook.rounds()
+        rebuild.place(layout, self.generation, Placed(made.where, serving.requests.once_more(outlook.change)))
+        self._serve(lines, rings, serving)
+        return True

@@ -1,0 +1,265 @@
+"""How a server sums contributions to a unit and writes the sum: block by block, while a block is in the cache.
+
+Parts are added in the order of the contributors, so results are the same bit for bit, however many threads share a sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpips.store.keys.row_sparse import merge
+from mpips.store.runtime.team import Team
+from mpips.store.server.unit import Source, Unit
+
+BURST = 4
+"""Blocks that are done before the server listens again, for each thread."""
+SHARED_BYTES = 1 << 21
+"""Least of a sum that is worth another thread."""
+PART_BYTES = 1 << 20
+"""What a thread sums at a time where there are others."""
+PIECE_BYTES = 1 << 18
+"""Of a sum that is read again for every contribution: in a core's own cache beside one of these."""
+Array = NDArray[Any]
+
+
+class Reduce:
+    """Arithmetic of one server. Each call does what can be done now, counts blocks in `unit.block`, and says whether it
+    has done anything; the round is over when `unit.block` is `unit.blocks`.
+
+    `threads`: cores that it may use for long sums at once; `begin_thread` is called first on each of the others.
+    `cores_shared`: processes of the node are more than its cores.
+    """
+
+    def __init__(
+        self, threads: int = 1, begin_thread: Callable[[], None] | None = None, cores_shared: bool = False
+    ) -> None:
+        self._cores_shared = cores_shared
+        self._team = Team(threads, begin_thread)
+        self._scratch = [np.empty(0, np.uint8)] * threads
+
+    # ---- payloads that lie in memory of this node
+
+    def whole(self, unit: Unit, arrays: Sequence[Array]) -> None:
+        """Sum and write the only block of contributions that are all there."""
+        size = unit.stored.size
+        unit.open_write(0, size)
+        total = self._sum(unit, arrays, 0, size, 0)
+        if total is not None:
+            unit.write(0, size, total)
+        unit.block = 1
+
+    def blocks(self, unit: Unit, sources: Sequence[Source]) -> bool:
+        """Sum and write those of the next blocks that are there, on all threads at once where that is long enough."""
+        first = stop = unit.block
+        limit = min(stop + BURST * self._team.threads, unit.blocks)
+        while stop < limit and all(source.ready(stop) for source in sources):
+            stop += 1
+        if stop == first:
+            return False
+        if first == 0:
+            unit.open_write()
+        if unit.undo is not None:
+            unit.undo.keep(unit.bounds(first)[0], unit.bounds(stop - 1)[1])
+        if self.worth_sharing(unit, sources, first, stop):
+            self._share(unit, sources, first, stop)
+        else:
+            for block in range(first, stop):
+                self._sum_part(unit, sources, block, *unit.bounds(block), 0)
+                _tell(unit, block + 1)
+        unit.block = stop
+        return True
+
+    def worth_sharing(self, unit: Unit, sources: Sequence[Source], first: int, stop: int) -> bool:
+        """Whether blocks are summed on all threads. Workers that wait leave their cores to them; those that still copy
+        need them, unless this server is far behind, or cores are shared, where who waits for it gives his away."""
+        threads = self._team.threads
+        if threads == 1 or unit.stored.nbytes < SHARED_BYTES:
+            return False
+        nbytes = (unit.bounds(stop - 1)[1] - unit.bounds(first)[0]) * unit.stored.itemsize
+        if nbytes < SHARED_BYTES:
+            return False
+        if all(source.ready(unit.blocks - 1) for source in sources):
+            return nbytes >= 2 * SHARED_BYTES
+        return self._cores_shared or stop - first >= 2 * threads
+
+    def _share(self, unit: Unit, sources: Sequence[Source], first: int, stop: int) -> None:
+        """Sum and write blocks on all threads; thread 0, which has the first parts, tells readers of each block."""
+        step = max(1, PART_BYTES // unit.stored.itemsize)
+        parts = []
+        for block in range(first, stop):
+            begin, end = unit.bounds(block)
+            parts += [(block, start, min(start + step, end)) for start in range(begin, end, step)]
+        done: set[int] = set()
+        following = 0
+
+        def work(index: int, thread: int) -> None:
+            nonlocal following
+            self._sum_part(unit, sources, *parts[index], thread)
+            done.add(index)
+            if thread == 0:
+                while following in done:
+                    following += 1
+                if following < len(parts):
+                    _tell(unit, parts[following][0])
+
+        self._team.share(work, range(len(parts)))
+        _tell(unit, stop)
+
+    def _sum_part(
+        self, unit: Unit, sources: Sequence[Source], block: int, start: int, stop: int, thread: int
+    ) -> None:  # fmt: skip
+        """Sum and write elements of a block."""
+        total = self._sum(unit, [source.part(block, start, stop) for source in sources], start, stop, thread)
+        if total is not None:
+            unit.write(start, stop, total)
+
+    def _sum(self, unit: Unit, parts: Sequence[Array], start: int, stop: int, thread: int) -> Array | None:
+        """The parts added from first to last; None where the sum was written at once."""
+        if len(parts) == 1:
+            return parts[0]
+        stored = unit.optimizer is None
+        if stored:
+            total = unit.stored[start:stop]
+            unit.writes += 1
+        else:
+            total = self._scratch_block(unit.stored.dtype, stop - start, thread)
+        if len(parts) == 2 or total.nbytes <= PIECE_BYTES:
+            _add(parts, total)
+        else:
+            step = max(1, PIECE_BYTES // total.itemsize)
+            for at in range(0, total.size, step):
+                _add([part[at : at + step] for part in parts], total[at : at + step])
+        return None if stored else total
+
+    def _scratch_block(self, dtype: np.dtype, size: int, thread: int) -> Array:
+        if self._scratch[thread].nbytes < size * dtype.itemsize:
+            self._scratch[thread] = np.empty(size * dtype.itemsize, np.uint8)
+        return self._scratch[thread][: size * dtype.itemsize].view(dtype)
+
+    # ---- payloads of which some come as messages
+
+    def arriving(self, unit: Unit, sources: Sequence[Source]) -> bool:
+        """Add what is there of the next block, contributor by contributor; write it when all have been added."""
+        number, count, first = unit.block, len(sources), unit.part
+        start, stop = unit.bounds(number)
+        if unit.total is None:
+            unit.total = np.empty(stop - start, unit.stored.dtype)
+        while unit.part < count and sources[unit.part].ready(number):
+            part = sources[unit.part].part(number, start, stop)
+            if unit.part:
+                np.add(unit.total, part, out=unit.total)
+            else:
+                unit.total[...] = part
+            unit.part += 1
+        if unit.part < count:
+            for source in sources[unit.part + 1 :]:
+                source.ready(number)  # it may start to come; or else all servers would wait for the same worker's link
+            return unit.part > first
+        total, unit.part, unit.total = unit.total, 0, None
+        self._write_next(unit, total)
+        return True
+
+    def _write_next(self, unit: Unit, total: Array) -> None:
+        """Write the next block, whose sum this is."""
+        start, stop = unit.bounds(unit.block)
+        if unit.block == 0:
+            unit.open_write()
+        unit.keep(start, stop)
+        unit.write(start, stop, total)
+        unit.block += 1
+        _tell(unit, unit.block)
+
+    # ---- payloads of which some are compressed or row-sparse
+
+    def coded(self, unit: Unit, sources: Sequence[Source]) -> bool:
+        """Add the next contributor; when all have been added, write the sum: only rows that somebody named, where all
+        gave rows."""
+        if unit.part < len(sources):
+            return _add_next(unit, sources[unit.part])
+        if unit.rows is not None:
+            if all(source.empty for source in sources):
+                unit.pass_round()
+            else:
+                unit.open_write()
+                unit.write_rows(unit.rows)
+            unit.block = unit.blocks
+            return True
+        assert unit.total is not None
+        start, stop = unit.bounds(unit.block)
+        self._write_next(unit, unit.total[start:stop])
+        return True
+
+    # ---- one contribution by itself
+
+    def single(self, unit: Unit, source: Source) -> bool:
+        """Write the next block of one contribution."""
+        if not source.ready(unit.block):
+            return False
+        if source.empty:
+            source.rows()  # takes it
+            unit.pass_round()
+            unit.block = unit.blocks
+            return True
+        if unit.block == 0:
+            unit.open_write()
+        if not source.coded:
+            start, stop = unit.bounds(unit.block)
+            part = source.part(unit.block, start, stop)
+            unit.keep(start, stop)
+            unit.write(start, stop, part)
+            unit.block += 1
+            return True
+        if source.sparse:
+            unit.write_rows(source.rows())
+        else:
+            total = np.zeros_like(unit.stored)
+            source.add_to(total)
+            unit.keep(0, total.size)
+            unit.write(0, total.size, total)
+        unit.block = unit.blocks
+        return True
+
+
+def _add_next(unit: Unit, source: Source) -> bool:
+    """Add a contributor, or a block of it, to what was read of the round: rows as long as all gave rows."""
+    if not source.ready(unit.part_block):
+        return False
+    if source.sparse and unit.total is None:
+        rows = source.rows().merged()
+        unit.rows = rows if unit.rows is None else merge(unit.rows, rows)
+        unit.part += 1
+        return True
+    if unit.total is None:
+        unit.total = np.zeros_like(unit.stored) if unit.rows is None else unit.rows.to_dense().reshape(-1)
+        unit.rows = None
+    if source.coded:
+        source.add_to(unit.total)
+        unit.part_block = unit.blocks
+    else:
+        start, stop = unit.bounds(unit.part_block)
+        part = source.part(unit.part_block, start, stop)
+        if unit.part:
+            unit.total[start:stop] += part
+        else:
+            unit.total[start:stop] = part
+        unit.part_block += 1
+    if unit.part_block == unit.blocks:
+        unit.part, unit.part_block = unit.part + 1, 0
+    return True
+
+
+def _tell(unit: Unit, blocks: int) -> None:
+    """Tell readers that so many blocks of the round are written; of the last one they hear when the round ends."""
+    if blocks < unit.blocks:
+        unit.words[0] = unit.round * unit.blocks + blocks
+
+
+def _add(parts: Sequence[Array], total: Array) -> None:
+    """The sum of two or more parts, added from first to last."""
+    np.add(parts[0], parts[1], out=total)
+    for part in parts[2:]:
+        np.add(total, part, out=total)

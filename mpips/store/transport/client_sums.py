@@ -1,0 +1,175 @@
+"""What moves between the members of a client on several nodes: reduce, broadcast, reduce-scatter, allgather, as tasks.
+
+All sums add in the order of the ranks, so that an element's bits do not depend on how keys are cut. Several may be
+under way in any order, with different tags: non-blocking collectives of MPI would have to start in the same order
+everywhere.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+from numpy.typing import NDArray
+
+from collectives.network.failures import failed, send, tell
+from collectives.network.requests import keep
+from collectives.schedule.model import cut
+from mpips.store.runtime.tasks import Task
+from mpips.store.transport.channel import LOOK_SECONDS, QUIET_SECONDS, UnderWay
+from mpips.store.transport.tags import QUIET_TAG
+
+Array = NDArray[Any]
+SHORT_BYTES = 8 << 10
+"""Up to here one message from everybody to rank 0 is taken for faster than two rounds of smaller ones."""
+ALONE_SECONDS = 1.0
+"""How long a member that sends nothing takes in what others send."""
+
+
+class ClientSums:
+    """The messages of one member; `comm` is the client's and carries nothing else. Vectors are 1-D, of any dtype.
+
+    Each call is a task for all members of the client. It is over when this member may overwrite what it gave, and its
+    result is there. Tags come from `tags.member_tag`.
+    """
+
+    def __init__(self, comm: MPI.Comm) -> None:
+        self._comm = comm
+        self._rank, self._size = comm.Get_rank(), comm.Get_size()
+        self._under_way = UnderWay()
+
+    def stop(self, other: UnderWay) -> None:
+        """The generation is over: let nothing touch memory of the caller any more, here and in `other`.
+
+        MPI cannot take back what is being sent, so members take in what others send until all have said that they send
+        nothing more, but for ALONE_SECONDS at most, or QUIET_SECONDS where this member is still sending itself.
+        """
+        ways, quiet = (self._under_way, other), _Quiet(self._comm)
+        for way in ways:
+            way.cancel()
+        begun = time.monotonic()
+        while not quiet.all_quiet():
+            sending = sum(way.left() for way in ways)
+            waited = time.monotonic() - begun
+            if not sending or waited > QUIET_SECONDS:
+                quiet.say()
+            if waited > (QUIET_SECONDS if sending else ALONE_SECONDS):
+                break
+            time.sleep(LOOK_SECONDS)
+        for way in ways:
+            way.leave()
+
+    def broadcast(self, x: Array, tag: int) -> Task[None]:
+        """Rank 0's x on every rank."""
+        if x.nbytes > SHORT_BYTES:
+            yield from self.spread(x, tag)
+        elif self._rank:
+            yield from self._all([self._receive(x, 0, tag)])
+        else:
+            yield from self._all([], [self._send(x, to, tag) for to in range(1, self._size)])
+
+    def reduce_scatter(self, x: Array, out: Array, cuts: Sequence[int], tag: int) -> Task[None]:
+        """out on rank i = elements [cuts[i], cuts[i+1]) of the sum of everybody's x.
+
+        Every rank sends every other its slice.
+        """
+        rank, others = self._rank, [(self._rank + i) % self._size for i in range(1, self._size)]
+        parts = dict(zip(others, np.empty((self._size - 1, out.size), x.dtype)))
+        receives = [self._receive(parts[source], source, tag) for source in reversed(others) if out.size]
+        slices = [(to, x[cuts[to] : cuts[to + 1]]) for to in others]
+        yield from self._all(receives, [self._send(part, to, tag) for to, part in slices if part.size])
+        parts[rank] = x[cuts[rank] : cuts[rank + 1]]
+        _add(parts, out)
+
+    def reduce_to_first(self, x: Array, out: Array | None, tag: int) -> Task[None]:
+        """out on rank 0 = the sum of everybody's x; None elsewhere. A long vector is reduce-scattered, then slices go
+        to rank 0; a short one goes there whole."""
+        owners = self._size if x.nbytes > SHORT_BYTES else 1
+        cuts = [int(cut(x.size, owners, min(i, owners))) for i in range(self._size + 1)]
+        mine = np.empty(cuts[self._rank + 1] - cuts[self._rank], x.dtype)
+        yield from self.reduce_scatter(x, mine, cuts, tag)
+        if out is None:
+            if mine.size:
+                yield from self._all([], [self._send(mine, 0, tag)])
+            return
+        out[: cuts[1]] = mine
+        slices = [out[a:b] for a, b in pairwise(cuts)]
+        yield from self._all([self._receive(slices[i], i, tag) for i in range(1, self._size) if slices[i].size])
+
+    def spread(self, x: Array, tag: int) -> Task[None]:
+        """Rank 0's x on every rank: slices from rank 0, then everybody's slice to all."""
+        rank, size = self._rank, self._size
+        cuts = [int(cut(x.size, size, i)) for i in range(size + 1)]
+        slices = [x[a:b] for a, b in pairwise(cuts)]
+        if rank == 0:
+            sends = [self._send(slices[i], i, tag) for i in range(1, size)]
+            yield from self._all([], sends + [self._send(slices[0], i, tag) for i in range(1, size)])
+            return
+        own = self._under_way.begin([self._receive(slices[rank], 0, tag)])
+        others = self._under_way.begin([self._receive(slices[i], i, tag) for i in range(size) if i != rank])
+        yield from own.wait()
+        others.sends = [self._send(slices[rank], i, tag) for i in range(1, size) if i != rank]
+        yield from others.wait()
+
+    def allgather(self, x: Array, cuts: Sequence[int], tag: int) -> Task[None]:
+        """Rank i's elements [cuts[i], cuts[i+1]) of x on every rank, in place."""
+        rank, size = self._rank, self._size
+        slices = [x[a:b] for a, b in pairwise(cuts)]
+        sources = [(rank - i) % size for i in range(1, size)]
+        receives = [self._receive(slices[source], source, tag) for source in sources]
+        yield from self._all(receives, [self._send(slices[rank], (rank + i) % size, tag) for i in range(1, size)])
+
+    def swap(self, mine: Array, theirs: Array, to: int, source: int, tag: int) -> Task[None]:
+        """Send `mine` to one member and receive `theirs`, of the same size, from another."""
+        yield from self._all([self._receive(theirs, source, tag)], [self._send(mine, to, tag)])
+
+    def _all(self, receives: Sequence[MPI.Request], sends: Sequence[MPI.Request] = ()) -> Task[None]:
+        return self._under_way.begin(receives, sends).wait()
+
+    def _send(self, x: Array, to: int, tag: int) -> MPI.Request:
+        return send(self._comm, x.view(np.uint8), to, tag)
+
+    def _receive(self, x: Array, source: int, tag: int) -> MPI.Request:
+        return self._comm.Irecv(x.view(np.uint8), source, tag)
+
+
+class _Quiet:
+    """Who of the members sends nothing more."""
+
+    def __init__(self, comm: MPI.Comm) -> None:
+        self._comm, self._said = comm, False
+        self._others = set(range(comm.Get_size())) - {comm.Get_rank()}
+
+    def say(self) -> None:
+        """This member sends nothing more; once."""
+        if not self._said:
+            self._said = True
+            others = set(range(self._comm.Get_size())) - {self._comm.Get_rank()}
+            tell(self._comm, b"", sorted(others), QUIET_TAG)
+
+    def all_quiet(self) -> bool:
+        """Take in and drop what has come; whether nobody sends any more."""
+        status = MPI.Status()
+        try:
+            while (message := self._comm.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, status)) is not None:
+                keep([message.Irecv([bytearray(status.Get_count(MPI.BYTE)), MPI.BYTE])])
+                if status.Get_tag() == QUIET_TAG:
+                    self._others.discard(status.Get_source())
+        except MPI.Exception:  # a member has died
+            self._comm.Ack_failed()
+        self._others.difference_update(failed(self._comm))
+        return self._said and not self._others
+
+
+def _add(parts: Mapping[int, Array], out: Array) -> None:
+    """out = the sum of all ranks' parts in their order."""
+    first, *others = (parts[rank] for rank in range(len(parts)))
+    if not others:
+        np.copyto(out, first)
+    for part in others:
+        np.add(first, part, out=out)
+        first = out

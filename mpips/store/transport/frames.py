@@ -1,0 +1,283 @@
+"""What workers and servers say to each other: a 64-byte frame for everything, typed bodies (msgspec) for rare things.
+
+A frame tells an operation, a unit, a round and where the payload lies: a region of node-shared memory (pid, fd, inode,
+offset, nbytes) between processes of one node. Between nodes only its nbytes count, and the payload follows as
+messages. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from collectives.fabric.arena import Region
+
+FRAME_BYTES = 64
+FRAME = struct.Struct("<BBHiIIiiQQQqq")
+assert FRAME.size == FRAME_BYTES
+ROUND = struct.Struct("<q")
+ROUND_AT = FRAME_BYTES - ROUND.size
+"""Where `round` lies in a frame; all before it is the same in pushes of one region."""
+NOWHERE = Region(0, 0, 0, 0, 0)
+ALONG = 1
+"""Flag of a PUSH whose payload follows at once."""
+
+
+class Op(IntEnum):
+    """What a frame asks for or tells. Worker to server first, then server to worker."""
+
+    PUSH = 1
+    """A contribution to a round of a unit; the payload is a region, or messages."""
+    PULL = 3
+    """Wants to read a unit after `round` of its own pushes."""
+    RELEASE = 4
+    """Has read the unit that was granted."""
+    SET = 5
+    """The first value of a unit, from another node: `aux` messages follow, of `nbytes` each but for the last."""
+    CONTROL = 6
+    """A typed body; the server answers with ANSWER."""
+    BYE = 7
+    """The worker has finished; a server of another node answers with the same."""
+    PULL_ROWS = 8
+    """PULL of some rows, whose numbers (int64) are the body; between nodes."""
+    WAITS = 9
+    """The worker has waited long for `round` of the unit."""
+    CONSUMED = 16
+    """The contribution to this round has been read: the worker may overwrite it. (Between nodes; else a word tells.)
+    Round 0: the first value is there."""
+    CREDIT = 17
+    """Send block `aux` of the contribution to this round."""
+    GRANT = 18
+    """The unit may be read now; it does not change until RELEASE. Between nodes its blocks follow as messages."""
+    WARNING = 20
+    """A round has waited for long; the body is the sentence."""
+    ANSWER = 21
+    """The typed answer to a CONTROL. flags: 1 where it is an error."""
+
+
+WITH_BODY = frozenset({Op.CONTROL, Op.PULL_ROWS, Op.WARNING, Op.ANSWER})
+"""What is always followed by a body."""
+
+
+class Coding(IntEnum):
+    """How a payload is to be read (the `coding` of a frame)."""
+
+    PLAIN = 0
+    """The elements, all there."""
+    GROWING = 1
+    """The elements, being filled block by block, as `outbox` lays them out."""
+    COMPRESSED = 2
+    """What the compressor of the store made of them."""
+    ROWS = 3
+    """Row numbers (int64, `aux` of them), then their values."""
+    NOTHING = 4
+    """No payload: the push counts as a round only."""
+
+
+class Frame(NamedTuple):
+    """One frame, unpacked."""
+
+    op: int
+    flags: int
+    coding: int
+    priority: int
+    unit: int
+    aux: int
+    pid: int
+    fd: int
+    inode: int
+    offset: int
+    nbytes: int
+    token: int
+    round: int
+
+    @classmethod
+    def of(cls, data: bytes) -> Frame:
+        """The fields of a packed frame."""
+        return cls._make(FRAME.unpack(data))
+
+    @property
+    def region(self) -> tuple[int, ...]:
+        """Where the payload lies, as fields of `arena.Region`."""
+        return self[6:11]
+
+
+class UnitCard(msgspec.Struct, array_like=True):
+    """A unit as the server is told of it."""
+
+    number: int
+    key: int | str
+    dtype: str
+    start: int
+    stop: int
+    row_elements: int
+    block_elements: int
+    contributors: tuple[int, ...]
+
+
+class Create(msgspec.Struct, tag=True):
+    """New units; answered with Created once their memory is there."""
+
+    units: list[UnitCard]
+
+
+class Created(msgspec.Struct, tag=True):
+    """Where units of one server lie: a region with the words of all (`arrange_words`), and one of values for each."""
+
+    words: tuple[int, ...]
+    values: list[tuple[int, ...]]
+
+
+class Forget(msgspec.Struct, tag=True):
+    """Units that nobody will use again."""
+
+    units: list[int]
+
+
+class Flush(msgspec.Struct, tag=True):
+    """Answered when all that was pushed before has been applied, but for what staleness holds back."""
+
+
+class OpenStore(msgspec.Struct, tag=True):
+    """One more store with these servers; sent by every worker. Answered before the server joins in making it, which is
+    collective over all ranks."""
+
+    kind: str
+    options: dict[str, str | int | float | bool]
+
+
+class SetOptimizer(msgspec.Struct, tag=True):
+    """The optimizer (`mpips.optimizers.encode`) of these keys, of all where None, from now on. State begins anew."""
+
+    optimizer: bytes
+    keys: list[int | str] | None = None
+
+
+class UpdateOptimizer(msgspec.Struct, tag=True):
+    """Other numbers (`mpips.optimizers.encode_numbers`) of these keys' optimizers, of all where None, from the next
+    round on. State is kept."""
+
+    numbers: bytes
+    keys: list[int | str] | None = None
+
+
+class SetCompression(msgspec.Struct, tag=True):
+    """How compressed contributions are to be read (`mpips.compression.create`)."""
+
+    options: dict[str, str | int | float]
+
+
+class GetState(msgspec.Struct, tag=True):
+    """Ask for the optimizer's state of a unit: answered with StatePart."""
+
+    unit: int
+
+
+class StatePart(msgspec.Struct, tag=True):
+    """The optimizer's state of a unit: its step and its arrays, as bytes in their dtype."""
+
+    step: int
+    dtypes: list[str]
+    arrays: list[bytes]
+
+
+class PutState(msgspec.Struct, tag=True):
+    """Replace the optimizer's state of units, of each by one of `states`."""
+
+    units: list[int]
+    states: list[StatePart]
+
+
+class SetTorn(msgspec.Struct, tag=True):
+    """Values of these units are about to be overwritten, or all of them have been (not `torn`)."""
+
+    units: list[int]
+    torn: bool
+
+
+class Snapshot(msgspec.Struct, tag=True):
+    """Freeze values and states of units under a number; answered with Snapshotted."""
+
+    number: int
+    units: list[int]
+
+
+class Snapshotted(msgspec.Struct, tag=True):
+    """For each unit that was frozen: its round, the optimizer's step, and the dtypes of its state arrays."""
+
+    units: list[tuple[int, int, list[str]]]
+
+
+class ReadSnapshot(msgspec.Struct, tag=True):
+    """Elements [start, stop) of a frozen unit's values (slot -1) or of state array `slot`; answered with Bytes."""
+
+    number: int
+    unit: int
+    slot: int
+    start: int
+    stop: int
+
+
+class Bytes(msgspec.Struct, tag=True):
+    """Elements of an array, as bytes in its dtype."""
+
+    data: bytes
+
+
+class DropSnapshot(msgspec.Struct, tag=True):
+    """What was frozen under this number may go."""
+
+    number: int
+
+
+class Done(msgspec.Struct, tag=True):
+    """It has been done."""
+
+
+Request = (
+    Create | Forget | Flush | OpenStore | SetOptimizer | UpdateOptimizer | SetCompression | GetState | PutState
+    | SetTorn | Snapshot | ReadSnapshot | DropSnapshot
+)  # fmt: skip
+Answer = Created | StatePart | Snapshotted | Bytes | Done
+
+Change = SetOptimizer | UpdateOptimizer | SetCompression
+"""What workers set for all of them."""
+
+encode = msgspec.msgpack.Encoder().encode
+decode_request = msgspec.msgpack.Decoder(Request).decode
+decode_answer = msgspec.msgpack.Decoder(Answer).decode
+
+
+def arrange(cards: Sequence[UnitCard], itemsizes: Sequence[int]) -> tuple[list[int], int]:
+    """Where values of units lie in memory for all of them: the first byte of each, and bytes in all. They start on
+    cache lines."""
+    values, byte = [], 0
+    for card, itemsize in zip(cards, itemsizes, strict=True):
+        values.append(byte)
+        byte += -(-(card.stop - card.start) * itemsize // 64) * 64
+    return values, max(byte, 64)
+
+
+def arrange_words(cards: Sequence[UnitCard]) -> tuple[list[int], int]:
+    """Where words of units lie in their region: the first of each, and words in all. A unit has one word of progress
+    and one per contributor; they start on cache lines."""
+    words, word = [], 0
+    for card in cards:
+        words.append(word)
+        word += -(-(1 + len(card.contributors)) // 8) * 8
+    return words, word
+
+
+def dtype_of(name: str) -> np.dtype:
+    """The dtype of that name; bfloat16 and its like need the package ml_dtypes."""
+    try:
+        return np.dtype(name)
+    except TypeError:
+        import ml_dtypes
+
+        return np.dtype(getattr(ml_dtypes, name))

@@ -1,0 +1,126 @@
+"""A worker's copy of what it pushes, in node-shared memory; the server sums it while it is still being filled.
+
+A copy of many blocks would leave the cache before it is written the next time, and every line of it would be fetched
+only to be overwritten. So a block goes where one has lain that the server has summed: a few slots serve, as long as all
+workers push side by side and the server keeps up. Where it does not, the next block takes a slot more, and a push never
+waits for a worker that comes late.
+
+In memory: word 0 counts blocks filled over all rounds, the words from `PLACES` on hold the slot of each block, and then
+come the slots. Works where the processor keeps the order of stores (`ring.usable`).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.fabric import arena
+from collectives.fabric.arena import Region
+from mpips.store.transport.frames import NOWHERE
+
+Array = NDArray[Any]
+PLACES = 8
+WARM = 3
+"""Slots that are taken before a server is waited for: as many blocks are filled and summed at a time."""
+PATIENCE = 8
+PATIENCE_SECONDS = 1e-2
+"""A server that sums is waited for so many times as long as it took to fill what is there, at most so long."""
+
+
+def header_bytes(blocks: int) -> int:
+    """Bytes of the words before the slots, in whole cache lines."""
+    return -(-(PLACES + blocks) * 8 // 64) * 64
+
+
+class Outbox:
+    """One shard's, of `size` elements in `blocks` blocks of `block_elements`; `words[0]` is the server's progress."""
+
+    def __init__(self, words: Any, size: int, blocks: int, block_elements: int, dtype: np.dtype) -> None:
+        self._words, self._blocks, self._step = words, blocks, block_elements
+        header = header_bytes(blocks)
+        elements = size if blocks == 1 else blocks * block_elements
+        memory = arena.empty(header + elements * dtype.itemsize, np.uint8)
+        self._mine = memoryview(memory[:header].view(np.uint64))  # type: ignore[arg-type]
+        self.slots: Array = memory[header:].view(dtype)
+        """1-D; of a shard of one block: all of it."""
+        self.growing: Region = arena.locate(memory) or NOWHERE
+        self.plain: Region = arena.locate(self.slots) or NOWHERE
+        self._before = self._used = self._summed = 0
+        self._free: list[int] = []
+        self._began = 0.0
+        self._patient = False
+
+    def begin(self, round_: int) -> None:
+        """What follows is for this round; the server has read all that was there before."""
+        self._before = self._mine[0] = (round_ - 1) * self._blocks
+        self._used = self._summed = 0
+        self._free.clear()
+        self._began, self._patient = time.perf_counter(), True
+
+    @property
+    def filled(self) -> int:
+        """How many blocks of the round are there."""
+        return int(self._mine[0] - self._before)
+
+    @property
+    def full(self) -> bool:
+        """Whether all blocks of the round are there."""
+        return self.filled >= self._blocks
+
+    def put(self, values: Array) -> None:
+        """Copy the next block of the shard's values in and count it."""
+        mine, step = self._mine, self._step
+        slot = self._free.pop() if self._free else self._slot()
+        block = mine[0] - self._before
+        block_values = values[block * step : (block + 1) * step]
+        self.slots[slot * step : slot * step + block_values.size] = block_values
+        mine[PLACES + block] = slot
+        mine[0] += 1
+
+    def _slot(self) -> int:
+        """One that the server has summed, if it sums; else another."""
+        if not self._look() and self._used >= WARM and self._summed and self._patient:
+            self._patient = self._wait()
+        if self._used == self._blocks and not self._free:  # an interrupt has lost one between here and `put`
+            kept = {self._mine[PLACES + block] for block in range(self._summed, self.filled)}
+            self._free = [slot for slot in range(self._blocks) if slot not in kept]
+        if self._free:
+            return self._free.pop()
+        self._used += 1
+        return self._used - 1
+
+    def _look(self) -> bool:
+        """Whether there is a free slot."""
+        summed = min(self._words[0] - self._before, self.filled)  # of a round that has failed, all at once
+        while self._summed < summed:
+            slot = self._mine[PLACES + self._summed]
+            self._summed += 1
+            self._free.append(slot)
+        return bool(self._free)
+
+    def _wait(self) -> bool:
+        """Wait for a slot a little; whether there is one."""
+        now = time.perf_counter()
+        until = now + min(PATIENCE * (now - self._began), PATIENCE_SECONDS)
+        while not self._look():
+            if time.perf_counter() > until:
+                return False
+            os.sched_yield()
+        return True
+
+
+Grows = list[tuple[Outbox, Array]]
+"""Outboxes with what they are filled with."""
+
+
+def fill(grows: Grows) -> None:
+    """Copy what is not there yet into outboxes block by block, in turns over the servers and, where workers share a
+    core, over them, so that a server finds every worker's block in the cache."""
+    while left := [item for item in grows if not item[0].full]:
+        for outbox, values in left:
+            outbox.put(values)
+            os.sched_yield()

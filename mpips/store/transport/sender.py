@@ -1,0 +1,131 @@
+"""Payloads between a worker and servers of other nodes, on the worker's side: messages out of arrays and into them.
+
+What is one message goes unasked where its server has room for it; all else as the server asks for it, block by block.
+Tasks here do not hear the server: who runs them listens meanwhile (`served.link`). A task that is given up leaves its
+messages to `stop`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+from numpy.typing import NDArray
+
+from collectives.fabric.arena import Region
+from collectives.network.failures import send
+from mpips.store.keys.key import Key, Name
+from mpips.store.keys.shard import Shard
+from mpips.store.roles import Layout
+from mpips.store.runtime.tasks import Task
+from mpips.store.transport.buffers import FRAME_COST, Place, Window
+from mpips.store.transport.channel import Exchange, UnderWay
+from mpips.store.transport.frames import ALONG, Coding, Op
+from mpips.store.transport.tags import pull_tag, push_tag
+
+Array = NDArray[Any]
+
+
+class Sender:
+    """One worker's messages with payloads, to and from all servers of other nodes, in one generation."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout, self._world = layout, layout.world
+        self._under_way = UnderWay()
+        self._windows = [Window() for _ in range(layout.num_servers)]
+        self._waiting: dict[tuple[int, Name], list[Place]] = {}
+        """The places of shards of a key that wait for room at a server."""
+        self._stored = [0] * layout.num_servers
+        self._senders = sum(map(len, layout.groups()))
+
+    def stored(self, server: int, nbytes: int) -> None:
+        """A server keeps so many bytes of keys more."""
+        self._stored[server] += nbytes
+
+    def stop(self) -> bool:
+        """The generation is over: see `UnderWay.stop`."""
+        return self._under_way.stop()
+
+    # ---- out
+
+    def send(
+        self, key: Key, shard: Shard, data: Array, round_: int, op: Op, priority: int, coding: Coding = Coding.PLAIN,
+        count: int = 0,
+    ) -> Task[None]:  # fmt: skip
+        """Send a payload (uint8) of a round to a server of another node; over when it may be overwritten."""
+        blocks = shard.blocks if coding == Coding.PLAIN else 1
+        region = Region(0, 0, 0, 0, data.size)
+        if blocks > 1:
+            shard.line.post(op, shard.number, round_, region, coding, priority, count)
+            yield from self._as_asked(shard, data, shard.block_elements * key.dtype.itemsize, blocks)
+            return
+        yield from self._turn(key, shard, data, round_)
+        if self._admits(shard, data):
+            self._windows[shard.server].add(key.name, (round_, shard.start), shard.consumed, data.size)
+            shard.line.post(op, shard.number, round_, region, coding, priority, count, flags=ALONG)
+            yield from self._under_way.begin(sends=[self._isend(shard, data)]).wait()
+        else:
+            shard.line.post(op, shard.number, round_, region, coding, priority, count)
+            yield from self._as_asked(shard, data, data.size, 1)
+
+    def send_first(self, shard: Shard, values: Array) -> Task[None]:
+        """Send the first value of a unit to a server of another node; over when it is there."""
+        shard.granted = False
+        slices = self.blocks(shard, values)
+        shard.line.post(Op.SET, shard.number, 0, Region(0, 0, 0, 0, slices[0].size), aux=len(slices))
+        yield from self._under_way.begin(sends=[self._isend(shard, data) for data in slices]).wait()
+        while not shard.granted:
+            yield False
+
+    def _as_asked(self, shard: Shard, data: Array, size: int, blocks: int) -> Task[None]:
+        """Send blocks of `size` bytes as the server asks for them."""
+        exchange, sent = self._under_way.begin(), 0
+        while sent < blocks:
+            for block in shard.credits:
+                exchange.sends.append(self._isend(shard, data[block * size : (block + 1) * size]))
+            sent += len(shard.credits)
+            moved = bool(shard.credits)
+            shard.credits.clear()
+            if sent < blocks:
+                yield moved
+        yield from exchange.wait()
+
+    def _turn(self, key: Key, shard: Shard, data: Array, round_: int) -> Task[None]:
+        """Wait until the server has room, or for nothing that comes before in the key: so shards of a key end in turn,
+        and are answered while later ones come (see `Window`)."""
+        window, where, place = self._windows[shard.server], (shard.server, key.name), (round_, shard.start)
+        waiting = self._waiting.setdefault(where, [])
+        waiting.append(place)
+        while min(waiting) < place or (not self._admits(shard, data) and window.holds(key.name, place)):
+            yield False
+        waiting.remove(place)
+        if not waiting:
+            del self._waiting[where]
+
+    def _admits(self, shard: Shard, data: Array) -> bool:
+        """Whether the payload may go to its server unasked: this worker may have its share of what lies there under
+        way, or two messages: one is on the link while the word that the other has been read is on its way."""
+        options = self._layout.options
+        share = max(self._stored[shard.server] // self._senders, 2 * (options.chunk_bytes + FRAME_COST))
+        most = min(options.chunks_in_flight * options.chunk_bytes, share)
+        return self._windows[shard.server].admits(data.size, most)
+
+    def _isend(self, shard: Shard, data: Array) -> MPI.Request:
+        return send(self._world, data, self._layout.server_rank(shard.server), push_tag(shard.number))
+
+    # ---- in
+
+    def blocks(self, shard: Shard, values: Array) -> list[Array]:
+        """What each message of a shard's 1-D values holds, as bytes of them; one at least."""
+        data, size = values.view(np.uint8), max(1, shard.block_elements) * values.itemsize
+        return [data[start : start + size] for start in range(0, max(data.size, 1), size)]
+
+    def receive(self, shard: Shard, slices: Sequence[Array], into: Exchange | None = None) -> Exchange:
+        """Start to receive an answer of a shard's server, message by message; together with those of `into`. It is
+        there when none is `pending`; what is given up, `stop` cancels."""
+        exchange = self._under_way.begin() if into is None else into
+        server, tag = self._layout.server_rank(shard.server), pull_tag(shard.number)
+        exchange.receives += [self._world.Irecv(data, server, tag) for data in slices]
+        return exchange

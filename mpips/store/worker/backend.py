@@ -1,0 +1,210 @@
+"""What a store with servers (`served`) and one without (`serverless`) offer to the calls of a worker.
+
+Arguments have been checked: arrays are C-contiguous host arrays of the key's dtype; `flat` and `out` are 1-D and hold
+the whole key. Every method that returns a task does nothing before the task's first step. Tasks raise what they find:
+who runs them (`worker.operations`) ends the generation, but for a ValueError that all workers raise, marked by
+`of_caller`, and with which nothing has changed. Arrays may be read and written until the task is over, and no longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from numpy.typing import NDArray
+
+from mpips.compression.base import Compressor
+from mpips.optimizers.base import Optimizer
+from mpips.optimizers.groups import Groups
+from mpips.store.keys.key import FastList, Key, Name, Rounds
+from mpips.store.keys.row_sparse import RowSparse
+from mpips.store.runtime.tasks import Task
+
+Array = NDArray[Any]
+States = dict[Name, tuple[int, list[Array]]]
+"""Of each key: how often the optimizer has updated it, and its 1-D state arrays, each as long as the key."""
+
+
+class Frozen(NamedTuple):
+    """A key in a snapshot: its last round, how often its optimizer has updated it, and the dtypes of its state."""
+
+    round: int
+    step: int
+    dtypes: tuple[str, ...]
+
+
+class Recovered(NamedTuple):
+    """What a store has when the next generation begins, the same on all workers: the rounds that keys stand at, the
+    keys, optimizers and compression."""
+
+    rounds: Rounds
+    keys: list[Key]
+    groups: Groups
+    compressor: Compressor | None
+
+
+class Snapshot(Protocol):
+    """What a store held after one round. On worker 0 it can be read; on the others `records` is empty."""
+
+    @property
+    def records(self) -> Mapping[Name, Frozen]: ...
+
+    def read(self, key: Key, slot: int, start: int, stop: int) -> Task[Array]:
+        """Elements [start, stop) of the values (slot -1) or of an array of state; good until the next read."""
+        ...
+
+    def release(self) -> Task[None]:
+        """Give its memory back."""
+        ...
+
+
+class Stored(Protocol):
+    """What keys have beside their values: it goes to files and to other keys, and comes back."""
+
+    def states(self, keys: Sequence[Key]) -> Task[States]:
+        """Steps and optimizer states; complete on rank 0 (without servers: everywhere). Collective."""
+        ...
+
+    def put_states(self, keys: Sequence[Key], states: States) -> Task[None]:
+        """Give them back. Rank 0's count; others' may be empty, but without servers they must be the same everywhere.
+        ValueError where they do not fit the optimizer. Collective."""
+        ...
+
+    def residuals(self, keys: Sequence[Key]) -> Task[Array | None]:
+        """What compression kept back in this worker's client, float64, one key behind the other; None where nothing is
+        compressed. Collective."""
+        ...
+
+    def put_residuals(self, keys: Sequence[Key], values: Sequence[Array]) -> Task[None]:
+        """Give it back, one 1-D array a key, to this worker. Local."""
+        ...
+
+    def snapshot(self, keys: Sequence[Key], alone: bool = False) -> Task[Snapshot]:
+        """A copy that nothing pushed later changes. Collective; `alone`: worker 0 of an asynchronous store makes it by
+        itself."""
+        ...
+
+
+class Backend(Protocol):
+    """The operations of one store on one worker. "Collective": all workers call it, in the same order."""
+
+    direct: bool
+    """Set by `worker.operations` while it runs a task with nothing else under way: a task may then block in a
+    collective instead of yielding. A worker that does and one that does not take part in the same collective."""
+    communicators: tuple[Hashable, ...]
+    """Names of what all operations hold collectives on: operations that take turns on them start in program order."""
+
+    @property
+    def stored(self) -> Stored:
+        """What keys have beside their values."""
+        ...
+
+    @property
+    def quick_list(self) -> FastList | None:
+        """The fast route of lists, where keys are not better pushed one by one."""
+        ...
+
+    # ---- keys
+
+    def init(self, keys: Sequence[Key], values: Sequence[Array]) -> Task[None]:
+        """Make keys with rank 0's values, and bind their fast routes. Collective."""
+        ...
+
+    def forget(self, keys: Sequence[Key]) -> Task[None]:
+        """Give up keys and their memory; nothing is under way on them. Collective."""
+        ...
+
+    def put(self, keys: Sequence[Key], values: Sequence[Array]) -> Task[None]:
+        """Store worker 0's values under keys that are there; they are torn no more. Collective."""
+        ...
+
+    # ---- pushes and pulls
+
+    def push(self, key: Key, flat: Array, priority: int) -> Task[None]:
+        """Contribute to the key's next round; when it is over, `flat` may be overwritten."""
+        ...
+
+    def pull(self, key: Key, out: Array) -> Task[None]:
+        """Write the key's value into `out`, after this worker's pushes of it."""
+        ...
+
+    def pushpull(self, key: Key, flat: Array, out: Array, priority: int) -> Task[None]:
+        """Both; `out` may be `flat`."""
+        ...
+
+    def push_rows(self, key: Key, rows: RowSparse, priority: int) -> Task[None]:
+        """Contribute some rows to the key's next round."""
+        ...
+
+    def pull_rows(self, key: Key, out: Array, ids: Array) -> Task[None]:
+        """Write rows of the key into `out` of shape (len(ids), ...); `ids`: int64 (k,), any order, repeats allowed."""
+        ...
+
+    def push_list(self, keys: Sequence[Key], flats: Sequence[Array], priority: int) -> Task[None]:
+        """`push` of several keys, as one step where that is faster. Where others take part, all give the same list."""
+        ...
+
+    def pull_list(self, keys: Sequence[Key], outs: Sequence[Array]) -> Task[None]:
+        """`pull` of several keys."""
+        ...
+
+    def pushpull_list(
+        self, keys: Sequence[Key], flats: Sequence[Array], outs: Sequence[Array], priority: int
+    ) -> Task[None]:
+        """`pushpull` of several keys; every `out` may be its own `flat`, and overlaps with no other."""
+        ...
+
+    def settle(self, keys: Sequence[Key]) -> Task[None]:
+        """Wait until the servers have read all that this worker has pushed, and where asynchronous, applied it."""
+        ...
+
+    def waits(self, keys: Sequence[Key]) -> None:
+        """This worker's program has waited long for a call with these keys, and does nothing else: so workers that wait
+        for one another in a circle are found. At once."""
+        ...
+
+    def sums(self) -> tuple[int, str]:
+        """Return how many sums of all workers this one has begun, and what the last one is; (0, "") with servers.
+        Local."""
+        ...
+
+    # ---- settings
+
+    def check_updated(self, keys: Sequence[Key], what: str) -> None:
+        """ValueError where nothing would apply a push of one of them: in an asynchronous store a key without an
+        optimizer. Local."""
+        ...
+
+    def set_optimizer(self, optimizer: Optimizer, keys: Sequence[Name] | None) -> Task[None]:
+        """Update these keys by it from now on, state anew; None: all keys, also those to come. Collective.
+
+        ValueError on all workers, and nothing has changed, where a server does not know it.
+        """
+        ...
+
+    def update_optimizer(self, numbers: Mapping[str, Any], keys: Sequence[Name] | None) -> Task[None]:
+        """Change numbers of the optimizers of these keys from their next round on; state stays. Collective."""
+        ...
+
+    def set_compression(self, options: dict[str, Any], compressor: Compressor) -> Task[None]:
+        """Compress pushes of float keys from now on; residuals start at zero. Collective."""
+        ...
+
+    # ---- generations and the end
+
+    def recover(self, known: Container[Name]) -> Recovered:
+        """Within `recovery.renewal`: everything anew, nothing under way. Sets `key.round` and binds fast routes.
+        Collective, blocking. May be called again: nothing is dropped that another attempt needs.
+
+        A key stays if it is `known` on all workers, whose `init` has come to its end. Others are forgotten. A
+        worker that has just begun takes all from the others.
+        """
+        ...
+
+    def committed(self) -> None:
+        """After `recovery.renewal`: drop what was kept for another attempt. Local."""
+        ...
+
+    def finish(self) -> None:
+        """This worker makes no more calls: say goodbye to the servers. Not collective; does not wait."""
+        ...

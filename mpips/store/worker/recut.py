@@ -1,0 +1,116 @@
+"""The same elements under other keys: where layers are exchanged in groups, another plan needs other keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.errors import of_caller
+from mpips.store.checkpoint.source import States, Store
+from mpips.store.keys import arguments
+from mpips.store.keys.key import Key, Name
+from mpips.store.runtime.rendezvous import attempt
+
+Array = NDArray[Any]
+
+
+def recut(store: Store, keys: Sequence[Name], new: Mapping[Name, int]) -> None:
+    """See `KVStore.recut`."""
+    found, refusal = attempt(lambda: _asked(store, keys, new))
+    old, sizes = found or ([], {})
+    rounds = [key.round for key in old]
+    asked = [*((key.name, "") for key in old), *((name, str(size)) for name, size in sizes.items())]
+    told = store.settled("recut", asked, refusal, data=msgspec.msgpack.encode(rounds))
+    _none_ahead(store, old, [msgspec.msgpack.decode(data, type=list[int]) for data in told])
+    states: States = store.run("recut", store.backend.stored.states(old)) if store.groups else {}
+    _, refusal = attempt(lambda: _see_steps(old, states))
+    values = _values(store, old)
+    kept = store.run("recut", store.backend.stored.residuals(old))
+    store.agree("recut", refusal=refusal)  # all have read what the servers are to forget
+    store.drop(old, "recut")
+    made = [Key(name, (size,), values.dtype) for name, size in sizes.items()]
+    cuts = np.cumsum([key.size for key in made])[:-1]
+    store.run("recut", store.backend.init(made, np.split(values, cuts)))
+    store.add(made)
+    if store.groups:
+        store.run("recut", store.backend.stored.put_states(made, _cut(old, states, made, cuts)))
+    if kept is not None:
+        store.run("recut", store.backend.stored.put_residuals(made, np.split(kept, cuts)))
+
+
+def _asked(store: Store, keys: Sequence[Name], new: Mapping[Name, int]) -> tuple[list[Key], dict[Name, int]]:
+    """The old keys and the sizes of the new ones; ValueError or TypeError where they do not suit."""
+    old = store.known(keys, "recut")
+    if not isinstance(new, Mapping):
+        raise TypeError(f"recut: the new keys are a dict of names and sizes, not {type(new).__name__}")
+    sizes = {name: _size(name, size) for name, size in zip(arguments.names(list(new)), new.values())}
+    if len({key.dtype for key in old}) > 1:
+        raise ValueError(f"recut: keys {_shown(old)} must be of one dtype: cut those of each dtype by themselves")
+    before, after = sum(key.size for key in old), sum(sizes.values())
+    if before != after:
+        had, would = f"{_shown(old)} have {before} elements", f"{list(sizes)} would have {after}"
+        raise ValueError(f"recut: keys {had}, {would}: give the new ones as many")
+    names = [key.name for key in old]
+    for name in sizes:
+        arguments.see_new(name, "recut")
+        if name in store.keys and name not in names:
+            raise ValueError(f"recut: key {name!r} exists already; choose another name")
+    return old, sizes
+
+
+def _size(name: Name, size: Any) -> int:
+    """The elements of a new key."""
+    if isinstance(size, (bool, np.bool_)) or not isinstance(size, (int, np.integer)):
+        raise TypeError(f"recut: key {name!r} is to have {size!r} elements: pass an int")
+    if size < 0:
+        raise ValueError(f"recut: key {name!r} is to have {size} elements: pass 0 or more")
+    return int(size)
+
+
+def _shown(keys: Sequence[Key]) -> list[Name]:
+    return [key.name for key in keys]
+
+
+def _none_ahead(store: Store, keys: Sequence[Key], rounds: Sequence[Sequence[int]]) -> None:
+    """ValueError where a worker, whose pushes of the keys are given by rank, is so far ahead of another that servers
+    hold back its pushes, and its pulls."""
+    staleness = store.layout.options.staleness
+    for key, counts in zip(keys, zip(*rounds)):
+        if store.layout.asynchronous and 0 <= staleness < max(counts) - min(counts):
+            sentence = (
+                f"recut: key {key.name!r} was pushed {max(counts)} times by rank {counts.index(max(counts))} and "
+                f"{min(counts)} times by rank {counts.index(min(counts))}, which staleness={staleness} holds back; "
+                "let all push it as often first"
+            )
+            raise of_caller(ValueError(sentence))
+
+
+def _see_steps(keys: Sequence[Key], states: States) -> None:
+    """ValueError where the states of the keys cannot be those of one key. Known where the states are."""
+    steps = sorted({step for step, _ in states.values()})
+    if len(steps) > 1:
+        raise ValueError(f"keys {_shown(keys)} were updated {steps} times, not equally often")
+
+
+def _values(store: Store, keys: Sequence[Key]) -> Array:
+    """What is stored, one key behind the other."""
+    values = np.empty(sum(key.size for key in keys), keys[0].dtype)
+    start = 0
+    for key in keys:
+        store.run("recut", store.backend.pull(key, values[start : start + key.size]), [key.name])
+        start += key.size
+    return values
+
+
+def _cut(old: Sequence[Key], states: States, new: Sequence[Key], cuts: NDArray[np.int64]) -> States:
+    """The optimizer's states of the old keys, updated equally often, as those of the new ones."""
+    if not states:
+        return {}
+    rows = zip(*(states[key.name][1] for key in old), strict=True)
+    pieces = [np.split(np.concatenate([array.reshape(-1) for array in row]), cuts) for row in rows]
+    step = states[old[0].name][0]
+    return {key.name: (step, [slot[index] for slot in pieces]) for index, key in enumerate(new)}

@@ -1,0 +1,466 @@
+"""Calls that all workers make together: keys, optimizers, compression (`Settings`); recover, close (`Generations`).
+
+A bad argument is compared in the one rendezvous: all workers raise the same ValueError or TypeError, and nothing has
+changed. Whatever goes wrong after that ends the generation.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import msgspec
+from mpi4py import MPI
+from numpy.typing import NDArray
+
+from collectives.errors import CollectiveError, MismatchError, warn
+from mpips import compression, optimizers
+from mpips.compression import Compressor
+from mpips.optimizers import Groups, Optimizer
+from mpips.store.checkpoint.held import Claims
+from mpips.store.checkpoint.source import Saves, Written
+from mpips.store.keys import arguments, calls
+from mpips.store.keys.key import Key, Name, Rounds
+from mpips.store.recovery.renewal import renew
+from mpips.store.roles import Layout
+from mpips.store.runtime import breaking, rendezvous
+from mpips.store.runtime.engine import Engine, Handle
+from mpips.store.runtime.errors import StoreError
+from mpips.store.runtime.generation import Generation
+from mpips.store.runtime.parting import NEVER
+from mpips.store.runtime.rendezvous import Items
+from mpips.store.runtime.tasks import Task, kept
+from mpips.store.worker import closing, standing
+from mpips.store.worker.backend import Backend, Recovered
+from mpips.store.worker.operations import GIVEN, Operations
+
+Array = NDArray[Any]
+T = TypeVar("T")
+STORE = "the store"
+NEEDS_SECONDS = 0.1
+"""Between two looks of one that waits long at whether what it waits for can come."""
+
+
+class Settings:
+    """What the workers of a store agree on. Its public attributes are what `mpips.store.checkpoint` reads."""
+
+    def __init__(self, layout: Layout, backend: Backend, generation: Generation) -> None:
+        level = MPI.Query_thread()
+        self._alone = level < MPI.THREAD_MULTIPLE
+        self.layout, self.backend, self.generation = layout, backend, generation
+        self.engine = Engine(generation, level >= MPI.THREAD_SERIALIZED)
+        generation.on_end.append(self.unbind)
+        generation.standing = self._stand
+        self.keys: dict[Name, Key] = {}
+        self.operations = Operations(layout.rank, backend, self.engine, self.keys)
+        self.groups = Groups()
+        """The optimizers."""
+        self.compressor: Compressor | None = None
+        self.saving: Written | None = None
+        """The last checkpoint that was begun in the background."""
+        self.base = 0
+        """The step that the job has resumed at: rounds count from there."""
+        self.resumed: int | None = 0
+        """See `KVStore.resumed`."""
+        self.held = Claims()
+        """What the store has, and the program has not asked for."""
+        self.fresh = False
+        """Whether this worker has taken a dead one's place, and comes to where the others are already."""
+        self.regular: Saves | None = None
+        """Where it saves itself."""
+
+    # ---- keys
+
+    def init(self, key: Any, value: Any, see: Callable[[Sequence[Key]], None] = lambda keys: None) -> None:
+        """See `KVStore.init`. `see` raises where the keys that are to be made do not suit the caller."""
+
+        held: dict[Name, Key] = {}
+        names: Sequence[Name] = ()
+        if self.held.names:
+            with GIVEN:
+                pairs = arguments.pairs(key, value, "init")
+                held, names = _held(self.held, self.keys, pairs), [name for name, _ in pairs]
+                if len(held) == len(names):
+                    see(list(held.values()))
+            if len(held) == len(names):
+                self.held.claim(held)
+                return
+            key, value = map(list, zip(*(pair for pair in pairs if pair[0] not in held)))
+
+        def asked() -> tuple[list[Key], list[Array]]:
+            pairs = _first_values(self.keys, key, value)
+            keys = [Key(name, array.shape, array.dtype) for name, array in pairs]
+            if self.groups.default is not None:
+                _see_floats(keys, "init", "name the keys that have one, set_optimizer(..., keys=[...])")
+            every = held | {one.name: one for one in keys}
+            see([every[name] for name in names or every])
+            return keys, [array for _, array in pairs]
+
+        made, refusal = rendezvous.attempt(asked)
+        keys, values = made or ([], [])
+        self.agree("init", [(one.name, f"{one.dtype.name}{one.shape}") for one in keys], refusal)
+        self.held.claim(held)
+        self.run("init", self.backend.init(keys, values), [one.name for one in keys])
+        self.add(keys)
+
+    def forget(self, keys: Any) -> None:
+        """See `KVStore.forget`."""
+        records, refusal = rendezvous.attempt(lambda: self.known(keys, "forget"))
+        self.settled("forget", [(record.name, "") for record in records or []], refusal)
+        self.drop(records, "forget")
+
+    def add(self, keys: Iterable[Key]) -> None:
+        """Keys that have been made."""
+        self.keys.update((key.name, key) for key in keys)
+
+    def drop(self, keys: Sequence[Key], what: str) -> None:
+        """Give up keys; collective, after all have agreed on it."""
+        self.run(what, self.backend.forget(keys), [key.name for key in keys])
+        self.groups.forget(key.name for key in keys)
+        self.held.claim(key.name for key in keys)
+        for key in keys:
+            del self.keys[key.name]
+            key.fast = None
+
+    def known(self, names: Any, what: str) -> list[Key]:
+        """The keys of these names, one or a list; ValueError or TypeError where there is none."""
+        return [arguments.known(self.keys, name, what) for name in arguments.names(names)]
+
+    # ---- what all keys have in common
+
+    def set_optimizer(self, optimizer: str | Optimizer, keys: Any, keywords: dict[str, Any]) -> None:
+        """See `KVStore.set_optimizer`."""
+        what = "set_optimizer"
+        chosen, refusal = rendezvous.attempt(lambda: optimizers.create(optimizer, **keywords))
+        names, other = rendezvous.attempt(lambda: _names_of_floats(self, keys, what))
+        asked = names
+        if self.held.optimizers and chosen is not None and other is None:
+            with GIVEN:
+                names = self.held.unheld(chosen, asked)
+                if (said := self.held.kept(chosen, asked)) and self.layout.rank == 0:
+                    warn(f"{what}: {said}: the checkpoint's holds; change it by update_optimizer")
+        if names is None or names or names is asked:
+            self.settled(what, [("optimizer", repr(chosen)), ("keys", repr(names))], refusal or other, noun="argument")
+            self.run(what, self.backend.set_optimizer(chosen, names))
+            self.groups.set(chosen, names)
+        self.held.claim_optimizers(asked)
+
+    def update_optimizer(self, keys: Any, numbers: dict[str, Any]) -> None:
+        """See `KVStore.update_optimizer`."""
+        what = "update_optimizer"
+        names, refusal = rendezvous.attempt(lambda: self._names(keys, what))
+        trial = Groups(self.groups.default, self.groups.own)
+
+        def tried() -> list[tuple[str, str]]:
+            trial.update(numbers, names)
+            optimizers.encode_numbers(numbers)
+            return [(name, repr(numbers[name])) for name in sorted(numbers)]
+
+        items, other = rendezvous.attempt(tried)
+        self.settled(what, [("keys", repr(names)), *(items or [])], refusal or other, noun="argument")
+        self.run(what, self.backend.update_optimizer(numbers, names))
+        self.groups.update(numbers, names)
+
+    def set_compression(self, options: Any) -> None:
+        """See `KVStore.set_gradient_compression`."""
+        what = "set_gradient_compression"
+        chosen, refusal = rendezvous.attempt(lambda: compression.create(options))
+        if chosen is not None and self.held.claims(chosen):
+            return
+        self.settled(what, [("compression_params", repr(chosen))], refusal, noun="argument")
+        self.run(what, self.backend.set_compression(dict(options), chosen))
+        self.compressor = chosen
+
+    def barrier(self) -> None:
+        """See `KVStore.barrier`."""
+        if self.layout.asynchronous:
+            self.settle()
+        self.agree("barrier")
+
+    def pushes(self) -> None:
+        """The program makes its first push since it may claim what is held."""
+        self.fresh = False
+        self.held.pushed()
+
+    def unbind(self) -> None:
+        """No call takes a fast route any more: the general way sees why."""
+        for key in self.keys.values():
+            key.fast = None
+
+    # ---- how such calls are made
+
+    def finish(self) -> None:
+        """Wait for all operations that were started before; raise the first failure that nobody has seen."""
+        self.operations.check_open()
+        self.engine.finish()
+
+    def settle(self) -> None:
+        """`finish`, and wait until the servers have read what this worker has pushed, and where asynchronous, applied
+        it: a setting counts from the next push on."""
+        self.finish()
+        self.run("settle", self.backend.settle(list(self.keys.values())))
+
+    def settled(
+        self, what: str, items: Items = (), refusal: BaseException | None = None, noun: str = "key", data: bytes = b""
+    ) -> list[bytes]:
+        """`agree`, and `settle` of all workers. ValueError on all where one of a synchronous store has pushed more
+        rounds than another, as its servers wait for that one."""
+        self.finish()
+        keys = list(self.keys.values())
+        mine = msgspec.msgpack.encode(([key.round for key in keys], data))
+        told = [
+            msgspec.msgpack.decode(word, type=tuple[list[int], bytes])
+            for word in self.agree(what, items, refusal, noun, mine)
+        ]
+        if not self.layout.asynchronous:
+            arguments.see_one_round(what, keys, [rounds for rounds, _ in told])
+        if self.layout.num_servers:  # worker 0 speaks for all: the servers are to have everybody's pushes before
+            self.settle()
+            self.agree(what)
+        return [theirs for _, theirs in told]
+
+    def agree(
+        self, what: str, items: Items = (), refusal: BaseException | None = None, noun: str = "key", data: bytes = b""
+    ) -> list[bytes]:
+        """All workers ask for the same, and learn everybody's data, or all raise the same sentence."""
+        self.operations.check_open()
+        if self._alone:
+            self.engine.finish()  # the communication thread may not use MPI beside this one
+        with self.operations.guard(what):
+            return rendezvous.agree(self.generation, what, items, refusal, noun, data)
+
+    def run(self, what: str, task: Task[T], names: Sequence[Name] = ()) -> T:
+        """Run a task, blocking; what it returns. A failure ends the generation."""
+        results: list[T] = []
+        self.operations.run(names, kept(task, results), 0, what)
+        return results[0]
+
+    def start(self, what: str, task: Task[Any]) -> Handle:
+        """Run a task beside the training. Only the end of the store waits for it."""
+        return self.engine.submit([("beside", what)], task, 0, what, detached=True)
+
+    # ---- inside
+
+    def _stand(self, what: str) -> bytes:
+        """Return what this worker stands at in a call of all workers; b"" where what is under way may go on."""
+        used = self.engine.ordered()
+        if any(name in used for name in self.backend.communicators):
+            return b""
+        keys = self.keys.values() if self.layout.num_servers else ()
+        return standing.stand(what, self.backend.sums()[0], keys, used)
+
+    def see_standing(self) -> None:
+        """MismatchError where the program waits for one that waits for it in a call of all workers."""
+        inside, blocked = self.generation.inside, self.engine.blocked
+        others = self.generation.others_standing() if inside or blocked is not None else {}
+        if not others:
+            return
+        sums, call = self.backend.sums()
+        names: Collection[Hashable] = self.keys
+        if blocked is not None:
+            names, call = blocked[0], blocked[1]()
+            if any(name in names for name in self.backend.communicators):
+                names = self.engine.ordered() | set(names)  # those before it hold it up
+            elif not self.layout.num_servers:
+                return
+        rounds = {key.name: standing.needed(key, call) for key in self.keys.values() if key.name in names}
+        mine = standing.Blocked(call, sums, rounds, blocked is None)
+        if why := standing.in_vain(mine, self.layout, others):
+            raise MismatchError(why)
+
+    def _names(self, keys: Any, what: str) -> list[Name] | None:
+        return None if keys is None else [key.name for key in self.known(keys, what)]
+
+
+class Generations:
+    """The generations of a store on this worker: one begins, one is joined, the last one ends. `closed` is called
+    then."""
+
+    def __init__(self, store: Settings, closed: breaking.Step = lambda: None) -> None:
+        self._store, self._closed, self._due = store, closed, 0.0
+        store.generation.needs = self._see_needs
+        breaking.at_exit(self._exit)
+
+    def recover(self, grow: bool = False) -> Rounds:
+        """See `KVStore.recover`."""
+        store = self._store
+        store.operations.check_not_closed()
+        with store.operations.guard("recover"):
+            store.engine.forget()
+            recovered = renew(store.generation, lambda: store.backend.recover(store.keys), grow)
+            assert recovered is not None
+            store.backend.committed()
+        rounds = self._take(recovered)
+        if store.layout.survives:
+            store.held = store.held.renewed(STORE, store.keys, store.groups, store.compressor)
+        else:
+            store.held.keep(store.keys)
+        return rounds
+
+    def join(self, recovered: Recovered) -> None:
+        """This worker has taken a dead one's place in a store that has this."""
+        store = self._store
+        rounds = self._take(recovered)
+        store.resumed, store.fresh = rounds.step, True
+        begun = store.resumed != 0
+        store.held = Claims(STORE, store.keys, store.groups, store.compressor, strict=begun)
+
+    def _take(self, recovered: Recovered) -> Rounds:
+        """The next generation has begun with this."""
+        store = self._store
+        store.keys.clear()
+        store.add(recovered.keys)
+        store.groups, store.compressor = recovered.groups, recovered.compressor
+        rounds = recovered.rounds
+        if store.regular is not None:
+            store.regular.set_rounds(rounds)
+        if rounds.step is not None:
+            rounds.step += store.base
+        return rounds
+
+    def close(self) -> None:
+        """See `KVStore.close`."""
+        generation = self._store.generation
+        if not self._store.operations.closed:
+            limits, generation.limits = generation.limits, NEVER  # who has more to do may take long
+            try:
+                self._save_last(self._meet_to_close())
+            finally:
+                generation.limits = limits
+            self._leave()
+
+    def give_up(self, error: BaseException) -> None:
+        """The block of a `with` has raised this: end the generation for all, and leave. Waits for some seconds at
+        most."""
+        if not self._store.operations.closed:
+            self._store.generation.end("the block of `with` that uses the store", error)
+            self._leave()
+
+    def _exit(self) -> None:
+        breaking.in_order(self.close, self._leave)
+
+    def _save_last(self, told: Sequence[bytes]) -> None:
+        """Save what the store holds at its end, where it saves itself and all workers close it after the same step.
+        `told`: what each has pushed; empty: they have not met."""
+        store = self._store
+        if store.regular is None or not told:
+            return
+        with suppress(CollectiveError):  # somebody has died: what was saved before is there
+            store.regular.save_last(alike=all(said == told[0] for said in told))
+
+    def _meet_to_save(self) -> Sequence[bytes]:
+        """Wait until all workers close a store that saves itself; what each has pushed, nothing where one does not."""
+        store = self._store
+        if store.regular is None or store.generation.over is not None:
+            return ()
+        try:
+            with store.operations.guard("close"):
+                store.settle()
+                return rendezvous.agree(store.generation, closing.CLOSE, data=closing.said(store.keys))
+        except (CollectiveError, ValueError):  # the others do something else, and hear of this
+            return ()
+
+    def _meet_to_close(self) -> Sequence[bytes]:
+        """Where the store survives deaths, wait until all workers close it: one may die before, and the others then
+        need this one. StoreError where a death undoes what this worker has pushed: the others make that again. What
+        each has pushed; nothing where they have not met."""
+        store = self._store
+        if not store.layout.survives:
+            return self._meet_to_save()
+        if store.generation.over is not None:
+            return ()
+        store.settle()  # what is complete then stays
+        pushed = {name: key.round for name, key in store.keys.items()}
+        told = closing.said(store.keys)
+        while True:
+            try:
+                with store.operations.guard("close"):
+                    return rendezvous.agree(store.generation, closing.CLOSE, data=told)
+            except StoreError:
+                pass
+            try:
+                rounds = self.recover()
+            except StoreError:  # nobody is left who could need this worker
+                return ()
+            undone = [name for name, round_ in rounds.items() if round_ < pushed.get(name, 0)]
+            if undone and not store.layout.asynchronous:
+                raise StoreError(
+                    f"close: a death has undone round {pushed[undone[0]]} of key {undone[0]!r}, and the others make it "
+                    "again: call recover(), and go on from its step, with close() inside the same try"
+                )
+            if not store.layout.changed:  # nobody has died: who makes more pushes is not to wait for this worker
+                return ()
+
+    def _see_needs(self) -> None:
+        """CollectiveError where what this worker waits for cannot come any more."""
+        if (now := time.monotonic()) < self._due:
+            return
+        self._due = now + NEEDS_SECONDS
+        self._store.see_standing()
+        if self._store.layout.survives or self._store.regular is not None:
+            self._see_closing()
+
+    def _see_closing(self) -> None:
+        """CollectiveError where a worker closes the store whose next push this one waits for."""
+        store = self._store
+        ahead = store.layout.options.staleness if store.layout.asynchronous else 0
+        now = () if store.regular is None or store.layout.num_servers else store.regular.pushing
+        pushing = now if isinstance(now, (list, tuple)) else (now,)
+        if ahead >= 0 and (why := closing.in_vain(store.generation.words(), store.keys, ahead, pushing)):
+            raise CollectiveError(why)
+
+    def _leave(self) -> None:
+        """What is to be done at the end, in this order, each though another fails. Collective."""
+        store = self._store
+        if store.operations.closed:
+            return
+        breaking.closed(self._exit)
+        store.operations.closed = True
+        store.unbind()
+        last = [store.engine.close, store.backend.finish, self._closed]
+        if store.generation.over is not None:
+            breaking.in_order(store.engine.forget, *last)
+            return
+        saving = [] if store.saving is None else [store.saving.finish]
+        breaking.in_order(*saving, lambda: store.engine.finish(detached=True), *last)
+
+
+def _held(claims: Claims, known: Mapping[Name, Key], pairs: Sequence[tuple[Name, Any]]) -> dict[Name, Key]:
+    """Those of an `init` that are held; ValueError where they are not as they are asked for."""
+    claims.see_any([name for name, _ in pairs])
+    found = {}
+    for name, values in pairs:
+        if name in claims.names:
+            asked, found[name] = calls.first_value(name, values), known[name]
+            claims.see(found[name], Key(name, asked.shape, asked.dtype))
+    return found
+
+
+def _first_values(known: Mapping[Name, Key], key: Any, value: Any) -> list[tuple[Name, Array]]:
+    """New keys and what they begin with. ValueError or TypeError where one cannot be made."""
+    result = []
+    for name, values in arguments.pairs(key, value, "init"):
+        if name in known:
+            raise ValueError(f"key {name!r} was already initialised; a key is initialised once")
+        other = arguments.of_other_kind(known, name)
+        if other is not None:
+            raise TypeError(f"key {name!r} is not of the type of the keys before, such as {other!r}: pass one kind")
+        arguments.see_new(name, "init")
+        result.append((name, calls.first_value(name, values)))
+    return result
+
+
+def _names_of_floats(store: Settings, keys: Any, what: str) -> list[Name] | None:
+    """The names of these keys, None of all; ValueError where an optimizer cannot update one."""
+    found = list(store.keys.values()) if keys is None else store.known(keys, what)
+    _see_floats(found, what, "give keys=[...] without it")
+    return None if keys is None else [key.name for key in found]
+
+
+def _see_floats(keys: Iterable[Key], what: str, cure: str) -> None:
+    """ValueError where an optimizer cannot update one of the keys."""
+    for key in keys:
+        if not key.floats:
+            raise ValueError(f"{what}: key {key.name!r} is {key.dtype.name}, and an optimizer needs floats: {cure}")
