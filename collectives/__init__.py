@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "plan": "plan", "Plan": "plan", "empty": "node.arena", "renew": "communicator",
+    "plan": "plan", "Plan": "plan", "empty": "fabric.arena", "renew": "communicator",
     "CollectiveError": "errors", "MismatchError": "errors", "StallError": "errors",
 }  # fmt: skip
 

@@ -37,7 +37,7 @@ class Body(Protocol):
 
 
 class Runner(Protocol):
-    """What carries a call out. `fast` does it at once, or tells how far it came (`shared_memory.executor`)."""
+    """What carries a call out. `fast` does it at once, or tells how far it came (`node.executor`)."""
 
     fast: Callable[[], int]
     holds: bool

@@ -1,6 +1,6 @@
 """The table of limits that decides which way a call goes, by its kind, bytes and ranks: what `auto` picks.
 
-`shared_memory.executor` applies it on one node, where arrays in node-shared memory go direct; `runner` between nodes.
+`node.executor` applies it on one node, where arrays in node-shared memory go direct; `runner` between nodes.
 
 `mpips tune` (`collectives.tuner.command`) writes it to the user's cache folder; without one the shipped values serve.
 What they say of one node was measured on two cores of an AMD EPYC, the ways by the kernel's copies apart, which are

@@ -58,7 +58,7 @@ def test_the_reader_of_imports_sees_them_all(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setitem(globals(), "ROOT", tmp_path)
     file = tmp_path / "collectives" / "deep" / "x.py"
     file.parent.mkdir(parents=True)
-    file.write_text("import mpips.store.api as s\nfrom .. import cost\ndef f():\n    from mpips import options\n")
+    file.write_text("import mpips.store.api as s\nfrom .. import cost\ndef f():\n    from mpips.store import options\n")
     assert list(imports(file)) == ["mpips.store.api", "collectives.cost", "mpips.store.options"]
     assert not allowed("mpips.store.options", "collectives")
     assert allowed("mpips.store.options.Options", "launch")

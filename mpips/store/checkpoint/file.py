@@ -14,7 +14,7 @@ import numpy as np
 from mpips.store.checkpoint.tensors import HOLDS, NAMES, Array, Tensor, TensorFile
 from mpips.store.options import MOST
 
-STORE = "mpips.store.api"
+STORE = "mpips.store"
 """The word of the metadata that has the header."""
 VERSION = 1
 

@@ -21,7 +21,7 @@ TRAIN = "from tests.mpi.launch.restart_table import training\ntraining({folder!r
 IN_SAVE = """
 import os, signal, threading, time
 from pathlib import Path
-from mpips.world import launched_as
+from mpips.store.world import launched_as
 
 def killer():
     while not list(saved.glob('*.part')):
@@ -70,7 +70,7 @@ mpips.create = created
 DIES_LATER = """
 import os, signal, threading, time
 from pathlib import Path
-from mpips.world import launched_as
+from mpips.store.world import launched_as
 
 def killer():
     while not losses.exists() or losses.read_bytes().count(b'\\n') < step:

@@ -286,7 +286,7 @@ def test_an_uncaught_exception_ends_the_job(tmp_path, where):
     script.write_text(f"""
 import numpy as np, mpips
 from mpi4py import MPI
-from mpips.server import loop
+from mpips.store.server import loop
 if {where == "server"}:
     loop.Server.turn = lambda self: 1 / 0
 kv = mpips.create("dist_sync", servers=1)

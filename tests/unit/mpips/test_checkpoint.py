@@ -121,7 +121,7 @@ class Store:
     """A store of one worker, as `save` and `load` see it; what is started goes on in `test` and `wait`."""
 
     def __init__(self):
-        self.layout, self.epoch = World(), SimpleNamespace(number=0, over=None)
+        self.layout, self.generation = World(), SimpleNamespace(number=0, over=None)
         self.backend, self.keys = Backend(), {}
         self.groups, self.compressor, self.saving = optimizers.Groups(), None, None
 
@@ -277,10 +277,10 @@ def edited(source, target, tensors, old="", new=""):
     """A copy of a checkpoint: these tensors in place of the same ones (None: without it), and a word of its header."""
     with safe_open(source, framework="numpy") as file:
         arrays = {name: file.get_tensor(name) for name in file.keys()} | tensors  # noqa: SIM118
-        text = file.metadata()["mpips.store.api"]
+        text = file.metadata()["mpips.store"]
     assert old in text
     arrays = {name: array for name, array in arrays.items() if array is not None}
-    write(target, arrays, {"mpips.store.api": text.replace(old, new, 1)})
+    write(target, arrays, {"mpips.store": text.replace(old, new, 1)})
 
 
 @pytest.mark.parametrize(
@@ -378,7 +378,7 @@ def test_what_was_kept_back_is_shared_out_where_fewer_load():
 
 SAVES = """
 import sys, numpy as np
-from mpips.checkpoint.tensors import write
+from mpips.store.checkpoint.tensors import write
 for number in range(10 ** 6):
     write(sys.argv[1], {"a": np.full(200_000, number), "b": np.full(3, number)}, {})
     print(number, flush=True)

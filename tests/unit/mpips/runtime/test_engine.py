@@ -251,7 +251,7 @@ def test_a_program_that_ends_with_operations_under_way_ends() -> None:
     """Whoever owns the engine finishes it at exit, when the thread is still there."""
     script = """
 import atexit, time
-from mpips.runtime.engine import Engine
+from mpips.store.runtime.engine import Engine
 engine = Engine()
 def work():
     end = time.monotonic() + 0.2
