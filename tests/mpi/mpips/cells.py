@@ -48,6 +48,6 @@ def wrong_death(said: str, fault: str, kind: str, workers: int, now: float) -> t
     told = {one[:2] for one in heard}
     if kind == "dist_async" and told == {("", "")}:
         return "", 0.0
-    if len(told) != 1 or not next(iter(told))[0].startswith("Epoch"):
+    if len(told) != 1 or not next(iter(told))[0].startswith("Store"):
         return f"unlike sentences {told}", seconds
     return "" if seconds < SOON else f"heard after {seconds:.1f} s", seconds

@@ -2,7 +2,7 @@
 
     python -m tests.mpi.mpips.fault_table [--python PYTHON]... [--where node,lab] [--faults FAULT,...]
 
-Rows are faults and ways to call, columns are kinds of store. After each fault that ends the epoch all workers call
+Rows are faults and ways to call, columns are kinds of store. After each fault that ends the generation all workers call
 `recover`: what keys hold must be what it says, and twenty more rounds sum exactly. A cell in which that is not so says
 why below the table. On one node there are four workers and a server (or five workers); in a lab there are two hosts of
 three ranks each. The exit code is 1 where a cell is wrong.

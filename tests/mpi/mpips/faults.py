@@ -185,7 +185,7 @@ class Seen(NamedTuple):
             return self.wrong if len(said) == 1 and self.heard[0].error == "ValueError" else f"raised {said}"
         ended = [one for one in self.heard if one.error not in ("KeyboardInterrupt", "" if self.free else "-")]
         errors = {one.error for one in ended}
-        if not all(error.startswith("Epoch") for error in errors):
+        if not all(error.startswith("Store") for error in errors):
             return f"raised {said}"
         sentences = {one.sentence for one in (*ended, *self.again)}
         if len(sentences) != 1 or "" in sentences:
@@ -216,7 +216,7 @@ def _seen(worker: Worker, fault: str) -> Seen:
     kv, comm = worker.kv, worker.comm
     assert worker.good(2), "sums are wrong before any fault"
     comm.Barrier()
-    epoch = kv.generation
+    generation = kv.generation
     mine, fault_at = FAULTS[fault](worker)
     heard = hear(mine)
     everybody = comm.allgather((heard, fault_at()))
@@ -232,7 +232,7 @@ def _seen(worker: Worker, fault: str) -> Seen:
     if over:
         rounds = kv.recover()
         torn = len(rounds.torn)
-        wrong = "" if kv.generation == epoch + 1 else f"epoch {epoch} was followed by {kv.generation}"
+        wrong = "" if kv.generation == generation + 1 else f"generation {generation} was followed by {kv.generation}"
         wrong = worker.wrong_after(rounds) or wrong
     else:
         worker.counted()

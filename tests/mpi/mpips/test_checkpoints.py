@@ -192,7 +192,7 @@ def test_a_load_into_the_store_that_saved(folder, kind, options):
         kv.load(folder / "x")
         train(kv, range(3, 6), values)
         assert (whole(values) == expected).all()
-        kv.barrier()  # who is first in `recover` ends the epoch for whoever is still in a call
+        kv.barrier()  # who is first in `recover` ends the generation for whoever is still in a call
         kv.recover()
         kv.load(folder / "x")
         train(kv, range(3, 6), values)
@@ -296,7 +296,7 @@ def test_keys_without_an_optimizer_beside_those_with_one(folder, servers):
 
 
 @only_on(2, 3)
-def test_a_path_that_cannot_travel_does_not_end_the_epoch(folder):
+def test_a_path_that_cannot_travel_does_not_end_the_generation(folder):
     def body(kv):
         kv.init("w", np.ones(3))
         kv.set_optimizer("sgd", learning_rate=0.1)

@@ -1,4 +1,4 @@
-"""What ends a store's epoch: every worker raises the same sentence soon, and after `recover` sums are exact.
+"""What ends a store's generation: every worker raises the same sentence soon, and after `recover` sums are exact.
 
 An argument error is local and changes nothing. A few cells of the table (`cells`) are made here; the whole table is
 `python -m tests.mpi.mpips.fault_table`.
@@ -114,7 +114,7 @@ def test_bad_arguments_are_local(kind, servers):
             (lambda: kv.row_sparse_pull("w", x, row_ids=[10]), ""),
             (lambda: kv.push(3, x), "3"),
         ]
-        epoch = kv.generation
+        generation = kv.generation
         if kv.rank == kv.num_workers - 1:
             for call, words in bad:
                 error, sentence = raised(kv, call)
@@ -124,7 +124,7 @@ def test_bad_arguments_are_local(kind, servers):
             kv.pushpull(["w", "v"], [x * turn, x * turn], [out := np.empty_like(x), np.empty_like(x)])
             if kind.endswith("_sync"):
                 assert (out == turn * kv.num_workers).all()
-        assert kv.generation == epoch
+        assert kv.generation == generation
 
     run(kind, body, servers=servers)
 

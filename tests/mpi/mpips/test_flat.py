@@ -99,7 +99,7 @@ def over_calls(kind: str, count: int) -> dict[str, int]:
 
 
 def over_stores(kind: str, count: int) -> dict[str, int]:
-    """What grew on this rank over so many stores, half of which end an epoch."""
+    """What grew on this rank over so many stores, half of which end a generation."""
     workers(KINDS[kind][1]["servers"])
     before: dict[str, int] = {}
     for number in range(count + 2):

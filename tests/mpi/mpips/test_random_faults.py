@@ -82,13 +82,13 @@ def _one(worker: Worker, fault: Fault) -> str:
     comm = worker.comm
     heard = hear(lambda: _calls(worker, fault))
     if fault.kind == "exit":  # the odd worker is gone: the job ends
-        sys.exit(3 if not heard.error or heard.error.startswith("Epoch") else f"raised {heard}")
+        sys.exit(3 if not heard.error or heard.error.startswith("Store") else f"raised {heard}")
     every = comm.allgather(heard)
     if any(one.error for one in every):
         again = comm.allgather(hear(worker.call).sentence)
-        sentences = {one.sentence for one in every if one.error.startswith("Epoch")} | set(again)
+        sentences = {one.sentence for one in every if one.error.startswith("Store")} | set(again)
         words = "" if len(sentences) == 1 else f"unlike sentences {sentences}"
-        if any(one.error not in ("", "KeyboardInterrupt") and not one.error.startswith("Epoch") for one in every):
+        if any(one.error not in ("", "KeyboardInterrupt") and not one.error.startswith("Store") for one in every):
             words = f"raised {[one[:2] for one in every]}"
         words = worker.wrong_after(worker.kv.recover()) or words
     else:

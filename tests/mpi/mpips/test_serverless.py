@@ -1,5 +1,5 @@
 """A store without servers: one collective for a list, the same bits whatever way a call goes, and alike again after an
-epoch has ended."""
+generation has ended."""
 
 from __future__ import annotations
 

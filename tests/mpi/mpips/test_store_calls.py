@@ -416,7 +416,7 @@ def test_limits_of_create_hold_inside_collectives(servers, clients):
         if kv.rank != late:
             comm.send(None, late)
         every = comm.allgather(said)
-        assert len({one.sentence for one in every}) == 1 and said.error.startswith("Epoch"), every
+        assert len({one.sentence for one in every}) == 1 and said.error.startswith("Store"), every
         assert {one.error for one in every[:late]} == {"StoreStallError"}, every
         assert re.search(rf"ranks? (\d+, )*{late}\b", said.sentence) and "'w'" in said.sentence, said.sentence
         kv.recover()
@@ -449,5 +449,5 @@ def test_a_worker_that_leaves_is_told_to_the_others(kind, options):
     if found is not None:  # all have closed it: who closes waits a while for the others
         late, said = found
         every = [one for one in comm.allgather(said) if one is not None]
-        assert len({one.sentence for one in every}) == 1 and every[0].error.startswith("Epoch"), every
+        assert len({one.sentence for one in every}) == 1 and every[0].error.startswith("Store"), every
         assert f"rank {late}" in every[0].sentence, every[0].sentence

@@ -141,7 +141,7 @@ def test_optimizers_and_compression_see_every_key_by_itself(kind, options, setti
 
 @pytest.mark.mpi(min_size=2)
 @once(**{"kind, options": ALONE}, how=["another order", "other keys", "one by one"])
-def test_who_calls_something_else_ends_the_epoch_and_nothing_is_lost(kind, options, how):
+def test_who_calls_something_else_ends_the_generation_and_nothing_is_lost(kind, options, how):
     workers = need(2, **options)
 
     def body(kv):

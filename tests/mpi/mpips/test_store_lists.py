@@ -132,7 +132,7 @@ def test_one_array_for_two_keys_is_read_for_both_before_it_is_written():
 @core_on(3)
 @pytest.mark.mpi(min_size=3)
 @first(1, size=[100_000, 10])
-def test_a_list_that_takes_too_long_ends_the_epoch_and_the_next_goes_on(size):
+def test_a_list_that_takes_too_long_ends_the_generation_and_the_next_goes_on(size):
     workers = need(2, servers=1)
 
     def body(kv):

@@ -275,7 +275,7 @@ class Breaks(Lion):
 
 
 @pytest.mark.parametrize("kind, options", [*STORES, ("dist_async", {"servers": 1})], ids=str)
-def test_an_update_that_raises_ends_the_epoch_with_its_text(kind, options):
+def test_an_update_that_raises_ends_the_generation_with_its_text(kind, options):
     need(**options)
 
     def body(kv):

@@ -276,7 +276,7 @@ def test_what_is_given_up_touches_no_memory_of_the_caller(comm):
 
 @only_on(2)
 def test_who_gives_up_a_push_waits_until_its_server_has_it_and_no_longer(comm):
-    """The server hears that the epoch is over, and takes in what is on its way, without counting it."""
+    """The server hears that the generation is over, and takes in what is on its way, without counting it."""
     size = 1 << 20
     if comm.rank == 1:
         unit = Unit(0, "w", np.zeros(size), [0] * 2, (0,), size)
