@@ -14,8 +14,8 @@ from mpips.store.checkpoint.source import Saves
 from mpips.store.checkpoint.states import load_states, save_states
 from mpips.store.keys.key import Name, Rounds
 from mpips.store.roles import Layout
-from mpips.store.runtime import breaking
 from mpips.store.runtime.engine import Handle
+from mpips.store.runtime.errors import Step
 from mpips.store.runtime.generation import Generation
 from mpips.store.worker.backend import Backend, Recovered
 from mpips.store.worker.beside import Calls
@@ -44,7 +44,7 @@ class KVStore(Uncopied):
     `recover()`.
     """
 
-    def __init__(self, settings: Settings, calls: Calls, closed: breaking.Step) -> None:
+    def __init__(self, settings: Settings, calls: Calls, closed: Step) -> None:
         """`calls`: how pushes and pulls are made. `closed` is called when it has closed."""
         self.settings, self.layout = settings, settings.layout
         """What the workers agree on, for other packages of mpips; roles and communicators."""
@@ -244,7 +244,7 @@ class KVStore(Uncopied):
 
 
 def made(
-    layout: Layout, backend: Backend, generation: Generation, closed: breaking.Step,
+    layout: Layout, backend: Backend, generation: Generation, closed: Step,
     saves: Callable[[Settings], Saves] | None = None, joined: Recovered | None = None,
 ) -> KVStore:  # fmt: skip
     """A worker's store. `saves`: how it saves itself. `joined`: what the store has in which this worker has taken a

@@ -15,10 +15,8 @@ from mpi4py import MPI
 from collectives.errors import CollectiveError, StallError
 from collectives.network.drain import sweep
 from mpips.store.recovery.shrink import DONE, FAILED, attempt
-from mpips.store.runtime.breaking import uninterrupted
-from mpips.store.runtime.errors import LostError, StoreError, of_kind
-from mpips.store.runtime.generation import FREEING_SECONDS, Generation
-from mpips.store.runtime.parting import NEVER
+from mpips.store.runtime.errors import LostError, StoreError, of_kind, uninterrupted
+from mpips.store.runtime.generation import FREEING_SECONDS, NEVER, Generation
 
 T = TypeVar("T")
 

@@ -17,7 +17,7 @@ from mpips.store.recovery.rebuild import Placed
 from mpips.store.recovery.renewal import renew
 from mpips.store.roles import Layout
 from mpips.store.runtime.generation import Generation
-from mpips.store.transport.connect import connect
+from mpips.store.transport.lines import connect
 
 T = TypeVar("T")
 SLEEP_SECONDS = 0.01

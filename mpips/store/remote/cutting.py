@@ -14,8 +14,8 @@ from mpips.store.keys.shard import Piece, Shard
 from mpips.store.keys.sharding import Interval, Placement, block_bytes, grain_of, pulled_at_once, split, units
 from mpips.store.roles import Layout
 from mpips.store.transport.frames import UnitCard
-from mpips.store.transport.line import Line
-from mpips.store.transport.tags import Numbers
+from mpips.store.transport.lines import Line
+from mpips.store.transport.messages import Numbers
 
 MOST_CHUNKS = 32  # of what a server has of a key
 Cards = dict[int, list[UnitCard]]

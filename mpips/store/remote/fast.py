@@ -25,8 +25,8 @@ from mpips.store.remote.pull import Pull, snapshot
 from mpips.store.remote.push import Push
 from mpips.store.roles import Layout
 from mpips.store.runtime.tasks import Task
-from mpips.store.transport.lent import Lent
-from mpips.store.transport.line import Repeated
+from mpips.store.transport.lines import Repeated
+from mpips.store.transport.outbox import Lent
 
 Array = NDArray[Any]
 YIELDS = 500

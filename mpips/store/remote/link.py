@@ -17,12 +17,11 @@ from mpips.store.roles import Layout
 from mpips.store.runtime.generation import Generation
 from mpips.store.runtime.tasks import Task, goes_on
 from mpips.store.transport import frames
-from mpips.store.transport.buffers import FRAME_COST
-from mpips.store.transport.channel import QUIET_SECONDS, MessageLine, knocked
 from mpips.store.transport.frames import Coding, Frame, Op
-from mpips.store.transport.line import Line, Repeated
+from mpips.store.transport.lines import Line, MessageLine, Repeated, knocked
+from mpips.store.transport.messages import QUIET_SECONDS
 from mpips.store.transport.outbox import Grows, Outbox, fill
-from mpips.store.transport.sender import Sender
+from mpips.store.transport.sender import FRAME_COST, Sender
 
 Array = NDArray[Any]
 T = TypeVar("T")

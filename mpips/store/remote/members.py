@@ -25,9 +25,8 @@ from mpips.store.keys.key import label as key_label
 from mpips.store.keys.shard import Piece
 from mpips.store.runtime.rendezvous import Presence
 from mpips.store.runtime.tasks import Task
-from mpips.store.transport.channel import Exchange, UnderWay
 from mpips.store.transport.client_sums import ClientSums
-from mpips.store.transport.tags import COMPARE_TAG, member_tag
+from mpips.store.transport.messages import COMPARE_TAG, Exchange, UnderWay, member_tag
 
 Array = NDArray[Any]
 LOOK_SECONDS = 0.02

@@ -37,7 +37,7 @@ from mpips.store.runtime import rendezvous
 from mpips.store.runtime.generation import Generation
 from mpips.store.runtime.tasks import Task
 from mpips.store.transport import frames
-from mpips.store.transport.connect import connect
+from mpips.store.transport.lines import connect
 from mpips.store.worker.backend import Recovered
 
 Array = NDArray[Any]

@@ -27,7 +27,7 @@ from mpips.store.remote.push import Push
 from mpips.store.roles import Layout
 from mpips.store.runtime.tasks import Task, together
 from mpips.store.transport.frames import Coding
-from mpips.store.transport.tags import ROWS_TAG
+from mpips.store.transport.messages import ROWS_TAG
 
 Array = NDArray[Any]
 

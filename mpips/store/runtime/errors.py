@@ -1,6 +1,19 @@
-"""What a store raises when its generation has ended."""
+"""What a store raises when its generation has ended.
+
+How things end that must end: the one place where every kind of error, interrupts included, is caught and goes on.
+
+What ends at exit is closed in one order, newest store first, while threads and MPI still run.
+"""
 
 from __future__ import annotations
+
+import atexit
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 
 from collectives.errors import KINDS, CollectiveError, MismatchError, StallError, kind_of
 
@@ -32,3 +45,57 @@ assert len(_GENERATION_KINDS) == len(KINDS), "one for each kind that travels bet
 def of_kind(error: BaseException, text: str = "") -> StoreError:
     """The StoreError for an error of `collectives`, or of the store: with `text`, or else with its own sentence."""
     return _GENERATION_KINDS[kind_of(error)](text or str(error))
+
+
+Step = Callable[[], None]
+_closing: list[Step] = []
+_pid = os.getpid()
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Ctrl-C that comes within is heard at the end: others count on what is done here. For some seconds at most."""
+    came: list[FrameType | None] = []
+    main = threading.current_thread() is threading.main_thread()
+    before = signal.getsignal(signal.SIGINT) if main else None
+    if before is None or before is signal.SIG_IGN:  # it is not heard here, or not by Python
+        yield
+        return
+    signal.signal(signal.SIGINT, lambda number, frame: came.append(frame))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if came and callable(before):
+        before(signal.SIGINT, came[0])
+    elif came:
+        signal.raise_signal(signal.SIGINT)
+
+
+def in_order(*steps: Step) -> None:
+    """Do all of them, each though an earlier one has raised. Then the first error is raised."""
+    first: BaseException | None = None
+    for step in steps:
+        try:
+            step()
+        except BaseException as error:  # the steps after it are to be taken all the same
+            first = first or error
+    if first is not None:
+        raise first
+
+
+def at_exit(close: Step) -> None:
+    """Call `close` when this process ends, before MPI does; the last one first."""
+    _closing.append(close)
+
+
+def skip_at_exit(close: Step) -> None:
+    """It has been called."""
+    if close in _closing:
+        _closing.remove(close)
+
+
+@atexit.register
+def _close_all() -> None:
+    if os.getpid() == _pid:  # a child that was forked has no store
+        in_order(*reversed(_closing))

@@ -2,6 +2,12 @@
 
 Settings count from the next push on, so they wait until everything that was pushed before has been applied. What
 concerns no push is answered at once: others may push only after it.
+
+Values and states of units as they were at one moment, while updates go on: copied before a unit is next written to.
+
+Nothing is copied when a snapshot is taken. A unit that is about to be written to is copied first, whole; while the
+server has nothing else to do, it copies the others. So it needs memory for a copy of what is frozen, until that is
+dropped.
 """
 
 from __future__ import annotations
@@ -15,12 +21,11 @@ from mpips import compression, optimizers
 from mpips.compression import Compressor
 from mpips.store.recovery.memory.units import Memory
 from mpips.store.recovery.settings import encode_settings
-from mpips.store.server.snapshot import Snapshots
-from mpips.store.server.state import State
-from mpips.store.server.unit import Unit
+from mpips.store.server.state import ServerState
+from mpips.store.server.unit import Frozen, Unit
 from mpips.store.transport import frames
-from mpips.store.transport.frames import Answer, Frame, Op, OpenStore, Request
-from mpips.store.transport.line import Line
+from mpips.store.transport.frames import Answer, Bytes, Frame, Op, OpenStore, Request, Snapshotted
+from mpips.store.transport.lines import Line
 
 REFUSALS = (ValueError, TypeError, MemoryError)
 """What a server answers with its sentence; it has changed nothing."""
@@ -30,11 +35,11 @@ class Requests:
     """What one server answers, in one generation. `generation`: its number."""
 
     def __init__(
-        self, state: State, name: str, memory: Memory, generation: int = 0, compressor: Compressor | None = None
+        self, state: ServerState, name: str, memory: Memory, generation: int = 0, compressor: Compressor | None = None
     ) -> None:
         self._state, self._name, self._memory, self._generation = state, name, memory, generation
         self.compressor = compressor
-        self.snapshots = Snapshots()
+        self.snapshots = FrozenUnits()
         self.waiting: list[tuple[int, Line, int, Request]] = []
         """(worker, line, token, request) of what waits until all that was pushed has been applied."""
         self._unsaid: list[tuple[Line, int, bytes, list[Unit]]] = []
@@ -213,3 +218,43 @@ def _fitting(unit: Unit, part: frames.StatePart) -> list[np.ndarray] | None:
     for array, values in zip(state, given, strict=True):
         array[...] = values
     return state
+
+
+class FrozenUnits:
+    """The snapshots of one server, by number."""
+
+    def __init__(self) -> None:
+        self._frozen: dict[int, dict[int, tuple[Unit, Frozen]]] = {}
+        self._due: list[Unit] = []
+        """Units that may be copied while there is time."""
+
+    def take(self, number: int, units: Iterable[Unit]) -> Snapshotted:
+        """Freeze these units, of which none is being written to."""
+        taken = self._frozen[number] = {}
+        for unit in units:
+            frozen = Frozen(unit)
+            unit.frozen.append(frozen)
+            taken[unit.number] = unit, frozen
+            self._due.append(unit)
+        every = [frozen for _, frozen in taken.values()]
+        return Snapshotted([(it.round, it.step, [array.dtype.name for array in it.arrays[1:]]) for it in every])
+
+    def read(self, number: int, unit: int, slot: int, start: int, stop: int) -> Bytes:
+        """Elements [start, stop) of a frozen unit's values (slot -1), or of array `slot` of its state."""
+        array = self._frozen[number][unit][1].arrays[1 + slot][start:stop]
+        return Bytes(array.tobytes())
+
+    def copy_next(self) -> None:
+        """Copy one unit; call it when there is nothing else to do."""
+        if self._due:
+            self._due.pop().thaw()
+
+    def drop(self, number: int) -> None:
+        """What is frozen under this number may go; it may have gone already."""
+        for unit, frozen in self._frozen.pop(number, {}).values():
+            unit.frozen = [other for other in unit.frozen if other is not frozen]
+
+    def clear(self) -> None:
+        """Drop all."""
+        for number in list(self._frozen):
+            self.drop(number)

@@ -3,6 +3,23 @@
 The loop turns frames into events (`pushed`, `pulled`, `released`, `waits`, `left`), and calls `work` as long as it says
 that something was done; each returns the replies to send. A unit is independent of all others. What is raised ends the
 generation: then `finish` goes on as far as it can, and `abandon` drops the rest. The next generation has another state.
+
+Synchronous rounds of a server's units, without MPI: events in, replies out, arithmetic in between.
+
+Round r of a unit is complete when every contributor has pushed it r times. It is summed in the order of the
+contributors, block by block. Each block is updated by the optimizer, or replaces the stored one, and the unit's
+progress word tells readers how many blocks are done. A worker may be any number of rounds ahead.
+
+Asynchronous updates of a server's units, without MPI: every contribution is an update of its own, as they come.
+
+Workers of this node may read a unit of one block unasked, between two updates: `words[0]` is odd while one is being
+written, and counts up. AsynchronousUpdates that follow each other closely leave them no time: then they ask (`reads`).
+
+When a pull may read a unit of a server: after its own pushes, and not too far ahead of the slowest worker.
+
+A worker that is too far ahead has its pushes held back, too (`updates`). Who reads holds updates back until it has
+finished. Workers of this node read a synchronous store without asking, behind its progress word; and a unit of one
+block of an asynchronous store between two updates (see `updates`).
 """
 
 from __future__ import annotations
@@ -15,14 +32,11 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from collectives.errors import CollectiveError
+from collectives.errors import CollectiveError, MismatchError
 from mpips.optimizers import Groups, Optimizer
 from mpips.store.server.late import Late
-from mpips.store.server.reads import Reads
 from mpips.store.server.reduce import Reduce
-from mpips.store.server.rounds import Rounds
-from mpips.store.server.unit import Mirrors, Replies, Source, Unit
-from mpips.store.server.updates import Updates
+from mpips.store.server.unit import Mirrors, Replies, Reply, Source, Unit
 
 TURNS, SHORT_BYTES = 8, 1 << 14
 """Before a server listens again: so many units of at most so many bytes, or one longer one."""
@@ -30,7 +44,7 @@ PRIORITY = attrgetter("priority")
 Name = int | str
 
 
-class State:
+class ServerState:
     """All units of one server. `clock` values are seconds of any monotonic clock."""
 
     def __init__(
@@ -43,7 +57,8 @@ class State:
         self.asynchronous = asynchronous
         self._mirror = mirror
         self._reads = Reads(asynchronous, staleness, remote)
-        self._machine = (Updates if asynchronous else Rounds)(self._reads, reduce or Reduce(), mirror)
+        machine = AsynchronousUpdates if asynchronous else SynchronousRounds
+        self._machine = machine(self._reads, reduce or Reduce(), mirror)
         self.ready, self.gone = self._machine.ready, self._reads.gone
         self._ranked = False  # whether any unit has a priority: to sort hundreds at every step takes as long as to sum
 
@@ -188,3 +203,240 @@ class State:
         for unit in self.units.values():
             unit.abandon()
             self._machine.forget(unit.number)
+
+
+class SynchronousRounds:
+    """The open rounds of one server."""
+
+    def __init__(self, reads: Reads, reduce: Reduce, mirror: Mirrors | None) -> None:
+        self._reads, self._reduce, self._mirror = reads, reduce, mirror
+        self.ready: dict[int, Unit] = {}
+        """Units to which all have contributed."""
+        self.open: dict[int, Unit] = {}
+        """Units to which anybody has contributed."""
+
+    def pushed(self, unit: Unit, index: int, source: Source, clock: float) -> None:
+        """A contribution of the contributor at `index` has come. MismatchError if its round can never end."""
+        queue = unit.queues[index]
+        if not queue:
+            if unit.missing == len(unit.queues):
+                unit.opened, unit.warned = clock, False
+                self.open[unit.number] = unit
+            unit.missing -= 1
+        queue.append(source)
+        if not unit.missing:
+            self.ready[unit.number] = unit
+        elif self._reads.gone:
+            self.check(unit)
+
+    def check(self, unit: Unit) -> None:
+        """MismatchError if the open round waits for a worker that has left."""
+        for worker in unit.absent() if unit.waits else ():
+            if worker in self._reads.gone:
+                round_ = f"key {unit.key!r}: round {unit.round + 1}"
+                raise MismatchError(f"{round_} needs rank {worker}, which has left the store")
+
+    def turn(self, unit: Unit) -> tuple[bool, Replies]:
+        """Go on with a unit's round: (whether anything was done, replies). CollectiveError where its update fails."""
+        if unit.missing:
+            self.ready.pop(unit.number, None)
+            return False, []
+        if unit.readers or not unit.mirrored:
+            return False, []
+        if unit.block == unit.blocks:
+            return True, self._finish(unit)  # its mirror has it
+        try:
+            worked = self._sum(unit, [queue[0] for queue in unit.queues])
+        except Exception as error:
+            self.forget(unit.number)  # nobody goes on with it
+            raise unit.failed(error) from error
+        if unit.block < unit.blocks:
+            return worked, []
+        if unit.undo is not None:
+            unit.undo.close(unit.stands_at)
+        if self._mirror is not None:
+            self._mirror.changed(unit)
+        return worked, self._finish(unit) if unit.mirrored else []
+
+    def _sum(self, unit: Unit, sources: Sequence[Source]) -> bool:
+        """Whether anything could be done."""
+        reduce = self._reduce
+        if unit.blocks == 1 and not reduce.worth_sharing(unit, sources, 0, 1):
+            steady = [array for source in sources if (array := source.steady) is not None]
+            if len(steady) == len(sources):
+                reduce.whole(unit, steady)
+                return True
+        if any(source.coded for source in sources):
+            return reduce.coded(unit, sources)
+        if all(source.local for source in sources):
+            return reduce.blocks(unit, sources)
+        return reduce.arriving(unit, sources)
+
+    def _finish(self, unit: Unit) -> Replies:
+        """End the round: readers may have it, contributors may go on, the next round may already be there."""
+        unit.round = round_ = unit.round + 1
+        if unit.optimizer is None:
+            unit.torn = False  # nothing is left of what was there before
+        unit.begin()
+        unit.pop()
+        words, number = unit.words, unit.number
+        for index in range(1, len(unit.queues) + 1):
+            words[index] = round_
+        words[0] = round_ * unit.blocks
+        self.ready.pop(number, None)
+        self.open.pop(number, None)
+        replies: Replies = []
+        remote = self._reads.remote
+        if remote:
+            replies += [Reply("CONSUMED", worker, number, round_) for worker in unit.contributors if worker in remote]
+        if unit.missing < len(unit.queues):
+            self.open[number] = unit
+            unit.opened, unit.warned = None, False
+            if not unit.missing:
+                self.ready[number] = unit
+            elif self._reads.gone:
+                self.check(unit)
+        if unit.pulls:
+            replies += self._reads.grant(unit)
+        return replies
+
+    def forget(self, number: int) -> None:
+        """A unit that nobody will use again."""
+        self.ready.pop(number, None)
+        self.open.pop(number, None)
+
+
+class AsynchronousUpdates:
+    """The contributions of one server that are to be applied."""
+
+    def __init__(self, reads: Reads, reduce: Reduce, mirror: Mirrors | None) -> None:
+        self._reads, self._reduce, self._mirror = reads, reduce, mirror
+        self.ready: dict[int, Unit] = {}
+        """Units with contributions that are not held back."""
+        self.open: dict[int, Unit] = {}
+        """None: nobody waits for another's contribution."""
+
+    def pushed(self, unit: Unit, index: int, source: Source, clock: float) -> None:
+        """A contribution of the contributor at `index` has come."""
+        unit.push(index, source)
+        unit.arrivals.append(index)
+        self.ready[unit.number] = unit
+
+    def check(self, unit: Unit) -> None:
+        """A worker has left: what it held back may go on."""
+        if unit.waits:
+            self.ready[unit.number] = unit
+
+    def turn(self, unit: Unit) -> tuple[bool, Replies]:
+        """Go on with a unit's next update: (whether anything was done, replies). CollectiveError where it fails."""
+        if unit.readers or not unit.mirrored:
+            return False, []
+        if unit.block == unit.blocks:
+            return True, self._finish(unit, unit.active)  # its mirror has it
+        if unit.active < 0:
+            unit.active = next((i for i in unit.arrivals if not self._reads.too_far(unit, unit.done[i])), -1)
+        index = unit.active
+        if index < 0:
+            self.ready.pop(unit.number, None)  # until something comes, or somebody leaves
+            return False, []
+        source = unit.queues[index][0]
+        if not source.ready(unit.block):
+            return False, []
+        if unit.blocks == 1:  # in a longer unit's word its outboxes look for blocks that have been summed: none here
+            unit.words[0] |= 1
+        if unit.block == 0 and unit.undo is not None:
+            unit.undo.pushed(index, unit.done[index] + 1)
+        try:
+            self._reduce.single(unit, source)
+        except Exception as error:
+            self.forget(unit.number)  # nobody goes on with it
+            raise unit.failed(error) from error
+        if unit.block < unit.blocks:
+            return True, []
+        if unit.undo is not None:
+            unit.undo.close(unit.stands_at)
+        unit.done[index] += 1
+        if self._mirror is not None:
+            self._mirror.changed(unit)
+        return True, self._finish(unit, index) if unit.mirrored else []
+
+    def _finish(self, unit: Unit, index: int) -> Replies:
+        """End the update by the contributor at `index`."""
+        unit.words[0] += unit.words[0] & 1
+        unit.arrivals.remove(index)
+        unit.active = -1
+        queue = unit.queues[index]
+        queue.popleft()
+        unit.missing += not queue
+        unit.begin()
+        unit.words[1 + index] = round_ = unit.done[index]
+        replies: Replies = []
+        if (worker := unit.contributors[index]) in self._reads.remote:
+            replies.append(Reply("CONSUMED", worker, unit.number, round_))
+        return replies + self._reads.grant(unit)
+
+    def forget(self, number: int) -> None:
+        """A unit that nobody will use again."""
+        self.ready.pop(number, None)
+
+
+Array = NDArray[Any]
+
+
+class Reads:
+    """The readers of one server. `remote`: workers of other nodes, which read by messages.
+
+    `staleness`: how many steps of a unit a worker of an asynchronous store may be ahead of the slowest; -1: any number.
+    """
+
+    def __init__(self, asynchronous: bool, staleness: int = -1, remote: Iterable[int] = ()) -> None:
+        self.asynchronous, self.staleness = asynchronous, staleness
+        self.remote = frozenset(remote)
+        self.gone: set[int] = set()
+        """Workers that have left."""
+
+    def pulled(self, unit: Unit, worker: int, round_: int, rows: Array | None) -> Replies:
+        """A worker asks to read a unit, or some rows of it, once `round_` of its own pushes count."""
+        unit.pulls.append((worker, round_, rows))
+        return self.grant(unit)
+
+    def released(self, unit: Unit, worker: int) -> None:
+        """A reader has finished."""
+        if worker in unit.readers:
+            unit.readers.remove(worker)
+
+    def left(self, unit: Unit, worker: int) -> None:
+        """A worker, which is in `gone`, reads no more."""
+        unit.pulls = [pull for pull in unit.pulls if pull[0] != worker]
+        if worker not in self.remote:  # what is on its way to it ends by itself
+            unit.readers = [reader for reader in unit.readers if reader != worker]
+
+    def grant(self, unit: Unit) -> Replies:
+        """Let those read whose own pushes count by now; nothing is written until they have finished."""
+        if unit.block or not unit.pulls:
+            return []
+        replies: Replies = []
+        waiting = []
+        for worker, round_, rows in unit.pulls:
+            if self._may_read(unit, worker, round_):
+                unit.readers.append(worker)
+                replies.append(Reply("GRANT", worker, unit.number, round_, rows=rows))
+            else:
+                waiting.append((worker, round_, rows))
+        unit.pulls = waiting
+        return replies
+
+    def _may_read(self, unit: Unit, worker: int, round_: int) -> bool:
+        if not self.asynchronous:
+            return unit.round >= round_
+        index = unit.position.get(worker)
+        return (index is None or unit.done[index] >= round_) and not self.too_far(unit, round_)
+
+    def too_far(self, unit: Unit, steps: int) -> bool:
+        """Whether a worker after `steps` pushes of the unit is more than `staleness` ahead of the slowest."""
+        if self.staleness < 0:
+            return False
+        slowest = min(
+            (done for worker, done in zip(unit.contributors, unit.done) if worker not in self.gone), default=steps
+        )
+        return steps - slowest > self.staleness

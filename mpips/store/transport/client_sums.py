@@ -20,8 +20,7 @@ from collectives.network.failures import failed, send, tell
 from collectives.network.requests import keep
 from collectives.schedule.model import cut
 from mpips.store.runtime.tasks import Task
-from mpips.store.transport.channel import LOOK_SECONDS, QUIET_SECONDS, UnderWay
-from mpips.store.transport.tags import QUIET_TAG
+from mpips.store.transport.messages import LOOK_SECONDS, QUIET_SECONDS, QUIET_TAG, UnderWay
 
 Array = NDArray[Any]
 SHORT_BYTES = 8 << 10

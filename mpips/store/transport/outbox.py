@@ -7,12 +7,16 @@ waits for a worker that comes late.
 
 In memory: word 0 counts blocks filled over all rounds, the words from `PLACES` on hold the slot of each block, and then
 come the slots. Works where the processor keeps the order of stores (`ring.usable`).
+
+Pushes of arrays in node-shared memory, which servers read where they lie.
 """
 
 from __future__ import annotations
 
 import os
 import time
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +24,9 @@ from numpy.typing import NDArray
 
 from collectives.fabric import arena
 from collectives.fabric.arena import Region
+from mpips.store.keys.shard import Shard
 from mpips.store.transport.frames import NOWHERE
+from mpips.store.transport.lines import Repeated
 
 Array = NDArray[Any]
 PLACES = 8
@@ -124,3 +130,32 @@ def fill(grows: Grows) -> None:
         for outbox, values in left:
             outbox.put(values)
             os.sched_yield()
+
+
+
+
+class Lent:
+    """The pushes of one array to these shards; kept, as a training loop pushes the same again."""
+
+    __slots__ = ("_last", "_pushes", "_shards")
+
+    def __init__(self, shards: Sequence[Shard]) -> None:
+        self._shards = shards
+        self._last: Callable[[], Array | None] = lambda: None
+        self._pushes: list[Repeated] = []
+
+    def of(self, array: Array) -> list[Repeated]:
+        """For every shard its push of its part of the array, which holds the whole key, C-contiguous. Empty where the
+        array lies in other memory."""
+        if self._last() is not array:
+            region = arena.locate(array)
+            size = array.itemsize
+            pushes = [] if region is None else [
+                Repeated(shard.line, shard.number, region._replace(
+                    offset=region.offset + shard.start * size, nbytes=(shard.stop - shard.start) * size
+                ))
+                for shard in self._shards
+            ]  # fmt: skip
+            last = weakref.ref(array)
+            self._last, self._pushes = last, pushes  # at once, whenever an interrupt comes
+        return self._pushes

@@ -3,12 +3,20 @@
 What is one message goes unasked where its server has room for it; all else as the server asks for it, block by block.
 Tasks here do not hear the server: who runs them listens meanwhile (`served.link`). A task that is given up leaves its
 messages to `stop`.
+
+Memory of a server for payloads that come as messages, so much and no more however many pushes are under way.
+
+Beside weights and optimizer state, pushes keep at a server at most one copy of the model in sums that wait for other
+contributors, and a second one in payloads: what workers send without being asked, which each of them limits to its
+share of a copy or to two messages (`Window`), and blocks that the server asks for while there is room (`Buffers`). A
+block whose turn in the sum it is may be asked for at any rate where no other such block is on its way: it comes, is
+added and gone, so nothing waits for ever.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
@@ -20,10 +28,8 @@ from mpips.store.keys.key import Key, Name
 from mpips.store.keys.shard import Shard
 from mpips.store.roles import Layout
 from mpips.store.runtime.tasks import Task
-from mpips.store.transport.buffers import FRAME_COST, Place, Window
-from mpips.store.transport.channel import Exchange, UnderWay
 from mpips.store.transport.frames import ALONG, Coding, Op
-from mpips.store.transport.tags import pull_tag, push_tag
+from mpips.store.transport.messages import Exchange, UnderWay, pull_tag, push_tag
 
 Array = NDArray[Any]
 
@@ -129,3 +135,55 @@ class Sender:
         server, tag = self._layout.server_rank(shard.server), pull_tag(shard.number)
         exchange.receives += [self._world.Irecv(data, server, tag) for data in slices]
         return exchange
+
+
+FRAME_COST = 2048  # bytes that a small payload costs beside itself
+
+Bytes = NDArray[np.uint8]
+Place = tuple[int, int]
+"""Round, and first element in the key."""
+
+
+
+
+class _Sent(NamedTuple):
+    """A payload on its way."""
+
+    key: Hashable
+    place: Place
+    consumed: Callable[[], int]
+    nbytes: int
+
+    def read(self) -> bool:
+        """Whether the server has read it."""
+        return self.consumed() >= self.place[0]
+
+
+class Window:
+    """What a worker has sent to one server without being asked, and the server has not read yet.
+
+    A payload has a place in its key: its round, and where in the key it begins. All workers send what a round of a key
+    consists of, and a server reads what has come from everybody. So a worker may wait only for what comes before in
+    the key: that can be read without what it holds back. Behind a later part, or another key, workers that go through
+    them in different orders would wait for each other.
+    """
+
+    def __init__(self) -> None:
+        self._open: list[_Sent] = []
+        self._bytes = 0
+
+    def admits(self, nbytes: int, limit: int) -> bool:
+        """Whether so many bytes more may be sent now: `limit` bytes in all at most, or one payload."""
+        if self._open and self._bytes + nbytes + FRAME_COST > limit:
+            self._open = [sent for sent in self._open if not sent.read()]
+            self._bytes = sum(sent.nbytes for sent in self._open)
+        return not self._open or self._bytes + nbytes + FRAME_COST <= limit
+
+    def holds(self, key: Hashable, before: Place) -> bool:
+        """Whether a payload of the key is under way that comes before that place."""
+        return any(sent.key == key and sent.place < before and not sent.read() for sent in self._open)
+
+    def add(self, key: Hashable, place: Place, consumed: Callable[[], int], nbytes: int) -> None:
+        """A payload is sent; it has been read when `consumed()` reaches its round."""
+        self._open.append(_Sent(key, place, consumed, nbytes + FRAME_COST))
+        self._bytes += nbytes + FRAME_COST

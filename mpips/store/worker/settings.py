@@ -25,11 +25,10 @@ from mpips.store.keys import arguments, calls
 from mpips.store.keys.key import Key, Name, Rounds
 from mpips.store.recovery.renewal import renew
 from mpips.store.roles import Layout
-from mpips.store.runtime import breaking, rendezvous
+from mpips.store.runtime import rendezvous
 from mpips.store.runtime.engine import Engine, Handle
-from mpips.store.runtime.errors import StoreError
-from mpips.store.runtime.generation import Generation
-from mpips.store.runtime.parting import NEVER
+from mpips.store.runtime.errors import Step, StoreError, at_exit, in_order, skip_at_exit
+from mpips.store.runtime.generation import NEVER, Generation
 from mpips.store.runtime.rendezvous import Items
 from mpips.store.runtime.tasks import Task, kept
 from mpips.store.worker import closing, standing
@@ -278,10 +277,10 @@ class Generations:
     """The generations of a store on this worker: one begins, one is joined, the last one ends. `closed` is called
     then."""
 
-    def __init__(self, store: Settings, closed: breaking.Step = lambda: None) -> None:
+    def __init__(self, store: Settings, closed: Step = lambda: None) -> None:
         self._store, self._closed, self._due = store, closed, 0.0
         store.generation.needs = self._see_needs
-        breaking.at_exit(self._exit)
+        at_exit(self._exit)
 
     def recover(self, grow: bool = False) -> Rounds:
         """See `KVStore.recover`."""
@@ -339,7 +338,7 @@ class Generations:
             self._leave()
 
     def _exit(self) -> None:
-        breaking.in_order(self.close, self._leave)
+        in_order(self.close, self._leave)
 
     def _save_last(self, told: Sequence[bytes]) -> None:
         """Save what the store holds at its end, where it saves itself and all workers close it after the same step.
@@ -416,15 +415,15 @@ class Generations:
         store = self._store
         if store.operations.closed:
             return
-        breaking.closed(self._exit)
+        skip_at_exit(self._exit)
         store.operations.closed = True
         store.unbind()
         last = [store.engine.close, store.backend.finish, self._closed]
         if store.generation.over is not None:
-            breaking.in_order(store.engine.forget, *last)
+            in_order(store.engine.forget, *last)
             return
         saving = [] if store.saving is None else [store.saving.finish]
-        breaking.in_order(*saving, lambda: store.engine.finish(detached=True), *last)
+        in_order(*saving, lambda: store.engine.finish(detached=True), *last)
 
 
 def _held(claims: Claims, known: Mapping[Name, Key], pairs: Sequence[tuple[Name, Any]]) -> dict[Name, Key]:

@@ -19,12 +19,12 @@ from mpips.store.keys.key import Key
 from mpips.store.keys.shard import Shard
 from mpips.store.remote.link import Link
 from mpips.store.runtime.tasks import goes_on, together
+from mpips.store.server.sources import Receiver
 from mpips.store.server.unit import Unit
-from mpips.store.transport.channel import MessageLine, UnderWay, knocked
 from mpips.store.transport.client_sums import ClientSums
 from mpips.store.transport.frames import Frame, Op
-from mpips.store.transport.receiver import Receiver
-from mpips.store.transport.tags import member_tag
+from mpips.store.transport.lines import MessageLine, knocked
+from mpips.store.transport.messages import UnderWay, member_tag
 from tests.choice import first
 from tests.mpi.sizes import only_on
 

@@ -1,4 +1,4 @@
-"""How things end that must end: `mpips.store.runtime.breaking`."""
+"""How things end that must end: `mpips.store.runtime.errors`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from mpips.store.runtime import breaking
+from mpips.store.runtime import errors
 
 
 class Steps:
@@ -30,7 +30,7 @@ class Steps:
 def test_all_steps_are_taken_and_the_first_error_is_raised(error):
     steps = Steps(None, error, RuntimeError("two"), None)
     with pytest.raises(type(error)) as caught:
-        breaking.in_order(*steps.steps)
+        errors.in_order(*steps.steps)
     assert caught.value is error and steps.taken == [0, 1, 2, 3]
 
 
@@ -38,7 +38,7 @@ def test_an_interrupt_is_heard_when_what_others_count_on_is_done():
     done = []
 
     def work():
-        with breaking.uninterrupted():
+        with errors.uninterrupted():
             signal.raise_signal(signal.SIGINT)
             signal.raise_signal(signal.SIGINT)
             done.append(1)
@@ -52,7 +52,7 @@ def test_an_interrupt_is_heard_when_what_others_count_on_is_done():
 
 def test_an_error_within_goes_before_an_interrupt():
     def work():
-        with breaking.uninterrupted():
+        with errors.uninterrupted():
             signal.raise_signal(signal.SIGINT)
             raise ValueError("mine")
 
@@ -64,7 +64,7 @@ def test_other_threads_hear_no_interrupts():
     done = []
 
     def work():
-        with breaking.uninterrupted():
+        with errors.uninterrupted():
             done.append(signal.getsignal(signal.SIGINT))
 
     thread = threading.Thread(target=work)
@@ -74,11 +74,11 @@ def test_other_threads_hear_no_interrupts():
 
 
 def test_the_last_that_was_opened_closes_first_and_what_is_closed_does_not(monkeypatch):
-    monkeypatch.setattr(breaking, "_closing", [])
+    monkeypatch.setattr(errors, "_closing", [])
     steps = Steps(None, None, None)
     for step in steps.steps:
-        breaking.at_exit(step)
-    breaking.closed(steps.steps[1])
-    breaking.closed(steps.steps[1])
-    breaking._close_all()
+        errors.at_exit(step)
+    errors.skip_at_exit(steps.steps[1])
+    errors.skip_at_exit(steps.steps[1])
+    errors._close_all()
     assert steps.taken == [2, 0]

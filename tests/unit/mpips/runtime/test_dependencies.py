@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpips.store.runtime.dependencies import Tracker
+from mpips.store.runtime.engine import Tracker
 
 NAMES = st.frozensets(st.sampled_from("abcd"), max_size=2)
 OPERATIONS = st.lists(st.tuples(NAMES, NAMES, st.integers(-2, 2)), max_size=12)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpips.store.runtime.team import Team
+from mpips.store.server.reduce import Team
 
 
 @given(st.integers(1, 4), st.lists(st.integers(0, 30), min_size=1, max_size=4))

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from collectives.fabric import arena
-from mpips.store.transport import connect, ring
+from mpips.store.transport import lines as connect
+from mpips.store.transport import lines as ring
 
 
 @pytest.fixture

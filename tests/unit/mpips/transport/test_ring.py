@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpips.store.transport.frames import FRAME, Frame
-from mpips.store.transport.ring import SLOTS, Rings, SharedLine
+from mpips.store.transport.lines import SLOTS, Rings, SharedLine
 
 
 def pair(workers=3, worker=1):

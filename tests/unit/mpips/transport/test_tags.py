@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mpips.store.transport import tags
-from mpips.store.transport.tags import COMPARE_TAG, Numbers, member_tag, pull_tag, push_tag
+from mpips.store.transport import messages as tags
+from mpips.store.transport.messages import COMPARE_TAG, Numbers, member_tag, pull_tag, push_tag
 
 
 def test_no_two_units_in_use_share_a_tag(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,118 +2,36 @@
 
 A call that ends early must leave nothing under way in memory that the caller has back. So whoever sends or receives
 there notes it in `UnderWay` until it is over, and `UnderWay.stop` sees to what is left when the generation has ended.
+
+Tags of messages between nodes: units in use have two each, which no others have; MPI sets how many there are.
+
+Frames, bodies and payloads of units go over the store's communicator. What members of a client say to each other goes
+over one of its own, where a piece of a key in one call has a tag, and the comparison of calls another.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import Any
+from zlib import crc32
 
 from mpi4py import MPI
 
-from collectives.network.failures import send
+from collectives.errors import of_caller
 from collectives.network.requests import keep, over
+from collectives.network.tags import last_tag
 from mpips.store.runtime.tasks import Task
-from mpips.store.transport.frames import FRAME, FRAME_BYTES, NOWHERE, ROUND, ROUND_AT, WITH_BODY, Frame
-from mpips.store.transport.tags import TAG_BODY, TAG_FRAME
 
-SENT = 32
-"""Sends of a line after which it looks which of them MPI has taken."""
 QUIET_SECONDS = 5.0
 """How long the end of a generation waits for messages whose memory is the caller's. Who answers at all does so
 sooner."""
 LOOK_SECONDS = 1e-4
 
 
-class MessageLine:
-    """Frames and bodies as messages; the sender's copies live until MPI has taken them. Nothing here blocks: a frame
-    that has a body is there when all of the body is."""
-
-    local = False
-
-    def __init__(self, comm: MPI.Comm, peer: int) -> None:
-        self.comm, self.peer = comm, peer
-        self._sends: list[MPI.Request] = []
-        self._body = bytearray()
-        self._frame = b""
-        """One whose body is on its way."""
-        self._request = MPI.REQUEST_NULL
-
-    @property
-    def coming(self) -> bool:
-        """Whether the body of a frame is on its way."""
-        return bool(self._frame)
-
-    def _send(self, data: bytes, tag: int) -> None:
-        if len(self._sends) > SENT:
-            self._sends = [request for request in self._sends if not request.Test()]
-        self._sends.append(send(self.comm, data, self.peer, tag))
-
-    def post(
-        self, op: int, unit: int = 0, round_: int = 0, region: tuple[int, ...] = NOWHERE, coding: int = 0,
-        priority: int = 0, aux: int = 0, token: int = 0, flags: int = 0,
-    ) -> None:  # fmt: skip
-        """Send a frame."""
-        self._send(FRAME.pack(op, flags, coding, priority, unit, aux, *region, token, round_), TAG_FRAME)
-
-    def again(self, frame: bytes, round_: int) -> None:
-        """Send a packed frame with another round."""
-        self._send(frame[:ROUND_AT] + ROUND.pack(round_), TAG_FRAME)
-
-    def post_body(self, body: bytes, op: int, unit: int = 0, round_: int = 0, token: int = 0, flags: int = 0) -> None:
-        """Send a frame, then its body."""
-        self.post(op, unit, round_, (0, 0, 0, 0, len(body)), token=token, flags=flags)
-        self._send(body, TAG_BODY)
-
-    def flush(self) -> bool:
-        """MPI has everything."""
-        return True
-
-    def waiting(self) -> bool:
-        """Whether a frame has come, or is coming with its body."""
-        return self.coming or self.comm.Iprobe(self.peer, TAG_FRAME)
-
-    def read(self) -> Iterator[bytes]:
-        """The frames that have come, packed, in order."""
-        while self.coming or self.comm.Iprobe(self.peer, TAG_FRAME):
-            frame = self._frame or self._next()
-            if frame[0] in WITH_BODY and not self._request.Test():
-                self._frame = frame
-                return
-            self._frame = b""
-            yield frame
-
-    def _next(self) -> bytes:
-        data = bytearray(FRAME_BYTES)
-        self.comm.Recv(data, self.peer, TAG_FRAME)
-        if data[0] in WITH_BODY:
-            self._body = bytearray(Frame.of(bytes(data)).nbytes)
-            self._request = self.comm.Irecv(self._body, self.peer, TAG_BODY)
-        return bytes(data)
-
-    def body(self, frame: Frame) -> bytes:
-        """The body of the frame that was read last."""
-        return bytes(self._body)
-
-    def stopped(self) -> bool:
-        """A server of another node reads no memory of this one."""
-        return True
-
-    def done(self) -> bool:
-        """Whether MPI has taken everything sent."""
-        self._sends = [request for request in self._sends if not request.Test()]
-        return not self._sends
-
-    def leave(self) -> None:
-        """Nothing more will be sent: what MPI has not taken it takes when it likes."""
-        keep(self._sends)
-        self._sends = []
 
 
-def knocked(lines: Sequence[MessageLine]) -> bool:
-    """Whether any of these lines of one communicator may have a frame: one look at MPI for all of them."""
-    return bool(lines) and (lines[0].comm.Iprobe(MPI.ANY_SOURCE, TAG_FRAME) or any(line.coming for line in lines))
 
 
 class Exchange:
@@ -203,3 +121,73 @@ def _not_ended(requests: list[Any]) -> list[Any]:
     if not requests or MPI.Request.Testsome(requests) == []:
         return requests
     return [request for request in requests if request]
+
+
+TAG_FRAME, TAG_BODY, TAG_DATA = 1, 2, 16
+COMPARE_TAG, ROWS_TAG, QUIET_TAG = 1, 2, 3
+"""Inside a client: what members call; row-sparse gradients, which go one call at a time; the end of a generation."""
+CALLS = 4
+"""Calls after which the members' tags of a piece repeat: messages of one sender and tag stay in order anyway."""
+PIECES = 1024
+"""Pieces of a call after which tags repeat: never are so many under way at a time."""
+
+
+@cache
+def most_units() -> int:
+    """Units that may be in use at a time; the same on all ranks of a job."""
+    return (last_tag() - TAG_DATA) // 2
+
+
+def push_tag(unit: int) -> int:
+    """The tag of payloads that go to the server."""
+    return TAG_DATA + 2 * (unit % most_units())
+
+
+def pull_tag(unit: int) -> int:
+    """The tag of payloads that come from the server."""
+    return push_tag(unit) + 1
+
+
+def member_tag(piece: int, call: int, text: bytes = b"") -> int:
+    """The tag of a piece's messages inside a client, in its call of that number; never one of the three above.
+
+    Members that make calls of other texts must not get each other's messages: one that is longer than the memory for it
+    makes Open MPI write beyond its end.
+    """
+    span = last_tag() - TAG_DATA
+    place = (CALLS * piece + call % CALLS) % min(CALLS * PIECES, span)
+    return TAG_DATA + place + CALLS * PIECES * (crc32(text) % max(1, span // (CALLS * PIECES)))
+
+
+class Numbers:
+    """Numbers of units, each given once: a server may still speak of a unit that is forgotten."""
+
+    def __init__(self, used: Iterable[int] = ()) -> None:
+        """`used`: numbers that were given before, all of which are in use."""
+        numbers = list(used)
+        self._next = max(numbers, default=-1) + 1
+        self._tagged = {number % most_units() for number in numbers}
+
+    def copy(self) -> Numbers:
+        """Return the same numbers, to give some on trial."""
+        numbers = Numbers()
+        numbers._next, numbers._tagged = self._next, self._tagged.copy()
+        return numbers
+
+    def take(self, key: int | str) -> int:
+        """The number of a new unit of the key; ValueError where all tags are in use."""
+        most = most_units()
+        if len(self._tagged) >= most:
+            raise of_caller(ValueError(
+                f"init: key {key!r}: this MPI has tags for {most} units of keys, and all are in use; "
+                "init fewer and larger keys, or raise chunk_bytes"
+            ))  # fmt: skip
+        while self._next % most in self._tagged:
+            self._next += 1
+        self._tagged.add(self._next % most)
+        self._next += 1
+        return self._next - 1
+
+    def give(self, numbers: Iterable[int]) -> None:
+        """Units that are not in use any more."""
+        self._tagged.difference_update(number % most_units() for number in numbers)
