@@ -1,0 +1,188 @@
+"""Count the files of the packages that a call crosses, by a profiler: `python -m tests.crossed [CASE ...] [-v]`.
+
+The cases start jobs of `mpips run`. Files are counted on the worker that calls and on the servers together: those whose
+functions run meanwhile, and the server's loop. Files that run while nobody calls do not count: a server looks around all
+the time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = tuple(f"{ROOT / package}{os.sep}" for package in ("mpips", "collectives"))
+LOOP = "server/loop.py"
+JOB = ("-m", "tests.crossed", "--job")
+NEWLOCALS = 2  # of code: the flag of functions, which modules and classes have not
+NODES = {"MPIPS_SHARED_MEMORY": "0"}
+CASES: dict[str, tuple[str, str, dict[str, str], int]] = {
+    "pushpull": ("-w 2 -s 1", "a pushpull on a node", {}, 11),
+    "push": ("-w 2 -s 1", "a push between nodes", NODES, 14),
+    "recover": ("-w 2 -s 2 --spares 0", "recover() after a server's death", {}, 20),
+    "backward": ("-w 2", "the backward pass of a DataParallel", {}, 8),
+    "train": ("-n 1", "mpips train", {}, 20),
+}
+"""What `mpips run` is given, the words of the table, variables of the job, and the most files that are asked for."""
+
+
+class Crossed:
+    """The files whose functions run while `on`."""
+
+    def __init__(self) -> None:
+        self.files: set[str] = set()
+        self.windows: list[list[str]] = []
+        self.on = False
+
+    def profile(self, frame: FrameType, event: str, argument: Any) -> None:
+        code = frame.f_code
+        if self.on and event == "call" and code.co_flags & NEWLOCALS and code.co_filename.startswith(PACKAGES):
+            self.files.add(os.path.relpath(code.co_filename, ROOT))
+
+    def turn(self, number: int, frame: FrameType | None) -> None:
+        """Begin at SIGUSR1, end at SIGUSR2 and write down what was crossed."""
+        self.on = number == signal.SIGUSR1
+        if not self.on:
+            self.write()
+
+    def write(self) -> None:
+        self.windows.append(sorted(self.files))
+        self.files.clear()
+        (Path(os.environ["CROSSED"]) / f"{os.getpid()}.json").write_text(json.dumps(self.windows))
+
+
+@contextlib.contextmanager
+def counted(crossed: Crossed, others: list[int]) -> Iterator[None]:
+    """Count here and in the processes `others` while the block runs."""
+    for other in others:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(other, signal.SIGUSR1)
+    time.sleep(0.1)
+    crossed.on = True
+    yield
+    crossed.on = False
+    time.sleep(0.1)
+    for other in others:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(other, signal.SIGUSR2)
+    time.sleep(0.3)
+    crossed.write()
+
+
+def job(case: str) -> None:
+    """Be one rank of a case."""
+    crossed = Crossed()
+    place = Path(os.environ["CROSSED"])
+    signal.signal(signal.SIGUSR1, crossed.turn)
+    signal.signal(signal.SIGUSR2, crossed.turn)
+    sys.setprofile(crossed.profile)
+    threading.setprofile(crossed.profile)
+    (place / f"{os.getpid()}.pid").touch()
+    {"backward": backward, "train": train}.get(case, store)(case, crossed)
+
+
+def pids(place: Path) -> list[int]:
+    """Return the processes of the job but this one."""
+    return [pid for path in place.glob("*.pid") if (pid := int(path.stem)) != os.getpid()]
+
+
+def store(case: str, crossed: Crossed) -> None:
+    """Push and pull one key, or recover after the death of a server."""
+    import mpips
+
+    place = Path(os.environ["CROSSED"])
+    kv = mpips.create("dist_sync")
+    (place / f"{os.getpid()}.pid").rename(place / f"{os.getpid()}.worker")
+    value, out = np.ones(1000, np.float32), np.zeros(1000, np.float32)
+    kv.init("w", value)
+    kv.set_optimizer("sgd", learning_rate=0.1)
+    for _ in range(5):
+        kv.pushpull("w", value, out=out)
+    kv.barrier()
+    first = kv.rank == 0
+    if case == "recover":
+        if first:
+            os.kill(pids(place)[0], signal.SIGKILL)
+        try:
+            for _ in range(1000):
+                kv.pushpull("w", value, out=out)
+        except mpips.StoreError:
+            with counted(crossed, pids(place)) if first else contextlib.nullcontext():
+                kv.recover()
+    else:
+        call = (lambda: kv.push("w", value)) if case == "push" else (lambda: kv.pushpull("w", value, out=out))
+        if first:
+            with counted(crossed, pids(place)):
+                pass
+            time.sleep(0.5)  # the other worker has pushed meanwhile
+            with counted(crossed, pids(place)):
+                call()
+        else:
+            time.sleep(0.6)
+            call()
+    kv.barrier()
+    time.sleep(1)
+    kv.close()
+
+
+def backward(case: str, crossed: Crossed) -> None:
+    """Run the backward pass of a small network."""
+    import torch
+
+    import mpips.torch
+
+    torch.distributed.init_process_group("mpips")
+    model = mpips.torch.DataParallel(torch.nn.Sequential(torch.nn.Linear(50, 50), torch.nn.Linear(50, 50)))
+    for turn in range(4):
+        loss = model(torch.ones(4, 50)).sum()
+        with counted(crossed, []) if turn == 3 else contextlib.nullcontext():
+            loss.backward()
+
+
+def train(case: str, crossed: Crossed) -> None:
+    """Train as `mpips train` does."""
+    import runpy
+
+    sys.argv = ["train", *["--data", "digits", "--hidden", "16", "--epochs", "1", "--batch", "100"]]
+    crossed.on = True
+    with contextlib.suppress(SystemExit):
+        runpy.run_module("mpips.mlp", run_name="__main__")
+    crossed.write()
+
+
+def main() -> None:
+    """Run the cases, and print a table."""
+    names = [name for name in sys.argv[1:] if name != "-v"] or list(CASES)
+    for name in names:
+        options, words, variables, asked = CASES[name]
+        with tempfile.TemporaryDirectory() as place:
+            run = [sys.executable, "-m", "launch.cli", "run", *options.split()]
+            environment = {**os.environ, **variables, "CROSSED": place}
+            done = subprocess.run([*run, *JOB, name], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+            files: set[str] = set()
+            for path in Path(place).glob("*.json"):
+                *idle, last = json.loads(path.read_text())
+                files |= set(last) - (set(idle[-1]) if idle else set()) | {file for file in last if file.endswith(LOOP)}
+        print(f"{words:36} {len(files):3} files, {asked} asked" + ("" if files else f"\n{done.stderr[-2000:]}"))
+        if "-v" in sys.argv:
+            print("".join(f"    {file}\n" for file in sorted(files)))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--job"]:
+        job(sys.argv[2])
+    else:
+        main()
