@@ -1,8 +1,8 @@
 """Count the files of the packages that a call crosses, by a profiler: `python -m tests.crossed [CASE ...] [-v]`.
 
 The cases start jobs of `mpips run`. Files are counted on the worker that calls and on the servers together: those whose
-functions run meanwhile, and the server's loop. Files that run while nobody calls do not count: a server looks around all
-the time.
+functions run meanwhile, and the server's loop. Functions that run while nobody calls do not count, as a server looks
+around all the time. The least of five calls counts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = tuple(f"{ROOT / package}{os.sep}" for package in ("mpips", "collectives"))
-LOOP = "server/loop.py"
+LOOP = "mpips/store/server/loop.py"
+TEXT: Any = {"text": True, "capture_output": True}
 JOB = ("-m", "tests.crossed", "--job")
 NEWLOCALS = 2  # of code: the flag of functions, which modules and classes have not
 NODES = {"MPIPS_SHARED_MEMORY": "0"}
@@ -40,17 +41,17 @@ CASES: dict[str, tuple[str, str, dict[str, str], int]] = {
 
 
 class Crossed:
-    """The files whose functions run while `on`."""
+    """The functions that run while `on`, with their files."""
 
     def __init__(self) -> None:
-        self.files: set[str] = set()
+        self.functions: set[str] = set()
         self.windows: list[list[str]] = []
         self.on = False
 
     def profile(self, frame: FrameType, event: str, argument: Any) -> None:
         code = frame.f_code
         if self.on and event == "call" and code.co_flags & NEWLOCALS and code.co_filename.startswith(PACKAGES):
-            self.files.add(os.path.relpath(code.co_filename, ROOT))
+            self.functions.add(f"{os.path.relpath(code.co_filename, ROOT)}:{code.co_qualname}")
 
     def turn(self, number: int, frame: FrameType | None) -> None:
         """Begin at SIGUSR1, end at SIGUSR2 and write down what was crossed."""
@@ -59,8 +60,8 @@ class Crossed:
             self.write()
 
     def write(self) -> None:
-        self.windows.append(sorted(self.files))
-        self.files.clear()
+        self.windows.append(sorted(self.functions))
+        self.functions.clear()
         (Path(os.environ["CROSSED"]) / f"{os.getpid()}.json").write_text(json.dumps(self.windows))
 
 
@@ -126,13 +127,15 @@ def store(case: str, crossed: Crossed) -> None:
         call = (lambda: kv.push("w", value)) if case == "push" else (lambda: kv.pushpull("w", value, out=out))
         if first:
             with counted(crossed, pids(place)):
-                pass
-            time.sleep(0.5)  # the other worker has pushed meanwhile
-            with counted(crossed, pids(place)):
+                time.sleep(0.2)
+        for _ in range(5):
+            kv.barrier()
+            if first:
+                time.sleep(0.2)  # the other worker pushes meanwhile
+                with counted(crossed, pids(place)):
+                    call()
+            else:
                 call()
-        else:
-            time.sleep(0.6)
-            call()
     kv.barrier()
     time.sleep(1)
     kv.close()
@@ -171,11 +174,13 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as place:
             run = [sys.executable, "-m", "launch.cli", "run", *options.split()]
             environment = {**os.environ, **variables, "CROSSED": place}
-            done = subprocess.run([*run, *JOB, name], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+            done = subprocess.run([*run, *JOB, name], cwd=ROOT, env=environment, timeout=120, **TEXT)
             files: set[str] = set()
             for path in Path(place).glob("*.json"):
-                *idle, last = json.loads(path.read_text())
-                files |= set(last) - (set(idle[-1]) if idle else set()) | {file for file in last if file.endswith(LOOP)}
+                idle, *calls = [set(window) for window in json.loads(path.read_text())]
+                alone = min((call - idle for call in calls), key=len) if calls else idle
+                files |= {function.partition(":")[0] for function in alone}
+                files |= {LOOP for function in idle if function.startswith(LOOP)}
         print(f"{words:36} {len(files):3} files, {asked} asked" + ("" if files else f"\n{done.stderr[-2000:]}"))
         if "-v" in sys.argv:
             print("".join(f"    {file}\n" for file in sorted(files)))
