@@ -19,7 +19,10 @@ from rich.table import Table
 
 from collectives.terminal.console import Interruptible
 from collectives.terminal.tables import show_table
+from mpips import Options
+from mpips.store import roles
 from mpips.store.runtime.engine import Engine
+from mpips.store.runtime.generation import Generation
 from mpips.store.runtime.tasks import Task
 
 LIMIT = 0.05  # of a core
@@ -41,7 +44,7 @@ def receives(count: int, gate: threading.Event) -> Task[None]:
 def share(engine: Engine, count: int, seconds: float, inside: bool) -> float:
     """CPU seconds a second with `count` receives under way; `inside`: the training thread waits for them."""
     gate = threading.Event()
-    handle = engine.push(lambda: receives(count, gate)) if count else None
+    handle = engine.submit([], receives(count, gate), 0, "receive") if count else None
     timer = threading.Timer(seconds, gate.set)
     begin, cpu = time.perf_counter(), time.process_time()
     timer.start()
@@ -70,13 +73,15 @@ CASES: dict[str, Callable[[Engine, float], float]] = {
 @click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="The median counts.")
 def command(seconds: float, repeats: int) -> None:
     """CPU of a process that waits for messages, as a share of one core."""
-    engine, late = Engine(), 0
+    generation = Generation(roles.create(MPI.COMM_WORLD, "mpi_sync", Options()))
+    engine, late = Engine(generation), 0
     table = Table("while", "share of a core", f"under {LIMIT:.0%}")
     for name, case in CASES.items():
         found = float(np.median([case(engine, seconds) for _ in range(repeats)]))
         late += found >= LIMIT
         table.add_row(name, f"{found:.2%}", "yes" if found < LIMIT else "no")
     engine.close()
+    generation.close()
     show_table(table)
     if late:
         raise SystemExit(1)

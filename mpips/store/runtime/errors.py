@@ -1,8 +1,7 @@
-"""What a store raises when its generation has ended.
+"""Errors of a store whose generation has ended, and steps that are taken in spite of errors and interrupts.
 
-How things end that must end: the one place where every kind of error, interrupts included, is caught and goes on.
-
-What ends at exit is closed in one order, newest store first, while threads and MPI still run.
+`in_order` is the one place where every kind of error, interrupts included, is caught and goes on. What ends at exit is
+closed in one order, newest store first, while threads and MPI still run.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ assert len(_GENERATION_KINDS) == len(KINDS), "one for each kind that travels bet
 
 
 def of_kind(error: BaseException, text: str = "") -> StoreError:
-    """The StoreError for an error of `collectives`, or of the store: with `text`, or else with its own sentence."""
+    """Return the StoreError for an error of `collectives` or of the store, with `text` or else its own sentence."""
     return _GENERATION_KINDS[kind_of(error)](text or str(error))
 
 
@@ -54,7 +53,7 @@ _pid = os.getpid()
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Ctrl-C that comes within is heard at the end: others count on what is done here. For some seconds at most."""
+    """Hear Ctrl-C that comes within at the end, as others count on what is done here; for some seconds at most."""
     came: list[FrameType | None] = []
     main = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(signal.SIGINT) if main else None
@@ -73,7 +72,7 @@ def uninterrupted() -> Iterator[None]:
 
 
 def in_order(*steps: Step) -> None:
-    """Do all of them, each though an earlier one has raised. Then the first error is raised."""
+    """Take all steps, each though an earlier one has raised; then raise the first error."""
     first: BaseException | None = None
     for step in steps:
         try:
@@ -90,7 +89,7 @@ def at_exit(close: Step) -> None:
 
 
 def skip_at_exit(close: Step) -> None:
-    """It has been called."""
+    """Do not call `close` at exit: it has been called."""
     if close in _closing:
         _closing.remove(close)
 

@@ -18,7 +18,8 @@ from mpips.store.keys import arguments, calls
 from mpips.store.keys.calls import Call
 from mpips.store.keys.key import Key, Name
 from mpips.store.keys.row_sparse import RowSparse
-from mpips.store.runtime.engine import Engine, Generation, Handle
+from mpips.store.runtime.engine import Engine, Handle
+from mpips.store.runtime.generation import Generation
 from mpips.store.runtime.tasks import Task, together
 from mpips.store.worker.backend import Backend
 

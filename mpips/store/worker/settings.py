@@ -244,7 +244,7 @@ class Settings:
 
     def _stand(self, what: str) -> bytes:
         """Return what this worker stands at in a call of all workers; b"" where what is under way may go on."""
-        used = self.engine.ordered()
+        used = self.engine.names_in_use()
         if any(name in used for name in self.backend.communicators):
             return b""
         keys = self.keys.values() if self.layout.num_servers else ()
@@ -261,7 +261,7 @@ class Settings:
         if blocked is not None:
             names, call = blocked[0], blocked[1]()
             if any(name in names for name in self.backend.communicators):
-                names = self.engine.ordered() | set(names)  # those before it hold it up
+                names = self.engine.names_in_use() | set(names)  # those before it hold it up
             elif not self.layout.num_servers:
                 return
         rounds = {key.name: standing.needed(key, call) for key in self.keys.values() if key.name in names}

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
 from mpi4py import MPI
 
 import mpips
-from mpips.store.runtime.engine import Alone, Engine
-from mpips.store.runtime.tasks import Task
 from tests.mpi.mpips.support import failure, need, run
 from tests.mpi.sizes import either_mpi
 
@@ -23,60 +20,22 @@ def all_ranks(ok: bool) -> bool:
     return bool(COMM.allreduce(int(ok), op=MPI.MIN))
 
 
-@pytest.fixture
-def engine() -> Iterator[Engine]:
-    engine = Engine(Alone(20, 40))
-    yield engine
-    engine.close()
+@pytest.mark.parametrize("servers", [0, 1])
+def test_communication_goes_on_while_the_training_thread_sleeps(servers: int) -> None:
+    workers = need(servers=servers)
 
-
-def summed(comm: MPI.Comm, values: np.ndarray) -> Task[np.ndarray]:
-    out = np.empty_like(values)
-    request = comm.Iallreduce(values, out)
-    while not request.Test():
-        yield
-    return out
-
-
-def test_collectives_that_take_turns_match_whatever_their_priority(engine: Engine) -> None:
-    """Ranks submit at their own pace; each collective has another length, so a wrong order would not go unnoticed."""
-    comm = COMM.Dup()
-    handles = []
-    for number in range(20):
-        if (number + COMM.rank) % 3 == 0:
-            time.sleep(0.002)
-        values = np.full(number + 1, COMM.rank + number, np.float64)
-        handles.append(engine.push(lambda v=values: summed(comm, v), mutates=["comm"], priority=number % 5))
-    ranks = sum(range(COMM.size))
-    right = [np.array_equal(handle.wait(), np.full(n + 1, ranks + n * COMM.size)) for n, handle in enumerate(handles)]
-    assert all_ranks(all(right))
-    comm.Free()
-
-
-def test_communication_goes_on_while_the_training_thread_sleeps(engine: Engine) -> None:
-    comm = COMM.Dup()
-    handle = engine.push(lambda: summed(comm, np.ones(1000)), mutates=["comm"])
-    for _ in range(2000):
-        if handle.done:
-            break
-        time.sleep(0.005)
-    done = handle.done
-    assert all_ranks(done and np.array_equal(handle.wait(), np.full(1000, COMM.size)))
-    comm.Free()
-
-
-def test_an_error_on_one_rank_surfaces_there_and_the_others_go_on(engine: Engine) -> None:
-    def work() -> None:
-        if COMM.rank == 0:
-            raise ValueError("only here")
-
-    handle = engine.push(work, mutates=["x"])
-    try:
+    def body(kv: mpips.KVStore) -> tuple[bool, float]:
+        kv.init("w", np.zeros(1000))
+        out = np.empty(1000)
+        handle = kv.ipushpull("w", np.ones(1000), out=out)
+        deadline = time.monotonic() + 10
+        while not handle.done and time.monotonic() < deadline:
+            time.sleep(0.005)
+        done = handle.done
         handle.wait()
-        seen = ""
-    except ValueError as error:
-        seen = str(error)
-    assert all_ranks(seen == ("only here" if COMM.rank == 0 else ""))
+        return done, float(out[0])
+
+    assert run("mpi_sync", body, servers=servers) in (None, (True, workers))
 
 
 def exchange_in_flight(kv: mpips.KVStore) -> bool:

@@ -10,8 +10,9 @@ from mpi4py import MPI
 
 from mpips.overlap import JointPlan, runtime
 from mpips.overlap.messages import StoreMessages
-from mpips.store.runtime.engine import Alone, Engine
+from mpips.store.runtime.engine import Engine
 from tests.mpi.mpips.overlap.support import WORLD, all_ranks, worker
+from tests.unit.mpips.runtime.fake import FakeGeneration
 
 CUTS = (
     JointPlan(((1, 2), (3, 5)), 0, ((1, 1), (2, 4), (5, 5))),
@@ -67,7 +68,7 @@ class Reducer:
             while not request.Test():
                 yield
 
-        return self._engine.push(work, mutates=["comm"])
+        return self._engine.submit(["comm"], work(), 0, "allreduce")
 
     def taken(self, first: int, last: int, push: Any) -> Any:
         raise NotImplementedError
@@ -78,7 +79,7 @@ class Reducer:
 
 def test_clocked_iterations_of_a_plan() -> None:
     """The tasks of a measured iteration respect the plan, and the sums are right."""
-    engine = Engine(Alone(20, 40))
+    engine = Engine(FakeGeneration(20, 40))  # type: ignore[arg-type]
     comm = WORLD.Dup()
     gradients, totals = np.zeros(6), np.zeros(6)
     groups = ((1, 2), (3, 6))

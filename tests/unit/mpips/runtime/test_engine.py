@@ -1,245 +1,198 @@
-"""The engine without MPI: order, results, errors, who does the work, and that waiting costs next to nothing."""
+"""The engine without MPI: order, results, errors, interrupts, who does the work, and that waiting costs little."""
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
+import gc
+import random
+import signal
 import subprocess
 import sys
 import threading
 import time
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from collectives.errors import StallError
 from collectives.fabric import wait
 from mpips import StoreError
-from mpips.store.runtime.engine import Alone, DependencyError, Engine
-from mpips.store.runtime.tasks import Task as GenericTask
+from mpips.store.runtime.engine import Engine, Handle, Turns
+from mpips.store.runtime.tasks import Task
+from tests.unit.mpips.runtime.fake import FakeGeneration
 
-Task = GenericTask[object]
+OPERATIONS = st.lists(st.tuples(st.lists(st.sampled_from("abcd"), max_size=2), st.integers(-2, 2)), max_size=12)
+INTERRUPTS = 4000
+LONGEST = 3e-4  # seconds after which an interrupt comes at the latest
+
+
+def begin(background: bool = True, *limits: float) -> Engine:
+    return Engine(FakeGeneration(*limits), background)  # type: ignore[arg-type]
 
 
 @pytest.fixture(params=[True, False], ids=["background", "foreground"])
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    engine = Engine(Alone(30, 30), request.param)
+    engine = begin(request.param)
     yield engine
     engine.close()
 
 
 @pytest.fixture
 def background() -> Iterator[Engine]:
-    engine = Engine(Alone(30, 30))
+    engine = begin()
     yield engine
     engine.close()
 
 
-def until(event: threading.Event, result: object = None) -> Task:
+def until(event: threading.Event, result: object = None) -> Task[Any]:
     while not event.is_set():
         yield
     return result
 
 
-def fails(sentence: str) -> Callable[[], None]:
-    def work() -> None:
-        raise ValueError(sentence)
+def note(seen: list[Any], value: object, event: threading.Event | None = None) -> Task[None]:
+    yield
+    if event is not None:
+        yield from until(event)
+    seen.append(value)
 
-    return work
+
+def fails(sentence: str) -> Task[None]:
+    yield
+    raise ValueError(sentence)
 
 
-def test_an_operation_runs_and_its_result_comes_back(engine: Engine) -> None:
-    box = {"b": 1}
+def steps(count: int) -> Task[int]:
+    for _ in range(count):
+        yield True
+    return count
 
-    def work() -> str:
-        box["a"] = box["b"] + 1
-        return "sum"
 
-    handle = engine.push(work, reads=["b"], mutates=["a"])
-    assert handle.wait() == "sum"
-    assert handle.test()
-    assert box["a"] == 2
+@given(OPERATIONS, st.randoms(use_true_random=False))
+def test_only_the_first_on_all_its_names_is_ready(rows: list, random: random.Random) -> None:
+    """Against the definition, while operations are added and removed in any order that is possible."""
+    turns, alive = Turns(), list[tuple[Handle, int]]()
+    coming = [(Handle(None, steps(0), dict.fromkeys(names), "", False), priority) for names, priority in rows]  # type: ignore[arg-type]
+    place = {id(handle): number for number, (handle, _) in enumerate(coming)}
+    while coming or alive:
+        first = [
+            (handle, priority) for at, (handle, priority) in enumerate(alive)
+            if not any(set(handle.orders) & set(earlier.orders) for earlier, _ in alive[:at])
+        ]  # fmt: skip
+        expected = sorted(first, key=lambda each: (-each[1], place[id(each[0])]))
+        assert turns.ready() == [handle for handle, _ in expected]
+        assert list(turns.under_way.values()) == [handle for handle, _ in alive]
+        if coming and (not alive or random.random() < 0.6):
+            alive.append(coming.pop(0))
+            turns.add(*alive[-1])
+        else:
+            ended = random.choice(first)
+            turns.remove(ended[0])
+            alive.remove(ended)
+
+
+def test_a_result_comes_back(engine: Engine) -> None:
+    handle = engine.submit(["a"], steps(3), 0, "sum")
+    assert handle.wait() == 3 and handle.test() and handle.done
+    assert 0 < handle.started <= handle.ended
 
 
 def test_it_goes_on_without_the_training_thread(background: Engine) -> None:
-    gate, seen = threading.Event(), []
-    started = threading.Event()
+    seen: list[threading.Thread] = []
 
-    def work() -> Task:
+    def work() -> Task[None]:
         seen.append(threading.current_thread())
-        started.set()
-        yield from until(gate, 3)
+        yield
 
-    handle = background.push(work, mutates=["x"])
-    assert started.wait(10)
-    assert seen[0] is not threading.current_thread()
-    gate.set()
-    for _ in range(1000):
-        if handle.done:
-            break
+    handle = background.submit(["x"], work(), 0, "sum")
+    deadline = time.monotonic() + 10
+    while not handle.done and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert handle.done
+    assert handle.done and seen[0] is not threading.current_thread()
 
 
-def test_conflicts_keep_program_order_whatever_the_priority(engine: Engine) -> None:
+def test_operations_keep_their_order_on_a_name(engine: Engine) -> None:
     order: list[str] = []
     gate = threading.Event()
-
-    def gated() -> Task:
-        yield from until(gate)
-        order.append("write")
-
-    engine.push(gated, mutates=["x"])
-    engine.push(lambda: order.append("read"), reads=["x"], priority=10)
-    engine.push(lambda: order.append("write again"), mutates=["x"], priority=20)
-    engine.push(lambda: order.append("elsewhere"), mutates=["y"]).wait()
+    engine.submit(["x"], note(order, "push", gate), 0, "push")
+    engine.submit(["x"], note(order, "pull"), 10, "pull")
+    engine.submit(["y"], note(order, "elsewhere"), 0, "elsewhere").wait()
     assert order == ["elsewhere"]
     gate.set()
-    engine.finish()
-    assert order == ["elsewhere", "write", "read", "write again"]
+    engine.run(["x"], note(order, "again"), 20, lambda: "again")
+    assert order == ["elsewhere", "push", "pull", "again"]
 
 
-def test_priority_orders_what_is_independent(engine: Engine) -> None:
-    order: list[int] = []
-    with engine.paused():
-        for priority in (1, 3, 2, 3):
-            engine.push(lambda p=priority: order.append(p), mutates=[object()], priority=priority)
-    engine.finish()
-    assert order == [3, 3, 2, 1]
-
-
-def test_generators_go_on_together(engine: Engine) -> None:
+def test_operations_on_other_names_go_on_together(engine: Engine) -> None:
     first, second = threading.Event(), threading.Event()
 
-    def one() -> Task:
+    def one() -> Task[None]:
         first.set()
         yield from until(second)
 
-    def two() -> Task:
+    def two() -> Task[None]:
         yield from until(first)
         second.set()
 
-    handles = [engine.push(one, mutates=["a"]), engine.push(two, mutates=["b"])]
-    for handle in handles:
+    for handle in [engine.submit("a", one(), 0, "one"), engine.submit("b", two(), 0, "two")]:
         handle.wait()
 
 
-def test_errors_surface_at_wait_and_at_finish(engine: Engine) -> None:
-    handle = engine.push(fails("broken pipe"), mutates=["x"])
+@pytest.mark.parametrize("way", ["wait", "finish", "run"])
+def test_an_error_is_raised_once(engine: Engine, way: str) -> None:
+    calls = {
+        "wait": lambda: engine.submit(["x"], fails("broken pipe"), 0, "push").wait(),
+        "finish": lambda: (engine.submit(["x"], fails("broken pipe"), 0, "push"), engine.finish()),
+        "run": lambda: engine.run(["x"], fails("broken pipe"), 0, lambda: "push"),
+    }
     with pytest.raises(ValueError, match="broken pipe"):
-        handle.wait()
-    engine.push(fails("again"), mutates=["x"])
-    with pytest.raises(ValueError, match="again"):
-        engine.finish()
+        calls[way]()
     engine.finish()
 
 
-def test_what_depends_on_a_failure_is_not_run(engine: Engine) -> None:
+def test_a_failure_ends_all_others(engine: Engine) -> None:
     ran: list[str] = []
-    with engine.paused():
-        failing = engine.push(fails("no gradient"), mutates=["g"], what="reduce")
-        using = engine.push(lambda: ran.append("use"), reads=["g"], mutates=["w"], what="update")
-        after = engine.push(lambda: ran.append("after"), reads=["w"], what="copy")
-        engine.push(lambda: ran.append("other"), reads=["h"])
-    with pytest.raises(DependencyError, match=r"copy was not run: reduce failed: no gradient"):
-        after.wait()
-    late = engine.push(lambda: ran.append("late"), reads=["w"])
-    with pytest.raises(ValueError, match="no gradient"):
+    failing = engine.submit(["k"], fails("no route"), 0, "push of k")
+    others = [engine.submit(["k"], note(ran, "after"), 5, "pull"), engine.submit("j", until(threading.Event()), 0, "j")]
+    with pytest.raises(ValueError, match="no route"):
         failing.wait()
-    with pytest.raises(DependencyError, match="update was not run"):
-        using.wait()
-    with pytest.raises(DependencyError):
-        late.wait()
-    engine.push(lambda: ran.append("fresh"), reads=["w"]).wait()
-    engine.finish()
-    assert ran == ["other", "fresh"]
-
-
-class Ending:
-    """A generation that ends when it is told to, or by an operation that fails."""
-
-    def __init__(self) -> None:
-        self.limits = wait.Limits(30, 30)
-        self.over: BaseException | None = None
-        self.ended: list[str] = []
-
-    def check(self) -> None:
-        if self.over is not None:
-            raise self.over
-
-    def look(self, waited: float) -> None:
-        self.check()
-
-    def end(self, what: str, error: BaseException) -> BaseException:
-        self.ended.append(what)
-        self.over = self.over or StoreError(f"{what}: {error}")
-        return self.over
-
-
-@pytest.fixture(params=[True, False], ids=["background", "foreground"])
-def ending(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    engine = Engine(Ending(), request.param)
-    yield engine
-    engine.close()
-
-
-def bad() -> Task:
-    yield
-    raise ValueError("no route")
-
-
-def test_an_operation_of_the_store_that_fails_ends_all_others(ending: Engine) -> None:
-    ran: list[str] = []
-
-    def after() -> Task:
-        ran.append("after")
-        yield
-
-    handles = [ending.submit(["k"], bad(), 0, "push of k"), ending.submit(["k"], after(), 5, "pull of k")]
-    handles.append(ending.submit(["j"], until(threading.Event()), 0, "push of j"))
-    for handle in handles:
+    for handle in others:
         with pytest.raises(StoreError, match="push of k: no route"):
             handle.wait()
     assert not ran
-    ending.forget()
-    ending.finish()
+    engine.forget()
+    engine.finish()
 
 
-def test_a_wait_hears_that_the_generation_has_ended(ending: Engine) -> None:
+def test_a_wait_hears_that_the_generation_has_ended(engine: Engine) -> None:
     closed = threading.Event()
 
-    def forever() -> Task:
+    def forever() -> Task[None]:
         try:
             while True:
                 yield
         finally:
             closed.set()
 
-    handle = ending.submit(["k"], forever(), 0, "pull of k")
-    ending.generation.over = StoreError("rank 1 has left")  # type: ignore[attr-defined]
+    handle = engine.submit(["k"], forever(), 0, "pull of k")
+    engine.generation.over = StoreError("rank 1 has left")
     with pytest.raises(StoreError, match="rank 1 has left"):
         handle.wait()
     assert closed.is_set()
     with pytest.raises(StoreError, match="rank 1 has left"):
-        ending.run([], until(threading.Event()), 0, lambda: "push of k")
+        engine.run([], until(threading.Event()), 0, lambda: "push of k")
 
 
-def test_submitted_operations_on_a_key_run_in_order(engine: Engine) -> None:
-    ran: list[str] = []
-
-    def task(name: str) -> Task:
-        yield
-        ran.append(name)
-
-    engine.submit(["k"], task("push"), 0, "push of k")
-    engine.submit(["k"], task("pull"), 5, "pull of k").wait()
-    engine.run(["k"], task("again"), 0, lambda: "push of k")
-    assert ran == ["push", "pull", "again"]
-
-
-def test_what_is_detached_is_waited_for_at_the_end_alone(engine: Engine) -> None:
+def test_finish_waits_for_detached_operations_when_asked(engine: Engine) -> None:
     gate = threading.Event()
     saving = engine.submit([], until(gate), 0, "save", detached=True)
-    engine.push(lambda: None).wait()
+    engine.submit([], steps(1), 0, "push").wait()
     engine.finish()
     assert not saving.done
     gate.set()
@@ -247,12 +200,13 @@ def test_what_is_detached_is_waited_for_at_the_end_alone(engine: Engine) -> None
     assert saving.done
 
 
-def test_a_program_that_ends_with_operations_under_way_ends() -> None:
+def test_a_program_ends_though_operations_are_under_way() -> None:
     """Whoever owns the engine finishes it at exit, when the thread is still there."""
     script = """
 import atexit, time
 from mpips.store.runtime.engine import Engine
-engine = Engine()
+from tests.unit.mpips.runtime.fake import FakeGeneration
+engine = Engine(FakeGeneration())
 def work():
     end = time.monotonic() + 0.2
     while time.monotonic() < end:
@@ -264,30 +218,10 @@ engine.submit(["k"], work(), 0, "ipushpull")
     assert done.stdout == "finished\n"
 
 
-def test_an_operation_that_waits_for_another_is_told(engine: Engine) -> None:
-    gate = threading.Event()
-    other = engine.push(lambda: until(gate), mutates=["x"], what="the other")
-    handle = engine.push(lambda: other.wait(), mutates=["y"])
-    with pytest.raises(RuntimeError, match="waits for the other: name what it needs in `reads`"):
-        handle.wait()
-    gate.set()
-    engine.finish()
-
-
-def test_nothing_goes_on_while_paused(background: Engine) -> None:
-    ran: list[int] = []
-    with background.paused():
-        background.push(lambda: ran.append(1))
-        time.sleep(0.05)
-        assert not ran
-    background.finish()
-    assert ran == [1]
-
-
 def test_a_wait_that_is_too_long_says_for_what() -> None:
-    engine = Engine(Alone(30, 0.05))
-    handle = engine.push(lambda: until(threading.Event()), what="pull of key 'w'")
-    with pytest.raises(TimeoutError, match="pull of key 'w'"):
+    engine = begin(True, 30, 0.05)
+    handle = engine.submit([], until(threading.Event()), 0, "pull of key 'w'")
+    with pytest.raises(StallError, match="pull of key 'w'"):
         handle.wait()
     engine.close()
 
@@ -295,18 +229,18 @@ def test_a_wait_that_is_too_long_says_for_what() -> None:
 def test_waiting_in_the_background_is_cheap(background: Engine) -> None:
     """Looks cost about a twenty-fifth of the time; the test allows a noisy machine five times that, in one of three."""
     gate, shares = threading.Event(), []
-    handle = background.push(lambda: until(gate), mutates=["x"])
+    handle = background.submit(["x"], until(gate), 0, "pull")
     for _ in range(3):
-        begin, cpu = time.monotonic(), time.process_time()
+        start, cpu = time.monotonic(), time.process_time()
         time.sleep(0.3)
-        shares.append((time.process_time() - cpu) / (time.monotonic() - begin))
+        shares.append((time.process_time() - cpu) / (time.monotonic() - start))
     assert min(shares) < 0.2
     gate.set()
     handle.wait()
 
 
 def test_closing_ends_the_thread(background: Engine) -> None:
-    background.push(lambda: None).wait()
+    background.submit([], steps(1), 0, "push").wait()
     background.close()
     assert all(thread.name != "mpips communication" for thread in threading.enumerate())
 
@@ -324,31 +258,69 @@ def restless() -> Iterator[None]:
 def test_an_error_that_was_seen_is_not_raised_again(background: Engine) -> None:
     """However soon its owner sees it: he may look while the communication thread is just ending the operation."""
     for _ in range(1500):
-        handle = background.push(fails("once"), reads=[], mutates=["a"])
+        handle = background.submit(["a"], fails("once"), 0, "push")
         while not handle.done:
             pass
         with pytest.raises(ValueError, match="once"):
             handle.wait()
         background.finish()
+        background.generation.over = None
 
 
 @pytest.mark.parametrize("goes_on", [True, False])
-def test_a_long_operation_sleeps_and_stalls_only_where_nothing_goes_on(
-    monkeypatch: pytest.MonkeyPatch, goes_on: bool
-) -> None:
+def test_a_long_operation_stalls_only_where_nothing_goes_on(monkeypatch: pytest.MonkeyPatch, goes_on: bool) -> None:
     now, slept = [0.0], []
     clock = types.SimpleNamespace(monotonic=lambda: now[0], sleep=slept.append)
     monkeypatch.setattr(wait, "time", clock)
 
-    def work(step: float) -> Task:
+    def work(step: float) -> Task[None]:
         for look in range(1000):
             now[0] += step
             yield goes_on and look % 20 == 0
 
-    engine = Engine(Alone(1), False)
+    engine = begin(False, 1, 0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         engine.run([], work(5e-5), 0, lambda: "work")
         assert bool(slept) == (not goes_on)
         engine.run([], work(5e-2), 0, lambda: "work")
     assert bool(caught) == (not goes_on)
+
+
+@pytest.fixture
+def interrupts() -> Iterator[None]:
+    """SIGALRM is heard as Ctrl-C is; a test that hangs ends with the places where all threads are."""
+
+    def interrupt(number: int, frame: types.FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    faulthandler.dump_traceback_later(120, exit=True)
+    gc.disable()  # what is raised while it collects is lost
+    yield
+    gc.enable()
+    faulthandler.cancel_dump_traceback_later()
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.usefixtures("interrupts")
+def test_it_works_after_an_interrupt_anywhere(engine: Engine) -> None:
+    draw, came = random.Random(1), 0
+    for _ in range(INTERRUPTS):
+        with contextlib.suppress(KeyboardInterrupt, StoreError):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, draw.uniform(1e-6, LONGEST))
+                for _ in range(5):
+                    handles = [engine.submit(["a"], steps(3), 0, "one"), engine.submit("ab", steps(2), 0, "two")]
+                    for handle in handles:
+                        handle.test()
+                        handle.wait()
+            except KeyboardInterrupt:
+                came += 1
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+        engine.generation.over = None
+        engine.forget()
+        assert engine.submit(["a"], steps(5), 0, "after it").wait() == 5
+    assert came > INTERRUPTS / 4
