@@ -16,19 +16,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .agreement import TrainingError
-    from .checkpoint import collect
-    from .checkpoint import load as load_checkpoint
-    from .checkpoint import save as save_checkpoint
-    from .data.arrays import ArraySource
-    from .data.part import load
-    from .data.sources import SyntheticSource, open_source
-    from .data.text import TextSource
-    from .mesh import Mesh
-    from .network.mlp import MLP
-    from .prediction.predict import choose_mesh, predict_all
-    from .servers.servers import Servers
-    from .training import train
+    from mpips.mlp.agreement import TrainingError
+    from mpips.mlp.checkpoint import collect
+    from mpips.mlp.checkpoint import load as load_checkpoint
+    from mpips.mlp.checkpoint import save as save_checkpoint
+    from mpips.mlp.data.arrays import ArraySource
+    from mpips.mlp.data.part import load
+    from mpips.mlp.data.sources import SyntheticSource, open_source
+    from mpips.mlp.data.text import TextSource
+    from mpips.mlp.mesh import Mesh
+    from mpips.mlp.network.mlp import MLP
+    from mpips.mlp.prediction.predict import choose_mesh, predict_all
+    from mpips.mlp.servers.servers import Servers
+    from mpips.mlp.training import train
 
 _HOMES = {
     "ArraySource": ("data.arrays", "ArraySource"),

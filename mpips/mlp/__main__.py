@@ -18,26 +18,26 @@ from collectives.terminal.console import OutFile, Picture, RankedCommand, consol
 from collectives.terminal.tables import show_table
 from mpips.optimizers.elastic import INTERVAL
 
-from . import checkpoint
-from .agreement import TrainingError, agree, counted
-from .command import report, usage
-from .command.device import DEVICES, array_module
-from .command.usage import Finite, options_of, widths, words
-from .data.distribution import WAYS
-from .data.labels import told
-from .data.opening import Opened, open_everywhere
-from .data.part import Data, load_opened
-from .data.sources import open_source
-from .epoch import Epoch
-from .mesh import Mesh, parse
-from .network.functions import ACTIVATIONS
-from .network.mlp import MLP
-from .network.specification import DTYPES, Specification
-from .network.splits import MODES
-from .prediction.predict import Prediction, predict_all
-from .servers.placement import STORES
-from .servers.servers import Servers
-from .training import check_fit, train
+from mpips.mlp import checkpoint
+from mpips.mlp.agreement import TrainingError, agree, counted
+from mpips.mlp.command import report, usage
+from mpips.mlp.command.device import DEVICES, array_module
+from mpips.mlp.command.usage import Finite, options_of, widths, words
+from mpips.mlp.data.distribution import WAYS
+from mpips.mlp.data.labels import told
+from mpips.mlp.data.opening import Opened, open_everywhere
+from mpips.mlp.data.part import Data, load_opened
+from mpips.mlp.data.sources import open_source
+from mpips.mlp.epoch import Epoch
+from mpips.mlp.mesh import Mesh, parse
+from mpips.mlp.network.functions import ACTIVATIONS
+from mpips.mlp.network.mlp import MLP
+from mpips.mlp.network.specification import DTYPES, Specification
+from mpips.mlp.network.splits import MODES
+from mpips.mlp.prediction.predict import Prediction, predict_all
+from mpips.mlp.servers.placement import STORES
+from mpips.mlp.servers.servers import Servers
+from mpips.mlp.training import check_fit, train
 
 
 @click.command(cls=RankedCommand, context_settings={"show_default": True})

@@ -14,7 +14,7 @@ from collectives.fabric.wait import Limits
 from mpips.optimizers.base import Optimizer
 from mpips.store.runtime.rendezvous import Assembling, Room
 
-from .network.specification import Specification
+from mpips.mlp.network.specification import Specification
 
 _NAMED = 8  # ranks that a sentence lists one by one
 _TAG = 1017  # of what ranks tell each other in `alike`

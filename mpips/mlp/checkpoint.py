@@ -18,16 +18,16 @@ from mpips.store.checkpoint.file import why
 from mpips.store.checkpoint.tensors import TensorFile, write
 from mpips.store.options import MOST
 
-from .agreement import agree
-from .communication import on_host, put
-from .data.minibatches import Rule
-from .data.part import Data, Scaling
-from .mesh import Mesh
-from .network.mlp import MLP
-from .network.network import Network
-from .network.specification import Specification, check, working_dtype
-from .network.splits import Split
-from .worker import UpdateServers, Worker
+from mpips.mlp.agreement import agree
+from mpips.mlp.communication import on_host, put
+from mpips.mlp.data.minibatches import Rule
+from mpips.mlp.data.part import Data, Scaling
+from mpips.mlp.mesh import Mesh
+from mpips.mlp.network.mlp import MLP
+from mpips.mlp.network.network import Network
+from mpips.mlp.network.specification import Specification, check, working_dtype
+from mpips.mlp.network.splits import Split
+from mpips.mlp.worker import UpdateServers, Worker
 
 T = TypeVar("T")
 WORD = "mpips"

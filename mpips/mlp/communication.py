@@ -14,7 +14,7 @@ from mpi4py import MPI
 import collectives
 from collectives import plan
 
-from .intervals import interval, intervals
+from mpips.mlp.intervals import interval, intervals
 
 
 def narrow(array: Any, half: Any) -> None:

@@ -16,9 +16,9 @@ from mpi4py import MPI
 
 from mpips.optimizers.base import Optimizer, State
 
-from .clock import Clock
-from .communication import Sum
-from .network.network import Network
+from mpips.mlp.clock import Clock
+from mpips.mlp.communication import Sum
+from mpips.mlp.network.network import Network
 
 BUCKET_BYTES = 256 << 10
 START_SCALE, LEAST_SCALE, MOST_SCALE = 2.0**10, 1.0, 2.0**24

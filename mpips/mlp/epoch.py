@@ -9,12 +9,12 @@ from typing import NamedTuple
 import numpy as np
 from mpi4py import MPI
 
-from .agreement import agree
-from .clock import PHASES
-from .data.minibatches import order
-from .data.part import Data
-from .mesh import Mesh
-from .worker import Worker
+from mpips.mlp.agreement import agree
+from mpips.mlp.clock import PHASES
+from mpips.mlp.data.minibatches import order
+from mpips.mlp.data.part import Data
+from mpips.mlp.mesh import Mesh
+from mpips.mlp.worker import Worker
 
 _EVALUATE_SAMPLES = 1000
 

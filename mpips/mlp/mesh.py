@@ -13,7 +13,7 @@ from mpi4py import MPI
 
 from collectives.communicator import communicator
 
-from .agreement import TrainingError, alike
+from mpips.mlp.agreement import TrainingError, alike
 
 
 def factorings(ranks: int) -> list[tuple[int, int]]:

@@ -10,8 +10,8 @@ from time import perf_counter
 import numpy as np
 from mpi4py import MPI
 
-from .clock import Clock
-from .communication import Gather, Sum, address
+from mpips.mlp.clock import Clock
+from mpips.mlp.communication import Gather, Sum, address
 
 
 class TensorExchange:

@@ -13,16 +13,16 @@ from mpi4py import MPI
 from mpips.optimizers.base import Optimizer
 from mpips.optimizers.sgd import SGD
 
-from .agreement import TrainingError, agree, alike, counted, of_network, of_optimizer
-from .communication import on_host
-from .data.part import Data, load
-from .data.sources import Source
-from .epoch import Epoch, run_epoch
-from .mesh import Mesh, parse
-from .network.mlp import MLP
-from .network.specification import Specification
-from .prediction.predict import choose_mesh
-from .worker import UpdateServers, Worker
+from mpips.mlp.agreement import TrainingError, agree, alike, counted, of_network, of_optimizer
+from mpips.mlp.communication import on_host
+from mpips.mlp.data.part import Data, load
+from mpips.mlp.data.sources import Source
+from mpips.mlp.epoch import Epoch, run_epoch
+from mpips.mlp.mesh import Mesh, parse
+from mpips.mlp.network.mlp import MLP
+from mpips.mlp.network.specification import Specification
+from mpips.mlp.prediction.predict import choose_mesh
+from mpips.mlp.worker import UpdateServers, Worker
 
 _LOADING = ("batch", "seed", "test_share", "way", "link", "labels")
 

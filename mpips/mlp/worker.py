@@ -16,13 +16,13 @@ from mpi4py import MPI
 import collectives
 from mpips.optimizers.base import Optimizer
 
-from .clock import Clock
-from .data.minibatches import Rule
-from .data_parallel import LocalUpdate, LossScale, Update
-from .mesh import Mesh, spans_nodes
-from .network.mlp import MLP
-from .network.network import Network
-from .tensor_parallel import TensorExchange
+from mpips.mlp.clock import Clock
+from mpips.mlp.data.minibatches import Rule
+from mpips.mlp.data_parallel import LocalUpdate, LossScale, Update
+from mpips.mlp.mesh import Mesh, spans_nodes
+from mpips.mlp.network.mlp import MLP
+from mpips.mlp.network.network import Network
+from mpips.mlp.tensor_parallel import TensorExchange
 
 
 class UpdateServers(Protocol):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from ..agreement import agree
+from mpips.mlp.agreement import agree
 
 DEVICES = ("cpu", "gpu")
 CUPY = "pip install cupy-cuda12x[ctk]"

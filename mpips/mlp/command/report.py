@@ -13,12 +13,12 @@ from rich.table import Table
 from collectives import files
 from collectives.terminal.console import write_text, writing
 
-from ..clock import PHASES, hidden
-from ..data.part import Data
-from ..epoch import Epoch
-from ..prediction.predict import Prediction
-from ..servers.placement import ServerOptions
-from ..worker import Worker
+from mpips.mlp.clock import PHASES, hidden
+from mpips.mlp.data.part import Data
+from mpips.mlp.epoch import Epoch
+from mpips.mlp.prediction.predict import Prediction
+from mpips.mlp.servers.placement import ServerOptions
+from mpips.mlp.worker import Worker
 
 MEANINGS = {
     "compute": "computation and updates",

@@ -13,15 +13,15 @@ from click.core import ParameterSource
 from collectives.machine import memory
 from mpips import optimizers
 
-from ..agreement import TrainingError
-from ..data.minibatches import Rule
-from ..data.opening import Shape
-from ..data.sources import BUILT_IN, open_source
-from ..mesh import misfit, parse
-from ..network.specification import Specification, working_dtype
-from ..prediction.predict import parameter_bytes
-from ..servers.placement import misfit as misfit_of_servers
-from .device import missing
+from mpips.mlp.agreement import TrainingError
+from mpips.mlp.data.minibatches import Rule
+from mpips.mlp.data.opening import Shape
+from mpips.mlp.data.sources import BUILT_IN, open_source
+from mpips.mlp.mesh import misfit, parse
+from mpips.mlp.network.specification import Specification, working_dtype
+from mpips.mlp.prediction.predict import parameter_bytes
+from mpips.mlp.servers.placement import misfit as misfit_of_servers
+from mpips.mlp.command.device import missing
 
 OPTIMIZERS = ("sgd", "adagrad", "rmsprop", "adam", "adamw")
 _OF_CHECKPOINT = ("hidden", "activation", "dtype", "optimizer", "learning_rate", "momentum")

@@ -14,9 +14,9 @@ from typing import IO, BinaryIO
 
 import numpy as np
 
-from ..agreement import TrainingError, counted
-from ..intervals import interval
-from .labels import NO_LABEL, label_of
+from mpips.mlp.agreement import TrainingError, counted
+from mpips.mlp.intervals import interval
+from mpips.mlp.data.labels import NO_LABEL, label_of
 
 MNIST_FILE = "mnist_5k.csv.gz"
 _SAMPLED_BYTES = 1 << 20

@@ -11,8 +11,8 @@ from itertools import pairwise
 import numpy as np
 from mpi4py import MPI
 
-from ..agreement import TrainingError, agree
-from ..mesh import Mesh
+from mpips.mlp.agreement import TrainingError, agree
+from mpips.mlp.mesh import Mesh
 
 WAYS = ("read", "scatter", "broadcast")
 _BLOCK_BYTES = 32 << 20  # of rows that a reader has on the way at a time, so that nobody holds all

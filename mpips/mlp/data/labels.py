@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ..agreement import TrainingError
+from mpips.mlp.agreement import TrainingError
 
 MOST = 10_000
 """Labels that may be classes; more of them are numbers to be learned."""

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..intervals import interval
+from mpips.mlp.intervals import interval
 
 
 class Rule(NamedTuple):

@@ -9,10 +9,10 @@ import msgspec
 import numpy as np
 from mpi4py import MPI
 
-from ..agreement import TrainingError, agree, alike, broadcast_bytes, gather_bytes
-from .distribution import WAYS
-from .labels import is_number, listed, see_few
-from .sources import Source
+from mpips.mlp.agreement import TrainingError, agree, alike, broadcast_bytes, gather_bytes
+from mpips.mlp.data.distribution import WAYS
+from mpips.mlp.data.labels import is_number, listed, see_few
+from mpips.mlp.data.sources import Source
 
 
 class Shape(NamedTuple):

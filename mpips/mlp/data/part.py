@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from mpi4py import MPI
 
-from ..agreement import TrainingError, alike
-from ..mesh import Mesh
-from ..network.specification import working_dtype
-from ..prediction.links import Link, measure_scatter, way_seconds
-from .distribution import distribute
-from .minibatches import Deal, Rule, deal
-from .opening import Opened, open_everywhere
-from .sources import Source, read_checked
+from mpips.mlp.agreement import TrainingError, alike
+from mpips.mlp.mesh import Mesh
+from mpips.mlp.network.specification import working_dtype
+from mpips.mlp.prediction.links import Link, measure_scatter, way_seconds
+from mpips.mlp.data.distribution import distribute
+from mpips.mlp.data.minibatches import Deal, Rule, deal
+from mpips.mlp.data.opening import Opened, open_everywhere
+from mpips.mlp.data.sources import Source, read_checked
 
 
 class Scaling(NamedTuple):

@@ -12,10 +12,10 @@ import numpy as np
 
 from collectives.machine import memory
 
-from ..agreement import TrainingError, counted
-from ..intervals import interval
-from .arrays import digits, mnist, npz
-from .text import TextSource, airfoil
+from mpips.mlp.agreement import TrainingError, counted
+from mpips.mlp.intervals import interval
+from mpips.mlp.data.arrays import digits, mnist, npz
+from mpips.mlp.data.text import TextSource, airfoil
 
 BUILT_IN = ("digits", "mnist", "airfoil", "synthetic")
 _BLOCK_ROWS = 4096

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-from ..agreement import TrainingError
-from ..intervals import interval
-from .labels import NO_LABEL, label_of, see_few
+from mpips.mlp.agreement import TrainingError
+from mpips.mlp.intervals import interval
+from mpips.mlp.data.labels import NO_LABEL, label_of, see_few
 
 _MISSING = {"", "?", "-", "na", "n/a", "nan", "null", "none", "nil"}
 _SAMPLES = 256  # places of a file, of which its fingerprint takes

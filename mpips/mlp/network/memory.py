@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .splits import Split
+from mpips.mlp.network.splits import Split
 
 Empty = Callable[[int, np.dtype], np.ndarray]
 """`empty(count, dtype)`: memory for that many elements."""

@@ -12,11 +12,11 @@ import numpy as np
 
 from mpips.store.keys.tables import in_memory
 
-from .exchange import LayerHook
-from .functions import LOSSES
-from .memory import Empty, numpy_empty
-from .network import Network
-from .specification import Specification, check
+from mpips.mlp.network.exchange import LayerHook
+from mpips.mlp.network.functions import LOSSES
+from mpips.mlp.network.memory import Empty, numpy_empty
+from mpips.mlp.network.network import Network
+from mpips.mlp.network.specification import Specification, check
 
 _PREDICT_SAMPLES = 1024
 

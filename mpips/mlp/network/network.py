@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from .exchange import Alone, Exchange, LayerHook, Progress
-from .functions import ACTIVATIONS, LOSSES, Activation
-from .memory import Empty, Parameters, Workspace, Workspaces, numpy_empty
-from .specification import Specification, check, working_dtype
-from .splits import Split, splits
-from .weights import bound, draw
+from mpips.mlp.network.exchange import Alone, Exchange, LayerHook, Progress
+from mpips.mlp.network.functions import ACTIVATIONS, LOSSES, Activation
+from mpips.mlp.network.memory import Empty, Parameters, Workspace, Workspaces, numpy_empty
+from mpips.mlp.network.specification import Specification, check, working_dtype
+from mpips.mlp.network.splits import Split, splits
+from mpips.mlp.network.weights import bound, draw
 
 _BLOCK_FLOPS = 3e7  # some 0.3 ms of a core: so often what is on its way is looked after
 _CACHED_BYTES = 512 << 10  # of an array that is passed over more than once, half of a usual core's own cache

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .functions import ACTIVATIONS, LOSSES
+from mpips.mlp.network.functions import ACTIVATIONS, LOSSES
 
 DTYPES = ("float32", "float64", "mixed")
 

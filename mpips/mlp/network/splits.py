@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..intervals import interval
+from mpips.mlp.intervals import interval
 
 MODES = ("pairs", "columns")
 _FEWEST_OUTPUTS_PER_RANK = 8  # below this a gather's latency costs more than computing a last layer on every rank

@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 import collectives
 
-from ..communication import Sum
+from mpips.mlp.communication import Sum
 
 _SMALL = 64  # bytes
 _SCATTERED_BYTES = 256 << 10  # a rank's part of the scatter that is timed

@@ -10,15 +10,15 @@ from mpi4py import MPI
 
 from mpips.optimizers import SGD, Optimizer
 
-from ..agreement import alike, of_network, of_optimizer
-from ..data_parallel import buckets
-from ..intervals import interval
-from ..mesh import Mesh, Spans, factorings, spans_nodes
-from ..network.mlp import MLP
-from ..network.specification import Specification, working_dtype
-from ..network.splits import kinds
-from .links import Link, allreduce_seconds, gather_seconds, measure_allreduce
-from .timeline import Costs, Event, replay, trace
+from mpips.mlp.agreement import alike, of_network, of_optimizer
+from mpips.mlp.data_parallel import buckets
+from mpips.mlp.intervals import interval
+from mpips.mlp.mesh import Mesh, Spans, factorings, spans_nodes
+from mpips.mlp.network.mlp import MLP
+from mpips.mlp.network.specification import Specification, working_dtype
+from mpips.mlp.network.splits import kinds
+from mpips.mlp.prediction.links import Link, allreduce_seconds, gather_seconds, measure_allreduce
+from mpips.mlp.prediction.timeline import Costs, Event, replay, trace
 
 
 class Message(NamedTuple):

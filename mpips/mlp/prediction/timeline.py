@@ -10,11 +10,11 @@ import numpy as np
 
 from mpips.optimizers import Optimizer
 
-from ..data_parallel import Bucket
-from ..mesh import Spans
-from ..network.network import Network
-from ..network.specification import Specification, working_dtype
-from .links import Link, allreduce_seconds, gather_seconds
+from mpips.mlp.data_parallel import Bucket
+from mpips.mlp.mesh import Spans
+from mpips.mlp.network.network import Network
+from mpips.mlp.network.specification import Specification, working_dtype
+from mpips.mlp.prediction.links import Link, allreduce_seconds, gather_seconds
 
 _TIMED_SECONDS = 0.2
 _FEWEST_STEPS, _MOST_STEPS = 3, 20

@@ -12,13 +12,13 @@ import numpy as np
 from mpips.optimizers.base import Optimizer
 from mpips.optimizers.elastic import Elastic1, Elastic2
 
-from ..clock import Clock
-from ..data_parallel import LocalUpdate, LossScale
-from ..intervals import interval
-from ..mesh import Mesh
-from ..network.network import Network
-from .leaders import SliceGroup, WeightStore
-from .placement import ServerOptions
+from mpips.mlp.clock import Clock
+from mpips.mlp.data_parallel import LocalUpdate, LossScale
+from mpips.mlp.intervals import interval
+from mpips.mlp.mesh import Mesh
+from mpips.mlp.network.network import Network
+from mpips.mlp.servers.leaders import SliceGroup, WeightStore
+from mpips.mlp.servers.placement import ServerOptions
 
 
 class ElasticAveraging:

@@ -11,8 +11,8 @@ from mpi4py import MPI
 from mpips.optimizers.base import Optimizer
 from mpips.store.checkpoint.source import Handle, Store
 
-from ..intervals import interval
-from ..network.network import Network
+from mpips.mlp.intervals import interval
+from mpips.mlp.network.network import Network
 
 
 class WeightStore(Protocol):

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from mpips.optimizers.elastic import INTERVAL
 
-from ..agreement import TrainingError, counted
-from ..intervals import interval, intervals
+from mpips.mlp.agreement import TrainingError, counted
+from mpips.mlp.intervals import interval, intervals
 
 STORES = {"sync": "mpi_sync", "elastic": "mpi_async"}
 """The kind of store behind each kind of servers."""

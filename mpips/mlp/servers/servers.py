@@ -23,15 +23,15 @@ from mpips.optimizers.elastic import INTERVAL
 from mpips.store.api import KVStore
 from mpips.store.create import create
 
-from ..agreement import TrainingError, agree, alike
-from ..clock import Clock
-from ..data_parallel import Update
-from ..mesh import Mesh, nodes
-from ..network.network import Network
-from .elastic import ElasticAveraging
-from .leaders import SliceGroup
-from .placement import STORES, ServerOptions, group_of, misfit
-from .synchronous import Synchronous
+from mpips.mlp.agreement import TrainingError, agree, alike
+from mpips.mlp.clock import Clock
+from mpips.mlp.data_parallel import Update
+from mpips.mlp.mesh import Mesh, nodes
+from mpips.mlp.network.network import Network
+from mpips.mlp.servers.elastic import ElasticAveraging
+from mpips.mlp.servers.leaders import SliceGroup
+from mpips.mlp.servers.placement import STORES, ServerOptions, group_of, misfit
+from mpips.mlp.servers.synchronous import Synchronous
 
 
 class Servers:

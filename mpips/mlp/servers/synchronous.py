@@ -8,12 +8,12 @@ from time import perf_counter
 from mpips.optimizers.base import Optimizer, State, initial
 from mpips.store.checkpoint.source import Handle, States, Store
 
-from ..agreement import agree
-from ..clock import Clock
-from ..data_parallel import LossScale
-from ..mesh import Mesh
-from ..network.network import Network
-from .leaders import SliceGroup, WeightStore
+from mpips.mlp.agreement import agree
+from mpips.mlp.clock import Clock
+from mpips.mlp.data_parallel import LossScale
+from mpips.mlp.mesh import Mesh
+from mpips.mlp.network.network import Network
+from mpips.mlp.servers.leaders import SliceGroup, WeightStore
 
 
 class Synchronous:
