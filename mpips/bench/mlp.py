@@ -25,10 +25,10 @@ from collectives.terminal.numbers import Counts
 from collectives.terminal.tables import show_table
 from mpips.bench import mlp_torch as rivals
 from mpips.bench.timing import Contender, compare
-from mpips.mlp.intervals import interval
 from mpips.mlp.mesh import Mesh, misfit, parse
+from mpips.mlp.network.layers import interval
 from mpips.mlp.network.mlp import MLP
-from mpips.mlp.worker import Worker
+from mpips.mlp.training import Worker
 from mpips.optimizers import SGD
 
 INPUTS, OUTPUTS = 16, 2

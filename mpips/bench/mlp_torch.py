@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from mpips.mlp.agreement import TrainingError, agree
+from mpips.mlp.mesh import TrainingError, agree
 
 Step = Callable[[], object]
 _ATTEMPTS = 3

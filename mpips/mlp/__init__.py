@@ -16,37 +16,22 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mpips.mlp.agreement import TrainingError
-    from mpips.mlp.checkpoint import collect
-    from mpips.mlp.checkpoint import load as load_checkpoint
-    from mpips.mlp.checkpoint import save as save_checkpoint
-    from mpips.mlp.data.arrays import ArraySource
-    from mpips.mlp.data.part import load
-    from mpips.mlp.data.sources import SyntheticSource, open_source
+    from mpips.mlp.checkpoint import collect, load_checkpoint, save_checkpoint
+    from mpips.mlp.data.loading import load
+    from mpips.mlp.data.sources import ArraySource, SyntheticSource, open_source
     from mpips.mlp.data.text import TextSource
-    from mpips.mlp.mesh import Mesh
+    from mpips.mlp.mesh import Mesh, TrainingError
     from mpips.mlp.network.mlp import MLP
-    from mpips.mlp.prediction.predict import choose_mesh, predict_all
-    from mpips.mlp.servers.servers import Servers
+    from mpips.mlp.prediction import choose_mesh, predict_all
+    from mpips.mlp.servers import Servers
     from mpips.mlp.training import train
 
 _HOMES = {
-    "ArraySource": ("data.arrays", "ArraySource"),
-    "MLP": ("network.mlp", "MLP"),
-    "Mesh": ("mesh", "Mesh"),
-    "Servers": ("servers.servers", "Servers"),
-    "SyntheticSource": ("data.sources", "SyntheticSource"),
-    "TextSource": ("data.text", "TextSource"),
-    "TrainingError": ("agreement", "TrainingError"),
-    "choose_mesh": ("prediction.predict", "choose_mesh"),
-    "collect": ("checkpoint", "collect"),
-    "load": ("data.part", "load"),
-    "load_checkpoint": ("checkpoint", "load"),
-    "open_source": ("data.sources", "open_source"),
-    "predict_all": ("prediction.predict", "predict_all"),
-    "save_checkpoint": ("checkpoint", "save"),
-    "train": ("training", "train"),
-}
+    "ArraySource": "data.sources", "MLP": "network.mlp", "Mesh": "mesh", "Servers": "servers",
+    "SyntheticSource": "data.sources", "TextSource": "data.text", "TrainingError": "mesh", "choose_mesh": "prediction",
+    "collect": "checkpoint", "load": "data.loading", "load_checkpoint": "checkpoint", "open_source": "data.sources",
+    "predict_all": "prediction", "save_checkpoint": "checkpoint", "train": "training",
+}  # fmt: skip
 
 __all__ = [
     "ArraySource", "MLP", "Mesh", "Servers", "SyntheticSource", "TextSource", "TrainingError", "choose_mesh", "collect",
@@ -57,9 +42,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, attribute = _HOMES[name]
-    value = getattr(importlib.import_module(f"{__name__}.{module}"), attribute)
-    globals()[name] = value
+    value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
     return value
 
 

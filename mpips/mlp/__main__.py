@@ -16,28 +16,20 @@ from threadpoolctl import threadpool_limits
 from collectives.machine.cores import usable
 from collectives.terminal.console import OutFile, Picture, RankedCommand, console, leave, unwritable
 from collectives.terminal.tables import show_table
-from mpips.optimizers.elastic import INTERVAL
-
 from mpips.mlp import checkpoint
-from mpips.mlp.agreement import TrainingError, agree, counted
-from mpips.mlp.command import report, usage
-from mpips.mlp.command.device import DEVICES, array_module
-from mpips.mlp.command.usage import Finite, options_of, widths, words
-from mpips.mlp.data.distribution import WAYS
-from mpips.mlp.data.labels import told
-from mpips.mlp.data.opening import Opened, open_everywhere
-from mpips.mlp.data.part import Data, load_opened
+from mpips.mlp import options as usage
+from mpips.mlp import results as report
+from mpips.mlp.data.loading import WAYS, Data, Opened, load_opened, open_everywhere
 from mpips.mlp.data.sources import open_source
-from mpips.mlp.epoch import Epoch
-from mpips.mlp.mesh import Mesh, parse
-from mpips.mlp.network.functions import ACTIVATIONS
+from mpips.mlp.data.text import told
+from mpips.mlp.mesh import Mesh, TrainingError, agree, counted, parse
+from mpips.mlp.network.layers import ACTIVATIONS, DTYPES, MODES, Specification
 from mpips.mlp.network.mlp import MLP
-from mpips.mlp.network.specification import DTYPES, Specification
-from mpips.mlp.network.splits import MODES
-from mpips.mlp.prediction.predict import Prediction, predict_all
-from mpips.mlp.servers.placement import STORES
-from mpips.mlp.servers.servers import Servers
-from mpips.mlp.training import check_fit, train
+from mpips.mlp.options import DEVICES, Finite, array_module, options_of, widths, words
+from mpips.mlp.prediction import Prediction, predict_all
+from mpips.mlp.servers import STORES, Servers
+from mpips.mlp.training import Epoch, check_fit, train
+from mpips.optimizers.elastic import INTERVAL
 
 
 @click.command(cls=RankedCommand, context_settings={"show_default": True})
@@ -191,7 +183,7 @@ class _Run:
         o, worker = self.options, None
         check_fit(specification, data, mesh)
         if o.load_path:
-            worker = checkpoint.load(
+            worker = checkpoint.load_checkpoint(
                 o.load_path, mesh, o.split, self.xp, overlap=o.overlap, servers=self.servers
             )
             self.last_epoch += worker.updates // len(data.deal.samples)
@@ -219,7 +211,7 @@ class _Run:
             self._say(f"mean of an epoch: {mean:.2f} s; peak memory by rank, MiB: {peaks}")
             problem = self._write(content, trained.epochs, phases, f"grid {mesh}")
         if o.save_path:  # neither the table nor the checkpoint is lost where another file cannot be written
-            checkpoint.save(str(o.save_path), trained.worker, data)
+            checkpoint.save_checkpoint(str(o.save_path), trained.worker, data)
         agree(self.comm, problem)
 
     def _write(self, content: dict, epochs: list[Epoch], phases: dict[str, float], title: str) -> str | None:

@@ -12,22 +12,18 @@ import msgspec
 import numpy as np
 from mpi4py import MPI
 
+from mpips.mlp.data.loading import Data, Rule, Scaling
+from mpips.mlp.mesh import Mesh, agree
+from mpips.mlp.network.layers import Specification, Split, check, working_dtype
+from mpips.mlp.network.mlp import MLP
+from mpips.mlp.network.slice import Network
+from mpips.mlp.parallel import on_host, put
+from mpips.mlp.training import UpdateServers, Worker
 from mpips.optimizers import Optimizer, decode, encode
 from mpips.optimizers.base import initial
 from mpips.store.checkpoint.file import why
 from mpips.store.checkpoint.tensors import TensorFile, write
 from mpips.store.options import MOST
-
-from mpips.mlp.agreement import agree
-from mpips.mlp.communication import on_host, put
-from mpips.mlp.data.minibatches import Rule
-from mpips.mlp.data.part import Data, Scaling
-from mpips.mlp.mesh import Mesh
-from mpips.mlp.network.mlp import MLP
-from mpips.mlp.network.network import Network
-from mpips.mlp.network.specification import Specification, check, working_dtype
-from mpips.mlp.network.splits import Split
-from mpips.mlp.worker import UpdateServers, Worker
 
 T = TypeVar("T")
 WORD = "mpips"
@@ -57,7 +53,7 @@ def collect(worker: Worker) -> MLP:
     return model
 
 
-def save(path: str, worker: Worker, data: Data | None = None) -> None:
+def save_checkpoint(path: str, worker: Worker, data: Data | None = None) -> None:
     """Write the whole network, the optimizer with its state, and how the data were scaled and dealt. Collective over
     the mesh.
 
@@ -109,7 +105,7 @@ def scaling(path: str, comm: MPI.Comm) -> Scaling | None:
     return _read(path, comm, get)
 
 
-def load(
+def load_checkpoint(
     path: str, mesh: Mesh, mode: str = "pairs", xp: Any = np, overlap: bool | None = None, half: bool | None = None,
     servers: UpdateServers | None = None,
 ) -> Worker:  # fmt: skip

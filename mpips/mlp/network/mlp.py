@@ -10,13 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from mpips.mlp.network.layers import LOSSES, Specification, check
+from mpips.mlp.network.slice import Empty, LayerHook, Network, numpy_empty
 from mpips.store.keys.tables import in_memory
-
-from mpips.mlp.network.exchange import LayerHook
-from mpips.mlp.network.functions import LOSSES
-from mpips.mlp.network.memory import Empty, numpy_empty
-from mpips.mlp.network.network import Network
-from mpips.mlp.network.specification import Specification, check
 
 _PREDICT_SAMPLES = 1024
 

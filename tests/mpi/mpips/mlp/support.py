@@ -8,7 +8,7 @@ import pytest
 from mpi4py import MPI
 
 from mpips.mlp import MLP, Mesh, load, open_source, train
-from mpips.mlp.data.arrays import digits
+from mpips.mlp.data.sources import digits
 from tests.mpi.sizes import only_on
 
 COMM = MPI.COMM_WORLD

@@ -89,7 +89,7 @@ def check_labels(path, saved):
     """Go on in Python with rows of other labels."""
     mesh = Mesh(COMM.size, 1)
     data = load(lambda: open_source(path, classify=True), mesh, 10)
-    worker = checkpoint.load(saved, mesh)
+    worker = checkpoint.load_checkpoint(saved, mesh)
     train(MLP(*worker.network.specification), data, mesh, 1, worker=worker)
 
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from mpips.mlp import MLP, Mesh, SyntheticSource, TrainingError, collect, load, train
-from mpips.mlp.command.device import array_module
 from mpips.mlp.mesh import factorings
+from mpips.mlp.options import array_module
 from mpips.optimizers import SGD
 from tests.mpi.sizes import either_mpi, only_on
 from tests.unit.mpips.mlp.device import module

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from mpips.mlp import MLP, Mesh, SyntheticSource, collect, load, load_checkpoint, save_checkpoint, train
-from mpips.mlp.command.report import total_hidden
 from mpips.mlp.mesh import factorings
-from mpips.mlp.worker import Worker
+from mpips.mlp.results import total_hidden
+from mpips.mlp.training import Worker
 from mpips.optimizers import SGD, Adam
 from tests.mpi.sizes import either_mpi, only_on
 

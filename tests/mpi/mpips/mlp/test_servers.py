@@ -15,8 +15,8 @@ from mpips.mlp import (
     save_checkpoint,
     train,
 )
-from mpips.mlp.command.report import total_hidden
-from mpips.mlp.data.minibatches import order
+from mpips.mlp.data.loading import order
+from mpips.mlp.results import total_hidden
 from mpips.optimizers import SGD, Adam
 from tests.mpi.sizes import either_mpi, only_on
 

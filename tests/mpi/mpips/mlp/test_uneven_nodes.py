@@ -6,8 +6,8 @@ from mpi4py import MPI
 
 from mpips.mlp import MLP, Mesh, load_checkpoint, save_checkpoint
 from mpips.mlp.mesh import nodes
-from mpips.mlp.prediction.predict import predict
-from mpips.mlp.worker import Worker
+from mpips.mlp.prediction import predict
+from mpips.mlp.training import Worker
 from mpips.optimizers import SGD
 from tests.mpi.sizes import only_on
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from mpips.mlp import clock
-from mpips.mlp.clock import Clock, exposed, hidden
+from mpips.mlp import parallel as clock
+from mpips.mlp.parallel import Clock, exposed, hidden
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from mpi4py import MPI
 
 from mpips.mlp import MLP, Mesh, TrainingError, checkpoint
 from mpips.mlp.data.sources import open_source, read_checked
-from mpips.mlp.worker import Worker
+from mpips.mlp.training import Worker
 from mpips.optimizers import Adam
 from mpips.overlap.profile import load_profile
 
@@ -42,7 +42,8 @@ def arrays(save: Callable[..., None]) -> bytes:
 
 def weights(path: Path) -> bytes:
     mesh = Mesh(1, 1, MPI.COMM_SELF)
-    checkpoint.save(str(path), Worker(MLP((3, 4, 2)), mesh, Adam(learning_rate=0.1), "pairs", None, None, None))
+    worker = Worker(MLP((3, 4, 2)), mesh, Adam(learning_rate=0.1))
+    checkpoint.save_checkpoint(str(path), worker)
     return path.read_bytes()
 
 
@@ -58,7 +59,7 @@ def read_weights(path: Path) -> None:
     mesh = Mesh(1, 1, MPI.COMM_SELF)
     checkpoint.scaling(str(path), mesh.comm)
     checkpoint.labels(str(path), mesh.comm)
-    checkpoint.load(str(path), mesh)
+    checkpoint.load_checkpoint(str(path), mesh)
 
 
 PROFILE = b"""{"layers": [{"name": "a", "parameters": 10, "forward_s": 0.1, "backward_s": 0.2}],

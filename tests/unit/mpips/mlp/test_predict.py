@@ -3,15 +3,18 @@
 import pytest
 
 from mpips.mlp.mesh import factorings, parse
-from mpips.mlp.prediction.links import (
+from mpips.mlp.prediction import (
     Link,
+    Message,
     allreduce_seconds,
     broadcast_seconds,
+    exchange_seconds,
     gather_seconds,
+    messages,
+    parameter_bytes,
     scatter_seconds,
     way_seconds,
 )
-from mpips.mlp.prediction.predict import Message, exchange_seconds, messages, parameter_bytes
 
 LINK = Link(alpha=1e-3, beta=1e-6)
 

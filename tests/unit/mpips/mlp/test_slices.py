@@ -7,12 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpips.mlp.data.minibatches import deal, order
-from mpips.mlp.intervals import interval, intervals
-from mpips.mlp.network.network import Network
-from mpips.mlp.network.specification import Specification
-from mpips.mlp.network.splits import splits
-from mpips.mlp.prediction.timeline import Mute
+from mpips.mlp.data.loading import deal, order
+from mpips.mlp.network.layers import Specification, interval, intervals, splits
+from mpips.mlp.network.slice import Network
+from mpips.mlp.prediction import Mute
 
 SIZES = st.lists(st.integers(1, 12), min_size=2, max_size=6)
 

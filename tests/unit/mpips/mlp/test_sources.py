@@ -9,10 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mpips.mlp.agreement import TrainingError, counted
-from mpips.mlp.data.arrays import ArraySource
-from mpips.mlp.data.sources import SyntheticSource, open_source, read_checked
+from mpips.mlp.data.sources import ArraySource, SyntheticSource, open_source, read_checked
 from mpips.mlp.data.text import TextSource
+from mpips.mlp.mesh import TrainingError, counted
 
 TABLE = np.array([[1.0, 2.5, -3.0], [4.0, 5.0, 6e3], [7.0, 8.0, 9.0]])
 

@@ -5,12 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpips.mlp.data_parallel import BUCKET_BYTES, Bucket, buckets
 from mpips.mlp.mesh import Spans
-from mpips.mlp.network.specification import Specification
-from mpips.mlp.prediction.links import Link
-from mpips.mlp.prediction.predict import messages
-from mpips.mlp.prediction.timeline import Costs, Event, replay, trace
+from mpips.mlp.network.layers import Specification
+from mpips.mlp.parallel import BUCKET_BYTES, Bucket, buckets
+from mpips.mlp.prediction import Costs, Event, Link, messages, replay, trace
 from mpips.optimizers import SGD
 
 LINK = Link(alpha=1.0, beta=0.0)

@@ -1,27 +1,30 @@
-"""Checks of the options of `mpips train`, before anything starts: by every rank, or by the launcher alone."""
+"""Checks of the options of `mpips train`, before anything starts: by every rank, or by the launcher alone.
+
+Where a network computes: NumPy on the host, or CuPy on a GPU of the node.
+"""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import math
 import os
 from types import SimpleNamespace
 from typing import Any
 
 import click
+import numpy as np
 from click.core import ParameterSource
+from mpi4py import MPI
 
 from collectives.machine import memory
 from mpips import optimizers
-
-from mpips.mlp.agreement import TrainingError
-from mpips.mlp.data.minibatches import Rule
-from mpips.mlp.data.opening import Shape
+from mpips.mlp.data.loading import Rule, Shape
 from mpips.mlp.data.sources import BUILT_IN, open_source
-from mpips.mlp.mesh import misfit, parse
-from mpips.mlp.network.specification import Specification, working_dtype
-from mpips.mlp.prediction.predict import parameter_bytes
-from mpips.mlp.servers.placement import misfit as misfit_of_servers
-from mpips.mlp.command.device import missing
+from mpips.mlp.mesh import TrainingError, agree, misfit, parse
+from mpips.mlp.network.layers import Specification, working_dtype
+from mpips.mlp.prediction import parameter_bytes
+from mpips.mlp.servers import misfit as misfit_of_servers
 
 OPTIMIZERS = ("sgd", "adagrad", "rmsprop", "adam", "adamw")
 _OF_CHECKPOINT = ("hidden", "activation", "dtype", "optimizer", "learning_rate", "momentum")
@@ -187,3 +190,36 @@ def _device(o: SimpleNamespace) -> str | None:
     if o.device != "cpu" and o.grid_text == "auto":
         return f"--device {o.device} needs a --grid, as auto predicts for the cpu alone: for instance --grid 2x1"
     return None
+
+
+DEVICES = ("cpu", "gpu")
+CUPY = "pip install cupy-cuda12x[ctk]"
+
+
+def missing(device: str) -> str | None:
+    """What of this machine's Python `device` needs and has not, with a cure. Looks, imports nothing."""
+    if device == "cpu" or importlib.util.find_spec("cupy") is not None:
+        return None
+    return f"device {device} needs CuPy, which is not installed: {CUPY}"
+
+
+def array_module(device: str, comm: MPI.Comm) -> Any:
+    """NumPy for "cpu"; CuPy for "gpu", on a GPU that this rank shares with as few others of its node as can be.
+
+    Collective; TrainingError on every rank where one of them has no CuPy or no GPU.
+    """
+    if device == "cpu":
+        return np
+    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    place = node.rank
+    node.Free()
+    module, problem = None, None
+    try:
+        module = importlib.import_module("cupy")
+        module.cuda.Device(place % module.cuda.runtime.getDeviceCount()).use()
+    except ImportError:
+        problem = f"rank {comm.rank}: device gpu needs CuPy, which is not installed: {CUPY}"
+    except RuntimeError as error:
+        problem = f"rank {comm.rank}: device gpu finds no GPU: {error}"
+    agree(comm, problem)
+    return module

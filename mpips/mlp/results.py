@@ -12,13 +12,11 @@ from rich.table import Table
 
 from collectives import files
 from collectives.terminal.console import write_text, writing
-
-from mpips.mlp.clock import PHASES, hidden
-from mpips.mlp.data.part import Data
-from mpips.mlp.epoch import Epoch
-from mpips.mlp.prediction.predict import Prediction
-from mpips.mlp.servers.placement import ServerOptions
-from mpips.mlp.worker import Worker
+from mpips.mlp.data.loading import Data
+from mpips.mlp.parallel import PHASES, hidden
+from mpips.mlp.prediction import Prediction
+from mpips.mlp.servers import ServerOptions
+from mpips.mlp.training import Epoch, Worker
 
 MEANINGS = {
     "compute": "computation and updates",

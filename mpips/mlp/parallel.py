@@ -1,0 +1,439 @@
+"""Data parallelism: buckets of gradients, their sums over the ranks that hold the same slice, and the update with them.
+
+Source: the paper, section 5, Algorithm 1. The flat gradients are summed in buckets of whole layers, from the last layer
+to the first. Beside computation, a bucket is on its way from the moment its lowest layer's gradient is there; otherwise
+buckets go one by one after the backward pass. Both give the same numbers, bit for bit.
+
+Tensor parallelism: what the ranks that share one network exchange in a step.
+
+Source: the paper, section 6, Algorithm 2, which calls it model parallelism. `network.splits` says how layers are cut.
+
+The collectives that a step needs, on arrays whose memory stays: sums in place, and gathers of blocks of rows.
+
+With `half` what travels is float16: the array is rounded into a copy, the copy is summed or gathered, and everybody,
+the sender too, takes the result from it, so that all ranks go on with the same numbers.
+
+Where the time of a rank goes: seconds of computation and communication by phase, and what was hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from time import perf_counter
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from mpi4py import MPI
+
+import collectives
+from collectives import plan
+from mpips.mlp.network.layers import interval, intervals
+from mpips.mlp.network.slice import Network
+from mpips.optimizers.base import Optimizer, State
+
+BUCKET_BYTES = 256 << 10
+START_SCALE, LEAST_SCALE, MOST_SCALE = 2.0**10, 1.0, 2.0**24
+GROWTH = 2000  # good updates, after which the loss scale doubles
+
+
+class Bucket(NamedTuple):
+    """Elements [start, stop) of the flat gradients, complete when the gradient of `layer` is there."""
+
+    layer: int
+    start: int
+    stop: int
+
+
+def buckets(elements: Sequence[int], itemsize: int) -> list[Bucket]:
+    """Layers in the order of the backward pass, put together until a bucket has `BUCKET_BYTES`; `elements` by layer."""
+    found = []
+    stop = start = sum(elements)
+    for layer in range(len(elements) - 1, -1, -1):
+        start -= elements[layer]
+        if (stop - start) * itemsize >= BUCKET_BYTES or layer == 0:
+            found.append(Bucket(layer, start, stop))
+            stop = start
+    return found
+
+
+class GradientSums:
+    """Sums the flat gradients of the ranks that hold the same slice of the network."""
+
+    def __init__(
+        self, gradients: np.ndarray, cut: Sequence[Bucket], comm: MPI.Comm, clock: Clock, overlap: bool, half: bool
+    ) -> None:
+        self.buckets = cut
+        self._sums = [Sum(gradients[bucket.start : bucket.stop], comm, half) for bucket in cut]
+        self._by_layer = {bucket.layer: sum_ for bucket, sum_ in zip(cut, self._sums)}
+        self._clock, self._overlap = clock, overlap
+        self._started: list[Sum] = []
+
+    def gradient(self, layer: int) -> None:
+        """The gradients of a layer and of all above it are there."""
+        if self._overlap and layer in self._by_layer:
+            start = perf_counter()
+            sum_ = self._by_layer[layer].start()
+            if sum_.moves:
+                self._clock.sent()
+                self._started.append(sum_)
+            self._clock.add("backward", start)
+
+    def poll(self) -> None:
+        """Move on what has been started."""
+        while self._started and self._started[0].test():
+            self._arrived()
+
+    def finish(self) -> Iterator[Bucket]:
+        """Every bucket, as its gradients become their sum over the batch ranks; blocking. One that is not beside
+        computation is begun here."""
+        for bucket, sum_ in zip(self.buckets, self._sums):
+            start = perf_counter()
+            if self._overlap:
+                sum_.wait()
+                if self._started and self._started[0] is sum_:
+                    self._arrived()
+            elif sum_.moves:
+                self._clock.sent()
+                sum_.run()
+                self._clock.arrived()
+            self._clock.add("backward", start)
+            yield bucket
+
+    def _arrived(self) -> None:
+        """The sum that was started first, of those under way, is known to be there."""
+        del self._started[0]
+        self._clock.arrived()
+
+
+class LossScale:
+    """The loss scale of mixed precision, the same on all ranks of a mesh: gradients travel as float16 multiplied by it,
+    so that small ones do not vanish.
+
+    Source: Micikevicius et al., "Mixed precision training" (2018), section 3.2. The scale is chosen as training goes:
+    an update whose gradients overflowed float16 is left out and the scale halved; after `GROWTH` good updates it
+    doubles. Ranks of one slice see the same sums; the ranks of a model ask each other.
+    """
+
+    def __init__(self, model_comm: MPI.Comm) -> None:
+        self.scale, self.good = START_SCALE, 0
+        self._bad = np.zeros(1)
+        self._ask = Sum(self._bad, model_comm)
+
+    def judge(self, gradients: np.ndarray) -> bool:
+        """Take the scale out of summed gradients, in place, and adapt it; False where this update must be left out.
+        Collective over the ranks of a model."""
+        np.multiply(gradients, gradients.dtype.type(1 / self.scale), out=gradients)
+        self._bad[0] = not np.isfinite(np.dot(gradients, gradients))
+        self._ask.run()
+        if self._bad[0]:
+            self.scale, self.good = max(self.scale / 2, LEAST_SCALE), 0
+            return False
+        self.good += 1
+        if self.good >= GROWTH:
+            self.scale, self.good = min(self.scale * 2, MOST_SCALE), 0
+        return True
+
+
+class Update(Protocol):
+    """One way from gradients to new weights."""
+
+    loss_scale: LossScale | None
+    """That of mixed precision."""
+
+    def gradient(self, layer: int) -> None:
+        """The gradients of a layer are there."""
+
+    def poll(self) -> None:
+        """Look after what is on its way."""
+
+    def share(self, samples: int) -> float:
+        """By what this rank's sum of gradients is divided in a minibatch of so many samples; 0: it takes no part."""
+
+    def run(self, step: int) -> None:
+        """Finish step number `step`, from 1: the weights become the new ones. Collective, blocking."""
+
+    def fetch(self) -> State:
+        """The optimizer's state, laid out as the flat parameters; valid on the ranks of batch index 0. Collective."""
+
+    def restore(self, state: State, step: int) -> None:
+        """Go on from such a state, the same on all batch indices, after `step` updates. Collective."""
+
+
+class LocalUpdate:
+    """The optimizer runs on every rank, bucket by bucket as the sums arrive (Algorithms 1 and 3)."""
+
+    def __init__(
+        self, network: Network, comm: MPI.Comm, optimizer: Optimizer, clock: Clock, overlap: bool, half: bool,
+        scale: LossScale | None,
+    ) -> None:  # fmt: skip
+        self._network, self._optimizer, self.loss_scale = network, optimizer, scale
+        self.state = optimizer.init(network.flat_parameters)
+        cut = buckets(network.layer_elements, 2 if half else network.dtype.itemsize)
+        self._sums = GradientSums(network.flat_gradients, cut, comm, clock, overlap, half)
+        self.gradient, self.poll = self._sums.gradient, self._sums.poll
+
+    def share(self, samples: int) -> float:
+        return samples if self.loss_scale is None else samples / self.loss_scale.scale
+
+    def run(self, step: int) -> None:
+        parameters, gradients = self._network.flat_parameters, self._network.flat_gradients
+        if self.loss_scale is None:
+            for _, start, stop in self._sums.finish():
+                part = slice(start, stop)
+                state = tuple(array[part] for array in self.state)
+                self._optimizer.update(parameters[part], gradients[part], state, step)
+            return
+        for _ in self._sums.finish():
+            pass
+        if self.loss_scale.judge(gradients):
+            self._optimizer.update(parameters, gradients, self.state, step)
+
+    def fetch(self) -> State:
+        return self.state
+
+    def restore(self, state: State, step: int) -> None:
+        for mine, array in zip(self.state, state):
+            mine[...] = array
+
+
+class TensorExchange:
+    """The exchange of one model communicator. Arrays come again every step, so what moves them is made once each.
+
+    Arrays are told apart by address and shape; the network keeps them alive. With `half` they travel as float16.
+    """
+
+    def __init__(self, comm: MPI.Comm, clock: Clock, half: bool = False) -> None:
+        self.parts, self.part = comm.size, comm.rank
+        self._comm, self._clock, self._half = comm, clock, half
+        self._running: Sum | None = None
+        self._under_way = False
+        self._sums: dict[tuple[int, tuple[int, ...]], Sum] = {}
+        self._gathers: dict[tuple[int, tuple[int, ...]], Gather] = {}
+
+    def gather(self, full: np.ndarray) -> None:
+        """Fill (neurons, samples) with every rank's slice of rows; blocking."""
+        start = perf_counter()
+        key = _key(full)
+        if key not in self._gathers:
+            self._gathers[key] = Gather(full, self._comm, self._half)
+        self._clock.sent()
+        self._gathers[key].run()
+        self._clock.arrived()
+        self._clock.add("forward", start)
+
+    def sum(self, array: np.ndarray) -> None:
+        """Sum a forward array over the ranks; blocking."""
+        start = perf_counter()
+        sum_ = self._sum(array)
+        self._clock.sent()
+        sum_.run()
+        self._clock.arrived()
+        self._clock.add("forward", start)
+
+    def start_sum(self, array: np.ndarray) -> TensorExchange:
+        """Begin to sum a backward array over the ranks; one at a time."""
+        start = perf_counter()
+        self._running = self._sum(array).start()
+        self._clock.sent()
+        self._under_way = True
+        self._clock.add("backward", start)
+        return self
+
+    def poll(self) -> None:
+        """Move on the sum that has been started."""
+        if self._running is not None and self._running.test():
+            self._arrived()
+
+    def wait(self) -> None:
+        """Finish the sum that has been started."""
+        start = perf_counter()
+        assert self._running is not None
+        self._running.wait()
+        self._running = None
+        self._arrived()
+        self._clock.add("backward", start)
+
+    def _arrived(self) -> None:
+        if self._under_way:
+            self._under_way = False
+            self._clock.arrived()
+
+    def _sum(self, array: np.ndarray) -> Sum:
+        key = _key(array)
+        if key not in self._sums:
+            self._sums[key] = Sum(array, self._comm, self._half)
+        return self._sums[key]
+
+
+def _key(array: np.ndarray) -> tuple[int, tuple[int, ...]]:
+    return address(array), array.shape
+
+
+def narrow(array: Any, half: Any) -> None:
+    """half = array, rounded; what float16 cannot hold becomes infinite."""
+    with np.errstate(over="ignore"):
+        half[...] = array
+
+
+class Sum:
+    """The in-place sum of one array over `comm`, begun by `start` and finished by `wait`, any number of times.
+
+    Making one is collective. Arrays made by `collectives.empty` are summed where they lie, without messages, by
+    ranks of one node.
+    """
+
+    def __init__(self, array: Any, comm: MPI.Comm, half: bool = False) -> None:
+        self._plan, self._array, self._half = None, array, None
+        if array.size and comm.size > 1:
+            self._half = collectives.empty(array.shape, np.float16, comm) if half else None
+            self._plan = plan("allreduce", array if self._half is None else self._half, comm)
+
+    def start(self) -> Sum:
+        if self._plan:
+            if self._half is not None:
+                narrow(on_host(self._array), self._half)
+            self._plan.start()
+        return self
+
+    @property
+    def moves(self) -> bool:
+        """Whether there is anything to send."""
+        return self._plan is not None
+
+    def test(self) -> bool:
+        """Move on as far as possible without waiting; whether it has arrived."""
+        return self._plan is None or self._plan.test()
+
+    def wait(self) -> None:
+        if self._plan:
+            self._plan.wait()
+            self._widen()
+
+    def run(self) -> None:
+        """Start and wait."""
+        if self._plan:
+            if self._half is not None:
+                narrow(on_host(self._array), self._half)
+            self._plan()
+            self._widen()
+
+    def free(self) -> None:
+        if self._plan:
+            self._plan.free()
+
+    def _widen(self) -> None:
+        if self._half is not None:
+            put(self._half, self._array)
+
+
+class Gather:
+    """Every rank's `interval` of the rows of one (rows, columns) array, gathered in place.
+
+    Blocks of whole rows are the blocks that `collectives` cuts where the ranks divide the rows; else MPI gathers them.
+    Arrays of a GPU travel by a copy on the host.
+    """
+
+    def __init__(self, array: Any, comm: MPI.Comm, half: bool = False) -> None:
+        rows, columns = array.shape
+        self._comm, self._plan, self._array = comm, None, array
+        self._own = slice(*interval(rows, comm.size, comm.rank))
+        wire = array
+        if half:
+            wire = collectives.empty(array.shape, np.float16, comm)
+        elif not isinstance(array, np.ndarray):
+            wire = collectives.empty(array.shape, array.dtype, comm)
+        self._copy = None if wire is array else wire
+        if rows % comm.size == 0 and array.size:
+            self._plan = plan("allgather", wire, comm)
+        row = columns * wire.dtype.itemsize
+        slices = intervals(rows, comm.size)
+        counts, offsets = [(stop - start) * row for start, stop in slices], [start * row for start, _ in slices]
+        self._buffer = [wire, counts, offsets, MPI.BYTE]
+
+    def run(self) -> None:
+        if self._copy is not None:
+            narrow(on_host(self._array[self._own]), self._copy[self._own])
+        if self._plan:
+            self._plan()
+        else:
+            self._comm.Allgatherv(MPI.IN_PLACE, self._buffer)
+        if self._copy is not None:
+            put(self._copy, self._array)
+
+
+def address(array: Any) -> int:
+    """Where an array of the host or of a GPU begins."""
+    interface = getattr(array, "__cuda_array_interface__", None) or array.__array_interface__
+    return int(interface["data"][0])
+
+
+def on_host(array: Any) -> np.ndarray:
+    """The array, or the host's copy of one that a GPU holds."""
+    return array if isinstance(array, np.ndarray) else array.get()
+
+
+def put(source: np.ndarray, target: Any) -> None:
+    """target = source, which is on the host, wherever the target is."""
+    if isinstance(target, np.ndarray):
+        target[...] = source
+    else:
+        target.set(np.ascontiguousarray(source, target.dtype))
+
+
+PHASES = ("compute", "forward", "backward", "data", "evaluate")
+
+
+class Clock:
+    """Seconds by phase: compute; forward gathers and sums; backward reductions; data (reading and distribution);
+    evaluate.
+
+    A phase of communication counts what computation waits for, slower ranks too. `under_way`: seconds with a message on
+    its way, whether computation goes on beside it or not.
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+        self._messages = 0
+        self._since = 0.0
+
+    def reset(self) -> None:
+        """Begin to count anew."""
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+        self.under_way = 0.0
+
+    def sent(self) -> None:
+        """A message has left."""
+        if not self._messages:
+            self._since = perf_counter()
+        self._messages += 1
+
+    def arrived(self) -> None:
+        """One that left is known to have arrived."""
+        self._messages -= 1
+        if not self._messages:
+            self.under_way += perf_counter() - self._since
+
+    def add(self, phase: str, since: float) -> float:
+        """Count the time from `since` (perf_counter) to now for `phase`; returns now."""
+        now = perf_counter()
+        self.seconds[phase] += now - since
+        return now
+
+    def communication(self) -> float:
+        """Seconds in forward and backward communication so far."""
+        return exposed(self.seconds)
+
+
+def exposed(seconds: Mapping[str, float]) -> float:
+    """Seconds, of those by phase, in which computation waited for communication."""
+    return seconds["forward"] + seconds["backward"]
+
+
+def hidden(seconds: Mapping[str, float], under_way: float) -> float | None:
+    """The share of the seconds with messages under way that computation did not wait for; None without messages."""
+    return share(exposed(seconds), under_way)
+
+
+def share(waited: float, under_way: float) -> float | None:
+    """`hidden`, where computation waited so many seconds."""
+    return max(0.0, 1 - waited / under_way) if under_way else None

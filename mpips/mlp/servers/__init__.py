@@ -1,1 +1,0 @@
-"""Servers that keep the weights of a network: synchronously, or by elastic averaging."""
