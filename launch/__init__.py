@@ -1,4 +1,4 @@
-"""How jobs start: `mpips run` and the other words of the command, batch scripts, the doctor, the emulated cluster.
+"""Start jobs: `mpips run` and the other words of the command, batch scripts, the doctor, the emulated cluster.
 
 Other packages use what stands here, and `launch.lab`.
 """

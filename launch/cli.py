@@ -31,7 +31,7 @@ class Sub(NamedTuple):
 
     @property
     def words(self) -> list[str]:
-        """How a Python runs it."""
+        """Return how a Python runs it."""
         return ["-m", self.module.removesuffix(".__main__"), *filter(None, [self.case])]
 
 
@@ -49,7 +49,7 @@ COMMANDS = {
         ("mpips doctor", "srun -n 4 mpips doctor    # inside an allocation"),
     ),
     "script": Sub(
-        "launch.batch.command", "Write a batch script for Slurm, LSF or PBS.",
+        "launch.batch", "Write a batch script for Slurm, LSF or PBS.",
         ("mpips script slurm -N 4 -s 2 -w 14 train.py > job.sh", "mpips script pbs -N 2 -n 8 -m my.module > job.sh"),
     ),
     "train": Sub(
@@ -122,7 +122,7 @@ OURS = ("mpips", "collectives", "launch")
 
 
 class Target(NamedTuple):
-    """What a line of words means: the command's full name, its own words, and the ranks to start."""
+    """The meaning of a line of words: the command's full name, its own words, and the ranks to start."""
 
     name: str
     words: list[str]
@@ -190,7 +190,7 @@ class Commands(click.Group):
 
 
 def _take_ranks(words: list[str]) -> int | None:
-    """Takes `-n P`, `--ranks P` or `--ranks=P` out of `words`, unless it stands after `--`."""
+    """Take `-n P`, `--ranks P` or `--ranks=P` out of `words`, unless it stands after `--`."""
     ours = words[: words.index("--")] if "--" in words else words
     for place, word in enumerate(ours):
         if not (found := re.fullmatch(r"(--ranks|-n)(?:=(.*)|(\d+))?", word)):
@@ -208,7 +208,7 @@ def _take_ranks(words: list[str]) -> int | None:
 
 
 def _load(sub: Sub, runs_here: bool = False) -> click.Command:
-    """The command of the module, which is imported without starting MPI unless it is to run here; its help names
+    """Return the command of the module, which is imported without starting MPI unless it is to run here; its help names
     `--ranks`, though it never sees that option, and ends with examples."""
     if not runs_here:
         with suppress(ImportError):  # the command says so
@@ -235,8 +235,8 @@ def _ranks_option(**more: Any) -> click.Option:
 
 
 def _check(sub: Sub, target: Target, ranks: int) -> None:
-    """Says once, here, what every rank would say: `--help`, and what is wrong with the words and MPIPS_* variables.
-    The module's `check(ranks, **options)`, where it has one, raises click.UsageError."""
+    """Say once, here, what every rank would say: `--help`, and what is wrong with the words and MPIPS_* variables. The
+    module's `check(ranks, **options)`, where it has one, raises click.UsageError."""
     with _load(sub).make_context(target.name, list(target.words)) as context:
         options_of({})
         check = getattr(sys.modules[sub.module], "check", None)
@@ -246,7 +246,7 @@ def _check(sub: Sub, target: Target, ranks: int) -> None:
 
 
 def _version(ctx: click.Context, option: click.Parameter, wanted: bool) -> None:
-    """Prints the versions of mpips and of the Python under it."""
+    """Print the versions of mpips and of the Python under it."""
     if wanted and not ctx.resilient_parsing:
         from importlib import metadata
 

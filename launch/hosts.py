@@ -32,7 +32,7 @@ class Placed(NamedTuple):
 
 
 def parse(text: str, source: str = "host file") -> tuple[Host, ...]:
-    """Hosts of a host file in either spelling: `node1 slots=4` (Open MPI) or `node1:4` (MPICH, Intel MPI).
+    """Return hosts of a host file in either spelling: `node1 slots=4` (Open MPI) or `node1:4` (MPICH, Intel MPI).
 
     Blank lines and `#` comments are skipped; a host named twice has the sum of its slots. A file that repeats hosts
     without slots has a line a slot, as PBS and LSF write it. HostError names the line.
@@ -80,7 +80,7 @@ def _parse_line(words: Sequence[str], where: str) -> Host:
 
 
 def read(path: str | Path) -> tuple[Host, ...]:
-    """Hosts of the file `path`. Raises HostError where it cannot be read or understood."""
+    """Return hosts of the file `path`. Raises HostError where it cannot be read or understood."""
     try:
         text = Path(path).read_text(encoding="utf-8-sig")  # editors of other systems begin a file with a mark
     except FileNotFoundError as error:
@@ -93,7 +93,8 @@ def read(path: str | Path) -> tuple[Host, ...]:
 
 
 def place(hosts: Sequence[Host], workers: int, servers: int, spares: int = 0) -> tuple[Placed, ...]:
-    """Blocks of consecutive ranks on hosts, workers first, then servers, then spares, as mpips numbers its ranks.
+    """Return blocks of consecutive ranks on hosts, workers first, then servers, then spares, as mpips numbers its
+    ranks.
 
     Servers get the last hosts for themselves, one each, as long as the other hosts hold the workers; else several
     servers share one; else they take the free slots beside the workers. Slots are filled in the order of the file;
@@ -112,7 +113,7 @@ def place(hosts: Sequence[Host], workers: int, servers: int, spares: int = 0) ->
 
 
 def _working(hosts: Sequence[Host], workers: int, servers: int) -> list[str]:
-    """The host of every worker, then of every server."""
+    """Return the host of every worker, then of every server."""
     for own in range(min(servers, len(hosts) - 1), 0, -1):
         at_work, serving = hosts[:-own], hosts[-own:]
         if _holds(at_work, workers) and _holds(serving, servers):
@@ -122,7 +123,7 @@ def _working(hosts: Sequence[Host], workers: int, servers: int) -> list[str]:
 
 
 def _left(hosts: Sequence[Host], placed: Iterable[str]) -> list[Host]:
-    """The hosts with the slots that these ranks leave."""
+    """Return the hosts with the slots that these ranks leave."""
     used = Counter(placed)
     return [Host(h.name, None if h.slots is None else h.slots - used[h.name]) for h in hosts]
 
@@ -132,7 +133,8 @@ def _holds(hosts: Sequence[Host], ranks: int) -> bool:
 
 
 def _fill(hosts: Sequence[Host], ranks: int) -> list[str]:
-    """The host of every rank: given slots in order; hosts without slots share what is left, evenly, in blocks."""
+    """Return the host of every rank: given slots in order; hosts without slots share what is left, evenly, in
+    blocks."""
     sharing = sum(h.slots is None for h in hosts)
     left = max(0, ranks - sum(h.slots or 0 for h in hosts))
     shares = (left * (i + 1) // sharing - left * i // sharing for i in range(sharing))
@@ -144,7 +146,8 @@ def _fill(hosts: Sequence[Host], ranks: int) -> list[str]:
 
 
 def _spread(hosts: Sequence[Host], ranks: int) -> list[str]:
-    """One rank at a time to the host with the fewest of them that still has a slot; in the order of the hosts."""
+    """Return one rank at a time to the host with the fewest of them that still has a slot; in the order of the
+    hosts."""
     counts = Counter({host.name: 0 for host in hosts})
     for _ in range(ranks):
         free = [h.name for h in hosts if h.slots is None or counts[h.name] < h.slots]

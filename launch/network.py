@@ -1,4 +1,8 @@
-"""What the hosts of a job say about their networks: NICs, addresses, routes; and whether `--interface` is there.
+"""Networks of a job's hosts: the NICs, addresses and routes that they report, `--interface`, and `--topology`.
+
+In BCube(n, k) two hosts share a switch of level l if and only if their addresses differ in digit l alone. So with the
+subnets of level l left out, the hosts fall into n groups that share no switch: these are the values of digit l. Hosts
+in this order have addresses that are the digits of their ranks.
 
     mpirun -n 1 --host h0 python -m launch.network : -n 1 --host h1 ...
 
@@ -16,8 +20,146 @@ from collections.abc import Mapping, Sequence
 from ipaddress import IPv4Interface, IPv4Network
 from typing import Any, NamedTuple
 
-from launch.hosts import Placed
+from collectives.simulator.topology import BCube, FatTree, host_at, parse
+from launch.hosts import Host, Placed
 from launch.mpirun import Job, Launcher, LauncherError, Machine, build, environment_of_job
+from mpips.store.options import Options
+
+
+class MappingError(ValueError):
+    """Hosts that do not form the topology."""
+
+
+class TopologyRequest(NamedTuple):
+    """A topology as `simulator.topology.parse` reads it, each level's NIC, and the interface of MPI's addresses."""
+
+    topology: str
+    nics: tuple[str, ...]
+    interface: str | None
+
+
+def place_in_topology(
+    wanted: TopologyRequest,
+    options: Options,
+    hosts: Sequence[Host],
+    launcher: Launcher,
+    machine: Machine,
+    extra: Sequence[str] = (),
+) -> tuple[Placed, ...]:
+    """Return blocks of ranks on hosts, in the order of addresses. Blocking: starts one process a host to look at its
+    network.
+
+    ValueError (MappingError) where the job, the hosts or their networks do not fit the topology, with the commands
+    that would mend routes; LauncherError where hosts do not answer.
+    """
+    topology = parse(wanted.topology)
+    if not hosts or not all(wanted.nics):
+        raise MappingError("--topology needs --hostfile, and --nics with the NIC of each level")
+    if options.servers:
+        raise MappingError(f"--topology places workers only: with servers={options.servers} use --hostfile alone")
+    if options.spares > 0:
+        raise MappingError(f"--topology places workers only: with spares={options.spares} use --hostfile alone")
+    if options.workers % topology.hosts:
+        raise MappingError(f"workers={options.workers} is no multiple of the {topology.hosts} hosts of {topology.name}")
+    ordered = order_hosts(topology, ask_hosts(launcher, [host.name for host in hosts], machine, extra), wanted.nics)
+    if isinstance(topology, BCube) and topology.k > 1:
+        if wanted.interface is None:
+            raise MappingError(f"{topology.name} needs --interface: where each host has the address that MPI uses")
+        if commands := find_missing_routes(topology, ordered, wanted.nics, wanted.interface):
+            raise MappingError(
+                "traffic would not keep to its levels; as root, run on each host\n" + "\n".join(commands)
+            )
+    return tuple(Placed(report.host, options.workers // topology.hosts) for report in ordered)
+
+
+def order_hosts(topology: BCube | FatTree, reports: Sequence[HostReport], nics: Sequence[str]) -> list[HostReport]:
+    """Return reports in the order of addresses; `nics` names the NIC of each level, level 0 first.
+
+    The first host gets address 0. A fat-tree's switches cannot be told from subnets, so its hosts keep the order in
+    which they are given: pod, then edge switch, then slot. Raises MappingError.
+    """
+    if len(reports) != topology.hosts:
+        raise MappingError(f"{topology.name} has {topology.hosts} hosts, the host file {len(reports)}")
+    if len(nics) != topology.levels:
+        named = f"{len(nics)} are named: {', '.join(nics)}"
+        raise MappingError(f"{topology.name} has {topology.levels} NICs a host, {named}")
+    subnets = [[_subnet_of(report, nic, level) for report in reports] for level, nic in enumerate(nics)]
+    if isinstance(topology, FatTree):
+        return list(reports)
+    for level, networks in enumerate(subnets):
+        _check_sizes(topology, level, networks, reports)
+    digits = [_find_digits(topology, level, subnets, reports) for level in range(topology.k)]
+    found: dict[int, HostReport] = {}
+    for place, report in enumerate(reports):
+        host = host_at(topology, tuple(digits[level][place] for level in reversed(range(topology.k))))
+        if host in found:
+            raise MappingError(f"{report.host} and {found[host].host} have the same address in {topology.name}")
+        found[host] = report
+    return [found[host] for host in range(topology.hosts)]
+
+
+def _subnet_of(report: HostReport, nic: str, level: int) -> IPv4Network:
+    return _address_of(report, nic, f"the NIC of level {level}").network
+
+
+def _address_of(report: HostReport, nic: str, what: str) -> IPv4Interface:
+    addresses = report.nics.get(nic)
+    if addresses is None:
+        raise MappingError(f"{report.host} has no {nic} ({what}); it has {', '.join(report.nics)}")
+    if not addresses:
+        raise MappingError(f"{nic} of {report.host} ({what}) has no IPv4 address")
+    return addresses[0]
+
+
+def _check_sizes(topology: BCube, level: int, networks: Sequence[IPv4Network], reports: Sequence[HostReport]) -> None:
+    for network in networks:
+        members = [report.host for report, other in zip(reports, networks) if other == network]
+        if len(members) != topology.n:
+            raise MappingError(
+                f"subnet {network} of level {level} holds {len(members)} hosts ({', '.join(members)}), "
+                f"a switch of {topology.name} has {topology.n}"
+            )
+
+
+def _find_digits(
+    topology: BCube, level: int, subnets: Sequence[Sequence[IPv4Network]], reports: Sequence[HostReport]
+) -> list[int]:
+    """Digit `level` of every host: the number of its group when the subnets of that level are left out."""
+    group = list(range(len(reports)))
+    for other, networks in enumerate(subnets):
+        for network in set(networks) if other != level else ():
+            joined = {group[place] for place, n in enumerate(networks) if n == network}
+            group = [min(joined) if g in joined else g for g in group]
+    names = {g: number for number, g in enumerate(dict.fromkeys(group))}
+    if len(names) != topology.n:
+        raise MappingError(
+            f"without their NICs of level {level} the hosts fall into {len(names)} groups, "
+            f"{topology.name} has {topology.n}: subnets of different levels join hosts that share no switch"
+        )
+    return [names[g] for g in group]
+
+
+def find_missing_routes(
+    topology: BCube, ordered: Sequence[HostReport], nics: Sequence[str], interface: str
+) -> list[str]:
+    """Return commands, each with its host, for every address on `interface` that a host does not reach by the right
+    NIC.
+
+    Right is the NIC of the highest level in which the addresses differ, by way of the neighbour who has that digit.
+    Empty where all traffic already runs so. Raises MappingError where a host has no address on `interface`.
+    """
+    commands = []
+    vips = [str(_address_of(report, interface, "MPI's address").ip) for report in ordered]
+    for host, report in enumerate(ordered):
+        for target, vip in enumerate(vips):
+            if target == host:
+                continue
+            level, neighbour = topology.next_hop(host, target)
+            gateway = str(_address_of(ordered[neighbour], nics[level], f"the NIC of level {level}").ip)
+            if report.nic_to(vip) not in ((nics[level], gateway), (nics[level], None)):
+                commands.append(f"{report.host}: ip route replace {vip}/32 via {gateway} dev {nics[level]}")
+    return commands
+
 
 MARK = "mpips-network "
 LIMIT = 60.0  # seconds
@@ -45,21 +187,21 @@ class HostReport(NamedTuple):
         return (best.nic, best.via) if best else None
 
     def has(self, word: str | IPv4Network) -> bool:
-        """Has it this NIC, or an address in this subnet?"""
+        """Return whether it has this NIC, or an address in this subnet."""
         if isinstance(word, str):
             return word in self.nics
         return any(address.ip in word for addresses in self.nics.values() for address in addresses)
 
     def absence(self, word: str | IPv4Network) -> str:
-        """What to say where it has not."""
+        """Return what to say where it has not."""
         if isinstance(word, str):
             return f"{self.host} has no interface {word!r} with an IPv4 address: it has {', '.join(self.nics)}"
         there = ", ".join(f"{address} ({name})" for name, addresses in self.nics.items() for address in addresses)
         return f"{self.host} has no IPv4 address in the subnet {word}: it has {there}"
 
 
-def parse(host: str, addresses: Sequence[Mapping[str, Any]], routes: Sequence[Mapping[str, Any]]) -> HostReport:
-    """A report from the output of `ip -j -4 address` and `ip -j -4 route`."""
+def parse_report(host: str, addresses: Sequence[Mapping[str, Any]], routes: Sequence[Mapping[str, Any]]) -> HostReport:
+    """Return a report from the output of `ip -j -4 address` and `ip -j -4 route`."""
     nics = {
         str(nic["ifname"]): tuple(IPv4Interface(f"{a['local']}/{a['prefixlen']}") for a in nic.get("addr_info", ()))
         for nic in addresses
@@ -73,8 +215,11 @@ def parse(host: str, addresses: Sequence[Mapping[str, Any]], routes: Sequence[Ma
     return HostReport(host, nics, tuple(known))
 
 
-def ask(launcher: Launcher, hosts: Sequence[str], machine: Machine, extra: Sequence[str] = ()) -> list[HostReport]:
-    """The reports of `hosts`, in their order. Blocking, at most `LIMIT` s; LauncherError where a host is silent."""
+def ask_hosts(
+    launcher: Launcher, hosts: Sequence[str], machine: Machine, extra: Sequence[str] = ()
+) -> list[HostReport]:
+    """Return the reports of `hosts`, in their order. Blocking, at most `LIMIT` s; LauncherError where a host is
+    silent."""
     environment = {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
     placed = tuple(Placed(host, 1) for host in hosts)
     program = (sys.executable, "-P", "-m", "launch.network", *hosts)
@@ -88,7 +233,7 @@ def ask(launcher: Launcher, hosts: Sequence[str], machine: Machine, extra: Seque
     except subprocess.TimeoutExpired as error:
         raise LauncherError(f"the hosts did not answer within {LIMIT:g} s: can mpirun reach them all?") from error
     lines = (json.loads(line[len(MARK) :]) for line in done.stdout.splitlines() if line.startswith(MARK))
-    said = {line["host"]: parse(line["host"], line["addresses"], line["routes"]) for line in lines}
+    said = {line["host"]: parse_report(line["host"], line["addresses"], line["routes"]) for line in lines}
     silent = [host for host in hosts if host not in said]
     if silent:
         why = next((line for line in done.stderr.splitlines() if line.strip(" -")), "no error was printed")
@@ -96,10 +241,10 @@ def ask(launcher: Launcher, hosts: Sequence[str], machine: Machine, extra: Seque
     return [said[host] for host in hosts]
 
 
-def here() -> HostReport:
-    """The report of this machine; LauncherError without `ip`."""
+def report_here() -> HostReport:
+    """Return the report of this machine; LauncherError without `ip`."""
     try:
-        return parse(socket.gethostname(), _ip("address"), _ip("route"))
+        return parse_report(socket.gethostname(), _ip("address"), _ip("route"))
     except FileNotFoundError as error:
         raise LauncherError("a look at this machine's addresses takes the command ip (package iproute2)") from error
 
@@ -113,21 +258,21 @@ def check_interface(
     may be on the hosts: they are asked.
     """
     names = [name for _, name in socket.if_nameindex()]
-    words = [_subnet(word) if "/" in word else word for word in interface.split(",")]
+    words = [_parse_subnet(word) if "/" in word else word for word in interface.split(",")]
     lacking = [word for word in words if isinstance(word, IPv4Network) or word not in names]
     if any(isinstance(word, IPv4Network) for word in lacking):
-        report = here()
+        report = report_here()
         lacking = [word for word in lacking if not report.has(word)]
         if lacking and not hosts:
             raise LauncherError(report.absence(lacking[0]))
     if lacking and not hosts:
         raise LauncherError(f"there is no network interface {lacking[0]!r} here: there are {', '.join(names)}")
-    for report in ask(launcher, list(dict.fromkeys(b.host for b in hosts)), machine, extra) if lacking else ():
+    for report in ask_hosts(launcher, list(dict.fromkeys(b.host for b in hosts)), machine, extra) if lacking else ():
         if missing := [word for word in lacking if not report.has(word)]:
             raise LauncherError(report.absence(missing[0]))
 
 
-def _subnet(word: str) -> IPv4Network:
+def _parse_subnet(word: str) -> IPv4Network:
     try:
         return IPv4Network(word, strict=False)
     except ValueError as error:
@@ -135,7 +280,7 @@ def _subnet(word: str) -> IPv4Network:
 
 
 def main() -> None:
-    """Prints this host's report; arguments are the hosts' names in the job, of which this one's is chosen by rank."""
+    """Print this host's report; arguments are the hosts' names in the job, of which this one's is chosen by rank."""
     variables = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
     rank = int(next(os.environ[name] for name in variables if name in os.environ))
     name = sys.argv[1 + rank] if len(sys.argv) > 1 + rank else socket.gethostname()

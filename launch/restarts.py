@@ -82,8 +82,8 @@ def until_it_ends(
 
 
 def reason(ended: Ended, remote: bool, flavour: Flavour) -> str:
-    """The death that has ended a job, in words; "" where none that is known has. `remote`: some of its ranks were on
-    other hosts, of which only mpirun's code tells."""
+    """Return the death that has ended a job, in words; "" where none that is known has. `remote`: some of its ranks
+    were on other hosts, of which only mpirun's code tells."""
     if not ended.code or ended.heard:
         return ""
     if ended.death:
@@ -100,7 +100,8 @@ def reason(ended: Ended, remote: bool, flavour: Flavour) -> str:
 def answering(
     hosts: Sequence[Host], launcher: Launcher, machine: Machine, extra: Sequence[str] = ()
 ) -> tuple[Host, ...]:
-    """Those of the hosts on which this mpirun can start a process. Blocking, for at most `LIMIT` seconds or two."""
+    """Return those of the hosts on which this mpirun can start a process. Blocking, for at most `LIMIT` seconds or
+    two."""
     with ThreadPoolExecutor(max(1, len(hosts))) as pool:
         answers = list(pool.map(lambda host: _answers(host.name, launcher, machine, extra), hosts))
     return tuple(host for host, answer in zip(hosts, answers) if answer)
@@ -121,8 +122,8 @@ def _answers(host: str, launcher: Launcher, machine: Machine, extra: Sequence[st
 
 
 def fit(options: Options, hosts: Sequence[Host]) -> Options:
-    """The options of a job that these hosts hold: as asked for where they do; else with fewer spares, then with fewer
-    workers, and at last with fewer servers, of these two at least one. LauncherError where they cannot hold even
+    """Return the options of a job that these hosts hold: as asked for where they do; else with fewer spares, then with
+    fewer workers, and at last with fewer servers, of these two at least one. LauncherError where they cannot hold even
     that."""
     if not hosts:
         raise LauncherError("no host answers")
@@ -140,7 +141,7 @@ def fit(options: Options, hosts: Sequence[Host]) -> Options:
 
 
 def place_of(folder: str) -> str:
-    """The folder of a command line, as all ranks are to know it."""
+    """Return the folder of a command line, as all ranks are to know it."""
     return os.path.abspath(folder) if folder else ""
 
 

@@ -1,20 +1,29 @@
-"""`mpips run`: one MPI job of workers and servers; and `start`, which other commands use for their `--ranks`."""
+"""`mpips run`: one MPI job of workers and servers; and `start`, which other commands use for their `--ranks`.
+
+What would be an error of all ranks, as of a script that is no Python, is said once, before they start.
+"""
 
 from __future__ import annotations
 
+import difflib
+import importlib.util
 import os
 import re
 import shlex
 import sys
+import traceback
+import warnings
 from collections.abc import Callable, Mapping, Sequence
+from importlib.machinery import PathFinder
 from typing import Any, NoReturn
 
 import click
 
-from launch import network, restarts, script, surroundings, survival
-from launch.hosts import Host, Placed, place, read
-from launch.machine import check_room, crowd, loopback, settings, this_machine
-from launch.mpirun import Job, Launcher, LauncherError, Machine, build, find, program
+from collectives.terminal.help import Whole
+from launch import restarts
+from launch.hosts import Host, place, read
+from launch.machine import check_room, check_surroundings, choose_loopback, choose_settings, this_machine, warn_of_crowd
+from launch.mpirun import Job, Launcher, LauncherError, Machine, build, check_spares, find, program
 from launch.running import process
 from mpips.store import world
 from mpips.store.options import PREFIX, OptionError, Options, uneven
@@ -24,24 +33,48 @@ Words = tuple[str, ...]
 ROLES = ("servers", "clients", "workers", "masters")
 
 
+def _parse_script(ctx: click.Context, parameter: click.Parameter, words: Sequence[str]) -> tuple[str, ...]:
+    """Return `SCRIPT.py ARGS`, `-m MODULE ARGS` or `-c LINE`, without two dashes before them; UsageError for others."""
+    words = tuple(words[1:] if words[:1] == ("--",) else words)
+    if not words:
+        raise click.UsageError(
+            "no script is named: SCRIPT.py, -m MODULE, or, as -c alone means --clients, a line of Python by -- -c LINE"
+        )
+    if words[0] in ("-m", "-c"):
+        if len(words) < 2:
+            raise click.UsageError(f"{words[0]} needs an argument")
+    elif (option := words[0].partition("=")[0]).startswith("-"):  # where a script should be
+        known = [name for one in ctx.command.params for name in one.opts if name.startswith("--")]
+        raise click.NoSuchOption(option, possibilities=difflib.get_close_matches(option, known, cutoff=0.7))
+    return words
+
+
+BEFORE_A_SCRIPT = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+"""The settings of a command that takes `script_argument`."""
+script_argument = click.argument(
+    "words", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT.py|-m MODULE [ARGS]...", is_eager=True,
+    callback=_parse_script,
+)  # fmt: skip
+
+
 def role_options(command: Callable[..., None]) -> Callable[..., None]:
-    """The options that every command which writes down a job takes; `workers_of` reads two of them."""
+    """Return the options that every command which writes down a job takes; `workers_of` reads two of them."""
     for option in (
         click.option(
             "--masters", type=click.Choice(["one", "all"]), default="one", show_default=True,
             help="Who of a client talks to the servers: its rank 0, or every worker with its own shard.",
         ),
         click.option(
-            "-c", "--clients", type=click.IntRange(1), default=1, show_default=True,
+            "-c", "--clients", type=Whole(1), default=1, show_default=True,
             help="MPI clients of an mpi_* store.",
         ),
         click.option(
-            "-w", "--workers", type=click.IntRange(1),
+            "-w", "--workers", type=Whole(1),
             help="Workers in all, as many a client, or nearly.",
         ),
-        click.option("-n", "--ranks", type=click.IntRange(1), help="All ranks, in place of -w: workers and servers."),
+        click.option("-n", "--ranks", type=Whole(1), help="All ranks, in place of -w: workers and servers."),
         click.option(
-            "-s", "--servers", default=0, show_default=True, type=click.IntRange(0),
+            "-s", "--servers", default=0, show_default=True, type=Whole(0),
             help="Server processes; 0 is pure MPI.",
         ),
     ):  # fmt: skip
@@ -50,7 +83,7 @@ def role_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def workers_of(ranks: int | None, workers: int | None, servers: int) -> int:
-    """The workers of a job; click.UsageError where the command line gives none, or contradicts itself."""
+    """Return the workers of a job; click.UsageError where the command line gives none, or contradicts itself."""
     if ranks is None:
         if workers is None:
             raise click.UsageError("how many ranks? Give -n/--ranks, which counts all, or -w/--workers")
@@ -79,19 +112,19 @@ class RunCommand(click.Command):
 
 spares_option = click.option(
     "--spares",
-    type=click.IntRange(0),
+    type=Whole(0),
     help="So many ranks more, which take the places of ranks that die; 0: the others go on. Open MPI with ULFM.",
 )
 
 
 def save_options(command: Callable[..., None]) -> Callable[..., None]:
-    """The options of a job that saves itself, for every command that writes down a job."""
+    """Return the options of a job that saves itself, for every command that writes down a job."""
     for option in (
         click.option(
-            "--restarts", "tries", type=click.IntRange(0), default=0, show_default=True, metavar="N",
+            "--restarts", "tries", type=Whole(0), default=0, show_default=True, metavar="N",
             help="Start a job that a death has ended again, at most so many times; needs --checkpoint and --every.",
         ),
-        click.option("--every", type=click.IntRange(1), metavar="ROUNDS",
+        click.option("--every", type=Whole(1), metavar="ROUNDS",
                      help="Rounds of each key between two such saves."),
         click.option("--checkpoint", metavar="DIR",
                      help="Folder in which the store saves itself, and from which the job goes on; with --every."),
@@ -100,7 +133,7 @@ def save_options(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-@click.command("run", cls=RunCommand, context_settings=dict(script.BEFORE_A_SCRIPT))
+@click.command("run", cls=RunCommand, context_settings=dict(BEFORE_A_SCRIPT))
 @role_options
 @spares_option
 @click.option("--hostfile", type=click.Path(), help="Hosts, one a line: `node1 slots=4` or `node1:4`.")
@@ -119,7 +152,7 @@ def save_options(command: Callable[..., None]) -> Callable[..., None]:
 )
 @save_options
 @click.option("--dry-run", is_flag=True, help="Print the command and stop.")
-@script.argument
+@script_argument
 def command(
     mpirun: str | None, interface: str | None, extra: Words, dry_run: bool, words: Words, ranks: int | None,
     workers: int | None, checkpoint: str | None, tries: int, variables: Words, **asked: Any,
@@ -137,43 +170,46 @@ def command(
         options = options_of({**{name: asked.pop(name) for name in (*ROLES, "spares")}, **saves})
         if not dry_run:
             check_alone()
-        asked["environment"] = variables_of(variables, os.environ)
+        given = variables_of(variables, os.environ)
         machine, launcher = this_machine(), find(mpirun)
         if options.spares >= 0:
-            survival.check(launcher, options.spares)
-        start = Start(launcher, machine, words, interface, extra, asked)
+            check_spares(launcher, options.spares)
+        start = JobStarter(launcher, machine, words, given, interface, extra, **asked)
         job = start.job(options, start.named())
         argv = build(launcher, job, machine)
         restarts.check(options, tries)
         if not dry_run:
             check_room(job)
-            start.doubt = surroundings.check(launcher, job.ranks_here(os.environ))
+            start.doubt = check_surroundings(launcher, job.ranks_here(os.environ))
             restarts.make_folder(options)
         if interface and not dry_run:
+            from launch import network  # NumPy only where it is needed
+
             network.check_interface(interface, launcher, job.hosts, machine, extra)
     except (LauncherError, ValueError) as error:
         raise click.UsageError(str(error)) from error
     if options.workers % options.clients:
         click.echo(uneven(options.workers, options.clients), err=True)
     if dry_run:
+        note_missing(words)
         click.echo(shlex.join(argv))
         return
-    script.check(words)
+    check_script(words)
     _warn(job, machine)
     remote = bool(job.hosts) and job.ranks_here(os.environ) < job.ranks
     sys.exit(restarts.until_it_ends(start, start.fitting, options, tries, remote, launcher.flavour))
 
 
-class Start:
-    """Starts the job of a command line, with whatever roles; `asked`: `hostfile`, `topology`, `nics` and the user's
-    `environment` of the ranks."""
+class JobStarter:
+    """Starts the job of a command line, with whatever roles. `variables`: the user's, None for their values here."""
 
     def __init__(
-        self, launcher: Launcher, machine: Machine, words: Words, interface: str | None, extra: Words,
-        asked: Mapping[str, Any],
+        self, launcher: Launcher, machine: Machine, words: Words, variables: Mapping[str, str | None],
+        interface: str | None, extra: Words, *, hostfile: str | None, topology: str | None, nics: str | None,
     ) -> None:  # fmt: skip
-        self._launcher, self._machine, self._words, self._extra = launcher, machine, words, extra
-        self._interface, self._asked = interface, asked
+        self._launcher, self._machine, self._words, self._variables = launcher, machine, words, variables
+        self._interface, self._extra = interface, extra
+        self._hostfile, self._topology, self._nics = hostfile, topology, nics
         self._name = click.get_current_context().command_path
         self._answering: tuple[Host, ...] | None = None
         self.doubt = ""
@@ -187,31 +223,46 @@ class Start:
         return ended._replace(sentence=_with_doubt(ended, self.doubt))
 
     def named(self) -> tuple[Host, ...]:
-        """The hosts of the hostfile."""
-        return read(self._asked["hostfile"]) if self._asked["hostfile"] else ()
+        """Return the hosts of the hostfile."""
+        return read(self._hostfile) if self._hostfile else ()
 
     def job(self, options: Options, named: tuple[Host, ...]) -> Job:
-        """The job on these hosts; LauncherError or ValueError where they do not hold it."""
-        hosts = _hosts(options, self._launcher, self._machine, named=named, topology=self._asked["topology"],
-                       nics=self._asked["nics"], interface=self._interface, extra=self._extra)  # fmt: skip
-        job = _job(options, self._words, hosts, self._machine, self._interface, self._extra)
-        own = loopback(job, self._launcher, os.environ)
-        asked = self._asked["environment"]
-        given = {name: value for name, value in asked.items() if value is not None}
-        exported = tuple(name for name in asked if name not in given)
-        return job._replace(environment={**own, **job.environment, **given}, exported=exported)
+        """Return the job on these hosts; LauncherError or ValueError where they do not hold it."""
+        servers, spares, topology, nics = options.servers, max(options.spares, 0), self._topology, self._nics
+        hosts = place(named, options.workers, servers, spares) if named else ()
+        if nics and not topology:
+            raise LauncherError("--nics says which NIC serves which level of a --topology: give that, too")
+        if topology:
+            from launch.network import TopologyRequest, place_in_topology  # NumPy only where it is needed
+
+            wanted = TopologyRequest(topology, tuple((nics or "").split(",")), self._interface)
+            hosts = place_in_topology(wanted, options, named, self._launcher, self._machine, self._extra)
+        ranks = options.workers + servers + spares
+        job = Job(
+            ranks, program(self._words), {}, hosts, self._interface, self._extra, survives=options.spares >= 0,
+            exported=tuple(name for name, value in self._variables.items() if value is None),
+        )  # fmt: skip
+        own = choose_loopback(job, self._launcher, os.environ)
+        environment = own | options.environment()
+        environment |= {PREFIX + name.upper(): str(getattr(options, name)) for name in ROLES}
+        environment |= choose_settings(job.busiest, self._machine, os.environ)
+        if hosts and "PYTHONPATH" in os.environ:
+            environment["PYTHONPATH"] = os.environ["PYTHONPATH"]
+        given = {name: value for name, value in self._variables.items() if value is not None}
+        return job._replace(environment=environment | given)
 
     def fitting(self, options: Options) -> Options:
-        """The roles that fit on the hosts that answer now, to which later starts keep."""
+        """Return the roles that fit on the hosts that answer now, to which later starts keep."""
         named = self.named()
         self._answering = restarts.answering(named, self._launcher, self._machine, self._extra)
-        if self._asked["topology"] and len(self._answering) < len(named):
+        if self._topology and len(self._answering) < len(named):
             raise LauncherError("a host of the --topology does not answer")
         return restarts.fit(options, self._answering)
 
 
 def options_of(roles: Mapping[str, int | str | None]) -> Options:
-    """The options of a job with these roles, the others by variables; click.UsageError says what is wrong with one."""
+    """Return the options of a job with these roles, the others by variables; click.UsageError says what is wrong with
+    one."""
     try:
         return read_options(roles)
     except OptionError as error:
@@ -241,13 +292,13 @@ def variables_of(given: Sequence[str], environment: Mapping[str, str]) -> dict[s
 
 
 def start(ranks: int, words: Sequence[str], mpirun: str | None = None, name: str = "") -> NoReturn:
-    """Runs, and ends with, an MPI job of `ranks` processes on this machine; its exit code becomes the job's, or what
-    the ranks have left with (`collectives.terminal.console.leave`). `name`: the command that a signal interrupts."""
+    """Run, and ends with, an MPI job of `ranks` processes on this machine; its exit code becomes the job's, or what the
+    ranks have left with (`collectives.terminal.console.leave`). `name`: the command that a signal interrupts."""
     from collectives.terminal.console import CODE_FILE  # `mpips --help` does without
 
     machine = this_machine()
     left = os.memfd_create("code")
-    environment = {**settings(ranks, machine, os.environ), CODE_FILE: f"/proc/{os.getpid()}/fd/{left}"}
+    environment = {**choose_settings(ranks, machine, os.environ), CODE_FILE: f"/proc/{os.getpid()}/fd/{left}"}
     if sys.stdout.isatty():  # ranks cannot see how wide it is
         environment["COLUMNS"] = str(os.get_terminal_size(sys.stdout.fileno()).columns)
     job = Job(ranks, program(words), environment)
@@ -255,8 +306,8 @@ def start(ranks: int, words: Sequence[str], mpirun: str | None = None, name: str
         check_alone()
         check_room(job)
         launcher = find(mpirun)
-        job = job._replace(environment={**loopback(job, launcher, os.environ), **environment})
-        doubt = surroundings.check(launcher, job.ranks_here(os.environ))
+        job = job._replace(environment={**choose_loopback(job, launcher, os.environ), **environment})
+        doubt = check_surroundings(launcher, job.ranks_here(os.environ))
         argv = build(launcher, job, machine)
     except LauncherError as error:
         raise click.UsageError(str(error)) from error
@@ -266,37 +317,8 @@ def start(ranks: int, words: Sequence[str], mpirun: str | None = None, name: str
     sys.exit(ended.code or int.from_bytes(os.pread(left, 1, 0), "little"))
 
 
-def _hosts(
-    options: Options, launcher: Launcher, machine: Machine, *, named: tuple[Host, ...], topology: str | None,
-    nics: str | None, interface: str | None, extra: Words,
-) -> tuple[Placed, ...]:  # fmt: skip
-    """Which ranks go to which host; none where all stay here."""
-    placed = place(named, options.workers, options.servers, max(options.spares, 0)) if named else ()
-    if nics and not topology:
-        raise LauncherError("--nics says which NIC serves which level of a --topology: give that, too")
-    if not topology:
-        return placed
-    from launch.topology import TopologyRequest, place_in  # NumPy only where it is needed
-
-    wanted = TopologyRequest(topology, tuple((nics or "").split(",")), interface)
-    return place_in(wanted, options, named, launcher, machine, extra)
-
-
-def _job(
-    options: Options, words: Words, hosts: tuple[Placed, ...], machine: Machine, interface: str | None,
-    extra: Words,
-) -> Job:  # fmt: skip
-    ranks = options.workers + options.servers + max(options.spares, 0)
-    job = Job(ranks, program(words), {}, hosts, interface, extra, survives=options.spares >= 0)
-    roles = {PREFIX + name.upper(): str(getattr(options, name)) for name in ROLES}
-    environment = {**options.environment(), **roles, **settings(job.busiest, machine, os.environ)}
-    if hosts and "PYTHONPATH" in os.environ:
-        environment["PYTHONPATH"] = os.environ["PYTHONPATH"]
-    return job._replace(environment=environment)
-
-
 def _roles(options: Options) -> list[str]:
-    """What each rank is, to say of one that died."""
+    """Return the role of each rank, to name one that died."""
     of_client = options.workers / options.clients
     clients = [f" of client {int(rank / of_client)}" if options.clients > 1 else "" for rank in range(options.workers)]
     return [f"worker{client}" for client in clients] + ["server"] * options.servers + ["spare"] * options.spares
@@ -324,8 +346,64 @@ def _warn(job: Job, machine: Machine) -> None:
     one_node = os.environ.get("SLURM_NNODES", os.environ.get("SLURM_JOB_NUM_NODES")) == "1"
     if machine.lacks_scheduler and not job.hosts and not one_node:
         click.echo(f"mpips: {machine.lacks_scheduler}: all ranks start on this machine", err=True)
-    if warning := crowd(job, machine, os.environ):
+    if warning := warn_of_crowd(job, machine, os.environ):
         click.echo(warning, err=True)
+
+
+class NotPythonError(click.ClickException):
+    """A refusal, shown without the usage."""
+
+    exit_code = 2
+
+
+def check_script(words: Sequence[str]) -> None:
+    """UsageError, or NoPython with the line, where the script is missing or no Python."""
+    script = words[0]
+    if script == "-m":
+        sys.path.insert(0, os.getcwd())  # where ranks look first
+        try:
+            exists = _module_exists(words[1])
+        finally:
+            del sys.path[0]  # what this process is yet to import does not lie there
+        if not exists:
+            raise click.UsageError(f"there is no module {words[1]!r} for {sys.executable}")
+    elif script == "-c":
+        _compile(words[1], "<string>")
+    elif os.path.isdir(script):
+        raise click.UsageError(f"{script!r} is a folder: name a script in it, or a module by -m")
+    elif not os.path.isfile(script):
+        raise click.UsageError(f"there is no script {script!r} here ({os.getcwd()})")
+    elif script.endswith(".py"):  # others may be archives
+        with open(script, "rb") as file:
+            _compile(file.read(), script)
+
+
+def note_missing(words: Sequence[str]) -> None:
+    """Say on standard error that the script is not here, where it may yet be on the machine of the job."""
+    if words[0] not in ("-m", "-c") and not os.path.isfile(words[0]):
+        click.echo(f"note: there is no script {words[0]!r} here ({os.getcwd()}): the job needs it there", err=True)
+
+
+def _compile(source: str | bytes, name: str) -> None:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the ranks give them
+            compile(source, name, "exec", dont_inherit=True)
+    except (SyntaxError, ValueError) as error:  # ValueError: a NUL in the text
+        lines = "".join(traceback.format_exception_only(error))
+        raise NotPythonError(f"no rank is started, as the script is no Python:\n{lines.rstrip()}") from None
+
+
+def _module_exists(module: str) -> bool:
+    """Return whether there is a module of this name. Packages on the way to it are looked into, not run."""
+    top, *names = module.split(".")
+    spec = importlib.util.find_spec(top) if top else None
+    for i, name in enumerate(names):
+        if spec is None or spec.submodule_search_locations is None:
+            return False
+        full = ".".join([top, *names[: i + 1]])
+        spec = PathFinder.find_spec(full, list(spec.submodule_search_locations)) if name else None
+    return spec is not None
 
 
 if __name__ == "__main__":

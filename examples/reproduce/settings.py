@@ -26,8 +26,8 @@ from collectives.simulator.topology import parse
 from collectives.terminal.console import Interruptible, OutFile, write_text
 from launch import FULL_DUPLEX, Job, build, find, program, this_machine
 from launch.lab import client
+from launch.lab.kernel import find_missing
 from launch.lab.layout import lay_out
-from launch.lab.needs import missing
 
 LAB = "measure"
 MBIT = 100.0
@@ -206,7 +206,7 @@ def compare(case: Case, repeats: int) -> dict[str, object]:
     """Medians of `repeats` runs with and without the setting, alternating, and their ratio."""
     if any(word.startswith("--") for run in case.words for word in run) and find().flavour != "openmpi":
         return {"setting": case.name, "skipped": "a setting of Open MPI"}
-    if case.in_lab and (lacking := missing()):
+    if case.in_lab and (lacking := find_missing()):
         return {"setting": case.name, "skipped": "; ".join(lacking)}
     if not case.words and not case.environment:
         return {"setting": case.name, "skipped": "not needed on this machine"}

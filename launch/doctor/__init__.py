@@ -1,1 +1,1 @@
-"""`mpips doctor`: look at the machine (`survey`), try MPI on real ranks (`probe`), say what is wrong (`judge`)."""
+"""`mpips doctor`: look at the machine (`survey`), try MPI on ranks (`probe`), judge what was found (`__main__`)."""

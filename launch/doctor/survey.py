@@ -1,4 +1,4 @@
-"""What `mpips doctor` looks at: packages, cores, interfaces, GPUs, and an MPI that is tried on real ranks."""
+"""Look at the machine for `mpips doctor`: packages, cores, interfaces, GPUs, and an MPI that is tried on real ranks."""
 
 from __future__ import annotations
 
@@ -20,12 +20,20 @@ from typing import Any
 import click
 
 from collectives.machine.cores import usable
-from launch import surroundings, survival
-from launch.batch.slurm import PMI
+from launch.batch import PMI
 from launch.doctor import probe
-from launch.machine import this_machine
-from launch.mpirun import Job, Launcher, LauncherError, build, environment_of_job, find, lacks_scheduler, program
-from launch.running import leftovers
+from launch.machine import find_hindrances, find_leftovers, list_interfaces, list_leftover_kinds, this_machine
+from launch.mpirun import (
+    Job,
+    Launcher,
+    LauncherError,
+    build,
+    environment_of_job,
+    find,
+    find_obstacle_to_survival,
+    lacks_scheduler,
+    program,
+)
 from mpips.store import world
 
 LIMIT, LIMIT_OF_SRUN = 60.0, 30.0  # seconds for a probe
@@ -43,7 +51,7 @@ DEVICES = (
 
 
 def look() -> dict[str, Any]:
-    """Everything that `judge` needs to know, JSON-serialisable. Collective where a launcher started several ranks."""
+    """Return what `judge` needs to know, JSON-serialisable. Collective where a launcher started several ranks."""
     found: dict[str, Any] = {
         "python": sys.version.split()[0],
         "processor": platform.machine(),
@@ -56,7 +64,7 @@ def look() -> dict[str, Any]:
         "allocation": next((name for name, (_, variable) in SCHEDULERS.items() if variable in os.environ), None),
         "interfaces": list(_interfaces()),
         "gpu": _gpu(),
-        "leftovers": leftovers.look(leftovers.kinds()),
+        "leftovers": find_leftovers(list_leftover_kinds()),
     }
     if world.started_as(os.environ):
         return {**found, "launcher": OURS, "ranks": _under_launcher()}
@@ -65,7 +73,7 @@ def look() -> dict[str, Any]:
     except LauncherError as error:
         return {**found, "launcher": None, "ranks": {"problem": str(error)}}
     found["launcher"] = str(launcher)
-    found["hindrances"] = [one._asdict() for one in surroundings.hindrances(launcher, RANKS)]
+    found["hindrances"] = [one._asdict() for one in find_hindrances(launcher, RANKS)]
     if any(one["sure"] for one in found["hindrances"]):
         return {**found, "ranks": {"not_tried": "no rank was started, as it would fail"}}
     progress = Progress()
@@ -79,14 +87,14 @@ def look() -> dict[str, Any]:
 
 
 class Progress:
-    """What is tried, said on stderr from the time on when all has taken long."""
+    """Says on stderr what is tried, once all has taken long."""
 
     def __init__(self) -> None:
         self._from = time.monotonic() + SILENT
 
     @contextmanager
     def at(self, what: str, limit: float) -> Iterator[None]:
-        """A block that tries `what`, for at most `limit` seconds."""
+        """Give a block that tries `what`, for at most `limit` seconds."""
         words = f"mpips doctor: {what}, for at most {limit:g} s"
         timer = threading.Timer(max(0.0, self._from - time.monotonic()), click.echo, (words,), {"err": True})
         timer.daemon = True
@@ -98,7 +106,8 @@ class Progress:
 
 
 def _under_launcher() -> dict[str, Any]:
-    """The ranks that a launcher gave; where they cannot form a world, why, told before MPI_Init, which might abort."""
+    """Return the ranks that a launcher gave; where they cannot form a world, why, told before MPI_Init, which might
+    abort."""
     import mpi4py
 
     if not this_machine().infiniband:  # Open MPI's UCX windows say an error then, though others are taken
@@ -150,7 +159,7 @@ def _version(package: str) -> str | None:
 
 def _interfaces() -> Iterator[dict[str, Any]]:
     """Network interfaces that are up: name and Mbit/s (None where the kernel does not know)."""
-    for name in surroundings.interfaces():
+    for name in list_interfaces():
         folder = Path("/sys/class/net", name)
         if _text(folder / "operstate") != "down":
             speed = _text(folder / "speed")
@@ -158,7 +167,7 @@ def _interfaces() -> Iterator[dict[str, Any]]:
 
 
 def _text(path: Path) -> str:
-    """A file of /sys; some of them refuse to be read while a link is down."""
+    """Return a file of /sys; some of them refuse to be read while a link is down."""
     try:
         return path.read_text().strip()
     except OSError:
@@ -166,7 +175,7 @@ def _text(path: Path) -> str:
 
 
 def _gpu() -> dict[str, Any]:
-    """Devices by CuPy, asked in a child process, because a broken driver may take the process down."""
+    """Return devices by CuPy, asked in a child process, because a broken driver may take the process down."""
     present = bool(shutil.which("nvidia-smi")) or Path("/dev/nvidia0").exists()
     version = next((v for name in ("cupy-cuda12x", "cupy-cuda13x", "cupy") if (v := _version(name))), None)
     if version is None:
@@ -176,14 +185,14 @@ def _gpu() -> dict[str, Any]:
 
 
 def _died(progress: Progress, launcher: Launcher) -> dict[str, Any]:
-    """What is left of a job when one of its ranks dies, or why nothing is."""
-    if why := survival.hindrance(launcher):
+    """Return what is left of a job when one of its ranks dies, or why nothing is."""
+    if why := find_obstacle_to_survival(launcher):
         return {"hindrance": why}
     return _started(progress, launcher, RANKS_OF_A_DEATH, "death")
 
 
 def _started(progress: Progress, launcher: Launcher, ranks: int, *words: str) -> dict[str, Any]:
-    """What ranks of the probe print, or the problem."""
+    """Return what ranks of the probe print, or the problem."""
     job = Job(ranks, program(["-m", "launch.doctor.probe", *words]), survives=words == ("death",))
     what = {"death": ", one of which is killed", "cuda": " with device buffers"}.get(" ".join(words), "")
     with progress.at(f"tries {ranks} ranks of {launcher}{what}", LIMIT):
@@ -192,7 +201,8 @@ def _started(progress: Progress, launcher: Launcher, ranks: int, *words: str) ->
 
 
 def _by_srun(progress: Progress, pmi: str) -> dict[str, Any]:
-    """What two ranks print that srun starts in this allocation, or the problem. Slurm, too, ends them in a minute."""
+    """Return what two ranks print that srun starts in this allocation, or the problem. Slurm, too, ends them in a
+    minute."""
     options = [f"--mpi={pmi}", f"--ntasks={RANKS}", "--nodes=1", "--overlap", "--overcommit", "--time=1"]
     with progress.at(f"tries {RANKS} ranks by srun --mpi={pmi}", LIMIT_OF_SRUN):
         done = _child(["srun", *options, *program(["-m", "launch.doctor.probe"], sys.executable)], LIMIT_OF_SRUN)
@@ -200,7 +210,7 @@ def _by_srun(progress: Progress, pmi: str) -> dict[str, Any]:
 
 
 def _child(argv: list[str], limit: float) -> Any:
-    """The JSON that a child process prints as a line of its own, or, as a string, why there is none."""
+    """Return the JSON that a child process prints as a line of its own, or, as a string, why there is none."""
     try:
         done = subprocess.run(
             argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=limit, check=False,

@@ -19,9 +19,9 @@ from collectives.terminal.console import InterruptibleGroup, OutFile, write_text
 from collectives.terminal.help import examples
 from collectives.terminal.tables import show_table
 from launch.lab import client, job
+from launch.lab.client import PATIENCE, NetworkWatch
+from launch.lab.kernel import find_missing
 from launch.lab.layout import lay_out
-from launch.lab.needs import missing
-from launch.lab.watch import PATIENCE, NetworkWatch
 from launch.mpirun import LauncherError
 from launch.running import process
 
@@ -33,7 +33,7 @@ BEFORE_A_PROGRAM: dict[str, Any] = {"ignore_unknown_options": True, "allow_inter
 
 @contextlib.contextmanager
 def sentences() -> Iterator[None]:
-    """What cannot be is said in one sentence."""
+    """Give what cannot be is said in one sentence."""
     try:
         yield
     except (client.LabError, LauncherError, ValueError) as error:
@@ -67,7 +67,7 @@ def up(topology: str, speed: str, name: str) -> None:
         plan = lay_out(parse(topology, parse_rate(speed)))
     except ValueError as error:
         raise click.UsageError(str(error)) from error
-    if lacking := missing():
+    if lacking := find_missing():
         raise click.ClickException("no lab can be made here:\n" + "\n".join(f"  - {line}" for line in lacking))
     with sentences():
         client.detach(client.up(name, plan))
@@ -129,7 +129,7 @@ def execute_on_host(name: str, host: str, program: Words) -> None:
 @named
 @click.option("--json", "path", type=OutFile(dash=True), help="Write it as JSON to this file, or to - for the screen.")
 def status(name: str, path: Path | None) -> None:
-    """Hosts, NICs, rates, and bytes through every NIC since the last reset."""
+    """Show hosts, NICs, rates, and bytes through every NIC since the last reset."""
     with sentences():
         found = client.ask(name, {"do": "status"})
     text = json.dumps(found, indent=1) + "\n"
@@ -184,9 +184,9 @@ def link(name: str, host: str, nic: str, state: str, share: float) -> None:
 
 @command.command("list", epilog=examples("mpips lab list"))
 def list_labs() -> None:
-    """The labs that are up."""
+    """List the labs that are up."""
     with sentences():
-        names = client.names()
+        names = client.list_labs()
     if not names:
         click.echo("no lab is up: mpips lab up makes one", err=True)  # standard output holds labs, a line each
     for name in names:
@@ -204,7 +204,7 @@ def list_labs() -> None:
 def down(name: str, every: bool) -> None:
     """End the lab and every process in it; nothing stays behind."""
     with sentences():
-        labs = client.names()
+        labs = client.list_labs()
     if not every and name not in labs:
         raise click.ClickException(f"no lab named {name!r} is up" + (f": there are {', '.join(labs)}" if labs else ""))
     ended, failures = [], []

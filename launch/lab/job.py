@@ -1,4 +1,7 @@
-"""An MPI job across the hosts of a lab: the command that starts it, and the end of all that it leaves behind."""
+"""An MPI job across the hosts of a lab: the command that starts it, and the end of all that it leaves behind.
+
+It starts by three small files in the keeper's private memory file system: hosts, host file, launch agent.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from launch.hosts import Placed
-from launch.lab.files import AGENT, FOLDER
-from launch.lab.plan import MANAGEMENT_NETWORK
+from launch.lab import kernel
+from launch.lab.layout import LAUNCHER_ADDRESS, MANAGEMENT_NETWORK, LabPlan
 from launch.mpirun import Job, Launcher, Machine, build
 
 TIMEOUT = "MPIPS_TIMEOUT_SECONDS"
@@ -19,7 +22,7 @@ MOST_LOOKS, LOOK_SECONDS = 100, 0.01
 MARK_VARIABLE = "LAB_JOB_OF_MPIPS"  # no MPIPS_*: those are options of a store, which refuses what it does not know
 
 
-def place(hosts: Sequence[str], ranks: int, per_host: int) -> tuple[Placed, ...]:
+def place_on_hosts(hosts: Sequence[str], ranks: int, per_host: int) -> tuple[Placed, ...]:
     """``per_host`` consecutive ranks on each host in turn. ValueError where the hosts do not suffice."""
     needed = -(-ranks // per_host)
     if needed > len(hosts):
@@ -31,7 +34,7 @@ def place(hosts: Sequence[str], ranks: int, per_host: int) -> tuple[Placed, ...]
     return tuple(Placed(host, count) for host, count in zip(hosts, counts))
 
 
-def command(
+def build_job(
     launcher: Launcher,
     hosts: Sequence[str],
     ranks: int,
@@ -42,11 +45,11 @@ def command(
     environment: Mapping[str, str] | None = None,
     extra: Sequence[str] = (),
 ) -> list[str]:
-    """The argv that starts ``program`` on ``ranks`` ranks, called from the lab's outer namespaces.
+    """Return the argv that starts ``program`` on ``ranks`` ranks, called from the lab's outer namespaces.
 
     ``cores`` are the machine's, which all hosts share. Data goes by the vips, the launcher's own traffic by management.
     """
-    placed = place(hosts, ranks, per_host)
+    placed = place_on_hosts(hosts, ranks, per_host)
     open_mpi = launcher.flavour == "openmpi"
     settings = agent_settings() if open_mpi else _hydra_settings()
     job = Job(
@@ -61,14 +64,14 @@ def command(
 
 
 def defaults(launcher: Launcher, environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables of a job that its caller's ``environment`` does not set. MPICH does not notice that a host is gone, so
-    there waits of mpips end after `MPICH_TIMEOUT` seconds."""
+    """Return variables of a job that its caller's ``environment`` does not set. MPICH does not notice that a host is
+    gone, so there waits of mpips end after `MPICH_TIMEOUT` seconds."""
     return {} if launcher.flavour == "openmpi" or TIMEOUT in environment else {TIMEOUT: MPICH_TIMEOUT}
 
 
 def agent_settings() -> tuple[str, ...]:
-    """One daemon a host through the agent; nothing left in the machine's /tmp."""
-    values = {"plm_ssh_agent": AGENT, "prte_if_include": MANAGEMENT_NETWORK, "prte_tmpdir_base": FOLDER}
+    """Return one daemon a host through the agent; nothing left in the machine's /tmp."""
+    values = {"plm_ssh_agent": AGENT, "prte_if_include": MANAGEMENT_NETWORK, "prte_tmpdir_base": SHARED_FOLDER}
     return tuple(word for name, value in values.items() for word in ("--prtemca", name, value))
 
 
@@ -79,8 +82,8 @@ def _hydra_settings() -> tuple[str, ...]:
     return (*launcher, *(word for name, value in values.items() for word in ("-genv", name, value)))
 
 
-def enter(keeper: int, argv: Sequence[str], *, folder: str, user: int) -> list[str]:
-    """The argv that runs ``argv`` in the outer namespaces of the lab whose keeper is process ``keeper``.
+def build_entry(keeper: int, argv: Sequence[str], *, folder: str, user: int) -> list[str]:
+    """Return the argv that runs ``argv`` in the outer namespaces of the lab whose keeper is process ``keeper``.
 
     It ends when the caller does. ``user`` is the caller's id: an ordinary user's lab has a user namespace too.
     """
@@ -119,3 +122,64 @@ def _killed(process: int, mark: bytes) -> bool:
     except OSError:  # it has ended, or is another user's
         return False
     return True
+
+
+SHARED_FOLDER = "/dev/shm"  # its own file system for the keeper and for every host, as on machines that share no memory
+HOSTS_FILE = f"{SHARED_FOLDER}/hosts"
+AGENT = f"{SHARED_FOLDER}/agent"
+
+
+def format_hosts(plan: LabPlan) -> str:
+    """``/etc/hosts`` of every host: names lead to management addresses, as on a cluster whose data network is apart."""
+    lines = ["127.0.0.1 localhost", f"{LAUNCHER_ADDRESS} launcher"]
+    return "\n".join(lines + [f"{host.management} {host.name}" for host in plan.hosts]) + "\n"
+
+
+def format_agent(plan: LabPlan, processes: list[int]) -> str:
+    """Return a script called as ssh would be, ``agent [options] HOST COMMAND...``, that runs COMMAND in HOST's
+    namespaces."""
+    cases = "\n".join(
+        f"    {host.name}|{host.management}) process={process} ;;" for host, process in zip(plan.hosts, processes)
+    )
+    return f"""#!/bin/sh
+# Called as ssh is. Options of ssh (-x, -l USER, ...) mean nothing here.
+while :; do
+    case "$1" in
+    -l|-p|-o) shift 2 ;;
+    -*) shift ;;
+    *) break ;;
+    esac
+done
+host=$1
+shift
+case "$host" in
+{cases}
+    *) echo "no host $host in this lab" >&2; exit 1 ;;
+esac
+here=$(pwd)
+exec nsenter --target "$process" --net --uts --mount sh -c 'cd "$0" && eval "$1"' "$here" "$*"
+"""
+
+
+def write_hosts(plan: LabPlan) -> None:
+    """Write `HOSTS_FILE`, read it as ``/etc/hosts`` from now on, and make room for `AGENT`."""
+    with open(HOSTS_FILE, "w") as file:
+        file.write(format_hosts(plan))
+    with open(AGENT, "w"):
+        os.chmod(AGENT, 0o755)
+    kernel.mount(HOSTS_FILE, "/etc/hosts", "", kernel.MS_BIND)
+
+
+def write_agent(plan: LabPlan, processes: list[int]) -> None:
+    """Fill `AGENT`, for the keeper and the hosts alike."""
+    with open(AGENT, "w") as file:
+        file.write(format_agent(plan, processes))
+
+
+def make_own_folder() -> None:
+    """Give this host a `SHARED_FOLDER` of its own with `AGENT`: a host's MPI daemon starts other hosts' daemons."""
+    agent = os.open(AGENT, os.O_RDONLY)
+    kernel.mount_virtual("tmpfs", SHARED_FOLDER)
+    with open(AGENT, "w"):
+        kernel.mount(f"/proc/self/fd/{agent}", AGENT, "", kernel.MS_BIND)
+    os.close(agent)

@@ -1,7 +1,7 @@
 """The process that owns a lab. Its namespaces have no names: when it ends, however it ends, the kernel takes all back.
 
 It is process 1 of its own PID namespace, so that jobs in the lab end with it too. It is found by a socket in a folder
-of its user's (`launch.lab.sockets`), whose lock it holds while it lives, and answers one JSON line with another.
+of its user's (`launch.lab.client`), whose lock it holds while it lives, and answers one JSON line with another.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from collectives.machine.peers import peer
-from launch.lab import files, health, job, kernel
+from launch.lab import job, kernel
+from launch.lab.client import describe_deaths
+from launch.lab.layout import LabNic, LabPlan, decode, find_crossed_nics, window
 from launch.lab.network import add_neighbours_and_routes, apply_settings, build, counters
-from launch.lab.plan import LabNic, LabPlan, decode, window
 
 
 def become_keeper(user: int, group: int, window: int) -> None:
@@ -29,14 +30,14 @@ def become_keeper(user: int, group: int, window: int) -> None:
     if os.fork():
         os._exit(0)
     kernel.keep_mounts_private()
-    for filesystem, target in (("proc", "/proc"), ("sysfs", "/sys"), ("tmpfs", files.FOLDER)):
+    for filesystem, target in (("proc", "/proc"), ("sysfs", "/sys"), ("tmpfs", job.SHARED_FOLDER)):
         kernel.mount_virtual(filesystem, target)
     kernel.set_hostname("launcher")
     apply_settings(window)
 
 
 def start_host(name: str, window: int) -> int:
-    """A process in network, mount and host-name namespaces of its own, waiting to be killed. Returns its pid."""
+    """Return a process in network, mount and host-name namespaces of its own, waiting to be killed. Returns its pid."""
     ready, done = os.pipe()
     process = os.fork()
     if process == 0:
@@ -56,7 +57,7 @@ def _be_host(name: str, window: int, done: int) -> None:
         kernel.set_hostname(name)
         kernel.set_process_name(f"lab-{name}")
         kernel.mount_virtual("sysfs", "/sys")
-        files.own_folder()
+        job.make_own_folder()
         apply_settings(window)
         os.write(done, b"ready")
     except OSError as error:
@@ -76,15 +77,16 @@ class Keeper:
     def __init__(self, name: str, plan: LabPlan) -> None:
         self.name = name
         self._plan = plan
-        files.write_hosts(plan)
+        job.write_hosts(plan)
         self._processes = [start_host(host.name, window(plan)) for host in plan.hosts]
         self._outer, self._links = build(plan, self._processes)
-        files.write_agent(plan, self._processes)
+        job.write_agent(plan, self._processes)
         self._baseline = self._counters()
         self._crossed: dict[int, list[tuple[str, LabNic]]] = {}
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The reply to one request: ``{"do": "describe" | "status" | "reset" | "link" | "health" | "clear"}``."""
+        """Return the reply to one request: ``{"do": "describe" | "status" | "reset" | "link" | "health" |
+        "clear"}``."""
         match request["do"]:
             case "describe":
                 names = [host.name for host in self._plan.hosts]
@@ -114,15 +116,15 @@ class Keeper:
                 record = {"name": nic.name, "level": nic.level, "switch": nic.switch, "address": nic.address}
                 nics.append(record | {"rate": nic.rate, "up": bool(now[nic.name]["up"])} | moved)
             known = {"name": host.name, "vip": host.vip, "management": host.management}
-            hosts.append(known | {"alive": health.lives(process), "nics": nics})
+            hosts.append(known | {"alive": kernel.is_alive(process), "nics": nics})
         return {"name": self.name, "topology": self._plan.topology, "hosts": hosts}
 
     def _dead(self) -> list[str]:
-        return [host.name for host, process in zip(self._plan.hosts, self._processes) if not health.lives(process)]
+        return [host.name for host, process in zip(self._plan.hosts, self._processes) if not kernel.is_alive(process)]
 
     def _set_link(self, name: str, nic: str, up: bool, share: float) -> dict[str, Any]:
         if name in self._dead():
-            return {"error": health.died(self.name, [name])}
+            return {"error": describe_deaths(self.name, [name])}
         for host, links in zip(self._plan.hosts, self._links):
             if host.name == name and (nics := [n for n in host.nics if nic in (n.name, "all")]):
                 for each in nics:
@@ -136,14 +138,14 @@ class Keeper:
         return {"error": f"lab {self.name!r} has no NIC {nic!r} on a host {name!r}"}
 
     def _health(self, hosts: int) -> dict[str, Any]:
-        """What is down between the first ``hosts`` hosts, who of them and of those that relay for them is dead, and the
-        connections that TCP gave up on each, ever."""
+        """Return what is down between the first ``hosts`` hosts, who of them and of those that relay for them is dead,
+        and the connections that TCP gave up on each, ever."""
         if hosts not in self._crossed:
-            self._crossed[hosts] = health.crossed(self._plan, hosts)
-        down = [(host, nic.name) for host, nic in self._crossed[hosts] if health.unplugged(nic.port)]
+            self._crossed[hosts] = find_crossed_nics(self._plan, hosts)
+        down = [(host, nic.name) for host, nic in self._crossed[hosts] if kernel.is_unplugged(nic.port)]
         used = list(zip(self._plan.hosts[:hosts], self._processes))
         needed = {host.name for host, _ in used} | {host for host, _ in self._crossed[hosts]}
-        given_up = {host.name: health.given_up(process) for host, process in used}
+        given_up = {host.name: kernel.count_given_up(process) for host, process in used}
         return {"down": down, "dead": [name for name in self._dead() if name in needed], "given_up": given_up}
 
 
@@ -181,7 +183,8 @@ def _serve_one(keeper: Keeper, connection: socket.socket) -> bool:
 
 
 def _reply(keeper: Keeper, line: bytes) -> tuple[dict[str, Any], bool]:
-    """The reply to a line, and whether the lab stays. What fails is a sentence: the keeper's end would be the lab's."""
+    """Return the reply to a line, and whether the lab stays. What fails is a sentence: the keeper's end would be the
+    lab's."""
     try:
         request = json.loads(line)
         return ({}, False) if request["do"] == "down" else (keeper.answer(request), True)

@@ -1,9 +1,19 @@
-"""The few Linux calls of a lab that Python lacks before 3.12: unshare, setns, mount, names of host and process."""
+"""Linux calls of a lab (unshare, setns, mount, names of host and process), and sentences for those missing here.
+
+Python lacks these calls before 3.12. ``python -m launch.lab.kernel`` tries them, and prints a sentence for each that
+is refused. This module imports no NumPy: a process with threads may not make a user namespace.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NoReturn
 
 NEW_MOUNT = 0x00020000
 NEW_UTS = 0x04000000
@@ -67,7 +77,7 @@ def set_hostname(name: str) -> None:
 
 
 def set_process_name(name: str) -> None:
-    """The name that ``ps -o comm`` shows (15 characters)."""
+    """Set the name that ``ps -o comm`` shows (15 characters)."""
     _checked(_libc.prctl(PR_SET_NAME, name.encode()[:15], 0, 0, 0), "prctl(PR_SET_NAME)")
 
 
@@ -76,3 +86,123 @@ def map_root(user: int, group: int) -> None:
     for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
         with open(f"/proc/self/{name}", "w") as file:
             file.write(text)
+
+
+LACKING = 3  # the exit code of what found something missing: 1 is that of a crash
+USER_NAMESPACES = (
+    "an ordinary user needs user namespaces, and this machine refuses them ({error}): run as root, or let the "
+    "administrator set `sysctl user.max_user_namespaces=10000`, on Debian also "
+    "`sysctl unprivileged_userns_clone=1`, on Ubuntu `sysctl apparmor_restrict_unprivileged_userns=0`"
+)
+ROOT_NAMESPACES = (
+    "root may not make namespaces here ({error}): a container needs the capability SYS_ADMIN "
+    "(`docker run --cap-add SYS_ADMIN --security-opt seccomp=unconfined`)"
+)
+MOUNTS = (
+    "mounting in a namespace of one's own is refused ({error}): in a container, unmask /proc and /sys "
+    "(`docker run --security-opt systempaths=unconfined`)"
+)
+KERNEL = (
+    "this kernel has no {what} ({error}): load the module `{module}` "
+    "(on Debian and Ubuntu in the package linux-modules-extra)"
+)
+
+
+def find_missing() -> list[str]:
+    """Return one sentence for everything that a lab needs and this machine lacks; empty where a lab can be made."""
+    if not sys.platform.startswith("linux"):
+        return [f"a lab is made of Linux namespaces, and this is {sys.platform}"]
+    lacking = _missing_tools()
+    if lacking:
+        return lacking
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "launch.lab.kernel"], capture_output=True, text=True, timeout=60, check=False
+    )
+    if done.returncode not in (0, LACKING):
+        return [f"the check of the kernel failed: {done.stderr.strip().splitlines()[-1:]}"]
+    return done.stdout.splitlines()
+
+
+def _missing_tools() -> list[str]:
+    tools = [tool for tool in ("nsenter", "setpriv") if shutil.which(tool) is None]
+    lacking = [f"the command {tool} is missing: the package util-linux brings it" for tool in tools]
+    if importlib.util.find_spec("pyroute2") is None:
+        lacking.insert(0, "the Python package pyroute2 is missing: `pip install pyroute2`")
+    return lacking
+
+
+def _missing_in_kernel() -> list[str]:
+    """Try everything once, in namespaces that end with this process."""
+    user = os.getuid()
+    try:
+        new_machine(user, os.getgid())
+    except OSError as error:
+        return [(USER_NAMESPACES if user != 0 else ROOT_NAMESPACES).format(error=error)]
+    child = os.fork()
+    if child == 0:
+        _try_mounts()
+    os.waitpid(child, 0)
+    return _missing_links()
+
+
+def _try_mounts() -> NoReturn:
+    """Try mounts as process 1 of the new namespaces, as the keeper is."""
+    try:
+        keep_mounts_private()
+        for filesystem, target in (("proc", "/proc"), ("sysfs", "/sys"), ("tmpfs", "/dev/shm")):
+            mount_virtual(filesystem, target)
+    except OSError as error:
+        print(MOUNTS.format(error=error), flush=True)
+    os._exit(0)
+
+
+def _missing_links() -> list[str]:
+    from pyroute2 import IPRoute
+    from pyroute2.netlink.exceptions import NetlinkError
+
+    netlink = IPRoute()
+    lacking = []
+    steps = (
+        ("bridges", "bridge", lambda: netlink.link("add", ifname="b", kind="bridge")),
+        ("veth pairs", "veth", lambda: netlink.link("add", ifname="v", kind="veth", peer={"ifname": "w"})),
+        ("token bucket filter", "sch_tbf", lambda: netlink.tc("add", "tbf", 1, rate=10**6, burst=65536, limit=10**6)),
+    )
+    for what, module, attempt in steps:
+        try:
+            attempt()
+        except NetlinkError as error:
+            lacking.append(KERNEL.format(what=what, module=module, error=error))
+    return lacking
+
+
+if __name__ == "__main__":
+    found = _missing_in_kernel()
+    print("\n".join(found), end="\n" if found else "")
+    raise SystemExit(LACKING if found else 0)
+
+
+NETSTAT = "TcpExt:"
+GIVEN_UP = "TCPAbortOnTimeout"
+
+
+def is_unplugged(port: str, links: Path = Path("/sys/class/net")) -> bool:
+    """Return whether no frame passes the switch port: it, or the NIC at the other end of its cable, is down or gone."""
+    try:
+        return (links / port / "carrier").read_text().strip() != "1"
+    except OSError:  # a port that is down itself refuses to be read
+        return True
+
+
+def count_given_up(process: int, processes: Path = Path("/proc")) -> int:
+    """Return how many connections TCP has given up for want of an answer, in the network namespace of ``process``."""
+    try:
+        text = (processes / str(process) / "net" / "netstat").read_text()
+    except OSError:  # the host is dead
+        return 0
+    names, values = (line.split() for line in text.splitlines() if line.startswith(NETSTAT))
+    return int(values[names.index(GIVEN_UP)])
+
+
+def is_alive(process: int) -> bool:
+    """Return whether a host is there: its own ``process``."""
+    return Path(f"/proc/{process}/ns/net").exists()

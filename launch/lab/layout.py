@@ -1,23 +1,97 @@
-"""From a topology to what the kernel must be told: hosts, NICs, addresses, routes, switches, rates. Pure.
+"""From a topology to a plan of what the kernel must be told: hosts, NICs, addresses, routes, switches, rates. Pure.
 
 Every host has data NICs ``d0 .. d(k-1)``, one a level, each in the subnet of its switch; an unshaped management NIC
 ``m0``; and one address of its own, the *vip*, on ``vip0``, by which MPI knows it. A /32 route per other vip chooses
 the NIC, and the neighbour that relays where two hosts share no switch (BCube, in dimension order). Switches are bridges
 that neither learn nor flood: the forwarding tables and the neighbours' link addresses are written down here, so that
 no frame travels but the job's own, and byte counters can be held against theory.
+
+The keeper imports this, and no NumPy: a process with threads may not make a user namespace.
 """
 
 from __future__ import annotations
 
-from collectives.simulator.topology import Topology, hop_links
-from launch.lab.plan import ForwardingEntry, LabHost, LabNic, LabPlan, LabRoute, Trunk
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+if TYPE_CHECKING:
+    from collectives.simulator.topology import Topology
 
 MOST_HOSTS = 250
 MOST_RATE = 2**32  # bytes a second: the rate limiter holds it in 32 bits
+MTU = 9000  # at 1500 the cores, not the links, are the bottleneck
+BURST = 32 * 1024  # bytes a link may send at once, so that a late timer costs nothing up to 2.6 ms at 100 Mbit/s
+QUEUE = 4 * 1024 * 1024  # bytes a link may queue: the windows of 30 senders to one host, at 100 Mbit/s
+WINDOW = (128 * 1024, 512 * 1024)  # least and most bytes of a connection under way; in between
+WINDOW_SECONDS = 0.01  # what a link carries in this time: with less in its queue, senders share a link evenly
+
+MANAGEMENT_NETWORK = "10.255.0.0/16"
+LAUNCHER_ADDRESS = "10.255.255.1"
+
+
+class LabNic(NamedTuple):
+    """One data NIC of a host, and the switch port at the other end of its cable."""
+
+    name: str
+    level: int
+    address: str  # in dotted form; the subnet is a /24
+    mac: str
+    rate: int  # bits per second, each direction
+    switch: str
+    port: str
+
+
+class LabRoute(NamedTuple):
+    """A host's way to another host's vip: through ``gateway``, which has the link address ``mac`` and an address in
+    the subnet of ``nic``."""
+
+    vip: str
+    gateway: str
+    mac: str
+    nic: str
+
+
+class LabHost(NamedTuple):
+    """One emulated machine."""
+
+    name: str
+    vip: str
+    management: str
+    nics: tuple[LabNic, ...]
+    routes: tuple[LabRoute, ...]
+
+
+class Trunk(NamedTuple):
+    """A cable between two switches."""
+
+    first: str
+    first_port: str
+    second: str
+    second_port: str
+    rate: int
+
+
+class ForwardingEntry(NamedTuple):
+    """A line of a switch's forwarding table: frames for ``mac`` leave by ``port``."""
+
+    switch: str
+    port: str
+    mac: str
+
+
+class LabPlan(NamedTuple):
+    """All that `launch.lab.network` needs."""
+
+    topology: str
+    hosts: tuple[LabHost, ...]
+    switches: tuple[str, ...]
+    trunks: tuple[Trunk, ...]
+    forwards: tuple[ForwardingEntry, ...]
 
 
 def lay_out(topology: Topology) -> LabPlan:
-    """The plan for a topology (`simulator.topology`) (rates in bytes/s); ValueError where it is too large."""
+    """Return the plan for a topology (`simulator.topology`) (rates in bytes/s); ValueError where it is too large."""
     if topology.hosts > MOST_HOSTS:
         raise ValueError(f"{topology.name} has {topology.hosts} hosts: a lab has at most {MOST_HOSTS}")
     if len(topology.switches) > MOST_HOSTS:
@@ -43,7 +117,7 @@ def _vip(host: int) -> str:
 
 
 def _nics(topology: Topology) -> dict[tuple[int, int], LabNic]:
-    """The NIC of every (host, level); switches joined by trunks share a subnet."""
+    """Return the NIC of every (host, level); switches joined by trunks share a subnet."""
     subnets = _subnets(topology)
     rates = {(link.source, link.target): link.rate for link in topology.links}
     made = {}
@@ -57,7 +131,7 @@ def _nics(topology: Topology) -> dict[tuple[int, int], LabNic]:
 
 
 def _subnets(topology: Topology) -> dict[str, int]:
-    """A number for every switch, the same for switches that a cable joins."""
+    """Return a number for every switch, the same for switches that a cable joins."""
     number = {switch: place for place, switch in enumerate(topology.switches)}
     joined = True
     while joined:
@@ -77,7 +151,7 @@ def _trunks(topology: Topology) -> tuple[Trunk, ...]:
 
 
 def trunk_port(switch: str, other: str) -> str:
-    """The port of ``switch`` that leads to the switch ``other``."""
+    """Return the port of ``switch`` that leads to the switch ``other``."""
     return f"{switch}.{other}"
 
 
@@ -86,6 +160,8 @@ def _follow_routes(
 ) -> tuple[dict[tuple[int, int], tuple[str, str, str]], tuple[ForwardingEntry, ...]]:
     """Walk the route of every pair: (gateway, its link address, NIC) of the first hop, and what the switches on the way
     must know."""
+    from collectives.simulator.topology import hop_links  # NumPy, which the keeper must not have
+
     hops: dict[tuple[int, int], tuple[str, str, str]] = {}
     tables: dict[tuple[str, str], str] = {}
     for source in range(topology.hosts):
@@ -101,3 +177,35 @@ def _follow_routes(
                 if tables.setdefault((link.source, arrival.mac), port) != port:
                     raise ValueError(f"{topology.name}: switch {link.source} has two ways to {arrival.address}")
     return hops, tuple(ForwardingEntry(switch, port, mac) for (switch, mac), port in sorted(tables.items()))
+
+
+def encode(plan: LabPlan) -> str:
+    """Return the plan as one line of JSON."""
+    return msgspec.json.encode(plan).decode()
+
+
+def decode(text: str) -> LabPlan:
+    """Return the plan that `encode` wrote."""
+    return msgspec.json.decode(text, type=LabPlan)
+
+
+def window(plan: LabPlan) -> int:
+    """Return bytes that one connection of the lab may have under way."""
+    fastest = max(nic.rate for host in plan.hosts for nic in host.nics)
+    return min(max(WINDOW[0], round(WINDOW_SECONDS * fastest / 8)), WINDOW[1])
+
+
+def find_crossed_nics(plan: LabPlan, hosts: int) -> list[tuple[str, LabNic]]:
+    """(host, NIC) of all that traffic between the first ``hosts`` hosts crosses, those of relaying hosts included."""
+    owners = {nic.address: (host, nic) for host in plan.hosts for nic in host.nics}
+    found = {}
+    for source in plan.hosts[:hosts]:
+        for target in plan.hosts[:hosts]:
+            at = source
+            while at is not target:
+                route = next(route for route in at.routes if route.vip == target.vip)
+                leaves = next(nic for nic in at.nics if nic.name == route.nic)
+                found[at.name, leaves.name] = leaves
+                at, arrives = owners[route.gateway]
+                found[at.name, arrives.name] = arrives
+    return [(host, nic) for (host, _), nic in sorted(found.items())]

@@ -15,7 +15,7 @@ from pyroute2 import IPRoute
 from pyroute2.netlink.rtnl import ndmsg
 
 from launch.lab import kernel
-from launch.lab.plan import BURST, LAUNCHER_ADDRESS, MTU, QUEUE, LabHost, LabNic, LabPlan
+from launch.lab.layout import BURST, LAUNCHER_ADDRESS, MTU, QUEUE, LabHost, LabNic, LabPlan
 
 MANAGEMENT_BRIDGE = "m0"
 
@@ -46,7 +46,7 @@ class Links:
         self._indices: dict[str, int] = {}
 
     def index(self, name: str) -> int:
-        """The number the kernel gave to the link ``name``."""
+        """Return the number the kernel gave to the link ``name``."""
         if name not in self._indices:
             self._indices[name] = self.netlink.link_lookup(ifname=name)[0]
         return self._indices[name]
@@ -79,7 +79,7 @@ class Links:
 
 
 def counters(links: Links) -> dict[str, dict[str, int]]:
-    """Bytes through every link of a host, what its shaping queue dropped, and whether it is up."""
+    """Return bytes through every link of a host, what its shaping queue dropped, and whether it is up."""
     found = {}
     for link in links.netlink.get_links():
         stats = link.get_attr("IFLA_STATS64")
@@ -149,7 +149,7 @@ def _cable(outer: Links, host: LabHost, process: int) -> None:
 
 
 def _configure(links: Links, host: LabHost) -> None:
-    """Addresses, neighbours, routes and rates, seen from inside the host."""
+    """Set addresses, neighbours, routes and rates, from inside the host."""
     links.set("lo", state="up")
     links.add_bridge("vip0")  # no ports: a place for the vip (this and other kernels lack "dummy")
     links.add_address("vip0", host.vip, 32)
@@ -161,14 +161,14 @@ def _configure(links: Links, host: LabHost) -> None:
 
 
 def _bring_up(links: Links, nic: LabNic) -> None:
-    """One frame at a time, as on a wire: a 64 KiB bundle of frames would wait 5 ms at every hop, at 100 Mbit/s."""
+    """Set a NIC up, to send one frame at a time: a 64 KiB bundle would wait 5 ms at every hop, at 100 Mbit/s."""
     links.set(nic.name, mtu=MTU, gso_max_segs=1, state="up")
     links.add_address(nic.name, nic.address, 24)
     links.shape(nic.name, nic.rate)
 
 
 def add_neighbours_and_routes(links: Links, host: LabHost, nics: Collection[str]) -> None:
-    """What the kernel forgets when a NIC goes down, for ``nics``, which must be up; also the way to bring one back."""
+    """Add what the kernel forgets when a NIC goes down, for ``nics``, which must be up."""
     routes = [each for each in host.routes if each.nic in nics]
     for gateway, mac, nic in {(each.gateway, each.mac, each.nic) for each in routes}:
         links.netlink.neigh("replace", dst=gateway, lladdr=mac, ifindex=links.index(nic), state="permanent")

@@ -1,11 +1,13 @@
-"""Which ranks of a job are alive, and which died: each one on this machine tells the command that started it.
+"""Ranks of a job that are alive, and those that died: each one on this machine tells the command that started it.
 
-A rank that `python -m mpips` runs connects to a socket without a name in any folder and says its number, then that it
+A rank that `python -m mpips` runs connects to a socket without a name in any folder. It says its number, then that it
 fails, and with which exit code, or, when it has ended well, goodbye. In between it says that MPI has started, and a
-spare says its role when it gets one. What ends without a word has died. Ranks on other hosts cannot be heard.
+spare says its role when it gets one. A rank that ends without a word has died. The socket is open to all users of the
+machine: only processes of our own user are heard, each rank once, and a word that is none is nothing.
 
-The socket is open to all users of the machine: only processes of our own user are heard, each rank once, and a word
-that is none is nothing.
+Ranks on other hosts cannot be heard. What their mpirun prints is passed on as it is, and listened to: Open MPI's ends a
+job whose host is lost with exit code 0. That it was lost it says in one of two sentences. Whether the others had ended
+well by then says one of them (`mpips.ending.status`).
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import resource
 import select
 import socket
 import struct
+import threading
 import uuid
 from collections.abc import Iterable
 from contextlib import suppress
@@ -25,6 +28,10 @@ from typing import NamedTuple
 from collectives.machine.peers import peer
 from mpips.store import world
 
+LOST_SENTENCES = (b"has lost communication with a remote daemon", b"A daemon failed to report back after being spawned")
+SENTENCES = (*LOST_SENTENCES, world.WELL_WITHOUT)
+LONGEST_SENTENCE = max(map(len, SENTENCES))
+MOST_PIPED = 1 << 16
 SPARE_FILES = 64  # that this process may yet need to open
 MOST_BYTES = 4096  # of words at once; they are few
 MOST_DIGITS, LARGEST_CODE = 9, 255
@@ -69,7 +76,7 @@ class Rank:
         self.well = self.gone = self.fails = False
 
     def words(self) -> list[bytes]:
-        """What it has said since. It has `gone` once its end of the line is closed."""
+        """Return what it has said since. It has `gone` once its end of the line is closed."""
         try:
             said = self.line.recv(MOST_BYTES)
         except BlockingIOError:
@@ -112,7 +119,7 @@ class Presence:
         self._alive: dict[int, Rank] = {}
 
     def environment(self) -> dict[str, str]:
-        """What ranks need to be heard."""
+        """Return what ranks need to be heard."""
         return {world.PRESENCE: self._name, **({world.INPUT: "1"} if self.hands_over >= 0 else {})}
 
     def fileno(self) -> int:
@@ -130,23 +137,24 @@ class Presence:
                     self._bury(self._alive.pop(descriptor))
 
     def everyone_left_well(self) -> bool:
-        """Have all ranks that are sure to be here said goodbye, and none died?"""
+        """Return whether all ranks that are sure to be here have said goodbye, and none has died."""
         self.look()
         return not self.deaths and not self._alive and self.well >= self.here
 
     def is_idle(self, working: Iterable[int]) -> bool:
-        """Have all of these ranks ended or said goodbye, and has none of the others, which are spares, got a role?"""
+        """Return whether all of these ranks have ended or said goodbye, and no spare has got a role."""
         over = self._gone | {rank.number for rank in self._alive.values() if rank.well}
         return all(number in over for number in working) and all(
             rank.well or not rank.role for rank in self._alive.values()
         )
 
     def heard(self) -> set[int]:
-        """The ranks that have said that they are there, also those that have ended since."""
+        """Return the ranks that have said that they are there, also those that have ended since."""
         return self._numbers
 
     def pids(self) -> list[int]:
-        """The processes of the ranks that live, where all that are sure to be here have been heard; else none."""
+        """Return the processes of the ranks that live, where all that are sure to be here have been heard; else
+        none."""
         heard = len(self._alive) + self.well + len(self.deaths) * self._survives
         return [rank.pid for rank in self._alive.values()] if heard == self.here else []
 
@@ -234,7 +242,7 @@ class Presence:
 
 
 def _number(word: bytes) -> int:
-    """The number that a word is; -1 where it is none."""
+    """Return the number that a word is; -1 where it is none."""
     return int(word) if word.isdigit() and len(word) <= MOST_DIGITS else -1
 
 
@@ -245,7 +253,7 @@ def status_of(pid: int, descriptor: int) -> int | None:
 
 
 def _status_of_old(descriptor: int) -> int | None:
-    """The same of a process whose parent has heard, by its pidfd; None where the kernel does not tell."""
+    """Return the same of a process whose parent has heard, by its pidfd; None where the kernel does not tell."""
     answer = bytearray(PIDFD_INFO.pack(PIDFD_INFO_EXIT, 0))
     try:
         fcntl.ioctl(descriptor, PIDFD_GET_INFO, answer)
@@ -256,9 +264,89 @@ def _status_of_old(descriptor: int) -> int | None:
 
 
 def _status(pid: int) -> int | None:
-    """How a process has ended, as wait(2) tells it; None once its parent has heard."""
+    """Return how a process has ended, as wait(2) tells it; None once its parent has heard."""
     try:
         words = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2].split()
     except OSError:
         return None
     return int(words[-1]) if words[0] == b"Z" else None
+
+
+class ListenedPipe:
+    """A pipe whose `entry` is for mpirun, in place of our file `number`."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self.exit, self.entry = os.pipe()
+        os.set_blocking(self.exit, False)
+        self._tail = b""
+
+    def pass_on(self, found: set[bytes]) -> bool:
+        """Pass on what has come, and add what is in it to `found`; False where nothing more comes now."""
+        try:
+            data = os.read(self.exit, MOST_PIPED)
+        except BlockingIOError:
+            return False
+        text = self._tail + data
+        found.update(sentence for sentence in SENTENCES if sentence in text)
+        self._tail = text[-LONGEST_SENTENCE:]
+        return bool(data) and _write_all(self._number, data)
+
+
+class OutputListener:
+    """Passes on, in a thread, what mpirun writes to `output` and `errors`. `start` it once mpirun has them."""
+
+    def __init__(self) -> None:
+        self._streams = ListenedPipe(1), ListenedPipe(2)
+        self.output, self.errors = (stream.entry for stream in self._streams)
+        self._stopped, self._stop = os.pipe()
+        self._found: set[bytes] = set()
+        self._thread = threading.Thread(target=self._pass_on, daemon=True)
+
+    def start(self) -> None:
+        for stream in self._streams:
+            os.close(stream.entry)
+        self._thread.start()
+
+    def finish(self) -> None:
+        """mpirun has ended: nothing more will come."""
+        os.close(self._stop)
+
+    def has_finished(self, seconds: float) -> bool:
+        """Return whether all has been passed on. Blocking for at most so long."""
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    @property
+    def lost(self) -> bool:
+        """Return whether mpirun has lost a host."""
+        return not self._found.isdisjoint(LOST_SENTENCES)
+
+    @property
+    def well(self) -> bool:
+        """Return whether those that were left have ended well."""
+        return world.WELL_WITHOUT in self._found
+
+    def _pass_on(self) -> None:
+        open_ = {stream.exit: stream for stream in self._streams}
+        while open_:
+            ready = select.select([*open_, self._stopped], [], [])[0]
+            for stream in [open_[descriptor] for descriptor in ready if descriptor in open_]:
+                if not stream.pass_on(self._found):
+                    os.close(open_.pop(stream.exit).exit)
+            if ready == [self._stopped]:
+                break
+        for descriptor in (*open_, self._stopped):
+            os.close(descriptor)
+
+
+def _write_all(file: int, data: bytes) -> bool:
+    """Write all of it, waiting for who reads; False where nobody does, as mpirun is to see, too."""
+    while data:
+        try:
+            data = data[os.write(file, data) :]
+        except BlockingIOError:
+            select.select([], [file], [])
+        except OSError:
+            return False
+    return True

@@ -1,30 +1,33 @@
 """A job as our child: signals reach it, its exit code becomes ours, and nothing of it on this machine outlives us.
 
-What the end of a rank means for the job says `verdict`.
+What the end of a rank means for the job is `verdict`'s. Signals are held back and read one by one, so that each is
+passed on to the job once. Processes that stem from this one are found, killed and waited for, also where their parents
+have ended. Among them are ranks whose Python is just starting: one that ends before it could say that it is there is
+missed by the others for ever, while they start MPI.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import math
 import os
 import select
 import signal
+import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import takewhile
+from pathlib import Path
 from typing import NamedTuple
 
+from launch.machine import remove_leftovers, remove_session
 from launch.mpirun import environment_of_job
-from launch.running import descendants, leftovers
-from launch.running.listener import Listener
-from launch.running.presence import Death, Presence
-from launch.running.signals import Heard, HeldSignals
-from launch.running.unheard import Unheard
+from launch.running.presence import Death, OutputListener, Presence, status_of
 from launch.running.verdict import End, OneDeathEnds, OthersGoOn, Verdict
+from mpips.store.world import launched_as
 
 INTERRUPTED = 128 + signal.SIGINT
 LOOK_SECONDS = 1.0  # seldom enough to cost a job nothing
@@ -34,12 +37,16 @@ SILENT_SECONDS = 3.0  # until it is said that ranks are being started, where non
 START_SECONDS = 0.05  # between two looks while ranks are not there
 GRACE = 5.0  # seconds for a job to end after a signal, and again for mpirun once its ranks have been killed
 GRACE_OF_NOBODY = 0.4  # the same of an mpirun that has no ranks to end
-PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None)
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
+SIGNAL_RECORD = struct.Struct("Iii116x")  # of signalfd: number, errno, code
+MASK_BYTES = 128
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Ended(NamedTuple):
-    """How a job has ended: its exit code, 128 and the number after a signal, as in shells; mpirun's own, below 0 for a
+    """The end of a job: its exit code, 128 and the number after a signal, as in shells; mpirun's own, below 0 for a
     signal; the signal that we were sent to end it; what is to be said of it; and, where a signal to a rank has ended
     it, who died and how."""
 
@@ -76,7 +83,7 @@ def run(
     signals, presence = HeldSignals(), Presence(here, survives=spares >= 0, hands_over=hands_over)
     verdict: Verdict = OneDeathEnds(presence, roles) if spares < 0 else OthersGoOn(presence, roles, spares)
     try:
-        listener = None if all_here else Listener()
+        listener = None if all_here else OutputListener()
         watched = Watched(argv, signals, presence, verdict, hopeless, listener, here if roles else 0, len(roles))
         watched.until_it_ends()
         presence.look()
@@ -103,7 +110,7 @@ class Watched:
         presence: Presence,
         verdict: Verdict,
         hopeless: Callable[[], bool] | None,
-        listener: Listener | None,
+        listener: OutputListener | None,
         speaking: int,
         ranks: int,
     ) -> None:
@@ -115,9 +122,9 @@ class Watched:
         self._poll = select.poll()
         for source in (signals, presence):
             self._poll.register(source, select.POLLIN)
-        descendants.adopt()
+        adopt_orphans()
         environment = {**environment_of_job(os.environ), **presence.environment()}
-        self._unheard = Unheard(presence.environment())
+        self._unheard = SilentRanks(presence.environment())
         self._began = time.time()
         output, errors = (listener.output, listener.errors) if listener else (None, None)
         prepare = _child_of(os.getpid(), signals.before)
@@ -130,7 +137,7 @@ class Watched:
             listener.start()
 
     def end(self) -> End:
-        """How mpirun has ended, once all that it has written is read, or a signal has come. To be asked once."""
+        """Return how mpirun has ended, once all that it has written is read, or a signal has come. To be asked once."""
         lost = well = False
         if listener := self._listener:
             listener.finish()
@@ -143,7 +150,7 @@ class Watched:
         due = math.inf
         while self._job.poll() is None:
             news = self._poll.poll(self._patience(due))
-            descendants.bury(self._job.pid)
+            reap_orphans(self._job.pid)
             for heard in self._signals.read():
                 self._pass_on(heard)
             self._presence.look()
@@ -164,7 +171,7 @@ class Watched:
                 self._end(GRACE)
             late = time.monotonic() - self._ends_by
             if late > 0:  # first the ranks, so that mpirun can still tidy up
-                descendants.kill(spared=0 if late > self._grace else self._job.pid)
+                kill_descendants(spared=0 if late > self._grace else self._job.pid)
         self._unheard.close()
         if self._ends_by < math.inf or self._job.returncode < 0:
             self.clear()
@@ -172,12 +179,12 @@ class Watched:
     def clear(self, others: bool = True) -> None:
         """Leave no shared memory of a job that has ended, and, but for `others` of one that ended well, no process."""
         if others:
-            descendants.clear(GRACE)
-        leftovers.drop(self._job.pid, self._began)
+            end_descendants(GRACE)
+        remove_leftovers(self._job.pid, self._began)
 
     def _lacks_a_rank(self) -> bool:
-        """Whether one has ended before it could be heard or seen: the others would wait for it in MPI's start for ever.
-        One that was seen is a death."""
+        """Return whether one has ended before it could be heard or seen: the others would wait for it in MPI's start
+        for ever. One that was seen is a death."""
         presence = self._presence
         if not self._is_starting():
             return False
@@ -190,13 +197,13 @@ class Watched:
         return time.monotonic() > self._since + STARTING
 
     def _missing(self) -> list[int]:
-        """The ranks that have ended unseen, where all of the job are on this machine."""
+        """Return the ranks that have ended unseen, where all of the job are on this machine."""
         if self._speaking < self._ranks:
             return []
         return sorted({*range(self._ranks)} - self._presence.heard() - self._unheard.ranks())
 
     def _is_silent(self) -> bool:
-        """Whether no rank has been there for a while, for the first time that this is asked."""
+        """Return whether no rank has been there for a while, for the first time that this is asked."""
         if self._silent or self._presence.heard() or time.time() < self._began + SILENT_SECONDS:
             return False
         self._silent = True
@@ -207,21 +214,21 @@ class Watched:
         return " on this machine" if here == self._ranks else f", {here} of them on this machine"
 
     def _is_starting(self) -> bool:
-        """Whether ranks are not there yet."""
+        """Return whether ranks are not there yet."""
         return not self._presence.started and len(self._presence.heard()) < self._speaking
 
     def _patience(self, due: float) -> float | None:
-        """Milliseconds until there is something to do though nothing has come; None for ever."""
+        """Return the milliseconds until there is something to do though nothing has come; None for ever."""
         starting = self._is_starting()
         if not starting and self._hopeless is None and min(due, self._ends_by) == math.inf:
             return None
         longest = START_SECONDS if starting else LOOK_SECONDS
         return 1000 * min(longest, max(NAP_SECONDS, min(due, self._ends_by) - time.monotonic()))
 
-    def _pass_on(self, heard: Heard) -> None:
+    def _pass_on(self, heard: Signal) -> None:
         if heard.is_for_ranks:  # to them, as MPICH's mpirun would die of one
             for pid in self._presence.pids() or [self._job.pid]:
-                descendants.send(pid, heard.number)
+                send_signal(pid, heard.number)
             return
         self._heard = heard.number
         self._ends_by = min(self._ends_by, time.monotonic() + GRACE)
@@ -248,14 +255,14 @@ def _input_of_rank_0(argv: Sequence[str]) -> int:
 
 
 def _child_of(parent: int, mask: Iterable[int]) -> Callable[[], None]:
-    """What a child does before it becomes another program: it ends with its parent, and hears the signals of `mask`.
-    Nothing is left of an mpirun of the same number."""
+    """Return what a child does before it becomes another program: it ends with its parent, and hears the signals of
+    `mask`. Nothing is left of an mpirun of the same number."""
 
     def prepare() -> None:
         _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent:
             os._exit(1)
-        leftovers.drop_session(os.getpid())
+        remove_session(os.getpid())
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     return prepare
@@ -263,5 +270,145 @@ def _child_of(parent: int, mask: Iterable[int]) -> Callable[[], None]:
 
 def tell(text: str) -> None:
     """Write a line to standard error; "": nothing."""
-    with contextlib.suppress(OSError):  # the terminal may be gone
+    with suppress(OSError):  # the terminal may be gone
         os.write(2, f"{text}\n".encode() if text else b"")
+
+
+class Signal(NamedTuple):
+    """One signal; a terminal's go to all processes of a job, those of another process to this one alone."""
+
+    number: int
+    by_terminal: bool
+
+    @property
+    def ends(self) -> bool:
+        return self.number in ENDING
+
+    @property
+    def is_for_ranks(self) -> bool:
+        return self.number in PASSED_ON
+
+
+class HeldSignals:
+    """Holds back what ends a process, what is passed on to a job, and news of children; not what is ignored here.
+
+    `fileno` is readable when one has come. `close` gives the process its signals back.
+    """
+
+    def __init__(self) -> None:
+        numbers = [number for number in (*ENDING, *PASSED_ON) if signal.getsignal(number) != signal.SIG_IGN]
+        self._held = {*numbers, signal.SIGCHLD}
+        self.before = signal.pthread_sigmask(signal.SIG_BLOCK, self._held)
+        bits = sum(1 << (number - 1) for number in self._held)
+        self._fd = _libc.signalfd(-1, bits.to_bytes(MASK_BYTES, "little"), os.O_CLOEXEC | os.O_NONBLOCK)
+        if self._fd < 0:
+            signal.pthread_sigmask(signal.SIG_SETMASK, self.before)
+            raise OSError(ctypes.get_errno(), "signalfd")
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def read(self) -> Iterator[Signal]:
+        """Yield those that have come, but for news of children."""
+        while True:
+            try:
+                number, _, code = SIGNAL_RECORD.unpack(os.read(self._fd, SIGNAL_RECORD.size))
+            except BlockingIOError:
+                return
+            if number != signal.SIGCHLD:
+                yield Signal(number, by_terminal=code > 0)
+
+    def close(self) -> None:
+        os.close(self._fd)
+        signal.pthread_sigmask(signal.SIG_SETMASK, self.before)
+
+
+def adopt_orphans() -> None:
+    """From now on who is left behind by a child of this process becomes a child of it."""
+    _libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def send_signal(pid: int, number: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)
+
+
+def kill_descendants(spared: int = 0) -> None:
+    """Kill all that stems from this process, but for `spared`."""
+    for pid in find_descendants():
+        if pid != spared:
+            send_signal(pid, signal.SIGKILL)
+
+
+def end_descendants(seconds: float) -> None:
+    """Kill those who are left, and wait for their end."""
+    deadline = time.monotonic() + seconds
+    with suppress(ChildProcessError):  # none is left
+        while time.monotonic() < deadline:
+            kill_descendants()
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+            time.sleep(0.01)
+
+
+def reap_orphans(spared: int) -> None:
+    """Let go of those who were left to us and have ended; `spared`, a child which has not been waited for, is not."""
+    look = os.WEXITED | os.WNOHANG | os.WNOWAIT
+    while (ended := os.waitid(os.P_ALL, 0, look)) and ended.si_pid != spared:
+        os.waitpid(ended.si_pid, 0)
+
+
+def find_descendants() -> list[int]:
+    """Return children of this process, and theirs, that have not ended."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended
+            state, parent = stat.read_bytes().rpartition(b") ")[2].split()[:2]
+            if state != b"Z":
+                children.setdefault(int(parent), []).append(int(stat.parent.name))
+    found = children.get(os.getpid(), [])
+    for pid in found:
+        found.extend(children.get(pid, ()))
+    return found
+
+
+class SilentRanks:
+    """The processes of this machine that a launcher has made ranks, with these variables of the job among theirs."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._mark = {f"{name}={value}" for name, value in environment.items()}
+        self._known: dict[int, tuple[int, int]] = {}
+        """Of each process the rank, and a descriptor (pidfd) by which it is seen to end."""
+
+    def ranks(self) -> set[int]:
+        """Return the ranks that were there at the last look."""
+        return {rank for rank, _ in self._known.values()}
+
+    def look(self, heard: Container[int]) -> Iterator[Death]:
+        """Yield the ranks, but for those that are `heard` by now, that have ended since the last look."""
+        for pid in set(find_descendants()) - self._known.keys():
+            rank = self._rank(pid)
+            if rank >= 0 and rank not in heard:
+                with suppress(OSError):  # it has ended
+                    self._known[pid] = rank, os.pidfd_open(pid)
+        for pid, (rank, descriptor) in list(self._known.items()):
+            ended = bool(select.select([descriptor], [], [], 0)[0])
+            if ended and rank not in heard and (status := status_of(pid, descriptor)) != 0:
+                yield Death(rank, status)
+            if ended or rank in heard:
+                os.close(descriptor)
+                del self._known[pid]
+
+    def close(self) -> None:
+        for _, descriptor in self._known.values():
+            os.close(descriptor)
+        self._known.clear()
+
+    def _rank(self, pid: int) -> int:
+        """Return the rank that a process is; -1 where it is none."""
+        try:
+            words = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+        except OSError:
+            return -1
+        place = launched_as(dict(word.partition("=")[::2] for word in words if "=" in word))
+        return place[0] if place and self._mark <= set(words) else -1

@@ -1,4 +1,4 @@
-"""What the ends of ranks mean for a job: when it has to be ended, its exit code, and what is said of who died.
+"""The meaning of ranks' ends for a job: when it has to be ended, its exit code, and what is said of a rank that died.
 
 Without survival the job ends with the first rank that dies. With it the others go on, and the job ends when nobody is
 left who works.
@@ -23,7 +23,7 @@ BARE_CODES = (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, sig
 
 
 class End(NamedTuple):
-    """How mpirun has ended: its return code, below 0 for a signal; the signal that we were sent to end the job; whether
+    """The end of mpirun: its return code, below 0 for a signal; the signal that we were sent to end the job; whether
     we have ended it because of its ranks; whether it has lost a host before; and whether the others ended well."""
 
     returned: int
@@ -40,19 +40,19 @@ class Verdict(Protocol):
         """From when on the job has to be ended; infinite while it may go on."""
 
     def nobody_works(self) -> bool:
-        """Whether it is sure that no rank is left that has something to do."""
+        """Return whether it is sure that no rank is left that has something to do."""
 
     def news(self) -> Iterator[str]:
-        """Sentences about ranks that have died since, while the job goes on."""
+        """Return sentences about ranks that have died since, while the job goes on."""
 
     def code(self, end: End) -> int:
-        """The exit code of the job, as of a shell."""
+        """Return the exit code of the job, as of a shell."""
 
     def sentence(self, end: End) -> str:
-        """What is to be said of a death that ended the job; "" where nothing is."""
+        """Return what is to be said of a death that ended the job; "" where nothing is."""
 
     def death(self, end: End) -> str:
-        """Who has died, and how, where a signal to a rank has ended the job; else ""."""
+        """Return who has died, and how, where a signal to a rank has ended the job; else ""."""
 
 
 class OneDeathEnds:
@@ -75,7 +75,7 @@ class OneDeathEnds:
         return iter(())
 
     def code(self, end: End) -> int:
-        """Ranks know better than mpirun: MPICH's may have 0 after an interrupt."""
+        """Return ranks know better than mpirun: MPICH's may have 0 after an interrupt."""
         code, presence = end.returned, self._presence
         if end.heard and (code or not presence.everyone_left_well()):
             return 128 + end.heard
@@ -100,7 +100,7 @@ class OneDeathEnds:
         return _named(death, self._roles, self.code(end)) if death and death.code is None else ""
 
     def _first(self, end: End) -> Death | None:
-        """The rank that died first, where that ended the job and nobody has said it yet.
+        """Return the rank that died first, where that ended the job and nobody has said it yet.
 
         The others are ended by mpirun's signals, and may be seen to end before it. So one that left with the code that
         mpirun has is the first.
@@ -137,8 +137,8 @@ class OthersGoOn:
         return self._due
 
     def _leaver(self) -> Death | None:
-        """The first rank that left with an exit code, as by os._exit: MPI does not take it for dead, and the others
-        would wait for it."""
+        """Return the first rank that left with an exit code, as by os._exit: MPI does not take it for dead, and the
+        others would wait for it."""
         return next((death for death in self._presence.deaths if death.code), None)
 
     def nobody_works(self) -> bool:
@@ -164,7 +164,7 @@ class OthersGoOn:
         return len(self._spares - used)
 
     def code(self, end: End) -> int:
-        """Of a rank that failed; else 0 where one that was left ended well. A killed mpirun is a failure, too."""
+        """Return that of a rank that failed; else 0 where one ended well. A killed mpirun is a failure, too."""
         presence = self._presence
         if end.heard and (end.returned or presence.deaths):
             return 128 + end.heard
@@ -199,7 +199,8 @@ class OthersGoOn:
         return f"{'no rank is left that works' if presence.started else 'MPI had not started'}: the job has ended"
 
     def death(self, end: End) -> str:
-        """The last one before the job failed: an exception after deaths tells that the others could not go on."""
+        """Return the last one before the job failed: an exception after deaths tells that the others could not go
+        on."""
         presence = self._presence
         if end.heard or not self.code(end):
             return ""
@@ -210,7 +211,7 @@ class OthersGoOn:
         return _named(last, self._roles) if last else ""
 
     def _lost(self, end: End) -> bool:
-        """Whether the job ended with a host. Where one that was left has ended well, it did not."""
+        """Return whether the job ended with a host. Where one that was left has ended well, it did not."""
         return end.lost and not (end.well or self._presence.well)
 
 
@@ -224,8 +225,8 @@ def _named(death: Death, roles: Sequence[str], code: int = 0) -> str:
 
 
 def _how_it_ended(death: Death, code: int) -> str:
-    """What is sure of it: as it was seen, or by mpirun's exit code. 128 and a number stands for a signal, as in shells.
-    A lower code does not say whether it is a signal's number, as MPICH has it, or that of `os._exit`."""
+    """Return what is sure of it: as it was seen, or by mpirun's exit code. 128 and a number stands for a signal, as in
+    shells. A lower code does not say whether it is a signal's number, as MPICH has it, or that of `os._exit`."""
     number = death.signal or code - 128
     if death.code is not None:
         return f"left with exit code {death.code}"
@@ -233,7 +234,7 @@ def _how_it_ended(death: Death, code: int) -> str:
 
 
 def signal_in(code: int) -> int:
-    """The signal of a rank that mpirun's exit code tells of, 0 for none: 128 and its number, or, as MPICH has it, the
-    number alone. A code below 0 is of a signal that ended mpirun itself."""
+    """Return the signal of a rank that mpirun's exit code tells of, 0 for none: 128 and its number, or, as MPICH has
+    it, the number alone. A code below 0 is of a signal that ended mpirun itself."""
     number = code - 128 if code > 128 else code if code in BARE_CODES else 0
     return number if number in set(signal.Signals) else 0

@@ -16,8 +16,8 @@ import pytest
 from collectives.simulator.topology import parse
 from launch import LauncherError, find
 from launch.lab import client
+from launch.lab.kernel import find_missing
 from launch.lab.layout import lay_out
-from launch.lab.needs import missing
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 180  # seconds for a job
@@ -29,7 +29,7 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 @cache
 def obstacle() -> str:
     """Why no lab can be made here; empty where one can."""
-    return "; ".join(missing())
+    return "; ".join(find_missing())
 
 
 @pytest.fixture(autouse=True)

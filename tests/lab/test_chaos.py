@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from launch import find, survival
+from launch import find
 from launch.lab import client
+from launch.mpirun import find_obstacle_to_survival
 from mpips import chaos
 from mpips.chaos import Fault, Made, Note, Plan, Point, Run, Whom
 from tests.choice import first
@@ -28,7 +29,7 @@ Watch = Callable[..., Run]
 @pytest.fixture
 def watch(make: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Watch:
     """Watches a job of 3 workers and 2 servers, which are on two of three hosts and mirror one another."""
-    if why := survival.hindrance(find()):
+    if why := find_obstacle_to_survival(find()):
         pytest.skip(why)
     for name, value in {"SERVERS": "2", "SPARES": "0", "MIRRORS": "1"}.items():
         monkeypatch.setenv(f"MPIPS_{name}", value)

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from launch import find, survival
+from launch import find
+from launch.mpirun import find_obstacle_to_survival
 from tests.lab.conftest import LIMIT
 from tests.pages import ROOT, blocks, programs
 
@@ -24,7 +25,7 @@ LONG = [pytest.param(f"how-to/{name}", marks=pytest.mark.full) for name in ("emu
 def test_commands_run_as_printed(page: str, tmp_path: Path) -> None:
     file = ROOT / "docs" / f"{page}.md"
     script = next(block for block in blocks(file) if "mpips lab up" in block)
-    if "ulfm" in script and (why := survival.hindrance(find())):
+    if "ulfm" in script and (why := find_obstacle_to_survival(find())):
         pytest.skip(why)
     for name, text in programs(file).items():
         (tmp_path / name).write_text(text, encoding="utf-8")

@@ -13,9 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from launch import find, survival
+from launch import find
 from launch.lab import client
 from launch.lab.job import agent_settings
+from launch.mpirun import find_obstacle_to_survival
 from tests.choice import first
 from tests.lab.conftest import LIMIT, ROOT
 from tests.mpi.mpips.mirrored import Job
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.lab
 
 @first(1, spares=[1, 0])
 def test_a_hosts_ranks_are_all_killed(make: Callable[..., str], tmp_path: Path, spares: int) -> None:
-    if why := survival.hindrance(find()):
+    if why := find_obstacle_to_survival(find()):
         pytest.skip(why)
     name = make("star:3")
     job = Job("dist_sync", spares=spares, optimizer="sgd", apart=False, kills={"2": 0.3, "3": 0.3})

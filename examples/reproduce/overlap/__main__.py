@@ -23,7 +23,7 @@ from examples.reproduce import lab
 from examples.reproduce.overlap import mg_wfbp, simulated
 from examples.reproduce.results import out_option
 from launch.lab import client
-from launch.lab.needs import missing
+from launch.lab.kernel import find_missing
 
 SECONDS = 230  # of a job, before it is given up
 
@@ -70,7 +70,7 @@ def command(paper: str, out: Path, rate: str, iterations: int, quick: bool) -> N
     """Simulate the scaling figure of PAPER, then measure its strategies on an emulated cluster."""
     base = out / f"reproduce-{paper}"
     simulated.run(paper, Path(f"{base}.json"), Path(f"{base}.png"))
-    lacking = missing()
+    lacking = find_missing()
     if lacking:
         reasons = "\n".join(f"  - {line}" for line in lacking)
         click.echo(f"not measured, since no emulated cluster can be made here:\n{reasons}")

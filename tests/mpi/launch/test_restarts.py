@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 from mpi4py import MPI
 
-from launch import find, survival
+from launch import find
+from launch.mpirun import find_obstacle_to_survival
 from mpips.store.checkpoint import folder as files
 from tests.choice import first
 from tests.mpi.launch.restart_table import Run, run
 
 pytestmark = pytest.mark.skipif(MPI.COMM_WORLD.size != 1, reason="starts jobs of its own; once is enough")
-HINDRANCE = survival.hindrance(find()) if MPI.COMM_WORLD.size == 1 else ""
+HINDRANCE = find_obstacle_to_survival(find()) if MPI.COMM_WORLD.size == 1 else ""
 
 TRAIN = "from tests.mpi.launch.restart_table import training\ntraining({folder!r}, {kind!r}, {steps}, 0.01)\n"
 IN_SAVE = """

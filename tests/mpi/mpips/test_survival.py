@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from launch import find, survival
+from launch import find
+from launch.mpirun import find_obstacle_to_survival
 from tests import child
 from tests.choice import first, once
 from tests.mpi.mpips.survivor import Job, expected
 from tests.mpi.sizes import JOB_LIMIT
 
-HINDRANCE = survival.hindrance(find()) if MPI.COMM_WORLD.size == 1 else "starts jobs of its own; once is enough"
+HINDRANCE = find_obstacle_to_survival(find()) if MPI.COMM_WORLD.size == 1 else "starts jobs of its own; once is enough"
 pytestmark = pytest.mark.skipif(bool(HINDRANCE), reason=HINDRANCE)
 
 ROOT = Path(__file__).parents[3]

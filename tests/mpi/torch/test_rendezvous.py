@@ -16,8 +16,8 @@ import torch.distributed as dist  # noqa: E402
 
 from collectives.simulator.topology import parse  # noqa: E402
 from launch.lab import client  # noqa: E402
+from launch.lab.kernel import find_missing  # noqa: E402
 from launch.lab.layout import lay_out  # noqa: E402
-from launch.lab.needs import missing  # noqa: E402
 from tests import child  # noqa: E402
 from tests.mpi.sizes import only_on  # noqa: E402
 from tests.mpi.torch.support import WORLD  # noqa: E402
@@ -79,7 +79,7 @@ def test_a_place_that_the_program_gives_itself_is_torch_s(monkeypatch: pytest.Mo
 
 @only_on(1)
 @pytest.mark.full
-@pytest.mark.skipif(bool(missing()), reason="; ".join(missing()))
+@pytest.mark.skipif(bool(find_missing()), reason="; ".join(find_missing()))
 def test_a_host_name_that_others_do_not_know() -> None:
     with client.lab(f"test-{os.getpid()}", lay_out(parse("star:2", 12.5e6))) as name:
         argv = client.job_command(name, 2, [sys.executable, "-m", "mpi4py", "-c", PROGRAM, "unknown"])

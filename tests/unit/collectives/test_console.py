@@ -168,7 +168,7 @@ ALONE = [
     "examples.reproduce.settings", "examples.reproduce.allreduce.__main__", "examples.reproduce.bml.__main__",
     "examples.reproduce.mlp.__main__", "examples.reproduce.mlp.grids", "examples.reproduce.mlp.lab",
     "examples.reproduce.mxnet_mpi.__main__", "examples.reproduce.tensor.__main__", "mpips.bench.overlap",
-    "launch.batch.command",
+    "launch.batch",
 ]  # fmt: skip
 
 

@@ -11,16 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from launch.batch import lsf, pbs, slurm
-from launch.batch.request import Request, RequestError
+from launch.batch import BatchRequest, BatchRequestError, build_srun, write_lsf, write_pbs, write_slurm
 from mpips import Options
 
 OPTIONS = Options(servers=2, clients=2, workers=14, masters="all")
-REQUEST = Request(
+REQUEST = BatchRequest(
     "train", OPTIONS, ("train.py", "--note", "two words"), nodes=4, minutes=90, flavour="openmpi", queue="fast",
     account="lab1", cores_per_rank=3, gpus_per_node=2,
 )  # fmt: skip
-WRITERS = {"#SBATCH": slurm.script, "#BSUB": lsf.script, "#PBS": pbs.script}
+WRITERS = {"#SBATCH": write_slurm, "#BSUB": write_lsf, "#PBS": write_pbs}
 
 
 @pytest.mark.parametrize("mark", WRITERS)
@@ -37,7 +36,7 @@ def test_shape(mark: str) -> None:
 
 
 def test_slurm() -> None:
-    text = slurm.script(REQUEST)
+    text = write_slurm(REQUEST)
     for words in (
         "--nodes=4",
         "--ntasks=16",
@@ -53,28 +52,28 @@ def test_slurm() -> None:
 
 @pytest.mark.parametrize(("flavour", "pmi"), [("openmpi", "pmix"), ("mpich", "pmi2"), ("intel", "pmi2")])
 def test_srun_speaks_the_language_of_the_mpi(flavour: str, pmi: str) -> None:
-    argv = slurm.srun(REQUEST._replace(flavour=flavour))
+    argv = build_srun(REQUEST._replace(flavour=flavour))
     assert argv[:2] == ["srun", f"--mpi={pmi}"]
     assert argv[-6:] == ["-P", "-m", "mpips", *REQUEST.program]
 
 
 def test_intel_mpi_does_not_start_without_the_library_by_which_it_hears_srun() -> None:
-    text = slurm.script(REQUEST._replace(flavour="intel"))
-    guarded = text.replace(shlex.join(slurm.srun(REQUEST._replace(flavour="intel"))), "echo started")
+    text = write_slurm(REQUEST._replace(flavour="intel"))
+    guarded = text.replace(shlex.join(build_srun(REQUEST._replace(flavour="intel"))), "echo started")
     for library, code in (("", 1), ("/usr/lib/libpmi2.so", 0)):
         environment = {"I_MPI_PMI_LIBRARY": library} if library else {}
         done = subprocess.run(["bash"], input=guarded, env=environment, text=True, capture_output=True, timeout=180)
         assert (done.returncode != 0) == code, done.stderr
         assert ("libpmi2.so" in done.stderr) == code
-    assert "I_MPI" not in slurm.script(REQUEST)
+    assert "I_MPI" not in write_slurm(REQUEST)
 
 
 def test_lsf_asks_for_affinity_only_where_ranks_have_several_cores() -> None:
-    assert '#BSUB -R "span[ptile=4]"\n' in lsf.script(REQUEST._replace(cores_per_rank=1))
+    assert '#BSUB -R "span[ptile=4]"\n' in write_lsf(REQUEST._replace(cores_per_rank=1))
 
 
 def test_lsf() -> None:
-    text = lsf.script(REQUEST)
+    text = write_lsf(REQUEST)
     assert "#BSUB -n 16\n" in text
     assert '#BSUB -R "span[ptile=4] affinity[core(3)]"\n' in text
     assert "#BSUB -W 1:30\n" in text
@@ -83,7 +82,7 @@ def test_lsf() -> None:
 
 
 def test_pbs() -> None:
-    text = pbs.script(REQUEST)
+    text = write_pbs(REQUEST)
     assert "#PBS -l select=4:ncpus=12:mpiprocs=4:ngpus=2\n" in text
     assert "#PBS -l walltime=01:30:00\n" in text
     assert "#PBS -V\n" in text
@@ -93,7 +92,7 @@ def test_pbs() -> None:
 @pytest.mark.parametrize("bad", [{"nodes": 17}, {"name": "two words"}, {"queue": "a;b"}])
 def test_refusals(bad: dict[str, object]) -> None:
     for write in WRITERS.values():
-        with pytest.raises(RequestError):
+        with pytest.raises(BatchRequestError):
             write(REQUEST._replace(**bad))
 
 
@@ -109,7 +108,7 @@ def test_a_job_that_starts_again(mark: str) -> None:
     assert {"#SBATCH": "#SBATCH --requeue", "#BSUB": "#BSUB -r", "#PBS": "#PBS -r y"}[mark] in text.splitlines()
     assert subprocess.run(["bash", "-n"], input=text, text=True, check=False, timeout=180).returncode == 0
     for change in ({"restarts": 3}, {"requeue": True}):
-        with pytest.raises(RequestError, match="needs --checkpoint and --every"):
+        with pytest.raises(BatchRequestError, match="needs --checkpoint and --every"):
             WRITERS[mark](REQUEST._replace(**change))
 
 
@@ -123,14 +122,14 @@ def test_spares_are_ranks_of_a_job_that_mpips_run_starts(mark: str) -> None:
     assert "srun" not in text
     assert ("#SBATCH --no-kill" in text) == (mark == "#SBATCH")
     assert "--spares 0 " in WRITERS[mark](spared._replace(options=Options(servers=2, workers=14, spares=0)))
-    with pytest.raises(RequestError, match=r"--spares 4 cannot be had with MPICH: .* use Open MPI with ULFM"):
+    with pytest.raises(BatchRequestError, match=r"--spares 4 cannot be had with MPICH: .* use Open MPI with ULFM"):
         WRITERS[mark](spared._replace(flavour="mpich"))
 
 
 @pytest.mark.parametrize("restarts", [0, 3])
 def test_slurm_asks_for_the_queue_before_the_limit(restarts: int, tmp_path: Path) -> None:
     """The script, with stand-ins that say what they are called with: a signal while the job runs, and none."""
-    text = slurm.script(SAVED._replace(restarts=restarts))
+    text = write_slurm(SAVED._replace(restarts=restarts))
     assert "#SBATCH --signal=B:USR1@60\n" in text
     assert ("#SBATCH --no-kill" in text) == (restarts > 0)
     for name, body in (("srun", "echo srun > ran; sleep $LONG"), ("mpips", "cat hosts-7 > ran; sleep $LONG"),

@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from launch import machine
 from launch.doctor import survey
-from launch.doctor.__main__ import show
-from launch.doctor.judge import Check, judge
+from launch.doctor.__main__ import Check, judge, show
 from launch.doctor.survey import EXTRAS, PACKAGES
-from launch.running import leftovers
 from tests.strangers import STRANGER, needs_root
 
 HEALTHY: dict[str, Any] = {
@@ -168,8 +167,8 @@ def test_srun_is_tried_in_no_other_place(tmp_path: Path, monkeypatch: pytest.Mon
     assert "srun" not in survey.look()
 
 
-def kind(folder: Path, pattern: str) -> leftovers.Kind:
-    return leftovers.Kind("An MPI", "files", folder, pattern)
+def kind(folder: Path, pattern: str) -> machine.LeftoverKind:
+    return machine.LeftoverKind("An MPI", "files", folder, pattern)
 
 
 def test_leftovers_are_those_that_nobody_has_open(tmp_path: Path) -> None:
@@ -179,10 +178,10 @@ def test_leftovers_are_those_that_nobody_has_open(tmp_path: Path) -> None:
     with (tmp_path / "mpich_shm_mapped").open("r+b") as file:
         mapped = mmap.mmap(file.fileno(), 0)
     with (tmp_path / "mpich_shm_open").open(), mapped:
-        (found,) = leftovers.look(searched)
+        (found,) = machine.find_leftovers(searched)
         assert (found["count"], found["bytes"]) == (1, 4096)
         assert found["remove"] == f"rm {tmp_path}/mpich_shm_left"
-    (found,) = leftovers.look(searched)
+    (found,) = machine.find_leftovers(searched)
     assert (found["count"], found["bytes"]) == (3, 3 * 4096)
     assert len(list(tmp_path.iterdir())) == 4
 
@@ -190,7 +189,7 @@ def test_leftovers_are_those_that_nobody_has_open(tmp_path: Path) -> None:
 def test_a_file_counts_for_what_it_holds(tmp_path: Path) -> None:
     with (tmp_path / "sm_segment.x").open("wb") as file:
         file.truncate(16 << 20)
-    assert leftovers.look((kind(tmp_path, "sm_*"),))[0]["bytes"] == 0
+    assert machine.find_leftovers((kind(tmp_path, "sm_*"),))[0]["bytes"] == 0
 
 
 def test_session_folders_are_left_where_no_file_in_them_is_open(tmp_path: Path) -> None:
@@ -199,12 +198,12 @@ def test_session_folders_are_left_where_no_file_in_them_is_open(tmp_path: Path) 
         (tmp_path / f"ompi.{number}" / "hwloc.sm").write_bytes(bytes(100))
     searched = (kind(tmp_path, "ompi.[0-9]*"),)
     with (tmp_path / "ompi.1" / "hwloc.sm").open():
-        (found,) = leftovers.look(searched)
+        (found,) = machine.find_leftovers(searched)
     held = (tmp_path / "ompi.0" / "hwloc.sm").stat().st_blocks * 512
     assert (found["count"], found["bytes"]) == (5, 5 * held)
     assert "ompi.[0-9]*" in shlex.split(found["remove"])
     subprocess.run(found["remove"], shell=True, check=True, timeout=20)
-    assert not leftovers.look(searched)
+    assert not machine.find_leftovers(searched)
 
 
 def test_what_others_can_plant_is_no_leftover(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,11 +214,11 @@ def test_what_others_can_plant_is_no_leftover(tmp_path: Path, monkeypatch: pytes
     for name in ("ompi.1", "ompi.2 x", "ompi.3;touch y", "ompi.4\x1b[2J", "ompi.5$(id)"):
         (folder / name).mkdir()
     (folder / "ompi.6").symlink_to(kept)
-    (found,) = leftovers.look((kind(folder, "ompi.[0-9]*"),))
+    (found,) = machine.find_leftovers((kind(folder, "ompi.[0-9]*"),))
     assert found["count"] == 1
     assert shlex.split(str(found["remove"])) == ["rm", "-r", str(folder / "ompi.1")]
     monkeypatch.setenv("TMPDIR", str(folder))
-    leftovers.drop_session(6)
+    machine.remove_session(6)
     assert (kept / "file").exists()
 
 
@@ -228,16 +227,16 @@ def test_what_is_of_another_user_stays(tmp_path: Path, monkeypatch: pytest.Monke
     for number in range(5):
         (tmp_path / f"ompi.{number}").mkdir()
     os.chown(tmp_path / "ompi.4", STRANGER, STRANGER)
-    (found,) = leftovers.look((kind(tmp_path, "ompi.[0-9]*"),))
+    (found,) = machine.find_leftovers((kind(tmp_path, "ompi.[0-9]*"),))
     assert found["count"] == 4
     subprocess.run(str(found["remove"]), shell=True, check=True, timeout=20)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    leftovers.drop_session(4)
+    machine.remove_session(4)
     assert [path.name for path in tmp_path.iterdir()] == ["ompi.4"]
 
 
 def test_what_one_job_left_is_removed_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leftovers, "SHARED", tmp_path)
+    monkeypatch.setattr(machine, "SHARED", tmp_path)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     old, new, used = (tmp_path / f"sm_segment.{name}" for name in ("old", "new", "used"))
     other = tmp_path / "other"
@@ -249,12 +248,12 @@ def test_what_one_job_left_is_removed_and_nothing_else(tmp_path: Path, monkeypat
     (tmp_path / "ompi.17").mkdir()
     (tmp_path / "ompi.18").mkdir()
     with used.open("w"):
-        leftovers.drop(17, began)
+        machine.remove_leftovers(17, began)
     assert {path.name for path in tmp_path.iterdir()} == {old.name, used.name, "other", "ompi.18"}
 
 
 def test_what_open_mpi_leaves_is_looked_for() -> None:
-    assert {(str(kind.folder), kind.pattern) for kind in leftovers.kinds()} >= {
+    assert {(str(kind.folder), kind.pattern) for kind in machine.list_leftover_kinds()} >= {
         ("/dev/shm", "mpich_shm_*"), ("/dev/shm", "sm_segment.*"), (os.environ.get("TMPDIR", "/tmp"), "ompi.[0-9]*"),
     }  # fmt: skip
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.running.listener import LOST
+from launch.running.presence import LOST_SENTENCES
 from mpips.store.world import WELL_WITHOUT
 
 ROOT = Path(__file__).parents[3]
@@ -34,7 +34,7 @@ def run(parts: list[bytes], file: int, here: int = 0, spares: int = -1, code: in
 
 @pytest.mark.parametrize("file", [1, 2])
 @pytest.mark.parametrize("spares", [-1, 0])
-@pytest.mark.parametrize("sentence", LOST)
+@pytest.mark.parametrize("sentence", LOST_SENTENCES)
 def test_a_lost_host_is_a_failure_though_mpirun_says_0(sentence: bytes, spares: int, file: int) -> None:
     parts = [b"PRTE " + sentence[:10], sentence[10:], b"\0 more\n"]
     assert run(parts, file, spares=spares) == (b"".join(parts), "1 mpirun has lost a host")
@@ -42,13 +42,13 @@ def test_a_lost_host_is_a_failure_though_mpirun_says_0(sentence: bytes, spares: 
 
 
 def test_a_job_that_had_ended_well_without_a_host_has() -> None:
-    parts = [WELL_WITHOUT + b" 1\n", LOST[0] + b"\n"]
+    parts = [WELL_WITHOUT + b" 1\n", LOST_SENTENCES[0] + b"\n"]
     for code in (0, 1):
         assert run(parts, 2, spares=0, code=code) == (b"".join(parts), "0")
 
 
 def test_who_has_all_ranks_here_is_not_listened_to() -> None:
-    assert run([LOST[0], b"\n"], 2, here=3) == (LOST[0] + b"\n", "0")
+    assert run([LOST_SENTENCES[0], b"\n"], 2, here=3) == (LOST_SENTENCES[0] + b"\n", "0")
 
 
 def test_much_is_passed_on_whole() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from launch import Job, LauncherError, Machine
 from launch.hosts import Placed
-from launch.machine import Capacity, check_room, crowd, loopback, room, threads
+from launch.machine import Capacity, check_room, choose_loopback, choose_threads, measure_room, warn_of_crowd
 from launch.mpirun import Flavour, Launcher
 
 SMALL = Capacity(8, "it is small")
@@ -39,24 +39,24 @@ def test_where_mpirun_finds_hosts_by_itself_nothing_is_known(
 
 
 def test_this_machine_holds_some_and_not_any_number() -> None:
-    found = room()
+    found = measure_room()
     assert 1 < found.ranks < 10**9
     assert found.why
 
 
 def test_many_ranks_a_core_are_warned_of_with_what_to_do() -> None:
-    assert crowd(Job(32, ()), Machine(2), {}) is None
-    said = crowd(Job(1000, ()), Machine(2), {})
+    assert warn_of_crowd(Job(32, ()), Machine(2), {}) is None
+    said = warn_of_crowd(Job(1000, ()), Machine(2), {})
     assert said is not None
     assert "1000 ranks share 2 cores: starting them takes some 300 s" in said
     assert "ask for fewer" in said
-    assert crowd(Job(1000, (), hosts=(Placed("far", 1000),)), Machine(2), {}) is None
+    assert warn_of_crowd(Job(1000, (), hosts=(Placed("far", 1000),)), Machine(2), {}) is None
 
 
 def test_threads_share_the_cores_unless_the_user_says() -> None:
-    assert threads(3, Machine(8), {}) == {"OMP_NUM_THREADS": "2"}
-    assert threads(9, Machine(8), {}) == {"OMP_NUM_THREADS": "1"}
-    assert threads(3, Machine(8), {"MKL_NUM_THREADS": "4"}) == {"MKL_NUM_THREADS": "4"}
+    assert choose_threads(3, Machine(8), {}) == {"OMP_NUM_THREADS": "2"}
+    assert choose_threads(9, Machine(8), {}) == {"OMP_NUM_THREADS": "1"}
+    assert choose_threads(3, Machine(8), {"MKL_NUM_THREADS": "4"}) == {"MKL_NUM_THREADS": "4"}
 
 
 @pytest.mark.parametrize(
@@ -69,11 +69,12 @@ def test_threads_share_the_cores_unless_the_user_says() -> None:
 )
 def test_ranks_of_one_machine_are_not_reached_from_others(flavour: Flavour, settings: dict[str, str]) -> None:
     launcher, job = Launcher("mpirun", flavour, "1"), Job(2, ("x",))
-    assert loopback(job, launcher, {}) == settings
+    assert choose_loopback(job, launcher, {}) == settings
     for name in settings:  # the user's own count
-        assert loopback(job, launcher, {name: "eth0"}) == {}
-        assert loopback(job._replace(extra=("--mca", name.removeprefix("OMPI_MCA_"), "eth0")), launcher, {}) == {}
-    assert loopback(job._replace(hosts=(Placed("node1", 2),)), launcher, {}) == {}
-    assert loopback(job._replace(interface="eth0"), launcher, {}) == {}
-    assert loopback(job, launcher, {"LSB_JOBID": "1"}) == {}  # mpirun may know of other hosts
-    assert loopback(job._replace(extra=("--hostfile", "hosts")), launcher, {}) == {}
+        assert choose_loopback(job, launcher, {name: "eth0"}) == {}
+        extra = ("--mca", name.removeprefix("OMPI_MCA_"), "eth0")
+        assert choose_loopback(job._replace(extra=extra), launcher, {}) == {}
+    assert choose_loopback(job._replace(hosts=(Placed("node1", 2),)), launcher, {}) == {}
+    assert choose_loopback(job._replace(interface="eth0"), launcher, {}) == {}
+    assert choose_loopback(job, launcher, {"LSB_JOBID": "1"}) == {}  # mpirun may know of other hosts
+    assert choose_loopback(job._replace(extra=("--hostfile", "hosts")), launcher, {}) == {}

@@ -196,7 +196,7 @@ def test_hosts_are_asked_for_an_interface_that_is_not_here(monkeypatch: pytest.M
         addresses = [IPv4Interface("10.0.0.1/24")]
         return [network.HostReport(host, {"lo": (), f"fast{i}": tuple(addresses)}, ()) for i, host in enumerate(hosts)]
 
-    monkeypatch.setattr(network, "ask", ask)
+    monkeypatch.setattr(network, "ask_hosts", ask)
     launcher, machine = Launcher("mpiexec", "mpich", "4"), Machine(2)
     network.check_interface("fast0", launcher, (Placed("a", 1), Placed("a", 1)), machine)
     network.check_interface("10.0.0.0/8", launcher, (Placed("a", 1),), machine)
@@ -208,7 +208,7 @@ def test_hosts_are_asked_for_an_interface_that_is_not_here(monkeypatch: pytest.M
 
 def test_a_subnet_is_looked_for_among_the_addresses_here(monkeypatch: pytest.MonkeyPatch) -> None:
     nics = {"lo": (IPv4Interface("127.0.0.1/8"),), "eth0": (IPv4Interface("10.0.0.1/24"), IPv4Interface("10.7.0.1/24"))}
-    monkeypatch.setattr(network, "here", lambda: network.HostReport("here", nics, ()))
+    monkeypatch.setattr(network, "report_here", lambda: network.HostReport("here", nics, ()))
     launcher, machine = Launcher("mpiexec", "mpich", "4"), Machine(2)
     network.check_interface("10.7.0.0/16", launcher, (), machine)
     with pytest.raises(LauncherError, match=r"no IPv4 address in the subnet 10\.9\.0\.0/16.*10\.0\.0\.1"):

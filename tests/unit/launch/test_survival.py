@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from launch import Launcher, LauncherError, run, survival
+from launch import Launcher, LauncherError, run
 from launch.hosts import Host, HostError, Placed, place
+from launch.mpirun import check_spares, find_obstacle_to_survival
 
 
 def open_mpi(folder: Path, built_with: str) -> Launcher:
@@ -26,19 +27,19 @@ def call(*words: str) -> Result:
 
 
 def test_open_mpi_with_ulfm_survives(tmp_path: Path) -> None:
-    assert survival.hindrance(open_mpi(tmp_path, "ft_mpi_support:yes")) == ""
-    assert "built without ULFM" in survival.hindrance(open_mpi(tmp_path, "ft_mpi_support:no"))
+    assert find_obstacle_to_survival(open_mpi(tmp_path, "ft_mpi_support:yes")) == ""
+    assert "built without ULFM" in find_obstacle_to_survival(open_mpi(tmp_path, "ft_mpi_support:no"))
 
 
 def test_an_open_mpi_that_cannot_be_asked_is_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert "there is no ompi_info" in survival.hindrance(Launcher(str(tmp_path / "mpirun"), "openmpi", "4.1"))
+    assert "there is no ompi_info" in find_obstacle_to_survival(Launcher(str(tmp_path / "mpirun"), "openmpi", "4.1"))
 
 
 @pytest.mark.parametrize("flavour, name", [("mpich", "MPICH"), ("intel", "Intel MPI")])
 def test_other_mpis_are_named_and_what_to_do(flavour: str, name: str) -> None:
     with pytest.raises(LauncherError, match=f"--spares 2 cannot be had with {name} 1.*{name} ends a job.*--restarts"):
-        survival.check(Launcher("mpiexec", flavour, "1"), 2)  # type: ignore[arg-type]
+        check_spares(Launcher("mpiexec", flavour, "1"), 2)  # type: ignore[arg-type]
 
 
 def test_spares_are_more_ranks_of_a_job_that_survives(tmp_path: Path) -> None:

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from collectives.simulator.topology import BCube, address, bcube, fattree, star
 from launch.lab.layout import lay_out
-from launch.network import HostReport, Route, parse
-from launch.topology import MappingError, missing_routes, order
+from launch.network import HostReport, MappingError, Route, find_missing_routes, order_hosts, parse_report
 
 
 def reports(topology: BCube) -> list[HostReport]:
@@ -32,7 +31,7 @@ def test_rank_digits_are_addresses(shape: tuple[int, int], seed: int) -> None:
     shuffled = reports(topology)
     random.Random(seed).shuffle(shuffled)
     nics = [f"d{level}" for level in range(topology.k)]
-    ordered = order(topology, shuffled, nics)
+    ordered = order_hosts(topology, shuffled, nics)
     assert ordered[0].host == shuffled[0].host
     subnets = {report.host: [report.nics[nic][0].network for nic in nics] for report in ordered}
     for a in range(topology.hosts):
@@ -46,7 +45,7 @@ def test_rank_digits_are_addresses(shape: tuple[int, int], seed: int) -> None:
 @pytest.mark.parametrize("topology", [bcube(2, 2), bcube(3, 2), bcube(2, 3)])
 def test_routes_of_a_lab_keep_to_their_levels(topology: BCube) -> None:
     nics = [f"d{level}" for level in range(topology.k)]
-    assert missing_routes(topology, reports(topology), nics, "vip0") == []
+    assert find_missing_routes(topology, reports(topology), nics, "vip0") == []
 
 
 def test_a_route_that_strays_is_mended() -> None:
@@ -54,7 +53,7 @@ def test_a_route_that_strays_is_mended() -> None:
     hosts = reports(topology)
     strayed = tuple(route for route in hosts[0].routes if str(route.to) != "10.0.0.2/32")
     hosts[0] = hosts[0]._replace(routes=strayed)
-    (command,) = missing_routes(topology, hosts, ["d0", "d1"], "vip0")
+    (command,) = find_missing_routes(topology, hosts, ["d0", "d1"], "vip0")
     gateway = hosts[1].nics["d0"][0].ip
     assert command == f"h0: ip route replace 10.0.0.2/32 via {gateway} dev d0"
 
@@ -71,13 +70,13 @@ def test_a_route_that_strays_is_mended() -> None:
 )
 def test_hosts_that_do_not_fit(hosts: list[HostReport], nics: list[str], words: str) -> None:
     with pytest.raises(MappingError, match=words):
-        order(bcube(2, 2), hosts, nics)
+        order_hosts(bcube(2, 2), hosts, nics)
 
 
 def test_stars_and_fat_trees() -> None:
-    assert [report.host for report in order(star(3), reports(star(3)), ["d0"])] == ["h0", "h1", "h2"]
+    assert [report.host for report in order_hosts(star(3), reports(star(3)), ["d0"])] == ["h0", "h1", "h2"]
     hosts = reports(star(2))
-    assert order(fattree(2), hosts, ["d0"]) == hosts
+    assert order_hosts(fattree(2), hosts, ["d0"]) == hosts
 
 
 def test_what_ip_prints_is_read() -> None:
@@ -87,7 +86,7 @@ def test_what_ip_prints_is_read() -> None:
         {},
     ]
     routes = [{"dst": "default", "gateway": "10.0.0.1", "dev": "eth0"}, {"dst": "10.1.0.0/16", "dev": "eth1"}]
-    report = parse("h", addresses, routes)
+    report = parse_report("h", addresses, routes)
     assert report.nics == {"lo": (IPv4Interface("127.0.0.1/8"),), "eth0": ()}
     assert report.nic_to("10.1.2.3") == ("eth1", None)
     assert report.nic_to("8.8.8.8") == ("eth0", "10.0.0.1")

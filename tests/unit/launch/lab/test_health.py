@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from collectives.simulator.topology import parse
-from launch.lab import client, health
-from launch.lab.layout import lay_out
-from launch.lab.watch import TCP_SECONDS, NetworkWatch
+from launch.lab import client
+from launch.lab.client import TCP_SECONDS, NetworkWatch
+from launch.lab.kernel import count_given_up, is_unplugged
+from launch.lab.layout import find_crossed_nics, lay_out
 
 
 @pytest.mark.parametrize(
@@ -24,7 +25,7 @@ from launch.lab.watch import TCP_SECONDS, NetworkWatch
     ],
 )
 def test_a_job_needs_the_nics_its_traffic_crosses(topology: str, hosts: int, needed: list[str]) -> None:
-    found = health.crossed(lay_out(parse(topology)), hosts)
+    found = find_crossed_nics(lay_out(parse(topology)), hosts)
     assert [f"{host} {nic.name}" for host, nic in found] == needed
 
 
@@ -32,15 +33,15 @@ def test_a_port_passes_frames_while_it_has_a_carrier(tmp_path: Path) -> None:
     for port, carrier in (("up", "1\n"), ("down", "0\n")):
         (tmp_path / port).mkdir()
         (tmp_path / port / "carrier").write_text(carrier)
-    assert [health.unplugged(port, tmp_path) for port in ("up", "down", "gone")] == [False, True, True]
+    assert [is_unplugged(port, tmp_path) for port in ("up", "down", "gone")] == [False, True, True]
 
 
 def test_connections_given_up_are_the_kernels_count(tmp_path: Path) -> None:
     (tmp_path / "7" / "net").mkdir(parents=True)
     text = "TcpExt: A TCPAbortOnTimeout B\nTcpExt: 1 5 9\nIpExt: TCPAbortOnTimeout\nIpExt: 3\n"
     (tmp_path / "7" / "net" / "netstat").write_text(text)
-    assert health.given_up(7, tmp_path) == 5
-    assert health.given_up(8, tmp_path) == 0
+    assert count_given_up(7, tmp_path) == 5
+    assert count_given_up(8, tmp_path) == 0
 
 
 class Network:

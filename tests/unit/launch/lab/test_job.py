@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from collectives.simulator.topology import parse, parse_rate
 from launch import Launcher
-from launch.lab import files, job
+from launch.lab import job
+from launch.lab.job import AGENT, format_agent, format_hosts
 from launch.lab.layout import lay_out
 
 HOSTS = ["h0", "h1", "h2"]
@@ -24,9 +25,9 @@ def test_ranks_fill_the_hosts_in_order(ranks: int, per_host: int, hosts: int) ->
     names = [f"h{i}" for i in range(hosts)]
     if ranks > hosts * per_host:
         with pytest.raises(ValueError, match=f"the lab has {hosts}"):
-            job.place(names, ranks, per_host)
+            job.place_on_hosts(names, ranks, per_host)
         return
-    placed = job.place(names, ranks, per_host)
+    placed = job.place_on_hosts(names, ranks, per_host)
     assert sum(block.ranks for block in placed) == ranks
     assert [block.host for block in placed] == names[: len(placed)]
     assert all(block.ranks == per_host for block in placed[:-1])
@@ -35,9 +36,9 @@ def test_ranks_fill_the_hosts_in_order(ranks: int, per_host: int, hosts: int) ->
 
 @pytest.mark.parametrize("launcher", [OPEN_MPI, MPICH], ids=["openmpi", "mpich"])
 def test_data_goes_by_the_vips_and_the_launcher_by_management(launcher: Launcher) -> None:
-    argv = job.command(launcher, HOSTS, 3, ["python", "x.py"])
+    argv = job.build_job(launcher, HOSTS, 3, ["python", "x.py"])
     line = " ".join(argv)
-    assert files.AGENT in argv
+    assert AGENT in argv
     assert "vip0" in line
     assert argv[-2:] == ["python", "x.py"]
     if launcher.flavour == "openmpi":
@@ -52,20 +53,20 @@ def test_data_goes_by_the_vips_and_the_launcher_by_management(launcher: Launcher
 def test_with_mpich_waits_end_unless_the_caller_says_otherwise() -> None:
     chosen = {job.TIMEOUT: "5"}
     assert job.defaults(OPEN_MPI, {}) == job.defaults(MPICH, chosen) == {}
-    argv = job.command(MPICH, HOSTS, 3, ["x"], environment=job.defaults(MPICH, {}))
+    argv = job.build_job(MPICH, HOSTS, 3, ["x"], environment=job.defaults(MPICH, {}))
     assert f"-genv {job.TIMEOUT} 60" in " ".join(argv)
 
 
 def test_hosts_share_the_cores_of_the_machine() -> None:
-    few = job.command(OPEN_MPI, HOSTS, 3, ["x"], cores=2)
-    many = job.command(OPEN_MPI, HOSTS, 3, ["x"], cores=64)
+    few = job.build_job(OPEN_MPI, HOSTS, 3, ["x"], cores=2)
+    many = job.build_job(OPEN_MPI, HOSTS, 3, ["x"], cores=64)
     assert "--oversubscribe" in few
     assert "--oversubscribe" not in many
 
 
 @pytest.mark.parametrize("user, own", [(0, False), (1000, True)])
 def test_an_ordinary_users_lab_is_entered_through_its_user_namespace(user: int, own: bool) -> None:
-    argv = job.enter(17, ["mpirun", "x y"], folder="/some where", user=user)
+    argv = job.build_entry(17, ["mpirun", "x y"], folder="/some where", user=user)
     assert ("--user" in argv) == own
     assert argv[argv.index("--target") + 1] == "17"
     assert argv[-2:] == ["mpirun", "x y"]
@@ -75,7 +76,7 @@ def test_an_ordinary_users_lab_is_entered_through_its_user_namespace(user: int, 
 def agent(tmp_path: Path) -> Path:
     """The agent of a lab, with an `nsenter` that tells which process it was given and runs the command here."""
     plan = lay_out(parse("star:3"))
-    (tmp_path / "agent").write_text(files.agent_text(plan, [101, 102, 103]))
+    (tmp_path / "agent").write_text(format_agent(plan, [101, 102, 103]))
     (tmp_path / "nsenter").write_text('#!/bin/sh\necho "process $2"\nshift 5\nexec "$@"\n')
     for name in ("agent", "nsenter"):
         (tmp_path / name).chmod(0o755)
@@ -101,7 +102,7 @@ def test_the_agent_returns_the_exit_code_and_names_an_unknown_host(agent: Path) 
 
 
 def test_hosts_file_names_every_host_and_the_launcher() -> None:
-    lines = files.hosts_text(lay_out(parse("bcube:2,2"))).splitlines()
+    lines = format_hosts(lay_out(parse("bcube:2,2"))).splitlines()
     assert [line.split()[1] for line in lines] == ["localhost", "launcher", "h0", "h1", "h2", "h3"]
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from collectives.simulator.topology import Topology, bcube, hop_links, parse
-from launch.lab.layout import lay_out
-from launch.lab.plan import LabHost, LabPlan, decode, encode, window
+from launch.lab.layout import LabHost, LabPlan, decode, encode, lay_out, window
 
 NAMES = ["star:1", "star:2", "star:9", "bcube:3,2", "bcube:2,3", "bcube:4,1", "fattree:2", "fattree:4"]
 

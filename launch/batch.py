@@ -1,0 +1,318 @@
+"""`mpips script slurm|lsf|pbs`: write a batch script that runs a job of workers and servers, to the terminal.
+
+One writer a scheduler, each a pure function from a request to the text. Open MPI's processes find each other under
+srun by PMIx (`--mpi=pmix`), those of MPICH and Intel MPI by PMI-2 (`--mpi=pmi2`). With the wrong one each starts as a
+world of size 1, or aborts. Ranks fill the nodes in order, so the servers, numbered last, are on the last nodes.
+
+A job that has to start again after a death, or to go on with its spares, is started by `mpips run` in place of srun,
+in an allocation that outlives its nodes. Slurm's own `--requeue` is for preemption and lost nodes alone: before the
+time limit the script gets SIGUSR1, and asks for it.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+
+import click
+from click.core import ParameterSource
+
+from collectives.terminal.console import Interruptible, InterruptibleGroup
+from collectives.terminal.help import Whole, examples
+from launch.mpirun import (
+    NAMES,
+    Flavour,
+    LauncherError,
+    check_spares,
+    describe_end_by_death,
+    find,
+    program,
+    refuse_spares,
+)
+from launch.run import (
+    BEFORE_A_SCRIPT,
+    note_missing,
+    role_options,
+    save_options,
+    script_argument,
+    spares_option,
+    workers_of,
+)
+from mpips.store.options import OptionError, Options, check_saves
+
+USES = {
+    "slurm": "mpips script slurm -N 4 -s 2 -w 14 train.py --lr 0.1 > job.sh && sbatch job.sh",
+    "lsf": "mpips script lsf -N 4 -s 2 -w 14 train.py --lr 0.1 > job.sh && bsub < job.sh",
+    "pbs": "mpips script pbs -N 4 -s 2 -w 14 train.py --lr 0.1 > job.sh && qsub job.sh",
+}
+NAMED = {"slurm": "Slurm (sbatch)", "lsf": "LSF (bsub)", "pbs": "PBS (qsub)"}
+COUNT: dict[str, Any] = {"type": Whole(1), "default": 1, "show_default": True}
+
+SECONDS_BEFORE_THE_LIMIT = 60
+SLURM_HOSTS = '"hosts-$SLURM_JOB_ID"'
+REQUEUE = """trap 'scontrol requeue "$SLURM_JOB_ID"; wait; exit 1' USR1"""
+INTEL = ': "${I_MPI_PMI_LIBRARY:?must be the path of the libpmi2.so of Slurm, by which Intel MPI hears srun}"'
+PMI: dict[Flavour, str] = {"openmpi": "pmix", "mpich": "pmi2", "intel": "pmi2"}
+
+
+def request_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the options of a batch script, the same for all schedulers."""
+    for option in (
+        click.option("--requeue", is_flag=True,
+                     help="Start again where the scheduler ends the job, or loses a node; needs --checkpoint."),
+        save_options,
+        spares_option,
+        click.option("--mpi", type=click.Choice(list(NAMES)), help="The MPI there; default: the one here."),
+        click.option("--name", default="mpips", show_default=True, help="Name of the job."),
+        click.option("--account", help="Account or project that pays."),
+        click.option("--queue", help="Queue or partition."),
+        click.option("--gpus", "gpus_per_node", type=Whole(0), default=0, show_default=True,
+                     help="GPUs of each node."),
+        click.option("--cores", "cores_per_rank", **COUNT, help="Cores of each rank."),
+        click.option("--minutes", **{**COUNT, "default": 60}, help="Time limit."),
+        click.option("-N", "--nodes", **COUNT, help="Nodes of the job."),
+        role_options,
+    ):  # fmt: skip
+        command = option(command)
+    return command
+
+
+@click.group("script", cls=InterruptibleGroup)
+@request_options
+@click.pass_context
+def command(context: click.Context, **wanted: Any) -> None:
+    """Write a batch script that runs SCRIPT.py ARGS with servers and workers.
+
+    Options stand before or behind the scheduler's name.
+    """
+    given = {
+        name: value
+        for name, value in wanted.items()
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+    }
+    context.default_map = dict.fromkeys(WRITERS, given)
+
+
+def _add_scheduler(scheduler: str) -> None:
+    """Add the command of one scheduler to the group."""
+
+    @command.command(
+        scheduler, cls=Interruptible, epilog=examples(USES[scheduler]), context_settings=dict(BEFORE_A_SCRIPT),
+        help=f"Write a batch script for {NAMED[scheduler]} that runs SCRIPT.py ARGS with servers and workers.",
+    )  # fmt: skip
+    @request_options
+    @script_argument
+    def write(
+        mpi: str | None, servers: int, clients: int, workers: int | None, ranks: int | None, masters: str,
+        words: tuple[str, ...], checkpoint: str | None, every: int | None, tries: int, spares: int | None,
+        **wanted: Any,
+    ) -> None:  # fmt: skip
+        workers = workers_of(ranks, workers, servers)
+        try:
+            options = Options(servers=servers, clients=clients, workers=workers, masters=masters,
+                              checkpoint=checkpoint or "", every=every or 0,
+                              spares=-1 if spares is None else spares)  # fmt: skip
+            check_saves(options)
+            flavour = cast(Flavour, mpi) if mpi else _find_flavour(options.spares)
+            request = BatchRequest(options=options, program=words, flavour=flavour, restarts=tries, **wanted)
+            click.echo(WRITERS[scheduler](request), nl=False)
+            note_missing(words)
+        except (LauncherError, OptionError, BatchRequestError) as error:
+            raise click.UsageError(str(error)) from error
+
+
+def _find_flavour(spares: int) -> Flavour:
+    """Return the MPI of this machine; raise LauncherError where it cannot have the spares asked for."""
+    launcher = find()
+    if spares >= 0:
+        check_spares(launcher, spares)
+    return launcher.flavour
+
+
+class BatchRequestError(ValueError):
+    """A request that no scheduler could serve."""
+
+
+class BatchRequest(NamedTuple):
+    """A job in no scheduler's words: its roles, the program of each rank, and its room. `minutes`: its time limit."""
+
+    name: str
+    options: Options
+    program: tuple[str, ...]
+    nodes: int
+    minutes: int
+    flavour: Flavour
+    queue: str | None = None
+    account: str | None = None
+    cores_per_rank: int = 1
+    gpus_per_node: int = 0
+    restarts: int = 0
+    requeue: bool = False
+    """Whether the scheduler starts it again, where it ends it, or has lost a node."""
+
+    @property
+    def ranks(self) -> int:
+        return self.options.workers + self.options.servers + max(self.options.spares, 0)
+
+    @property
+    def ranks_per_node(self) -> int:
+        return -(-self.ranks // self.nodes)
+
+
+def write_slurm(request: BatchRequest) -> str:
+    """Return the script for sbatch. Raises BatchRequestError."""
+    _check_request(request)
+    options = {
+        "job-name": request.name,
+        "nodes": request.nodes,
+        "ntasks": request.ranks,
+        "ntasks-per-node": request.ranks_per_node,
+        "cpus-per-task": request.cores_per_rank,
+        "time": _format_walltime(request.minutes),
+        "output": "%x-%j.out",
+        "partition": request.queue,
+        "account": request.account,
+        "gpus-per-node": request.gpus_per_node or None,
+    }
+    directives = [f"#SBATCH --{name}={value}" for name, value in options.items() if value is not None]
+    if request.requeue:
+        directives += ["#SBATCH --requeue", "#SBATCH --open-mode=append"]
+        directives.append(f"#SBATCH --signal=B:USR1@{SECONDS_BEFORE_THE_LIMIT}")
+    if request.restarts or request.options.spares >= 0:
+        directives.append("#SBATCH --no-kill")
+        slots = f"sed 's/$/ slots={request.ranks_per_node}/'"
+        started = [f'scontrol show hostnames "$SLURM_JOB_NODELIST" | {slots} > {SLURM_HOSTS}']
+        started.append(_write_mpips_run(request, SLURM_HOSTS))
+    else:
+        exports = sorted(request.options.environment().items())
+        started = [INTEL] if request.flavour == "intel" else []
+        started += [*(f"export {name}={shlex.quote(value)}" for name, value in exports)]
+        started.append(shlex.join(build_srun(request)))
+    if request.requeue:
+        started = [*started[:-1], REQUEUE, f"{started[-1]} &", "wait $!"]
+    return _join_script(directives, [_export_threads(request), *started])
+
+
+def build_srun(request: BatchRequest) -> list[str]:
+    """Return the argv that starts the ranks inside an allocation; one rank's failure ends the step."""
+    return [
+        "srun",
+        f"--mpi={PMI[request.flavour]}",
+        f"--ntasks={request.ranks}",
+        "--distribution=block",
+        "--kill-on-bad-exit=1",
+        f"--cpus-per-task={request.cores_per_rank}",
+        *program(request.program, "python"),
+    ]
+
+
+def write_lsf(request: BatchRequest) -> str:
+    """Return the script for `bsub < SCRIPT`. Raises BatchRequestError.
+
+    `mpips run` reads its $LSB_DJOB_HOSTFILE, a line a slot.
+    """
+    _check_request(request)
+    wanted = f"span[ptile={request.ranks_per_node}]"
+    if request.cores_per_rank > 1:  # hosts that are not set up for affinity never get a job that asks for it
+        wanted += f" affinity[core({request.cores_per_rank})]"
+    directives = [
+        f"#BSUB -J {request.name}",
+        f"#BSUB -n {request.ranks}",
+        f'#BSUB -R "{wanted}"',
+        f"#BSUB -W {request.minutes // 60}:{request.minutes % 60:02d}",
+        f"#BSUB -o {request.name}-%J.out",
+    ]
+    if request.queue:
+        directives.append(f"#BSUB -q {request.queue}")
+    if request.account:
+        directives.append(f"#BSUB -P {request.account}")
+    if request.gpus_per_node:
+        directives.append(f'#BSUB -gpu "num={request.gpus_per_node}"')
+    if request.requeue:
+        directives.append("#BSUB -r")
+    return _join_script(directives, [_export_threads(request), _write_mpips_run(request, '"$LSB_DJOB_HOSTFILE"')])
+
+
+def write_pbs(request: BatchRequest) -> str:
+    """Return the script of OpenPBS and PBS Pro for `qsub SCRIPT`. Raises BatchRequestError.
+
+    `mpips run` reads its $PBS_NODEFILE.
+    """
+    _check_request(request)
+    chunk = f"ncpus={request.ranks_per_node * request.cores_per_rank}:mpiprocs={request.ranks_per_node}"
+    if request.gpus_per_node:
+        chunk += f":ngpus={request.gpus_per_node}"
+    directives = [
+        f"#PBS -N {request.name}",
+        "#PBS -V",  # PBS starts jobs without the submitter's environment, in which mpips is found
+        f"#PBS -l select={request.nodes}:{chunk}",
+        "#PBS -l place=scatter",
+        f"#PBS -l walltime={_format_walltime(request.minutes)}",
+        "#PBS -j oe",
+        f"#PBS -r {'y' if request.requeue else 'n'}",
+    ]
+    if request.queue:
+        directives.append(f"#PBS -q {request.queue}")
+    if request.account:
+        directives.append(f"#PBS -A {request.account}")
+    body = ['cd "$PBS_O_WORKDIR"', _export_threads(request), _write_mpips_run(request, '"$PBS_NODEFILE"')]
+    return _join_script(directives, body)
+
+
+WRITERS = {"slurm": write_slurm, "lsf": write_lsf, "pbs": write_pbs}
+
+
+def _check_request(request: BatchRequest) -> None:
+    """Raise BatchRequestError for a request that cannot be served."""
+    if request.nodes > request.ranks:
+        raise BatchRequestError(f"{request.nodes} nodes are more than the {request.ranks} ranks of the job")
+    if not re.fullmatch(r"[A-Za-z][\w.-]{0,14}", request.name):
+        raise BatchRequestError(
+            f"{request.name!r} is no job name: a letter, then at most 14 letters, digits, '_', '.', '-'"
+        )
+    if (request.restarts or request.requeue) and not (request.options.checkpoint and request.options.every):
+        option = f"--restarts {request.restarts}" if request.restarts else "--requeue"
+        raise BatchRequestError(f"{option} needs --checkpoint and --every: a job goes on from what its store has saved")
+    if request.options.spares >= 0 and request.flavour != "openmpi":
+        name, why = NAMES[request.flavour], describe_end_by_death(request.flavour)
+        raise BatchRequestError(refuse_spares(request.options.spares, name, why))
+    for word in (request.queue, request.account):
+        if word is not None and not re.fullmatch(r"[\w.@:-]+", word):
+            raise BatchRequestError(f"{word!r} is no name of a queue or account")
+
+
+def _format_walltime(minutes: int) -> str:
+    return f"{minutes // 60:02d}:{minutes % 60:02d}:00"
+
+
+def _export_threads(request: BatchRequest) -> str:
+    """Return the shell line that gives each rank as many compute threads as it has cores."""
+    return f"export OMP_NUM_THREADS={request.cores_per_rank}"
+
+
+def _write_mpips_run(request: BatchRequest, hostfile: str) -> str:
+    """Return `mpips run` over the hosts that the scheduler gave; `hostfile` is shell text."""
+    options = request.options
+    roles = f"--servers {options.servers} --clients {options.clients} --workers {options.workers}"
+    saves = ""
+    if options.checkpoint:
+        folder = shlex.quote(options.checkpoint)
+        saves = f" --restarts {request.restarts} --checkpoint {folder} --every {options.every}"
+    spares = f" --spares {options.spares}" if options.spares >= 0 else ""
+    words = f"{roles}{spares} --masters {options.masters}{saves} --hostfile {hostfile}"
+    return f"mpips run {words} {shlex.join(request.program)}"
+
+
+def _join_script(directives: list[str], body: list[str]) -> str:
+    """Return a script: directives first, then commands; the first failing command ends it."""
+    return "\n".join(["#!/bin/bash", *directives, "", "set -e", *body]) + "\n"
+
+
+for _name in WRITERS:
+    _add_scheduler(_name)
+
+
+if __name__ == "__main__":
+    command()

@@ -1,1 +1,0 @@
-"""Batch scripts for Slurm, LSF and PBS: each scheduler's module is one pure function, `script(request) -> str`."""
