@@ -85,7 +85,7 @@ def test_a_link_holds_its_rate(make: Make, run: Run) -> None:
 
 def test_two_labs_stand_side_by_side(make: Make, run: Run) -> None:
     first, second = make("star:2"), make("star:3")
-    assert {first, second} <= set(client.names())
+    assert {first, second} <= set(client.list_labs())
     assert run(first, 2, SEND.format(source=0, target=1)).returncode == 0
     assert counters(first)["h0 d0"][0] > 1 << 20
     assert set(counters(second).values()) == {(0, 0)}
@@ -267,7 +267,7 @@ def test_a_request_that_fails_is_an_error_and_the_lab_stays(make: Make) -> None:
     name = make("star:2")
     with pytest.raises(client.LabError, match=r"cannot do {.do.: .link.}: KeyError: 'host'"):
         client.ask(name, {"do": "link"})
-    assert name in client.names()
+    assert name in client.list_labs()
     assert len(client.ask(name, {"do": "status"})["hosts"]) == 2
 
 
@@ -282,7 +282,7 @@ def token(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def present() -> set[str]:
     """This machine's links and mounts, and of what carries our token or process number the namespaces and labs."""
-    labs = (name for name in client.names() if str(os.getpid()) in name.split("-"))
+    labs = (name for name in client.list_labs() if str(os.getpid()) in name.split("-"))
     found = {*os.listdir("/sys/class/net"), *Path("/proc/self/mounts").read_text().splitlines(), *labs}
     for process in carriers(f"{TOKEN}={os.environ[TOKEN]}"):
         for path in Path(f"/proc/{process}/ns").glob("*"):

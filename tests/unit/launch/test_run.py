@@ -472,7 +472,7 @@ def test_an_interrupt_of_a_command_is_130(words: str, monkeypatch: pytest.Monkey
 
 
 def test_a_list_of_no_labs_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.import_module("launch.lab.client"), "names", list)
+    monkeypatch.setattr(importlib.import_module("launch.lab.client"), "list_labs", list)
     done = CliRunner().invoke(cli.main, ["lab", "list"])
     assert (done.exit_code, done.output) == (0, "no lab is up: mpips lab up makes one\n")
 

@@ -33,7 +33,7 @@ def test_a_socket_of_another_user_is_no_lab() -> None:
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == "listens\n"
-        assert "pretended" not in client.names()
+        assert "pretended" not in client.list_labs()
         with pytest.raises(client.LabError, match="no lab named 'pretended' is up"):
             client.host_command("pretended", "launcher", ["id"])
         with pytest.raises(client.LabError, match="no lab named 'pretended' is up"):
