@@ -16,9 +16,8 @@ from mpi4py import MPI
 
 from collectives.fabric import arena
 from collectives.fabric.arena import Region
-from collectives.fabric.wait import Limits
 from collectives.machine.cores import usable
-from mpips.store.runtime.rendezvous import Assembling, Room
+from mpips.store.runtime.rendezvous import Gathering
 
 BLOCK = 262_144  # elements summed at a time, so that a block is in cache for the next contribution
 
@@ -30,7 +29,7 @@ def measure(comm: MPI.Comm, servers: int, nbytes: int, repeats: int) -> dict[str
     shared, ordinary, out = arena.empty(n), np.ones(n, np.float32), np.zeros(n, np.float32)
     shared[...] = 1
     region = arena.locate(shared)
-    told = Room(comm).exchange(msgspec.msgpack.encode(region), "floor", Assembling(Limits()))
+    told = Gathering(comm).meet(msgspec.msgpack.encode(region), "floor")
     regions = [msgspec.msgpack.decode(data) for data in told]
     everyone = [arena.attach(Region(*region)).view(np.float32) for region in regions]
     cuts = [n * server // servers for server in range(servers + 1)]

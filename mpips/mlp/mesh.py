@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from functools import cache
 from typing import NamedTuple
 
 import msgspec
@@ -18,10 +17,9 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives.communicator import communicator
-from collectives.fabric.wait import Limits
 from mpips.mlp.network.layers import Specification
 from mpips.optimizers.base import Optimizer
-from mpips.store.runtime.rendezvous import Assembling, Room
+from mpips.store.runtime.rendezvous import Gathering
 
 
 def factorings(ranks: int) -> list[tuple[int, int]]:
@@ -99,13 +97,6 @@ def spans_nodes(mesh: Mesh) -> Spans:
 
 
 _NAMED = 8  # ranks that a sentence lists one by one
-_TAG = 1017  # of what ranks tell each other in `alike`
-
-
-@cache
-def _room() -> int:
-    """Under what a communicator keeps its room. Made at first use: a driver may import this without MPI."""
-    return MPI.Comm.Create_keyval()
 
 
 class TrainingError(ValueError):
@@ -137,10 +128,7 @@ def alike(
     lowest rank's problem. Arguments are compared as texts. Collective, before anything that ranks must do alike.
     """
     mine = [("the call", call), *((name, str(value)) for name, value in arguments.items())]
-    found = comm.Get_attr(_room())
-    room = found if isinstance(found, Room) else Room(comm, _TAG)
-    comm.Set_attr(_room(), room)
-    payloads = room.exchange(msgspec.json.encode((mine, problem)), call, Assembling(Limits()))
+    payloads = Gathering(comm).meet(msgspec.json.encode((mine, problem)), call)
     if problem is None and all(payload == payloads[0] for payload in payloads):
         return
     come = [msgspec.json.decode(payload, type=tuple[list[tuple[str, str]], str | None]) for payload in payloads]

@@ -17,7 +17,7 @@ from typing import Protocol
 import msgspec
 
 from collectives.machine.cores import Quota, bounded, quota, usable
-from mpips.store.runtime.rendezvous import Meets, exchange
+from mpips.store.runtime.rendezvous import MeetingPlace
 
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 """Another one for each start of a machine, and the same in all its containers."""
@@ -58,13 +58,13 @@ def spread(allowed: Sequence[Cores]) -> list[int] | None:
 class Seat:
     """The core of this process, until it leaves."""
 
-    def __init__(self, layout: Ranks, generation: Meets) -> None:
+    def __init__(self, layout: Ranks, generation: MeetingPlace) -> None:
         """Collective over all ranks of the store, blocking. `shared`: some process has no core alone. Spares sleep, and
         do not count in that."""
         self.before: Cores = frozenset(os.sched_getaffinity(0))
         self.usable = usable()
         mine = Place(BOOT.read_text(), sorted(self.before), quota())
-        said = exchange(generation, msgspec.msgpack.encode(mine), "mpips.create", True)
+        said = generation.meet(msgspec.msgpack.encode(mine), "mpips.create", True)
         every = [msgspec.msgpack.decode(data, type=Place) for data in said]
         here = [rank for rank, place in enumerate(every) if place.machine == mine.machine]
         allowed = [frozenset(every[rank].cores) for rank in here]

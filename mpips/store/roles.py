@@ -25,7 +25,7 @@ from mpips.store.options import OptionError, Options
 from mpips.store.recovery.membership import Before, Roles, refusal, succession
 from mpips.store.recovery.mirrors import ring
 from mpips.store.runtime.errors import LostError
-from mpips.store.runtime.rendezvous import Assembling, Room
+from mpips.store.runtime.rendezvous import Gathering, Watch
 
 WHAT = "mpips.create"
 _arrivals: list[Roll] = []
@@ -195,7 +195,7 @@ def create(comm: MPI.Intracomm, kind: str, options: Options | None, refusal: str
     if options is not None and not refusal:
         refusal = _check(kind, options, world.Get_size())
     try:
-        _agree(Room(world), _Card(kind, {} if options is None else record(options), refusal), limits)
+        _agree(world, _Card(kind, {} if options is None else record(options), refusal), limits)
     except OptionError:
         part(world)
         raise
@@ -228,7 +228,7 @@ def _come(comm: MPI.Intracomm, limits: Limits) -> None:
     what = f"{WHAT}, to which not all {comm.Get_size()} ranks have come ({who}),"
     roll = Roll(comm)
     _arrivals.append(roll)
-    drive(until(roll.request.Test), Assembling(limits, roll.late), what)
+    drive(until(roll.request.Test), Watch(limits, late=roll.late), what)
     _arrivals.remove(roll)
 
 
@@ -240,8 +240,8 @@ def _check(kind: str, options: Options, size: int) -> str:
     return ""
 
 
-def _agree(room: Room, card: _Card, limits: Limits) -> None:
-    encoded = room.exchange(msgspec.msgpack.encode(card), WHAT, Assembling(limits, room.missing))
+def _agree(world: MPI.Intracomm, card: _Card, limits: Limits) -> None:
+    encoded = Gathering(world, limits).meet(msgspec.msgpack.encode(card), WHAT)
     cards = [msgspec.msgpack.decode(data, type=_Card) for data in encoded]
     refused = [rank for rank, other in enumerate(cards) if other.refusal]
     if len(refused) == len(cards) and len({card.refusal for card in cards}) == 1:

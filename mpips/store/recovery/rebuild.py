@@ -18,7 +18,7 @@ from mpips.store.recovery.inventory import Inventory
 from mpips.store.recovery.plan import Plan
 from mpips.store.recovery.settings import decode_settings
 from mpips.store.roles import Layout
-from mpips.store.runtime.rendezvous import Meets, exchange
+from mpips.store.runtime.rendezvous import MeetingPlace
 from mpips.store.transport import frames
 from mpips.store.transport.frames import Change, Created
 
@@ -87,16 +87,16 @@ def former(layout: Layout) -> int:
     return rank if rank < before.num_workers + before.num_servers else -1
 
 
-def outlook(layout: Layout, generation: Meets, mine: Inventory, lines: Sequence[Any]) -> Outlook:
+def outlook(layout: Layout, generation: MeetingPlace, mine: Inventory, lines: Sequence[Any]) -> Outlook:
     """Learn what all have, and plan. Collective over workers and servers, blocking. See `plan.make`."""
-    told = exchange(generation, msgspec.msgpack.encode(mine), WHAT, True)
+    told = generation.meet(msgspec.msgpack.encode(mine), WHAT, True)
     said = [msgspec.msgpack.decode(data, type=Inventory) for data in told]
     return Outlook(said, planning.make(layout, said, lines))
 
 
-def place(layout: Layout, generation: Meets, mine: Placed) -> list[Placed]:
+def place(layout: Layout, generation: MeetingPlace, mine: Placed) -> list[Placed]:
     """What all servers say. Collective over workers and servers, blocking."""
-    told = exchange(generation, msgspec.msgpack.encode(mine), WHAT, True)
+    told = generation.meet(msgspec.msgpack.encode(mine), WHAT, True)
     servers = map(layout.server_rank, range(layout.num_servers))
     return [msgspec.msgpack.decode(told[server], type=Placed) for server in servers]
 

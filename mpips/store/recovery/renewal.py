@@ -1,7 +1,7 @@
 """How the next generation of a store begins: with all ranks, or with none.
 
-All say first that they go on (`runtime.parting`). Where the store survives deaths, it goes on with the ranks that live.
-One may die meanwhile: then all is put back, and tried again.
+All say first that they go on (`runtime.generation.Succession`). Where the store survives deaths, it goes on with the
+ranks that live. One may die meanwhile: then all is put back, and tried again.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def renew(generation: Generation, rebuild: Callable[[], T], grow: bool = False) 
     """
     if generation.over is None:
         generation.end("recover", CollectiveError(f"rank {generation.rank} calls recover"))
-    layout, parting = generation.layout, generation.parting
+    layout, succession = generation.layout, generation.succession
     limits = generation.limits if layout.is_worker else NEVER
     try:
-        while not (why := parting.would(limits)):
+        while not (why := succession.wait_until_all_would(limits)):
             with uninterrupted():
-                if not (why := parting.goes(limits)) and (begun := _begin(generation, rebuild, grow)):
+                if not (why := succession.wait_until_all_go(limits)) and (begun := _begin(generation, rebuild, grow)):
                     return begun[0]
     except StallError as error:
         raise of_kind(error) from None

@@ -29,7 +29,7 @@ def wait(generation: Generation, rebuild: Callable[[], list[T]], committed: Call
     `rebuild` is this rank's part in an attempt to begin the next generation: what the rank has become, or [] where it
     stays a spare. `committed` is called when a generation has begun.
     """
-    while not generation.parting.closing():
+    while not generation.succession.is_closing():
         try:
             generation.look()
         except CollectiveError as error:

@@ -33,7 +33,6 @@ from mpips.store.remote.setup import Setup
 from mpips.store.remote.sparse import Sparse
 from mpips.store.remote.states import Changes, Settings, Stored
 from mpips.store.roles import Layout
-from mpips.store.runtime import rendezvous
 from mpips.store.runtime.generation import Generation
 from mpips.store.runtime.tasks import Task
 from mpips.store.transport import frames
@@ -75,7 +74,7 @@ class Served:
         """The store's first generation. Collective over workers and servers, blocking."""
         lines, _, ledgers = connect(self.layout, self._generation)
         self._link.renew(lines)
-        told = rendezvous.exchange(self._generation, b"%d" % self._link.all_local, "create")
+        told = self._generation.meet(b"%d" % self._link.all_local, "create")
         self._serve([data == b"1" for data in told])
         side_by_side = not (self._cores_shared or self.layout.asynchronous)
         self._setup.cut_by(Cutting(self.layout, self.one_node, side_by_side))

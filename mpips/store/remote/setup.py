@@ -56,7 +56,7 @@ class Setup:
                 if isinstance(error, CollectiveError):
                     raise
                 failure = str(error)
-        told = yield from self._generation.met(msgspec.msgpack.encode((failure, done)), what)
+        told = yield from self._generation.meeting(msgspec.msgpack.encode((failure, done)), what)
         failure, done = msgspec.msgpack.decode(told[0], type=tuple[str, bytes])
         if failure:
             raise of_caller(ValueError(failure))

@@ -22,7 +22,6 @@ from mpips.store.replicated.stored import Stored
 from mpips.store.replicated.sums import Blocks, Sums
 from mpips.store.roles import Layout
 from mpips.store.runtime.generation import Generation
-from mpips.store.runtime.rendezvous import exchange
 from mpips.store.runtime.tasks import Task, nothing
 from mpips.store.worker.backend import Recovered
 
@@ -201,7 +200,7 @@ class Serverless:
         self._replicas.sums = self._joined()
         self._join()
         self._replicas.keep(known)
-        rounds = self._replicas.reconcile(lambda data: exchange(self._generation, data, "recover"), self.layout.fresh)
+        rounds = self._replicas.reconcile(lambda data: self._generation.meet(data, "recover"), self.layout.fresh)
         self._bind_all()
         keys = [replica.key for replica in self._replicas.by_name.values()]
         residuals = self._settings.residuals

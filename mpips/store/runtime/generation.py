@@ -1,24 +1,19 @@
-"""One generation of a store: it ends once, for all ranks, with one sentence.
+"""One generation of a store: it ends once, for all ranks, with one sentence; then all begin the next one, or leave.
 
-A generation stands on what `collectives` keeps for the store's world: a flag and a sentence in memory that the ranks
-of a
-node share, and notes between nodes. Who finds a failure calls `end`; every wait looks, and raises the same sentence.
-
-How ranks go on after a generation: all begin the next one together, or each leaves.
-
-What makes new communicators blocks in MPI until all ranks have come, so no rank may begin with it before it knows that
-all will. So each says that it would go on, then, when it has heard all say so, that it goes. Where a store survives
-deaths, "all" are those who live.
+A generation stands on what `collectives` keeps for the store's world: a flag and a sentence in memory that the ranks of
+a node share, and notes between nodes. Who finds a failure calls `end`; every wait looks, and raises the same sentence.
+What comes after it the ranks tell each other by its `succession`. `recovery.renewal` makes the next one.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING
 
 from mpi4py import MPI
 
@@ -37,105 +32,31 @@ from collectives.fabric.wait import (
 from collectives.network.drain import sweep
 from collectives.network.failures import failed
 from mpips.store.runtime.errors import StoreError, of_kind, uninterrupted
-from mpips.store.runtime.rendezvous import LAST_WORD_SECONDS, Presence, Room
+from mpips.store.runtime.rendezvous import LAST_WORD_SECONDS, Presence, Room, Watch
 from mpips.store.runtime.tasks import Task
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from mpips.store.roles import Layout
 
-PARTING_SECONDS = 5.0
-"""So long a rank that closes waits for the others once the generation is over."""
+CLOSING_SECONDS = 5.0
+"""How long a rank that closes waits for the others once the generation is over."""
 FREEING_SECONDS = 1.0
 LONG_SECONDS = 0.2
 """A wait after which more is looked at than whether the generation has ended."""
-
-
-class Ranks(Protocol):
-    """The ranks of a store and their communicators: a `layout.Layout`."""
-
-    world: MPI.Intracomm
-    workers: MPI.Intracomm | None
-    num_workers: int
-    nodes: tuple[int, ...]
-
-    @property
-    def is_worker(self) -> bool: ...
-
-    @property
-    def survives(self) -> bool: ...
-
-    @property
-    def lost(self) -> tuple[int, ...]: ...
-
-    @property
-    def limits(self) -> Limits: ...
-
-    def again(self, left: MPI.Intracomm, grow: bool = False) -> None: ...
-
-    def part(self) -> None: ...
-
-    def abandon(self) -> None: ...
-
-    def free(self) -> None: ...
-
-
-class _Wait:
-    """How one wait looks at the generation."""
-
-    def __init__(
-        self, generation: Generation, late: Callable[[], Sequence[int]], look: Callable[[float], None]
-    ) -> None:
-        self.late, self.look, self.limits = late, look, generation.limits
-        self.nap_after = NAP_AFTER_ON_NODE if generation.one_node else NAP_AFTER_BETWEEN_NODES
-
-
-class _Meeting:
-    """How one rank waits in a room: it looks at the generation, and sees who comes no more."""
-
-    def __init__(self, generation: Generation, room: Room, what: str) -> None:
-        self._generation, self._room, self._what, self._presence = generation, room, what, Presence(what)
-        self._stood = False
-        self.watch = _Wait(generation, room.missing, self.look)
-
-    def look(self, waited: float) -> None:
-        """Raise where the generation has ended, or somebody who is needed has left."""
-        try:
-            self._generation.see(waited)
-        except StoreError:
-            # Who has ended it may have been through this meeting before: then all words are here, or on their way.
-            deadline = time.monotonic() + LAST_WORD_SECONDS
-            while self._room.missing():
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(LOOK_SECONDS)
-            return
-        self._presence.see(self._room.missing(), self._generation.gone())
-        if waited > LONG_SECONDS and not self._stood and (word := self._generation.stands(self._room, self._what)):
-            self._stood = True
-            self._room.stand(word)
-
-    def steps(self, payload: bytes) -> Task[list[bytes]]:
-        """The meeting as a task: what all have brought."""
-        begun = time.monotonic()
-        due = begun + LOOK_SECONDS
-        self._room.bring(payload)
-        with self._generation.meets():
-            while self._room.missing():
-                if (now := time.monotonic()) >= due:
-                    due = now + LOOK_SECONDS
-                    self.look(now - begun)
-                    see_in_time(self._what, now - begun, self.watch)
-                yield False
-        return self._room.brought()
+SUCCESSION_TAG = 4
+WOULD, GOES, LEAVES = b"would go on", b"goes on", b"leaves"
+NEVER = Limits(math.inf, 0.0)
+LOG = logging.getLogger("mpips.store")
 
 
 class Generation:
     """The present generation of one store, as one rank sees it. Making it is collective over `layout.world`,
     blocking."""
 
-    def __init__(self, layout: Ranks) -> None:
+    def __init__(self, layout: Layout) -> None:
         self.layout = layout
         self.number = 0
-        """Of generations that ended before."""
+        """How many generations have ended before."""
         self.limits = layout.limits
         """`stall_seconds` and `timeout_seconds` of the store's options."""
         self.on_end: list[Callable[[], None]] = []
@@ -156,19 +77,20 @@ class Generation:
         self.rank, self.size = layout.world.Get_rank(), layout.world.Get_size()
         self.one_node = len(set(layout.nodes)) == 1
         """Whether all ranks of the store share memory."""
+        self._nap_after = NAP_AFTER_ON_NODE if self.one_node else NAP_AFTER_BETWEEN_NODES
         self._home = communicator(layout.world)
         self._home.patient(*self.limits)
         self._inner: list[Communicator] = []
         self.flag: memoryview = self._home.board.poison.flag
-        """flag[0] != 0 once the generation has ended on this node. the next generation has another."""
+        """flag[0] != 0 once the generation has ended on this node. The next generation has another."""
         self.over: StoreError | None = None
         self._meeting = False
         self._everybody = Room(layout.world)
         self._workers = None if layout.workers is None else Room(layout.workers)
-        self.parting = Parting(layout.world, self.gone, layout.survives)
+        self.succession = Succession(layout.world, self.gone, layout.survives)
         """What ranks say of what comes after this generation."""
 
-    # ---- the end
+    # ---- its end
 
     def check(self) -> None:
         """Raise StoreError if the generation has ended on this node. Cheap; sends and receives nothing."""
@@ -176,12 +98,13 @@ class Generation:
             raise self._error()
 
     def look(self, waited: float = 0.0) -> None:
-        """The same from within a wait of so many seconds: also hears other nodes, and sees whose process has ended."""
+        """Raise StoreError if the generation has ended, within a wait of so many seconds: also hears other nodes, and
+        sees whose process has ended."""
         if not self._meeting:
-            self.see(waited)
+            self._look(waited)
 
-    def see(self, waited: float) -> None:
-        """`look` for a meeting, which may be over though the generation has ended meanwhile."""
+    def _look(self, waited: float) -> None:
+        """Look, from a meeting too, which may be over though the generation has ended meanwhile."""
         if self.over is not None or self.flag[0]:
             raise self._error()
         if not self._hearing.locked():  # else another thread hears
@@ -193,17 +116,8 @@ class Generation:
                 except CollectiveError as error:
                     raise of_kind(error) from None
 
-    @contextmanager
-    def meets(self) -> Iterator[None]:
-        """A task is in a meeting within: who runs it does not look at the generation, the meeting does."""
-        self._meeting = True
-        try:
-            yield
-        finally:
-            self._meeting = False
-
     def end(self, what: str, error: BaseException) -> BaseException:
-        """`what` has raised `error` on this rank: end the generation for all ranks; what this rank is to raise.
+        """End the generation for all ranks, as `what` has raised `error` on this one; return what this rank raises.
 
         That is a StoreError with the sentence that all ranks raise where the error is one of `collectives`, of MPI or
         of the generation; else `error` itself. Idempotent. Blocks for some seconds at most, until nobody touches
@@ -217,14 +131,6 @@ class Generation:
                     self._end(what, error)
         return self._error() if isinstance(error, (CollectiveError, MPI.Exception)) else error
 
-    @contextmanager
-    def failing(self, what: str) -> Iterator[None]:
-        """Whatever is raised within ends the generation."""
-        try:
-            yield
-        except BaseException as error:
-            raise self.end(what, error) from None
-
     def _end(self, what: str, error: BaseException) -> None:
         home = self._home
         if isinstance(error, CollectiveError) and not home.told() and what not in str(error):
@@ -233,6 +139,7 @@ class Generation:
             home.fail(what, error)
         assert home.over is not None
         self.over = of_kind(home.over)
+        LOG.info("rank %d: generation %d has ended: %s", self.rank, self.number, self.over)
         for inner in self._inner:
             inner.fail(what, self.over)
         for step in self.on_end:
@@ -242,12 +149,32 @@ class Generation:
     def _error(self) -> StoreError:
         return of_kind(self.over if self.over is not None else self._home.board.poison.error())
 
+    @contextmanager
+    def failing(self, what: str) -> Iterator[None]:
+        """End the generation by whatever is raised within."""
+        try:
+            yield
+        except BaseException as error:
+            raise self.end(what, error) from None
+
+    def gone(self) -> dict[int, str]:
+        """Return the ranks of the store that have closed it, or have ended; and how, as far as it is known here."""
+        dead = dict.fromkeys(failed(self.layout.world), DEPARTURES[0])
+        return dead | self._home.ended()
+
     # ---- waits
 
+    def wait(self, ready: Callable[[], object], what: str, late: Callable[[], Sequence[int]] = tuple) -> None:
+        """Wait until `ready()`; blocking. Looks at the generation; after the limits it warns, and raises StallError,
+        which names the ranks of `late()`."""
+        drive(until(ready), Watch(self.limits, self.look, late, self._nap_after), what)
+
     def within(self, comm: MPI.Intracomm, names: Sequence[int] = ()) -> Communicator:
-        """What `collectives` keeps for a smaller communicator of the store, such as that of the workers, with the
-        store's limits; `names` are its ranks in the store's world. Waits there look at the generation, too: it ends
-        with the generation. Collective over `comm` at first."""
+        """Return what `collectives` keeps for a smaller communicator of the store, such as that of the workers.
+
+        It has the store's limits; `names` are its ranks in the store's world. Waits there look at the generation, too:
+        it ends with the generation. Collective over `comm` at first.
+        """
         self.check()
         home = communicator(comm, names=names or None)
         if home not in self._inner:
@@ -263,31 +190,63 @@ class Generation:
         finally:
             self.inside = False
 
-    def wait(self, ready: Callable[[], object], what: str, late: Callable[[], Sequence[int]] = tuple) -> None:
-        """Wait until `ready()`; blocking. Looks at the generation; after the limits it warns, and raises StallError,
-        which names the ranks of `late()`."""
-        drive(until(ready), _Wait(self, late, self.look), what)
-
     def meet(self, payload: bytes, what: str, everybody: bool = False) -> list[bytes]:
-        """See `rendezvous.exchange`."""
-        room = self._room(everybody)
-        return room.exchange(payload, what, _Meeting(self, room, what).watch)
+        """Return each worker's payload (`everybody`: each rank's), in rank order. Collective, blocking.
 
-    def met(self, payload: bytes, what: str) -> Task[list[bytes]]:
-        """The same of the workers, as a task: what else is under way goes on. Others may need it before they come."""
+        StoreError where the generation ends meanwhile; StallError, naming the ranks that have not come, after the
+        limit.
+        """
+        room = self._room(everybody)
+        return room.exchange(payload, what, self._watch(room, what))
+
+    def meeting(self, payload: bytes, what: str) -> Task[list[bytes]]:
+        """Meet the workers in a task: what else is under way goes on. Others may need it before they come."""
         room = self._room(False)
-        return _Meeting(self, room, what).steps(payload)
+        watch = self._watch(room, what)
+        begun = time.monotonic()
+        due = begun + LOOK_SECONDS
+        room.bring(payload)
+        self._meeting = True  # who runs the task does not look at the generation, the meeting does
+        try:
+            while room.missing():
+                if (now := time.monotonic()) >= due:
+                    due = now + LOOK_SECONDS
+                    watch.look(now - begun)
+                    see_in_time(what, now - begun, watch)
+                yield False
+        finally:
+            self._meeting = False
+        return room.brought()
+
+    def _watch(self, room: Room, what: str) -> Watch:
+        """Return how this rank waits in a room: it looks at the generation, and sees who comes no more."""
+        presence, stands = Presence(what), False
+
+        def look(waited: float) -> None:
+            nonlocal stands
+            try:
+                self._look(waited)
+            except StoreError:
+                # Who has ended it may have been through this meeting before: then all words are here, or on their way.
+                deadline = time.monotonic() + LAST_WORD_SECONDS
+                while room.missing():
+                    if time.monotonic() > deadline:
+                        raise
+                    time.sleep(LOOK_SECONDS)
+                return
+            presence.see(room.missing(), self.gone())
+            if waited > LONG_SECONDS and not stands and room is self._workers and (word := self.standing(what)):
+                stands = True
+                room.stand(word)
+
+        return Watch(self.limits, look, room.missing, self._nap_after)
 
     def words(self) -> list[bytes]:
-        """What each worker has brought last to a meeting of the workers that is not over here; b"": nothing. Does not
-        block."""
+        """Return what each worker has brought last to a meeting of the workers that is not over here; b"": nothing.
+        Does not block."""
         assert self._workers is not None
         self._workers.missing()
         return self._workers.last()
-
-    def stands(self, room: Room, what: str) -> bytes:
-        """Return what this worker says while it waits in a meeting of the workers; b"" in others."""
-        return self.standing(what) if room is self._workers else b""
 
     def others_standing(self) -> dict[int, bytes]:
         """Return what each worker says that waits in a meeting to which this one has not come. Does not block."""
@@ -299,82 +258,73 @@ class Generation:
         self.check()
         return room
 
-    def gone(self) -> dict[int, str]:
-        """Ranks of the store that have closed it, or have ended; and how, as far as it is known here."""
-        dead = dict.fromkeys(failed(self.layout.world), DEPARTURES[0])
-        return dead | self._home.ended()
-
     # ---- from generation to generation, see `recovery.renewal`
 
     def advance(self) -> None:
-        """This is the next generation from now on, on the layout's new communicators. Collective, blocking."""
+        """Be the next generation from now on, on the layout's new communicators. Collective, blocking."""
         self._begin()
         self.number += 1
+        LOG.info("rank %d of %d: generation %d has begun", self.rank, self.size, self.number)
 
     def put_back(self) -> Callable[[], None]:
-        """A function that makes this generation again what it is now."""
+        """Return a function that makes this generation again what it is now."""
         before, on_end = dict(vars(self)), [*self.on_end]
         return lambda: vars(self).update(before, on_end=[*on_end])
 
     def close(self) -> None:
-        """The store ends on this rank: wait for the others, and give all communicators back. Collective over all ranks
-        of the store. Waits for nobody for longer than some seconds once the generation is over."""
+        """Close the store on this rank: wait for the others, and give all communicators back.
+
+        Collective over all ranks of the store. Waits for nobody for longer than some seconds once the generation is
+        over.
+        """
         if self._closed:
             return
         self._closed = True
         for home in (*self._inner, self._home):
             home.leave(CLOSED)
-        self.parting.leave()
+        self.succession.leave()
         try:
             if self.over is None:
                 with self.failing("close"):
-                    self.parting.left(math.inf, self.look)
+                    self.succession.wait_until_all_left(math.inf, self.look)
         except CollectiveError:  # the generation has ended meanwhile
             pass
-        all_left = self.parting.left(PARTING_SECONDS)
+        all_left = self.succession.wait_until_all_left(CLOSING_SECONDS)
         self.layout.free()
         sweep(FREEING_SECONDS if all_left else 0.0)
+        LOG.info("rank %d: the store is closed", self.rank)
 
 
-TAG = 4
-WOULD, GOES, LEAVES = b"would go on", b"goes on", b"leaves"
-NEVER = Limits(math.inf, 0.0)
+class Succession:
+    """How ranks go on after a generation: all begin the next one together, or each leaves.
 
-
-class _PartingWait:
-    """How a rank waits for what the others say."""
-
-    nap_after = NAP_AFTER_BETWEEN_NODES
-
-    def __init__(self, limits: Limits, late: Callable[[], list[int]], look: Callable[[float], None]) -> None:
-        self.limits, self.late, self.look = limits, late, look
-
-
-class Parting:
-    """What the ranks of one generation say of what comes after it. `gone()`: ranks that have left, and how. `survives`:
-    whether others go on where one has died."""
+    What makes new communicators blocks in MPI until all ranks have come, so no rank may begin with it before it knows
+    that all will. So each says that it would go on, then, when it has heard all say so, that it goes. `gone()`: ranks
+    that have left, and how. `survives`: whether others go on where one has died; then "all" are those who live.
+    """
 
     def __init__(self, comm: MPI.Comm, gone: Callable[[], dict[int, str]], survives: bool) -> None:
-        self._room, self._gone, self._survives, self._said = Room(comm, TAG), gone, survives, b""
+        self._room, self._gone, self._survives = Room(comm, SUCCESSION_TAG), gone, survives
+        self._said = b""
         self._attempt = 0
 
-    def asked(self) -> bool:
+    def is_due(self) -> bool:
         """Whether another rank goes on, or has left. Does not block."""
         self._room.missing()
         return any(self._room.last()) or bool(self._gone())
 
-    def closing(self) -> bool:
+    def is_closing(self) -> bool:
         """Whether another rank leaves. Does not block."""
         self._room.missing()
         return LEAVES in self._room.last() or DEPARTURES[CLOSED] in self._gone().values()
 
-    def would(self, limits: Limits) -> str:
+    def wait_until_all_would(self, limits: Limits) -> str:
         """Wait until all would go on; "", or why they cannot. StallError after the limits; a later call waits on."""
-        return self._all(limits, WOULD, WOULD, GOES)
+        return self._wait(limits, WOULD, WOULD, GOES)
 
-    def goes(self, limits: Limits) -> str:
-        """The same until all go on: who has said that it goes must not stay away. Then another attempt may follow."""
-        why = self._why_not() or self._all(limits, GOES, GOES)
+    def wait_until_all_go(self, limits: Limits) -> str:
+        """Wait until all go on: who has said that it goes must not stay away. Then another attempt may follow."""
+        why = self._why_not() or self._wait(limits, GOES, GOES)
         self._attempt += not why
         return why
 
@@ -382,24 +332,29 @@ class Parting:
         """Say that this rank leaves. Does not block."""
         self._say(LEAVES)
 
-    def left(self, seconds: float, look: Callable[[float], None] = lambda waited: None) -> bool:
-        """Wait until all have left, for so many seconds at most; whether all have, and none by its end. `look` as in an
+    def wait_until_all_left(self, seconds: float, look: Callable[[float], None] = lambda waited: None) -> bool:
+        """Wait until all have left, for so many seconds at most; whether all have, and none by its end. `look` as in a
         generation."""
         deadline = time.monotonic() + seconds
 
         def over() -> bool:
             return time.monotonic() > deadline or not set(self._others(LEAVES)) - self._gone().keys()
 
-        drive(until(over), _PartingWait(NEVER, lambda: self._others(LEAVES), look), "close")
+        drive(until(over), Watch(NEVER, look, lambda: self._others(LEAVES)), "close")
         gone = self._gone()
         return all(gone.get(rank) == DEPARTURES[CLOSED] for rank in self._others(LEAVES))
 
-    def _all(self, limits: Limits, mine: bytes, *words: bytes) -> str:
+    def _wait(self, limits: Limits, mine: bytes, *words: bytes) -> str:
         """Say a word of this attempt, and wait until all have said one of `words`; why they cannot go on."""
         present = [word + b" %d" % self._attempt for word in words]
-        wait = _PartingWait(limits, lambda: self._awaited(present), lambda waited: None)
+
+        def late() -> list[int]:
+            """Return the ranks that live, as far as is known, and have said none of the words last."""
+            others = self._others(*present)
+            return [rank for rank in others if rank not in self._dead()] if others and self._survives else others
+
         self._say(mine + b" %d" % self._attempt)
-        drive(until(lambda: self._why_not() or not self._awaited(present)), wait, "recover")
+        drive(until(lambda: self._why_not() or not late()), Watch(limits, late=late), "recover")
         return self._why_not()
 
     def _say(self, word: bytes) -> None:
@@ -407,22 +362,17 @@ class Parting:
             self._said = word
             self._room.bring(word)
 
-    def _awaited(self, words: list[bytes]) -> list[int]:
-        """Ranks that live, as far as is known, and have said none of `words` last."""
-        late = self._others(*words)
-        return [rank for rank in late if rank not in self._dead()] if late and self._survives else late
-
     def _others(self, *words: bytes) -> list[int]:
-        """Ranks that have said something else last, or nothing. Does not block."""
+        """Return the ranks that have said something else last, or nothing. Does not block."""
         self._room.missing()
         return [rank for rank, said in enumerate(self._room.last()) if said not in words]
 
     def _dead(self) -> set[int]:
-        """Ranks that have died, where that ends nothing."""
+        """Return the ranks that have died, where that ends nothing."""
         return {rank for rank, how in self._gone().items() if self._survives and how == DEPARTURES[0]}
 
     def _why_not(self) -> str:
-        """Why the ranks cannot go on together; "" where they may."""
+        """Return why the ranks cannot go on together; "" where they may."""
         for rank in sorted(set(range(self._room.size)) - set(self._others(LEAVES))):
             return f"rank {rank} has closed the store"
         needed = {rank: how for rank, how in self._gone().items() if rank not in self._dead()}

@@ -287,7 +287,7 @@ class Server:
         """Begin the next generation as soon as the workers do; whether they have, or have closed the store. StallError
         where none of them comes for long."""
         assert self._ended is not None
-        if not self.generation.parting.asked():
+        if not self.generation.succession.is_due():
             limit = self.generation.limits.timeout_seconds
             if limit and time.monotonic() - self._ended > max(limit, ORPHAN_SECONDS):
                 raise StallError("the generation is over, and no worker has called recover() or close()")

@@ -33,7 +33,6 @@ from collectives.network.failures import send
 from collectives.network.requests import keep
 from mpips.store.roles import Layout
 from mpips.store.runtime.generation import Generation
-from mpips.store.runtime.rendezvous import exchange
 from mpips.store.transport.frames import FRAME, FRAME_BYTES, NOWHERE, ROUND, ROUND_AT, WITH_BODY, Frame, Op
 from mpips.store.transport.messages import TAG_BODY, TAG_FRAME
 
@@ -422,12 +421,12 @@ def connect(layout: Layout, generation: Generation, ledger: Region | None = None
     region = arena.locate(memory)
     assert region is not None
     offer = msgspec.msgpack.encode(_Offer(tuple(region), tuple(ledger or ())))
-    said = [msgspec.msgpack.decode(data, type=_Offer) for data in exchange(generation, offer, WHAT, True)]
+    said = [msgspec.msgpack.decode(data, type=_Offer) for data in generation.meet(offer, WHAT, True)]
     offers = [Region(*one.region) for one in said]
     servers = range(layout.num_workers, layout.num_workers + layout.num_servers)
     peers = range(layout.num_workers) if layout.is_server else servers if layout.is_worker else range(0)
     mapped = {peer: _try(layout, peer, offers[peer]) for peer in peers}
-    verdicts = exchange(generation, bytes(mapped.get(peer) is not None for peer in range(len(offers))), WHAT, True)
+    verdicts = generation.meet(bytes(mapped.get(peer) is not None for peer in range(len(offers))), WHAT, True)
     _see_order(layout)
     processes = Peers([offer.pid for offer in offers])
     lines: list[Line] = []

@@ -52,7 +52,7 @@ def waits(layout, generation, way):
     if way == "collective" and not layout.is_server:
         collectives.allreduce(np.ones(3), layout.workers, label="push of key 'w'")
     elif way == "rendezvous":
-        rendezvous.exchange(generation, b"", "barrier", everybody=True)
+        generation.meet(b"", "barrier", everybody=True)
     else:
         generation.wait(lambda: False, "a push")
 
@@ -65,7 +65,7 @@ def works(layout, generation):
     generation.within(comm)
     collectives.allreduce(x, comm)
     assert (x == comm.size).all()
-    said = rendezvous.exchange(generation, b"%d" % RANK, "barrier", everybody=True)
+    said = generation.meet(b"%d" % RANK, "barrier", everybody=True)
     assert said == [b"%d" % rank for rank in range(P)]
     if not layout.is_server:
         assert len(rendezvous.agree(generation, "init", [("w", "float32")])) == layout.num_workers
@@ -100,7 +100,7 @@ def test_all_ranks_hear_of_the_end_within_a_second_and_the_next_generation_works
         assert type(raised) is (type(error) if own else kind)
         assert own or str(raised) == sentence
         assert seconds < 0.1 + SOON, seconds
-        for late in (generation.check, generation.look, lambda: rendezvous.exchange(generation, b"", "barrier", True)):
+        for late in (generation.check, generation.look, lambda: generation.meet(b"", "barrier", True)):
             with pytest.raises(kind) as told:
                 late()
             assert str(told.value) == sentence
@@ -118,7 +118,7 @@ def test_what_was_sent_in_one_generation_is_not_heard_in_the_next(nodes):
             if RANK != FIRST:  # it has come to a meeting, and left another message
                 layout.world.Isend(bytearray(8), FIRST, 1)
                 with pytest.raises(StoreError), generation.failing("barrier"):
-                    rendezvous.exchange(generation, b"old", "barrier", everybody=True)
+                    generation.meet(b"old", "barrier", everybody=True)
             else:
                 time.sleep(0.05)
                 generation.end("a push", CollectiveError("it is over"))
@@ -146,7 +146,7 @@ def test_a_rank_that_recovers_though_nothing_has_failed_ends_the_generation():
     with store() as (layout, generation):
         if RANK != FIRST:
             with pytest.raises(StoreError, match="rank 0 calls recover"), generation.failing("barrier"):
-                rendezvous.exchange(generation, b"", "barrier", everybody=True)
+                generation.meet(b"", "barrier", everybody=True)
         assert renew(generation, lambda: True)
         works(layout, generation)
         generation.close()
@@ -187,7 +187,7 @@ def test_nothing_is_left_of_generations_that_were_closed_soon_after_a_meeting():
     begun = time.monotonic()
     for number in range(60):
         with store() as (_, generation):
-            rendezvous.exchange(generation, b"*" * 40 * number, "barrier", everybody=True)
+            generation.meet(b"*" * 40 * number, "barrier", everybody=True)
             generation.close()
     seconds = time.monotonic() - begun
     gone = sweep(10)
@@ -204,7 +204,7 @@ def raise_or_hear(generation):
 
 @only_on(2, 3)
 def test_closing_a_generation_that_is_over_waits_for_nobody_for_long(monkeypatch):
-    monkeypatch.setattr(generations, "PARTING_SECONDS", 0.3)
+    monkeypatch.setattr(generations, "CLOSING_SECONDS", 0.3)
     with store() as (_, generation):
         raise_or_hear(generation)
         if RANK == FIRST:
@@ -224,7 +224,7 @@ def test_a_rank_that_has_closed_is_missed_at_once():
             begun = time.monotonic()
             sentence = "barrier: rank 0 is needed, and it has closed its store"
             with pytest.raises(StoreError, match=sentence), generation.failing("barrier"):
-                rendezvous.exchange(generation, b"", "barrier", everybody=True)
+                generation.meet(b"", "barrier", everybody=True)
             assert time.monotonic() - begun < SOON + 1
             generation.close()
 
@@ -236,7 +236,7 @@ def test_limits_are_said_as_they_were_given_and_who_is_late_is_named(nodes):
         assert generation.limits == (60, 0.5)
         if RANK != FIRST:
             with pytest.raises(StoreStallError) as told, generation.failing("barrier"):
-                rendezvous.exchange(generation, b"", "barrier", everybody=True)
+                generation.meet(b"", "barrier", everybody=True)
             assert "barrier has waited for 0.5 s: rank 0 has not come; for longer" in str(told.value)
         WORLD.Barrier()
         with pytest.raises(StoreStallError, match=r"barrier has waited for 0\.5 s"):
