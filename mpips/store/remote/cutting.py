@@ -15,7 +15,7 @@ from mpips.store.keys.sharding import Interval, Placement, block_bytes, grain_of
 from mpips.store.roles import Layout
 from mpips.store.transport.frames import UnitCard
 from mpips.store.transport.lines import Line
-from mpips.store.transport.messages import Numbers
+from mpips.store.transport.messages import UnitNumbers
 
 MOST_CHUNKS = 32  # of what a server has of a key
 Cards = dict[int, list[UnitCard]]
@@ -28,27 +28,27 @@ class Cutting:
 
     def __init__(
         self, layout: Layout, one_node: bool, side_by_side: bool, placement: Placement | None = None,
-        numbers: Numbers | None = None,
+        numbers: UnitNumbers | None = None,
     ) -> None:  # fmt: skip
         self._layout, self._one_node, self._side_by_side = layout, one_node, side_by_side
         self._grouped = layout.kind.startswith("mpi_")
         self._past_caches = past_caches(os.environ)
         self._groups = layout.groups()
         self._placement = placement or Placement(layout.num_servers, layout.options.big_array)
-        self._numbers = numbers or Numbers()
+        self._numbers = numbers or UnitNumbers()
 
     def copy(self) -> Cutting:
         """The same, to try a change with."""
         return self._with(self._placement.copy(), self._numbers.copy())
 
-    def _with(self, placement: Placement, numbers: Numbers) -> Cutting:
+    def _with(self, placement: Placement, numbers: UnitNumbers) -> Cutting:
         return Cutting(self._layout, self._one_node, self._side_by_side, placement, numbers)
 
     def free(self, keys: Iterable[Key]) -> None:
         """These keys are kept no more."""
         for key in keys:
             self._placement.free(_parts(key), key.dtype.itemsize)
-            self._numbers.give(shard.number for shard in key.shards)
+            self._numbers.release(shard.number for shard in key.shards)
 
     def cut(
         self, key: Key, lines: Sequence[Line], cards: Cards, parts: Sequence[tuple[int, Interval]] | None = None
@@ -90,7 +90,7 @@ class Cutting:
         row_elements = int(np.prod(key.shape[1:], dtype=np.int64)) if key.shape else 1
         for unit in units(0, server, chunk, self._groups, grain):
             block = self._block_elements(unit.size, itemsize)
-            number = self._numbers.take(key.name)
+            number = self._numbers.assign(key.name)
             card = UnitCard(
                 number, key.name, key.dtype.name, unit.start, unit.stop, max(1, row_elements), block, unit.contributors
             )

@@ -25,8 +25,8 @@ from mpips.store.remote.pull import Pull, snapshot
 from mpips.store.remote.push import Push
 from mpips.store.roles import Layout
 from mpips.store.runtime.tasks import Task
-from mpips.store.transport.lines import Repeated
-from mpips.store.transport.outbox import Lent
+from mpips.store.transport.lines import RepeatedPush
+from mpips.store.transport.outbox import InPlacePushes
 
 Array = NDArray[Any]
 YIELDS = 500
@@ -79,7 +79,7 @@ class OneBlock:
         assert shard.stored is not None
         self._general, self._flag, self._key, self._shard = general, general.flag, key, shard
         self._words, self._mine, self._line = shard.words, shard.mine, shard.line
-        self._lent = Lent([shard]) if key.nbytes > small_bytes else None
+        self._lent = InPlacePushes([shard]) if key.nbytes > small_bytes else None
         self._stored = shard.stored.reshape(key.shape)
         self._in_place = False
         self._copy: Array | None = None
@@ -164,7 +164,7 @@ class Blocks:
         self._small = key.nbytes <= small_bytes
         self._mine = [(shard.words, shard.mine) for shard in key.pushes]
         self._stored = [_readable(shard) for shard in key.shards]
-        self._lent = Lent(key.shards)
+        self._lent = InPlacePushes(key.shards)
         self._in_place = False
 
     def push(self, array: Array, priority: int) -> Task[None] | None:
@@ -250,7 +250,7 @@ class InClient:
         self._label = label("push", [key])
         self._total: Array | None = None
         """The client's sum, on rank 0, which the servers read in place."""
-        self._pushes: list[Repeated] = []
+        self._pushes: list[RepeatedPush] = []
 
     def push(self, array: Array, priority: int) -> Task[None] | None:
         """See `keys.key.Fast`. What was pushed is in the sum when it is over."""
@@ -293,7 +293,7 @@ class InClient:
         piece = self._key.pieces[0]
         if piece.reduced is None:
             piece.reduced = arena.empty(self._key.size, self._key.dtype)
-        self._total, self._pushes = piece.reduced, Lent(self._key.pushes).of(piece.reduced)
+        self._total, self._pushes = piece.reduced, InPlacePushes(self._key.pushes).of(piece.reduced)
         return piece.reduced
 
 

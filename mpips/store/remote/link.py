@@ -18,7 +18,7 @@ from mpips.store.runtime.generation import Generation
 from mpips.store.runtime.tasks import Task, goes_on
 from mpips.store.transport import frames
 from mpips.store.transport.frames import Coding, Frame, Op
-from mpips.store.transport.lines import Line, MessageLine, Repeated, knocked
+from mpips.store.transport.lines import Line, MessageLine, RepeatedPush, any_waiting
 from mpips.store.transport.messages import QUIET_SECONDS
 from mpips.store.transport.outbox import Grows, Outbox, fill
 from mpips.store.transport.sender import FRAME_COST, Sender
@@ -86,7 +86,7 @@ class Link:
             size = shard.stop - shard.start
             outbox = Outbox(shard.words, size, shard.blocks, shard.block_elements, key.dtype)
             region, coding = (outbox.plain, Coding.PLAIN) if shard.blocks == 1 else (outbox.growing, Coding.GROWING)
-            shard.copy = Repeated(shard.line, shard.number, region, coding)
+            shard.copy = RepeatedPush(shard.line, shard.number, region, coding)
             shard.outbox = outbox
         made: Outbox = shard.outbox
         return made
@@ -109,7 +109,7 @@ class Link:
     def listen(self) -> None:
         """Take in what servers have said. Blocks nowhere."""
         # One look at MPI for all servers of other nodes: each costs as much as everything else here.
-        heard = not self.all_local and knocked(self._distant)
+        heard = not self.all_local and any_waiting(self._distant)
         for line in self.lines:
             if (heard or line.local) and line.waiting():
                 for data in line.read():

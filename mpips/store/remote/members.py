@@ -26,7 +26,7 @@ from mpips.store.keys.shard import Piece
 from mpips.store.runtime.rendezvous import Presence
 from mpips.store.runtime.tasks import Task
 from mpips.store.transport.client_sums import ClientSums
-from mpips.store.transport.messages import COMPARE_TAG, Exchange, UnderWay, member_tag
+from mpips.store.transport.messages import COMPARE_TAG, MessageGroup, MessagesUnderWay, member_tag
 
 Array = NDArray[Any]
 LOOK_SECONDS = 0.02
@@ -50,7 +50,7 @@ class Members:
     def __init__(self, home: Communicator, comm: MPI.Intracomm, first: int, one_node: bool) -> None:
         self.home, self.comm, self.first, self.one_node = home, comm, first, one_node
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
-        self.under_way = UnderWay()
+        self.under_way = MessagesUnderWay()
         self.sums = None if one_node else ClientSums(comm)
         self.calls = 0
 
@@ -118,7 +118,7 @@ class CallBetween(Call):
         self._mine = _told(text)
         self._theirs = np.zeros((members.size, TEXT_BYTES), np.uint8)
         self._receives: list[MPI.Request] = []
-        self._exchange: Exchange | None = None
+        self._exchange: MessageGroup | None = None
         self._presence, self._due = Presence(text), time.monotonic() + LOOK_SECONDS
 
     def run(self, task: Task[None]) -> Task[None]:

@@ -20,7 +20,7 @@ from mpips.store.remote.link import Link
 from mpips.store.roles import Layout
 from mpips.store.runtime.tasks import Task
 from mpips.store.transport.frames import Op
-from mpips.store.transport.sender import Exchange
+from mpips.store.transport.messages import MessageGroup, cut_bytes
 
 Array = NDArray[Any]
 TRIES = 4
@@ -79,7 +79,7 @@ class Pull:
     def rows(self, key: Key, row: int, wanted: Sequence[Rows]) -> Task[None]:
         """Read rows of `row` elements after this worker's pushes."""
         waiting: list[Rows] = []
-        coming: list[Exchange] = []
+        coming: list[MessageGroup] = []
         for shard, numbers, table in wanted:
             round_ = key.round if shard.mine >= 0 else 0
             shard.granted = False
@@ -138,11 +138,11 @@ class Pull:
 
     def _ask(self, key: Key, out: Array, shards: Sequence[Shard], asked: bool) -> Task[None]:
         """Read units that must not change meanwhile: on a node under a grant, from other nodes as messages."""
-        sender, coming = self._link.sender, list[Exchange]()
+        sender, coming = self._link.sender, list[MessageGroup]()
         for shard in self._link.turned(shards):
             shard.granted = False
             if not shard.local:
-                slices = sender.blocks(shard, out[shard.start : shard.stop])
+                slices = cut_bytes(out[shard.start : shard.stop], shard.block_elements * out.itemsize)
                 coming.append(sender.receive(shard, slices))
             if shard.local or not asked:
                 shard.line.post(Op.PULL, shard.number, key.round if shard.mine >= 0 else 0)

@@ -63,7 +63,7 @@ class Push:
             return
         given = {shard.number: part for shard, part in payloads}
         sends = [
-            self._link.sender.send(key, shard, given[shard.number].view(np.uint8), round_, Op.PUSH, priority)
+            self._link.sender.send(key, shard, given[shard.number].view(np.uint8), round_, priority)
             for shard in self._link.turned(shard for shard in shards if not shard.local)
         ]
         yield from together([*sends, self._here(key, round_, here, priority, wait, own)])
@@ -97,7 +97,7 @@ class Push:
         """Contribute a compressed or row-sparse payload (uint8) to a round of a shard, whose server has read the round
         before; over when the payload may be forgotten. `count`: its rows."""
         if not shard.local:
-            yield from self._link.sender.send(key, shard, payload, round_, Op.PUSH, priority, coding, count)
+            yield from self._link.sender.send(key, shard, payload, round_, priority, coding, count)
             return
         shared = payload if arena.locate(payload) else arena.empty(payload.size, np.uint8)
         shared[...] = payload

@@ -46,7 +46,7 @@ from mpips.store.server.sources import Filling, FirstValue, Pushes, Receiver, Se
 from mpips.store.server.state import ServerState
 from mpips.store.server.unit import Replies, Unit
 from mpips.store.transport.frames import ROUND, ROUND_AT, Frame, Op, OpenStore
-from mpips.store.transport.lines import Line, MessageLine, Rings, connect, knocked
+from mpips.store.transport.lines import Line, MessageLine, Rings, any_waiting, connect
 
 YIELDS = 8
 """Before the clock is looked at; where cores are busy each may cost a slice."""
@@ -376,7 +376,7 @@ class Traffic:
 
     def hear(self) -> bool:
         """Take in what workers have said, if there is anything; whether there was."""
-        if (self._rings is not None and self._rings.rung()) or (self.remote and knocked(self.remote)):
+        if (self._rings is not None and self._rings.any_written()) or (self.remote and any_waiting(self.remote)):
             return self._listen()
         return False
 

@@ -1,5 +1,5 @@
-"""What moves between workers and servers: frames, rings of a node, messages of the network, memory that pushes lie in.
+"""The wire between workers and servers: frames, lines that carry them, and the payloads of pushes and pulls.
 
-Imports go one way: frames, then line, ring and outbox, then what knows shards (`mpips.store.keys`): lent, sender,
-receiver.
+`frames` (what is said), `lines` (rings on a node, messages between nodes), `messages` (those under way, and their
+tags); payloads: `outbox` (on a node), `sender` (between nodes), `client_sums` (between the members of a client).
 """

@@ -1,4 +1,4 @@
-"""What moves between the members of a client on several nodes: reduce, broadcast, reduce-scatter, allgather, as tasks.
+"""Sums between the members of a client on several nodes: reduce, broadcast, reduce-scatter, allgather, as tasks.
 
 All sums add in the order of the ranks, so that an element's bits do not depend on how keys are cut. Several may be
 under way in any order, with different tags: non-blocking collectives of MPI would have to start in the same order
@@ -20,7 +20,7 @@ from collectives.network.failures import failed, send, tell
 from collectives.network.requests import keep
 from collectives.schedule.model import cut
 from mpips.store.runtime.tasks import Task
-from mpips.store.transport.messages import LOOK_SECONDS, QUIET_SECONDS, QUIET_TAG, UnderWay
+from mpips.store.transport.messages import LOOK_SECONDS, QUIET_SECONDS, QUIET_TAG, MessagesUnderWay
 
 Array = NDArray[Any]
 SHORT_BYTES = 8 << 10
@@ -39,10 +39,10 @@ class ClientSums:
     def __init__(self, comm: MPI.Comm) -> None:
         self._comm = comm
         self._rank, self._size = comm.Get_rank(), comm.Get_size()
-        self._under_way = UnderWay()
+        self._under_way = MessagesUnderWay()
 
-    def stop(self, other: UnderWay) -> None:
-        """The generation is over: let nothing touch memory of the caller any more, here and in `other`.
+    def stop(self, other: MessagesUnderWay) -> None:
+        """Let nothing touch memory of the caller any more, here and in `other`, as the generation is over.
 
         MPI cannot take back what is being sent, so members take in what others send until all have said that they send
         nothing more, but for ALONE_SECONDS at most, or QUIET_SECONDS where this member is still sending itself.
@@ -63,7 +63,7 @@ class ClientSums:
             way.leave()
 
     def broadcast(self, x: Array, tag: int) -> Task[None]:
-        """Rank 0's x on every rank."""
+        """Put rank 0's x on every rank."""
         if x.nbytes > SHORT_BYTES:
             yield from self.spread(x, tag)
         elif self._rank:
@@ -72,10 +72,7 @@ class ClientSums:
             yield from self._all([], [self._send(x, to, tag) for to in range(1, self._size)])
 
     def reduce_scatter(self, x: Array, out: Array, cuts: Sequence[int], tag: int) -> Task[None]:
-        """out on rank i = elements [cuts[i], cuts[i+1]) of the sum of everybody's x.
-
-        Every rank sends every other its slice.
-        """
+        """Put elements [cuts[i], cuts[i+1]) of the sum of everybody's x into out on rank i: all send slices."""
         rank, others = self._rank, [(self._rank + i) % self._size for i in range(1, self._size)]
         parts = dict(zip(others, np.empty((self._size - 1, out.size), x.dtype)))
         receives = [self._receive(parts[source], source, tag) for source in reversed(others) if out.size]
@@ -85,8 +82,8 @@ class ClientSums:
         _add(parts, out)
 
     def reduce_to_first(self, x: Array, out: Array | None, tag: int) -> Task[None]:
-        """out on rank 0 = the sum of everybody's x; None elsewhere. A long vector is reduce-scattered, then slices go
-        to rank 0; a short one goes there whole."""
+        """Put the sum of everybody's x into out on rank 0; None elsewhere. A long vector is reduce-scattered, then
+        slices go to rank 0; a short one goes there whole."""
         owners = self._size if x.nbytes > SHORT_BYTES else 1
         cuts = [int(cut(x.size, owners, min(i, owners))) for i in range(self._size + 1)]
         mine = np.empty(cuts[self._rank + 1] - cuts[self._rank], x.dtype)
@@ -100,7 +97,7 @@ class ClientSums:
         yield from self._all([self._receive(slices[i], i, tag) for i in range(1, self._size) if slices[i].size])
 
     def spread(self, x: Array, tag: int) -> Task[None]:
-        """Rank 0's x on every rank: slices from rank 0, then everybody's slice to all."""
+        """Put rank 0's x on every rank: slices from rank 0, then everybody's slice to all."""
         rank, size = self._rank, self._size
         cuts = [int(cut(x.size, size, i)) for i in range(size + 1)]
         slices = [x[a:b] for a, b in pairwise(cuts)]
@@ -115,7 +112,7 @@ class ClientSums:
         yield from others.wait()
 
     def allgather(self, x: Array, cuts: Sequence[int], tag: int) -> Task[None]:
-        """Rank i's elements [cuts[i], cuts[i+1]) of x on every rank, in place."""
+        """Put rank i's elements [cuts[i], cuts[i+1]) of x on every rank, in place."""
         rank, size = self._rank, self._size
         slices = [x[a:b] for a, b in pairwise(cuts)]
         sources = [(rank - i) % size for i in range(1, size)]
@@ -137,21 +134,21 @@ class ClientSums:
 
 
 class _Quiet:
-    """Who of the members sends nothing more."""
+    """The members that still send, as far as they have said."""
 
     def __init__(self, comm: MPI.Comm) -> None:
         self._comm, self._said = comm, False
         self._others = set(range(comm.Get_size())) - {comm.Get_rank()}
 
     def say(self) -> None:
-        """This member sends nothing more; once."""
+        """Tell the others, once, that this member sends nothing more."""
         if not self._said:
             self._said = True
             others = set(range(self._comm.Get_size())) - {self._comm.Get_rank()}
             tell(self._comm, b"", sorted(others), QUIET_TAG)
 
     def all_quiet(self) -> bool:
-        """Take in and drop what has come; whether nobody sends any more."""
+        """Receive and drop what has come; whether nobody sends any more."""
         status = MPI.Status()
         try:
             while (message := self._comm.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, status)) is not None:
@@ -165,7 +162,7 @@ class _Quiet:
 
 
 def _add(parts: Mapping[int, Array], out: Array) -> None:
-    """out = the sum of all ranks' parts in their order."""
+    """Put the sum of all ranks' parts, in their order, into out."""
     first, *others = (parts[rank] for rank in range(len(parts)))
     if not others:
         np.copyto(out, first)

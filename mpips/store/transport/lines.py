@@ -1,14 +1,10 @@
-"""A line carries frames, and now and then a body, between one worker and one server, in order, both ways.
+"""Lines carry frames, and now and then a body, between one worker and one server, in order, both ways.
 
-Two kinds: rings in shared memory between processes of one node (`ring`), MPI messages between nodes (`channel`).
-
-Frames between a server and the workers of its node: one-way rings of slots in memory that both map.
-
-A ring has one writer and one reader. The writer fills a slot, then raises its tail; the reader reads up to the tail,
-then raises its head. Processors with total store order (x86) keep that order; on others (`usable`) frames travel as
-messages. A server's tails lie side by side, so that one comparison tells whether any worker has written.
-
-Lines between workers and servers: rings where both ends can map each other's memory, messages elsewhere.
+`connect` makes them: a `SharedLine` of two rings where both ends can map each other's memory, a `MessageLine` of MPI
+messages elsewhere. A ring is a queue of slots in memory that both map, with one writer and one reader. The writer fills
+a slot, then raises its tail; the reader reads up to the tail, then raises its head. Processors with total store order
+(x86) keep that order; on others frames travel as messages. A server's tails lie side by side, so that one comparison
+tells whether any worker has written.
 """
 
 from __future__ import annotations
@@ -17,7 +13,7 @@ import platform
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -37,191 +33,75 @@ from mpips.store.transport.frames import FRAME, FRAME_BYTES, NOWHERE, ROUND, ROU
 from mpips.store.transport.messages import TAG_BODY, TAG_FRAME
 
 PUSH = int(Op.PUSH)
-
-
-class Line(Protocol):
-    """One end of a line. Nothing blocks, but a worker's post where its ring is full: servers always read on."""
-
-    local: bool
-    """Whether both ends share memory."""
-
-    def post(
-        self, op: int, unit: int = 0, round_: int = 0, region: tuple[int, ...] = NOWHERE, coding: int = 0,
-        priority: int = 0, aux: int = 0, token: int = 0, flags: int = 0,
-    ) -> None:  # fmt: skip
-        """Send a frame."""
-        ...
-
-    def again(self, frame: bytes, round_: int) -> None:
-        """Send a packed frame with another round."""
-        ...
-
-    def post_body(self, body: bytes, op: int, unit: int = 0, round_: int = 0, token: int = 0, flags: int = 0) -> None:
-        """Send a frame with a body."""
-        ...
-
-    def flush(self) -> bool:
-        """Send what found no room before; whether nothing is left of it."""
-        ...
-
-    def waiting(self) -> bool:
-        """Whether a frame has come."""
-        ...
-
-    def read(self) -> Iterator[bytes]:
-        """The frames that have come, packed, in order."""
-        ...
-
-    def body(self, frame: Frame) -> bytes:
-        """The body of a frame that has been read; to be asked for before the next frame is read."""
-        ...
-
-    def stopped(self) -> bool:
-        """Whether the server at the other end reads no more of this worker's memory, as its generation is over."""
-        ...
-
-
-class Repeated:
-    """The push of one region, round after round: its frame is packed once for a priority."""
-
-    __slots__ = ("_again", "_coding", "_frame", "_priority", "_region", "_unit")
-
-    def __init__(self, line: Line, unit: int, region: Region, coding: int = 0) -> None:
-        self._again, self._unit, self._region, self._coding = line.again, unit, region, coding
-        self._priority, self._frame = 0, b""
-
-    def post(self, round_: int, priority: int) -> None:
-        """Push the region to this round."""
-        if priority != self._priority or not self._frame:
-            frame = FRAME.pack(PUSH, 0, self._coding, priority, self._unit, 0, *self._region, 0, 0)
-            self._frame, self._priority = frame, priority
-        self._again(self._frame, round_)
-
-
-SLOTS = 256
+WHAT = "mpips.create"
 SENT = 32
 """Sends of a line after which it looks which of them MPI has taken."""
+SLOTS = 256
 WORDS = 4
 """Of a worker: request tail, request head, reply tail, reply head."""
 Wait = Callable[[Callable[[], object], str], object]
 """Waits until it is so, as `Generation.wait`."""
 
 
-def usable() -> bool:
-    """Whether this processor keeps the order of stores, and of loads."""
-    return ORDERED_STORES
+class Connection(NamedTuple):
+    """This rank's lines: to every server (on a worker) or from every worker (on a server), a server's own rings, and
+    where the servers of its node keep their ledgers. A spare has no lines."""
+
+    lines: list[Line]
+    rings: Rings | None
+    ledgers: dict[int, Region]
 
 
-class Rings:
-    """The rings between one server and `workers` workers, in one region that the server makes and workers attach.
+class _Offer(msgspec.Struct, array_like=True):
+    """A rank's memory, for others of its node to try: a server's rings, a worker's few bytes; a server's ledger."""
 
-    In it lie the words of all rings, the word that says that the server has stopped, and the slots.
+    region: tuple[int, ...]
+    ledger: tuple[int, ...] = ()
+
+
+def connect(layout: Layout, generation: Generation, ledger: Region | None = None) -> Connection:
+    """Connect workers and servers. `ledger`: this server's, where it keeps one.
+
+    Collective over all ranks of the store, blocking; once a generation. A pair uses rings if MPI says that they share a
+    node and both could in fact map the other's memory. RuntimeWarning on rank 0 where this processor does not keep the
+    order of stores, as messages then take the place of rings.
     """
-
-    def __init__(self, workers: int, memory: NDArray[np.uint8]) -> None:
-        self.workers = workers
-        self.memory = memory
-        self._stopped = WORDS * workers
-        self.words = memoryview(memory[: 8 * (self._stopped + 1)].view(np.uint64))  # type: ignore[arg-type]
-        self.slots = memoryview(memory[self.header(workers) :])  # type: ignore[arg-type]
-        self._seen = bytes(8 * workers)
-
-    @staticmethod
-    def header(workers: int) -> int:
-        """Bytes before the slots, in whole cache lines."""
-        return -(-(WORDS * workers + 1) * 8 // 64) * 64
-
-    @classmethod
-    def nbytes(cls, workers: int) -> int:
-        """Bytes in all."""
-        return cls.header(workers) + 2 * workers * SLOTS * FRAME_BYTES
-
-    @classmethod
-    def create(cls, workers: int) -> Rings:
-        """Empty rings in new memory of this process."""
-        memory = arena.empty(cls.nbytes(workers), np.uint8)
-        memory[...] = 0
-        return cls(workers, memory)
-
-    def rung(self) -> bool:
-        """Whether any worker has written since the last call that said so; for the server."""
-        tails = self.words[: self.workers].tobytes()
-        if tails == self._seen:
-            return False
-        self._seen = tails
-        return True
-
-    def stop(self) -> None:
-        """Say that the generation is over and the server reads no more of what workers have lent; for the server."""
-        self.words[self._stopped] = 1
-
-    def stopped(self) -> bool:
-        """Whether the server has said so."""
-        return bool(self.words[self._stopped])
-
-    def request_ring(self, worker: int) -> Ring:
-        """From the worker to the server."""
-        return Ring(self, 0, worker)
-
-    def reply_ring(self, worker: int) -> Ring:
-        """From the server to the worker."""
-        return Ring(self, 1, worker)
-
-
-class Ring:
-    """One direction of one worker; `post` and `again` for the writer, `waiting` and `read` for the reader."""
-
-    __slots__ = ("_base", "_head", "_head_word", "_slots", "_tail", "_tail_word", "_words", "stopped")
-
-    def __init__(self, rings: Rings, direction: int, worker: int) -> None:
-        self._words, self._slots, self.stopped = rings.words, rings.slots, rings.stopped
-        self._tail_word = 2 * direction * rings.workers + worker
-        self._head_word = self._tail_word + rings.workers
-        self._base = (direction * rings.workers + worker) * SLOTS * FRAME_BYTES
-        self._tail, self._head = self._words[self._tail_word], self._words[self._head_word]
-
-    def post(self, *fields: int) -> bool:
-        """Write a frame; False where the ring is full."""
-        tail = self._tail
-        if tail - self._words[self._head_word] >= SLOTS:
-            return False
-        FRAME.pack_into(self._slots, self._base + (tail % SLOTS) * FRAME_BYTES, *fields)
-        self._tail = self._words[self._tail_word] = tail + 1
-        return True
-
-    def again(self, frame: bytes, round_: int) -> bool:
-        """Write a packed frame with another round; False where the ring is full."""
-        tail = self._tail
-        if tail - self._words[self._head_word] >= SLOTS:
-            return False
-        slot = self._base + (tail % SLOTS) * FRAME_BYTES
-        self._slots[slot : slot + FRAME_BYTES] = frame
-        ROUND.pack_into(self._slots, slot + ROUND_AT, round_)
-        self._tail = self._words[self._tail_word] = tail + 1
-        return True
-
-    def waiting(self) -> bool:
-        """Whether a frame is there."""
-        return self._words[self._tail_word] != self._head
-
-    def read(self) -> Iterator[bytes]:
-        """The frames that are there; packed, in order. The writer learns of each when the next is asked for."""
-        tail = self._words[self._tail_word]
-        while self._head < tail:
-            slot = self._base + (self._head % SLOTS) * FRAME_BYTES
-            self._head += 1
-            yield self._slots[slot : slot + FRAME_BYTES].tobytes()
-            self._words[self._head_word] = self._head
-
-    @property
-    def written(self) -> int:
-        """How many frames the writer has written."""
-        return self._tail
-
-    @property
-    def passed(self) -> int:
-        """How many frames the reader is through with."""
-        return self._words[self._head_word]
+    own = Rings.create(layout.num_workers) if layout.is_server else None
+    region = arena.locate(own.memory if own else arena.empty(64, np.uint8))
+    assert region is not None
+    offer = msgspec.msgpack.encode(_Offer(tuple(region), tuple(ledger or ())))
+    offers = [msgspec.msgpack.decode(data, type=_Offer) for data in generation.meet(offer, WHAT, True)]
+    servers = range(layout.num_workers, layout.num_workers + layout.num_servers)
+    peers = range(layout.num_workers) if layout.is_server else servers if layout.is_worker else range(0)
+    mapped: dict[int, NDArray[Any]] = {}
+    for peer in peers:
+        if layout.same_node(layout.rank, peer) and ORDERED_STORES:
+            try:
+                mapped[peer] = arena.attach(Region(*offers[peer].region))
+            except CollectiveError:  # another container: MPI shares memory there, we cannot
+                continue
+    verdicts = generation.meet(bytes(peer in mapped for peer in range(len(offers))), WHAT, True)
+    if layout.rank == 0 and not ORDERED_STORES and len(set(layout.nodes)) < len(layout.nodes):
+        warn(
+            f"this processor ({platform.machine()}) may reorder stores to memory, so workers and servers of one node "
+            "talk by messages, which is slower"
+        )
+    processes = Peers([Region(*one.region).pid for one in offers])
+    lines: list[Line] = []
+    for peer in peers:
+        if peer not in mapped or not verdicts[peer][layout.rank]:
+            lines.append(MessageLine(layout.world, peer))
+        elif own:
+            lines.append(SharedLine(own.reply_ring(peer), own.request_ring(peer)))
+        else:
+            rings, gone = Rings(layout.num_workers, mapped[peer]), partial(processes.ended, peer)
+            both = rings.request_ring(layout.rank), rings.reply_ring(layout.rank)
+            lines.append(SharedLine(*both, generation.wait, gone))
+    ledgers = {
+        rank: Region(*one.ledger) for rank, one in enumerate(offers)
+        if one.ledger and rank != layout.rank and layout.same_node(rank, layout.rank)
+    }  # fmt: skip
+    return Connection(lines, own, ledgers)
 
 
 class SharedLine:
@@ -233,6 +113,7 @@ class SharedLine:
     """
 
     local = True
+    """Whether both ends share memory."""
 
     def __init__(
         self, outgoing: Ring, incoming: Ring, wait: Wait | None = None, gone: Callable[[], bool] = bool
@@ -248,12 +129,12 @@ class SharedLine:
     ) -> None:  # fmt: skip
         """Send a frame."""
         if self._backlog or not self._out.post(op, flags, coding, priority, unit, aux, *region, token, round_):
-            self._late((op, flags, coding, priority, unit, aux, *region, token, round_), None)
+            self._queue((op, flags, coding, priority, unit, aux, *region, token, round_), None)
 
-    def again(self, frame: bytes, round_: int) -> None:
+    def repost(self, frame: bytes, round_: int) -> None:
         """Send a packed frame with another round."""
-        if self._backlog or not self._out.again(frame, round_):
-            self._late(Frame.of(frame)._replace(round=round_), None)
+        if self._backlog or not self._out.repost(frame, round_):
+            self._queue(Frame.of(frame)._replace(round=round_), None)
 
     def post_body(self, body: bytes, op: int, unit: int = 0, round_: int = 0, token: int = 0, flags: int = 0) -> None:
         """Send a frame with a body."""
@@ -261,9 +142,9 @@ class SharedLine:
         memory[: len(body)] = np.frombuffer(body, np.uint8)
         region = arena.locate(memory[: len(body)])
         assert region is not None
-        self._late((op, flags, 0, 0, unit, 0, *region, token, round_), memory)
+        self._queue((op, flags, 0, 0, unit, 0, *region, token, round_), memory)
 
-    def _late(self, fields: tuple[int, ...], body: NDArray[Any] | None) -> None:
+    def _queue(self, fields: tuple[int, ...], body: NDArray[Any] | None) -> None:
         self._backlog.append((fields, body))
         if not self.flush() and self._wait is not None:
             self._wait(self.flush, "a server's ring has no room")
@@ -288,19 +169,16 @@ class SharedLine:
         return self._in.waiting()
 
     def read(self) -> Iterator[bytes]:
-        """The frames that have come, packed, in order."""
+        """Yield the frames that have come, packed, in order."""
         return self._in.read()
 
     def body(self, frame: Frame) -> bytes:
-        """The body of a frame that has been read."""
+        """Return the body of a frame that has been read; to be asked for before the next frame is read."""
         return arena.attach(Region(*frame.region)).tobytes()
 
     def stopped(self) -> bool:
         """Whether the server at the other end reads no more of this worker's memory, as its generation is over."""
-        return self._in.stopped() or self._gone()
-
-
-WHAT = "mpips.create"
+        return self._in.rings.stopped() or self._gone()
 
 
 class MessageLine:
@@ -317,16 +195,6 @@ class MessageLine:
         """One whose body is on its way."""
         self._request = MPI.REQUEST_NULL
 
-    @property
-    def coming(self) -> bool:
-        """Whether the body of a frame is on its way."""
-        return bool(self._frame)
-
-    def _send(self, data: bytes, tag: int) -> None:
-        if len(self._sends) > SENT:
-            self._sends = [request for request in self._sends if not request.Test()]
-        self._sends.append(send(self.comm, data, self.peer, tag))
-
     def post(
         self, op: int, unit: int = 0, round_: int = 0, region: tuple[int, ...] = NOWHERE, coding: int = 0,
         priority: int = 0, aux: int = 0, token: int = 0, flags: int = 0,
@@ -334,7 +202,7 @@ class MessageLine:
         """Send a frame."""
         self._send(FRAME.pack(op, flags, coding, priority, unit, aux, *region, token, round_), TAG_FRAME)
 
-    def again(self, frame: bytes, round_: int) -> None:
+    def repost(self, frame: bytes, round_: int) -> None:
         """Send a packed frame with another round."""
         self._send(frame[:ROUND_AT] + ROUND.pack(round_), TAG_FRAME)
 
@@ -343,16 +211,26 @@ class MessageLine:
         self.post(op, unit, round_, (0, 0, 0, 0, len(body)), token=token, flags=flags)
         self._send(body, TAG_BODY)
 
+    def _send(self, data: bytes, tag: int) -> None:
+        if len(self._sends) > SENT:
+            self._sends = [request for request in self._sends if not request.Test()]
+        self._sends.append(send(self.comm, data, self.peer, tag))
+
     def flush(self) -> bool:
-        """MPI has everything."""
+        """Return True: MPI has everything."""
         return True
+
+    @property
+    def coming(self) -> bool:
+        """Whether the body of a frame is on its way."""
+        return bool(self._frame)
 
     def waiting(self) -> bool:
         """Whether a frame has come, or is coming with its body."""
         return self.coming or self.comm.Iprobe(self.peer, TAG_FRAME)
 
     def read(self) -> Iterator[bytes]:
-        """The frames that have come, packed, in order."""
+        """Yield the frames that have come, packed, in order."""
         while self.coming or self.comm.Iprobe(self.peer, TAG_FRAME):
             frame = self._frame or self._next()
             if frame[0] in WITH_BODY and not self._request.Test():
@@ -370,11 +248,11 @@ class MessageLine:
         return bytes(data)
 
     def body(self, frame: Frame) -> bytes:
-        """The body of the frame that was read last."""
+        """Return the body of the frame that was read last."""
         return bytes(self._body)
 
     def stopped(self) -> bool:
-        """A server of another node reads no memory of this one."""
+        """Return True: a server of another node reads no memory of this one."""
         return True
 
     def done(self) -> bool:
@@ -383,82 +261,138 @@ class MessageLine:
         return not self._sends
 
     def leave(self) -> None:
-        """Nothing more will be sent: what MPI has not taken it takes when it likes."""
+        """Send nothing more: what MPI has not taken it takes when it likes."""
         keep(self._sends)
         self._sends = []
 
 
-def knocked(lines: Sequence[MessageLine]) -> bool:
+Line = SharedLine | MessageLine
+"""One end of a line. Nothing blocks, but a worker's post where its ring is full: servers always read on."""
+
+
+def any_waiting(lines: Sequence[MessageLine]) -> bool:
     """Whether any of these lines of one communicator may have a frame: one look at MPI for all of them."""
     return bool(lines) and (lines[0].comm.Iprobe(MPI.ANY_SOURCE, TAG_FRAME) or any(line.coming for line in lines))
 
 
-class _Offer(msgspec.Struct, array_like=True):
-    """A rank's memory, for others of its node to try: a server's rings, a worker's few bytes; a server's ledger."""
+class RepeatedPush:
+    """The push of one region, round after round: its frame is packed once for a priority."""
 
-    region: tuple[int, ...]
-    ledger: tuple[int, ...] = ()
+    __slots__ = ("_coding", "_frame", "_priority", "_region", "_repost", "_unit")
+
+    def __init__(self, line: Line, unit: int, region: Region, coding: int = 0) -> None:
+        self._repost, self._unit, self._region, self._coding = line.repost, unit, region, coding
+        self._priority, self._frame = 0, b""
+
+    def post(self, round_: int, priority: int) -> None:
+        """Push the region to this round."""
+        if priority != self._priority or not self._frame:
+            frame = FRAME.pack(PUSH, 0, self._coding, priority, self._unit, 0, *self._region, 0, 0)
+            self._frame, self._priority = frame, priority
+        self._repost(self._frame, round_)
 
 
-class Connection(NamedTuple):
-    """This rank's lines: to every server (on a worker) or from every worker (on a server), a server's own rings, and
-    where the servers of its node keep their ledgers. A spare has no lines."""
+class Rings:
+    """The rings between one server and `workers` workers, in one region that the server makes and workers attach.
 
-    lines: list[Line]
-    rings: Rings | None
-    ledgers: dict[int, Region]
-
-
-def connect(layout: Layout, generation: Generation, ledger: Region | None = None) -> Connection:
-    """Connect workers and servers. `ledger`: this server's, where it keeps one.
-
-    Collective over all ranks of the store, blocking; once a generation. A pair uses rings if MPI says that they share a
-    node and both could in fact map the other's memory. RuntimeWarning on rank 0 where this processor does not keep the
-    order of stores, as messages then take the place of rings.
+    In it lie the words of all rings, the word that says that the server has stopped, and the slots.
     """
-    own = Rings.create(layout.num_workers) if layout.is_server else None
-    memory = own.memory if own else arena.empty(64, np.uint8)
-    region = arena.locate(memory)
-    assert region is not None
-    offer = msgspec.msgpack.encode(_Offer(tuple(region), tuple(ledger or ())))
-    said = [msgspec.msgpack.decode(data, type=_Offer) for data in generation.meet(offer, WHAT, True)]
-    offers = [Region(*one.region) for one in said]
-    servers = range(layout.num_workers, layout.num_workers + layout.num_servers)
-    peers = range(layout.num_workers) if layout.is_server else servers if layout.is_worker else range(0)
-    mapped = {peer: _try(layout, peer, offers[peer]) for peer in peers}
-    verdicts = generation.meet(bytes(mapped.get(peer) is not None for peer in range(len(offers))), WHAT, True)
-    _see_order(layout)
-    processes = Peers([offer.pid for offer in offers])
-    lines: list[Line] = []
-    for peer in peers:
-        theirs = mapped[peer]
-        if theirs is None or not verdicts[peer][layout.rank]:
-            lines.append(MessageLine(layout.world, peer))
-        elif own:
-            lines.append(SharedLine(own.reply_ring(peer), own.request_ring(peer)))
-        else:
-            rings, gone = Rings(layout.num_workers, theirs), partial(processes.ended, peer)
-            both = rings.request_ring(layout.rank), rings.reply_ring(layout.rank)
-            lines.append(SharedLine(*both, generation.wait, gone))
-    ledgers = {
-        rank: Region(*one.ledger) for rank, one in enumerate(said)
-        if one.ledger and rank != layout.rank and layout.same_node(rank, layout.rank)
-    }  # fmt: skip
-    return Connection(lines, own, ledgers)
+
+    def __init__(self, workers: int, memory: NDArray[np.uint8]) -> None:
+        self.workers, self.memory = workers, memory
+        self._stopped = WORDS * workers
+        self.words = memoryview(memory[: 8 * (self._stopped + 1)].view(np.uint64))  # type: ignore[arg-type]
+        self.slots = memoryview(memory[self._header(workers) :])  # type: ignore[arg-type]
+        self._seen = bytes(8 * workers)
+
+    @staticmethod
+    def _header(workers: int) -> int:
+        """Return the bytes before the slots, in whole cache lines."""
+        return -(-(WORDS * workers + 1) * 8 // 64) * 64
+
+    @classmethod
+    def create(cls, workers: int) -> Rings:
+        """Make empty rings in new memory of this process."""
+        memory = arena.empty(cls._header(workers) + 2 * workers * SLOTS * FRAME_BYTES, np.uint8)
+        memory[...] = 0
+        return cls(workers, memory)
+
+    def any_written(self) -> bool:
+        """Whether any worker has written since the last call that said so; for the server."""
+        tails = self.words[: self.workers].tobytes()
+        if tails == self._seen:
+            return False
+        self._seen = tails
+        return True
+
+    def stop(self) -> None:
+        """Say that the generation is over and the server reads no more of workers' memory; for the server."""
+        self.words[self._stopped] = 1
+
+    def stopped(self) -> bool:
+        """Whether the server has said so."""
+        return bool(self.words[self._stopped])
+
+    def request_ring(self, worker: int) -> Ring:
+        """Return the ring from the worker to the server."""
+        return Ring(self, 0, worker)
+
+    def reply_ring(self, worker: int) -> Ring:
+        """Return the ring from the server to the worker."""
+        return Ring(self, 1, worker)
 
 
-def _try(layout: Layout, peer: int, region: Region) -> NDArray[Any] | None:
-    if not (layout.same_node(layout.rank, peer) and usable()):
-        return None
-    try:
-        return arena.attach(region)
-    except CollectiveError:  # another container: MPI shares memory there, we cannot
-        return None
+class Ring:
+    """One direction of one worker; `post` and `repost` for the writer, `waiting` and `read` for the reader."""
 
+    __slots__ = ("_base", "_head", "_head_word", "_slots", "_tail", "_tail_word", "_words", "rings")
 
-def _see_order(layout: Layout) -> None:
-    if layout.rank == 0 and not usable() and len(set(layout.nodes)) < len(layout.nodes):
-        warn(
-            f"this processor ({platform.machine()}) may reorder stores to memory, so workers and servers of one node "
-            "talk by messages, which is slower"
-        )
+    def __init__(self, rings: Rings, direction: int, worker: int) -> None:
+        self.rings, self._words, self._slots = rings, rings.words, rings.slots
+        self._tail_word = 2 * direction * rings.workers + worker
+        self._head_word = self._tail_word + rings.workers
+        self._base = (direction * rings.workers + worker) * SLOTS * FRAME_BYTES
+        self._tail, self._head = self._words[self._tail_word], self._words[self._head_word]
+
+    def post(self, *fields: int) -> bool:
+        """Write a frame; False where the ring is full."""
+        tail = self._tail
+        if tail - self._words[self._head_word] >= SLOTS:
+            return False
+        FRAME.pack_into(self._slots, self._base + (tail % SLOTS) * FRAME_BYTES, *fields)
+        self._tail = self._words[self._tail_word] = tail + 1
+        return True
+
+    def repost(self, frame: bytes, round_: int) -> bool:
+        """Write a packed frame with another round; False where the ring is full."""
+        tail = self._tail
+        if tail - self._words[self._head_word] >= SLOTS:
+            return False
+        slot = self._base + (tail % SLOTS) * FRAME_BYTES
+        self._slots[slot : slot + FRAME_BYTES] = frame
+        ROUND.pack_into(self._slots, slot + ROUND_AT, round_)
+        self._tail = self._words[self._tail_word] = tail + 1
+        return True
+
+    def waiting(self) -> bool:
+        """Whether a frame is there."""
+        return self._words[self._tail_word] != self._head
+
+    def read(self) -> Iterator[bytes]:
+        """Yield the frames that are there; packed, in order. The writer learns of each when the next is asked for."""
+        tail = self._words[self._tail_word]
+        while self._head < tail:
+            slot = self._base + (self._head % SLOTS) * FRAME_BYTES
+            self._head += 1
+            yield self._slots[slot : slot + FRAME_BYTES].tobytes()
+            self._words[self._head_word] = self._head
+
+    @property
+    def written(self) -> int:
+        """How many frames the writer has written."""
+        return self._tail
+
+    @property
+    def passed(self) -> int:
+        """How many frames the reader is through with."""
+        return self._words[self._head_word]

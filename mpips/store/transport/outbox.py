@@ -1,14 +1,13 @@
-"""A worker's copy of what it pushes, in node-shared memory; the server sums it while it is still being filled.
+"""Payloads on a node, on the worker's side: an array that lies in node-shared memory, or a worker's copy of one.
 
-A copy of many blocks would leave the cache before it is written the next time, and every line of it would be fetched
-only to be overwritten. So a block goes where one has lain that the server has summed: a few slots serve, as long as all
-workers push side by side and the server keeps up. Where it does not, the next block takes a slot more, and a push never
-waits for a worker that comes late.
+Servers read an array of `mpips.empty` where it lies (`InPlacePushes`). Any other is copied into an `Outbox`, and the
+server sums it while it is still being filled. A copy of many blocks would leave the cache before it is written the next
+time, and every line of it would be fetched only to be overwritten. So a block goes where one has lain that the server
+has summed: a few slots serve, as long as all workers push side by side and the server keeps up. Where it does not, the
+next block takes a slot more, and a push never waits for a worker that comes late.
 
 In memory: word 0 counts blocks filled over all rounds, the words from `PLACES` on hold the slot of each block, and then
-come the slots. Works where the processor keeps the order of stores (`ring.usable`).
-
-Pushes of arrays in node-shared memory, which servers read where they lie.
+come the slots. Works where the processor keeps the order of stores (`lines.connect`).
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from collectives.fabric import arena
 from collectives.fabric.arena import Region
 from mpips.store.keys.shard import Shard
 from mpips.store.transport.frames import NOWHERE
-from mpips.store.transport.lines import Repeated
+from mpips.store.transport.lines import RepeatedPush
 
 Array = NDArray[Any]
 PLACES = 8
@@ -38,7 +37,7 @@ PATIENCE_SECONDS = 1e-2
 
 
 def header_bytes(blocks: int) -> int:
-    """Bytes of the words before the slots, in whole cache lines."""
+    """Return the bytes of the words before the slots, in whole cache lines."""
     return -(-(PLACES + blocks) * 8 // 64) * 64
 
 
@@ -61,7 +60,7 @@ class Outbox:
         self._patient = False
 
     def begin(self, round_: int) -> None:
-        """What follows is for this round; the server has read all that was there before."""
+        """Begin a round; the server has read all that was there before."""
         self._before = self._mine[0] = (round_ - 1) * self._blocks
         self._used = self._summed = 0
         self._free.clear()
@@ -69,7 +68,7 @@ class Outbox:
 
     @property
     def filled(self) -> int:
-        """How many blocks of the round are there."""
+        """Return how many blocks of the round are there."""
         return int(self._mine[0] - self._before)
 
     @property
@@ -88,7 +87,7 @@ class Outbox:
         mine[0] += 1
 
     def _slot(self) -> int:
-        """One that the server has summed, if it sums; else another."""
+        """Return a slot that the server has summed, if it sums; else another."""
         if not self._look() and self._used >= WARM and self._summed and self._patient:
             self._patient = self._wait()
         if self._used == self._blocks and not self._free:  # an interrupt has lost one between here and `put`
@@ -100,7 +99,7 @@ class Outbox:
         return self._used - 1
 
     def _look(self) -> bool:
-        """Whether there is a free slot."""
+        """Note what the server has summed; whether there is a free slot."""
         summed = min(self._words[0] - self._before, self.filled)  # of a round that has failed, all at once
         while self._summed < summed:
             slot = self._mine[PLACES + self._summed]
@@ -134,7 +133,7 @@ def fill(grows: Grows) -> None:
 
 
 
-class Lent:
+class InPlacePushes:
     """The pushes of one array to these shards; kept, as a training loop pushes the same again."""
 
     __slots__ = ("_last", "_pushes", "_shards")
@@ -142,16 +141,16 @@ class Lent:
     def __init__(self, shards: Sequence[Shard]) -> None:
         self._shards = shards
         self._last: Callable[[], Array | None] = lambda: None
-        self._pushes: list[Repeated] = []
+        self._pushes: list[RepeatedPush] = []
 
-    def of(self, array: Array) -> list[Repeated]:
-        """For every shard its push of its part of the array, which holds the whole key, C-contiguous. Empty where the
-        array lies in other memory."""
+    def of(self, array: Array) -> list[RepeatedPush]:
+        """Return for every shard its push of its part of the array, which holds the whole key, C-contiguous; none where
+        the array lies in other memory."""
         if self._last() is not array:
             region = arena.locate(array)
             size = array.itemsize
             pushes = [] if region is None else [
-                Repeated(shard.line, shard.number, region._replace(
+                RepeatedPush(shard.line, shard.number, region._replace(
                     offset=region.offset + shard.start * size, nbytes=(shard.stop - shard.start) * size
                 ))
                 for shard in self._shards

@@ -1,16 +1,9 @@
 """Payloads between a worker and servers of other nodes, on the worker's side: messages out of arrays and into them.
 
 What is one message goes unasked where its server has room for it; all else as the server asks for it, block by block.
-Tasks here do not hear the server: who runs them listens meanwhile (`served.link`). A task that is given up leaves its
-messages to `stop`.
-
-Memory of a server for payloads that come as messages, so much and no more however many pushes are under way.
-
-Beside weights and optimizer state, pushes keep at a server at most one copy of the model in sums that wait for other
-contributors, and a second one in payloads: what workers send without being asked, which each of them limits to its
-share of a copy or to two messages (`Window`), and blocks that the server asks for while there is room (`Buffers`). A
-block whose turn in the sum it is may be asked for at any rate where no other such block is on its way: it comes, is
-added and gone, so nothing waits for ever.
+How much a worker may have under way unasked a `Window` says for each server: its share of a copy of what lies there, or
+two messages (what servers ask for they limit themselves, see `server.sources`). Tasks here do not hear the server: who
+runs them listens meanwhile (`remote.link`). A task that is given up leaves its messages to `stop`.
 """
 
 from __future__ import annotations
@@ -18,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
@@ -29,9 +21,13 @@ from mpips.store.keys.shard import Shard
 from mpips.store.roles import Layout
 from mpips.store.runtime.tasks import Task
 from mpips.store.transport.frames import ALONG, Coding, Op
-from mpips.store.transport.messages import Exchange, UnderWay, pull_tag, push_tag
+from mpips.store.transport.messages import MessageGroup, MessagesUnderWay, cut_bytes, pull_tag, push_tag
 
 Array = NDArray[Any]
+Place = tuple[int, int]
+"""Round, and first element in the key."""
+FRAME_COST = 2048
+"""Bytes that a small payload costs in addition."""
 
 
 class Sender:
@@ -39,7 +35,7 @@ class Sender:
 
     def __init__(self, layout: Layout) -> None:
         self._layout, self._world = layout, layout.world
-        self._under_way = UnderWay()
+        self._under_way = MessagesUnderWay()
         self._windows = [Window() for _ in range(layout.num_servers)]
         self._waiting: dict[tuple[int, Name], list[Place]] = {}
         """The places of shards of a key that wait for room at a server."""
@@ -47,39 +43,39 @@ class Sender:
         self._senders = sum(map(len, layout.groups()))
 
     def stored(self, server: int, nbytes: int) -> None:
-        """A server keeps so many bytes of keys more."""
+        """Note that a server keeps so many bytes of keys more."""
         self._stored[server] += nbytes
 
     def stop(self) -> bool:
-        """The generation is over: see `UnderWay.stop`."""
+        """Stop, as the generation is over: see `MessagesUnderWay.stop`."""
         return self._under_way.stop()
 
     # ---- out
 
     def send(
-        self, key: Key, shard: Shard, data: Array, round_: int, op: Op, priority: int, coding: Coding = Coding.PLAIN,
+        self, key: Key, shard: Shard, data: Array, round_: int, priority: int, coding: Coding = Coding.PLAIN,
         count: int = 0,
     ) -> Task[None]:  # fmt: skip
         """Send a payload (uint8) of a round to a server of another node; over when it may be overwritten."""
         blocks = shard.blocks if coding == Coding.PLAIN else 1
         region = Region(0, 0, 0, 0, data.size)
         if blocks > 1:
-            shard.line.post(op, shard.number, round_, region, coding, priority, count)
+            shard.line.post(Op.PUSH, shard.number, round_, region, coding, priority, count)
             yield from self._as_asked(shard, data, shard.block_elements * key.dtype.itemsize, blocks)
             return
         yield from self._turn(key, shard, data, round_)
         if self._admits(shard, data):
             self._windows[shard.server].add(key.name, (round_, shard.start), shard.consumed, data.size)
-            shard.line.post(op, shard.number, round_, region, coding, priority, count, flags=ALONG)
+            shard.line.post(Op.PUSH, shard.number, round_, region, coding, priority, count, flags=ALONG)
             yield from self._under_way.begin(sends=[self._isend(shard, data)]).wait()
         else:
-            shard.line.post(op, shard.number, round_, region, coding, priority, count)
+            shard.line.post(Op.PUSH, shard.number, round_, region, coding, priority, count)
             yield from self._as_asked(shard, data, data.size, 1)
 
     def send_first(self, shard: Shard, values: Array) -> Task[None]:
         """Send the first value of a unit to a server of another node; over when it is there."""
         shard.granted = False
-        slices = self.blocks(shard, values)
+        slices = cut_bytes(values, shard.block_elements * values.itemsize)
         shard.line.post(Op.SET, shard.number, 0, Region(0, 0, 0, 0, slices[0].size), aux=len(slices))
         yield from self._under_way.begin(sends=[self._isend(shard, data) for data in slices]).wait()
         while not shard.granted:
@@ -123,40 +119,20 @@ class Sender:
 
     # ---- in
 
-    def blocks(self, shard: Shard, values: Array) -> list[Array]:
-        """What each message of a shard's 1-D values holds, as bytes of them; one at least."""
-        data, size = values.view(np.uint8), max(1, shard.block_elements) * values.itemsize
-        return [data[start : start + size] for start in range(0, max(data.size, 1), size)]
-
-    def receive(self, shard: Shard, slices: Sequence[Array], into: Exchange | None = None) -> Exchange:
-        """Start to receive an answer of a shard's server, message by message; together with those of `into`. It is
-        there when none is `pending`; what is given up, `stop` cancels."""
-        exchange = self._under_way.begin() if into is None else into
+    def receive(self, shard: Shard, slices: Sequence[Array]) -> MessageGroup:
+        """Start to receive an answer of a shard's server, message by message. It is there when none is `pending`; what
+        is given up, `stop` cancels."""
         server, tag = self._layout.server_rank(shard.server), pull_tag(shard.number)
-        exchange.receives += [self._world.Irecv(data, server, tag) for data in slices]
-        return exchange
-
-
-FRAME_COST = 2048  # bytes that a small payload costs beside itself
-
-Bytes = NDArray[np.uint8]
-Place = tuple[int, int]
-"""Round, and first element in the key."""
-
-
+        return self._under_way.begin([self._world.Irecv(data, server, tag) for data in slices])
 
 
 class _Sent(NamedTuple):
-    """A payload on its way."""
+    """A payload on its way; the server has read it when `consumed()` reaches its round."""
 
     key: Hashable
     place: Place
     consumed: Callable[[], int]
     nbytes: int
-
-    def read(self) -> bool:
-        """Whether the server has read it."""
-        return self.consumed() >= self.place[0]
 
 
 class Window:
@@ -175,13 +151,13 @@ class Window:
     def admits(self, nbytes: int, limit: int) -> bool:
         """Whether so many bytes more may be sent now: `limit` bytes in all at most, or one payload."""
         if self._open and self._bytes + nbytes + FRAME_COST > limit:
-            self._open = [sent for sent in self._open if not sent.read()]
+            self._open = [sent for sent in self._open if sent.consumed() < sent.place[0]]
             self._bytes = sum(sent.nbytes for sent in self._open)
         return not self._open or self._bytes + nbytes + FRAME_COST <= limit
 
     def holds(self, key: Hashable, before: Place) -> bool:
         """Whether a payload of the key is under way that comes before that place."""
-        return any(sent.key == key and sent.place < before and not sent.read() for sent in self._open)
+        return any(sent.key == key and sent.consumed() < sent.place[0] and sent.place < before for sent in self._open)
 
     def add(self, key: Hashable, place: Place, consumed: Callable[[], int], nbytes: int) -> None:
         """A payload is sent; it has been read when `consumed()` reaches its round."""

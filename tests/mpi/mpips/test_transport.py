@@ -23,8 +23,8 @@ from mpips.store.server.sources import Receiver
 from mpips.store.server.unit import Unit
 from mpips.store.transport.client_sums import ClientSums
 from mpips.store.transport.frames import Frame, Op
-from mpips.store.transport.lines import MessageLine, knocked
-from mpips.store.transport.messages import UnderWay, member_tag
+from mpips.store.transport.lines import MessageLine, any_waiting
+from mpips.store.transport.messages import MessagesUnderWay, member_tag
 from tests.choice import first
 from tests.mpi.sizes import only_on
 
@@ -80,7 +80,7 @@ def test_a_sum_that_is_given_up_writes_nothing_any_more(comm):
     if comm.rank:
         task = sums.spread(out, member_tag(0, 0))
         goes_on(task)
-        sums.stop(UnderWay())
+        sums.stop(MessagesUnderWay())
     comm.Barrier()
     if comm.rank == 0:
         task = ClientSums(comm).spread(np.ones(100_000), member_tag(0, 0))
@@ -93,7 +93,7 @@ def test_a_sum_that_is_given_up_writes_nothing_any_more(comm):
 
 def test_nobody_waits_for_what_was_seen_to_be_over_before(comm):
     """An interrupt may come between MPI's word that a message is over and the note of it."""
-    rank, under_way, data = comm.rank, UnderWay(), [np.empty(5) for _ in range(3)]
+    rank, under_way, data = comm.rank, MessagesUnderWay(), [np.empty(5) for _ in range(3)]
     receives = [comm.Irecv(x, rank, tag) for tag, x in enumerate(data)]
     sends = [comm.Isend(np.ones(5), rank, tag) for tag in range(2)]
     under_way.begin(receives[:2], sends)
@@ -129,7 +129,7 @@ class Server:
             assert time.monotonic() < until
 
     def turn(self):
-        if knocked(self.lines):
+        if any_waiting(self.lines):
             for worker, line in enumerate(self.lines):
                 for data in line.read():
                     self.heard(worker, line, Frame.of(data))

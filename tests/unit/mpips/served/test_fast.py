@@ -28,7 +28,7 @@ class Heard:
     def __init__(self):
         self.pushes = []
 
-    def again(self, frame, round_):
+    def repost(self, frame, round_):
         self.pushes.append(Frame.of(frame)._replace(round=round_))
 
     def post(self, op, unit=0, round_=0, region=(0,) * 5, coding=0, priority=0, aux=0, token=0, flags=0):

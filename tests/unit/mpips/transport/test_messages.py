@@ -4,49 +4,50 @@ from __future__ import annotations
 
 import pytest
 
-from mpips.store.transport import messages as tags
-from mpips.store.transport.messages import COMPARE_TAG, Numbers, member_tag, pull_tag, push_tag
+from mpips.store.transport import messages
+from mpips.store.transport.messages import COMPARE_TAG, UnitNumbers, member_tag, pull_tag, push_tag
 
 
 def test_no_two_units_in_use_share_a_tag(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tags, "most_units", lambda: 5)
-    numbers = Numbers()
-    used = [numbers.take("a") for _ in range(5)]
+    monkeypatch.setattr(messages, "most_units", lambda: 5)
+    numbers = UnitNumbers()
+    used = [numbers.assign("a") for _ in range(5)]
     given = list(used)
     for turn in range(23):
-        numbers.give([used.pop(turn % 3)])
-        used.append(numbers.take("a"))
+        numbers.release([used.pop(turn % 3)])
+        used.append(numbers.assign("a"))
         given.append(used[-1])
         assert len({tag(number) for number in used for tag in (push_tag, pull_tag)}) == 10
     assert len(set(given)) == len(given)
 
 
 def test_when_all_tags_are_in_use_the_key_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tags, "most_units", lambda: 2)
-    numbers = Numbers()
-    numbers.give([numbers.take("a")])
-    numbers.take("b")
-    numbers.take("b")
+    monkeypatch.setattr(messages, "most_units", lambda: 2)
+    numbers = UnitNumbers()
+    numbers.release([numbers.assign("a")])
+    numbers.assign("b")
+    numbers.assign("b")
     with pytest.raises(ValueError, match="key 'c': this MPI has tags for 2 units"):
-        numbers.take("c")
+        numbers.assign("c")
 
 
 def test_tags_are_what_mpi_allows() -> None:
-    most = tags.most_units()
+    most = messages.most_units()
     assert most > 16000
     assert push_tag(most - 1) + 1 == pull_tag(most - 1) < max(32767, 2 * most + 16)
 
 
 def test_members_of_a_client_never_take_a_comparison_for_a_piece() -> None:
-    most = 2 * tags.most_units() + tags.TAG_DATA
+    most = 2 * messages.most_units() + messages.TAG_DATA
     pieces = (0, 1, 7, most // 4, most, 10 * most)
     texts = (b"", b"push of key 'a'", b"push of key 'b'")
-    used = [member_tag(piece, call, text) for piece in pieces for call in range(3 * tags.CALLS) for text in texts]
+    used = [member_tag(piece, call, text) for piece in pieces for call in range(3 * messages.CALLS) for text in texts]
     assert COMPARE_TAG not in used and max(used) <= max(32767, most)
 
 
-def test_pieces_of_one_call_and_calls_of_one_piece_have_tags_of_their_own() -> None:
-    assert len({member_tag(piece, call) for piece in range(1000) for call in range(tags.CALLS)}) == 1000 * tags.CALLS
+def test_pieces_and_calls_have_tags_of_their_own() -> None:
+    calls = messages.CALLS
+    assert len({member_tag(piece, call) for piece in range(1000) for call in range(calls)}) == 1000 * calls
 
 
 def test_calls_of_other_texts_do_not_get_each_others_messages() -> None:
@@ -54,7 +55,7 @@ def test_calls_of_other_texts_do_not_get_each_others_messages() -> None:
 
 
 def test_after_a_recovery_numbers_go_on_after_those_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tags, "most_units", lambda: 4)
-    numbers = Numbers([2, 5])
-    taken = [numbers.take("a"), numbers.take("b")]
+    monkeypatch.setattr(messages, "most_units", lambda: 4)
+    numbers = UnitNumbers([2, 5])
+    taken = [numbers.assign("a"), numbers.assign("b")]
     assert min(taken) > 5 and len({push_tag(number) for number in (2, 5, *taken)}) == 4

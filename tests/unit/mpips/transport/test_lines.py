@@ -1,30 +1,36 @@
-"""Frames arrive once, in order, and a full ring says so."""
+"""Lines: frames arrive once and in order; rings only where the processor keeps the order of stores."""
 
 from __future__ import annotations
 
 import contextlib
+import platform
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mpips.store.transport import lines
 from mpips.store.transport.frames import FRAME, Frame
 from mpips.store.transport.lines import SLOTS, Rings, SharedLine
-
-
-def pair(workers=3, worker=1):
-    rings = Rings.create(workers)
-    server = SharedLine(rings.reply_ring(worker), rings.request_ring(worker))
-    return rings, SharedLine(rings.request_ring(worker), rings.reply_ring(worker), wait), server
 
 
 def wait(ready, what):
     while not ready():
         time.sleep(0)
+
+
+def pair(workers=3, worker=1, wait=wait):
+    rings = Rings.create(workers)
+    server = SharedLine(rings.reply_ring(worker), rings.request_ring(worker))
+    return rings, SharedLine(rings.request_ring(worker), rings.reply_ring(worker), wait), server
+
+
+def rounds(line):
+    return [Frame.of(data).round for data in line.read()]
 
 
 @given(st.lists(st.integers(0, 3 * SLOTS), max_size=6))
@@ -36,15 +42,15 @@ def test_a_server_waits_for_no_worker_and_loses_nothing(bursts):
         for _ in range(burst):
             server.post(1, round_=sent)
             sent += 1
-        received += [Frame.of(data).round for data in worker.read()]
+        received += rounds(worker)
     while not server.flush():
-        received += [Frame.of(data).round for data in worker.read()]
-    received += [Frame.of(data).round for data in worker.read()]
+        received += rounds(worker)
+    received += rounds(worker)
     assert received == list(range(sent))
     assert not worker.waiting()
 
 
-def test_sentences_that_wait_for_room_keep_their_memory():
+def test_bodies_that_wait_for_room_keep_their_memory():
     _, worker, server = pair()
     said = [f"sentence {number}" for number in range(4 * SLOTS)]
     for sentence in said:
@@ -82,17 +88,17 @@ def test_a_worker_waits_until_the_server_has_room():
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(read)
         for round_ in range(2 * SLOTS):  # more than find room
-            worker.again(frame, round_)
+            worker.repost(frame, round_)
         reading.result()
     assert received == [Frame.of(frame)._replace(round=round_) for round_ in range(2 * SLOTS)]
 
 
 def test_all_fields_and_bodies_arrive():
     rings, worker, server = pair()
-    assert not rings.rung()
+    assert not rings.any_written()
     worker.post(1, 7, 2**40, (11, 12, 2**63, 14, 15), 3, -4, 5, -6, 1)
     worker.post_body(b"a sentence", 2, 8)
-    assert rings.rung() and not rings.rung()
+    assert rings.any_written() and not rings.any_written()
     first, second = (Frame.of(data) for data in server.read())
     assert first == Frame(1, 1, 3, -4, 7, 5, 11, 12, 2**63, 14, 15, -6, 2**40)
     assert server.body(second) == b"a sentence" and second.unit == 8
@@ -105,7 +111,6 @@ def test_workers_do_not_see_each_other():
     rings.request_ring(0).post(*range(13))
     assert rings.request_ring(0).waiting() and not rings.request_ring(1).waiting()
     assert not rings.reply_ring(0).waiting()
-    assert np.count_nonzero(rings.memory)
 
 
 def test_a_worker_sees_that_its_server_has_stopped():
@@ -113,16 +118,11 @@ def test_a_worker_sees_that_its_server_has_stopped():
     assert not worker.stopped()
     rings.stop()
     assert worker.stopped()
-
-
-def test_who_has_ended_has_stopped():
     rings = Rings.create(1)
-    assert SharedLine(rings.request_ring(0), rings.reply_ring(0), wait, lambda: True).stopped()
+    assert SharedLine(rings.request_ring(0), rings.reply_ring(0), wait, lambda: True).stopped()  # its process has ended
 
 
-def test_a_worker_whose_server_reads_no_more_is_told_by_its_generation():
-    """A full ring is waited for as everything else is: there the end of the generation is seen."""
-
+def test_a_full_ring_is_waited_for_by_the_generation():
     class Over(Exception):
         pass
 
@@ -130,8 +130,7 @@ def test_a_worker_whose_server_reads_no_more_is_told_by_its_generation():
         assert "room" in what and not ready()
         raise Over
 
-    rings = Rings.create(1)
-    worker = SharedLine(rings.request_ring(0), rings.reply_ring(0), ended)
+    _, worker, _ = pair(wait=ended)
     for _ in range(SLOTS):
         worker.post(1)
     with pytest.raises(Over):
@@ -145,4 +144,33 @@ def test_a_frame_whose_handler_fails_is_not_read_again():
     with contextlib.suppress(ZeroDivisionError):
         for data in server.read():
             raise ZeroDivisionError(data)
-    assert [Frame.of(data).round for data in server.read()] == [1, 2]
+    assert rounds(server) == [1, 2]
+
+
+def connected(monkeypatch, ordered, rank=0, nodes=(0, 0)):
+    """What a worker's `connect` gives where its server offers memory that can be mapped."""
+    monkeypatch.setattr(lines, "ORDERED_STORES", ordered)
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    layout = SimpleNamespace(
+        rank=rank, nodes=nodes, num_workers=2, num_servers=1, is_server=False, is_worker=True, world=None,
+        same_node=lambda a, b: nodes[a % 2] == nodes[b % 2],
+    )  # fmt: skip
+    memory = Rings.create(2).memory
+    region = lines.msgspec.msgpack.encode(lines._Offer(tuple(lines.arena.locate(memory))))
+    said = [[region] * 3, [bytes([1] * 3)] * 3]
+    (line,) = lines.connect(layout, SimpleNamespace(meet=lambda *args: said.pop(0), wait=wait)).lines
+    assert memory.size  # it is there until now
+    return line
+
+
+@pytest.mark.parametrize("nodes, ordered, local", [((0, 0), True, True), ((0, 1), True, True), ((1, 0), False, False)])
+def test_rings_need_one_node_and_ordered_stores(monkeypatch, recwarn, nodes, ordered, local):
+    assert connected(monkeypatch, ordered, nodes=nodes).local is local
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_0_warns_where_stores_may_be_reordered(monkeypatch, recwarn, rank):
+    assert not connected(monkeypatch, False, rank).local
+    assert len(recwarn.list) == (rank == 0)
+    assert all("aarch64" in str(one.message) and "by messages" in str(one.message) for one in recwarn.list)
