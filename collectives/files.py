@@ -129,7 +129,7 @@ def _write_in_place(name: str, data: bytes, flags: int) -> None:
 
 
 def _made(start: str, mode: int) -> tuple[str, int]:
-    """A file of a new name that nobody can guess, and its descriptor."""
+    """Return a file of a new name that nobody can guess, and its descriptor."""
     while True:
         name = f"{start}.{secrets.token_hex(8)}.part"
         with contextlib.suppress(FileExistsError):
@@ -137,7 +137,7 @@ def _made(start: str, mode: int) -> tuple[str, int]:
 
 
 def _mode_of(path: str) -> int | None:
-    """The mode of the user's own file; None where there is none, or it is another user's."""
+    """Return the mode of the user's own file; None where there is none, or it is another user's."""
     try:
         there = os.lstat(path)
     except OSError:

@@ -125,10 +125,10 @@ class Plan(Uncopied):
     @property
     def predicted_seconds(self) -> float | None:
         """What the fitted cost model expects; None where there is no model for the algorithm."""
-        from collectives.tuner.prediction import seconds  # here alone, as it loads the simulator
+        from collectives.tuner.table import predict_seconds  # here alone, as it loads the simulator
 
         way = self.runner.way if isinstance(self.runner, Executor) else ""
-        return seconds(self._home.table, self.call, self._home.nodes, way)
+        return predict_seconds(self._home.table, self.call, self._home.nodes, way)
 
     @property
     def held_bytes(self) -> int:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import IO, NoReturn
 
-from collectives.terminal.console import is_first, unwritable
+from collectives.terminal import describe_unwritable, is_first
 
 
 class Parser(argparse.ArgumentParser):
@@ -27,7 +27,8 @@ class Parser(argparse.ArgumentParser):
         from mpi4py import MPI  # a program that starts jobs does without
 
         files = {f"--{name} {getattr(options, name)}": getattr(options, name) for name in names}
-        refusals = [f"{words} {reason}" for words, file in files.items() if file and (reason := unwritable(file))]
+        said = {words: describe_unwritable(file) for words, file in files.items() if file}
+        refusals = [f"{words} {reason}" for words, reason in said.items() if reason]
         if said := MPI.COMM_WORLD.bcast(refusals, 0):
             self.error(said[0])
 

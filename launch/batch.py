@@ -19,8 +19,7 @@ from typing import Any, NamedTuple, cast
 import click
 from click.core import ParameterSource
 
-from collectives.terminal.console import Interruptible, InterruptibleGroup
-from collectives.terminal.help import Whole, examples
+from collectives.terminal import Interruptible, InterruptibleGroup, Whole, format_examples
 from launch.mpirun import (
     NAMES,
     Flavour,
@@ -99,7 +98,7 @@ def _add_scheduler(scheduler: str) -> None:
     """Add the command of one scheduler to the group."""
 
     @command.command(
-        scheduler, cls=Interruptible, epilog=examples(USES[scheduler]), context_settings=dict(BEFORE_A_SCRIPT),
+        scheduler, cls=Interruptible, epilog=format_examples(USES[scheduler]), context_settings=dict(BEFORE_A_SCRIPT),
         help=f"Write a batch script for {NAMED[scheduler]} that runs SCRIPT.py ARGS with servers and workers.",
     )  # fmt: skip
     @request_options

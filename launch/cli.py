@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 import click
 
-from collectives.terminal.help import examples, known
-from collectives.terminal.stdout import lasting
+from collectives.terminal import check_known, format_examples, keep_stdout
 from launch.run import options_of, start
 from launch.running.process import INTERRUPTED
 
@@ -107,11 +106,6 @@ BENCHES = {
         "mpips.bench.optimizers", "Time optimizer updates, beside PyTorch's.",
         ("mpips bench optimizers", "mpips bench optimizers --elements 1000000 --repeats 15"),
     ),
-    "overlap": Sub(
-        "mpips.bench.overlap", "Measure every strategy of overlap beside its prediction.",
-        ("mpips bench overlap -n 4 --layers 20", "mpips bench overlap -n 5 --servers 1 --plot o.png"),
-        ranked=True,
-    ),
     "mlp": Sub(
         "mpips.bench.mlp", "Time steps of an MLP, beside PyTorch's.",
         ("mpips bench mlp", "mpips bench mlp -n 2 --grid 1x2 --batch 1000 --width 4096"), ranked=True,
@@ -176,7 +170,7 @@ class Commands(click.Group):
             sys.exit(INTERRUPTED)
 
     def main(self, *args: Any, **options: Any) -> Any:
-        with lasting():
+        with keep_stdout():
             return super().main(*args, **options)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -185,7 +179,7 @@ class Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        known(ctx, args[0], self.commands)
+        check_known(ctx, args[0], self.commands)
         return super().resolve_command(ctx, args)
 
 
@@ -224,7 +218,7 @@ def _load(sub: Sub, runs_here: bool = False) -> click.Command:
         raise click.UsageError(f"a part of this installation is missing ({why}): see `mpips doctor`") from None
     found: click.Command = command.commands[sub.case] if sub.case else command
     found.context_settings["help_option_names"] = HELP
-    found.epilog = examples(*sub.examples)
+    found.epilog = format_examples(*sub.examples)
     if sub.ranked and all(option.name != "ranks" for option in found.params):
         found.params.insert(0, _ranks_option(expose_value=False))
     return found
@@ -262,10 +256,10 @@ bench = Commands(
     "bench",
     commands={name: Forward("mpips bench", name, sub) for name, sub in BENCHES.items()},
     params=[_ranks_option()],
-    short_help="Time collectives, the store, optimizers, overlap or MLPs.",
+    short_help="Time collectives, the store, optimizers or MLPs.",
     help="Benchmarks, each with a --help of its own: collectives beside the MPI's own calls, the store beside bare "
-    "copies, optimizers and MLPs beside PyTorch's, overlap beside its prediction.",
-    epilog=examples("mpips bench allreduce -n 4", "mpips bench kvstore -n 3 --servers 1"),
+    "copies, optimizers and MLPs beside PyTorch's.",
+    epilog=format_examples("mpips bench allreduce -n 4", "mpips bench kvstore -n 3 --servers 1"),
     context_settings={"help_option_names": HELP},
 )
 _ORDER = ("run", "doctor", "script", "train", "bench", "tune", "sim", "plan", "chaos", "lab")
@@ -275,7 +269,7 @@ _ORDER = ("run", "doctor", "script", "train", "bench", "tune", "sim", "plan", "c
     cls=Commands,
     commands={name: bench if name == "bench" else Forward("mpips", name, COMMANDS[name]) for name in _ORDER},
     context_settings={"help_option_names": HELP},
-    epilog=examples("mpips doctor", "mpips run -w 4 -s 1 train.py"),
+    epilog=format_examples("mpips doctor", "mpips run -w 4 -s 1 train.py"),
 )
 @click.option("--version", is_flag=True, callback=_version, is_eager=True, expose_value=False, help="Show versions.")
 def main() -> None:

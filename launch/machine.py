@@ -23,6 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from collectives.machine import choose_long_copies, fix_addresses, read_number, total_memory, usable_cores
 from launch.mpirun import NAMES, Flavour, Job, Launcher, LauncherError, Machine, lacks_scheduler
 
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
@@ -47,19 +48,15 @@ class Capacity(NamedTuple):
 
 def this_machine() -> Machine:
     """Return the machine this process runs on; cores are those this process may use."""
-    from collectives.machine import addresses, cores  # `mpips --help` does without
-
     folder = Path("/sys/class/infiniband")
     infiniband = folder.is_dir() and any(folder.iterdir())
     root, cut_off = os.geteuid() == 0, lacks_scheduler(os.environ)
-    return Machine(cores.usable(), root, infiniband, addresses.fixed(), cut_off)
+    return Machine(usable_cores(), root, infiniband, fix_addresses(), cut_off)
 
 
 def choose_settings(ranks: int, machine: Machine, environment: Mapping[str, str]) -> dict[str, str]:
     """Return what each of the ranks of a host needs to compute and to copy well, but for what the user set."""
-    from collectives.machine.caches import long_copies  # `mpips --help` does without
-
-    return {**choose_threads(ranks, machine, environment), **long_copies(environment)}
+    return {**choose_threads(ranks, machine, environment), **choose_long_copies(environment)}
 
 
 def choose_threads(ranks: int, machine: Machine, environment: Mapping[str, str]) -> dict[str, str]:
@@ -112,9 +109,7 @@ def warn_of_crowd(job: Job, machine: Machine, environment: Mapping[str, str]) ->
 
 def _process_limits() -> Iterator[Capacity]:
     """Yield a rank is a process, at least."""
-    from collectives.machine.memory import number_in  # `mpips --help` does without
-
-    pids = number_in("/proc/sys/kernel/pid_max")
+    pids = read_number("/proc/sys/kernel/pid_max")
     if pids is not None:
         yield Capacity(pids, f"its kernel has room for {pids} processes (kernel.pid_max)")
     mine = resource.getrlimit(resource.RLIMIT_NPROC)[0]
@@ -123,9 +118,7 @@ def _process_limits() -> Iterator[Capacity]:
 
 
 def _memory_limit() -> Capacity:
-    from collectives.machine.memory import total
-
-    held = total()
+    held = total_memory()
     why = f"each takes {RANK_BYTES >> 20} MiB of memory and more, and there are {held / 2**30:.1f} GiB"
     return Capacity(held // RANK_BYTES, why)
 

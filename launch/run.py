@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 import click
 
-from collectives.terminal.help import Whole
+from collectives.terminal import Whole
 from launch import restarts
 from launch.hosts import Host, place, read
 from launch.machine import check_room, check_surroundings, choose_loopback, choose_settings, this_machine, warn_of_crowd
@@ -293,8 +293,8 @@ def variables_of(given: Sequence[str], environment: Mapping[str, str]) -> dict[s
 
 def start(ranks: int, words: Sequence[str], mpirun: str | None = None, name: str = "") -> NoReturn:
     """Run, and ends with, an MPI job of `ranks` processes on this machine; its exit code becomes the job's, or what the
-    ranks have left with (`collectives.terminal.console.leave`). `name`: the command that a signal interrupts."""
-    from collectives.terminal.console import CODE_FILE  # `mpips --help` does without
+    ranks have left with (`collectives.terminal.leave`). `name`: the command that a signal interrupts."""
+    from collectives.terminal import CODE_FILE  # `mpips --help` does without
 
     machine = this_machine()
     left = os.memfd_create("code")

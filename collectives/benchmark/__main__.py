@@ -1,6 +1,8 @@
-"""`mpips bench allreduce` and its like: times collectives over the ranks of a job, beside the MPI's own best call.
+"""`mpips bench allreduce` and its like: time collectives over the ranks of a job, beside the MPI's own best call.
 
     mpips bench COLLECTIVE -n P        or: mpirun -n P python -m collectives.benchmark COLLECTIVE
+
+What is asked for is checked before anything starts.
 """
 
 from __future__ import annotations
@@ -9,20 +11,43 @@ from collections.abc import Iterable
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 import numpy as np
 from mpi4py import MPI
 
-from collectives.benchmark import overlap, pt2pt, report, rivals
-from collectives.benchmark.case import FLOOR_SHARE, MPI_NAME, Candidate, Case
-from collectives.benchmark.harness import measure
-from collectives.benchmark.report import Row
-from collectives.benchmark.sizes import show_bytes
-from collectives.benchmark.wanted import CASES, Wanted, check
+from collectives.benchmark import overlap, report
+from collectives.benchmark.case import FLOOR_SHARE, GLOO_KINDS, MPI_NAME, OPS, Candidate, Case, why_no_gloo
+from collectives.benchmark.harness import measure, ping_pong
+from collectives.benchmark.report import BUS_FACTOR, Row
 from collectives.call import REDUCING
-from collectives.terminal.console import OutFile, Picture, RankedCommand, Seconds, leave, progress
+from collectives.machine import check_memory, count_local_ranks
+from collectives.operations import operation
+from collectives.schedule import catalog
+from collectives.schedule.model import parse
+from collectives.terminal import (
+    OutFile,
+    Picture,
+    RankedCommand,
+    Seconds,
+    leave,
+    parse_counts,
+    show_bytes,
+    show_progress,
+    split_words,
+)
+
+BESIDE_MPI = "beside the MPI's own best call in the same run. Times are of one call on the slowest rank."
+CASES = {
+    **{kind: f"Time {kind} over the ranks of the job, {BESIDE_MPI}" for kind in BUS_FACTOR},
+    "pt2pt": "Time a ping-pong of ranks 0 and 1 by size.",
+    "iallreduce": "Measure how much of an allreduce hides behind compute of the same length, as the OSU benchmarks do.",
+}
+"""What each measures."""
+PLANS = ("auto", "shared_memory", "native")  # algorithms outside the catalog
+ONE_SHOTS = ("one_shot", "gloo")  # that cannot be started and waited for
+ARRAYS = ("ordinary", "empty")
 
 PARAMETERS: tuple[click.Parameter, ...] = (
     click.Option(
@@ -38,7 +63,7 @@ PARAMETERS: tuple[click.Parameter, ...] = (
         ["--dtype"], default="float32", show_default=True, help="Of the elements, a NumPy name or bfloat16."
     ),
     click.Option(
-        ["--op"], type=click.Choice(tuple(rivals.OPS)), default="sum", show_default=True, help="Of what reduces."
+        ["--op"], type=click.Choice(tuple(OPS)), default="sum", show_default=True, help="Of what reduces."
     ),
     click.Option(
         ["--seconds"], default=1.0, type=Seconds(), show_default=True, help="Time to spend on each size."
@@ -62,7 +87,7 @@ def run(
     collective: str, sizes: str, algorithms: str, arrays: str, dtype: str, op: str, seconds: float, checked: bool,
     json_path: Path | None, csv_path: Path | None, plot_path: Path | None,
 ) -> None:  # fmt: skip
-    """What the command of a case does."""
+    """Run the command of a case."""
     comm = MPI.COMM_WORLD
     wanted = check(
         comm.size, collective=collective, sizes=sizes, algorithms=algorithms, arrays=arrays, dtype=dtype, op=op
@@ -74,7 +99,7 @@ def run(
         _overlap(comm, wanted, seconds, title, json_path)
         return
     rows: list[Row] = []
-    with progress(title, len(wanted.counts), comm.rank == 0) as begin:
+    with show_progress(title, len(wanted.counts), comm.rank == 0) as begin:
         for n in wanted.counts:
             begin(show_bytes(n * wanted.dtype.itemsize))
             if collective == "pt2pt":
@@ -101,7 +126,7 @@ def _write(
 
 
 def _collective(case: Case, algorithms: list[str], arrays: list[str], seconds: float, checked: bool) -> list[Row]:
-    """Rows of one size: the MPI's best first, then every algorithm on every kind of array."""
+    """Return rows of one size: the MPI's best first, then every algorithm on every kind of array."""
     native = case.mpi()
     chosen = list(_candidates(case, algorithms, arrays))
     try:
@@ -123,7 +148,7 @@ def _collective(case: Case, algorithms: list[str], arrays: list[str], seconds: f
 def _candidates(case: Case, algorithms: list[str], arrays: list[str]) -> Iterable[Candidate]:
     for algorithm in algorithms:
         if algorithm == "gloo":
-            reason = rivals.why_no_gloo(case.kind, case.dtype)
+            reason = why_no_gloo(case.kind, case.dtype)
             if reason is None:
                 yield case.gloo()
             elif case.comm.rank == 0:
@@ -137,15 +162,15 @@ def _candidates(case: Case, algorithms: list[str], arrays: list[str]) -> Iterabl
 
 
 def _pt2pt(comm: MPI.Comm, n: int, dtype: np.dtype[Any], seconds: float) -> list[Row]:
-    timings = pt2pt.ping_pong(comm, np.zeros(n, dtype), seconds)
+    timings = ping_pong(comm, np.zeros(n, dtype), seconds)
     row = partial(Row.measured, "pt2pt", dtype, "none", comm.size, n, native=timings["blocking"])
     return [row(name, "ordinary", timing) for name, timing in timings.items()]
 
 
-def _overlap(comm: MPI.Comm, wanted: Wanted, seconds: float, title: str, json_path: Path | None) -> None:
+def _overlap(comm: MPI.Comm, wanted: BenchmarkWords, seconds: float, title: str, json_path: Path | None) -> None:
     rows = []
     cases = list(product(wanted.counts, wanted.algorithms, wanted.arrays))
-    with progress(title, len(cases), comm.rank == 0) as begin:
+    with show_progress(title, len(cases), comm.rank == 0) as begin:
         for n, algorithm, array in cases:
             begin(f"{show_bytes(n * wanted.dtype.itemsize)}, {algorithm}, {array}")
             x = Case("allreduce", "sum", wanted.dtype, n, comm).arrays(array)[0]
@@ -168,3 +193,88 @@ for _name, _measures in CASES.items():
 
 if __name__ == "__main__":
     command()
+
+
+class BenchmarkWords(NamedTuple):
+    """The words of the command line, understood."""
+
+    dtype: np.dtype[Any]
+    counts: list[int]
+    algorithms: list[str]
+    arrays: list[str]
+
+
+def check(
+    ranks: int, *, collective: str, sizes: str, algorithms: str, arrays: str, dtype: str, op: str, **_: Any
+) -> BenchmarkWords:
+    """Return what the command line means for that many ranks; click.UsageError where it cannot be. Starts no MPI."""
+    try:
+        element = _element(dtype)
+        if collective in (*REDUCING, "iallreduce"):
+            operation(op, element)
+        counts = parse_counts(sizes, element.itemsize, element.name)
+    except (TypeError, ValueError) as error:
+        raise click.UsageError(str(error)) from None
+    largest = max(counts) * element.itemsize
+    kinds, names = split_words(arrays), split_words(algorithms)
+    if unknown := [kind for kind in kinds if kind not in ARRAYS]:
+        raise click.UsageError(f"--arrays {unknown[0]!r} is none of {', '.join(ARRAYS)}")
+    if not kinds or not names:
+        raise click.UsageError(f"--{'algorithms' if kinds else 'arrays'} names none")
+    if collective == "iallreduce" and ranks < 2:
+        raise click.UsageError("an allreduce beside compute needs two ranks: --ranks 2")
+    if collective == "pt2pt":
+        if ranks < 2:
+            raise click.UsageError("a ping-pong needs two ranks: --ranks 2")
+        _fits(sizes, largest, 1)
+        return BenchmarkWords(element, counts, [], [])
+    for name in names:
+        if reason := _refusal(collective, name, ranks):
+            raise click.UsageError(f"--algorithms {name}: {reason}")
+    _fits(sizes, largest, 1 if collective == "iallreduce" else least_arrays(collective, kinds))
+    return BenchmarkWords(element, counts, names, kinds)
+
+
+def least_arrays(kind: str, arrays: list[str]) -> int:
+    """Return how many arrays of the larger buffer's size a rank holds at once, at least, while these are timed: those
+    of each kind, and the two of the bare copy."""
+    return 2 + len(set(arrays)) * (2 if kind in ("reduce", "alltoall") else 1)
+
+
+def _fits(sizes: str, largest: int, arrays: int) -> None:
+    try:
+        check_memory(f"--sizes {sizes}", largest, arrays, count_local_ranks())
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+
+
+def _refusal(collective: str, algorithm: str, ranks: int) -> str | None:
+    kind, others = ("allreduce", PLANS) if collective == "iallreduce" else (collective, PLANS + ONE_SHOTS)
+    if algorithm in others:
+        return None
+    try:
+        name, parameters = parse(algorithm)
+    except ValueError as error:
+        return str(error)
+    if name not in catalog.names(kind):
+        choices = [other for other in others if other != "gloo" or kind in GLOO_KINDS]
+        return f"{name!r} is no algorithm for {collective}: choose one of {', '.join([*choices, *catalog.names(kind)])}"
+    if name == "hierarchical" and "local" not in parameters:
+        return None  # the ranks of a node are known in the job alone
+    return catalog.serves(kind, algorithm, ranks)
+
+
+def _element(dtype: str) -> np.dtype[Any]:
+    if dtype == "bfloat16":
+        try:
+            import ml_dtypes
+        except ImportError:
+            raise ValueError("bfloat16 needs the package ml_dtypes: pip install ml_dtypes") from None
+        return np.dtype(ml_dtypes.bfloat16)
+    try:
+        element = np.dtype(dtype)
+    except TypeError:
+        element = np.dtype(object)
+    if element.kind not in "biufc":
+        raise ValueError(f"--dtype {dtype!r} is no type of numbers, such as float32, float16, bfloat16, float64, int32")
+    return element

@@ -1,9 +1,16 @@
-"""One size of one collective: its arrays, the callables to time, and the check of what they give."""
+"""One size of one collective: its arrays, the callables to time, their rivals, and the check of what they give.
+
+What each rank puts in is exact in every dtype, and another value at every position. The rivals are the MPI's own
+collectives, and gloo's where PyTorch is installed.
+"""
 
 from __future__ import annotations
 
+import importlib.util
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,7 +19,6 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from collectives import api
-from collectives.benchmark import data, rivals
 from collectives.call import REDUCING
 from collectives.fabric.arena import empty
 from collectives.plan import plan as compiled
@@ -95,10 +101,10 @@ class Case:
         return Candidate(algorithm, array, plan, check, plan.free, plan.predicted_seconds)
 
     def mpi(self) -> list[Candidate]:
-        """The MPI's own blocking and non-blocking call, on ordinary arrays."""
+        """Return the MPI's own blocking and non-blocking call, on ordinary arrays."""
         source, result = self.arrays("ordinary")
         blocks = [int(b) for b in np.diff(self.bounds)]
-        calls = rivals.mpi_calls(self.kind, self.op, self.comm, source, result, blocks)
+        calls = mpi_calls(self.kind, self.op, self.comm, source, result, blocks)
         return [Candidate(MPI_NAME, "ordinary", call, lambda: 0, lambda: None, None) for call in calls]
 
     def one_shot(self, array: str) -> Candidate:
@@ -111,8 +117,8 @@ class Case:
         return Candidate("one_shot", array, call, self._check(call, source, result), lambda: None, None)
 
     def copy(self) -> Callable[[], object]:
-        """All ranks copy as many bytes from one ordinary array to another, and meet: what memory and cores allow.
-        Without the meeting, ranks that share a core would each be timed while it is theirs alone."""
+        """Return all ranks copy as many bytes from one ordinary array to another, and meet: what memory and cores
+        allow. Without the meeting, ranks that share a core would each be timed while it is theirs alone."""
         comm, to, source = self.comm, self._zeros(self.n, "ordinary"), self._zeros(self.n, "ordinary")
 
         def copy() -> None:
@@ -122,26 +128,26 @@ class Case:
         return copy
 
     def gloo(self) -> Candidate:
-        """PyTorch's gloo on an ordinary array, in place."""
+        """Return PyTorch's gloo on an ordinary array, in place."""
         source, result = self.arrays("ordinary")
-        call = rivals.gloo_call(self.kind, self.op, self.comm, source)
+        call = gloo_call(self.kind, self.op, self.comm, source)
         op = "sum" if self.op == "mean" else self.op  # gloo has no mean; dividing is not timed
         check = replace(self, op=op)._check(call, source, result)
         return Candidate("gloo", "ordinary", call, check, lambda: None, None)
 
     def _check(self, run: Callable[[], object], source: NDArray[Any], result: NDArray[Any]) -> Callable[[], int]:
-        """Fills the source, runs, compares, and leaves zeros again."""
+        """Fill the source, runs, compares, and leaves zeros again."""
         comm, rank = self.comm, self.comm.rank
 
         def check() -> int:
-            whole = data.contribution(self.op, rank, self.n, self.dtype, comm.size)
+            whole = contribution(self.op, rank, self.n, self.dtype, comm.size)
             own = slice(self.bounds[rank], self.bounds[rank + 1])
             result.fill(1)  # as another candidate may have left what is right
             source[...] = whole[own] if self.kind == "allgather" else whole
             run()
             relevant = self.kind != "reduce" or rank == 0
-            wanted = data.expected(self.kind, self.op, rank, comm.size, self.n, self.dtype, self.bounds)
-            faults = np.array([data.wrong(result, wanted) if relevant else 0], np.int64)
+            wanted = expected(self.kind, self.op, rank, comm.size, self.n, self.dtype, self.bounds)
+            faults = np.array([count_wrong(result, wanted) if relevant else 0], np.int64)
             comm.Allreduce(MPI.IN_PLACE, faults)
             comm.Barrier()
             source.fill(0)
@@ -150,3 +156,138 @@ class Case:
             return int(faults[0])
 
         return check
+
+
+PRIME = 251  # a shift by any number of elements that is no multiple of it is noticed
+
+
+def contribution(op: str, rank: int, n: int, dtype: np.dtype[Any], p: int) -> NDArray[Any]:
+    """Return the n elements that `rank` of p puts in: small whole numbers, so that the result over p ranks is exact
+    where it can be."""
+    span = 2 if op == "prod" else max(2, min(PRIME, _exact_limit(dtype) // max(1, p)))
+    index = np.arange(n, dtype=np.int64)
+    return (((index + 7 * rank) % PRIME) % span + (op == "prod")).astype(dtype)
+
+
+def expected(kind: str, op: str, rank: int, p: int, n: int, dtype: np.dtype[Any], bounds: list[int]) -> NDArray[Any]:
+    """Return what `rank` must hold at the end of collective `kind`; `n` elements go in on every rank, `bounds` cuts n
+    in p."""
+    own = slice(bounds[rank], bounds[rank + 1])
+    if kind == "allgather":
+        parts = [contribution(op, r, n, dtype, p)[bounds[r] : bounds[r + 1]] for r in range(p)]
+        return np.concatenate(parts)
+    if kind == "broadcast":
+        return contribution(op, 0, n, dtype, p)
+    if kind == "alltoall":
+        return np.concatenate([contribution(op, r, n, dtype, p)[own] for r in range(p)])
+    total = _reduce(op, p, n, dtype)
+    return total[own] if kind == "reduce_scatter" else total
+
+
+def _reduce(op: str, p: int, n: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+    combine: Any = {"sum": np.add, "mean": np.add, "min": np.minimum, "max": np.maximum, "prod": np.multiply}[op]
+    wide = np.dtype(np.float64) if dtype.kind not in "iu" else dtype
+    total = contribution(op, 0, n, dtype, p).astype(wide)
+    for rank in range(1, p):
+        combine(total, contribution(op, rank, n, dtype, p).astype(wide), out=total)
+    if op == "mean":
+        total = total / p
+    return total.astype(dtype)
+
+
+def count_wrong(result: NDArray[Any], wanted: NDArray[Any]) -> int:
+    """Return how many elements differ: exactly for integers, by more than two units in the last place for floats."""
+    if result.shape != wanted.shape:
+        return max(result.size, wanted.size)
+    if result.dtype.kind in "iu":
+        return int(np.count_nonzero(result != wanted))
+    epsilon = 2.0 / _exact_limit(result.dtype)
+    a, b = result.astype(np.float64), wanted.astype(np.float64)
+    same = (a == b) | (np.abs(a - b) <= 2 * epsilon * np.abs(b))
+    return int(result.size - np.count_nonzero(same))
+
+
+def _exact_limit(dtype: np.dtype[Any]) -> int:
+    """Whole numbers up to this one are exact in the dtype."""
+    if dtype.kind in "iu":
+        return int(np.iinfo(dtype).max)
+    return {"float16": 2**11, "bfloat16": 2**8, "float32": 2**24}.get(dtype.name, 2**53)
+
+
+OPS = {"sum": MPI.SUM, "mean": MPI.SUM, "min": MPI.MIN, "max": MPI.MAX, "prod": MPI.PROD}
+GLOO_KINDS = ("allreduce", "broadcast")
+
+RivalCall = Callable[[], object]
+
+
+def mpi_calls(
+    kind: str, op: str, comm: MPI.Comm, source: NDArray[Any], out: NDArray[Any], blocks: list[int]
+) -> list[RivalCall]:
+    """Return the blocking and the non-blocking call of the MPI for `kind`: from `source` to `out` (one array: in
+    place).
+
+    `blocks` are the elements of each rank's block (reduce_scatter, allgather, alltoall). An empty list where the MPI
+    cannot reduce the dtype.
+    """
+    mpi_op = OPS[op]
+    try:
+        MPI.Datatype.fromcode(source.dtype.char)
+    except ValueError:
+        return []
+    own, all_blocks = [source, source.size], (out, (blocks, None))
+    calls: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...]]] = {
+        "allreduce": (comm.Allreduce, comm.Iallreduce, (MPI.IN_PLACE, out, mpi_op)),
+        "broadcast": (comm.Bcast, comm.Ibcast, (out, 0)),
+        "reduce": (comm.Reduce, comm.Ireduce, (source, out if comm.rank == 0 else None, mpi_op, 0)),
+        "reduce_scatter": (comm.Reduce_scatter, comm.Ireduce_scatter, (source, out, blocks, mpi_op)),
+        "allgather": (comm.Allgatherv, comm.Iallgatherv, (own, all_blocks)),
+    }
+    if kind == "alltoall":
+        mine = [blocks[comm.rank]] * comm.size
+        arguments: tuple[Any, ...] = ((source, (blocks, None)), (out, (mine, None)))
+        calls["alltoall"] = (comm.Alltoallv, comm.Ialltoallv, arguments)
+    blocking, nonblocking, arguments = calls[kind]
+    return [lambda: blocking(*arguments), lambda: nonblocking(*arguments).Wait()]
+
+
+def why_no_gloo(kind: str, dtype: np.dtype[Any]) -> str | None:
+    """Return the reason why gloo cannot take part, or None if it can."""
+    if kind not in GLOO_KINDS:
+        return f"gloo is compared on {' and '.join(GLOO_KINDS)} only"
+    if importlib.util.find_spec("torch") is None:
+        return "PyTorch is not installed: pip install torch"
+    if dtype.name not in ("float16", "float32", "float64", "int32", "int64"):
+        return f"gloo is not compared on {dtype}"
+    return None
+
+
+def gloo_call(kind: str, op: str, comm: MPI.Comm, out: NDArray[Any]) -> RivalCall:
+    """Return PyTorch's collective over gloo on the memory of `out`. Collective: the first call joins the ranks."""
+    import torch
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        dist.init_process_group(
+            "gloo",
+            init_method=f"tcp://127.0.0.1:{find_free_port(comm)}",
+            rank=comm.rank,
+            world_size=comm.size,
+            timeout=timedelta(seconds=120),
+        )
+    tensor = torch.from_numpy(out)
+    if kind == "broadcast":
+        return lambda: dist.broadcast(tensor, 0)
+    word = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+    word["prod"] = dist.ReduceOp.PRODUCT
+    return lambda: dist.all_reduce(tensor, word[op])
+
+
+def find_free_port(comm: MPI.Comm) -> int:
+    """Return a loopback port that was free on rank 0 a moment ago, told to all."""
+    port = np.zeros(1, np.int64)
+    if comm.rank == 0:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port[0] = probe.getsockname()[1]
+    comm.Bcast(port, 0)
+    return int(port[0])

@@ -1,4 +1,4 @@
-"""How much of a collective hides behind compute, measured as the OSU benchmarks do for non-blocking calls.
+"""Measure the share of a collective that hides behind compute, as the OSU benchmarks do for non-blocking calls.
 
 Overlap (%) = 100 x (1 - (overall - compute) / pure communication), where `overall` is the time of start, compute and
 wait together, and the compute lasts as long as the communication alone.
@@ -16,9 +16,8 @@ from mpi4py import MPI
 from rich.table import Table
 
 from collectives.benchmark.harness import measure
-from collectives.benchmark.sizes import show_bytes
 from collectives.plan import plan as compiled
-from collectives.terminal.tables import show_table
+from collectives.terminal import show_bytes, show_table
 
 SLICES = 32  # how often the computing thread looks after the communication
 
@@ -41,7 +40,7 @@ class OverlapRow:
 
 
 def measure_overlap(comm: MPI.Comm, algorithm: str, x: np.ndarray[Any, Any], array: str, budget_s: float) -> OverlapRow:
-    """Overlap of an allreduce of `x` in place. Collective and blocking; the row is the same on every rank."""
+    """Return overlap of an allreduce of `x` in place. Collective and blocking; the row is the same on every rank."""
     plan = compiled("allreduce", x, comm, algorithm=algorithm)
     try:
         pure = measure(comm, [plan], budget_s / 3)[0].median
@@ -72,7 +71,7 @@ def measure_overlap(comm: MPI.Comm, algorithm: str, x: np.ndarray[Any, Any], arr
 
 
 def print_overlap(rows: Sequence[OverlapRow], title: str) -> None:
-    """The rows as a table for people."""
+    """Print the rows as a table for people."""
     caption = "overall: compute and the call together. pure comm.: the call alone. overlap: its share that compute hid."
     table = Table(title=title, caption=caption)
     for name in ("size", "algorithm", "array", "overall us", "compute us", "pure comm. us", "overlap %"):

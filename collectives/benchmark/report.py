@@ -17,10 +17,8 @@ from rich.table import Table
 
 from collectives import files
 from collectives.benchmark.harness import Timing
-from collectives.benchmark.sizes import show_bytes
-from collectives.machine.cores import usable
-from collectives.terminal.console import write_text, writing
-from collectives.terminal.tables import show_table
+from collectives.machine import usable_cores
+from collectives.terminal import show_bytes, show_table, write_text, writing
 
 FLOOR_BYTES = 1 << 20  # below, a call is no matter of bytes
 
@@ -70,7 +68,7 @@ class Row:
         wrong: int | None = None, native: Timing | None = None, predicted: float | None = None,
         floor: float | None = None,
     ) -> Row:  # fmt: skip
-        """The row of n elements in the time t; all times in seconds."""
+        """Return the row of n elements in the time t; all times in seconds."""
         nbytes = n * dtype.itemsize
         algbw = nbytes / t.median / 1e9
         busbw = algbw * BUS_FACTOR.get(kind, lambda p: 1.0)(ranks)
@@ -84,13 +82,13 @@ class Row:
 
 
 def machine() -> dict[str, Any]:
-    """Where and on what the figures were measured."""
+    """Return where and on what the figures were measured."""
     return {
         "mpi": MPI.Get_library_version().split("\n")[0].strip("\0 ,"),
         "numpy": np.__version__,
         "python": platform.python_version(),
         "machine": platform.machine(),
-        "cores": usable(),
+        "cores": usable_cores(),
     }
 
 
@@ -101,7 +99,7 @@ COLUMNS = (
 
 
 def print_table(rows: Sequence[Row], title: str) -> None:
-    """The rows as a table for people, on standard output; it fits 80 columns."""
+    """Print the rows as a table for people, on standard output; it fits 80 columns."""
     first = rows[0]
     what = f"{title}, {first.dtype}" + ("" if first.op == "none" else f", {first.op}")
     checked = any(row.wrong is not None for row in rows)
@@ -129,13 +127,13 @@ def print_table(rows: Sequence[Row], title: str) -> None:
 
 
 def write_json(rows: Sequence[Any], path: Path) -> None:
-    """The rows, of any dataclass, as a JSON list at `path`, each with the machine it was measured on."""
+    """Write the rows, of any dataclass, as a JSON list at `path`, each with the machine it was measured on."""
     where = machine()
     write_text(path, json.dumps([asdict(row) | {"on": where} for row in rows], indent=1) + "\n")
 
 
 def write_csv(rows: Sequence[Row], path: Path) -> None:
-    """The rows as comma-separated values with a header at `path`."""
+    """Write the rows as comma-separated values with a header at `path`."""
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, fieldnames=list(asdict(rows[0])))
     writer.writeheader()
@@ -144,7 +142,7 @@ def write_csv(rows: Sequence[Row], path: Path) -> None:
 
 
 def draw(rows: Sequence[Row], path: Path, title: str) -> None:
-    """Median time and bus bandwidth against size, one line for each algorithm and kind of array, as a PNG at `path`."""
+    """Draw median time and bus bandwidth by size, a line for each algorithm and kind of array, as a PNG at `path`."""
     import matplotlib
 
     matplotlib.use("Agg")

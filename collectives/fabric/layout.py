@@ -32,7 +32,7 @@ from collectives.fabric import arena, process_memory
 from collectives.fabric.arena import Region
 from collectives.fabric.descriptors import DESCRIPTOR_BYTES, DESCRIPTORS
 from collectives.fabric.poison import POISON_BYTES
-from collectives.machine.cores import Quota, bounded, quota
+from collectives.machine import Quota, bound_cores, find_quota
 
 SLOT_BYTES = 128 << 10
 STAGE_BYTES = 1 << 20
@@ -196,9 +196,9 @@ def _cores(node: MPI.Comm) -> int:
     cores[[core for core in os.sched_getaffinity(0) if core < MOST_CORES]] = 1
     node.Allreduce(MPI.IN_PLACE, cores, MPI.MAX)
     quotas = np.empty((node.size, len(Quota._fields)), np.int64)
-    node.Allgather(np.array(quota() or NO_QUOTA, np.int64), quotas)
+    node.Allgather(np.array(find_quota() or NO_QUOTA, np.int64), quotas)
     known = [None if tuple(one) == NO_QUOTA else Quota(*map(int, one)) for one in quotas]
-    return bounded(int(np.count_nonzero(cores)), known)
+    return bound_cores(int(np.count_nonzero(cores)), known)
 
 
 _closed: list[NodeMemory] = []

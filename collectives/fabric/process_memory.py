@@ -17,7 +17,7 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from collectives.errors import CollectiveError
-from collectives.machine.memory import number_in
+from collectives.machine import read_number
 
 _PR_SET_PTRACER = 0x59616D61
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -127,7 +127,7 @@ def _reads(pid: int, address: int, secret: int) -> bool:
 
 def _all_restricted(node: MPI.Comm) -> bool:
     """Whether all ranks are restricted to their parents and have permitted more."""
-    to_parents = number_in("/proc/sys/kernel/yama/ptrace_scope") == 1
+    to_parents = read_number("/proc/sys/kernel/yama/ptrace_scope") == 1
     permitted = to_parents and _LIBC.prctl(_PR_SET_PTRACER, ctypes.c_ulong(os.getppid()), 0, 0, 0) == 0
     return _everybody(node, permitted)
 

@@ -1,1 +1,1 @@
-"""What an algorithm takes on a network: by formula (`cost`), by clocks of all ranks, by flows on shared links."""
+"""The time of an algorithm on a network: by formula, by clocks of all ranks, by flows on shared links."""

@@ -15,13 +15,23 @@ from rich.progress import Progress
 from rich.table import Table
 
 from collectives import files
-from collectives.benchmark.sizes import parse_sizes, show_bytes, split_words
 from collectives.schedule.model import KINDS
-from collectives.simulator.alpha_beta import LinkCost
-from collectives.simulator.predict import Prediction, figure5, predict
+from collectives.simulator.cost import LinkCost
+from collectives.simulator.simulate import Prediction, figure5, predict
 from collectives.simulator.topology import Topology, parse, parse_rate
-from collectives.terminal.console import Interruptible, OutFile, Picture, Seconds, console, write_text, writing
-from collectives.terminal.tables import show_table
+from collectives.terminal import (
+    Interruptible,
+    OutFile,
+    Picture,
+    Seconds,
+    console,
+    parse_sizes,
+    show_bytes,
+    show_table,
+    split_words,
+    write_text,
+    writing,
+)
 
 TIME = Seconds(zero=True)
 MOST_RANKS = 1 << 20  # whose clocks and links fit into memory

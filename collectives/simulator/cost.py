@@ -1,23 +1,90 @@
-"""How long an algorithm takes, by formula: closed forms in alpha (a message), beta (a byte) and gamma (a sum).
+"""The alpha-beta-gamma model: costs of a message, a byte and an addition; their fit to measurements; and closed forms.
 
 A message of b bytes takes alpha + b beta, adding b bytes takes b gamma. A rank sends and receives at the same time
 (full duplex), starts the messages of a lane one after the other, and has one wire for all lanes, except in `bcube`,
-whose k lanes have a wire each. `clocks.simulate` gives the same times step by step, on any network; the tests compare
+whose k lanes have a wire each. `simulate.simulate` gives the same times step by step, on any network; the tests compare
 the two.
+
+`fit` is the project's one fit of alpha and beta: from (bytes, seconds) to a `LinkCost`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from collectives.schedule import bcube, halving_doubling
 from collectives.schedule.model import parse
-from collectives.simulator.alpha_beta import Costs, LinkCost
+
+
+class LinkCost(NamedTuple):
+    """alpha: seconds a message; beta: seconds a byte."""
+
+    alpha: float
+    beta: float
+
+
+FREE = LinkCost(0.0, 0.0)
+
+
+class Costs(NamedTuple):
+    """The links between nodes (far) and inside a node (near), and gamma: seconds to add a byte."""
+
+    far: LinkCost
+    near: LinkCost
+    gamma: float
+
+
+def closed_form(kind: str, algorithm: str, p: int, nbytes: float, costs: Costs, **parameters: Any) -> float:
+    """Return closed form of `kind` by `algorithm` (written as in the catalogue) of nbytes bytes over p ranks, one on
+    each node (costs.far), except in hierarchical, whose `local` ranks share a node (costs.near). ValueError as
+    `catalog.build`, and where there is none."""
+    name, written = parse(algorithm)
+    parameters = {**parameters, **written}
+    if not has_form(kind, name):
+        choices = [other for served, other in TERMS if served == kind]
+        raise ValueError(f"no closed form for {kind} by {name!r}: choose one of {', '.join(choices)}")
+    if name == "multi_ring":
+        return _multi_ring(p, nbytes, costs, **parameters)
+    if name == "hierarchical":
+        return _hierarchical(p, nbytes, costs, **parameters)
+    return TERMS[kind, name](p, **parameters).seconds(nbytes, costs.far, costs.gamma)
+
+
+def has_form(kind: str, name: str) -> bool:
+    """Return whether the algorithm of this name, without its parameters, has a closed form for `kind`."""
+    return (kind, name) in TERMS or (kind == "allreduce" and name in ("multi_ring", "hierarchical"))
+
+
+def fit(points: Sequence[tuple[float, float]]) -> LinkCost:
+    """alpha and beta of t = alpha + b beta from measured (bytes, seconds), t > 0. The sum of the relative errors
+    |model - t| / t is made least, so that 8 bytes count as much as 64 MiB and one bad point counts little; neither
+    number comes out negative."""
+    if len({size for size, _ in points}) < 2:
+        raise ValueError(f"a fit needs measurements of at least two sizes, but got {sorted(points)}")
+    size, time = np.array(points, dtype=np.float64).T
+    design = np.stack([1 / time, size / time], axis=1)  # relative: want design @ (alpha, beta) = 1
+    weight = np.ones(len(time))
+    for _ in range(50):  # least absolute values by reweighted least squares
+        alpha, beta = _not_negative(design * weight[:, None], weight)
+        weight = 1 / np.sqrt(np.maximum(np.abs(design @ (alpha, beta) - 1), 1e-6))
+    return LinkCost(alpha, beta)
+
+
+def _not_negative(design: np.ndarray, target: np.ndarray) -> tuple[float, float]:
+    """Least squares in two unknowns, each at least 0."""
+    both = np.linalg.lstsq(design, target, rcond=None)[0]
+    if (both >= 0).all():
+        return float(both[0]), float(both[1])
+    alone = [max(0.0, float(column @ target / (column @ column))) for column in design.T]
+    candidates = [(alone[0], 0.0), (0.0, alone[1])]
+    return min(candidates, key=lambda pair: float(np.sum((design @ pair - target) ** 2)))
 
 
 class Terms(NamedTuple):
-    """How often a time holds alpha, n beta and n gamma; n is the size of the vector in bytes."""
+    """The counts of alpha, n beta and n gamma in a time; n is the size of the vector in bytes."""
 
     alpha: float
     beta: float
@@ -27,7 +94,7 @@ class Terms(NamedTuple):
         return Terms(*(mine + theirs for mine, theirs in zip(self, other)))
 
     def seconds(self, nbytes: float, link: LinkCost, gamma: float) -> float:
-        """The time for a vector of nbytes bytes."""
+        """Return the time for a vector of nbytes bytes."""
         return self.alpha * link.alpha + nbytes * (self.beta * link.beta + self.gamma * gamma)
 
 
@@ -91,27 +158,6 @@ TERMS: dict[tuple[str, str], Callable[..., Terms]] = {
 """What is left out: multi_ring, which is no sum of terms, and hierarchical, which uses two kinds of links."""
 
 
-def has_form(kind: str, name: str) -> bool:
-    """Whether the algorithm of this name, without its parameters, has a closed form for `kind`."""
-    return (kind, name) in TERMS or (kind == "allreduce" and name in ("multi_ring", "hierarchical"))
-
-
-def seconds(kind: str, algorithm: str, p: int, nbytes: float, costs: Costs, **parameters: Any) -> float:
-    """Closed form of `kind` by `algorithm` (written as in the catalogue) of nbytes bytes over p ranks, one on each
-    node (costs.far), except in hierarchical, whose `local` ranks share a node (costs.near). ValueError as
-    `catalog.build`, and where there is none."""
-    name, written = parse(algorithm)
-    parameters = {**parameters, **written}
-    if not has_form(kind, name):
-        choices = [other for served, other in TERMS if served == kind]
-        raise ValueError(f"no closed form for {kind} by {name!r}: choose one of {', '.join(choices)}")
-    if name == "multi_ring":
-        return _multi_ring(p, nbytes, costs, **parameters)
-    if name == "hierarchical":
-        return _hierarchical(p, nbytes, costs, **parameters)
-    return TERMS[kind, name](p, **parameters).seconds(nbytes, costs.far, costs.gamma)
-
-
 def _multi_ring(p: int, nbytes: float, costs: Costs, rings: int = 2) -> float:
     """See the head of `schedule.multi_ring`."""
     chunk = nbytes / (rings * p)
@@ -126,5 +172,5 @@ def _multi_ring(p: int, nbytes: float, costs: Costs, rings: int = 2) -> float:
 
 
 def _hierarchical(p: int, nbytes: float, costs: Costs, local: int, between: str = "ring") -> float:
-    inside = seconds("allreduce", "direct", local, nbytes, costs._replace(far=costs.near))
-    return inside + seconds("allreduce", between, p // local, nbytes / local, costs)
+    inside = closed_form("allreduce", "direct", local, nbytes, costs._replace(far=costs.near))
+    return inside + closed_form("allreduce", between, p // local, nbytes / local, costs)

@@ -1,9 +1,10 @@
-"""How long mixed traffic takes, by simulation: flows that wait for each other and share links max-min fairly.
+"""Simulate mixed traffic: flows that wait for each other and share links max-min fairly.
 
 A flow starts `delay` seconds after all the flows in `after` have ended. Flows that are under way share the links
 max-min fairly: all rates grow together until a link is full; the flows over that link keep theirs, the others grow on
 (Bertsekas and Gallager, "Data Networks", section 6.5.2). Flows from one host to another go one after the other, in
-the order in which they may start, as messages on one connection do. `run` moves from one start or end to the next.
+the order in which they may start, as messages on one connection do. `run_flows` moves from one start or end to the
+next.
 `clocks.simulate` is hundreds of times faster where all is one schedule; here many collectives and exchanges with
 servers overlap.
 """
@@ -68,7 +69,7 @@ class Traffic:
     def _step(
         self, step: Step, chunk: float, wait: list[list[int]], busy: _Busy, alpha: float, gamma: float
     ) -> list[list[int]]:
-        """One step of one lane: what each rank's next step of the lane must wait for."""
+        """Return one step of one lane: what each rank's next step of the lane must wait for."""
         p = len(busy.hosts)
         touched: list[list[int]] = [[] for _ in range(p)]
         summed = [0.0] * p
@@ -91,7 +92,7 @@ class Traffic:
 
 
 class _Busy(NamedTuple):
-    """What a rank's wire and processor are busy with while the flows of a collective are made."""
+    """The flows that a rank's wire and processor are busy with while the flows of a collective are made."""
 
     hosts: Sequence[int]
     wire: list[list[int]]
@@ -99,17 +100,17 @@ class _Busy(NamedTuple):
     in_turn: bool
 
 
-def play(schedule: Schedule, topology: Topology, nbytes: float, alpha: float = 0.0, gamma: float = 0.0) -> float:
-    """Seconds of one collective, one rank a host: as `simulate`, but message by message, so that ranks that are ready
-    early send early, and take their share of the links. For tens of ranks: the time to play grows with the square of
-    the number of messages."""
+def play_flows(schedule: Schedule, topology: Topology, nbytes: float, alpha: float = 0.0, gamma: float = 0.0) -> float:
+    """Return seconds of one collective, one rank a host: as `simulate`, but message by message, so that ranks that are
+    ready early send early, and take their share of the links. For tens of ranks: the time to play grows with the square
+    of the number of messages."""
     traffic = Traffic()
     traffic.collective(schedule, nbytes, range(schedule.p), alpha=alpha, gamma=gamma)
-    return float(run(traffic.flows, topology).max(initial=0.0)) if traffic.flows else 0.0
+    return float(run_flows(traffic.flows, topology).max(initial=0.0)) if traffic.flows else 0.0
 
 
-def run(flows: Sequence[Flow], topology: Topology) -> NDArray[np.float64]:
-    """When each flow ends, in seconds. ValueError where flows wait for each other in a circle."""
+def run_flows(flows: Sequence[Flow], topology: Topology) -> NDArray[np.float64]:
+    """Return when each flow ends, in seconds. ValueError where flows wait for each other in a circle."""
     network = _Network(flows, topology)
     ends = np.full(len(flows), np.inf)
     left = np.array([flow.nbytes for flow in flows], dtype=np.float64)
@@ -136,7 +137,7 @@ def run(flows: Sequence[Flow], topology: Topology) -> NDArray[np.float64]:
 
 
 class _Line:
-    """Who may start: when all that a flow waits for has ended, its delay is over, and the pair's connection is free."""
+    """The order of starts: when all that a flow waits for has ended, its delay is over, and the connection is free."""
 
     def __init__(self, flows: Sequence[Flow]):
         self.flows = flows
@@ -150,7 +151,7 @@ class _Line:
         self.connection: dict[tuple[int, int], deque[int]] = {}
 
     def ready(self, now: float, done: Sequence[int]) -> list[int]:
-        """The flows that start now: those first in line where the flows in `done` ended, and new ones."""
+        """Return the flows that start now: those first in line where the flows in `done` ended, and new ones."""
         begin = []
         for number in done:
             queue = self.connection[self.flows[number][:2]]
@@ -188,7 +189,7 @@ class _Network:
         self.capacity = np.where(used == NOBODY, np.inf, topology.link_rates[used])
 
     def rates(self, active: Sequence[int]) -> NDArray[np.float64]:
-        """Bytes a second of each active flow."""
+        """Return bytes a second of each active flow."""
         route = self.route[:, active]
         rate, open_ = np.zeros(len(active)), np.ones(len(active), dtype=bool)
         room = self.capacity.copy()

@@ -96,12 +96,13 @@ class BCube:
         return np.tile(np.array(self._rates, dtype=np.float64), 2 * self.hosts)
 
     def switch(self, host: Index, level: int) -> Index:
-        """The switch of a host's NIC at `level`: the address without digit `level`, counted after the lower levels."""
+        """Return the switch of a host's NIC at `level`: the address without digit `level`, counted after the lower
+        levels."""
         above, below = host // self.n ** (level + 1), host % self.n**level
         return level * self.n ** (self.k - 1) + above * self.n**level + below
 
     def neighbours(self, host: int, level: int) -> tuple[int, ...]:
-        """The other hosts on the switch of that level."""
+        """Return the other hosts on the switch of that level."""
         first = host - self._digit(host, level) * self.n**level
         return tuple(h for h in range(first, first + self.n ** (level + 1), self.n**level) if h != host)
 
@@ -218,7 +219,7 @@ Topology: TypeAlias = BCube | FatTree
 
 
 def address(topology: Topology, host: int) -> tuple[int, ...]:
-    """Digits of a host, most significant first: (v_{k-1}, ..., v_0) in BCube, (pod, edge, slot) in a fat-tree."""
+    """Return a host's digits, most significant first: (v_{k-1}, ..., v_0) in BCube; (pod, edge, slot) in fat-trees."""
     digits = []
     for radix in reversed(topology.radices):
         host, digit = divmod(host, radix)
@@ -227,7 +228,7 @@ def address(topology: Topology, host: int) -> tuple[int, ...]:
 
 
 def host_at(topology: Topology, digits: tuple[int, ...]) -> int:
-    """The host with these digits."""
+    """Return the host with these digits."""
     host = 0
     for radix, digit in zip(topology.radices, digits, strict=True):
         host = host * radix + digit
@@ -235,7 +236,7 @@ def host_at(topology: Topology, digits: tuple[int, ...]) -> int:
 
 
 def hop_links(topology: Topology, source: int, target: int) -> list[int]:
-    """Numbers of the links from one host to another."""
+    """Return the numbers of the links from one host to another."""
     return [int(link) for link in topology.route(source, target) if link != NOBODY]
 
 
@@ -258,7 +259,7 @@ RATES = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 
 
 def parse_rate(text: str) -> float:
-    """Bytes a second of "100mbit" or "1.5gbit". ValueError says how to write it."""
+    """Return bytes a second of "100mbit" or "1.5gbit". ValueError says how to write it."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", text.strip().lower())
     if not found or float(found[1]) == 0:
         raise ValueError(f"unknown rate {text!r}: write a number and kbit, mbit or gbit, as 100mbit")
@@ -266,8 +267,8 @@ def parse_rate(text: str) -> float:
 
 
 def parse(text: str, rate: float = TEN_GIGABIT) -> Topology:
-    """The network written as "star:9", "bcube:3,2" or "fattree:4", of at most `MOST_HOSTS`; rate in bytes a second.
-    ValueError says what is wrong and how to write it."""
+    """Return the network written as "star:9", "bcube:3,2" or "fattree:4", of at most `MOST_HOSTS`; rate in bytes a
+    second. ValueError says what is wrong and how to write it."""
     kind, _, rest = text.strip().lower().partition(":")
     numbers = [int(part) if part.strip().isdecimal() else -1 for part in rest.split(",")]
     if (kind, len(numbers)) not in (("star", 1), ("fattree", 1), ("bcube", 2)) or min(numbers) < 1:

@@ -22,7 +22,7 @@ import numpy as np
 from mpi4py import MPI
 from rich.table import Table as Listing
 
-from collectives.benchmark.harness import measure
+from collectives.benchmark.harness import measure, ping_pong
 from collectives.communicator import communicator
 from collectives.errors import CollectiveError
 from collectives.fabric.arena import empty
@@ -30,8 +30,8 @@ from collectives.plan import Plan
 from collectives.plan import plan as compiled
 from collectives.schedule import catalog
 from collectives.schedule.model import KINDS, cut
-from collectives.simulator.alpha_beta import fit
-from collectives.terminal.console import RankedCommand, Seconds, console, progress
+from collectives.simulator.cost import fit
+from collectives.terminal import RankedCommand, Seconds, console, show_progress
 from collectives.tuner import table
 from collectives.tuner.table import EVERYTHING, Line, Range, Slots, Table
 
@@ -48,7 +48,7 @@ Begin = Callable[[str], None]
 
 
 def opened(comm: MPI.Comm, known: Table) -> MPI.Comm:
-    """A communicator of the same ranks, on which calls go as this table says. Collective, blocking."""
+    """Return a communicator of the same ranks, on which calls go as this table says. Collective, blocking."""
     made = comm.Dup()
     communicator(made, known_table=known)
     return made
@@ -80,7 +80,7 @@ def command(seconds: float, dry_run: bool) -> None:
     home = opened(comm, found)
     nodes = len(set(nodes_of(home)))
     if comm.size > 1:
-        with progress("tune", 4 if nodes == 1 else 1 + len(KINDS), comm.rank == 0) as begin:
+        with show_progress("tune", 4 if nodes == 1 else 1 + len(KINDS), comm.rank == 0) as begin:
             found = tuned(home, found, seconds, begin)
     if comm.rank == 0:
         _show(found, comm.size, nodes)
@@ -90,7 +90,7 @@ def command(seconds: float, dry_run: bool) -> None:
 
 @contextmanager
 def _told() -> Iterator[None]:
-    """What cannot be done ends the command in one sentence."""
+    """Give what cannot be done ends the command in one sentence."""
     try:
         yield
     except CollectiveError as error:
@@ -98,7 +98,8 @@ def _told() -> Iterator[None]:
 
 
 def _known(dry_run: bool) -> Table:
-    """The table to go on from: the shipped one where the user's is spoilt. CollectiveError where it cannot be kept."""
+    """Return the table to go on from: the shipped one where the user's is spoilt. CollectiveError where it cannot be
+    kept."""
     if not dry_run:
         table.see_writable()
     try:
@@ -109,20 +110,20 @@ def _known(dry_run: bool) -> Table:
 
 
 def tuned(comm: MPI.Comm, known: Table, seconds: float, begin: Begin = lambda what: None) -> Table:
-    """The known table with this number of ranks measured anew; `begin` hears of parts. Collective, blocking."""
+    """Return the known table with this number of ranks measured anew; `begin` hears of parts. Collective, blocking."""
     node_of = nodes_of(comm)
-    changes: dict[str, Any] = {"gamma": _gamma()}
+    changes: dict[str, Any] = {"gamma": _measure_addition()}
     if len(set(node_of)) == 1:
         slots, cross_memory, lines = _on_one_node(comm, seconds, begin)
         changes["slots"] = {**known.slots, comm.size: slots}
         changes["cross_memory"] = {**known.cross_memory, comm.size: cross_memory}
         changes["memory"] = {**known.memory, **lines}
         begin("messages")
-        changes["near"] = _message(comm, 1, seconds)
+        changes["near"] = _measure_message(comm, 1, seconds)
     else:
         other = next(rank for rank, node in enumerate(node_of) if node != node_of[0])
         begin("messages")
-        changes["far"] = _message(comm, other, seconds)
+        changes["far"] = _measure_message(comm, other, seconds)
         changes["between"] = {**known.between, **_between(comm, node_of, seconds, begin)}
     return msgspec.structs.replace(known, **changes)
 
@@ -169,7 +170,7 @@ def _on_one_node(comm: MPI.Comm, seconds: float, begin: Begin) -> tuple[Slots, i
 
 
 def edge(sizes: Iterable[int], wins: Callable[[int], bool], otherwise: int) -> int:
-    """The last of the sizes at which something wins, going along them until it has lost twice in a row."""
+    """Return the last of the sizes at which something wins, going along them until it has lost twice in a row."""
     last, losses = otherwise, 0
     for size in sizes:
         last, losses = (size, 0) if wins(size) else (last, losses + 1)
@@ -179,7 +180,7 @@ def edge(sizes: Iterable[int], wins: Callable[[int], bool], otherwise: int) -> i
 
 
 def _times(comm: MPI.Comm, homes: Sequence[MPI.Comm], size: int, shared: bool, seconds: float) -> list[float]:
-    """Median seconds of an allreduce of so many bytes on each of the communicators."""
+    """Return median seconds of an allreduce of so many bytes on each of the communicators."""
     x = empty(size // 4, np.float32, homes[0]) if shared else np.empty(size // 4, np.float32)
     x.fill(0)
     return _timed(comm, [compiled("allreduce", x, home) for home in homes], seconds)
@@ -195,7 +196,7 @@ def _timed(comm: MPI.Comm, plans: Sequence[Plan], seconds: float) -> list[float]
 
 
 def _between(comm: MPI.Comm, node_of: list[int], seconds: float, begin: Begin) -> dict[str, tuple[Range, ...]]:
-    """The fastest algorithm of every kind for each size; neighbouring sizes with one answer make one range."""
+    """Return the fastest algorithm of every kind for each size; neighbouring sizes with one answer make one range."""
     found = {}
     alike = len({node_of.count(node) for node in node_of}) == 1
     for kind in KINDS:
@@ -213,7 +214,8 @@ def _between(comm: MPI.Comm, node_of: list[int], seconds: float, begin: Begin) -
 
 
 def ranges(winners: Sequence[tuple[int, str]]) -> tuple[Range, ...]:
-    """Ranges from (size, best algorithm), sizes ascending: between two sizes the change is at their geometric mean."""
+    """Return ranges from (size, best algorithm), sizes ascending: between two sizes the change is at their geometric
+    mean."""
     found = []
     for (size, name), (following, other) in pairwise(winners):
         if name != other:
@@ -230,26 +232,15 @@ def _plan(kind: str, n: int, comm: MPI.Comm, algorithm: str) -> Plan:
     return compiled(kind, np.zeros(n, np.float32), comm, algorithm=algorithm)
 
 
-def _message(comm: MPI.Comm, other: int, seconds: float) -> Line:
-    """alpha and beta from a ping-pong of ranks 0 and `other`."""
-    points = []
-    for size in (8, 1 << 12, 1 << 16, 1 << 20, 1 << 22):
-        raw = np.zeros(size, np.uint8)
-
-        def there_and_back(raw: Any = raw) -> None:
-            if comm.rank == 0:
-                comm.Send(raw, other)
-                comm.Recv(raw, other)
-            elif comm.rank == other:
-                comm.Recv(raw, 0)
-                comm.Send(raw, 0)
-
-        points.append((size, measure(comm, [there_and_back], seconds)[0].median / 2))
-    return Line(*fit(points))
+def _measure_message(comm: MPI.Comm, other: int, seconds: float) -> Line:
+    """Return alpha and beta from a ping-pong of ranks 0 and `other`."""
+    sizes = (8, 1 << 12, 1 << 16, 1 << 20, 1 << 22)
+    times = [ping_pong(comm, np.zeros(size, np.uint8), seconds, other)["blocking"].median for size in sizes]
+    return Line(*fit(list(zip(sizes, times))))
 
 
-def _gamma() -> float:
-    """Seconds to add a byte, of arrays that fit the cache and are added again and again."""
+def _measure_addition() -> float:
+    """Return seconds to add a byte, of arrays that fit the cache and are added again and again."""
     x, y = np.zeros(1 << 16, np.float32), np.zeros(1 << 16, np.float32)
     return measure(MPI.COMM_SELF, [lambda: np.add(x, y, x)], 0.05)[0].median / x.nbytes
 

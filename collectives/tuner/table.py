@@ -5,7 +5,8 @@
 `mpips tune` (`collectives.tuner.command`) writes it to the user's cache folder; without one the shipped values serve.
 What they say of one node was measured on two cores of an AMD EPYC, the ways by the kernel's copies apart, which are
 guesses. What they say of several nodes (SHIPPED_BETWEEN, `far`) is a guess after the closed forms. Rank 0's table
-counts for all ranks of a communicator, so that all pick the same.
+counts for all ranks of a communicator, so that all pick the same. By its costs `predict_seconds` tells how long a call
+should take; that loads the simulator.
 """
 
 from __future__ import annotations
@@ -17,15 +18,20 @@ import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 from mpi4py import MPI
 
 from collectives import files
+from collectives.call import Call
 from collectives.errors import CollectiveError, warn
 from collectives.schedule import catalog
-from collectives.schedule.model import KINDS
+from collectives.schedule.model import KINDS, parse
+
+if TYPE_CHECKING:
+    from collectives.simulator.cost import Costs
 
 EVERYTHING = 1 << 62
 WAYS = "slots", "stages", "cross_memory", "direct"
@@ -107,7 +113,8 @@ class Table(msgspec.Struct, frozen=True):
     gamma: float = 5e-11
 
     def slot_limits(self, ranks: int, crowded: bool) -> Slots:
-        """The largest vectors that go through slots; `crowded` where ranks share cores, which a measurement knows."""
+        """Return the largest vectors that go through slots; `crowded` where ranks share cores, which a measurement
+        knows."""
         if ranks in self.slots:
             return self.slots[ranks]
         if crowded:
@@ -121,20 +128,21 @@ class Table(msgspec.Struct, frozen=True):
         return self.cross_memory.get(ranks, SHIPPED_CROSS_MEMORY)
 
     def best_between(self, kind: str, nodes: int, ranks: int, nbytes: int) -> str:
-        """The algorithm for ranks on several nodes."""
+        """Return the algorithm for ranks on several nodes."""
         ranges = self.between.get(f"{kind} {nodes}x{ranks}", SHIPPED_BETWEEN[kind])
         return next(entry.algorithm for entry in ranges if nbytes <= entry.most)
 
 
 def path() -> Path:
-    """Where the user's table is kept: $XDG_CACHE_HOME/mpips/collectives.json, by default under ~/.cache."""
+    """Return where the user's table is kept: $XDG_CACHE_HOME/mpips/collectives.json, by default under ~/.cache."""
     home = Path(os.path.expanduser("~"))  # "~" for a user without one
     caches = os.environ.get("XDG_CACHE_HOME") or (home if home.is_absolute() else Path("/nonexistent")) / ".cache"
     return Path(caches) / "mpips" / "collectives.json"
 
 
 def load() -> Table:
-    """The user's table, or the shipped one where `tune` has not run; CollectiveError where the file is spoilt."""
+    """Return the user's table, or the shipped one where `tune` has not run; CollectiveError where the file is
+    spoilt."""
     file = path()
     try:
         return _checked(msgspec.json.decode(file.read_bytes(), type=Table))
@@ -145,7 +153,7 @@ def load() -> Table:
 
 
 def _checked(table: Table) -> Table:
-    """The same; ValueError where an entry is none that `tune` writes."""
+    """Return the same; ValueError where an entry is none that `tune` writes."""
     for ranks, limit in (*((ranks, slots.always) for ranks, slots in table.slots.items()), *table.cross_memory.items()):
         if ranks < 1 or not 0 <= limit <= EVERYTHING:
             raise ValueError(f"of {ranks} ranks it says {limit} bytes")
@@ -169,7 +177,7 @@ def _checked(table: Table) -> Table:
 
 
 def usable() -> Table:
-    """The user's table; where its file is spoilt, a RuntimeWarning and the shipped one: nobody needs a cache."""
+    """Return the user's table; where its file is spoilt, a RuntimeWarning and the shipped one: nobody needs a cache."""
     try:
         return load()
     except CollectiveError as error:
@@ -221,3 +229,45 @@ def shared(comm: MPI.Comm, read: Callable[[], Table] = usable) -> Table:
     if answer[:1] == b"-":
         raise CollectiveError(answer[1:].decode())
     return msgspec.json.decode(answer[1:], type=Table)
+
+
+def predict_seconds(table: Table, call: Call, nodes: int, way: str = "") -> float | None:
+    """Return what a call should take; None where nothing is known of its algorithm. `way` is how shared memory serves
+    it: "slots", "stages", "cross_memory" or "direct"."""
+    if call.p == 1:
+        return 0.0
+    if call.algorithm == "shared_memory":
+        return _memory_seconds(table, call, way)
+    from collectives.simulator.cost import Costs, LinkCost  # the simulator is loaded where it is asked
+
+    far, near = (LinkCost(line.alpha, line.beta) for line in (table.far, table.near))
+    try:
+        return simulate_on_job(call.kind, call.algorithm, call.nbytes, call.p, nodes, Costs(far, near, table.gamma))
+    except ValueError:  # native, and nodes of unlike size
+        return None
+
+
+def _memory_seconds(table: Table, call: Call, way: str) -> float | None:
+    """Return an allreduce reads and writes all; the other kinds do one half of it. The number of ranks nearest in the
+    table counts."""
+    known = {int(key.split()[1]): line for key, line in table.memory.items() if key.split()[0] == way}
+    if not known:
+        return None
+    line = known[min(known, key=lambda ranks: abs(ranks - call.p))]
+    share = 1.0 if call.kind == "allreduce" else 0.5
+    return line.alpha + share * line.beta * call.nbytes
+
+
+def simulate_on_job(kind: str, algorithm: str, nbytes: int, p: int, nodes: int, costs: Costs) -> float:
+    """Return seconds of a call in a job of p ranks on `nodes` equal nodes: its schedule simulated on one switch between
+    the nodes, each with one wire (costs.far), and memory inside them (costs.near). ValueError as `catalog.build`, and
+    where p is no multiple of nodes."""
+    if p % nodes:
+        raise ValueError(f"{p} ranks on {nodes} nodes: every node must hold the same number of them")
+    from collectives.simulator.simulate import simulate
+    from collectives.simulator.topology import star
+
+    local = {"local": p // nodes} if parse(algorithm)[0] == "hierarchical" else {}
+    schedule = catalog.build(kind, algorithm, p, **local)
+    network = star(nodes, 1 / costs.far.beta if costs.far.beta else float("inf"))
+    return simulate(schedule, network, nbytes, costs.far.alpha, costs.gamma, costs.near).seconds

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from collectives.terminal.console import unwritable, write_text, writing
+from collectives.terminal import describe_unwritable, write_text, writing
 
 
 class OutFolder(click.Path):
@@ -27,7 +27,7 @@ class OutFolder(click.Path):
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             self.fail(f"{str(folder)!r} cannot be made: {error.strerror}", param, ctx)
-        if reason := unwritable(folder / "results.json"):
+        if reason := describe_unwritable(folder / "results.json"):
             self.fail(f"{str(folder)!r}: a file in it {reason}", param, ctx)
         return folder
 

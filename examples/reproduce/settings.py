@@ -20,10 +20,9 @@ from typing import NamedTuple
 
 import click
 
-from collectives.machine import caches
-from collectives.machine.cores import usable
+from collectives.machine import TUNABLES, choose_long_copies, usable_cores
 from collectives.simulator.topology import parse
-from collectives.terminal.console import Interruptible, OutFile, write_text
+from collectives.terminal import Interruptible, OutFile, write_text
 from launch import FULL_DUPLEX, Job, build, find, program, this_machine
 from launch.lab import client
 from launch.lab.kernel import find_missing
@@ -141,7 +140,7 @@ def _median(work: Callable[[], object], count: int) -> float:
     return float(world.allreduce(statistics.median(times), MPI.MAX))
 
 
-CORES = usable()
+CORES = usable_cores()
 FIXED = this_machine().fixed_addresses
 CASES = (
     Case(
@@ -172,10 +171,10 @@ CASES = (
         environment=(("OMP_NUM_THREADS", "1"),),
     ),
     Case(
-        f"{caches.VARIABLE}: a copy of 64 MiB on {CORES} ranks, {CORES} cores",
+        f"{TUNABLES}: a copy of 64 MiB on {CORES} ranks, {CORES} cores",
         CORES,
         copy,
-        environment=tuple(caches.long_copies({}).items()),
+        environment=tuple(choose_long_copies({}).items()),
     ),
 )
 
@@ -215,7 +214,7 @@ def compare(case: Case, repeats: int) -> dict[str, object]:
         bare = without(argv, case.words)
         for _ in range(repeats):
             for present in (True, False):
-                environment = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", caches.VARIABLE)}
+                environment = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", TUNABLES)}
                 environment |= dict(case.environment) if present else {}
                 times[present].append(_seconds(argv if present else bare, environment))
     yes, no = (statistics.median(times[present]) for present in (True, False))

@@ -15,7 +15,7 @@ import click
 from rich.console import Console
 from rich.markup import escape
 
-from collectives.terminal.console import Interruptible, OutFile, console, write_text
+from collectives.terminal import Interruptible, OutFile, console, write_text
 from launch.doctor.survey import EXTRAS, OURS, PACKAGES, RANKS, RANKS_OF_A_DEATH, look
 from launch.mpirun import NO_PROCESS
 from mpips.store import world

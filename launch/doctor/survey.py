@@ -19,7 +19,7 @@ from typing import Any
 
 import click
 
-from collectives.machine.cores import usable
+from collectives.machine import usable_cores
 from launch.batch import PMI
 from launch.doctor import probe
 from launch.machine import find_hindrances, find_leftovers, list_interfaces, list_leftover_kinds, this_machine
@@ -56,7 +56,7 @@ def look() -> dict[str, Any]:
         "python": sys.version.split()[0],
         "processor": platform.machine(),
         "packages": {name: _version(name) for name in (*PACKAGES, *EXTRAS)},
-        "cores": usable(),
+        "cores": usable_cores(),
         "affinity": len(os.sched_getaffinity(0)),
         "environment": {name: value for name, value in os.environ.items() if _tells(name)},
         "schedulers": [name for name, (tool, _) in SCHEDULERS.items() if shutil.which(tool)],

@@ -15,9 +15,7 @@ from typing import Any
 import click
 
 from collectives.simulator.topology import parse, parse_rate
-from collectives.terminal.console import InterruptibleGroup, OutFile, write_text
-from collectives.terminal.help import examples
-from collectives.terminal.tables import show_table
+from collectives.terminal import InterruptibleGroup, OutFile, format_examples, show_table, write_text
 from launch.lab import client, job
 from launch.lab.client import PATIENCE, NetworkWatch
 from launch.lab.kernel import find_missing
@@ -53,7 +51,7 @@ def command() -> None:
     """
 
 
-@command.command(epilog=examples("mpips lab up star:4 --rate 100mbit", "mpips lab up bcube:3,2 --name cube"))
+@command.command(epilog=format_examples("mpips lab up star:4 --rate 100mbit", "mpips lab up bcube:3,2 --name cube"))
 @named
 @click.option(
     "--rate", "speed", default="100mbit", show_default=True, help="Of every link, each direction: kbit, mbit, gbit."
@@ -80,7 +78,7 @@ def up(topology: str, speed: str, name: str) -> None:
 
 @command.command(
     context_settings=BEFORE_A_PROGRAM,
-    epilog=examples(
+    epilog=format_examples(
         "mpips lab run -n 4 -- python train.py",
         "mpips lab run -n 8 --per-host 2 -- python -m collectives.benchmark allreduce",
     ),
@@ -114,7 +112,7 @@ def run(
     raise SystemExit(code)
 
 
-@command.command("exec", context_settings=BEFORE_A_PROGRAM, epilog=examples("mpips lab exec h0 -- ip route"))
+@command.command("exec", context_settings=BEFORE_A_PROGRAM, epilog=format_examples("mpips lab exec h0 -- ip route"))
 @named
 @click.argument("host")
 @program_argument
@@ -125,7 +123,7 @@ def execute_on_host(name: str, host: str, program: Words) -> None:
     os.execvp(argv[0], argv)
 
 
-@command.command(epilog=examples("mpips lab status", "mpips lab status --json -"))
+@command.command(epilog=format_examples("mpips lab status", "mpips lab status --json -"))
 @named
 @click.option("--json", "path", type=OutFile(dash=True), help="Write it as JSON to this file, or to - for the screen.")
 def status(name: str, path: Path | None) -> None:
@@ -159,7 +157,7 @@ def _print_status(found: dict[str, Any]) -> None:
     show_table(table)
 
 
-@command.command(epilog=examples("mpips lab reset"))
+@command.command(epilog=format_examples("mpips lab reset"))
 @named
 def reset(name: str) -> None:
     """Count bytes from zero again."""
@@ -167,7 +165,7 @@ def reset(name: str) -> None:
         client.ask(name, {"do": "reset"})
 
 
-@command.command(epilog=examples("mpips lab link h2 d0 down", "mpips lab link h2 all up --share 0.1"))
+@command.command(epilog=format_examples("mpips lab link h2 d0 down", "mpips lab link h2 all up --share 0.1"))
 @named
 @click.option(
     "--share", type=click.FloatRange(0.001, 1), default=1.0, show_default=True,
@@ -182,7 +180,7 @@ def link(name: str, host: str, nic: str, state: str, share: float) -> None:
         client.ask(name, {"do": "link", "host": host, "nic": nic, "up": state == "up", "share": share})
 
 
-@command.command("list", epilog=examples("mpips lab list"))
+@command.command("list", epilog=format_examples("mpips lab list"))
 def list_labs() -> None:
     """List the labs that are up."""
     with sentences():
@@ -198,7 +196,7 @@ def list_labs() -> None:
             click.echo(f"{name}: {found['topology']}, {len(found['hosts'])} hosts, keeper {keeper}")
 
 
-@command.command(epilog=examples("mpips lab down", "mpips lab down --all"))
+@command.command(epilog=format_examples("mpips lab down", "mpips lab down --all"))
 @named
 @click.option("--all", "every", is_flag=True, help="End all of this user's labs.")
 def down(name: str, every: bool) -> None:

@@ -24,8 +24,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from collectives.machine.cores import usable
-from collectives.machine.peers import peer
+from collectives.machine import find_peer, usable_cores
 from launch.lab import job
 from launch.lab.job import AGENT
 from launch.lab.layout import LabPlan, encode
@@ -92,7 +91,7 @@ def _connect(name: str) -> socket.socket:
     except (ConnectionRefusedError, FileNotFoundError):
         connection.close()
         raise LabError(f"lab {name!r} is being made or ended: ask again in some seconds") from None
-    if not (keeper := peer(connection)).ours:
+    if not (keeper := find_peer(connection)).ours:
         connection.close()
         raise LabError(f"the keeper of lab {name!r} is a process of user {keeper.user}, not of ours: it is not asked")
     return connection
@@ -134,7 +133,7 @@ def _wait_for_end(handle: int) -> None:
 def keeper_process(name: str) -> int:
     """Return the pid of the keeper of lab ``name``."""
     with _connect(name) as connection:
-        if not (keeper := peer(connection).pid):
+        if not (keeper := find_peer(connection).pid):
             raise LabError(f"lab {name!r} was made outside this PID namespace: enter it from there")
         return keeper
 
@@ -154,7 +153,7 @@ def job_command(
     if dead := [host for host in hosts[:needed] if host in described["dead"]]:
         raise LabError(describe_deaths(name, dead))
     launcher = find(mpirun)
-    cores = usable()
+    cores = usable_cores()
     environment = job.defaults(launcher, os.environ)
     argv = job.build_job(
         launcher, hosts, ranks, program, per_host=per_host, cores=cores, environment=environment, extra=extra

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from collectives.machine.peers import peer
+from collectives.machine import find_peer
 from launch.lab import job, kernel
 from launch.lab.client import describe_deaths
 from launch.lab.layout import LabNic, LabPlan, decode, find_crossed_nics, window
@@ -169,7 +169,7 @@ def serve(keeper: Keeper, listener: socket.socket, owner: socket.socket | None) 
 def _serve_one(keeper: Keeper, connection: socket.socket) -> bool:
     """Answer one request; False when it was "down"."""
     connection.settimeout(5)
-    if not peer(connection).ours:
+    if not find_peer(connection).ours:
         return True
     try:
         line = connection.makefile("rb").readline()

@@ -25,7 +25,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from collectives.machine.peers import peer
+from collectives.machine import find_peer
 from mpips.store import world
 
 LOST_SENTENCES = (b"has lost communication with a remote daemon", b"A daemon failed to report back after being spawned")
@@ -170,7 +170,7 @@ class Presence:
             self._poll.unregister(self._listener)
             return
         line, _ = self._listener.accept()
-        who = peer(line)
+        who = find_peer(line)
         if not who.ours:
             line.close()
             return

@@ -1,43 +1,60 @@
-"""`mpips bench kvstore`: push and pull of a key of the store, or of some, by size."""
+"""`mpips bench kvstore`: push and pull of a key of the store, or of some, by size, beside the copies that must happen.
+
+Every round pushes other values, and what comes back is looked at. The floor is the memory copies that a push and a pull
+cannot do without, timed bare: no keys, no signals, only NumPy and barriers. Of n bytes, W workers and S servers on one
+node: ordinary arrays are copied into shared memory (each worker n); each server sums its n/S of all W contributions
+into its own memory; each worker copies n out. Arrays of `mpips.empty` need no copy in. Every phase is as long as its
+slowest rank takes, with all ranks at once.
+"""
 
 from __future__ import annotations
 
+import itertools
 import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
+import msgspec
 import numpy as np
 from mpi4py import MPI
 from rich.table import Table
 
 from collectives import files
-from collectives.benchmark.sizes import parse_counts, show_bytes
-from collectives.machine import memory
-from collectives.terminal.console import (
+from collectives.fabric import arena
+from collectives.fabric.arena import Region, empty
+from collectives.machine import check_memory, count_local_ranks, usable_cores
+from collectives.terminal import (
     OutFile,
     Picture,
     RankedCommand,
     Seconds,
-    progress,
+    parse_counts,
+    show_bytes,
+    show_progress,
+    show_table,
     write_text,
     writing,
 )
-from collectives.terminal.tables import show_table
-from mpips.bench import floor
-from mpips.bench.rounds import measure, names
 from mpips.store.api import KVStore
 from mpips.store.create import create
 from mpips.store.options import kind_of, read, uneven
+from mpips.store.runtime.rendezvous import Gathering
 
 ARRAYS = ("ordinary", "empty")
 MOST_KEYS = 10_000
 """More than a model has; names and arrays alone would fill the memory before long."""
+MARKS = 64
+"""Elements of an array that tell one round from another."""
+BLOCK_ELEMENTS = 262_144  # summed at a time, so that a block is in cache for the next contribution
 
 
-class Row(NamedTuple):
+class StoreRow(NamedTuple):
     """One case: medians over the repeats on worker 0, in seconds, of all keys, which go as one list where they are
-    more than one. `bytes`: of each key. The floor is that of `mpips.bench.floor`."""
+    more than one. `bytes`: of each key. The floor is that of `mpips.bench.kvstore`."""
 
     kind: str
     servers: int
@@ -56,7 +73,7 @@ class Row(NamedTuple):
     over_floor: float | None
 
 
-class Wanted(NamedTuple):
+class StoreWords(NamedTuple):
     """The words of the command line, understood: the kind in mpips's own word, elements a key, kinds of array."""
 
     kind: str
@@ -66,8 +83,8 @@ class Wanted(NamedTuple):
 
 def check(
     ranks: int, *, kind: str, servers: int, clients: int, masters: str, sizes: str, keys: int, arrays: str, **_: Any
-) -> Wanted:
-    """What the command line means for that many ranks; click.UsageError where it cannot be. Starts no MPI."""
+) -> StoreWords:
+    """Return what the command line means for that many ranks; click.UsageError where it cannot be. Starts no MPI."""
     try:
         word = kind_of(kind)
         if word == "local":
@@ -81,7 +98,7 @@ def check(
         counts = parse_counts(sizes, 4, "float32")
         # a worker pushes one array and pulls into another
         what = f"--sizes {sizes}{f' --keys {keys}' if keys > 1 else ''}"
-        memory.check(what, 4 * keys * max(counts), 2, max(1, memory.ranks_here() - servers))
+        check_memory(what, 4 * keys * max(counts), 2, max(1, count_local_ranks() - servers))
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     if len(set(counts)) < len(counts):
@@ -89,7 +106,7 @@ def check(
     kinds = [array.strip() for array in arrays.split(",")]
     if unknown := [array for array in kinds if array not in ARRAYS]:
         raise click.UsageError(f"--arrays {unknown[0]!r} is none of {', '.join(ARRAYS)}")
-    return Wanted(word, counts, kinds)
+    return StoreWords(word, counts, kinds)
 
 
 @click.command("kvstore", cls=RankedCommand)
@@ -120,23 +137,23 @@ def command(
     cases = [(n, array) for n in counts for array in kinds]
     one_node = world.Split_type(MPI.COMM_TYPE_SHARED).Get_size() == world.size
     plain = one_node and servers > 0 and kind == "dist_sync"
-    floors = {n: floor.measure(world, servers, 4 * n, 7) for n in counts} if plain else {}
+    floors = {n: measure_floor(world, servers, 4 * n, 7) for n in counts} if plain else {}
     if world.rank == 0 and (world.size - servers) % clients:
         click.echo(uneven(world.size - servers, clients), err=True)
     kv = create(kind, servers=servers, clients=clients, masters=masters)
     if kind.endswith("async"):
         kv.set_optimizer("add")
-    rows: list[Row] = []
-    with progress("push and pull", len(cases), kv.rank == 0) as begin:
+    rows: list[StoreRow] = []
+    with show_progress("push and pull", len(cases), kv.rank == 0) as begin:
         for n, array in cases:
             begin(f"{show_bytes(4 * n)}, {array}")
             if array == kinds[0]:
-                kv.init(names(n, keys), [np.zeros(n, np.float32)] * keys)
+                kv.init(name_keys(n, keys), [np.zeros(n, np.float32)] * keys)
             rows.append(_row(kv, (n, array, keys), masters, seconds, floors))
     first = kv.rank == 0
     kv.close()  # before files are written: nobody waits where that fails
     if first:
-        show_table(table(rows))
+        show_table(build_table(rows))
         if json_path:
             write_text(json_path, json.dumps([row._asdict() for row in rows], indent=1))
         if plot_path:
@@ -145,19 +162,19 @@ def command(
 
 def _row(
     kv: KVStore, case: tuple[int, str, int], masters: str, seconds: float, floors: dict[int, dict[str, float]]
-) -> Row:
-    """One key size on one kind of array, measured."""
+) -> StoreRow:
+    """Return one key size on one kind of array, measured."""
     n, array, keys = case
     floor_s = keys * floors[n][array] if n in floors else None
     layout = kv.layout
     roles = (kv.type, layout.num_servers, kv.num_workers, len(layout.clients), masters)
-    repeats, push_s, pull_s, both_s, fused_s = measure(kv, n, array, keys, seconds)
+    repeats, push_s, pull_s, both_s, fused_s = measure_rounds(kv, n, array, keys, seconds)
     over = both_s / floor_s if floor_s else None
-    return Row(*roles, array, keys, 4 * n, repeats, push_s, pull_s, both_s, fused_s, floor_s, over)
+    return StoreRow(*roles, array, keys, 4 * n, repeats, push_s, pull_s, both_s, fused_s, floor_s, over)
 
 
-def table(rows: list[Row]) -> Table:
-    """The rows as a table, microseconds."""
+def build_table(rows: list[StoreRow]) -> Table:
+    """Return the rows as a table, microseconds."""
     first = rows[0]
     counts = {"server": first.servers, "worker": first.workers, "client": first.clients}
     roles = ", ".join(f"{count} {role}{'s' * (count != 1)}" for role, count in counts.items())
@@ -173,7 +190,7 @@ def table(rows: list[Row]) -> Table:
     return view
 
 
-def draw(rows: list[Row], path: Path) -> None:
+def draw(rows: list[StoreRow], path: Path) -> None:
     """Latency by size, one line for each kind of array, and the floors."""
     import matplotlib
 
@@ -191,6 +208,155 @@ def draw(rows: list[Row], path: Path) -> None:
     axes.legend()
     with writing(path):
         files.write_picture(path, figure, dpi=120)
+
+
+def name_keys(n: int, keys: int) -> list[str]:
+    """Return names of `keys` keys with n elements each."""
+    return [f"{n} {key}" for key in range(keys)]
+
+
+class TimedRounds:
+    """Rounds of `keys` keys with n elements each, and how long their calls took. What they sum to is compared."""
+
+    def __init__(self, kv: KVStore, n: int, array: str, keys: int) -> None:
+        self._kv, self._numbers = kv, itertools.count(1)
+        self._values, self._outs = ([_make_array(n, array) for _ in range(keys)] for _ in range(2))
+        called: list[Any] = [name_keys(n, keys), self._values, self._outs]
+        self._key, self._value, self._out = called if keys > 1 else [one[0] for one in called]
+        self.pushes: list[float] = []
+        self.pulls: list[float] = []
+        self.fused: list[float] = []
+
+    def apart(self) -> None:
+        """Time a push, then a pull."""
+        number = self._begin()
+        start = time.perf_counter()
+        self._kv.push(self._key, self._value)
+        pushed = time.perf_counter()
+        self._kv.pull(self._key, self._out)
+        pulled = time.perf_counter()
+        self.pushes.append(pushed - start)
+        self.pulls.append(pulled - pushed)
+        self._end(number)
+
+    def together(self) -> None:
+        """Time a pushpull."""
+        number = self._begin()
+        start = time.perf_counter()
+        self._kv.pushpull(self._key, self._value, self._out)
+        self.fused.append(time.perf_counter() - start)
+        self._end(number)
+
+    def _begin(self) -> int:
+        number = next(self._numbers)
+        mark(self._values, self._kv.rank + number)
+        return number
+
+    def _end(self, number: int) -> None:
+        if self._kv.type.endswith("_sync"):
+            total = sum(worker + number for worker in range(self._kv.num_workers))
+            check_marks(self._outs, total, f"{self._kv.type}, round {number}")
+
+
+def _make_array(n: int, array: str) -> np.ndarray:
+    made: np.ndarray = empty(n) if array == "empty" else np.empty(n, np.float32)
+    made[...] = 0
+    return made
+
+
+def measure_rounds(
+    kv: KVStore, n: int, array: str, keys: int, seconds: float
+) -> tuple[int, float, float, float, float]:
+    """Return repeats, and medians of push, pull, both after each other, and pushpull, of `keys` keys of n elements."""
+    rounds = TimedRounds(kv, n, array, keys)
+    for _ in range(3):
+        rounds.apart()
+        rounds.together()
+    pushes, pulls, fused = rounds.pushes, rounds.pulls, rounds.fused
+    assert kv.layout.workers is not None
+    count = np.array([max(5, min(2000, int(seconds / 2 / (pushes[-1] + pulls[-1]))))], np.int64)
+    kv.layout.workers.Bcast(count)
+    repeats = int(count[0])
+    for sample in (pushes, pulls, fused):
+        sample.clear()
+    for one in (rounds.apart, rounds.together):
+        kv.barrier()
+        for _ in range(repeats):
+            one()
+    both = statistics.median(map(sum, zip(pushes, pulls)))
+    return repeats, statistics.median(pushes), statistics.median(pulls), both, statistics.median(fused)
+
+
+def mark(arrays: Sequence[np.ndarray], number: float) -> None:
+    """Set some elements of each array, all over it, to `number`: no two rounds push the same."""
+    for array in arrays:
+        marked(array)[:] = number
+
+
+def marked(array: np.ndarray) -> np.ndarray:
+    """Return the elements that `mark` writes, a view."""
+    return array[:: max(1, array.size // MARKS)]
+
+
+def check_marks(arrays: Sequence[np.ndarray], number: float, what: str) -> None:
+    """RuntimeError unless the elements that `mark` writes are `number`."""
+    for array in arrays:
+        found = marked(array)
+        if wrong := found[found != number].tolist():
+            raise RuntimeError(f"{what}: of {array.nbytes} bytes, an element came back as {wrong[0]:g}, not {number:g}")
+
+
+def measure_floor(comm: MPI.Comm, servers: int, nbytes: int, repeats: int) -> dict[str, float]:
+    """Return seconds of the floor for "ordinary" and "empty" arrays: medians over `repeats`. Collective over all
+    ranks."""
+    rank, workers = comm.Get_rank(), comm.Get_size() - servers
+    n = nbytes // 4
+    shared, ordinary, out = arena.empty(n), np.ones(n, np.float32), np.zeros(n, np.float32)
+    shared[...] = 1
+    region = arena.locate(shared)
+    told = Gathering(comm).meet(msgspec.msgpack.encode(region), "floor")
+    regions = [msgspec.msgpack.decode(data) for data in told]
+    everyone = [arena.attach(Region(*region)).view(np.float32) for region in regions]
+    cuts = [n * server // servers for server in range(servers + 1)]
+
+    def copy_in() -> None:
+        if rank < workers:
+            shared[...] = ordinary
+
+    def add_up() -> None:
+        if rank >= workers:
+            for start in range(cuts[rank - workers], cuts[rank - workers + 1], BLOCK_ELEMENTS):
+                part = slice(start, min(start + BLOCK_ELEMENTS, cuts[rank - workers + 1]))
+                total = shared[part]
+                np.copyto(total, everyone[0][part])
+                for other in everyone[1:workers]:
+                    np.add(total, other[part], out=total)
+
+    def copy_out() -> None:
+        if rank < workers:
+            for server in range(servers):
+                part = slice(cuts[server], cuts[server + 1])
+                out[part] = everyone[workers + server][part]
+
+    phases = _medians(comm, (copy_in, add_up, copy_out), repeats)
+    return {"ordinary": sum(phases), "empty": sum(phases[1:])}
+
+
+def _medians(comm: MPI.Comm, phases: Sequence[Callable[[], None]], repeats: int) -> list[float]:
+    """Return how long each phase takes by the processor time of the ranks, medians over repeats of all phases in
+    turn."""
+    mine = np.empty((repeats, len(phases)))
+    for repeat in range(repeats):
+        for number, phase in enumerate(phases):
+            comm.Barrier()
+            start = time.thread_time()
+            phase()
+            mine[repeat, number] = time.thread_time() - start
+    every = np.empty((comm.Get_size(), *mine.shape))
+    comm.Allgather(mine, every)
+    cores = usable_cores()
+    takes = np.maximum(every.max(0), every.sum(0) / cores)
+    return [float(seconds) for seconds in np.median(takes, 0)]
 
 
 if __name__ == "__main__":

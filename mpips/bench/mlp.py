@@ -3,13 +3,18 @@
     mpips bench mlp [--batch 100,1000] [--width 1024]                   one process beside PyTorch
     mpips bench mlp -n 2 --grid 2x1 --batch 1000                        speedup; beside DDP over gloo
     mpips bench mlp -n 2 --grid 1x2 --batch 1000 --width 4096           speedup of tensor parallelism
+
+PyTorch's network and step are taken alone, or with DistributedDataParallel over gloo.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
-from itertools import product
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +24,21 @@ from mpi4py import MPI
 from rich.table import Table
 from threadpoolctl import threadpool_limits
 
-from collectives.machine.cores import usable
-from collectives.terminal.console import OutFile, RankedCommand, console, progress, write_text
-from collectives.terminal.numbers import Counts
-from collectives.terminal.tables import show_table
-from mpips.bench import mlp_torch as rivals
-from mpips.bench.timing import Contender, compare
-from mpips.mlp.mesh import Mesh, misfit, parse
+from collectives.benchmark.case import find_free_port
+from collectives.benchmark.harness import Contender, compare_steps
+from collectives.machine import usable_cores
+from collectives.terminal import OutFile, RankedCommand, WholeList, console, show_progress, show_table, write_text
+from mpips.mlp.mesh import Mesh, TrainingError, agree, misfit, parse
 from mpips.mlp.network.layers import interval
 from mpips.mlp.network.mlp import MLP
 from mpips.mlp.training import Worker
 from mpips.optimizers import SGD
 
 INPUTS, OUTPUTS = 16, 2
+GLOO_ATTEMPTS = 3
+GLOO_SECONDS = 60.0  # for a collective; rank 0 waits as long for the others to join
+
+Step = Callable[[], object]
 
 
 def check(ranks: int, *, grid_text: str, **_: Any) -> None:
@@ -46,8 +53,8 @@ def check(ranks: int, *, grid_text: str, **_: Any) -> None:
 
 @click.command("mlp", cls=RankedCommand, context_settings={"show_default": True})
 @click.option("--grid", "grid_text", default="", show_default="all ranks data parallel", help="BATCHxMODEL.")
-@click.option("--batch", default="100,1000", type=Counts(), help="Minibatches, commas between.")
-@click.option("--width", default="1024", type=Counts(), help="Widths of the two hidden layers, commas between.")
+@click.option("--batch", default="100,1000", type=WholeList(), help="Minibatches, commas between.")
+@click.option("--width", default="1024", type=WholeList(), help="Widths of the two hidden layers, commas between.")
 @click.option("--seconds", default=15.0, help="About how long each case is timed.")
 @click.option("--rounds", default=15, type=click.IntRange(1), help="In each of them every contender has a turn.")
 @click.option("--torch/--no-torch", "with_torch", default=True, help="PyTorch beside it, where it is installed.")
@@ -68,28 +75,29 @@ def command(
     with_ddp = False
     with threadpool_limits(1):
         if with_torch and comm.size > 1 and mesh.model == 1:
-            refusal = rivals.join(comm)
+            refusal = join_gloo(comm)
             with_ddp = refusal is None
             if refusal and comm.rank == 0:
                 console().print(f"without DistributedDataParallel: {refusal}", markup=False)
         cases = list(product(width, batch))
-        with progress("steps", len(cases), comm.rank == 0) as begin:
+        with show_progress("steps", len(cases), comm.rank == 0) as begin:
             for hidden, samples in cases:
                 begin(f"width {hidden}, batch {samples}")
                 rows.append(_case(mesh, hidden, samples, seconds, rounds, with_torch, with_ddp))
     if with_ddp:
-        rivals.leave(comm)
+        leave_gloo(comm)
     if comm.rank == 0:
         _show(rows)
         if json_path:
-            content = {"grid": str(mesh), "cores": usable(), "rows": rows}
+            content = {"grid": str(mesh), "cores": usable_cores(), "rows": rows}
             write_text(json_path, json.dumps(content, indent=1) + "\n")
 
 
 def _case(
     mesh: Mesh, width: int, batch: int, seconds: float, rounds: int, with_torch: bool, with_ddp: bool
 ) -> dict[str, float]:
-    """One width and batch: seconds a step of every contender, and the ratios that matter; medians over rounds."""
+    """Return one width and batch: seconds a step of every contender, and the ratios that matter; medians over
+    rounds."""
     sizes = (INPUTS, width, width, OUTPUTS)
     rng = np.random.default_rng(0)
     x = rng.standard_normal((batch, INPUTS), dtype=np.float32)
@@ -97,7 +105,7 @@ def _case(
     contenders = _ours(mesh, sizes, x, y)
     if with_torch:
         contenders += _theirs(mesh, sizes, x, y, with_ddp)
-    times = compare(contenders, mesh.comm, seconds, rounds)
+    times = compare_steps(contenders, mesh.comm, seconds, rounds)
     medians = {name: float(np.median(values)) for name, values in times.items()}
     return {"width": width, "batch": batch, **medians, **_ratios(times)}
 
@@ -122,18 +130,18 @@ def _theirs(mesh: Mesh, sizes: tuple[int, ...], x: np.ndarray, y: np.ndarray, wi
     contenders = []
     for fused in (False, True):
         name = "fused" if fused else "plain"
-        contenders.append(Contender(f"torch {name}", rivals.torch_step(sizes, x, y, 1, fused), everyone=False))
+        contenders.append(Contender(f"torch {name}", torch_step(sizes, x, y, 1, fused), everyone=False))
     if with_ddp:
         mine = slice(*interval(len(x), mesh.batch, mesh.batch_index))
         for bucket in (1, 25):
-            step = rivals.ddp_step(sizes, x[mine], y[mine], 1, True, bucket)
+            step = ddp_step(sizes, x[mine], y[mine], 1, True, bucket)
             contenders.append(Contender(f"ddp {bucket} MB", step, everyone=True))
     return contenders
 
 
 def _ratios(times: dict[str, np.ndarray]) -> dict[str, float]:
-    """Medians of what each round says, whose contenders had the machine one after the other; of a rival's settings the
-    one with the least median counts."""
+    """Return medians of what each round says, whose contenders had the machine one after the other; of a rival's
+    settings the one with the least median counts."""
 
     def best(kind: str) -> np.ndarray | None:
         found = [values for name, values in times.items() if name.startswith(kind)]
@@ -165,6 +173,93 @@ def _show(rows: list[dict[str, float]]) -> None:
         factor = 1.0 if name in ratios else 1e3
         table.add_row(name, *(f"{factor * row[name]:.3f}" for row in rows))
     show_table(table)
+
+
+def torch_step(sizes: tuple[int, ...], x: np.ndarray, y: np.ndarray, threads: int, fused: bool) -> Step:
+    """Return one step of SGD on a fully connected ReLU network with mean squared error. ImportError without PyTorch."""
+    import torch
+
+    torch.set_num_threads(threads)
+    return _build_step(_build_network(sizes), x, y, fused)
+
+
+def ddp_step(
+    sizes: tuple[int, ...], x: np.ndarray, y: np.ndarray, threads: int, fused: bool, bucket_megabytes: int
+) -> Step:
+    """Return the same, data parallel over the process group that `join_gloo` made; x and y are this rank's samples."""
+    import torch
+
+    torch.set_num_threads(threads)
+    network = torch.nn.parallel.DistributedDataParallel(
+        _build_network(sizes), gradient_as_bucket_view=True, bucket_cap_mb=bucket_megabytes
+    )
+    return _build_step(network, x, y, fused)
+
+
+def join_gloo(comm: MPI.Comm) -> str | None:
+    """Make PyTorch's gloo process group of the ranks of `comm`, over the loopback; the reason why there is none after
+    some attempts. Collective.
+
+    A port that was free may be taken by another process before gloo binds it.
+    """
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    refusal = None
+    for _ in range(GLOO_ATTEMPTS):
+        try:
+            agree(comm, _try_gloo(comm))
+            return None
+        except TrainingError as error:
+            refusal = str(error)
+    return refusal
+
+
+def _try_gloo(comm: MPI.Comm) -> str | None:
+    """Return one attempt; why it failed on this rank."""
+    import torch.distributed as group
+
+    address = f"tcp://127.0.0.1:{find_free_port(comm)}"
+    try:
+        group.init_process_group("gloo", address, timedelta(seconds=GLOO_SECONDS), comm.size, comm.rank)
+        group.barrier()
+    except RuntimeError as error:  # DistNetworkError and others are among them
+        if group.is_initialized():
+            group.destroy_process_group()
+        return f"gloo on rank {comm.rank}: {str(error).splitlines()[0]}"
+    return None
+
+
+def leave_gloo(comm: MPI.Comm) -> None:
+    """Undo `join_gloo`, when nobody has anything under way. Collective."""
+    import torch.distributed as group
+
+    comm.Barrier()
+    group.destroy_process_group()
+    comm.Barrier()
+
+
+def _build_network(sizes: tuple[int, ...]) -> Any:
+    import torch
+
+    torch.manual_seed(0)
+    layers: list[Any] = []
+    for inputs, outputs in pairwise(sizes):
+        layers += [torch.nn.Linear(inputs, outputs), torch.nn.ReLU()]
+    return torch.nn.Sequential(*layers[:-1])
+
+
+def _build_step(network: Any, x: np.ndarray, y: np.ndarray, fused: bool) -> Step:
+    import torch
+
+    optimizer = torch.optim.SGD(network.parameters(), lr=1e-3, fused=fused)
+    loss = torch.nn.MSELoss()
+    inputs, targets = torch.from_numpy(x), torch.from_numpy(y)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss(network(inputs), targets).backward()
+        optimizer.step()
+
+    return step
 
 
 if __name__ == "__main__":

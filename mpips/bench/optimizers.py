@@ -12,11 +12,10 @@ import click
 import numpy as np
 from rich.table import Table
 
-from collectives.machine import memory
-from collectives.terminal.console import Interruptible, OutFile, console, progress, write_text
-from collectives.terminal.tables import show_table
+from collectives.benchmark.harness import take_turns, time_call
+from collectives.machine import check_memory
+from collectives.terminal import Interruptible, OutFile, console, show_progress, show_table, write_text
 from mpips import optimizers
-from mpips.bench.timing import alternate, seconds_of
 
 CASES = (
     optimizers.SGD(learning_rate=0.01, momentum=0.9),
@@ -47,7 +46,7 @@ class Case(NamedTuple):
 
 
 def label(optimizer: optimizers.Optimizer) -> str:
-    """The optimizer's name, with its kind of momentum."""
+    """Return the optimizer's name, with its kind of momentum."""
     name = type(optimizer).__name__
     if isinstance(optimizer, optimizers.SGD) and optimizer.momentum:
         return f"{name} nesterov" if optimizer.nesterov else f"{name} momentum"
@@ -55,13 +54,13 @@ def label(optimizer: optimizers.Optimizer) -> str:
 
 
 def ours(optimizer: optimizers.Optimizer, weights: np.ndarray, gradient: np.ndarray) -> Step:
-    """One update per call, on `weights` in place."""
+    """Return one update per call, on `weights` in place."""
     state, steps = optimizer.init(weights), iter(range(1, 10**9))
     return lambda: optimizer.update(weights, gradient, state, next(steps))
 
 
 def theirs(torch: Any, optimizer: Any, weights: np.ndarray, gradient: np.ndarray, fused: bool) -> Step:
-    """PyTorch's step for the same update, on the memory of `weights`; RuntimeError where it has no fused one."""
+    """Return PyTorch's step for the same update, on the memory of `weights`; RuntimeError where it has no fused one."""
     parameter = torch.nn.Parameter(torch.from_numpy(weights))
     parameter.grad = torch.from_numpy(gradient)
     options: dict[str, Any] = (
@@ -83,7 +82,7 @@ def theirs(torch: Any, optimizer: Any, weights: np.ndarray, gradient: np.ndarray
 
 
 def best_of_torch(torch: Any, optimizer: Any, weights: np.ndarray, gradient: np.ndarray) -> tuple[Step, str]:
-    """The fused step where this PyTorch has one for the optimizer on the CPU, otherwise its default."""
+    """Return the fused step where this PyTorch has one for the optimizer on the CPU, otherwise its default."""
     try:
         return theirs(torch, optimizer, weights, gradient, fused=True), "fused"
     except (RuntimeError, TypeError):
@@ -99,7 +98,7 @@ def measure(optimizer: Any, elements: int, repeats: int, torch: Any) -> Case:
     setting, other = None, start.copy()
     if torch is not None:
         steps["torch"], setting = best_of_torch(torch, optimizer, other, gradient)
-    times = alternate({name: partial(seconds_of, step) for name, step in steps.items()}, repeats + 1)
+    times = take_turns({name: partial(time_call, step) for name, step in steps.items()}, repeats + 1)
     median = {name: 1e3 * float(np.median(values[1:])) for name, values in times.items()}
     return Case(
         optimizer=label(optimizer),
@@ -114,7 +113,7 @@ def measure(optimizer: Any, elements: int, repeats: int, torch: Any) -> Case:
 
 
 def table(cases: list[Case]) -> Table:
-    """The cases as a table."""
+    """Return the cases as a table."""
     view = Table(title=f"One update of {cases[0].elements:,} float32, one thread, median ms",
                  caption="one copy: of the array, for comparison; largest difference: between the two results")
     for column in ("optimizer", "mpips", "PyTorch", "mpips / PyTorch", "one copy", "largest difference"):
@@ -147,12 +146,12 @@ def load_torch() -> tuple[Any, str]:
 def command(elements: int, repeats: int, json_path: Path | None) -> None:
     """Time server-side optimizer updates, beside PyTorch's fused ones where PyTorch is installed."""
     try:
-        memory.check(f"--elements {elements}", 4 * elements, ARRAYS)
+        check_memory(f"--elements {elements}", 4 * elements, ARRAYS)
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     torch, reason = load_torch()
     cases = []
-    with progress("updates", len(CASES)) as begin:
+    with show_progress("updates", len(CASES)) as begin:
         for optimizer in CASES:
             begin(label(optimizer))
             cases.append(measure(optimizer, elements, repeats, torch))

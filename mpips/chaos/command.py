@@ -11,8 +11,7 @@ import msgspec
 from rich.table import Table
 
 from collectives import files
-from collectives.terminal.console import Interruptible, OutFile, Picture, console, writing
-from collectives.terminal.tables import show_table
+from collectives.terminal import Interruptible, OutFile, Picture, console, show_table, writing
 from mpips import chaos
 from mpips.chaos import picture as pictures
 

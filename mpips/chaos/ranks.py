@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from collectives.machine.peers import peer
+from collectives.machine import find_peer
 from mpips.chaos.plan import Whom
 from mpips.chaos.told import SOCKET, Here, Told
 
@@ -25,7 +25,7 @@ class Rank:
     def __init__(self, line: socket.socket) -> None:
         self.line, self.rank, self.role, self.host = line, -1, "", ""
         self.memory: set[Path] = set()
-        self.pid = peer(line).pid
+        self.pid = find_peer(line).pid
         self.process = os.pidfd_open(self.pid)
 
     def look(self) -> None:

@@ -15,7 +15,7 @@ import socket
 import threading
 from contextlib import suppress
 
-from collectives.machine.peers import peer
+from collectives.machine import find_peer
 from mpips.ending.finalize import dead, survives
 from mpips.ending.start import when_started
 from mpips.store.world import FAILING, GOODBYE, INPUT, PRESENCE, PRESENT, ROLE, STARTED, STEP, WELL_WITHOUT, launched_as
@@ -36,7 +36,7 @@ class StatusLine:
         if job and name:
             with suppress(OSError):
                 self._line.connect(f"\0{name}")
-                self._is_heard = peer(self._line).ours
+                self._is_heard = find_peer(self._line).ours
                 ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # nobody outlives its mpirun
         self._say(b"%s %d\n" % (PRESENT, self._rank))
         if has_input and self._is_heard and self._rank == 0:

@@ -13,9 +13,8 @@ import numpy as np
 from mpi4py import MPI
 from threadpoolctl import threadpool_limits
 
-from collectives.machine.cores import usable
-from collectives.terminal.console import OutFile, Picture, RankedCommand, console, leave, unwritable
-from collectives.terminal.tables import show_table
+from collectives.machine import usable_cores
+from collectives.terminal import OutFile, Picture, RankedCommand, console, describe_unwritable, leave, show_table
 from mpips.mlp import checkpoint
 from mpips.mlp import options as usage
 from mpips.mlp import results as report
@@ -238,13 +237,13 @@ def _unwritable(options: Any) -> str | None:
     """Why one of the files to come cannot be written; asked before training, of the rank that will write."""
     for name in ("save", "json", "plot"):
         path = getattr(options, f"{name}_path")
-        if path and (reason := unwritable(path)):
+        if path and (reason := describe_unwritable(path)):
             return f"--{name} {path} {reason}"
     return None
 
 
 def _share_of_cores(comm: MPI.Comm) -> int:
-    return max(1, usable() // _ranks_of_node(comm))
+    return max(1, usable_cores() // _ranks_of_node(comm))
 
 
 def _ranks_of_node(comm: MPI.Comm) -> int:

@@ -17,7 +17,7 @@ import numpy as np
 from click.core import ParameterSource
 from mpi4py import MPI
 
-from collectives.machine import memory
+from collectives.machine import check_memory
 from mpips import optimizers
 from mpips.mlp.data.loading import Rule, Shape
 from mpips.mlp.data.sources import BUILT_IN, open_source
@@ -132,8 +132,8 @@ def too_large(
     rows = 8 * max(columns * (shape.rows // batch), shape.rows)  # float64 values, or the numbers of all rows
     try:
         if on_host:  # weights and gradients
-            memory.check(f"a network of {'-'.join(map(str, sizes))}", weights, 2, ranks)
-        memory.check(f"a set of {shape.rows:,} rows of {columns:,} columns", rows, 2, ranks)  # as read, and scaled
+            check_memory(f"a network of {'-'.join(map(str, sizes))}", weights, 2, ranks)
+        check_memory(f"a set of {shape.rows:,} rows of {columns:,} columns", rows, 2, ranks)  # as read, and scaled
     except ValueError as error:
         return str(error)
     return None

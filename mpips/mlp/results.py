@@ -11,7 +11,7 @@ from typing import Any
 from rich.table import Table
 
 from collectives import files
-from collectives.terminal.console import write_text, writing
+from collectives.terminal import write_text, writing
 from mpips.mlp.data.loading import Data
 from mpips.mlp.parallel import PHASES, hidden
 from mpips.mlp.prediction import Prediction

@@ -12,8 +12,7 @@ import click
 from click.core import ParameterSource
 from rich.table import Table
 
-from collectives.terminal.console import Interruptible, OutFile, Picture, console, write_text, writing
-from collectives.terminal.tables import show_table
+from collectives.terminal import Interruptible, OutFile, Picture, console, show_table, write_text, writing
 
 from . import networks, trace
 from .planner import Plan, plans

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import msgspec
 
-from collectives.machine.cores import Quota, bounded, quota, usable
+from collectives.machine import Quota, bound_cores, find_quota, usable_cores
 from mpips.store.runtime.rendezvous import MeetingPlace
 
 BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -44,7 +44,7 @@ class Place(msgspec.Struct, array_like=True, frozen=True):
 
 def crowded(allowed: Sequence[Cores], quotas: Sequence[Quota | None] = ()) -> bool:
     """Return whether processes of a machine, which may use these cores within these quotas, are more than the cores."""
-    return bounded(len(frozenset().union(*allowed)), quotas) < len(allowed)
+    return bound_cores(len(frozenset().union(*allowed)), quotas) < len(allowed)
 
 
 def spread(allowed: Sequence[Cores]) -> list[int] | None:
@@ -62,8 +62,8 @@ class Seat:
         """Collective over all ranks of the store, blocking. `shared`: some process has no core alone. Spares sleep, and
         do not count in that."""
         self.before: Cores = frozenset(os.sched_getaffinity(0))
-        self.usable = usable()
-        mine = Place(BOOT.read_text(), sorted(self.before), quota())
+        self.usable = usable_cores()
+        mine = Place(BOOT.read_text(), sorted(self.before), find_quota())
         said = generation.meet(msgspec.msgpack.encode(mine), "mpips.create", True)
         every = [msgspec.msgpack.decode(data, type=Place) for data in said]
         here = [rank for rank, place in enumerate(every) if place.machine == mine.machine]

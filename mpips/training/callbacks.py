@@ -290,13 +290,13 @@ class Progress(Callback):
         """Begin to show."""
         if fit.rank:
             return
-        from collectives.terminal.console import console, progress  # a fit without it needs no terminal
+        from collectives.terminal import console, show_progress  # a fit without it needs no terminal
 
         target, left = console(stderr=True), max(0, fit.epochs - fit.epoch + 1)
         self._say = partial(target.print, markup=False)
         self._last, self._begun = time.monotonic(), fit.step
         if target.is_terminal:
-            self._done = self._stack.enter_context(progress("training", left * (fit.steps or 1)))
+            self._done = self._stack.enter_context(show_progress("training", left * (fit.steps or 1)))
 
     def on_step(self, fit: Fitting) -> None:
         """A step is done."""

@@ -24,9 +24,8 @@ from typing import Any, NamedTuple
 
 import click
 
-from collectives.benchmark.sizes import parse_counts
-from collectives.machine.cores import usable
-from collectives.terminal.console import Interruptible, Seconds, unwritable, write_text, writing
+from collectives.machine import usable_cores
+from collectives.terminal import Interruptible, Seconds, describe_unwritable, parse_counts, write_text, writing
 from examples.reproduce.interpreter import Interpreter
 from launch import NAMES, Launcher, LauncherError, find
 
@@ -101,7 +100,7 @@ def run(
         report = Path(folder, "rows.json")
         words = ["--sizes", sizes, "--algorithms", algorithms, "--check", "--seconds", str(seconds)]
         words += ["--json", str(report)]
-        argv = command(where, start, ranks, words, usable(), os.geteuid() == 0)
+        argv = command(where, start, ranks, words, usable_cores(), os.geteuid() == 0)
         given = variables(where.launcher, os.environ)
         subprocess.run(argv, cwd=ROOT, check=True, timeout=600, stdout=subprocess.DEVNULL, env=given)
         rows: list[dict[str, Any]] = json.loads(report.read_text())
@@ -178,7 +177,7 @@ def see_writable(json_path: Path) -> None:
     """click.UsageError where the results could not be written; makes their folder."""
     with writing(json_path):
         json_path.parent.mkdir(parents=True, exist_ok=True)
-    if reason := unwritable(json_path):
+    if reason := describe_unwritable(json_path):
         raise click.UsageError(f"--json {json_path} {reason}")
 
 

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import click
 
-from collectives.simulator.clocks import Run
+from collectives.simulator.simulate import Run
 from collectives.simulator.topology import parse, parse_rate
-from collectives.terminal.console import Interruptible
+from collectives.terminal import Interruptible
 from examples.reproduce import lab, native
 from examples.reproduce.bml.model import (
     BCUBE,

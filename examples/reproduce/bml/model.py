@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from collectives.simulator.clocks import Run, simulate
-from collectives.simulator.flows import play
-from collectives.simulator.predict import figure5 as simulated_figure5
+from collectives.simulator.flows import play_flows
+from collectives.simulator.simulate import Run, simulate
+from collectives.simulator.simulate import figure5 as simulated_figure5
 from collectives.simulator.topology import parse
 from examples.reproduce import lab, native
 
@@ -55,7 +55,7 @@ def predict(topology: str, algorithm: str, nbytes: int, rate: float, alpha: floa
     network = parse(topology, rate)
     schedule = native.schedule(algorithm, network.hosts)
     run = simulate(schedule, network, nbytes, alpha, gamma)
-    return replace(run, seconds=play(schedule, network, nbytes, alpha, gamma)) if network.hosts <= 16 else run
+    return replace(run, seconds=play_flows(schedule, network, nbytes, alpha, gamma)) if network.hosts <= 16 else run
 
 
 def jobs(found: dict[str, Any], rate: float) -> list[dict[str, Any]]:

@@ -23,9 +23,8 @@ from threadpoolctl import threadpool_limits
 
 import examples.reproduce.without_mpi  # noqa: F401 before mpips.mlp
 from collectives import files
-from collectives.machine.cores import usable
-from collectives.terminal.console import Interruptible, OutFile, Picture, writing
-from collectives.terminal.tables import show_table
+from collectives.machine import usable_cores
+from collectives.terminal import Interruptible, OutFile, Picture, show_table, writing
 from examples.reproduce.results import write_json
 from mpips.mlp.mesh import factorings
 from mpips.mlp.network.layers import Specification, interval
@@ -89,7 +88,7 @@ def points(link: Link, measure: bool, quick: bool = False) -> list[Point]:
     wanted = {(width, p, 1) for width in widths for p in processes}
     wanted |= {(width, 1, p) for width in widths for p in processes}
     wanted |= {(FIGURE_7_WIDTH, *mesh) for p in processes[2:] for mesh in factorings(p)}
-    cores = usable() if measure else 0
+    cores = usable_cores() if measure else 0
     return [
         Point(
             width,

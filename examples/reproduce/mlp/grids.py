@@ -18,9 +18,7 @@ import click
 import msgspec
 from rich.table import Table
 
-from collectives.terminal.console import Interruptible, OutFile
-from collectives.terminal.numbers import Counts
-from collectives.terminal.tables import show_table
+from collectives.terminal import Interruptible, OutFile, WholeList, show_table
 from examples.reproduce.results import write_json
 from launch import Job, build, find, this_machine
 
@@ -50,7 +48,7 @@ def table(rows: list[dict]) -> Table:
 
 
 @click.command(cls=Interruptible, context_settings={"show_default": True})
-@click.option("-n", "--ranks", default="1,2,3,4,5,6,7,8", type=Counts(), help="Numbers of ranks, commas between.")
+@click.option("-n", "--ranks", default="1,2,3,4,5,6,7,8", type=WholeList(), help="Numbers of ranks, commas between.")
 @click.option("--data-directory", default=".", help="Where airfoil_self_noise.dat lies.")
 @click.option("--json", "json_path", type=OutFile())
 def command(ranks: tuple[int, ...], data_directory: str, json_path: Path | None) -> None:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import click
 
 from collectives.simulator.topology import parse_rate
-from collectives.terminal.console import Interruptible
+from collectives.terminal import Interruptible
 from examples.reproduce import lab
 from examples.reproduce.interpreter import Interpreter
 from examples.reproduce.mxnet_mpi import training

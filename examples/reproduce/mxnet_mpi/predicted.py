@@ -19,7 +19,7 @@ import numpy as np
 
 from collectives.schedule import catalog
 from collectives.schedule.model import NOBODY
-from collectives.simulator.flows import Traffic, run
+from collectives.simulator.flows import Traffic, run_flows
 from collectives.simulator.topology import Topology, star
 
 
@@ -62,7 +62,7 @@ def exchange(
     for number in range(chunks):
         begin = done[number % in_flight]
         done[number % in_flight] = chunk.one(begin) if masters == "one" else chunk.all(begin)
-    return Exchange(float(run(traffic.flows, network).max(initial=0.0)), _bound(traffic, network))
+    return Exchange(float(run_flows(traffic.flows, network).max(initial=0.0)), _bound(traffic, network))
 
 
 class _Chunk(NamedTuple):

@@ -2,8 +2,8 @@
 
     python -m examples.reproduce.overlap mg-wfbp|ibatch [--out FOLDER] [--rate 100mbit] [--quick]
 
-Simulated: `examples.reproduce.overlap.simulated`. Measured: `mpips bench overlap` as one MPI job over namespaces, with
-real messages and compute emulated by sleeping; left out, with the reason, where namespaces cannot be had.
+Simulated: `examples.reproduce.overlap.simulated`. Measured: `measured` as one MPI job over namespaces, with real
+messages and compute emulated by sleeping; left out, with the reason, where namespaces cannot be had.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import NamedTuple
 import click
 
 from collectives.simulator.topology import parse_rate
-from collectives.terminal.console import Interruptible, console
+from collectives.terminal import Interruptible, console
 from examples.reproduce import lab
 from examples.reproduce.overlap import mg_wfbp, simulated
 from examples.reproduce.results import out_option
@@ -86,7 +86,7 @@ def measure(name: str, hosts: int, job: Job, base: str, iterations: int) -> None
     """Run the benchmark on every host; it prints, and leaves JSON, a picture and a Chrome trace."""
     stem = Path(base).resolve()
     files = ["--json", f"{stem}.json", "--plot", f"{stem}.png", "--trace", f"{stem}-trace.json"]
-    program = [sys.executable, "-m", "mpips", "-m", "mpips.bench.overlap", *job.options, *_weights(job)]
+    program = [sys.executable, "-m", "mpips", "-m", "examples.reproduce.overlap.measured", *job.options, *_weights(job)]
     argv = client.job_command(name, hosts, [*program, "--iterations", str(iterations), *files])
     done = subprocess.run(argv, cwd=lab.ROOT, env={**os.environ, **lab.ONE_THREAD}, timeout=SECONDS, check=False)
     if done.returncode:

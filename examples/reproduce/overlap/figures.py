@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from collectives import files
-from collectives.terminal.tables import show_table
+from collectives.terminal import show_table
 
 
 @dataclass(frozen=True)

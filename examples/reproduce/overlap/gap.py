@@ -21,8 +21,7 @@ import click
 import numpy as np
 from rich.table import Table
 
-from collectives.terminal.console import Interruptible, OutFile, console, write_text
-from collectives.terminal.tables import show_table
+from collectives.terminal import Interruptible, OutFile, console, show_table, write_text
 from mpips.overlap.networks import MODELS
 from mpips.overlap.problem import Problem, makespan
 from mpips.overlap.profile import TEN_GIGABIT

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from collectives.terminal.console import Interruptible, OutFile, Picture, console, write_text, writing
+from collectives.terminal import Interruptible, OutFile, Picture, console, write_text, writing
 from examples.reproduce.overlap import figures, ibatch, mg_wfbp
 
 PAPERS = {"mg-wfbp": mg_wfbp.reproduce, "ibatch": ibatch.reproduce}

@@ -23,10 +23,8 @@ from pathlib import Path
 import click
 from rich.table import Table
 
-from collectives.machine import addresses
-from collectives.machine.caches import long_copies
-from collectives.terminal.console import Interruptible, OutFile, console, write_text
-from collectives.terminal.tables import show_table
+from collectives.machine import choose_long_copies, fix_addresses
+from collectives.terminal import Interruptible, OutFile, console, show_table, write_text
 
 SIZES = (1024, 262_144, 4_194_304, 67_108_864)
 MXNET_REPEATS = (400, 200, 40, 8)
@@ -79,11 +77,11 @@ def mxnet(python: Path, servers: int, workers: int) -> dict[int, float]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     env = {
-        **_clean(), **long_copies(os.environ),
+        **_clean(), **choose_long_copies(os.environ),
         "DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": str(port), "DMLC_NODE_HOST": "127.0.0.1",
         "DMLC_NUM_SERVER": str(servers), "DMLC_NUM_WORKER": str(workers), "OMP_NUM_THREADS": "1",
     }  # fmt: skip
-    words = [*addresses.fixed(), str(python), str(WORKER), ",".join(map(str, SIZES)), ",".join(map(str, MXNET_REPEATS))]
+    words = [*fix_addresses(), str(python), str(WORKER), ",".join(map(str, SIZES)), ",".join(map(str, MXNET_REPEATS))]
     roles = ["scheduler"] + ["server"] * servers + ["worker"] * workers
     processes = [
         subprocess.Popen(words, env={**env, "DMLC_ROLE": role}, stdout=subprocess.PIPE, text=True) for role in roles

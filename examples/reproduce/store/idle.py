@@ -18,8 +18,7 @@ from mpi4py import MPI
 from rich.table import Table
 
 import mpips
-from collectives.terminal.console import RankedCommand
-from collectives.terminal.tables import show_table
+from collectives.terminal import RankedCommand, show_table
 
 LIMIT = 0.05  # of a core
 USES = 2000  # pushes and pulls that count as use

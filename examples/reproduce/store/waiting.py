@@ -17,8 +17,7 @@ import numpy as np
 from mpi4py import MPI
 from rich.table import Table
 
-from collectives.terminal.console import Interruptible
-from collectives.terminal.tables import show_table
+from collectives.terminal import Interruptible, show_table
 from mpips import Options
 from mpips.store import roles
 from mpips.store.runtime.engine import Engine

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from collectives.simulator.topology import parse_rate
-from collectives.terminal.console import Interruptible
+from collectives.terminal import Interruptible
 from examples.reproduce import lab, native
 from examples.reproduce.results import leave, out_option
 from examples.reproduce.tensor.model import BLOCKING, MODELS, Memory, Network, piped, staged

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from collectives.simulator.flows import Traffic, play, run
+from collectives.simulator.flows import Traffic, play_flows, run_flows
 from collectives.simulator.topology import star
 from examples.reproduce.native import schedule
 
@@ -80,7 +80,7 @@ MODELS: dict[str, Callable[[Network, int, int, Memory], float]] = {
 
 
 def _wire(net: Network, algorithm: str, nbytes: float, gamma: float) -> float:
-    return play(schedule(algorithm, net.p), star(net.p, net.rate), nbytes, net.alpha, gamma)
+    return play_flows(schedule(algorithm, net.p), star(net.p, net.rate), nbytes, net.alpha, gamma)
 
 
 def _parts(net: Network, algorithm: str, parts: int, nbytes: float, gamma: float) -> float:
@@ -89,4 +89,4 @@ def _parts(net: Network, algorithm: str, parts: int, nbytes: float, gamma: float
     for number in range(parts):
         after = ends[number - 2] if number >= 2 else None
         ends.append(traffic.collective(steps, nbytes, range(net.p), after, net.alpha, gamma))
-    return float(run(traffic.flows, star(net.p, net.rate)).max(initial=0.0))
+    return float(run_flows(traffic.flows, star(net.p, net.rate)).max(initial=0.0))

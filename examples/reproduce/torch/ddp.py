@@ -25,9 +25,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import mpips.torch
-from collectives.terminal.console import OutFile, RankedCommand, Seconds, progress, write_text
-from collectives.terminal.tables import show_table
-from mpips.bench.timing import Contender, compare
+from collectives.benchmark.harness import Contender, compare_steps
+from collectives.terminal import OutFile, RankedCommand, Seconds, show_progress, show_table, write_text
 
 WIDTHS = {"mlp-0.3M": (64, 448, 448, 10), "mlp-1M": (784, 800, 400, 10), "mlp-4M": (784, 1600, 1600, 10),
           "mlp-17M": (1024, 3200, 3200, 1000)}  # fmt: skip
@@ -114,7 +113,8 @@ def measure(name: str, gloo: Any, rounds: int, seconds: float) -> list[Row]:
     for step in steps.values():
         for _ in range(5):  # DataParallel has its plan after a few steps
             step()
-    times = compare([Contender(each, step, True) for each, step in steps.items()], MPI.COMM_WORLD, seconds, rounds)
+    taking_part = [Contender(each, step, True) for each, step in steps.items()]
+    times = compare_steps(taking_part, MPI.COMM_WORLD, seconds, rounds)
     medians = {each: statistics.median(values) for each, values in times.items()}
     best = min((each for each in medians if each.startswith("gloo")), key=lambda each: medians[each])
     cost = medians[best] - medians[ALONE]
@@ -157,7 +157,7 @@ def main(models: str, rounds: int, seconds: float, json_path: Path | None) -> No
     gloo = dist.new_group(backend="gloo", timeout=timedelta(minutes=2))
     rows: list[Row] = []
     first = MPI.COMM_WORLD.rank == 0
-    with progress("models", len(names), first) as done:
+    with show_progress("models", len(names), first) as done:
         for name in names:
             rows += measure(name, gloo, rounds, seconds)
             done(name)

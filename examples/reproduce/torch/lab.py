@@ -13,8 +13,7 @@ import click
 from rich.table import Table
 
 from collectives.simulator.topology import parse_rate
-from collectives.terminal.console import Interruptible, OutFile
-from collectives.terminal.tables import show_table
+from collectives.terminal import Interruptible, OutFile, show_table
 from examples.reproduce import lab
 from examples.reproduce.results import write_json
 

@@ -2,7 +2,7 @@
 
 A source gives its rows part by part, so that each rank looks at one part only.
 
-Rows that lie in two arrays: in memory, mapped from an .npz file, or a table of images that comes with a package.
+Rows that lie in two arrays: in machine, mapped from an .npz file, or a table of images that comes with a package.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import IO, BinaryIO, Protocol
 
 import numpy as np
 
-from collectives.machine import memory
+from collectives import machine
 from mpips.mlp.data.text import NO_LABEL, TextSource, airfoil, label_of
 from mpips.mlp.mesh import TrainingError, counted
 from mpips.mlp.network.layers import interval
@@ -108,7 +108,7 @@ class SyntheticSource:
         self.rows, self.features, self.targets = rows, features, targets
         largest = 8 * max(features * targets, _BLOCK_ROWS * (features + targets))
         try:
-            memory.check(f"synthetic data of {rows} x {features} -> {targets}", largest, 2)
+            machine.check_memory(f"synthetic data of {rows} x {features} -> {targets}", largest, 2)
         except ValueError as error:
             raise TrainingError(str(error)) from None
         self._mix = np.random.default_rng([features, targets]).standard_normal((features, targets)) / np.sqrt(features)

@@ -15,7 +15,7 @@ import pytest
 from mpi4py import MPI
 
 import collectives
-from collectives.benchmark import data
+from collectives.benchmark.case import contribution, count_wrong, expected
 from tests.choice import pairwise
 from tests.mpi.collectives.support import block, fresh, sentence
 from tests.mpi.sizes import either_mpi, only_on
@@ -79,13 +79,13 @@ def placed(xp: Any, vectors: Sequence[np.ndarray[Any, Any]]) -> list[Any]:
 
 def put_in(op: str, n: int, dtype: str, count: int) -> list[np.ndarray[Any, Any]]:
     members = COMM.size * count
-    return [data.contribution(op, COMM.rank * count + v, n, np.dtype(dtype), members) for v in range(count)]
+    return [contribution(op, COMM.rank * count + v, n, np.dtype(dtype), members) for v in range(count)]
 
 
 @cache
 def want(op: str, n: int, dtype: str, count: int) -> np.ndarray[Any, Any]:
     members = COMM.size * count
-    return data.expected("allreduce", op, 0, members, n, np.dtype(dtype), [0] * (members + 1))
+    return expected("allreduce", op, 0, members, n, np.dtype(dtype), [0] * (members + 1))
 
 
 def numbers(xp: Any, vector: Any) -> np.ndarray[Any, Any]:
@@ -98,7 +98,7 @@ def test_allreduce_gives_all_vectors_the_sum(xp: Any, algorithm: str, count: int
     x = placed(xp, put_in("sum", n, "float32", count))
     plan = collectives.plan("allreduce", x, COMM, algorithm=algorithm)
     plan()
-    right = all(data.wrong(numbers(xp, v), want("sum", n, "float32", count)) == 0 for v in x)
+    right = all(count_wrong(numbers(xp, v), want("sum", n, "float32", count)) == 0 for v in x)
     for v, again in zip(x, put_in("sum", n, "float32", count)):
         with v.device if xp is not np else nullcontext():
             v[...] = again if xp is device else xp.asarray(again)
@@ -106,7 +106,7 @@ def test_allreduce_gives_all_vectors_the_sum(xp: Any, algorithm: str, count: int
     while not plan.test():
         pass
     plan.wait()
-    right = right and all(data.wrong(numbers(xp, v), want("sum", n, "float32", count)) == 0 for v in x)
+    right = right and all(count_wrong(numbers(xp, v), want("sum", n, "float32", count)) == 0 for v in x)
     plan.free()
     assert right
 
@@ -126,7 +126,7 @@ def test_types_and_operations(xp: Any, algorithm: str, dtype: str, op: str) -> N
     out = [xp.zeros_like(v) for v in x]
     before = [numbers(xp, v).copy() for v in x]
     collectives.allreduce(x, COMM, op=op, algorithm=algorithm, out=out)
-    assert all(data.wrong(numbers(xp, v), want(op, 777, dtype, 2)) == 0 for v in out)
+    assert all(count_wrong(numbers(xp, v), want(op, 777, dtype, 2)) == 0 for v in out)
     assert all(np.array_equal(numbers(xp, v), b) for v, b in zip(x, before))
 
 

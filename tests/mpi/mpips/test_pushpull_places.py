@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import mpips
-from collectives.machine.caches import THRESHOLD, VARIABLE
+from collectives.machine import THRESHOLD, TUNABLES
 from tests.mpi.mpips.support import need, run
 
 
@@ -25,7 +25,7 @@ def places(size):
 def test_the_sum_is_exact_wherever_value_and_result_lie(monkeypatch, servers, size, past_caches):
     need(servers=servers)
     if past_caches:
-        monkeypatch.setenv(VARIABLE, f"{THRESHOLD}={past_caches}")
+        monkeypatch.setenv(TUNABLES, f"{THRESHOLD}={past_caches}")
 
     def body(kv):
         kv.init("w", np.zeros(size, np.float32))

@@ -7,9 +7,10 @@ import click
 import numpy as np
 import pytest
 
-from collectives.benchmark import data, report
+from collectives.benchmark import report
 from collectives.benchmark.__main__ import check
-from collectives.benchmark.sizes import parse_bytes, parse_sizes, show_bytes
+from collectives.benchmark.case import contribution, count_wrong, expected
+from collectives.terminal import parse_bytes, parse_sizes, show_bytes
 
 
 @pytest.mark.parametrize(
@@ -47,23 +48,23 @@ def test_shown_bytes_read_back(nbytes: int) -> None:
 @pytest.mark.parametrize("op", ["sum", "min", "max", "prod"])
 def test_a_single_wrong_element_is_counted(dtype: str, op: str) -> None:
     n, p, bounds = 1000, 3, [0, 334, 667, 1000]
-    wanted = data.expected("allreduce", op, 1, p, n, np.dtype(dtype), bounds)
+    wanted = expected("allreduce", op, 1, p, n, np.dtype(dtype), bounds)
     result = wanted.copy()
-    assert data.wrong(result, wanted) == 0
+    assert count_wrong(result, wanted) == 0
     result[7] += 1
-    assert data.wrong(result, wanted) == 1
-    assert data.wrong(np.roll(wanted, 1), wanted) > n // 4
+    assert count_wrong(result, wanted) == 1
+    assert count_wrong(np.roll(wanted, 1), wanted) > n // 4
 
 
 def test_blocks_of_every_kind_are_where_they_belong() -> None:
     n, p, bounds, dtype = 10, 3, [0, 4, 7, 10], np.dtype("int32")
-    put_in = [data.contribution("sum", r, n, dtype, p) for r in range(p)]
+    put_in = [contribution("sum", r, n, dtype, p) for r in range(p)]
     total = sum(put_in)
-    np.testing.assert_array_equal(data.expected("reduce_scatter", "sum", 1, p, n, dtype, bounds), total[4:7])
+    np.testing.assert_array_equal(expected("reduce_scatter", "sum", 1, p, n, dtype, bounds), total[4:7])
     gathered = np.concatenate([put_in[0][:4], put_in[1][4:7], put_in[2][7:]])
-    np.testing.assert_array_equal(data.expected("allgather", "sum", 1, p, n, dtype, bounds), gathered)
+    np.testing.assert_array_equal(expected("allgather", "sum", 1, p, n, dtype, bounds), gathered)
     exchanged = np.concatenate([x[7:] for x in put_in])
-    np.testing.assert_array_equal(data.expected("alltoall", "sum", 2, p, n, dtype, bounds), exchanged)
+    np.testing.assert_array_equal(expected("alltoall", "sum", 2, p, n, dtype, bounds), exchanged)
 
 
 @pytest.mark.parametrize("write", [report.write_json, report.write_csv])

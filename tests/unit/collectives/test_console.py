@@ -9,7 +9,7 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from collectives.terminal import console
+from collectives import terminal as console
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +48,7 @@ def test_progress_of_ranks_is_a_line_a_step(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PMI_RANK", "0")
-    with console.progress("work", 2) as begin:
+    with console.show_progress("work", 2) as begin:
         begin("a")
         begin("b")
     said = capsys.readouterr()
@@ -57,7 +57,7 @@ def test_progress_of_ranks_is_a_line_a_step(
 
 
 def test_progress_is_told_by_one_rank(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    with console.progress("work", 3, shown=False) as begin:
+    with console.show_progress("work", 3, shown=False) as begin:
         begin("a")
     assert capsys.readouterr().err == ""
 
@@ -88,7 +88,7 @@ def test_a_folder_is_no_file(name: str, rank: bool, tmp_path: Path, monkeypatch:
     refused = given(console.OutFile(), f"{tmp_path}/{name}")
     assert refused.exit_code == 2
     assert "names a folder" in refused.output or "is a directory" in refused.output
-    assert "names a folder" in str(console.unwritable(f"{tmp_path}/{name}"))
+    assert "names a folder" in str(console.describe_unwritable(f"{tmp_path}/{name}"))
 
 
 def test_a_rank_leaves_the_folder_to_the_one_that_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,7 +167,8 @@ ALONE = [
     "examples.reproduce.store.beside_mxnet", "examples.reproduce.store.idle", "examples.reproduce.store.waiting",
     "examples.reproduce.settings", "examples.reproduce.allreduce.__main__", "examples.reproduce.bml.__main__",
     "examples.reproduce.mlp.__main__", "examples.reproduce.mlp.grids", "examples.reproduce.mlp.lab",
-    "examples.reproduce.mxnet_mpi.__main__", "examples.reproduce.tensor.__main__", "mpips.bench.overlap",
+    "examples.reproduce.mxnet_mpi.__main__", "examples.reproduce.tensor.__main__",
+    "examples.reproduce.overlap.measured",
     "launch.batch",
 ]  # fmt: skip
 

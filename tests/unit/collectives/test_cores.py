@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from collectives.machine.cores import Quota, bounded, quota, usable
+from collectives.machine import Quota, bound_cores, find_quota, usable_cores
 
 V1 = "32 31 0:29 {mounted} /sys/fs/cgroup/cpu,cpuacct rw,relatime - cgroup cgroup rw,cpu,cpuacct\n"
 V2 = "41 31 0:38 {mounted} /sys/fs/cgroup rw,relatime shared:4 - cgroup2 cgroup2 rw,nsdelegate\n"
@@ -49,19 +49,19 @@ def test_a_quota_bounds_cores(
     tmp_path: Path, version: int, group: str, quotas: dict[str, str], mounted: str, cores: int | None
 ) -> None:
     root = machine(tmp_path, version, group, quotas, mounted)
-    found = quota(root)
+    found = find_quota(root)
     assert (found.cores if found else None) == cores
     affinity = len(os.sched_getaffinity(0))
-    assert usable(root) == min(affinity, cores or affinity)
+    assert usable_cores(root) == min(affinity, cores or affinity)
 
 
 def test_a_machine_without_control_groups_has_no_quota(tmp_path: Path) -> None:
-    assert quota(tmp_path) is None
+    assert find_quota(tmp_path) is None
 
 
 def test_processes_of_one_group_share_its_quota() -> None:
-    assert bounded(8, [Quota(2, 1), Quota(2, 1)]) == 2
-    assert bounded(8, [Quota(2, 1), Quota(2, 7)]) == 4
-    assert bounded(8, [Quota(2, 1), None]) == 8
-    assert bounded(8, []) == 8
-    assert bounded(1, [Quota(2, 1)]) == 1
+    assert bound_cores(8, [Quota(2, 1), Quota(2, 1)]) == 2
+    assert bound_cores(8, [Quota(2, 1), Quota(2, 7)]) == 4
+    assert bound_cores(8, [Quota(2, 1), None]) == 8
+    assert bound_cores(8, []) == 8
+    assert bound_cores(1, [Quota(2, 1)]) == 1

@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collectives.simulator.alpha_beta import Costs, LinkCost, fit
-from collectives.simulator.cost import seconds
+from collectives.simulator.cost import Costs, LinkCost, closed_form, fit
 
 SIZES = 2.0 ** np.arange(3, 27)
 ONE = Costs(LinkCost(1.0, 0.0), LinkCost(0.0, 0.0), 0.0)
@@ -42,16 +41,16 @@ def test_a_fit_needs_two_sizes(points):
 def test_mg_wfbp_startup_of_the_ring():
     """Section 7 of the project's facts: 2(N-1) alpha = 90.52, 271.56, 633.64 us at N = 2, 4, 8 on 10GbE."""
     costs = Costs(LinkCost(45.26e-6, 0.0), LinkCost(0.0, 0.0), 0.0)
-    found = [seconds("allreduce", "ring", p, 4e6, costs) for p in (2, 4, 8)]
+    found = [closed_form("allreduce", "ring", p, 4e6, costs) for p in (2, 4, 8)]
     assert found == pytest.approx([90.52e-6, 271.56e-6, 633.64e-6])
 
 
 def test_hierarchical_uses_both_kinds_of_links():
     costs = Costs(far=LinkCost(10.0, 0.0), near=LinkCost(1.0, 0.0), gamma=0.0)
-    assert seconds("allreduce", "hierarchical(local=4,between=halving_doubling)", 16, 1e6, costs) == 2 * 3 + 4 * 10
+    assert closed_form("allreduce", "hierarchical(local=4,between=halving_doubling)", 16, 1e6, costs) == 2 * 3 + 4 * 10
 
 
 @pytest.mark.parametrize(("kind", "name"), [("alltoall", "ring"), ("allreduce", "rong")])
 def test_what_has_no_closed_form_is_refused(kind, name):
     with pytest.raises(ValueError, match="choose one of"):
-        seconds(kind, name, 4, 1.0, ONE)
+        closed_form(kind, name, 4, 1.0, ONE)

@@ -3,15 +3,15 @@
 import pytest
 
 from collectives.schedule.catalog import build
-from collectives.simulator.clocks import simulate
-from collectives.simulator.flows import Flow, Traffic, play, run
+from collectives.simulator.flows import Flow, Traffic, play_flows, run_flows
+from collectives.simulator.simulate import simulate
 from collectives.simulator.topology import bcube, star
 
 RATE = 100.0
 
 
 def ends(*flows, hosts=4):
-    return pytest.approx(list(run(flows, star(hosts, RATE))))
+    return pytest.approx(list(run_flows(flows, star(hosts, RATE))))
 
 
 def test_flows_share_a_link_until_one_of_them_ends():
@@ -37,12 +37,12 @@ def test_one_connection_carries_one_message_after_the_other():
 
 def test_relays_take_part_of_a_bcube_link():
     network = bcube(2, 2, RATE)
-    assert list(run([Flow(0, 3, 100), Flow(2, 3, 100)], network)) == pytest.approx([2.0, 2.0])
+    assert list(run_flows([Flow(0, 3, 100), Flow(2, 3, 100)], network)) == pytest.approx([2.0, 2.0])
 
 
 def test_a_circle_is_refused():
     with pytest.raises(ValueError, match=r"circle: \[0, 1\]"):
-        run([Flow(0, 1, 1, (1,)), Flow(1, 0, 1, (0,))], star(2))
+        run_flows([Flow(0, 1, 1, (1,)), Flow(1, 0, 1, (0,))], star(2))
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_a_circle_is_refused():
 @pytest.mark.parametrize("gamma", [0.0, 0.004])
 def test_a_symmetric_collective_takes_what_the_simulator_says(name, p, gamma):
     schedule, nbytes = build("allreduce", name, p), 4 * 480
-    found = play(schedule, star(p, RATE), nbytes, gamma=gamma)
+    found = play_flows(schedule, star(p, RATE), nbytes, gamma=gamma)
     assert found == pytest.approx(simulate(schedule, star(p, RATE), nbytes, gamma=gamma).seconds)
 
 
@@ -60,15 +60,15 @@ def test_ranks_that_are_ready_early_slow_the_others_down():
     In a lab of 9 hosts the flows were right within 4 %, where the simulator, in which all wait, was 30 % low."""
     schedule, network = build("allreduce", "recursive_doubling", 3), star(3, RATE)
     assert simulate(schedule, network, 1200).seconds == pytest.approx(12 * (1 + 1 + 1))
-    assert play(schedule, network, 1200) == pytest.approx(12 * (2 + 1 + 1))
+    assert play_flows(schedule, network, 1200) == pytest.approx(12 * (2 + 1 + 1))
 
 
 def test_one_rank_has_nothing_to_send():
-    assert play(build("allreduce", "ring", 1), star(1), 100) == 0.0
+    assert play_flows(build("allreduce", "ring", 1), star(1), 100) == 0.0
 
 
 def test_a_collective_begins_when_its_ranks_may():
     traffic = Traffic()
     first = traffic.add(3, 0, 100)
     traffic.collective(build("broadcast", "binomial", 3), 100, [0, 1, 2], after=[[first], [], []])
-    assert run(traffic.flows, star(4, RATE)).max() == pytest.approx(3.0)
+    assert run_flows(traffic.flows, star(4, RATE)).max() == pytest.approx(3.0)

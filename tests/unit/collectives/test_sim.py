@@ -5,12 +5,11 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from collectives.simulator.alpha_beta import Costs, LinkCost
 from collectives.simulator.command import command
-from collectives.simulator.cost import seconds
-from collectives.simulator.predict import figure5, predict, schedule_on
+from collectives.simulator.cost import Costs, LinkCost, closed_form
+from collectives.simulator.simulate import figure5, predict, schedule_on
 from collectives.simulator.topology import bcube, fattree, star
-from collectives.tuner.prediction import on_job
+from collectives.tuner.table import simulate_on_job
 
 
 def run(*words):
@@ -110,25 +109,25 @@ COSTS = Costs(far=LinkCost(1e-4, 1e-8), near=LinkCost(1e-6, 1e-10), gamma=2e-10)
 @pytest.mark.parametrize("name", ["ring", "direct", "halving_doubling", "multi_ring", "bcube"])
 def test_a_job_on_one_node_costs_memory_and_on_many_the_network(name):
     nbytes = 4 * 480_000
-    near = on_job("allreduce", name, nbytes, 4, 1, COSTS)
-    far = on_job("allreduce", name, nbytes, 4, 4, COSTS)
+    near = simulate_on_job("allreduce", name, nbytes, 4, 1, COSTS)
+    far = simulate_on_job("allreduce", name, nbytes, 4, 4, COSTS)
     if name != "bcube":  # whose closed form has two wires
-        assert near == pytest.approx(seconds("allreduce", name, 4, nbytes, COSTS._replace(far=COSTS.near)))
-        assert far == pytest.approx(seconds("allreduce", name, 4, nbytes, COSTS))
-    assert near < on_job("allreduce", name, nbytes, 4, 2, COSTS)
+        assert near == pytest.approx(closed_form("allreduce", name, 4, nbytes, COSTS._replace(far=COSTS.near)))
+        assert far == pytest.approx(closed_form("allreduce", name, 4, nbytes, COSTS))
+    assert near < simulate_on_job("allreduce", name, nbytes, 4, 2, COSTS)
     assert near < far
 
 
 def test_hierarchical_takes_the_jobs_nodes():
     inside = 2 * 1e-6 + 4e6 * (1e-10 + 0.5 * 2e-10)
     between = 2 * 1e-4 + 4e6 * 1e-8 + 1e6 * 2e-10  # two ranks share the wire, each adds a half of its half
-    assert on_job("allreduce", "hierarchical", 4_000_000, 4, 2, COSTS) == pytest.approx(inside + between)
+    assert simulate_on_job("allreduce", "hierarchical", 4_000_000, 4, 2, COSTS) == pytest.approx(inside + between)
 
 
 @pytest.mark.parametrize(("algorithm", "p"), [("native", 4), ("ring", 5)])
 def test_what_is_no_schedule_or_no_job_of_equal_nodes_is_refused(algorithm, p):
     with pytest.raises(ValueError, match=r"choose one of|same number"):
-        on_job("allreduce", algorithm, 100, p, 2, COSTS)
+        simulate_on_job("allreduce", algorithm, 100, p, 2, COSTS)
 
 
 @pytest.mark.parametrize("columns", ["20", "80"])

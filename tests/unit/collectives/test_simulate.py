@@ -5,9 +5,8 @@ import pytest
 
 from collectives.schedule import bcube as exchange
 from collectives.schedule.catalog import build, serves
-from collectives.simulator.alpha_beta import Costs, LinkCost
-from collectives.simulator.clocks import simulate
-from collectives.simulator.cost import TERMS, seconds
+from collectives.simulator.cost import TERMS, Costs, LinkCost, closed_form
+from collectives.simulator.simulate import simulate
 from collectives.simulator.topology import bcube, fattree, star
 
 NONE = LinkCost(0.0, 0.0)
@@ -25,7 +24,7 @@ def test_every_closed_form_is_what_the_simulator_finds(kind, name, rate, gamma):
         network = bcube(*exchange.shape(p), rate) if name == "bcube" else star(p, rate)
         found = simulate(build(kind, name, p), network, nbytes, ALPHA, gamma).seconds
         assert found == pytest.approx(
-            seconds(kind, name, p, nbytes, Costs(LinkCost(ALPHA, 1 / rate), NONE, gamma)), rel=1e-9
+            closed_form(kind, name, p, nbytes, Costs(LinkCost(ALPHA, 1 / rate), NONE, gamma)), rel=1e-9
         )
 
 
@@ -35,7 +34,7 @@ def test_rings_in_turn_hide_their_sums(rings, gamma):
     name, nbytes = f"multi_ring(rings={rings})", 4 * 7 * 60_000
     found = simulate(build("allreduce", name, 7), star(7, 1e9), nbytes, 0.0, gamma).seconds
     assert found == pytest.approx(
-        seconds("allreduce", name, 7, nbytes, Costs(LinkCost(0.0, 1e-9), NONE, gamma)), rel=1e-9
+        closed_form("allreduce", name, 7, nbytes, Costs(LinkCost(0.0, 1e-9), NONE, gamma)), rel=1e-9
     )
     assert found <= simulate(build("allreduce", "ring", 7), star(7, 1e9), nbytes, 0.0, gamma).seconds * (1 + 1e-9)
 
@@ -48,7 +47,8 @@ def test_hierarchical_uses_memory_inside_and_the_network_between(between):
     # the four local ranks share the host's one link, so between hosts all of n crosses it
     inside = 6 * near.alpha + nbytes * 0.75 * (2 * near.beta + 2e-10)
     outside = (
-        seconds("allreduce", between, 4, nbytes, Costs(LinkCost(ALPHA, 1e-9), NONE, 0.0)) + 0.75 * nbytes / 4 * 2e-10
+        closed_form("allreduce", between, 4, nbytes, Costs(LinkCost(ALPHA, 1e-9), NONE, 0.0))
+        + 0.75 * nbytes / 4 * 2e-10
     )
     assert found == pytest.approx(inside + outside, rel=1e-9)
 

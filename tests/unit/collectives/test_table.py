@@ -15,8 +15,7 @@ from collectives.call import Call
 from collectives.operations import operation
 from collectives.schedule.model import KINDS
 from collectives.tuner import table
-from collectives.tuner.prediction import seconds
-from collectives.tuner.table import EVERYTHING, Line, Range, Slots, Table
+from collectives.tuner.table import EVERYTHING, Line, Range, Slots, Table, predict_seconds
 
 
 @pytest.fixture(autouse=True)
@@ -132,14 +131,14 @@ def test_measured_ranges_come_before_the_shipped():
 
 def test_seconds_grow_with_bytes_and_know_the_closed_forms():
     mine = Table(far=Line(1e-5, 1e-9), gamma=0.0)
-    ring = seconds(mine, call("ring", n=1_000_000), nodes=4)
+    ring = predict_seconds(mine, call("ring", n=1_000_000), nodes=4)
     assert ring == pytest.approx(6 * 1e-5 + 6 / 4 * 4e6 * 1e-9)
-    assert seconds(mine, call("native"), nodes=4) is None
-    assert seconds(mine, call("shared_memory", p=1), nodes=1, way="slots") == 0
+    assert predict_seconds(mine, call("native"), nodes=4) is None
+    assert predict_seconds(mine, call("shared_memory", p=1), nodes=1, way="slots") == 0
     for way in ("slots", "stages", "cross_memory", "direct"):
-        small, large = (seconds(mine, call("shared_memory", n=n), 1, way) for n in (10**5, 10**7))
+        small, large = (predict_seconds(mine, call("shared_memory", n=n), 1, way) for n in (10**5, 10**7))
         assert small < large
-    assert seconds(mine, call("hierarchical", n=10**6), nodes=2) > 0
+    assert predict_seconds(mine, call("hierarchical", n=10**6), nodes=2) > 0
 
 
 def test_ranges_join_equal_winners():

@@ -13,7 +13,7 @@ from examples.reproduce.overlap import __main__ as overlap
 @pytest.mark.parametrize("paper", ["mg-wfbp", "ibatch"])
 def test_without_a_lab_the_reason_is_said(paper: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib", reason="pictures need the extra `plot`")
-    monkeypatch.setattr(overlap, "missing", lambda: ["the kernel has no tbf"])
+    monkeypatch.setattr(overlap, "find_missing", lambda: ["the kernel has no tbf"])
     result = CliRunner().invoke(overlap.command, [paper, "--out", str(tmp_path / "out")])
     assert result.exit_code == 0, result.output
     assert "not measured" in result.output

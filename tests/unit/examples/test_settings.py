@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from collectives.terminal.console import RANK_VARIABLES
+from collectives.terminal import RANK_VARIABLES
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
 import task

@@ -9,10 +9,9 @@ import click
 import numpy as np
 import pytest
 
-from mpips.bench.kvstore import check
-from mpips.bench.overlap_job import RATE, Job
-from mpips.bench.rounds import measure
-from mpips.bench.timing import alternate
+from collectives.benchmark.harness import take_turns
+from examples.reproduce.overlap.measured import RATE, OverlapJob
+from mpips.bench.kvstore import check, measure_rounds
 
 WORDS = {"kind": "dist_sync", "servers": 1, "clients": 1, "masters": "one", "keys": 1, "arrays": "empty"}
 
@@ -80,14 +79,14 @@ class LastRound:
 
 def test_a_pull_of_an_earlier_round_is_no_result() -> None:
     kv: Any = LastRound(0)
-    assert measure(kv, 100, "ordinary", 1, 0.0)[0] == 5
+    assert measure_rounds(kv, 100, "ordinary", 1, 0.0)[0] == 5
     kv = LastRound(1)
     with pytest.raises(RuntimeError, match="dist_sync, round 1: of 400 bytes, an element came back as 0, not 1"):
-        measure(kv, 100, "ordinary", 1, 0.0)
+        measure_rounds(kv, 100, "ordinary", 1, 0.0)
 
 
 def test_an_iteration_whose_parameters_are_those_before_it_is_no_result() -> None:
-    job: Any = Job.__new__(Job)  # without a store
+    job: Any = OverlapJob.__new__(OverlapJob)  # without a store
     job.kv = SimpleNamespace(rank=0, num_workers=2)
     job.hold([60, 140])
     for number in range(1, 4):
@@ -107,6 +106,6 @@ def test_contenders_take_turns_forwards_and_backwards() -> None:
         called.append(name)
         return float(len(called))
 
-    times = alternate({name: lambda name=name: turn(name) for name in "abc"}, 2)  # type: ignore[misc]
+    times = take_turns({name: lambda name=name: turn(name) for name in "abc"}, 2)  # type: ignore[misc]
     assert "".join(called) == "abccba"
     assert times["a"].tolist() == [1.0, 6.0]

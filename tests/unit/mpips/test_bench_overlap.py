@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from examples.reproduce.overlap import measured as settings
 from examples.reproduce.overlap.mg_wfbp import communication
-from mpips.bench import overlap_settings as settings
 
 
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.9])
 def test_startups_are_the_share_that_was_asked_for(share: float) -> None:
     startup_s, per_byte_s = 5e-3, 1.4e-7
-    kilobytes = settings.kilobytes(startup_s, per_byte_s, share)
+    kilobytes = settings.choose_kilobytes(startup_s, per_byte_s, share)
     assert startup_s / (startup_s + 1024 * kilobytes * per_byte_s) == pytest.approx(share)
 
 

@@ -15,8 +15,8 @@ from collectives import CollectiveError
 from collectives.call import Call
 from collectives.operations import operation
 from collectives.schedule import catalog
-from collectives.tuner import prediction, table
-from collectives.tuner.table import EVERYTHING, Range, Slots
+from collectives.tuner import table
+from collectives.tuner.table import EVERYTHING, Range, Slots, predict_seconds
 from mpips import chaos, overlap
 from mpips.mlp import MLP, Mesh, SyntheticSource, load, load_checkpoint, save_checkpoint, train
 from mpips.training import Trainer
@@ -190,7 +190,7 @@ def see_table(path):
         for nbytes in (0, 1000, 1 << 40):
             catalog.see_named("allreduce", usable.best_between("allreduce", 2, ranks, nbytes))
     for way in ("slots", "direct"):
-        assert prediction.seconds(usable, Call("allreduce", 9, np.dtype("f4"), SUM, 0, "shared_memory", 4), 1, way) >= 0
+        assert predict_seconds(usable, Call("allreduce", 9, np.dtype("f4"), SUM, 0, "shared_memory", 4), 1, way) >= 0
     table.load()
 
 

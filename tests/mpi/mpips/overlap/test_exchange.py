@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from mpi4py import MPI
 
 import mpips
-from mpips.bench import overlap as bench
+from examples.reproduce.overlap import measured as bench
 from mpips.mlp import MLP
 from mpips.overlap import runtime
 from mpips.overlap.exchange import CHOICES, Overlapped

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collectives.machine.cores import Quota
+from collectives.machine import Quota
 from mpips.store.cores import Seat, crowded, spread
 
 MANY = len(os.sched_getaffinity(0)) + 2

@@ -1,21 +1,32 @@
-"""`mpips bench overlap`: the iteration of every strategy of overlap, measured beside its prediction.
+"""Measure an iteration of every strategy of overlap beside its prediction, as one MPI job.
 
-Run by all ranks of an MPI job. Compute is emulated by sleeping, so that it needs no core. Messages are real and go
-through the store as in training (`mpips.overlap.messages`, `mpips.overlap.runtime`). First the job measures what
-messages cost and how long its sleeps last. All predictions come from that profile. Every iteration pushes other
-values, and the parameters that it leaves are looked at.
+    mpips run -n 4 -m examples.reproduce.overlap.measured --layers 20
+
+Compute is emulated by sleeping, so that it needs no core. Messages are real and go through the store as in training
+(`mpips.overlap.messages`, `mpips.overlap.runtime`). First the job measures what messages cost and how long its sleeps
+last. All predictions come from that profile. Every iteration pushes other values, and the parameters that it leaves are
+looked at.
 
 Without servers an iteration is MG-WFBP's: forward, then backward with allreduces of the gradients. With `--servers S`
 it goes from the start of a backward pass to the end of the next forward pass. As in iBatch's figure 5, the strategies
 choose the pulls, and gradients are pushed in one message behind the backward pass; "joint" plans both directions, and
 "layerwise, both" and "merged, both" overlap both by the same rule. `--topk R` repeats everything with pushes of which
 the share R travels (iBatch, figure 6).
+
+Settings choose layers, and how long they compute, from the network as measured:
+
+* a network's name, as resnet50: its layers, scaled down, with so much compute that all startups and bytes of an
+  iteration together are `weight` of it; how startups and bytes share that follows from the bytes a layer, or those
+  follow from the share (`choose_kilobytes`);
+* uniform: a deep MLP of equal small layers under the same weight;
+* hidden: equal layers whose messages are half as long as their backward pass. Merging cannot pay.
 """
 
 from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,24 +36,34 @@ import numpy as np
 from mpi4py import MPI
 from rich.table import Table
 
-from collectives.terminal.console import OutFile, Picture, RankedCommand, console, write_text, writing
-from collectives.terminal.tables import show_table
-from mpips.bench import overlap_settings as settings
-from mpips.bench.overlap_job import Job
-from mpips.bench.timing import alternate
-from mpips.overlap import planner, runtime, timeline, trace
+from collectives.benchmark.harness import take_turns
+from collectives.terminal import OutFile, Picture, RankedCommand, console, show_table, write_text, writing
+from mpips.bench.kvstore import mark, marked
+from mpips.overlap import measure, planner, runtime, timeline, trace
+from mpips.overlap.messages import StoreMessages
+from mpips.overlap.networks import MODELS
 from mpips.overlap.problem import JointPlan
-from mpips.overlap.profile import PARAMETER_BYTES, Profile
+from mpips.overlap.profile import PARAMETER_BYTES, Linear, Profile, bandwidth, create_profile
 from mpips.overlap.profile import save_profile as write_profile
 from mpips.overlap.strategies import PARTITIONS
 from mpips.overlap.timeline import Task
+from mpips.store import create as processes
 
+SETTINGS = ("uniform", "hidden", *MODELS)
+WEIGHT = 1.49
+"""Communication of an iteration over its compute, where nothing else is said."""
+FORWARD = 1 / 3
+"""Of the compute."""
+HIDDEN = 0.5
+"""Of a layer's backward pass."""
+RATE = 1e-3
+"""The optimizer's learning rate."""
 PUSHES = ("layerwise", "single", "merged", "ibatch", "optimal")  # sequential is single's partition
 PULLS = ("sequential", "layerwise", "ibatch", "optimal")
 BOTH = ("layerwise", "merged", "joint")
 
 
-class Result(NamedTuple):
+class StrategyResult(NamedTuple):
     """One strategy: seconds an iteration, the median over iterations of the slowest worker's; shares of communication
     hidden, the measured one from rank 0's trace; numbers of messages."""
 
@@ -56,8 +77,8 @@ class Result(NamedTuple):
     plan: JointPlan
 
 
-def plans(job: Job, profile: Profile) -> dict[str, JointPlan]:
-    """The strategies to compare, by name."""
+def plans(job: OverlapJob, profile: Profile) -> dict[str, JointPlan]:
+    """Return the strategies to compare, by name."""
     link = link_of(job)
     if link is None:
         return {name: planner.to_execute(profile, name, link) for name in PUSHES}
@@ -66,14 +87,16 @@ def plans(job: Job, profile: Profile) -> dict[str, JointPlan]:
     return found | {f"{name}, both": planner.to_execute(profile, name, link) for name in BOTH}
 
 
-def link_of(job: Job) -> Any:
+def link_of(job: OverlapJob) -> Any:
     """None where a push brings the parameters back."""
     wire = job.wire("")
     return None if wire.one_way else wire.link
 
 
-def measure(job: Job, pushes: str, profile: Profile, iterations: int) -> tuple[list[Result], dict[str, list[Task]]]:
-    """Strategies in turns; the first turn warms up."""
+def measure_strategies(
+    job: OverlapJob, pushes: str, profile: Profile, iterations: int
+) -> tuple[list[StrategyResult], dict[str, list[Task]]]:
+    """Measure the strategies in turns; the first turn warms up."""
     found, link, layers = plans(job, profile), link_of(job), len(job.elements)
     messages = {}
     for name, plan in found.items():
@@ -94,13 +117,13 @@ def measure(job: Job, pushes: str, profile: Profile, iterations: int) -> tuple[l
             job.see(name, numbers[name])
         return seconds
 
-    times = alternate({name: partial(turn, name) for name in found}, iterations + 1)
+    times = take_turns({name: partial(turn, name) for name in found}, iterations + 1)
     results = []
     for name, plan in found.items():
         expected = planner.iteration(profile, plan, link)
         count = [len(plan.push), plan.early + len(plan.pull)] if link else [len(plan.push)]
         results.append(
-            Result(pushes, name, count, timeline.end(expected), float(np.median(times[name][1:])),
+            StrategyResult(pushes, name, count, timeline.end(expected), float(np.median(times[name][1:])),
                    timeline.hidden_share(expected), timeline.hidden_share(traces[name]), plan)
         )  # fmt: skip
     return results, {f"{pushes} {name}".strip(): tasks for name, tasks in traces.items()}
@@ -112,8 +135,8 @@ def idle_seconds() -> np.ndarray:
     return np.array([ticks[3] + ticks[4], sum(ticks)], np.float64)
 
 
-class Wanted(NamedTuple):
-    """What the command line asks to be measured; see its help."""
+class OverlapWords(NamedTuple):
+    """The words of the command line; see its help."""
 
     servers: int
     setting: str
@@ -141,14 +164,14 @@ def check(ranks: int, *, servers: int, startups: float | None, topk: float | Non
 @click.command("overlap", cls=RankedCommand)
 @click.option("--servers", type=click.IntRange(0), default=0, show_default=True,
               help="Servers among the ranks; 0: allreduces.")
-@click.option("--setting", type=click.Choice(settings.SETTINGS), default="uniform", show_default=True,
+@click.option("--setting", type=click.Choice(SETTINGS), default="uniform", show_default=True,
               help="Layers of the job.")
 @click.option("--layers", type=click.IntRange(1), default=40, show_default=True, help="Of uniform and hidden.")
 @click.option("--kilobytes", default=32.0, show_default=True, help="Of a layer, on average.")
 @click.option("--startups", type=click.FloatRange(0, 1, min_open=True, max_open=True),
               help="Without servers: layers so large that startups are this share of communication; --kilobytes to "
                    "begin with.")
-@click.option("--weight", default=settings.WEIGHT, show_default=True, help="Communication over compute; not of hidden.")
+@click.option("--weight", default=WEIGHT, show_default=True, help="Communication over compute; not of hidden.")
 @click.option("--topk", type=float, help="With servers: once more with this share of the gradients pushed.")
 @click.option("--asleep", is_flag=True,
               help="Waits leave messages to the communication thread too, so that a startup is the same beside compute "
@@ -165,11 +188,11 @@ def command(
 ) -> None:
     """Measure every strategy of overlap beside its prediction; compute is emulated by sleeping.
 
-    Start the ranks with -n/--ranks, or with mpirun: mpirun -n P python -m mpips.bench.overlap. How much of one
-    allreduce hides behind compute is measured by `mpips bench iallreduce`.
+    Start the ranks by `mpips run -n P -m examples.reproduce.overlap.measured`. How much of one allreduce hides behind
+    compute is measured by `mpips bench iallreduce`.
     """
     check(MPI.COMM_WORLD.size, **asked)
-    wanted = Wanted(**asked)
+    wanted = OverlapWords(**asked)
     job, found = run(wanted)
     job.kv.close()  # before files are written: nobody waits where that fails
     if job.kv.rank:
@@ -191,21 +214,21 @@ def command(
             trace.save_chrome(found.traces, trace_file)
 
 
-class Found(NamedTuple):
-    """What was measured: strategies, rank 0's iterations, profiles by kind of push, and the share of idle cores."""
+class OverlapResults(NamedTuple):
+    """The results: strategies, rank 0's iterations, profiles by kind of push, and the share of idle cores."""
 
-    results: list[Result]
+    results: list[StrategyResult]
     traces: dict[str, list[Task]]
     profiles: dict[str, Profile]
     cores_idle: float
 
 
-def run(wanted: Wanted) -> tuple[Job, Found]:
-    """The job, and what it has measured. Collective."""
+def run(wanted: OverlapWords) -> tuple[OverlapJob, OverlapResults]:
+    """Return the job, and what it has measured. Collective."""
     if MPI.COMM_WORLD.rank == 0:
         click.echo("overlap: what messages cost", err=True)
     job, costs = _job(wanted)
-    results: list[Result] = []
+    results: list[StrategyResult] = []
     traces: dict[str, list[Task]] = {}
     profiles, idle = {}, idle_seconds()
     kinds = ("dense",) if wanted.topk is None else ("dense", f"top-{wanted.topk:g}")
@@ -216,37 +239,37 @@ def run(wanted: Wanted) -> tuple[Job, Found]:
             job.kv.set_gradient_compression({"type": "topk", "ratio": wanted.topk})
             costs = job.costs(wanted.repeats)
         profiles[pushes] = job.profile(costs)
-        more, drawn = measure(job, pushes, profiles[pushes], wanted.iterations)
+        more, drawn = measure_strategies(job, pushes, profiles[pushes], wanted.iterations)
         results += more
         traces |= drawn
     idle = idle_seconds() - idle
-    return job, Found(results, traces, profiles, float(idle[0] / idle[1]))
+    return job, OverlapResults(results, traces, profiles, float(idle[0] / idle[1]))
 
 
-def _job(wanted: Wanted) -> tuple[Job, tuple[float, ...]]:
-    """A job whose layers weigh and compute as asked, and what its messages cost. Collective."""
-    elements, shares = settings.shape(wanted.setting, wanted.layers, wanted.kilobytes)
-    job = Job(wanted.servers, elements, wanted.asleep)
+def _job(wanted: OverlapWords) -> tuple[OverlapJob, tuple[float, ...]]:
+    """Return a job whose layers weigh and compute as asked, and what its messages cost. Collective."""
+    elements, shares = choose_shape(wanted.setting, wanted.layers, wanted.kilobytes)
+    job = OverlapJob(wanted.servers, elements, wanted.asleep)
     costs = job.costs(wanted.repeats)
     if wanted.startups is not None:
-        fitting = settings.kilobytes(costs[0], costs[1], wanted.startups)
-        job.hold(settings.shape(wanted.setting, wanted.layers, fitting).elements)
+        fitting = choose_kilobytes(costs[0], costs[1], wanted.startups)
+        job.hold(choose_shape(wanted.setting, wanted.layers, fitting).elements)
         costs = job.costs(wanted.repeats)
     communication = _communication(costs, job)
     if wanted.startups is not None:
         communication = len(elements) * costs[0] / wanted.startups  # that startups weigh exactly as asked
-    job.sleep_for(settings.compute_seconds(wanted.setting, wanted.weight, communication), shares)
+    job.sleep_for(compute_seconds(wanted.setting, wanted.weight, communication), shares)
     return job, costs
 
 
-def _communication(costs: tuple[float, ...], job: Job) -> float:
-    """Seconds of one message a layer, pushes and, with servers, pulls."""
+def _communication(costs: tuple[float, ...], job: OverlapJob) -> float:
+    """Return seconds of one message a layer, pushes and, with servers, pulls."""
     nbytes = PARAMETER_BYTES * sum(job.elements)
     one_way = [len(job.elements) * startup + nbytes * per_byte for startup, per_byte in (costs[:2], costs[2:])]
     return one_way[0] if link_of(job) is None else sum(one_way)
 
 
-def _about(wanted: Wanted, job: Job, profiles: dict[str, Profile]) -> dict[str, Any]:
+def _about(wanted: OverlapWords, job: OverlapJob, profiles: dict[str, Profile]) -> dict[str, Any]:
     dense = profiles["dense"]
     costs = {}
     for pushes, profile in profiles.items():
@@ -264,7 +287,7 @@ def _about(wanted: Wanted, job: Job, profiles: dict[str, Profile]) -> dict[str, 
     } | costs  # fmt: skip
 
 
-def _show(results: list[Result], about: dict[str, Any]) -> None:
+def _show(results: list[StrategyResult], about: dict[str, Any]) -> None:
     terminal = console()
     for name, value in about.items():
         terminal.print(f"{name}: {value:.4g}" if isinstance(value, float) else f"{name}: {value}")
@@ -279,6 +302,123 @@ def _show(results: list[Result], about: dict[str, Any]) -> None:
                       f"{1e3 * r.measured_s:.2f}", f"{r.measured_s / r.predicted_s:.3f}", f"{r.predicted_hidden:.0%}",
                       f"{r.measured_hidden:.0%}", f"{r.measured_s / best:.3f}")
     show_table(table, terminal)
+
+
+class Shape(NamedTuple):
+    """Layers of a setting: float32 elements of each, and its share of the compute."""
+
+    elements: list[int]
+    shares: np.ndarray
+
+
+def choose_shape(setting: str, layers: int, kilobytes: float) -> Shape:
+    """`layers` equal layers of `kilobytes`, or a network's own with that on average."""
+    per_layer = kilobytes * 1024 / PARAMETER_BYTES
+    if setting in ("uniform", "hidden"):
+        return Shape([max(1, round(per_layer))] * layers, np.full(layers, 1 / layers))
+    table = MODELS[setting]()
+    scale = per_layer * len(table.layers) / table.parameters
+    flops = np.array([layer.flops for layer in table.layers], np.float64)
+    return Shape([max(1, round(scale * layer.parameters)) for layer in table.layers], flops / flops.sum())
+
+
+def choose_kilobytes(startup_s: float, per_byte_s: float, share: float) -> float:
+    """Return a layer's mean, with which startups are this share of the communication of one message a layer."""
+    return startup_s * (1 - share) / share / per_byte_s / 1024
+
+
+def compute_seconds(setting: str, weight: float, communication_s: float) -> float:
+    """Forward and backward of all layers, where one message a layer takes `communication_s` in all an iteration."""
+    return communication_s / HIDDEN / (1 - FORWARD) if setting == "hidden" else communication_s / weight
+
+
+class OverlapJob:
+    """A store, flat arrays that are exchanged, and layers that sleep."""
+
+    def __init__(self, servers: int, elements: list[int], asleep: bool = False) -> None:
+        # Every key on all servers, so that none is busiest.
+        self.kv = processes.create("dist_sync" if servers else "mpi_sync", servers=servers, big_array=1)
+        assert self.kv.layout.workers is not None
+        self.kv.set_optimizer("sgd", learning_rate=RATE)
+        self.comm = self.kv.layout.workers
+        self.asleep = asleep
+        self.hold(elements)
+
+    def hold(self, elements: list[int]) -> None:
+        """Set the parameters of each layer."""
+        self.elements = elements
+        self.gradients = np.random.default_rng(self.kv.rank).normal(size=sum(elements)).astype(np.float32)
+        self.parameters = np.zeros(sum(elements), np.float32)
+        self.forward = self.backward = np.zeros(len(elements))
+        self._before: dict[str, np.ndarray] = {}
+
+    def wire(self, name: str) -> StoreMessages:
+        return StoreMessages(self.kv, self.gradients, self.parameters, self.elements, name)
+
+    def slowest(self, seconds: float) -> float:
+        """Return the largest over all workers; they start together after it."""
+        box = np.array([seconds])
+        self.comm.Allreduce(box.copy(), box, op=MPI.MAX)
+        return float(box[0])
+
+    def agreed(self, values: Any) -> list[float]:
+        """Rank 0's values."""
+        box = np.array(values, np.float64)
+        self.comm.Bcast(box)
+        return box.tolist()
+
+    def sleep_for(self, seconds: float, shares: np.ndarray) -> None:
+        """Set the seconds that all layers take together."""
+        self.forward, self.backward = seconds * FORWARD * shares, seconds * (1 - FORWARD) * shares
+
+    def compute_forward(self, layer: int) -> None:
+        time.sleep(self.forward[layer - 1])
+
+    def compute_backward(self, layer: int) -> None:
+        time.sleep(self.backward[layer - 1])
+
+    def costs(self, repeats: int) -> tuple[float, ...]:
+        """Startup and seconds a byte of a push, then of a pull; rank 0's on all workers."""
+        modes = (True,) if self.asleep else (True, False)
+        push, pull = measure.message_costs(self.wire("measured"), self.slowest, repeats, modes)
+        return tuple(self.agreed([*push, *pull]))
+
+    def profile(self, costs: tuple[float, ...]) -> Profile:
+        """Return what messages cost, and how long layers sleep on rank 0; the same on all workers."""
+        a, b, startup, per_byte = costs
+        names = [f"layer{number}" for number in range(1, len(self.elements) + 1)]
+        forward, backward = self._clocked(self.compute_forward), self._clocked(self.compute_backward)
+        network = Linear(a, b, self.kv.num_workers, measure.collective_of(self.kv))
+        return create_profile(names, self.elements, forward, backward, network, startup, bandwidth(per_byte))
+
+    def _clocked(self, compute: Callable[[int], None]) -> list[float]:
+        """Return seconds of every layer, as they are beside each other on all ranks: medians of 3."""
+        times = np.empty((3, len(self.elements)))
+        for row in times:
+            self.slowest(0.0)
+            for index in range(len(row)):
+                begin = time.perf_counter()
+                compute(index + 1)
+                row[index] = time.perf_counter() - begin
+        return self.agreed(np.median(times, axis=0))
+
+    def change(self, number: int) -> None:
+        """Set some elements of the gradients, all over them, to this rank's of iteration `number`."""
+        mark([self.gradients], self.kv.rank + number)
+
+    def see(self, keys: str, number: int) -> None:
+        """RuntimeError unless the parameters that iteration `number` has left are those before it and its own update.
+
+        `keys`: whose they are. Their first iteration is taken as it is.
+        """
+        found = marked(self.parameters).copy()
+        if keys in self._before:
+            step = self._before[keys] - found
+            wanted = RATE * sum(rank + number for rank in range(self.kv.num_workers))
+            if not np.allclose(step, wanted, rtol=1e-2, atol=1e-6):
+                wrong = step[np.argmax(np.abs(step - wanted))]
+                raise RuntimeError(f"{keys}, iteration {number}: a parameter moved by {wrong:g}, not by {wanted:g}")
+        self._before[keys] = found
 
 
 if __name__ == "__main__":

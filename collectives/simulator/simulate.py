@@ -1,11 +1,12 @@
-"""How long a schedule takes on a topology, by simulation: the clocks of all ranks, step by step, vectorised.
+"""Predict the time of an algorithm on a topology, a ring on a fat-tree for one, by simulation, and by formula beside.
 
-The model: a message starts when both its ends have reached the step it belongs to. Every message costs its two ends
-alpha, one after the other within a lane. The messages of one step, of all lanes of one turn, share the links: one
-that crosses links l takes the largest (bytes of all messages on l) / (rate of l). Switches never block, links are
-full duplex, and relays in a BCube pass messages on as they come. Then the rank adds what came in, gamma a byte, for
-all those lanes together; while it does, lanes of the next turn may be on the wire. Ranks that share a host reach each
-other through memory, where each rank has a way in and a way out of rate 1 / near.beta.
+The simulation keeps the clocks of all ranks, step by step, vectorised. A message starts when both its ends have reached
+the step it belongs to. Every message costs its two ends alpha, one after the other within a lane. The messages of one
+step, of all lanes of one turn, share the links: one that crosses links l takes the largest (bytes of all messages on l)
+/ (rate of l). Switches never block, links are full duplex, and relays in a BCube pass messages on as they come. Then
+the rank adds what came in, gamma a byte, for all those lanes together; while it does, lanes of the next turn may be on
+the wire. Ranks that share a host reach each other through memory, where each rank has a way in and a way out of rate
+1 / near.beta.
 
 Sharing is exact where the messages of a step start together, as they do in all symmetric algorithms, and otherwise on
 the safe side.
@@ -21,9 +22,93 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.schedule.model import NOBODY, Schedule, Step
-from collectives.simulator.alpha_beta import FREE, Costs, LinkCost
-from collectives.simulator.topology import Topology
+from collectives.schedule import bcube as exchange
+from collectives.schedule.catalog import build
+from collectives.schedule.model import NOBODY, Schedule, Step, parse
+from collectives.simulator.cost import FREE, Costs, LinkCost, closed_form, has_form
+from collectives.simulator.topology import BCube, FatTree, Topology, bcube, fattree
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One simulated collective; times in seconds."""
+
+    topology: str
+    collective: str
+    algorithm: str
+    ranks: int
+    bytes: int
+    seconds: float
+    closed_form: float | None
+    """None where there is none, or where its wires are not those of the topology."""
+    busiest_link_bytes: float
+
+
+def schedule_on(network: Topology, kind: str, algorithm: str, per_host: int = 1) -> Schedule:
+    """Return the schedule that suits the network: `bcube` without parameters takes n and k from a BCube, and slots,
+    edges and pods as the digits of a fat-tree, in one lane, as the host has one NIC (BML paper, section 3.3);
+    `hierarchical` without `local` takes the ranks of each host."""
+    name, written = parse(algorithm)
+    p = network.hosts * per_host
+    if name == "bcube" and not written and per_host == 1:
+        if isinstance(network, FatTree):
+            return exchange.over(kind, network.radices[::-1], 1, "bcube")
+        if network.k > 1:
+            written = {"n": network.n, "k": network.k}
+    if name == "hierarchical":
+        written = {"local": per_host, **written}
+    return build(kind, name, p, **written)
+
+
+def predict(
+    network: Topology,
+    kind: str,
+    algorithm: str,
+    nbytes: int,
+    alpha: float = 0.0,
+    gamma: float = 0.0,
+    near: LinkCost = FREE,
+    per_host: int = 1,
+    progress: Callable[[float], None] | None = None,
+) -> Prediction:
+    """Simulate one collective; the parameters are those of `simulate`."""
+    schedule = schedule_on(network, kind, algorithm, per_host)
+    run = simulate(schedule, network, nbytes, alpha, gamma, near, progress=progress)
+    form = None
+    if _has_form(network, schedule, per_host):
+        costs = Costs(LinkCost(alpha, 1 / float(network.link_rates[0])), near, gamma)
+        form = closed_form(kind, schedule.name, schedule.p, nbytes, costs)
+    busiest = float(run.link_bytes.max(initial=0.0))
+    return Prediction(network.name, kind, schedule.name, schedule.p, nbytes, run.seconds, form, busiest)
+
+
+def _has_form(network: Topology, schedule: Schedule, per_host: int) -> bool:
+    """Return the closed forms give each rank one wire into a network that never blocks, and `bcube` one for each
+    level."""
+    name = schedule.name.partition("(")[0]
+    if per_host > 1 or isinstance(network.rate, tuple) or not has_form(schedule.kind, name):
+        return False
+    if isinstance(network, BCube) and network.k > 1:
+        return schedule.name == f"bcube(n={network.n},k={network.k})" and schedule.kind == "allreduce"
+    return name != "bcube"
+
+
+def figure5(nbytes: int, rate: float) -> list[tuple[Prediction, float]]:
+    """BML paper, figure 5: parameter server (direct) and BML on fat-tree and BCube with 16 and with 1,024 servers. With
+    each prediction what the text says of it, seconds: 2(N-1)/N TF on a fat-tree for both (sections 2 and 3.3), 1/k of
+    that for BML on BCube (3.2), and double BML's for the parameter server on BCube (3.3: "it will double the GST")."""
+    rows = []
+    for cube, tree in ((bcube(4, 2, rate), fattree(4, rate)), (bcube(32, 2, rate), fattree(16, rate))):
+        flat = 2 * (tree.hosts - 1) / tree.hosts * nbytes / rate
+        for network, algorithm, said in (
+            (tree, "direct", flat),
+            (tree, "bcube", flat),
+            (cube, "direct", 2 * flat / cube.k),
+            (cube, "bcube", flat / cube.k),
+        ):
+            rows.append((predict(network, "allreduce", algorithm, nbytes), said))
+    return rows
+
 
 Reals = NDArray[np.float64]
 Places = NDArray[np.int64]
@@ -31,7 +116,7 @@ Places = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Run:
-    """What a simulation found."""
+    """The result of a simulation."""
 
     seconds: float
     """When the last rank is done."""
@@ -113,7 +198,7 @@ class _Cluster:
             self.lanes.append(_LaneClock(i, lane.turn, offsets, np.zeros(p)))
 
     def play(self, lanes: list[_LaneClock], steps: list[Step]) -> None:
-        """One step of the lanes of one turn."""
+        """Advance the clocks by one step of the lanes of one turn."""
         load = np.zeros(len(self.rates))
         for lane, step in zip(lanes, steps):
             for message in self._messages(lane, step):
@@ -133,7 +218,7 @@ class _Cluster:
                 lane.ready = np.where(adding, done, lane.ready)
 
     def _exchange(self, lane: _LaneClock, step: Step, busy: Reals, added: Reals) -> Reals:
-        """When each rank has sent and received all of the step; what it must add is counted up in `added`."""
+        """Return when each rank has sent and received all of the step; what it must add is counted up in `added`."""
         out, come = np.zeros(len(self.ranks)), np.zeros(len(self.ranks))
         done = lane.ready.copy()
         for m in self._messages(lane, step):
@@ -164,7 +249,7 @@ class _Cluster:
             yield _Message(source, r.send_to[source], nbytes, r.add)
 
     def _route(self, source: Places, target: Places) -> list[tuple[Places, Any]]:
-        """(links, which messages cross them), hop by hop; `which` is a slice where all do."""
+        """Yield (links, which messages cross them), hop by hop; `which` is a slice where all do."""
         here, there = source // self.share, target // self.share
         links = list(self.topology.route(here, there))
         ways = len(self.topology.link_rates)

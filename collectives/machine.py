@@ -1,0 +1,227 @@
+"""This machine: cores, memory and caches that a process may use, addresses of loaded programs, peers of sockets.
+
+Cores are those of this process' affinity, or of the CPU quotas of its control groups if they are less.
+
+Copies: glibc's memcpy, which NumPy's copies end in, writes around the caches when a copy is longer than 3/4 of the last
+one: what lands there will not be found in it anyway, and lines that are only overwritten need not be fetched first. On
+EPYC several versions take that cache for the sum of all on the socket, 384 MiB for 32, so that no copy is ever long. In
+a virtual machine the kernel does, too: 480 MiB for 2 cores of a Xeon, where copies of more than 32 MiB found nothing in
+it and took twice as long as past it. A setting of glibc sends long copies past the caches.
+
+Addresses: a core remembers branches by their addresses. Where several ranks share one, and each is at addresses of its
+own, each finds at its turn that the core has learned the others' branches. So such ranks start at fixed addresses.
+
+Peers: sockets without a name in any folder, and some folders, are open to all users of a machine. The kernel says who
+is at the other end of a Unix socket, so nobody can claim to be another. A process that listens admits `ours` alone.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+ROOT = Path("/")
+LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+CREDENTIALS = struct.Struct("iII")  # as of SO_PEERCRED
+TUNABLES, THRESHOLD = "GLIBC_TUNABLES", "glibc.cpu.x86_non_temporal_threshold"
+SYSCONF_LEVEL3 = 194  # _SC_LEVEL3_CACHE_SIZE; Python has no name for it
+LARGEST_CACHE = 32 << 20
+"""Bytes of a last cache that one process can count on, as others fill it, too; copies past a larger one lose nothing
+worth mention, as was seen on a Xeon of 480 MiB."""
+LEVEL3 = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")  # as the kernel has it, "32768K"
+
+
+class Quota(NamedTuple):
+    """The whole cores that a control group allows all its processes together, and which group that is."""
+
+    cores: int
+    group: int
+
+
+def usable_cores(root: Path = ROOT) -> int:
+    """Return the number of cores that this process may use: those of its affinity, or of its quota if they are less."""
+    found = find_quota(root)
+    return bound_cores(len(os.sched_getaffinity(0)), [found] if found else [])
+
+
+def bound_cores(cores: int, quotas: Sequence[Quota | None]) -> int:
+    """Return how many of `cores` the processes with these quotas may use together; a process without one has no bound.
+
+    Processes of one group share its quota.
+    """
+    known = [quota for quota in quotas if quota]
+    if not known or len(known) < len(quotas):
+        return cores
+    return min(cores, sum({quota.group: quota.cores for quota in known}.values()))
+
+
+def find_quota(root: Path = ROOT) -> Quota | None:
+    """Return the smallest quota of this process' control groups and their parents; None where there is none.
+
+    Quotas are rounded down, but for less than one core. Ranks that wait keep looking: those on a part of a core use the
+    quota up, and then the kernel stops all ranks of the group until the next period.
+    """
+    found = []
+    for folder in _find_groups(root):
+        with suppress(OSError, ValueError, ZeroDivisionError):
+            spent, period = _read_quota(folder)
+            if spent > 0:
+                found.append(Quota(max(1, spent // period), folder.stat().st_ino))
+    return min(found, default=None)
+
+
+def _read_quota(folder: Path) -> tuple[int, int]:
+    """Return microseconds of processor time in a period, by cgroups v2 or v1; -1 or ValueError where there is no
+    bound."""
+    if (folder / "cpu.max").exists():
+        spent, period = (folder / "cpu.max").read_text().split()
+        return int(spent), int(period)
+    return int((folder / "cpu.cfs_quota_us").read_text()), int((folder / "cpu.cfs_period_us").read_text())
+
+
+def _find_groups(root: Path) -> Iterator[Path]:
+    """Yield the folders of this process' control groups that may bound its cores, and of their parents."""
+    with suppress(OSError):
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+        paths = {controllers: path for _, controllers, path in (line.split(":", 2) for line in lines if line)}
+        for line in (root / "proc/self/mountinfo").read_text().splitlines():
+            before, _, after = line.partition(" - ")
+            kind, _, options = (after.split(" ", 2) + ["", ""])[:3]
+            mounted, point = before.split(" ")[3:5]
+            for controllers, path in paths.items():
+                version_1 = kind == "cgroup" and "cpu" in controllers.split(",") and "cpu" in options.split(",")
+                if version_1 or (kind == "cgroup2" and not controllers):
+                    yield from _walk_up(root / point.lstrip("/").replace("\\040", " "), mounted, path)
+
+
+def _walk_up(top: Path, mounted: str, path: str) -> Iterator[Path]:
+    """Yield the group's folder and its parents up to `top`, where the group `mounted` is; `top` where it is outside."""
+    group = PurePosixPath(path)
+    inside = group.relative_to(mounted) if group.is_relative_to(mounted) and ".." not in group.parts else None
+    folder = top / inside if inside else top
+    yield folder
+    while folder != top:
+        folder = folder.parent
+        yield folder
+
+
+def total_memory() -> int:
+    """Return bytes of memory and swap for all processes here: the machine's, or its control group's where that is
+    less."""
+    found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = read_number("/sys/fs/cgroup/memory.max")
+    return min(found, found if limit is None else limit) + _read_swap()
+
+
+def count_local_ranks() -> int:
+    """Return ranks of the job on this machine, as the launcher says; 1 where there is none or it does not say."""
+    return next((int(os.environ[name]) for name in LOCAL_SIZES if name in os.environ), 1)
+
+
+def check_memory(words: str, nbytes: int, arrays: int, ranks: int = 1) -> None:
+    """ValueError where `ranks` ranks of this machine cannot each hold so many arrays of `nbytes`; `words` asked for."""
+    needed, held = nbytes * arrays * ranks, total_memory()
+    if needed > held:
+        each = f"{arrays} array{'s' * (arrays > 1)} of {nbytes:,} bytes"
+        whose = f" on each of {ranks} ranks" if ranks > 1 else ""
+        raise ValueError(
+            f"{words} takes at least {each}{whose}, {needed / 2**30:,.1f} GiB, and this machine has "
+            f"{held / 2**30:,.1f} GiB of memory: ask for less"
+        )
+
+
+def read_number(path: str) -> int | None:
+    """Return the whole number in a file of the kernel; None where there is no such file, or no limit in it."""
+    try:
+        text = Path(path).read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def _read_swap() -> int:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("SwapTotal:")), 0)
+
+
+def choose_long_copies(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variable with which a process started from here has copies of 3/4 of the last cache, 24 MiB at most,
+    go past it; nothing where glibc does so by itself, is not there, or was told already."""
+    try:
+        real = int(LEVEL3.read_text().strip().removesuffix("K")) << 10
+    except (OSError, ValueError):
+        return {}
+    return correct_threshold(_read_believed_cache(), real, environment)
+
+
+def past_caches(environment: Mapping[str, str]) -> int:
+    """Return bytes from which on copies of a process that was started with this environment go past the caches;
+    `sys.maxsize` where that is not known."""
+    for setting in environment.get(TUNABLES, "").split(":"):
+        name, _, value = setting.partition("=")
+        with suppress(ValueError):  # which glibc ignores, too
+            if name == THRESHOLD and int(value, 0) > 0:
+                return int(value, 0)
+    believed = _read_believed_cache()
+    return 3 * believed // 4 if believed > 0 else sys.maxsize
+
+
+def _read_believed_cache() -> int:
+    """Return bytes of the last cache as glibc has it; 0, or less, where it does not know, or is not there."""
+    try:
+        return os.sysconf(SYSCONF_LEVEL3) if "CS_GNU_LIBC_VERSION" in os.confstr_names else 0
+    except (OSError, ValueError):
+        return 0
+
+
+def correct_threshold(believed: int, real: int, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the same from the cache's bytes as glibc and as the kernel have them."""
+    given = environment.get(TUNABLES, "")
+    counts = min(real, LARGEST_CACHE)
+    if not 0 < counts < believed or THRESHOLD in given:
+        return {}
+    return {TUNABLES: ":".join(filter(None, (given, f"{THRESHOLD}={3 * counts // 4:#x}")))}
+
+
+def fix_addresses() -> tuple[str, ...]:
+    """Return what a command begins with, so that its processes all load their code at the same addresses; empty where
+    the machine has no such command, or, as containers may, forbids it."""
+    setarch = shutil.which("setarch")
+    if setarch is None:
+        return ()
+    words = (setarch, platform.machine(), "-R")
+    try:
+        subprocess.run([*words, "true"], capture_output=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return ()
+    return words
+
+
+class Peer(NamedTuple):
+    """The process at the other end, as this process sees it: 0 where it is of a PID namespace that is out of sight."""
+
+    pid: int
+    user: int
+
+    @property
+    def ours(self) -> bool:
+        """Return whether it belongs to the user of this process."""
+        return self.user == os.geteuid()
+
+
+def find_peer(line: socket.socket) -> Peer:
+    """Return who made this connection, or, on the side that made it, who listens."""
+    pid, user, _ = CREDENTIALS.unpack(line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
+    return Peer(pid, user)
