@@ -191,10 +191,6 @@ for _name, _measures in CASES.items():
     )  # fmt: skip
 
 
-if __name__ == "__main__":
-    command()
-
-
 class BenchmarkWords(NamedTuple):
     """The words of the command line, understood."""
 
@@ -278,3 +274,7 @@ def _element(dtype: str) -> np.dtype[Any]:
     if element.kind not in "biufc":
         raise ValueError(f"--dtype {dtype!r} is no type of numbers, such as float32, float16, bfloat16, float64, int32")
     return element
+
+
+if __name__ == "__main__":
+    command()

