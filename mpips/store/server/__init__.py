@@ -1,7 +1,6 @@
 """A server: frames in, rounds and updates of its units in the middle, frames out.
 
-From the bottom: `unit` (what is stored), `sources` (contributions), `reduce` (sums), `reads` (who may read), `rounds`
-(synchronous) and `updates` (asynchronous), `late` (long waits), `state` (all units), `snapshot` and `requests` (rare
-things), `traffic` (frames), `loop` (time, and from generation to generation). Up to `state` all is a machine without
-MPI: events in, replies out.
+From the top: `loop` (time, frames, from generation to generation), `requests` (rare things, snapshots), `state` (all
+units: a machine without MPI, events in, replies out), `late` (long waits), `reduce` (sums, and the threads that share
+them), `sources` (contributions), `unit` (what is stored).
 """

@@ -2,9 +2,6 @@
 
 `serve` gives each store of this process its turn. What a turn raises ends that store's generation; the server then
 waits until the workers begin the next one, or close.
-
-What goes between one server and its workers in one generation: frames in, which become events of `ServerState`; replies
-out.
 """
 
 from __future__ import annotations
@@ -14,7 +11,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from mpi4py import MPI
@@ -42,12 +39,14 @@ from mpips.store.runtime.generation import Generation
 from mpips.store.server.late import Gossip, Late
 from mpips.store.server.reduce import Reduce
 from mpips.store.server.requests import Requests
-from mpips.store.server.sources import Filling, FirstValue, Pushes, Receiver, Settings
-from mpips.store.server.state import ServerState
-from mpips.store.server.unit import Replies, Unit
+from mpips.store.server.sources import Filling, Pushes, Receiver
+from mpips.store.server.state import AsynchronousState, ServerState, SynchronousState
+from mpips.store.server.unit import Replies
 from mpips.store.transport.frames import ROUND, ROUND_AT, Frame, Op, OpenStore
 from mpips.store.transport.lines import Line, MessageLine, Rings, any_waiting, connect
 
+LOG = logging.getLogger("mpips.store")
+PUSH = int(Op.PUSH)
 YIELDS = 8
 """Before the clock is looked at; where cores are busy each may cost a slice."""
 SPIN_SECONDS = 1e-3
@@ -70,20 +69,29 @@ ORPHAN_SECONDS = 300.0
 def serve(servers: Sequence[Server], opened: Callable[[OpenStore], Server | None] | None = None) -> None:
     """Serve these stores, and others that their workers open, until all workers of all stores have left. Blocking.
 
-    `opened` makes one more store, collectively with all workers, which have asked for it; None where it cannot be.
-    Raises what is neither a worker's fault nor the network's.
+    A server that has nothing to do gives way, and then sleeps, the longer the longer it has waited. `opened` makes one
+    more store, collectively with all workers, which have asked for it; None where it cannot be. Raises what is neither
+    a worker's fault nor the network's.
     """
-    here, idle, turns = list(servers), _Idle(), 0
+    here, turns = list(servers), 0
+    since, spins = 0.0, 0  # when it began to have nothing to do; looks since then
     while here:
         worked = False
         for server in here:
             worked |= server.turn()
         turns += 1
-        if worked and turns % BUSY_TURNS:
-            idle.over()
-            continue
-        if not (now := idle.look(worked)):
-            continue
+        if worked:
+            since, spins = 0.0, 0
+            if turns % BUSY_TURNS:
+                continue
+            now = time.monotonic()
+        else:
+            spins += 1
+            os.sched_yield()
+            if spins < YIELDS:
+                continue
+            now = time.monotonic()
+            since = since or now
         for server in list(here):
             server.tick(now)
             if opened is not None and (asked := server.opens()) and (more := opened(asked)):
@@ -91,47 +99,13 @@ def serve(servers: Sequence[Server], opened: Callable[[OpenStore], Server | None
             if server.finished:
                 here.remove(server)
                 server.close()
-        idle.rest(now, any(server.hot for server in here))
-
-
-class _Idle:
-    """The rest of a loop that has nothing to do: it gives way, and then sleeps, the longer the longer it has waited."""
-
-    def __init__(self) -> None:
-        self._since, self._spins = 0.0, 0
-
-    def over(self) -> None:
-        """Something was done."""
-        self._since, self._spins = 0.0, 0
-
-    def look(self, worked: bool) -> float:
-        """The time, where it is to be looked at; else 0."""
-        if worked:
-            self.over()
-            return time.monotonic()
-        self._spins += 1
-        os.sched_yield()
-        if self._spins < YIELDS:
-            return 0.0
-        now = time.monotonic()
-        self._since = self._since or now
-        return now
-
-    def rest(self, now: float, hot: bool) -> None:
-        """Sleep a little, unless something may go on at any moment (`hot`)."""
-        if self._since and now - self._since > SPIN_SECONDS and not hot:
-            time.sleep(min(max(SLEEP_SHARE * (now - self._since), SLEEP_SECONDS[0]), SLEEP_SECONDS[1]))
-
-
-def _threads(layout: Layout, cores: int) -> int:
-    """Cores for a long sum: workers wait meanwhile, so the servers of a node share all that this one may use."""
-    servers = range(layout.num_workers, layout.num_workers + layout.num_servers)
-    here = sum(layout.same_node(layout.rank, server) for server in servers)
-    return max(1, min(MOST_THREADS, cores // here))
+        # To sleep would cost more than the wait where a worker of this node may let a sum go on at any moment.
+        if since and now - since > SPIN_SECONDS and not any(server.is_summing for server in here):
+            time.sleep(min(max(SLEEP_SHARE * (now - since), SLEEP_SECONDS[0]), SLEEP_SECONDS[1]))
 
 
 class Serving(NamedTuple):
-    """What a server has of one generation."""
+    """What a server has of one generation; `held`: what this rank kept while it was a spare."""
 
     state: ServerState
     requests: Requests
@@ -149,10 +123,14 @@ class Server:
         self._ledger = Ledger() if layout.survives else None
         self._memory = Memory(self._ledger)
         self._shared_cores = seat.shared
-        self._reduce = Reduce(_threads(layout, seat.usable), seat.step_aside, seat.shared)
+        # Workers wait during a long sum, so the servers of a node share all cores that this one may use.
+        every = range(layout.num_workers, layout.num_workers + layout.num_servers)
+        here = sum(layout.same_node(layout.rank, server) for server in every)
+        threads = max(1, min(MOST_THREADS, seat.usable // here))
+        self._reduce = Reduce(threads, seat.step_aside, seat.shared)
         self._copies, self._rounds = Copies(), Rounds()
         self._settled: Settled[Serving] = Settled()
-        self._now = self._serving(ServerState(), 0, None, held or Held())
+        self._now = self._serving(SynchronousState(), 0, None, held or Held())
 
     def _serving(self, state: ServerState, generation: int, compressor: Compressor | None, held: Held) -> Serving:
         name = f"server rank {self.layout.rank}"
@@ -163,11 +141,12 @@ class Server:
         self._mirror = Mirror(self.layout, self._copies, self.generation.number) if options.mirrors else None
         remote = [worker for worker, line in enumerate(lines) if not line.local]
         late = Late(options.stall_seconds, options.timeout_seconds)
-        asynchronous, staleness = self.layout.asynchronous, options.staleness
-        return ServerState(asynchronous, staleness, remote, late, self._reduce, groups, self._mirror)
+        if self.layout.asynchronous:
+            return AsynchronousState(options.staleness, remote, late, self._reduce, groups, self._mirror)
+        return SynchronousState(remote, late, self._reduce, groups, self._mirror)
 
     def begin(self) -> None:
-        """The store's first generation. Collective over its workers and servers, blocking."""
+        """Begin the store's first generation. Collective over its workers and servers, blocking."""
         lines, rings, ledgers = connect(self.layout, self.generation, self._region)
         serving = self._serving(self._new_state(lines), self.generation.number, None, Held(ledgers))
         serving.requests.publish()
@@ -193,12 +172,12 @@ class Server:
         return self._closed or self._traffic.over
 
     @property
-    def hot(self) -> bool:
-        """Whether a worker of this node may let a sum go on at any moment: to sleep would cost more than the wait."""
+    def is_summing(self) -> bool:
+        """Whether a worker of this node may let a sum go on at any moment."""
         return bool(self._state.ready) and not self._traffic.remote
 
     def opens(self) -> OpenStore | None:
-        """One more store, if all workers have asked for it since it was last so."""
+        """Return one more store, if all workers have asked for it since it was last so."""
         asked = self._requests.opening
         if len(asked) < self.layout.num_workers:
             return None
@@ -207,7 +186,7 @@ class Server:
         return first
 
     def close(self) -> None:
-        """Every worker has left: end with all ranks of the store. Blocking."""
+        """End with all ranks of the store, as every worker has left. Blocking."""
         if self._ended is None:
             with suppress(CollectiveError):  # what is not taken now never is
                 self.generation.wait(self._traffic.done, "close")
@@ -216,7 +195,7 @@ class Server:
     # ---- turns
 
     def turn(self) -> bool:
-        """One look at everything; whether anything was done. What it raises ends the generation."""
+        """Look at everything once; whether anything was done. What is raised ends the generation."""
         if self._ended is not None:
             return self._next_generation()
         try:
@@ -243,7 +222,7 @@ class Server:
         return heard or worked
 
     def tick(self, now: float) -> None:
-        """Called while there is time, at `now`: look for long waits, and at the generation, now and then."""
+        """Look for long waits, and at the generation, now and then; called while there is time, at `now`."""
         if self._ended is not None or self.finished:
             return
         try:
@@ -266,8 +245,8 @@ class Server:
         self.at_end()
 
     def at_end(self) -> None:
-        """The generation is over: finish rounds to which all have contributed, drop all else, and say that this server
-        reads no worker's memory any more. Blocks for a moment."""
+        """Finish rounds to which all have contributed, drop all else, and say that this server reads no worker's memory
+        any more, as the generation is over. Blocks for a moment."""
         if self._mirror is not None:
             self._mirror.stop()
         now = time.monotonic()
@@ -299,7 +278,7 @@ class Server:
         return True
 
     def committed(self) -> None:
-        """The next generation has begun: what was before may go."""
+        """Let go what was before, as the next generation has begun."""
         self._settled.begun()
         self._copies.begin(None if self.layout.asynchronous else self._rounds)
 
@@ -333,22 +312,12 @@ class Server:
         return True
 
 
-PUSH = int(Op.PUSH)
-
-
-class Answers(Settings, Protocol):
-    """What answers rare requests, and knows how pushes are compressed: `requests.Requests`."""
-
-    def heard(self, worker: int, line: Line, frame: Frame) -> bool: ...
-
-    def answer_all(self) -> bool: ...
-
-
 class Traffic:
-    """The lines of one server, in one generation; `lines` and `rings` as `connect` gave them."""
+    """The lines of one server in one generation: frames become events of its state, and replies go out. `lines` and
+    `rings` as `connect` gave them."""
 
     def __init__(
-        self, layout: Layout, lines: list[Line], rings: Rings | None, state: ServerState, requests: Answers
+        self, layout: Layout, lines: list[Line], rings: Rings | None, state: ServerState, requests: Requests
     ) -> None:
         self._lines, self._rings, self._state, self._requests = lines, rings, state, requests
         self.remote = [line for line in lines if isinstance(line, MessageLine)]
@@ -357,14 +326,11 @@ class Traffic:
         # From another worker on for every server, so that not all use the link of the same worker first.
         first = (layout.rank - layout.num_workers) * len(lines) // layout.num_servers
         self._callers = [*enumerate(lines)][first:] + [*enumerate(lines)][:first]
-        self._firsts: list[tuple[Unit, int, FirstValue]] = []
+        self._firsts: list[tuple[Callable[[], bool], int, Line]] = []
+        """First values on their way: whether one is there, its unit, and the line of its worker."""
         self._pushes = Pushes(state.units, self._receiver, requests)
         assert layout.servers is not None
         self._gossip = Gossip(layout.servers, state.late)
-        self._handlers: dict[int, Callable[[int, Frame], None]] = {
-            Op.PULL: self._pull, Op.PULL_ROWS: self._pull_rows, Op.RELEASE: self._release, Op.SET: self._set,
-            Op.CONTROL: self._control, Op.WAITS: self._waits, Op.BYE: self._bye,
-        }  # fmt: skip
         self._units_changed()
 
     @property
@@ -376,11 +342,8 @@ class Traffic:
 
     def hear(self) -> bool:
         """Take in what workers have said, if there is anything; whether there was."""
-        if (self._rings is not None and self._rings.any_written()) or (self.remote and any_waiting(self.remote)):
-            return self._listen()
-        return False
-
-    def _listen(self) -> bool:
+        if not ((self._rings is not None and self._rings.any_written()) or (self.remote and any_waiting(self.remote))):
+            return False
         heard = False
         known, new, pushed = self._pushes.known, self._pushes.new, self._state.pushed
         for worker, line in self._callers:
@@ -393,12 +356,38 @@ class Traffic:
                             source.begin(ROUND.unpack_from(data, ROUND_AT)[0])
                         pushed(unit, index, source, priority, time.monotonic())
                     else:
-                        frame = Frame.of(data)
-                        self._handlers[frame.op](worker, frame)
+                        self._handle(worker, line, Frame.of(data))
         return heard
 
+    def _handle(self, worker: int, line: Line, frame: Frame) -> None:
+        """Handle a frame that is no push."""
+        state, unit = self._state, frame.unit
+        match frame.op:
+            case Op.PULL:
+                self.send(state.pulled(unit, worker, frame.round))
+            case Op.RELEASE:
+                state.released(unit, worker)
+            case Op.PULL_ROWS:
+                rows = np.frombuffer(line.body(frame), np.int64)
+                self.send(state.pulled(unit, worker, frame.round, rows))
+            case Op.SET:
+                state.units[unit].thaw()
+                self._firsts.append((self._receiver.first(state.units[unit], worker), unit, line))
+            case Op.CONTROL:
+                if self._requests.heard(worker, line, frame):
+                    self._units_changed()
+            case Op.WAITS:
+                state.waits(unit, worker, frame.round)
+            case Op.BYE:
+                self._callers = [caller for caller in self._callers if caller[0] != worker]
+                if not line.local:
+                    line.post(Op.BYE)
+                self.send(state.left(worker))
+            case _:
+                raise KeyError(frame.op)
+
     def hear_last(self) -> None:
-        """The generation is over: take in what workers of this node had pushed before they knew."""
+        """Take in what workers of this node had pushed before they knew that the generation is over."""
         known = self._pushes.known
         for worker, line in self._callers:
             for data in line.read() if line.local else ():
@@ -414,43 +403,11 @@ class Traffic:
         """See what messages from and to other nodes have come and gone; to be called where there are `remote` lines."""
         for unit, worker in self._receiver.delivered():
             self._state.released(unit, worker)
-        if self._firsts:
-            self._firsts = [first for first in self._firsts if not self._stored(*first)]
-
-    def _pull(self, worker: int, frame: Frame) -> None:
-        self.send(self._state.pulled(frame.unit, worker, frame.round))
-
-    def _pull_rows(self, worker: int, frame: Frame) -> None:
-        rows = np.frombuffer(self._lines[worker].body(frame), np.int64)
-        self.send(self._state.pulled(frame.unit, worker, frame.round, rows))
-
-    def _release(self, worker: int, frame: Frame) -> None:
-        self._state.released(frame.unit, worker)
-
-    def _waits(self, worker: int, frame: Frame) -> None:
-        self._state.waits(frame.unit, worker, frame.round)
-
-    def _set(self, worker: int, frame: Frame) -> None:
-        unit = self._state.units[frame.unit]
-        unit.thaw()
-        self._firsts.append((unit, worker, self._receiver.first(unit, worker)))
-
-    def _stored(self, unit: Unit, worker: int, first: FirstValue) -> bool:
-        """Whether a first value is there; then its worker hears of it."""
-        if not first.done():
-            return False
-        self._lines[worker].post(Op.CONSUMED, unit.number)
-        return True
-
-    def _control(self, worker: int, frame: Frame) -> None:
-        if self._requests.heard(worker, self._lines[worker], frame):
-            self._units_changed()
-
-    def _bye(self, worker: int, frame: Frame) -> None:
-        self._callers = [caller for caller in self._callers if caller[0] != worker]
-        if not self._lines[worker].local:
-            self._lines[worker].post(Op.BYE)
-        self.send(self._state.left(worker))
+        for first in self._firsts[:]:
+            is_there, unit, line = first
+            if is_there():
+                self._firsts.remove(first)
+                line.post(Op.CONSUMED, unit)
 
     # ---- out
 
@@ -464,7 +421,7 @@ class Traffic:
             if reply.text:
                 if reply.text != logged:  # once, whoever hears it
                     logged = reply.text
-                    logging.getLogger(__name__).warning("%s", logged)
+                    LOG.warning("%s", logged)
                 line.post_body(reply.text.encode(), Op[reply.what], reply.unit, reply.round)
             elif reply.what == "GRANT" and not line.local:
                 self._receiver.ship(self._state.units[reply.unit], reply.worker, reply.rows)
@@ -472,7 +429,7 @@ class Traffic:
                 line.post(Op[reply.what], reply.unit, reply.round)
 
     def answer(self) -> None:
-        """All that was pushed has been applied: answer requests that have waited for it."""
+        """Answer requests that have waited until all that was pushed has been applied, as it has."""
         if self._requests.answer_all():
             self._units_changed()
 
@@ -499,7 +456,8 @@ class Traffic:
         return self._receiver.done(self._lines)
 
     def stop(self) -> None:
-        """The generation is over: read no worker's memory any more, and say so. Blocks for a moment between nodes."""
+        """Read no worker's memory any more, and say so, as the generation is over. Blocks for a moment between
+        nodes."""
         if self._rings is not None:
             self._rings.stop()
         self._receiver.stop(self._lines)

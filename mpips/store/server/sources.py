@@ -1,11 +1,14 @@
-"""Contributions: payloads that lie in memory of this node (`unit.Source`), and what makes them of frames.
+"""Contributions: what push frames say, and their payloads, in memory of this node or in messages from other nodes.
 
-Payloads between nodes, on the server's side: blocks as messages, few at a time, in the order they are summed.
+A worker of another node sends a block when the server has a buffer for it and says so (CREDIT), except for payloads of
+one block, which come right behind their frame: a credit would wait in the server's link behind the answers that fill
+it. First values are received where the unit keeps them. Nothing here blocks, but the end of a generation.
 
-A worker sends a block when the server has a buffer for it and says so (CREDIT), except for payloads of one block, which
-come right behind their frame: a credit would wait in the server's link behind the answers that fill it. First values
-are received where the unit keeps them. What all that may fill at a server says `buffers`. Nothing here blocks, but the
-end of a generation.
+Memory for payloads is bounded, however many pushes are under way. Beside weights and optimizer state, pushes keep at a
+server at most one copy of the model in sums that wait for other contributors, and a second one in payloads: what
+workers send without being asked (`transport.sender.Window`), and blocks that the server asks for while there is room
+(`Buffers`). A block whose turn in the sum it is may be asked for at any rate where no other such block is on its way:
+it comes, is added and gone, so nothing waits for ever.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
@@ -30,42 +33,92 @@ from mpips.store.keys.row_sparse import RowSparse
 from mpips.store.server.unit import Source, Unit
 from mpips.store.transport.frames import ALONG, ROUND_AT, Coding, Frame, Op
 from mpips.store.transport.lines import Line, MessageLine
-from mpips.store.transport.messages import LOOK_SECONDS, pull_tag, push_tag
+from mpips.store.transport.messages import LOOK_SECONDS, Bytes, cut_bytes, pull_tag, push_tag
 from mpips.store.transport.outbox import PLACES, header_bytes
+
+if TYPE_CHECKING:
+    from mpips.store.server.requests import Requests
 
 VIEWS = 4096
 """Least number of regions that are kept mapped."""
+KEPT = 16
+"""Buffers kept for the next block."""
+ROW_MESSAGES = 2
+"""Messages with rows that are under way to a worker."""
+DRAIN_SECONDS = 0.2
+"""How long a server takes in what workers have under way when the generation is over, so that they need not wait for
+it."""
 Array = NDArray[Any]
 Push = tuple[Unit, int, Source, int]
 """Unit, position of the contributor, source and priority."""
+Read = Callable[[Array], Source]
+"""Makes a source of a coded payload, whenever it is read."""
 
 
-class Payload:
-    """What all have in common: nothing has to be fetched."""
+class Pushes:
+    """The contributions that push frames name. Where the same region may be pushed again, what is known of it is kept
+    by the frame but for its round."""
 
-    local = True
-    coded = False
-    sparse = False
-    empty = False
-    steady: Array | None = None
+    def __init__(self, units: Mapping[int, Unit], receiver: Receiver, requests: Requests) -> None:
+        self._units, self._receiver, self._requests = units, receiver, requests
+        self._views: dict[tuple[int, ...], Array] = {}
+        self._most = VIEWS
+        self.known: dict[bytes, Push] = {}
 
-    def ready(self, block: int) -> bool:
-        return True
+    def new(self, worker: int, line: Line, data: bytes) -> Push:
+        """Return what a frame pushes that is not known."""
+        frame = Frame.of(data)
+        unit = self._units[frame.unit]
+        push = unit, unit.position[worker], self._source(worker, line, frame, unit), frame.priority
+        if type(push[2]) in (Elements, Filling):
+            if len(self.known) >= self._most:
+                self.known.clear()
+            self.known[data[:ROUND_AT]] = push
+        return push
 
-    def part(self, block: int, start: int, stop: int) -> Array:
-        raise TypeError("the payload has no plain elements")
+    def keep(self, units: Mapping[int, Unit]) -> None:
+        """Forget pushes of units that are no more; make room for those of new ones."""
+        self._most = max(VIEWS, 2 * sum(len(unit.contributors) for unit in units.values()))
+        for frame in [frame for frame, push in self.known.items() if push[0].number not in units]:
+            del self.known[frame]
 
-    def add_to(self, out: Array) -> None:
-        raise TypeError("the payload is not coded")
+    def _source(self, worker: int, line: Line, frame: Frame, unit: Unit) -> Source:
+        if isinstance(line, MessageLine):
+            if frame.coding == Coding.PLAIN:
+                return Blocks(self._receiver, line, worker, unit, frame)
+            return CodedMessage(self._receiver, line, worker, unit, frame, self._reader(frame, unit))
+        payload = self._view(frame.region)
+        if frame.coding == Coding.GROWING:
+            return Filling(payload, unit.blocks, unit.block_elements, unit.stored.dtype)
+        if frame.coding == Coding.PLAIN:
+            return Elements(payload.view(unit.stored.dtype))
+        return self._reader(frame, unit)(payload)
 
-    def rows(self) -> RowSparse:
-        raise TypeError("the payload is not row-sparse")
+    def _reader(self, frame: Frame, unit: Unit) -> Read:
+        """Return what makes a source of a coded payload, with the compressor of when it was pushed."""
+        if frame.coding == Coding.NOTHING:
+            return lambda payload: Empty(unit)
+        if frame.coding == Coding.ROWS:
+            shape = (unit.stored.size // max(1, unit.row_elements), unit.row_elements)
+            return lambda payload: Rows(payload, frame.aux, shape, unit.stored.dtype)
+        compressor = self._requests.compressor
+        assert compressor is not None
+        return lambda payload: Compressed(payload, compressor)
 
-    def drop(self) -> None:
-        pass
+    def _view(self, region: tuple[int, ...]) -> Array:
+        """Return the bytes of a region; the same one is mapped and touched once."""
+        view = self._views.get(region)
+        if view is None:
+            if len(self._views) >= self._most:
+                self._views.clear()
+            view = self._views[region] = arena.attach(Region(*region))
+        return view
 
 
-class Elements(Payload):
+# ---- payloads in memory of this node
+
+
+class Elements(Source):
     """All elements of a unit."""
 
     def __init__(self, array: Array) -> None:
@@ -76,7 +129,7 @@ class Elements(Payload):
         return self.array[start:stop]
 
 
-class Filling(Payload):
+class Filling(Source):
     """A worker's `outbox`, perhaps still being filled; one round at a time, the next begins when it has been read."""
 
     def __init__(self, outbox: Array, blocks: int, block_elements: int, dtype: np.dtype) -> None:
@@ -86,7 +139,7 @@ class Filling(Payload):
         self._first = 0
 
     def begin(self, round_: int) -> None:
-        """What comes next is this round's."""
+        """Read this round from now on."""
         self._first = (round_ - 1) * self._blocks
 
     def ready(self, block: int) -> bool:
@@ -97,7 +150,7 @@ class Filling(Payload):
         return self._slots[at : at + stop - start]
 
 
-class Compressed(Payload):
+class Compressed(Source):
     """What a compressor made of a unit's elements; `payload` is uint8."""
 
     coded = True
@@ -109,7 +162,7 @@ class Compressed(Payload):
         self._compressor.decode(self._payload, out, add=True)
 
 
-class Rows(Payload):
+class Rows(Source):
     """Rows of a unit whose elements are whole rows: `payload` holds `count` row numbers (int64), then their values."""
 
     coded = True
@@ -137,316 +190,19 @@ class Empty(Rows):
         super().__init__(np.empty(0, np.uint8), 0, (unit.stored.size // row, row), unit.stored.dtype)
 
 
-class Receiving(Protocol):
-    """What receives payloads from other nodes (`transport.receiver`)."""
-
-    def source(
-        self, line: Line, worker: int, unit: Unit, frame: Frame, read: Callable[[Array], Source] | None
-    ) -> Source:
-        """The payload of a frame; `read` makes a source of a coded one."""
-        ...
+# ---- payloads that come as messages
 
 
-class Settings(Protocol):
-    """What tells how payloads are to be read."""
-
-    compressor: Compressor | None
-
-
-class Pushes:
-    """What push frames say. Where the same region may be pushed again, it is kept by the frame but for its round."""
-
-    def __init__(self, units: Mapping[int, Unit], receiver: Receiving, settings: Settings) -> None:
-        self._units, self._receiver, self._settings = units, receiver, settings
-        self._views: dict[tuple[int, ...], Array] = {}
-        self._most = VIEWS
-        self.known: dict[bytes, Push] = {}
-
-    def new(self, worker: int, line: Line, data: bytes) -> Push:
-        """What a frame pushes that is not known."""
-        frame = Frame.of(data)
-        unit = self._units[frame.unit]
-        push = unit, unit.position[worker], self._source(worker, line, frame, unit), frame.priority
-        if type(push[2]) in (Elements, Filling):
-            if len(self.known) >= self._most:
-                self.known.clear()
-            self.known[data[:ROUND_AT]] = push
-        return push
-
-    def keep(self, units: Mapping[int, Unit]) -> None:
-        """Forget pushes of units that are no more; make room for those of new ones."""
-        self._most = max(VIEWS, 2 * sum(len(unit.contributors) for unit in units.values()))
-        for frame in [frame for frame, push in self.known.items() if push[0].number not in units]:
-            del self.known[frame]
-
-    def _source(self, worker: int, line: Line, frame: Frame, unit: Unit) -> Source:
-        if not line.local:
-            read = None if frame.coding == Coding.PLAIN else self._reader(frame, unit)
-            return self._receiver.source(line, worker, unit, frame, read)
-        payload = self._view(frame)
-        if frame.coding == Coding.GROWING:
-            return Filling(payload, unit.blocks, unit.block_elements, unit.stored.dtype)
-        if frame.coding == Coding.PLAIN:
-            return Elements(payload.view(unit.stored.dtype))
-        return self._reader(frame, unit)(payload)
-
-    def _reader(self, frame: Frame, unit: Unit) -> Callable[[Array], Source]:
-        """What makes a source of a coded payload, whenever it is read: with the compressor of when it was pushed."""
-        if frame.coding == Coding.NOTHING:
-            return lambda payload: Empty(unit)
-        if frame.coding == Coding.ROWS:
-            shape = (unit.stored.size // max(1, unit.row_elements), unit.row_elements)
-            return lambda payload: Rows(payload, frame.aux, shape, unit.stored.dtype)
-        compressor = self._settings.compressor
-        assert compressor is not None
-        return lambda payload: Compressed(payload, compressor)
-
-    def _view(self, frame: Frame) -> Array:
-        """The payload's bytes; the same region is mapped and touched once."""
-        key = frame.region
-        view = self._views.get(key)
-        if view is None:
-            if len(self._views) >= self._most:
-                self._views.clear()
-            view = self._views[key] = arena.attach(Region(*key))
-        return view
-
-
-KEPT = 16
-"""Buffers kept for the next block."""
-Bytes = NDArray[np.uint8]
-ROW_MESSAGES = 2  # messages with rows that are under way to a worker
-DRAIN_SECONDS = 0.2
-"""How long a server takes in what workers have under way when the generation is over, so that they need not wait for
-it."""
-
-
-class ServerUnit(Protocol):
-    """What is read here of a unit of the server's state."""
-
-    number: int
-    stored: Array
-    blocks: int
-    block_elements: int
-    row_elements: int
-    contributors: tuple[int, ...]
-    position: dict[int, int]
-
-    @property
-    def turn(self) -> int:
-        """Position of the contributor whose next block is awaited."""
-        ...
-
-    def bounds(self, block: int) -> tuple[int, int]:
-        """Elements [start, stop) of a block."""
-        ...
-
-
-class Coded(Protocol):
-    """A compressed or row-sparse payload in memory."""
-
-    def add_to(self, out: Array) -> None:
-        """Add all elements to `out`."""
-        ...
-
-    def rows(self) -> RowSparse:
-        """The payload as rows."""
-        ...
-
-
-Read = Callable[[Bytes], Coded]
-
-
-class Block(NamedTuple):
-    """A block on its way to the server."""
-
-    request: MPI.Request
-    data: Bytes
-    due: bool
-
-
-class Shipment(NamedTuple):
-    """An answer under way."""
-
-    unit: int
-    worker: int
-    blocks: Iterator[Bytes]
-    """Those not yet sent."""
-    in_flight: int
-    requests: deque[MPI.Request]
-
-
-class Receiver:
-    """One server's messages with payloads, from and to workers of other nodes."""
-
-    def __init__(self, comm: MPI.Comm, in_flight: int) -> None:
-        self.comm, self.in_flight = comm, in_flight
-        self.buffers = Buffers()
-        self._shipping: list[Shipment] = []
-        self._coming: dict[int, MPI.Request] = {}
-        """Receives that are not over."""
-        self._lost: dict[int, MPI.Request] = {}
-        """Those from workers that have died."""
-
-    # ---- in
-
-    def source(self, line: Line, worker: int, unit: ServerUnit, frame: Frame, read: Read | None = None) -> Blocks:
-        """The payload of a PUSH; `read` makes a source of a coded one when it is there."""
-        if frame.coding == Coding.PLAIN or read is None:
-            return Blocks(self, line, worker, unit, frame)
-        return Letter(self, line, worker, unit, frame, read)
-
-    def first(self, unit: ServerUnit, worker: int) -> FirstValue:
-        """The payload of a SET, received where the unit keeps its values."""
-        blocks = _cut(unit.stored, unit.block_elements)
-        return FirstValue([self.receive(data, worker, unit.number, False) for data in blocks], self.came)
-
-    def receive(self, data: Bytes, worker: int, unit: int, due: bool) -> Block:
-        """Start to receive a block."""
-        request = self.comm.Irecv(data, worker, push_tag(unit))
-        self._coming[id(request)] = request
-        return Block(request, data, due)
-
-    def came(self, block: Block) -> bool:
-        """Whether a block is there; never, where its worker has died before."""
-        name = id(block.request)
-        if block.request:  # null once it has ended
-            try:
-                if not block.request.Test():
-                    return False
-            except MPI.Exception as error:
-                if not is_death(error):
-                    raise
-                self._lost[name] = block.request
-            del self._coming[name]
-        return name not in self._lost
-
-    # ---- out
-
-    def ship(self, unit: ServerUnit, worker: int, rows: NDArray[np.int64] | None = None) -> None:
-        """Start to send a unit, or rows of it; it must not change until `delivered` names it."""
-        if rows is None:
-            blocks: Iterator[Bytes] = iter(_cut(unit.stored, unit.block_elements))
-        else:
-            table, step = unit.stored.reshape(-1, unit.row_elements), max(1, unit.block_elements // unit.row_elements)
-            blocks = (table[rows[at : at + step]].reshape(-1).view(np.uint8) for at in range(0, len(rows), step))
-        # What lies in the unit goes at once; rows are copied, so only a few messages of them are under way.
-        shipment = Shipment(unit.number, worker, blocks, sys.maxsize if rows is None else ROW_MESSAGES, deque())
-        self._post(shipment)
-        self._shipping.append(shipment)
-
-    def _post(self, shipment: Shipment) -> None:
-        tag = pull_tag(shipment.unit)
-        for block in islice(shipment.blocks, shipment.in_flight - len(shipment.requests)):
-            shipment.requests.append(send(self.comm, block, shipment.worker, tag))
-
-    def delivered(self) -> list[tuple[int, int]]:
-        """(unit, worker) of everything that has gone since the last call."""
-        gone, rest = [], []
-        for shipment in self._shipping:
-            while shipment.requests and shipment.requests[0].Test():
-                shipment.requests.popleft()
-                self._post(shipment)
-            if shipment.requests:
-                rest.append(shipment)
-            else:
-                gone.append((shipment.unit, shipment.worker))
-        self._shipping = rest
-        return gone
-
-    # ---- the end
-
-    def done(self, lines: Iterable[Line]) -> bool:
-        """Whether everything sent has been taken; when all workers have left."""
-        self.delivered()
-        return not self._shipping and all(line.done() for line in lines if isinstance(line, MessageLine))
-
-    def stop(self, lines: Iterable[Line]) -> None:
-        """The generation is over: take in for a moment what workers have under way, as they wait until it is; then
-        give up all receives. What MPI may still touch is kept. Nothing that comes here counts as a contribution."""
-        distant = [line for line in lines if isinstance(line, MessageLine)]
-        dropped: list[MPI.Request] = []
-        until = time.monotonic() + DRAIN_SECONDS
-        heard = list(distant)
-        while heard and time.monotonic() < until:
-            for line in list(heard):
-                try:
-                    dropped += [request for data in line.read() for request in self._drop(line, Frame.of(data))]
-                except MPI.Exception:  # its worker has died
-                    heard.remove(line)
-            time.sleep(LOOK_SECONDS)
-        receives = [*self._coming.values(), *dropped]
-        for request in receives:
-            if not over(request):
-                request.Cancel()
-        keep([*receives, *(request for shipment in self._shipping for request in shipment.requests)])
-        for line in distant:
-            line.leave()
-        self._coming.clear()
-        self._shipping.clear()
-
-    def _drop(self, line: MessageLine, frame: Frame) -> list[MPI.Request]:
-        """Receive what follows a frame unasked, for nothing."""
-        unasked = frame.aux if frame.op == Op.SET else int(frame.op == Op.PUSH and frame.flags & ALONG)
-        tag = push_tag(frame.unit)
-        return [self.comm.Irecv(np.empty(frame.nbytes, np.uint8), line.peer, tag) for _ in range(unasked)]
-
-
-class Buffers:
-    """Buffers for blocks of a server; `limit`: bytes that they may fill, those of all units together."""
-
-    def __init__(self) -> None:
-        self.limit = self.held = 0
-        self._due = 0
-        self._spare: list[Bytes] = []
-
-    def take(self, nbytes: int, due: bool, sent: bool = False) -> Bytes | None:
-        """A buffer, or None where there is no room. `due`: it is this block's turn; `sent`: it comes in any case."""
-        room = self.limit if due else self.limit // 2
-        if self.held + nbytes > room and not sent and (not due or self._due):
-            return None
-        self.held += nbytes
-        self._due += due and not sent
-        for index, spare in enumerate(self._spare):
-            if spare.size == nbytes:
-                return self._spare.pop(index)
-        return np.empty(nbytes, np.uint8)
-
-    def give(self, buffer: Bytes, due: bool) -> None:
-        """Give back what `take` gave; it keeps its bytes until the next `take`."""
-        self.held -= buffer.size
-        self._due -= due
-        if len(self._spare) < KEPT:
-            self._spare.append(buffer)
-
-
-class FirstValue:
-    """The first value of a unit, on its way."""
-
-    def __init__(self, blocks: list[Block], came: Callable[[Block], bool]) -> None:
-        self._blocks, self._came = blocks, came
-
-    def done(self) -> bool:
-        """Whether all of it is there."""
-        while self._blocks and self._came(self._blocks[0]):
-            self._blocks.pop(0)
-        return not self._blocks
-
-
-class Blocks:
-    """A plain payload that comes from another node block by block (`server.unit.Source`)."""
+class Blocks(Source):
+    """A plain payload that comes from another node block by block."""
 
     local = False
-    coded = False
-    sparse = False
-    empty = False
-    steady: Array | None = None
 
-    def __init__(self, receiver: Receiver, line: Line, worker: int, unit: ServerUnit, frame: Frame) -> None:
+    def __init__(self, receiver: Receiver, line: MessageLine, worker: int, unit: Unit, frame: Frame) -> None:
         self._receiver, self._line, self._worker, self._unit, self._round = receiver, line, worker, unit, frame.round
         self._blocks = unit.blocks if frame.coding == Coding.PLAIN else 1
         self._early = max(2, receiver.in_flight // len(unit.contributors))
-        self._coming: deque[Block] = deque()
+        self._coming: deque[_Block] = deque()
         """Blocks `_asked - len(_coming)` up to `_asked`."""
         self._asked = 0
         if frame.flags & ALONG:
@@ -477,35 +233,27 @@ class Blocks:
         return int((stop - start) * self._unit.stored.itemsize)
 
     def _take(self) -> Bytes:
-        """The next block that has come; its memory is used again for what is asked for next."""
+        """Return the next block that has come; its memory is used again for what is asked for next."""
         came = self._coming.popleft()
         self._receiver.buffers.give(came.data, came.due)
         return came.data
 
     def part(self, block: int, start: int, stop: int) -> Array:
-        """The elements of this block, which is ready; good until the next look at any payload."""
+        """Return the elements of this block, which is ready; good until the next look at any payload."""
         return self._take().view(self._unit.stored.dtype)
 
     def drop(self) -> None:
-        """The generation is over; `Receiver.stop` sees to what is on its way."""
+        """Drop it, as the generation is over; `Receiver.stop` sees to what is on its way."""
         self._coming.clear()
 
-    def add_to(self, out: Array) -> None:
-        """Of coded payloads only."""
-        raise TypeError("a plain payload is taken block by block")
 
-    def rows(self) -> RowSparse:
-        """Of row-sparse payloads only."""
-        raise TypeError("the payload is not row-sparse")
-
-
-class Letter(Blocks):
+class CodedMessage(Blocks):
     """A compressed or row-sparse payload from another node, in one message."""
 
     coded = True
 
     def __init__(
-        self, receiver: Receiver, line: Line, worker: int, unit: ServerUnit, frame: Frame, read: Read
+        self, receiver: Receiver, line: MessageLine, worker: int, unit: Unit, frame: Frame, read: Read
     ) -> None:  # fmt: skip
         super().__init__(receiver, line, worker, unit, frame)
         self._size, self._read = frame.nbytes, read
@@ -516,19 +264,173 @@ class Letter(Blocks):
         return self._size
 
     def part(self, block: int, start: int, stop: int) -> Array:
-        """Of plain payloads only."""
         raise TypeError("a coded payload has no plain elements")
 
     def add_to(self, out: Array) -> None:
-        """Add all elements to `out`."""
         self._read(self._take()).add_to(out)
 
     def rows(self) -> RowSparse:
-        """The payload as rows, in memory of its own: it is kept until the round ends."""
+        """Return the payload as rows, in memory of its own: it is kept until the round ends."""
         return self._read(self._take().copy()).rows()
 
 
-def _cut(stored: Array, block_elements: int) -> list[Bytes]:
-    """What each message of a unit holds; one at least."""
-    data, size = stored.view(np.uint8), max(1, block_elements) * stored.itemsize
-    return [data[start : start + size] for start in range(0, max(data.size, 1), size)]
+class _Block(NamedTuple):
+    """A block on its way to the server."""
+
+    request: MPI.Request
+    data: Bytes
+    due: bool
+
+
+class _Shipment(NamedTuple):
+    """An answer under way to a worker; `blocks`: those not yet sent."""
+
+    unit: int
+    worker: int
+    blocks: Iterator[Bytes]
+    in_flight: int
+    requests: deque[MPI.Request]
+
+
+class Receiver:
+    """One server's messages with payloads, from and to workers of other nodes."""
+
+    def __init__(self, comm: MPI.Comm, in_flight: int) -> None:
+        self.comm, self.in_flight = comm, in_flight
+        self.buffers = Buffers()
+        self._shipping: list[_Shipment] = []
+        self._coming: dict[int, MPI.Request] = {}
+        """Receives that are not over."""
+        self._lost: dict[int, MPI.Request] = {}
+        """Those from workers that have died."""
+
+    # ---- in
+
+    def first(self, unit: Unit, worker: int) -> Callable[[], bool]:
+        """Receive the payload of a SET where the unit keeps its values; return what says whether all of it is there."""
+        slices = cut_bytes(unit.stored, unit.block_elements * unit.stored.itemsize)
+        blocks = deque(self.receive(data, worker, unit.number, False) for data in slices)
+
+        def is_there() -> bool:
+            while blocks and self.came(blocks[0]):
+                blocks.popleft()
+            return not blocks
+
+        return is_there
+
+    def receive(self, data: Bytes, worker: int, unit: int, due: bool) -> _Block:
+        """Start to receive a block."""
+        request = self.comm.Irecv(data, worker, push_tag(unit))
+        self._coming[id(request)] = request
+        return _Block(request, data, due)
+
+    def came(self, block: _Block) -> bool:
+        """Whether a block is there; never, where its worker has died before."""
+        name = id(block.request)
+        if block.request:  # null once it has ended
+            try:
+                if not block.request.Test():
+                    return False
+            except MPI.Exception as error:
+                if not is_death(error):
+                    raise
+                self._lost[name] = block.request
+            del self._coming[name]
+        return name not in self._lost
+
+    # ---- out
+
+    def ship(self, unit: Unit, worker: int, rows: NDArray[np.int64] | None = None) -> None:
+        """Start to send a unit, or rows of it; it must not change until `delivered` names it."""
+        if rows is None:
+            blocks: Iterator[Bytes] = iter(cut_bytes(unit.stored, unit.block_elements * unit.stored.itemsize))
+        else:
+            table, step = unit.stored.reshape(-1, unit.row_elements), max(1, unit.block_elements // unit.row_elements)
+            blocks = (table[rows[at : at + step]].reshape(-1).view(np.uint8) for at in range(0, len(rows), step))
+        # What lies in the unit goes at once; rows are copied, so only a few messages of them are under way.
+        shipment = _Shipment(unit.number, worker, blocks, sys.maxsize if rows is None else ROW_MESSAGES, deque())
+        self._post(shipment)
+        self._shipping.append(shipment)
+
+    def _post(self, shipment: _Shipment) -> None:
+        tag = pull_tag(shipment.unit)
+        for block in islice(shipment.blocks, shipment.in_flight - len(shipment.requests)):
+            shipment.requests.append(send(self.comm, block, shipment.worker, tag))
+
+    def delivered(self) -> list[tuple[int, int]]:
+        """Return (unit, worker) of everything that has gone since the last call."""
+        gone, rest = [], []
+        for shipment in self._shipping:
+            while shipment.requests and shipment.requests[0].Test():
+                shipment.requests.popleft()
+                self._post(shipment)
+            if shipment.requests:
+                rest.append(shipment)
+            else:
+                gone.append((shipment.unit, shipment.worker))
+        self._shipping = rest
+        return gone
+
+    # ---- the end
+
+    def done(self, lines: Iterable[Line]) -> bool:
+        """Whether everything sent has been taken; when all workers have left."""
+        self.delivered()
+        return not self._shipping and all(line.done() for line in lines if isinstance(line, MessageLine))
+
+    def stop(self, lines: Iterable[Line]) -> None:
+        """Give up all receives, as the generation is over; first take in for a moment what workers have under way, as
+        they wait until it is. What MPI may still touch is kept. Nothing that comes here counts as a contribution."""
+        distant = [line for line in lines if isinstance(line, MessageLine)]
+        dropped: list[MPI.Request] = []
+        until = time.monotonic() + DRAIN_SECONDS
+        heard = list(distant)
+        while heard and time.monotonic() < until:
+            for line in list(heard):
+                try:
+                    for frame in map(Frame.of, line.read()):  # what follows it unasked is received for nothing
+                        unasked = frame.aux if frame.op == Op.SET else int(frame.op == Op.PUSH and frame.flags & ALONG)
+                        tag = push_tag(frame.unit)
+                        for _ in range(unasked):
+                            dropped.append(self.comm.Irecv(np.empty(frame.nbytes, np.uint8), line.peer, tag))
+                except MPI.Exception:  # its worker has died
+                    heard.remove(line)
+            time.sleep(LOOK_SECONDS)
+        receives = [*self._coming.values(), *dropped]
+        for request in receives:
+            if not over(request):
+                request.Cancel()
+        keep([*receives, *(request for shipment in self._shipping for request in shipment.requests)])
+        for line in distant:
+            line.leave()
+        self._coming.clear()
+        self._shipping.clear()
+
+
+class Buffers:
+    """Buffers for blocks of a server; `limit`: bytes that they may fill, those of all units together."""
+
+    def __init__(self) -> None:
+        self.limit = self.held = 0
+        self._due = 0
+        self._spare: list[Bytes] = []
+
+    def take(self, nbytes: int, due: bool, sent: bool = False) -> Bytes | None:
+        """Return a buffer, or None where there is no room. `due`: it is this block's turn; `sent`: it comes in any
+        case."""
+        room = self.limit if due else self.limit // 2
+        if self.held + nbytes > room and not sent and (not due or self._due):
+            return None
+        self.held += nbytes
+        self._due += due and not sent
+        for index, spare in enumerate(self._spare):
+            if spare.size == nbytes:
+                return self._spare.pop(index)
+        return np.empty(nbytes, np.uint8)
+
+    def give(self, buffer: Bytes, due: bool) -> None:
+        """Give back what `take` gave; it keeps its bytes until the next `take`."""
+        self.held -= buffer.size
+        self._due -= due
+        if len(self._spare) < KEPT:
+            self._spare.append(buffer)

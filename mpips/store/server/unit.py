@@ -1,10 +1,10 @@
-"""A unit on its server: the elements that it keeps, who has pushed, and how far the open round is. No I/O."""
+"""A unit on its server: its elements and optimizer's state, who has pushed, how far the open round is. No I/O."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import MutableSequence, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
 
@@ -16,40 +16,39 @@ from mpips.store.recovery.memory.undo import Undo
 Array = NDArray[Any]
 
 
-class Source(Protocol):
-    """A contribution's payload, wherever it lies."""
+class Source:
+    """A contribution's payload, wherever it lies (`server.sources`). As it stands here nothing has to be fetched."""
 
-    local: bool
+    local = True
     """Whether it lies in memory of this node."""
-    coded: bool
+    coded = False
     """Whether it is compressed or row-sparse: then `ready(0)` is asked and it is taken whole, else block by block."""
-    sparse: bool
+    sparse = False
     """Whether it is row-sparse."""
-    empty: bool
+    empty = False
     """Whether it counts as a round only."""
-    steady: Array | None
+    steady: Array | None = None
     """All elements of the unit, where they lie in memory of this node and are there."""
 
     def ready(self, block: int) -> bool:
         """Whether this block can be read; asking may start to fetch it."""
-        ...
+        return True
 
     def part(self, block: int, start: int, stop: int) -> Array:
-        """Elements [start, stop) of the unit, which are of this block; plain payloads only. To be used at once: what
-        came as a message is forgotten when the next block is looked for."""
-        ...
+        """Return elements [start, stop) of the unit, which are of this block; plain payloads only. To be used at once:
+        what came as a message is forgotten when the next block is looked for."""
+        raise TypeError("the payload has no plain elements")
 
     def add_to(self, out: Array) -> None:
         """Add all elements to `out`. Coded payloads only."""
-        ...
+        raise TypeError("the payload is not coded")
 
     def rows(self) -> RowSparse:
-        """The payload as rows. Sparse payloads only."""
-        ...
+        """Return the payload as rows. Sparse payloads only."""
+        raise TypeError("the payload is not row-sparse")
 
     def drop(self) -> None:
-        """Nobody will ask for it."""
-        ...
+        """Drop it: nobody will ask for it."""
 
 
 class Reply(NamedTuple):
@@ -67,23 +66,6 @@ class Reply(NamedTuple):
 Replies = list[Reply]
 
 
-class Mirrors(Protocol):
-    """Where a unit is sent that has changed; `mirrored` is False until it is there."""
-
-    @property
-    def quiet(self) -> bool:
-        """Whether all units are there."""
-        ...
-
-    def changed(self, unit: Unit) -> None:
-        """What the unit holds has changed."""
-        ...
-
-    def forget(self, units: Sequence[Unit]) -> None:
-        """Units that nobody will use again."""
-        ...
-
-
 class Frozen:
     """Values and state of a unit as they were: the unit's own arrays until it is about to write there, then copies."""
 
@@ -96,7 +78,7 @@ class Frozen:
 
 
 class Unit:
-    """One unit on its server. `words[0]` counts finished blocks over all rounds (asynchronous: see `updates`),
+    """One unit on its server. `words[0]` counts finished blocks over all rounds (asynchronous: see `state`),
     `words[1 + i]` the rounds of contributor i that have been read; all that readers on the same node need to see."""
 
     def __init__(
@@ -129,7 +111,7 @@ class Unit:
         self.reset()
 
     def reset(self) -> None:
-        """No contribution is there, and no block of a round is applied."""
+        """Begin without contributions, and with no block of a round applied."""
         self.queues: list[deque[Source]] = [deque() for _ in self.contributors]
         self.missing = len(self.contributors)  # contributors with an empty queue
         self.arrivals: deque[int] = deque()  # asynchronous: positions in order of arrival
@@ -137,7 +119,7 @@ class Unit:
         self.begin()
 
     def begin(self) -> None:
-        """The next round begins."""
+        """Begin the next round."""
         self.writes = 0  # parts of what is stored that the open round has changed
         self.stepped = False  # whether the optimizer's step has been counted up for it
         self.block = 0  # blocks that are applied
@@ -153,39 +135,22 @@ class Unit:
 
     @property
     def turn(self) -> int:
-        """Position of the contributor whose next block is awaited."""
+        """Return the position of the contributor whose next block is awaited."""
         return self.active if self.active >= 0 else self.part
 
     def bounds(self, block: int) -> tuple[int, int]:
-        """Elements [start, stop) of a block."""
+        """Return the elements [start, stop) of a block."""
         start = block * self.block_elements
         return start, min(start + self.block_elements, self.stored.size)
 
     # ---- contributions
 
-    def push(self, index: int, source: Source) -> None:
-        """Queue a contribution of the contributor at `index`."""
-        queue = self.queues[index]
-        if not queue:
-            self.missing -= 1
-        queue.append(source)
-
-    def pop(self) -> None:
-        """Take the first contribution of every contributor."""
-        missing = 0
-        for queue in self.queues:
-            queue.popleft()
-            if not queue:
-                missing += 1
-        self.missing = missing
-
     def absent(self) -> list[int]:
-        """Contributors that have not pushed to the open round."""
+        """Return the contributors that have not pushed to the open round."""
         return [worker for worker, queue in zip(self.contributors, self.queues) if not queue]
 
     def abandon(self) -> None:
-        """The generation is over: no contribution will be read. What a round has begun to change stays, and is
-        marked."""
+        """Drop all contributions, as the generation is over. What a round has begun to change stays, and is marked."""
         for queue in self.queues:
             for source in queue:
                 source.drop()
@@ -197,34 +162,34 @@ class Unit:
 
     @property
     def stands_at(self) -> int | None:
-        """The optimizer's step; None where there is no state yet."""
+        """Return the optimizer's step; None where there is no state yet."""
         return None if self.state is None else self.step
 
     def set_optimizer(self, optimizer: Optimizer | None) -> None:
-        """From the next update on; its state begins anew."""
+        """Update by this optimizer from now on; its state begins anew."""
         self.optimizer, self.state, self.step = optimizer, None, 0
 
     def begin_state(self, state: State) -> None:
-        """The optimizer's first state."""
+        """Take the optimizer's first state."""
         self.state, self.step = state, 0
 
     def put_state(self, state: State | None, step: int) -> None:
-        """Another state of the optimizer, from outside; None: it begins anew."""
+        """Take another state of the optimizer, from outside; None: it begins anew."""
         self.state, self.step = state, step
 
     def overwritten(self, torn: bool) -> None:
-        """Values are being overwritten from outside, or (not `torn`) all of them have been."""
+        """Note that values are being overwritten from outside, or (not `torn`) all of them have been."""
         self.torn = torn
 
     def give_up(self) -> None:
-        """The open round is given up. What it has begun to change stays, and is marked."""
+        """Give the open round up. What it has begun to change stays, and is marked."""
         if self.writes:
             self.torn = True
         elif self.stepped:
             self.step -= 1
 
     def open_write(self, start: int = 0, stop: int = 0) -> None:
-        """What follows changes what is stored, in another step of the optimizer; first elements [start, stop)."""
+        """Begin to change what is stored, in another step of the optimizer; first elements [start, stop)."""
         if self.frozen:
             self.thaw()
         if self.optimizer is not None:
@@ -234,13 +199,13 @@ class Unit:
             self.stepped = True
 
     def pass_round(self) -> None:
-        """The round, of which all contributions are empty, changes nothing."""
+        """Let a round pass that changes nothing: all its contributions are empty."""
 
     def keep(self, start: int, stop: int) -> None:
-        """Elements [start, stop) are about to be written, those before have been: to be called before `write`."""
+        """Prepare to write elements [start, stop), as those before have been; to be called before `write`."""
 
     def keep_rows(self, gradient: RowSparse) -> RowSparse:
-        """The same of the rows of a gradient, which is to be written as it comes back."""
+        """Prepare to write rows of a gradient; return it as it is to be written."""
         return gradient
 
     def thaw(self) -> None:
@@ -272,7 +237,7 @@ class Unit:
         self.writes += 1
 
     def failed(self, error: Exception) -> CollectiveError:
-        """What is raised where an update has raised an error."""
+        """Return what is raised where an update has raised an error."""
         refused = isinstance(error, (TypeError, ValueError))
         checked = self.state is None or type(self.optimizer).__module__.startswith("mpips.optimizers.")
         if not (refused and checked):  # built-in ones look at their arguments before they change anything
@@ -283,8 +248,8 @@ class Unit:
     def stands(
         self, round_: int, pushes: Sequence[int] | None, state: State | None, step: int, torn: bool
     ) -> None:  # fmt: skip
-        """The unit begins a generation: so many rounds are complete, and have been read of every contributor; or, where
-        asynchronous, so many `pushes` of each."""
+        """Begin a generation with so many rounds complete, and read of every contributor; or, where asynchronous, with
+        so many `pushes` of each."""
         self.round, self.done = round_, [round_] * len(self.contributors) if pushes is None else list(pushes)
         self.state, self.step, self.torn = state, step, torn
         for index, count in enumerate(self.done):

@@ -19,12 +19,12 @@ from mpips.store.keys.key import Key
 from mpips.store.keys.shard import Shard
 from mpips.store.remote.link import Link
 from mpips.store.runtime.tasks import goes_on, together
-from mpips.store.server.sources import Receiver
+from mpips.store.server.sources import Blocks, Receiver
 from mpips.store.server.unit import Unit
 from mpips.store.transport.client_sums import ClientSums
 from mpips.store.transport.frames import Frame, Op
 from mpips.store.transport.lines import MessageLine, any_waiting
-from mpips.store.transport.messages import MessagesUnderWay, member_tag
+from mpips.store.transport.messages import MessagesUnderWay, cut_bytes, member_tag
 from tests.choice import first
 from tests.mpi.sizes import only_on
 
@@ -135,7 +135,7 @@ class Server:
                     self.heard(worker, line, Frame.of(data))
         for unit in self.units.values():
             self.sum(unit)
-        for item in [item for item in self.first if item[0].done()]:
+        for item in [item for item in self.first if item[0]()]:
             self.first.remove(item)
             item[1].post(Op.CONSUMED, item[2])
         self.receiver.delivered()
@@ -143,7 +143,7 @@ class Server:
     def heard(self, worker, line, frame):
         unit = self.units.get(frame.unit)
         if frame.op == Op.PUSH:
-            self.queues[frame.unit][worker].append(self.receiver.source(line, worker, unit, frame))
+            self.queues[frame.unit][worker].append(Blocks(self.receiver, line, worker, unit, frame))
         elif frame.op == Op.SET:
             self.first.append((self.receiver.first(unit, worker), line, unit.number))
         elif frame.op == Op.PULL:
@@ -213,7 +213,7 @@ def test_shards_pushed_in_any_order_by_each_worker_are_summed(comm, seed):
     for round_ in range(1, ROUNDS + 1):
         values = pushed(comm.rank, round_, made.size)
         tasks = [
-            link.sender.send(made, shard, values[shard.start : shard.stop].view(np.uint8), round_, Op.PUSH, 0)
+            link.sender.send(made, shard, values[shard.start : shard.stop].view(np.uint8), round_, 0)
             for shard in made.shards
         ]
         order.shuffle(tasks)
@@ -264,7 +264,7 @@ def test_what_is_given_up_touches_no_memory_of_the_caller(comm):
     shards = [Shard(0, 0, 0, size, None, (0,), size // 4, 4)]
     key = Key("w", (size,), np.dtype(float), shards=shards, pushes=shards)
     link, out = link_of(comm, key), np.zeros(size)
-    link.sender.receive(shards[0], link.sender.blocks(shards[0], out))
+    link.sender.receive(shards[0], cut_bytes(out, 8 * shards[0].block_elements))
     link.quiesce()
     comm.send(None, 1, 9)
     comm.Barrier()
@@ -288,7 +288,7 @@ def test_who_gives_up_a_push_waits_until_its_server_has_it_and_no_longer(comm):
     shards = [Shard(0, 0, 0, size, None, (0,), size, 1)]
     key = Key("w", (size,), np.dtype(float), shards=shards, pushes=shards)
     link, values = link_of(comm, key), np.ones(size)
-    assert goes_on(link.sender.send(key, shards[0], values.view(np.uint8), 1, Op.PUSH, 0))
+    assert goes_on(link.sender.send(key, shards[0], values.view(np.uint8), 1, 0))
     start = time.monotonic()
     link.quiesce()
     assert time.monotonic() - start < 2

@@ -25,7 +25,7 @@ from mpips.store.remote.cutting import Cutting
 from mpips.store.roles import Layout
 from mpips.store.runtime.errors import LostError
 from mpips.store.server.sources import Elements
-from mpips.store.server.state import ServerState
+from mpips.store.server.state import SynchronousState
 
 SHAPES = {"a": (7,), "b": (300, 5), "c": (0,), "d": (1211,)}
 MOMENTUM = SGD(0.5, momentum=0.5)
@@ -69,7 +69,7 @@ def old_servers(kind, masters, roles, nodes, optimizer, ahead):
     for number, cut in cards.items():
         ledger, groups = Ledger(), Groups(optimizer)
         memory = Memory(ledger)
-        state = ServerState(optimizers=groups)
+        state = SynchronousState(optimizers=groups)
         units = memory.make(cut, groups).units
         for unit in units:
             unit.stored[...] = np.arange(unit.start, unit.start + unit.stored.size)

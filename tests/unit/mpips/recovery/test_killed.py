@@ -21,7 +21,7 @@ from mpips.store.recovery.memory.units import Memory
 from mpips.store.server import reduce
 from mpips.store.server.reduce import Reduce
 from mpips.store.server.sources import Compressed, Elements, Rows
-from mpips.store.server.state import ServerState
+from mpips.store.server.state import AsynchronousState, SynchronousState
 from mpips.store.transport.frames import UnitCard
 from tests.unit.mpips.server.machine import Arriving
 
@@ -74,7 +74,8 @@ class Server:
         memory = Memory(self.ledger)
         groups = Groups(optimizer)
         card = UnitCard(0, "w", "float32", 0, SIZE, ROW, block, tuple(range(WORKERS)))
-        self.state = ServerState(asynchronous, reduce=Reduce(threads), optimizers=groups)
+        kind = AsynchronousState if asynchronous else SynchronousState
+        self.state = kind(reduce=Reduce(threads), optimizers=groups)
         (self.unit,) = memory.make([card], groups).units
         self.unit.stored[...] = np.arange(SIZE)
         self.state.create(self.unit)

@@ -15,7 +15,7 @@ from mpips.store.recovery.memory.held import Held, Settled
 from mpips.store.recovery.memory.ledger import SEQUENCE, SLOT_WORDS, SLOTS, Book, Ledger
 from mpips.store.recovery.memory.units import Memory
 from mpips.store.server.sources import Elements
-from mpips.store.server.state import ServerState
+from mpips.store.server.state import SynchronousState
 from mpips.store.transport.frames import UnitCard
 
 
@@ -70,7 +70,7 @@ def server(optimizer, **cards):
         [UnitCard(number, key, "float32", 0, size, 1, 4, (0,)) for number, (key, size) in enumerate(cards.items())],
         groups,
     ).units
-    state = ServerState(optimizers=groups)
+    state = SynchronousState(optimizers=groups)
     for unit in made:
         unit.stored[...] = 1
         state.create(unit)

@@ -7,7 +7,7 @@ import numpy as np
 from mpips.store.server.late import Late
 from mpips.store.server.reduce import Reduce
 from mpips.store.server.sources import Elements
-from mpips.store.server.state import ServerState
+from mpips.store.server.state import AsynchronousState, SynchronousState
 from mpips.store.server.unit import Unit
 
 WORKERS = 3
@@ -22,7 +22,7 @@ class Machine:
 
     def __init__(self, size=10, block=4, workers=WORKERS, asynchronous=False, optimizer=None, **options):
         reduce = Reduce(options.pop("threads", 1), None, options.pop("cores_shared", False))
-        self.state = ServerState(asynchronous, reduce=reduce, **options)
+        self.state = (AsynchronousState if asynchronous else SynchronousState)(reduce=reduce, **options)
         self.unit = Unit(0, "w", np.zeros(size, np.float32), [0] * (1 + workers), range(workers), block, 1)
         self.state.create(self.unit)
         if optimizer is not None:

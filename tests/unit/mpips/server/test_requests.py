@@ -12,7 +12,7 @@ from mpips.optimizers import SGD, Adam, Add
 from mpips.store.recovery.memory.units import Memory
 from mpips.store.server.requests import Requests
 from mpips.store.server.sources import Elements
-from mpips.store.server.state import ServerState
+from mpips.store.server.state import AsynchronousState, SynchronousState
 from mpips.store.transport import frames
 from mpips.store.transport.frames import Frame, Op, UnitCard
 
@@ -37,7 +37,7 @@ class Server:
     """Units "a" (of two workers) and "b" of a server, each of ten float32, in blocks of four."""
 
     def __init__(self, asynchronous=False):
-        self.state = ServerState(asynchronous)
+        self.state = AsynchronousState() if asynchronous else SynchronousState()
         self.requests, self.line = Requests(self.state, "server rank 4", Memory(None)), Line()
         cards = [UnitCard(number, key, "float32", 0, 10, 1, 4, (0, 1)) for number, key in ((3, "a"), (7, "b"))]
         self.ask(frames.Create(cards))

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpips.store.server.sources import Elements
-from mpips.store.server.state import TURNS, ServerState
+from mpips.store.server.state import TURNS, SynchronousState
 from mpips.store.server.unit import Unit
 from tests.unit.mpips.server.machine import Growing
 
@@ -27,7 +27,7 @@ class Words(list):
 
 def turns(sizes, priorities, late=()):
     """In which order a server ends the rounds of units, and how many by each step; those `late` are there last."""
-    state, order, steps, filled = ServerState(), [], [], [0]
+    state, order, steps, filled = SynchronousState(), [], [], [0]
     for number, (size, priority) in enumerate(zip(sizes, priorities)):
         unit = Unit(number, number, np.zeros(size, np.float32), Words(number, order), range(1), size, 1)
         state.create(unit)
