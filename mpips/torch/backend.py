@@ -1,4 +1,4 @@
-"""Makes "mpips" a backend of torch.distributed: groups over MPI's communicators, and a rendezvous by MPI."""
+"""Make "mpips" a backend of torch.distributed: groups over MPI's communicators, and a rendezvous by MPI."""
 
 from __future__ import annotations
 
@@ -19,14 +19,13 @@ import torch.distributed as dist
 from mpi4py import MPI
 
 from collectives.errors import of_caller, ranks
-from mpips.store.world import launched_as
-from mpips.torch.agreement import see_joined
-from mpips.torch.process_group.group import Group
-from mpips.torch.process_group.works import communication
+from mpips.store.world import launched_as, lost
+from mpips.torch.process_group import ProcessGroup
+from mpips.torch.works import communication
 
 NAME = "mpips"
 TAG = 7301
-MASTER = "MASTER_ADDR"
+MASTER, PROCESSES, TORCHRUN = "MASTER_ADDR", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"
 WORDS = 2048
 """Bytes that rank 0's addresses may take."""
 ADDRESS_OF_NIC = 0x8915
@@ -38,38 +37,55 @@ def register() -> None:
     """Let `init_process_group("mpips")` find this backend. Once for each process; sends nothing."""
     if NAME.upper() in dist.Backend._plugins:
         return
-    dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+    dist.Backend.register_backend(NAME, _create_group, extended_api=True, devices=["cpu"])
     handlers = importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers
     given = handlers["env"]
-    handlers["env"] = lambda url, **keywords: _by_mpi(given, url, **keywords)
+    handlers["env"] = lambda url, **keywords: _rendezvous_by_mpi(given, url, **keywords)
     atexit.register(communication.close)
 
 
-def _create(options: Any, group_options: Any = None) -> Group:
-    """The group that c10d asks for; collective over its ranks. RuntimeError where MPI has not joined all processes,
-    ValueError where rank or size are not MPI's."""
-    see_joined()
+def check_joined() -> None:
+    """Raise RuntimeError where a launcher started more processes than MPI has ranks: each would train its own model."""
+    size = MPI.COMM_WORLD.size
+    cause = lost(os.environ, MPI.Get_library_version(), size)
+    asked = os.environ.get(PROCESSES, "") if TORCHRUN in os.environ else ""
+    if cause is None and asked.isdigit() and int(asked) > size:
+        cause = (f"torchrun started {asked} processes ({PROCESSES}), and MPI has {size} rank{'s' * (size > 1)}: "
+                 f"start with `mpips run -w {asked}` or `mpirun -n {asked}` instead of torchrun")  # fmt: skip
+    if cause is not None:
+        raise of_caller(RuntimeError(cause))
+
+
+def _create_group(options: Any, group_options: Any = None) -> ProcessGroup:
+    """Make the group that c10d asks for. Collective over its ranks.
+
+    RuntimeError where MPI has not joined all processes, ValueError where rank or size are not MPI's.
+    """
+    check_joined()
     ranks, world = list(options.global_ranks_in_group), MPI.COMM_WORLD
     if not ranks or len(ranks) == world.size:
-        _see_place(options.group_rank, options.group_size)
-        return Group(world.Dup(), options.timeout)
+        _check_place(options.group_rank, options.group_size)
+        return ProcessGroup(world.Dup(), options.timeout)
     members = world.group.Incl(ranks)
-    return Group(world.Create_group(members, TAG), options.timeout)
+    return ProcessGroup(world.Create_group(members, TAG), options.timeout)
 
 
-def _by_mpi(given: Any, url: str, timeout: timedelta = dist.default_pg_timeout, **keywords: Any) -> Iterator[Any]:
-    """Yield store, rank and size of the rendezvous `env://`: MPI knows them where it has joined the processes. The
-    variables of another launcher count where it has not, or where the program itself gives rank and size.
+def _rendezvous_by_mpi(
+    given: Any, url: str, timeout: timedelta = dist.default_pg_timeout, **keywords: Any
+) -> Iterator[Any]:
+    """Yield store, rank and size of the rendezvous `env://`, as MPI knows them where it has joined the processes.
+
+    The variables of another launcher count where it has not, or where the program itself gives rank and size.
 
     Variables that were exported before the start are the same on all ranks, as of a template: they say nothing.
     """
     world = MPI.COMM_WORLD
     asked = parse_qs(urlsplit(url).query)
     joined = world.size > 1 or launched_as(os.environ) == (0, 1)
-    if MASTER in os.environ and (not joined or asked or _changed()):
+    if MASTER in os.environ and (not joined or asked or _has_set_place()):
         yield from given(url, timeout=timeout, **keywords)
         return
-    _see_place(*(int(asked.get(name, ["-1"])[0]) for name in ("rank", "world_size")))
+    _check_place(*(int(asked.get(name, ["-1"])[0]) for name in ("rank", "world_size")))
     address = _address()
     server = dist.TCPStore(address, 0, world.size, True, timeout, wait_for_workers=False) if world.rank == 0 else None
     port = np.array([0 if server is None else server.port])
@@ -78,7 +94,7 @@ def _by_mpi(given: Any, url: str, timeout: timedelta = dist.default_pg_timeout, 
     yield store, world.rank, world.size
 
 
-def _changed() -> bool:
+def _has_set_place() -> bool:
     """Return whether the program has set RANK or WORLD_SIZE by itself, since its start."""
     try:
         started = dict(part.partition(b"=")[::2] for part in Path("/proc/self/environ").read_bytes().split(b"\0"))
@@ -87,8 +103,8 @@ def _changed() -> bool:
     return any(os.environb.get(name) != started.get(name) for name in (b"RANK", b"WORLD_SIZE"))
 
 
-def _see_place(rank: int, size: int) -> None:
-    """ValueError on all ranks where one gives a rank or a size that is not MPI's; -1 is none. Collective."""
+def _check_place(rank: int, size: int) -> None:
+    """Raise ValueError on all ranks where one gives a rank or a size that is not MPI's; -1 is none. Collective."""
     world = MPI.COMM_WORLD
     given = np.empty((world.size, 2), np.int64)
     world.Allgather(np.array([rank, size], np.int64), given)
@@ -101,8 +117,10 @@ def _see_place(rank: int, size: int) -> None:
 
 
 def _address() -> str:
-    """Return where all ranks reach rank 0: its first address that each of them can connect to. Collective, blocking;
-    RuntimeError on all ranks where there is none."""
+    """Return rank 0's first address that all ranks can connect to. Collective, blocking.
+
+    RuntimeError on all ranks where there is none.
+    """
     world = MPI.COMM_WORLD
     node = world.Split_type(MPI.COMM_TYPE_SHARED)
     if node.size == world.size:
@@ -120,7 +138,7 @@ def _address() -> str:
         lacking: list[int] = []
         for address in addresses:
             fine = np.empty(world.size, np.int8)
-            world.Allgather(np.array([not first or _reached(address, int(port))], np.int8), fine)
+            world.Allgather(np.array([not first or _can_connect(address, int(port))], np.int8), fine)
             lacking = np.flatnonzero(fine == 0).tolist()
             if not lacking:
                 return address
@@ -130,7 +148,7 @@ def _address() -> str:
 
 
 def _addresses() -> list[str]:
-    """Return what others may reach this host by, the likeliest first: a name that was given, its own, its addresses."""
+    """Return names and addresses of this host, the likeliest first: one that was given, its own, those of its NICs."""
     names = [os.environ.get(MASTER, ""), socket.gethostname()]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, nic in socket.if_nameindex():
@@ -143,7 +161,7 @@ def _addresses() -> list[str]:
     return list(dict.fromkeys(usable))
 
 
-def _reached(address: str, port: int) -> bool:
+def _can_connect(address: str, port: int) -> bool:
     try:
         socket.create_connection((address, port), CONNECT_SECONDS).close()
     except OSError:

@@ -2,10 +2,14 @@
 
     model = mpips.torch.DataParallel(model)
     loss = loss_of(model(x)); loss.backward(); optimizer.step()      # gradients are those of all ranks' batches
+
+A backward: `_begin_backward`, then `_note_gradient` for each parameter, by which the `Reducer` starts buckets, then
+`_finish_backward`. Buckets are planned again from a profile of the first backwards, `_plan_buckets`.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,22 +23,22 @@ from torch.autograd.graph import get_gradient_edge
 
 import collectives
 from collectives.communicator import communicator
-from mpips.torch import agreement
-from mpips.torch import buckets as cutting
-from mpips.torch.buckets import Bucket, Costs
-from mpips.torch.lockstep import Lockstep, see_alike
-from mpips.torch.process_group.tensors import see_host, tensors_in
-from mpips.torch.process_group.uncompiled import uncompiled
-from mpips.torch.profile import Profile, costs
-from mpips.torch.reducer import Reducer, names
+from mpips.torch.backend import check_joined
+from mpips.torch.buckets import BackwardProfile, Bucket, check_buckets, cut_by_bytes, cut_by_strategy, measure_costs
+from mpips.torch.lockstep import Lockstep, agree, check_weights, model_items
+from mpips.torch.reducer import Reducer
 from mpips.torch.state import broadcast_tensors, broadcast_values
+from mpips.torch.tensors import check_on_host, find_tensors, uncompiled
 
+NAME = "DataParallel"
 PROFILE_STEPS = 3
 """Steps whose times are taken; the first is not, as it warms up."""
 REVIEW_STEPS = 200
 """How often backward's time is compared with the profile's."""
-SEE_STEPS = 128
+CHECK_STEPS = 128
 """How often parameters are compared between ranks, beside the steps 1, 2, 4, 8, ..."""
+
+log = logging.getLogger("mpips.torch")
 
 
 @uncompiled("_before_forward", "_after_forward")
@@ -63,50 +67,48 @@ class DataParallel(torch.nn.Module):
         algorithm: str = "auto", broadcast_buffers: bool = True, **others: Any,
     ) -> None:  # fmt: skip
         super().__init__()
-        _see_arguments(module, comm, others)
-        cutting.see(buckets)
-        agreement.see_joined()
+        _check_arguments(module, comm, others)
+        check_buckets(buckets)
+        check_joined()
         self.module = module
         self._comm = MPI.COMM_WORLD if comm is None else comm
         home = communicator(self._comm)
-        self._beside = home.nodes > 1 or home.board.memory.roomy
+        self._in_background = home.nodes > 1 or home.board.memory.roomy
         self._asked, self._algorithm = buckets, algorithm
-        self._strategy = "" if not isinstance(buckets, str) else buckets
+        self._strategy = buckets if isinstance(buckets, str) else ""
         if buckets == "auto":
-            self._strategy = "optimal" if self._beside and self._comm.size > 1 else "single"
-        elif self._strategy:
-            cutting.cut([1], [0.0], Costs(0.0, 0.0), self._strategy)  # a word that is unknown is refused here
+            self._strategy = "optimal" if self._in_background and self._comm.size > 1 else "single"
         if not any(parameter.requires_grad for parameter in module.parameters()):
             raise ValueError("DataParallel: the model has no parameter with requires_grad: there is nothing to average")
-        agreement.agree(agreement.described(module, buckets, algorithm), self._comm)
-        broadcast_tensors(self._tensors(), 0, self._comm)
-        self._buffers_too = broadcast_buffers and any(True for _ in module.buffers())
-        self._syncs, self._joining, self._armed = True, False, False
+        agree(model_items(module, buckets, algorithm), self._comm, NAME)
+        broadcast_tensors([*module.parameters(), *module.buffers()], 0, self._comm)
+        self._sends_buffers = broadcast_buffers and any(True for _ in module.buffers())
+        self._syncs, self._joining, self._in_backward = True, False, False
         self._active = torch.zeros(1)
         self._step = 0
         self._hooked: set[Tensor] = set()
-        self._see_parameters()
+        self._lay_out()
 
-    def _see_parameters(self) -> None:
+    def _lay_out(self) -> None:
         """Lay out the gradients of all parameters that require one now. Collective, blocking."""
         every = list(self.module.parameters())
         order = [parameter for parameter in every if parameter.requires_grad][::-1]
         self._frozen = [parameter for parameter in every if not parameter.requires_grad]
         most = float("inf") if isinstance(self._asked, str) else float(self._asked) * (1 << 20)
         self._planned = self._strategy in ("", "single")
-        self._reducer = self._lay(order, cutting.by_bytes(_sizes(order), most))
-        self._profile = Profile(len(order), self._comm)
+        self._reducer = self._make_reducer(order, cut_by_bytes(_sizes(order), most))
+        self._profile = BackwardProfile(len(order), self._comm)
         self._lockstep = Lockstep(order)
         self._nodes = [(parameter, get_gradient_edge(parameter).node) for parameter in order]
         for parameter in order:
             if parameter not in self._hooked:
                 self._hooked.add(parameter)
-                parameter.register_post_accumulate_grad_hook(self._ready)
+                parameter.register_post_accumulate_grad_hook(self._note_gradient)
 
     # ---- what training calls
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
-        """The module's; before it, rank 0's buffers are taken."""
+        """Call the module; before it, take rank 0's buffers."""
         self._before_forward()
         output = self.module(*inputs, **keywords)
         self._after_forward(output)
@@ -114,7 +116,7 @@ class DataParallel(torch.nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward within adds to this rank's gradients and exchanges nothing; the next one outside exchanges all."""
+        """Let backward within add to this rank's gradients and exchange nothing; the next one outside exchanges all."""
         before, self._syncs = self._syncs, False
         try:
             yield
@@ -123,22 +125,24 @@ class DataParallel(torch.nn.Module):
 
     @contextmanager
     def join(self) -> Iterator[None]:
-        """Ranks may make different numbers of steps within: who is done contributes nothing and is not counted. At the
-        end all have the parameters of those who made most."""
+        """Let ranks make different numbers of steps within: one that is done contributes nothing and is not counted.
+        At the end all have the parameters of those that made most. Collective at the end, blocking."""
         self._joining, before = True, self._step
         try:
             yield
-            made = self._step - before
-            while self._count(0.0):
+            steps = np.zeros(self._comm.size)
+            steps[self._comm.rank] = self._step - before
+            while self._count_active(0.0):
                 self._reducer.contribute_nothing()
-                self._ended()
-            broadcast_tensors(self._tensors(), self._last(made), self._comm)
+                self._end_step()
+            last = int(np.argmax(collectives.allreduce(steps, self._comm)))
+            broadcast_tensors([*self.module.parameters(), *self.module.buffers()], last, self._comm)
             self._lockstep.clear()
         finally:
             self._joining = False
 
     def clip_grad_norm_(self, most: float) -> Tensor:
-        """Scale all gradients so that their norm is at most so; the norm that they had. Alike on all ranks."""
+        """Scale all gradients so that their norm is at most `most`; return the norm before. Alike on all ranks."""
         norm = self._reducer.gradients.norm()
         if norm > most:
             for parameter in self._reducer.gradients.parameters:
@@ -147,59 +151,61 @@ class DataParallel(torch.nn.Module):
         return norm
 
     def state_dict(self, *args: Any, **keywords: Any) -> Any:
-        """That of the module, which plain PyTorch loads."""
+        """Return the module's, which plain PyTorch loads."""
         return self.module.state_dict(*args, **keywords)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Into the module, on this rank. Values are copied: `assign` would part gradients from their parameters."""
+        """Load into the module, on this rank. Values are copied: `assign` would part gradients from parameters."""
         if assign:
             raise ValueError("load_state_dict: assign=True makes other parameters: load into the module before it is "
                              "wrapped")  # fmt: skip
         return self.module.load_state_dict(state_dict, strict)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """TypeError: what goes on between ranks is neither copied nor saved."""
+        """Raise TypeError: exchanges between ranks are neither copied nor saved."""
         raise TypeError("a DataParallel is tied to the ranks that made it: copy or save its `module`, or its "
                         "`state_dict()`")  # fmt: skip
 
     @property
     def buckets(self) -> list[list[str]]:
         """The names of the parameters that travel together, in the order in which they do."""
-        return names(self._reducer, self.module.named_parameters())
+        names = {parameter: name for name, parameter in self.module.named_parameters()}
+        ordered = [names[parameter] for parameter in self._reducer.gradients.parameters]
+        return [ordered[first:last] for first, last in self._reducer.buckets]
 
     # ---- one forward
 
     def _before_forward(self) -> None:
         if torch.is_grad_enabled():
-            if self._armed and torch._C._current_graph_task_id() < 0:
-                self._see_raised()
+            if self._in_backward and torch._C._current_graph_task_id() < 0:
+                self._end_raised()
             if any(parameter.requires_grad for parameter in self._frozen):
-                what = f"{agreement.WHAT}, as a parameter has been unfrozen"
-                agreement.agree(agreement.described(self.module, self._asked, self._algorithm), self._comm, what)
+                what = f"{NAME}, as a parameter has been unfrozen"
+                agree(model_items(self.module, self._asked, self._algorithm), self._comm, what)
                 self._reducer.free()
-                self._see_parameters()
-        if self._buffers_too and self.training and self._syncs and not self._joining:
+                self._lay_out()
+        if self._sends_buffers and self.training and self._syncs and not self._joining:
             self._take_buffers()
 
     def _after_forward(self, output: Any) -> None:
-        """See when backward comes to the output: before it comes to any parameter, and outside of all checkpoints."""
+        """Hook the output: backward comes to it before it comes to any parameter, and outside of all checkpoints."""
         if not torch.is_grad_enabled() or not self._syncs or not self.training:
             return
-        outputs = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
+        outputs = [tensor for tensor in find_tensors(output) if tensor.grad_fn is not None]
         if not outputs:
             return
-        used = self._lockstep.forward()
+        count_backward = self._lockstep.count_forward()
 
-        def come(gradient: Tensor) -> None:
-            used()
-            if self._syncs and not self._armed and self._accumulates():
-                self._arm()
+        def begin(gradient: Tensor) -> None:
+            count_backward()
+            if self._syncs and not self._in_backward and self._accumulates():
+                self._begin_backward()
 
         for tensor in outputs:
-            tensor.register_hook(come)
+            tensor.register_hook(begin)
 
     def _take_buffers(self) -> None:
-        """Take rank 0's buffers, as new tensors: a forward pass before this one may still need those that are there."""
+        """Take rank 0's buffers, as new tensors: a forward pass before this one may still need the old ones."""
         buffers = list(self.module.buffers())
         values = broadcast_values(buffers, 0, self._comm)
         others = {id(buffer): value for buffer, value in zip(buffers, values) if value is not None}
@@ -211,101 +217,90 @@ class DataParallel(torch.nn.Module):
     # ---- one backward
 
     def _accumulates(self) -> bool:
-        """Whether this backward is for gradients of parameters: that of `torch.autograd.grad` is not."""
+        """Return whether this backward is for gradients of parameters: that of `torch.autograd.grad` is not."""
         engine = torch._C._will_engine_execute_node
         return any(parameter.requires_grad and engine(node) for parameter, node in self._nodes)
 
-    def _arm(self) -> None:
-        """Backward has begun."""
-        self._armed = self._lockstep.within = True
-        Variable._execution_engine.queue_callback(self._finish)
+    def _begin_backward(self) -> None:
+        self._in_backward = self._lockstep.in_backward = True
+        Variable._execution_engine.queue_callback(self._finish_backward)
         if self._joining:
-            self._count(1.0)
+            self._count_active(1.0)
         self._profile.begin()
 
-    def _ready(self, parameter: Tensor) -> None:
-        """A gradient has been accumulated."""
+    def _note_gradient(self, parameter: Tensor) -> None:
+        """Note that a gradient has been accumulated."""
         if not self._syncs:
             return
-        if not self._armed:
-            self._arm()
-        self._profile.ready(self._reducer.arrive(parameter))
+        if not self._in_backward:
+            self._begin_backward()
+        self._profile.note_ready(self._reducer.note_arrival(parameter))
 
-    def _finish(self) -> None:
-        """Backward has ended."""
-        self._armed = self._lockstep.within = False
+    def _finish_backward(self) -> None:
+        """Reduce what is left, give parameters their gradients, and see that ranks are alike."""
+        self._in_backward = self._lockstep.in_backward = False
         self._profile.end()
-        what = f"{agreement.WHAT}, backward pass {self._step + 1}"
+        what = f"{NAME}, backward pass {self._step + 1}"
         scale = self._comm.size / float(self._active[0]) if self._joining else 1.0
         try:
             alike = self._reducer.finish(None if self._joining else self._lockstep.token(), scale)
         except collectives.StallError as error:
             raise collectives.StallError(f"{error}; rank {self._comm.rank} is in {what}") from None
         if not alike:
-            agreement.agree(self._lockstep.items(), self._comm, what, "let all ranks make the same steps")
-        self._lockstep.next()
-        self._ended()
-        if not self._joining and (self._step & (self._step - 1) == 0 or self._step % SEE_STEPS == 0):
-            see_alike(self.module.named_parameters(), self._comm, what, self._hooked)
+            agree(self._lockstep.items(), self._comm, what, "let all ranks make the same steps")
+        self._lockstep.begin_anew()
+        self._end_step()
+        if not self._joining and (self._step & (self._step - 1) == 0 or self._step % CHECK_STEPS == 0):
+            check_weights(self.module.named_parameters(), self._comm, what, self._hooked)
 
-    def _see_raised(self) -> None:
-        """The last backward has raised: it counts as none where all ranks' have, and nothing has been exchanged."""
-        self._armed = self._lockstep.within = False
-        if self._reducer.begun or self._joining:
-            what = f"{agreement.WHAT}, backward pass {self._step + 1}"
+    def _end_raised(self) -> None:
+        """End a backward that has raised: it counts as none where all ranks' have, and nothing has been exchanged."""
+        self._in_backward = self._lockstep.in_backward = False
+        if self._reducer.has_begun or self._joining:
+            what = f"{NAME}, backward pass {self._step + 1}"
             with communicator(self._comm).failing(what):
                 raise collectives.CollectiveError(f"{what}: it has raised on rank {self._comm.rank}, when gradients "
                                                   "had been exchanged: end the program there")  # fmt: skip
-        self._reducer.forget()
-        self._lockstep.fail()
+        self._reducer.reset()
+        self._lockstep.count_failure()
 
-    def _ended(self) -> None:
-        """One more step has been made, by all ranks."""
+    def _end_step(self) -> None:
+        """Count a step of all ranks, and plan buckets where it is time."""
         self._step += 1
         if not self._strategy or self._strategy == "single":
             return
         first = not self._planned and self._step >= PROFILE_STEPS
-        if first or (self._planned and self._step % REVIEW_STEPS == 0 and self._profile.moved()):
-            self._plan()
+        if first or (self._planned and self._step % REVIEW_STEPS == 0 and self._profile.has_drifted()):
+            self._plan_buckets()
 
-    # ---- buckets
-
-    def _lay(self, parameters: Sequence[Tensor], cuts: Sequence[Bucket]) -> Reducer:
-        return Reducer(parameters, cuts, self._comm, self._algorithm, self._beside)
-
-    def _plan(self) -> None:
-        """Buckets from the times of the steps so far, the same on all ranks. Collective."""
-        order, ready = self._profile.order()
+    def _plan_buckets(self) -> None:
+        """Cut buckets anew by the times of the steps so far, the same on all ranks. Collective, blocking."""
+        order, ready = self._profile.average()
         parameters = [self._reducer.gradients.parameters[index] for index in order]
-        cuts = cutting.cut(_sizes(parameters), ready, costs(self._comm, self._algorithm), self._strategy)
+        costs = measure_costs(self._comm, self._algorithm)
+        cuts = cut_by_strategy(_sizes(parameters), ready, costs, self._strategy)
         self._reducer.free()
-        self._reducer = self._lay(parameters, cuts)
+        self._reducer = self._make_reducer(parameters, cuts)
         self._planned = True
+        log.info("DataParallel: %d buckets (%s) after step %d: an allreduce takes %.3g s + %.3g s/B",
+                 len(cuts), self._strategy, self._step, *costs)  # fmt: skip
 
-    # ---- all ranks alike
+    def _make_reducer(self, parameters: Sequence[Tensor], cuts: Sequence[Bucket]) -> Reducer:
+        return Reducer(parameters, cuts, self._comm, self._algorithm, self._in_background)
 
-    def _tensors(self) -> list[Tensor]:
-        return [*self.module.parameters(), *self.module.buffers()]
-
-    def _count(self, one: float) -> float:
-        """How many ranks still have steps to make."""
+    def _count_active(self, one: float) -> float:
+        """Return how many ranks still have steps to make: the sum of their `one`. Collective."""
         self._active[0] = one
         collectives.allreduce(self._active, self._comm)
         return float(self._active[0])
-
-    def _last(self, steps: int) -> int:
-        """The lowest rank that has made most steps."""
-        made = np.zeros(self._comm.size)
-        made[self._comm.rank] = steps
-        return int(np.argmax(collectives.allreduce(made, self._comm)))
 
 
 def _sizes(parameters: Sequence[Tensor]) -> list[int]:
     return [parameter.numel() * parameter.element_size() for parameter in parameters]
 
 
-def _see_arguments(module: Any, comm: Any, others: Mapping[str, Any]) -> None:
-    """TypeError or ValueError for what is no model on the host, no communicator, or no argument."""
+def _check_arguments(module: Any, comm: Any, others: Mapping[str, Any]) -> None:
+    """Raise TypeError or ValueError for what is no model on the host, no communicator, or no argument."""
     for name in others:
         why = ": mpips works on CPU tensors, leave it out" if "device" in name else ": leave it out"
         raise TypeError(f"DataParallel has no argument {name}{why}")
@@ -313,4 +308,4 @@ def _see_arguments(module: Any, comm: Any, others: Mapping[str, Any]) -> None:
         raise TypeError(f"DataParallel: module is of type {type(module).__name__}: pass a torch.nn.Module")
     if comm is not None and not isinstance(comm, MPI.Intracomm):
         raise TypeError(f"DataParallel: comm is of type {type(comm).__name__}: pass an mpi4py communicator, or None")
-    see_host([*module.parameters(), *module.buffers()], "DataParallel")
+    check_on_host([*module.parameters(), *module.buffers()], "DataParallel")

@@ -1,17 +1,20 @@
-"""See that all ranks make the same steps: what a rank's program did between two exchanges, as a token beside gradients.
+"""Ranks agree before they train, and stay alike: the same model and arguments first, then the same steps.
 
-A rank that leaves a step out, or steps with another learning rate, has a token of its own. All ranks see that in the
-same exchange, before anybody uses its gradients.
+`agree` compares once, and says in words what differs first. `Lockstep` counts what a rank's program does between two
+exchanges. Its token travels beside the gradients, so all ranks see a difference before anybody uses them.
+`check_weights` compares the parameters now and then.
 """
 
 from __future__ import annotations
 
+import hashlib
 import sys
 import zlib
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
+import msgspec
 import numpy as np
 import torch
 from mpi4py import MPI
@@ -22,76 +25,164 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 import collectives
 from collectives.communicator import communicator
 from collectives.errors import of_caller
-from mpips.torch import agreement
-from mpips.torch.agreement import Items
 
 BITS = 24
 """Of a token."""
 NUMBERS = ("lr", "weight_decay", "momentum", "betas", "alpha")
 """What is compared of an optimizer's groups."""
-MOST = 16
+MOST_STEPS = 16
 """Optimizer steps between two exchanges that are compared one by one."""
-APART = 1e-3
-"""How far the norms of a parameter may be apart, relative to the larger: processors of several kinds round unlike."""
+NORM_TOLERANCE = 1e-3
+"""How far the norms of a parameter may differ, relative to the larger: processors of several kinds round unlike."""
 FROZEN = -1.0
 """Stands in place of the norm of a parameter that requires no gradient."""
+Items = Sequence[tuple[str, str]]
+"""Things, such as "parameter 'weight'", and what they are: "float32(2, 3)". No thing comes twice."""
 
-_all: WeakSet[Lockstep] = WeakSet()
-_within: list[Optimizer] = []
-"""Optimizers whose step is under way: one may run another inside."""
+
+# ---- before training
+
+
+def model_items(module: torch.nn.Module, buckets: str | float, algorithm: str) -> Items:
+    """Return what all ranks must have alike: names, types and shapes of tensors, and the arguments."""
+
+    def kind(tensor: Tensor) -> str:
+        return f"{str(tensor.dtype).removeprefix('torch.')}{tuple(tensor.shape)}"
+
+    return [
+        *((f"parameter {name!r}", kind(p) + ("" if p.requires_grad else ", frozen"))
+          for name, p in module.named_parameters()),
+        *((f"buffer {name!r}", kind(buffer)) for name, buffer in module.named_buffers()),
+        ("buckets", repr(buckets)), ("algorithm", repr(algorithm)), ("module", type(module).__name__),
+    ]  # fmt: skip
+
+
+def agree(items: Items, comm: MPI.Intracomm, what: str, cure: str = "give all ranks the same") -> None:
+    """Raise MismatchError on all ranks, with one sentence, unless all bring the same. Collective, blocking."""
+    head = np.array([digest(msgspec.msgpack.encode(items))])
+    if (gather_rows(head, comm, what) == head).all():
+        return
+    found = gather_difference(items, comm, what)
+    with communicator(comm).failing(what):
+        raise collectives.MismatchError(f"{what}: {found}: {cure}")
+
+
+def gather_difference(items: Items, comm: MPI.Intracomm, what: str, first: int = 0) -> str:
+    """Return the first difference between all ranks' items, as `difference` does. Collective, blocking."""
+    word = np.frombuffer(msgspec.msgpack.encode(items), np.uint8)
+    sizes = gather_rows(np.array([word.size]), comm, what)[:, 0]
+    padded = np.zeros(sizes.max(), np.uint8)
+    padded[: word.size] = word
+    rows = zip(gather_rows(padded, comm, what), sizes.tolist())
+    every = [msgspec.msgpack.decode(row[:size].tobytes(), type=list[tuple[str, str]]) for row, size in rows]
+    return difference(every, first)
+
+
+def difference(every: Sequence[Items], first: int = 0) -> str:
+    """Return in words the first difference between rank `first` and those behind it, "" where there is none. Pure."""
+    known = dict(every[0])
+    for rank, items in enumerate(every, first):
+        theirs = dict(items)
+        for thing, kind in every[0]:
+            if thing not in theirs:
+                return f"rank {rank} has no {thing}, which rank {first} has"
+            if theirs[thing] != kind:
+                return f"{thing} is {kind} on rank {first} and {theirs[thing]} on rank {rank}"
+        for other in theirs:
+            if other not in known:
+                return f"rank {first} has no {other}, which rank {rank} has"
+        for thing, other in zip(known, theirs):
+            if other != thing:
+                return f"rank {first} has {thing} where rank {rank} has {other}"
+    return ""
+
+
+def digest(data: bytes) -> int:
+    """Return 56 bits that are equal for equal bytes."""
+    return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest())
+
+
+def gather_rows(row: np.ndarray, comm: MPI.Intracomm, what: str) -> np.ndarray:
+    """Return all ranks' rows, which have one length. Collective, blocking."""
+    rows = np.empty((comm.size, row.size), row.dtype)
+    collectives.allgather(row, comm, out=rows, label=what)
+    return rows
+
+
+# ---- in every step
 
 
 class Lockstep:
     """Counts one rank's forward passes and optimizer steps for the model with these parameters."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
-        _listen()
-        self.within = False
+        if not _hooks:
+            _hooks.append(register_optimizer_step_pre_hook(_begin_step))
+            _hooks.append(register_optimizer_step_post_hook(_end_step))
+        self.in_backward = False
         """Whether a backward pass is under way, whose gradients are not yet those of all ranks."""
         self._parameters = frozenset(map(id, parameters))
-        self._made = self._used = self._failed = 0
+        self._forwards = self._backwards = self._failed = 0
         self._steps: list[tuple[str, tuple[Any, ...]]] = []
-        self._more = 0
+        self._more_steps = 0
         self._known: WeakKeyDictionary[Optimizer, tuple[int, bool]] = WeakKeyDictionary()
         _all.add(self)
 
-    def forward(self) -> Callable[[], None]:
+    def count_forward(self) -> Callable[[], None]:
         """Count a forward pass. Return what counts its backward pass, the first time that it is called."""
-        self._made += 1
+        self._forwards += 1
         left = [1]
 
-        def used() -> None:
-            self._used += left[0]
+        def count_backward() -> None:
+            self._backwards += left[0]
             left[0] = 0
 
-        return used
+        return count_backward
 
-    def fail(self) -> None:
+    def count_failure(self) -> None:
         """Count a backward pass that has raised."""
         self._failed += 1
 
+    def count_step(self, optimizer: Optimizer) -> None:
+        """Count an optimizer's step where it has parameters of the model. RuntimeError within a backward pass."""
+        groups = optimizer.param_groups
+        count, ours = self._known.get(optimizer, (-1, False))
+        if count != len(groups):
+            ours = any(id(parameter) in self._parameters for group in groups for parameter in group["params"])
+            self._known[optimizer] = (len(groups), ours)
+        if not ours:
+            return
+        if self.in_backward:
+            why = "has raised in the middle" if torch._C._current_graph_task_id() < 0 else "has not ended"
+            raise of_caller(RuntimeError(f"{type(optimizer).__name__}.step: backward {why}, and gradients are this "
+                                         "rank's alone: step when backward has returned"))  # fmt: skip
+        if len(self._steps) == MOST_STEPS:
+            self._more_steps += 1
+            return
+        self._steps.append((type(optimizer).__name__, tuple([_numbers(group) for group in groups])))
+
+    def begin_anew(self) -> None:
+        """Forget the steps, after an exchange. Forward passes may still have their backward pass."""
+        self._steps.clear()
+        self._more_steps = 0
+
     def clear(self) -> None:
         """Forget all: ranks are alike again."""
-        self._made = self._used = self._failed = 0
-        self.next()
-
-    def next(self) -> None:
-        """Begin anew after an exchange. Forward passes may still have their backward pass."""
-        self._steps.clear()
-        self._more = 0
+        self._forwards = self._backwards = self._failed = 0
+        self.begin_anew()
 
     def token(self) -> int:
         """Return BITS bits that are equal on ranks whose programs did the same."""
         steps = tuple([(zlib.crc32(name.encode()), numbers) for name, numbers in self._steps])
-        word = hash((self._made - self._used, self._failed, self._more, steps))
+        word = hash((self._forwards - self._backwards, self._failed, self._more_steps, steps))
         return (word ^ word >> BITS ^ word >> 2 * BITS) & (1 << BITS) - 1
 
     def items(self) -> Items:
-        """Return the same in words."""
+        """Return in words what the token stands for."""
         found = [
-            ("the number of forward passes without a backward pass", str(self._made - self._used)),
+            ("the number of forward passes without a backward pass", str(self._forwards - self._backwards)),
             ("the number of backward passes that raised", str(self._failed)),
-            ("the number of optimizer steps since the last backward pass", str(len(self._steps) + self._more)),
+            ("the number of optimizer steps since the last backward pass", str(len(self._steps) + self._more_steps)),
         ]
         for number, (name, groups) in enumerate(self._steps, 1):
             found.append((f"the optimizer of step {number} since the last backward pass", name))
@@ -102,28 +193,52 @@ class Lockstep:
                 ]
         return found
 
-    def note(self, optimizer: Optimizer) -> None:
-        """Count an optimizer's step where it has parameters of the model. RuntimeError within a backward pass."""
-        groups = optimizer.param_groups
-        count, ours = self._known.get(optimizer, (-1, False))
-        if count != len(groups):
-            ours = any(id(parameter) in self._parameters for group in groups for parameter in group["params"])
-            self._known[optimizer] = (len(groups), ours)
-        if not ours:
-            return
-        if self.within:
-            why = "has raised in the middle" if torch._C._current_graph_task_id() < 0 else "has not ended"
-            raise of_caller(RuntimeError(f"{type(optimizer).__name__}.step: backward {why}, and gradients are this "
-                                         "rank's alone: step when backward has returned"))  # fmt: skip
-        if len(self._steps) == MOST:
-            self._more += 1
-            return
-        self._steps.append((type(optimizer).__name__, tuple([_numbers(group) for group in groups])))
+
+def _numbers(group: dict[str, Any]) -> tuple[Any, ...]:
+    found = [group.get(name) or 0 for name in NUMBERS]
+    return tuple([float(value) if isinstance(value, Tensor) else value for value in found])
 
 
-def see_alike(named: Iterable[tuple[str, Tensor]], comm: MPI.Intracomm, what: str, known: Container[Tensor]) -> None:
-    """Raise MismatchError on all ranks where a parameter's norm differs between them, where it is frozen on some of
-    them alone, and where one that requires a gradient is not `known`. Collective, blocking."""
+_all: WeakSet[Lockstep] = WeakSet()
+_hooks: list[Any] = []
+"""By which each optimizer's step in this process is counted."""
+_stepping: list[Optimizer] = []
+"""Optimizers whose step is under way: one may run another inside."""
+
+
+def _begin_step(optimizer: Optimizer, args: Any, keywords: Any) -> None:
+    # Others whose step is no caller have raised.
+    _stepping[:] = [other for other in _stepping if other is not optimizer and _is_caller(other)]
+    _stepping.append(optimizer)
+
+
+def _end_step(optimizer: Optimizer, args: Any, keywords: Any) -> None:
+    _stepping.remove(optimizer)
+    if not _stepping:  # one that ZeroRedundancyOptimizer runs has other parameters on every rank
+        for lockstep in list(_all):
+            lockstep.count_step(optimizer)
+
+
+def _is_caller(optimizer: Optimizer) -> bool:
+    """Return whether a method of the optimizer is among the callers."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_locals.get("self") is optimizer:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+# ---- now and then
+
+
+def check_weights(
+    named: Iterable[tuple[str, Tensor]], comm: MPI.Intracomm, what: str, known: Container[Tensor]
+) -> None:
+    """Raise MismatchError on all ranks where parameters are not alike: their norms, and which are frozen.
+
+    So it does where a parameter that requires a gradient is not `known`. Collective, blocking.
+    """
     named = list(named)
     names = [name for name, _ in named]
     trained = [(place, parameter) for place, (_, parameter) in enumerate(named) if parameter.requires_grad]
@@ -132,13 +247,13 @@ def see_alike(named: Iterable[tuple[str, Tensor]], comm: MPI.Intracomm, what: st
             with communicator(comm).failing(what):
                 raise collectives.MismatchError(f"{what}: parameter {names[place]!r} is not known to DataParallel: "
                                                 "wrap the model when it is complete")  # fmt: skip
-    norms, apart = np.full(len(names), FROZEN), np.full(len(names), APART)
+    norms, tolerances = np.full(len(names), FROZEN), np.full(len(names), NORM_TOLERANCE)
     if trained:
         places = [place for place, _ in trained]
         with torch.no_grad():
             norms[places] = [float(norm) for norm in torch._foreach_norm([parameter for _, parameter in trained])]
-        apart[places] = [max(APART, 4 * torch.finfo(parameter.dtype).eps) for _, parameter in trained]
-    every = agreement.gathered(norms, comm)
+        tolerances[places] = [max(NORM_TOLERANCE, 4 * torch.finfo(parameter.dtype).eps) for _, parameter in trained]
+    every = gather_rows(norms, comm, what)
     unlike = (every == FROZEN) != (every[0] == FROZEN)
     if unlike.any():
         rank, place = map(int, np.argwhere(unlike)[0])
@@ -148,49 +263,12 @@ def see_alike(named: Iterable[tuple[str, Tensor]], comm: MPI.Intracomm, what: st
                 f"{what}: parameter {names[place]!r} requires a gradient on rank {other} and none on rank {frozen}: "
                 "freeze it on all ranks, or on none"
             )
-    off = ~np.isclose(every, every[0], rtol=apart, atol=1e-30, equal_nan=True)
-    if not off.any():
+    far = ~np.isclose(every, every[0], rtol=tolerances, atol=1e-30, equal_nan=True)
+    if not far.any():
         return
-    rank, place = map(int, np.argwhere(off)[0])
+    rank, place = map(int, np.argwhere(far)[0])
     with communicator(comm).failing(what):
         raise collectives.MismatchError(
             f"{what}: parameter {names[place]!r} has norm {every[0, place]:.6g} on rank 0 and {every[rank, place]:.6g} "
             f"on rank {rank}: let all ranks step on the gradients of DataParallel, with the same numbers"
         )
-
-
-def _numbers(group: dict[str, Any]) -> tuple[Any, ...]:
-    found = [group.get(name) or 0 for name in NUMBERS]
-    return tuple([float(value) if isinstance(value, Tensor) else value for value in found])
-
-
-def _listen() -> None:
-    """Hear of every optimizer's step in this process."""
-    if not _heard:
-        _heard.append(register_optimizer_step_pre_hook(_begin))
-        _heard.append(register_optimizer_step_post_hook(_end))
-
-
-_heard: list[Any] = []
-
-
-def _begin(optimizer: Optimizer, args: Any, keywords: Any) -> None:
-    _within[:] = [other for other in _within if other is not optimizer and _runs(other)]  # others have raised
-    _within.append(optimizer)
-
-
-def _end(optimizer: Optimizer, args: Any, keywords: Any) -> None:
-    _within.remove(optimizer)
-    if not _within:  # one that ZeroRedundancyOptimizer runs has other parameters on every rank
-        for lockstep in list(_all):
-            lockstep.note(optimizer)
-
-
-def _runs(optimizer: Optimizer) -> bool:
-    """Return whether a method of the optimizer is among the callers."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_locals.get("self") is optimizer:
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False

@@ -1,86 +1,104 @@
-"""Averages the gradients of a model, bucket by bucket, while backward goes on."""
+"""The reducer averages a model's gradients, bucket by bucket, while backward goes on.
+
+Gradients lie in one stretch of memory that the ranks of a node share, in the order in which they become ready. Behind
+them stand words: for each parameter whether anybody used it, then what ranks compare.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import torch
 from mpi4py import MPI
 from torch import Tensor
+from torch.futures import Future
 
 import collectives
 from collectives.communicator import communicator
-from mpips.torch.buckets import Bucket, apart
-from mpips.torch.gradients import Gradients
-from mpips.torch.process_group.works import Job, Steps, communication, in_steps
+from mpips.torch.buckets import Bucket, cut_by_type
+from mpips.torch.lockstep import BITS
+from mpips.torch.works import Job, Steps, communication, wait_for_plan
+
+NUMPY: dict[torch.dtype, np.dtype[Any]] = {
+    torch.float32: np.dtype(np.float32), torch.float64: np.dtype(np.float64), torch.float16: np.dtype(np.float16),
+}  # fmt: skip
+
+COMPARED = 2 * BITS + 1
+"""Words that ranks compare: those of a token, and whether gradients came late."""
 
 
 class Reducer:
     """Gradients of `parameters`, in this order, and the allreduces of their buckets. Making it is collective.
 
-    Buckets start in order, each when its last gradient has arrived; the last one, which carries which parameters were
-    used, when backward has ended. `beside`: they go on beside backward.
+    Buckets start in order, each when its last gradient has arrived; the last one, which carries the words, when
+    backward has ended. `in_background`: they go on beside backward.
     """
 
     def __init__(
-        self, parameters: Sequence[Tensor], cuts: Sequence[Bucket], comm: MPI.Intracomm, algorithm: str, beside: bool
-    ) -> None:
-        kept = [parameter.grad for parameter in parameters]
+        self, parameters: Sequence[Tensor], cuts: Sequence[Bucket], comm: MPI.Intracomm, algorithm: str,
+        in_background: bool,
+    ) -> None:  # fmt: skip
+        before = [parameter.grad for parameter in parameters]
         self.gradients = Gradients(parameters, comm)
-        self.buckets = apart(cuts, [parameter.dtype for parameter in parameters])
+        self.buckets = cut_by_type(cuts, [parameter.dtype for parameter in parameters])
         self._place = {parameter: index for index, parameter in enumerate(parameters)}
         self._bucket_of = [number for number, bucket in enumerate(self.buckets) for _ in range(*bucket)]
         self._plans = [
             collectives.plan("allreduce", self.gradients.stretch(*bucket), comm, op="mean", algorithm=algorithm)
             for bucket in self.buckets
         ]
-        self._beside, self._home = beside, communicator(comm)
-        self._under_way: list[Any] = []
-        for parameter, view, gradient in zip(parameters, self.gradients.views, kept):
+        self._in_background, self._home = in_background, communicator(comm)
+        self._under_way: list[Future[Any]] = []
+        for parameter, view, gradient in zip(parameters, self.gradients.views, before):
             if gradient is not None:
                 view.copy_(gradient)
                 parameter.grad = view
-        self._again()
+        self.reset()
 
-    def arrive(self, parameter: Tensor) -> int:
+    def reset(self) -> None:
+        """Begin anew: no gradient has arrived."""
+        self._under_way.clear()
+        self._missing, self._next = set(self._place.values()), 0
+        self._left = [bucket.last - bucket.first for bucket in self.buckets]
+        self._late: set[int] = set()
+        self._pending = -1
+
+    def note_arrival(self, parameter: Tensor) -> int:
         """Note that a gradient has been accumulated; return its place in the order.
 
         It is taken when the next one arrives: hooks of the user's that follow may still change it.
         """
-        self._settle()
+        self._take_pending()
         self._pending = self._place[parameter]
         return self._pending
 
     def finish(self, token: int | None, scale: float = 1.0) -> bool:
-        """Reduce what is left at the end of backward, wait for all, and give parameters their gradients, times `scale`.
+        """Reduce the rest at the end of backward, wait for all, and give parameters their gradients, times `scale`.
         Return whether all ranks brought the same token; no gradient is given where they did not."""
-        self._settle()
+        self._take_pending()
         for index in self._missing:
             self.gradients.lack(index)
-        late = list(self._late)
-        self._reduce_rest(token, late)
+        self._reduce_rest(token, list(self._late))
         return self.gradients.give(scale)
 
     def contribute_nothing(self) -> None:
         """Reduce zeros, as other ranks go on."""
-        self.gradients.nothing()
+        self.gradients.zero()
         self._reduce_rest(None, ())
 
     @property
-    def begun(self) -> bool:
+    def has_begun(self) -> bool:
         """Whether a bucket of this backward has started."""
         return self._next > 0
-
-    def forget(self) -> None:
-        """Begin anew after a backward that has raised before a bucket has started."""
-        self._again()
 
     def free(self) -> None:
         """Give back the plans. Collective."""
         for plan in self._plans:
             plan.free()
 
-    def _settle(self) -> None:
+    def _take_pending(self) -> None:
         """Take the gradient that has arrived last: buckets that are complete start."""
         index, self._pending = self._pending, -1
         if index < 0 or self.gradients.parameters[index].grad is None:  # a hook of the user's has dropped it
@@ -94,51 +112,144 @@ class Reducer:
             self._left[self._bucket_of[index]] -= 1
         while self._next < len(self.buckets) - 1 and not self._left[self._next]:
             self.gradients.release(*self.buckets[self._next])
-            self._start()
+            self._start_next()
 
-    def _start(self) -> None:
-        plan = self._plans[self._next]
+    def _start_next(self) -> None:
+        self._under_way.append(self._start(self._plans[self._next], self._in_background))
         self._next += 1
-        self._under_way.append(self._begun(plan, self._beside))
 
-    def _begun(self, plan: Any, beside: bool) -> Any:
-        return communication.do(Job(plan, lambda: _steps(plan), self._home), beside)
+    def _start(self, plan: Any, in_background: bool) -> Future[Any]:
+        def steps() -> Steps:
+            plan.start()
+            yield from wait_for_plan(plan)
+
+        return communication.run(Job(plan, steps, self._home), in_background)
 
     def _reduce_rest(self, token: int | None, late: Sequence[int]) -> None:
+        """Start the buckets that are left, and wait for all; then reduce again what came late on any rank."""
         try:
-            self.gradients.say(token, bool(late))
+            self.gradients.write_words(token, bool(late))
             while self._next < len(self.buckets):
-                self._start()
+                self._start_next()
             for future in self._under_way:
                 future.wait()
-            if self.gradients.late():
-                self._reduce_again(late)
+            if self.gradients.any_late():
+                for index in late:  # what all ranks share keeps its mean
+                    self.gradients.add(index)
+                for plan in self._plans[:-1]:
+                    self._start(plan, False).wait()
         finally:
-            self._again()
-
-    def _reduce_again(self, late: Sequence[int]) -> None:
-        """Add this rank's late gradients to the means: of what all ranks share the mean is the same again."""
-        for index in late:
-            self.gradients.add(index)
-        for plan in self._plans[:-1]:
-            self._begun(plan, False).wait()
-
-    def _again(self) -> None:
-        """Nothing has arrived yet."""
-        self._under_way.clear()
-        self._missing, self._next = set(self._place.values()), 0
-        self._left = [bucket.last - bucket.first for bucket in self.buckets]
-        self._late: set[int] = set()
-        self._pending = -1
+            self.reset()
 
 
-def _steps(plan: Any) -> Steps:
-    plan.start()
-    yield from in_steps(plan)
+class Gradients:
+    """Flat memory for the gradients of `parameters`, in this order; parameters of one type lie in one tensor."""
+
+    def __init__(self, parameters: Sequence[Tensor], comm: MPI.Comm) -> None:
+        self.parameters = list(parameters)
+        self._flats: dict[torch.dtype, Tensor] = {}
+        self._starts: list[int] = []
+        ends: dict[torch.dtype, int] = {}
+        for parameter in self.parameters:
+            self._starts.append(ends.get(parameter.dtype, 0))
+            ends[parameter.dtype] = self._starts[-1] + parameter.numel()
+        last = self.parameters[-1].dtype
+        for dtype, end in ends.items():
+            words = len(self.parameters) + COMPARED if dtype is last else 0
+            self._flats[dtype] = _allocate(end + words, dtype, comm)
+        self._words = self._flats[last][ends[last] :]
+        self._used, self._compared = self._words.split((len(self.parameters), COMPARED))
+        self._written = self._compared.clone()
+        self._last: tuple[int | None, bool] = (None, False)
+        self.views = [
+            self._flats[parameter.dtype][start : start + parameter.numel()].view(parameter.shape)
+            for parameter, start in zip(self.parameters, self._starts)
+        ]
+
+    def stretch(self, first: int, last: int) -> Tensor:
+        """Return gradients [first, last), 1-D, of one type; with the words behind them if they are the last."""
+        flat = self._flats[self.parameters[first].dtype]
+        end = self._starts[last - 1] + self.parameters[last - 1].numel()
+        return flat[self._starts[first] : end + (len(self._words) if last == len(self.parameters) else 0)]
+
+    def take(self, index: int) -> None:
+        """Bring a parameter's gradient to its place, where it stays."""
+        parameter, view = self.parameters[index], self.views[index]
+        if parameter.grad is not view:
+            view.copy_(_dense(parameter.grad))  # of backward(create_graph=True) the values alone, as under DDP
+            parameter.grad = view
+        self._used[index] = 1
+
+    def lack(self, index: int) -> None:
+        """Note that a parameter has got no gradient in this backward: it adds nothing, or what it had before."""
+        if self.parameters[index].grad is None:
+            self.views[index].zero_()
+            self._used[index] = 0
+        else:
+            self.take(index)
+
+    def release(self, first: int, last: int) -> None:
+        """Take gradients [first, last) from their parameters, so that nothing is added to them while they travel."""
+        for parameter in self.parameters[first:last]:
+            parameter.grad = None
+
+    def add(self, index: int) -> None:
+        """Add what the parameter has got since its gradient was released."""
+        self.views[index].add_(_dense(self.parameters[index].grad))
+
+    def write_words(self, token: int | None, late: bool) -> None:
+        """Write what ranks compare: a token (None: this rank's does not count), and whether gradients came late.
+
+        Each bit is two words, of which one is 0. Where ranks differ no word is, whatever their type and number.
+        """
+        if self._last != (token, late):
+            bits = [0.0] * BITS if token is None else [float(token >> bit & 1) for bit in range(BITS)]
+            others = [0.0] * BITS if token is None else [1.0 - bit for bit in bits]
+            self._written = torch.tensor([*bits, *others, float(late)], dtype=self._written.dtype)
+            self._last = (token, late)
+        self._compared.copy_(self._written)
+
+    def any_late(self) -> bool:
+        """Return whether gradients came late on any rank, once all has been reduced."""
+        return bool(self._compared[-1] > 0)
+
+    def give(self, scale: float) -> bool:
+        """Give every parameter that anybody used its gradient, times `scale`, and others none, once all has been
+        reduced. Return whether all ranks' tokens are the same; nothing is given where they are not."""
+        words = self._words.tolist()
+        tokens = words[len(self.parameters) :]
+        if any(bit and other for bit, other in zip(tokens, tokens[BITS : 2 * BITS])):
+            return False
+        for parameter, view, used in zip(self.parameters, self.views, words):
+            parameter.grad = view if used else None
+        if scale != 1.0:
+            for flat in self._flats.values():
+                flat.mul_(scale)
+        return True
+
+    def zero(self) -> None:
+        """Let this rank contribute nothing."""
+        for flat in self._flats.values():
+            flat.zero_()
+
+    def norm(self) -> Tensor:
+        """Return the 2-norm of all gradients together."""
+        found = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        if not found:
+            return torch.zeros(())
+        return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(each.float()) for each in found]))
 
 
-def names(reducer: Reducer, named: Iterator[tuple[str, Tensor]]) -> list[list[str]]:
-    """The names of the parameters in each bucket."""
-    known: dict[Tensor, str] = {parameter: name for name, parameter in named}
-    ordered = [known[parameter] for parameter in reducer.gradients.parameters]
-    return [ordered[first:last] for first, last in reducer.buckets]
+def _allocate(n: int, dtype: torch.dtype, comm: MPI.Comm) -> Tensor:
+    """Return n zeros in memory that the node shares."""
+    if dtype is torch.bfloat16:
+        return torch.from_numpy(collectives.empty(n, np.int16, comm)).view(dtype).zero_()
+    if dtype not in NUMPY:
+        raise TypeError(f"a parameter is of type {dtype}: gradients may be float16, bfloat16, float32 or float64")
+    return torch.from_numpy(collectives.empty(n, NUMPY[dtype], comm)).zero_()
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    """Return the gradient's values. Rows that a sparse one lacks are zeros, which no optimizer that takes it moves."""
+    gradient = gradient.detach()
+    return gradient if gradient.layout is torch.strided else gradient.to_dense()

@@ -1,4 +1,4 @@
-"""Rank 0's parameters, and its optimizer's state, for all ranks; as Horovod's calls of the same names."""
+"""Broadcast parameters, and an optimizer's state, from one rank to all; as Horovod's calls of the same names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,80 @@ from mpi4py import MPI
 from torch import Tensor
 
 import collectives
-from mpips.torch.process_group.tensors import data
+from mpips.torch.tensors import bytes_of
+
+
+def broadcast_parameters(
+    parameters: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], root_rank: int = 0, comm: MPI.Comm | None = None
+) -> None:
+    """Give all ranks the root's values of a `state_dict`, or of named parameters, in place. Collective, blocking."""
+    pairs = parameters.items() if isinstance(parameters, Mapping) else parameters
+    broadcast_tensors([tensor for _, tensor in pairs if isinstance(tensor, Tensor)], root_rank, comm)
+
+
+def broadcast_tensors(tensors: Iterable[Tensor], root: int = 0, comm: MPI.Comm | None = None) -> None:
+    """Give all ranks the root's values, in place: shapes and types are the same on all. Collective, blocking."""
+    given = list(tensors)
+    with torch.no_grad():
+        for tensor, other in zip(given, broadcast_values(given, root, comm)):
+            if other is not None:  # a store takes a write for a change
+                tensor.copy_(other)
+
+
+def broadcast_values(tensors: Sequence[Tensor], root: int = 0, comm: MPI.Comm | None = None) -> list[Tensor | None]:
+    """Return the root's values as new tensors, None for those that are equal here. Collective, blocking."""
+    packed = np.concatenate([bytes_of(tensor.detach().contiguous()) for tensor in tensors] or [np.empty(0, np.uint8)])
+    if not packed.size:
+        return [None] * len(tensors)
+    collectives.broadcast(packed, comm, root)
+    found: list[Tensor | None] = []
+    start = 0
+    for tensor in tensors:
+        stretch = slice(start, start + tensor.numel() * tensor.element_size())
+        start = stretch.stop
+        if np.array_equal(packed[stretch], bytes_of(tensor.detach().contiguous())):
+            found.append(None)
+        else:
+            found.append(torch.from_numpy(packed[stretch].copy()).view(tensor.dtype).view(tensor.shape))
+    return found
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer, root_rank: int = 0, comm: MPI.Comm | None = None
+) -> None:
+    """Load the root's `state_dict` of a PyTorch optimizer on all ranks, whatever they had. Collective, blocking.
+
+    TypeError on the root where the state holds anything but numbers, texts and tensors.
+    """
+    comm = MPI.COMM_WORLD if comm is None else comm
+    state = broadcast_state(optimizer.state_dict() if comm.rank == root_rank else {}, root_rank, comm)
+    if comm.rank != root_rank:
+        optimizer.load_state_dict(state)
+
+
+def broadcast_state(state: dict[str, Any], root: int, comm: MPI.Comm) -> dict[str, Any]:
+    """Return the root's `state_dict` of an optimizer on all ranks. Collective, blocking."""
+    tensors: list[Tensor] = []
+    message = msgspec.msgpack.encode(_pack(state, tensors)) if comm.rank == root else b""
+    packed = msgspec.msgpack.decode(broadcast_bytes(message, root, comm))
+    if comm.rank != root:
+        state = _unpack(packed, tensors)
+    broadcast_tensors(tensors, root, comm)
+    return state
+
+
+def broadcast_bytes(data: bytes, root: int, comm: MPI.Comm | None) -> bytes:
+    """Return the root's data on all ranks. Collective, blocking."""
+    size = np.array([len(data)])
+    collectives.broadcast(size, comm, root)
+    buffer = np.zeros(int(size[0]), np.uint8)
+    if len(data) == buffer.size:
+        buffer[:] = np.frombuffer(data, np.uint8)
+    collectives.broadcast(buffer, comm, root)
+    return buffer.tobytes()
+
+
+# ---- a state as one message; its tensors follow by themselves
 
 
 class _Tensor(msgspec.Struct, tag="tensor"):
@@ -35,100 +108,30 @@ class _Map(msgspec.Struct, tag="map"):
     values: list[Any]
 
 
-def broadcast_parameters(
-    parameters: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], root_rank: int = 0, comm: MPI.Comm | None = None
-) -> None:
-    """The root's values of a `state_dict`, or of named parameters, for all ranks, in place. Collective, blocking."""
-    pairs = parameters.items() if isinstance(parameters, Mapping) else parameters
-    broadcast_tensors([tensor for _, tensor in pairs if isinstance(tensor, Tensor)], root_rank, comm)
-
-
-def broadcast_tensors(tensors: Iterable[Tensor], root: int = 0, comm: MPI.Comm | None = None) -> None:
-    """The root's values for all ranks, in place: tensors of the same shapes and types on all. Collective, blocking."""
-    given = list(tensors)
-    with torch.no_grad():
-        for tensor, other in zip(given, broadcast_values(given, root, comm)):
-            if other is not None:  # a store takes a write for a change
-                tensor.copy_(other)
-
-
-def broadcast_values(tensors: Sequence[Tensor], root: int = 0, comm: MPI.Comm | None = None) -> list[Tensor | None]:
-    """Return the root's values as new tensors, None for those that are equal here. Collective, blocking."""
-    packed = np.concatenate([data(tensor.detach().contiguous()) for tensor in tensors] or [np.empty(0, np.uint8)])
-    if not packed.size:
-        return [None] * len(tensors)
-    collectives.broadcast(packed, comm, root)
-    found: list[Tensor | None] = []
-    start = 0
-    for tensor in tensors:
-        stretch = slice(start, start + tensor.numel() * tensor.element_size())
-        start = stretch.stop
-        if np.array_equal(packed[stretch], data(tensor.detach().contiguous())):
-            found.append(None)
-        else:
-            found.append(torch.from_numpy(packed[stretch].copy()).view(tensor.dtype).view(tensor.shape))
-    return found
-
-
-def broadcast_optimizer_state(
-    optimizer: torch.optim.Optimizer, root_rank: int = 0, comm: MPI.Comm | None = None
-) -> None:
-    """The root's `state_dict` of a PyTorch optimizer, loaded on all ranks, whatever they had. Collective, blocking.
-
-    TypeError on the root where the state holds anything but numbers, texts and tensors.
-    """
-    comm = MPI.COMM_WORLD if comm is None else comm
-    state = broadcast_state(optimizer.state_dict() if comm.rank == root_rank else {}, root_rank, comm)
-    if comm.rank != root_rank:
-        optimizer.load_state_dict(state)
-
-
-def broadcast_state(state: dict[str, Any], root: int, comm: MPI.Comm) -> dict[str, Any]:
-    """The root's `state_dict` of an optimizer, on all ranks. Collective, blocking."""
-    tensors: list[Tensor] = []
-    message = msgspec.msgpack.encode(_packed(state, tensors)) if comm.rank == root else b""
-    told = msgspec.msgpack.decode(broadcast_bytes(message, root, comm))
-    if comm.rank != root:
-        state = _unpacked(told, tensors)
-    broadcast_tensors(tensors, root, comm)
-    return state
-
-
-def broadcast_bytes(data: bytes, root: int, comm: MPI.Comm | None) -> bytes:
-    """The root's data, on all ranks. Collective, blocking."""
-    size = np.array([len(data)])
-    collectives.broadcast(size, comm, root)
-    buffer = np.zeros(int(size[0]), np.uint8)
-    if len(data) == buffer.size:
-        buffer[:] = np.frombuffer(data, np.uint8)
-    collectives.broadcast(buffer, comm, root)
-    return buffer.tobytes()
-
-
-def _packed(value: Any, tensors: list[Tensor]) -> Any:
+def _pack(value: Any, tensors: list[Tensor]) -> Any:
     if isinstance(value, Tensor):
         tensors.append(value)
         return _Tensor(str(value.dtype).removeprefix("torch."), list(value.shape))
     if isinstance(value, dict):
-        return _Map([_packed(key, tensors) for key in value], [_packed(one, tensors) for one in value.values()])
+        return _Map([_pack(key, tensors) for key in value], [_pack(one, tensors) for one in value.values()])
     if isinstance(value, tuple):
-        return _Tuple([_packed(one, tensors) for one in value])
+        return _Tuple([_pack(one, tensors) for one in value])
     if isinstance(value, list):
-        return [_packed(one, tensors) for one in value]
+        return [_pack(one, tensors) for one in value]
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     raise TypeError(f"an optimizer's state holds a {type(value).__name__}: numbers, texts and tensors can be sent")
 
 
-def _unpacked(value: Any, tensors: list[Tensor]) -> Any:
+def _unpack(value: Any, tensors: list[Tensor]) -> Any:
     if isinstance(value, list):
-        return [_unpacked(one, tensors) for one in value]
+        return [_unpack(one, tensors) for one in value]
     if not isinstance(value, dict):
         return value
     if value["type"] == "tensor":
         tensors.append(torch.empty(value["shape"], dtype=getattr(torch, value["dtype"])))
         return tensors[-1]
     if value["type"] == "tuple":
-        return tuple(_unpacked(one, tensors) for one in value["items"])
-    keys = [_unpacked(key, tensors) for key in value["keys"]]
-    return dict(zip(keys, [_unpacked(one, tensors) for one in value["values"]]))
+        return tuple(_unpack(one, tensors) for one in value["items"])
+    keys = [_unpack(key, tensors) for key in value["keys"]]
+    return dict(zip(keys, [_unpack(one, tensors) for one in value["values"]]))

@@ -23,8 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import mpips.torch
 from examples.reproduce import rank
-from mpips.torch.buckets import Bucket, Costs, cut
-from mpips.torch.profile import costs
+from mpips.torch.buckets import Bucket, Costs, cut_by_strategy, measure_costs
 
 WORLD = MPI.COMM_WORLD
 WARM_STEPS = 4
@@ -153,11 +152,11 @@ def main(widths: Sequence[int], batch: int, steps: int) -> dict[str, Any]:
     model = network(widths)
     x = torch.randn(batch, widths[0], generator=torch.Generator().manual_seed(WORLD.rank))
     found = alone(copy.deepcopy(model), x, steps)
-    cost = costs(WORLD, "auto")
+    cost = measure_costs(WORLD, "auto")
     sizes = [4 * parameter.numel() for parameter in model.parameters()]
     nbytes = [sizes[index] for index in found.order]
     strategies = {"optimal": "optimal", "MG-WFBP": "merged", "one bucket": "single"}
-    cuts = {name: cut(nbytes, found.ready, cost, word) for name, word in strategies.items()}
+    cuts = {name: cut_by_strategy(nbytes, found.ready, cost, word) for name, word in strategies.items()}
     cuts["DDP, 25 MB"] = by_ddp(nbytes)
     models: dict[str, nn.Module] = {
         name: mpips.torch.DataParallel(copy.deepcopy(model), buckets=word) for name, word in strategies.items()

@@ -2,38 +2,39 @@
 
     optimizer = mpips.torch.DistributedOptimizer(optimizer, model.named_parameters(), kind="dist_sync", servers=2)
     loss.backward(); optimizer.step()           # pushes gradients, pulls parameters
+
+A step: the workers agree (`consensus`), exchange gradients (`exchange`), and go on after a death (`survival`).
 """
 
 from __future__ import annotations
 
 import inspect
+import logging
+import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler, OptState
 
 from collectives.errors import of_caller
-from mpips.optimizers.elastic import Elastic1
 from mpips.store.api import KVStore
 from mpips.store.create import create
-from mpips.torch.agreement import Items, see_joined
-from mpips.torch.optimizer import on_servers
+from mpips.torch.backend import check_joined
 from mpips.torch.optimizer.consensus import UNKNOWN, Brought, Consensus
-from mpips.torch.optimizer.elastic import Elastic
-from mpips.torch.optimizer.exchange import among, share
-from mpips.torch.optimizer.on_servers import OnServers, records
-from mpips.torch.optimizer.on_workers import OnWorkers
-from mpips.torch.optimizer.stored import restore, stored
-from mpips.torch.optimizer.survival import Survival, Way
-from mpips.torch.state import broadcast_tensors
+from mpips.torch.optimizer.exchange import ServerExchange, check_elastic, choose_exchange, worker_collectives
+from mpips.torch.optimizer.survival import Survival
+from mpips.torch.state import broadcast_bytes, broadcast_tensors
 
 warnings.filterwarnings("ignore", "GradScaler is going to stop passing itself", FutureWarning)  # to `step`
 
 WRAP_LATER = "add groups to the PyTorch optimizer first, then wrap it in a new DistributedOptimizer"
+log = logging.getLogger("mpips.torch")
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -74,12 +75,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         kind: str = "mpi_sync", *, store: KVStore | None = None, backward_passes_per_step: int = 1,
         compression: dict[str, Any] | None = None, elastic: float | None = None, interval: int = 64, **options: Any,
     ) -> None:  # fmt: skip
-        see_joined()
-        _see_optimizer(optimizer)
+        check_joined()
+        _check_optimizer(optimizer)
         if backward_passes_per_step < 1 or interval < 1:
             raise ValueError(f"backward_passes_per_step={backward_passes_per_step}, interval={interval}: at least 1")
         self.optimizer = optimizer
-        self._names = _named(optimizer, named_parameters)
+        self._names = _name_keys(optimizer, named_parameters)
         self.store = store if store is not None else create(kind, **options)
         self._passes, self._elastic = backward_passes_per_step, elastic is not None
         self._cleared = 0
@@ -100,15 +101,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
     @property
     def on_servers(self) -> bool:
         """Whether the store's servers make the updates."""
-        return isinstance(self._way, OnServers)
+        return isinstance(self._exchange, ServerExchange)
 
     def step(self, closure: Callable[[], Any] | None = None, *, grad_scaler: GradScaler | None = None) -> Any:
-        """Exchange gradients and update the parameters; what `closure` returns. Blocking: the parameters are new.
+        """Exchange gradients and update the parameters. Return the result of `closure`. Blocking.
 
         `grad_scaler` is passed by `GradScaler.step`. Where a gradient has overflowed on one worker, all skip the step.
         """
         loss = closure() if closure is not None else None
-        self._see_groups()
+        self._check_groups()
         if hasattr(self, "found_inf"):
             raise RuntimeError("this PyTorch's GradScaler does not pass itself to step(), so workers do not learn of "
                                "each other's overflows: use mpips.torch.DataParallel with it")  # fmt: skip
@@ -120,25 +121,31 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return loss
 
     def set_parameters(self) -> None:
-        """Rank 0's parameters for all workers, and for the servers: call it where the program has changed them, as by
-        `model.load_state_dict`. All workers call; blocking."""
-        self._changed("set_parameters", self._set_parameters)
+        """Give all workers, and the servers, rank 0's parameters. All workers call; blocking.
+
+        Call it where the program has changed parameters, as by `model.load_state_dict`.
+        """
+        self._change("set_parameters", self._set_parameters)
 
     def state_dict(self) -> dict[str, Any]:
-        """As of the wrapped optimizer; where the store has a part in it, its values and state are the tensor "store".
-        Equal on all workers then, which all call; blocking. `torch.save` writes it."""
+        """Return the wrapped optimizer's state; the store's part, if it has one, is the tensor "store".
+
+        It is equal on all workers then, which all call; blocking. `torch.save` writes it.
+        """
         state = self.optimizer.state_dict()
         if not self._in_store():
             return state
-        data = None if self._survival.new else self._survival.call("state_dict", lambda: stored(self.store))
+        data = None if self._survival.new else self._survival.call("state_dict", lambda: _state_of_store(self.store))
         if data is None:
             raise RuntimeError("state_dict: a process has died, and the other workers have theirs already: call it "
                                "again after the next step")  # fmt: skip
         return {**state, "store": data}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """What `state_dict` gave, with any number of servers; the model then has its parameters, where the servers
-        update them. All workers call; blocking."""
+        """Load what `state_dict` gave, with any number of servers. All workers call; blocking.
+
+        The model then has its parameters, where the servers update them.
+        """
         state = dict(state_dict)
         data = state.pop("store", None)
         if (data is not None) is not self._in_store():
@@ -153,42 +160,44 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         def load() -> None:
             if data is not None:
-                restore(self.store, data)
+                _load_store(self.store, data)
                 if self.on_servers:  # else the model has its parameters, and the store the centre
-                    self._loaded()
+                    self._take_over()
 
-        self._changed("load_state_dict", load)
+        self._change("load_state_dict", load)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """RuntimeError: groups are the wrapped optimizer's, as they were when this one was made."""
-        if hasattr(self, "_way"):
+        """Raise RuntimeError: groups are the wrapped optimizer's, as they were when this one was made."""
+        if hasattr(self, "_exchange"):
             raise RuntimeError(f"add_param_group: {WRAP_LATER}")
         super().add_param_group(param_group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As of the wrapped optimizer."""
+        """Forget the gradients, as the wrapped optimizer does."""
         self._cleared += self._cleared != UNKNOWN
         self.optimizer.zero_grad(set_to_none)
 
     def save(self, path: str | Path, wait: bool = True) -> Any:
-        """Parameters and the servers' state in one file, see `kv.save`. All workers call; blocking.
+        """Write parameters and the servers' state into one file, see `kv.save`. All workers call; blocking.
 
         An optimizer that runs here keeps its own state, which `optimizer.state_dict()` gives as ever.
         """
         return None if self._survival.new else self._survival.call("save", lambda: self._save(path, wait))
 
     def load(self, path: str | Path) -> None:
-        """What `save` wrote, of any number of servers; the model then has it. All workers call; blocking."""
+        """Load what `save` wrote, of any number of servers; the model then has it. All workers call; blocking."""
 
         def load() -> None:
             self.store.load(path)
-            self._loaded()
+            self._take_over()
 
-        self._changed("load", load)
+        self._change("load", load)
 
     def close(self) -> None:
-        """Close the store: its servers leave. A program that ends does so by itself; where the store survives deaths,
-        call it nevertheless: it lets the others end their last step."""
+        """Close the store: its servers leave. A program that ends does so by itself.
+
+        Where the store survives deaths, call it nevertheless: it lets the others end their last step.
+        """
         if self.store.layout.survives:
             self._survival.end()
         self.store.close()
@@ -196,8 +205,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     # ---- inside
 
     def _begin(self, compression: dict[str, Any] | None, elastic: float | None, interval: int) -> None:
-        """Keys, who makes the updates, and the parameters of all. Collective over the workers, blocking."""
-        _see_elastic(self.store, elastic)
+        """Make the keys, choose the exchange, and take the parameters of all. Collective over the workers, blocking."""
+        check_elastic(self.store, elastic)
         optimizer = self.optimizer
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.state = optimizer.state
@@ -206,23 +215,25 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.store.init(self._keys, [p.detach().contiguous() for p in self._parameters])
         if compression is not None:
             self.store.set_gradient_compression(compression)
-        self._numbers: tuple[list[dict[str, Any]], Items] = [], []
-        consensus = Consensus(self.store, self._parameters, self._keys, self._items)
+        consensus = Consensus(self.store, optimizer, self._passes, self._parameters, self._keys)
         is_new = self.store.layout.survives and self.store.settings.fresh
-        if not is_new:
-            consensus.see_call("DistributedOptimizer", 0)
         if is_new:
             self._cleared = UNKNOWN
-        self._way = self._chosen(elastic, interval)
-        self._survival: Survival = Survival(self.store, self._keys, self._way, consensus)
+        else:
+            consensus.see_call("DistributedOptimizer", 0)
+        self._exchange = choose_exchange(self.store, optimizer, self._names, self._passes, elastic, interval)
+        self._survival: Survival = Survival(self.store, self._keys, self._exchange, consensus)
         self._survival.begin()
         self.state, self.param_groups = optimizer.state, optimizer.param_groups
         self._resumed = self._survival.steps
         if self._resumed:
             self._opt_called = True  # schedulers of torch, which then catch up, warn where it has made no step
+        log.info("DistributedOptimizer: %s by %s on a %s store of %d parameters, from step %d",
+                 type(optimizer).__name__, type(self._exchange).__name__, self.store.type, len(self._keys),
+                 self._resumed)  # fmt: skip
 
     def _step_scaled(self, scaler: GradScaler) -> None:
-        """A step of scaled gradients. All workers have the same overflows then, so their scales stay equal."""
+        """Make a step of scaled gradients. All workers have the same overflows then, so their scales stay equal."""
         if scaler._per_optimizer_states[id(self)]["stage"] is OptState.READY:
             scaler.unscale_(self)
         found = scaler._found_inf_per_device(self)
@@ -232,8 +243,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for one in found.values():
             one.fill_(float(skipped))
 
-    def _see_groups(self) -> None:
-        """RuntimeError where the wrapped optimizer has other parameters than when it was wrapped: those have no key."""
+    def _check_groups(self) -> None:
+        """Raise RuntimeError where the wrapped optimizer has got or lost parameters: new ones have no key."""
         held = [p for group in self.optimizer.param_groups for p in group["params"]]
         if len(held) != len(self._parameters) or any(p is not one for p, one in zip(held, self._parameters)):
             raise of_caller(RuntimeError(
@@ -241,69 +252,41 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 f"groups, and they are not the {len(self._parameters)} that it was wrapped with: {WRAP_LATER}"
             ))  # fmt: skip
 
-    def _items(self) -> Items:
-        """What is to be equal on all workers in each step."""
-        numbers = [on_servers.numbers(group) for group in self.optimizer.param_groups]
-        if numbers != self._numbers[0]:
-            items = [("the optimizer", type(self.optimizer).__name__), ("backward_passes_per_step", str(self._passes))]
-            for at, group in enumerate(numbers):
-                items += [(f"{name!r} of group {at}", repr(value)) for name, value in sorted(group.items())]
-            self._numbers = numbers, items
-        return self._numbers[1]
-
-    def _chosen(self, elastic: float | None, interval: int) -> Way:
-        """Who makes the updates. Collective over the workers, blocking."""
-        store, optimizer = self.store, self.optimizer
-        if elastic is not None:
-            store.set_optimizer(Elastic1(alpha=elastic))
-            return Elastic(store, optimizer, self._parameters, self._keys, self._passes, elastic, interval)
-        if store.layout.num_servers and (found := records(optimizer, share(store.layout, self._passes))) is not None:
-            return OnServers(store, optimizer, self._names, found, self._passes)
-        if store.layout.asynchronous:
-            raise ValueError(f"{type(optimizer).__name__} with these options has no counterpart on the servers, which "
-                             "an asynchronous store needs: choose SGD, Adam, AdamW, RMSprop or Adagrad, or a "
-                             "synchronous kind")  # fmt: skip
-        if store.resumed and not store.settings.fresh:
-            raise ValueError(f"{type(optimizer).__name__} runs on the workers, and the store's checkpoint has neither "
-                             "parameters nor state of it: choose an optimizer that runs on servers, or save by "
-                             "torch.save and load_state_dict")  # fmt: skip
-        return OnWorkers(store, optimizer, self._parameters, self._keys, self._passes)
-
     def _in_store(self) -> bool:
-        """Whether the store holds a part of the training's state."""
+        """Return whether the store holds a part of the training's state."""
         return self.on_servers or self._elastic
 
-    def _changed(self, what: str, change: Callable[[], None]) -> None:
-        """The program sets parameters or state, on all workers. One that has taken a dead worker's place has those of
-        the others already, who were here before it began."""
+    def _change(self, what: str, change: Callable[[], None]) -> None:
+        """Change parameters or state, on all workers. One that has taken a dead worker's place has those of the others
+        already, who were here before it began."""
         if self._survival.new:
             self._survival.begin()
         else:
             self._survival.call(what, change)
 
     def _set_parameters(self) -> None:
-        if isinstance(self._way, OnServers):
-            self._way.put()
-            self._way.take()
+        if isinstance(self._exchange, ServerExchange):
+            self._exchange.put()
+            self._exchange.take()
         else:
-            with among(self.store.layout, self.store.settings.generation, "set_parameters") as workers:
+            with worker_collectives(self.store, "set_parameters") as workers:
                 broadcast_tensors([p.detach() for p in self._parameters], 0, workers)
 
     def _save(self, path: str | Path, wait: bool) -> Any:
-        if not self._in_store():  # its keys, which have held gradients, are to hold the parameters
+        if not self._in_store():  # its keys have held gradients
             first = self.store.rank == 0
             values = [p.detach().clone() if first else torch.zeros_like(p) for p in self._parameters]
             self.store.pushpull(self._keys, [value.contiguous() for value in values])
         return self.store.save(path, wait=wait)
 
-    def _loaded(self) -> None:
-        """The store has been loaded."""
-        self._way.renew()
-        self._way.begin(False)
+    def _take_over(self) -> None:
+        """Take over a store that has been loaded."""
+        self._exchange.renew()
+        self._exchange.begin(False)
 
 
-def _see_optimizer(optimizer: Any) -> None:
-    """TypeError or ValueError where it is none that steps once for each call."""
+def _check_optimizer(optimizer: Any) -> None:
+    """Raise TypeError or ValueError where it is none that steps once for each call."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"DistributedOptimizer wraps an optimizer of torch.optim, not a {type(optimizer).__name__}")
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
@@ -312,22 +295,41 @@ def _see_optimizer(optimizer: Any) -> None:
                          "distributed: choose another optimizer")  # fmt: skip
 
 
-def _see_elastic(store: KVStore, elastic: float | None) -> None:
-    """ValueError where a store is not for elastic averaging."""
-    if elastic is None:
-        return
-    if not store.layout.asynchronous:
-        raise ValueError(f"elastic={elastic} needs an asynchronous store, as mpi_async, not {store.type}")
-    if store.layout.survives:
-        raise ValueError(f"elastic={elastic} does not go on after a death: leave out spares={store.layout.spares}, or "
-                         "elastic")  # fmt: skip
-
-
-def _named(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, Tensor]]) -> dict[Tensor, str]:
-    """The key of every parameter of the optimizer. ValueError where one has no name."""
+def _name_keys(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, Tensor]]) -> dict[Tensor, str]:
+    """Return the key of every parameter of the optimizer. ValueError where one has no name."""
     names = {parameter: name for name, parameter in named}
     missing = sum(p not in names for group in optimizer.param_groups for p in group["params"])
     if missing:
         raise ValueError(f"named_parameters names not all of the optimizer's parameters, {missing} are missing: pass "
                          "model.named_parameters()")  # fmt: skip
     return names
+
+
+# ---- the store's state as a tensor of bytes: the file that `kv.save` writes
+
+
+def _state_of_store(store: KVStore) -> Tensor:
+    """Return values, optimizers' state and what compression kept back, on all workers. Collective, blocking."""
+    with _shared_file(store) as path:
+        store.save(path)
+        data = path.read_bytes() if store.rank == 0 else b""
+    with worker_collectives(store, "state_dict") as workers:
+        data = broadcast_bytes(data, 0, workers)
+    return torch.from_numpy(np.frombuffer(data, np.uint8).copy())
+
+
+def _load_store(store: KVStore, data: Tensor) -> None:
+    """Load worker 0's `data` into the store. Collective over the workers, blocking."""
+    with _shared_file(store) as path:
+        if store.rank == 0:
+            path.write_bytes(data.numpy().tobytes())
+        store.load(path)
+
+
+@contextmanager
+def _shared_file(store: KVStore) -> Iterator[Path]:
+    """Yield the path of a file, the same on all workers; it lies on worker 0's machine, and is gone afterwards."""
+    with tempfile.TemporaryDirectory() as folder:
+        with worker_collectives(store, "a file for all workers") as workers:
+            path = broadcast_bytes(folder.encode(), 0, workers).decode()
+        yield Path(path, "store.safetensors")

@@ -1,17 +1,38 @@
-"""What all ways to exchange gradients share: what is pushed, its share of an update, and collectives of the workers."""
+"""Three ways in which a DistributedOptimizer makes new parameters of gradients: on servers, on workers, elastically.
+
+`ServerExchange` lets the store's servers update, by the optimizer of `mpips.optimizers` that computes the same.
+`WorkerExchange` runs PyTorch's optimizer on every worker, on summed gradients. `ElasticExchange` runs it on every
+worker alone; now and then the worker and the servers' centre attract each other.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from mpips.store.roles import Layout
-from mpips.store.runtime.generation import Generation
+import collectives
+from collectives.fabric.wait import Limits
+from mpips.optimizers import SGD, AdaGrad, Adam, AdamW, Optimizer, RMSProp
+from mpips.optimizers.elastic import Elastic1
+from mpips.store.keys import calls
+from mpips.store.keys.row_sparse import EmptyPush
+from mpips.torch.state import broadcast_state, broadcast_tensors
+
+if TYPE_CHECKING:
+    from mpips.store.api import KVStore
+    from mpips.store.roles import Layout
+    from mpips.store.runtime.generation import Generation
+    from mpips.torch.optimizer.survival import Way
+
+WARN_SECONDS = 10.0
+"""After so long a worker of an asynchronous store warns that others have not come to a call of all."""
 
 
 class Step(NamedTuple):
@@ -27,28 +48,388 @@ class Step(NamedTuple):
     """Whether the program has changed parameters since the last step, on all of them."""
 
 
+def choose_exchange(
+    store: KVStore, optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], passes: int,
+    elastic: float | None, interval: int,
+) -> Way:  # fmt: skip
+    """Return the exchange for an optimizer and a store. Collective over the workers, blocking.
+
+    ValueError where there is none.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    keys = [names[p] for p in parameters]
+    if elastic is not None:
+        store.set_optimizer(Elastic1(alpha=elastic))
+        return ElasticExchange(store, optimizer, parameters, keys, passes, elastic, interval)
+    if store.layout.num_servers:
+        rescale = gradient_share(store.layout, passes)
+        found = [server_optimizer(optimizer, group, rescale) for group in optimizer.param_groups]
+        if None not in found:
+            return ServerExchange(store, optimizer, names, [each for each in found if each is not None], passes)
+    if store.layout.asynchronous:
+        raise ValueError(f"{type(optimizer).__name__} with these options has no counterpart on the servers, which "
+                         "an asynchronous store needs: choose SGD, Adam, AdamW, RMSprop or Adagrad, or a "
+                         "synchronous kind")  # fmt: skip
+    if store.resumed and not store.settings.fresh:
+        raise ValueError(f"{type(optimizer).__name__} runs on the workers, and the store's checkpoint has neither "
+                         "parameters nor state of it: choose an optimizer that runs on servers, or save by "
+                         "torch.save and load_state_dict")  # fmt: skip
+    return WorkerExchange(store, optimizer, parameters, keys, passes)
+
+
+def check_elastic(store: KVStore, elastic: float | None) -> None:
+    """Raise ValueError where a store is not for elastic averaging."""
+    if elastic is None:
+        return
+    if not store.layout.asynchronous:
+        raise ValueError(f"elastic={elastic} needs an asynchronous store, as mpi_async, not {store.type}")
+    if store.layout.survives:
+        raise ValueError(f"elastic={elastic} does not go on after a death: leave out spares={store.layout.spares}, or "
+                         "elastic")  # fmt: skip
+
+
+# ---- on servers
+
+
+class ServerExchange:
+    """The optimizer's groups are records of the store, and the parameters are those that were pulled last."""
+
+    def __init__(
+        self, store: KVStore, optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str],
+        records: Sequence[Optimizer], passes: int,
+    ) -> None:  # fmt: skip
+        """Collective over the workers, blocking."""
+        self._store, self._optimizer, self._names, self._passes = store, optimizer, names, passes
+        self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._all_keys = [names[parameter] for parameter in self._parameters]
+        self._records, self._numbers = list(records), [group_numbers(group) for group in optimizer.param_groups]
+        self._versions: list[int] = []
+        self.sent = False
+        for group, record in zip(optimizer.param_groups, records, strict=True):
+            store.set_optimizer(record, keys=self._keys(group))
+        if store.resumed != 0:  # the store goes on with numbers of its own
+            self.renew()
+
+    def begin(self, new: bool) -> None:
+        """Take the servers' parameters."""
+        self.take()
+
+    def push(self, step: Step) -> None:
+        """Let the servers update, and take the parameters from them. Those without a gradient stay as they are."""
+        if step.changed:
+            self._check_unchanged()
+        self._check_sparse(step)
+        self._update_numbers()
+        self.sent = True
+        each = [*zip(self._all_keys, self._parameters, step.used)]
+        used = [(key, parameter) for key, parameter, has in each if has]
+        if used:
+            grads, outs = [gradient(p, True) for _, p in used], [p.detach() for _, p in used]
+            self._store.pushpull([key for key, _ in used], grads, out=outs)
+        if rest := [(key, parameter) for key, parameter, has in each if not has]:
+            keys = [self._store.settings.keys[key] for key, _ in rest]
+            self._store.push([key.name for key in keys], [EmptyPush(key.shape, key.dtype) for key in keys])
+            if self._store.layout.asynchronous:  # others may have used them
+                self._store.pull([key.name for key in keys], [parameter.detach() for _, parameter in rest])
+        self._note_versions()
+
+    def take(self) -> None:
+        """Take the parameters from the servers."""
+        self._store.pull(self._all_keys, [parameter.detach() for parameter in self._parameters])
+        self._note_versions()
+
+    def end(self, step: Step) -> None:
+        """End the step."""
+        self.sent = False
+
+    def give(self, giver: int, new: bool) -> None:
+        """Give nothing: the servers have all."""
+
+    def renew(self) -> None:
+        """Take over the store's optimizers after it was loaded, or has recovered: the servers hear of other numbers of
+        the groups before the next update. ValueError where they are optimizers of another kind."""
+        for at, group in enumerate(self._optimizer.param_groups):
+            for name in self._keys(group):
+                found, mine = self._store.settings.groups.of(name), self._records[at]
+                if found is None or type(found) is not type(mine):
+                    kind = type(mine).__name__
+                    raise ValueError(f"key {name!r} was saved with {found}, and is updated by {kind} here: make the "
+                                     "DistributedOptimizer as the saved one was")  # fmt: skip
+                self._records[at], self._numbers[at] = found, {}
+
+    def put(self) -> None:
+        """Give the servers rank 0's parameters. Collective over the workers, blocking."""
+        settings = self._store.settings
+        settings.settled("set_parameters")
+        keys = [settings.keys[name] for name in self._all_keys]
+        tensors = [parameter.detach().contiguous() for parameter in self._parameters]
+        values = [calls.first_value(key.name, [tensor]) for key, tensor in zip(keys, tensors, strict=True)]
+        settings.run("set_parameters", settings.backend.put(keys, values))
+
+    def _update_numbers(self) -> None:
+        """Tell the servers of numbers of the groups that have changed. All workers then wait for each other.
+
+        ValueError where the servers cannot go on with such numbers.
+        """
+        for at, group in enumerate(self._optimizer.param_groups):
+            if (found := group_numbers(group)) == self._numbers[at]:
+                continue
+            record = server_optimizer(self._optimizer, group, gradient_share(self._store.layout, self._passes))
+            if record is None:
+                raise ValueError(f"group {at} of the optimizer has {found}, which the servers cannot compute: make "
+                                 "another DistributedOptimizer")  # fmt: skip
+            before = asdict(self._records[at])
+            changed = {name: value for name, value in asdict(record).items() if value != before[name]}
+            if changed:
+                patience = warn_soon(self._store.settings.generation) if self._store.layout.asynchronous else None
+                with patience or nullcontext():
+                    self._store.update_optimizer(keys=self._keys(group), **changed)
+            self._records[at], self._numbers[at] = record, found
+
+    def _note_versions(self) -> None:
+        """Note that the parameters are now those of the servers."""
+        self._versions = [parameter._version for parameter in self._parameters]
+
+    def _check_unchanged(self) -> None:
+        """Raise RuntimeError where the program has changed a parameter since: the servers have another."""
+        for parameter, version in zip(self._parameters, self._versions, strict=True):
+            if parameter._version != version:
+                name = self._names[parameter]
+                raise RuntimeError(f"parameter {name!r} was changed since the last step, and the servers have the old "
+                                   "one: call set_parameters() of this optimizer first, on all workers")  # fmt: skip
+
+    def _check_sparse(self, step: Step) -> None:
+        """Raise TypeError on all workers where PyTorch's optimizer would refuse sparse gradients."""
+        kind, groups = type(self._optimizer), self._optimizer.param_groups
+        decays = [bool(group["weight_decay"]) for group in groups for _ in group["params"]]
+        for name, sparse, decay in zip(self._all_keys, step.sparse, decays):
+            if sparse and (decay or kind not in (torch.optim.SGD, torch.optim.Adagrad)):
+                why = " with weight_decay" if decay else ""
+                raise TypeError(f"parameter {name!r} has a sparse gradient, which {kind.__name__}{why} does not take: "
+                                "make its layer with sparse=False, or choose SGD or Adagrad")  # fmt: skip
+
+    def _keys(self, group: Mapping[str, Any]) -> list[str]:
+        return [self._names[parameter] for parameter in group["params"]]
+
+
+# ---- on workers
+
+
+class WorkerExchange:
+    """The store holds sums of gradients, and each worker has parameters and state. For synchronous stores."""
+
+    def __init__(
+        self, store: KVStore, optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], keys: Sequence[str],
+        passes: int,
+    ) -> None:  # fmt: skip
+        self._store, self._optimizer, self._passes = store, optimizer, passes
+        self._parameters, self._keys = parameters, keys
+        self._sums: list[Tensor] = []
+        """Room for sums of gradients, where gradients have to stay until the exchange is over."""
+        if store.layout.survives:
+            self._sums = [torch.empty_like(p, memory_format=torch.contiguous_format) for p in parameters]
+        self._totals: list[Tensor] = []
+        """The sums, once they are there."""
+        self._share, self.sent = 1.0, False
+        self._given: list[Tensor] = []
+        """Parameters that another worker gave, until the first step."""
+
+    def begin(self, new: bool) -> None:
+        """Take rank 0's parameters, which the store holds until the first step, or those that were given."""
+        if not new:
+            self._store.pull(self._keys, [parameter.detach() for parameter in self._parameters])
+        for parameter, given in zip(self._parameters, self._given):
+            parameter.detach().copy_(given)
+
+    def push(self, step: Step) -> None:
+        """Sum gradients."""
+        given, self._given = [gradient(p, used) for p, used in zip(self._parameters, step.used)], []
+        self._share, self.sent = gradient_share(self._store.layout, self._passes), True
+        self._store.pushpull(self._keys, given, out=self._sums or given)
+        self._totals = self._sums or given
+
+    def take(self) -> None:
+        """Take the sums."""
+        self._store.pull(self._keys, self._sums)
+        self._totals = self._sums
+
+    def end(self, step: Step) -> None:
+        """Step, unless it is skipped. A parameter that nobody used has no gradient, so it stays as it is."""
+        self.sent = False
+        if step.skipped:
+            return
+        for parameter, total, used, sparse in zip(self._parameters, self._totals, step.used, step.sparse):
+            if not used:
+                continue
+            if sparse:
+                parameter.grad = (total * self._share).to_sparse(1)
+                continue
+            if parameter.grad is None:
+                parameter.grad = total.clone() if self._sums else total
+            elif parameter.grad.data_ptr() != total.data_ptr():
+                parameter.grad.copy_(total)
+            parameter.grad.mul_(self._share)
+        self._optimizer.step()
+        self._totals = []
+
+    def renew(self) -> None:
+        """Do nothing: nothing here is the store's."""
+
+    def give(self, giver: int, new: bool) -> None:
+        """Give new workers parameters and the optimizer's state. Numbers of groups stay a new worker's own, as
+        schedulers begin with them."""
+        with worker_collectives(self._store, "rejoin") as workers:
+            broadcast_tensors([parameter.detach() for parameter in self._parameters], giver, workers)
+            mine = self._optimizer.state_dict()
+            theirs = broadcast_state(mine, giver, workers)
+        if new:
+            self._optimizer.load_state_dict({**theirs, "param_groups": mine["param_groups"]})
+            self._given = [parameter.detach().clone() for parameter in self._parameters]
+
+
+# ---- elastically
+
+
+class ElasticExchange:
+    """The optimizer runs on every worker; every `interval` steps it and the servers' centre attract each other by
+    `alpha` (MXNET-MPI, equations 2 and 3). For stores that do not survive deaths."""
+
+    def __init__(
+        self, store: KVStore, optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], keys: Sequence[str],
+        passes: int, alpha: float, interval: int,
+    ) -> None:  # fmt: skip
+        self._store, self._optimizer, self._passes = store, optimizer, passes
+        self._parameters, self._keys = parameters, keys
+        self._alpha, self._interval, self._steps = alpha, interval, 0
+        self.sent = False
+        client = store.layout.client
+        self._members = client.Get_size() if client is not None else 1
+
+    def begin(self, new: bool) -> None:
+        """Take rank 0's parameters, which are the centre's."""
+        self._store.pull(self._keys, [parameter.detach() for parameter in self._parameters])
+
+    def push(self, step: Step) -> None:
+        """Move the centre towards this worker, and it towards the centre, where it is time; average gradients."""
+        if self._steps % self._interval == 0:
+            centers = [p.detach() / self._members for p in self._parameters]  # a push adds up the client's
+            self._store.push(self._keys, centers)
+            self._store.pull(self._keys, centers)
+            with torch.no_grad():
+                for parameter, center in zip(self._parameters, centers):
+                    if parameter.requires_grad:
+                        parameter.lerp_(center, self._alpha)
+        used = [place for place, has in enumerate(step.used) if has]
+        given = [gradient(self._parameters[place], True) for place in used]
+        if self._members > 1 and given:
+            collectives.grouped_allreduce(given, self._store.layout.client)
+        for place, total in zip(used, given):
+            total.mul_(1.0 / (self._members * self._passes))
+            self._parameters[place].grad = total.to_sparse(1) if step.sparse[place] else total
+
+    def take(self) -> None:
+        """Do nothing: there is no way back to what this worker was."""
+
+    def end(self, step: Step) -> None:
+        """Step, unless it is skipped."""
+        if not step.skipped:
+            self._optimizer.step()
+        self._steps += 1
+
+    def renew(self) -> None:
+        """Do nothing: stores that recover are refused."""
+
+    def give(self, giver: int, new: bool) -> None:
+        """Do nothing: no worker is ever new."""
+
+
+# ---- what they share
+
+
 def gradient(parameter: Tensor, used: bool) -> Tensor:
-    """This rank's gradient, contiguous and dense; zeros where it has none, or nobody is to use it."""
+    """Return this rank's gradient, contiguous and dense; zeros where it has none, or nobody uses it."""
     found = parameter.grad
     if found is None or not used:
         return torch.zeros_like(parameter, memory_format=torch.contiguous_format)
     return (found.detach().to_dense() if found.is_sparse else found.detach()).contiguous()
 
 
-def share(layout: Layout, passes: int) -> float:
-    """What a sum of gradients, each of so many backward passes, is multiplied by to be the mean of one update."""
+def gradient_share(layout: Layout, passes: int) -> float:
+    """Return the factor that makes the mean of one update of a sum of gradients, each of `passes` backward passes."""
     workers, clients = layout.num_workers, len(layout.clients)
     return 1.0 / ((workers / clients if layout.asynchronous else workers) * passes)
 
 
 @contextmanager
-def among(
-    layout: Layout, generation: Generation, what: str, comm: MPI.Intracomm | None = None
-) -> Iterator[MPI.Intracomm]:
-    """The communicator of the workers, or a smaller one, for collectives within: where one fails, the generation ends.
-    Collective at first."""
-    ranks = comm or layout.workers
+def worker_collectives(store: KVStore, what: str, comm: MPI.Intracomm | None = None) -> Iterator[MPI.Intracomm]:
+    """Yield the communicator of the workers, or a smaller one; where a collective within fails, the generation ends."""
+    ranks, generation = comm or store.layout.workers, store.settings.generation
     assert ranks is not None
     with generation.failing(what):
         generation.within(ranks)
         yield ranks
+
+
+@contextmanager
+def warn_soon(generation: Generation) -> Iterator[None]:
+    """Warn soon in waits within for all workers of an asynchronous store: they may never come."""
+    before = generation.limits
+    generation.limits = Limits(min(before.stall_seconds, WARN_SECONDS), before.timeout_seconds)
+    try:
+        yield
+    finally:
+        generation.limits = before
+
+
+# ---- PyTorch's optimizers as the store's
+
+
+def group_numbers(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a group of parameters, by name; tensors as numbers."""
+    return {
+        name: value.tolist() if isinstance(value, Tensor) else value
+        for name, value in group.items()
+        if name not in ("params", "param_names")
+    }
+
+
+def server_optimizer(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], rescale: float
+) -> Optimizer | None:
+    """Return what updates a group on a server as `optimizer` does here, for gradients that arrive as a sum; None where
+    no optimizer of the store does."""
+    make = _MAKERS.get(type(optimizer))
+    if make is None or group.get("maximize") or isinstance(group["lr"], Tensor):
+        return None
+    return make(group, float(group["lr"]), group["weight_decay"], rescale)
+
+
+def _sgd(group: Mapping[str, Any], rate: float, decay: float, rescale: float) -> Optimizer | None:
+    return None if group["dampening"] else SGD(rate, decay, rescale, group["momentum"], group["nesterov"])
+
+
+def _adam(
+    group: Mapping[str, Any], rate: float, decay: float, rescale: float, decoupled: bool = False
+) -> Optimizer | None:
+    kind = AdamW if decoupled or group.get("decoupled_weight_decay") else Adam
+    beta1, beta2 = group["betas"]
+    return None if group["amsgrad"] else kind(rate, decay, rescale, beta1, beta2, group["eps"])
+
+
+def _rmsprop(group: Mapping[str, Any], rate: float, decay: float, rescale: float) -> Optimizer | None:
+    plain = not (group["centered"] or group["momentum"])
+    return RMSProp(rate, decay, rescale, group["alpha"], group["eps"]) if plain else None
+
+
+def _adagrad(group: Mapping[str, Any], rate: float, decay: float, rescale: float) -> Optimizer | None:
+    plain = not (group["lr_decay"] or group["initial_accumulator_value"])
+    return AdaGrad(rate, decay, rescale, group["eps"]) if plain else None
+
+
+_MAKERS: dict[type, Callable[[Mapping[str, Any], float, float, float], Optimizer | None]] = {
+    torch.optim.SGD: _sgd,
+    torch.optim.Adam: _adam,
+    torch.optim.AdamW: partial(_adam, decoupled=True),
+    torch.optim.RMSprop: _rmsprop,
+    torch.optim.Adagrad: _adagrad,
+}

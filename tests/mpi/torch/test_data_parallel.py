@@ -18,7 +18,7 @@ from torch import nn  # noqa: E402
 
 import mpips.torch  # noqa: E402
 from collectives import MismatchError  # noqa: E402
-from mpips.torch.agreement import difference  # noqa: E402
+from mpips.torch.lockstep import difference  # noqa: E402
 from tests.mpi.torch.support import (  # noqa: E402
     BATCH,
     WORLD,

@@ -1,0 +1,409 @@
+"""The process group: c10d's collectives on CPU tensors, carried out by `collectives`; sends and receives by MPI.
+
+All methods take the lists of tensors and the options that c10d hands over, and return its `Work`. With `asyncOp` an
+operation goes on beside compute. Tensors may have any shape and any strides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from mpi4py import MPI
+from torch import Tensor
+
+import collectives
+from collectives.api import begin
+from collectives.communicator import communicator
+from mpips.torch.tensors import (
+    Reduction,
+    as_movable,
+    as_numbers,
+    check_on_host,
+    flatten,
+    flatten_result,
+    reduction,
+    uncompiled,
+)
+from mpips.torch.works import Job, Messages, Steps, Work, communication, wait_for_plan, watch
+
+Tensors = Sequence[Tensor]
+After = Callable[[], None] | None
+"""Brings a result to where the caller wants it."""
+
+
+@uncompiled()
+class ProcessGroup(dist.ProcessGroup):
+    """Ranks of one MPI communicator as a group of c10d's. Making it is collective over `comm`."""
+
+    def __init__(self, comm: MPI.Intracomm, timeout: timedelta) -> None:
+        super().__init__(comm.rank, comm.size)
+        self.comm = comm
+        self._jobs = Jobs(comm, timeout.total_seconds())
+        self._barrier_token = torch.zeros(1)
+        self._name = ""
+        home = communicator(comm)
+        self._roomy = home.nodes > 1 or home.board.memory.roomy
+
+    def _start(self, job: Job, opts: Any, result: Any) -> Work:
+        """Run a job, beside compute where the options say so; its future gives `result`.
+
+        DistributedDataParallel's come inside a backward pass: where ranks have one core each they are run at once, as
+        a thread would only take turns with it.
+        """
+        job.result = result
+        alone = not self._roomy and torch._C._current_graph_task_id() >= 0
+        return Work(communication.run(job, opts is None or (opts.asyncOp and not alone)))
+
+    # ---- reductions
+
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> Any:
+        opts = opts or dist.AllreduceOptions()
+        check_on_host(tensors, "all_reduce")
+        if len(tensors) > 1:
+            return self.allreduce_coalesced(tensors, opts)
+        target, copy_back = flatten_result(tensors[0])
+        how = reduction(opts.reduceOp, target.dtype)
+        return self._start(self._jobs.reduce("allreduce", target, target, how, 0, copy_back), opts, list(tensors))
+
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Any:
+        opts = opts or dist.AllreduceCoalescedOptions()
+        check_on_host(tensors, "all_reduce_coalesced")
+        return self._start(self._jobs.allreduce_together(tensors, opts.reduceOp), opts, tensors)
+
+    def reduce(self, tensors: Tensors, opts: Any) -> Any:
+        check_on_host(tensors, "reduce")
+        (tensor,) = tensors
+        given, root = flatten(tensor).clone(), opts.rootRank
+        target, copy_back = flatten_result(tensor) if self.comm.rank == root else (torch.empty_like(given), None)
+        how = reduction(opts.reduceOp, tensor.dtype)
+        return self._start(self._jobs.reduce("reduce", given, target, how, root, copy_back), opts, list(tensors))
+
+    def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> Any:
+        opts = opts or dist.ReduceScatterOptions()
+        check_on_host([*outputs, *inputs[0]], "reduce_scatter")
+        (output,), (parts,) = outputs, inputs
+        if len(parts) != self.comm.size:
+            raise ValueError(f"reduce_scatter: {len(parts)} inputs for {self.comm.size} ranks: give one for each")
+        sizes = [part.numel() for part in parts]
+        job = self._jobs.reduce_scatter(output, _join(parts, output.dtype), sizes, opts.reduceOp)
+        return self._start(job, opts, [output])
+
+    def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any = None) -> Any:
+        return self.reduce_scatter_single_coalesced([output], [given], opts)
+
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
+        opts, size = opts or dist.ReduceScatterOptions(), self.comm.size
+        check_on_host([*outputs, *inputs], "reduce_scatter_tensor")
+        jobs = [
+            self._jobs.reduce_scatter(output, flatten(given), [given.numel() // size] * size, opts.reduceOp)
+            for output, given in zip(outputs, inputs, strict=True)
+        ]
+        return self._start(_in_turn(jobs), opts, outputs)
+
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    # ---- the same values for all
+
+    def broadcast(self, tensors: Tensors, opts: Any = None) -> Any:
+        opts = opts or dist.BroadcastOptions()
+        check_on_host(tensors, "broadcast")
+        targets = [flatten_result(tensor) for tensor in tensors]
+        jobs = [self._jobs.move("broadcast", target, None, opts.rootRank, after) for target, after in targets]
+        return self._start(_in_turn(jobs), opts, list(tensors))
+
+    def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Any:
+        opts = opts or dist.AllgatherOptions()
+        jobs = [self._jobs.allgather(out, given) for out, given in zip(outputs, inputs, strict=True)]
+        return self._start(_in_turn(jobs), opts, list(outputs[0]) if len(outputs) == 1 else outputs)
+
+    def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> Any:
+        return self.all_gather_single_coalesced([output], [given], opts)
+
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
+        opts = opts or dist.AllgatherOptions()
+        check_on_host([*outputs, *inputs], "all_gather_into_tensor")
+        jobs = []
+        for output, given in zip(outputs, inputs, strict=True):
+            if output.numel() != given.numel() * self.comm.size:
+                raise ValueError(f"all_gather_into_tensor: the output has {output.numel()} elements and the input "
+                                 f"{given.numel()}: it needs {self.comm.size} times as many")  # fmt: skip
+            target, copy_back = flatten_result(output)
+            jobs.append(self._jobs.move("allgather", flatten(given), target, 0, copy_back))
+        return self._start(_in_turn(jobs), opts, outputs)
+
+    def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Any:
+        by_tensor = [[out[number] for out in outputs] for number in range(len(inputs))]  # c10d lists them by rank here
+        return self.allgather(by_tensor, inputs, opts)
+
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def barrier(self, opts: Any = None) -> Any:
+        token = self._barrier_token
+        job = self._jobs.reduce("allreduce", token, token, Reduction("sum"))
+        return self._start(job, opts or dist.BarrierOptions(), [token])
+
+    # ---- from each to each, from one to all and back
+
+    def all_to_all_single(
+        self, output: Tensor, given: Tensor, output_splits: Sequence[int] | None, input_splits: Sequence[int] | None,
+        opts: Any = None,
+    ) -> Any:  # fmt: skip
+        check_on_host([output, given], "all_to_all_single")
+        source, (target, copy_back) = flatten(given), flatten_result(output)
+        sent = _elements(given, input_splits, self.comm.size, "input_split_sizes")
+        received = _elements(output, output_splits, self.comm.size, "output_split_sizes")
+        job = self._jobs.exchange(self._jobs.messages.alltoall(target, received, source, sent), "all_to_all", copy_back)
+        return self._start(job, opts or dist.AllToAllOptions(), [output])
+
+    alltoall_base = all_to_all_single
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
+        check_on_host([*outputs, *inputs], "all_to_all")
+        source = _join(inputs, inputs[0].dtype)
+        received, sent = [tensor.numel() for tensor in outputs], [tensor.numel() for tensor in inputs]
+        target = torch.empty(sum(received), dtype=source.dtype)
+        steps = self._jobs.messages.alltoall(target, received, source, sent)
+        job = self._jobs.exchange(steps, "all_to_all", lambda: _deal(target, outputs))
+        return self._start(job, opts or dist.AllToAllOptions(), list(outputs))
+
+    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> Any:
+        check_on_host(inputs, "gather")
+        (given,) = inputs
+        parts = outputs[0] if self.comm.rank == opts.rootRank else []
+        target = torch.empty(sum(part.numel() for part in parts), dtype=given.dtype)
+        steps = self._jobs.messages.gather(target, [part.numel() for part in parts], flatten(given), opts.rootRank)
+        return self._start(self._jobs.exchange(steps, "gather", lambda: _deal(target, parts)), opts, list(parts))
+
+    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> Any:
+        check_on_host(outputs, "scatter")
+        parts = inputs[0] if self.comm.rank == opts.rootRank else []
+        source, (target, copy_back) = _join(parts, outputs[0].dtype), flatten_result(outputs[0])
+        steps = self._jobs.messages.scatter(target, source, [part.numel() for part in parts], opts.rootRank)
+        return self._start(self._jobs.exchange(steps, "scatter", copy_back), opts, list(outputs))
+
+    # ---- from one to one
+
+    def send(self, tensors: Tensors, destination: int, tag: int) -> Any:
+        check_on_host(tensors, "send")
+        steps = self._jobs.messages.send(flatten(tensors[0]), destination, tag)
+        return self._start(self._jobs.exchange(steps, f"send to rank {destination}", ordered=False), None, [])
+
+    def recv(self, tensors: Tensors, source: int, tag: int) -> Any:
+        check_on_host(tensors, "recv")
+        target, copy_back = flatten_result(tensors[0])
+        steps = self._jobs.messages.receive(target, source, tag)
+        job = self._jobs.exchange(steps, f"recv from rank {source}", copy_back, ordered=False)
+        return self._start(job, None, list(tensors))
+
+    def recv_anysource(self, tensors: Tensors, tag: int) -> Any:
+        check_on_host(tensors, "recv")
+        (target, copy_back), status = flatten_result(tensors[0]), MPI.Status()
+        steps = self._jobs.messages.receive(target, MPI.ANY_SOURCE, tag, status)
+        job = self._jobs.exchange(steps, "recv from any rank", copy_back, ordered=False)
+        job.result = list(tensors)
+        return Work(communication.run(job, True), status)
+
+    # ---- the rest of c10d
+
+    def getBackendName(self) -> str:
+        return "mpips"
+
+    @property
+    def pg_name(self) -> str:
+        """The name under which c10d knows the group, or has known it."""
+        self._name = dist.distributed_c10d._world.pg_names.get(self, self._name)
+        return self._name
+
+    group_name = pg_name
+
+    def __repr__(self) -> str:
+        return f"<mpips process group, rank {self.comm.rank} of {self.comm.size}>"
+
+    def _get_backend(self, device: Any) -> ProcessGroup:
+        """Return the backend for tensors of a device. c10d sees that it puts no operations together."""
+        return self
+
+    def _start_coalescing(self, device: Any) -> None:
+        """Do nothing: operations run in order in any case."""
+
+    def _end_coalescing(self, device: Any = None) -> Any:
+        """Return a work that ends after the operations before it."""
+        return Work(communication.run(self._jobs.empty(), False))
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Do nothing: `collectives` numbers operations."""
+
+    def _get_sequence_number_for_group(self) -> int:
+        return 0
+
+    def shutdown(self) -> None:
+        """Do nothing: the thread that serves all groups goes on."""
+
+
+class Jobs:
+    """Makes the jobs of one group, by `collectives` where it can, else by MPI's own calls. Making it is collective."""
+
+    def __init__(self, comm: MPI.Intracomm, timeout_seconds: float) -> None:
+        self.comm = comm
+        self._home = communicator(comm)
+        self._home.patient(self._home.limits.stall_seconds, timeout_seconds)
+        self.messages = Messages(comm.Dup())
+
+    def reduce(
+        self, kind: str, given: Tensor, target: Tensor, how: Reduction, root: int = 0, after: After = None
+    ) -> Job:
+        """Make a reduction into `target`, which may be `given` itself; both are contiguous and 1-D."""
+        if how.factor is not None:
+            given.mul_(how.factor)
+        after = self._divide(target, after) if how.divided else after
+        if how.bitwise is not None:
+            steps = self.messages.reduce(target, given, how.bitwise, root if kind == "reduce" else None)
+            return self.exchange(steps, kind, after)
+        out = None if target is given else as_numbers(target)
+        return self._collective(kind, as_numbers(given), out, how.name, root, after)
+
+    def allreduce_together(self, tensors: Tensors, op: Any) -> Job:
+        """Make an allreduce of each tensor, in one operation where their type allows it."""
+        hows = [reduction(op, tensor.dtype) for tensor in tensors]
+        results = [flatten_result(tensor) for tensor in tensors]
+        if any(how.bitwise or how.factor is not None for how in hows):
+            each = zip(hows, results)
+            return _in_turn([self.reduce("allreduce", target, target, how, 0, after) for how, (target, after) in each])
+        targets = [as_numbers(target) for target, _ in results if target.numel()]
+        afters = [self._divide(*result) if how.divided else result[1] for how, result in zip(hows, results)]
+
+        def finish() -> None:
+            for after in afters:
+                if after is not None:
+                    after()
+
+        if not targets:
+            return self.empty(finish)
+        name = hows[0].name
+        return Job(
+            lambda: collectives.grouped_allreduce(targets, self.comm, name),
+            lambda: wait_for_plan(begin("grouped_allreduce", targets, self.comm, op=name)), self._home, finish,
+        )  # fmt: skip
+
+    def move(self, kind: str, given: Tensor, target: Tensor | None, root: int = 0, after: After = None) -> Job:
+        """Make a collective that adds nothing, of any type."""
+        out = None if target is None else as_movable(target)
+        return self._collective(kind, as_movable(given), out, "sum", root, after)
+
+    def reduce_scatter(self, output: Tensor, given: Tensor, sizes: Sequence[int], op: Any) -> Job:
+        """Make a reduction of `given`, of which this rank takes its part."""
+        how, rank = reduction(op, given.dtype), self.comm.rank
+        if output.numel() != sizes[rank] or sum(sizes) != given.numel():
+            raise ValueError(f"reduce_scatter: rank {rank}'s output has {output.numel()} elements, and its part of the "
+                             f"input {sizes[rank]} of {given.numel()} between {len(sizes)} ranks")  # fmt: skip
+        target, after = flatten_result(output)
+        if how.bitwise is None and how.factor is None and len(set(sizes)) == 1:
+            after = self._divide(target, after) if how.divided else after
+            return self._collective("reduce_scatter", as_numbers(given), as_numbers(target), how.name, 0, after)
+        whole, start = given.clone(), sum(sizes[:rank])
+
+        def take_part() -> None:
+            target.copy_(whole[start : start + sizes[rank]])
+            if after is not None:
+                after()
+
+        return self.reduce("allreduce", whole, whole, how, 0, take_part)
+
+    def allgather(self, outputs: Tensors, given: Tensor) -> Job:
+        """Make an exchange that leaves every rank's tensor in the output of that rank."""
+        check_on_host([*outputs, given], "all_gather")
+        if len(outputs) != self.comm.size:
+            raise ValueError(f"all_gather: {len(outputs)} outputs for {self.comm.size} ranks: give one for each")
+        sizes = [tensor.numel() for tensor in outputs]
+        target = torch.empty(sum(sizes), dtype=given.dtype)
+        if len(set(sizes)) == 1 and sizes[0] == given.numel():
+            return self.move("allgather", flatten(given), target, 0, lambda: _deal(target, outputs))
+        steps = self.messages.allgather(target, sizes, flatten(given))
+        return self.exchange(steps, "all_gather", lambda: _deal(target, outputs))
+
+    def exchange(self, steps: Steps, what: str, after: After = None, ordered: bool = True) -> Job:
+        """Make a job of MPI's own calls; `steps` begin when they are first taken."""
+
+        def run() -> None:
+            self._home.check()
+            with self._home.failing(what):
+                self._home.run(steps, what)
+
+        return Job(run, lambda: watch(steps, self._home, what), self._home if ordered else None, after)
+
+    def empty(self, after: After = None) -> Job:
+        """Make a job that sends nothing, in its turn."""
+        return Job(lambda: None, _no_steps, self._home, after)
+
+    def _divide(self, target: Tensor, after: After) -> Callable[[], None]:
+        """Return what divides a sum of integers by the number of ranks, then does what follows."""
+
+        def divide() -> None:
+            target.div_(self.comm.size, rounding_mode="trunc")
+            if after is not None:
+                after()
+
+        return divide
+
+    def _collective(self, kind: str, x: Tensor, out: Tensor | None, op: str, root: int, after: After) -> Job:
+        keywords: dict[str, Any] = {"out": out}
+        if kind in ("allreduce", "reduce_scatter", "reduce"):
+            keywords["op"] = op
+        if kind in ("broadcast", "reduce"):
+            keywords["root"] = root
+        call = getattr(collectives, kind)
+        return Job(
+            lambda: call(x, self.comm, **keywords),
+            lambda: wait_for_plan(begin(kind, x, self.comm, op=op, out=out, root=root)), self._home, after,
+        )  # fmt: skip
+
+
+def _in_turn(jobs: Sequence[Job]) -> Job:
+    """Make one job of several of one group."""
+    if len(jobs) == 1:
+        return jobs[0]
+
+    def run() -> None:
+        for job in jobs:
+            job.run()
+
+    def steps() -> Steps:
+        for job in jobs:
+            yield from job.steps()
+
+    return Job(run, steps, jobs[0].order if jobs else None)
+
+
+def _no_steps() -> Steps:
+    yield from ()
+
+
+def _join(parts: Tensors, dtype: torch.dtype) -> Tensor:
+    return torch.cat([flatten(part) for part in parts]) if parts else torch.empty(0, dtype=dtype)
+
+
+def _deal(source: Tensor, outputs: Tensors) -> None:
+    """Copy the parts of a 1-D tensor into tensors, one behind the other."""
+    start = 0
+    for output in outputs:
+        output.detach().copy_(source[start : start + output.numel()].view(output.shape))
+        start += output.numel()
+
+
+def _elements(tensor: Tensor, splits: Sequence[int] | None, ranks: int, argument: str) -> list[int]:
+    """Return how many elements go to, or come from, each rank: rows as told, or an even share. ValueError where they do
+    not fit."""
+    rows = tensor.shape[0] if tensor.dim() else 1
+    if not splits:
+        if rows % ranks:
+            raise ValueError(f"all_to_all_single: {rows} rows do not split evenly over {ranks} ranks: pass {argument}")
+        return [tensor.numel() // ranks] * ranks
+    if len(splits) != ranks or sum(splits) != rows:
+        raise ValueError(f"all_to_all_single: {argument} is {list(splits)}: give {ranks} numbers whose sum is {rows}")
+    return [rows_here * (tensor.numel() // max(rows, 1)) for rows_here in splits]

@@ -1,0 +1,159 @@
+"""PyTorch's tensors and reductions as those of `collectives`: contiguous, flat, on the host; and back again."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from mpi4py import MPI
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+T = TypeVar("T")
+
+MOVED_AS_BYTES = (torch.bool, torch.complex64, torch.complex128)
+"""Types that move, but are no numbers to `collectives`."""
+NAMES = {
+    ReduceOp.SUM: "sum", ReduceOp.AVG: "mean", ReduceOp.PRODUCT: "prod", ReduceOp.MIN: "min", ReduceOp.MAX: "max",
+}  # fmt: skip
+BITWISE = {ReduceOp.BAND: MPI.BAND, ReduceOp.BOR: MPI.BOR, ReduceOp.BXOR: MPI.BXOR}
+REALS = {torch.complex64: torch.float32, torch.complex128: torch.float64}
+
+
+# ---- tensors
+
+
+def check_on_host(tensors: Sequence[Tensor], what: str) -> None:
+    """Raise TypeError where a tensor is sparse, ValueError where one is not on the host."""
+    for tensor in tensors:
+        if tensor.layout is not torch.strided:
+            raise TypeError(f"{what}: a tensor has layout {tensor.layout}: pass dense tensors, as tensor.to_dense()")
+        if tensor.device.type != "cpu":
+            raise ValueError(f"{what}: a tensor is on {tensor.device}: pass CPU tensors, as tensor.cpu()")
+
+
+def flatten(tensor: Tensor) -> Tensor:
+    """Return the tensor's elements in order, 1-D, detached: its memory where it is contiguous, else a copy."""
+    return tensor.detach().contiguous().view(-1)
+
+
+def flatten_result(tensor: Tensor) -> tuple[Tensor, Callable[[], None] | None]:
+    """Return where to write the result of an operation, 1-D, and what then copies it back to the tensor. Nothing does
+    where the tensor is contiguous."""
+    if tensor.is_contiguous():
+        return tensor.detach().view(-1), None
+    result = flatten(tensor)
+
+    def copy_back() -> None:
+        tensor.detach().copy_(result.view(tensor.shape))
+
+    return result, copy_back
+
+
+def bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
+    """Return the memory of a contiguous host tensor as bytes; empty for one without elements."""
+    if not tensor.numel():
+        return np.empty(0, np.uint8)
+    return tensor.detach().view(-1).view(torch.uint8).numpy()
+
+
+def as_movable(tensor: Tensor) -> Tensor:
+    """View a contiguous 1-D tensor as one of a type that `collectives` moves."""
+    return tensor.view(torch.uint8) if tensor.dtype in MOVED_AS_BYTES else tensor
+
+
+def as_numbers(tensor: Tensor) -> Tensor:
+    """View a contiguous 1-D tensor as one of real numbers: of complex ones both parts."""
+    return tensor.view(REALS[tensor.dtype]) if tensor.dtype in REALS else tensor
+
+
+def find_tensors(value: Any) -> Iterator[Tensor]:
+    """Find the tensors in a module's output: in lists, tuples, dicts and dataclasses."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from find_tensors(each)
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from find_tensors(each)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            yield from find_tensors(getattr(value, field.name))
+
+
+# ---- reductions
+
+
+class Reduction(NamedTuple):
+    """How tensors are reduced."""
+
+    name: str
+    """As `collectives` calls it; "" where it is bitwise."""
+    bitwise: MPI.Op | None = None
+    """MPI's operation on bytes."""
+    factor: Any = None
+    """Every rank's tensor is multiplied by it first, unless it is None."""
+    divided: bool = False
+    """Whether a sum of integers is divided by the number of ranks, toward 0, as NCCL's AVG does."""
+
+
+def reduction(op: Any, dtype: torch.dtype) -> Reduction:
+    """Return how c10d's `op` reduces tensors of a type. Raise TypeError or ValueError where it cannot."""
+    kind = op.op if hasattr(op, "op") else op
+    name = str(kind).rpartition(".")[2]
+    if kind in BITWISE:
+        if dtype.is_floating_point or dtype.is_complex:
+            raise TypeError(f"{name} of {dtype}: bitwise reductions take integers and bool")
+        return Reduction("", BITWISE[kind])
+    if kind == ReduceOp.PREMUL_SUM:
+        return Reduction("sum", factor=op.factor)
+    if kind not in NAMES:
+        raise ValueError(f"unknown reduction {op}: choose SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR or PREMUL_SUM")
+    if kind == ReduceOp.AVG and not (dtype.is_floating_point or dtype.is_complex):
+        if dtype == torch.bool:
+            raise TypeError(f"AVG of {dtype}: the mean is taken of numbers; use SUM, which is true where any is")
+        return Reduction("sum", divided=True)
+    if dtype.is_complex and kind not in (ReduceOp.SUM, ReduceOp.AVG):
+        raise TypeError(f"{name} of {dtype}: complex numbers are added only (SUM, AVG)")
+    if dtype == torch.bool:
+        return Reduction("", MPI.LOR if kind in (ReduceOp.SUM, ReduceOp.MAX) else MPI.LAND)
+    return Reduction(NAMES[kind])
+
+
+# ---- torch.compile
+
+
+def uncompiled(*names: str) -> Callable[[type[T]], type[T]]:
+    """Keep `torch.compile` from tracing into methods of a class, which call MPI: these, or all where none is named.
+
+    The compiler is not imported for it, which would take seconds.
+    """
+
+    def change(cls: type[T]) -> type[T]:
+        for name, method in list(vars(cls).items()):
+            if name in names or (not names and inspect.isfunction(method) and not name.startswith("__")):
+                setattr(cls, name, _not_compiled(method))
+        return cls
+
+    return change
+
+
+def _not_compiled(method: Callable[..., Any]) -> Callable[..., Any]:
+    disabled: list[Callable[..., Any]] = []
+
+    @functools.wraps(method)
+    def call(*args: Any, **keywords: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            return method(*args, **keywords)
+        if not disabled:
+            disabled.append(torch.compiler.disable(method))
+        return disabled[0](*args, **keywords)
+
+    return call

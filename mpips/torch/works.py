@@ -1,0 +1,299 @@
+"""Operations under way: run at once in the caller's thread, or by one communication thread, in program order.
+
+A `Job` is one operation, and a `Work` is what c10d hands to its users for it. `communication.run` runs jobs.
+Collectives of one group start one after the other, in the order in which the program made them. Those of other groups,
+sends and receives go on beside them: groups overlap, and each rank may call them in an order of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from mpi4py import MPI
+from torch import Tensor
+from torch.futures import Future
+
+from collectives.fabric.wait import see_in_time
+from collectives.network.requests import keep
+from mpips.torch.tensors import bytes_of
+
+if TYPE_CHECKING:
+    from collectives.communicator import Communicator
+    from collectives.plan import Plan
+
+YIELD_SECONDS, NAP_SECONDS = 2e-3, 2e-5
+"""How long the thread only gives way between two looks at the jobs, and how long it sleeps afterwards."""
+LOOK_SECONDS = 1e-2
+"""Between two looks for the end of the generation."""
+Steps = Generator[None, None, None]
+"""An operation that yields whenever it has to wait."""
+
+
+class Work(torch._C._distributed_c10d.Work):
+    """The handle that c10d returns. Unlike in PyTorch's own wrapper of a future, `wait` raises the operation's error.
+
+    `status` is that of a receive from any rank.
+    """
+
+    def __init__(self, future: Future[Any], status: MPI.Status | None = None) -> None:
+        super().__init__()
+        self._future, self._status = future, status
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Wait until the operation has ended. Blocking; `timeout` is that of the group."""
+        self._future.wait()
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return self._future.done()
+
+    def is_success(self) -> bool:
+        return self._future.done() and self.exception() is None
+
+    def exception(self) -> Any:
+        """Return the error of the operation, or None."""
+        if self._future.done():
+            try:
+                self._future.value()
+            except Exception as error:
+                return error
+        return None
+
+    def result(self) -> Any:
+        return self._future.wait()
+
+    def source_rank(self) -> int:
+        """Return the sender of a message that was received from any rank, else -1."""
+        return -1 if self._status is None or not self._future.done() else self._status.Get_source()
+
+    _source_rank = source_rank
+
+    def get_future(self) -> Future[Any]:
+        """Return a future that fails in C++ too where the operation has: Python's exceptions are mere values there."""
+        fine = self._future.done() and self.exception() is None
+        return self._future if fine else self._future.then(lambda future: future.wait())
+
+
+class Job:
+    """One operation: `run` makes it, blocking; `steps` makes the same beside others; `after` follows either.
+
+    `order`: the communicator on which the job takes turns with others; None for sends and receives. `result`: the
+    value of the future.
+    """
+
+    def __init__(
+        self, run: Callable[[], object], steps: Callable[[], Steps], order: Communicator | None,
+        after: Callable[[], None] | None = None, result: Any = None,
+    ) -> None:  # fmt: skip
+        self._run, self._steps, self._after = run, steps, after
+        self.order, self.result = order, result
+        self.future: Future[Any] = Future()
+
+    def run(self) -> None:
+        """Run the operation to its end. Blocking."""
+        self._run()
+        if self._after is not None:
+            self._after()
+
+    def steps(self) -> Steps:
+        """Run the operation beside others."""
+        yield from self._steps()
+        if self._after is not None:
+            self._after()
+
+
+class Communication:
+    """Runs the jobs of this process. Not for several threads of the user's at a time."""
+
+    def __init__(self) -> None:
+        self._state = threading.Condition()
+        self._jobs: deque[Job] = deque()
+        self._busy = False
+        self._closing = False
+        self._thread: threading.Thread | None = None
+
+    def run(self, job: Job, in_background: bool) -> Future[Any]:
+        """Run a job: now, blocking, where it need not go on `in_background` and no other is under way; else in the
+        thread. Return its future. Errors of a job that runs now are raised here."""
+        with self._state:
+            if in_background or self._busy or self._jobs:
+                self._jobs.append(job)
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._run_thread, name="mpips torch", daemon=True)
+                    self._thread.start()
+                self._state.notify_all()
+                return job.future
+            self._busy = True
+        try:
+            with np.errstate(all="ignore"):  # as PyTorch computes
+                job.run()
+            job.future.set_result(job.result)
+        finally:
+            with self._state:
+                self._busy = False
+                self._state.notify_all()
+        return job.future
+
+    def close(self) -> None:
+        """End the thread when the jobs under way have ended or failed. Blocks for 2 seconds at most."""
+        with self._state:
+            self._closing = True
+            self._state.notify_all()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(2.0)
+
+    def _run_thread(self) -> None:
+        """Run jobs while there are any, else sleep, until `close`."""
+        np.seterr(all="ignore")
+        while True:
+            with self._state:
+                self._state.wait_for(lambda: self._closing or (self._jobs and not self._busy))
+                if self._closing:
+                    return
+                self._busy = True
+            try:
+                self._run_side_by_side()
+            finally:
+                with self._state:
+                    self._busy = False
+                    self._state.notify_all()
+
+    def _run_side_by_side(self) -> None:
+        """Run jobs until none is left. No job is waited for by itself: another rank may wait in another."""
+        under_way: list[tuple[Job, Steps]] = []
+        moved = time.monotonic()
+        while (job := self._next_job(under_way)) or under_way:
+            if job is not None:
+                under_way.append((job, job.steps()))
+            left = [(each, steps) for each, steps in under_way if not _take_step(each, steps)]
+            if job is not None or len(left) < len(under_way):
+                moved = time.monotonic()
+            elif time.monotonic() - moved < YIELD_SECONDS:
+                os.sched_yield()
+            else:
+                time.sleep(NAP_SECONDS)
+            under_way = left
+
+    def _next_job(self, under_way: list[tuple[Job, Steps]]) -> Job | None:
+        """Return the next job that may begin: those of one communicator wait for the one before."""
+        taken = {job.order for job, _ in under_way} - {None}
+        with self._state:
+            for place, job in enumerate(self._jobs):
+                if job.order not in taken:
+                    del self._jobs[place]
+                    return job
+                taken.add(job.order)
+        return None
+
+
+communication = Communication()
+"""The one of this process."""
+
+
+def _take_step(job: Job, steps: Steps) -> bool:
+    """Advance a job to its next wait. Return whether it has ended; its future then has a result or an error."""
+    try:
+        next(steps)
+    except StopIteration:
+        job.future.set_result(job.result)
+    except Exception as error:
+        job.future.set_exception(error)
+    else:
+        return False
+    return True
+
+
+# ---- operations as steps
+
+
+def wait_for_plan(plan: Plan) -> Steps:
+    """Wait for a collective that has begun."""
+    while not plan.test():
+        yield
+    plan.wait()
+
+
+class Messages:
+    """MPI's own calls on one communicator, used for nothing else: uneven and rooted exchanges, bitwise reductions,
+    sends and receives."""
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self._comm = comm
+
+    def alltoall(self, target: Tensor, into: Sequence[int], source: Tensor, out_of: Sequence[int]) -> Steps:
+        size = source.element_size()
+        sent, received = _parts(bytes_of(source), out_of, size), _parts(bytes_of(target), into, size)
+        return _wait_for_request(lambda: self._comm.Ialltoallv(sent, received))
+
+    def allgather(self, target: Tensor, sizes: Sequence[int], source: Tensor) -> Steps:
+        received = _parts(bytes_of(target), sizes, source.element_size())
+        return _wait_for_request(lambda: self._comm.Iallgatherv(bytes_of(source), received))
+
+    def gather(self, target: Tensor, sizes: Sequence[int], source: Tensor, root: int) -> Steps:
+        received = _parts(bytes_of(target), sizes, source.element_size()) if self._comm.rank == root else None
+        return _wait_for_request(lambda: self._comm.Igatherv(bytes_of(source), received, root))
+
+    def scatter(self, target: Tensor, source: Tensor, sizes: Sequence[int], root: int) -> Steps:
+        sent = _parts(bytes_of(source), sizes, source.element_size()) if self._comm.rank == root else None
+        return _wait_for_request(lambda: self._comm.Iscatterv(sent, bytes_of(target), root))
+
+    def reduce(self, target: Tensor, source: Tensor, op: MPI.Op, root: int | None) -> Steps:
+        """Reduce by an operation on bytes; on all ranks where there is no root."""
+
+        def start() -> MPI.Request:
+            given, result = bytes_of(source).copy(), bytes_of(target)
+            if root is None:
+                return self._comm.Iallreduce(given, result, op)
+            return self._comm.Ireduce(given, result if self._comm.rank == root else None, op, root)
+
+        return _wait_for_request(start)
+
+    def send(self, source: Tensor, destination: int, tag: int) -> Steps:
+        return _wait_for_request(lambda: self._comm.Isend(bytes_of(source), destination, tag))
+
+    def receive(self, target: Tensor, source: int, tag: int, status: MPI.Status | None = None) -> Steps:
+        return _wait_for_request(lambda: self._comm.Irecv(bytes_of(target), source, tag), status)
+
+
+def _wait_for_request(start: Callable[[], MPI.Request], status: MPI.Status | None = None) -> Steps:
+    """Start a call of MPI when the first step is taken, and wait for its end."""
+    request = start()
+    try:
+        while not request.Test(status):
+            yield
+    finally:
+        if request:
+            keep([request])  # which holds the arrays that MPI may still touch
+
+
+def watch(steps: Steps, home: Communicator, what: str) -> Steps:
+    """Run steps beside others. Raise where the generation of `home` has ended; end it where the steps fail."""
+    start = due = time.monotonic()
+    try:
+        home.check()
+        for _ in steps:
+            now = time.monotonic()
+            if now >= due:
+                home.hear(now - start)
+                see_in_time(what, now - start, home.generation)
+                due = now + LOOK_SECONDS
+            yield
+    except Exception as error:
+        raise home.fail(what, error) from None
+
+
+def _parts(memory: np.ndarray, sizes: Sequence[int], itemsize: int) -> list[Any]:
+    """Return a vector of bytes as MPI takes parts of it: [memory, (counts, starts), type]."""
+    counts = np.array(sizes, np.int64) * itemsize
+    starts = np.cumsum(counts) - counts
+    return [memory, (counts.tolist(), starts.tolist()), MPI.BYTE]
